@@ -1,0 +1,71 @@
+"""The learning rate by step, against published sequences and hand-computed values."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from titanlite.config.plans import SchedulePlan
+from titanlite.optim.schedule import ScheduleError, learning_rate, lr_factor
+
+
+def test_autumn_2024_warmup_and_linear_decay() -> None:
+    plan = SchedulePlan(total_steps=10, warmup_steps=3)
+    factors = [lr_factor(plan, step) for step in range(1, 11)]
+    assert factors[:3] == [1 / 4, 2 / 4, 3 / 4]
+    assert factors[3:] == pytest.approx([1 - n / 7 for n in range(7)])
+
+
+def test_aws_sequence_as_logged() -> None:
+    """oracle: AWS FSDP logs, lr 1e-4, T = 5000, warm-up 0.0032 T, cosine, hard floor 1e-5, printed with six decimals."""
+    plan = SchedulePlan(total_steps=5000, warmup_steps=16, decay_type="cosine", min_lr=1e-5, style="fsdp")
+    printed = [f"{learning_rate(plan, 1e-4, step):.6f}" for step in range(1, 7)]
+    assert printed == ["0.000006", "0.000013", "0.000019", "0.000025", "0.000031", "0.000038"]
+    assert f"{learning_rate(plan, 1e-4, 35):.6f}" == "0.000100"
+    assert f"{learning_rate(plan, 1e-4, 2500):.6f}" == "0.000051"
+    first = next(step for step in range(17, 5001) if learning_rate(plan, 1e-4, step) == 1e-5)
+    assert first == 3992
+    assert learning_rate(plan, 1e-4, 5000) == 1e-5
+    assert learning_rate(plan, 1e-4, 1) < 1e-5, "the floor does not lift the warm-up"
+
+
+def test_stable_phase_then_decay_to_the_floor() -> None:
+    plan = SchedulePlan(total_steps=100, warmup_steps=10, decay_steps=20, decay_type="cosine", min_lr_factor=0.1)
+    assert lr_factor(plan, 11) == lr_factor(plan, 80) == 1.0
+    assert lr_factor(plan, 81) == 1.0
+    assert lr_factor(plan, 91) == pytest.approx(0.1 + 0.9 * 0.5)
+    assert lr_factor(plan, 101) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "halfway"),
+    [("linear", 0.5), ("sqrt", 1 - math.sqrt(0.5)), ("cosine", 0.5), ("exponential", 0.5**0.5), ("constant", 1.0)],
+)
+def test_decay_shapes_halfway(kind: str, halfway: float) -> None:
+    plan = SchedulePlan(total_steps=20, warmup_steps=0, decay_type=kind)  # type: ignore[arg-type]
+    assert lr_factor(plan, 11) == pytest.approx(halfway)
+    assert lr_factor(plan, 1) == 1.0
+
+
+def test_exponential_runs_down_to_its_floor() -> None:
+    plan = SchedulePlan(total_steps=20, warmup_steps=0, decay_type="exponential", min_lr_factor=0.01)
+    assert lr_factor(plan, 11) == pytest.approx(0.1)
+    assert lr_factor(plan, 21) == pytest.approx(0.01)
+
+
+def test_plateau_holds_the_peak_then_decays() -> None:
+    plan = SchedulePlan(total_steps=50, warmup_steps=10, plateau_steps=20)
+    assert {lr_factor(plan, step) for step in range(11, 32)} == {1.0}
+    assert lr_factor(plan, 41) == pytest.approx(0.5)
+
+
+def test_warmup_as_long_as_the_run_divides_by_nothing() -> None:
+    plan = SchedulePlan(total_steps=5, warmup_steps=5)
+    assert [lr_factor(plan, step) for step in range(1, 6)] == pytest.approx([n / 6 for n in range(1, 6)])
+    assert 0.0 <= lr_factor(plan, 6) <= 1.0
+
+
+def test_unknown_length_is_an_error() -> None:
+    with pytest.raises(ScheduleError, match="length"):
+        lr_factor(SchedulePlan(total_steps=None), 1)

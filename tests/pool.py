@@ -1,0 +1,133 @@
+"""Real gloo ranks for tests, kept alive between them: starting two costs seconds, reusing them milliseconds.
+
+    result = pool(2).run(function, *args)     # [function(world, *args) of rank 0, of rank 1]
+
+`function` is a top-level function of a test module. A job that fails on any rank raises here with every rank's
+traceback and ends that pool's processes, since a rank left inside a collective is of no further use.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+
+class RankFailure(AssertionError):
+    """One or more ranks raised or did not answer in time."""
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    import torch
+
+    from titanlite.config.plans import CommPlan
+    from titanlite.parallel.world import World
+
+    torch.set_num_threads(1)
+    with World.open(CommPlan(init_timeout_seconds=120), device_type="cpu") as world:
+        while True:
+            try:
+                job = pipe.recv()
+            except EOFError:
+                os._exit(0)
+            function, args, kwargs = job
+            try:
+                pipe.send((True, function(world, *args, **kwargs)))
+            except BaseException:
+                pipe.send((False, traceback.format_exc()))
+
+
+class RankPool:
+    """`size` processes in one gloo world."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        port = _free_port()
+        threads = os.environ.get("OMP_NUM_THREADS")
+        os.environ["OMP_NUM_THREADS"] = "1"
+        try:
+            for rank in range(self.size):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_serve, args=(rank, self.size, port, theirs), daemon=True)
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._pipes.append(ours)
+        finally:
+            if threads is None:
+                del os.environ["OMP_NUM_THREADS"]
+            else:
+                os.environ["OMP_NUM_THREADS"] = threads
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 180, **kwargs: Any) -> list[Any]:
+        """Call function(world, *args, **kwargs) on every rank; the results by rank."""
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, args, kwargs))
+        answers: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + timeout
+        ranks = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        while len(answers) < self.size:
+            waiting = [pipe for pipe, rank in ranks.items() if rank not in answers]
+            for pipe in wait(waiting, timeout=max(deadline - time.monotonic(), 0)):
+                try:
+                    answers[ranks[pipe]] = pipe.recv()
+                except EOFError:
+                    answers[ranks[pipe]] = (False, "the process died")
+            failed = [rank for rank, (fine, _) in answers.items() if not fine]
+            if failed and time.monotonic() < deadline - 5:
+                deadline = time.monotonic() + 5  # the others may be stuck waiting for the one that failed
+            if time.monotonic() >= deadline:
+                break
+        silent = [rank for rank in range(self.size) if rank not in answers]
+        problems = [f"rank {rank}:\n{text}" for rank, (fine, text) in sorted(answers.items()) if not fine]
+        if silent or problems:
+            self.close()
+            problems += [f"rank {rank}: no answer" for rank in silent]
+            raise RankFailure("\n".join(problems))
+        return [answers[rank][1] for rank in range(self.size)]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._processes, self._pipes = [], []
+
+
+class Pools:
+    """The pools of a test session, by size, each started when it is first used."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, RankPool] = {}
+
+    def __call__(self, size: int) -> RankPool:
+        return self._pools.setdefault(size, RankPool(size))
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()

@@ -1,0 +1,66 @@
+"""The plain single-process run that all others are held against.
+
+Imports nothing of titanlite: `transformers`' Llama, torch's optimizers, batches and initial weights as tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass
+class Curve:
+    """What a run of a few steps leaves behind."""
+
+    losses: list[float]
+    norms: list[float]
+    #: Full gradients of the first step, before clipping.
+    gradients: dict[str, torch.Tensor]
+    #: Full weights after the last step.
+    weights: dict[str, torch.Tensor]
+
+
+def train_reference(
+    config: dict[str, Any],
+    weights: dict[str, torch.Tensor],
+    tokens: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    optimizer: str,
+    rates: list[float],
+    max_norm: float,
+) -> Curve:
+    """Train `transformers`' Llama on whole global batches.
+
+    config: of `LlamaConfig`; weights: its state dictionary. tokens, labels: [steps, global batch, seq] int64, label -100
+    where there is no target. optimizer: "AdamW" or "SGD". rates: learning rate of each step.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(LlamaConfig(**config, attn_implementation="sdpa"))
+    model.load_state_dict(weights, strict=not config.get("tie_word_embeddings"))
+    if optimizer == "AdamW":
+        optim: torch.optim.Optimizer = torch.optim.AdamW(
+            model.parameters(), lr=0.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
+        )
+    else:
+        optim = torch.optim.SGD(model.parameters(), lr=0.0)
+    curve = Curve([], [], {}, {})
+    for step, rate in enumerate(rates):
+        logits = model(tokens[step]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[step].flatten(), ignore_index=-100)
+        loss.backward()
+        if step == 0:
+            curve.gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        for group in optim.param_groups:
+            group["lr"] = rate
+        optim.step()
+        optim.zero_grad()
+        curve.losses.append(loss.item())
+        curve.norms.append(norm.item())
+    curve.weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    return curve

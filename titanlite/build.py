@@ -1,0 +1,135 @@
+"""Plans and World → Parts: the one place that knows all rooms.
+
+Order: tokenizer → text → model on the meta device → `fully_shard` → memory → initial weights → optimizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from titanlite.config.plans import DataPlan, ModelPlan, Plans, ShardPlan
+from titanlite.data.loader import PackedDataset, TrainLoader, ValidationLoader, build_dataset
+from titanlite.data.tokenizer import Tokenizer, load_tokenizer
+from titanlite.models import LlamaArgs, ModelSpec, get_spec, resolve_args
+from titanlite.optim.optimizer import build_optimizer
+from titanlite.parallel.fsdp import shard
+from titanlite.parallel.init import init_weights, materialize
+from titanlite.parallel.world import World
+
+
+@dataclass
+class Parts:
+    """What a training loop is made of."""
+
+    spec: ModelSpec
+    args: LlamaArgs
+    mesh: DeviceMesh
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    tokenizer: Tokenizer
+    loader: TrainLoader
+    validation: ValidationLoader | None
+
+
+def build_args(plan: ModelPlan, tokenizer_size: int | None) -> LlamaArgs:
+    """The model's arguments; ValueError when the plan's numbers make no decoder or the tokenizer does not fit."""
+    return resolve_args(
+        plan.name,
+        plan.flavor,
+        {**dict(plan.overrides), "norm_type": plan.norm_type},
+        vocab_size=plan.vocab_size,
+        tokenizer_size=tokenizer_size,
+        max_seq_len=plan.max_seq_len,
+    )
+
+
+def build_model(
+    spec: ModelSpec, args: LlamaArgs, mesh: DeviceMesh, plan: ShardPlan, device: torch.device, seed: int
+) -> nn.Module:
+    """The sharded model on `device` with its initial weights; no rank ever holds a full copy."""
+    with torch.device("meta"):
+        model = spec.build(args)
+    modules = dict(model.named_modules())
+    shard(model, [[modules[name] for name in unit] for unit in spec.fsdp_units(args)], mesh, plan)
+
+    def initialize(_: nn.Module) -> None:
+        init_weights(model, lambda name: spec.init_rule(name, args), seed)
+        model.init_buffers()  # type: ignore[operator]
+
+    materialize(model, device, initialize)
+    return model
+
+
+def data_parallel_rank(mesh: DeviceMesh) -> int:
+    """This rank's place among those that read different data."""
+    replicate, shard_rank = mesh.get_local_rank("dp_replicate"), mesh.get_local_rank("dp_shard")
+    return replicate * mesh["dp_shard"].size() + shard_rank
+
+
+def read_text(plans: Plans) -> tuple[Tokenizer, PackedDataset]:
+    """The tokenizer and the training text: all that has to be read before the length of a run in epochs is known."""
+    tokenizer = load_tokenizer(plans.tokenizer)
+    vocabulary = build_args(plans.model, tokenizer.vocab_size).n_vocab
+    return tokenizer, build_dataset(plans.data, tokenizer, vocabulary)
+
+
+def build(plans: Plans, world: World, tokenizer: Tokenizer, dataset: PackedDataset) -> Parts:
+    """Everything a loop needs, on this rank's device."""
+    spec = get_spec(plans.model.name)
+    args = build_args(plans.model, tokenizer.vocab_size)
+    mesh = world.build_mesh(plans.mesh)
+    model = build_model(spec, args, mesh, plans.shard, world.device, plans.train.seed or 0)
+    rank = data_parallel_rank(mesh)
+    validation = None
+    if plans.validation.enable:
+        v = plans.validation
+        held_out = DataPlan(dataset=v.dataset, path=v.path, seq_len=v.seq_len, shuffle=False, epochs=1)
+        validation = ValidationLoader(
+            build_dataset(held_out, tokenizer, args.n_vocab), v.batch_size, v.steps, rank, plans.mesh.dp_degree
+        )
+    return Parts(
+        spec=spec,
+        args=args,
+        mesh=mesh,
+        model=model,
+        optimizer=build_optimizer(model.parameters(), plans.optimizer, world.device),
+        tokenizer=tokenizer,
+        loader=TrainLoader(dataset, plans.batch, rank, plans.mesh.dp_degree),
+        validation=validation,
+    )
+
+
+def fingerprints(args: LlamaArgs, tokenizer: Tokenizer, dataset: PackedDataset) -> dict[str, str]:
+    """What two runs must share for one to resume the other's checkpoints."""
+    shape = asdict(args)
+    shape.pop("max_seq_len")  # the length of the RoPE tables changes no weight
+    return {
+        "model": _digest(shape),
+        "tokenizer": tokenizer.fingerprint,
+        "data": dataset.fingerprint,
+    }
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def parameter_counts(model: nn.Module) -> dict[str, int]:
+    """Parameters by top-level module, in order; a tied weight counts once."""
+    counts: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        top = name.split(".")[0]
+        counts[top] = counts.get(top, 0) + parameter.numel()
+    return counts
+
+
+def local_batches(micro_batches: Sequence, device: torch.device) -> list:  # type: ignore[type-arg]
+    """The micro-batches on `device`."""
+    return [type(b)(b.tokens.to(device, non_blocking=True), b.labels.to(device, non_blocking=True)) for b in micro_batches]

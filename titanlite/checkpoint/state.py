@@ -1,0 +1,90 @@
+"""What a checkpoint holds, as flat names to tensors: no pickled objects of ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+#: Hyper-parameters belong to the configuration, not to the checkpoint.
+_HYPERPARAMETERS = "param_groups."
+
+
+def gather(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The tensors to save or to load into, by name: `model.…` and `optimizer.…`.
+
+    An optimizer that has not stepped yet is given its (zero) state first, so that there is something to load into.
+    """
+    tensors = {f"model.{name}": t for name, t in get_model_state_dict(model).items()}
+    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+    tensors.update(
+        (f"optimizer.{name}", value) for name, value in state.items() if not name.startswith(_HYPERPARAMETERS)
+    )
+    return tensors
+
+
+def scatter(tensors: dict[str, torch.Tensor], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Put loaded tensors (as `gather` names them) into model and optimizer; hyper-parameters stay as configured."""
+    set_model_state_dict(model, _strip(tensors, "model."))
+    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+    state.update(_strip(tensors, "optimizer."))
+    set_optimizer_state_dict(model, optimizer, state, options=_OPTIONS)
+
+
+def _strip(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, Any]:
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+
+
+def rng_state(device: torch.device, world_size: int) -> DTensor:
+    """torch's generators of all ranks, [world_size, bytes] uint8, one row per rank.
+
+    As a sharded tensor each rank writes and reads its own row, and another number of ranks is seen by the shape.
+    """
+    row = torch.get_rng_state()
+    if device.type == "cuda":
+        row = torch.cat([row, torch.cuda.get_rng_state(device)])
+    mesh = init_device_mesh("cpu", (world_size,))
+    return DTensor.from_local(row[None], mesh, [Shard(0)])
+
+
+def set_rng_state(state: DTensor, device: torch.device) -> None:
+    row = state.to_local()[0]
+    size = torch.get_rng_state().numel()
+    torch.set_rng_state(row[:size].clone())
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(row[size:].clone(), device)
+
+
+def describe(tensors: dict[str, torch.Tensor]) -> dict[str, list[Any]]:
+    """Tensor name -> [dtype, global shape], for the manifest."""
+    return {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
+
+
+def differences(saved: dict[str, list[Any]], wanted: dict[str, list[Any]], most: int = 12) -> list[str]:
+    """How the tensors of a checkpoint differ from those of the model, a line each; empty when they agree.
+
+    DCP itself notices missing tensors and shapes only: surplus tensors and other dtypes load without a word.
+    """
+    lines = [f"missing in the checkpoint: {name} {_show(wanted[name])}" for name in wanted if name not in saved]
+    lines += [f"not in this model: {name} {_show(saved[name])}" for name in saved if name not in wanted]
+    lines += [
+        f"{name}: {_show(saved[name])} in the checkpoint, {_show(wanted[name])} in this model"
+        for name in wanted
+        if name in saved and list(saved[name]) != list(wanted[name])
+    ]
+    return lines[:most] + ([f"… and {len(lines) - most} more"] if len(lines) > most else [])
+
+
+def _show(entry: list[Any]) -> str:
+    return f"{entry[0]}{list(entry[1])}"

@@ -1,0 +1,222 @@
+"""What each room will do: small frozen dataclasses, resolved once from the TOML dialect.
+
+No torch here. A plan holds plain values, already checked and already derived (degrees, batch
+arithmetic, schedule length); `Plans.notes` says how each derived number came about. Every room takes
+its own plan (or plain arguments), never the whole job, so that each piece works in a custom loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """Which decoder to build."""
+
+    name: str = "llama3"
+    flavor: str = "debugmodel"
+    #: Fields of the flavor's arguments to replace, e.g. {"n_layers": 4}; sorted (key, value) pairs.
+    overrides: tuple[tuple[str, object], ...] = ()
+    norm_type: str = "rmsnorm"
+    #: Longest sequence the RoPE tables must serve, in tokens.
+    max_seq_len: int = 2048
+    #: Vocabulary entries, or None: the flavor's (the tokenizer's, for `debugmodel`).
+    vocab_size: int | None = None
+
+
+@dataclass(frozen=True)
+class TokenizerPlan:
+    """Where the tokenizer is. `None`: the one that travels with titanlite."""
+
+    path: str | None = None
+
+
+@dataclass(frozen=True)
+class DataPlan:
+    """What text is read and in which order it is served."""
+
+    dataset: str = "c4_test"
+    #: Local file or folder of C4-format records; None: the bundled text of `dataset`.
+    path: str | None = None
+    #: Tokens per training sequence (the loader packs seq_len + 1 and shifts).
+    seq_len: int = 2048
+    seed: int = 0
+    shuffle: bool = True
+    #: Passes over the data, or None: as many as the steps need.
+    epochs: int | None = None
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Batch arithmetic. sequences per step = micro_batch_size * accumulation * data-parallel ranks."""
+
+    #: Sequences per micro-batch and data-parallel rank.
+    micro_batch_size: int = 8
+    #: Micro-batches per step and rank.
+    accumulation: int = 1
+    #: Sequences per step over all ranks.
+    global_batch_size: int = 8
+    seq_len: int = 2048
+    #: Tokens per step over all ranks (global_batch_size * seq_len).
+    tokens_per_step: int = 8 * 2048
+
+
+@dataclass(frozen=True)
+class MeshPlan:
+    """Degrees of parallelism; their product is the world size."""
+
+    world_size: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+
+    @property
+    def dp_degree(self) -> int:
+        """Ranks that read different data."""
+        return self.dp_replicate * self.dp_shard
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """How `fully_shard` is applied."""
+
+    param_dtype: Dtype = "bfloat16"
+    reduce_dtype: Dtype = "float32"
+    #: True / False / shard size of the partial reshard; None: every block but the last unit.
+    reshard_after_forward: bool | int | None = None
+    #: "last": reduce gradients with the last micro-batch only; "every": with each one.
+    gradient_sync: Literal["last", "every"] = "last"
+
+
+@dataclass(frozen=True)
+class OptimizerPlan:
+    name: Literal["AdamW", "Adam"] = "AdamW"
+    lr: float = 8e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    #: None: fused on GPUs, foreach on CPU.
+    implementation: Literal["fused", "foreach", "for-loop"] | None = None
+    #: Gradients are scaled down to this global norm.
+    max_norm: float = 1.0
+
+
+@dataclass(frozen=True)
+class SchedulePlan:
+    """Learning rate as a factor of `OptimizerPlan.lr`, by steps done. See `titanlite.optim.schedule`."""
+
+    #: Length of the schedule in steps (not necessarily of the run).
+    #: None only while `training.epochs` waits for the text to be counted.
+    total_steps: int | None = 10000
+    warmup_steps: int = 200
+    decay_type: Literal["constant", "linear", "cosine", "sqrt", "exponential"] = "linear"
+    #: Steps of the decay at the end of the schedule; None: all that follow the warm-up.
+    decay_steps: int | None = None
+    #: Steps held at the peak between warm-up and decay.
+    plateau_steps: int = 0
+    #: Floor as a fraction of the peak.
+    min_lr_factor: float = 0.0
+    #: Hard floor of the learning rate itself, applied after the warm-up (None: no such floor).
+    min_lr: float | None = None
+    #: "titan": (n + 1) / (warmup + 1), decay over total - warmup; "fsdp": n / warmup, cosine over total.
+    style: Literal["titan", "fsdp"] = "titan"
+
+
+@dataclass(frozen=True)
+class TrainPlan:
+    """The loop itself."""
+
+    #: None only while `training.epochs` waits for the text to be counted (see `resolve`).
+    steps: int | None = 10000
+    #: Seed of the initial weights and of torch's generators; None: 0 for the weights.
+    seed: int | None = None
+    #: Collect garbage on all ranks together every so many steps.
+    gc_freq: int = 50
+    deterministic: bool = False
+    deterministic_warn_only: bool = False
+
+
+@dataclass(frozen=True)
+class ValidationPlan:
+    enable: bool = False
+    #: Steps between validations (the last step always validates).
+    freq: int = 100
+    #: Validation batches; -1: one full pass over the held-out text.
+    steps: int = -1
+    #: Sequences per data-parallel rank.
+    batch_size: int = 8
+    seq_len: int = 2048
+    dataset: str = "c4_validation"
+    path: str | None = None
+
+
+@dataclass(frozen=True)
+class CheckpointPlan:
+    enable: bool = False
+    #: Absolute or working-directory-relative folder that holds step-N folders.
+    folder: str = "./outputs/checkpoint"
+    interval: int = 500
+    #: "resume-or-fresh": newest valid one or start new; "resume": must exist; "fresh": must not.
+    start: Literal["resume-or-fresh", "resume", "fresh"] = "resume-or-fresh"
+    #: Step to load, or None: the newest valid one.
+    load_step: int | None = None
+
+
+@dataclass(frozen=True)
+class GuardPlan:
+    policy: Literal["stop"] = "stop"
+
+
+@dataclass(frozen=True)
+class CommPlan:
+    #: Collective timeout in seconds until step 1 is done, and after it.
+    init_timeout_seconds: int = 300
+    train_timeout_seconds: int = 100
+    #: Entries of the NCCL flight recorder (0: off).
+    trace_buf_size: int = 20000
+
+
+@dataclass(frozen=True)
+class ObservePlan:
+    """What a person and other tools see."""
+
+    dump_folder: str = "./outputs"
+    description: str = ""
+    #: Step 1 and every n steps.
+    log_freq: int = 10
+    log_style: Literal["titan", "fsdp"] = "titan"
+    #: None: colours on a terminal only.
+    color: bool | None = None
+    #: None where TensorBoard is off; else its folder (a dated subfolder is added).
+    tensorboard_folder: str | None = None
+    rank_0_only: bool = True
+    #: FLOPS of one device; None: known devices only.
+    peak_tflops: float | None = None
+
+
+@dataclass(frozen=True)
+class Plans:
+    """One run, resolved."""
+
+    model: ModelPlan = field(default_factory=ModelPlan)
+    tokenizer: TokenizerPlan = field(default_factory=TokenizerPlan)
+    data: DataPlan = field(default_factory=DataPlan)
+    batch: BatchPlan = field(default_factory=BatchPlan)
+    mesh: MeshPlan = field(default_factory=MeshPlan)
+    shard: ShardPlan = field(default_factory=ShardPlan)
+    optimizer: OptimizerPlan = field(default_factory=OptimizerPlan)
+    schedule: SchedulePlan = field(default_factory=SchedulePlan)
+    train: TrainPlan = field(default_factory=TrainPlan)
+    validation: ValidationPlan = field(default_factory=ValidationPlan)
+    checkpoint: CheckpointPlan = field(default_factory=CheckpointPlan)
+    guard: GuardPlan = field(default_factory=GuardPlan)
+    comm: CommPlan = field(default_factory=CommPlan)
+    observe: ObservePlan = field(default_factory=ObservePlan)
+    #: How each derived number came about, one sentence each; logged at start.
+    notes: tuple[str, ...] = ()
+    #: Things a user should know but that stop nothing (a warm-up shortened, a key without effect).
+    warnings: tuple[str, ...] = ()

@@ -1,0 +1,1 @@
+"""Processes, meshes and sharding: how one model is spread over ranks."""

@@ -1,0 +1,103 @@
+"""Initial weights that do not depend on how the model is sharded.
+
+Each parameter is drawn in fixed blocks of rows, each block from a generator seeded by (seed, parameter
+name, block). A rank draws only the blocks that its shard touches: the same weights on any mesh, with no full tensor in
+memory. (Plain `nn.init` on DTensors gives every CPU rank the same shard.) Streams differ between device
+types, as torch's generators do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from titanlite.models.spec import Init
+
+#: Rows per block. Changing it changes every model's initial weights.
+ROWS = 128
+
+
+class InitError(RuntimeError):
+    """A parameter or buffer was left without a value."""
+
+
+def _block_seed(seed: int, name: str, block: int) -> int:
+    digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1  # torch takes signed 64 bits
+
+
+def _draw(shape: torch.Size | tuple[int, ...], init: Init, generator: torch.Generator) -> torch.Tensor:
+    """One block [rows, ...] in float32."""
+    block = torch.empty(shape, dtype=torch.float32, device=generator.device)
+    if init.kind == "normal":
+        return block.normal_(0.0, init.std, generator=generator)
+    if init.kind == "trunc_normal":
+        return nn.init.trunc_normal_(block, 0.0, init.std, -init.bound, init.bound, generator=generator)
+    raise InitError(f"unknown kind of initial values: {init.kind!r}")
+
+
+@torch.no_grad()
+def fill(local: torch.Tensor, offset: tuple[int, ...], shape: tuple[int, ...], name: str, init: Init, seed: int) -> None:
+    """Fill `local`, the part of a parameter of global `shape` that starts at `offset`, in place."""
+    if local.numel() == 0:
+        return
+    if init.kind == "ones":
+        local.fill_(1.0)
+        return
+    first, last = offset[0], offset[0] + local.shape[0]
+    columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], local.shape[1:], strict=True))
+    generator = torch.Generator(local.device)
+    for block in range(first // ROWS, math.ceil(last / ROWS)):
+        top = block * ROWS
+        rows = min(ROWS, shape[0] - top)
+        generator.manual_seed(_block_seed(seed, name, block))
+        values = _draw((rows, *shape[1:]), init, generator)
+        low, high = max(first, top), min(last, top + rows)
+        local[low - first : high - first].copy_(values[(slice(low - top, high - top), *columns)])
+
+
+@torch.no_grad()
+def init_weights(model: nn.Module, rule: Callable[[str], Init], seed: int) -> None:
+    """Give every parameter of `model` (plain or DTensor, already on its device) its initial value.
+
+    rule: full parameter name -> Init.
+    """
+    for name, parameter in model.named_parameters():
+        shape = tuple(parameter.shape)
+        if isinstance(parameter, DTensor):
+            _, offset = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
+            local = parameter.to_local()
+        else:
+            offset, local = (0,) * len(shape), parameter
+        fill(local, tuple(offset), shape, name, rule(name), seed)
+
+
+@torch.no_grad()
+def materialize(model: nn.Module, device: torch.device, initialize: Callable[[nn.Module], None]) -> None:
+    """Give a meta-device model memory and values.
+
+    `to_empty` leaves garbage in whatever is not written afterwards, so all of it is set to NaN first, and a
+    parameter or buffer that is still NaN after `initialize` is an InitError.
+    """
+    model.to_empty(device=device)
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    floating = [(name, _local(t)) for name, t in tensors if t.is_floating_point()]
+    for _, tensor in floating:
+        tensor.fill_(float("nan"))
+    initialize(model)
+    # Buffers may have been replaced rather than written, so they are looked up again.
+    floating = [(n, _local(t)) for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_floating_point()]
+    bad = torch.stack([torch.isnan(t).any() for _, t in floating]).tolist()
+    missed = [name for (name, _), is_bad in zip(floating, bad, strict=True) if is_bad]
+    if missed:
+        raise InitError(f"no initial value for: {', '.join(missed)}")
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

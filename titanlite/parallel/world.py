@@ -1,0 +1,156 @@
+"""The processes of a run: device, rendezvous store, default process group, timeouts.
+
+One path serves one CPU process and many GPUs: `fully_shard` and the collectives run at world size 1 too.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from titanlite.config.plans import CommPlan, MeshPlan
+
+#: Names of the data-parallel mesh dimensions, outermost first.
+MESH_DIMS = ("dp_replicate", "dp_shard")
+
+
+class WorldError(RuntimeError):
+    """The environment's description of the ranks is incomplete or contradicts itself."""
+
+
+def _env_int(name: str, default: int | None = None) -> int:
+    text = os.environ.get(name)
+    if text is None:
+        if default is None:
+            raise WorldError(
+                f"WORLD_SIZE is set but {name} is not: start with torchrun (or ./run_llama_train.sh), "
+                "or unset WORLD_SIZE for one process"
+            )
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise WorldError(f"environment variable {name} is {text!r}, expected a whole number") from None
+
+
+def _rendezvous_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
+    """The key-value store that the process groups meet at.
+
+    Under torchrun the agent's TCP store survives a restart of the workers, so each attempt needs keys of
+    its own: without the prefix a restarted attempt reads the dead one's addresses and hangs.
+    """
+    if size == 1:
+        return dist.HashStore()
+    host = os.environ.get("MASTER_ADDR")
+    if host is None:
+        raise WorldError("WORLD_SIZE is set but MASTER_ADDR is not: start with torchrun (or ./run_llama_train.sh)")
+    agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        host, _env_int("MASTER_PORT"), size, is_master=rank == 0 and not agent_store, timeout=timeout
+    )
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "titanlite")
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"titanlite/{run}/{attempt}", store)
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks of a run and the device of this one.
+
+    Make it with `World.open`, a context manager. A default process group that exists already is joined
+    and left alone; one that `open` creates is destroyed at its end.
+    """
+
+    rank: int
+    local_rank: int
+    size: int
+    device: torch.device
+
+    @classmethod
+    @contextmanager
+    def open(cls, comm: CommPlan | None = None, device_type: str | None = None) -> Iterator[World]:
+        """Enter the world that the environment (torchrun's variables) describes; one process without them.
+
+        device_type: "cpu" or "cuda"; by default CUDA when this machine has it.
+        Raises WorldError when the environment is incomplete.
+        """
+        comm = comm or CommPlan()
+        device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+        size = _env_int("WORLD_SIZE", 1)
+        rank = _env_int("RANK", 0 if size == 1 else None)
+        local_rank = _env_int("LOCAL_RANK", rank)
+        if device_type == "cuda":
+            if local_rank >= torch.cuda.device_count():
+                raise WorldError(
+                    f"local rank {local_rank} has no GPU of its own: {socket.gethostname()} shows "
+                    f"{torch.cuda.device_count()} GPUs. Start at most that many ranks per node"
+                )
+            device = torch.device("cuda", local_rank)
+            torch.cuda.set_device(device)
+        else:
+            device = torch.device("cpu")
+        if dist.is_initialized():
+            yield cls(dist.get_rank(), local_rank, dist.get_world_size(), device)
+            return
+        timeout = timedelta(seconds=comm.init_timeout_seconds)
+        if device_type == "cuda" and comm.trace_buf_size > 0:
+            # Read by NCCL's process groups as they are made; the recorder is dumped when a collective times out.
+            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(comm.trace_buf_size))
+            os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+        dist.init_process_group(
+            # Host-side collectives (checkpoint plans, agreed decisions) go through gloo on GPUs too.
+            "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
+            store=_rendezvous_store(rank, size, timeout),
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
+            device_id=device if device_type == "cuda" else None,
+        )
+        try:
+            yield cls(rank, local_rank, size, device)
+        except BaseException:
+            # Alone, clean up for whoever uses this process next. With peers, leave at once: they may be stuck in a
+            # collective, and only this rank's death lets the launcher end them.
+            if size == 1:
+                dist.destroy_process_group()
+            raise
+        # Ranks that leave while others still hold gloo connections make those abort at exit.
+        dist.barrier()
+        dist.destroy_process_group()
+
+    def build_mesh(self, plan: MeshPlan) -> DeviceMesh:
+        """The device mesh of the data-parallel degrees, dimensions `MESH_DIMS`.
+
+        Raises WorldError when the degrees do not multiply to the world size.
+        """
+        if plan.dp_degree != self.size:
+            raise WorldError(
+                f"dp_replicate {plan.dp_replicate} x dp_shard {plan.dp_shard} = {plan.dp_degree}, "
+                f"but there are {self.size} ranks"
+            )
+        return init_device_mesh(self.device.type, (plan.dp_replicate, plan.dp_shard), mesh_dim_names=MESH_DIMS)
+
+    def agree(self, value: object) -> object:
+        """Rank 0's `value` on every rank (any picklable object; through gloo, on the host)."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        return box[0]
+
+
+def set_timeouts(seconds: int, mesh: DeviceMesh) -> None:
+    """Set the collective timeout of the default group and of every group of the mesh.
+
+    The first step may compile and warm up for minutes; after it, a stuck peer should be found soon.
+    """
+    dist.barrier()  # a rank still in the slow phase must not be timed out by a faster one
+    for group in [None, *mesh.get_all_groups()]:
+        _set_pg_timeout(timedelta(seconds=seconds), group)
