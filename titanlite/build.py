@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.config.plans import DataPlan, ModelPlan, Plans, ShardPlan
-from titanlite.data.loader import PackedDataset, TrainLoader, ValidationLoader, build_dataset
+from titanlite.config.plans import ModelPlan, Plans, ShardPlan
+from titanlite.data.loader import Batch, TrainLoader, ValidationLoader
+from titanlite.data.packing import PackedDataset, build_dataset, build_validation_dataset
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.models import LlamaArgs, ModelSpec, get_spec, resolve_args
 from titanlite.optim.optimizer import build_optimizer
@@ -89,10 +90,9 @@ def build(plans: Plans, world: World, tokenizer: Tokenizer, dataset: PackedDatas
     rank = data_parallel_rank(mesh)
     validation = None
     if plans.validation.enable:
-        v = plans.validation
-        held_out = DataPlan(dataset=v.dataset, path=v.path, seq_len=v.seq_len, shuffle=False, epochs=1)
+        held_out = build_validation_dataset(plans.validation, tokenizer, args.n_vocab)
         validation = ValidationLoader(
-            build_dataset(held_out, tokenizer, args.n_vocab), v.batch_size, v.steps, rank, plans.mesh.dp_degree
+            held_out, plans.validation.batch_size, plans.validation.steps, rank, plans.mesh.dp_degree
         )
     return Parts(
         spec=spec,
@@ -110,10 +110,12 @@ def fingerprints(args: LlamaArgs, tokenizer: Tokenizer, dataset: PackedDataset) 
     """What two runs must share for one to resume the other's checkpoints."""
     shape = asdict(args)
     shape.pop("max_seq_len")  # the length of the RoPE tables changes no weight
+    order = {name: value for name, value in dataset.settings.items() if name != "epochs"}
     return {
         "model": _digest(shape),
-        "tokenizer": tokenizer.fingerprint,
-        "data": dataset.fingerprint,
+        "tokenizer": tokenizer.fingerprint[:16],
+        "data": dataset.fingerprint[:16],
+        "data order": ", ".join(f"{name} {value}" for name, value in order.items()),
     }
 
 
@@ -130,6 +132,8 @@ def parameter_counts(model: nn.Module) -> dict[str, int]:
     return counts
 
 
-def local_batches(micro_batches: Sequence, device: torch.device) -> list:  # type: ignore[type-arg]
+def to_device(micro_batches: Sequence[Batch], device: torch.device) -> list[Batch]:
     """The micro-batches on `device`."""
-    return [type(b)(b.tokens.to(device, non_blocking=True), b.labels.to(device, non_blocking=True)) for b in micro_batches]
+    return [
+        Batch(b.tokens.to(device, non_blocking=True), b.labels.to(device, non_blocking=True)) for b in micro_batches
+    ]

@@ -6,38 +6,29 @@ step was bad nothing updates any more. The host reads the flag of a step while t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
 
 import torch
 import torch.distributed as dist
 
 
-@dataclass(frozen=True)
-class BadRank:
-    """What one rank saw in the bad step, before reduction over ranks."""
-
-    rank: int
-    loss: float
-    norm: float
-
-    @property
-    def is_bad(self) -> bool:
-        return not all(map(_finite, (self.loss, self.norm)))
-
-
-def _finite(value: float) -> bool:
-    return value - value == 0.0
-
-
 class NonFiniteError(RuntimeError):
-    """The guard stopped the run: a loss or gradient norm was not finite. The weights are those of the step before."""
+    """The guard stopped the run: a loss or gradient norm was not finite. The weights are those of the step before.
 
-    def __init__(self, step: int, norm: float, loss: float, ranks: list[BadRank]) -> None:
-        self.step, self.norm, self.loss, self.ranks = step, norm, loss, ranks
-        seen = "; ".join(f"rank {r.rank}: loss {r.loss:.6g}, gradient norm {r.norm:.6g}" for r in ranks)
+    losses: by rank, its share of the bad step's loss. Gradients are summed over ranks before anyone sees their norm, so
+    only a loss can tell which rank it came from.
+    """
+
+    def __init__(self, step: int, norm: float, loss: float, losses: list[float]) -> None:
+        self.step, self.norm, self.loss = step, norm, loss
+        self.ranks = [rank for rank, share in enumerate(losses) if not math.isfinite(share)]
+        if self.ranks:
+            where = f"the loss was not finite on rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
+        else:
+            where = "the loss was finite on every rank, so it arose in the backward pass"
         super().__init__(
-            f"step {step}: loss {loss:.6g}, gradient norm {norm:.6g} is not finite. First seen on {seen}. "
-            f"The update was not applied: the weights are those after step {step - 1}"
+            f"step {step}: loss {loss:.6g}, gradient norm {norm:.6g}: {where}. The update was not applied: the weights "
+            f"are those after step {step - 1}"
         )
 
 
@@ -47,19 +38,17 @@ class FiniteGuard:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._tripped = torch.zeros((), dtype=torch.bool, device=device)
-        # Step, global norm and loss, this rank's norm and loss, as they were when the flag was set.
-        self._record = torch.zeros(5, dtype=torch.float64, device=device)
+        # Step, global norm and loss, this rank's share of the loss, as they were when the flag was set.
+        self._record = torch.zeros(4, dtype=torch.float64, device=device)
         self._pending: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
 
-    def gate(
-        self, step: int, norm: torch.Tensor, loss: torch.Tensor, local_norm: torch.Tensor, local_loss: torch.Tensor
-    ) -> torch.Tensor:
+    def gate(self, step: int, norm: torch.Tensor, loss: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
         """May this step update the weights? A 0-dim bool on the device, equal on all ranks.
 
-        norm, loss: reduced over ranks; local_norm, local_loss: this rank's share (0-dim tensors on the device).
+        norm, loss: reduced over ranks; share: this rank's part of the loss (0-dim tensors on the device).
         """
         ok = torch.isfinite(norm) & torch.isfinite(loss) & ~self._tripped
-        now = torch.stack([t.double() for t in (torch.full_like(norm, step), norm, loss, local_norm, local_loss)])
+        now = torch.stack([t.double() for t in (torch.full_like(norm, step), norm, loss, share)])
         self._record = torch.where(ok | self._tripped, self._record, now)
         self._tripped = self._tripped | ~ok
         return ok
@@ -91,8 +80,7 @@ class FiniteGuard:
     def _raise_if(self, tripped: bool) -> None:
         if not tripped:
             return
-        step, norm, loss, local_norm, local_loss = self._record.tolist()
-        mine = BadRank(dist.get_rank(), local_loss, local_norm)
-        everyone: list[BadRank] = [mine] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-        raise NonFiniteError(int(step), norm, loss, [r for r in everyone if r.is_bad] or everyone)
+        step, norm, loss, share = self._record.tolist()
+        losses: list[float] = [share] * dist.get_world_size()
+        dist.all_gather_object(losses, share)
+        raise NonFiniteError(int(step), norm, loss, losses)

@@ -90,7 +90,7 @@ def train_step(
     norm, loss = sums[0].sqrt(), sums[1]
     local_loss = share * tokens / local_tokens.clamp(min=1)
 
-    ok = guard.gate(step, norm, loss, local_norm, share)
+    ok = guard.gate(step, norm, loss, share)
     torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     gated_step(optimizer, ok, lr)
     optimizer.zero_grad(set_to_none=True)

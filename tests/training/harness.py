@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.training.reference import Curve
-from titanlite.build import build_model, data_parallel_rank, local_batches
+from titanlite.build import build_model, data_parallel_rank, to_device
 from titanlite.config.plans import MeshPlan, OptimizerPlan, ShardPlan
 from titanlite.data.loader import Batch
 from titanlite.guard import FiniteGuard
@@ -68,7 +68,7 @@ def train(world: World, run: Run) -> Curve:
     guard = FiniteGuard(world.device)
     curve = Curve([], [], {}, {})
     for step, rate in enumerate(run.rates, start=1):
-        batches = local_batches(micro_batches(run, step - 1, rank, world.size), world.device)
+        batches = to_device(micro_batches(run, step - 1, rank, world.size), world.device)
         if step == 1:
             # Clipping happens in place inside the step, so the first gradients are caught on their way to the optimizer.
             keep = optimizer.register_step_pre_hook(

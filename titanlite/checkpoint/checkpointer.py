@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-import titanlite
+from titanlite._version import __version__
 from titanlite.checkpoint.manifest import CheckpointError, Manifest, find, publish, step_folder
 from titanlite.checkpoint.state import describe, differences, gather, rng_state, scatter, set_rng_state
 from titanlite.config.plans import CheckpointPlan
@@ -118,7 +118,7 @@ class Checkpointer:
             files=files,
             train=train,
             versions={
-                "titanlite": titanlite.__version__,
+                "titanlite": __version__,
                 "torch": torch.__version__,
                 "python": platform.python_version(),
             },

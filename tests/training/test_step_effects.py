@@ -1,0 +1,130 @@
+"""What a step does on the wire and to the weights: collectives, their dtypes, and that every parameter learns."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.pool import Pools
+from tests.training.harness import TINY, Run, batches, build_tiny, full, micro_batches, train
+from titanlite.build import to_device
+from titanlite.config.plans import ShardPlan
+from titanlite.guard import FiniteGuard
+from titanlite.parallel.world import World
+from titanlite.step import train_step
+
+TOKENS, LABELS = batches(1, 8, 16, 192)
+
+
+class Collectives(TorchDispatchMode):
+    """Counts c10d operations by name and dtype of what is sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[tuple[str, torch.dtype]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and "barrier" not in str(func):
+            name = str(func).split(".")[1]
+            sent = args[0] if name == "allreduce_" else args[1]
+            tensor = sent
+            while isinstance(tensor, (list, tuple)):
+                tensor = tensor[0]
+            self.seen[name, tensor.dtype] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _count(world: World, run: Run) -> Counter[tuple[str, torch.dtype]]:
+    model, optimizer, rank = build_tiny(world, run)
+    guard = FiniteGuard(world.device)
+    data = to_device(micro_batches(run, 0, rank, world.size), world.device)
+
+    def take(step: int) -> None:
+        sync_every = run.shard.gradient_sync == "every"
+        train_step(model, optimizer, data, step=step, lr=1e-3, max_norm=1.0, guard=guard, sync_every=sync_every)
+
+    take(1)  # FSDP sets itself up
+    with Collectives() as counter:
+        take(2)
+    return counter.seen
+
+
+BF16, FP32, INT64 = torch.bfloat16, torch.float32, torch.int64
+UNITS = TINY.n_layers + 2  # embedding, blocks, norm with head
+
+
+@pytest.mark.parametrize(
+    ("reshard", "gathers"),
+    [
+        (None, UNITS + UNITS - 2),  # all but the last block and the head are gathered again for backward
+        (True, 2 * UNITS),
+        (False, UNITS),
+    ],
+)
+def test_all_gathers_per_step_follow_the_reshard_policy(pool: Pools, reshard: bool | None, gathers: int) -> None:
+    shard = ShardPlan(param_dtype="float32", reshard_after_forward=reshard)
+    for seen in pool(2).run(_count, Run(TOKENS, LABELS, [1e-3], shard=shard)):
+        assert seen == {
+            ("_allgather_base_", FP32): gathers,
+            ("_reduce_scatter_base_", FP32): UNITS,
+            ("allreduce_", INT64): 1,
+            ("allreduce_", FP32): 1,
+        }
+
+
+@pytest.mark.parametrize(("sync", "reductions"), [("last", UNITS), ("every", 4 * UNITS)])
+def test_accumulation_reduces_once_or_with_every_micro_batch(pool: Pools, sync: str, reductions: int) -> None:
+    shard = ShardPlan(param_dtype="float32", gradient_sync=sync)  # type: ignore[arg-type]
+    seen = pool(2).run(_count, Run(TOKENS, LABELS, [1e-3], shard=shard, accumulation=4))[0]
+    assert seen["_reduce_scatter_base_", FP32] == reductions
+    assert seen["allreduce_", FP32] == seen["allreduce_", INT64] == 1
+
+
+@pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
+def test_mixed_precision_gathers_and_reduces_in_its_dtypes(pool: Pools, reduce_dtype: str) -> None:
+    shard = ShardPlan(param_dtype="bfloat16", reduce_dtype=reduce_dtype)  # type: ignore[arg-type]
+    seen = pool(2).run(_count, Run(TOKENS, LABELS, [1e-3], shard=shard))[0]
+    assert seen["_allgather_base_", BF16] and not seen["_allgather_base_", FP32]
+    assert seen["_reduce_scatter_base_", getattr(torch, reduce_dtype)] == UNITS
+    assert sum(n for (name, _), n in seen.items() if name == "_reduce_scatter_base_") == UNITS
+
+
+def _compute_dtypes(world: World, run: Run) -> dict[str, torch.dtype]:
+    model, _, rank = build_tiny(world, run)
+    seen: dict[str, torch.dtype] = {}
+    watched = ("layers.0.attention.wq", "output")
+    for name, module in model.named_modules():
+        if name in watched:
+            module.register_forward_hook(lambda m, args, out, name=name: seen.__setitem__(name, out.dtype))
+    batch = micro_batches(run, 0, rank, world.size)[0]
+    model(batch.tokens)
+    seen["master"] = next(model.parameters()).dtype
+    return seen
+
+
+def test_one_rank_computes_in_the_same_precision_as_many(pool: Pools) -> None:
+    """Mixed precision is silently lost where sharding is skipped at world size 1."""
+    run = Run(TOKENS, LABELS, [1e-3], shard=ShardPlan(param_dtype="bfloat16"))
+    for ranks in (1, 2):
+        assert pool(ranks).run(_compute_dtypes, run)[0] == {
+            "layers.0.attention.wq": BF16,
+            "output": BF16,
+            "master": FP32,
+        }
+
+
+@pytest.mark.parametrize("shard", [ShardPlan("float32"), ShardPlan(), ShardPlan("bfloat16", "bfloat16")], ids=str)
+def test_every_parameter_moves(pool: Pools, shard: ShardPlan) -> None:
+    """Norm weights near 1 would stand still in bf16 weights: updates of 1e-3 are below their spacing."""
+    tokens, labels = batches(50, 4, 16, 192)
+    run = Run(tokens, labels, [1e-4] * 50, shard=shard)
+    before, after = (pool(2).run(train, replace(run, rates=run.rates[:n]))[0].weights for n in (0, 50))
+    for name, weight in before.items():
+        changed = (after[name] != weight).float().mean()
+        # Rows of tokens that never occur only decay; all others have gradients.
+        assert changed > 0.99, f"{name}: {changed:.1%} of its values moved"

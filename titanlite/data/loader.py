@@ -1,0 +1,174 @@
+"""Batches for one data-parallel rank, cut from the global order of sequences.
+
+A training step takes sequences n … n + G - 1, G the global batch; rank r of D serves those with
+i ≡ r (mod D). Which sequences a step sees therefore depends on n alone, and n is all there is to save.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from titanlite.config.plans import BatchPlan
+from titanlite.data.errors import DataError, EndOfData
+from titanlite.data.packing import PackedDataset
+
+_HASH_BITS = 128
+
+
+class Batch(NamedTuple):
+    """`tokens`: [batch, seq] int64; `labels`: [batch, seq] int64, shifted by one, -100 where there is no target."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+
+
+class TrainLoader:
+    """The micro-batches of one rank, step by step.
+
+    Args:
+        dataset: sequences by global index.
+        batch: micro-batch size, accumulation and global batch size.
+        rank: this process among the ranks that read different data, 0 … dp_degree - 1.
+        dp_degree: number of those ranks; it must divide the global batch.
+
+    Raises:
+        DataError: the sizes do not fit each other; the message names rank counts that do.
+    """
+
+    def __init__(self, dataset: PackedDataset, batch: BatchPlan, rank: int = 0, dp_degree: int = 1) -> None:
+        _check_rank(rank, dp_degree)
+        if batch.global_batch_size % dp_degree:
+            fitting = ", ".join(
+                str(d) for d in range(1, batch.global_batch_size + 1) if batch.global_batch_size % d == 0
+            )
+            raise DataError(
+                f"training.global_batch_size: {batch.global_batch_size} sequences cannot be shared evenly by "
+                f"{dp_degree} data-parallel ranks; rank counts that divide it: {fitting}"
+            )
+        if batch.micro_batch_size * batch.accumulation * dp_degree != batch.global_batch_size:
+            raise DataError(
+                f"training.global_batch_size: {batch.global_batch_size} is not micro-batch {batch.micro_batch_size} x "
+                f"accumulation {batch.accumulation} x {dp_degree} data-parallel ranks"
+            )
+        if batch.seq_len != dataset.seq_len:
+            raise DataError(f"training.seq_len: the batch expects {batch.seq_len}, the data set has {dataset.seq_len}")
+        self.dataset = dataset
+        self.batch = batch
+        self.rank = rank
+        self.dp_degree = dp_degree
+        self._position = 0
+
+    @property
+    def position(self) -> int:
+        """Global index of the first sequence of the next step."""
+        return self._position
+
+    @property
+    def steps_left(self) -> int | None:
+        """Steps until EndOfData, the last one perhaps padded; None without an end."""
+        total = self.dataset.total_sequences
+        return None if total is None else max(0, -(-(total - self._position) // self.batch.global_batch_size))
+
+    def next_step(self) -> list[Batch]:
+        """`accumulation` micro-batches of [micro_batch_size, seq_len] each, on the CPU.
+
+        Finite data fill up their last step with sequences without targets, alike on every number of ranks,
+        and raise EndOfData after it, on all ranks at the same step.
+        """
+        if self.steps_left == 0:
+            raise EndOfData(
+                f"the data end: {self.dataset.epochs} epoch(s) of {self.dataset.tokens_per_epoch:,} tokens are served"
+            )
+        size = self.batch.micro_batch_size
+        first = self._position + (self.rank - self._position) % self.dp_degree
+        indexes = range(first, self._position + self.batch.global_batch_size, self.dp_degree)
+        batches = [_stack(self.dataset, indexes[m : m + size]) for m in range(0, len(indexes), size)]
+        self._position += self.batch.global_batch_size
+        return batches
+
+    def state_dict(self) -> dict[str, int]:
+        """All there is to resume from, the same on every rank."""
+        return {"next_sequence": self._position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from `state`, also one saved by another number of ranks. Raises DataError if it is not one."""
+        position = state.get("next_sequence")
+        if not isinstance(position, int) or position < 0:
+            raise DataError(f"the data position in the checkpoint is not valid: next_sequence = {position!r}")
+        self._position = position
+
+
+class ValidationLoader:
+    """The same held-out batches every time it is iterated, as many on every rank.
+
+    Batch j of rank r holds sequences j * batch_size * dp_degree + k * dp_degree + r, k = 0 … batch_size - 1;
+    what lies beyond the end of the data has labels -100. With `steps=-1` that is one full pass whatever the
+    number of ranks; with `steps > 0` it is the first steps * batch_size * dp_degree sequences, so numbers
+    from different rank counts compare only if that product is the same. `steps` beyond a full pass end with it.
+    """
+
+    def __init__(
+        self, dataset: PackedDataset, batch_size: int, steps: int = -1, rank: int = 0, dp_degree: int = 1
+    ) -> None:
+        _check_rank(rank, dp_degree)
+        if dataset.total_sequences is None:
+            raise DataError("validation needs finite data: build them with epochs=1")
+        if batch_size < 1:
+            raise DataError(f"validation.batch_size: {batch_size} must be at least 1")
+        if steps != -1 and steps < 1:
+            raise DataError(f"validation.steps: {steps} must be at least 1, or -1 for one full pass")
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.rank = rank
+        self.dp_degree = dp_degree
+        full_pass = -(-dataset.total_sequences // (batch_size * dp_degree))
+        self._batches = full_pass if steps == -1 else min(steps, full_pass)
+
+    def __len__(self) -> int:
+        """Batches per pass, the same on all ranks."""
+        return self._batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        stride = self.batch_size * self.dp_degree
+        for start in range(0, self._batches * stride, stride):
+            yield _stack(self.dataset, range(start + self.rank, start + stride, self.dp_degree))
+
+
+def batch_hash(batches: Iterable[Batch]) -> str:
+    """Hex digest of the sequences in `batches`, whatever their order or split into micro-batches.
+
+    It is the sum of the rows' digests, so the digests of all ranks put together by `add_hashes` give that of
+    the global batch, on any number of ranks.
+    """
+    total = 0
+    for batch in batches:
+        rows = torch.stack([batch.tokens.cpu(), batch.labels.cpu()], dim=1).numpy().astype("<i8")
+        for row in rows:
+            total += int.from_bytes(hashlib.blake2b(row.tobytes(), digest_size=_HASH_BITS // 8).digest(), "little")
+    return _hex(total)
+
+
+def add_hashes(hashes: Iterable[str]) -> str:
+    """The `batch_hash` of several ranks' batches together."""
+    return _hex(sum(int(value, 16) for value in hashes))
+
+
+def _hex(value: int) -> str:
+    return f"{value % (1 << _HASH_BITS):0{_HASH_BITS // 4}x}"
+
+
+def _stack(dataset: PackedDataset, indexes: Iterable[int]) -> Batch:
+    total = dataset.total_sequences
+    rows = [dataset.sequence(i) if total is None or i < total else dataset.padding() for i in indexes]
+    tokens, labels = (np.stack(column) for column in zip(*rows, strict=True))
+    return Batch(torch.from_numpy(tokens), torch.from_numpy(labels))
+
+
+def _check_rank(rank: int, dp_degree: int) -> None:
+    if not 0 <= rank < dp_degree:
+        raise DataError(f"data-parallel rank {rank} is not one of {dp_degree}; ranks run from 0 to {dp_degree - 1}")

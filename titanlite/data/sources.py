@@ -1,0 +1,131 @@
+"""Where text comes from: files of C4-format records (JSON lines with `text`, `timestamp`, `url`).
+
+A source that is missing, empty or damaged is an error that names it; there is no stand-in for text.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from titanlite.data.errors import DataError
+
+_ASSETS = Path(__file__).parent / "assets"
+
+#: Text that travels with titanlite, by data set name.
+BUNDLED: dict[str, Path] = {
+    "c4_test": _ASSETS / "train",
+    "c4_validation": _ASSETS / "validation",
+}
+
+SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
+
+
+class Record(NamedTuple):
+    """One document and where it stands: `number` counts a file's lines from 1."""
+
+    file: Path
+    number: int
+    text: str
+
+
+def source_files(dataset: str, path: str | None) -> list[Path]:
+    """The files of a data set in the order in which they are read (by name).
+
+    Args:
+        dataset: a name in `BUNDLED`, or `c4` for files of that format elsewhere.
+        path: local file or folder of C4-format records; None: the bundled text.
+
+    Raises:
+        DataError: an unknown name, a path that is missing, or one that holds no such file.
+    """
+    if dataset != "c4" and dataset not in BUNDLED:
+        known = ", ".join([*BUNDLED, "c4"])
+        raise DataError(
+            f'training.dataset: "{dataset}" is unknown; known are {known} (for text of your own '
+            'set training.dataset = "c4" and training.dataset_path to a file or folder of C4-format records)'
+        )
+    if path is None:
+        if dataset == "c4":
+            raise DataError(
+                'training.dataset: streaming "c4" from the Hugging Face hub is not built yet; '
+                'set training.dataset_path to local C4 files, or use the bundled "c4_test"'
+            )
+        return list_files(BUNDLED[dataset])
+    return list_files(Path(path))
+
+
+def list_files(path: Path) -> list[Path]:
+    """`path` itself if it is a file, else the record files directly in that folder, sorted by name."""
+    expected = ", ".join(SUFFIXES)
+    if path.is_file():
+        if not path.name.endswith(SUFFIXES):
+            raise DataError(f"training.dataset_path: {path} is not a record file; expected a name in {expected}")
+        return [path]
+    if not path.is_dir():
+        hint = f" (looked from {Path.cwd()}; ids of the Hugging Face hub are not built yet)"
+        hint = "" if path.is_absolute() else hint
+        raise DataError(
+            f"training.dataset_path: {path} does not exist{hint}; give a file or folder of C4-format records"
+        )
+    files = sorted(file for file in path.iterdir() if file.is_file() and file.name.endswith(SUFFIXES))
+    if not files:
+        raise DataError(f"training.dataset_path: the folder {path} holds no record files; expected names in {expected}")
+    return files
+
+
+def iter_records(path: Path | Iterable[Path]) -> Iterator[Record]:
+    """Every record of a file, a folder or a list of files, in order.
+
+    Raises:
+        DataError: naming file and line, for what is not a JSON object with a string `text`, for a damaged
+            or truncated file, and if there is no record at all.
+    """
+    files = list_files(path) if isinstance(path, Path) else list(path)
+    count = 0
+    for file in files:
+        for number, line in _lines(file):
+            if line.strip():
+                count += 1
+                yield Record(file, number, _text(file, number, line))
+    if not count:
+        names = ", ".join(str(file) for file in files[:3]) + (", …" if len(files) > 3 else "")
+        raise DataError(f"training.dataset_path: no records in {names}; the files are empty")
+
+
+def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    number = 0
+    open_file = gzip.open if file.name.endswith(".gz") else open
+    try:
+        with open_file(file, "rb") as lines:
+            for line in lines:
+                number += 1
+                yield number, line
+    except EOFError:
+        raise DataError(
+            f"{file}: truncated after line {number}: the gzip stream has no end; copy the file again"
+        ) from None
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"{file}: damaged gzip data after line {number} ({error}); copy the file again") from error
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read after line {number}: {error.strerror or error}") from error
+
+
+def _text(file: Path, number: int, line: bytes) -> str:
+    where = f"{file}, line {number}"
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where}: not valid JSON ({error}); expected one C4-format record per line") from error
+    if not isinstance(record, dict):
+        raise DataError(f"{where}: expected a JSON object with the key 'text', found {type(record).__name__}")
+    if "text" not in record:
+        keys = ", ".join(map(repr, record)) or "none"
+        raise DataError(f"{where}: the key 'text' is missing (keys: {keys})")
+    if not isinstance(record["text"], str):
+        raise DataError(f"{where}: the key 'text' must be a string, found {type(record['text']).__name__}")
+    return record["text"]

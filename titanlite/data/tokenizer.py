@@ -1,0 +1,186 @@
+"""Byte-pair tokenizers from tiktoken rank files, with Llama 3's split pattern and special tokens.
+
+A rank file holds one entry per line: the token's bytes in base64, a space, its rank. Llama 3's 256
+special tokens follow the last rank, so Meta's own file gives 128,000 + 256 ids and the bundled one
+2,048 + 256 = 36 x 64.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import tiktoken
+
+from titanlite.config.plans import TokenizerPlan
+from titanlite.data.errors import DataError
+
+BUNDLED_TOKENIZER = Path(__file__).parent / "assets" / "tokenizer.tiktoken"
+
+#: How Llama 3 cuts text into pieces before merging bytes.
+SPLIT_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+BOS = "<|begin_of_text|>"
+EOS = "<|end_of_text|>"
+
+#: Llama 3's special tokens in the order of their ids.
+SPECIAL_TOKENS: tuple[str, ...] = (
+    BOS,
+    EOS,
+    *(f"<|reserved_special_token_{i}|>" for i in range(4)),
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|reserved_special_token_4|>",
+    "<|eot_id|>",
+    *(f"<|reserved_special_token_{i}|>" for i in range(5, 251)),
+)
+
+# tiktoken's regex engine recurses over a piece and its merge is worse than linear in a piece's length,
+# so longer texts, and longer runs with (or of nothing but) white space, are cut before it sees them.
+_MAX_ENCODE_CHARS = 400_000
+_MAX_RUN_CHARS = 25_000
+
+_ONLY_TIKTOKEN = (
+    "is not built yet: only tiktoken rank files are (lines of base64 token, space, rank), such as Meta's "
+    "original/tokenizer.model of Llama 3. Set model.tokenizer_path to one, or leave it out for the bundled tokenizer."
+)
+
+
+class Tokenizer:
+    """Text to token ids and back.
+
+    `vocab_size` counts ranks and special tokens; `fingerprint` is the hex sha256 of everything that
+    decides the ids (ranks, special tokens, split pattern).
+    """
+
+    def __init__(self, ranks: dict[bytes, int], special_tokens: tuple[str, ...] = SPECIAL_TOKENS) -> None:
+        """`ranks`: each token's bytes to its rank, 0 … len(ranks) - 1, every single byte among them."""
+        specials = {token: len(ranks) + i for i, token in enumerate(special_tokens)}
+        self._encoding = tiktoken.Encoding(
+            name="titanlite", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=specials
+        )
+        self.special_tokens = specials
+        self.vocab_size = len(ranks) + len(specials)
+        self.bos_id = specials[BOS]
+        self.eos_id = specials[EOS]
+        digest = hashlib.sha256(SPLIT_PATTERN.encode())
+        for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
+            digest.update(b"%d %d " % (rank, len(token)) + token)
+        for name, token_id in specials.items():
+            digest.update(b"%d %s " % (token_id, name.encode()))
+        self.fingerprint = digest.hexdigest()
+
+    def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
+        """Token ids of `text`; what looks like a special token in it is plain text."""
+        ids: list[int] = [self.bos_id] if bos else []
+        for segment in _segments(text):
+            ids += self._encoding.encode_ordinary(segment)
+        if eos:
+            ids.append(self.eos_id)
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids`, special tokens by name; bytes that are not UTF-8 become U+FFFD.
+
+        Raises DataError for an id outside the vocabulary.
+        """
+        ids = list(ids)
+        for position, token_id in enumerate(ids):
+            if not 0 <= token_id < self.vocab_size:
+                raise DataError(
+                    f"token id {token_id} at position {position} is outside the tokenizer's vocabulary of "
+                    f"{self.vocab_size}; decode with the tokenizer that made the ids"
+                )
+        return self._encoding.decode(ids)
+
+
+def _segments(text: str) -> list[str]:
+    """`text` in pieces that are safe for tiktoken; one piece, unless it is unusually long."""
+    if len(text) <= _MAX_RUN_CHARS:
+        return [text]
+    cuts = {0, len(text), *range(_MAX_ENCODE_CHARS, len(text), _MAX_ENCODE_CHARS)}
+    for run in re.finditer(r"\S+|\s+", text):
+        cuts.update(range(run.start() + _MAX_RUN_CHARS, run.end(), _MAX_RUN_CHARS))
+    ordered = sorted(cuts)
+    return [text[start:end] for start, end in zip(ordered, ordered[1:], strict=False)]
+
+
+def load_tokenizer(plan: TokenizerPlan) -> Tokenizer:
+    """The tokenizer of `plan.path`, or the bundled one. Raises DataError if it is not a whole tiktoken file."""
+    return Tokenizer(read_ranks(Path(plan.path) if plan.path is not None else BUNDLED_TOKENIZER))
+
+
+def read_ranks(path: Path) -> dict[bytes, int]:
+    """Read a tiktoken file. Raises DataError naming file and line if it is missing, foreign or incomplete."""
+    if path.is_dir():
+        raise DataError(f"model.tokenizer_path: {path} is a folder; give the tiktoken file in it{_candidates(path)}")
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise DataError(
+            f"model.tokenizer_path: {path} does not exist; give the path of a tiktoken file, "
+            "or leave the key out for the bundled tokenizer"
+        ) from None
+    except OSError as error:
+        raise DataError(f"model.tokenizer_path: {path} cannot be read: {error.strerror}") from error
+    if not content.strip():
+        raise DataError(f"model.tokenizer_path: {path} is empty; copy the tokenizer again")
+    if content.lstrip()[:1] == b"{":
+        raise DataError(f"model.tokenizer_path: {path} is JSON; a Hugging Face tokenizer.json {_ONLY_TIKTOKEN}")
+    if b"\0" in content or content[:1] == b"\x0a" and b"<unk>" in content[:64]:
+        raise DataError(f"model.tokenizer_path: {path} is a binary file; a sentencepiece model {_ONLY_TIKTOKEN}")
+
+    ranks: dict[bytes, int] = {}
+    line_of_rank: dict[int, int] = {}
+    for number, line in enumerate(content.splitlines(), start=1):
+        if not line.strip():
+            continue
+        where = f"model.tokenizer_path: {path}, line {number}"
+        fields = line.split()
+        try:
+            if len(fields) != 2 or not fields[1].isdigit():
+                raise ValueError
+            token, rank = base64.b64decode(fields[0], validate=True), int(fields[1])
+        except (ValueError, binascii.Error):
+            found = line[:60].decode(errors="replace")
+            raise DataError(
+                f"{where}: expected a base64 token, a space and its rank, found {found!r}; "
+                "this is not a tiktoken file, or it is damaged"
+            ) from None
+        if not token:
+            raise DataError(f"{where}: the token is empty; the file is damaged")
+        if token in ranks:
+            raise DataError(f"{where}: the token {token!r} was already given rank {ranks[token]}; the file is damaged")
+        if rank in line_of_rank:
+            raise DataError(f"{where}: rank {rank} was already given on line {line_of_rank[rank]}; the file is damaged")
+        ranks[token], line_of_rank[rank] = rank, number
+    _check_whole(path, ranks, line_of_rank)
+    return ranks
+
+
+def _check_whole(path: Path, ranks: dict[bytes, int], line_of_rank: dict[int, int]) -> None:
+    missing = next((rank for rank in range(len(ranks)) if rank not in line_of_rank), None)
+    if missing is not None:
+        beyond = min(rank for rank in line_of_rank if rank > missing)
+        raise DataError(
+            f"model.tokenizer_path: {path}: rank {missing} is missing (line {line_of_rank[beyond]} has rank {beyond}); "
+            "ranks must run from 0 without gaps: the file is damaged or cut short"
+        )
+    absent = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if absent:
+        raise DataError(
+            f"model.tokenizer_path: {path}: the byte {absent[0]:#04x} has no token ({len(absent)} of 256 missing), "
+            "so some texts could not be encoded; the file is damaged or cut short"
+        )
+
+
+def _candidates(folder: Path) -> str:
+    names = sorted(p.name for p in folder.iterdir() if p.suffix in (".tiktoken", ".model"))
+    return f": {', '.join(names)}" if names else " (no .tiktoken or .model file is there)"

@@ -1,0 +1,63 @@
+"""What other rooms need to know of a Llama, by module and parameter name: its initial weights and its units."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from titanlite.models.shapes import LlamaArgs
+from titanlite.models.spec import Init
+
+_STD = 0.02
+#: Truncation in standard deviations.
+_CUT = 3.0
+
+_BLOCK_PARAMETER = re.compile(
+    r"layers\.(?P<layer>\d+)\.(?:(?:attention|feed_forward)\.(?P<linear>w[qkvo123])|(?P<norm>attention_norm|ffn_norm))\.weight"
+)
+
+
+def init_rule(name: str, args: LlamaArgs) -> Init:
+    """How the parameter of that full name is drawn.
+
+    Embedding: normal, std 1. Linears: truncated normal, std 0.02, and those that write to the residual stream
+    (wo, w2, and w3 that gates w2's input) divided by sqrt(2 (layer + 1)), so that the stream's variance grows
+    evenly with depth. Head: dim ** -0.5, for logits of order one; a tied weight is drawn as a head. Norms: one.
+
+    Raises KeyError for a name that no Llama has.
+    """
+    head = _truncated(args.dim**-0.5)
+    if name == "tok_embeddings.weight":
+        return head if args.tied else Init("normal", std=1.0)
+    if name == "output.weight":
+        return head
+    if name == "norm.weight":
+        return Init("ones")
+    match = _BLOCK_PARAMETER.fullmatch(name)
+    if match is None or int(match["layer"]) >= args.n_layers:
+        raise KeyError(f"no initialisation is known for a parameter called {name!r}")
+    if match["norm"]:
+        return Init("ones")
+    if match["linear"] in ("wo", "w2", "w3"):
+        return _truncated(_STD / math.sqrt(2 * (int(match["layer"]) + 1)))
+    return _truncated(_STD)
+
+
+def _truncated(std: float) -> Init:
+    return Init("trunc_normal", std=std, bound=_CUT * std)
+
+
+def block_names(args: LlamaArgs) -> list[str]:
+    """The decoder blocks in the order they run."""
+    return [f"layers.{i}" for i in range(args.n_layers)]
+
+
+def fsdp_units(args: LlamaArgs) -> list[tuple[str, ...]]:
+    """Modules to be sharded and gathered together, in the order they first run.
+
+    The final norm travels with the head. Modules that share a weight must be one unit.
+    """
+    blocks: list[tuple[str, ...]] = [(name,) for name in block_names(args)]
+    if args.tied:
+        return [("tok_embeddings", "norm", "output"), *blocks]
+    return [("tok_embeddings",), *blocks, ("norm", "output")]

@@ -1,0 +1,61 @@
+"""One `ModelSpec` per family: all that the rest of titanlite may ask of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from titanlite.models.shapes import SHAPES, LlamaArgs
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Init:
+    """The distribution that one parameter is drawn from."""
+
+    kind: Literal["ones", "normal", "trunc_normal"]
+    std: float = 0.0
+    #: trunc_normal only: no value lies outside [-bound, bound].
+    bound: float = 0.0
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model family as functions of its arguments."""
+
+    name: str
+    #: Builds the module on the current default device (`with torch.device("meta")` for none).
+    build: Callable[[LlamaArgs], nn.Module]
+    #: (full parameter name, arguments) → how to draw it.
+    init_rule: Callable[[str, LlamaArgs], Init]
+    #: Names of the decoder blocks, in order.
+    block_names: Callable[[LlamaArgs], list[str]]
+    #: Names of modules to shard together, in order of first use.
+    fsdp_units: Callable[[LlamaArgs], list[tuple[str, ...]]]
+    #: State dictionaries to and from Hugging Face's names.
+    to_hf: Callable[[Mapping[str, Tensor], LlamaArgs], dict[str, Tensor]]
+    from_hf: Callable[[Mapping[str, Tensor], LlamaArgs], dict[str, Tensor]]
+    #: The content of Hugging Face's config.json.
+    hf_config: Callable[[LlamaArgs], dict[str, Any]]
+
+
+def get_spec(family: str) -> ModelSpec:
+    """The spec of a family named in `SHAPES`; ValueError for any other."""
+    if family not in SHAPES:
+        raise ValueError(f"unknown model {family!r}; there are {', '.join(SHAPES)}")
+    from titanlite.models.llama import hf, plan
+    from titanlite.models.llama.model import Llama
+
+    return ModelSpec(
+        name=family,
+        build=Llama,
+        init_rule=plan.init_rule,
+        block_names=plan.block_names,
+        fsdp_units=plan.fsdp_units,
+        to_hf=hf.to_hf,
+        from_hf=hf.from_hf,
+        hf_config=hf.hf_config,
+    )

@@ -1,0 +1,162 @@
+"""The training loop: named steps, in the order they happen."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from typing import Any
+
+import torch
+
+from titanlite.build import Parts, build, fingerprints, to_device
+from titanlite.checkpoint import Checkpointer, CheckpointError
+from titanlite.config.plans import Plans
+from titanlite.data.packing import PackedDataset
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.guard import FiniteGuard
+from titanlite.observe.console import logger
+from titanlite.observe.observer import Observer
+from titanlite.optim.schedule import learning_rate
+from titanlite.parallel.world import World, set_timeouts
+from titanlite.step import StepResult, train_step, validate
+
+
+class Trainer:
+    """One run, from its plans to its last checkpoint. All ranks make one and call `train`."""
+
+    def __init__(
+        self,
+        plans: Plans,
+        world: World,
+        tokenizer: Tokenizer,
+        dataset: PackedDataset,
+        config: dict[str, Any] | None = None,
+    ) -> None:
+        assert plans.train.steps is not None, "plans are resolved without the text's length"
+        self.plans, self.world = plans, world
+        self.steps = plans.train.steps
+        self.step = 0
+        self.tokens_seen = 0
+        self._timeouts_lowered = False
+        self._seed()
+        self.parts: Parts = build(plans, world, tokenizer, dataset)
+        self.guard = FiniteGuard(world.device)
+        self.checkpointer: Checkpointer | None = None
+        if plans.checkpoint.enable:
+            prints = fingerprints(self.parts.args, tokenizer, dataset)
+            self.checkpointer = Checkpointer(plans.checkpoint, world, prints, config)
+        self.observer = Observer(plans, world, self.parts)
+
+    def train(self) -> None:
+        """Run to the last step. Raises NonFiniteError when the guard stops it, CheckpointError when a save cannot be."""
+        self.resume()
+        if self.step >= self.steps:
+            self._say_finished()
+            return
+        gc.collect()
+        gc.disable()  # collected on all ranks together instead: one rank's pause makes every other wait
+        try:
+            while self.step < self.steps:
+                self.step += 1
+                result = self.train_one()
+                self.guard.watch()
+                self.after_first_step()
+                self.collect_garbage()
+                self.observer.step(self.step, result, self.lr())
+                self.validate()
+                self.save()
+            self.guard.check()
+        finally:
+            gc.enable()
+            self.observer.close()
+        logger.info(f"training done at step {self.step}")
+
+    def resume(self) -> None:
+        """Continue from a checkpoint, if there is one."""
+        loaded = self.checkpointer.load(self.parts.model, self.parts.optimizer) if self.checkpointer else None
+        if loaded:
+            self.step = loaded.step
+            self.tokens_seen = int(loaded.train["tokens_seen"])
+            self.parts.loader.load_state_dict(loaded.train["data"])
+        self.observer.start(self.step, self.tokens_seen, loaded.notices if loaded else [])
+
+    def lr(self) -> float:
+        """Learning rate of the current step."""
+        return learning_rate(self.plans.schedule, self.plans.optimizer.lr, self.step)
+
+    def train_one(self) -> StepResult:
+        """Fetch this rank's micro-batches and take one optimizer step."""
+        with self.observer.waiting_for_data():
+            batches = to_device(self.parts.loader.next_step(), self.world.device)
+        self.tokens_seen += self.plans.batch.tokens_per_step
+        return train_step(
+            self.parts.model,
+            self.parts.optimizer,
+            batches,
+            step=self.step,
+            lr=self.lr(),
+            max_norm=self.plans.optimizer.max_norm,
+            guard=self.guard,
+            replicas=self.plans.mesh.dp_replicate,
+            sync_every=self.plans.shard.gradient_sync == "every",
+        )
+
+    def after_first_step(self) -> None:
+        """The slow first step is over: from now on a stuck peer should be found soon."""
+        if not self._timeouts_lowered:
+            self._timeouts_lowered = True
+            set_timeouts(self.plans.comm.train_timeout_seconds, self.parts.mesh)
+
+    def collect_garbage(self) -> None:
+        """Collect on all ranks in the same step."""
+        if self.step % self.plans.train.gc_freq == 0:
+            gc.collect(1)
+
+    def validate(self) -> None:
+        """Mean loss on the held-out text, every `validation.freq` steps and at the end."""
+        plan = self.plans.validation
+        if self.parts.validation is None or (self.step % plan.freq and self.step < self.steps):
+            return
+        started = time.perf_counter()
+        loss, tokens = validate(self.parts.model, self.parts.validation, self.world.device)
+        self.observer.validation(self.step, loss.item(), int(tokens.item()), time.perf_counter() - started)
+
+    def save(self) -> None:
+        """Write a checkpoint when it is due.
+
+        A save that fails in mid-run is reported and tried again at the next interval; at the end it raises.
+        """
+        is_last = self.step == self.steps
+        if self.checkpointer is None or not (is_last or self.step % self.plans.checkpoint.interval == 0):
+            return
+        self.guard.check()  # the flag of this very step has not been looked at yet on a GPU
+        state = {"data": self.parts.loader.state_dict(), "tokens_seen": self.tokens_seen}
+        started = time.perf_counter()
+        try:
+            folder = self.checkpointer.save(self.step, self.parts.model, self.parts.optimizer, state)
+        except CheckpointError as error:
+            if is_last:
+                raise
+            logger.error(f"step {self.step}: NO CHECKPOINT WAS WRITTEN: {error}. Training goes on; tried again later")
+            return
+        self.observer.saved(self.step, folder, time.perf_counter() - started)
+
+    def _seed(self) -> None:
+        """torch's own generators and determinism; the weights and the data order have seeds of their own."""
+        plan = self.plans.train
+        if plan.seed is not None:
+            torch.manual_seed(plan.seed + self.world.rank)
+        if plan.deterministic:
+            # cuBLAS is deterministic only with a fixed workspace, chosen before its first call.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True, warn_only=plan.deterministic_warn_only)
+
+    def _say_finished(self) -> None:
+        folder = self.plans.checkpoint.folder
+        logger.info(
+            f"nothing to do: the checkpoint in {folder} is of step {self.step} and the run has {self.steps} steps. "
+            f"To train on, raise training.steps (the schedule's length is {self.plans.schedule.total_steps}); to start "
+            "anew, give another --job.dump_folder or move the checkpoints away"
+        )
+        self.observer.close()
