@@ -8,7 +8,7 @@ import sys
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from titanlite.trainer import run
+from titanlite.app import run
 
 
 @record

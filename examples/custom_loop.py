@@ -1,29 +1,31 @@
-"""A training loop of one's own over titanlite's pieces.
-
-torchrun --nproc_per_node 2 examples/custom_loop.py [--section.key value ...]
-"""
+"""A training loop of one's own: torchrun --nproc_per_node 2 examples/custom_loop.py [--section.key value ...]"""
 
 import sys
 
 import torch
 
-import titanlite
+from titanlite.build import build, read_text, to_device
+from titanlite.loss import count_valid
+from titanlite.optim.schedule import learning_rate
+from titanlite.parallel.world import World
+from titanlite.prepare import load_plans
+from titanlite.step import forward_backward
 
 
 def main(flags: list[str]) -> None:
-    with titanlite.World.open() as world:
-        plans = titanlite.load_plans("debug_model.toml", world.size, flags)
-        tokenizer, dataset = titanlite.read_text(plans)
-        parts = titanlite.build(plans, world, tokenizer, dataset)
+    with World.open() as world:
+        plans = load_plans("debug_model.toml", world.size, flags)
+        tokenizer, text = read_text(plans)
+        parts = build(plans, world, tokenizer, text)
         for step in range(1, plans.train.steps + 1):
-            micro_batches = titanlite.to_device(parts.loader.next_step(), world.device)
-            tokens = sum(titanlite.count_valid(batch.labels) for batch in micro_batches)
+            micro_batches = to_device(parts.loader.next_step(), world.device)
+            tokens = sum(count_valid(batch.labels) for batch in micro_batches)
             torch.distributed.all_reduce(tokens)
 
-            loss = titanlite.forward_backward(parts.model, micro_batches, tokens)
+            loss = forward_backward(parts.model, micro_batches, tokens)
             torch.nn.utils.clip_grad_norm_(parts.model.parameters(), plans.optimizer.max_norm)
             for group in parts.optimizer.param_groups:
-                group["lr"] = titanlite.learning_rate(plans.schedule, plans.optimizer.lr, step)
+                group["lr"] = learning_rate(plans.schedule, plans.optimizer.lr, step)
             parts.optimizer.step()
             parts.optimizer.zero_grad()
 

@@ -14,15 +14,16 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.config.plans import ModelPlan, Plans, ShardPlan
+from titanlite.config.plans import Plans, ShardPlan
 from titanlite.data.loader import Batch, TrainLoader, ValidationLoader
 from titanlite.data.packing import PackedDataset, build_dataset, build_validation_dataset
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
-from titanlite.models import LlamaArgs, ModelSpec, get_spec, resolve_args
+from titanlite.models import LlamaArgs, ModelSpec, get_spec
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.fsdp import shard
 from titanlite.parallel.init import init_weights, materialize
 from titanlite.parallel.world import World
+from titanlite.prepare import model_args
 
 
 @dataclass
@@ -37,18 +38,6 @@ class Parts:
     tokenizer: Tokenizer
     loader: TrainLoader
     validation: ValidationLoader | None
-
-
-def build_args(plan: ModelPlan, tokenizer_size: int | None) -> LlamaArgs:
-    """The model's arguments; ValueError when the plan's numbers make no decoder or the tokenizer does not fit."""
-    return resolve_args(
-        plan.name,
-        plan.flavor,
-        {**dict(plan.overrides), "norm_type": plan.norm_type},
-        vocab_size=plan.vocab_size,
-        tokenizer_size=tokenizer_size,
-        max_seq_len=plan.max_seq_len,
-    )
 
 
 def build_model(
@@ -77,14 +66,14 @@ def data_parallel_rank(mesh: DeviceMesh) -> int:
 def read_text(plans: Plans) -> tuple[Tokenizer, PackedDataset]:
     """The tokenizer and the training text: all that has to be read before the length of a run in epochs is known."""
     tokenizer = load_tokenizer(plans.tokenizer)
-    vocabulary = build_args(plans.model, tokenizer.vocab_size).n_vocab
+    vocabulary = model_args(plans.model, tokenizer.vocab_size).n_vocab
     return tokenizer, build_dataset(plans.data, tokenizer, vocabulary)
 
 
 def build(plans: Plans, world: World, tokenizer: Tokenizer, dataset: PackedDataset) -> Parts:
     """Everything a loop needs, on this rank's device."""
     spec = get_spec(plans.model.name)
-    args = build_args(plans.model, tokenizer.vocab_size)
+    args = model_args(plans.model, tokenizer.vocab_size)
     mesh = world.build_mesh(plans.mesh)
     model = build_model(spec, args, mesh, plans.shard, world.device, plans.train.seed or 0)
     rank = data_parallel_rank(mesh)

@@ -14,9 +14,7 @@ def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
 
     logits: [batch, seq, vocab]; labels: [batch, seq] int64, `IGNORE` where there is no target. Returns a scalar.
     """
-    return F.cross_entropy(
-        logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, reduction="sum"
-    )
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 def count_valid(labels: torch.Tensor) -> torch.Tensor:

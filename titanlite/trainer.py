@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import gc
 import os
+import platform
 import time
-from typing import Any
+from pathlib import Path
 
 import torch
 
-from titanlite.build import Parts, build, fingerprints, to_device
+from titanlite._version import __version__
+from titanlite.build import Parts, build, fingerprints, parameter_counts, to_device
 from titanlite.checkpoint import Checkpointer, CheckpointError
 from titanlite.config.plans import Plans
 from titanlite.data.packing import PackedDataset
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.guard import FiniteGuard
 from titanlite.observe.console import logger
-from titanlite.observe.observer import Observer
+from titanlite.observe.flops import device_name
+from titanlite.observe.memory import total_memory_bytes
+from titanlite.observe.observer import FILE, Observer
+from titanlite.observe.report import start_report
 from titanlite.optim.schedule import learning_rate
 from titanlite.parallel.world import World, set_timeouts
 from titanlite.step import StepResult, train_step, validate
@@ -31,7 +36,6 @@ class Trainer:
         world: World,
         tokenizer: Tokenizer,
         dataset: PackedDataset,
-        config: dict[str, Any] | None = None,
     ) -> None:
         assert plans.train.steps is not None, "plans are resolved without the text's length"
         self.plans, self.world = plans, world
@@ -45,11 +49,16 @@ class Trainer:
         self.checkpointer: Checkpointer | None = None
         if plans.checkpoint.enable:
             prints = fingerprints(self.parts.args, tokenizer, dataset)
-            self.checkpointer = Checkpointer(plans.checkpoint, world, prints, config)
-        self.observer = Observer(plans, world, self.parts)
+            self.checkpointer = Checkpointer(plans.checkpoint, world, prints, {"toml": plans.config_toml})
+        self.observer = Observer(plans, world, self.parts.args)
+        self.dataset = dataset
 
     def train(self) -> None:
-        """Run to the last step. Raises NonFiniteError when the guard stops it, CheckpointError when a save cannot be."""
+        """Run to the last step.
+
+        Raises NonFiniteError when the guard stops it, CheckpointError when the checkpoint is of another run or the
+        last one cannot be written.
+        """
         self.resume()
         if self.step >= self.steps:
             self._say_finished()
@@ -63,7 +72,7 @@ class Trainer:
                 self.guard.watch()
                 self.after_first_step()
                 self.collect_garbage()
-                self.observer.step(self.step, result, self.lr())
+                self.observer.step(self.step, result, self.lr(), self.tokens_seen)
                 self.validate()
                 self.save()
             self.guard.check()
@@ -73,13 +82,39 @@ class Trainer:
         logger.info(f"training done at step {self.step}")
 
     def resume(self) -> None:
-        """Continue from a checkpoint, if there is one."""
+        """Continue from a checkpoint, if there is one, and say what will run."""
         loaded = self.checkpointer.load(self.parts.model, self.parts.optimizer) if self.checkpointer else None
         if loaded:
             self.step = loaded.step
             self.tokens_seen = int(loaded.train["tokens_seen"])
             self.parts.loader.load_state_dict(loaded.train["data"])
-        self.observer.start(self.step, self.tokens_seen, loaded.notices if loaded else [])
+            began = f"resumed from step {loaded.step} in {self.plans.checkpoint.folder}"
+        else:
+            began = "a fresh run" + (": no checkpoint to resume" if self.checkpointer else ", checkpoints are off")
+        self.observer.start(self.step, [*self.report(), *(loaded.notices if loaded else []), began])
+
+    def report(self) -> list[str]:
+        """What is about to run, in lines."""
+        plans, parts, device = self.plans, self.parts, self.world.device
+        folders = {"metrics": str(Path(plans.observe.dump_folder) / FILE)}
+        if plans.observe.tensorboard_folder:
+            folders["TensorBoard"] = plans.observe.tensorboard_folder
+        if self.checkpointer:
+            folders["checkpoints"] = plans.checkpoint.folder
+        return start_report(
+            plans,
+            parameters=parameter_counts(parts.model),
+            flops_per_token=self.observer.flops_per_token,
+            device=device_name(device),
+            world_size=self.world.size,
+            versions={"titanlite": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            tokenizer=plans.tokenizer.path or "bundled",
+            documents=self.dataset.documents,
+            tokens_per_epoch=self.dataset.tokens_per_epoch,
+            memory_bytes=total_memory_bytes(device),
+            peak_flops=self.observer.peak,
+            folders=folders,
+        )
 
     def lr(self) -> float:
         """Learning rate of the current step."""
@@ -119,8 +154,10 @@ class Trainer:
         if self.parts.validation is None or (self.step % plan.freq and self.step < self.steps):
             return
         started = time.perf_counter()
-        loss, tokens = validate(self.parts.model, self.parts.validation, self.world.device)
-        self.observer.validation(self.step, loss.item(), int(tokens.item()), time.perf_counter() - started)
+        with self.observer.pausing():
+            loss, tokens = validate(self.parts.model, self.parts.validation, self.world.device)
+            figures = loss.item(), int(tokens.item())
+        self.observer.validation(self.step, *figures, time.perf_counter() - started)
 
     def save(self) -> None:
         """Write a checkpoint when it is due.
@@ -134,7 +171,8 @@ class Trainer:
         state = {"data": self.parts.loader.state_dict(), "tokens_seen": self.tokens_seen}
         started = time.perf_counter()
         try:
-            folder = self.checkpointer.save(self.step, self.parts.model, self.parts.optimizer, state)
+            with self.observer.pausing():
+                folder = self.checkpointer.save(self.step, self.parts.model, self.parts.optimizer, state)
         except CheckpointError as error:
             if is_last:
                 raise

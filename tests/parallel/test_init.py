@@ -43,7 +43,11 @@ def test_any_row_and_column_range_is_a_cut_of_the_whole() -> None:
     whole = torch.empty(shape)
     fill(whole, (0, 0), shape, "w", init, seed=3)
     assert whole.abs().max() <= 0.06 and abs(whole.std().item() - 0.0197) < 1e-3
-    for rows, columns in [(slice(0, 1), slice(0, 6)), (slice(ROWS - 1, ROWS + 2), slice(2, 5)), (slice(200, 261), slice(0, 6))]:
+    for rows, columns in [
+        (slice(0, 1), slice(0, 6)),
+        (slice(ROWS - 1, ROWS + 2), slice(2, 5)),
+        (slice(200, 261), slice(0, 6)),
+    ]:
         part = torch.empty_like(whole[rows, columns])
         fill(part, (rows.start, columns.start), shape, "w", init, seed=3)
         assert torch.equal(part, whole[rows, columns])

@@ -72,7 +72,9 @@ def train(world: World, run: Run) -> Curve:
         if step == 1:
             # Clipping happens in place inside the step, so the first gradients are caught on their way to the optimizer.
             keep = optimizer.register_step_pre_hook(
-                lambda *_: curve.gradients.update({n: full(p.grad) for n, p in model.named_parameters() if p.grad is not None})
+                lambda *_: curve.gradients.update(
+                    {n: full(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+                )
             )
         result = train_step(
             model,
@@ -96,7 +98,9 @@ def initial_weights(world: World, run: Run) -> dict[str, torch.Tensor]:
     return {n: full(p) for n, p in model.named_parameters()}
 
 
-def batches(steps: int, global_batch: int, seq_len: int, vocab: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def batches(
+    steps: int, global_batch: int, seq_len: int, vocab: int, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Random tokens and shifted labels [steps, global batch, seq_len]; sequences end after very unequal lengths."""
     generator = torch.Generator().manual_seed(seed)
     window = torch.randint(0, vocab, (steps, global_batch, seq_len + 1), generator=generator)

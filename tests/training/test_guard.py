@@ -57,9 +57,7 @@ def _poisoned(world: World, run: Run, where: str, value: float) -> dict[str, Any
             except NonFiniteError as caught:
                 error = caught
     assert error is not None
-    unchanged = [
-        all(torch.equal(states[i][name], states[BAD_STEP - 2][name]) for name in states[i]) for i in range(6)
-    ]
+    unchanged = [all(torch.equal(states[i][name], states[BAD_STEP - 2][name]) for name in states[i]) for i in range(6)]
     return {
         "message": str(error),
         "step": error.step,
@@ -70,7 +68,9 @@ def _poisoned(world: World, run: Run, where: str, value: float) -> dict[str, Any
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
-@pytest.mark.parametrize(("where", "value"), [("gradient", float("nan")), ("gradient", float("inf")), ("loss", float("nan"))])
+@pytest.mark.parametrize(
+    ("where", "value"), [("gradient", float("nan")), ("gradient", float("inf")), ("loss", float("nan"))]
+)
 def test_poison_on_one_rank_reaches_no_weight(pool: Pools, implementation: str, where: str, value: float) -> None:
     results = pool(2).run(_poisoned, replace(RUN, implementation=implementation), where, value)
     assert results[0]["message"] == results[1]["message"]

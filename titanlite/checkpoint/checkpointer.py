@@ -10,10 +10,9 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -91,8 +90,8 @@ class Checkpointer:
             tensors[_RNG] = rng
         else:
             notices.append(
-                f"written on {manifest.world_size} ranks, loaded on {self._world.size}: the data order goes on exactly, "
-                "the random generators start anew"
+                f"written on {manifest.world_size} ranks, loaded on {self._world.size}: the data order goes on "
+                "exactly, the random generators start anew"
             )
         _dcp(f"loading {folder}", lambda: dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder)))
         tensors.pop(_RNG, None)
@@ -152,23 +151,24 @@ class Checkpointer:
             lines = "".join(f"\n  {name}: {old} there, {new} here" for name, (old, new) in differing.items())
             raise CheckpointError(
                 f"{step_folder(self.root, manifest.step)} is of another run:{lines}\n"
-                "Start this one elsewhere with another --checkpoint.folder or --job.dump_folder, or configure it as that "
-                "run was"
+                "Start this one elsewhere with another --checkpoint.folder or --job.dump_folder, or configure it as "
+                "that run was"
             )
         return manifest, [f"passed over: {reason}" for reason in passed]
 
     def _on_rank_0(self, action: Callable[[], T]) -> T:
         """Run on rank 0 only; every rank gets its result, or its error."""
-        outcome: tuple[bool, Any] = (True, None)
+        result: T | None = None
+        problem: str | None = None
         if self._world.rank == 0:
             try:
-                outcome = (True, action())
+                result = action()
             except (CheckpointError, OSError) as error:
-                outcome = (False, str(error))
-        fine, value = self._world.agree(outcome)  # type: ignore[misc]
-        if not fine:
-            raise CheckpointError(value)
-        return value
+                problem = str(error)
+        result, problem = cast("tuple[T, str | None]", self._world.agree((result, problem)))
+        if problem is not None:
+            raise CheckpointError(problem)
+        return result
 
 
 def _dcp(doing: str, action: Callable[[], object]) -> None:

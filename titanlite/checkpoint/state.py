@@ -31,7 +31,7 @@ def gather(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torc
     tensors.update(
         (f"optimizer.{name}", value) for name, value in state.items() if not name.startswith(_HYPERPARAMETERS)
     )
-    return tensors
+    return tensors  # type: ignore[return-value]  # without param_groups only tensors are left
 
 
 def scatter(tensors: dict[str, torch.Tensor], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -14,6 +14,10 @@ from dataclasses import dataclass, fields, replace
 NORM_TYPES = ("rmsnorm", "layernorm", "np_layernorm", "fused_rmsnorm")
 
 
+class ShapeError(ValueError):
+    """Numbers that make no decoder, or a name that no family has; the message says which."""
+
+
 @dataclass(frozen=True)
 class RopeScaling:
     """Llama 3.1's stretching of the RoPE frequencies (Llama 3 model card; `transformers` calls it "llama3")."""
@@ -26,14 +30,14 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         if not self.factor >= 1.0:
-            raise ValueError(f"rope_scaling: factor must be at least 1, got {self.factor}")
+            raise ShapeError(f"rope_scaling: factor must be at least 1, got {self.factor}")
         if not 0.0 < self.low_freq_factor < self.high_freq_factor:
-            raise ValueError(
+            raise ShapeError(
                 "rope_scaling: needs 0 < low_freq_factor < high_freq_factor, got "
                 f"{self.low_freq_factor} and {self.high_freq_factor}"
             )
         if self.original_context < 1:
-            raise ValueError(f"rope_scaling: original_context must be positive, got {self.original_context}")
+            raise ShapeError(f"rope_scaling: original_context must be positive, got {self.original_context}")
 
     @classmethod
     def parse(cls, value: object) -> RopeScaling | None:
@@ -46,9 +50,9 @@ class RopeScaling:
             return None if value == 1 else cls(factor=float(value))
         if isinstance(value, Mapping):
             if "factor" not in value:
-                raise ValueError('rope_scaling: the table needs a "factor"')
+                raise ShapeError('rope_scaling: the table needs a "factor"')
             return cls(**_checked_fields(cls, value, where="rope_scaling"))
-        raise ValueError(f'rope_scaling: expected a table, a factor or "none", got {value!r}')
+        raise ShapeError(f'rope_scaling: expected a table, a factor or "none", got {value!r}')
 
 
 @dataclass(frozen=True)
@@ -95,9 +99,9 @@ class LlamaArgs:
 
     @property
     def n_vocab(self) -> int:
-        """`vocab_size`, or a ValueError while it is still to be taken from a tokenizer."""
+        """`vocab_size`, or a ShapeError while it is still to be taken from a tokenizer."""
         if self.vocab_size is None:
-            raise ValueError("this flavor takes its vocabulary from the tokenizer: pass vocab_size or tokenizer_size")
+            raise ShapeError("this flavor takes its vocabulary from the tokenizer: pass vocab_size or tokenizer_size")
         return self.vocab_size
 
 
@@ -161,29 +165,29 @@ def resolve_args(
     vocabulary of a flavor that has none of its own (`debugmodel`), and must not exceed any other.
     `max_seq_len`: longest sequence in tokens that the RoPE tables must serve.
 
-    Raises ValueError for an unknown name, a wrong type, or numbers that make no decoder.
+    Raises ShapeError for an unknown name, a wrong type, or numbers that make no decoder.
     """
     flavors = SHAPES.get(family)
     if flavors is None:
-        raise ValueError(f"unknown model {family!r}{_nearest(family, SHAPES)}; there are {', '.join(SHAPES)}")
+        raise ShapeError(f"unknown model {family!r}{_nearest(family, SHAPES)}; there are {', '.join(SHAPES)}")
     base = flavors.get(flavor)
     if base is None:
-        raise ValueError(
+        raise ShapeError(
             f"unknown flavor {flavor!r} of {family}{_nearest(flavor, flavors)}; there are {', '.join(flavors)}"
         )
 
     changes = _checked_fields(LlamaArgs, overrides or {}, where="model overrides")
     without_effect = [name for name in ("ffn_dim_multiplier", "multiple_of") if name in changes]
     if changes.get("ffn_dim") is not None and without_effect:
-        raise ValueError(f"model overrides: ffn_dim is given, so {' and '.join(without_effect)} would do nothing")
+        raise ShapeError(f"model overrides: ffn_dim is given, so {' and '.join(without_effect)} would do nothing")
     if vocab_size is not None:
         if changes.get("vocab_size", vocab_size) != vocab_size:
-            raise ValueError(f"vocab_size is {vocab_size} but the overrides say {changes['vocab_size']}")
+            raise ShapeError(f"vocab_size is {vocab_size} but the overrides say {changes['vocab_size']}")
         changes["vocab_size"] = vocab_size
     if max_seq_len is not None:
         wanted = changes.setdefault("max_seq_len", max_seq_len)
         if wanted < max_seq_len:
-            raise ValueError(f"max_seq_len = {wanted} is shorter than the sequences of {max_seq_len} tokens")
+            raise ShapeError(f"max_seq_len = {wanted} is shorter than the sequences of {max_seq_len} tokens")
     args = replace(base, **changes)
     if args.vocab_size is None:
         args = replace(args, vocab_size=tokenizer_size)
@@ -236,7 +240,7 @@ def _check(args: LlamaArgs, tokenizer_size: int | None) -> None:
                 "choose the model's own tokenizer, or set model.vocab_size"
             )
     if wrong:
-        raise ValueError("model: " + "; ".join(wrong))
+        raise ShapeError("model: " + "; ".join(wrong))
 
 
 def _checked_fields(cls: type, values: Mapping[str, object], *, where: str) -> dict[str, typing.Any]:
@@ -246,7 +250,7 @@ def _checked_fields(cls: type, values: Mapping[str, object], *, where: str) -> d
     checked: dict[str, typing.Any] = {}
     for name, value in values.items():
         if name not in names:
-            raise ValueError(f"{where}: unknown field {name!r}{_nearest(name, names)}; there are {', '.join(names)}")
+            raise ShapeError(f"{where}: unknown field {name!r}{_nearest(name, names)}; there are {', '.join(names)}")
         if name == "rope_scaling":
             checked[name] = RopeScaling.parse(value)
             continue
@@ -255,7 +259,7 @@ def _checked_fields(cls: type, values: Mapping[str, object], *, where: str) -> d
             value = float(value)
         if type(value) not in allowed:
             expected = " or ".join("none" if t is type(None) else t.__name__ for t in allowed)
-            raise ValueError(f"{where}: {name} must be {expected}, got {value!r}")
+            raise ShapeError(f"{where}: {name} must be {expected}, got {value!r}")
         checked[name] = value
     return checked
 

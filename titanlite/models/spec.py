@@ -33,7 +33,7 @@ class ModelSpec:
     init_rule: Callable[[str, LlamaArgs], Init]
     #: Names of the decoder blocks, in order.
     block_names: Callable[[LlamaArgs], list[str]]
-    #: Names of modules to shard together, in order of first use.
+    #: Names of modules to shard together, in order of last use.
     fsdp_units: Callable[[LlamaArgs], list[tuple[str, ...]]]
     #: State dictionaries to and from Hugging Face's names.
     to_hf: Callable[[Mapping[str, Tensor], LlamaArgs], dict[str, Tensor]]

@@ -17,7 +17,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def shard(model: nn.Module, units: Sequence[Sequence[nn.Module]], mesh: DeviceMesh, plan: ShardPlan) -> None:
     """Apply `fully_shard` to each unit (one or more modules gathered together), then to the root, in place.
 
-    units: in forward order; tied modules must share a unit, since a parameter belongs to one unit only.
+    units: in the order they last run; tied modules must share one, since a parameter belongs to one unit only.
     mesh: dimensions (dp_replicate, dp_shard). World size 1 is sharded too, so mixed precision is the same everywhere.
 
     Gradients are *summed* over ranks, not averaged: the loss is already divided by the global number of

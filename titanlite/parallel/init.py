@@ -43,7 +43,9 @@ def _draw(shape: torch.Size | tuple[int, ...], init: Init, generator: torch.Gene
 
 
 @torch.no_grad()
-def fill(local: torch.Tensor, offset: tuple[int, ...], shape: tuple[int, ...], name: str, init: Init, seed: int) -> None:
+def fill(
+    local: torch.Tensor, offset: tuple[int, ...], shape: tuple[int, ...], name: str, init: Init, seed: int
+) -> None:
     """Fill `local`, the part of a parameter of global `shape` that starts at `offset`, in place."""
     if local.numel() == 0:
         return
@@ -59,7 +61,7 @@ def fill(local: torch.Tensor, offset: tuple[int, ...], shape: tuple[int, ...], n
         generator.manual_seed(_block_seed(seed, name, block))
         values = _draw((rows, *shape[1:]), init, generator)
         low, high = max(first, top), min(last, top + rows)
-        local[low - first : high - first].copy_(values[(slice(low - top, high - top), *columns)])
+        local[low - first : high - first].copy_(values[(slice(low - top, high - top),) + columns])
 
 
 @torch.no_grad()

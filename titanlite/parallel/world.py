@@ -54,9 +54,7 @@ def _rendezvous_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
     if host is None:
         raise WorldError("WORLD_SIZE is set but MASTER_ADDR is not: start with torchrun (or ./run_llama_train.sh)")
     agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(
-        host, _env_int("MASTER_PORT"), size, is_master=rank == 0 and not agent_store, timeout=timeout
-    )
+    store = dist.TCPStore(host, _env_int("MASTER_PORT"), size, is_master=rank == 0 and not agent_store, timeout=timeout)
     run = os.environ.get("TORCHELASTIC_RUN_ID", "titanlite")
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"titanlite/{run}/{attempt}", store)

@@ -53,11 +53,11 @@ def block_names(args: LlamaArgs) -> list[str]:
 
 
 def fsdp_units(args: LlamaArgs) -> list[tuple[str, ...]]:
-    """Modules to be sharded and gathered together, in the order they first run.
+    """Modules to be sharded and gathered together, in the order they last run.
 
     The final norm travels with the head. Modules that share a weight must be one unit.
     """
     blocks: list[tuple[str, ...]] = [(name,) for name in block_names(args)]
     if args.tied:
-        return [("tok_embeddings", "norm", "output"), *blocks]
+        return [*blocks, ("tok_embeddings", "norm", "output")]
     return [("tok_embeddings",), *blocks, ("norm", "output")]

@@ -1,0 +1,181 @@
+"""Defaults < extends < file < command line, and every form of a flag."""
+
+from __future__ import annotations
+
+import pytest
+
+from titanlite.config.load import find_config, load, load_file
+from titanlite.config.schema import keys
+
+
+def test_each_layer_wins_over_the_one_below_and_says_so(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "one.toml").write_text("[training]\nsteps = 1\nbatch_size = 1\nseq_len = 1\ngc_freq = 1\n")
+    (tmp_path / "two.toml").write_text("[training]\nbatch_size = 2\nseq_len = 2\ngc_freq = 2\n")
+    (tmp_path / "run.toml").write_text(
+        '[job]\nextends = ["one.toml", "two.toml"]\n[training]\nseq_len = 3\ngc_freq = 3\n'
+    )
+    config = load(["--job.config_file", "run.toml", "--training.gc_freq", "4"])
+    t = config.dialect.training
+    assert (t.max_norm, t.steps, t.batch_size, t.seq_len, t.gc_freq) == (1.0, 1, 2, 3, 4)
+    fields = ("max_norm", "steps", "batch_size", "seq_len", "gc_freq")
+    sources = [str(config.source(f"training.{field}")) for field in fields]
+    assert sources == ["default", "one.toml:2", "two.toml:2", "run.toml:4", "command line"]
+    assert config.files == ("one.toml", "two.toml", "run.toml")
+
+
+def test_flag_equal_to_the_default_still_wins_over_the_file(tmp_path):
+    (tmp_path / "run.toml").write_text("[optimizer]\nlr = 1.0\n[training]\ncompile = true\n")
+    config = load_file(tmp_path / "run.toml", ["--optimizer.lr", "8e-4", "--no-training.compile"])
+    assert config.dialect.optimizer.lr == 8e-4
+    assert config.dialect.training.compile is False
+    assert str(config.source("training.compile")) == "command line"
+
+
+def test_extends_is_relative_to_the_file_that_names_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    deep = tmp_path / "a" / "b"
+    deep.mkdir(parents=True)
+    (tmp_path / "base.toml").write_text("[training]\nsteps = 7\n")
+    (tmp_path / "a" / "middle.toml").write_text('[job]\nextends = ["../base.toml"]\n[training]\nseq_len = 9\n')
+    (deep / "run.toml").write_text('[job]\nextends = ["../middle.toml"]\n')
+    training = load_file(deep / "run.toml").dialect.training
+    assert (training.steps, training.seq_len) == (7, 9)
+
+
+def test_one_base_reached_twice_is_no_circle(tmp_path):
+    (tmp_path / "base.toml").write_text("[training]\nsteps = 7\n")
+    for name in ("x", "y"):
+        (tmp_path / f"{name}.toml").write_text('[job]\nextends = ["base.toml"]\n')
+    (tmp_path / "run.toml").write_text('[job]\nextends = ["x.toml", "y.toml"]\n')
+    assert load_file(tmp_path / "run.toml").dialect.training.steps == 7
+
+
+def test_tables_merge_entry_by_entry(tmp_path):
+    (tmp_path / "base.toml").write_text("[model.overrides]\nn_layers = 2\ndim = 64\n")
+    (tmp_path / "run.toml").write_text(
+        '[job]\nextends = ["base.toml"]\n[model.overrides]\ndim = 128\nrope_theta = 1e4\n'
+    )
+    config = load_file(tmp_path / "run.toml", ["--model.overrides.n_layers", "3", "--model.overrides.tied", "true"])
+    assert config.dialect.model.overrides == {"n_layers": 3, "dim": 128, "rope_theta": 1e4, "tied": True}
+    assert config.source("model.overrides.dim").line == 4
+    assert str(config.source("model.overrides.n_layers")) == "command line"
+
+
+def test_arrays_of_tables_and_odd_names_are_read(tmp_path):
+    (tmp_path / "run.toml").write_text(
+        '[[data.source]]\npath = "a"\n[[data.source]]\npath = "b"\nweight = 2\n[launch.environment]\n"A.B" = "x"\n'
+    )
+    dialect = load_file(tmp_path / "run.toml").dialect
+    assert [(s.path, s.weight) for s in dialect.data.source] == [("a", 1.0), ("b", 2.0)]
+    assert dialect.launch.environment == {"A.B": "x"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "key", "value"),
+    [
+        (["--training.steps", "5"], "training.steps", 5),
+        (["--training.steps=5"], "training.steps", 5),
+        (["--training.seq-len", "5"], "training.seq_len", 5),
+        (["--training.steps", "1_000"], "training.steps", 1000),
+        (["--training.data_parallel_shard_degree", "-1"], "training.data_parallel_shard_degree", -1),
+        (["--training.steps=5", "--training.steps", "6"], "training.steps", 6),
+        (["--optimizer.lr", "3e-4"], "optimizer.lr", 3e-4),
+        (["--optimizer.lr=1"], "optimizer.lr", 1.0),
+        (["--training.compile"], "training.compile", True),
+        (["--training.compile", "True"], "training.compile", True),
+        (["--training.compile", "--training.seed=1"], "training.compile", True),
+        (["--data.shuffle", "FALSE"], "data.shuffle", False),
+        (["--data.shuffle=false"], "data.shuffle", False),
+        (["--no-data.shuffle"], "data.shuffle", False),
+        (["--data.no_shuffle"], "data.shuffle", False),
+        (["--data.no-shuffle"], "data.shuffle", False),
+        (["--data.no_shuffle", "--data.shuffle"], "data.shuffle", True),
+        (["--no-parallelism.disable_loss_parallel"], "training.enable_loss_parallel", True),
+        (["--parallelism.no_disable_loss_parallel"], "training.enable_loss_parallel", True),
+        (["--training.local_batch_size", "3"], "training.batch_size", 3),
+        (["--no-optimizer.fused"], "optimizer.implementation", "foreach"),
+        (["--float8.filter_fqns", "a,b"], "float8.filter_fqns", ["a", "b"]),
+        (["--float8.filter_fqns", "a", "b,c"], "float8.filter_fqns", ["a", "b", "c"]),
+        (["--float8.filter_fqns="], "float8.filter_fqns", []),
+        (["--float8.filter_fqns", '["a,b"]'], "float8.filter_fqns", ["a,b"]),
+        (["--data.skip_steps", "1,2", "3"], "data.skip_steps", [1, 2, 3]),
+        (["--job.description", "None of it"], "job.description", "None of it"),
+        (["--job.description", "5"], "job.description", "5"),
+        (["--training.seed", "none"], "training.seed", None),
+        (["--model.rope_scaling", "none"], "model.rope_scaling", "none"),
+        (["--model.rope_scaling", "8"], "model.rope_scaling", 8.0),
+        (["--training.reshard_after_forward", "4"], "training.reshard_after_forward", 4),
+        (["--training.reshard_after_forward", "always"], "training.reshard_after_forward", "always"),
+        (["--activation_checkpoint.selective_ac_option", "3"], "activation_checkpoint.selective_ac_option", "3"),
+        (
+            ["--parallelism.module_fqns_per_model_part", '[["tok_embeddings", "layers.0"], ["layers.1", "norm"]]'],
+            "experimental.pipeline_parallel_split_points",
+            ["layers.1"],
+        ),
+    ],
+)
+def test_every_form_of_a_flag(flags, key, value):
+    config = load(flags)
+    assert config.value(key) == value
+    assert type(config.value(key)) is type(value)
+    assert str(config.source(key)) == "command line"
+
+
+def test_sagemaker_spelling_of_the_config_file(tmp_path):
+    (tmp_path / "run.toml").write_text("[training]\nsteps = 3\n")
+    for flag in (["--config_file", str(tmp_path / "run.toml")], [f"--config_file={tmp_path / 'run.toml'}"]):
+        assert load(flag).dialect.training.steps == 3
+
+
+def test_bare_name_is_looked_up_in_train_configs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    repository = find_config("debug_model.toml")
+    assert repository is not None and repository.parent.name == "train_configs"
+    (tmp_path / "train_configs").mkdir()
+    (tmp_path / "train_configs" / "debug_model.toml").write_text("[training]\nsteps = 3\n")
+    assert load_file("debug_model.toml").dialect.training.steps == 3
+    (tmp_path / "debug_model.toml").write_text("[training]\nsteps = 4\n")
+    assert load_file("debug_model.toml").dialect.training.steps == 4
+
+
+def test_later_layer_replaces_another_way_of_saying_it(tmp_path):
+    (tmp_path / "run.toml").write_text("[training]\nsteps = 3\nwarmup_steps = 1\n")
+    config = load_file(tmp_path / "run.toml", ["--training.tokens", "100", "--lr_scheduler.warmup_ratio=0.5"])
+    assert config.dialect.training.tokens == 100
+    assert not config.is_given("training.steps")
+    assert any("replaces training.steps = 3" in note for note in config.notes)
+    config = load_file(tmp_path / "run.toml", ["--training.tokens", "none"])
+    assert config.dialect.training.steps == 3
+
+
+def test_byte_order_mark_and_windows_line_ends(tmp_path):
+    (tmp_path / "run.toml").write_bytes(b"\xef\xbb\xbf[training]\r\n\r\nsteps = 3\r\n")
+    config = load_file(tmp_path / "run.toml")
+    assert (config.dialect.training.steps, config.source("training.steps").line) == (3, 3)
+
+
+def test_written_out_config_loads_to_the_same_values(tmp_path):
+    flags = [
+        "--training.tokens=100000",
+        "--lr_scheduler.warmup_ratio=0.1",
+        "--model.overrides.n_layers=2",
+        '--job.description=say "hi"\n\\ é',
+        "--optimizer.lr=1e-7",
+        '--optimizer.groups=[{pattern = "norm", lr = 0.0}]',
+        "--model.rope_scaling={factor = 8}",
+    ]
+    config = load(flags)
+    (tmp_path / "saved.toml").write_text(config.to_toml())
+    again = load_file(tmp_path / "saved.toml")
+    for key in keys():
+        if key != "job.config_file":
+            assert again.value(key) == config.value(key), key
+    assert "tokens = 100000  # command line" in config.to_toml()
+
+
+def test_help_prints_the_usage_and_exits_0(capsys):
+    with pytest.raises(SystemExit) as caught:
+        load(["--help"])
+    assert caught.value.code == 0
+    assert "titanlite config explain" in capsys.readouterr().out

@@ -1,0 +1,266 @@
+"""The decoder against `transformers`' Llama, and its own promises: names, RoPE, document masks, tying, dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from titanlite.models import LlamaArgs, RopeScaling, get_spec
+from titanlite.models.llama import hf
+from titanlite.models.llama.model import Llama, SdpaAttention
+from titanlite.models.rope import Rope, Rotation
+from titanlite.models.shapes import NORM_TYPES
+
+SMALL = LlamaArgs(dim=64, n_layers=2, n_heads=4, vocab_size=96, multiple_of=32, max_seq_len=128)
+SCALED = RopeScaling(factor=8.0, original_context=32)
+VARIANTS = {
+    "plain": SMALL,
+    "gqa": LlamaArgs(64, 2, 8, n_kv_heads=2, vocab_size=96, rope_theta=5e5, max_seq_len=128),
+    "tied": LlamaArgs(64, 2, 4, vocab_size=96, tied=True, max_seq_len=128),
+    # 128 positions, four times the original context.
+    "scaled": LlamaArgs(64, 2, 4, vocab_size=96, rope_theta=5e3, rope_scaling=SCALED, max_seq_len=128),
+    "all": LlamaArgs(
+        64, 2, 8, n_kv_heads=2, vocab_size=96, rope_theta=5e5, rope_scaling=SCALED, tied=True, max_seq_len=128
+    ),
+}
+
+
+def built(args: LlamaArgs, seed: int = 0) -> Llama:
+    """A model whose every parameter, norms too, is random and large enough to matter."""
+    torch.manual_seed(seed)
+    model = Llama(args)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(1 + 0.2 * torch.randn_like(p) if "norm" in name else torch.randn_like(p) * p.size(-1) ** -0.5)
+    return model
+
+
+def tokens_of(args: LlamaArgs, batch: int = 2, seq: int | None = None) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(args.n_vocab, (batch, seq or args.max_seq_len), generator=generator)
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a.detach() - b.detach()).norm() / b.detach().norm())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_and_every_gradient_equal_those_of_transformers(variant: str) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    args = VARIANTS[variant]
+    ours, theirs = built(args), LlamaForCausalLM(LlamaConfig(**hf.hf_config(args)))
+    theirs.load_state_dict(hf.to_hf(ours.state_dict(), args), strict=not args.tied)
+    tokens = tokens_of(args)
+    labels = tokens.roll(-1, 1)
+
+    logits, expected = ours(tokens), theirs(tokens).logits
+    assert logits.shape == (2, 128, 96)
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+    for out in (logits, expected):
+        torch.nn.functional.cross_entropy(out.flatten(0, 1), labels.flatten()).backward()
+    theirs_by_name = dict(theirs.named_parameters())
+    compared = 0
+    for name, p in ours.named_parameters():
+        q = theirs_by_name[hf.hf_names(args)[name]]
+        assert p.grad is not None and q.grad is not None
+        assert relative(p.grad, q.grad) < 1e-5, name
+        compared += 1
+    assert compared == 2 * 9 + (2 if args.tied else 3)
+
+
+def test_the_comparison_would_notice_missing_scaling() -> None:
+    args = VARIANTS["scaled"]
+    scaled, plain = built(args), built(args)
+    plain.rope = Rope(args.head_dim, args.max_seq_len, args.rope_theta, None)
+    tokens = tokens_of(args)
+    assert relative(plain(tokens), scaled(tokens)) > 1e-2
+
+
+@pytest.mark.parametrize("scaling", [None, RopeScaling(8.0), RopeScaling(32.0)])
+def test_rope_tables_equal_those_of_transformers_beyond_the_original_context(scaling: RopeScaling | None) -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    args = LlamaArgs(1024, 1, 8, vocab_size=8, rope_theta=5e5, rope_scaling=scaling, max_seq_len=9000)
+    reference = LlamaRotaryEmbedding(LlamaConfig(**hf.hf_config(args)))
+    cos, sin = reference(torch.zeros(1), torch.arange(9000).unsqueeze(0))
+    rope = Rope(128, 9000, 5e5, scaling)
+    # The angle reaches 9,000, where one unit in the last place of fp32 is 1e-3: only equal formulas come this close.
+    torch.testing.assert_close(rope.cos, cos[0, :, :64], atol=1e-5, rtol=0)
+    torch.testing.assert_close(rope.sin, sin[0, :, :64], atol=1e-5, rtol=0)
+
+
+def test_rope_in_a_bf16_model_differs_from_fp32_only_by_the_rounding_of_its_inputs() -> None:
+    rope = Rope(16, 4096, 5e5, None).to(torch.bfloat16)
+    assert (rope.cos.dtype, rope.sin.dtype) == (torch.float32, torch.float32)
+    assert torch.equal(rope.cos, Rope(16, 4096, 5e5, None).cos)
+    x = torch.randn(1, 2, 4096, 16).bfloat16()
+    rotated = rope(4096)(x)
+    assert rotated.dtype == torch.bfloat16
+    assert torch.equal(rotated, rope(4096)(x.float()).bfloat16())
+    coarse = Rotation(rope.cos.bfloat16(), rope.sin.bfloat16())(x)
+    assert not torch.equal(rotated, coarse)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_fsdp_mixed_precision_does_not_round_the_rotation(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[torch.dtype, torch.dtype]] = []
+    rotate = Rotation.__call__
+
+    def spy(self: Rotation, x: Tensor) -> Tensor:
+        seen.append((self.cos.dtype, x.dtype))
+        return rotate(self, x)
+
+    monkeypatch.setattr(Rotation, "__call__", spy)
+    model = built(SMALL)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=True)
+    for block in model.layers.values():
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    assert model(tokens_of(SMALL)).dtype == torch.bfloat16
+    assert set(seen) == {(torch.float32, torch.bfloat16)} and len(seen) == 4
+
+
+@pytest.mark.parametrize("variant", ["gqa", "tied"])
+def test_from_the_meta_device_through_fsdp_nothing_is_left_unset_and_a_tie_holds(variant: str, one_rank: None) -> None:
+    args = VARIANTS[variant]
+    spec = get_spec("llama3")
+    reference = built(args)
+    with torch.device("meta"):
+        model = spec.build(args)
+    for unit in spec.fsdp_units(args):
+        fully_shard([model.get_submodule(name) for name in unit])
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            (tensor.to_local() if hasattr(tensor, "to_local") else tensor).fill_(float("nan"))
+        for name, p in model.named_parameters():
+            p.to_local().copy_(reference.get_parameter(name))
+    assert torch.isnan(model.rope.cos).all()
+    model.init_buffers()
+    assert (model.output.weight is model.tok_embeddings.weight) is args.tied
+    tokens = tokens_of(args)
+    logits, expected = model(tokens), reference(tokens)
+    assert torch.equal(logits, expected)
+    logits.square().sum().backward()
+    expected.square().sum().backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad.to_local(), reference.get_parameter(name).grad)
+
+
+def test_a_tie_survives_to_empty_without_fsdp() -> None:
+    with torch.device("meta"):
+        model = Llama(VARIANTS["tied"])
+    model.to_empty(device="cpu")
+    assert model.output.weight is model.tok_embeddings.weight
+    assert model.to(torch.bfloat16).output.weight is model.tok_embeddings.weight
+    assert not model.output.weight.is_meta
+
+
+@pytest.mark.parametrize("variant", ["plain", "gqa", "scaled"])
+def test_masked_documents_equal_documents_run_alone(variant: str) -> None:
+    args = VARIANTS[variant]
+    model = built(args)
+    tokens = tokens_of(args, batch=2, seq=48)
+    lengths = [[20, 28], [5, 43]]
+    doc_ids = torch.stack([torch.repeat_interleave(torch.arange(2), torch.tensor(row)) for row in lengths])
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    packed = model(tokens, positions=positions, doc_ids=doc_ids)
+    for row, (first, _) in enumerate(lengths):
+        alone = [model(tokens[row : row + 1, :first]), model(tokens[row : row + 1, first:])]
+        torch.testing.assert_close(packed[row], torch.cat(alone, 1)[0], atol=1e-5, rtol=1e-5)
+        # Without the mask the second document would see the first.
+        assert relative(model(tokens)[row, first:], packed[row, first:]) > 1e-2
+    # Attention depends on distances alone: positions may as well run on through the documents.
+    torch.testing.assert_close(model(tokens, doc_ids=doc_ids), packed, atol=1e-5, rtol=1e-4)
+
+
+def test_positions_select_rows_of_the_tables() -> None:
+    model = built(SMALL)
+    tokens = tokens_of(SMALL, seq=16)
+    forward = torch.arange(16).expand(2, 16)
+    assert torch.equal(model(tokens, positions=forward), model(tokens))
+    assert relative(model(tokens, positions=forward * 3), model(tokens)) > 1e-2
+
+
+def test_no_token_sees_the_future() -> None:
+    model = built(SMALL)
+    tokens = tokens_of(SMALL, seq=16)
+    changed = tokens.clone()
+    changed[:, 9:] = (changed[:, 9:] + 1) % 96
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :9], after[:, :9], atol=1e-6, rtol=0)
+    assert relative(after[:, 9:], before[:, 9:]) > 0.1
+
+
+def test_a_sequence_longer_than_the_tables_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"129 tokens is longer than the model's RoPE tables \(128\)"):
+        built(SMALL)(torch.zeros(1, 129, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+def test_each_norm_type_computes_its_formula(norm_type: str) -> None:
+    args = LlamaArgs(64, 1, 4, vocab_size=96, norm_type=norm_type)
+    x = 3 + torch.randn(2, 5, 64)
+    centred = x if "rmsnorm" in norm_type else x - x.mean(-1, keepdim=True)
+    expected = centred * (centred.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    model = built(args)
+    for norm in (model.norm, model.layers["0"].attention_norm, model.layers["0"].ffn_norm):
+        weight = 1.0 if norm_type == "np_layernorm" else norm.weight
+        torch.testing.assert_close(norm(x), expected * weight, atol=1e-5, rtol=1e-5)
+    model(tokens_of(args, seq=16)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_inner_attention_can_be_replaced() -> None:
+    class Recording(SdpaAttention):
+        shapes: list[tuple[int, ...]] = []
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+            self.shapes += [tuple(q.shape), tuple(k.shape), tuple(v.shape)]
+            return super().forward(q, k, v, mask)
+
+    args = VARIANTS["gqa"]
+    model = built(args)
+    expected = model(tokens_of(args))
+    for block in model.layers.values():
+        block.attention.inner_attention = Recording()
+    assert torch.equal(model(tokens_of(args)), expected)
+    assert Recording.shapes == [(2, 8, 128, 8), (2, 2, 128, 8), (2, 2, 128, 8)] * 2
+
+
+def test_names_are_frozen_and_no_table_is_in_a_checkpoint() -> None:
+    block = [
+        "attention.wq.weight",
+        "attention.wk.weight",
+        "attention.wv.weight",
+        "attention.wo.weight",
+        "feed_forward.w1.weight",
+        "feed_forward.w2.weight",
+        "feed_forward.w3.weight",
+        "attention_norm.weight",
+        "ffn_norm.weight",
+    ]
+    names = ["tok_embeddings.weight", *(f"layers.{i}.{name}" for i in (0, 1) for name in block)]
+    names += ["norm.weight", "output.weight"]
+    assert list(Llama(SMALL).state_dict()) == names
+    assert list(Llama(VARIANTS["all"]).state_dict()) == names
+
+
+def test_a_block_keeps_its_name_when_another_is_dropped() -> None:
+    model = Llama(SMALL)
+    del model.layers["0"]
+    assert {name.split(".")[1] for name in model.state_dict() if name.startswith("layers.")} == {"1"}

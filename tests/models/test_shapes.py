@@ -1,0 +1,209 @@
+"""Published shapes, counts and FLOPs; the numbers are of the model cards and of published training logs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+import torch
+
+from titanlite.models import SHAPES, LlamaArgs, RopeScaling, count_parameters, flops_per_token, get_spec, resolve_args
+
+PUBLISHED = {
+    ("llama2", "7B"): (4096, 32, 32, 32, 11008, 32000, 6_738_415_616),
+    ("llama2", "13B"): (5120, 40, 40, 40, 13824, 32000, 13_015_864_320),
+    ("llama2", "70B"): (8192, 80, 64, 8, 28672, 32000, 68_976_648_192),
+    ("llama3", "8B"): (4096, 32, 32, 8, 14336, 128256, 8_030_261_248),
+    ("llama3", "3.1-8B"): (4096, 32, 32, 8, 14336, 128256, 8_030_261_248),
+    ("llama3", "70B"): (8192, 80, 64, 8, 28672, 128256, 70_553_706_496),
+    ("llama3", "3.1-70B"): (8192, 80, 64, 8, 28672, 128256, 70_553_706_496),
+    ("llama3", "405B"): (16384, 126, 128, 8, 53248, 128256, 405_853_388_800),
+    ("llama3", "3.1-405B"): (16384, 126, 128, 8, 53248, 128256, 405_853_388_800),
+    ("llama3", "3.2-1B"): (2048, 16, 32, 8, 8192, 128256, 1_235_814_400),
+    ("llama3", "1B"): (2048, 16, 32, 8, 8192, 128256, 1_235_814_400),
+    # A widely copied table says ffn 11008 for the 3B, and launch files say 2 kv heads for both: wrong.
+    ("llama3", "3.2-3B"): (3072, 28, 24, 8, 8192, 128256, 3_212_749_824),
+    ("llama3", "3B"): (3072, 28, 24, 8, 8192, 128256, 3_212_749_824),
+}
+ALL = [(family, flavor) for family, flavors in SHAPES.items() for flavor in flavors]
+
+
+@pytest.mark.parametrize(("family", "flavor"), PUBLISHED)
+def test_published_shapes_and_exact_counts(family: str, flavor: str) -> None:
+    args = resolve_args(family, flavor)
+    shape = (args.dim, args.n_layers, args.n_heads, args.kv_heads, args.ffn_width, args.n_vocab)
+    assert (*shape, count_parameters(args)) == PUBLISHED[family, flavor]
+    assert args.norm_eps == 1e-5
+    assert args.rope_theta == (1e4 if family == "llama2" else 5e5)
+    assert args.tied is (flavor in ("1B", "3.2-1B", "3B", "3.2-3B"))
+
+
+@pytest.mark.parametrize(("family", "flavor"), ALL)
+def test_the_module_has_exactly_the_counted_parameters(family: str, flavor: str) -> None:
+    args = resolve_args(family, flavor, tokenizer_size=2048, max_seq_len=64)
+    with torch.device("meta"):
+        model = get_spec(family).build(args)
+    assert sum(p.numel() for p in model.parameters()) == count_parameters(args)
+
+
+@pytest.mark.parametrize("norm_type", ["rmsnorm", "layernorm", "np_layernorm", "fused_rmsnorm"])
+def test_counts_follow_the_norm(norm_type: str) -> None:
+    args = resolve_args("llama3", "debugmodel", {"norm_type": norm_type}, tokenizer_size=512)
+    with torch.device("meta"):
+        model = get_spec("llama3").build(args)
+    assert sum(p.numel() for p in model.parameters()) == count_parameters(args)
+    has_weights = any(name.endswith("norm.weight") for name, _ in model.named_parameters())
+    assert has_weights is (norm_type != "np_layernorm")
+    assert isinstance(model.norm, torch.nn.RMSNorm) is ("rmsnorm" in norm_type)
+
+
+@pytest.mark.parametrize(
+    ("family", "flavor", "dim", "n_layers", "n_heads"),
+    [
+        ("llama2", "debugmodel", 256, 8, 16),
+        ("llama2", "271M", 1024, 16, 8),
+        ("llama2", "1B", 2048, 18, 16),
+        ("llama2", "26B", 5120, 80, 40),
+        ("llama3", "debugmodel", 256, 8, 16),
+    ],
+)
+def test_small_flavors(family: str, flavor: str, dim: int, n_layers: int, n_heads: int) -> None:
+    args = SHAPES[family][flavor]
+    assert (args.dim, args.n_layers, args.n_heads, args.kv_heads) == (dim, n_layers, n_heads, n_heads)
+
+
+def test_rope_scaling_belongs_to_3_1_and_3_2_only() -> None:
+    factors = {flavor: a.rope_scaling.factor if a.rope_scaling else None for flavor, a in SHAPES["llama3"].items()}
+    assert factors == {
+        "debugmodel": None,
+        "8B": None,
+        "70B": None,
+        "3.1-8B": 8.0,
+        "3.1-70B": 8.0,
+        "405B": 8.0,
+        "3.1-405B": 8.0,
+        "3.2-1B": 32.0,
+        "1B": 32.0,
+        "3.2-3B": 32.0,
+        "3B": 32.0,
+    }
+    assert SHAPES["llama3"]["3.1-8B"].rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
+    assert all(a.rope_scaling is None for a in SHAPES["llama2"].values())
+
+
+def test_flops_per_token_of_published_logs() -> None:
+    assert flops_per_token(resolve_args("llama3", "3.2-1B"), 8192) == 10_636_111_872
+    mfu = 6785 * flops_per_token(resolve_args("llama3", "8B"), 8192) / 989e12
+    assert f"{mfu:.2%}" == "39.73%"
+
+
+def test_a_derived_width_follows_an_override() -> None:
+    def width(**overrides: object) -> int:
+        return resolve_args("llama3", "8B", overrides).ffn_width
+
+    assert width() == 14336
+    assert width(dim=2048) == 7168  # int(1.3 * 5461) = 7099, up to a multiple of 1024
+    assert width(multiple_of=64) == 14208  # int(1.3 * 10922) = 14198
+    assert width(ffn_dim_multiplier=1.0) == 11264
+    assert width(dim=2048, ffn_dim=6000) == 6000
+    assert resolve_args("llama3", "debugmodel", {"n_heads": 8}, tokenizer_size=512).kv_heads == 8
+
+
+def test_overrides_do_not_leak_into_the_shared_shapes() -> None:
+    before = SHAPES["llama3"]["8B"]
+    changed = resolve_args("llama3", "8B", {"n_layers": 2, "rope_scaling": {"factor": 4}}, max_seq_len=16)
+    assert (changed.n_layers, changed.max_seq_len, changed.rope_scaling) == (2, 16, RopeScaling(4.0))
+    assert SHAPES["llama3"]["8B"] is before
+    assert resolve_args("llama3", "8B").n_layers == 32
+    with pytest.raises(FrozenInstanceError):
+        before.n_layers = 2  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        SHAPES["llama3"]["8B"] = changed  # type: ignore[index]
+
+
+def test_every_field_can_be_overridden() -> None:
+    changes: dict[str, object] = {
+        "dim": 512,
+        "n_layers": 3,
+        "n_heads": 8,
+        "n_kv_heads": 2,
+        "ffn_dim": 640,
+        "vocab_size": 1024,
+        "norm_eps": 1e-6,
+        "norm_type": "layernorm",
+        "rope_theta": 2e4,
+        "rope_scaling": {"factor": 2.0, "original_context": 64},
+        "tied": True,
+        "max_seq_len": 128,
+    }
+    base = SHAPES["llama2"]["7B"]
+    args = resolve_args("llama2", "7B", changes)
+    assert all(getattr(args, name) != getattr(base, name) for name in changes)
+    rule = resolve_args("llama2", "7B", {"ffn_dim_multiplier": 1.5, "multiple_of": 64})
+    assert (rule.ffn_dim_multiplier, rule.multiple_of, rule.ffn_width) == (1.5, 64, 16384)
+    assert set(changes) | {"ffn_dim_multiplier", "multiple_of"} == {f.name for f in fields(LlamaArgs)}
+
+
+def test_rope_scaling_as_a_toml_file_may_say_it() -> None:
+    full = {"factor": 4.0, "low_freq_factor": 2.0, "high_freq_factor": 8.0, "original_context": 1024}
+    assert RopeScaling.parse(full) == RopeScaling(4.0, 2.0, 8.0, 1024)
+    assert RopeScaling.parse(4) == RopeScaling(4.0)
+    assert RopeScaling.parse(1.0) is None
+    assert RopeScaling.parse("none") is None
+    assert resolve_args("llama3", "3.1-8B", {"rope_scaling": "none"}).rope_scaling is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"n_heads": 7}, "n_heads = 7 does not divide dim = 256"),
+        ({"n_kv_heads": 3}, "n_kv_heads = 3 does not divide n_heads = 16"),
+        ({"dim": 240}, "dim / n_heads = 15 is odd"),
+        ({"n_layers": 0}, "n_layers must be positive, got 0"),
+        ({"ffn_dim": -1}, "ffn_width must be positive, got -1"),
+        ({"n_layers": 2.0}, "n_layers must be int, got 2.0"),
+        ({"n_layers": True}, "n_layers must be int, got True"),
+        ({"tied": 1}, "tied must be bool, got 1"),
+        ({"rope_theta": "1e4"}, "rope_theta must be float, got '1e4'"),
+        ({"n_layer": 4}, "unknown field 'n_layer' (did you mean 'n_layers'?)"),
+        ({"ffn_dim": 640, "multiple_of": 64}, "ffn_dim is given, so multiple_of would do nothing"),
+        ({"norm_type": "groupnorm"}, "norm_type must be one of rmsnorm,"),
+        ({"max_seq_len": 16}, "max_seq_len = 16 is shorter than the sequences of 64 tokens"),
+        ({"vocab_size": 511}, "the tokenizer has 512 entries but the model's vocabulary only 511"),
+        ({"rope_scaling": {"factr": 8.0}}, 'rope_scaling: the table needs a "factor"'),
+        ({"rope_scaling": {"factor": 8.0, "original": 1}}, "rope_scaling: unknown field 'original'"),
+        ({"rope_scaling": {"factor": "8"}}, "rope_scaling: factor must be float, got '8'"),
+        ({"rope_scaling": 0.5}, "factor must be at least 1"),
+        ({"rope_scaling": {"factor": 8, "low_freq_factor": 4}}, "0 < low_freq_factor < high_freq_factor"),
+        ({"rope_scaling": {"factor": 8, "original_context": 0}}, "original_context must be positive"),
+        ({"rope_scaling": "yarn"}, "expected a table, a factor or \"none\", got 'yarn'"),
+    ],
+)
+def test_numbers_that_make_no_decoder_are_refused(overrides: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError) as error:
+        resolve_args("llama3", "debugmodel", overrides, tokenizer_size=512, max_seq_len=64)
+    assert words in str(error.value)
+
+
+def test_unknown_names_suggest_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"unknown model 'lama3' \(did you mean 'llama3'\?\)"):
+        resolve_args("lama3", "8B")
+    with pytest.raises(ValueError, match=r"unknown flavor '8b' of llama3; there are debugmodel, 8B"):
+        resolve_args("llama3", "8b")
+
+
+def test_the_vocabulary_is_the_flavors_own_or_the_tokenizers() -> None:
+    assert resolve_args("llama3", "debugmodel", tokenizer_size=2048).n_vocab == 2048
+    assert resolve_args("llama3", "8B", tokenizer_size=2048).n_vocab == 128256
+    assert resolve_args("llama3", "8B", vocab_size=2048, tokenizer_size=2048).n_vocab == 2048
+    with pytest.raises(ValueError, match="the tokenizer has 128256 entries but the model's vocabulary only 32000"):
+        resolve_args("llama2", "7B", tokenizer_size=128256)
+    with pytest.raises(ValueError, match="takes its vocabulary from the tokenizer"):
+        count_parameters(resolve_args("llama3", "debugmodel"))
+
+
+def test_shapes_need_no_torch() -> None:
+    code = "import sys, titanlite.models as m; m.resolve_args('llama3', '8B'); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

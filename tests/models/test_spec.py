@@ -1,0 +1,148 @@
+"""Initial weights by name, sharding units, and weights under other names."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from titanlite.models import SHAPES, Init, LlamaArgs, get_spec, resolve_args
+from titanlite.models.llama import hf
+from titanlite.models.llama.model import Llama
+
+ARGS = LlamaArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=96)
+TIED = LlamaArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=96, tied=True)
+
+
+def test_initial_distribution_of_every_kind_of_parameter() -> None:
+    rule = get_spec("llama3").init_rule
+    assert rule("tok_embeddings.weight", ARGS) == Init("normal", std=1.0)
+    assert rule("output.weight", ARGS) == Init("trunc_normal", std=0.125, bound=0.375)
+    assert rule("tok_embeddings.weight", TIED) == rule("output.weight", TIED) == rule("output.weight", ARGS)
+    for name in ("norm", "layers.2.attention_norm", "layers.0.ffn_norm"):
+        assert rule(f"{name}.weight", ARGS) == Init("ones")
+    for linear in ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1"):
+        assert rule(f"layers.2.{linear}.weight", ARGS) == Init("trunc_normal", std=0.02, bound=0.06)
+    for linear in ("attention.wo", "feed_forward.w2", "feed_forward.w3"):
+        for layer in range(3):
+            init = rule(f"layers.{layer}.{linear}.weight", ARGS)
+            assert init.kind == "trunc_normal"
+            assert init.std == pytest.approx(0.02 / math.sqrt(2 * (layer + 1)), rel=1e-12)
+            assert init.bound == pytest.approx(3 * init.std, rel=1e-12)
+
+
+@pytest.mark.parametrize("args", [ARGS, TIED])
+def test_every_parameter_of_a_model_has_a_rule(args: LlamaArgs) -> None:
+    with torch.device("meta"):
+        model = Llama(args)
+    for name, p in model.named_parameters():
+        assert (get_spec("llama2").init_rule(name, args).kind == "ones") is (p.ndim == 1)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["lm_head.weight", "layers.3.attention.wq.weight", "layers.0.attention.wq.bias", "layers.0.attention.w1x.weight"],
+)
+def test_a_name_without_a_rule_raises(name: str) -> None:
+    with pytest.raises(KeyError, match="no initialisation is known"):
+        get_spec("llama3").init_rule(name, ARGS)
+
+
+@pytest.mark.parametrize("args", [ARGS, TIED])
+def test_units_hold_every_parameter_once(args: LlamaArgs) -> None:
+    spec = get_spec("llama3")
+    with torch.device("meta"):
+        model = Llama(args)
+    units = spec.fsdp_units(args)
+    held = [id(p) for unit in units for p in {p for name in unit for p in model.get_submodule(name).parameters()}]
+    assert sorted(held) == sorted(id(p) for p in model.parameters())
+    assert [unit for unit in units if len(unit) == 1 and unit[0].startswith("layers.")] == [
+        (name,) for name in spec.block_names(args)
+    ]
+
+
+def test_unknown_family() -> None:
+    with pytest.raises(ValueError, match="unknown model 'gpt2'; there are llama2, llama3"):
+        get_spec("gpt2")
+    assert {get_spec(family).name for family in SHAPES} == {"llama2", "llama3"}
+
+
+@pytest.mark.parametrize("args", [ARGS, TIED])
+def test_hugging_face_names_there_and_back(args: LlamaArgs) -> None:
+    spec = get_spec("llama3")
+    state = Llama(args).state_dict()
+    exported = spec.to_hf(state, args)
+    assert ("lm_head.weight" in exported) is (not args.tied)
+    back = spec.from_hf(exported | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}, args)
+    assert set(back) == set(state)
+    assert all(torch.equal(back[name], state[name]) for name in state)
+    if args.tied:
+        assert back["output.weight"] is back["tok_embeddings.weight"]
+
+
+def test_the_exported_names_are_those_of_transformers() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    for args in (ARGS, TIED):
+        with torch.device("meta"):
+            theirs = LlamaForCausalLM(LlamaConfig(**hf.hf_config(args)))
+            ours = hf.to_hf(Llama(args).state_dict(), args)
+        assert {n: tuple(p.shape) for n, p in theirs.named_parameters()} == {n: tuple(t.shape) for n, t in ours.items()}
+
+
+def test_weights_of_another_model_are_refused() -> None:
+    spec = get_spec("llama3")
+    exported = spec.to_hf(Llama(ARGS).state_dict(), ARGS)
+    with pytest.raises(ValueError, match=r"1 missing \(model.norm.weight\) and 1 unknown \(model.norm.bias\)"):
+        spec.from_hf({n.replace("model.norm.weight", "model.norm.bias"): t for n, t in exported.items()}, ARGS)
+    with pytest.raises(ValueError, match="lm_head.weight differs from model.embed_tokens.weight"):
+        spec.from_hf(exported, TIED)
+    deeper = resolve_args("llama2", "271M", {"dim": 64, "n_layers": 4})
+    with pytest.raises(ValueError, match=r"9 missing \(layers.3.attention.wk.weight, .*, …\)"):
+        spec.to_hf(Llama(ARGS).state_dict(), deeper)
+    with pytest.raises(ValueError, match="norm_type = 'layernorm'"):
+        spec.hf_config(resolve_args("llama3", "8B", {"norm_type": "layernorm"}))
+
+
+def meta_rotation(x: Tensor, theta: float = 1e4) -> Tensor:
+    """RoPE as Meta's code writes it: neighbouring pairs as complex numbers. x: [heads, seq, head_dim]."""
+    half = torch.arange(0, x.size(-1), 2).float() / x.size(-1)
+    angles = torch.outer(torch.arange(x.size(1)).float(), theta**-half)
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
+
+
+def test_metas_layout_gives_the_same_attention_scores_after_permutation() -> None:
+    torch.manual_seed(0)
+    n_heads, head_dim, dim, seq = 4, 16, 64, 10
+    x, wq, wk = torch.randn(seq, dim), torch.randn(dim, dim), torch.randn(dim, dim)
+    rotation = Llama(ARGS).rope(seq)
+
+    def ours(weight: Tensor) -> Tensor:
+        heads = (x @ weight.T).view(1, seq, n_heads, head_dim).transpose(1, 2)
+        return rotation(heads)[0]
+
+    def metas(weight: Tensor) -> Tensor:
+        return meta_rotation((x @ weight.T).view(seq, n_heads, head_dim).transpose(0, 1))
+
+    expected = metas(wq) @ metas(wk).transpose(1, 2)
+    scores = ours(hf.permute(wq, n_heads)) @ ours(hf.permute(wk, n_heads)).transpose(1, 2)
+    torch.testing.assert_close(scores, expected, atol=1e-3, rtol=1e-5)
+    assert (ours(wq) @ ours(wk).transpose(1, 2) - expected).abs().max() > 1
+    assert torch.equal(hf.unpermute(hf.permute(wq, n_heads), n_heads), wq)
+    assert not torch.equal(hf.permute(wq, n_heads), wq)
+
+
+@pytest.mark.parametrize("args", [ARGS, TIED])
+def test_metas_files_are_read(args: LlamaArgs) -> None:
+    state = Llama(args).state_dict()
+    file = {"rope.freqs": torch.zeros(8), **state}
+    for i in range(3):
+        for linear, heads in (("wq", 4), ("wk", 2)):
+            name = f"layers.{i}.attention.{linear}.weight"
+            file[name] = hf.unpermute(state[name], heads)
+    read = hf.from_meta(file, args)
+    assert set(read) == set(state)
+    assert all(torch.equal(read[name], state[name]) for name in state)

@@ -1,0 +1,188 @@
+"""Whole runs of the trainer on the bundled text: resume, validation, records, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pool import Pools
+from titanlite import exit_codes
+from titanlite.build import read_text
+from titanlite.checkpoint import CheckpointError
+from titanlite.config.load import load_file
+from titanlite.guard import NonFiniteError
+from titanlite.observe.metrics import read_metrics
+from titanlite.parallel.world import World
+from titanlite.prepare import resolve_plans
+from titanlite.trainer import Trainer
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = [
+    "--model.overrides.dim=64",
+    "--model.overrides.n_layers=2",
+    "--model.overrides.n_heads=4",
+    "--training.seq_len=32",
+    "--training.batch_size=1",
+    "--training.global_batch_size=8",
+    "--training.warmup_steps=3",
+    "--lr_scheduler.total_steps=20",
+    "--metrics.log_freq=1",
+    "--training.mixed_precision_param=float32",
+    "--validation.freq=10",
+    "--validation.steps=2",
+    "--validation.batch_size=4",
+    "--checkpoint.enable_checkpoint",
+]
+
+
+def _run(world: World, folder: str, *flags: str) -> dict[str, Any]:
+    """Train as `train.py` would, inside the pool; the rows of metrics.jsonl."""
+    config = load_file("debug_model.toml", [*TINY, f"--job.dump_folder={folder}", *flags])
+    plans = resolve_plans(config, world.size)
+    tokenizer, dataset = read_text(plans)
+    if plans.train.steps is None:
+        plans = resolve_plans(config, world.size, dataset.sequences_per_epoch)
+    try:
+        trainer = Trainer(plans, world, tokenizer, dataset)
+        trainer.train()
+    except (CheckpointError, NonFiniteError) as error:
+        return {"error": str(error)}
+    return {"rows": read_metrics(Path(folder) / "metrics.jsonl"), "step": trainer.step}
+
+
+def _losses(rows: list[dict[str, Any]]) -> dict[int, tuple[float, float, float]]:
+    return {row["step"]: (row["loss"], row["grad_norm"], row["lr"]) for row in rows if "loss" in row}
+
+
+@pytest.fixture(scope="module")
+def straight(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """20 steps on 2 ranks without a break."""
+    folder = tmp_path_factory.mktemp("straight")
+    return pool(2).run(_run, str(folder), "--training.steps=20")[0]["rows"]
+
+
+def test_ten_resume_ten_equals_twenty_bit_for_bit(pool: Pools, straight: list[dict[str, Any]], tmp_path: Path) -> None:
+    pool(2).run(_run, str(tmp_path), "--training.steps=10")
+    resumed = pool(2).run(_run, str(tmp_path), "--training.steps=20")[0]["rows"]
+    assert _losses(resumed) == _losses(straight)
+    assert sorted(_losses(resumed)) == list(range(1, 21))
+    assert [r["validation_loss"] for r in resumed if "validation_loss" in r] == [
+        r["validation_loss"] for r in straight if "validation_loss" in r
+    ]
+    assert [r["tokens_seen"] for r in resumed if "loss" in r] == [256 * step for step in range(1, 21)]
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_resume_on_other_ranks_goes_on_with_the_same_batches(
+    pool: Pools, straight: list[dict[str, Any]], tmp_path: Path, ranks: int
+) -> None:
+    """Another batch in any step would move that step's loss by far more than rounding."""
+    pool(2).run(_run, str(tmp_path), "--training.steps=10")
+    resumed = _losses(pool(ranks).run(_run, str(tmp_path), "--training.steps=20")[0]["rows"])
+    for step, (loss, _, _) in _losses(straight).items():
+        assert abs(resumed[step][0] - loss) < 5e-6, step
+
+
+def test_training_lowers_the_loss_and_validation_measures_the_same_tokens(straight: list[dict[str, Any]]) -> None:
+    losses = _losses(straight)
+    assert losses[1][0] > 7.0 and losses[20][0] < losses[1][0] - 0.3
+    validations = {r["step"]: r for r in straight if "validation_loss" in r}
+    assert sorted(validations) == [10, 20]
+    assert validations[10]["validation_tokens"] == validations[20]["validation_tokens"] == 2 * 4 * 2 * 32
+    assert validations[20]["validation_loss"] < validations[10]["validation_loss"] < losses[1][0]
+
+
+def test_finished_run_says_how_to_go_on(pool: Pools, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pool(1).run(_run, str(tmp_path), "--training.steps=2")
+    again = pool(1).run(_run, str(tmp_path), "--training.steps=2")[0]
+    assert again["step"] == 2 and len(_losses(again["rows"])) == 2
+
+
+def test_other_text_order_or_model_is_refused(pool: Pools, tmp_path: Path) -> None:
+    pool(1).run(_run, str(tmp_path), "--training.steps=2")
+    for flag, name in [
+        ("--data.seed=5", "data order"),
+        ("--model.overrides.n_layers=3", "model"),
+        ("--training.seq_len=16", "data order"),
+    ]:
+        refused = pool(1).run(_run, str(tmp_path), "--training.steps=4", flag)[0]
+        assert f"{name}:" in refused["error"] and "--job.dump_folder" in refused["error"], flag
+
+
+def test_epochs_end_where_the_text_ends(pool: Pools, tmp_path: Path) -> None:
+    """One pass over a small file, on 1 and on 2 ranks: same steps, same losses, the padded last batch included."""
+    text = tmp_path / "text.jsonl"
+    with open(text, "w") as stream:
+        for n in range(40):
+            record = {"text": f"Verse {n}: in the beginning was the word, and the word was number {n * n}."}
+            stream.write(json.dumps({**record, "timestamp": "2026-01-01T00:00:00Z", "url": f"test:{n}"}) + "\n")
+    flags = ["--training.epochs=2", f"--training.dataset_path={text}", "--no-checkpoint.enable_checkpoint"]
+    one, two = (pool(n).run(_run, str(tmp_path / str(n)), *flags)[0] for n in (1, 2))
+    assert one["step"] == two["step"] > 3
+    for step, (loss, norm, _) in _losses(one["rows"]).items():
+        other = _losses(two["rows"])[step]
+        assert abs(loss - other[0]) < 5e-6 and abs(norm - other[1]) < 1e-4 * norm
+
+
+def test_earlier_metrics_are_kept_not_mixed(pool: Pools, tmp_path: Path) -> None:
+    flags = ["--training.steps=2", "--no-checkpoint.enable_checkpoint"]
+    first = pool(1).run(_run, str(tmp_path), *flags)[0]["rows"]
+    second = pool(1).run(_run, str(tmp_path), *flags)[0]["rows"]
+    assert _losses(first) == _losses(second)
+    assert read_metrics(tmp_path / "metrics-1.jsonl") == first
+
+
+def _train_py(*flags: str, ranks: int = 0) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable]
+    if ranks:
+        launcher += ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--rdzv_backend=c10d"]
+        launcher += ["--rdzv_endpoint=localhost:0"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [*launcher, "train.py", *flags], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_wrong_config_exits_2_without_a_traceback(tmp_path: Path) -> None:
+    wrong = _train_py("--job.config_file=debug_model.toml", "--training.setps=3", "--model.flavor=debugmodle")
+    assert wrong.returncode == exit_codes.CONFIG
+    assert "training.setps" in wrong.stderr and "training.steps" in wrong.stderr and "Traceback" not in wrong.stderr
+    heads = _train_py("--job.config_file=debug_model.toml", "--model.overrides.n_heads=7")
+    assert heads.returncode == exit_codes.CONFIG and "n_heads = 7 does not divide dim = 256" in heads.stderr
+    lost = _train_py("--job.config_file=debug_model.toml", f"--training.dataset_path={tmp_path}/nothing")
+    assert lost.returncode == exit_codes.CONFIG and f"{tmp_path}/nothing" in lost.stderr
+    assert "Traceback" not in lost.stderr
+
+
+def test_torchrun_trains_and_writes_what_it_says(tmp_path: Path) -> None:
+    done = _train_py(
+        "--job.config_file=debug_model.toml", *TINY, f"--job.dump_folder={tmp_path}", "--training.steps=4", ranks=2
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("step:  4") == 1, "only rank 0 prints"
+    assert "training done at step 4" in done.stdout
+    assert (tmp_path / "checkpoint" / "step-4" / "manifest.json").is_file()
+    assert len(_losses(read_metrics(tmp_path / "metrics.jsonl"))) == 4
+
+
+def test_custom_loop_trains(tmp_path: Path) -> None:
+    source = ROOT / "examples" / "custom_loop.py"
+    assert len(source.read_text().splitlines()) <= 40
+    small = ["--training.steps=12", "--training.seq_len=64", "--training.batch_size=2", "--validation.batch_size=1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(source), *small],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[2]) for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert len(losses) == 12 and losses[-1] < losses[0] - 0.5

@@ -1,0 +1,70 @@
+"""`train.py` as a function: command line → plans → text → world → trainer, and foreseen errors → exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from titanlite import exit_codes
+from titanlite.build import read_text
+from titanlite.checkpoint import CheckpointError
+from titanlite.config.errors import ConfigError
+from titanlite.config.load import load
+from titanlite.config.plans import Plans
+from titanlite.config.unbuilt import refuse_unbuilt
+from titanlite.data.errors import DataError
+from titanlite.guard import NonFiniteError
+from titanlite.models.shapes import ShapeError
+from titanlite.observe.console import logger, setup_console
+from titanlite.parallel.world import World, WorldError
+from titanlite.prepare import resolve_plans
+from titanlite.trainer import Trainer
+
+
+def run(argv: Sequence[str]) -> int:
+    """Train as the command line says; returns the exit code (see `titanlite.exit_codes`).
+
+    Errors that say what to change are printed without a traceback. What can be wrong with config, tokenizer and text is
+    found before any process group or model exists.
+    """
+    try:
+        config = load(argv)
+        refuse_unbuilt(config)
+        size = int(os.environ.get("WORLD_SIZE", 1))
+        plans = resolve_plans(config, size)
+        setup_console(int(os.environ.get("RANK", 0)), plans.observe.color)
+        tokenizer, dataset = read_text(plans)
+        if plans.train.steps is None:
+            plans = resolve_plans(config, size, dataset.sequences_per_epoch)
+        with World.open(plans.comm) as world:
+            if world.rank == 0:
+                _show_config(plans)
+            Trainer(plans, world, tokenizer, dataset).train()
+    except (ConfigError, DataError, ShapeError, WorldError) as error:
+        return _end(str(error), exit_codes.CONFIG)
+    except CheckpointError as error:
+        return _end(str(error), exit_codes.CHECKPOINT)
+    except NonFiniteError as error:
+        kept = f"checkpoints are in {plans.checkpoint.folder}" if plans.checkpoint.enable else "checkpoints are off"
+        return _end(f"stopped: {error}; {kept}", exit_codes.GUARD)
+    return exit_codes.DONE
+
+
+def _end(message: str, code: int) -> int:
+    """Print why the run ends, once per node: its ranks all have the same to say."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    return code
+
+
+def _show_config(plans: Plans) -> None:
+    """`job.print_config` and `job.save_config_file`: the whole config as one TOML file."""
+    if plans.observe.print_config:
+        print(plans.config_toml, flush=True)
+    if plans.observe.save_config_file is not None:
+        path = Path(plans.observe.save_config_file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(plans.config_toml)
+        logger.info(f"config written to {path}")

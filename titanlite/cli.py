@@ -1,0 +1,200 @@
+"""The `titanlite` command. Nothing here imports torch before it is needed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from titanlite.config.checks import missing_files
+from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.explain import Style, explain_all, explain_key
+from titanlite.config.job import JobConfig
+from titanlite.config.load import load
+from titanlite.config.plans import Plans
+from titanlite.config.resolve import resolve, smallest_world
+from titanlite.config.unbuilt import refuse_unbuilt, unbuilt_notes, without_effect
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status is 0, or 2 for a wrong config or a wrong command line."""
+    ours, flags = split_flags(sys.argv[1:] if argv is None else argv)
+    arguments = _parser().parse_args(ours)
+    style = Style(sys.stdout.isatty() and "NO_COLOR" not in os.environ)
+    try:
+        text = arguments.run(arguments, flags, style)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # A pager or `head` has seen enough; without this Python complains again while it shuts down.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Divide a command line into argparse's part and the `--section.key value` flags with their words.
+
+    argparse would take a flag's value for the name of the config file.
+    """
+    ours: list[str] = []
+    flags: list[str] = []
+    part = ours
+    for word in argv:
+        if word.startswith("-"):
+            name = word.lstrip("-").partition("=")[0]
+            is_flag = "." in name or name in ("config_file", "config-file")
+            part = flags if is_flag else ours
+        part.append(word)
+    return ours, flags
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="titanlite", description="Train Llama-family models from one TOML file.", allow_abbrev=False
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_config(commands)
+    return parser
+
+
+_FLAGS = (
+    "Any further --section.key VALUE is laid over the file, as for train.py: --training.steps 100, "
+    "--no-training.compile, --model.overrides.n_layers 4."
+)
+
+
+def _add_config(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    config = commands.add_parser("config", help="check and explain config files", allow_abbrev=False)
+    actions = config.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    check = actions.add_parser(
+        "check",
+        help="is a config right, and what follows from it",
+        description="Check a config and show what a run of it would do; all that is wrong is reported at once.",
+        epilog=f"{_FLAGS} Exit status: 0 when it is right, 2 when not.",
+        allow_abbrev=False,
+    )
+    check.add_argument("file", nargs="?", metavar="FILE", help="TOML file; also looked up in train_configs/")
+    check.add_argument(
+        "--world-size",
+        type=int,
+        metavar="N",
+        help="ranks (default: WORLD_SIZE or NGPU of the environment, else the fewest that fit)",
+    )
+    check.add_argument(
+        "--strict",
+        action="store_true",
+        help="also fail for what would stop training here: features not built yet, files that are not there",
+    )
+    check.set_defaults(run=_check)
+
+    explain = actions.add_parser(
+        "explain",
+        help="every key, or one: value, source, type, default, meaning",
+        description="Show each value and where it comes from. Nothing given: the defaults of all keys.",
+        epilog=_FLAGS,
+        allow_abbrev=False,
+    )
+    explain.add_argument(
+        "words", nargs="*", metavar="KEY|FILE", help="a key or section to explain in depth, and the TOML file"
+    )
+    explain.set_defaults(run=_explain)
+
+
+def _explain(arguments: argparse.Namespace, flags: list[str], style: Style) -> str:
+    is_file = [word.endswith(".toml") or os.sep in word or os.path.isfile(word) for word in arguments.words]
+    files = [word for word, file in zip(arguments.words, is_file, strict=True) if file]
+    names = [word for word, file in zip(arguments.words, is_file, strict=True) if not file]
+    if len(files) > 1:
+        raise ConfigError([Problem("command line", "", f"one file at a time, got {', '.join(files)}")])
+    config = load([*(f"--job.config_file={file}" for file in files), *flags])
+    if not names:
+        return explain_all(config, style)
+    return "\n\n".join(explain_key(config, name.strip("[]"), style) for name in names)
+
+
+def _check(arguments: argparse.Namespace, flags: list[str], style: Style) -> str:
+    config = load([*([f"--job.config_file={arguments.file}"] if arguments.file else []), *flags])
+    world_size, why = _world_size(arguments.world_size, config)
+    plans, size = _resolve(config, world_size)
+    absent = missing_files(config)
+    if arguments.strict:
+        refuse_unbuilt(config)
+        if absent:
+            raise ConfigError(absent)
+    return _report(config, plans, size, why, [str(problem) for problem in absent], style)
+
+
+def _world_size(asked: int | None, config: JobConfig) -> tuple[int, str]:
+    """Ranks to check for, and where the number comes from."""
+    if asked is not None:
+        if asked < 1:
+            raise ConfigError([Problem("command line", "--world-size", f"expected an integer >= 1, got {asked}")])
+        return asked, "--world-size"
+    for name in ("WORLD_SIZE", "NGPU"):
+        text = os.environ.get(name, "")
+        if text.isdigit() and int(text) > 0:
+            return int(text), f"{name} of the environment"
+    return smallest_world(config), "the fewest that fit; --world-size N checks another number"
+
+
+def _resolve(config: JobConfig, world_size: int) -> tuple[Plans, str]:
+    """The plans, and the model's size in words. Raises ConfigError where the model's numbers make no decoder too."""
+    from titanlite.models import SHAPES, count_parameters, resolve_args
+
+    plans = resolve(config, world_size=world_size, shapes=SHAPES)
+    model = plans.model
+    try:
+        shape = resolve_args(
+            model.name,
+            model.flavor,
+            {**dict(model.overrides), "norm_type": model.norm_type},
+            vocab_size=model.vocab_size,
+            max_seq_len=model.max_seq_len,
+        )
+    except ValueError as error:
+        given = next((key for key in config.sources if key.startswith("model.")), "model.flavor")
+        raise ConfigError(
+            [Problem(config.place("model.overrides") or config.place(given), "model", str(error))]
+        ) from None
+    if shape.vocab_size is None:
+        return plans, "the tokenizer's vocabulary"
+    return plans, f"{count_parameters(shape):,} parameters"
+
+
+def _report(config: JobConfig, plans: Plans, size: str, why: str, absent: list[str], style: Style) -> str:
+    batch, schedule, steps = plans.batch, plans.schedule, plans.train.steps
+    length = f"{plans.data.epochs} epochs" if steps is None else f"{steps:,}"
+    tokens = "" if steps is None else f", {steps * batch.tokens_per_step:,} tokens"
+    rate = f"{plans.optimizer.lr:g}, warm-up {schedule.warmup_steps} steps, then {schedule.decay_type}"
+    rows = [
+        ("model", f"{plans.model.name} {plans.model.flavor}, {size}"),
+        ("ranks", f"{plans.mesh.world_size} ({why}), data_parallel_shard {plans.mesh.dp_shard}"),
+        (
+            "batch",
+            f"{batch.global_batch_size} sequences of {batch.seq_len} tokens, "
+            f"{batch.accumulation} micro-batches of {batch.micro_batch_size} per rank",
+        ),
+        ("steps", f"{length}{tokens}"),
+        ("learning rate", rate),
+        (
+            "checkpoints",
+            f"every {plans.checkpoint.interval} steps in {plans.checkpoint.folder}"
+            if plans.checkpoint.enable
+            else "none",
+        ),
+        ("files", ", ".join(config.files) or "none: all defaults"),
+    ]
+    lines = [style.good("OK"), *(f"  {label:<14} {text}" for label, text in rows)]
+    lines += [style.dim(f"  note: {note}") for note in plans.notes]
+    off = without_effect(config)
+    if off:
+        lines.append(style.dim(f"  note: no effect, as what they belong to is off: {', '.join(off)}"))
+    lines += [style.warn(f"  warning: {warning}") for warning in plans.warnings]
+    lines += [style.warn(f"  not there: {line}") for line in absent]
+    lines += [style.warn(f"  training will refuse: {note}") for note in unbuilt_notes(config)]
+    return "\n".join(lines)
