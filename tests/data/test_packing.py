@@ -35,7 +35,9 @@ def test_every_token_is_a_target_once_per_epoch(corpus: Corpus, seq_len: int, sh
     assert dataset.total_sequences is not None
     inputs: list[int] = []
     targets: list[int] = []
-    for i in range(dataset.total_sequences):
+    by_place = sorted(range(dataset.total_sequences), key=dataset.window)
+    assert [dataset.window(i) for i in by_place] == list(range(dataset.total_sequences))
+    for i in by_place:
         tokens, labels = dataset.sequence(i)
         assert tokens.shape == labels.shape == (seq_len,)
         assert tokens.dtype == labels.dtype == np.int64
@@ -50,8 +52,21 @@ def test_without_end_the_stream_goes_on_and_on(corpus: Corpus) -> None:
     stream = stream_of(corpus, 12, 3)
     for i in (0, 1, 8, 9, 10, 50, 100):
         tokens, labels = endless.sequence(i)
-        assert tokens.tolist() == stream[i * 64 : i * 64 + 64]
-        assert labels.tolist() == stream[i * 64 + 1 : i * 64 + 65]
+        start = endless.window(i) * 64
+        assert tokens.tolist() == stream[start : start + 64]
+        assert labels.tolist() == stream[start + 1 : start + 65]
+
+
+def test_neighbours_of_the_text_are_served_apart(corpus: Corpus) -> None:
+    """Windows of one document in one batch would make a batch of one text; each pass mixes them anew."""
+    dataset = PackedDataset(corpus, seq_len=5, seed=3)
+    size = dataset.sequences_per_epoch
+    first, second = ([dataset.window(i) for i in range(b * size, (b + 1) * size)] for b in (0, 1))
+    assert sorted(first) == list(range(size)) and sorted(second) == list(range(size, 2 * size))
+    assert [w - size for w in second] != first
+    assert sum(abs(b - a) == 1 for a, b in zip(first, first[1:], strict=False)) < 0.1 * size
+    plain = PackedDataset(corpus, seq_len=5, seed=3, shuffle=False)
+    assert [plain.window(i) for i in range(size)] == list(range(size))
 
 
 def test_a_sequence_depends_on_its_number_alone(corpus: Corpus) -> None:
@@ -87,11 +102,11 @@ def test_counts(corpus: Corpus) -> None:
     assert PackedDataset(corpus, seq_len=100).total_sequences is None
 
 
-def test_only_two_orders_are_kept(corpus: Corpus) -> None:
+def test_few_orders_are_kept(corpus: Corpus) -> None:
     dataset = PackedDataset(corpus, seq_len=100)
     for i in range(100):
         dataset.sequence(i)
-    assert len(dataset._orders) <= 2
+    assert len(dataset._orders) <= 3 and len(dataset._windows) <= 2
 
 
 @pytest.mark.parametrize(("key", "value"), [("seq_len", 0), ("epochs", 0)])

@@ -2,9 +2,12 @@
 
 Each document is BOS + ids + EOS. An epoch puts all documents one after the other in its own order, epochs
 follow each other, and the endless stream is cut into windows of seq_len + 1 tokens with a stride of
-seq_len: sequence i reads stream[i * seq_len : (i + 1) * seq_len] and predicts the token after each. So
-every token but the very first is a target exactly once, across documents and epochs, and sequence i
-depends on nothing but i: any rank can serve it, and a run resumes from a number.
+seq_len: window w reads stream[w * seq_len : (w + 1) * seq_len] and predicts the token after each. So every
+token but the very first is a target exactly once, across documents and epochs.
+
+Windows are served in blocks of as many as one pass holds, each block in an order of its own: neighbours are
+of one document, and a batch made of them would be a batch of one or two texts. Sequence i depends on nothing
+but i: any rank can serve it, and a run resumes from a number.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from titanlite.data.tokenizer import Tokenizer
 IGNORE = -100
 
 #: Part of the fingerprint; to be changed with anything that changes the token stream.
-_PACKING = "BOS + ids + EOS per document, split at seq_len, no document mask, order 1"
+_PACKING = "BOS + ids + EOS per document, split at seq_len, no document mask, order 2"
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class PackedDataset:
         corpus: the tokenized documents.
         seq_len: tokens per sequence.
         seed: with the epoch, decides the order of documents.
-        shuffle: a new order each epoch; False: file order in all of them.
+        shuffle: a new order of documents and of windows each epoch; False: file order in all of them.
         epochs: passes over the corpus, or None for no end.
     """
 
@@ -104,6 +107,7 @@ class PackedDataset:
         self.shuffle = shuffle
         self.epochs = epochs
         self._orders: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
+        self._windows: dict[int, NDArray[np.int64]] = {}
 
     @property
     def documents(self) -> int:
@@ -147,7 +151,7 @@ class PackedDataset:
         total = self.total_sequences
         if total is not None and index >= total:
             raise EndOfData(f"sequence {index}: {self.epochs} epoch(s) of this text hold {total} sequences")
-        window = self._stream(index * self.seq_len, self.seq_len + 1)
+        window = self._stream(self.window(index) * self.seq_len, self.seq_len + 1)
         tokens = np.full(self.seq_len, self.corpus.pad_id, dtype=np.int64)
         labels = np.full(self.seq_len, IGNORE, dtype=np.int64)
         tokens[: min(len(window), self.seq_len)] = window[: self.seq_len]
@@ -157,6 +161,21 @@ class PackedDataset:
     def padding(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """A sequence without targets, to fill up the last batch of finite data."""
         return np.full(self.seq_len, self.corpus.pad_id, dtype=np.int64), np.full(self.seq_len, IGNORE, dtype=np.int64)
+
+    def window(self, index: int) -> int:
+        """The window that sequence `index` is."""
+        if not self.shuffle:
+            return index
+        size = self.sequences_per_epoch
+        block, place = divmod(index, size)
+        if block not in self._windows:
+            if len(self._windows) == 2:
+                del self._windows[next(iter(self._windows))]
+            total = self.total_sequences
+            count = size if total is None else min(size, total - block * size)
+            # Another seed than the documents' order has, so that the two are not the same permutation.
+            self._windows[block] = epoch_order(count, ~self.seed, block)
+        return block * size + int(self._windows[block][place])
 
     def _stream(self, start: int, length: int) -> NDArray[np.unsignedinteger]:
         """Tokens [start, start + length) of all epochs end to end; fewer at the end of finite data."""
@@ -179,7 +198,7 @@ class PackedDataset:
     def _epoch(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(documents in order [n], stream position within the epoch at which each begins [n])."""
         if epoch not in self._orders:
-            if len(self._orders) == 2:  # the epoch under way and the next: a window spans no more, or all are tiny
+            if len(self._orders) == 3:  # a block of windows touches two epochs, or three after many passes
                 del self._orders[min(self._orders)]
             order = epoch_order(self.documents, self.seed, epoch, self.shuffle)
             lengths = np.diff(self.corpus.offsets)[order]
@@ -195,5 +214,5 @@ def build_dataset(plan: DataPlan, tokenizer: Tokenizer, vocab_size: int) -> Pack
 
 def build_validation_dataset(plan: ValidationPlan, tokenizer: Tokenizer, vocab_size: int) -> PackedDataset:
     """One pass over the held-out text of `plan`, in file order."""
-    corpus = tokenize(source_files(plan.dataset, plan.path), tokenizer, vocab_size)
+    corpus = tokenize(source_files(plan.dataset, plan.path, "validation"), tokenizer, vocab_size)
     return PackedDataset(corpus, seq_len=plan.seq_len, shuffle=False, epochs=1)

@@ -33,12 +33,13 @@ class Record(NamedTuple):
     text: str
 
 
-def source_files(dataset: str, path: str | None) -> list[Path]:
+def source_files(dataset: str, path: str | None, section: str = "training") -> list[Path]:
     """The files of a data set in the order in which they are read (by name).
 
     Args:
         dataset: a name in `BUNDLED`, or `c4` for files of that format elsewhere.
         path: local file or folder of C4-format records; None: the bundled text.
+        section: of the config, for the keys that errors name.
 
     Raises:
         DataError: an unknown name, a path that is missing, or one that holds no such file.
@@ -46,35 +47,36 @@ def source_files(dataset: str, path: str | None) -> list[Path]:
     if dataset != "c4" and dataset not in BUNDLED:
         known = ", ".join([*BUNDLED, "c4"])
         raise DataError(
-            f'training.dataset: "{dataset}" is unknown; known are {known} (for text of your own '
-            'set training.dataset = "c4" and training.dataset_path to a file or folder of C4-format records)'
+            f'{section}.dataset: "{dataset}" is unknown; known are {known} (for text of your own '
+            f"set {section}.dataset_path to a file or folder of C4-format records)"
         )
     if path is None:
         if dataset == "c4":
             raise DataError(
-                'training.dataset: streaming "c4" from the Hugging Face hub is not built yet; '
-                'set training.dataset_path to local C4 files, or use the bundled "c4_test"'
+                f'{section}.dataset: streaming "c4" from the Hugging Face hub is not built yet; '
+                f'set {section}.dataset_path to local C4 files, or use the bundled "c4_test"'
             )
         return list_files(BUNDLED[dataset])
-    return list_files(Path(path))
+    return list_files(Path(path), f"{section}.dataset_path")
 
 
-def list_files(path: Path) -> list[Path]:
-    """`path` itself if it is a file, else the record files directly in that folder, sorted by name."""
+def list_files(path: Path, key: str = "training.dataset_path") -> list[Path]:
+    """`path` itself if it is a file, else the record files directly in that folder, sorted by name.
+
+    Raises DataError, naming the config's `key`, if there is none.
+    """
     expected = ", ".join(SUFFIXES)
     if path.is_file():
         if not path.name.endswith(SUFFIXES):
-            raise DataError(f"training.dataset_path: {path} is not a record file; expected a name in {expected}")
+            raise DataError(f"{key}: {path} is not a record file; expected a name in {expected}")
         return [path]
     if not path.is_dir():
         hint = f" (looked from {Path.cwd()}; ids of the Hugging Face hub are not built yet)"
         hint = "" if path.is_absolute() else hint
-        raise DataError(
-            f"training.dataset_path: {path} does not exist{hint}; give a file or folder of C4-format records"
-        )
+        raise DataError(f"{key}: {path} does not exist{hint}; give a file or folder of C4-format records")
     files = sorted(file for file in path.iterdir() if file.is_file() and file.name.endswith(SUFFIXES))
     if not files:
-        raise DataError(f"training.dataset_path: the folder {path} holds no record files; expected names in {expected}")
+        raise DataError(f"{key}: the folder {path} holds no record files; expected names in {expected}")
     return files
 
 
@@ -94,7 +96,7 @@ def iter_records(path: Path | Iterable[Path]) -> Iterator[Record]:
                 yield Record(file, number, _text(file, number, line))
     if not count:
         names = ", ".join(str(file) for file in files[:3]) + (", …" if len(files) > 3 else "")
-        raise DataError(f"training.dataset_path: no records in {names}; the files are empty")
+        raise DataError(f"no records in {names}: the files are empty; give files of C4-format records")
 
 
 def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
