@@ -17,7 +17,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    code = main()
+    code = main() or 0
     sys.stdout.flush()
     sys.stderr.flush()
     # gloo's threads sometimes abort a finished process at interpreter exit; everything of ours is closed by now.

@@ -99,7 +99,8 @@ def austen(root: Path) -> Iterator[Document]:
     """Jane Austen's six completed novels, one document per chapter, a paragraph per line."""
     for lines in r_string_vectors(root / "usr/lib/R/site-library/janeaustenr/data/Rdata.rdb"):
         title = lines[0].title().replace(" And ", " and ")
-        number, chapter = 0, []
+        number = 0
+        chapter: list[str] = []
         for line in lines:
             if line == "A NOTE ON THE TEXT":  # a modern editor's words, not Austen's
                 break
@@ -126,9 +127,9 @@ def devil(root: Path) -> Iterator[Document]:
         word, offset, length = line.split("\t")
         if not word.startswith("00database"):
             entries.setdefault((base64_number(offset), base64_number(length)), word)
-    for (offset, length), word in sorted(entries.items()):
-        text = reflow(content[offset : offset + length].decode("utf-8").splitlines())
-        yield f"debian:dict-devil/{word.replace(' ', '-')}@{offset}", text
+    for (start, size), word in sorted(entries.items()):
+        text = reflow(content[start : start + size].decode("utf-8").splitlines())
+        yield f"debian:dict-devil/{word.replace(' ', '-')}@{start}", text
 
 
 def base64_number(digits: str) -> int:

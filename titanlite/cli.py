@@ -7,18 +7,21 @@ import os
 import sys
 from collections.abc import Sequence
 
+from titanlite import exit_codes
 from titanlite.config.checks import missing_files
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.explain import Style, explain_all, explain_key
 from titanlite.config.job import JobConfig
 from titanlite.config.load import load
-from titanlite.config.plans import Plans
-from titanlite.config.resolve import resolve, smallest_world
+from titanlite.config.plans import ModelPlan, Plans
+from titanlite.config.resolve import smallest_world
 from titanlite.config.unbuilt import refuse_unbuilt, unbuilt_notes, without_effect
+from titanlite.models.shapes import count_parameters
+from titanlite.prepare import model_args, resolve_plans
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status is 0, or 2 for a wrong config or a wrong command line."""
+    """Run one command; returns the exit code (see `titanlite.exit_codes`)."""
     ours, flags = split_flags(sys.argv[1:] if argv is None else argv)
     arguments = _parser().parse_args(ours)
     style = Style(sys.stdout.isatty() and "NO_COLOR" not in os.environ)
@@ -26,13 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = arguments.run(arguments, flags, style)
     except ConfigError as error:
         print(error, file=sys.stderr)
-        return 2
+        return exit_codes.CONFIG
     try:
         print(text, flush=True)
     except BrokenPipeError:
         # A pager or `head` has seen enough; without this Python complains again while it shuts down.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    return exit_codes.DONE
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -120,13 +123,13 @@ def _explain(arguments: argparse.Namespace, flags: list[str], style: Style) -> s
 def _check(arguments: argparse.Namespace, flags: list[str], style: Style) -> str:
     config = load([*([f"--job.config_file={arguments.file}"] if arguments.file else []), *flags])
     world_size, why = _world_size(arguments.world_size, config)
-    plans, size = _resolve(config, world_size)
+    plans = resolve_plans(config, world_size)
     absent = missing_files(config)
     if arguments.strict:
         refuse_unbuilt(config)
         if absent:
             raise ConfigError(absent)
-    return _report(config, plans, size, why, [str(problem) for problem in absent], style)
+    return _report(config, plans, why, [str(problem) for problem in absent], style)
 
 
 def _world_size(asked: int | None, config: JobConfig) -> tuple[int, str]:
@@ -142,37 +145,19 @@ def _world_size(asked: int | None, config: JobConfig) -> tuple[int, str]:
     return smallest_world(config), "the fewest that fit; --world-size N checks another number"
 
 
-def _resolve(config: JobConfig, world_size: int) -> tuple[Plans, str]:
-    """The plans, and the model's size in words. Raises ConfigError where the model's numbers make no decoder too."""
-    from titanlite.models import SHAPES, count_parameters, resolve_args
-
-    plans = resolve(config, world_size=world_size, shapes=SHAPES)
-    model = plans.model
-    try:
-        shape = resolve_args(
-            model.name,
-            model.flavor,
-            {**dict(model.overrides), "norm_type": model.norm_type},
-            vocab_size=model.vocab_size,
-            max_seq_len=model.max_seq_len,
-        )
-    except ValueError as error:
-        given = next((key for key in config.sources if key.startswith("model.")), "model.flavor")
-        raise ConfigError(
-            [Problem(config.place("model.overrides") or config.place(given), "model", str(error))]
-        ) from None
-    if shape.vocab_size is None:
-        return plans, "the tokenizer's vocabulary"
-    return plans, f"{count_parameters(shape):,} parameters"
+def _size(plan: ModelPlan) -> str:
+    """The model's size in words."""
+    args = model_args(plan)
+    return "the tokenizer's vocabulary" if args.vocab_size is None else f"{count_parameters(args):,} parameters"
 
 
-def _report(config: JobConfig, plans: Plans, size: str, why: str, absent: list[str], style: Style) -> str:
+def _report(config: JobConfig, plans: Plans, why: str, absent: list[str], style: Style) -> str:
     batch, schedule, steps = plans.batch, plans.schedule, plans.train.steps
     length = f"{plans.data.epochs} epochs" if steps is None else f"{steps:,}"
     tokens = "" if steps is None else f", {steps * batch.tokens_per_step:,} tokens"
     rate = f"{plans.optimizer.lr:g}, warm-up {schedule.warmup_steps} steps, then {schedule.decay_type}"
     rows = [
-        ("model", f"{plans.model.name} {plans.model.flavor}, {size}"),
+        ("model", f"{plans.model.name} {plans.model.flavor}, {_size(plans.model)}"),
         ("ranks", f"{plans.mesh.world_size} ({why}), data_parallel_shard {plans.mesh.dp_shard}"),
         (
             "batch",
@@ -198,3 +183,7 @@ def _report(config: JobConfig, plans: Plans, size: str, why: str, absent: list[s
     lines += [style.warn(f"  not there: {line}") for line in absent]
     lines += [style.warn(f"  training will refuse: {note}") for note in unbuilt_notes(config)]
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

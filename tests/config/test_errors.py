@@ -5,9 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from titanlite.config.entries import known_names, known_sections
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.load import load, load_file
+from titanlite.config.resolve import resolve
+from titanlite.models import SHAPES
 
 
 def problems(tmp_path: Path, text: str, *flags: str) -> list[Problem]:
@@ -143,6 +148,16 @@ def test_all_problems_are_reported_at_once_in_the_order_of_the_file(tmp_path):
     ]
 
 
+def test_problem_in_a_base_is_named_in_the_base(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "base.toml").write_text("[training]\nsteps = 0\n")
+    (tmp_path / "a" / "run.toml").write_text('[job]\nextends = ["../base.toml"]\n[training]\nseq_len = 0\n')
+    with pytest.raises(ConfigError) as caught:
+        load_file("a/run.toml")
+    assert [problem.where for problem in caught.value.problems] == ["a/run.toml:4", "base.toml:2"]
+
+
 def test_report_is_readable(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("run.toml").write_text('[training]\nbatchsize = 4\n\n[optimizer]\nlr = "3e-4"\n')
@@ -275,3 +290,58 @@ def test_two_ways_to_say_one_thing_exclude_each_other_in_a_layer(first, second):
     for written in (first, second):
         key, _, value = written.partition("=")
         assert f"{key} = {value}" in problem.message
+
+
+VALUES = st.recursive(
+    st.sampled_from(["0", "-1", "3", "1.5", "inf", "true", '""', '"x"', '"none"', "1979-05-27", "07:32:00"]),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=2).map(lambda items: f"[{', '.join(items)}]"),
+        inner.map(lambda item: f"{{path = {item}, x = {item}}}"),
+    ),
+    max_leaves=4,
+)
+NAMES = st.sampled_from(
+    [*sorted(known_names()), *sorted(known_sections()), "x", "training.x", "x.y.z", '""', "data.source.x"]
+)
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(pairs=st.lists(st.tuples(NAMES, VALUES), max_size=3), flags=st.lists(st.tuples(NAMES, VALUES), max_size=2))
+def test_nothing_written_ever_ends_in_another_error(tmp_path, pairs, flags):
+    (tmp_path / "run.toml").write_text("".join(f"{name} = {value}\n" for name, value in pairs))
+    words = [f"--{name}={value}" for name, value in flags if name not in ("job.config_file", "job.extends")]
+    try:
+        config = load([f"--job.config_file={tmp_path / 'run.toml'}", *words])
+        resolve(config, world_size=2, shapes=SHAPES)
+    except ConfigError as error:
+        assert error.problems
+        assert all(problem.message for problem in error.problems)
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--", "--.", "--=", "--training", "--training.", "--model.overrides.", "--model.overrides=3", "-x", "--no-"],
+)
+def test_odd_flags_are_problems_too(flag):
+    with pytest.raises(ConfigError):
+        load([flag])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[[training]]\nsteps = 1\n",
+        "[training.steps]\nx = 1\n",
+        "[data.source]\npath = 'x'\n",
+        "quantize = 3\n",
+        "[quantize.linear.float9]\nx = 1\n",
+        "[training.dataloader]\nworkers = 1\n",
+        "[optimizer]\ngroups = [1]\n",
+        "[training]\nsteps = 1979-05-27\n",
+    ],
+)
+def test_wrong_shapes_of_tables_are_problems_with_a_line(tmp_path, text):
+    (tmp_path / "run.toml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        resolve(load_file(tmp_path / "run.toml"), world_size=1, shapes=SHAPES)
+    assert all(problem.where.startswith(f"{tmp_path / 'run.toml'}:") for problem in caught.value.problems)

@@ -62,6 +62,13 @@ def test_tables_merge_entry_by_entry(tmp_path):
     assert str(config.source("model.overrides.n_layers")) == "command line"
 
 
+def test_table_can_be_one_word_on_the_command_line(tmp_path):
+    (tmp_path / "run.toml").write_text("[model.overrides]\nn_layers = 2\ndim = 64\n")
+    config = load_file(tmp_path / "run.toml", ["--model.overrides={dim = 32, tied = true}"])
+    assert config.dialect.model.overrides == {"n_layers": 2, "dim": 32, "tied": True}
+    assert str(config.source("model.overrides.dim")) == "command line"
+
+
 def test_arrays_of_tables_and_odd_names_are_read(tmp_path):
     (tmp_path / "run.toml").write_text(
         '[[data.source]]\npath = "a"\n[[data.source]]\npath = "b"\nweight = 2\n[launch.environment]\n"A.B" = "x"\n'

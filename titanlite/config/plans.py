@@ -167,11 +167,6 @@ class CheckpointPlan:
 
 
 @dataclass(frozen=True)
-class GuardPlan:
-    policy: Literal["stop"] = "stop"
-
-
-@dataclass(frozen=True)
 class CommPlan:
     #: Collective timeout in seconds until step 1 is done, and after it.
     init_timeout_seconds: int = 300
@@ -196,6 +191,10 @@ class ObservePlan:
     rank_0_only: bool = True
     #: FLOPS of one device; None: known devices only.
     peak_tflops: float | None = None
+    #: Print `Plans.config_toml` when the run starts.
+    print_config: bool = False
+    #: Write `Plans.config_toml` to this file when the run starts.
+    save_config_file: str | None = None
 
 
 @dataclass(frozen=True)
@@ -213,9 +212,10 @@ class Plans:
     train: TrainPlan = field(default_factory=TrainPlan)
     validation: ValidationPlan = field(default_factory=ValidationPlan)
     checkpoint: CheckpointPlan = field(default_factory=CheckpointPlan)
-    guard: GuardPlan = field(default_factory=GuardPlan)
     comm: CommPlan = field(default_factory=CommPlan)
     observe: ObservePlan = field(default_factory=ObservePlan)
+    #: The whole config as a TOML file that loads to the same values, with the source of each as a comment.
+    config_toml: str = ""
     #: How each derived number came about, one sentence each; logged at start.
     notes: tuple[str, ...] = ()
     #: Things a user should know but that stop nothing (a warm-up shortened, a key without effect).

@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# Checks titanlite: lint, formatting, types, tests. `./run_tests.sh --help` says more.
+set -u
+
+usage() {
+    cat <<'HELP'
+usage: ./run_tests.sh [--full] [pytest arguments ...]
+
+Checks the repository: ruff (lint and formatting), mypy, pytest. Makes .venv first when it is missing or out of date;
+an active environment that has titanlite and the test tools is used instead.
+
+  (nothing)   the quick tier: every test that is not marked slow
+  --full      every test
+  others      go to pytest: ./run_tests.sh tests/config -k unknown
+
+PYTHON=/path/to/python3.12 names the interpreter that .venv is made with.
+All stages run even when one fails; the exit code is 1 if any did (2 to 5: pytest's own).
+HELP
+}
+
+full=""
+for argument in "$@"; do
+    case "$argument" in
+        -h | --help) usage; exit 0 ;;
+        --full) full=yes ;;
+    esac
+done
+arguments=()
+for argument in "$@"; do
+    [ "$argument" = --full ] || arguments+=("$argument")
+done
+
+cd "$(dirname "${BASH_SOURCE[0]}")" || exit 1
+source scripts/setup_env.sh
+setup_env dev
+
+# One thread per process: the tests start ranks of their own, and two threads each on busy cores are many times slower.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+status=0
+
+stage() {
+    local name="$1" began=$SECONDS code=0
+    shift
+    printf '\n== %s\n' "$name"
+    "$@" || code=$?
+    printf -- '-- %s: %s, %d s\n' "$name" "$([ "$code" -eq 0 ] && echo ok || echo "FAILED ($code)")" "$((SECONDS - began))"
+    [ "$code" -eq 0 ] || status=1
+    return "$code"
+}
+
+stage "ruff check" "$TITANLITE_PYTHON" -m ruff check --quiet .
+stage "ruff format" "$TITANLITE_PYTHON" -m ruff format --check --quiet .
+stage "mypy" "$TITANLITE_PYTHON" -m mypy
+[ "$status" -eq 0 ] || printf '\nlint, formatting or types failed (see above); the tests run all the same\n'
+
+# Last, so that pytest's closing line ends the output.
+printf '\n== pytest%s\n' "${full:+ (full)}"
+if [ -n "$full" ]; then
+    "$TITANLITE_PYTHON" -m pytest --durations=10 ${arguments[@]+"${arguments[@]}"} </dev/null
+else
+    "$TITANLITE_PYTHON" -m pytest -m "not slow" --durations=5 ${arguments[@]+"${arguments[@]}"} </dev/null
+fi
+code=$?
+[ "$code" -eq 0 ] && exit "$status"
+exit "$code"

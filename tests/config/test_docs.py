@@ -1,0 +1,31 @@
+"""docs/config.md shows what the code does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from titanlite.cli import main
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "config.md").read_text(encoding="utf-8")
+
+
+def test_error_examples_are_what_is_printed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    example = re.search(r"```toml\n(.*?)```\n\n```\n(.*?)```", PAGE, re.DOTALL)
+    assert example is not None
+    Path("run.toml").write_text(example[1])
+    assert main(["config", "check", "run.toml"]) == 2
+    assert capsys.readouterr().err == example[2]
+    second = re.search(r"what would work:\n\n```\n(.*?)```", PAGE, re.DOTALL)
+    assert second is not None
+    flags = ["--training.batch_size=1", "--training.global_batch_size=30", "--world-size", "8"]
+    assert main(["config", "check", *flags]) == 2
+    assert capsys.readouterr().err == second[1]
+
+
+def test_python_example_runs(capsys):
+    example = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert example is not None
+    exec(compile(example[1], "docs/config.md", "exec"), {})
+    assert "tokens per step" in capsys.readouterr().out

@@ -1,0 +1,217 @@
+"""Later and older names, the defaults they bring, and keys of features that other trainers have."""
+
+from __future__ import annotations
+
+import pytest
+
+from titanlite.config.errors import ConfigError
+from titanlite.config.foreign import FOREIGN
+from titanlite.config.load import load, load_file
+from titanlite.config.names import ALIASES, AUTUMN_2024
+from titanlite.config.schema import keys, quote
+
+PIPELINE = "experimental.pipeline_parallel"
+
+#: (as written, the key here, its value, whether it marks a file as of the later dialect)
+ROWS = [
+    ("training.local_batch_size = 3", "training.batch_size", 3, True),
+    ("lr_scheduler.warmup_steps = 3", "training.warmup_steps", 3, True),
+    ("compile.enable = true", "training.compile", True, True),
+    ("debug.seed = 3", "training.seed", 3, True),
+    ("parallelism.tensor_parallel_degree = 3", "training.tensor_parallel_degree", 3, True),
+    ("parallelism.data_parallel_replicate_degree = 3", "training.data_parallel_replicate_degree", 3, True),
+    ("parallelism.data_parallel_shard_degree = 3", "training.data_parallel_shard_degree", 3, True),
+    ("training.data_parallel_degree = 3", "training.data_parallel_shard_degree", 3, False),
+    ("parallelism.disable_loss_parallel = true", "training.enable_loss_parallel", False, True),
+    ("training.disable_loss_parallel = true", "training.enable_loss_parallel", False, True),
+    ("parallelism.pipeline_parallel_degree = 3", f"{PIPELINE}_degree", 3, True),
+    ('parallelism.pipeline_parallel_schedule = "GPipe"', f"{PIPELINE}_schedule", "GPipe", True),
+    ("parallelism.pipeline_parallel_microbatches = 3", f"{PIPELINE}_microbatches", 3, True),
+    ("parallelism.pipeline_parallel_microbatch_size = 2", f"{PIPELINE}_microbatches", 4, True),
+    ("experimental.pipeline_parallel_microbatch_size = 4", f"{PIPELINE}_microbatches", 2, True),
+    ('parallelism.pipeline_parallel_split_points = ["layers.1"]', f"{PIPELINE}_split_points", ["layers.1"], True),
+    (
+        'parallelism.module_fqns_per_model_part = [["tok_embeddings", "layers.0"], ["layers.1"], ["layers.2", "norm"]]',
+        f"{PIPELINE}_split_points",
+        ["layers.1", "layers.2"],
+        True,
+    ),
+    (
+        'experimental.module_fqns_per_model_part = [["layers.0"], ["layers.1"]]',
+        f"{PIPELINE}_split_points",
+        ["layers.1"],
+        True,
+    ),
+    ("parallelism.context_parallel_degree = 3", "experimental.context_parallel_degree", 3, True),
+    ("parallelism.enable_compiled_autograd = true", "experimental.enable_compiled_autograd", True, True),
+    ('model.hf_assets_path = "x"', "model.tokenizer_path", "x", True),
+    ("metrics.disable_color_printing = true", "metrics.enable_color_printing", False, True),
+    ("metrics.save_for_all_ranks = true", "metrics.rank_0_only", False, True),
+    ("optimizer.fused = true", "optimizer.implementation", "fused", False),
+    ("optimizer.fused = false", "optimizer.implementation", "foreach", False),
+    ("checkpoint.enable = true", "checkpoint.enable_checkpoint", True, True),
+    ("checkpoint.last_save_model_weights_only = true", "checkpoint.model_weights_only", True, True),
+    ("checkpoint.last_save_model_only = true", "checkpoint.model_weights_only", True, True),
+    ('model.converters = ["float8"]', "float8.enable_float8_linear", True, True),
+    ('model.converters = ["quantize.linear.float8"]', "float8.enable_float8_linear", True, True),
+    ("model.converters = []", "float8.enable_float8_linear", False, True),
+    ('quantize.linear.float8.recipe_name = "rowwise"', "float8.recipe_name", "rowwise", False),
+    ('quantize.linear.float8.filter_fqns = ["output"]', "float8.filter_fqns", ["output"], False),
+    ("quantize.linear.float8.emulate = true", "float8.emulate", True, False),
+    (
+        "quantize.linear.float8.enable_fsdp_float8_all_gather = true",
+        "float8.enable_fsdp_float8_all_gather",
+        True,
+        True,
+    ),
+    ("memory_estimation.enable = true", "memory_estimation.enabled", True, True),
+    ("lr_scheduler.lr_min = 0.1", "lr_scheduler.min_lr_factor", 0.1, False),
+    (
+        "checkpoint.initial_load_model_weights_only = false",
+        "checkpoint.initial_load_model_only",
+        False,
+        False,
+    ),
+    ("job.print_args = true", "job.print_config", True, False),
+    ("training.deterministic = true", "debug.deterministic", True, False),
+    ("validation.local_batch_size = 3", "validation.batch_size", 3, False),
+    ("validation.enabled = true", "validation.enable", True, False),
+    ('activation_checkpoint.mode = "memory_budget"', "activation_checkpoint.mode", "budget", False),
+    ("training.dataloader.num_workers = 3", "data.num_workers", 3, False),
+    ("training.dataloader.persistent_workers = true", "data.persistent_workers", True, False),
+    ("training.dataloader.pin_memory = true", "data.pin_memory", True, False),
+    ("training.dataloader.prefetch_factor = 3", "data.prefetch", 3, False),
+    ('parallelism.fsdp_reshard_after_forward = "never"', "training.reshard_after_forward", "never", False),
+    ('training.dtype = "bfloat16"', "training.dtype", "bfloat16", False),
+    ("lr_scheduler.decay_ratio = 0.1", "lr_scheduler.decay_ratio", 0.1, False),
+    ("optimizer.weight_decay = 0.2", "optimizer.weight_decay", 0.2, False),
+    ("parallelism.expert_parallel_degree = 2", "parallelism.expert_parallel_degree", 2, False),
+]
+
+
+@pytest.mark.parametrize(("written", "key", "value", "implies"), ROWS)
+def test_other_name_means_the_key_and_marks_the_file_only_where_an_older_one_exists(
+    tmp_path, written, key, value, implies
+):
+    (tmp_path / "run.toml").write_text(f"\n{written}\n")
+    config = load_file(tmp_path / "run.toml")
+    assert config.value(key) == value
+    assert type(config.value(key)) is type(value)
+    assert config.source(key).line == 2
+    assert config.source(key).written == written.partition(" = ")[0]
+    assert config.dialect.job.dialect == ("2026" if implies else "2024")
+    assert config.dialect.checkpoint.keep_latest_k == (10 if implies else 0)
+
+
+def test_every_other_name_is_in_a_row_or_is_one_of_a_family():
+    families = ("quantize.linear.float8.", "parallelism.enable_async_tensor_parallel")
+    rows = {written.partition(" = ")[0] for written, *_ in ROWS}
+    assert [name for name in ALIASES if name not in rows and not name.startswith(families)] == []
+    assert set(keys()) >= AUTUMN_2024
+
+
+def test_dialect_2026_brings_the_later_defaults_and_says_so(tmp_path):
+    (tmp_path / "run.toml").write_text('[job]\ndialect = "2026"\n[training]\nbatch_size = 4\n')
+    config = load_file(tmp_path / "run.toml")
+    assert config.dialect.checkpoint.keep_latest_k == 10
+    assert config.dialect.optimizer.implementation == "fused"
+    assert config.dialect.metrics.enable_color_printing is True
+    assert config.dialect.experimental.pipeline_parallel_microbatches == 4
+    # Weights-only last saves, the one dangerous default, are never implied.
+    assert config.dialect.checkpoint.model_weights_only is False
+    where = f"{tmp_path / 'run.toml'}:2"
+    assert str(config.source("checkpoint.keep_latest_k")) == f'default of dialect "2026" ({where})'
+    assert any(where in note and "checkpoint.keep_latest_k" in note for note in config.notes)
+
+
+def test_defaults_without_a_later_name():
+    config = load([])
+    assert config.dialect.checkpoint.keep_latest_k == 0
+    assert config.dialect.optimizer.implementation is None
+    assert config.dialect.metrics.enable_color_printing is None
+    assert config.dialect.experimental.pipeline_parallel_microbatches is None
+
+
+def test_command_line_never_brings_later_defaults():
+    config = load(["--training.local_batch_size", "4", "--checkpoint.enable"])
+    assert config.dialect.job.dialect == "2024"
+    assert config.dialect.checkpoint.keep_latest_k == 0
+
+
+def test_what_is_said_wins_over_later_defaults(tmp_path):
+    (tmp_path / "run.toml").write_text("[training]\nlocal_batch_size = 4\n[checkpoint]\nkeep_latest_k = 3\n")
+    config = load_file(tmp_path / "run.toml", ["--optimizer.implementation", "foreach"])
+    assert config.dialect.checkpoint.keep_latest_k == 3
+    assert config.dialect.optimizer.implementation == "foreach"
+    assert config.dialect.metrics.enable_color_printing is True
+
+
+def test_file_can_use_later_names_and_keep_the_older_defaults(tmp_path):
+    (tmp_path / "run.toml").write_text('[job]\ndialect = "2024"\n[training]\nlocal_batch_size = 4\n')
+    assert load_file(tmp_path / "run.toml").dialect.checkpoint.keep_latest_k == 0
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("training.batch_size = 4", "training.local_batch_size = 8"),
+        ("training.enable_loss_parallel = true", "parallelism.disable_loss_parallel = true"),
+        ("training.compile = false", "compile.enable = true"),
+        ("float8.enable_float8_linear = false", 'model.converters = ["float8"]'),
+        ("optimizer.fused = true", 'optimizer.implementation = "foreach"'),
+        (
+            "experimental.pipeline_parallel_microbatches = 2",
+            "parallelism.pipeline_parallel_microbatch_size = 2",
+        ),
+    ],
+)
+def test_two_names_with_different_values_in_one_layer_show_both(tmp_path, first, second):
+    (tmp_path / "run.toml").write_text(f"{first}\n{second}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_file(tmp_path / "run.toml")
+    (problem,) = caught.value.problems
+    assert problem.where.endswith("run.toml:2")
+    assert f"{first} ({tmp_path / 'run.toml'}:1) and {second} ({tmp_path / 'run.toml'}:2)" in problem.message
+
+
+def test_two_names_with_one_value_or_in_two_layers_are_fine(tmp_path):
+    (tmp_path / "run.toml").write_text("[training]\nbatch_size = 4\nlocal_batch_size = 4\n")
+    assert load_file(tmp_path / "run.toml").dialect.training.batch_size == 4
+    assert load_file(tmp_path / "run.toml", ["--training.local_batch_size=5"]).dialect.training.batch_size == 5
+
+
+def test_micro_batch_size_must_divide_the_batch(tmp_path):
+    (tmp_path / "run.toml").write_text("[parallelism]\npipeline_parallel_microbatch_size = 3\n")
+    with pytest.raises(ConfigError, match="micro-batches of 3 do not divide training.batch_size = 8"):
+        load_file(tmp_path / "run.toml")
+    config = load_file(tmp_path / "run.toml", ["--training.batch_size", "9"])
+    assert config.dialect.experimental.pipeline_parallel_microbatches == 3
+
+
+@pytest.mark.parametrize(
+    "parts", ["[]", '["a"]', "[[]]", '[["layers.1"], ["layers.0"]]', '[["layers.0"], ["layers.2"]]', "3"]
+)
+def test_model_parts_must_be_lists_that_hold_all_layers_in_order(tmp_path, parts):
+    (tmp_path / "run.toml").write_text(f"[parallelism]\nmodule_fqns_per_model_part = {parts}\n")
+    if parts == "[]":
+        assert load_file(tmp_path / "run.toml").dialect.experimental.pipeline_parallel_split_points == []
+        return
+    with pytest.raises(ConfigError) as caught:
+        load_file(tmp_path / "run.toml")
+    assert caught.value.problems[0].where.endswith("run.toml:2")
+
+
+@pytest.mark.parametrize("name", sorted(FOREIGN))
+def test_foreign_key_is_accepted_switched_off_and_refused_otherwise(tmp_path, name):
+    for off in FOREIGN[name].off:
+        (tmp_path / "run.toml").write_text(f"{name} = {quote(off)}\n")
+        config = load_file(tmp_path / "run.toml")
+        assert all(config.value(key) == load([]).value(key) for key in keys() if key != "job.config_file")
+    other = {bool: 7, str: "other", int: 77, float: 0.7, list: ["other"]}[type(FOREIGN[name].off[0])]
+    (tmp_path / "run.toml").write_text(f"\n{name} = {quote(other)}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_file(tmp_path / "run.toml")
+    (problem,) = caught.value.problems
+    assert problem.where.endswith("run.toml:2")
+    assert problem.key == name
+    assert FOREIGN[name].reason in problem.message

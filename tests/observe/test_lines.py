@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import io
+import logging
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import datetime
+
+import pytest
+
+from titanlite.config.load import load_file
+from titanlite.config.plans import ObservePlan, Plans, TrainPlan
+from titanlite.config.resolve import resolve
+from titanlite.models.shapes import SHAPES
+from titanlite.observe.console import colorize, logger, setup_console
+from titanlite.observe.report import start_report
+from titanlite.observe.stepline import (
+    StepFigures,
+    fsdp_line,
+    human_bytes,
+    human_count,
+    human_time,
+    titan_line,
+)
+
+FIGURES = StepFigures(
+    step=1990,
+    loss=3.437,
+    norm=1.23456,
+    lr=3e-4,
+    memory_gib=68.57,
+    memory_percent=86.69,
+    tps=6785.2,
+    mfu=39.73,
+    tokens_seen=12_345_678,
+    seconds_left=5025.4,
+    samples_per_second=9.41,
+)
+ANSI = re.compile(r"\033\[\d+m")
+
+
+@pytest.fixture
+def console() -> Iterator[logging.Logger]:
+    """The logger, put back afterwards."""
+    handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
+    yield logger
+    logger.handlers[:], logger.propagate = handlers, propagate
+    logger.setLevel(level)
+
+
+def test_step_line_begins_as_other_tools_read_it() -> None:
+    known = "step: 1990  loss:  3.4370  memory: 68.57GiB(86.69%)  tps: 6,785  mfu: 39.73%"
+    assert titan_line(FIGURES) == f"{known}  grad_norm: 1.2346  lr: 3.00e-04  tokens: 12.3M  left: 1:23:45"
+
+
+def test_step_line_without_what_is_unknown() -> None:
+    line = titan_line(replace(FIGURES, step=1, memory_gib=0.5, memory_percent=None, mfu=None, seconds_left=None))
+    assert (
+        line == "step:  1  loss:  3.4370  memory:  0.50GiB  tps: 6,785  grad_norm: 1.2346  lr: 3.00e-04  tokens: 12.3M"
+    )
+
+
+def test_fsdp_line_is_the_published_one_and_found_by_hyperpods_monitors() -> None:
+    figures = replace(FIGURES, step=90, loss=7.24291, lr=1e-5)
+    line = fsdp_line(figures, datetime(2025, 6, 20, 14, 17, 10))
+    assert line == (
+        "2025-06-20 14:17:10 I [train.py:103] Batch 90 Loss: 7.24291, Speed: 9.41 samples/sec, lr: 0.000010"
+    )
+    assert re.match(r".*Loss:.*", line)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "0.0s"), (3.21, "3.2s"), (59.97, "0:01:00"), (5025.4, "1:23:45"), (3599.6, "1:00:00"), (4e5, "111:06:40")],
+)
+def test_human_time(seconds: float, text: str) -> None:
+    assert human_time(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("n", "text"),
+    [(999, "999"), (1000, "1.0K"), (12_345_678, "12.3M"), (999_960, "1.0M"), (8_030_261_248, "8.0B"), (15e12, "15.0T")],
+)
+def test_human_count(n: float, text: str) -> None:
+    assert human_count(n) == text
+
+
+@pytest.mark.parametrize(
+    ("n", "text"), [(512, "512 B"), (1536, "1.5 KiB"), (80 * 1024**3, "80.0 GiB"), (1024**4, "1.0 TiB")]
+)
+def test_human_bytes(n: float, text: str) -> None:
+    assert human_bytes(n) == text
+
+
+def test_log_lines_carry_local_time_and_only_problems_their_level(console: logging.Logger) -> None:
+    out = io.StringIO()
+    setup_console(0, stream=out)
+    console.debug("quiet")
+    console.info("hello")
+    console.warning("disk full")
+    stamps, texts = zip(*((line[:19], line[20:]) for line in out.getvalue().splitlines()), strict=True)
+    assert texts == ("hello", "WARNING: disk full")
+    assert abs((datetime.now() - datetime.strptime(stamps[0], "%Y-%m-%d %H:%M:%S")).total_seconds()) < 60
+
+
+def test_other_ranks_only_warn_and_say_who_they_are(console: logging.Logger) -> None:
+    out = io.StringIO()
+    setup_console(3, stream=out)
+    console.info("quiet")
+    console.error("disk full")
+    assert [line[20:] for line in out.getvalue().splitlines()] == ["[rank 3] ERROR: disk full"]
+
+
+def test_a_second_set_up_replaces_the_first_and_nothing_is_printed_twice(console: logging.Logger) -> None:
+    out, first, root = io.StringIO(), io.StringIO(), io.StringIO()
+    elsewhere = logging.StreamHandler(root)
+    logging.getLogger().addHandler(elsewhere)
+    try:
+        setup_console(0, stream=first)
+        setup_console(0, stream=out)
+        console.info("once")
+    finally:
+        logging.getLogger().removeHandler(elsewhere)
+    assert out.getvalue().count("once") == 1
+    assert first.getvalue() == root.getvalue() == ""
+
+
+def test_the_console_follows_a_replaced_standard_output(
+    console: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup_console(0)
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    console.info("here")
+    assert out.getvalue().endswith(" here\n")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("color", "stream", "colored"),
+    [
+        (None, io.StringIO(), False),
+        (None, Terminal(), True),
+        (True, io.StringIO(), True),
+        (False, Terminal(), False),
+    ],
+)
+def test_colours_only_where_wanted(
+    console: logging.Logger, color: bool | None, stream: io.StringIO, colored: bool
+) -> None:
+    setup_console(0, color, stream)
+    line = titan_line(FIGURES)
+    painted = colorize(line)
+    assert ("\033[32mloss:  3.4370\033[0m" in painted) is colored
+    assert len(ANSI.findall(painted)) == (18 if colored else 0)  # nine fields, on and off
+    assert ANSI.sub("", painted) == line
+    console.warning("careful")
+    assert bool(ANSI.search(stream.getvalue())) is colored
+
+
+def report(plans: Plans, device: str = "CPU (some model)", peak_flops: float | None = None) -> list[str]:
+    return start_report(
+        plans,
+        parameters={"tok_embeddings": 1000, "layers": 5000, "norm": 10, "output": 1000},
+        flops_per_token=42_000_000,
+        device=device,
+        world_size=2,
+        versions={"torch": "2.13.0"},
+        tokenizer="bundled",
+        documents=7,
+        tokens_per_epoch=163_840,
+        memory_bytes=2 * 1024**3,
+        peak_flops=peak_flops,
+        folders={"metrics": "out/metrics.jsonl"},
+    )
+
+
+def test_the_report_states_the_derived_numbers() -> None:
+    plans = Plans(observe=ObservePlan(description="a try"), notes=("because",), warnings=("careful",))
+    lines = report(plans)
+    text = "\n".join(lines)
+    assert lines[0].endswith("  a try")
+    assert "7,010 parameters (7.0K)" in text
+    assert "tok_embeddings 1,000, layers 5,000, norm 10, output 1,000" in text
+    assert "16,384 = 8 sequences x 2,048 tokens" in text
+    assert "10,000 steps, 163,840,000 tokens = 1e+03 epochs" in text
+    assert "2 x CPU (some model), 2.0 GiB" in text and "dp_replicate 1 x dp_shard 1 = 1 ranks" in text
+    assert "out/metrics.jsonl" in text
+    assert lines[-2:] == ["note: because", "warning: careful"]
+    column = lines[1].index("torch 2.13.0")
+    assert all(line[column - 1] == " " and line[column] != " " for line in lines[:-2])
+
+
+def test_the_report_says_nothing_twice() -> None:
+    plans = resolve(load_file("train_configs/debug_model.toml"), world_size=2, shapes=SHAPES)
+    lines = report(plans)
+    assert len(lines) <= 25
+    for said in ("tokens per step", "global batch", "data_parallel_shard", "accumulation"):
+        assert any(note.startswith(said) for note in plans.notes) or said == "accumulation"
+        assert not any(line.startswith(f"note: {said}") for line in lines)
+    assert "8 sequences = 4 per micro-batch x 1 micro-batches x 2 data-parallel ranks" in "\n".join(lines)
+
+
+def test_a_run_counted_in_epochs_says_so_before_its_text_is_counted() -> None:
+    plans = Plans(train=TrainPlan(steps=None))
+    plans = replace(plans, data=replace(plans.data, epochs=3))
+    assert any(line.startswith("length") and line.endswith("3 epochs") for line in report(plans))
+
+
+def test_only_an_unknown_accelerator_needs_a_peak() -> None:
+    assert "metrics.peak_tflops" in report(Plans(), device="NVIDIA L40S")[-1]
+    for lines in (report(Plans()), report(Plans(), device="NVIDIA H200", peak_flops=989e12)):
+        assert not any("metrics.peak_tflops" in line for line in lines)
+    assert any("989 TFLOPS" in line for line in report(Plans(), device="NVIDIA H200", peak_flops=989e12))

@@ -1,0 +1,79 @@
+"""Where a value came from, and what is wrong with a config: all of it at once."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a value was written."""
+
+    kind: Literal["default", "dialect", "file", "command line"]
+    #: The file as the user would name it, and the line, counted from 1.
+    file: str | None = None
+    line: int | None = None
+    #: The name it was written under, where that is not the key's own.
+    written: str = ""
+
+    def __str__(self) -> str:
+        if self.kind == "dialect":
+            return f'default of dialect "2026" ({self.place})'
+        return self.kind if self.file is None else self.place
+
+    @property
+    def place(self) -> str:
+        """`file:line`, or the kind where there is no file."""
+        if self.file is None:
+            return self.kind
+        return self.file if self.line is None else f"{self.file}:{self.line}"
+
+
+DEFAULT = Source("default")
+COMMAND_LINE = Source("command line")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong."""
+
+    #: `file:line`, `command line`, or empty where no single place is to blame.
+    where: str
+    #: The key as it was written.
+    key: str
+    message: str
+    #: What to do about it.
+    hint: str = ""
+
+    def __str__(self) -> str:
+        lead = ": ".join(part for part in (self.where, self.key) if part)
+        text = f"{lead}: {self.message}" if lead else self.message
+        return f"{text}\n    {self.hint}" if self.hint else text
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a config. `str()` of it is the report for the user."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems: Sequence[Problem] = tuple(sorted(dict.fromkeys(problems), key=_by_place))
+        super().__init__(self.report())
+
+    def report(self) -> str:
+        count = len(self.problems)
+        head = "1 problem in the config:" if count == 1 else f"{count} problems in the config:"
+        return "\n".join([head, *(f"  {str(problem).replace(chr(10), chr(10) + '  ')}" for problem in self.problems)])
+
+
+def _by_place(problem: Problem) -> tuple[bool, str, int]:
+    """Files first, each from top to bottom; then the command line, then what has no single place."""
+    file, _, line = problem.where.rpartition(":")
+    return (not file, file, int(line)) if line.isdigit() else (True, "" if problem.where else "~", 0)
+
+
+def nearest(word: str, known: Iterable[str], count: int = 1) -> list[str]:
+    """Up to `count` known words that look like `word`, the most alike first; capitals do not count."""
+    by_lower = {k.lower(): k for k in known}
+    return [by_lower[m] for m in difflib.get_close_matches(word.lower(), list(by_lower), n=count, cutoff=0.6)]

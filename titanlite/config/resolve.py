@@ -1,0 +1,412 @@
+"""Dialect → plans: what depends on two sections or on the number of ranks is derived here, once."""
+
+from __future__ import annotations
+
+import math
+import os
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+from titanlite.config import plans
+from titanlite.config.errors import ConfigError, Problem, nearest
+from titanlite.config.job import JobConfig
+from titanlite.config.schema import describe, quote
+from titanlite.config.sections.base import Section
+from titanlite.config.unbuilt import implied_unbuilt
+
+Shapes = Mapping[str, Mapping[str, object]]
+
+
+def resolve(
+    config: JobConfig,
+    *,
+    world_size: int,
+    shapes: Shapes | None = None,
+    sequences_per_epoch: int | None = None,
+) -> plans.Plans:
+    """What a run of this config on `world_size` ranks does.
+
+    shapes: model family → flavor → arguments (a dataclass); None leaves names and overrides unchecked.
+    sequences_per_epoch: packed sequences in one pass over the text. A run in epochs has no length without it:
+    `TrainPlan.steps` and `SchedulePlan.total_steps` are then None, and the schedule's other numbers provisional.
+
+    Raises ConfigError with every problem.
+    """
+    work = _Work(config, world_size)
+    work.warn()
+    if shapes is not None:
+        work.check_model(shapes)
+    mesh = work.mesh()
+    batch = work.batch(mesh)
+    steps = work.steps(batch, sequences_per_epoch)
+    schedule = work.schedule(steps)
+    if work.problems:
+        raise ConfigError(work.problems)
+    d = config.dialect
+    return plans.Plans(
+        model=work.model(),
+        tokenizer=plans.TokenizerPlan(path=d.model.tokenizer_path),
+        data=work.data(),
+        batch=batch,
+        mesh=mesh,
+        shard=work.shard(),
+        optimizer=work.optimizer(),
+        schedule=schedule,
+        train=plans.TrainPlan(
+            steps=steps,
+            seed=d.training.seed,
+            gc_freq=d.training.gc_freq,
+            deterministic=d.debug.deterministic,
+            deterministic_warn_only=d.debug.deterministic_warn_only,
+        ),
+        validation=work.validation(),
+        checkpoint=work.checkpoint(),
+        comm=plans.CommPlan(**d.comm.model_dump()),
+        observe=work.observe(),
+        config_toml=config.to_toml(),
+        notes=(*config.notes, *work.notes),
+        warnings=tuple(work.warnings),
+    )
+
+
+def smallest_world(config: JobConfig) -> int:
+    """The fewest ranks on which the degrees of parallelism fit."""
+    degrees = _degrees(config)
+    return math.prod(max(degree, 1) for degree in degrees.values())
+
+
+def _degrees(config: JobConfig) -> dict[str, int]:
+    """The dimensions of the mesh by key; data_parallel_shard_degree may be -1 for the ranks left over."""
+    d = config.dialect
+    return {
+        "training.data_parallel_replicate_degree": d.training.data_parallel_replicate_degree,
+        "training.data_parallel_shard_degree": d.training.data_parallel_shard_degree,
+        "training.tensor_parallel_degree": d.training.tensor_parallel_degree,
+        "experimental.pipeline_parallel_degree": d.experimental.pipeline_parallel_degree,
+        "experimental.context_parallel_degree": d.experimental.context_parallel_degree,
+    }
+
+
+def below(dump_folder: str, folder: str) -> str:
+    """A folder of the run: below `dump_folder`, unless absolute."""
+    return os.path.join(dump_folder, folder)
+
+
+@dataclass
+class _Work:
+    """One resolution: the notes, warnings and problems gathered on the way."""
+
+    config: JobConfig
+    world_size: int
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    def problem(self, key: str, message: str, hint: str = "") -> None:
+        self.problems.append(Problem(self.config.place(key), key, message, hint))
+
+    def warn(self) -> None:
+        """What a user should know but that stops nothing."""
+        for key in implied_unbuilt(self.config):
+            value = quote(self.config.value(key))
+            self.warnings.append(f"{key} = {value}, {self.config.source(key)}, is not built yet: it has no effect")
+        if self.config.dialect.job.use_for_integration_test:
+            self.warnings.append("job.use_for_integration_test has no effect")
+
+    # The model
+
+    def check_model(self, shapes: Shapes) -> None:
+        """Names of family and flavor, and the fields and types of the overrides."""
+        model = self.config.dialect.model
+        flavors = shapes.get(model.name)
+        if flavors is None:
+            self.problem("model.name", f"no model {quote(model.name)}", _choices(model.name, shapes))
+            return
+        arguments = flavors.get(model.flavor)
+        if arguments is None:
+            self.problem(
+                "model.flavor", f"{model.name} has no flavor {quote(model.flavor)}", _choices(model.flavor, flavors)
+            )
+            return
+        if not is_dataclass(arguments):
+            raise TypeError(f"shapes[{model.name!r}][{model.flavor!r}] must be a dataclass, got {type(arguments)}")
+        names = [f.name for f in fields(arguments)]
+        hints = typing.get_type_hints(type(arguments))
+        for name, value in model.overrides.items():
+            key = f"model.overrides.{name}"
+            place = self.config.sources[key].place if key in self.config.sources else ""
+            if name not in names:
+                self.problems.append(
+                    Problem(place, key, f"{model.name} has no argument {quote(name)}", _choices(name, names))
+                )
+            elif not _fits(value, hints[name]):
+                expected = describe(hints[name])
+                self.problems.append(Problem(place, key, f"expected {expected}, got {quote(value)}"))
+
+    def model(self) -> plans.ModelPlan:
+        d = self.config.dialect
+        overrides: dict[str, Any] = dict(d.model.overrides)
+        if d.model.rope_scaling is not None:
+            scaling = d.model.rope_scaling
+            overrides["rope_scaling"] = scaling.model_dump() if isinstance(scaling, Section) else scaling
+        longest = max(d.training.seq_len, self.validation().seq_len if d.validation.enable else 0)
+        return plans.ModelPlan(
+            name=d.model.name,
+            flavor=d.model.flavor,
+            overrides=tuple(sorted(overrides.items())),
+            norm_type=d.model.norm_type,
+            max_seq_len=longest,
+            vocab_size=d.model.vocab_size,
+        )
+
+    # Ranks and batches
+
+    def mesh(self) -> plans.MeshPlan:
+        degrees = _degrees(self.config)
+        d = self.config.dialect
+        replicate, shard = d.training.data_parallel_replicate_degree, d.training.data_parallel_shard_degree
+        others = math.prod(max(degree, 1) for key, degree in degrees.items() if not key.endswith("shard_degree"))
+        names = {key: key.rpartition(".")[2].removesuffix("_degree") for key in degrees}
+        shown = [(names[k], v) for k, v in degrees.items() if v not in (1, -1)]
+        rest = self.world_size // others if self.world_size % others == 0 else 0
+        if shard == -1 and rest:
+            shard = rest
+            divisors = "".join(f" / {name} {degree}" for name, degree in shown)
+            self.notes.append(f"data_parallel_shard = {shard}: the ranks left over, {self.world_size} ranks{divisors}")
+        elif shard == -1 or others * shard != self.world_size:
+            left = " * ".join(f"{name} {degree}" for name, degree in shown) or "all degrees 1"
+            given = [key for key in degrees if self.config.is_given(key)]
+            product = others * max(shard, 1)
+            relation = f"= {product}, which is not" if shard != -1 else f"= {product}, which does not divide"
+            self.problem(
+                given[-1] if given else "training.data_parallel_shard_degree",
+                f"the degrees do not fit the ranks: {left} {relation} the world size {self.world_size}",
+                f"run on {product} ranks, or on a multiple of it"
+                if shard == -1
+                else f"run on {product} ranks, or set training.data_parallel_shard_degree = -1 for the ranks left over",
+            )
+            shard = max(shard, 1)
+        if d.training.data_parallel_type == "ddp":
+            replicate, shard = replicate * shard, 1
+        return plans.MeshPlan(world_size=self.world_size, dp_replicate=replicate, dp_shard=shard)
+
+    def batch(self, mesh: plans.MeshPlan) -> plans.BatchPlan:
+        training, ranks = self.config.dialect.training, mesh.dp_degree
+        micro, wanted = training.batch_size, training.global_batch_size
+        at_once = micro * ranks
+        if wanted == -1:
+            accumulation = 1
+            self.notes.append(f"global batch = {at_once} sequences: batch_size {micro} * {ranks} data-parallel ranks")
+        else:
+            accumulation = max(wanted // at_once, 1)
+            if wanted % at_once:
+                self.problem(
+                    "training.global_batch_size",
+                    f"is {wanted}, not a multiple of batch_size {micro} * {ranks} data-parallel ranks = {at_once}",
+                    _batch_advice(wanted, micro, ranks),
+                )
+            else:
+                self.notes.append(
+                    f"accumulation = {accumulation} micro-batches: global_batch_size {wanted} / "
+                    f"(batch_size {micro} * {ranks} data-parallel ranks)"
+                )
+        total = at_once * accumulation
+        tokens = total * training.seq_len
+        self.notes.append(f"tokens per step = {tokens:,}: {total} sequences * seq_len {training.seq_len}")
+        return plans.BatchPlan(micro, accumulation, total, training.seq_len, tokens)
+
+    # The length of the run and the schedule
+
+    def steps(self, batch: plans.BatchPlan, sequences_per_epoch: int | None) -> int | None:
+        training = self.config.dialect.training
+        if training.tokens is not None:
+            steps = math.ceil(training.tokens / batch.tokens_per_step)
+            self.notes.append(
+                f"steps = {steps}: training.tokens {training.tokens:,} / {batch.tokens_per_step:,} tokens per step, "
+                "rounded up"
+            )
+            return steps
+        if training.epochs is not None:
+            if sequences_per_epoch is None:
+                self.notes.append(f"steps follow from {training.epochs} epochs once the text is counted")
+                return None
+            steps = math.ceil(training.epochs * sequences_per_epoch / batch.global_batch_size)
+            self.notes.append(
+                f"steps = {steps}: {training.epochs} epochs * {sequences_per_epoch} sequences / "
+                f"{batch.global_batch_size} sequences per step, rounded up"
+            )
+            return steps
+        return training.steps
+
+    def schedule(self, steps: int | None) -> plans.SchedulePlan:
+        s, training = self.config.dialect.lr_scheduler, self.config.dialect.training
+        total = steps if s.total_steps is None else s.total_steps
+        if s.total_steps is not None and steps is not None and s.total_steps != steps:
+            self.notes.append(f"the schedule is {s.total_steps} steps long (lr_scheduler.total_steps), the run {steps}")
+        shape: dict[str, Any] = {
+            "decay_type": "linear" if s.decay_type == "plateau" else s.decay_type,
+            "min_lr_factor": s.min_lr_factor,
+            "min_lr": s.min_lr,
+            "style": s.style,
+        }
+        if total is None:
+            warmup = 0 if s.warmup_ratio is not None else training.warmup_steps
+            return plans.SchedulePlan(
+                total_steps=None, warmup_steps=warmup, decay_steps=s.decay_steps, plateau_steps=0, **shape
+            )
+        warmup = training.warmup_steps
+        if s.warmup_ratio is not None:
+            warmup = round(s.warmup_ratio * total)
+            self.notes.append(f"warm-up = {warmup} steps: warmup_ratio {s.warmup_ratio} * {total} steps")
+        if warmup > total:
+            self.warnings.append(f"the warm-up of {warmup} steps is shortened to {total}: the schedule is no longer")
+            warmup = total
+        decay = s.decay_steps
+        if s.decay_ratio is not None:
+            decay = round(s.decay_ratio * total)
+            self.notes.append(f"decay = the last {decay} steps: decay_ratio {s.decay_ratio} * {total} steps")
+        if decay is not None and decay > total - warmup:
+            self.warnings.append(
+                f"the decay of {decay} steps is shortened to {total - warmup}: the {total} steps of the schedule "
+                f"less {warmup} of warm-up"
+            )
+            decay = total - warmup
+        plateau = 0
+        if s.plateau_ratio is not None:
+            plateau = round(s.plateau_ratio * total)
+            self.notes.append(f"plateau = {plateau} steps: plateau_ratio {s.plateau_ratio} * {total} steps")
+            if plateau > total - warmup:
+                self.warnings.append(f"the plateau of {plateau} steps is shortened to {total - warmup}")
+                plateau = total - warmup
+        return plans.SchedulePlan(
+            total_steps=total, warmup_steps=warmup, decay_steps=decay, plateau_steps=plateau, **shape
+        )
+
+    # Everything that maps one to one
+
+    def data(self) -> plans.DataPlan:
+        d = self.config.dialect
+        return plans.DataPlan(
+            dataset=d.training.dataset,
+            path=d.training.dataset_path,
+            seq_len=d.training.seq_len,
+            seed=d.data.seed,
+            shuffle=d.data.shuffle,
+            epochs=d.training.epochs,
+        )
+
+    def shard(self) -> plans.ShardPlan:
+        training = self.config.dialect.training
+        reshard: bool | int | None
+        if isinstance(training.reshard_after_forward, int):
+            reshard = training.reshard_after_forward
+        else:
+            reshard = {"default": None, "always": True, "never": False}[training.reshard_after_forward]
+        return plans.ShardPlan(
+            param_dtype=training.mixed_precision_param,
+            reduce_dtype=training.mixed_precision_reduce,
+            reshard_after_forward=reshard,
+            gradient_sync=training.gradient_sync,
+        )
+
+    def optimizer(self) -> plans.OptimizerPlan:
+        optimizer, training = self.config.dialect.optimizer, self.config.dialect.training
+        return plans.OptimizerPlan(
+            # Names that are not built yet are refused before anything is built from a plan.
+            name="Adam" if optimizer.name == "Adam" else "AdamW",
+            lr=optimizer.lr,
+            beta1=optimizer.beta1,
+            beta2=optimizer.beta2,
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+            implementation=optimizer.implementation,
+            max_norm=training.max_norm,
+        )
+
+    def validation(self) -> plans.ValidationPlan:
+        v, training = self.config.dialect.validation, self.config.dialect.training
+        return plans.ValidationPlan(
+            enable=v.enable,
+            freq=v.freq,
+            steps=v.steps,
+            batch_size=training.batch_size if v.batch_size is None else v.batch_size,
+            seq_len=training.seq_len if v.seq_len is None else v.seq_len,
+            dataset=v.dataset,
+            path=v.dataset_path,
+        )
+
+    def checkpoint(self) -> plans.CheckpointPlan:
+        c = self.config.dialect.checkpoint
+        return plans.CheckpointPlan(
+            enable=c.enable_checkpoint,
+            folder=below(self.config.dialect.job.dump_folder, c.folder),
+            interval=c.interval,
+            start="resume-or-fresh" if c.start == "from" else c.start,
+            load_step=None if c.load_step == -1 else c.load_step,
+        )
+
+    def observe(self) -> plans.ObservePlan:
+        job, metrics = self.config.dialect.job, self.config.dialect.metrics
+        saved = job.save_config_file
+        return plans.ObservePlan(
+            dump_folder=job.dump_folder,
+            description=job.description,
+            log_freq=metrics.log_freq,
+            log_style=metrics.log_style,
+            color=metrics.enable_color_printing,
+            tensorboard_folder=below(job.dump_folder, metrics.save_tb_folder) if metrics.enable_tensorboard else None,
+            rank_0_only=metrics.rank_0_only,
+            peak_tflops=None if metrics.peak_tflops is None else metrics.peak_tflops * 1e12,
+            print_config=job.print_config,
+            save_config_file=None if saved is None else below(job.dump_folder, saved),
+        )
+
+
+def _choices(word: str, known: typing.Iterable[str]) -> str:
+    names = list(known)
+    close = nearest(word, names, 3)
+    lead = f"nearest: {', '.join(close)}; " if close else ""
+    return f"{lead}there are {', '.join(names)}"
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _batch_advice(wanted: int, micro: int, ranks: int) -> str:
+    """What would make the batch divisible, changing one number at a time."""
+    at_once = micro * ranks
+    below_it, above_it = wanted // at_once * at_once, math.ceil(wanted / at_once) * at_once
+    options = [f"global_batch_size = {' or '.join(str(n) for n in (below_it, above_it) if n)}"]
+    if wanted % ranks == 0:
+        options.append(f"batch_size = {_some(_divisors(wanted // ranks))} on {ranks} ranks")
+    if wanted % micro == 0:
+        options.append(f"{_some(_divisors(wanted // micro))} data-parallel ranks with batch_size {micro}")
+    return "these work: " + "; ".join(options)
+
+
+def _some(numbers: list[int]) -> str:
+    """The largest eight of a rising list, as `1, 2 or 4`."""
+    shown = [str(n) for n in numbers[-8:]]
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} or {shown[-1]}"
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a TOML value suits an annotation; an integer suits a float, a boolean only a boolean.
+
+    Annotations that are no plain type (a table of its own) are left to the model.
+    """
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) else (hint,)
+    plain = {bool, int, float, str, type(None)}
+    if not set(options) <= plain:
+        return True
+    if isinstance(value, bool):
+        return bool in options
+    if isinstance(value, int):
+        return int in options or float in options
+    if isinstance(value, float):
+        return float in options and math.isfinite(value)
+    return type(value) in options

@@ -1,0 +1,54 @@
+"""The checkpoint section."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from titanlite.config.sections.base import Section
+
+
+class Checkpoint(Section):
+    """What is saved, when, and what a run starts from."""
+
+    enable_checkpoint: bool = Field(
+        default=False, description="Save checkpoints, and resume from the newest valid one."
+    )
+    folder: str = Field(
+        default="checkpoint", min_length=1, description="job.dump_folder/folder/step-N, unless absolute."
+    )
+    interval_type: Literal["steps", "seconds"] = Field(default="steps", description="Unit of interval.")
+    interval: int = Field(default=500, ge=1, description="Save every so many steps (or seconds), and at the end.")
+    start: Literal["resume-or-fresh", "resume", "fresh", "from"] = Field(
+        default="resume-or-fresh",
+        description="resume-or-fresh: the newest valid checkpoint if there is one; resume: there must be one; "
+        "fresh: there must be none; from: initial_load_path, then as resume-or-fresh.",
+    )
+    load_step: int = Field(default=-1, ge=-1, description="Load this step. -1: the newest valid one.")
+    exclude_from_loading: list[str] = Field(default=[], description="Parts that are not loaded.")
+    allow_missing: list[str] = Field(default=[], description="Patterns of tensors that a checkpoint may lack.")
+    initial_load_path: str | None = Field(
+        default=None, min_length=1, description="Checkpoint that a fresh run starts from."
+    )
+    initial_load_model_only: bool = Field(default=True, description="Take only the weights from initial_load_path.")
+    initial_load_in_hf: bool = Field(default=False, description="initial_load_path holds Hugging Face weights.")
+    model_weights_only: bool = Field(default=False, description="The last save holds weights only.")
+    export_dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        default="float32", description="Precision of that last save."
+    )
+    last_save_in_hf: bool = Field(default=False, description="That last save is in Hugging Face's format.")
+    create_seed_checkpoint: bool = Field(default=False, description="Save step 0 on one process, then exit.")
+    enable_first_step_checkpoint: bool = Field(default=False, description="Save after step 1 too, to test the storage.")
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = Field(
+        default="disabled", description="Save while training goes on."
+    )
+    keep_latest_k: int = Field(
+        default=0, ge=0, description="Keep the newest k checkpoints; 0: all. The last good one stays."
+    )
+    keep_every: int = Field(
+        default=0, ge=0, description="Also keep each checkpoint whose step is a multiple of this; 0: none."
+    )
+    verify: Literal["size", "hash"] = Field(
+        default="size", description="What is checked before a checkpoint is loaded: sizes, or the contents' hashes."
+    )

@@ -1,0 +1,145 @@
+"""Sections about the run around the training: where it writes, what it shows, how it is watched and launched."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from titanlite.config.sections.base import Section
+
+
+class Job(Section):
+    """What this run is and where it writes."""
+
+    config_file: str | None = Field(
+        default=None,
+        description="The TOML file. A bare name that is not in the working directory is looked up in train_configs/.",
+    )
+    extends: list[str] = Field(
+        default=[], description="Files this one builds on, in order; paths are relative to the file that names them."
+    )
+    dialect: Literal["2024", "2026"] = Field(
+        default="2024",
+        description='Whose defaults a file expects: "2026" gives it the defaults of the later names. A file that uses '
+        "a later name of an older key says so by that. Only a file can say it, not the command line.",
+    )
+    dump_folder: str = Field(default="./outputs", min_length=1, description="Root of everything a run writes.")
+    description: str = Field(default="", description="Logged when the run starts.")
+    print_config: bool = Field(default=False, description="Print the whole resolved config when the run starts.")
+    save_config_file: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Write the whole resolved config as TOML to this file, below job.dump_folder unless absolute.",
+    )
+    use_for_integration_test: bool = Field(
+        default=False, description="Accepted without effect; a mark for test suites."
+    )
+
+
+class Profiling(Section):
+    """Traces of time and memory."""
+
+    enable_profiling: bool = Field(default=False, description="torch.profiler traces, one per rank.")
+    save_traces_folder: str = Field(
+        default="profile_traces", min_length=1, description="Trace folder, below job.dump_folder."
+    )
+    profile_freq: int = Field(
+        default=10, ge=5, description="Length of a cycle in steps: wait, 3 of warm-up, 1 recorded."
+    )
+    enable_memory_snapshot: bool = Field(
+        default=False,
+        description="CUDA allocator history, also dumped when memory runs out; the error is raised again.",
+    )
+    save_memory_snapshot_folder: str = Field(
+        default="memory_snapshot", min_length=1, description="Snapshot folder, below job.dump_folder."
+    )
+
+
+class Metrics(Section):
+    """What a person and other tools see while the run goes on."""
+
+    log_freq: int = Field(default=10, ge=1, description="Log step 1 and every so many steps.")
+    log_style: Literal["titan", "fsdp"] = Field(
+        default="titan",
+        description='Step line: "titan" (step, loss, memory, tps, mfu) or "fsdp" (Batch N Loss: …, Speed: …).',
+    )
+    enable_color_printing: bool | None = Field(default=None, description="Colours. None: on a terminal only.")
+    enable_progress: bool = Field(default=False, description="A progress bar on the terminal.")
+    enable_tensorboard: bool = Field(default=False, description="Write TensorBoard events.")
+    save_tb_folder: str = Field(
+        default="tb", min_length=1, description="TensorBoard folder, below job.dump_folder; a dated subfolder is added."
+    )
+    enable_wandb: bool = Field(default=False, description="Send metrics to Weights & Biases.")
+    rank_0_only: bool = Field(default=True, description="Only rank 0 writes metrics; false: every rank writes its own.")
+    peak_tflops: float | None = Field(
+        default=None,
+        gt=0,
+        description="Peak TFLOPS of one device, for the MFU. None: known devices only, others show no MFU.",
+    )
+
+
+class Debug(Section):
+    """Reproducibility."""
+
+    deterministic: bool = Field(default=False, description="Deterministic algorithms only; slower.")
+    deterministic_warn_only: bool = Field(
+        default=False,
+        description="With debug.deterministic: warn where an operation has no deterministic form, do not stop.",
+    )
+
+
+class Comm(Section):
+    """Collectives and their timeouts."""
+
+    init_timeout_seconds: int = Field(
+        default=300, ge=1, description="Timeout of collectives until step 1 is done, in seconds."
+    )
+    train_timeout_seconds: int = Field(
+        default=100, ge=1, description="Timeout of collectives after step 1, in seconds."
+    )
+    trace_buf_size: int = Field(default=20000, ge=0, description="Entries of the NCCL flight recorder; 0 turns it off.")
+
+
+class MemoryEstimation(Section):
+    """An estimate of memory instead of a run; `titanlite plan` is its home."""
+
+    enabled: bool = Field(default=False, description="Estimate the memory of the run and exit.")
+    disable_fake_mode: bool = Field(default=False, description="Estimate with real tensors.")
+
+
+class Guard(Section):
+    """What to do about a loss or gradient that is not finite, or a spike."""
+
+    policy: Literal["stop", "skip", "rollback"] = Field(
+        default="stop",
+        description="stop: end the run, weights untouched; skip: leave the step out; "
+        "rollback: go back to the newest checkpoint.",
+    )
+    max_skips: int = Field(default=10, ge=0, description="Steps in a row that may be skipped before the run stops.")
+    spike_sigmas: float = Field(
+        default=0.0, ge=0, description="A loss so many deviations above the window's mean counts as bad; 0: off."
+    )
+    window: int = Field(default=100, ge=2, description="Steps of history that spike_sigmas looks at.")
+
+
+class Stall(Section):
+    """A watchdog over ranks that stop making progress."""
+
+    deadline_seconds: float = Field(default=0.0, ge=0, description="Report ranks without progress for so long; 0: off.")
+    heartbeat_seconds: float = Field(default=30.0, gt=0, description="How often a rank says that it is alive.")
+
+
+class Launch(Section):
+    """How `titanlite launch` starts the job on a cluster."""
+
+    nodes: int = Field(default=1, ge=1, description="Machines.")
+    gpus_per_node: int | None = Field(
+        default=None, ge=1, description="Accelerators of each machine. None: all of them."
+    )
+    instance_type: str = Field(default="", description="Kind of machine, as the cluster calls it.")
+    image: str = Field(default="", description="Container image.")
+    shared_dir: str = Field(default="", description="Folder that all machines see.")
+    time_limit: str = Field(default="", description="Longest run, as hours:minutes:seconds.")
+    queue: str = Field(default="", description="Queue or partition.")
+    environment: dict[str, str] = Field(default={}, description="Table of environment variables for every process.")

@@ -1,0 +1,173 @@
+"""Sections about the batch, the data and how the work is divided over ranks."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from titanlite.config.sections.base import Degree, DegreeOrRest, Section
+
+
+class Training(Section):
+    """The batch, the length of the run, sharding and precision."""
+
+    dataset: Literal["c4", "c4_test"] = Field(
+        default="c4_test", description="Text by name: c4_test travels with titanlite, c4 is streamed from its hub."
+    )
+    dataset_path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Local file or folder of C4-format records, used instead of the named text.",
+    )
+    batch_size: int = Field(default=8, ge=1, description="Sequences per data-parallel rank and micro-batch.")
+    global_batch_size: DegreeOrRest = Field(
+        default=-1,
+        description="Sequences per step over all ranks; gradients are accumulated to reach it. "
+        "-1: batch_size times the data-parallel ranks.",
+    )
+    seq_len: int = Field(default=2048, ge=1, description="Tokens per sequence.")
+    warmup_steps: int = Field(
+        default=200, ge=0, description="Steps in which the learning rate rises from near 0 to its peak."
+    )
+    max_norm: float = Field(default=1.0, gt=0, description="Gradients are scaled down to this global norm.")
+    steps: int = Field(default=10000, ge=1, description="Optimizer steps of the run. Excludes tokens and epochs.")
+    tokens: int | None = Field(
+        default=None, ge=1, description="Length of the run as a budget of tokens, instead of steps."
+    )
+    epochs: int | None = Field(
+        default=None, ge=1, description="Length of the run as passes over the text, instead of steps."
+    )
+    data_parallel_replicate_degree: Degree = Field(
+        default=1, description="Copies of the weights, each sharded over data_parallel_shard_degree ranks (HSDP)."
+    )
+    data_parallel_shard_degree: DegreeOrRest = Field(
+        default=-1, description="Ranks that share one copy of the weights. -1: all ranks left over."
+    )
+    data_parallel_type: Literal["fsdp", "ddp"] = Field(
+        default="fsdp", description="fsdp: weights are sharded; ddp: every rank keeps a copy (the oldest spelling)."
+    )
+    tensor_parallel_degree: Degree = Field(default=1, description="Ranks that share each matrix product.")
+    enable_loss_parallel: bool = Field(
+        default=True, description="With tensor parallelism: the loss is computed on sharded logits."
+    )
+    enable_cpu_offload: bool = Field(
+        default=False, description="Parameters, gradients and optimizer state live in host memory."
+    )
+    mixed_precision_param: Literal["bfloat16", "float32"] = Field(
+        default="bfloat16", description="Precision of the gathered weights and of the forward and backward."
+    )
+    mixed_precision_reduce: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="Precision of the gradient reduction over ranks."
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="Precision of the weights themselves, which the optimizer updates."
+    )
+    compile: bool = Field(default=False, description="torch.compile, per block, and the loss.")
+    gc_freq: int = Field(default=50, ge=1, description="Collect garbage on all ranks together every so many steps.")
+    seed: int | None = Field(
+        default=None,
+        ge=0,
+        description="Seed of the initial weights and of torch's generators. None: 0 for the weights.",
+    )
+    reshard_after_forward: Literal["default", "always", "never"] | Annotated[int, Field(ge=2)] = Field(
+        default="default",
+        description="Free a block's gathered weights after its forward. default: all but the last units; a number: "
+        "keep them sharded over so many ranks.",
+    )
+    fsdp_units: Literal["block", "root", "size"] = Field(
+        default="block",
+        description="What is gathered together: a block, the whole model, or modules of fsdp_min_params.",
+    )
+    fsdp_min_params: int = Field(
+        default=100_000_000, ge=1, description='Least parameters of a unit with fsdp_units = "size".'
+    )
+    prefetch: int = Field(default=0, ge=0, description="Units gathered ahead of use. 0: torch's own choice.")
+    gradient_sync: Literal["last", "every"] = Field(
+        default="last",
+        description="Reduce gradients over ranks with the last micro-batch of a step, or with every one "
+        "(less memory, more traffic).",
+    )
+
+
+class Experimental(Section):
+    """Parallelism beyond data and tensors; names of the older files."""
+
+    enable_async_tensor_parallel: bool = Field(
+        default=False, description="Overlap tensor-parallel traffic with products; needs training.compile."
+    )
+    pipeline_parallel_degree: Degree = Field(default=1, description="Ranks along the pipeline.")
+    pipeline_parallel_split_points: list[str] = Field(
+        default=[], description='Modules that start a stage, as "layers.4". Empty: even stages.'
+    )
+    pipeline_parallel_schedule: str = Field(
+        default="1F1B", min_length=1, description="Any schedule of torch.distributed.pipelining."
+    )
+    pipeline_parallel_microbatches: int | None = Field(
+        default=None, ge=1, description="Micro-batches of a pipeline step. None: the pipeline degree."
+    )
+    enable_compiled_autograd: bool = Field(default=False, description="Compile the backward as one graph.")
+    context_parallel_degree: Degree = Field(default=1, description="Ranks that share each sequence.")
+    custom_import: str = Field(
+        default="", description="Module to import before the model is looked up, to register one's own."
+    )
+
+
+class Parallelism(Section):
+    """Parallelism that the older sections have no name for."""
+
+    expert_parallel_degree: Degree = Field(default=1, description="Ranks that share the experts of a mixture.")
+
+
+class DataSource(Section):
+    """One `[[data.source]]`: text, and its share of the mixture."""
+
+    path: str = Field(min_length=1, description="File, folder or hub id.")
+    format: Literal["auto", "json", "parquet", "text", "tokens"] = Field(default="auto", description="Kind of file.")
+    text_key: str = Field(default="text", min_length=1, description="Field of a record that holds the text.")
+    weight: float = Field(default=1.0, gt=0, description="Share of the mixture, relative to the other sources.")
+    epochs: float | None = Field(default=None, gt=0, description="Most passes over this source. None: no limit.")
+
+
+class Data(Section):
+    """The order in which text is read, and how."""
+
+    seed: int = Field(default=0, ge=0, description="Seed of the order, apart from training.seed.")
+    shuffle: bool = Field(default=True, description="A new order in each epoch; false: the order of the files.")
+    packing: Literal["split", "best-fit"] = Field(
+        default="split", description="How documents fill sequences: split at the end of one, or fitted whole."
+    )
+    mask_documents: bool = Field(default=False, description="Attention stays within a document.")
+    source: list[DataSource] = Field(
+        default=[], description="Array of tables: a mixture of sources instead of one dataset."
+    )
+    lanes: int | None = Field(
+        default=None, ge=1, description="Shares a stream is divided into. None: chosen at first start."
+    )
+    shuffle_buffer: int = Field(default=10_000, ge=1, description="Documents of a stream shuffled together.")
+    num_workers: int = Field(default=0, ge=0, description="Loader processes per rank. 0: in the training process.")
+    persistent_workers: bool = Field(default=False, description="Keep the loader processes between epochs.")
+    pin_memory: bool = Field(default=False, description="Page-locked batches, for quicker copies to a GPU.")
+    prefetch: int | None = Field(
+        default=None, ge=1, description="Batches each loader process keeps ready. None: torch's own."
+    )
+    skip_steps: list[int] = Field(default=[], description="Steps whose batches are passed over, as after a bad spot.")
+
+
+class Validation(Section):
+    """Loss on held-out text while training goes on."""
+
+    enable: bool = Field(default=False, description="Validate every freq steps and after the last.")
+    freq: int = Field(default=100, ge=1, description="Steps between validations.")
+    steps: DegreeOrRest = Field(default=-1, description="Batches of a validation. -1: one full pass.")
+    batch_size: int | None = Field(
+        default=None, ge=1, description="Sequences per data-parallel rank. None: training.batch_size."
+    )
+    seq_len: int | None = Field(default=None, ge=1, description="Tokens per sequence. None: training.seq_len.")
+    dataset: Literal["c4_validation", "c4_test"] = Field(
+        default="c4_validation", description="Text by name: the held-out part, or what training reads."
+    )
+    dataset_path: str | None = Field(
+        default=None, min_length=1, description="Local file or folder of C4-format records to validate on."
+    )
+    sources: list[DataSource] = Field(default=[], description="Array of tables: several texts, each with its own loss.")

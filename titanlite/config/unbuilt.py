@@ -1,0 +1,239 @@
+"""The one registry of keys whose feature does not exist yet.
+
+`titanlite config check` notes them; training refuses them. An entry goes when its feature comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from titanlite.config.dialect import Dialect
+from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.job import JobConfig
+from titanlite.config.schema import keys, quote
+
+Predicate = Callable[[Dialect], bool]
+
+
+@dataclass(frozen=True)
+class Unbuilt:
+    """One key of a feature to come."""
+
+    feature: str
+    #: Whether the feature would be used at all; its other keys have no effect until then.
+    used: Predicate
+    #: Values of this key that are built already, besides its default.
+    built: tuple[object, ...] = ()
+    #: What to do until then.
+    advice: str = ""
+
+    def on(self, config: JobConfig, key: str) -> bool:
+        """Whether this key asks for what does not exist."""
+        value = config.value(key)
+        return value != keys()[key].default and value not in self.built and self.used(config.dialect)
+
+
+def _always(_: Dialect) -> bool:
+    return True
+
+
+def _switched(section: str, field: str, *off: object) -> Predicate:
+    return lambda d: getattr(getattr(d, section), field) not in off
+
+
+_tensor = _switched("training", "tensor_parallel_degree", 1)
+_pipeline = _switched("experimental", "pipeline_parallel_degree", 1)
+_checkpoints = _switched("checkpoint", "enable_checkpoint", False)
+_any_precision = _switched("optimizer", "name", "AdamW", "Adam", "Muon")
+_traces = _switched("profiling", "enable_profiling", False)
+_snapshots = _switched("profiling", "enable_memory_snapshot", False)
+_compiles = _switched("training", "compile", False)
+_estimates = _switched("memory_estimation", "enabled", False)
+_watches = _switched("stall", "deadline_seconds", 0.0)
+_float8 = _switched("float8", "enable_float8_linear", False)
+_workers = _switched("data", "num_workers", 0)
+_checkpoints_activations = _switched("activation_checkpoint", "mode", "none")
+
+
+def _streams(d: Dialect) -> bool:
+    return d.training.dataset == "c4" and d.training.dataset_path is None
+
+
+def _mixes(d: Dialect) -> bool:
+    return bool(d.data.source) or _streams(d)
+
+
+def _feature(
+    feature: str, used: Predicate, *names: str, built: tuple[object, ...] = (), advice: str = ""
+) -> dict[str, Unbuilt]:
+    return {name: Unbuilt(feature, used, built, advice) for name in names}
+
+
+UNBUILT: dict[str, Unbuilt] = {
+    **_feature("torch.compile", _always, "training.compile"),
+    **_feature("torch.compile", _compiles, "compile.components", "compile.backend", "compile.cache_dir"),
+    **_feature("float8", _always, "float8.enable_float8_linear"),
+    **_feature("float8", _float8, *(f"float8.{f}" for f in Dialect.model_fields["float8"].annotation.model_fields)),  # type: ignore[union-attr]
+    **_feature("activation checkpointing", _always, "activation_checkpoint.mode", "activation_checkpoint.offload"),
+    **_feature(
+        "activation checkpointing",
+        _checkpoints_activations,
+        "activation_checkpoint.selective_ac_option",
+        "activation_checkpoint.memory_budget",
+    ),
+    **_feature("tensor parallelism", _always, "training.tensor_parallel_degree"),
+    **_feature(
+        "tensor parallelism", _tensor, "training.enable_loss_parallel", "experimental.enable_async_tensor_parallel"
+    ),
+    **_feature("pipeline parallelism", _always, "experimental.pipeline_parallel_degree"),
+    **_feature(
+        "pipeline parallelism",
+        _pipeline,
+        "experimental.pipeline_parallel_split_points",
+        "experimental.pipeline_parallel_schedule",
+        "experimental.pipeline_parallel_microbatches",
+    ),
+    **_feature("context parallelism", _always, "experimental.context_parallel_degree"),
+    **_feature("expert parallelism", _always, "parallelism.expert_parallel_degree"),
+    **_feature(
+        "replication over data-parallel ranks",
+        _always,
+        "training.data_parallel_replicate_degree",
+        "training.data_parallel_type",
+        advice="sharding over all ranks gives the same numbers",
+    ),
+    **_feature("offload to host memory", _always, "training.enable_cpu_offload"),
+    **_feature("weights in bfloat16", _always, "training.dtype"),
+    **_feature("compiled autograd", _always, "experimental.enable_compiled_autograd"),
+    **_feature("imports of one's own models", _always, "experimental.custom_import"),
+    **_feature("other FSDP units", _always, "training.fsdp_units"),
+    **_feature("other FSDP units", _switched("training", "fsdp_units", "block", "root"), "training.fsdp_min_params"),
+    **_feature("prefetching of FSDP units", _always, "training.prefetch"),
+    **_feature(
+        "this normalisation", _always, "model.norm_type", advice='model.norm_type = "rmsnorm" is what Llama uses'
+    ),
+    **_feature("this optimizer", _always, "optimizer.name", built=("Adam",)),
+    **_feature("parameter groups", _always, "optimizer.groups"),
+    **_feature(
+        "AnyPrecisionAdamW",
+        _any_precision,
+        "optimizer.kahan",
+        "optimizer.momentum_dtype",
+        "optimizer.variance_dtype",
+        "optimizer.compensation_dtype",
+    ),
+    **_feature(
+        "streamed text",
+        _streams,
+        "training.dataset",
+        advice="give a local file or folder as training.dataset_path, or take c4_test",
+    ),
+    **_feature("mixtures of sources", _always, "data.source", "validation.sources"),
+    **_feature("streamed text", _mixes, "data.lanes", "data.shuffle_buffer"),
+    **_feature("loader processes", _always, "data.num_workers"),
+    **_feature("loader processes", _workers, "data.persistent_workers", "data.prefetch"),
+    **_feature("page-locked batches", _always, "data.pin_memory"),
+    **_feature("other packing", _always, "data.packing", "data.mask_documents"),
+    **_feature("passing over batches", _always, "data.skip_steps"),
+    **_feature(
+        "this kind of checkpoint",
+        _checkpoints,
+        "checkpoint.interval_type",
+        "checkpoint.model_weights_only",
+        "checkpoint.export_dtype",
+        "checkpoint.last_save_in_hf",
+        "checkpoint.enable_first_step_checkpoint",
+    ),
+    **_feature("seed checkpoints", _always, "checkpoint.create_seed_checkpoint"),
+    **_feature("asynchronous checkpoints", _checkpoints, "checkpoint.async_mode"),
+    **_feature(
+        "retention of checkpoints",
+        _checkpoints,
+        "checkpoint.keep_latest_k",
+        "checkpoint.keep_every",
+        advice="all checkpoints are kept",
+    ),
+    **_feature("hashes of checkpoints", _checkpoints, "checkpoint.verify"),
+    **_feature(
+        "loading a part of a checkpoint", _checkpoints, "checkpoint.exclude_from_loading", "checkpoint.allow_missing"
+    ),
+    **_feature(
+        "starting from other weights",
+        _always,
+        "checkpoint.initial_load_path",
+        "checkpoint.initial_load_model_only",
+        "checkpoint.initial_load_in_hf",
+    ),
+    **_feature("starting from other weights", _always, "checkpoint.start", built=("resume", "fresh")),
+    **_feature("traces", _always, "profiling.enable_profiling"),
+    **_feature("traces", _traces, "profiling.save_traces_folder", "profiling.profile_freq"),
+    **_feature("memory snapshots", _always, "profiling.enable_memory_snapshot"),
+    **_feature("memory snapshots", _snapshots, "profiling.save_memory_snapshot_folder"),
+    **_feature("Weights & Biases", _always, "metrics.enable_wandb"),
+    **_feature("the progress bar", _always, "metrics.enable_progress"),
+    **_feature("the estimate of memory", _always, "memory_estimation.enabled"),
+    **_feature("the estimate of memory", _estimates, "memory_estimation.disable_fake_mode"),
+    **_feature("skipping and rolling back", _always, "guard.policy"),
+    **_feature("skipping and rolling back", _switched("guard", "policy", "stop"), "guard.max_skips"),
+    **_feature("detection of spikes", _always, "guard.spike_sigmas"),
+    **_feature("detection of spikes", _switched("guard", "spike_sigmas", 0.0), "guard.window"),
+    **_feature("the watchdog over stalled ranks", _always, "stall.deadline_seconds"),
+    **_feature("the watchdog over stalled ranks", _watches, "stall.heartbeat_seconds"),
+    **_feature(
+        "`titanlite launch`",
+        _always,
+        *(f"launch.{f}" for f in Dialect.model_fields["launch"].annotation.model_fields),  # type: ignore[union-attr]
+        advice="start torchrun by hand",
+    ),
+}
+"""Key → what it waits for."""
+
+
+def unbuilt_keys(config: JobConfig) -> list[str]:
+    """Keys that ask for a feature to come, in the dialect's order."""
+    return [key for key in keys() if key in UNBUILT and UNBUILT[key].on(config, key)]
+
+
+def without_effect(config: JobConfig) -> list[str]:
+    """Keys that were written but belong to something switched off, in the dialect's order."""
+    dialect = config.dialect
+    off = [
+        key
+        for key, entry in UNBUILT.items()
+        if config.is_given(key) and config.value(key) != keys()[key].default and not entry.used(dialect)
+    ]
+    switches = {
+        "checkpoint": dialect.checkpoint.enable_checkpoint,
+        "validation": dialect.validation.enable,
+        "metrics.save_tb_folder": dialect.metrics.enable_tensorboard,
+    }
+    for key in keys():
+        switch = switches.get(key, switches.get(key.partition(".")[0], True))
+        if not switch and config.is_given(key) and config.value(key) != keys()[key].default and key not in UNBUILT:
+            off.append(key)
+    return [key for key in keys() if key in off]
+
+
+def _text(config: JobConfig, key: str) -> str:
+    return f"{quote(config.value(key))} is not built yet: {UNBUILT[key].feature}"
+
+
+def unbuilt_notes(config: JobConfig) -> list[str]:
+    """One line per key that asks for a feature to come, for `config check`."""
+    return [f"{config.source(key)}: {key} = {_text(config, key)}" for key in unbuilt_keys(config)]
+
+
+def implied_unbuilt(config: JobConfig) -> list[str]:
+    """Those among them that nobody wrote: defaults a later file expects. A run goes on without them, with a warning."""
+    return [key for key in unbuilt_keys(config) if not config.is_given(key)]
+
+
+def refuse_unbuilt(config: JobConfig) -> None:
+    """Raise ConfigError for every key that was written and asks for a feature to come: before training."""
+    refused = [key for key in unbuilt_keys(config) if config.is_given(key)]
+    if refused:
+        raise ConfigError(
+            Problem(config.place(key), key, _text(config, key), UNBUILT[key].advice or "remove it until then")
+            for key in refused
+        )

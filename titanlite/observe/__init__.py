@@ -1,0 +1,1 @@
+"""What a person and other tools see while a run goes on."""

@@ -1,0 +1,81 @@
+"""The log of a run, on standard output: rank 0 says everything, other ranks only warnings, with their rank."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from typing import TextIO
+
+logger: logging.Logger = logging.getLogger("titanlite")
+
+_RESET = "\033[0m"
+#: Key of the step line -> ANSI colour.
+_FIELD_COLORS = {
+    "step": "31",
+    "loss": "32",
+    "memory": "33",
+    "tps": "34",
+    "mfu": "35",
+    "grad_norm": "36",
+    "lr": "36",
+    "tokens": "90",
+    "left": "90",
+}
+_LEVEL_COLORS = {logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "31"}
+_FIELD = re.compile(rf"(?<!\S)({'|'.join(_FIELD_COLORS)}): +\S+")
+
+
+class ConsoleHandler(logging.StreamHandler[TextIO]):
+    """Log lines of one rank. `color` says whether escape codes may go to the stream."""
+
+    def __init__(self, rank: int, color: bool | None, stream: TextIO | None) -> None:
+        self._given = stream
+        super().__init__(sys.stdout if stream is None else stream)
+        self.color = self._target().isatty() if color is None else color
+        self._rank = rank
+        self.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+        self.setFormatter(logging.Formatter("%(message)s"))
+
+    def _target(self) -> TextIO:
+        return sys.stdout if self._given is None else self._given
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # Whoever replaces sys.stdout later (a notebook, a test) means our lines too.
+        self.stream = self._target()
+        super().emit(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        if record.levelno >= logging.WARNING:
+            text = f"{record.levelname}: {text}"
+        if self._rank:
+            text = f"[rank {self._rank}] {text}"
+        if self.color and record.levelno in _LEVEL_COLORS:
+            text = f"\033[{_LEVEL_COLORS[record.levelno]}m{text}{_RESET}"
+        stamp = logging.Formatter().formatTime(record, "%Y-%m-%d %H:%M:%S")
+        return f"{stamp} {text}"
+
+
+def setup_console(rank: int, color: bool | None = None, stream: TextIO | None = None) -> None:
+    """Send the `titanlite` logger to `stream` (None: standard output). A second call replaces the first.
+
+    Rank 0 shows INFO and up, others WARNING and up. color: None means on a terminal only.
+    """
+    for handler in _handlers():
+        logger.removeHandler(handler)
+    logger.addHandler(ConsoleHandler(rank, color, stream))
+    logger.setLevel(logging.INFO)
+    # Libraries that call logging.basicConfig would otherwise print every line a second time.
+    logger.propagate = False
+
+
+def colorize(line: str) -> str:
+    """The step line with each field in the colour of its key, where `setup_console` decided for colours."""
+    if not any(handler.color for handler in _handlers()):
+        return line
+    return _FIELD.sub(lambda match: f"\033[{_FIELD_COLORS[match[1]]}m{match[0]}{_RESET}", line)
+
+
+def _handlers() -> list[ConsoleHandler]:
+    return [handler for handler in logger.handlers if isinstance(handler, ConsoleHandler)]

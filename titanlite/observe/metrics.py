@@ -1,0 +1,106 @@
+"""metrics.jsonl: one JSON object per line, written as it happens.
+
+Numbers that are not finite stand as the strings "nan", "inf" and "-inf": JSON has no such numbers, and Python's
+`float()` reads these.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from titanlite.observe.console import logger
+
+
+class MetricsLog:
+    """Appends rows to `path`. What cannot be written (disk full) is lost with one warning; training never stops."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        self._file: int | None = None
+        self._warned = False
+
+    def write(self, row: Mapping[str, float | int | str]) -> None:
+        """Append one row, all of it or nothing; it is in the file when this returns."""
+        line = (json.dumps({name: _valid(value) for name, value in row.items()}, allow_nan=False) + "\n").encode()
+        try:
+            if self._file is None:
+                self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            before = os.fstat(self._file).st_size
+            if os.write(self._file, line) < len(line):
+                os.ftruncate(self._file, before)
+                raise OSError("only a part of a row could be written; is there space left?")
+        except OSError as error:
+            self._warn(error)
+
+    def truncate_after(self, step: int) -> None:
+        """Drop rows of steps after `step`, so that a resumed run writes none twice; a torn line goes too. Atomic.
+
+        Rows without a step are kept.
+        """
+        try:
+            content = self.path.read_bytes()
+            lines = content.splitlines()
+            kept = [line for line in lines if (row := _parse(line)) is not None and _step(row) <= step]
+            new = b"".join(line + b"\n" for line in kept)
+            if new == content:
+                return
+            self.close()
+            aside = self.path.with_name(f"{self.path.name}.tmp")
+            with open(aside, "wb") as file:
+                file.write(new)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(aside, self.path)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self._warn(error)
+
+    def close(self) -> None:
+        """Close the file; a later write opens it again."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _warn(self, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning(f"cannot write {self.path}: {error}. Training goes on; rows are lost until it can")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl; a torn last line, as a killed run may leave, is skipped.
+
+    Raises ValueError naming file and line where any other line is not a JSON object.
+    """
+    lines = Path(path).read_bytes().splitlines()
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, 1):
+        row = _parse(line)
+        if row is not None:
+            rows.append(row)
+        elif number < len(lines):
+            raise ValueError(f"{path}:{number}: not a JSON object; delete the line to read the others")
+    return rows
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _step(row: Mapping[str, Any]) -> float:
+    step = row.get("step")
+    return step if isinstance(step, int | float) else -math.inf
+
+
+def _valid(value: float | int | str) -> float | int | str:
+    return str(float(value)) if isinstance(value, float) and not math.isfinite(value) else value
