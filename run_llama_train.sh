@@ -68,6 +68,8 @@ if [ "$code" -ne 0 ]; then
 fi
 
 [ "$gpus" -gt 0 ] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# The workers write to torchrun's pipe and cannot see that it ends on a terminal.
+[ -t 1 ] && [ -z "${NO_COLOR:-}" ] && export FORCE_COLOR=1
 # So that a log that is piped into a file shows each step when it is done.
 export PYTHONUNBUFFERED=1
 

@@ -37,7 +37,7 @@ def run(argv: Sequence[str]) -> int:
         setup_console(int(os.environ.get("RANK", 0)), plans.observe.color)
         tokenizer, dataset = read_text(plans)
         if plans.train.steps is None:
-            plans = resolve_plans(config, size, dataset.sequences_per_epoch)
+            plans = resolve_plans(config, size, dataset.total_sequences)
         with World.open(plans.comm) as world:
             if world.rank == 0:
                 _show_config(plans)
@@ -66,5 +66,5 @@ def _show_config(plans: Plans) -> None:
     if plans.observe.save_config_file is not None:
         path = Path(plans.observe.save_config_file)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(plans.config_toml)
+        path.write_text(plans.config_toml, encoding="utf-8")
         logger.info(f"config written to {path}")

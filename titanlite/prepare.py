@@ -23,9 +23,9 @@ def load_plans(path: str, world_size: int, flags: Sequence[str] = ()) -> Plans:
     return resolve_plans(config, world_size)
 
 
-def resolve_plans(config: JobConfig, world_size: int, sequences_per_epoch: int | None = None) -> Plans:
+def resolve_plans(config: JobConfig, world_size: int, total_sequences: int | None = None) -> Plans:
     """`resolve` for the models there are, and a check that the model's numbers make a decoder. Raises ConfigError."""
-    plans = resolve(config, world_size=world_size, shapes=SHAPES, sequences_per_epoch=sequences_per_epoch)
+    plans = resolve(config, world_size=world_size, shapes=SHAPES, total_sequences=total_sequences)
     try:
         model_args(plans.model)
     except ShapeError as error:

@@ -13,7 +13,7 @@ from titanlite.models import SHAPES
 
 
 def plans(*flags: str, world_size: int = 1, epoch: int | None = None) -> Plans:
-    return resolve(load(flags), world_size=world_size, shapes=SHAPES, sequences_per_epoch=epoch)
+    return resolve(load(flags), world_size=world_size, shapes=SHAPES, total_sequences=epoch)
 
 
 def refused(*flags: str, world_size: int = 1):
@@ -108,7 +108,7 @@ def test_epochs_become_steps_once_the_text_is_counted():
     assert (before.train.steps, before.schedule.total_steps, before.data.epochs) == (None, None, 3)
     after = plans(*flags, epoch=10)
     assert after.train.steps == after.schedule.total_steps == 8
-    assert any("3 epochs * 10 sequences / 4 sequences per step" in note for note in after.notes)
+    assert any("10 sequences in 3 epochs / 4 sequences per step" in note for note in after.notes)
 
 
 def test_schedule_is_as_long_as_the_run_unless_it_has_its_own_length():

@@ -18,7 +18,7 @@ def test_autumn_2024_warmup_and_linear_decay() -> None:
 
 
 def test_aws_sequence_as_logged() -> None:
-    """oracle: AWS FSDP logs, lr 1e-4, T = 5000, warm-up 0.0032 T, cosine, hard floor 1e-5, printed with six decimals."""
+    """AWS FSDP logs: lr 1e-4, T = 5000, warm-up 0.0032 T, cosine, hard floor 1e-5, printed with six decimals."""
     plan = SchedulePlan(total_steps=5000, warmup_steps=16, decay_type="cosine", min_lr=1e-5, style="fsdp")
     printed = [f"{learning_rate(plan, 1e-4, step):.6f}" for step in range(1, 7)]
     assert printed == ["0.000006", "0.000013", "0.000019", "0.000025", "0.000031", "0.000038"]

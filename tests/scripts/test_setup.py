@@ -71,9 +71,17 @@ class Machine:
     def __init__(self, tmp: Path) -> None:
         self.root, self.bin, self.log = tmp / "a repo", tmp / "bin", tmp / "calls"
         (self.root / "scripts").mkdir(parents=True)
+        (self.root / ".ci").mkdir()
         (self.root / "train_configs").mkdir()
         (self.root / "train_configs" / "debug_model.toml").write_text("")
-        for name in ("run_tests.sh", "run_llama_train.sh", "scripts/setup_env.sh", "pyproject.toml", "constraints.txt"):
+        for name in (
+            "run_tests.sh",
+            "run_llama_train.sh",
+            "scripts/setup_env.sh",
+            ".ci/run",
+            "pyproject.toml",
+            "constraints.txt",
+        ):
             shutil.copy(ROOT / name, self.root / name)
         self.bin.mkdir()
         for name in TOOLS:
@@ -356,8 +364,10 @@ def test_the_tiers_of_the_tests(machine: Machine) -> None:
     quick = [call for call in machine.calls() if call.startswith("other")]
     assert [call.split()[2] for call in quick] == ["ruff", "ruff", "mypy", "pytest"]
     assert "-m not slow" in quick[-1] and quick[-1].endswith("tests/config -k a b")
-    machine.run("run_tests.sh", "--full")
-    assert "slow" not in machine.calls()[-1] and "--full" not in machine.calls()[-1]
+    for script, arguments in (("run_tests.sh", ["--full"]), (".ci/run", [])):
+        machine.run(script, *arguments)
+        assert "-m pytest" in machine.calls()[-1]
+        assert "slow" not in machine.calls()[-1] and "--full" not in machine.calls()[-1]
 
 
 def test_a_failing_stage_fails_the_whole_but_the_tests_still_run(machine: Machine) -> None:

@@ -70,7 +70,7 @@ def train(world: World, run: Run) -> Curve:
     for step, rate in enumerate(run.rates, start=1):
         batches = to_device(micro_batches(run, step - 1, rank, world.size), world.device)
         if step == 1:
-            # Clipping happens in place inside the step, so the first gradients are caught on their way to the optimizer.
+            # Clipping happens in place inside the step: the first gradients are caught on their way to the optimizer.
             keep = optimizer.register_step_pre_hook(
                 lambda *_: curve.gradients.update(
                     {n: full(p.grad) for n, p in model.named_parameters() if p.grad is not None}

@@ -35,8 +35,8 @@ def train_reference(
 ) -> Curve:
     """Train `transformers`' Llama on whole global batches.
 
-    config: of `LlamaConfig`; weights: its state dictionary. tokens, labels: [steps, global batch, seq] int64, label -100
-    where there is no target. optimizer: "AdamW" or "SGD". rates: learning rate of each step.
+    config: of `LlamaConfig`; weights: its state dictionary. tokens, labels: [steps, global batch, seq] int64, label
+    -100 where there is no target. optimizer: "AdamW" or "SGD". rates: learning rate of each step.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -1,4 +1,4 @@
-"""A non-finite loss or gradient on one rank: no rank's weights move, all stop alike, the culprit is named if it can be known."""
+"""A non-finite loss or gradient on one rank: no rank's weights move, all stop alike, the culprit is named."""
 
 from __future__ import annotations
 

@@ -31,6 +31,7 @@ TINY = [
     "--training.batch_size=1",
     "--training.global_batch_size=8",
     "--training.warmup_steps=3",
+    "--optimizer.lr=1e-2",
     "--lr_scheduler.total_steps=20",
     "--metrics.log_freq=1",
     "--training.mixed_precision_param=float32",
@@ -47,7 +48,7 @@ def _run(world: World, folder: str, *flags: str) -> dict[str, Any]:
     plans = resolve_plans(config, world.size)
     tokenizer, dataset = read_text(plans)
     if plans.train.steps is None:
-        plans = resolve_plans(config, world.size, dataset.sequences_per_epoch)
+        plans = resolve_plans(config, world.size, dataset.total_sequences)
     try:
         trainer = Trainer(plans, world, tokenizer, dataset)
         trainer.train()
@@ -174,7 +175,7 @@ def test_torchrun_trains_and_writes_what_it_says(tmp_path: Path) -> None:
 def test_custom_loop_trains(tmp_path: Path) -> None:
     source = ROOT / "examples" / "custom_loop.py"
     assert len(source.read_text().splitlines()) <= 40
-    small = ["--training.steps=12", "--training.seq_len=64", "--training.batch_size=2", "--validation.batch_size=1"]
+    small = ["--training.steps=16", "--training.seq_len=64", "--training.batch_size=2", "--optimizer.lr=4e-3"]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(source), *small],
         cwd=tmp_path,
@@ -185,4 +186,4 @@ def test_custom_loop_trains(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     losses = [float(line.split()[2]) for line in done.stdout.splitlines() if line.startswith("step ")]
-    assert len(losses) == 12 and losses[-1] < losses[0] - 0.5
+    assert len(losses) == 16 and losses[-1] < losses[0] - 0.5

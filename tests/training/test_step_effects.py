@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.pool import Pools
-from tests.training.harness import TINY, Run, batches, build_tiny, full, micro_batches, train
+from tests.training.harness import TINY, Run, batches, build_tiny, micro_batches, train
 from titanlite.build import to_device
 from titanlite.config.plans import ShardPlan
 from titanlite.guard import FiniteGuard

@@ -25,12 +25,12 @@ def resolve(
     *,
     world_size: int,
     shapes: Shapes | None = None,
-    sequences_per_epoch: int | None = None,
+    total_sequences: int | None = None,
 ) -> plans.Plans:
     """What a run of this config on `world_size` ranks does.
 
     shapes: model family → flavor → arguments (a dataclass); None leaves names and overrides unchecked.
-    sequences_per_epoch: packed sequences in one pass over the text. A run in epochs has no length without it:
+    total_sequences: packed sequences in all epochs of the text. A run in epochs has no length without it:
     `TrainPlan.steps` and `SchedulePlan.total_steps` are then None, and the schedule's other numbers provisional.
 
     Raises ConfigError with every problem.
@@ -41,7 +41,7 @@ def resolve(
         work.check_model(shapes)
     mesh = work.mesh()
     batch = work.batch(mesh)
-    steps = work.steps(batch, sequences_per_epoch)
+    steps = work.steps(batch, total_sequences)
     schedule = work.schedule(steps)
     if work.problems:
         raise ConfigError(work.problems)
@@ -220,7 +220,7 @@ class _Work:
 
     # The length of the run and the schedule
 
-    def steps(self, batch: plans.BatchPlan, sequences_per_epoch: int | None) -> int | None:
+    def steps(self, batch: plans.BatchPlan, total_sequences: int | None) -> int | None:
         training = self.config.dialect.training
         if training.tokens is not None:
             steps = math.ceil(training.tokens / batch.tokens_per_step)
@@ -230,12 +230,12 @@ class _Work:
             )
             return steps
         if training.epochs is not None:
-            if sequences_per_epoch is None:
+            if total_sequences is None:
                 self.notes.append(f"steps follow from {training.epochs} epochs once the text is counted")
                 return None
-            steps = math.ceil(training.epochs * sequences_per_epoch / batch.global_batch_size)
+            steps = math.ceil(total_sequences / batch.global_batch_size)
             self.notes.append(
-                f"steps = {steps}: {training.epochs} epochs * {sequences_per_epoch} sequences / "
+                f"steps = {steps}: {total_sequences} sequences in {training.epochs} epochs / "
                 f"{batch.global_batch_size} sequences per step, rounded up"
             )
             return steps

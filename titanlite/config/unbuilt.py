@@ -110,9 +110,6 @@ UNBUILT: dict[str, Unbuilt] = {
     **_feature("other FSDP units", _always, "training.fsdp_units"),
     **_feature("other FSDP units", _switched("training", "fsdp_units", "block", "root"), "training.fsdp_min_params"),
     **_feature("prefetching of FSDP units", _always, "training.prefetch"),
-    **_feature(
-        "this normalisation", _always, "model.norm_type", advice='model.norm_type = "rmsnorm" is what Llama uses'
-    ),
     **_feature("this optimizer", _always, "optimizer.name", built=("Adam",)),
     **_feature("parameter groups", _always, "optimizer.groups"),
     **_feature(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 from typing import TextIO
@@ -32,7 +33,7 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
     def __init__(self, rank: int, color: bool | None, stream: TextIO | None) -> None:
         self._given = stream
         super().__init__(sys.stdout if stream is None else stream)
-        self.color = self._target().isatty() if color is None else color
+        self.color = _wants_color(self._target()) if color is None else color
         self._rank = rank
         self.setLevel(logging.INFO if rank == 0 else logging.WARNING)
         self.setFormatter(logging.Formatter("%(message)s"))
@@ -57,10 +58,18 @@ class ConsoleHandler(logging.StreamHandler[TextIO]):
         return f"{stamp} {text}"
 
 
+def _wants_color(stream: TextIO) -> bool:
+    """A terminal, unless NO_COLOR; FORCE_COLOR where a launcher passes our pipe on to a terminal."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or stream.isatty()
+
+
 def setup_console(rank: int, color: bool | None = None, stream: TextIO | None = None) -> None:
     """Send the `titanlite` logger to `stream` (None: standard output). A second call replaces the first.
 
-    Rank 0 shows INFO and up, others WARNING and up. color: None means on a terminal only.
+    Rank 0 shows INFO and up, others WARNING and up. color: None means on a terminal, unless NO_COLOR or
+    FORCE_COLOR say otherwise.
     """
     for handler in _handlers():
         logger.removeHandler(handler)

@@ -38,9 +38,7 @@ class Observer:
         self.plans, self.world = plans, world
         plan = plans.observe
         self.flops_per_token = flops_per_token(args, plans.batch.seq_len)
-        self.peak = plan.peak_tflops or (
-            peak_flops(device_name(world.device)) if world.device.type == "cuda" else None
-        )
+        self.peak = plan.peak_tflops or (peak_flops(device_name(world.device)) if world.device.type == "cuda" else None)
         self.meter = Meter(
             plans.batch.tokens_per_step,
             plans.batch.global_batch_size,
@@ -96,8 +94,9 @@ class Observer:
             loss=loss,
             norm=norm,
             lr=lr,
-            memory_gib=memory.gib,
-            memory_percent=memory.percent,
+            # Reserved where there is an allocator: what the device has no longer free, as this line always showed.
+            memory_gib=memory.gib if memory.reserved_gib is None else memory.reserved_gib,
+            memory_percent=memory.percent if memory.reserved_gib is None else memory.reserved_percent,
             tps=rates.tps,
             mfu=rates.mfu,
             tokens_seen=tokens_seen,

@@ -34,7 +34,7 @@ def _decay(kind: str, progress: float, floor: float) -> float:
 def lr_factor(plan: SchedulePlan, step: int) -> float:
     """Share of the peak learning rate that step `step` (counted from 1) takes."""
     if plan.total_steps is None:
-        raise ScheduleError("the schedule's length is not known yet: resolve the plans with sequences_per_epoch")
+        raise ScheduleError("the schedule's length is not known yet: resolve the plans with total_sequences")
     total, warmup = plan.total_steps, plan.warmup_steps
     if plan.style == "fsdp":
         done = step
