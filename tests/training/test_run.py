@@ -187,3 +187,39 @@ def test_custom_loop_trains(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     losses = [float(line.split()[2]) for line in done.stdout.splitlines() if line.startswith("step ")]
     assert len(losses) == 16 and losses[-1] < losses[0] - 0.5
+
+
+def test_each_way_to_stop_has_its_exit_code(tmp_path: Path) -> None:
+    flags = ["--job.config_file=debug_model.toml", *TINY, f"--job.dump_folder={tmp_path}", "--training.steps=6"]
+    diverged = _train_py(*flags, "--optimizer.lr=1e30", "--checkpoint.interval=1")
+    assert diverged.returncode == exit_codes.GUARD, diverged.stderr
+    assert "The update was not applied" in diverged.stderr and "Traceback" not in diverged.stderr
+    resume = _train_py(*flags, "--checkpoint.start=resume", "--checkpoint.folder=nothing")
+    assert resume.returncode == exit_codes.CHECKPOINT
+    assert "has no valid checkpoint" in resume.stderr and "Traceback" not in resume.stderr
+
+
+def _garbage(world: World, folder: str) -> tuple[list[int], bool, bool]:
+    """Steps after which garbage was collected, whether collection was off in training, and on again after it."""
+    import gc
+
+    config = load_file("debug_model.toml", [*TINY, f"--job.dump_folder={folder}", "--training.gc_freq=3"])
+    plans = resolve_plans(config, world.size)
+    tokenizer, dataset = read_text(plans)
+    trainer = Trainer(plans, world, tokenizer, dataset)
+    trainer.steps = 8
+    collected: list[int] = []
+    gc.callbacks.append(lambda phase, _: collected.append(trainer.step) if phase == "start" else None)
+    off: list[bool] = []
+    trainer.observer.step = lambda *args: off.append(not gc.isenabled())  # type: ignore[method-assign]
+    try:
+        trainer.train()
+    finally:
+        gc.callbacks.pop()
+    return [step for step in collected if step], all(off), gc.isenabled()
+
+
+def test_garbage_is_collected_on_all_ranks_in_the_same_steps(pool: Pools, tmp_path: Path) -> None:
+    flags = pool(2).run(_garbage, str(tmp_path))
+    assert flags[0][0][:2] == flags[1][0][:2] == [3, 6]
+    assert all(off and on for _, off, on in flags)

@@ -128,3 +128,33 @@ def test_every_parameter_moves(pool: Pools, shard: ShardPlan) -> None:
         changed = (after[name] != weight).float().mean()
         # Rows of tokens that never occur only decay; all others have gradients.
         assert changed > 0.99, f"{name}: {changed:.1%} of its values moved"
+
+
+class HostReads(TorchDispatchMode):
+    """Counts reads of a tensor's value by the host: each waits for the device where there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default):
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _host_reads(world: World, run: Run) -> int:
+    model, optimizer, rank = build_tiny(world, run)
+    guard = FiniteGuard(world.device)
+    data = to_device(micro_batches(run, 0, rank, world.size), world.device)
+    train_step(model, optimizer, data, step=1, lr=1e-3, max_norm=1.0, guard=guard)
+    with HostReads() as reads:
+        train_step(model, optimizer, data, step=2, lr=1e-3, max_norm=1.0, guard=guard)
+    return reads.count
+
+
+def test_a_step_reads_nothing_back_from_the_device(pool: Pools) -> None:
+    run = Run(TOKENS, LABELS, [1e-3], shard=ShardPlan(), accumulation=2)
+    # Fused is the default on GPUs; the other kernels read the guard's flag, and their step counts, which are on the CPU.
+    assert pool(2).run(_host_reads, replace(run, implementation="fused")) == [0, 0]
+    assert pool(2).run(_host_reads, replace(run, implementation="foreach"))[0] > 0, "the counter counts"

@@ -165,6 +165,8 @@ class Checkpointer:
                 result = action()
             except (CheckpointError, OSError) as error:
                 problem = str(error)
+            except Exception as error:  # the other ranks are waiting for an answer, whatever happened here
+                problem = repr(error)
         result, problem = cast("tuple[T, str | None]", self._world.agree((result, problem)))
         if problem is not None:
             raise CheckpointError(problem)

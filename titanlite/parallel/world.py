@@ -72,6 +72,8 @@ class World:
     local_rank: int
     size: int
     device: torch.device
+    #: Collective timeout for the groups of meshes built here; None leaves torch's.
+    timeout: timedelta | None = None
 
     @classmethod
     @contextmanager
@@ -111,10 +113,9 @@ class World:
             rank=rank,
             world_size=size,
             timeout=timeout,
-            device_id=device if device_type == "cuda" else None,
         )
         try:
-            yield cls(rank, local_rank, size, device)
+            yield cls(rank, local_rank, size, device, timeout)
         except BaseException:
             # Alone, clean up for whoever uses this process next. With peers, leave at once: they may be stuck in a
             # collective, and only this rank's death lets the launcher end them.
@@ -135,7 +136,12 @@ class World:
                 f"dp_replicate {plan.dp_replicate} x dp_shard {plan.dp_shard} = {plan.dp_degree}, "
                 f"but there are {self.size} ranks"
             )
-        return init_device_mesh(self.device.type, (plan.dp_replicate, plan.dp_shard), mesh_dim_names=MESH_DIMS)
+        mesh = init_device_mesh(self.device.type, (plan.dp_replicate, plan.dp_shard), mesh_dim_names=MESH_DIMS)
+        if self.timeout is not None:
+            # A mesh's groups do not take the default group's timeout.
+            for group in mesh.get_all_groups():
+                _set_pg_timeout(self.timeout, group)
+        return mesh
 
     def agree(self, value: object) -> object:
         """Rank 0's `value` on every rank (any picklable object; through gloo, on the host)."""

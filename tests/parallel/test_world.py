@@ -1,0 +1,118 @@
+"""Ranks, meshes and timeouts; a world that is described wrongly says so."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.pool import Pools
+from titanlite.config.plans import MeshPlan
+from titanlite.parallel.world import World, WorldError, set_timeouts
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _timeouts(world: World) -> dict[str, timedelta]:
+    mesh = world.build_mesh(MeshPlan(world.size, 1, world.size))
+    groups = {
+        "default": dist.group.WORLD,
+        "shard": mesh["dp_shard"].get_group(),
+        "rep": mesh["dp_replicate"].get_group(),
+    }
+
+    def read() -> dict[str, Any]:
+        return {
+            name: group._get_backend(torch.device("cpu")).options._timeout for name, group in groups.items() if group
+        }
+
+    before = read()
+    set_timeouts(77, mesh)
+    after = read()
+    set_timeouts(120, mesh)
+    assert set(before.values()) == {timedelta(seconds=120)}
+    return after
+
+
+def test_timeouts_are_lowered_for_every_group(pool: Pools) -> None:
+    for after in pool(2).run(_timeouts):
+        assert after == {name: timedelta(seconds=77) for name in ("default", "shard", "rep")}
+
+
+def _joins(world: World) -> tuple[int, int, bool]:
+    with World.open(device_type="cpu") as inner:
+        seen = inner.rank, inner.size
+    return *seen, dist.is_initialized()
+
+
+def test_an_existing_world_is_joined_and_left_alone(pool: Pools) -> None:
+    assert pool(2).run(_joins) == [(0, 2, True), (1, 2, True)]
+
+
+def _wrong_mesh(world: World) -> str:
+    try:
+        world.build_mesh(MeshPlan(world.size, 1, 3))
+    except WorldError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_degrees_that_do_not_fit_are_refused(pool: Pools) -> None:
+    assert pool(2).run(_wrong_mesh) == ["dp_replicate 1 x dp_shard 3 = 3, but there are 2 ranks"] * 2
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"WORLD_SIZE": "2"}, "RANK is not"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR is not"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost"}, "MASTER_PORT is not"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', expected a whole number"),
+    ],
+)
+def test_half_described_worlds_are_named(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], message: str
+) -> None:
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(WorldError, match=message), World.open(device_type="cpu"):
+        pass
+
+
+_RESTARTS = """
+import os, sys, torch, torch.distributed as dist
+from titanlite.parallel.world import World
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+with World.open(device_type="cpu") as world:
+    x = torch.ones(()); dist.all_reduce(x)
+    if attempt == "0" and world.rank == 1:
+        os._exit(7)
+    dist.all_reduce(x)
+    print(f"attempt {attempt} rank {world.rank} sum {int(x)}", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_restarted_workers_meet_again(tmp_path: Path) -> None:
+    """The agent's store outlives the workers: without keys per attempt the restart often hangs."""
+    script = tmp_path / "restarts.py"
+    script.write_text(_RESTARTS)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--max-restarts=1"]
+    launch += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert sorted(line for line in done.stdout.splitlines() if line.startswith("attempt 1")) == [
+        "attempt 1 rank 0 sum 4",
+        "attempt 1 rank 1 sum 4",
+    ]
