@@ -179,3 +179,17 @@ def test_the_example_in_the_docs_runs() -> None:
     names: dict[str, Any] = {}
     exec(page.split("```python\n")[1].split("```")[0], names)
     assert names["first"].tokens.shape == names["second"].labels.shape == (4, 512)
+
+
+def test_long_reading_says_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("titanlite.data.packing._SAY_EVERY", -1.0)
+    monkeypatch.setattr("titanlite.data.packing.logger.propagate", True)
+    tokenizer = load_tokenizer(TokenizerPlan())
+    path = write(tmp_path / "a.jsonl", ["one", "two"])
+    with caplog.at_level("INFO"):
+        build_dataset(DataPlan(dataset="c4", path=path, seq_len=4), tokenizer, tokenizer.vocab_size)
+    assert [r.getMessage() for r in caplog.records] == [
+        f"reading text: {n} documents, 0 MB so far; now in {path}, file 1 of 1" for n in (1, 2)
+    ]

@@ -155,6 +155,6 @@ def _host_reads(world: World, run: Run) -> int:
 
 def test_a_step_reads_nothing_back_from_the_device(pool: Pools) -> None:
     run = Run(TOKENS, LABELS, [1e-3], shard=ShardPlan(), accumulation=2)
-    # Fused is the default on GPUs; the other kernels read the guard's flag, and their step counts, which are on the CPU.
+    # Fused is the default on GPUs; the others read the guard's flag, and their step counts, which are on the CPU.
     assert pool(2).run(_host_reads, replace(run, implementation="fused")) == [0, 0]
     assert pool(2).run(_host_reads, replace(run, implementation="foreach"))[0] > 0, "the counter counts"

@@ -13,6 +13,8 @@ but i: any rank can serve it, and a run resumes from a number.
 from __future__ import annotations
 
 import hashlib
+import logging
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +26,10 @@ from titanlite.data.errors import DataError, EndOfData
 from titanlite.data.order import epoch_order
 from titanlite.data.sources import Record, iter_records, source_files
 from titanlite.data.tokenizer import Tokenizer
+
+logger = logging.getLogger("titanlite")
+#: Seconds between two lines about how far the reading is.
+_SAY_EVERY = 5.0
 
 #: Label of a position that is no target.
 IGNORE = -100
@@ -56,6 +62,8 @@ def tokenize(files: list[Path], tokenizer: Tokenizer, vocab_size: int) -> Corpus
     """
     dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
     parts: list[NDArray[np.unsignedinteger]] = []
+    read = 0
+    said = time.monotonic()
     digest = hashlib.sha256(f"{_PACKING}\n{tokenizer.fingerprint}\n".encode())
     for record in iter_records(files):
         content = record.text.encode("utf-8", errors="surrogatepass")
@@ -65,6 +73,13 @@ def tokenize(files: list[Path], tokenizer: Tokenizer, vocab_size: int) -> Corpus
         if ids.max() >= vocab_size:
             raise _over_vocabulary(record, int(ids[ids >= vocab_size][0]), vocab_size, tokenizer)
         parts.append(ids.astype(dtype))
+        read += len(content)
+        if time.monotonic() - said > _SAY_EVERY:
+            said = time.monotonic()
+            logger.info(
+                f"reading text: {len(parts):,} documents, {read / 1e6:,.0f} MB so far; now in {record.file}, "
+                f"file {files.index(record.file) + 1} of {len(files)}"
+            )
     lengths = np.array([len(part) for part in parts], dtype=np.int64)
     return Corpus(
         tokens=np.concatenate(parts),
