@@ -15,8 +15,8 @@ from titanlite.step import forward_backward
 def main(flags: list[str]) -> None:
     with World.open() as world:
         plans = load_plans("debug_model.toml", world.size, flags)
-        tokenizer, text = read_text(plans)
-        parts = build(plans, world, tokenizer, text)
+        text = read_text(plans)
+        parts = build(plans, world, text)
         for step in range(1, plans.train.steps + 1):
             micro_batches = to_device(parts.loader.next_step(), world.device)
             tokens = sum(count_valid(batch.labels) for batch in micro_batches)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from titanlite import exit_codes
 from titanlite.build import read_text
 from titanlite.checkpoint import CheckpointError
-from titanlite.config.errors import ConfigError
+from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.load import load
 from titanlite.config.plans import Plans
 from titanlite.config.unbuilt import refuse_unbuilt
@@ -21,6 +23,8 @@ from titanlite.observe.console import logger, setup_console
 from titanlite.parallel.world import World, WorldError
 from titanlite.prepare import resolve_plans
 from titanlite.trainer import Trainer
+
+_SECONDS_TO_SPEAK = 3.0
 
 
 def run(argv: Sequence[str]) -> int:
@@ -35,13 +39,14 @@ def run(argv: Sequence[str]) -> int:
         size = int(os.environ.get("WORLD_SIZE", 1))
         plans = resolve_plans(config, size)
         setup_console(int(os.environ.get("RANK", 0)), plans.observe.color)
-        tokenizer, dataset = read_text(plans)
+        text = read_text(plans)
         if plans.train.steps is None:
-            plans = resolve_plans(config, size, dataset.total_sequences)
+            plans = resolve_plans(config, size, text.train.total_sequences)
+        _make_folder(plans)
         with World.open(plans.comm) as world:
             if world.rank == 0:
                 _show_config(plans)
-            Trainer(plans, world, tokenizer, dataset).train()
+            Trainer(plans, world, text).train()
     except (ConfigError, DataError, ShapeError, WorldError) as error:
         return _end(str(error), exit_codes.CONFIG)
     except CheckpointError as error:
@@ -53,10 +58,27 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _end(message: str, code: int) -> int:
-    """Print why the run ends, once per node: its ranks all have the same to say."""
+    """Print why the run ends, once per node: its ranks all have the same to say.
+
+    The first worker to leave makes torchrun end the others, so those that do not print give the one that does time.
+    """
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"error: {message}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(_SECONDS_TO_SPEAK)
     return code
+
+
+def _make_folder(plans: Plans) -> None:
+    """Make sure that the run can write where it is told to. Raises ConfigError."""
+    folder = Path(plans.observe.dump_folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = f"cannot write to {str(folder)!r}: {error.strerror}"
+        raise ConfigError([Problem("", "job.dump_folder", reason, "name a folder that you may write to")]) from None
 
 
 def _show_config(plans: Plans) -> None:

@@ -26,6 +26,15 @@ from titanlite.parallel.world import World
 from titanlite.prepare import model_args
 
 
+@dataclass(frozen=True)
+class Text:
+    """What is read before anything is built."""
+
+    tokenizer: Tokenizer
+    train: PackedDataset
+    validation: PackedDataset | None
+
+
 @dataclass
 class Parts:
     """What a training loop is made of."""
@@ -35,7 +44,6 @@ class Parts:
     mesh: DeviceMesh
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    tokenizer: Tokenizer
     loader: TrainLoader
     validation: ValidationLoader | None
 
@@ -63,25 +71,31 @@ def data_parallel_rank(mesh: DeviceMesh) -> int:
     return replicate * mesh["dp_shard"].size() + shard_rank
 
 
-def read_text(plans: Plans) -> tuple[Tokenizer, PackedDataset]:
-    """The tokenizer and the training text: all that has to be read before the length of a run in epochs is known."""
+def read_text(plans: Plans) -> Text:
+    """Tokenizer and texts. Read before any process group or model exists, so that bad ones end a run early.
+
+    Raises DataError naming file and record, ShapeError when the tokenizer has more entries than the model.
+    """
     tokenizer = load_tokenizer(plans.tokenizer)
     vocabulary = model_args(plans.model, tokenizer.vocab_size).n_vocab
-    return tokenizer, build_dataset(plans.data, tokenizer, vocabulary)
+    train = build_dataset(plans.data, tokenizer, vocabulary)
+    enabled = plans.validation.enable
+    return Text(
+        tokenizer, train, build_validation_dataset(plans.validation, tokenizer, vocabulary) if enabled else None
+    )
 
 
-def build(plans: Plans, world: World, tokenizer: Tokenizer, dataset: PackedDataset) -> Parts:
+def build(plans: Plans, world: World, text: Text) -> Parts:
     """Everything a loop needs, on this rank's device."""
     spec = get_spec(plans.model.name)
-    args = model_args(plans.model, tokenizer.vocab_size)
+    args = model_args(plans.model, text.tokenizer.vocab_size)
     mesh = world.build_mesh(plans.mesh)
     model = build_model(spec, args, mesh, plans.shard, world.device, plans.train.seed or 0)
     rank = data_parallel_rank(mesh)
     validation = None
-    if plans.validation.enable:
-        held_out = build_validation_dataset(plans.validation, tokenizer, args.n_vocab)
+    if text.validation is not None:
         validation = ValidationLoader(
-            held_out, plans.validation.batch_size, plans.validation.steps, rank, plans.mesh.dp_degree
+            text.validation, plans.validation.batch_size, plans.validation.steps, rank, plans.mesh.dp_degree
         )
     return Parts(
         spec=spec,
@@ -89,21 +103,20 @@ def build(plans: Plans, world: World, tokenizer: Tokenizer, dataset: PackedDatas
         mesh=mesh,
         model=model,
         optimizer=build_optimizer(model.parameters(), plans.optimizer, world.device),
-        tokenizer=tokenizer,
-        loader=TrainLoader(dataset, plans.batch, rank, plans.mesh.dp_degree),
+        loader=TrainLoader(text.train, plans.batch, rank, plans.mesh.dp_degree),
         validation=validation,
     )
 
 
-def fingerprints(args: LlamaArgs, tokenizer: Tokenizer, dataset: PackedDataset) -> dict[str, str]:
+def fingerprints(args: LlamaArgs, text: Text) -> dict[str, str]:
     """What two runs must share for one to resume the other's checkpoints."""
     shape = asdict(args)
     shape.pop("max_seq_len")  # the length of the RoPE tables changes no weight
-    order = {name: value for name, value in dataset.settings.items() if name != "epochs"}
+    order = {name: value for name, value in text.train.settings.items() if name != "epochs"}
     return {
         "model": _digest(shape),
-        "tokenizer": tokenizer.fingerprint[:16],
-        "data": dataset.fingerprint[:16],
+        "tokenizer": text.tokenizer.fingerprint[:16],
+        "data": text.train.fingerprint[:16],
         "data order": ", ".join(f"{name} {value}" for name, value in order.items()),
     }
 
@@ -122,7 +135,10 @@ def parameter_counts(model: nn.Module) -> dict[str, int]:
 
 
 def to_device(micro_batches: Sequence[Batch], device: torch.device) -> list[Batch]:
-    """The micro-batches on `device`."""
+    """The micro-batches on `device`, without waiting for it."""
+    if device.type == "cuda":
+        # From pageable memory even a non-blocking copy may wait for the stream.
+        micro_batches = [Batch(b.tokens.pin_memory(), b.labels.pin_memory()) for b in micro_batches]
     return [
         Batch(b.tokens.to(device, non_blocking=True), b.labels.to(device, non_blocking=True)) for b in micro_batches
     ]

@@ -40,7 +40,7 @@ class FiniteGuard:
         self._tripped = torch.zeros((), dtype=torch.bool, device=device)
         # Step, global norm and loss, this rank's share of the loss, as they were when the flag was set.
         self._record = torch.zeros(4, dtype=torch.float64, device=device)
-        self._pending: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+        self._pending: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
     def gate(self, step: int, norm: torch.Tensor, loss: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
         """May this step update the weights? A 0-dim bool on the device, equal on all ranks.
@@ -64,7 +64,6 @@ class FiniteGuard:
             return
         if self._pending is not None:
             flag, event = self._pending
-            assert event is not None
             event.synchronize()
             self._raise_if(bool(flag))
         flag = torch.empty((), dtype=torch.bool, pin_memory=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-#: Label of a token that is not a target: padding at the end of finite data.
-IGNORE = -100
+from titanlite.data.packing import IGNORE
 
 
 def cross_entropy_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -80,6 +80,7 @@ def train_step(
     local_tokens = torch.stack([count_valid(b.labels) for b in micro_batches]).sum()
     tokens = local_tokens.clone()
     dist.all_reduce(tokens)
+    tokens.clamp_(min=1)  # a step of nothing but padding has loss zero, not NaN
 
     share = forward_backward(model, micro_batches, tokens, sync_every)
 

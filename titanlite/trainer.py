@@ -11,11 +11,9 @@ from pathlib import Path
 import torch
 
 from titanlite._version import __version__
-from titanlite.build import Parts, build, fingerprints, parameter_counts, to_device
+from titanlite.build import Parts, Text, build, fingerprints, parameter_counts, to_device
 from titanlite.checkpoint import Checkpointer, CheckpointError
 from titanlite.config.plans import Plans
-from titanlite.data.packing import PackedDataset
-from titanlite.data.tokenizer import Tokenizer
 from titanlite.guard import FiniteGuard
 from titanlite.observe.console import logger
 from titanlite.observe.flops import device_name
@@ -23,35 +21,28 @@ from titanlite.observe.memory import total_memory_bytes
 from titanlite.observe.observer import FILE, Observer
 from titanlite.observe.report import start_report
 from titanlite.optim.schedule import learning_rate
-from titanlite.parallel.world import World, set_timeouts
+from titanlite.parallel.world import World, patience, set_timeouts
 from titanlite.step import StepResult, train_step, validate
 
 
 class Trainer:
     """One run, from its plans to its last checkpoint. All ranks make one and call `train`."""
 
-    def __init__(
-        self,
-        plans: Plans,
-        world: World,
-        tokenizer: Tokenizer,
-        dataset: PackedDataset,
-    ) -> None:
+    def __init__(self, plans: Plans, world: World, text: Text) -> None:
         assert plans.train.steps is not None, "plans are resolved without the text's length"
-        self.plans, self.world = plans, world
+        self.plans, self.world, self.text = plans, world, text
         self.steps = plans.train.steps
         self.step = 0
         self.tokens_seen = 0
         self._timeouts_lowered = False
         self._seed()
-        self.parts: Parts = build(plans, world, tokenizer, dataset)
+        self.parts: Parts = build(plans, world, text)
         self.guard = FiniteGuard(world.device)
         self.checkpointer: Checkpointer | None = None
         if plans.checkpoint.enable:
-            prints = fingerprints(self.parts.args, tokenizer, dataset)
+            prints = fingerprints(self.parts.args, text)
             self.checkpointer = Checkpointer(plans.checkpoint, world, prints, {"toml": plans.config_toml})
         self.observer = Observer(plans, world, self.parts.args)
-        self.dataset = dataset
 
     def train(self) -> None:
         """Run to the last step.
@@ -64,6 +55,7 @@ class Trainer:
             self._say_finished()
             return
         gc.collect()
+        was_collecting = gc.isenabled()
         gc.disable()  # collected on all ranks together instead: one rank's pause makes every other wait
         try:
             while self.step < self.steps:
@@ -77,7 +69,9 @@ class Trainer:
                 self.save()
             self.guard.check()
         finally:
-            gc.enable()
+            if was_collecting:
+                gc.enable()
+            torch.use_deterministic_algorithms(self._determinism_before[0], warn_only=self._determinism_before[1])
             self.observer.close()
         logger.info(f"training done at step {self.step}")
 
@@ -88,6 +82,9 @@ class Trainer:
             self.step = loaded.step
             self.tokens_seen = int(loaded.train["tokens_seen"])
             self.parts.loader.load_state_dict(loaded.train["data"])
+            if self.parts.loader.steps_left is not None:
+                # Earlier steps may have been of another size: a run in epochs ends where the text does.
+                self.steps = self.step + self.parts.loader.steps_left
             began = f"resumed from step {loaded.step} in {self.plans.checkpoint.folder}"
         else:
             began = "a fresh run" + (": no checkpoint to resume" if self.checkpointer else ", checkpoints are off")
@@ -109,8 +106,8 @@ class Trainer:
             world_size=self.world.size,
             versions={"titanlite": __version__, "torch": torch.__version__, "python": platform.python_version()},
             tokenizer=plans.tokenizer.path or "bundled",
-            documents=self.dataset.documents,
-            tokens_per_epoch=self.dataset.tokens_per_epoch,
+            documents=self.text.train.documents,
+            tokens_per_epoch=self.text.train.tokens_per_epoch,
             memory_bytes=total_memory_bytes(device),
             peak_flops=self.observer.peak,
             folders=folders,
@@ -171,7 +168,9 @@ class Trainer:
         state = {"data": self.parts.loader.state_dict(), "tokens_seen": self.tokens_seen}
         started = time.perf_counter()
         try:
-            with self.observer.pausing():
+            comm = self.plans.comm
+            slow = patience(comm.init_timeout_seconds, comm.train_timeout_seconds, self.parts.mesh)
+            with self.observer.pausing(), slow:
                 folder = self.checkpointer.save(self.step, self.parts.model, self.parts.optimizer, state)
         except CheckpointError as error:
             if is_last:
@@ -183,6 +182,10 @@ class Trainer:
     def _seed(self) -> None:
         """torch's own generators and determinism; the weights and the data order have seeds of their own."""
         plan = self.plans.train
+        self._determinism_before = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
         if plan.seed is not None:
             torch.manual_seed(plan.seed + self.world.rank)
         if plan.deterministic:
@@ -191,10 +194,10 @@ class Trainer:
             torch.use_deterministic_algorithms(True, warn_only=plan.deterministic_warn_only)
 
     def _say_finished(self) -> None:
-        folder = self.plans.checkpoint.folder
+        key = "training.epochs" if self.plans.data.epochs else "training.steps (or training.tokens)"
         logger.info(
-            f"nothing to do: the checkpoint in {folder} is of step {self.step} and the run has {self.steps} steps. "
-            f"To train on, raise training.steps (the schedule's length is {self.plans.schedule.total_steps}); to start "
-            "anew, give another --job.dump_folder or move the checkpoints away"
+            f"nothing to do: the checkpoint in {self.plans.checkpoint.folder} is of step {self.step} and the run has "
+            f"{self.steps} steps. To train on, raise {key}; to start anew, give another --job.dump_folder or move the "
+            "checkpoints away"
         )
         self.observer.close()

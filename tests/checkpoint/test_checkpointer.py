@@ -145,12 +145,15 @@ def test_refusals_name_the_way_out(pool: Pools, tmp_path: Path) -> None:
     assert "tokenizer: t there, x here" in other and "--checkpoint.folder" in other
     assert "holds checkpoints already" in _refused(pool, 1, RUN, folder, 1, 2, start="fresh")
     assert "no valid checkpoint" in _refused(pool, 1, RUN, str(tmp_path / "new"), 1, 2, start="resume")
+    pool(1).run(_train, RUN, folder, 3, 4)
+    back = _refused(pool, 1, RUN, folder, 3, 4, load_step=2)
+    assert "holds newer checkpoints" in back and "move step-4" in back
     assert "no step-9" in _refused(pool, 1, RUN, folder, 10, 11, load_step=9)
-    deeper = _refused(pool, 1, replace(RUN, args=replace(RUN.args, n_layers=3)), folder, 3, 4)
+    deeper = _refused(pool, 1, replace(RUN, args=replace(RUN.args, n_layers=3)), folder, 5, 6)
     assert "missing in the checkpoint: model.layers.2.attention.wq.weight float32[64, 64]" in deeper
-    shallower = _refused(pool, 1, replace(RUN, args=replace(RUN.args, n_layers=1)), folder, 3, 4)
+    shallower = _refused(pool, 1, replace(RUN, args=replace(RUN.args, n_layers=1)), folder, 5, 6)
     assert "not in this model: model.layers.1.attention.wq.weight float32[64, 64]" in shallower
-    wider = _refused(pool, 1, replace(RUN, args=replace(RUN.args, ffn_dim=96)), folder, 3, 4)
+    wider = _refused(pool, 1, replace(RUN, args=replace(RUN.args, ffn_dim=96)), folder, 5, 6)
     assert "w1.weight: float32[192, 64] in the checkpoint, float32[96, 64] in this model" in wider
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from titanlite.build import build_args
 from titanlite.config.load import load_file
 from titanlite.config.plans import Plans
 from titanlite.config.resolve import resolve
 from titanlite.config.unbuilt import unbuilt_keys
 from titanlite.models import SHAPES, count_parameters, get_spec
+from titanlite.prepare import model_args
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
 SIZES = {
@@ -45,7 +45,7 @@ def test_there_is_one_file_for_each_size_and_the_debug_model() -> None:
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.toml")), ids=lambda path: path.stem)
 def test_the_model_builds_with_the_counted_parameters(path: Path) -> None:
     plan = resolved(path, ranks=2).model
-    args = build_args(plan, tokenizer_size=2048)
+    args = model_args(plan, tokenizer_size=2048)
     with torch.device("meta"):
         module = get_spec(plan.name).build(args)
         logits = module(torch.zeros(1, plan.max_seq_len, dtype=torch.int64))
@@ -63,7 +63,7 @@ def test_a_files_name_model_and_stated_numbers_agree(name: str) -> None:
     assert (plans.model.name, plans.model.flavor) == SIZES[name]
     assert plans.observe.dump_folder == f"./outputs/{name}"
 
-    args = build_args(plans.model, tokenizer_size=None)
+    args = model_args(plans.model, tokenizer_size=None)
     assert f"{count_parameters(args):,} parameters" in comments
     batch = plans.batch
     assert f"{batch.global_batch_size} * {batch.seq_len:,} = {batch.tokens_per_step:,} tokens" in comments

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -36,7 +35,8 @@ class Run:
     accumulation: int = 1
     max_norm: float = 1.0
     seed: int = 7
-    extra: dict[str, Any] = field(default_factory=dict)
+    #: Ranks that hold the same shard (HSDP; all of them: DDP).
+    replicas: int = 1
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -52,7 +52,7 @@ def micro_batches(run: Run, step: int, rank: int, degree: int) -> list[Batch]:
 
 
 def build_tiny(world: World, run: Run) -> tuple[torch.nn.Module, torch.optim.Optimizer, int]:
-    mesh = world.build_mesh(MeshPlan(world.size, 1, world.size))
+    mesh = world.build_mesh(MeshPlan(world.size, run.replicas, world.size // run.replicas))
     model = build_model(get_spec("llama3"), run.args, mesh, run.shard, world.device, run.seed)
     if run.optimizer == "SGD":
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -84,6 +84,7 @@ def train(world: World, run: Run) -> Curve:
             lr=rate,
             max_norm=run.max_norm,
             guard=guard,
+            replicas=run.replicas,
             sync_every=run.shard.gradient_sync == "every",
         )
         keep.remove()

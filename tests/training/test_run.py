@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -16,7 +17,9 @@ from titanlite import exit_codes
 from titanlite.build import read_text
 from titanlite.checkpoint import CheckpointError
 from titanlite.config.load import load_file
+from titanlite.data.tokenizer import BUNDLED_TOKENIZER
 from titanlite.guard import NonFiniteError
+from titanlite.observe.console import logger
 from titanlite.observe.metrics import read_metrics
 from titanlite.parallel.world import World
 from titanlite.prepare import resolve_plans
@@ -38,6 +41,7 @@ TINY = [
     "--validation.freq=10",
     "--validation.steps=2",
     "--validation.batch_size=4",
+    "--validation.seq_len=32",
     "--checkpoint.enable_checkpoint",
 ]
 
@@ -46,15 +50,22 @@ def _run(world: World, folder: str, *flags: str) -> dict[str, Any]:
     """Train as `train.py` would, inside the pool; the rows of metrics.jsonl."""
     config = load_file("debug_model.toml", [*TINY, f"--job.dump_folder={folder}", *flags])
     plans = resolve_plans(config, world.size)
-    tokenizer, dataset = read_text(plans)
+    text = read_text(plans)
     if plans.train.steps is None:
-        plans = resolve_plans(config, world.size, dataset.total_sequences)
+        plans = resolve_plans(config, world.size, text.train.total_sequences)
+    said: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(listener)
+    logger.setLevel(logging.INFO)
     try:
-        trainer = Trainer(plans, world, tokenizer, dataset)
+        trainer = Trainer(plans, world, text)
         trainer.train()
     except (CheckpointError, NonFiniteError) as error:
         return {"error": str(error)}
-    return {"rows": read_metrics(Path(folder) / "metrics.jsonl"), "step": trainer.step}
+    finally:
+        logger.removeHandler(listener)
+    return {"said": said, "rows": read_metrics(Path(folder) / "metrics.jsonl"), "step": trainer.step}
 
 
 def _losses(rows: list[dict[str, Any]]) -> dict[int, tuple[float, float, float]]:
@@ -99,15 +110,28 @@ def test_training_lowers_the_loss_and_validation_measures_the_same_tokens(straig
     assert validations[20]["validation_loss"] < validations[10]["validation_loss"] < losses[1][0]
 
 
-def test_finished_run_says_how_to_go_on(pool: Pools, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_finished_run_says_how_to_go_on(pool: Pools, tmp_path: Path) -> None:
     pool(1).run(_run, str(tmp_path), "--training.steps=2")
     again = pool(1).run(_run, str(tmp_path), "--training.steps=2")[0]
     assert again["step"] == 2 and len(_losses(again["rows"])) == 2
+    (line,) = [line for line in again["said"] if "nothing to do" in line]
+    assert "is of step 2 and the run has 2 steps" in line and "raise training.steps" in line
 
 
-def test_other_text_order_or_model_is_refused(pool: Pools, tmp_path: Path) -> None:
+def test_other_text_tokenizer_order_or_model_is_refused(pool: Pools, tmp_path: Path) -> None:
     pool(1).run(_run, str(tmp_path), "--training.steps=2")
+    text = tmp_path / "other.jsonl"
+    text.write_text(json.dumps({"text": "Another text. " * 99, "timestamp": "", "url": ""}))
+    ranks = BUNDLED_TOKENIZER.read_text().splitlines()
+    # Two entries change places: as many ids, other meanings.
+    ranks[-1], ranks[-2] = (
+        f"{a.split()[0]} {b.split()[1]}" for a, b in [(ranks[-2], ranks[-1]), (ranks[-1], ranks[-2])]
+    )
+    tokenizer = tmp_path / "other.tiktoken"
+    tokenizer.write_text("\n".join(ranks) + "\n")
     for flag, name in [
+        (f"--training.dataset_path={text}", "data"),
+        (f"--model.tokenizer_path={tokenizer}", "tokenizer"),
         ("--data.seed=5", "data order"),
         ("--model.overrides.n_layers=3", "model"),
         ("--training.seq_len=16", "data order"),
@@ -205,8 +229,7 @@ def _garbage(world: World, folder: str) -> tuple[list[int], bool, bool]:
 
     config = load_file("debug_model.toml", [*TINY, f"--job.dump_folder={folder}", "--training.gc_freq=3"])
     plans = resolve_plans(config, world.size)
-    tokenizer, dataset = read_text(plans)
-    trainer = Trainer(plans, world, tokenizer, dataset)
+    trainer = Trainer(plans, world, read_text(plans))
     trainer.steps = 8
     collected: list[int] = []
     gc.callbacks.append(lambda phase, _: collected.append(trainer.step) if phase == "start" else None)
@@ -223,3 +246,60 @@ def test_garbage_is_collected_on_all_ranks_in_the_same_steps(pool: Pools, tmp_pa
     flags = pool(2).run(_garbage, str(tmp_path))
     assert flags[0][0][:2] == flags[1][0][:2] == [3, 6]
     assert all(off and on for _, off, on in flags)
+
+
+@pytest.mark.slow
+def test_the_shipped_default_learns(tmp_path: Path) -> None:
+    """`./run_llama_train.sh` as it is, cut to 40 steps: the loss falls by more than a nat."""
+    done = subprocess.run(
+        ["./run_llama_train.sh", "--training.steps=40", f"--job.dump_folder={tmp_path}", "--metrics.log_freq=1"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = _losses(read_metrics(tmp_path / "metrics.jsonl"))
+    last = [losses[step][0] for step in range(36, 41)]
+    assert losses[1][0] - sum(last) / len(last) > 1.0
+
+
+def test_errors_reach_the_console_however_slow_the_rank_that_prints(tmp_path: Path) -> None:
+    """torchrun ends all workers when the first one leaves: the silent ones must give rank 0 time to say why."""
+    slow = tmp_path / "slow_rank_0.py"
+    slow.write_text(
+        "import os, sys, time\n"
+        "import titanlite.app as app\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    load = app.read_text\n"
+        "    app.read_text = lambda plans: (time.sleep(1.0), load(plans))[1]\n"
+        "os._exit(app.run(sys.argv[1:]))\n"
+    )
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"text": 5}\n')
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(slow)]
+    flags = ["--job.config_file=debug_model.toml", f"--training.dataset_path={broken}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*launch, *flags], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stderr.count("error: ") >= 1
+    assert f"{broken}" in done.stderr and "line 1" in done.stderr
+
+
+def test_a_folder_that_cannot_be_written_ends_the_run_early(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    refused = _train_py("--job.config_file=debug_model.toml", f"--job.dump_folder={tmp_path}/file/outputs")
+    assert refused.returncode == exit_codes.CONFIG
+    assert "job.dump_folder: cannot write to" in refused.stderr and "Traceback" not in refused.stderr
+
+
+def test_a_run_in_epochs_goes_on_with_another_batch_size(pool: Pools, tmp_path: Path) -> None:
+    """The rest of the text is served, no more and no less, whatever the size of earlier steps."""
+    text = tmp_path / "text.jsonl"
+    lines = (json.dumps({"text": f"Number {n} and {n * n}.", "timestamp": "", "url": ""}) for n in range(90))
+    text.write_text("\n".join(lines))
+    flags = [f"--training.dataset_path={text}", "--training.epochs=2", "--checkpoint.interval=2"]
+    whole = pool(1).run(_run, str(tmp_path / "a"), *flags)[0]
+    folder = tmp_path / "b"
+    pool(1).run(_run, str(folder), *flags[:1], "--training.steps=2")
+    rest = pool(1).run(_run, str(folder), *flags, "--training.global_batch_size=4")[0]
+    assert rest["step"] - 2 == (whole["step"] - 2) * 2 or rest["step"] - 2 == (whole["step"] - 2) * 2 - 1

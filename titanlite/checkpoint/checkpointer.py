@@ -18,7 +18,15 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from titanlite._version import __version__
-from titanlite.checkpoint.manifest import CheckpointError, Manifest, find, publish, step_folder
+from titanlite.checkpoint.manifest import (
+    CheckpointError,
+    Manifest,
+    find,
+    publish,
+    read_manifest,
+    step_folder,
+    steps_in,
+)
 from titanlite.checkpoint.state import describe, differences, gather, rng_state, scatter, set_rng_state
 from titanlite.config.plans import CheckpointPlan
 from titanlite.parallel.world import World
@@ -86,17 +94,18 @@ class Checkpointer:
         folder = step_folder(self.root, manifest.step)
         if lines := differences(saved, wanted):
             raise CheckpointError(f"{folder} does not fit this model:\n  " + "\n  ".join(lines))
-        if manifest.tensors.get(_RNG) == describe({_RNG: rng})[_RNG]:
+        same_generators = manifest.tensors.get(_RNG) == describe({_RNG: rng})[_RNG]
+        if same_generators:
             tensors[_RNG] = rng
         else:
             notices.append(
-                f"written on {manifest.world_size} ranks, loaded on {self._world.size}: the data order goes on "
-                "exactly, the random generators start anew"
+                f"written on {manifest.world_size} ranks, loaded on {self._world.size} with {self._world.device.type} "
+                "devices: the data order goes on exactly, the random generators start anew"
             )
         _dcp(f"loading {folder}", lambda: dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder)))
         tensors.pop(_RNG, None)
         scatter(tensors, model, optimizer)
-        if manifest.tensors.get(_RNG) == describe({_RNG: rng})[_RNG]:
+        if same_generators:
             set_rng_state(rng, self._world.device)
         return LoadedState(manifest.step, manifest.train, notices)
 
@@ -130,6 +139,13 @@ class Checkpointer:
     def _choose(self) -> tuple[Manifest | None, list[str]]:
         """On rank 0: which checkpoint to load, by `plan.start` and `plan.load_step`."""
         manifest, passed = find(self.root, self.plan.load_step)
+        if self.plan.load_step is not None:
+            newer = [step for step in steps_in(self.root) if step > self.plan.load_step and self._is_valid(step)]
+            if newer:
+                raise CheckpointError(
+                    f"checkpoint.load_step = {self.plan.load_step}, but {self.root} holds newer checkpoints, which are "
+                    f"never overwritten: move step-{', step-'.join(map(str, newer))} to another folder first"
+                )
         if self.plan.start == "fresh":
             if manifest is not None or passed:
                 raise CheckpointError(
@@ -155,6 +171,13 @@ class Checkpointer:
                 "that run was"
             )
         return manifest, [f"passed over: {reason}" for reason in passed]
+
+    def _is_valid(self, step: int) -> bool:
+        try:
+            read_manifest(step_folder(self.root, step))
+        except CheckpointError:
+            return False
+        return True
 
     def _on_rank_0(self, action: Callable[[], T]) -> T:
         """Run on rank 0 only; every rank gets its result, or its error."""

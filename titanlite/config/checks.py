@@ -14,8 +14,8 @@ def contradictions(config: JobConfig) -> list[Problem]:
     """Every pair of keys that cannot both be meant."""
     found: list[Problem] = []
 
-    def contradict(key: str, message: str, hint: str = "") -> None:
-        found.append(Problem(config.place(key), key, message, hint))
+    def contradict(key: str, message: str, *others: str) -> None:
+        found.append(Problem(config.place(key), key, message, about=(key, *others)))
 
     _schedule(config, contradict)
     d = config.dialect
@@ -23,33 +23,44 @@ def contradictions(config: JobConfig) -> list[Problem]:
         contradict(
             "training.data_parallel_shard_degree",
             f'is {d.training.data_parallel_shard_degree}, but training.data_parallel_type = "ddp" shards nothing',
+            "training.data_parallel_type",
         )
     if d.experimental.enable_async_tensor_parallel and not d.training.compile:
-        contradict("experimental.enable_async_tensor_parallel", "needs training.compile = true")
+        contradict(
+            "experimental.enable_async_tensor_parallel", "needs training.compile = true", "training.compile"
+        )
     if d.checkpoint.last_save_in_hf and not d.checkpoint.model_weights_only:
-        contradict("checkpoint.last_save_in_hf", "needs checkpoint.model_weights_only = true: it holds weights only")
+        contradict(
+            "checkpoint.last_save_in_hf",
+            "needs checkpoint.model_weights_only = true: it holds weights only",
+            "checkpoint.model_weights_only",
+        )
     for key in ("start", "initial_load_in_hf"):
         wanted = d.checkpoint.start == "from" if key == "start" else d.checkpoint.initial_load_in_hf
         if wanted and d.checkpoint.initial_load_path is None:
-            contradict(f"checkpoint.{key}", "needs checkpoint.initial_load_path")
+            contradict(f"checkpoint.{key}", "needs checkpoint.initial_load_path", "checkpoint.initial_load_path")
     if d.checkpoint.start == "fresh" and d.checkpoint.load_step >= 0:
         contradict(
             "checkpoint.load_step",
             f'asks for step {d.checkpoint.load_step}, but checkpoint.start = "fresh" loads nothing',
+            "checkpoint.start",
         )
     if d.checkpoint.start == "resume" and not d.checkpoint.enable_checkpoint:
-        contradict("checkpoint.start", '"resume" needs checkpoint.enable_checkpoint = true')
+        contradict(
+            "checkpoint.start", '"resume" needs checkpoint.enable_checkpoint = true', "checkpoint.enable_checkpoint"
+        )
     if d.debug.deterministic_warn_only and not d.debug.deterministic:
-        contradict("debug.deterministic_warn_only", "needs debug.deterministic = true")
+        contradict("debug.deterministic_warn_only", "needs debug.deterministic = true", "debug.deterministic")
     if d.model.vocab_size is not None and d.model.overrides.get("vocab_size", d.model.vocab_size) != d.model.vocab_size:
         contradict(
             "model.vocab_size",
-            f"is {d.model.vocab_size}, but model.overrides.vocab_size = {d.model.overrides['vocab_size']}",
+            f"is {d.model.vocab_size}, but model.overrides.vocab_size = {quote(d.model.overrides['vocab_size'])}",
+            "model.overrides.vocab_size",
         )
     if "norm_type" in d.model.overrides:
         contradict("model.overrides.norm_type", "is set by model.norm_type")
     if d.model.rope_scaling is not None and "rope_scaling" in d.model.overrides:
-        contradict("model.overrides.rope_scaling", "is set by model.rope_scaling already")
+        contradict("model.overrides.rope_scaling", "is set by model.rope_scaling already", "model.rope_scaling")
     return found
 
 
@@ -57,21 +68,29 @@ def _schedule(config: JobConfig, contradict: Callable[..., None]) -> None:
     schedule, peak = config.dialect.lr_scheduler, config.dialect.optimizer.lr
     shapers = [k for k in ("decay_ratio", "decay_steps", "plateau_ratio") if getattr(schedule, k) is not None]
     if schedule.decay_type == "plateau" and schedule.plateau_ratio is None:
-        contradict("lr_scheduler.decay_type", '"plateau" needs lr_scheduler.plateau_ratio, the share it is held for')
+        contradict(
+            "lr_scheduler.decay_type",
+            '"plateau" needs lr_scheduler.plateau_ratio, the share it is held for',
+            "lr_scheduler.plateau_ratio",
+        )
     if schedule.decay_type == "constant":
         if schedule.min_lr_factor:
             shapers.append("min_lr_factor")
         for key in shapers:
-            contradict(f"lr_scheduler.{key}", 'has nothing to shape: lr_scheduler.decay_type = "constant"')
+            message = 'has nothing to shape: lr_scheduler.decay_type = "constant"'
+            contradict(f"lr_scheduler.{key}", message, "lr_scheduler.decay_type")
     if schedule.style == "fsdp":
         for key in ("decay_ratio", "decay_steps"):
             if getattr(schedule, key) is not None:
                 contradict(
                     f"lr_scheduler.{key}",
                     'has no meaning under lr_scheduler.style = "fsdp", whose decay runs over the whole schedule',
+                    "lr_scheduler.style",
                 )
     if schedule.min_lr is not None and schedule.min_lr > peak:
-        contradict("lr_scheduler.min_lr", f"is {quote(schedule.min_lr)}, above optimizer.lr = {quote(peak)}")
+        contradict(
+            "lr_scheduler.min_lr", f"is {quote(schedule.min_lr)}, above optimizer.lr = {quote(peak)}", "optimizer.lr"
+        )
 
 
 def missing_files(config: JobConfig) -> list[Problem]:

@@ -58,7 +58,7 @@ def file_entries(text: str, file: str) -> tuple[list[Entry], list[Problem]]:
     try:
         tree = loads(text)
     except TOMLDecodeError as error:
-        return [], [Problem(file, "", f"broken TOML: {error}")]
+        return [], [Problem(file, "", f"broken TOML: {error}", about=("job.config_file",))]
     lines = key_lines(text)
     entries: list[Entry] = []
     problems: list[Problem] = []
@@ -91,7 +91,7 @@ def unknown(name: str, source: Source, is_section: bool = False) -> Problem:
         top = [s for s in known_sections() if "." not in s]
         close = nearest(name, top, 1)
         hint = f"nearest section: [{close[0]}]" if close else f"sections: {', '.join(sections())}"
-        return Problem(source.place, f"[{name}]", "unknown section", hint)
+        return Problem(source.place, f"[{name}]", "unknown section", hint, tuple(close))
     section, _, field = name.rpartition(".")
     message = "unknown key" if section in known_sections() else "unknown key outside any section"
     if section and section not in known_sections():
@@ -99,28 +99,38 @@ def unknown(name: str, source: Source, is_section: bool = False) -> Problem:
         close_section = nearest(section, top)
         message = f"unknown section [{section}]"
         if close_section and f"{close_section[0]}.{field}" in known_names():
-            return Problem(source.place, name, message, f"nearest: {close_section[0]}.{field}")
-    return Problem(source.place, name, message, _suggest(section, field))
+            meant = f"{close_section[0]}.{field}"
+            return Problem(source.place, name, message, f"nearest: {meant}", _canonical(meant))
+    hint, meant_keys = _suggest(section, field)
+    return Problem(source.place, name, message, hint, meant_keys)
 
 
-def _suggest(section: str, field: str) -> str:
+def _canonical(*names: str) -> tuple[str, ...]:
+    """The keys behind names."""
+    return tuple(ALIASES[name].canonical if name in ALIASES else name for name in names)
+
+
+def _suggest(section: str, field: str) -> tuple[str, tuple[str, ...]]:
+    """What an unknown key may have meant, in words and as keys."""
     same_name = [known for known in known_names() if known.rpartition(".")[2] == field and known not in FOREIGN]
     if same_name:
         # The dialect's own spelling first, then other names.
         same_name.sort(key=lambda known: (known not in keys(), known))
-        return f"{field} belongs to another section: {same_name[0]}"
+        return f"{field} belongs to another section: {same_name[0]}", _canonical(same_name[0])
     if field in ELSEWHERE:
-        return f"here this is {ELSEWHERE[field]}"
+        return f"here this is {ELSEWHERE[field]}", tuple(ELSEWHERE[field].split(" and "))
     here = {known.rpartition(".")[2]: known for known in known_names() if known.rpartition(".")[0] == section}
     close = nearest(field, here)
     if close:
-        return f"nearest: {here[close[0]]}"
+        return f"nearest: {here[close[0]]}", _canonical(here[close[0]])
     anywhere = nearest(f"{section}.{field}", known_names()) or [
         known for known in keys() if nearest(field, [known.partition(".")[2]])
     ]
     if anywhere:
-        return f"nearest: {anywhere[0]}"
-    return f"keys of [{section}]: {', '.join(sorted(here))}" if here else "`titanlite config explain` lists the keys"
+        return f"nearest: {anywhere[0]}", _canonical(anywhere[0])
+    return (
+        f"keys of [{section}]: {', '.join(sorted(here))}" if here else "`titanlite config explain` lists the keys"
+    ), ()
 
 
 def command_line_entries(argv: Sequence[str]) -> tuple[list[Entry], list[Problem]]:
@@ -150,7 +160,7 @@ def command_line_entries(argv: Sequence[str]) -> tuple[list[Entry], list[Problem
         try:
             value = _negative(name, words) if negated else _read(_annotation(name), words)
         except _BadWords as error:
-            problems.append(Problem("command line", f"--{flag}", str(error)))
+            problems.append(Problem("command line", f"--{flag}", str(error), about=_canonical(name)))
             continue
         # A table given as one word is as good as a flag for each of its entries.
         given = {name: value}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 
@@ -47,6 +47,13 @@ class Problem:
     message: str
     #: What to do about it.
     hint: str = ""
+    #: Keys that it weighs against each other or leaves open (a section: all its keys), where that is not `key` alone.
+    about: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys whose values are in doubt while this is not mended."""
+        return self.about or ((self.key,) if self.key else ())
 
     def __str__(self) -> str:
         lead = ": ".join(part for part in (self.where, self.key) if part)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from titanlite.config.dialect import Dialect
-from titanlite.config.errors import DEFAULT, Source
+from titanlite.config.errors import DEFAULT, Problem, Source
 from titanlite.config.schema import keys, quote, quote_key
 
 EXCLUSIVE = (
@@ -44,7 +44,7 @@ class JobConfig:
         given = self.sources.get(key)
         if given is not None:
             return given.kind in ("file", "command line")
-        return keys()[key].is_table and any(name.startswith(f"{key}.") for name in self.sources)
+        return key in keys() and keys()[key].is_table and any(name.startswith(f"{key}.") for name in self.sources)
 
     def place(self, key: str) -> str:
         """`file:line` or `command line` of a given key, empty for a default: for messages."""
@@ -81,3 +81,20 @@ class JobConfig:
 
 
 _NOT_WRITTEN = ("job.config_file", "job.extends", "job.dialect")
+
+
+def independent(found: Iterable[Problem], earlier: Iterable[Problem], config: JobConfig) -> list[Problem]:
+    """Those of `found` that are no mere consequence of an earlier problem.
+
+    A wrong key is left at what lies below it, usually its default, so that later checks can run at all: what they say
+    about such a key, or about keys that a file which cannot be read may set, is not worth a user's time.
+    """
+    doubts = {key for problem in earlier for key in problem.keys}
+    a_file_is_lost = bool(doubts & {"job.config_file", "job.extends"})
+
+    def doubtful(key: str) -> bool:
+        if any(doubt == key or doubt.startswith(f"{key}.") for doubt in doubts):
+            return True
+        return not config.is_given(key) and (a_file_is_lost or key.partition(".")[0] in doubts)
+
+    return [problem for problem in found if not any(map(doubtful, problem.keys))]

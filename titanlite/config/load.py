@@ -14,7 +14,7 @@ from titanlite.config.dialect import Dialect
 from titanlite.config.entries import Entry, command_line_entries, file_entries, table_of
 from titanlite.config.errors import ConfigError, Problem, Source, nearest
 from titanlite.config.foreign import FOREIGN
-from titanlite.config.job import EXCLUSIVE, JobConfig
+from titanlite.config.job import EXCLUSIVE, JobConfig, independent
 from titanlite.config.names import ALIASES, LATER_DEFAULTS, REFUSED_VALUES, VALUE_NAMES, MicrobatchSize, Unfit
 from titanlite.config.scan import loads
 from titanlite.config.schema import check_value, keys, quote, sections
@@ -39,29 +39,37 @@ def load(argv: Sequence[str]) -> JobConfig:
 
     Raises ConfigError with every problem found. `-h` or `--help` prints the usage and exits with 0.
     """
+    config, problems = read(argv)
+    problems += independent(contradictions(config), problems, config)
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def read(argv: Sequence[str]) -> tuple[JobConfig, list[Problem]]:
+    """The config of a command line, wrong keys left at what lies below them, and what is wrong key by key.
+
+    Contradictions between keys are not looked for. `-h` or `--help` prints the usage and exits with 0.
+    """
     if "-h" in argv or "--help" in argv:
         print(USAGE)
         raise SystemExit(0)
     entries, problems = command_line_entries(argv)
     path = next((e.value for e in entries if e.name == "job.config_file" and isinstance(e.value, str)), None)
-    return _load(path, entries, problems)
-
-
-def load_file(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> JobConfig:
-    """The config of a file, with flags laid over it as on a command line. Raises ConfigError."""
-    return load([f"--job.config_file={os.fspath(path)}", *overrides])
-
-
-def _load(path: str | None, command_line: list[Entry], problems: list[Problem]) -> JobConfig:
-    builder = _Builder(problems=list(problems))
+    builder = _Builder(problems)
     if path is not None:
         found = find_config(path)
         if found is None:
             builder.problems.append(_missing(path))
         else:
             builder.read(found, shown=path, chain=())
-    builder.lay(command_line, file=None)
-    return builder.finish()
+    builder.lay(entries, file=None)
+    return builder.finish(), builder.problems
+
+
+def load_file(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> JobConfig:
+    """The config of a file, with flags laid over it as on a command line. Raises ConfigError."""
+    return load([f"--job.config_file={os.fspath(path)}", *overrides])
 
 
 def config_folders() -> list[Path]:
@@ -169,18 +177,21 @@ class _Builder:
             if alias and alias.convert:
                 value = alias.convert(value)
         except Unfit as error:
-            self.problems.append(Problem(place, name, str(error)))
+            self.problems.append(Problem(place, name, str(error), about=(canonical,)))
             return None
         if isinstance(value, str):
             value = VALUE_NAMES.get((canonical, value), value)
             if (canonical, value) in REFUSED_VALUES:
                 reason = REFUSED_VALUES[canonical, value]
-                self.problems.append(Problem(place, name, f"{quote(value)} is not supported: {reason}"))
+                message = f"{quote(value)} is not supported: {reason}"
+                self.problems.append(Problem(place, name, message, about=(canonical,)))
                 return None
         wrong = [] if isinstance(value, MicrobatchSize) else check_value(keys()[canonical], value)
         # A later name stands beside its key in messages, so that both can be searched for.
         shown = f"{name} ({canonical})" if alias else name
-        self.problems += [Problem(entry.place(path), shown + path, message, hint) for path, message, hint in wrong]
+        self.problems += [
+            Problem(entry.place(path), shown + path, message, hint, (canonical,)) for path, message, hint in wrong
+        ]
         return None if wrong else (canonical, _Value(value, source, entry.value))
 
     def settle_in_table(self, entry: Entry, table: str) -> tuple[str, _Value] | None:
@@ -199,9 +210,9 @@ class _Builder:
             chosen = [key for key in group if key in layer and layer[key].value is not None]
             if len(chosen) > 1:
                 places = ", ".join(f"{key} = {quote(layer[key].value)} ({layer[key].source})" for key in chosen)
-                self.problems.append(
-                    Problem(layer[chosen[-1]].source.place, chosen[-1], f"these exclude each other: {places}")
-                )
+                place = layer[chosen[-1]].source.place
+                message = f"these exclude each other: {places}"
+                self.problems.append(Problem(place, chosen[-1], message, about=group))
             elif chosen:
                 for other in group:
                     if other != chosen[0] and other in self.values:
@@ -214,7 +225,7 @@ class _Builder:
 
     def finish(self) -> JobConfig:
         self.apply_later_defaults()
-        self.apply_microbatch_size()
+        misfits = self.apply_microbatch_size()
         written: dict[str, dict[str, Any]] = {name: {} for name in sections()}
         for name, settled in self.values.items():
             table = table_of(name)
@@ -230,9 +241,7 @@ class _Builder:
         config = JobConfig(
             dialect, {name: v.source for name, v in self.values.items()}, tuple(self.files), tuple(self.notes)
         )
-        problems = [*self.problems, *contradictions(config)]
-        if problems:
-            raise ConfigError(problems)
+        self.problems += independent(misfits, self.problems, config)
         return config
 
     def apply_later_defaults(self) -> None:
@@ -254,26 +263,27 @@ class _Builder:
         if taken:
             self.notes.append(f"{sign.place} {why}: later defaults for {', '.join(taken)}")
 
-    def apply_microbatch_size(self) -> None:
+    def apply_microbatch_size(self) -> list[Problem]:
         """Turn a micro-batch size into the count of micro-batches, now that the batch size is settled."""
         key = "experimental.pipeline_parallel_microbatches"
         settled = self.values.get(key)
         if settled is None or not isinstance(settled.value, MicrobatchSize):
-            return
+            return []
         batch = self.values.get("training.batch_size")
         batch_size = batch.value if batch else keys()["training.batch_size"].default
         count, rest = divmod(batch_size, settled.value.size)
-        if rest:
-            del self.values[key]
-            self.problems.append(
-                Problem(
-                    settled.source.place,
-                    f"{settled.source.written} ({key})",
-                    f"micro-batches of {settled.value.size} do not divide training.batch_size = {batch_size}",
-                )
-            )
-        else:
+        if not rest:
             self.values[key] = _Value(count, settled.source)
+            return []
+        del self.values[key]
+        return [
+            Problem(
+                settled.source.place,
+                f"{settled.source.written} ({key})",
+                f"micro-batches of {settled.value.size} do not divide training.batch_size = {batch_size}",
+                about=(key, "training.batch_size"),
+            )
+        ]
 
 
 def _short(path: Path) -> str:
@@ -295,7 +305,8 @@ def _misplaced(name: str, file: Path | None) -> str:
 
 def _clash(canonical: str, first: _Value, second: _Value) -> Problem:
     both = " and ".join(f"{v.source.written} = {quote(v.raw)} ({v.source.place})" for v in (first, second))
-    return Problem(second.source.place, second.source.written, f"two names of one thing, {canonical}, differ: {both}")
+    message = f"two names of one thing, {canonical}, differ: {both}"
+    return Problem(second.source.place, second.source.written, message, about=(canonical,))
 
 
 def _off_hint(name: str) -> str:

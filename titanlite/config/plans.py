@@ -190,7 +190,7 @@ class ObservePlan:
     tensorboard_folder: str | None = None
     rank_0_only: bool = True
     #: FLOPS of one device; None: known devices only.
-    peak_tflops: float | None = None
+    peak_flops: float | None = None
     #: Print `Plans.config_toml` when the run starts.
     print_config: bool = False
     #: Write `Plans.config_toml` to this file when the run starts.

@@ -6,14 +6,14 @@ import math
 import os
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from titanlite.config import plans
 from titanlite.config.errors import ConfigError, Problem, nearest
-from titanlite.config.job import JobConfig
-from titanlite.config.schema import describe, quote
+from titanlite.config.job import JobConfig, independent
+from titanlite.config.schema import describe, quote, quote_key
 from titanlite.config.sections.base import Section
 from titanlite.config.unbuilt import implied_unbuilt
 
@@ -35,18 +35,37 @@ def resolve(
 
     Raises ConfigError with every problem.
     """
-    work = _Work(config, world_size)
+    resolved, problems = draft(config, world_size=world_size, shapes=shapes, total_sequences=total_sequences)
+    if problems:
+        raise ConfigError(problems)
+    return resolved
+
+
+def draft(
+    config: JobConfig,
+    *,
+    world_size: int,
+    shapes: Shapes | None = None,
+    total_sequences: int | None = None,
+    earlier: Sequence[Problem] = (),
+) -> tuple[plans.Plans, list[Problem]]:
+    """As `resolve`, with the problems beside the plans instead of an error; the plans hold if there are none.
+
+    earlier: what is known to be wrong already; mere consequences of it are not reported.
+    """
+    work = _Work(config, world_size, list(earlier))
     work.warn()
     if shapes is not None:
         work.check_model(shapes)
     mesh = work.mesh()
+    # Degrees that do not fit make every number of data-parallel ranks below a guess.
+    work.earlier += work.problems
+    work.check_reshard(mesh)
     batch = work.batch(mesh)
     steps = work.steps(batch, total_sequences)
     schedule = work.schedule(steps)
-    if work.problems:
-        raise ConfigError(work.problems)
     d = config.dialect
-    return plans.Plans(
+    resolved = plans.Plans(
         model=work.model(),
         tokenizer=plans.TokenizerPlan(path=d.model.tokenizer_path),
         data=work.data(),
@@ -70,20 +89,27 @@ def resolve(
         notes=(*config.notes, *work.notes),
         warnings=tuple(work.warnings),
     )
+    return resolved, work.problems
 
 
 def smallest_world(config: JobConfig) -> int:
     """The fewest ranks on which the degrees of parallelism fit."""
     degrees = _degrees(config)
+    reshard, shard = config.dialect.training.reshard_after_forward, "training.data_parallel_shard_degree"
+    if isinstance(reshard, int) and degrees[shard] == -1:
+        degrees[shard] = reshard
     return math.prod(max(degree, 1) for degree in degrees.values())
 
 
 def _degrees(config: JobConfig) -> dict[str, int]:
-    """The dimensions of the mesh by key; data_parallel_shard_degree may be -1 for the ranks left over."""
+    """The dimensions of the mesh by key; one of the data-parallel ones may be -1 for the ranks left over."""
     d = config.dialect
+    replicate, shard = d.training.data_parallel_replicate_degree, d.training.data_parallel_shard_degree
+    if d.training.data_parallel_type == "ddp":
+        replicate, shard = replicate if replicate > 1 else -1, 1
     return {
-        "training.data_parallel_replicate_degree": d.training.data_parallel_replicate_degree,
-        "training.data_parallel_shard_degree": d.training.data_parallel_shard_degree,
+        "training.data_parallel_replicate_degree": replicate,
+        "training.data_parallel_shard_degree": shard,
         "training.tensor_parallel_degree": d.training.tensor_parallel_degree,
         "experimental.pipeline_parallel_degree": d.experimental.pipeline_parallel_degree,
         "experimental.context_parallel_degree": d.experimental.context_parallel_degree,
@@ -101,12 +127,16 @@ class _Work:
 
     config: JobConfig
     world_size: int
+    #: What is known to be wrong already.
+    earlier: list[Problem]
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
-    def problem(self, key: str, message: str, hint: str = "") -> None:
-        self.problems.append(Problem(self.config.place(key), key, message, hint))
+    def problem(self, key: str, message: str, hint: str = "", others: Sequence[str] = ()) -> None:
+        """Note a problem, unless it only follows from an earlier one; others: keys that it weighs besides its own."""
+        problem = Problem(self.config.place(key), key, message, hint, (key, *others))
+        self.problems += independent([problem], self.earlier, self.config)
 
     def warn(self) -> None:
         """What a user should know but that stops nothing."""
@@ -127,24 +157,20 @@ class _Work:
             return
         arguments = flavors.get(model.flavor)
         if arguments is None:
-            self.problem(
-                "model.flavor", f"{model.name} has no flavor {quote(model.flavor)}", _choices(model.flavor, flavors)
-            )
+            message = f"{model.name} has no flavor {quote(model.flavor)}"
+            self.problem("model.flavor", message, _choices(model.flavor, flavors), ["model.name"])
             return
         if not is_dataclass(arguments):
             raise TypeError(f"shapes[{model.name!r}][{model.flavor!r}] must be a dataclass, got {type(arguments)}")
         names = [f.name for f in fields(arguments)]
         hints = typing.get_type_hints(type(arguments))
         for name, value in model.overrides.items():
-            key = f"model.overrides.{name}"
-            place = self.config.sources[key].place if key in self.config.sources else ""
+            key = f"model.overrides.{quote_key(name)}"
             if name not in names:
-                self.problems.append(
-                    Problem(place, key, f"{model.name} has no argument {quote(name)}", _choices(name, names))
-                )
+                message = f"{model.name} has no argument {quote(name)}"
+                self.problem(key, message, _choices(name, names), ["model.name"])
             elif not _fits(value, hints[name]):
-                expected = describe(hints[name])
-                self.problems.append(Problem(place, key, f"expected {expected}, got {quote(value)}"))
+                self.problem(key, f"expected {describe(hints[name])}, got {quote(value)}", others=["model.name"])
 
     def model(self) -> plans.ModelPlan:
         d = self.config.dialect
@@ -166,32 +192,50 @@ class _Work:
 
     def mesh(self) -> plans.MeshPlan:
         degrees = _degrees(self.config)
-        d = self.config.dialect
-        replicate, shard = d.training.data_parallel_replicate_degree, d.training.data_parallel_shard_degree
-        others = math.prod(max(degree, 1) for key, degree in degrees.items() if not key.endswith("shard_degree"))
+        copies = self.config.dialect.training.data_parallel_type == "ddp"
+        replicate_key, shard_key = list(degrees)[:2]
         names = {key: key.rpartition(".")[2].removesuffix("_degree") for key in degrees}
-        shown = [(names[k], v) for k, v in degrees.items() if v not in (1, -1)]
-        rest = self.world_size // others if self.world_size % others == 0 else 0
-        if shard == -1 and rest:
-            shard = rest
-            divisors = "".join(f" / {name} {degree}" for name, degree in shown)
-            self.notes.append(f"data_parallel_shard = {shard}: the ranks left over, {self.world_size} ranks{divisors}")
-        elif shard == -1 or others * shard != self.world_size:
-            left = " * ".join(f"{name} {degree}" for name, degree in shown) or "all degrees 1"
-            given = [key for key in degrees if self.config.is_given(key)]
-            product = others * max(shard, 1)
-            relation = f"= {product}, which is not" if shard != -1 else f"= {product}, which does not divide"
+        fixed = {key: degree for key, degree in degrees.items() if degree != -1}
+        product = math.prod(fixed.values())
+        equation = [f"{names[key]} {degree}" for key, degree in fixed.items() if degree != 1]
+        open_key = next((key for key, degree in degrees.items() if degree == -1), None)
+        rest, remainder = divmod(self.world_size, product)
+        if open_key is not None and not remainder:
+            degrees[open_key] = rest
+            divisors = "".join(f" / {part}" for part in equation)
+            why = ' (data_parallel_type = "ddp")' if copies else ""
+            self.notes.append(f"{names[open_key]} = {rest}: the ranks left over, {self.world_size} ranks{divisors}{why}")
+        elif open_key is not None or product != self.world_size:
+            relation = "which does not divide" if open_key is not None else "which is not"
+            keys = [*degrees, "training.data_parallel_type"]
+            given = [key for key in keys if self.config.is_given(key)]
+            all_left = f"set {replicate_key} = 1" if copies else f"set {shard_key} = -1"
             self.problem(
-                given[-1] if given else "training.data_parallel_shard_degree",
-                f"the degrees do not fit the ranks: {left} {relation} the world size {self.world_size}",
+                given[-1] if given else shard_key,
+                f"the degrees do not fit the ranks: {' * '.join(equation) or 'all degrees 1'} = {product}, {relation} "
+                f"the world size {self.world_size}",
                 f"run on {product} ranks, or on a multiple of it"
-                if shard == -1
-                else f"run on {product} ranks, or set training.data_parallel_shard_degree = -1 for the ranks left over",
+                if open_key is not None
+                else f"run on {product} ranks, or {all_left} for the ranks left over",
+                keys,
             )
-            shard = max(shard, 1)
-        if d.training.data_parallel_type == "ddp":
-            replicate, shard = replicate * shard, 1
+        replicate, shard = max(degrees[replicate_key], 1), max(degrees[shard_key], 1)
         return plans.MeshPlan(world_size=self.world_size, dp_replicate=replicate, dp_shard=shard)
+
+    def check_reshard(self, mesh: plans.MeshPlan) -> None:
+        """`fully_shard` keeps the weights sharded over a factor of the ranks that share one copy of them."""
+        wanted = self.config.dialect.training.reshard_after_forward
+        if not isinstance(wanted, int) or mesh.dp_shard % wanted == 0:
+            return
+        fitting = _divisors(mesh.dp_shard)[1:]
+        numbers = f"{_some(fitting)}, or " if fitting else ""
+        self.problem(
+            "training.reshard_after_forward",
+            f"is {wanted}, which does not divide the {mesh.dp_shard} ranks that share one copy of the weights "
+            "(data_parallel_shard)",
+            f'these work: {numbers}"default", "always" or "never"',
+            [*_degrees(self.config), "training.data_parallel_type"],
+        )
 
     def batch(self, mesh: plans.MeshPlan) -> plans.BatchPlan:
         training, ranks = self.config.dialect.training, mesh.dp_degree
@@ -207,6 +251,7 @@ class _Work:
                     "training.global_batch_size",
                     f"is {wanted}, not a multiple of batch_size {micro} * {ranks} data-parallel ranks = {at_once}",
                     _batch_advice(wanted, micro, ranks),
+                    ["training.batch_size", "training.data_parallel_type", *_degrees(self.config)],
                 )
             else:
                 self.notes.append(
@@ -359,7 +404,7 @@ class _Work:
             color=metrics.enable_color_printing,
             tensorboard_folder=below(job.dump_folder, metrics.save_tb_folder) if metrics.enable_tensorboard else None,
             rank_0_only=metrics.rank_0_only,
-            peak_tflops=None if metrics.peak_tflops is None else metrics.peak_tflops * 1e12,
+            peak_flops=None if metrics.peak_tflops is None else metrics.peak_tflops * 1e12,
             print_config=job.print_config,
             save_config_file=None if saved is None else below(job.dump_folder, saved),
         )

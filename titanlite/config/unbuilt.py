@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from titanlite.config.dialect import Dialect
 from titanlite.config.errors import ConfigError, Problem
@@ -27,11 +29,16 @@ class Unbuilt:
     built: tuple[object, ...] = ()
     #: What to do until then.
     advice: str = ""
+    #: Tells a value that is not built yet where built ones cannot be listed, and what it looks for, in words.
+    asks: Callable[[Any], bool] | None = None
+    asks_words: str = ""
 
     def on(self, config: JobConfig, key: str) -> bool:
         """Whether this key asks for what does not exist."""
         value = config.value(key)
-        return value != keys()[key].default and value not in self.built and self.used(config.dialect)
+        if value == keys()[key].default or value in self.built or (self.asks is not None and not self.asks(value)):
+            return False
+        return self.used(config.dialect)
 
 
 def _always(_: Dialect) -> bool:
@@ -64,6 +71,18 @@ def _mixes(d: Dialect) -> bool:
     return bool(d.data.source) or _streams(d)
 
 
+def _other_tokenizer(path: str) -> bool:
+    """Whether a path is there and no tiktoken file can be: a folder, JSON, or sentencepiece's binary."""
+    if os.path.isdir(path):
+        return True
+    try:
+        with open(path, "rb") as file:
+            head = file.read(64)
+    except OSError:
+        return False
+    return head.lstrip()[:1] == b"{" or b"\0" in head or b"<unk>" in head
+
+
 def _feature(
     feature: str, used: Predicate, *names: str, built: tuple[object, ...] = (), advice: str = ""
 ) -> dict[str, Unbuilt]:
@@ -71,6 +90,14 @@ def _feature(
 
 
 UNBUILT: dict[str, Unbuilt] = {
+    "model.tokenizer_path": Unbuilt(
+        "tokenizers other than tiktoken rank files",
+        _always,
+        advice="give the tiktoken file itself (Llama 3: original/tokenizer.model), or leave the key out for the bundled "
+        "tokenizer",
+        asks=_other_tokenizer,
+        asks_words="a folder, a tokenizer.json or a sentencepiece model stops training",
+    ),
     **_feature("torch.compile", _always, "training.compile"),
     **_feature("torch.compile", _compiles, "compile.components", "compile.backend", "compile.cache_dir"),
     **_feature("float8", _always, "float8.enable_float8_linear"),
@@ -96,13 +123,6 @@ UNBUILT: dict[str, Unbuilt] = {
     ),
     **_feature("context parallelism", _always, "experimental.context_parallel_degree"),
     **_feature("expert parallelism", _always, "parallelism.expert_parallel_degree"),
-    **_feature(
-        "replication over data-parallel ranks",
-        _always,
-        "training.data_parallel_replicate_degree",
-        "training.data_parallel_type",
-        advice="sharding over all ranks gives the same numbers",
-    ),
     **_feature("offload to host memory", _always, "training.enable_cpu_offload"),
     **_feature("weights in bfloat16", _always, "training.dtype"),
     **_feature("compiled autograd", _always, "experimental.enable_compiled_autograd"),
@@ -204,6 +224,7 @@ def without_effect(config: JobConfig) -> list[str]:
         "checkpoint": dialect.checkpoint.enable_checkpoint,
         "validation": dialect.validation.enable,
         "metrics.save_tb_folder": dialect.metrics.enable_tensorboard,
+        "metrics.rank_0_only": dialect.metrics.enable_tensorboard,
     }
     for key in keys():
         switch = switches.get(key, switches.get(key.partition(".")[0], True))
@@ -226,11 +247,17 @@ def implied_unbuilt(config: JobConfig) -> list[str]:
     return [key for key in unbuilt_keys(config) if not config.is_given(key)]
 
 
+def refused(config: JobConfig) -> list[Problem]:
+    """Every key that was written and asks for a feature to come."""
+    return [
+        Problem(config.place(key), key, _text(config, key), UNBUILT[key].advice or "remove it until then")
+        for key in unbuilt_keys(config)
+        if config.is_given(key)
+    ]
+
+
 def refuse_unbuilt(config: JobConfig) -> None:
     """Raise ConfigError for every key that was written and asks for a feature to come: before training."""
-    refused = [key for key in unbuilt_keys(config) if config.is_given(key)]
-    if refused:
-        raise ConfigError(
-            Problem(config.place(key), key, _text(config, key), UNBUILT[key].advice or "remove it until then")
-            for key in refused
-        )
+    problems = refused(config)
+    if problems:
+        raise ConfigError(problems)

@@ -140,10 +140,19 @@ class PackedDataset:
 
     @property
     def total_sequences(self) -> int | None:
-        """Sequences that hold at least one target, or None without an end."""
+        """Sequences of all epochs, or None without an end.
+
+        In a mixed order a few of them lie past the end of the text and hold no target: so an order does not depend on
+        the number of epochs, and a run can be given more of them.
+        """
         if self.epochs is None:
             return None
-        return -(-(self.epochs * self.tokens_per_epoch - 1) // self.seq_len)
+        if self.shuffle:
+            return self.epochs * self.sequences_per_epoch
+        return self._windows_with_targets(self.epochs)
+
+    def _windows_with_targets(self, epochs: int) -> int:
+        return -(-(epochs * self.tokens_per_epoch - 1) // self.seq_len)
 
     @property
     def fingerprint(self) -> str:
@@ -166,7 +175,10 @@ class PackedDataset:
         total = self.total_sequences
         if total is not None and index >= total:
             raise EndOfData(f"sequence {index}: {self.epochs} epoch(s) of this text hold {total} sequences")
-        window = self._stream(self.window(index) * self.seq_len, self.seq_len + 1)
+        place = self.window(index)
+        if self.epochs is not None and place >= self._windows_with_targets(self.epochs):
+            return self.padding()
+        window = self._stream(place * self.seq_len, self.seq_len + 1)
         tokens = np.full(self.seq_len, self.corpus.pad_id, dtype=np.int64)
         labels = np.full(self.seq_len, IGNORE, dtype=np.int64)
         tokens[: min(len(window), self.seq_len)] = window[: self.seq_len]
@@ -186,10 +198,8 @@ class PackedDataset:
         if block not in self._windows:
             if len(self._windows) == 2:
                 del self._windows[next(iter(self._windows))]
-            total = self.total_sequences
-            count = size if total is None else min(size, total - block * size)
             # Another seed than the documents' order has, so that the two are not the same permutation.
-            self._windows[block] = epoch_order(count, ~self.seed, block)
+            self._windows[block] = epoch_order(size, ~self.seed, block)
         return block * size + int(self._windows[block][place])
 
     def _stream(self, start: int, length: int) -> NDArray[np.unsignedinteger]:

@@ -6,7 +6,12 @@ import logging
 import os
 import re
 import sys
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    _StreamHandler = logging.StreamHandler[TextIO]
+else:
+    _StreamHandler = logging.StreamHandler  # on Python 3.10 it takes no subscript
 
 logger: logging.Logger = logging.getLogger("titanlite")
 
@@ -27,7 +32,7 @@ _LEVEL_COLORS = {logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "
 _FIELD = re.compile(rf"(?<!\S)({'|'.join(_FIELD_COLORS)}): +\S+")
 
 
-class ConsoleHandler(logging.StreamHandler[TextIO]):
+class ConsoleHandler(_StreamHandler):
     """Log lines of one rank. `color` says whether escape codes may go to the stream."""
 
     def __init__(self, rank: int, color: bool | None, stream: TextIO | None) -> None:

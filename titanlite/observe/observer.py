@@ -38,7 +38,7 @@ class Observer:
         self.plans, self.world = plans, world
         plan = plans.observe
         self.flops_per_token = flops_per_token(args, plans.batch.seq_len)
-        self.peak = plan.peak_tflops or (peak_flops(device_name(world.device)) if world.device.type == "cuda" else None)
+        self.peak = plan.peak_flops or (peak_flops(device_name(world.device)) if world.device.type == "cuda" else None)
         self.meter = Meter(
             plans.batch.tokens_per_step,
             plans.batch.global_batch_size,

@@ -89,10 +89,11 @@ class World:
         rank = _env_int("RANK", 0 if size == 1 else None)
         local_rank = _env_int("LOCAL_RANK", rank)
         if device_type == "cuda":
-            if local_rank >= torch.cuda.device_count():
+            ranks_here = max(_env_int("LOCAL_WORLD_SIZE", 1), local_rank + 1)
+            if ranks_here > torch.cuda.device_count():
                 raise WorldError(
-                    f"local rank {local_rank} has no GPU of its own: {socket.gethostname()} shows "
-                    f"{torch.cuda.device_count()} GPUs. Start at most that many ranks per node"
+                    f"{ranks_here} ranks on {socket.gethostname()}, which shows {torch.cuda.device_count()} GPUs: each "
+                    "rank needs one of its own. Start fewer ranks per node"
                 )
             device = torch.device("cuda", local_rank)
             torch.cuda.set_device(device)
@@ -156,5 +157,22 @@ def set_timeouts(seconds: int, mesh: DeviceMesh) -> None:
     The first step may compile and warm up for minutes; after it, a stuck peer should be found soon.
     """
     dist.barrier()  # a rank still in the slow phase must not be timed out by a faster one
+    _apply_timeout(seconds, mesh)
+
+
+@contextmanager
+def patience(seconds: int, usual: int, mesh: DeviceMesh) -> Iterator[None]:
+    """Within, collectives may take `seconds` (a save to a slow disk), and `usual` seconds again afterwards.
+
+    What is inside must end together on all ranks.
+    """
+    _apply_timeout(seconds, mesh)
+    try:
+        yield
+    finally:
+        _apply_timeout(usual, mesh)
+
+
+def _apply_timeout(seconds: int, mesh: DeviceMesh) -> None:
     for group in [None, *mesh.get_all_groups()]:
         _set_pg_timeout(timedelta(seconds=seconds), group)

@@ -17,4 +17,8 @@ Degree = Annotated[int, Field(ge=1)]
 """Ranks along one dimension of the mesh."""
 
 DegreeOrRest = Literal[-1] | Degree
+
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1 - 2**20)]
+"""Room for a million ranks to add their number to it and still give torch the 64-bit integer that it takes."""
+
 Ratio = Annotated[float, Field(ge=0, le=1)]

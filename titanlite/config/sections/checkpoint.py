@@ -50,5 +50,7 @@ class Checkpoint(Section):
         default=0, ge=0, description="Also keep each checkpoint whose step is a multiple of this; 0: none."
     )
     verify: Literal["size", "hash"] = Field(
-        default="size", description="What is checked before a checkpoint is loaded: sizes, or the contents' hashes."
+        default="size",
+        description="What is checked before a checkpoint is loaded: size, that every file is there with the size it was "
+        "written with, or hash, that its contents are unchanged too. size is the default until checkpoints have hashes.",
     )

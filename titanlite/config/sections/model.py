@@ -26,10 +26,15 @@ class Model(Section):
     name: str = Field(default="llama3", description="Model family.")
     flavor: str = Field(default="debugmodel", description="Size within the family.")
     norm_type: Literal["rmsnorm", "layernorm", "np_layernorm", "fused_rmsnorm"] = Field(
-        default="rmsnorm", description="Normalisation of the blocks."
+        default="rmsnorm",
+        description="Every normalisation of the model: rmsnorm (fused_rmsnorm is the same module: torch runs it as one "
+        "kernel where it can), layernorm with a weight and no bias, or np_layernorm, without parameters.",
     )
     tokenizer_path: str | None = Field(
-        default=None, min_length=1, description="Tokenizer file or folder. None: the one that travels with titanlite."
+        default=None,
+        min_length=1,
+        description="Tokenizer: a tiktoken rank file, such as original/tokenizer.model of Llama 3. "
+        "None: the one that travels with titanlite.",
     )
     overrides: dict[str, Any] = Field(
         default={}, description="Table of the flavor's own arguments to replace: `[model.overrides]`, `n_layers = 4`."

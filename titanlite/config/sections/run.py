@@ -71,7 +71,11 @@ class Metrics(Section):
         default="tb", min_length=1, description="TensorBoard folder, below job.dump_folder; a dated subfolder is added."
     )
     enable_wandb: bool = Field(default=False, description="Send metrics to Weights & Biases.")
-    rank_0_only: bool = Field(default=True, description="Only rank 0 writes metrics; false: every rank writes its own.")
+    rank_0_only: bool = Field(
+        default=True,
+        description="Only rank 0 writes TensorBoard events; false: every rank, each in a folder of its own. "
+        "metrics.jsonl is written by rank 0 either way.",
+    )
     peak_tflops: float | None = Field(
         default=None,
         gt=0,

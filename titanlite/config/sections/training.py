@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from titanlite.config.sections.base import Degree, DegreeOrRest, Section
+from titanlite.config.sections.base import Degree, DegreeOrRest, Section, Seed
 
 
 class Training(Section):
@@ -45,7 +45,7 @@ class Training(Section):
         default=-1, description="Ranks that share one copy of the weights. -1: all ranks left over."
     )
     data_parallel_type: Literal["fsdp", "ddp"] = Field(
-        default="fsdp", description="fsdp: weights are sharded; ddp: every rank keeps a copy (the oldest spelling)."
+        default="fsdp", description="fsdp: weights are sharded; ddp: every rank keeps a whole copy (the oldest spelling)."
     )
     tensor_parallel_degree: Degree = Field(default=1, description="Ranks that share each matrix product.")
     enable_loss_parallel: bool = Field(
@@ -65,15 +65,14 @@ class Training(Section):
     )
     compile: bool = Field(default=False, description="torch.compile, per block, and the loss.")
     gc_freq: int = Field(default=50, ge=1, description="Collect garbage on all ranks together every so many steps.")
-    seed: int | None = Field(
+    seed: Seed | None = Field(
         default=None,
-        ge=0,
         description="Seed of the initial weights and of torch's generators. None: 0 for the weights.",
     )
     reshard_after_forward: Literal["default", "always", "never"] | Annotated[int, Field(ge=2)] = Field(
         default="default",
         description="Free a block's gathered weights after its forward. default: all but the last units; a number: "
-        "keep them sharded over so many ranks.",
+        "keep them sharded over so many ranks, a divisor of data_parallel_shard_degree.",
     )
     fsdp_units: Literal["block", "root", "size"] = Field(
         default="block",
@@ -132,7 +131,7 @@ class DataSource(Section):
 class Data(Section):
     """The order in which text is read, and how."""
 
-    seed: int = Field(default=0, ge=0, description="Seed of the order, apart from training.seed.")
+    seed: Seed = Field(default=0, description="Seed of the order, apart from training.seed.")
     shuffle: bool = Field(default=True, description="A new order in each epoch; false: the order of the files.")
     packing: Literal["split", "best-fit"] = Field(
         default="split", description="How documents fill sequences: split at the end of one, or fitted whole."
