@@ -13,15 +13,13 @@ from titanlite import exit_codes
 from titanlite.build import read_text
 from titanlite.checkpoint import CheckpointError
 from titanlite.config.errors import ConfigError, Problem
-from titanlite.config.load import load
 from titanlite.config.plans import Plans
-from titanlite.config.unbuilt import refuse_unbuilt
 from titanlite.data.errors import DataError
 from titanlite.guard import NonFiniteError
 from titanlite.models.shapes import ShapeError
 from titanlite.observe.console import logger, setup_console
 from titanlite.parallel.world import World, WorldError
-from titanlite.prepare import resolve_plans
+from titanlite.prepare import checked_plans, resolve_plans
 from titanlite.trainer import Trainer
 
 _SECONDS_TO_SPEAK = 3.0
@@ -34,10 +32,8 @@ def run(argv: Sequence[str]) -> int:
     found before any process group or model exists.
     """
     try:
-        config = load(argv)
-        refuse_unbuilt(config)
         size = int(os.environ.get("WORLD_SIZE", 1))
-        plans = resolve_plans(config, size)
+        config, plans = checked_plans(argv, size, training=True)
         setup_console(int(os.environ.get("RANK", 0)), plans.observe.color)
         text = read_text(plans)
         if plans.train.steps is None:

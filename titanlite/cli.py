@@ -13,11 +13,10 @@ from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.explain import Style, explain_all, explain_key
 from titanlite.config.job import JobConfig
 from titanlite.config.load import load
-from titanlite.config.plans import ModelPlan, Plans
-from titanlite.config.resolve import smallest_world
-from titanlite.config.unbuilt import refuse_unbuilt, unbuilt_notes, without_effect
+from titanlite.config.plans import MeshPlan, ModelPlan, Plans
+from titanlite.config.unbuilt import unbuilt_notes, without_effect
 from titanlite.models.shapes import count_parameters
-from titanlite.prepare import model_args, resolve_plans
+from titanlite.prepare import checked_plans, model_args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -121,19 +120,14 @@ def _explain(arguments: argparse.Namespace, flags: list[str], style: Style) -> s
 
 
 def _check(arguments: argparse.Namespace, flags: list[str], style: Style) -> str:
-    config = load([*([f"--job.config_file={arguments.file}"] if arguments.file else []), *flags])
-    world_size, why = _world_size(arguments.world_size, config)
-    plans = resolve_plans(config, world_size)
-    absent = missing_files(config)
-    if arguments.strict:
-        refuse_unbuilt(config)
-        if absent:
-            raise ConfigError(absent)
-    return _report(config, plans, why, [str(problem) for problem in absent], style)
+    argv = [*([f"--job.config_file={arguments.file}"] if arguments.file else []), *flags]
+    world_size, why = _world_size(arguments.world_size)
+    config, plans = checked_plans(argv, world_size, training=arguments.strict)
+    return _report(config, plans, why, style)
 
 
-def _world_size(asked: int | None, config: JobConfig) -> tuple[int, str]:
-    """Ranks to check for, and where the number comes from."""
+def _world_size(asked: int | None) -> tuple[int | None, str]:
+    """Ranks to check for (None: the fewest that fit), and where the number comes from."""
     if asked is not None:
         if asked < 1:
             raise ConfigError([Problem("command line", "--world-size", f"expected an integer >= 1, got {asked}")])
@@ -142,7 +136,7 @@ def _world_size(asked: int | None, config: JobConfig) -> tuple[int, str]:
         text = os.environ.get(name, "")
         if text.isdigit() and int(text) > 0:
             return int(text), f"{name} of the environment"
-    return smallest_world(config), "the fewest that fit; --world-size N checks another number"
+    return None, "the fewest that fit; --world-size N checks another number"
 
 
 def _size(plan: ModelPlan) -> str:
@@ -151,14 +145,19 @@ def _size(plan: ModelPlan) -> str:
     return "the tokenizer's vocabulary" if args.vocab_size is None else f"{count_parameters(args):,} parameters"
 
 
-def _report(config: JobConfig, plans: Plans, why: str, absent: list[str], style: Style) -> str:
+def _degrees(plan: MeshPlan) -> str:
+    replicate = f"data_parallel_replicate {plan.dp_replicate}, " if plan.dp_replicate > 1 else ""
+    return f"{replicate}data_parallel_shard {plan.dp_shard}"
+
+
+def _report(config: JobConfig, plans: Plans, why: str, style: Style) -> str:
     batch, schedule, steps = plans.batch, plans.schedule, plans.train.steps
     length = f"{plans.data.epochs} epochs" if steps is None else f"{steps:,}"
     tokens = "" if steps is None else f", {steps * batch.tokens_per_step:,} tokens"
     rate = f"{plans.optimizer.lr:g}, warm-up {schedule.warmup_steps} steps, then {schedule.decay_type}"
     rows = [
         ("model", f"{plans.model.name} {plans.model.flavor}, {_size(plans.model)}"),
-        ("ranks", f"{plans.mesh.world_size} ({why}), data_parallel_shard {plans.mesh.dp_shard}"),
+        ("ranks", f"{plans.mesh.world_size} ({why}), {_degrees(plans.mesh)}"),
         (
             "batch",
             f"{batch.global_batch_size} sequences of {batch.seq_len} tokens, "
@@ -180,7 +179,7 @@ def _report(config: JobConfig, plans: Plans, why: str, absent: list[str], style:
     if off:
         lines.append(style.dim(f"  note: no effect, as what they belong to is off: {', '.join(off)}"))
     lines += [style.warn(f"  warning: {warning}") for warning in plans.warnings]
-    lines += [style.warn(f"  not there: {line}") for line in absent]
+    lines += [style.warn(f"  not there: {problem}") for problem in missing_files(config)]
     lines += [style.warn(f"  training will refuse: {note}") for note in unbuilt_notes(config)]
     return "\n".join(lines)
 

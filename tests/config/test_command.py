@@ -82,6 +82,29 @@ def test_world_size_comes_from_the_flag_the_environment_or_what_fits(capsys, mon
     assert run(capsys, *flags, "--world-size", "0")[0] == 2
 
 
+def test_check_shows_copies_of_the_weights(capsys):
+    flags = ("--training.data_parallel_replicate_degree=2", "--world-size", "4")
+    assert (
+        "4 (--world-size), data_parallel_replicate 2, data_parallel_shard 2"
+        in run(capsys, "config", "check", *flags)[1]
+    )
+
+
+def test_check_reports_wrong_keys_and_wrong_names_at_once(capsys):
+    status, out, err = run(capsys, "config", "check", "--training.setps", "3", "--model.flavor", "debugmodle")
+    assert (status, out) == (2, "")
+    assert err.startswith("2 problems in the config:\n")
+    assert "training.setps: unknown key" in err and 'no flavor "debugmodle"' in err
+
+
+def test_check_strict_reports_unbuilt_features_and_missing_files_at_once(capsys):
+    status, _, err = run(
+        capsys, "config", "check", "--strict", "--training.compile", "--model.tokenizer_path", "/nope/t.model"
+    )
+    assert status == 2 and err.startswith("2 problems in the config:\n")
+    assert "torch.compile" in err and 'no file or folder "/nope/t.model"' in err
+
+
 def test_check_refuses_numbers_that_make_no_decoder(capsys):
     status, _, err = run(capsys, "config", "check", "--model.overrides.n_heads", "7")
     assert status == 2 and "n_heads = 7 does not divide dim = 256" in err
@@ -90,6 +113,11 @@ def test_check_refuses_numbers_that_make_no_decoder(capsys):
 def test_settings_of_what_is_off_are_named(capsys):
     out = run(capsys, "config", "check", "--checkpoint.interval=5", "--float8.emulate", "--validation.freq=3")[1]
     assert "no effect, as what they belong to is off: validation.freq, checkpoint.interval, float8.emulate" in out
+    out = run(capsys, "config", "check", "--no-metrics.rank_0_only")[1]
+    assert "no effect, as what they belong to is off: metrics.rank_0_only" in out
+    assert (
+        "no effect" not in run(capsys, "config", "check", "--no-metrics.rank_0_only", "--metrics.enable_tensorboard")[1]
+    )
 
 
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "train_configs").glob("*.toml")), ids=lambda path: path.name)

@@ -13,6 +13,7 @@ from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.load import load, load_file
 from titanlite.config.resolve import resolve
 from titanlite.models import SHAPES
+from titanlite.prepare import checked_plans
 
 
 def problems(tmp_path: Path, text: str, *flags: str) -> list[Problem]:
@@ -100,6 +101,15 @@ def only(tmp_path: Path, text: str, *flags: str) -> Problem:
             "or an integer >= 2, got 1",
             "",
         ),
+        ("[training]\nseed = -1\n", 2, "training.seed", "an integer >= 0 and <= 9223372036853727231, got -1", ""),
+        (
+            f"[training]\nseed = {2**63 - 1}\n",
+            2,
+            "training.seed",
+            "<= 9223372036853727231, got 9223372036854775807",
+            "",
+        ),
+        (f"[data]\nseed = {2**63}\n", 2, "data.seed", "<= 9223372036853727231, got 9223372036854775808", ""),
         ('[data]\nskip_steps = [1, "2"]\n', 2, "data.skip_steps", "expected a list of integers, got the list", ""),
         ("[model]\noverrides = 3\n", 2, "model.overrides", "expected a table, got 3", ""),
         (
@@ -311,8 +321,7 @@ def test_nothing_written_ever_ends_in_another_error(tmp_path, pairs, flags):
     (tmp_path / "run.toml").write_text("".join(f"{name} = {value}\n" for name, value in pairs))
     words = [f"--{name}={value}" for name, value in flags if name not in ("job.config_file", "job.extends")]
     try:
-        config = load([f"--job.config_file={tmp_path / 'run.toml'}", *words])
-        resolve(config, world_size=2, shapes=SHAPES)
+        checked_plans([f"--job.config_file={tmp_path / 'run.toml'}", *words], world_size=2, training=True)
     except ConfigError as error:
         assert error.problems
         assert all(problem.message for problem in error.problems)

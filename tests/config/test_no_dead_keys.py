@@ -33,6 +33,7 @@ CONTEXT = {
     "float8.": ["--float8.enable_float8_linear"],
     "compile.": ["--training.compile"],
     "metrics.save_tb_folder": ["--metrics.enable_tensorboard"],
+    "metrics.rank_0_only": ["--metrics.enable_tensorboard"],
     "training.enable_loss_parallel": ["--training.tensor_parallel_degree=2"],
     "training.fsdp_min_params": ["--training.fsdp_units=size"],
     "experimental.pipeline": ["--experimental.pipeline_parallel_degree=2"],

@@ -12,8 +12,8 @@ from titanlite.config.unbuilt import refuse_unbuilt, unbuilt_keys, unbuilt_notes
 from titanlite.models import SHAPES
 
 
-def plans(*flags: str, world_size: int = 1, epoch: int | None = None) -> Plans:
-    return resolve(load(flags), world_size=world_size, shapes=SHAPES, total_sequences=epoch)
+def plans(*flags: str, world_size: int = 1, sequences: int | None = None) -> Plans:
+    return resolve(load(flags), world_size=world_size, shapes=SHAPES, total_sequences=sequences)
 
 
 def refused(*flags: str, world_size: int = 1):
@@ -53,6 +53,62 @@ def test_degrees_that_do_not_fit_are_one_error_with_the_equation(flags, world_si
     assert equation in problem.message
     assert problem.where == "command line"
     assert problem.hint
+
+
+def test_ddp_keeps_a_whole_copy_on_every_data_parallel_rank():
+    resolved = plans("--training.data_parallel_type=ddp", world_size=4)
+    assert (resolved.mesh.dp_replicate, resolved.mesh.dp_shard, resolved.mesh.dp_degree) == (4, 1, 4)
+    assert resolved.batch.global_batch_size == 32
+    note = 'data_parallel_replicate = 4: the ranks left over, 4 ranks (data_parallel_type = "ddp")'
+    assert note in resolved.notes
+    flags = ["--training.data_parallel_type=ddp", "--training.data_parallel_shard_degree=1"]
+    mesh = plans(*flags, "--training.tensor_parallel_degree=2", world_size=4).mesh
+    assert (mesh.dp_replicate, mesh.dp_shard) == (2, 1)
+    mesh = plans(*flags, "--training.data_parallel_replicate_degree=4", world_size=4).mesh
+    assert (mesh.dp_replicate, mesh.dp_shard) == (4, 1)
+    problem = refused(*flags, "--training.data_parallel_replicate_degree=2", world_size=4)
+    assert problem.key == "training.data_parallel_replicate_degree"
+    assert "data_parallel_replicate 2 = 2, which is not the world size 4" in problem.message
+    assert problem.hint.startswith("run on 2 ranks, or set training.data_parallel_replicate_degree = 1 ")
+
+
+def test_replication_is_built():
+    refuse_unbuilt(load(["--training.data_parallel_type=ddp"]))
+    refuse_unbuilt(load(["--training.data_parallel_replicate_degree=2"]))
+
+
+def test_ddp_with_a_shard_degree_is_a_contradiction_that_names_both():
+    flags = ["--training.data_parallel_type=ddp", "--training.data_parallel_shard_degree=2"]
+    problem = refused(*flags, world_size=2)
+    assert (problem.key, problem.message) == (
+        "training.data_parallel_shard_degree",
+        'is 2, but training.data_parallel_type = "ddp" shards nothing',
+    )
+
+
+@pytest.mark.parametrize(
+    ("wanted", "flags", "world_size", "works"),
+    [
+        (3, [], 8, "2, 4 or 8, or "),
+        (8, [], 4, "2 or 4, or "),
+        (4, ["--training.data_parallel_replicate_degree=4"], 8, "2, or "),
+        (2, [], 1, ""),
+        (2, ["--training.data_parallel_type=ddp"], 4, ""),
+    ],
+)
+def test_partial_reshard_must_divide_the_ranks_that_share_a_copy(wanted, flags, world_size, works):
+    problem = refused(f"--training.reshard_after_forward={wanted}", *flags, world_size=world_size)
+    assert problem.key == "training.reshard_after_forward"
+    assert f"is {wanted}, which does not divide the " in problem.message
+    assert problem.hint == f'these work: {works}"default", "always" or "never"'
+
+
+def test_partial_reshard_over_a_divisor_of_the_shard_degree_is_planned():
+    for wanted in (2, 4, 8):
+        flag = f"--training.reshard_after_forward={wanted}"
+        assert plans(flag, world_size=8).shard.reshard_after_forward == wanted
+        assert smallest_world(load([flag])) == wanted
+        plans(flag, world_size=wanted)
 
 
 def test_smallest_world_that_fits():
@@ -106,9 +162,9 @@ def test_epochs_become_steps_once_the_text_is_counted():
     flags = ["--training.epochs=3", "--training.batch_size=4"]
     before = plans(*flags)
     assert (before.train.steps, before.schedule.total_steps, before.data.epochs) == (None, None, 3)
-    after = plans(*flags, epoch=10)
+    after = plans(*flags, sequences=30)
     assert after.train.steps == after.schedule.total_steps == 8
-    assert any("10 sequences in 3 epochs / 4 sequences per step" in note for note in after.notes)
+    assert any("30 sequences in 3 epochs / 4 sequences per step" in note for note in after.notes)
 
 
 def test_schedule_is_as_long_as_the_run_unless_it_has_its_own_length():
@@ -172,8 +228,8 @@ def test_folders_are_below_the_dump_folder_unless_absolute():
 
 
 def test_peak_is_given_in_teraflops():
-    assert plans("--metrics.peak_tflops=989").observe.peak_tflops == 989e12
-    assert plans().observe.peak_tflops is None
+    assert plans("--metrics.peak_tflops=989").observe.peak_flops == 989e12
+    assert plans().observe.peak_flops is None
 
 
 def test_model_names_are_checked_against_the_shapes():

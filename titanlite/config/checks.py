@@ -26,9 +26,7 @@ def contradictions(config: JobConfig) -> list[Problem]:
             "training.data_parallel_type",
         )
     if d.experimental.enable_async_tensor_parallel and not d.training.compile:
-        contradict(
-            "experimental.enable_async_tensor_parallel", "needs training.compile = true", "training.compile"
-        )
+        contradict("experimental.enable_async_tensor_parallel", "needs training.compile = true", "training.compile")
     if d.checkpoint.last_save_in_hf and not d.checkpoint.model_weights_only:
         contradict(
             "checkpoint.last_save_in_hf",

@@ -204,11 +204,12 @@ class _Work:
             degrees[open_key] = rest
             divisors = "".join(f" / {part}" for part in equation)
             why = ' (data_parallel_type = "ddp")' if copies else ""
-            self.notes.append(f"{names[open_key]} = {rest}: the ranks left over, {self.world_size} ranks{divisors}{why}")
+            self.notes.append(
+                f"{names[open_key]} = {rest}: the ranks left over, {self.world_size} ranks{divisors}{why}"
+            )
         elif open_key is not None or product != self.world_size:
             relation = "which does not divide" if open_key is not None else "which is not"
-            keys = [*degrees, "training.data_parallel_type"]
-            given = [key for key in keys if self.config.is_given(key)]
+            given = [key for key, degree in degrees.items() if degree != 1 and self.config.is_given(key)]
             all_left = f"set {replicate_key} = 1" if copies else f"set {shard_key} = -1"
             self.problem(
                 given[-1] if given else shard_key,
@@ -217,7 +218,7 @@ class _Work:
                 f"run on {product} ranks, or on a multiple of it"
                 if open_key is not None
                 else f"run on {product} ranks, or {all_left} for the ranks left over",
-                keys,
+                [*degrees, "training.data_parallel_type"],
             )
         replicate, shard = max(degrees[replicate_key], 1), max(degrees[shard_key], 1)
         return plans.MeshPlan(world_size=self.world_size, dp_replicate=replicate, dp_shard=shard)

@@ -93,8 +93,8 @@ UNBUILT: dict[str, Unbuilt] = {
     "model.tokenizer_path": Unbuilt(
         "tokenizers other than tiktoken rank files",
         _always,
-        advice="give the tiktoken file itself (Llama 3: original/tokenizer.model), or leave the key out for the bundled "
-        "tokenizer",
+        advice="give the tiktoken file itself (Llama 3: original/tokenizer.model), or leave the key out for the one "
+        "that travels with titanlite",
         asks=_other_tokenizer,
         asks_words="a folder, a tokenizer.json or a sentencepiece model stops training",
     ),

@@ -51,6 +51,6 @@ class Checkpoint(Section):
     )
     verify: Literal["size", "hash"] = Field(
         default="size",
-        description="What is checked before a checkpoint is loaded: size, that every file is there with the size it was "
-        "written with, or hash, that its contents are unchanged too. size is the default until checkpoints have hashes.",
+        description="What is checked before a checkpoint is loaded. size: every file is there, as long as it was "
+        "written; hash: its contents are unchanged too. size is the default until checkpoints have hashes.",
     )

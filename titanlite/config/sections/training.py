@@ -45,7 +45,8 @@ class Training(Section):
         default=-1, description="Ranks that share one copy of the weights. -1: all ranks left over."
     )
     data_parallel_type: Literal["fsdp", "ddp"] = Field(
-        default="fsdp", description="fsdp: weights are sharded; ddp: every rank keeps a whole copy (the oldest spelling)."
+        default="fsdp",
+        description="fsdp: weights are sharded; ddp: every rank keeps a whole copy (the oldest spelling).",
     )
     tensor_parallel_degree: Degree = Field(default=1, description="Ranks that share each matrix product.")
     enable_loss_parallel: bool = Field(

@@ -1,0 +1,148 @@
+"""Every check is made before anything is reported, and nothing is reported that only follows from something else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from titanlite.config.errors import ConfigError
+from titanlite.config.load import load
+from titanlite.config.unbuilt import unbuilt_keys
+from titanlite.prepare import checked_plans, load_plans
+
+
+def wrong_keys(*flags: str, world_size: int | None = 1, training: bool = True) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        checked_plans(flags, world_size, training=training)
+    return [problem.key for problem in caught.value.problems]
+
+
+def in_file(tmp_path: Path, text: str) -> str:
+    (tmp_path / "run.toml").write_text(text)
+    return f"--job.config_file={tmp_path / 'run.toml'}"
+
+
+def test_unknown_key_does_not_hide_an_unknown_flavor():
+    assert wrong_keys("--training.setps", "3", "--model.flavor", "debugmodle") == ["training.setps", "model.flavor"]
+
+
+def test_unbuilt_feature_does_not_hide_a_missing_file():
+    flags = ["--training.compile", "--model.tokenizer_path", "/nope"]
+    assert wrong_keys(*flags) == ["training.compile", "model.tokenizer_path"]
+    assert checked_plans(flags, 1, training=False)[1].tokenizer.path == "/nope"
+
+
+def test_all_missing_files_are_named():
+    flags = ["--model.tokenizer_path=/a", "--training.dataset_path=/b", "--validation.dataset_path=/c"]
+    assert wrong_keys(*flags) == ["model.tokenizer_path", "training.dataset_path"]
+    assert wrong_keys(*flags, "--validation.enable")[2:] == ["validation.dataset_path"]
+
+
+FOUR_STAGES = """\
+[training]
+setps = 3
+dataset_path = "/nope"
+compile = true
+[model]
+flavor = "debugmodle"
+[checkpoint]
+start = "resume"
+"""
+
+
+def test_one_mistake_of_each_kind_is_one_report(tmp_path):
+    flag = in_file(tmp_path, FOUR_STAGES)
+    expected = ["training.setps", "training.dataset_path", "training.compile", "model.flavor", "checkpoint.start"]
+    assert wrong_keys(flag) == expected
+    with pytest.raises(ConfigError) as caught:
+        load_plans(str(tmp_path / "run.toml"), 1)
+    assert [p.where.rpartition(":")[2] for p in caught.value.problems] == ["2", "3", "4", "6", "8"]
+    assert wrong_keys(flag, training=False) == ["training.setps", "model.flavor", "checkpoint.start"]
+
+
+def test_numbers_of_ranks_batch_and_model_are_checked_together():
+    flags = ["--training.global_batch_size=12", "--training.reshard_after_forward=3", "--model.overrides.n_heads=7"]
+    assert set(wrong_keys(*flags, world_size=2)) == {
+        "training.global_batch_size",
+        "training.reshard_after_forward",
+        "model",
+    }
+    flags = ["--training.data_parallel_shard_degree=3", "--model.overrides.n_heads=7", "--model.overrides.dimm=7"]
+    assert set(wrong_keys(*flags, world_size=2)) == {"training.data_parallel_shard_degree", "model.overrides.dimm"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "reported"),
+    [
+        # A batch size that is not known makes no statement about the global batch.
+        (["--training.batch_size=four", "--training.global_batch_size=12"], "training.batch_size"),
+        (["--training.batch_sise=4", "--training.global_batch_size=12"], "training.batch_sise"),
+        (["--training.local_batch_size=0", "--training.global_batch_size=12"], None),
+        (["--training.batch_size", "--training.global_batch_size=12"], "--training.batch_size"),
+        # Degrees that do not fit the ranks make none about the ranks that read data.
+        (["--training.data_parallel_shard_degree=4", "--training.global_batch_size=12"], None),
+        (["--training.data_parallel_shard_degree=x", "--training.tensor_parallel_degree=4"], None),
+        (["--training.data_parallel_shard_degree=4", "--training.reshard_after_forward=3"], None),
+        (["--training.data_parallel_type=ddp", "--training.data_parallel_shard_degree=3"], None),
+        # A family that is not known has no flavors, and a wrong argument makes no decoder.
+        (["--model.name=lama3", "--model.flavor=9B"], "model.name"),
+        (["--model.overrides.dim=x", "--model.overrides.n_heads=7"], "model.overrides.dim"),
+        (["--optimizer.lr=x", "--lr_scheduler.min_lr=0.5"], "optimizer.lr"),
+        (["--debug.deterministic=x", "--debug.deterministic_warn_only"], "debug.deterministic"),
+        (["--parallelism.pipeline_parallel_microbatch_size=3", "--training.batch_size=x"], "training.batch_size"),
+        # What a lost file may have said is not held against the flags.
+        (["--job.config_file=/nope.toml", "--training.global_batch_size=12"], "job.config_file"),
+        (["--job.config_file=/nope.toml", "--model.flavor=9B"], "job.config_file"),
+        (["--job.config_file", "--debug.deterministic_warn_only"], "--job.config_file"),
+    ],
+)
+def test_consequences_of_a_reported_problem_are_not_reported(flags, reported):
+    found = wrong_keys(*flags, world_size=2, training=False)
+    assert len(found) == 1, found
+    assert reported in (None, found[0])
+
+
+@pytest.mark.parametrize("text", ["[training\n", '[job]\nextends = ["gone.toml"]\n', "[optimzer]\nlr = 0.5\n"])
+def test_a_lost_part_of_a_file_hides_only_what_it_may_have_said(tmp_path, text):
+    flag = in_file(tmp_path, text)
+    assert len(wrong_keys(flag, "--lr_scheduler.min_lr=0.5")) == 1
+    sure = ["--model.name=lama3", "--optimizer.lr=0.1", "--lr_scheduler.min_lr=0.5", "--training.compile"]
+    assert len(wrong_keys(flag, *sure, "--training.dataset_path=/nope")) == 5
+
+
+def test_wrong_value_over_a_right_one_leaves_it_in_doubt(tmp_path):
+    flag = in_file(tmp_path, '[training]\ndataset_path = "/nope"\nbatch_size = 3\n')
+    wrong = ["--training.batch_size=x", "--training.dataset_path="]
+    assert wrong_keys(flag, *wrong, "--training.global_batch_size=8") == [
+        "training.batch_size",
+        "training.dataset_path",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("tokenizer.json", b'\n{"model": {}}'), ("tokenizer.model", b"\n\x0e\n\x05<unk>\x15\0\0\0\0"), ("folder", None)],
+)
+def test_tokenizers_that_no_reader_exists_for_are_noted(tmp_path, name, content):
+    path = tmp_path / name
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content)
+    flag = f"--model.tokenizer_path={path}"
+    assert unbuilt_keys(load([flag])) == ["model.tokenizer_path"]
+    assert wrong_keys(flag) == ["model.tokenizer_path"]
+
+
+def test_tiktoken_file_is_no_feature_to_come(tmp_path):
+    bundled = Path(__file__).parents[2] / "titanlite" / "data" / "assets" / "tokenizer.tiktoken"
+    assert unbuilt_keys(load([f"--model.tokenizer_path={bundled}"])) == []
+    assert unbuilt_keys(load([f"--model.tokenizer_path={tmp_path / 'gone.json'}"])) == []
+
+
+def test_right_command_line_is_planned_for_the_fewest_ranks_that_fit():
+    flags: Sequence[str] = ["--training.data_parallel_shard_degree=3", "--training.steps=7"]
+    config, plans = checked_plans(flags, training=True)
+    assert (plans.mesh.world_size, plans.train.steps, config.dialect.training.steps) == (3, 7, 7)
