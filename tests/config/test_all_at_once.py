@@ -9,7 +9,6 @@ import pytest
 
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
-from titanlite.config.unbuilt import unbuilt_keys
 from titanlite.prepare import checked_plans, load_plans
 
 
@@ -119,27 +118,6 @@ def test_wrong_value_over_a_right_one_leaves_it_in_doubt(tmp_path):
         "training.batch_size",
         "training.dataset_path",
     ]
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [("tokenizer.json", b'\n{"model": {}}'), ("tokenizer.model", b"\n\x0e\n\x05<unk>\x15\0\0\0\0"), ("folder", None)],
-)
-def test_tokenizers_that_no_reader_exists_for_are_noted(tmp_path, name, content):
-    path = tmp_path / name
-    if content is None:
-        path.mkdir()
-    else:
-        path.write_bytes(content)
-    flag = f"--model.tokenizer_path={path}"
-    assert unbuilt_keys(load([flag])) == ["model.tokenizer_path"]
-    assert wrong_keys(flag) == ["model.tokenizer_path"]
-
-
-def test_tiktoken_file_is_no_feature_to_come(tmp_path):
-    bundled = Path(__file__).parents[2] / "titanlite" / "data" / "assets" / "tokenizer.tiktoken"
-    assert unbuilt_keys(load([f"--model.tokenizer_path={bundled}"])) == []
-    assert unbuilt_keys(load([f"--model.tokenizer_path={tmp_path / 'gone.json'}"])) == []
 
 
 def test_right_command_line_is_planned_for_the_fewest_ranks_that_fit():

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from titanlite.data.sources import BUNDLED
-from titanlite.data.tokenizer import BUNDLED_TOKENIZER
+from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, BUNDLED_TOKENIZER
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -85,11 +85,15 @@ def test_gzip_files_are_reproducible() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("tokenizers") is None, reason="needs the hf extra")
-def test_the_committed_tokenizer_is_what_the_script_makes(tmp_path: Path) -> None:
-    out = tmp_path / "tokenizer.tiktoken"
+def test_the_committed_tokenizers_are_what_the_script_makes(tmp_path: Path) -> None:
     script = ROOT / "scripts" / "train_tokenizer.py"
-    subprocess.run([sys.executable, str(script), "--out", str(out)], check=True, env={"PYTHONPATH": str(ROOT)})
-    assert out.read_bytes() == BUNDLED_TOKENIZER.read_bytes()
+    run = [sys.executable, str(script), "--out", str(tmp_path)]
+    said = subprocess.run(run, check=True, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True).stdout
+    for committed in (BUNDLED_TOKENIZER, BUNDLED_SENTENCEPIECE):
+        assert (tmp_path / committed.name).read_bytes() == committed.read_bytes()
+    readme = (BUNDLED_TOKENIZER.parent / "README.md").read_text()
+    for line in said.splitlines():
+        assert line.split("; ")[1].split(" ")[0] in readme and line.split(", ")[-1].split(" ")[0] in readme
 
 
 def load_benchmark() -> ModuleType:

@@ -15,7 +15,8 @@ from titanlite.data import EndOfData, PackedDataset, build_dataset, build_valida
 from titanlite.data.errors import DataError
 from titanlite.data.order import epoch_order
 from titanlite.data.packing import IGNORE, Corpus
-from titanlite.data.tokenizer import BUNDLED_TOKENIZER, SPECIAL_TOKENS, Tokenizer, read_ranks
+from titanlite.data.tokenizer import BUNDLED_TOKENIZER, Tokenizer
+from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS, TiktokenTokenizer, read_ranks
 
 
 def stream_of(corpus: Corpus, epochs: int, seed: int, shuffle: bool = True) -> list[int]:
@@ -155,7 +156,7 @@ def test_fingerprint_follows_text_and_tokenizer_only(tmp_path: Path) -> None:
     found = {fingerprint(replace(plan, path=write(tmp_path / "b.jsonl", texts))) for texts in others}
     assert len(found | {first}) == 6
     ranks = read_ranks(BUNDLED_TOKENIZER)
-    assert fingerprint(plan, Tokenizer(ranks, SPECIAL_TOKENS[:128])) != first
+    assert fingerprint(plan, TiktokenTokenizer(ranks, SPECIAL_TOKENS[:128])) != first
 
 
 def test_settings_say_the_rest(corpus: Corpus) -> None:

@@ -1,16 +1,16 @@
-"""Tokenizer files: what is read, what is refused, and that text survives the round trip."""
+"""tiktoken rank files: what is read, what is refused, and that text survives the round trip."""
 
 from __future__ import annotations
 
 import base64
-import json
 from pathlib import Path
 
 import pytest
 
 from titanlite.config.plans import TokenizerPlan
 from titanlite.data.errors import DataError
-from titanlite.data.tokenizer import BUNDLED_TOKENIZER, SPECIAL_TOKENS, Tokenizer, load_tokenizer, read_ranks
+from titanlite.data.tokenizer import BUNDLED_TOKENIZER, Tokenizer, load_tokenizer
+from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS, TiktokenTokenizer, read_ranks
 
 
 @pytest.fixture(scope="module")
@@ -108,11 +108,11 @@ def test_decode_refuses_foreign_ids(tokenizer: Tokenizer) -> None:
 
 def test_fingerprint_follows_ranks_and_special_tokens(tmp_path: Path, tokenizer: Tokenizer) -> None:
     ranks = read_ranks(BUNDLED_TOKENIZER)
-    assert Tokenizer(ranks).fingerprint == tokenizer.fingerprint
+    assert TiktokenTokenizer(ranks).fingerprint == tokenizer.fingerprint
     by_rank = sorted(ranks, key=lambda token: ranks[token])
     swapped = [*by_rank[:-2], by_rank[-1], by_rank[-2]]
-    assert Tokenizer({token: i for i, token in enumerate(swapped)}).fingerprint != tokenizer.fingerprint
-    assert Tokenizer(ranks, SPECIAL_TOKENS[:-1]).fingerprint != tokenizer.fingerprint
+    assert TiktokenTokenizer({token: i for i, token in enumerate(swapped)}).fingerprint != tokenizer.fingerprint
+    assert TiktokenTokenizer(ranks, SPECIAL_TOKENS[:-1]).fingerprint != tokenizer.fingerprint
     assert len(tokenizer.fingerprint) == 64
 
 
@@ -125,12 +125,6 @@ def refused(path: Path) -> str:
 
 def test_missing_file(tmp_path: Path) -> None:
     assert "does not exist" in refused(tmp_path / "nowhere.model")
-
-
-def test_folder_names_the_files_in_it(tmp_path: Path) -> None:
-    assert "is a folder" in refused(tmp_path)
-    write_ranks(tmp_path / "tokenizer.model", BYTES)
-    assert "tokenizer.model" in refused(tmp_path)
 
 
 def test_empty_file(tmp_path: Path) -> None:
@@ -162,13 +156,3 @@ def test_gap_duplicates_and_missing_bytes(tmp_path: Path) -> None:
 
     write_ranks(path, [*BYTES[:65], *BYTES[66:]])
     assert "the byte 0x41 has no token (1 of 256 missing)" in refused(path)
-
-
-def test_other_formats_are_called_by_name(tmp_path: Path) -> None:
-    path = tmp_path / "tokenizer.json"
-    path.write_text(json.dumps({"version": "1.0", "model": {"type": "BPE"}}))
-    assert "tokenizer.json is not built yet: only tiktoken" in refused(path)
-
-    path = tmp_path / "tokenizer.model"
-    path.write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02\n\x0c\n\x03<s>\x15\x00\x00\x00\x00\x18\x03")
-    assert "sentencepiece model is not built yet: only tiktoken" in refused(path)

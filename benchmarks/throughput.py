@@ -1,0 +1,345 @@
+"""Training speed on CPU ranks: tokens per second, start-up, memory, and the share of bare matrix products.
+
+    python benchmarks/throughput.py                        # titanlite alone
+    python benchmarks/throughput.py --versus torchtitan    # and torchtitan 0.2.2, in turn, in an environment of its own
+
+A Llama of about 29 million parameters (dim 512, 8 layers, 8 heads, sequence 512, batch 4 per rank), fp32 and bf16, on
+1 and 2 gloo ranks with one thread each. Every repeat runs all systems one after the other, so that a machine whose
+speed drifts moves them alike; medians are printed, and ratios repeat by repeat. Both trainers run as users run them:
+torchrun on their own entry point, their own step lines read from the pipe. Writes Markdown and JSON with --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TITAN_VERSION = "0.2.2"
+TITAN_PACKAGES = ["torchdata", "tyro", "einops", "tokenizers", "datasets", "tensorboard"]
+DIM, LAYERS, HEADS, FFN, SEQ, BATCH = 512, 8, 8, 1536, 512, 4
+#: Steps of the warm-up of a run: their times are not counted.
+WARM = 2
+_STEP = re.compile(r"step:\s*(\d+).*?loss:\s*([\d.]+).*?tps:\s*([\d,]+)")
+_ANSI = re.compile(r"\033\[[\d;]*m")
+
+
+@dataclass(frozen=True)
+class Cell:
+    dtype: str
+    ranks: int
+
+
+@dataclass
+class Run:
+    """One run of one system."""
+
+    system: str
+    cell: Cell
+    #: Over all ranks.
+    tokens_per_second: float
+    seconds_to_step_1: float
+    #: Resident memory of the largest rank at its highest, GiB.
+    peak_gib: float
+    losses: list[float]
+
+
+def workers(launcher: int) -> Iterator[int]:
+    """Direct children of the launcher that run a trainer."""
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == launcher:
+            yield int(status.parent.name)
+
+
+def high_water_gib(pid: int) -> float:
+    try:
+        text = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0.0
+    found = re.search(r"VmHWM:\s*(\d+) kB", text)
+    return int(found[1]) / 2**20 if found else 0.0
+
+
+def torchrun(python: str, ranks: int, script: str, arguments: list[str]) -> list[str]:
+    launch = [python, "-u", "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--rdzv_backend", "c10d"]
+    return [*launch, "--rdzv_endpoint", "localhost:0", "--local-ranks-filter", "0", "--tee", "3", script, *arguments]
+
+
+def measure(system: str, cell: Cell, command: list[str], folder: Path, environment: dict[str, str]) -> Run:
+    """Start a trainer, read its step lines as they come, watch its workers' memory."""
+    began = time.perf_counter()
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "NO_COLOR": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    said: list[str] = []
+    arrivals: list[tuple[float, int, float]] = []
+    peak = 0.0
+    for line in process.stdout:
+        said.append(line)
+        found = _STEP.search(_ANSI.sub("", line))
+        if found:
+            arrivals.append((time.perf_counter(), int(found[1]), float(found[2])))
+            peak = max([peak, *(high_water_gib(pid) for pid in workers(process.pid))])
+    if process.wait() != 0 or len(arrivals) <= WARM + 1:
+        raise SystemExit(f"{system} {cell} failed:\n{''.join(said[-40:])}")
+    steps = [later[0] - earlier[0] for earlier, later in zip(arrivals[WARM:], arrivals[WARM + 1 :], strict=False)]
+    return Run(
+        system=system,
+        cell=cell,
+        tokens_per_second=BATCH * SEQ * cell.ranks / statistics.median(steps),
+        seconds_to_step_1=arrivals[0][0] - began,
+        peak_gib=peak,
+        losses=[loss for _, _, loss in arrivals],
+    )
+
+
+def run_titanlite(cell: Cell, steps: int, scratch: Path) -> Run:
+    flags = {
+        "job.config_file": "debug_model.toml",
+        "job.dump_folder": str(scratch / "titanlite"),
+        "model.overrides.dim": DIM,
+        "model.overrides.n_layers": LAYERS,
+        "model.overrides.n_heads": HEADS,
+        "model.overrides.ffn_dim": FFN,
+        "training.seq_len": SEQ,
+        "training.batch_size": BATCH,
+        "training.steps": steps,
+        "training.mixed_precision_param": cell.dtype,
+        "training.reshard_after_forward": "default",
+        "optimizer.lr": 8e-4,
+        "training.warmup_steps": 2,
+        "metrics.log_freq": 1,
+        "validation.enable": "false",
+    }
+    arguments = [f"--{key}={value}" for key, value in flags.items()]
+    command = torchrun(sys.executable, cell.ranks, str(ROOT / "train.py"), arguments)
+    return measure("titanlite", cell, command, scratch, {"PYTHONPATH": str(ROOT)})
+
+
+class Torchtitan:
+    """torchtitan in an environment of its own, with our text and tokenizer in the forms it reads."""
+
+    def __init__(self, folder: Path, scratch: Path) -> None:
+        self.scratch = scratch
+        self.python = str(folder / "bin" / "python")
+        if not (folder / "complete").exists():
+            self._install(folder)
+        self._write_assets()
+
+    def _install(self, folder: Path) -> None:
+        print(f"setting up torchtitan {TITAN_VERSION} in {folder}", flush=True)
+        import torch
+
+        version = torch.__version__.partition("+")[0]
+        pip = [self.python, "-m", "pip", "install", "-q", "-c", str(ROOT / "constraints.txt")]
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        subprocess.run([*pip, f"torch=={version}", *TITAN_PACKAGES], check=True)
+        subprocess.run([*pip, "--no-deps", f"torchtitan=={TITAN_VERSION}"], check=True)
+        (folder / "complete").touch()
+
+    def _write_assets(self) -> None:
+        from transformers.convert_slow_tokenizer import TikTokenConverter
+
+        from titanlite.config.plans import TokenizerPlan
+        from titanlite.data import load_tokenizer
+        from titanlite.data.sources import iter_records, source_files
+
+        ours = load_tokenizer(TokenizerPlan())
+        special = sorted(ours.special_tokens, key=ours.special_tokens.__getitem__)
+        ranks = str(ROOT / "titanlite" / "data" / "assets" / "tokenizer.tiktoken")
+        tokenizer = TikTokenConverter(vocab_file=ranks, extra_special_tokens=special).converted()
+        self.assets = self.scratch / "assets"
+        self.assets.mkdir()
+        tokenizer.save(str(self.assets / "tokenizer.json"))
+        names = {"bos_token": special[0], "eos_token": special[1], "add_bos_token": True, "add_eos_token": True}
+        (self.assets / "tokenizer_config.json").write_text(json.dumps(names))
+        data = self.scratch / "tests" / "assets" / "c4_test"
+        data.mkdir(parents=True)
+        with open(data / "data.json", "w") as stream:
+            for record in iter_records(source_files("c4_test", None)):
+                stream.write(json.dumps({"text": record.text, "timestamp": "", "url": ""}) + "\n")
+        self.model = {
+            "dim": DIM,
+            "n_layers": LAYERS,
+            "n_heads": HEADS,
+            "vocab_size": ours.vocab_size,
+            "multiple_of": 256,
+            "rope_theta": 500000,
+        }
+
+    def run(self, cell: Cell, steps: int) -> Run:
+        flags = {
+            "job.dump_folder": str(self.scratch / "torchtitan"),
+            "model.name": "llama3",
+            "model.flavor": "bench",
+            "model.hf_assets_path": str(self.assets),
+            "training.dataset": "c4_test",
+            "training.local_batch_size": BATCH,
+            "training.seq_len": SEQ,
+            "training.steps": steps,
+            "training.mixed_precision_param": cell.dtype,
+            "lr_scheduler.warmup_steps": 2,
+            "optimizer.lr": 8e-4,
+            "optimizer.implementation": "foreach",
+            "activation_checkpoint.mode": "none",
+            "metrics.log_freq": 1,
+        }
+        arguments = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
+        script = str(ROOT / "benchmarks" / "torchtitan_cpu.py")
+        model = json.dumps(self.model)
+        command = torchrun(self.python, cell.ranks, script, arguments)
+        return measure("torchtitan", cell, command, self.scratch, {"TITAN_BENCH_MODEL": model})
+
+
+_BARE = f"""
+import sys, time, torch
+torch.set_num_threads(1)
+dtype, vocab = getattr(torch, sys.argv[1]), int(sys.argv[2])
+d, f, m, layers = {DIM}, {FFN}, {BATCH * SEQ}, {LAYERS}
+shapes = [(d, d, 4 * layers), (d, f, 2 * layers), (f, d, layers), (d, vocab, 1)]
+work = []
+for k, n, times in shapes:
+    x, w, g = torch.randn(m, k, dtype=dtype), torch.randn(n, k, dtype=dtype), torch.randn(m, n, dtype=dtype)
+    work.append((times, x, w, g))
+def once():
+    for times, x, w, g in work:
+        for _ in range(times):
+            x @ w.t(); g @ w; g.t() @ x
+once()
+seconds = []
+for _ in range(5):
+    start = time.perf_counter(); once(); seconds.append(time.perf_counter() - start)
+print(sorted(seconds)[2])
+"""
+
+
+def bare_products(cell: Cell, vocab: int) -> float:
+    """Tokens per second of the linear layers' products alone, forward and backward, on all ranks at once."""
+    command = [sys.executable, "-c", _BARE, cell.dtype, str(vocab)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    running = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(cell.ranks)]
+    return sum(BATCH * SEQ / float(process.communicate()[0]) for process in running)
+
+
+def floor_seconds(ranks: int) -> float:
+    """An empty torchrun whose workers import torch and its FSDP."""
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
+        script.write("import os, torch, torch.distributed.fsdp, torch.distributed.checkpoint\nos._exit(0)\n")
+        script.flush()
+        began = time.perf_counter()
+        command = torchrun(sys.executable, ranks, script.name, [])
+        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True)
+        return time.perf_counter() - began
+
+
+def table(runs: list[Run], bare: dict[Cell, list[float]], floors: dict[Cell, list[float]]) -> list[str]:
+    """Markdown: a row per cell and system, medians over repeats, then the ratios pair by pair."""
+    lines = [
+        "| compute | ranks | system | tokens/s | of bare products | s to end of step 1 | floor + 1 step, s "
+        "| peak GiB per rank |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    median = statistics.median
+    for cell in bare:
+        for system in dict.fromkeys(run.system for run in runs):
+            mine = [run for run in runs if run.cell == cell and run.system == system]
+            speed = median(run.tokens_per_second for run in mine)
+            floor = median(floors[cell]) + BATCH * SEQ * cell.ranks / speed
+            lines.append(
+                f"| {cell.dtype} | {cell.ranks} | {system} | {speed:,.0f} | {speed / median(bare[cell]):.0%} | "
+                f"{median(r.seconds_to_step_1 for r in mine):.1f} | {floor:.1f} | "
+                f"{median(r.peak_gib for r in mine):.2f} |"
+            )
+    if len({run.system for run in runs}) > 1:
+        head = "| compute | ranks | tokens/s, titanlite / torchtitan (min–max) | memory | s to step 1 |"
+        lines += ["", head, "|---|---|---|---|---|"]
+        for cell in bare:
+            ours, theirs = (
+                [run for run in runs if run.cell == cell and run.system == s] for s in ("titanlite", "torchtitan")
+            )
+            pairs = list(zip(ours, theirs, strict=True))
+
+            def ratio(of: Callable[[Run], float], pairs: list[tuple[Run, Run]] = pairs) -> list[float]:
+                return [of(a) / of(b) for a, b in pairs]
+
+            speeds = ratio(lambda r: r.tokens_per_second)
+            lines.append(
+                f"| {cell.dtype} | {cell.ranks} | {median(speeds):.2f} ({min(speeds):.2f}–{max(speeds):.2f}) | "
+                f"{median(ratio(lambda r: r.peak_gib)):.2f} | {median(ratio(lambda r: r.seconds_to_step_1)):.2f} |"
+            )
+    return lines
+
+
+def hardware() -> str:
+    import torch
+
+    from titanlite.observe.flops import device_name
+
+    cpu = device_name(torch.device("cpu"))
+    return f"{os.cpu_count()} cores, {cpu}, torch {torch.__version__}, Python {platform.python_version()}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--versus", choices=["torchtitan"], help="also run this trainer, in turn")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=10, help=f"steps per run, the first {WARM} not counted")
+    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"])
+    parser.add_argument("--peer-environment", type=Path, default=ROOT / "benchmarks" / ".torchtitan", metavar="FOLDER")
+    parser.add_argument("--out", type=Path, help="write FILE.md and FILE.json", metavar="FILE")
+    arguments = parser.parse_args()
+
+    from titanlite.config.plans import TokenizerPlan
+    from titanlite.data import load_tokenizer
+
+    vocab = load_tokenizer(TokenizerPlan()).vocab_size
+    cells = [Cell(dtype, ranks) for dtype in arguments.dtypes for ranks in arguments.ranks]
+    runs: list[Run] = []
+    bare: dict[Cell, list[float]] = {cell: [] for cell in cells}
+    floors: dict[Cell, list[float]] = {cell: [] for cell in cells}
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        peer = Torchtitan(arguments.peer_environment, scratch) if arguments.versus else None
+        for repeat in range(arguments.repeats):
+            for cell in cells:
+                bare[cell].append(bare_products(cell, vocab))
+                floors[cell].append(floor_seconds(cell.ranks))
+                runs.append(run_titanlite(cell, arguments.steps, scratch))
+                if peer:
+                    runs.append(peer.run(cell, arguments.steps))
+                shown = ", ".join(f"{r.system} {r.tokens_per_second:,.0f}" for r in runs[-2 if peer else -1 :])
+                print(f"repeat {repeat + 1}, {cell.dtype} on {cell.ranks}: {shown} tokens/s", flush=True)
+    head = f"{hardware()}; {arguments.repeats} repeats of {arguments.steps} steps, medians."
+    lines = [head, "", *table(runs, bare, floors)]
+    print("\n".join(["", *lines]))
+    if arguments.out:
+        arguments.out.with_suffix(".md").write_text("\n".join(lines) + "\n")
+        arguments.out.with_suffix(".json").write_text(
+            json.dumps({"hardware": hardware(), "command": sys.argv, "runs": [asdict(run) for run in runs]}, indent=1)
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+"""tokenizer.json: the ids of `tokenizers` and transformers, which tokens are BOS and EOS, and errors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titanlite.config.plans import TokenizerPlan
+from titanlite.data.errors import DataError
+from titanlite.data.sources import BUNDLED, iter_records
+from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, BUNDLED_TOKENIZER, Tokenizer, load_tokenizer
+from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS, SPLIT_PATTERN
+
+tokenizers = pytest.importorskip("tokenizers", reason="needs the hf extra")
+transformers = pytest.importorskip("transformers", reason="needs the hf extra")
+
+TEXTS = [
+    "",
+    " ",
+    "naïve café — “quotes” … 1811, £20,000",
+    "日本語 русский العربية हिन्दी 👩‍👩‍👧‍👦",
+    "tabs\t\tand\r\nlines\n\n\n  spaces   ",
+    "nul\0nul",
+]
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[str]:
+    texts = [record.text for record in iter_records(BUNDLED["c4_test"])][::8]
+    return texts + [record.text for record in iter_records(BUNDLED["c4_validation"])]
+
+
+@pytest.fixture(scope="module")
+def llama3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled ranks as transformers writes them."""
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    path = tmp_path_factory.mktemp("llama3") / "tokenizer.json"
+    TikTokenConverter(
+        vocab_file=str(BUNDLED_TOKENIZER), pattern=SPLIT_PATTERN, extra_special_tokens=list(SPECIAL_TOKENS)
+    ).converted().save(str(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def llama2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as transformers writes it for Llama 2's kind, from the bundled sentencepiece model."""
+    source, folder = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("llama2")
+    shutil.copy(BUNDLED_SENTENCEPIECE, source / "tokenizer.model")
+    transformers.LlamaTokenizer.from_pretrained(source).save_pretrained(folder)
+    return folder
+
+
+def load(path: Path) -> Tokenizer:
+    return load_tokenizer(TokenizerPlan(str(path)))
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(DataError) as caught:
+        load(path)
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+def test_the_same_ranks_give_the_same_ids_as_tiktoken(llama3: Path, documents: list[str]) -> None:
+    ours, reference = load(llama3), load_tokenizer(TokenizerPlan())
+    assert ours.special_tokens == reference.special_tokens
+    assert (ours.vocab_size, ours.bos_id, ours.eos_id) == (2304, 2048, 2049)
+    for text in [*documents, *TEXTS, "<|begin_of_text|> not special <|eot_id|>", "a\ud800b"]:
+        ids = ours.encode(text, bos=True, eos=True)
+        assert ids == reference.encode(text, bos=True, eos=True)
+        assert ours.decode(ids) == reference.decode(ids)
+
+
+def test_ids_are_those_of_transformers_and_of_sentencepiece(llama2: Path, documents: list[str]) -> None:
+    ours = load(llama2)
+    assert (ours.vocab_size, ours.bos_id, ours.eos_id) == (2304, 1, 2)
+    reference = transformers.AutoTokenizer.from_pretrained(llama2)
+    sentencepiece = load(BUNDLED_SENTENCEPIECE)
+    for text in [*documents, *TEXTS]:
+        ids = ours.encode(text)
+        assert ids == reference(text, add_special_tokens=False)["input_ids"]
+        # transformers puts no second space before a first one: its own choice, in the file.
+        if not text.startswith(" "):
+            assert ids == sentencepiece.encode(text)
+            assert ours.decode([1, *ids, 2]) == sentencepiece.decode([1, *ids, 2]) == f"<s>{text}</s>"
+
+
+def test_text_never_becomes_a_token_that_is_marked_as_special(llama2: Path) -> None:
+    text = "<s> is not </s> special <unk> here"
+    ids = load(llama2).encode(text)
+    assert ids == load(BUNDLED_SENTENCEPIECE).encode(text)
+    assert not {0, 1, 2} & set(ids)
+    unguarded = tokenizers.Tokenizer.from_file(str(llama2 / "tokenizer.json"))
+    assert {1, 2} <= set(unguarded.encode(text, add_special_tokens=False).ids), "else this test shows nothing"
+
+
+def test_post_processor_truncation_and_padding_are_left_out(llama3: Path, tmp_path: Path) -> None:
+    changed = tokenizers.Tokenizer.from_file(str(llama3))
+    begin, end = SPECIAL_TOKENS[:2]
+    changed.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{begin} $A {end}", special_tokens=[(begin, 2048), (end, 2049)]
+    )
+    changed.enable_truncation(8)
+    changed.enable_padding(length=64, pad_id=2050, pad_token=SPECIAL_TOKENS[2])
+    changed.save(str(tmp_path / "tokenizer.json"))
+    text = "In the beginning God created the heaven and the earth."
+    plain, ours = load(llama3), load(tmp_path / "tokenizer.json")
+    assert len(changed.encode(text).ids) == 64 and changed.encode(text).ids[0] == 2048
+    assert ours.encode(text) == plain.encode(text)
+    assert ours.encode(text, bos=True, eos=True) == [2048, *plain.encode(text), 2049]
+    assert ours.fingerprint == plain.fingerprint, "what is left out is no part of the identity"
+
+
+def write_words(folder: Path, *words: str, **beside: Any) -> Path:
+    """A tokenizer.json of whole words, without special tokens of its own, and files beside it."""
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token=words[0]))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made.save(str(folder / "tokenizer.json"))
+    for name, content in beside.items():
+        (folder / f"{name}.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    return folder / "tokenizer.json"
+
+
+WORDS = ("?", "a", "<s>", "</s>", "<|endoftext|>", "B", "E")
+NAMED = {"bos_token": "B", "eos_token": "E"}
+
+
+@pytest.mark.parametrize(
+    ("beside", "bos", "eos"),
+    [
+        ({}, "<s>", "</s>"),
+        ({"tokenizer_config": NAMED}, "B", "E"),
+        ({"special_tokens_map": NAMED}, "B", "E"),
+        ({"tokenizer_config": {k: {"content": v, "lstrip": False} for k, v in NAMED.items()}}, "B", "E"),
+        ({"tokenizer_config": NAMED, "special_tokens_map": {"bos_token": "a", "eos_token": "a"}}, "B", "E"),
+        ({"tokenizer_config": {"bos_token": "B"}, "special_tokens_map": NAMED}, "B", "E"),
+        ({"tokenizer_config": {"eos_token": "</s>", "model_max_length": 4}}, "<s>", "</s>"),
+        ({"tokenizer_config": {"eos_token": "<|endoftext|>"}}, "<|endoftext|>", "<|endoftext|>"),
+    ],
+)
+def test_who_names_bos_and_eos(tmp_path: Path, beside: dict[str, Any], bos: str, eos: str) -> None:
+    tokenizer = load(write_words(tmp_path, *WORDS, **beside))
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (WORDS.index(bos), WORDS.index(eos))
+    assert tokenizer.special_tokens == {bos: WORDS.index(bos), eos: WORDS.index(eos)}
+    assert tokenizer.encode("a a", bos=True, eos=True) == [WORDS.index(bos), 1, 1, WORDS.index(eos)]
+
+
+@pytest.mark.parametrize(
+    ("beside", "words"),
+    [
+        ({}, "no file names its bos_token and eos_token, and it has none of the usual ones"),
+        ({"tokenizer_config": {"eos_token": "E"}}, "no file names its bos_token, and"),
+        (
+            {"tokenizer_config": {"bos_token": None, "eos_token": "E"}},
+            "tokenizer_config.json says that there is no bos",
+        ),
+        ({"tokenizer_config": {"bos_token": "X"}}, "tokenizer_config.json names 'X' as bos_token, which"),
+        ({"special_tokens_map": "{cut"}, "special_tokens_map.json cannot be read"),
+    ],
+)
+def test_bos_and_eos_that_are_not_known(tmp_path: Path, beside: dict[str, Any], words: str) -> None:
+    path = write_words(tmp_path, "?", "a", "B", "E", **beside)
+    with pytest.raises(DataError) as caught:
+        load(path)
+    assert words in str(caught.value) and str(tmp_path) in str(caught.value)
+
+
+def test_added_tokens_that_are_not_special_stand_for_text(tmp_path: Path) -> None:
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0, "<s>": 1, "</s>": 2, "a": 3}, unk_token="?"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made.add_tokens(["<code>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load(tmp_path)
+    assert tokenizer.encode("a<code>a") == [3, 4, 3]
+    assert "<code>" not in tokenizer.special_tokens and tokenizer.vocab_size == 5
+
+
+def test_a_vocabulary_that_spells_a_special_token_gives_its_id(tmp_path: Path) -> None:
+    """What the docstring says: `tokenizers` matches no added token here, but the model's own word is the same."""
+    assert load(write_words(tmp_path, *WORDS)).encode("a <s> a") == [1, 2, 1]
+
+
+def test_vocab_size_is_one_more_than_the_highest_id(tmp_path: Path) -> None:
+    words = {"<s>": 0, "</s>": 1, "a": 9}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="a"))
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load(tmp_path)
+    assert tokenizer.vocab_size == 10
+    with pytest.raises(DataError, match="token id 10 at position 1 is outside the tokenizer's vocabulary of 10"):
+        tokenizer.decode([9, 10])
+
+
+def test_fingerprint_follows_what_decides_the_ids(tmp_path: Path) -> None:
+    path = write_words(tmp_path, *WORDS)
+    first = load(path).fingerprint
+    path.write_text(json.dumps(json.loads(path.read_text()), indent=7))
+    assert load(path).fingerprint == first
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(NAMED))
+    named = load(path).fingerprint
+    write_words(tmp_path, *WORDS[:-2], "E", "B")
+    assert len({first, named, load(path).fingerprint}) == 3 and len(first) == 64
+
+
+def test_files_that_are_damaged_or_something_else(tmp_path: Path, llama3: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    content = llama3.read_bytes()
+    for end in (1, 100, len(content) // 2, len(content) - 2):
+        path.write_bytes(content[:end])
+        assert "is JSON that is damaged or cut short" in refused(path)
+    path.write_text(json.dumps(NAMED))
+    assert 'is JSON without a "model" part' in refused(path)
+    path.write_text(json.dumps({**json.loads(content), "model": {"type": "Nonesuch"}}))
+    assert f"is not a tokenizer.json that tokenizers {tokenizers.__version__} reads" in refused(path)
+    path.write_bytes(content.replace(b'"version"', b'"versi\xff"', 1))
+    assert "damaged" in refused(path)
+
+
+def test_without_the_library_the_extra_is_named(llama3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert "pip install 'titanlite[hf]'" in refused(llama3)
