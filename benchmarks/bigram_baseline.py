@@ -65,7 +65,7 @@ def discount(counts: NDArray[np.int64]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--tokenizer", help="tiktoken file (default: the bundled one)")
+    parser.add_argument("--tokenizer", help="file or folder (default: the bundled tiktoken ranks)")
     parser.add_argument("--train", help="file or folder of C4-format records (default: the bundled training text)")
     parser.add_argument("--held-out", help="the same for the held-out text")
     arguments = parser.parse_args()

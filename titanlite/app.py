@@ -20,6 +20,7 @@ from titanlite.models.shapes import ShapeError
 from titanlite.observe.console import logger, setup_console
 from titanlite.parallel.world import World, WorldError
 from titanlite.prepare import checked_plans, resolve_plans
+from titanlite.runs.logs import rank_log
 from titanlite.trainer import Trainer
 
 _SECONDS_TO_SPEAK = 3.0
@@ -39,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
         if plans.train.steps is None:
             plans = resolve_plans(config, size, text.train.total_sequences)
         _make_folder(plans)
-        with World.open(plans.comm) as world:
+        with World.open(plans.comm) as world, rank_log(Path(plans.observe.dump_folder), world.rank):
             if world.rank == 0:
                 _show_config(plans)
             Trainer(plans, world, text).train()

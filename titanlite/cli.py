@@ -14,9 +14,12 @@ from titanlite.config.explain import Style, explain_all, explain_key
 from titanlite.config.job import JobConfig
 from titanlite.config.load import load
 from titanlite.config.plans import MeshPlan, ModelPlan, Plans
+from titanlite.config.resolve import smallest_world
 from titanlite.config.unbuilt import unbuilt_notes, without_effect
 from titanlite.models.shapes import count_parameters
-from titanlite.prepare import checked_plans, model_args
+from titanlite.prepare import checked_plans, model_args, resolve_plans
+from titanlite.runs import command as runs_command
+from titanlite.runs.attempts import RunError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,16 +28,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(ours)
     style = Style(sys.stdout.isatty() and "NO_COLOR" not in os.environ)
     try:
-        text = arguments.run(arguments, flags, style)
+        result = arguments.run(arguments, flags, style)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return exit_codes.CONFIG
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return exit_codes.CONFIG
+    text, code = result if isinstance(result, tuple) else (result, exit_codes.DONE)
     try:
-        print(text, flush=True)
+        if text:
+            print(text, flush=True)
     except BrokenPipeError:
         # A pager or `head` has seen enough; without this Python complains again while it shuts down.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return exit_codes.DONE
+    return code
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -60,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_config(commands)
+    runs_command.add_commands(commands)
     return parser
 
 
@@ -105,6 +114,125 @@ def _add_config(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "words", nargs="*", metavar="KEY|FILE", help="a key or section to explain in depth, and the TOML file"
     )
     explain.set_defaults(run=_explain)
+    _add_config_tools(actions)
+
+
+_DIFFERENT = 1
+"""Exit status of `config diff` and `config migrate --check`, as that of `diff`."""
+
+
+def _add_config_tools(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    diff = actions.add_parser(
+        "diff",
+        help="what differs in effect between two configs",
+        description="Show the keys whose values differ, whatever their spelling, with the source of each. A config is "
+        "a TOML file, the folder of a run, or a folder of checkpoints.",
+        epilog=f"Exit status: 0 when they are equal, {_DIFFERENT} when not, 2 when one is wrong.",
+        allow_abbrev=False,
+    )
+    diff.add_argument("left", metavar="FILE|FOLDER")
+    diff.add_argument("right", metavar="FILE|FOLDER")
+    diff.add_argument("--plans", action="store_true", help="also compare what follows from them")
+    diff.add_argument(
+        "--world-size", type=int, metavar="N", help="ranks for --plans (default: as for `config check`, on each side)"
+    )
+    diff.set_defaults(run=_diff)
+
+    migrate = actions.add_parser(
+        "migrate",
+        help="rewrite later names and other trainers' files",
+        description="Rewrite a TOML file with titanlite's own names in their sections. Comments stay beside their "
+        "keys, later defaults are written out, and what has no equivalent becomes a comment with the reason. The new "
+        "text goes to standard output, what was done to standard error.",
+        epilog=f"Exit status: 0; with --check {_DIFFERENT} when the file would change; 2 when it holds other mistakes.",
+        allow_abbrev=False,
+    )
+    migrate.add_argument("file", nargs="?", metavar="FILE", help="TOML file; also looked up in train_configs/")
+    migrate.add_argument("--in-place", action="store_true", help="replace the file, and keep the old one as FILE.orig")
+    migrate.add_argument("--check", action="store_true", help="change nothing, only tell what would change")
+    migrate.add_argument(
+        "--aws-fsdp", metavar="ARGUMENTS", help='a command line of the AWS FSDP samples instead: "--max_steps=100 ..."'
+    )
+    migrate.set_defaults(run=_migrate)
+
+    schema = actions.add_parser(
+        "schema",
+        help="a JSON Schema of all keys, for editors",
+        description="Print the JSON Schema (draft 2020-12) with which editors complete and check TOML files.",
+        allow_abbrev=False,
+    )
+    schema.set_defaults(run=_schema)
+
+    template = actions.add_parser(
+        "template",
+        help="a commented TOML file with every key",
+        description="Print a TOML file with every key, its meaning and its default, to uncomment from.",
+        allow_abbrev=False,
+    )
+    template.add_argument("--markdown", action="store_true", help="print the table of the documentation instead")
+    template.set_defaults(run=_template)
+
+
+def _no_flags(flags: list[str]) -> None:
+    if flags:
+        raise ConfigError([Problem("command line", flags[0], "this command takes no --section.key flags")])
+
+
+def _diff(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple[str, int]:
+    from titanlite.config.diff import differences, plan_differences, report, side
+
+    _no_flags(flags)
+    left, right = side(arguments.left), side(arguments.right)
+    found = differences(left, right)
+    if arguments.plans:
+        size, _ = _world_size(arguments.world_size)
+        plans = [resolve_plans(one.config, size or smallest_world(one.config)) for one in (left, right)]
+        found += plan_differences(*plans)
+    if not found:
+        return "no difference in effect", exit_codes.DONE
+    head = f"{style.dim('---')} {left.name}\n{style.dim('+++')} {right.name}"
+    return f"{head}\n{report(found, style)}", _DIFFERENT
+
+
+def _migrate(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str, int]:
+    from titanlite.config.migrate import migrate_file, write_in_place
+
+    if arguments.aws_fsdp is not None:
+        from titanlite.config.aws_fsdp import migrate_arguments
+
+        if arguments.file or arguments.in_place or arguments.check:
+            raise ConfigError([Problem("command line", "--aws-fsdp", "takes no file, and no --in-place or --check")])
+        _no_flags(flags)
+        migration = migrate_arguments(arguments.aws_fsdp)
+        print(migration.report("--aws-fsdp"), file=sys.stderr)
+        return migration.text.removesuffix("\n"), exit_codes.DONE
+    _no_flags(flags)
+    if not arguments.file or (arguments.in_place and arguments.check):
+        message = "--in-place and --check exclude each other" if arguments.file else "name a TOML file, or --aws-fsdp"
+        raise ConfigError([Problem("command line", "", message)])
+    path, migration = migrate_file(arguments.file)
+    report = migration.report(arguments.file)
+    if arguments.check:
+        return report, _DIFFERENT if migration.changes else exit_codes.DONE
+    if arguments.in_place:
+        kept = f"\nthe old file is {write_in_place(path, migration.text)}" if migration.changes else ""
+        return report + kept, exit_codes.DONE
+    print(report, file=sys.stderr)
+    return migration.text.removesuffix("\n"), exit_codes.DONE
+
+
+def _schema(arguments: argparse.Namespace, flags: list[str], _: Style) -> str:
+    from titanlite.config.schema_json import to_text
+
+    _no_flags(flags)
+    return to_text().removesuffix("\n")
+
+
+def _template(arguments: argparse.Namespace, flags: list[str], _: Style) -> str:
+    from titanlite.config.template import markdown, template
+
+    _no_flags(flags)
+    return markdown() if arguments.markdown else template()
 
 
 def _explain(arguments: argparse.Namespace, flags: list[str], style: Style) -> str:

@@ -14,14 +14,16 @@ from titanlite._version import __version__
 from titanlite.build import Parts, Text, build, fingerprints, parameter_counts, to_device
 from titanlite.checkpoint import Checkpointer, CheckpointError
 from titanlite.config.plans import Plans
-from titanlite.guard import FiniteGuard
+from titanlite.guard import FiniteGuard, NonFiniteError
 from titanlite.observe.console import logger
 from titanlite.observe.flops import device_name
 from titanlite.observe.memory import total_memory_bytes
 from titanlite.observe.observer import FILE, Observer
+from titanlite.observe.profiles import Profiles
 from titanlite.observe.report import start_report
 from titanlite.optim.schedule import learning_rate
 from titanlite.parallel.world import World, patience, set_timeouts
+from titanlite.runs.provenance import config_text
 from titanlite.step import StepResult, train_step, validate
 
 
@@ -41,7 +43,7 @@ class Trainer:
         self.checkpointer: Checkpointer | None = None
         if plans.checkpoint.enable:
             prints = fingerprints(self.parts.args, text)
-            self.checkpointer = Checkpointer(plans.checkpoint, world, prints, {"toml": plans.config_toml})
+            self.checkpointer = Checkpointer(plans.checkpoint, world, prints, {"toml": config_text(plans.config_toml)})
         self.observer = Observer(plans, world, self.parts.args)
 
     def train(self) -> None:
@@ -58,16 +60,25 @@ class Trainer:
         was_collecting = gc.isenabled()
         gc.disable()  # collected on all ranks together instead: one rank's pause makes every other wait
         try:
-            while self.step < self.steps:
-                self.step += 1
-                result = self.train_one()
-                self.guard.watch()
-                self.after_first_step()
-                self.collect_garbage()
-                self.observer.step(self.step, result, self.lr(), self.tokens_seen)
-                self.validate()
-                self.save()
-            self.guard.check()
+            with Profiles(self.plans.profile, self.world.rank, self.world.device) as profiles:
+                while self.step < self.steps:
+                    self.step += 1
+                    result = self.train_one()
+                    self.guard.watch()
+                    self.after_first_step()
+                    self.collect_garbage()
+                    self.observer.step(self.step, result, self.lr(), self.tokens_seen)
+                    profiles.step(self.step)
+                    self.validate()
+                    self.save()
+                self.guard.check()
+            self.observer.finish("done", self.step)
+        except NonFiniteError as error:
+            self.observer.finish("stopped", error.step - 1, str(error))
+            raise
+        except BaseException as error:
+            self.observer.finish("failed", self.step - 1, f"{type(error).__name__}: {error}")
+            raise
         finally:
             if was_collecting:
                 gc.enable()
@@ -200,4 +211,5 @@ class Trainer:
             f"{self.steps} steps. To train on, raise {key}; to start anew, give another --job.dump_folder or move the "
             "checkpoints away"
         )
+        self.observer.finish("done", self.step)
         self.observer.close()

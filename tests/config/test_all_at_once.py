@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from titanlite.config.errors import ConfigError
-from titanlite.config.load import load
 from titanlite.prepare import checked_plans, load_plans
 
 

@@ -184,9 +184,20 @@ _TIMED = "import sys; from titanlite.cli import main; main(sys.argv[1:]); print(
 
 
 @pytest.mark.parametrize(
-    "words", [["check", "llama3_8b.toml"], ["explain", "llama3_8b.toml"], ["explain", "training.steps"]]
+    "words",
+    [
+        ["check", "llama3_8b.toml"],
+        ["explain", "llama3_8b.toml"],
+        ["explain", "training.steps"],
+        ["diff", "llama3_8b.toml", "llama3_70b.toml", "--plans"],
+        ["migrate", "llama3_8b.toml"],
+        ["migrate", "--aws-fsdp", "--max_steps=3"],
+        ["schema"],
+        ["template"],
+        ["template", "--markdown"],
+    ],
 )
-def test_check_and_explain_take_under_a_second_and_import_no_torch(words):
+def test_config_commands_take_under_a_second_and_import_no_torch(words):
     assert find_config("llama3_8b.toml") is not None
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(

@@ -265,6 +265,15 @@ def test_overrides_reach_the_plan():
     assert model.overrides == (("n_layers", 2), ("rope_scaling", 8.0), ("rope_theta", 10000))
 
 
+def test_llama2_goes_with_the_bundled_sentencepiece_model():
+    assert plans("--model.name=llama3").tokenizer.bundled == "tiktoken"
+    llama2 = plans("--model.name=llama2")
+    assert llama2.tokenizer.bundled == "sentencepiece" and llama2.tokenizer.path is None
+    assert "tokenizer: the bundled sentencepiece model, the kind that llama2 goes with" in llama2.notes
+    own = plans("--model.name=llama2", "--model.tokenizer_path=/a/tokenizer.json")
+    assert own.tokenizer.path == "/a/tokenizer.json" and not any("tokenizer" in note for note in own.notes)
+
+
 def test_every_shape_resolves():
     for family, flavors in SHAPES.items():
         for flavor in flavors:

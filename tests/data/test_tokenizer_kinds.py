@@ -41,6 +41,11 @@ def test_the_content_decides_and_the_name_does_not(tmp_path: Path) -> None:
     assert sizes == {"tiktoken": (2304, 2048, 2049), "sentencepiece": (2304, 1, 2), "tokenizer.json": (4, 0, 1)}
 
 
+def test_both_bundled_ones_are_read_without_a_path() -> None:
+    assert load_tokenizer(TokenizerPlan()).bos_id == 2048
+    assert load_tokenizer(TokenizerPlan(bundled="sentencepiece")).bos_id == 1
+
+
 def test_of_a_folder_the_json_is_read_before_the_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="titanlite")
     logging.getLogger("titanlite").addHandler(caplog.handler)

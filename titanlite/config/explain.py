@@ -95,8 +95,7 @@ def explain_key(config: JobConfig, name: str, style: Style) -> str:
     if canonical in UNBUILT:
         entry = UNBUILT[canonical]
         built = " or ".join(quote(value) for value in (key.default, *entry.built))
-        stops = entry.asks_words or f"values other than {built} stop training"
         advice = f"; {entry.advice}" if entry.advice else ""
-        rows.append(("not built yet", f"{entry.feature}: {stops}{advice}"))
+        rows.append(("not built yet", f"{entry.feature}: values other than {built} stop training{advice}"))
     head = f"{style.bold(canonical)}" + (f"  ({name} is another name of it)" if alias else "")
     return "\n".join([head, *(f"  {label:<13} {text}" for label, text in rows)])

@@ -60,7 +60,7 @@ class JobConfig:
             body = []
             for key in (k for k in keys().values() if k.section == section):
                 value = self.value(key.name)
-                if key.name in _NOT_WRITTEN or value is None or value == {} or self._superseded(key.name):
+                if key.name in _NOT_WRITTEN or value is None or value == {} or self.superseded(key.name):
                     continue
                 source = self.source(key.name)
                 if key.is_table:
@@ -72,8 +72,8 @@ class JobConfig:
                 lines += [f"[{section}]", *body, ""]
         return "\n".join(lines)
 
-    def _superseded(self, key: str) -> bool:
-        """Whether this default gave way to another way of saying the same."""
+    def superseded(self, key: str) -> bool:
+        """Whether a key that nobody wrote gave way to another way of saying the same."""
         return not self.is_given(key) and any(
             key in group and any(self.is_given(other) and self.value(other) is not None for other in group)
             for group in EXCLUSIVE

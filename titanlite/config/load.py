@@ -67,6 +67,13 @@ def read(argv: Sequence[str]) -> tuple[JobConfig, list[Problem]]:
     return builder.finish(), builder.problems
 
 
+def read_text(text: str, path: Path) -> tuple[JobConfig, list[Problem]]:
+    """As `read`, for a text that stands or shall stand in the file `path`; what it extends is found from there."""
+    builder = _Builder([])
+    builder.read_text(text, path, chain=())
+    return builder.finish(), builder.problems
+
+
 def load_file(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> JobConfig:
     """The config of a file, with flags laid over it as on a command line. Raises ConfigError."""
     return load([f"--job.config_file={os.fspath(path)}", *overrides])
@@ -128,13 +135,17 @@ class _Builder:
             reason = "is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else (error.strerror or str(error))
             self.problems.append(Problem(named_at, key, f"cannot read {quote(str(shown))}: {reason}"))
             return
+        self.read_text(text, path, chain)
+
+    def read_text(self, text: str, path: Path, chain: tuple[Path, ...]) -> None:
+        """Lay the text of a file and all it extends."""
         # A byte order mark is no part of TOML, but editors on Windows write one.
         entries, problems = file_entries(text.removeprefix("\ufeff"), _short(path))
         self.problems += problems
         for entry in entries:
             if entry.name == "job.extends" and not check_value(keys()["job.extends"], entry.value):
                 for base in entry.value:
-                    self.read(path.parent / base, base, (*chain, identity), entry.source.place)
+                    self.read(path.parent / base, base, (*chain, path.resolve()), entry.source.place)
         self.files.append(_short(path))
         self.lay(entries, file=path)
 

@@ -30,9 +30,11 @@ class ModelPlan:
 
 @dataclass(frozen=True)
 class TokenizerPlan:
-    """Where the tokenizer is. `None`: the one that travels with titanlite."""
+    """Where the tokenizer is."""
 
+    #: File or folder, or None: the one of the kind `bundled` that travels with titanlite.
     path: str | None = None
+    bundled: Literal["tiktoken", "sentencepiece"] = "tiktoken"
 
 
 @dataclass(frozen=True)
@@ -198,6 +200,16 @@ class ObservePlan:
 
 
 @dataclass(frozen=True)
+class ProfilePlan:
+    #: Folder of torch.profiler traces; None: none.
+    trace_folder: str | None = None
+    #: Folder of CUDA memory snapshots; None: none.
+    snapshot_folder: str | None = None
+    #: Steps of a cycle.
+    freq: int = 10
+
+
+@dataclass(frozen=True)
 class Plans:
     """One run, resolved."""
 
@@ -214,6 +226,7 @@ class Plans:
     checkpoint: CheckpointPlan = field(default_factory=CheckpointPlan)
     comm: CommPlan = field(default_factory=CommPlan)
     observe: ObservePlan = field(default_factory=ObservePlan)
+    profile: ProfilePlan = field(default_factory=ProfilePlan)
     #: The whole config as a TOML file that loads to the same values, with the source of each as a comment.
     config_toml: str = ""
     #: How each derived number came about, one sentence each; logged at start.

@@ -67,7 +67,7 @@ def draft(
     d = config.dialect
     resolved = plans.Plans(
         model=work.model(),
-        tokenizer=plans.TokenizerPlan(path=d.model.tokenizer_path),
+        tokenizer=work.tokenizer(),
         data=work.data(),
         batch=batch,
         mesh=mesh,
@@ -85,6 +85,7 @@ def draft(
         checkpoint=work.checkpoint(),
         comm=plans.CommPlan(**d.comm.model_dump()),
         observe=work.observe(),
+        profile=work.profile(),
         config_toml=config.to_toml(),
         notes=(*config.notes, *work.notes),
         warnings=tuple(work.warnings),
@@ -187,6 +188,14 @@ class _Work:
             max_seq_len=longest,
             vocab_size=d.model.vocab_size,
         )
+
+    def tokenizer(self) -> plans.TokenizerPlan:
+        d = self.config.dialect
+        if d.model.name != "llama2":
+            return plans.TokenizerPlan(d.model.tokenizer_path)
+        if d.model.tokenizer_path is None:
+            self.notes.append("tokenizer: the bundled sentencepiece model, the kind that llama2 goes with")
+        return plans.TokenizerPlan(d.model.tokenizer_path, bundled="sentencepiece")
 
     # Ranks and batches
 
@@ -392,6 +401,15 @@ class _Work:
             interval=c.interval,
             start="resume-or-fresh" if c.start == "from" else c.start,
             load_step=None if c.load_step == -1 else c.load_step,
+        )
+
+    def profile(self) -> plans.ProfilePlan:
+        job, profiling = self.config.dialect.job, self.config.dialect.profiling
+        traces, snapshots = profiling.save_traces_folder, profiling.save_memory_snapshot_folder
+        return plans.ProfilePlan(
+            trace_folder=below(job.dump_folder, traces) if profiling.enable_profiling else None,
+            snapshot_folder=below(job.dump_folder, snapshots) if profiling.enable_memory_snapshot else None,
+            freq=profiling.profile_freq,
         )
 
     def observe(self) -> plans.ObservePlan:

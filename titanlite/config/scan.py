@@ -35,10 +35,12 @@ def key_lines(text: str) -> dict[Path, int]:
     `[[data.source]]` is ("data", "source", 1, "weight"). A table is on the line of its header, or of the
     first key that names it.
     """
-    return _Scanner(text).scan()
+    return Scanner(text).scan()
 
 
-class _Scanner:
+class Scanner:
+    """Walks over a TOML text; `at` is where it stands."""
+
     def __init__(self, text: str) -> None:
         self.text = text
         self.at = 0

@@ -41,6 +41,19 @@ class Key:
         """A free table: each of its entries is a value of its own, with its own source."""
         return get_origin(self.annotation) is dict
 
+    @property
+    def inner(self) -> type[Section] | None:
+        """The model of a table, or of the tables of an array, that is this key's value; None for other values."""
+        parts = (item for part in members(self.annotation) for item in (get_args(part) or (part,)))
+        return next((item for item in parts if isinstance(item, type) and issubclass(item, Section)), None)
+
+    @classmethod
+    def of(cls, section: str, field: str, info: FieldInfo) -> Key:
+        """The key of a model's field; a field that must be given has no default."""
+        default = None if info.is_required() else info.get_default(call_default_factory=True)
+        metadata = tuple(info.metadata)
+        return cls(f"{section}.{field}", section, field, info.annotation, metadata, default, info.description or "")
+
 
 @lru_cache(maxsize=1)
 def sections() -> dict[str, type[Section]]:
@@ -54,15 +67,8 @@ def keys() -> dict[str, Key]:
     found: dict[str, Key] = {}
     for section, model in sections().items():
         for field, info in model.model_fields.items():
-            found[f"{section}.{field}"] = _key(section, field, info)
+            found[f"{section}.{field}"] = Key.of(section, field, info)
     return found
-
-
-def _key(section: str, field: str, info: FieldInfo) -> Key:
-    default = info.get_default(call_default_factory=True)
-    return Key(
-        f"{section}.{field}", section, field, info.annotation, tuple(info.metadata), default, info.description or ""
-    )
 
 
 def members(annotation: Any) -> tuple[Any, ...]:
@@ -174,15 +180,7 @@ def check_value(key: Key, value: Any) -> list[tuple[str, str, str]]:
 
 def _nested(key: Key, error: ValidationError) -> list[tuple[str, str, str]]:
     """Problems inside an array of tables or a table, each with its own path."""
-    model = next(
-        (
-            item
-            for part in members(key.annotation)
-            for item in (get_args(part) or (part,))
-            if isinstance(item, type) and issubclass(item, Section)
-        ),
-        None,
-    )
+    model = key.inner
     if model is None:
         return []
     found = []

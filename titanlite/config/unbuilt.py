@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from titanlite.config.dialect import Dialect
 from titanlite.config.errors import ConfigError, Problem
@@ -29,14 +27,11 @@ class Unbuilt:
     built: tuple[object, ...] = ()
     #: What to do until then.
     advice: str = ""
-    #: Tells a value that is not built yet where built ones cannot be listed, and what it looks for, in words.
-    asks: Callable[[Any], bool] | None = None
-    asks_words: str = ""
 
     def on(self, config: JobConfig, key: str) -> bool:
         """Whether this key asks for what does not exist."""
         value = config.value(key)
-        if value == keys()[key].default or value in self.built or (self.asks is not None and not self.asks(value)):
+        if value == keys()[key].default or value in self.built:
             return False
         return self.used(config.dialect)
 
@@ -53,8 +48,6 @@ _tensor = _switched("training", "tensor_parallel_degree", 1)
 _pipeline = _switched("experimental", "pipeline_parallel_degree", 1)
 _checkpoints = _switched("checkpoint", "enable_checkpoint", False)
 _any_precision = _switched("optimizer", "name", "AdamW", "Adam", "Muon")
-_traces = _switched("profiling", "enable_profiling", False)
-_snapshots = _switched("profiling", "enable_memory_snapshot", False)
 _compiles = _switched("training", "compile", False)
 _estimates = _switched("memory_estimation", "enabled", False)
 _watches = _switched("stall", "deadline_seconds", 0.0)
@@ -71,18 +64,6 @@ def _mixes(d: Dialect) -> bool:
     return bool(d.data.source) or _streams(d)
 
 
-def _other_tokenizer(path: str) -> bool:
-    """Whether a path is there and no tiktoken file can be: a folder, JSON, or sentencepiece's binary."""
-    if os.path.isdir(path):
-        return True
-    try:
-        with open(path, "rb") as file:
-            head = file.read(64)
-    except OSError:
-        return False
-    return head.lstrip()[:1] == b"{" or b"\0" in head or b"<unk>" in head
-
-
 def _feature(
     feature: str, used: Predicate, *names: str, built: tuple[object, ...] = (), advice: str = ""
 ) -> dict[str, Unbuilt]:
@@ -90,14 +71,6 @@ def _feature(
 
 
 UNBUILT: dict[str, Unbuilt] = {
-    "model.tokenizer_path": Unbuilt(
-        "tokenizers other than tiktoken rank files",
-        _always,
-        advice="give the tiktoken file itself (Llama 3: original/tokenizer.model), or leave the key out for the one "
-        "that travels with titanlite",
-        asks=_other_tokenizer,
-        asks_words="a folder, a tokenizer.json or a sentencepiece model stops training",
-    ),
     **_feature("torch.compile", _always, "training.compile"),
     **_feature("torch.compile", _compiles, "compile.components", "compile.backend", "compile.cache_dir"),
     **_feature("float8", _always, "float8.enable_float8_linear"),
@@ -183,10 +156,6 @@ UNBUILT: dict[str, Unbuilt] = {
         "checkpoint.initial_load_in_hf",
     ),
     **_feature("starting from other weights", _always, "checkpoint.start", built=("resume", "fresh")),
-    **_feature("traces", _always, "profiling.enable_profiling"),
-    **_feature("traces", _traces, "profiling.save_traces_folder", "profiling.profile_freq"),
-    **_feature("memory snapshots", _always, "profiling.enable_memory_snapshot"),
-    **_feature("memory snapshots", _snapshots, "profiling.save_memory_snapshot_folder"),
     **_feature("Weights & Biases", _always, "metrics.enable_wandb"),
     **_feature("the progress bar", _always, "metrics.enable_progress"),
     **_feature("the estimate of memory", _always, "memory_estimation.enabled"),
@@ -225,6 +194,9 @@ def without_effect(config: JobConfig) -> list[str]:
         "validation": dialect.validation.enable,
         "metrics.save_tb_folder": dialect.metrics.enable_tensorboard,
         "metrics.rank_0_only": dialect.metrics.enable_tensorboard,
+        "profiling.save_traces_folder": dialect.profiling.enable_profiling,
+        "profiling.save_memory_snapshot_folder": dialect.profiling.enable_memory_snapshot,
+        "profiling.profile_freq": dialect.profiling.enable_profiling or dialect.profiling.enable_memory_snapshot,
     }
     for key in keys():
         switch = switches.get(key, switches.get(key.partition(".")[0], True))

@@ -22,6 +22,7 @@ from titanlite.observe.metrics import MetricsLog
 from titanlite.observe.stepline import StepFigures, fsdp_line, human_time, titan_line
 from titanlite.observe.tensorboard import TAGS, TensorBoard
 from titanlite.parallel.world import World
+from titanlite.runs.folder import FinalState, RunRecord, begin
 from titanlite.step import StepResult
 
 FILE = "metrics.jsonl"
@@ -49,6 +50,7 @@ class Observer:
         )
         self._metrics: MetricsLog | None = None
         self._tensorboard: TensorBoard | None = None
+        self._run: RunRecord | None = None
         self._first_step = 1
 
     def start(self, step: int, report: Sequence[str]) -> None:
@@ -64,6 +66,13 @@ class Observer:
                 _keep_earlier(path)
             self._metrics = MetricsLog(path)
             self._metrics.truncate_after(step)
+            self._run = begin(
+                path.parent,
+                self.plans,
+                world_size=self.world.size,
+                device=device_name(self.world.device),
+                first_step=step,
+            )
         if plan.tensorboard_folder and (self.world.rank == 0 or not plan.rank_0_only):
             folder = Path(plan.tensorboard_folder)
             folder = folder if plan.rank_0_only else folder / f"rank_{self.world.rank}"
@@ -113,6 +122,11 @@ class Observer:
 
     def saved(self, step: int, folder: Path, seconds: float) -> None:
         logger.info(f"checkpoint of step {step} written to {folder} in {human_time(seconds)}")
+
+    def finish(self, state: FinalState, step: int, reason: str = "") -> None:
+        """Record how the run ended, after `step` steps. The first call counts."""
+        if self._run:
+            self._run.finish(state, step, reason)
 
     def close(self) -> None:
         if self._metrics:

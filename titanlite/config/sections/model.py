@@ -33,8 +33,9 @@ class Model(Section):
     tokenizer_path: str | None = Field(
         default=None,
         min_length=1,
-        description="Tokenizer: a tiktoken rank file, such as original/tokenizer.model of Llama 3. "
-        "None: the one that travels with titanlite.",
+        description="Tokenizer: a tiktoken rank file (original/tokenizer.model of Llama 3), a sentencepiece model "
+        "(tokenizer.model of Llama 2), a Hugging Face tokenizer.json, or a folder with a tokenizer.json or "
+        "tokenizer.model. None: one that travels with titanlite, sentencepiece for llama2, else tiktoken.",
     )
     overrides: dict[str, Any] = Field(
         default={}, description="Table of the flavor's own arguments to replace: `[model.overrides]`, `n_layers = 4`."

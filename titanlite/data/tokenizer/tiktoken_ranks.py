@@ -11,15 +11,12 @@ import base64
 import binascii
 import hashlib
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 import tiktoken
 
-from titanlite.config.plans import TokenizerPlan
 from titanlite.data.errors import DataError
-
-BUNDLED_TOKENIZER = Path(__file__).parent / "assets" / "tokenizer.tiktoken"
+from titanlite.data.tokenizer.base import Tokenizer
 
 #: How Llama 3 cuts text into pieces before merging bytes.
 SPLIT_PATTERN = (
@@ -47,18 +44,9 @@ SPECIAL_TOKENS: tuple[str, ...] = (
 _MAX_ENCODE_CHARS = 400_000
 _MAX_RUN_CHARS = 25_000
 
-_ONLY_TIKTOKEN = (
-    "is not built yet: only tiktoken rank files are (lines of base64 token, space, rank), such as Meta's "
-    "original/tokenizer.model of Llama 3. Set model.tokenizer_path to one, or leave it out for the bundled tokenizer."
-)
 
-
-class Tokenizer:
-    """Text to token ids and back.
-
-    `vocab_size` counts ranks and special tokens; `fingerprint` is the hex sha256 of everything that
-    decides the ids (ranks, special tokens, split pattern).
-    """
+class TiktokenTokenizer(Tokenizer):
+    """Llama 3's tokenizer over any ranks. Text never becomes a special token."""
 
     def __init__(self, ranks: dict[bytes, int], special_tokens: tuple[str, ...] = SPECIAL_TOKENS) -> None:
         """`ranks`: each token's bytes to its rank, 0 … len(ranks) - 1, every single byte among them."""
@@ -77,27 +65,13 @@ class Tokenizer:
             digest.update(b"%d %s " % (token_id, name.encode()))
         self.fingerprint = digest.hexdigest()
 
-    def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
-        """Token ids of `text`; what looks like a special token in it is plain text."""
-        ids: list[int] = [self.bos_id] if bos else []
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = []
         for segment in _segments(text):
             ids += self._encoding.encode_ordinary(segment)
-        if eos:
-            ids.append(self.eos_id)
         return ids
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`, special tokens by name; bytes that are not UTF-8 become U+FFFD.
-
-        Raises DataError for an id outside the vocabulary.
-        """
-        ids = list(ids)
-        for position, token_id in enumerate(ids):
-            if not 0 <= token_id < self.vocab_size:
-                raise DataError(
-                    f"token id {token_id} at position {position} is outside the tokenizer's vocabulary of "
-                    f"{self.vocab_size}; decode with the tokenizer that made the ids"
-                )
+    def _decode(self, ids: list[int]) -> str:
         return self._encoding.decode(ids)
 
 
@@ -112,31 +86,13 @@ def _segments(text: str) -> list[str]:
     return [text[start:end] for start, end in zip(ordered, ordered[1:], strict=False)]
 
 
-def load_tokenizer(plan: TokenizerPlan) -> Tokenizer:
-    """The tokenizer of `plan.path`, or the bundled one. Raises DataError if it is not a whole tiktoken file."""
-    return Tokenizer(read_ranks(Path(plan.path) if plan.path is not None else BUNDLED_TOKENIZER))
-
-
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """Read a tiktoken file. Raises DataError naming file and line if it is missing, foreign or incomplete."""
-    if path.is_dir():
-        raise DataError(f"model.tokenizer_path: {path} is a folder; give the tiktoken file in it{_candidates(path)}")
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        raise DataError(
-            f"model.tokenizer_path: {path} does not exist; give the path of a tiktoken file, "
-            "or leave the key out for the bundled tokenizer"
-        ) from None
-    except OSError as error:
-        raise DataError(f"model.tokenizer_path: {path} cannot be read: {error.strerror}") from error
-    if not content.strip():
-        raise DataError(f"model.tokenizer_path: {path} is empty; copy the tokenizer again")
-    if content.lstrip()[:1] == b"{":
-        raise DataError(f"model.tokenizer_path: {path} is JSON; a Hugging Face tokenizer.json {_ONLY_TIKTOKEN}")
-    if b"\0" in content or content[:1] == b"\x0a" and b"<unk>" in content[:64]:
-        raise DataError(f"model.tokenizer_path: {path} is a binary file; a sentencepiece model {_ONLY_TIKTOKEN}")
+    """Read a tiktoken file. Raises DataError naming file and line if it is foreign or incomplete."""
+    return parse_ranks(path.read_bytes(), path)
 
+
+def parse_ranks(content: bytes, path: Path) -> dict[bytes, int]:
+    """As `read_ranks`, of the `content` of `path`."""
     ranks: dict[bytes, int] = {}
     line_of_rank: dict[int, int] = {}
     for number, line in enumerate(content.splitlines(), start=1):
@@ -179,8 +135,3 @@ def _check_whole(path: Path, ranks: dict[bytes, int], line_of_rank: dict[int, in
             f"model.tokenizer_path: {path}: the byte {absent[0]:#04x} has no token ({len(absent)} of 256 missing), "
             "so some texts could not be encoded; the file is damaged or cut short"
         )
-
-
-def _candidates(folder: Path) -> str:
-    names = sorted(p.name for p in folder.iterdir() if p.suffix in (".tiktoken", ".model"))
-    return f": {', '.join(names)}" if names else " (no .tiktoken or .model file is there)"

@@ -1,0 +1,156 @@
+"""`titanlite config diff`: effective differences between files and runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from titanlite.cli import main
+from titanlite.config.diff import differences, plan_differences, side
+from titanlite.config.errors import ConfigError
+from titanlite.config.load import load
+from titanlite.config.resolve import resolve
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("WORLD_SIZE", "NGPU"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def write(name: str, text: str) -> str:
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    Path(name).write_text(text)
+    return name
+
+
+def found(left: str, right: str) -> list[tuple]:
+    return [(d.key, d.left, d.right) for d in differences(side(left), side(right))]
+
+
+def test_spelling_order_and_written_defaults_are_no_difference(capsys):
+    left = write("a.toml", '[job]\ndialect = "2024"\n[training]\nlocal_batch_size = 4\nsteps = 10000\n')
+    right = write("b.toml", "[metrics]\nlog_freq = 10\n[training]\nbatch_size = 4\n")
+    assert found(left, right) == []
+    assert main(["config", "diff", left, right, "--plans"]) == 0
+    assert capsys.readouterr().out == "no difference in effect\n"
+
+
+def test_values_with_both_sources(capsys):
+    left = write("a.toml", '[training]\nsteps = 5\ncompile = true\n[model.overrides]\nn_layers = 2\n"odd key" = 1\n')
+    right = write("b.toml", 'job.extends = ["base.toml"]\n[model.overrides]\nn_layers = 3\n')
+    write("base.toml", "\n\n[compile]\nenable = false\n[training]\nsteps = 6\n[checkpoint]\nkeep_latest_k = 2\n")
+    assert found(left, right) == [
+        ("model.overrides.n_layers", ("2", "a.toml:5"), ("3", "b.toml:3")),
+        ('model.overrides."odd key"', ("1", "a.toml:6"), ("(not set)", "")),
+        ("training.steps", ("5", "a.toml:2"), ("6", "base.toml:6")),
+        ("training.compile", ("true", "a.toml:3"), ("false", "base.toml:4, as compile.enable")),
+        ("optimizer.implementation", ("none", "default"), ('"fused"', 'default of dialect "2026" (base.toml:4)')),
+        ("checkpoint.keep_latest_k", ("0", "default"), ("2", "base.toml:8")),
+        (
+            "metrics.enable_color_printing",
+            ("none", "default"),
+            ("true", 'default of dialect "2026" (base.toml:4)'),
+        ),
+        (
+            "experimental.pipeline_parallel_microbatches",
+            ("none", "default"),
+            ("8", 'default of dialect "2026" (base.toml:4)'),
+        ),
+    ]
+    assert main(["config", "diff", left, right]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("--- a.toml\n+++ b.toml\nmodel.overrides.n_layers\n  - 2  a.toml:5\n  + 3  b.toml:3\n")
+
+
+def test_another_way_to_say_the_length_of_the_run():
+    left = write("a.toml", "[training]\ntokens = 1000\n")
+    assert found(left, write("b.toml", "")) == [
+        ("training.steps", ("(not set)", "said in another way"), ("10000", "default")),
+        ("training.tokens", ("1000", "a.toml:2"), ("none", "default")),
+    ]
+
+
+def recorded(*flags: str) -> str:
+    return load(flags).to_toml()
+
+
+def test_file_against_a_run_that_was_started_from_it_differs_by_the_flags_only(capsys):
+    file = write("run.toml", "[training]\nsteps = 20\nlocal_batch_size = 4\n[optimizer]\nlr = 1e-3\n")
+    text = recorded("--job.config_file=run.toml", "--optimizer.lr=2e-3", "--training.tokens=500")
+    write("outputs/config.toml", text)
+    lines = {line.partition(" = ")[0]: number for number, line in enumerate(text.split("\n"), 1)}
+    assert found(file, "outputs") == [
+        ("training.steps", ("20", "run.toml:2"), ("(not set)", "said in another way")),
+        (
+            "training.tokens",
+            ("none", "default"),
+            ("500", f"outputs/config.toml:{lines['tokens']} (command line)"),
+        ),
+        ("optimizer.lr", ("0.001", "run.toml:5"), ("0.002", f"outputs/config.toml:{lines['lr']} (command line)")),
+    ]
+
+
+def manifest(folder: str, content: object) -> None:
+    write(f"{folder}/manifest.json", content if isinstance(content, str) else json.dumps(content))
+
+
+@pytest.mark.parametrize("named", ["out", "out/ckpt", "out/ckpt/step-20"])
+def test_run_without_config_file_is_known_by_its_newest_checkpoint(named):
+    for step in (3, 20):
+        manifest(f"out/ckpt/step-{step}", {"step": step, "config": {"toml": recorded(f"--training.steps={step}")}})
+    ((key, left, right),) = found(write("a.toml", ""), named)
+    assert (key, left, right[0]) == ("training.steps", ("10000", "default"), "20")
+    assert right[1].startswith("out/ckpt/step-20/manifest.json:") and right[1].endswith(" (command line)")
+
+
+@pytest.mark.parametrize("newest", ["{", "[]", '{"config": {}}', '{"config": {"toml": 3}}'])
+def test_checkpoint_that_holds_no_config_is_passed_over(newest):
+    manifest("out/ckpt/step-3", {"config": {"toml": recorded("--training.steps=3")}})
+    manifest("out/ckpt/step-20", newest)
+    manifest("out/ckpt/step-30.invalid", {"config": {"toml": recorded("--training.steps=4")}})
+    ((key, _, right),) = found(write("a.toml", ""), "out")
+    assert (key, right[0]) == ("training.steps", "3")
+
+
+def test_folder_without_a_config_and_wrong_files_are_errors(capsys):
+    Path("empty").mkdir()
+    write("a.toml", "")
+    write("b.toml", "[training]\nstepz = 3\n")
+    for words, message in [
+        (["a.toml", "empty"], 'no config in "empty"'),
+        (["a.toml", "b.toml"], "b.toml:2: training.stepz: unknown key"),
+        (["a.toml", "c.toml"], 'no file "c.toml"'),
+        (["a.toml", "a.toml", "--training.steps=3"], "takes no --section.key flags"),
+        (["a.toml", "a.toml", "--plans", "--world-size", "0"], "expected an integer >= 1"),
+    ]:
+        assert main(["config", "diff", *words]) == 2
+        assert message in capsys.readouterr().err
+    with pytest.raises(ConfigError):
+        side("empty")
+
+
+def test_plans_show_what_follows(capsys):
+    left = write("a.toml", "[training]\nbatch_size = 2\nglobal_batch_size = 8\nseq_len = 64\n")
+    right = write("b.toml", "[training]\nbatch_size = 4\nglobal_batch_size = 8\nseq_len = 64\n")
+    assert main(["config", "diff", left, right, "--plans", "--world-size", "2"]) == 1
+    out = capsys.readouterr().out
+    assert "plans.batch.accumulation\n  - 2\n  + 1\n" in out
+    assert "plans.validation.batch_size\n  - 2\n  + 4\n" in out
+    assert "tokens_per_step" not in out
+    assert main(["config", "diff", left, right]) == 1
+    assert "plans." not in capsys.readouterr().out
+
+
+def test_every_field_of_the_plans_is_compared():
+    flags = ["--model.overrides.n_layers=3", "--comm.trace_buf_size=7", "--metrics.log_freq=3", "--data.seed=4"]
+    ours, theirs = resolve(load([]), world_size=1), resolve(load(flags), world_size=1)
+    assert [(d.key, d.left[0], d.right[0]) for d in plan_differences(ours, theirs)] == [
+        ("plans.model.overrides", "[]", "{n_layers = 3}"),
+        ("plans.data.seed", "0", "4"),
+        ("plans.comm.trace_buf_size", "20000", "7"),
+        ("plans.observe.log_freq", "10", "3"),
+    ]

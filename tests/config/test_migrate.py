@@ -1,0 +1,410 @@
+"""`titanlite config migrate` on files as people have them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from titanlite.cli import main
+from titanlite.config import migrate as module
+from titanlite.config.aws_fsdp import migrate_arguments
+from titanlite.config.errors import ConfigError
+from titanlite.config.load import load_file, read_text
+from titanlite.config.migrate import migrate_file, migrate_text, write_in_place
+from titanlite.config.resolve import resolve
+
+LLAMA_8B = """\
+# Llama 3 8B on 8 nodes
+
+[job]
+dump_folder = "./outputs"
+custom_config_module = "torchtitan.config"
+
+[metrics]
+log_freq = 10
+disable_color_printing = true  # logs go to a file
+
+[model]
+name = "llama3"
+flavor = "8B"
+# from the hub
+hf_assets_path = "./assets/hf/Llama-3.1-8B"
+converters = ["float8"]
+
+[optimizer]
+lr = 3e-4  # for 4M tokens
+
+[lr_scheduler]
+warmup_steps = 200  # linear
+decay_ratio = 0.8
+lr_min = 0.1
+
+[training]
+local_batch_size = 4
+seq_len = 8192
+
+[parallelism]
+# All GPUs of a node.
+tensor_parallel_degree = 8
+
+# Stages.
+pipeline_parallel_degree = 4
+pipeline_parallel_microbatch_size = 2
+module_fqns_per_model_part = [
+    ["tok_embeddings", "layers.0"],  # embedding is light
+    ["layers.1", "layers.2"],
+    ["layers.3"],
+    ["layers.4", "norm", "output"],
+]
+context_parallel_rotate_method = "allgather"
+disable_loss_parallel = true
+
+[checkpoint]
+enable = true
+last_save_model_only = true
+
+[compile]
+enable=true
+components = ["loss"]
+
+# not used
+[fault_tolerance]
+enable = false
+
+[quantize.linear.float8]
+filter_fqns = ["output"]
+"""
+
+LLAMA_8B_MIGRATED = """\
+# Llama 3 8B on 8 nodes
+
+[job]
+dump_folder = "./outputs"
+# no equivalent: the dialect is fixed; own loops import titanlite (it was off)
+# job.custom_config_module = "torchtitan.config"
+
+[metrics]
+log_freq = 10
+enable_color_printing = false  # logs go to a file
+
+[model]
+name = "llama3"
+flavor = "8B"
+# from the hub
+tokenizer_path = "./assets/hf/Llama-3.1-8B"
+
+[float8]
+enable_float8_linear = true
+filter_fqns = ["output"]
+
+[optimizer]
+lr = 3e-4  # for 4M tokens
+implementation = "fused"  # default of the later dialect
+
+[lr_scheduler]
+decay_ratio = 0.8
+min_lr_factor = 0.1
+
+[training]
+batch_size = 4
+seq_len = 8192
+warmup_steps = 200  # linear
+# All GPUs of a node.
+tensor_parallel_degree = 8
+enable_loss_parallel = false
+compile = true
+
+# no equivalent: context parallelism takes torch's own choice (it was off)
+# parallelism.context_parallel_rotate_method = "allgather"
+
+[experimental]
+# Stages.
+pipeline_parallel_degree = 4
+pipeline_parallel_microbatches = 2
+# parallelism.module_fqns_per_model_part = [
+#     ["tok_embeddings", "layers.0"],  # embedding is light
+#     ["layers.1", "layers.2"],
+#     ["layers.3"],
+#     ["layers.4", "norm", "output"],
+# ]
+pipeline_parallel_split_points = ["layers.1", "layers.3", "layers.4"]
+
+[checkpoint]
+enable_checkpoint = true
+model_weights_only = true
+keep_latest_k = 10  # default of the later dialect
+
+[compile]
+components = ["loss"]
+
+# not used
+# no equivalent: fault tolerance by TorchFT is not part of titanlite; checkpoints and guard.policy are its answer to \
+faults (it was off)
+# fault_tolerance.enable = false
+"""
+
+
+@pytest.fixture
+def all_built(monkeypatch):
+    """As if every feature were there: nothing is held back."""
+    monkeypatch.setattr(module, "implied_unbuilt", lambda config: [])
+
+
+def migrated(text: str, path: Path = Path("run.toml")) -> str:
+    return migrate_text(text, path).text
+
+
+def test_a_file_of_2025_is_rewritten_to_the_letter(all_built):
+    assert migrated(LLAMA_8B) == LLAMA_8B_MIGRATED
+    before, problems = read_text(LLAMA_8B, Path("run.toml"))
+    after, more = read_text(LLAMA_8B_MIGRATED, Path("run.toml"))
+    assert problems == more == []
+    ours, theirs = (
+        dataclasses.replace(resolve(config, world_size=32), config_toml="", notes=(), warnings=())
+        for config in (before, after)
+    )
+    assert ours == theirs
+
+
+def test_what_was_done_is_listed_in_the_order_of_the_file():
+    migration = migrate_text(LLAMA_8B, Path("run.toml"))
+    report = migration.report("run.toml").splitlines()
+    assert report[0] == "run.toml: 15 rewritten, 3 without equivalent, 2 defaults written out"
+    assert "  run.toml:9: metrics.disable_color_printing = true -> metrics.enable_color_printing = false" in report
+    assert "  run.toml:27: training.local_batch_size = 4 -> training.batch_size = 4" in report
+    lines = [int(line.split(":")[1]) for line in report[1:]]
+    assert lines == sorted(lines)
+
+
+def test_later_default_of_a_feature_not_built_yet_is_a_comment_so_that_the_file_still_trains(monkeypatch):
+    monkeypatch.setattr(module, "implied_unbuilt", lambda config: ["checkpoint.keep_latest_k"])
+    migration = migrate_text("[checkpoint]\nenable = true\n", Path("run.toml"))
+    assert "# keep_latest_k = 10  # default of the later dialect, not built yet\n" in migration.text
+    assert any("keep_latest_k = 10, as a comment" in change.text for change in migration.changes)
+
+
+def test_file_without_later_names_is_left_to_the_letter():
+    text = 'training.steps=3 # x\nmodel = { name="llama3" }\n\n\n[optimizer]\n\tlr   = 1e-3'
+    migration = migrate_text(text, Path("run.toml"))
+    assert migration.text == text
+    assert migration.changes == ()
+
+
+def test_dialect_2026_is_written_out(all_built):
+    text = migrated('[job]\n# newer files\ndialect = "2026"\n[training]\nsteps = 3\n')
+    assert "dialect =" not in text and "# newer files" in text
+    config, problems = read_text(text, Path("run.toml"))
+    assert problems == []
+    assert config.value("checkpoint.keep_latest_k") == 10
+    assert config.value("job.dialect") == "2024"
+
+
+def test_dialect_2024_stays_and_brings_no_later_defaults():
+    text = migrated('[job]\ndialect = "2024"\n[training]\nlocal_batch_size = 4\n')
+    assert text == '[job]\ndialect = "2024"\n[training]\nbatch_size = 4\n'
+
+
+def test_defaults_that_a_base_sets_are_not_written_over_it(tmp_path, all_built):
+    (tmp_path / "base.toml").write_text("[checkpoint]\nkeep_latest_k = 3\n[training]\nbatch_size = 6\n")
+    run = tmp_path / "run.toml"
+    run.write_text('job.extends = ["base.toml"]\nparallelism.pipeline_parallel_microbatch_size = 2\n')
+    _, migration = migrate_file(str(run))
+    run.write_text(migration.text)
+    config = load_file(run)
+    assert "keep_latest_k" not in migration.text
+    assert config.value("checkpoint.keep_latest_k") == 3
+    assert config.value("experimental.pipeline_parallel_microbatches") == 3
+
+
+def test_two_names_of_one_thing_become_one():
+    text = migrated('[job]\ndialect="2024"\n[training]\nbatch_size = 4\n# twice\nlocal_batch_size = 4 # as above\n')
+    assert text.count("batch_size") == 1
+    assert "# twice\n# as above\n" in text
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("[fault_tolerance]\nenable = true", "TorchFT is not part of titanlite"),
+        ('[float8]\nscaling_type_input = "delayed"', "gone from torchao"),
+        ('[model]\nconverters = ["mx"]', 'no converter "mx"'),
+        ('[training]\ndataset = "slimpajama"', 'training.dataset is one of "c4", "c4_test"'),
+        ("[training]\nfrobnicate = [1, # one\n2]", "unknown key"),
+        ("[training]\nlogging_freq = 5", "here this is metrics.log_freq"),
+        ("[flux]\nclip = 1\n[flux.deep]\nx = 1", "unknown section"),
+        ("[[flux]]\nclip = 1", "unknown section"),
+        ("flux = 3", "unknown key outside any section"),
+    ],
+)
+def test_what_has_no_equivalent_becomes_a_comment_with_the_reason(line, reason):
+    text = f"{line}  # why\n"
+    migration = migrate_text(text, Path("run.toml"))
+    assert read_text(migration.text, Path("run.toml"))[1] == []
+    rows = migration.text.split("\n")
+    assert any(row.startswith("# no equivalent: ") and reason in row for row in rows)
+    assert "# why" in migration.text
+    values = [part.partition("=")[2].split("#")[0].strip() for part in line.split("\n") if "=" in part]
+    assert all(any(row.startswith("#") and value in row for row in rows) for value in values)
+    assert all(change.kind != "rewritten" for change in migration.changes)
+    assert any(reason in change.text for change in migration.changes)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[optimizer]\nlr = "3e-4"\n[training]\nlocal_batch_size = 4\n', "run.toml:2: optimizer.lr: expected a number"),
+        ("[training]\nlocal_batch_size = 4\nbatch_size = 8\n", "two names of one thing"),
+        ("[training]\nlocal_batch_size = 0\n", "expected an integer >= 1"),
+        ("[parallelism]\npipeline_parallel_microbatch_size = 3\n", "do not divide training.batch_size = 8"),
+        ("[training\n", "broken TOML"),
+        ('job.extends = ["nowhere.toml"]\n', 'cannot read "nowhere.toml"'),
+        ("training = 3\n", "is a section, not a value"),
+    ],
+)
+def test_other_mistakes_are_errors(text, message):
+    with pytest.raises(ConfigError) as caught:
+        migrate_text(text, Path("run.toml"))
+    assert message in str(caught.value)
+
+
+def test_a_text_that_would_mean_something_else_is_never_handed_out(monkeypatch):
+    monkeypatch.setattr(module._Rewriter, "_write_defaults", lambda self: None)
+    with pytest.raises(RuntimeError, match="without changing its meaning: .*optimizer.implementation"):
+        migrate_text("[training]\nlocal_batch_size = 4\n", Path("run.toml"))
+
+
+def test_line_ends_and_byte_order_mark_stay(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"\xef\xbb\xbf[training]\r\nlocal_batch_size = 4 # x\r\n")
+    _, migration = migrate_file(str(path))
+    assert migration.text.startswith("\ufeff[training]\r\nbatch_size = 4 # x\r\n")
+    assert "\n" not in migration.text.replace("\r\n", "")
+
+
+def test_in_place_keeps_the_old_file_and_its_mode(tmp_path, capsys):
+    path = tmp_path / "run.toml"
+    path.write_text("[training]\nlocal_batch_size = 4\n")
+    path.chmod(0o640)
+    assert main(["config", "migrate", str(path), "--check"]) == 1
+    assert path.read_text() == "[training]\nlocal_batch_size = 4\n"
+    assert main(["config", "migrate", str(path), "--in-place"]) == 0
+    assert (tmp_path / "run.toml.orig").read_text() == "[training]\nlocal_batch_size = 4\n"
+    assert path.read_text().startswith("[training]\nbatch_size = 4\n")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert sorted(os.listdir(tmp_path)) == ["run.toml", "run.toml.orig"]
+    assert main(["config", "migrate", str(path), "--check"]) == 0
+    assert main(["config", "migrate", str(path), "--in-place"]) == 0
+    capsys.readouterr()
+    path.write_text("[training]\nlocal_batch_size = 8\n")
+    assert main(["config", "migrate", str(path), "--in-place"]) == 2
+    assert "run.toml.orig: is there already and is not overwritten" in capsys.readouterr().err
+    assert path.read_text() == "[training]\nlocal_batch_size = 8\n"
+
+
+def test_in_place_follows_a_link_and_leaves_nothing_behind_on_failure(tmp_path, monkeypatch):
+    (tmp_path / "real.toml").write_text("a")
+    (tmp_path / "link.toml").symlink_to("real.toml")
+    assert write_in_place(tmp_path / "link.toml", "b") == tmp_path / "real.toml.orig"
+    assert (tmp_path / "link.toml").is_symlink()
+    assert (tmp_path / "real.toml").read_text() == "b"
+    (tmp_path / "real.toml.orig").unlink()
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(ConfigError, match="No space left"):
+        write_in_place(tmp_path / "real.toml", "c")
+    assert (tmp_path / "real.toml").read_text() == "b"
+    assert [name for name in os.listdir(tmp_path) if name not in ("real.toml", "link.toml")] == ["real.toml.orig"]
+
+
+def test_command_prints_the_text_and_reports_beside_it(tmp_path, capsys):
+    path = tmp_path / "run.toml"
+    path.write_text("[metrics]\ndisable_color_printing = true\n")
+    assert main(["config", "migrate", str(path)]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("[metrics]\nenable_color_printing = false\n") and out.endswith("\n")
+    assert not out.endswith("\n\n")
+    assert f"{path}:2: metrics.disable_color_printing = true -> metrics.enable_color_printing = false" in err
+    assert main(["config", "migrate"]) == 2
+    assert main(["config", "migrate", str(tmp_path / "none.toml")]) == 2
+    assert main(["config", "migrate", str(path), "--training.steps", "3"]) == 2
+
+
+AWS_LLAMA2 = """
+    --max_context_width=4096 --num_key_value_heads=8 # 70b: 8
+    --intermediate_size=28672 --hidden_width=8192 \\
+    --num_layers=80 --num_heads=64 --model_type=llama_v2 --vocab_size 32000
+    --tokenizer="hf-internal-testing/llama-tokenizer" --checkpoint_freq=50 --validation_freq=500
+    --max_steps=5000 --checkpoint_dir=./checkpoints --dataset='c4' --dataset_config_name='en'
+    --resume_from_checkpoint=./checkpoints --train_batch_size=1 --val_batch_size=3
+    --sharding_strategy="hybrid" --offload_activations=1 --limit_all_gathers=1 --resid_pdrop 0.1
+    --lr_decay_style plateau --plateau 0.4 --min_lr 1e-6 --bogus 3
+"""
+
+
+def test_arguments_of_the_aws_samples_become_a_file_with_their_defaults(tmp_path):
+    migration = migrate_arguments(AWS_LLAMA2)
+    path = tmp_path / "aws.toml"
+    path.write_text(migration.text)
+    config = load_file(path)
+    d = config.dialect
+    assert (d.model.name, d.model.vocab_size) == ("llama2", 32000)
+    assert d.model.overrides == {"dim": 8192, "n_layers": 80, "n_heads": 64, "n_kv_heads": 8, "ffn_dim": 28672}
+    assert (d.training.seq_len, d.training.batch_size, d.training.steps, d.training.seed) == (4096, 1, 5000, 12345)
+    assert (d.training.mixed_precision_param, d.training.mixed_precision_reduce) == ("bfloat16", "bfloat16")
+    assert (d.optimizer.lr, d.optimizer.weight_decay, d.optimizer.beta2) == (1e-4, 0.2, 0.95)
+    s = d.lr_scheduler
+    assert (s.style, s.decay_type, s.plateau_ratio, s.min_lr, s.warmup_ratio) == ("fsdp", "plateau", 0.4, 1e-6, 0.0032)
+    v = d.validation
+    assert (v.enable, v.freq, v.steps, v.batch_size) == (True, 500, 10, 3)
+    assert (d.checkpoint.enable_checkpoint, d.checkpoint.folder, d.checkpoint.interval) == (True, "./checkpoints", 50)
+    assert (d.activation_checkpoint.mode, d.activation_checkpoint.offload) == ("full", True)
+    assert (d.metrics.log_freq, d.metrics.log_style) == (1, "fsdp")
+    schedule = resolve(config, world_size=8).schedule
+    assert (schedule.total_steps, schedule.warmup_steps, schedule.plateau_steps) == (5000, 16, 2000)
+    left = [change.text.split("=")[0] for change in migration.changes if change.kind == "no equivalent"]
+    assert sorted(left) == sorted(
+        f"--{name}"
+        for name in (
+            "tokenizer",
+            "dataset_config_name",
+            "resume_from_checkpoint",
+            "sharding_strategy",
+            "limit_all_gathers",
+            "resid_pdrop",
+            "bogus",
+        )
+    )
+    assert "# --sharding_strategy=hybrid" in migration.text
+
+
+def test_arguments_of_the_aws_samples_without_a_model_keep_titanlites():
+    config, _ = read_text(migrate_arguments("--max_steps=30 --lr=1e-3 --bf16 0").text, Path("x.toml"))
+    assert (config.value("model.flavor"), config.value("training.steps")) == ("debugmodel", 30)
+    assert config.value("training.mixed_precision_param") == "float32"
+    assert config.value("checkpoint.enable_checkpoint") is False
+    assert math.isclose(config.value("optimizer.lr"), 1e-3)
+    epochs, _ = read_text(migrate_arguments("--epochs 2").text, Path("x.toml"))
+    assert epochs.value("training.epochs") == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("max_steps=3", "unexpected word"),
+        ("--max_steps=many", '--max_steps: expected an integer, got "many"'),
+        ("--tokenizer='x", "cannot be read as a shell would"),
+        ("--lr=1e-6 --min_lr=1e-5", "above optimizer.lr"),
+        ("--train_batch_size=0", "expected an integer >= 1"),
+    ],
+)
+def test_wrong_arguments_are_errors(words, message, capsys):
+    assert main(["config", "migrate", f"--aws-fsdp={words}"]) == 2
+    assert message in capsys.readouterr().err

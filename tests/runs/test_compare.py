@@ -1,0 +1,269 @@
+"""`titanlite compare`: the numbers, the pictures, and what differs."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tests.runs.conftest import training_row, write_metrics
+from titanlite.cli import main
+from titanlite.runs.attempts import timestamp
+from titanlite.runs.compare import compare, compare_json, read_runs, short_names, spread, steady
+from titanlite.runs.folder import RunRecord
+from titanlite.runs.page import ticks
+from titanlite.runs.plots import COLORS, thin
+from titanlite.runs.read import read_run
+
+Start = Callable[..., RunRecord]
+
+
+@pytest.fixture
+def two(tmp_path: Path, start: Start) -> list[Path]:
+    """Run a logs every 10 steps to 40, run b every 20 to 60 and is twice as fast; the first rows are far off."""
+    a = [training_row(1, 8.0, 1), training_row(10, 7.0, 2)]
+    a += [training_row(step, 8 - step / 10, tps, mfu=tps / 5) for step, tps in ((20, 100), (30, 130), (40, 110))]
+    a += [{"step": 40, "time": 2e6, "validation_loss": 4.5}]
+    b = [training_row(1, 8.0, 900), training_row(20, 5.5, 900)]
+    b += [training_row(40, 4.25, 220, mfu=44, memory_gib=2.0), training_row(60, 3.0, 222, mfu=45)]
+    b += [{"step": 40, "time": 2e6, "validation_loss": 4.75}, {"step": 60, "time": 2e6, "validation_loss": 3.5}]
+    folders = [write_metrics(tmp_path / "runs" / "a", a), write_metrics(tmp_path / "runs" / "b", b)]
+    start(folders[0], "--optimizer.lr=0.001").finish("done", 40)
+    start(folders[1], "--optimizer.lr=0.002", "--model.overrides.n_layers=4").finish("done", 60)
+    return folders
+
+
+def test_medians_leave_out_first_rows_and_losses_stand_at_equal_steps(two: list[Path]) -> None:
+    found = compare(read_runs(two))
+    values = {figure.name: figure.values for figure in found.figures}
+    assert values["tokens/s per device"] == (110, 221)
+    assert values["tokens/s"] == (pytest.approx(220), pytest.approx(442))
+    assert values["MFU %"] == (22, 44.5)
+    assert values["memory GiB, peak"] == (1.5, 2.0)
+    assert found.steps == (1, 20, 40)
+    assert [values[f"loss at step {step}"] for step in found.steps] == [(8.0, 8.0), (6.0, 5.5), (4.0, 4.25)]
+    assert values["validation loss at step 40"] == (4.5, 4.75)
+    assert values["final validation loss"] == (4.5, 3.5) and values["final validation, step"] == (40, 60)
+    assert "reserved GiB, peak" not in values
+    cells = {figure.name: figure.cells() for figure in found.figures}
+    assert cells["tokens/s per device"] == ["110", "221 (2.01×)"]
+    assert cells["loss at step 40"] == ["4.0000", "4.2500 (+0.2500)"]
+    assert cells["final validation loss"] == ["4.5000", "3.5000"]
+
+
+def test_configs_differ_key_by_key(two: list[Path]) -> None:
+    differences = {d.name: d.values for d in compare(read_runs(two)).differences}
+    assert differences == {"optimizer.lr": (0.001, 0.002), "model.overrides.n_layers": (None, 4)}
+
+
+def test_circumstances_that_differ_are_named(two: list[Path]) -> None:
+    record = json.loads((two[1] / "run.json").read_text())
+    record["attempts"][0].update(world_size=8, git={"commit": "d" * 40, "dirty": True})
+    record["attempts"][0]["versions"]["torch"] = "9.9"
+    record["attempts"][0]["environment"] = {"NCCL_ALGO": "Ring", "SLURM_NODEID": "3"}
+    (two[1] / "run.json").write_text(json.dumps(record))
+    differences = {d.name: d.values[1] for d in compare(read_runs(two)).differences}
+    for name, value in {
+        "world_size": 8,
+        "git commit": "d" * 12,
+        "version of torch": "9.9",
+        "NCCL_ALGO": "Ring",
+    }.items():
+        assert differences[name] == value
+    assert "SLURM_NODEID" not in differences
+
+
+def test_the_first_rows_of_every_attempt_are_left_out(tmp_path: Path, start: Start) -> None:
+    start(tmp_path).finish("failed", 40)
+    start(tmp_path, first_step=40).finish("done", 80)
+    record = json.loads((tmp_path / "run.json").read_text())
+    record["attempts"][0]["started"] = "1970-01-12T13:46:40.000+00:00"  # second 1,000,000
+    record["attempts"][1]["started"] = "1970-01-12T13:47:25.000+00:00"  # 45 seconds later
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    write_metrics(tmp_path, [training_row(step, 5.0) for step in (1, 10, 20, 30, 40, 50, 60, 70, 80)])
+    assert [row["step"] for row in steady(read_run(tmp_path))] == [20, 30, 40, 70, 80]
+
+
+def test_a_run_that_changed_when_it_was_resumed_is_pointed_out(two: list[Path], start: Start) -> None:
+    start(two[0], "--optimizer.lr=0.005", first_step=40, world_size=4).finish("done", 80)
+    found = compare(read_runs(two))
+    assert f"{two[0]}: ran on 2, then 4 ranks; its tokens/s is the median over all of them" in found.notes
+    assert f"{two[0]}: its config changed when it was resumed; the last one is compared" in found.notes
+    assert {d.name: d.values for d in found.differences}["optimizer.lr"] == (0.005, 0.002)
+
+
+def test_two_rows_leave_one(tmp_path: Path) -> None:
+    write_metrics(tmp_path, [training_row(1, 5.0, 7), training_row(10, 5.0, 70)])
+    assert [row["tps"] for row in steady(read_run(tmp_path))] == [70]
+
+
+def test_the_command_prints_the_table_and_writes_both_files(
+    two: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["compare", *map(str, two)]) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and "\x1b[" not in out
+    assert re.search(r"^tokens/s +220 +442 \(2\.01×\)$", out, re.MULTILINE)
+    assert re.search(r"^optimizer.lr +0.001 +0.002$", out, re.MULTILINE)
+    assert out.endswith("written: comparison/comparison.html, comparison/comparison.png\n")
+    assert sorted(p.name for p in (tmp_path / "comparison").iterdir()) == ["comparison.html", "comparison.png"]
+
+
+def test_the_picture_has_a_curve_of_each_run_where_its_numbers_are(two: list[Path], tmp_path: Path) -> None:
+    image_module = pytest.importorskip("PIL.Image")
+    np = pytest.importorskip("numpy")
+    assert main(["compare", *map(str, two), "--out", str(tmp_path / "out")]) == 0
+    pixels = np.asarray(image_module.open(tmp_path / "out" / "comparison.png").convert("RGB")).astype(int)
+    height, width = pixels.shape[:2]
+    for color in COLORS[:2]:
+        wanted = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)])
+        hits = np.abs(pixels - wanted).max(axis=2) < 12
+        for half in (hits[: height // 2], hits[height // 2 :]):  # the losses above, the speeds below
+            columns = half[:, : int(width * 0.6)].any(axis=0).sum()  # left of the legend: the curve itself
+            assert columns > width * 0.2, (color, columns)
+
+
+class _Points(HTMLParser):
+    """Tips and lines of a page, and anything that would make a browser fetch something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[dict[str, str | None]] = []
+        self.fetched: list[str] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        if tag == "polyline":
+            self.lines.append(found)
+        if tag in ("script", "link", "img", "iframe", "object") or {"src", "href"} & found.keys():
+            self.fetched.append(tag)
+
+
+def test_the_page_holds_both_series_and_fetches_nothing(two: list[Path], tmp_path: Path) -> None:
+    assert main(["compare", *map(str, two), "--out", str(tmp_path / "out")]) == 0
+    page = (tmp_path / "out" / "comparison.html").read_text()
+    for tip in ("a: step 20, 6", "a: step 40, 4", "b: step 20, 5.5", "b: step 60, 3", "b: step 60, 444"):
+        assert f"<title>{tip}</title>" in page
+    assert "<title>b, validation: step 60, 3.5</title>" in page
+    parser = _Points()
+    parser.feed(page)
+    assert parser.fetched == [] and "url(" not in page and "@import" not in page
+    training = [line for line in parser.lines if line["class"] == "curve"]
+    assert [(line["stroke"], len(str(line["points"]).split())) for line in training] == [
+        (COLORS[0], 5),
+        (COLORS[1], 4),
+        (COLORS[0], 5),
+        (COLORS[1], 4),
+    ]
+    assert "<td>442 (2.01×)</td>" in page and "optimizer.lr" in page
+
+
+def test_curves_break_where_a_value_is_not_finite_and_names_are_escaped(tmp_path: Path) -> None:
+    folder = write_metrics(
+        tmp_path / "<b>&", [training_row(step, "nan" if step == 3 else 9.0 - step) for step in range(1, 6)]
+    )
+    assert main(["compare", str(folder), "--out", str(tmp_path / "out")]) == 0
+    page = (tmp_path / "out" / "comparison.html").read_text()
+    assert "<b>&" not in page and "&lt;b&gt;&amp;" in page
+    losses = page.split("<h2>Speed")[0]
+    assert [len(found.split()) for found in re.findall(r'<polyline .* points="(.*)"', losses)] == [2, 2]
+    assert compare_json(compare(read_runs([folder])))["figures"]["loss at step 3"] == ["nan"]
+
+
+def test_without_matplotlib_the_table_and_the_page_still_come(
+    two: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["compare", *map(str, two), "--out", str(tmp_path / "out")]) == 0
+    out, err = capsys.readouterr()
+    assert "tokens/s per device" in out and out.endswith(f"written: {tmp_path}/out/comparison.html\n")
+    assert "pip install 'titanlite[plots]'" in err and "comparison.png is not drawn" in err
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["comparison.html"]
+
+
+def test_json(two: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", *map(str, two), "--json", "--out", str(tmp_path / "out")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["figures"]["loss at step 40"] == [4.0, 4.25]
+    assert [run["label"] for run in found["runs"]] == ["a", "b"]
+    assert [run["steady_rows"] for run in found["runs"]] == [3, 2]
+    assert found["differences"]["optimizer.lr"] == [0.001, 0.002]
+
+
+def test_what_keeps_runs_from_being_compared_is_said(tmp_path: Path) -> None:
+    a = write_metrics(tmp_path / "a", [training_row(step, 5.0) for step in (3, 6, 9)])
+    b = write_metrics(tmp_path / "b", [training_row(step, 5.0, tokens_seen=2000 * step) for step in (5, 10)])
+    notes = "\n".join(compare(read_runs([a, b])).notes)
+    assert "no step was logged by all runs, so no losses are compared (a 3, 6, 9; b 5, 10): metrics.log_freq" in notes
+    assert "tokens per step differ (a 1,000, b 2,000): equal steps are not equal tokens" in notes
+    assert f"configs are not compared: no config.toml in {a}, {b}" in notes
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda f: None, "there is no such folder; `titanlite runs FOLDER` lists"),
+        (lambda f: f.mkdir(), "not a run: it has neither run.json nor metrics.jsonl; `titanlite runs "),
+        (lambda f: write_metrics(f, []), "metrics.jsonl has no training step yet; wait for its first logged step"),
+        (lambda f: (write_metrics(f, []) / "run.json").write_text("{"), "run.json: not JSON ("),
+        (
+            lambda f: (write_metrics(f, []) / "run.json").write_text('{"format": 9, "attempts": [{}]}'),
+            "run.json: written in format 9, this titanlite reads 1; read it with the version that wrote it",
+        ),
+        (lambda f: (write_metrics(f, []) / "config.toml").write_text("= 1"), "config.toml: not TOML ("),
+        (
+            lambda f: (write_metrics(f, []) / "metrics.jsonl").write_text("x\n{}\n"),
+            "metrics.jsonl:1: not a JSON object",
+        ),
+        (
+            lambda f: write_metrics(f, [{**training_row(7, 5.0), "tps": "fast"}]),
+            "metrics.jsonl: row of step 7: tps is 'fast', not a number; mend or delete the row",
+        ),
+    ],
+)
+def test_errors_name_the_file_and_what_to_do(
+    make: Callable[[Path], object], message: str, two: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(tmp_path / "wrong")
+    assert main(["compare", str(two[0]), str(tmp_path / "wrong"), "--out", str(tmp_path / "out")]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"error: {tmp_path}/wrong") and message in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_named_twice_and_a_folder_that_cannot_be_written_to(
+    two: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", str(two[0]), f"{two[0]}/"]) == 2
+    assert "named twice" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert main(["compare", str(two[0]), "--out", str(tmp_path / "file" / "out")]) == 2
+    assert "name another with --out" in capsys.readouterr().err
+
+
+def test_an_earlier_run_of_the_folder_is_compared_by_its_metrics_file(two: list[Path]) -> None:
+    write_metrics(two[0], [training_row(step, 6.5) for step in (1, 20, 40)], "metrics-1.jsonl")
+    found = compare(read_runs([two[0], two[0] / "metrics-1.jsonl"]))
+    assert {f.name: f.values for f in found.figures}["loss at step 40"] == (4.0, 6.5)
+    assert found.runs[1].attempts == ()
+
+
+def test_small_things() -> None:
+    assert spread(list(range(10, 110, 10)), 5) == [20, 40, 60, 80, 100]
+    assert spread([1, 2], 5) == [1, 2]
+    assert short_names([Path("/x/a"), Path("/y/a")]) == ("x/a", "y/a")
+    assert ticks(1, 600, 8) == [0, 100, 200, 300, 400, 500, 600]
+    assert ticks(5, 5, 4)[0] < 5 < ticks(5, 5, 4)[-1]
+    many = [(float(i), 100.0 if i == 5000 else float("nan") if i == 7000 else 1.0) for i in range(10_000)]
+    kept = thin(many)
+    assert len(kept) < 2000 and (5000.0, 100.0) in kept and any(x == 7000 for x, _ in kept)
+    assert [x for x, _ in kept] == sorted(x for x, _ in kept)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", timestamp())

@@ -1,0 +1,69 @@
+"""What every kind of tokenizer does."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+
+from titanlite.data.errors import DataError
+
+
+class Tokenizer(ABC):
+    """Text to token ids and back.
+
+    `vocab_size` is one more than the highest id, special tokens included; `special_tokens` maps the names of tokens
+    that stand for no text to their ids; `fingerprint` is the hex sha256 of everything in the file that decides the ids.
+    """
+
+    vocab_size: int
+    bos_id: int
+    eos_id: int
+    special_tokens: dict[str, int]
+    fingerprint: str
+
+    def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
+        """Token ids of `text`; what looks like a special token in it is plain text. Lone surrogates become U+FFFD."""
+        ids = self._encode(text if text.isascii() else _whole_characters(text))
+        if bos:
+            ids.insert(0, self.bos_id)
+        if eos:
+            ids.append(self.eos_id)
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids`, special tokens by name; bytes that are not UTF-8 become U+FFFD.
+
+        Raises DataError for an id outside the vocabulary.
+        """
+        names = {token_id: name for name, token_id in self.special_tokens.items()}
+        parts: list[str] = []
+        run: list[int] = []
+        for position, token_id in enumerate(ids):
+            if not 0 <= token_id < self.vocab_size:
+                raise DataError(
+                    f"token id {token_id} at position {position} is outside the tokenizer's vocabulary of "
+                    f"{self.vocab_size}; decode with the tokenizer that made the ids"
+                )
+            if token_id in names:
+                # Some kinds drop the first space of a text: it has to be that of each document.
+                parts += [self._decode(run), names[token_id]]
+                run = []
+            else:
+                run.append(int(token_id))
+        return "".join([*parts, self._decode(run)])
+
+    @abstractmethod
+    def _encode(self, text: str) -> list[int]:
+        """A new list of the ids of valid Unicode, without BOS and EOS."""
+
+    @abstractmethod
+    def _decode(self, ids: list[int]) -> str:
+        """Text of ids that are in the vocabulary and not special."""
+
+
+def _whole_characters(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text

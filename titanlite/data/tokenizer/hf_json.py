@@ -1,0 +1,138 @@
+"""Hugging Face's tokenizer.json."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from titanlite.data.errors import DataError
+from titanlite.data.tokenizer.base import Tokenizer
+
+#: Files beside tokenizer.json that name BOS and EOS, the first that does so decides.
+NAMING_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+
+#: BOS and EOS where no file names them; the first pair that the vocabulary has.
+WELL_KNOWN = (
+    ("<|begin_of_text|>", "<|end_of_text|>"),
+    ("<s>", "</s>"),
+    ("<bos>", "<eos>"),
+    ("<|startoftext|>", "<|endoftext|>"),
+    ("<|endoftext|>", "<|endoftext|>"),
+)
+
+_KEYS = ("bos_token", "eos_token")
+
+# Parts that do not decide the ids that we ask for.
+_NOT_IN_THE_IDS = ("post_processor", "decoder", "padding", "truncation")
+
+
+class JsonTokenizer(Tokenizer):
+    """The ids of the `tokenizers` library, without what its post-processor, truncation and padding would do to them.
+
+    So BOS is never added twice and no document is cut. Text never matches an added token that the file marks as
+    special. Added tokens that are not special are found in text, as the library does. A model whose own vocabulary
+    spells a special token (word lists, Unigram files) still gives its id for such text, as in the library.
+    """
+
+    def __init__(self, content: bytes, path: Path) -> None:
+        """`content` of the file at `path`. Raises DataError if it is no whole tokenizer.json or has no BOS and EOS."""
+        where = f"model.tokenizer_path: {path}"
+        parsed = _parse(content, where)
+        try:
+            import tokenizers
+        except ImportError:
+            raise DataError(
+                f"{where}: reading a tokenizer.json needs the tokenizers library: pip install 'titanlite[hf]'"
+            ) from None
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+        except Exception as error:  # the library raises nothing narrower
+            raise DataError(
+                f"{where} is not a tokenizer.json that tokenizers {tokenizers.__version__} reads ({error}); "
+                "copy the file again, or install the version of tokenizers that wrote it"
+            ) from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        names, self.named_by = _bos_and_eos(self._tokenizer, path)
+        # They have ids already; this marks them as special where the file does not.
+        self._tokenizer.add_special_tokens(list(names))
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.bos_id, self.eos_id = (vocabulary[name] for name in names)
+        self._tokenizer.encode_special_tokens = True
+
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_tokens = {token.content: i for i, token in sorted(added.items()) if token.special}
+        self.special_tokens |= dict(zip(names, (self.bos_id, self.eos_id), strict=True))
+        self.vocab_size = 1 + max(vocabulary.values())
+        deciding = {part: value for part, value in parsed.items() if part not in _NOT_IN_THE_IDS}
+        canonical = json.dumps([deciding, self.bos_id, self.eos_id], sort_keys=True)
+        self.fingerprint = hashlib.sha256(b"tokenizer.json " + canonical.encode()).hexdigest()
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def _parse(content: bytes, where: str) -> dict[str, Any]:
+    try:
+        parsed = json.loads(content)
+    except ValueError as error:
+        raise DataError(f"{where} is JSON that is damaged or cut short ({error}); copy the file again") from None
+    if not isinstance(parsed, dict) or not isinstance(parsed.get("model"), dict):
+        raise DataError(
+            f'{where} is JSON without a "model" part; give a tokenizer.json of Hugging Face (not tokenizer_config.json)'
+        )
+    return parsed
+
+
+def _bos_and_eos(tokenizer: Any, path: Path) -> tuple[tuple[str, str], str]:
+    """The names of BOS and EOS, and what names them."""
+    named: dict[str, tuple[str | None, Path]] = {}
+    for file in (path.parent / name for name in NAMING_FILES):
+        for key, token in _named_in(file).items():
+            named.setdefault(key, (token, file))
+    for key, (token, file) in named.items():
+        if token is None:
+            raise DataError(
+                f"model.tokenizer_path: {file} says that there is no {key}, and each document begins with BOS and ends "
+                f"with EOS; name one of the special tokens of {path.name} there"
+            )
+        if tokenizer.token_to_id(token) is None:
+            raise DataError(
+                f"model.tokenizer_path: {file} names {token!r} as {key}, which {path} does not have; "
+                "take both files from the same place"
+            )
+    if len(named) == len(_KEYS):
+        bos, eos = (named[key] for key in _KEYS)
+        return (str(bos[0]), str(eos[0])), " and ".join(dict.fromkeys([bos[1].name, eos[1].name]))
+    for pair in WELL_KNOWN:
+        agrees = all(named[key][0] == token for key, token in zip(_KEYS, pair, strict=True) if key in named)
+        if agrees and None not in map(tokenizer.token_to_id, pair):
+            return pair, "their usual names"
+    missing = " and ".join(key for key in _KEYS if key not in named)
+    usual = ", ".join(" ".join(dict.fromkeys(pair)) for pair in WELL_KNOWN)
+    raise DataError(
+        f"model.tokenizer_path: {path}: no file names its {missing}, and it has none of the usual ones ({usual}); "
+        f'put a {NAMING_FILES[0]} beside it, such as {{"bos_token": "<s>", "eos_token": "</s>"}}'
+    )
+
+
+def _named_in(file: Path) -> dict[str, str | None]:
+    """bos_token and eos_token as far as `file` has them: a string, an object with its `content`, or null."""
+    try:
+        parsed = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise DataError(f"model.tokenizer_path: {file} cannot be read ({error}); copy the file again") from None
+    found: dict[str, str | None] = {}
+    for key in _KEYS:
+        token = parsed.get(key, "") if isinstance(parsed, dict) else ""
+        token = token.get("content") if isinstance(token, dict) else token
+        if token is None or token and isinstance(token, str):
+            found[key] = token
+    return found
