@@ -48,12 +48,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Divide a command line into argparse's part and the `--section.key value` flags with their words.
 
-    argparse would take a flag's value for the name of the config file.
+    argparse would take a flag's value for the name of the config file, and the value of `--aws-fsdp` for flags.
     """
     ours: list[str] = []
     flags: list[str] = []
     part = ours
-    for word in argv:
+    words = iter(argv)
+    for word in words:
+        if word == "--aws-fsdp":
+            # Its value is made of what looks like flags.
+            word = f"{word}={next(words, '')}"
         if word.startswith("-"):
             name = word.lstrip("-").partition("=")[0]
             is_flag = "." in name or name in ("config_file", "config-file")

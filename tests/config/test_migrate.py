@@ -400,11 +400,12 @@ def test_arguments_of_the_aws_samples_without_a_model_keep_titanlites():
     [
         ("max_steps=3", "unexpected word"),
         ("--max_steps=many", '--max_steps: expected an integer, got "many"'),
+        ("--lr 0.1x --warmup 0.5", '--lr: expected a number, got "0.1x"'),
         ("--tokenizer='x", "cannot be read as a shell would"),
         ("--lr=1e-6 --min_lr=1e-5", "above optimizer.lr"),
         ("--train_batch_size=0", "expected an integer >= 1"),
     ],
 )
 def test_wrong_arguments_are_errors(words, message, capsys):
-    assert main(["config", "migrate", f"--aws-fsdp={words}"]) == 2
+    assert main(["config", "migrate", "--aws-fsdp", words]) == 2
     assert message in capsys.readouterr().err

@@ -69,7 +69,7 @@ RENAMED = sorted({alias.canonical for alias in ALIASES.values()} | set(FOREIGN) 
 
 @st.composite
 def files(draw: st.DrawFn) -> tuple[str, int]:
-    """A file with keys under all their names, in all the ways in which TOML writes tables, and its count of comments."""
+    """A file with keys under all their names, in all ways in which TOML writes tables, and its count of comments."""
     chosen = draw(st.lists(st.sampled_from(RENAMED), min_size=1, max_size=8, unique=True))
     chosen += draw(st.lists(st.sampled_from(sorted(set(CHOICES) - set(chosen))), max_size=6, unique=True))
     written = [draw(st.sampled_from(CHOICES[name])) for name in draw(st.permutations(chosen))]

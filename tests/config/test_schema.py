@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator as op
 import re
 from pathlib import Path
 from typing import Any
@@ -59,13 +60,8 @@ def fits(schema: Any, value: Any, root: dict[str, Any]) -> bool:
         return all(fits(schema.get("items", True), item, root) for item in value)
     if isinstance(value, str):
         return len(value) >= schema.get("minLength", 0) and bool(re.search(schema.get("pattern", ""), value))
-    limits = [
-        ("minimum", "__ge__"),
-        ("maximum", "__le__"),
-        ("exclusiveMinimum", "__gt__"),
-        ("exclusiveMaximum", "__lt__"),
-    ]
-    return all(getattr(float(value), test)(float(schema[limit])) for limit, test in limits if limit in schema)
+    limits = {"minimum": op.ge, "maximum": op.le, "exclusiveMinimum": op.gt, "exclusiveMaximum": op.lt}
+    return all(holds(value, schema[limit]) for limit, holds in limits.items() if limit in schema)
 
 
 SCHEMA = json_schema()

@@ -42,22 +42,14 @@ def json_schema() -> Schema:
     job.pop(_NOT_IN_FILES.partition(".")[2])
     for key in keys():
         if key in UNBUILT:
-            entry = _find(found, key)
-            entry["description"] += f" Not built yet: {UNBUILT[key].feature}."
+            _find(found, key)["description"] += f" Not built yet: {UNBUILT[key].feature}."
     for (key, later), value in VALUE_NAMES.items():
         _accept_later_value(_find(found, key), later, value)
     for alias in ALIASES.values():
         _place(found, alias.name, _alias(found, alias))
-    for name, entry in FOREIGN.items():
-        _place(
-            found,
-            name,
-            {
-                "description": f"Without effect here, accepted switched off: {entry.reason}.",
-                "deprecated": True,
-                "enum": list(entry.off),
-            },
-        )
+    for name, foreign in FOREIGN.items():
+        description = f"Without effect here, accepted switched off: {foreign.reason}."
+        _place(found, name, {"description": description, "deprecated": True, "enum": list(foreign.off)})
     found["$defs"] = shared
     return found
 

@@ -44,6 +44,8 @@ def shard(model: nn.Module, units: Sequence[Sequence[nn.Module]], mesh: DeviceMe
             reshard_after_forward=reshard,
         )
     fully_shard(model, mesh=dp_mesh, mp_policy=policy)
+    if mesh.size() == 1:
+        return  # nothing is reduced, and dividing by 1.0 would copy every gradient once more
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
