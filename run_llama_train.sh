@@ -16,7 +16,7 @@ has titanlite is used instead. The configuration is checked before any worker st
 
 Every argument goes to train.py and wins over the file:
   ./run_llama_train.sh --training.steps 100 --metrics.log_freq 1
-  CONFIG_FILE=train_configs/llama3_8b.toml NGPU=8 ./run_llama_train.sh --training.compile
+  CONFIG_FILE=train_configs/llama3_8b.toml NGPU=8 ./run_llama_train.sh --training.seq_len 4096
 
 `titanlite config explain` lists the keys. Exit code: torchrun's; 2 for a wrong configuration.
 HELP
@@ -77,6 +77,7 @@ launch=("$TITANLITE_PYTHON" -m torch.distributed.run
     --nproc_per_node "$workers" --rdzv_backend c10d --rdzv_endpoint localhost:0
     --local-ranks-filter "$(IFS=,; echo "${shown[*]}")" --role rank --tee 3
     "$root/train.py" --job.config_file "$config" "$@")
-# SIGUSR1 would end torchrun and leave its workers as orphans; the workers install a handler of their own.
+# SIGUSR1, with which schedulers announce a time limit, would end torchrun and leave its workers as orphans; ignored
+# here, it is ignored by all of them.
 trap '' USR1
 exec "${launch[@]}"

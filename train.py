@@ -5,6 +5,7 @@ torchrun --nproc_per_node 8 train.py --job.config_file train_configs/llama3_8b.t
 
 import os
 import sys
+import traceback
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -17,7 +18,11 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    code = main() or 0
+    try:
+        code = main() or 0
+    except Exception:
+        traceback.print_exc()
+        code = 1
     sys.stdout.flush()
     sys.stderr.flush()
     # gloo's threads sometimes abort a finished process at interpreter exit; everything of ours is closed by now.

@@ -55,8 +55,8 @@ _venv_is_ready() {
 # Prints which modules that $2 (run or dev) needs are missing from the interpreter $1; "titanlite" among them where
 # it is not installed. From / because a source tree in the working directory is not an installation.
 _missing_modules() {
-    local modules="titanlite torch torchao datasets tiktoken pydantic"
-    [ "$2" = dev ] && modules="$modules pytest ruff mypy hypothesis transformers"
+    local modules="titanlite torch torchao datasets numpy pydantic tiktoken sentencepiece rich tensorboard"
+    [ "$2" = dev ] && modules="$modules pytest ruff mypy hypothesis transformers tokenizers matplotlib"
     # shellcheck disable=SC2086  # the module names are separate words
     (cd / && "$1" -c '
 import importlib.util, sys

@@ -18,7 +18,7 @@ from titanlite.data.errors import DataError
 from titanlite.guard import NonFiniteError
 from titanlite.models.shapes import ShapeError
 from titanlite.observe.console import logger, setup_console
-from titanlite.parallel.world import World, WorldError
+from titanlite.parallel.world import World, WorldError, env_int
 from titanlite.prepare import checked_plans, resolve_plans
 from titanlite.runs.logs import rank_log
 from titanlite.trainer import Trainer
@@ -33,13 +33,13 @@ def run(argv: Sequence[str]) -> int:
     found before any process group or model exists.
     """
     try:
-        size = int(os.environ.get("WORLD_SIZE", 1))
+        size = env_int("WORLD_SIZE", 1)
         config, plans = checked_plans(argv, size, training=True)
-        setup_console(int(os.environ.get("RANK", 0)), plans.observe.color)
+        setup_console(env_int("RANK", 0), plans.observe.color)
         text = read_text(plans)
         if plans.train.steps is None:
             plans = resolve_plans(config, size, text.train.total_sequences)
-        _make_folder(plans)
+        _make_folders(plans)
         with World.open(plans.comm) as world, rank_log(Path(plans.observe.dump_folder), world.rank):
             if world.rank == 0:
                 _show_config(plans)
@@ -63,19 +63,24 @@ def _end(message: str, code: int) -> int:
         print(f"error: {message}", file=sys.stderr, flush=True)
     else:
         time.sleep(_SECONDS_TO_SPEAK)
+        # Still here: the one that prints had nothing to say, so this went wrong on this rank alone.
+        print(f"error: [rank {os.environ.get('RANK')}] {message}", file=sys.stderr, flush=True)
     return code
 
 
-def _make_folder(plans: Plans) -> None:
+def _make_folders(plans: Plans) -> None:
     """Make sure that the run can write where it is told to. Raises ConfigError."""
-    folder = Path(plans.observe.dump_folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        reason = f"cannot write to {str(folder)!r}: {error.strerror}"
-        raise ConfigError([Problem("", "job.dump_folder", reason, "name a folder that you may write to")]) from None
+    folders = {"job.dump_folder": Path(plans.observe.dump_folder)}
+    if plans.observe.save_config_file is not None:
+        folders["job.save_config_file"] = Path(plans.observe.save_config_file).parent
+    for key, folder in folders.items():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            reason = f"cannot write to {str(folder)!r}: {error.strerror}"
+            raise ConfigError([Problem("", key, reason, "name a folder that you may write to")]) from None
 
 
 def _show_config(plans: Plans) -> None:
@@ -84,6 +89,5 @@ def _show_config(plans: Plans) -> None:
         print(plans.config_toml, flush=True)
     if plans.observe.save_config_file is not None:
         path = Path(plans.observe.save_config_file)
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(plans.config_toml, encoding="utf-8")
         logger.info(f"config written to {path}")

@@ -83,7 +83,7 @@ _FLAGS = (
 
 
 def _add_config(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    config = commands.add_parser("config", help="check and explain config files", allow_abbrev=False)
+    config = commands.add_parser("config", help="check, explain, compare and migrate config files", allow_abbrev=False)
     actions = config.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     check = actions.add_parser(

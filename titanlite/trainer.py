@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import platform
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,7 +20,8 @@ from titanlite.guard import FiniteGuard, NonFiniteError
 from titanlite.observe.console import logger
 from titanlite.observe.flops import device_name
 from titanlite.observe.memory import total_memory_bytes
-from titanlite.observe.observer import FILE, Observer
+from titanlite.observe.metrics import FILE
+from titanlite.observe.observer import Observer
 from titanlite.observe.profiles import Profiles
 from titanlite.observe.report import start_report
 from titanlite.optim.schedule import learning_rate
@@ -35,6 +38,7 @@ class Trainer:
         self.plans, self.world, self.text = plans, world, text
         self.steps = plans.train.steps
         self.step = 0
+        self._trained = 0
         self.tokens_seen = 0
         self._timeouts_lowered = False
         self._seed()
@@ -52,23 +56,26 @@ class Trainer:
         Raises NonFiniteError when the guard stops it, CheckpointError when the checkpoint is of another run or the
         last one cannot be written.
         """
-        self.resume()
-        if self.step >= self.steps:
-            self._say_finished()
-            return
-        gc.collect()
         was_collecting = gc.isenabled()
-        gc.disable()  # collected on all ranks together instead: one rank's pause makes every other wait
         try:
+            self._set_determinism()
+            self.resume()
+            if self.step >= self.steps:
+                self._say_finished()
+                return
+            gc.collect()
+            gc.disable()  # collected on all ranks together instead: one rank's pause makes every other wait
             with Profiles(self.plans.profile, self.world.rank, self.world.device) as profiles:
                 while self.step < self.steps:
                     self.step += 1
                     result = self.train_one()
                     self.guard.watch()
+                    self._trained = self.step
                     self.after_first_step()
                     self.collect_garbage()
                     self.observer.step(self.step, result, self.lr(), self.tokens_seen)
-                    profiles.step(self.step)
+                    with self.observer.pausing():  # writing a trace takes a while
+                        profiles.step(self.step)
                     self.validate()
                     self.save()
                 self.guard.check()
@@ -77,7 +84,8 @@ class Trainer:
             self.observer.finish("stopped", error.step - 1, str(error))
             raise
         except BaseException as error:
-            self.observer.finish("failed", self.step - 1, f"{type(error).__name__}: {error}")
+            reason = ": ".join(filter(None, (type(error).__name__, str(error))))
+            self.observer.finish("failed", self._trained, reason)
             raise
         finally:
             if was_collecting:
@@ -90,12 +98,12 @@ class Trainer:
         """Continue from a checkpoint, if there is one, and say what will run."""
         loaded = self.checkpointer.load(self.parts.model, self.parts.optimizer) if self.checkpointer else None
         if loaded:
-            self.step = loaded.step
+            self.step = self._trained = loaded.step
             self.tokens_seen = int(loaded.train["tokens_seen"])
             self.parts.loader.load_state_dict(loaded.train["data"])
             if self.parts.loader.steps_left is not None:
                 # Earlier steps may have been of another size: a run in epochs ends where the text does.
-                self.steps = self.step + self.parts.loader.steps_left
+                self._set_length(self.step + self.parts.loader.steps_left)
             began = f"resumed from step {loaded.step} in {self.plans.checkpoint.folder}"
         else:
             began = "a fresh run" + (": no checkpoint to resume" if self.checkpointer else ", checkpoints are off")
@@ -124,6 +132,15 @@ class Trainer:
             folders=folders,
         )
 
+    def _set_length(self, steps: int) -> None:
+        """Another number of steps than was planned; a schedule of the run's length follows it."""
+        schedule = self.plans.schedule
+        if schedule.total_steps == self.steps:
+            schedule = replace(schedule, total_steps=steps)
+        self.steps = steps
+        self.plans = replace(self.plans, schedule=schedule, train=replace(self.plans.train, steps=steps))
+        self.observer = Observer(self.plans, self.world, self.parts.args)
+
     def lr(self) -> float:
         """Learning rate of the current step."""
         return learning_rate(self.plans.schedule, self.plans.optimizer.lr, self.step)
@@ -147,7 +164,7 @@ class Trainer:
 
     def after_first_step(self) -> None:
         """The slow first step is over: from now on a stuck peer should be found soon."""
-        if not self._timeouts_lowered:
+        if not self._timeouts_lowered and self.world.timeout is not None:  # a joined group's timeouts are not ours
             self._timeouts_lowered = True
             set_timeouts(self.plans.comm.train_timeout_seconds, self.parts.mesh)
 
@@ -180,7 +197,11 @@ class Trainer:
         started = time.perf_counter()
         try:
             comm = self.plans.comm
-            slow = patience(comm.init_timeout_seconds, comm.train_timeout_seconds, self.parts.mesh)
+            slow = (
+                patience(comm.init_timeout_seconds, comm.train_timeout_seconds, self.parts.mesh)
+                if self._timeouts_lowered
+                else contextlib.nullcontext()
+            )
             with self.observer.pausing(), slow:
                 folder = self.checkpointer.save(self.step, self.parts.model, self.parts.optimizer, state)
         except CheckpointError as error:
@@ -191,14 +212,17 @@ class Trainer:
         self.observer.saved(self.step, folder, time.perf_counter() - started)
 
     def _seed(self) -> None:
-        """torch's own generators and determinism; the weights and the data order have seeds of their own."""
-        plan = self.plans.train
+        """torch's own generators; the weights and the data order have seeds of their own."""
+        if self.plans.train.seed is not None:
+            torch.manual_seed(self.plans.train.seed + self.world.rank)
         self._determinism_before = (
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
         )
-        if plan.seed is not None:
-            torch.manual_seed(plan.seed + self.world.rank)
+
+    def _set_determinism(self) -> None:
+        """Deterministic kernels for the time of `train`, if the plan asks for them."""
+        plan = self.plans.train
         if plan.deterministic:
             # cuBLAS is deterministic only with a fixed workspace, chosen before its first call.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -38,7 +38,10 @@ PYTHON = r"""#!/usr/bin/env bash
 case "$1 $2" in
     "-c "*ensurepip*) echo "${FAKE_VERSION:-3.11} ${FAKE_VENV:-ok}" ;;
     "-c "*find_spec*)
-        case "$0" in */has/*) echo "${FAKE_MISSING:-}" ;; *) echo "titanlite torch" ;; esac ;;
+        case "$0" in
+            */has/*) echo "asked: ${*:3}" >>"$CALLS"; echo "${FAKE_MISSING:-}" ;;
+            *) echo "titanlite torch" ;;
+        esac ;;
     "-c "*titanlite.cli*)
         echo "check: ${*:3}" >>"$CALLS"
         [ "${FAKE_CHECK:-0}" = 0 ] || echo "debug.toml:3: training.stepz: unknown key"
@@ -267,6 +270,15 @@ def test_an_active_environment_without_the_test_tools_says_so(machine: Machine, 
     machine.python("python", tmp_path / "has" / "bin")
     used = machine.run("run_tests.sh", VIRTUAL_ENV=str(tmp_path / "has"), FAKE_MISSING="pytest ruff")
     assert "but not: pytest ruff" in used.stderr and "pip: .[dev]" in machine.installs()
+
+
+def test_an_active_environment_must_have_all_that_is_imported(machine: Machine, tmp_path: Path) -> None:
+    machine.python("python", tmp_path / "has" / "bin")
+    run = "asked: titanlite torch torchao datasets numpy pydantic tiktoken sentencepiece rich tensorboard"
+    machine.run("run_llama_train.sh", VIRTUAL_ENV=str(tmp_path / "has"))
+    assert machine.calls()[0] == run
+    machine.run("run_tests.sh", VIRTUAL_ENV=str(tmp_path / "has"))
+    assert machine.calls()[0] == f"{run} pytest ruff mypy hypothesis transformers tokenizers matplotlib"
 
 
 def test_an_active_environment_without_titanlite_is_left_alone(machine: Machine, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.pool import Pools
 from titanlite import exit_codes
@@ -304,3 +305,25 @@ def test_a_run_in_epochs_goes_on_with_another_batch_size(pool: Pools, tmp_path: 
     pool(1).run(_run, str(folder), *flags[:1], "--training.steps=2")
     rest = pool(1).run(_run, str(folder), *flags, "--training.global_batch_size=4")[0]
     assert rest["step"] - 2 == (whole["step"] - 2) * 2 or rest["step"] - 2 == (whole["step"] - 2) * 2 - 1
+    assert rest["rows"][-1]["step"] == rest["step"], "the last step is logged, though it is not the planned one"
+    (attempt,) = json.loads((folder / "run.json").read_text())["attempts"][-1:]
+    assert (attempt["state"], attempt["steps"]) == ("done", rest["step"])
+
+
+def test_determinism_ends_with_the_run(pool: Pools, tmp_path: Path) -> None:
+    assert pool(1).run(_deterministic, str(tmp_path)) == [(True, False)]
+
+
+def _deterministic(world: World, folder: str) -> tuple[bool, bool]:
+    """Whether kernels were deterministic in a step, and whether they still are after the run."""
+    config = load_file("debug_model.toml", [*TINY, f"--job.dump_folder={folder}", "--debug.deterministic"])
+    plans = resolve_plans(config, world.size)
+    trainer = Trainer(plans, world, read_text(plans))
+    trainer.steps = 1
+    seen: list[bool] = []
+    hook = trainer.parts.model.register_forward_hook(
+        lambda *_: seen.append(torch.are_deterministic_algorithms_enabled())
+    )
+    trainer.train()
+    hook.remove()
+    return all(seen) and bool(seen), torch.are_deterministic_algorithms_enabled()

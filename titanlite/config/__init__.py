@@ -1,1 +1,1 @@
-"""From a TOML file to plans: `load.load`, `resolve.resolve`, `unbuilt.refuse_unbuilt`."""
+"""From a TOML file to plans: `load.load`, `resolve.resolve`; with every check, `titanlite.prepare.checked_plans`."""

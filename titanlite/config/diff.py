@@ -16,6 +16,7 @@ from titanlite.config.job import JobConfig
 from titanlite.config.load import load_file, read_text
 from titanlite.config.plans import Plans
 from titanlite.config.schema import keys, quote, quote_key
+from titanlite.config.unbuilt import implied_unbuilt
 
 RUN_CONFIG = "config.toml"
 _MANIFEST = "manifest.json"
@@ -108,12 +109,15 @@ def differences(left: Side, right: Side) -> list[Difference]:
 
 
 def _values(config: JobConfig) -> Iterator[tuple[str, Any]]:
+    """What has an effect: an implied default that waits for its feature counts as the plain one."""
+    waiting = implied_unbuilt(config)
     for key in keys().values():
         value = config.value(key.name)
         if key.is_table:
             yield from ((f"{key.name}.{quote_key(name)}", entry) for name, entry in value.items())
         elif key.name not in _NOT_COMPARED:
-            yield key.name, None if config.superseded(key.name) else value
+            effective = key.default if key.name in waiting else value
+            yield key.name, None if config.superseded(key.name) else effective
 
 
 def _shown(side: Side, values: Mapping[str, Any], key: str) -> tuple[str, str]:
@@ -121,7 +125,7 @@ def _shown(side: Side, values: Mapping[str, Any], key: str) -> tuple[str, str]:
         return _ABSENT, ""
     if key in keys() and keys()[key].default is not None and side.config.superseded(key):
         return _ABSENT, "said in another way"
-    return quote(values[key]), side.source(key)
+    return quote(side.config.value(key) if key in keys() else values[key]), side.source(key)
 
 
 def plan_differences(left: Plans, right: Plans) -> list[Difference]:

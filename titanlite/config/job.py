@@ -9,6 +9,7 @@ from typing import Any
 from titanlite.config.dialect import Dialect
 from titanlite.config.errors import DEFAULT, Problem, Source
 from titanlite.config.schema import keys, quote, quote_key
+from titanlite.config.unbuilt import implied_unbuilt
 
 EXCLUSIVE = (
     ("training.steps", "training.tokens", "training.epochs"),
@@ -54,8 +55,13 @@ class JobConfig:
         return "" if source.kind == "default" else source.place
 
     def to_toml(self) -> str:
-        """The whole config as a TOML file that loads to the same values on its own, with sources as comments."""
+        """The whole config as a TOML file that gives the same plans on its own, with sources as comments.
+
+        It loads to the same values, but for later defaults that nobody wrote and that wait for a feature not built yet:
+        those are comments, because training refuses what is written and only warns of what is implied.
+        """
         lines: list[str] = []
+        held_back = implied_unbuilt(self)
         for section in type(self.dialect).model_fields:
             body = []
             for key in (k for k in keys().values() if k.section == section):
@@ -65,6 +71,8 @@ class JobConfig:
                 source = self.source(key.name)
                 if key.is_table:
                     body += [f"{key.field}.{quote_key(name)} = {quote(item)}" for name, item in value.items()]
+                elif key.name in held_back:
+                    body.append(f"# {key.field} = {quote(value)}  # default of the later dialect, not built yet")
                 else:
                     note = "" if source.kind == "default" else f"  # {source}"
                     body.append(f"{key.field} = {quote(value)}{note}")

@@ -183,7 +183,7 @@ class ObservePlan:
 
     dump_folder: str = "./outputs"
     description: str = ""
-    #: Step 1 and every n steps.
+    #: The first step of every start, the last one, and every so many.
     log_freq: int = 10
     log_style: Literal["titan", "fsdp"] = "titan"
     #: None: colours on a terminal only.

@@ -55,6 +55,10 @@ class Key:
         return cls(f"{section}.{field}", section, field, info.annotation, metadata, default, info.description or "")
 
 
+NOT_IN_FILES = ("job.config_file",)
+"""Keys of the command line alone: a file cannot name itself."""
+
+
 @lru_cache(maxsize=1)
 def sections() -> dict[str, type[Section]]:
     """Section name → model, in the order of `Dialect`."""

@@ -13,13 +13,10 @@ from pydantic import TypeAdapter
 from titanlite.config.dialect import Dialect
 from titanlite.config.foreign import FOREIGN
 from titanlite.config.names import ALIASES, VALUE_NAMES, Alias
-from titanlite.config.schema import keys
+from titanlite.config.schema import NOT_IN_FILES, keys
 from titanlite.config.unbuilt import UNBUILT
 
 Schema = dict[str, Any]
-
-#: Not for files: a file cannot name itself.
-_NOT_IN_FILES = "job.config_file"
 
 
 def json_schema() -> Schema:
@@ -38,8 +35,9 @@ def json_schema() -> Schema:
         table = _clean(raw["$defs"][_target(reference)], raw["$defs"], shared)
         table.pop("default", None)
         found["properties"][section] = table
-    job = found["properties"]["job"]["properties"]
-    job.pop(_NOT_IN_FILES.partition(".")[2])
+    for key in NOT_IN_FILES:
+        section, _, field = key.partition(".")
+        found["properties"][section]["properties"].pop(field)
     for key in keys():
         if key in UNBUILT:
             _find(found, key)["description"] += f" Not built yet: {UNBUILT[key].feature}."

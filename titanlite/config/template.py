@@ -7,12 +7,10 @@ from collections.abc import Iterable
 
 from titanlite.config.foreign import FOREIGN
 from titanlite.config.names import LATER_DEFAULTS, VALUE_NAMES, MicrobatchSize, later_names
-from titanlite.config.schema import Key, keys, quote, sections
+from titanlite.config.schema import NOT_IN_FILES, Key, keys, quote, sections
 from titanlite.config.unbuilt import UNBUILT
 
 _WIDTH = 110
-#: A file cannot name itself.
-_NOT_IN_FILES = ("job.config_file",)
 
 _HEAD = """\
 # Every key of titanlite with its default. To set a key, take the # from its line (and from no other) and change the
@@ -25,7 +23,7 @@ def template() -> str:
     for section, model in sections().items():
         lines = [f"[{section}]", *_comment(_first_line(model.__doc__))]
         for key in keys().values():
-            if key.section == section and key.name not in _NOT_IN_FILES:
+            if key.section == section and key.name not in NOT_IN_FILES:
                 lines += ["", *_entry(key)]
         parts.append("\n".join(lines))
     return "\n\n".join(parts)

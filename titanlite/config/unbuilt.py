@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from titanlite.config.dialect import Dialect
-from titanlite.config.errors import ConfigError, Problem
-from titanlite.config.job import JobConfig
+from titanlite.config.errors import Problem
 from titanlite.config.schema import keys, quote
+
+if TYPE_CHECKING:
+    # A config asks this registry what to write out.
+    from titanlite.config.job import JobConfig
 
 Predicate = Callable[[Dialect], bool]
 
@@ -226,10 +230,3 @@ def refused(config: JobConfig) -> list[Problem]:
         for key in unbuilt_keys(config)
         if config.is_given(key)
     ]
-
-
-def refuse_unbuilt(config: JobConfig) -> None:
-    """Raise ConfigError for every key that was written and asks for a feature to come: before training."""
-    problems = refused(config)
-    if problems:
-        raise ConfigError(problems)

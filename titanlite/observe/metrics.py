@@ -15,6 +15,9 @@ from typing import Any
 
 from titanlite.observe.console import logger
 
+#: Name of the file below `job.dump_folder`.
+FILE = "metrics.jsonl"
+
 
 class MetricsLog:
     """Appends rows to `path`. What cannot be written (disk full) is lost with one warning; training never stops."""

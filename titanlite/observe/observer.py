@@ -18,14 +18,12 @@ from titanlite.observe.console import colorize, logger
 from titanlite.observe.flops import device_name, peak_flops
 from titanlite.observe.memory import MemoryReading, read_memory, reset_peak
 from titanlite.observe.meter import Meter, Rates
-from titanlite.observe.metrics import MetricsLog
+from titanlite.observe.metrics import FILE, MetricsLog
 from titanlite.observe.stepline import StepFigures, fsdp_line, human_time, titan_line
 from titanlite.observe.tensorboard import TAGS, TensorBoard
 from titanlite.parallel.world import World
 from titanlite.runs.folder import FinalState, RunRecord, begin
 from titanlite.step import StepResult
-
-FILE = "metrics.jsonl"
 
 
 class Observer:

@@ -13,6 +13,7 @@ import torch
 
 from titanlite.config.plans import ProfilePlan
 from titanlite.observe.console import logger
+from titanlite.observe.stepline import human_time
 
 #: Steps of a cycle in which the profiler runs without recording, and in which it records.
 WARM_UP, ACTIVE = 3, 1
@@ -89,10 +90,10 @@ class Profiles:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             dump(path)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             logger.warning(f"step {self._step}: {path} could not be written: {error}")
         else:
-            logger.info(f"profile of step {self._step} written to {path} in {time.perf_counter() - began:.1f}s")
+            logger.info(f"profile of step {self._step} written to {path} in {human_time(time.perf_counter() - began)}")
 
 
 def _dump_snapshot(path: Path) -> None:

@@ -27,7 +27,8 @@ class WorldError(RuntimeError):
     """The environment's description of the ranks is incomplete or contradicts itself."""
 
 
-def _env_int(name: str, default: int | None = None) -> int:
+def env_int(name: str, default: int | None = None) -> int:
+    """A whole number from the environment. Raises WorldError when it is another thing, or missing without a default."""
     text = os.environ.get(name)
     if text is None:
         if default is None:
@@ -54,7 +55,7 @@ def _rendezvous_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
     if host is None:
         raise WorldError("WORLD_SIZE is set but MASTER_ADDR is not: start with torchrun (or ./run_llama_train.sh)")
     agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(host, _env_int("MASTER_PORT"), size, is_master=rank == 0 and not agent_store, timeout=timeout)
+    store = dist.TCPStore(host, env_int("MASTER_PORT"), size, is_master=rank == 0 and not agent_store, timeout=timeout)
     run = os.environ.get("TORCHELASTIC_RUN_ID", "titanlite")
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"titanlite/{run}/{attempt}", store)
@@ -85,11 +86,11 @@ class World:
         """
         comm = comm or CommPlan()
         device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-        size = _env_int("WORLD_SIZE", 1)
-        rank = _env_int("RANK", 0 if size == 1 else None)
-        local_rank = _env_int("LOCAL_RANK", rank)
+        size = env_int("WORLD_SIZE", 1)
+        rank = env_int("RANK", 0 if size == 1 else None)
+        local_rank = env_int("LOCAL_RANK", rank)
         if device_type == "cuda":
-            ranks_here = max(_env_int("LOCAL_WORLD_SIZE", 1), local_rank + 1)
+            ranks_here = max(env_int("LOCAL_WORLD_SIZE", 1), local_rank + 1)
             if ranks_here > torch.cuda.device_count():
                 raise WorldError(
                     f"{ranks_here} ranks on {socket.gethostname()}, which shows {torch.cuda.device_count()} GPUs: each "

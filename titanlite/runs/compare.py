@@ -10,10 +10,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+from titanlite.observe.metrics import FILE as METRICS
 from titanlite.observe.stepline import human_time
 from titanlite.runs.attempts import RunError
 from titanlite.runs.list import NONE, last, state_words, valid
-from titanlite.runs.read import METRICS, Row, Run, read_run
+from titanlite.runs.read import Row, Run, read_run
 from titanlite.runs.table import Table, render
 
 #: Equal steps at which losses are shown.

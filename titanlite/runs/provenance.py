@@ -19,7 +19,10 @@ from titanlite._version import __version__
 DIFF_LIMIT = 1 << 20
 REMOVED = "(removed)"
 
-_LIBRARIES = ("torch", "torchao", "triton", "numpy", "pydantic", "datasets", "tiktoken", "safetensors", "transformers")
+_LIBRARIES = (
+    *("torch", "torchao", "triton", "numpy", "pydantic", "datasets", "safetensors", "transformers"),
+    *("tiktoken", "sentencepiece", "tokenizers"),
+)
 _PREFIXES = (
     *("CUDA_", "CUBLAS_", "NVIDIA_VISIBLE_", "NCCL_", "GLOO_", "FI_", "UCX_"),
     *("TORCH", "PYTORCH_", "TRITON_", "OMP_", "MKL_", "KMP_", "SLURM_"),

@@ -59,7 +59,9 @@ class Profiling(Section):
 class Metrics(Section):
     """What a person and other tools see while the run goes on."""
 
-    log_freq: int = Field(default=10, ge=1, description="Log step 1 and every so many steps.")
+    log_freq: int = Field(
+        default=10, ge=1, description="Log the first step of every start, the last one, and every so many."
+    )
     log_style: Literal["titan", "fsdp"] = Field(
         default="titan",
         description='Step line: "titan" (step, loss, memory, tps, mfu) or "fsdp" (Batch N Loss: …, Speed: …).',
@@ -106,7 +108,7 @@ class Comm(Section):
 
 
 class MemoryEstimation(Section):
-    """An estimate of memory instead of a run; `titanlite plan` is its home."""
+    """An estimate of memory instead of a run."""
 
     enabled: bool = Field(default=False, description="Estimate the memory of the run and exit.")
     disable_fake_mode: bool = Field(default=False, description="Estimate with real tensors.")
@@ -135,7 +137,7 @@ class Stall(Section):
 
 
 class Launch(Section):
-    """How `titanlite launch` starts the job on a cluster."""
+    """How a job is started on a cluster."""
 
     nodes: int = Field(default=1, ge=1, description="Machines.")
     gpus_per_node: int | None = Field(
