@@ -31,8 +31,6 @@ class StepResult(NamedTuple):
     local_loss: torch.Tensor
     #: Global gradient norm before clipping.
     norm: torch.Tensor
-    #: Valid tokens of the step over all ranks (int64).
-    tokens: torch.Tensor
 
 
 def forward_backward(
@@ -95,7 +93,7 @@ def train_step(
     torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     gated_step(optimizer, ok, lr)
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(loss, local_loss, norm, tokens)
+    return StepResult(loss, local_loss, norm)
 
 
 @torch.no_grad()

@@ -236,4 +236,3 @@ class Trainer:
             "checkpoints away"
         )
         self.observer.finish("done", self.step)
-        self.observer.close()

@@ -84,7 +84,6 @@ def test_gzip_files_are_reproducible() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("tokenizers") is None, reason="needs the hf extra")
 def test_the_committed_tokenizers_are_what_the_script_makes(tmp_path: Path) -> None:
     script = ROOT / "scripts" / "train_tokenizer.py"
     run = [sys.executable, str(script), "--out", str(tmp_path)]

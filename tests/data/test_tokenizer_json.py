@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
+import transformers
 
 from titanlite.config.plans import TokenizerPlan
 from titanlite.data.errors import DataError
 from titanlite.data.sources import BUNDLED, iter_records
 from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, BUNDLED_TOKENIZER, Tokenizer, load_tokenizer
 from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS, SPLIT_PATTERN
-
-tokenizers = pytest.importorskip("tokenizers", reason="needs the hf extra")
-transformers = pytest.importorskip("transformers", reason="needs the hf extra")
 
 TEXTS = [
     "",

@@ -7,12 +7,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from titanlite.config.plans import TokenizerPlan
 from titanlite.data.errors import DataError
 from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, BUNDLED_TOKENIZER, kind_of, load_tokenizer
-
-tokenizers = pytest.importorskip("tokenizers", reason="needs the hf extra")
 
 
 def refused(path: Path) -> str:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.pool import Pools
 from titanlite.config.plans import MeshPlan
-from titanlite.parallel.world import World, WorldError, set_timeouts
+from titanlite.parallel.world import World, WorldError, patience, set_timeouts
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,6 +35,8 @@ def _timeouts(world: World) -> dict[str, timedelta]:
 
     before = read()
     set_timeouts(77, mesh)
+    with patience(99, 77, mesh):
+        assert set(read().values()) == {timedelta(seconds=99)}
     after = read()
     set_timeouts(120, mesh)
     assert set(before.values()) == {timedelta(seconds=120)}

@@ -9,7 +9,9 @@ from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from tests.runs.conftest import training_row, write_metrics
 from titanlite.cli import main
@@ -116,10 +118,8 @@ def test_the_command_prints_the_table_and_writes_both_files(
 
 
 def test_the_picture_has_a_curve_of_each_run_where_its_numbers_are(two: list[Path], tmp_path: Path) -> None:
-    image_module = pytest.importorskip("PIL.Image")
-    np = pytest.importorskip("numpy")
     assert main(["compare", *map(str, two), "--out", str(tmp_path / "out")]) == 0
-    pixels = np.asarray(image_module.open(tmp_path / "out" / "comparison.png").convert("RGB")).astype(int)
+    pixels = np.asarray(Image.open(tmp_path / "out" / "comparison.png").convert("RGB")).astype(int)
     height, width = pixels.shape[:2]
     for color in COLORS[:2]:
         wanted = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)])

@@ -32,6 +32,7 @@ class Run:
     shard: ShardPlan = FULL_PRECISION
     optimizer: str = "AdamW"
     implementation: str | None = None
+    weight_decay: float = 0.1
     accumulation: int = 1
     max_norm: float = 1.0
     seed: int = 7
@@ -57,7 +58,7 @@ def build_tiny(world: World, run: Run) -> tuple[torch.nn.Module, torch.optim.Opt
     if run.optimizer == "SGD":
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     else:
-        plan = OptimizerPlan(implementation=run.implementation)  # type: ignore[arg-type]
+        plan = OptimizerPlan(implementation=run.implementation, weight_decay=run.weight_decay)  # type: ignore[arg-type]
         optimizer = build_optimizer(model.parameters(), plan, world.device)
     return model, optimizer, data_parallel_rank(mesh)
 

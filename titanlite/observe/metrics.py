@@ -11,9 +11,11 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from titanlite.observe.console import logger
+
+T = TypeVar("T")
 
 #: Name of the file below `job.dump_folder`.
 FILE = "metrics.jsonl"
@@ -29,7 +31,7 @@ class MetricsLog:
 
     def write(self, row: Mapping[str, float | int | str]) -> None:
         """Append one row, all of it or nothing; it is in the file when this returns."""
-        line = (json.dumps({name: _valid(value) for name, value in row.items()}, allow_nan=False) + "\n").encode()
+        line = (json.dumps({name: json_value(value) for name, value in row.items()}, allow_nan=False) + "\n").encode()
         try:
             if self._file is None:
                 self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -105,5 +107,6 @@ def _step(row: Mapping[str, Any]) -> float:
     return step if isinstance(step, int | float) else -math.inf
 
 
-def _valid(value: float | int | str) -> float | int | str:
+def json_value(value: T) -> T | str:
+    """`value`, or its text where it is a float that JSON has no form for: "nan", "inf", "-inf"."""
     return str(float(value)) if isinstance(value, float) and not math.isfinite(value) else value

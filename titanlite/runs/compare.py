@@ -11,9 +11,10 @@ from statistics import median
 from typing import Any, Literal
 
 from titanlite.observe.metrics import FILE as METRICS
+from titanlite.observe.metrics import json_value
 from titanlite.observe.stepline import human_time
 from titanlite.runs.attempts import RunError
-from titanlite.runs.list import NONE, last, state_words, valid
+from titanlite.runs.list import NONE, last, state_words
 from titanlite.runs.read import Row, Run, read_run
 from titanlite.runs.table import Table, render
 
@@ -213,7 +214,7 @@ def compare_json(comparison: Comparison) -> dict[str, Any]:
             }
             for label, run in runs
         ],
-        "figures": {figure.name: [valid(value) for value in figure.values] for figure in comparison.figures},
+        "figures": {figure.name: [json_value(value) for value in figure.values] for figure in comparison.figures},
         "steps": list(comparison.steps),
         "differences": {d.name: [_plain(v) if _is_odd(v) else v for v in d.values] for d in comparison.differences},
         "notes": list(comparison.notes),

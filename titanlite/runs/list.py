@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from titanlite.observe.metrics import json_value
 from titanlite.observe.stepline import human_time
 from titanlite.runs.read import Run, find_runs, glance
 from titanlite.runs.table import Table, render
@@ -44,10 +44,10 @@ def runs_json(runs: Sequence[Run]) -> list[dict[str, Any]]:
             "reason": run.reason or None,
             "step": run.step,
             "steps": run.steps,
-            "loss": valid(last(run, "loss")),
-            "validation_loss": valid(last(run, "validation_loss")),
-            "tokens_per_second": valid(last(run, "total_tps")),
-            "tokens_per_second_per_device": valid(last(run, "tps")),
+            "loss": json_value(last(run, "loss")),
+            "validation_loss": json_value(last(run, "validation_loss")),
+            "tokens_per_second": json_value(last(run, "total_tps")),
+            "tokens_per_second_per_device": json_value(last(run, "tps")),
             "started": run.started,
             "duration": run.duration,
             "attempts": len(run.attempts),
@@ -60,10 +60,6 @@ def runs_json(runs: Sequence[Run]) -> list[dict[str, Any]]:
 def last(run: Run, name: str) -> float | None:
     """The newest value of a figure."""
     return next((row[name] for row in reversed(run.rows) if name in row), None)
-
-
-def valid(value: float | None) -> float | str | None:
-    return str(value) if value is not None and not math.isfinite(value) else value
 
 
 def number(value: float | None, form: str) -> str:
