@@ -68,14 +68,24 @@ if [ "$code" -ne 0 ]; then
 fi
 
 [ "$gpus" -gt 0 ] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# The workers write to torchrun's pipe and cannot see that it ends on a terminal.
-[ -t 1 ] && [ -z "${NO_COLOR:-}" ] && export FORCE_COLOR=1
+if [ -t 1 ] && [ "${shown[*]}" = 0 ]; then
+    # Rank 0 has the terminal to itself, for its live view. What other ranks print goes to files of torchrun, which knows
+    # ranks of one digit here and drops what the rest print; every rank's log is in the run's folder.
+    output=(--local-ranks-filter 0)
+    others=""
+    for ((rank = 1; rank < workers && rank < 10; rank++)); do others="$others${others:+,}$rank:3"; done
+    [ -z "$others" ] || output+=(--redirects "$others")
+else
+    # The workers write to files that torchrun reads, and cannot see where its own output ends.
+    output=(--local-ranks-filter "$(IFS=,; echo "${shown[*]}")" --role rank --tee 3)
+    [ -t 1 ] && [ -z "${NO_COLOR:-}" ] && export FORCE_COLOR=1
+fi
 # So that a log that is piped into a file shows each step when it is done.
 export PYTHONUNBUFFERED=1
 
 launch=("$TITANLITE_PYTHON" -m torch.distributed.run
     --nproc_per_node "$workers" --rdzv_backend c10d --rdzv_endpoint localhost:0
-    --local-ranks-filter "$(IFS=,; echo "${shown[*]}")" --role rank --tee 3
+    "${output[@]}"
     "$root/train.py" --job.config_file "$config" "$@")
 # SIGUSR1, with which schedulers announce a time limit, would end torchrun and leave its workers as orphans; ignored
 # here, it is ignored by all of them.

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titanlite.config.plans import TokenizerPlan
-from titanlite.data.packing import tokenize
+from titanlite.data.corpus import tokenize
 from titanlite.data.sources import source_files
 from titanlite.data.tokenizer import load_tokenizer
 

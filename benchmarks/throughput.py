@@ -25,9 +25,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-TITAN_VERSION = "0.2.2"
-TITAN_PACKAGES = ["torchdata", "tyro", "einops", "tokenizers", "datasets", "tensorboard"]
+from peer import DEFAULT_ENVIRONMENT, ROOT, TITAN_SCRIPT, peer_python, torchrun
+
 DIM, LAYERS, HEADS, FFN, SEQ, BATCH = 512, 8, 8, 1536, 512, 4
 #: Steps of the warm-up of a run: their times are not counted.
 WARM = 2
@@ -50,6 +49,8 @@ class Run:
     #: Over all ranks.
     tokens_per_second: float
     seconds_to_step_1: float
+    #: Processor time of a step, per rank: what a neighbour on the machine changes least.
+    cpu_seconds_per_step: float
     #: Resident memory of the largest rank at its highest, GiB.
     peak_gib: float
     losses: list[float]
@@ -75,9 +76,13 @@ def high_water_gib(pid: int) -> float:
     return int(found[1]) / 2**20 if found else 0.0
 
 
-def torchrun(python: str, ranks: int, script: str, arguments: list[str]) -> list[str]:
-    launch = [python, "-u", "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--rdzv_backend", "c10d"]
-    return [*launch, "--rdzv_endpoint", "localhost:0", "--local-ranks-filter", "0", "--tee", "3", script, *arguments]
+def cpu_seconds(pid: int) -> float:
+    """Processor time of all threads of a process so far."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def measure(system: str, cell: Cell, command: list[str], folder: Path, environment: dict[str, str]) -> Run:
@@ -93,14 +98,15 @@ def measure(system: str, cell: Cell, command: list[str], folder: Path, environme
     )
     assert process.stdout is not None
     said: list[str] = []
-    arrivals: list[tuple[float, int, float]] = []
+    arrivals: list[tuple[float, float, float]] = []
     peak = 0.0
     for line in process.stdout:
         said.append(line)
         found = _STEP.search(_ANSI.sub("", line))
         if found:
-            arrivals.append((time.perf_counter(), int(found[1]), float(found[2])))
-            peak = max([peak, *(high_water_gib(pid) for pid in workers(process.pid))])
+            running = list(workers(process.pid))
+            arrivals.append((time.perf_counter(), sum(map(cpu_seconds, running)) / cell.ranks, float(found[2])))
+            peak = max([peak, *map(high_water_gib, running)])
     if process.wait() != 0 or len(arrivals) <= WARM + 1:
         raise SystemExit(f"{system} {cell} failed:\n{''.join(said[-40:])}")
     steps = [later[0] - earlier[0] for earlier, later in zip(arrivals[WARM:], arrivals[WARM + 1 :], strict=False)]
@@ -109,6 +115,8 @@ def measure(system: str, cell: Cell, command: list[str], folder: Path, environme
         cell=cell,
         tokens_per_second=BATCH * SEQ * cell.ranks / statistics.median(steps),
         seconds_to_step_1=arrivals[0][0] - began,
+        # The workers of the last line may be gone already.
+        cpu_seconds_per_step=(arrivals[-2][1] - arrivals[WARM - 1][1]) / (len(arrivals) - 1 - WARM),
         peak_gib=peak,
         losses=[loss for _, _, loss in arrivals],
     )
@@ -142,21 +150,8 @@ class Torchtitan:
 
     def __init__(self, folder: Path, scratch: Path) -> None:
         self.scratch = scratch
-        self.python = str(folder / "bin" / "python")
-        if not (folder / "complete").exists():
-            self._install(folder)
+        self.python = peer_python(folder)
         self._write_assets()
-
-    def _install(self, folder: Path) -> None:
-        print(f"setting up torchtitan {TITAN_VERSION} in {folder}", flush=True)
-        import torch
-
-        version = torch.__version__.partition("+")[0]
-        pip = [self.python, "-m", "pip", "install", "-q", "-c", str(ROOT / "constraints.txt")]
-        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        subprocess.run([*pip, f"torch=={version}", *TITAN_PACKAGES], check=True)
-        subprocess.run([*pip, "--no-deps", f"torchtitan=={TITAN_VERSION}"], check=True)
-        (folder / "complete").touch()
 
     def _write_assets(self) -> None:
         from transformers.convert_slow_tokenizer import TikTokenConverter
@@ -206,9 +201,8 @@ class Torchtitan:
             "metrics.log_freq": 1,
         }
         arguments = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
-        script = str(ROOT / "benchmarks" / "torchtitan_cpu.py")
         model = json.dumps(self.model)
-        command = torchrun(self.python, cell.ranks, script, arguments)
+        command = torchrun(self.python, cell.ranks, TITAN_SCRIPT, arguments)
         return measure("torchtitan", cell, command, self.scratch, {"TITAN_BENCH_MODEL": model})
 
 
@@ -307,7 +301,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help=f"steps per run, the first {WARM} not counted")
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"])
-    parser.add_argument("--peer-environment", type=Path, default=ROOT / "benchmarks" / ".torchtitan", metavar="FOLDER")
+    parser.add_argument("--peer-environment", type=Path, default=DEFAULT_ENVIRONMENT, metavar="FOLDER")
     parser.add_argument("--out", type=Path, help="write FILE.md and FILE.json", metavar="FILE")
     arguments = parser.parse_args()
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titanlite import exit_codes
-from titanlite.build import read_text
+from titanlite.build import check_units, read_text
 from titanlite.checkpoint import CheckpointError
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.plans import Plans
@@ -18,6 +18,7 @@ from titanlite.data.errors import DataError
 from titanlite.guard import NonFiniteError
 from titanlite.models.shapes import ShapeError
 from titanlite.observe.console import logger, setup_console
+from titanlite.parallel.compile import prepare_compile
 from titanlite.parallel.world import World, WorldError, env_int
 from titanlite.prepare import checked_plans, resolve_plans
 from titanlite.runs.logs import rank_log
@@ -36,7 +37,9 @@ def run(argv: Sequence[str]) -> int:
         size = env_int("WORLD_SIZE", 1)
         config, plans = checked_plans(argv, size, training=True)
         setup_console(env_int("RANK", 0), plans.observe.color)
+        prepare_compile(plans.compile)
         text = read_text(plans)
+        check_units(plans, text)
         if plans.train.steps is None:
             plans = resolve_plans(config, size, text.train.total_sequences)
         _make_folders(plans)

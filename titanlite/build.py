@@ -1,6 +1,7 @@
 """Plans and World → Parts: the one place that knows all rooms.
 
-Order: tokenizer → text → model on the meta device → `fully_shard` → memory → initial weights → optimizer.
+Order: tokenizer → text → model on the meta device → activation checkpointing → `torch.compile` → `fully_shard` →
+memory → initial weights → optimizer.
 """
 
 from __future__ import annotations
@@ -14,14 +15,20 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.config.plans import Plans, ShardPlan
+from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, Plans, ShardPlan
+from titanlite.data.background import Prefetcher, ValidationPrefetcher
 from titanlite.data.loader import Batch, TrainLoader, ValidationLoader
 from titanlite.data.packing import PackedDataset, build_dataset, build_validation_dataset
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
+from titanlite.loss import cross_entropy_sum
 from titanlite.models import LlamaArgs, ModelSpec, get_spec
 from titanlite.optim.optimizer import build_optimizer
-from titanlite.parallel.fsdp import shard
+from titanlite.parallel.activation_checkpoint import Kept, checkpoint_activations, trace_block
+from titanlite.parallel.compile import CompileWatch, LossFunction, compile_loss, compile_units, prepare_compile
+from titanlite.parallel.fsdp import DTYPES, offloads, shard
 from titanlite.parallel.init import init_weights, materialize
+from titanlite.parallel.units import UnitError, choose_units
 from titanlite.parallel.world import World
 from titanlite.prepare import model_args
 
@@ -43,26 +50,86 @@ class Parts:
     args: LlamaArgs
     mesh: DeviceMesh
     model: nn.Module
+    loss: LossFunction
+    #: None where nothing is compiled.
+    compile_watch: CompileWatch | None
+    #: What the blocks keep for their backward.
+    kept: Kept
     optimizer: torch.optim.Optimizer
-    loader: TrainLoader
-    validation: ValidationLoader | None
+    loader: Prefetcher
+    validation: ValidationPrefetcher | None
 
 
 def build_model(
-    spec: ModelSpec, args: LlamaArgs, mesh: DeviceMesh, plan: ShardPlan, device: torch.device, seed: int
+    spec: ModelSpec,
+    args: LlamaArgs,
+    mesh: DeviceMesh,
+    plan: ShardPlan,
+    device: torch.device,
+    seed: int,
+    compile_plan: CompilePlan | None = None,
+    activations: ActivationCheckpointPlan | None = None,
 ) -> nn.Module:
     """The sharded model on `device` with its initial weights; no rank ever holds a full copy."""
     with torch.device("meta"):
         model = spec.build(args)
+    units = choose_units(model, plan, spec.fsdp_units(args))
+    if activations is not None:
+        checkpoint_activations(model, spec.block_names(args), activations, device)
     modules = dict(model.named_modules())
-    shard(model, [[modules[name] for name in unit] for unit in spec.fsdp_units(args)], mesh, plan)
+    if compile_plan is not None and compile_plan.model:
+        compile_units({name: modules[name] for name in spec.block_names(args)}, compile_plan.backend)
+    shard(model, units, mesh, plan)
 
     def initialize(_: nn.Module) -> None:
-        init_weights(model, lambda name: spec.init_rule(name, args), seed)
+        init_weights(model, lambda name: spec.init_rule(name, args), seed, device)
         model.init_buffers()  # type: ignore[operator]
 
-    materialize(model, device, initialize)
+    materialize(model, device, initialize, torch.device("cpu") if offloads(plan, device.type) else device)
     return model
+
+
+def check_units(plans: Plans, text: Text) -> None:
+    """Whether the model has the FSDP units that the plan asks for; no process group is needed. Raises ConfigError."""
+    if plans.shard.units in ("block", "root"):
+        return
+    spec = get_spec(plans.model.name)
+    args = model_args(plans.model, text.tokenizer.vocab_size)
+    with torch.device("meta"):
+        model = spec.build(args)
+    try:
+        units = choose_units(model, plans.shard, spec.fsdp_units(args))
+    except UnitError as error:
+        key = "training.fsdp_min_params" if plans.shard.units == "size" else "training.fsdp_units"
+        raise ConfigError([Problem("", key, str(error))]) from None
+    blocks = tuple(f"{name}." for name in spec.block_names(args))
+    within = next((name for unit in units for name in unit if name.startswith(blocks)), None)
+    reasons = []
+    if plans.compile.model:
+        reasons.append("training.compile makes one graph of the block around it")
+    if plans.activations.mode == "op":
+        # torch matches a block's operators by their order, and the second time weights are gathered at other places.
+        reasons.append('activation_checkpoint.selective_ac_option = "op" runs the block around it again, by operator')
+    if within and reasons:
+        message = f"makes {within} a unit, but {' and '.join(reasons)}"
+        hint = 'take units of a block or more: fsdp_units = "block", or a larger fsdp_min_params'
+        raise ConfigError([Problem("", "training.fsdp_units", message, hint)])
+
+
+def trace_activations(spec: ModelSpec, args: LlamaArgs, plans: Plans, device: torch.device) -> Kept:
+    """What a block keeps for its backward, seen in a trace of one micro-batch without data."""
+    with torch.device("meta"):
+        model = spec.build(args)
+    tokens = plans.batch.micro_batch_size, plans.batch.seq_len
+    dtype = DTYPES[plans.shard.param_dtype]
+    return trace_block(model, spec.block_names(args), plans.activations, tokens, device, dtype)
+
+
+def watch_compilation(spec: ModelSpec, args: LlamaArgs, model: nn.Module, plan: CompilePlan) -> CompileWatch | None:
+    """Over what the plan compiles; None where that is nothing."""
+    units = [model.get_submodule(name) for name in spec.block_names(args)] if plan.model else []
+    functions = [cross_entropy_sum] if plan.loss else []
+    return CompileWatch(units, functions, plan.backend) if units or functions else None
 
 
 def data_parallel_rank(mesh: DeviceMesh) -> int:
@@ -80,30 +147,39 @@ def read_text(plans: Plans) -> Text:
     vocabulary = model_args(plans.model, tokenizer.vocab_size).n_vocab
     train = build_dataset(plans.data, tokenizer, vocabulary)
     enabled = plans.validation.enable
-    return Text(
-        tokenizer, train, build_validation_dataset(plans.validation, tokenizer, vocabulary) if enabled else None
-    )
+    validation = build_validation_dataset(plans.validation, tokenizer, vocabulary, plans.data) if enabled else None
+    return Text(tokenizer, train, validation)
 
 
 def build(plans: Plans, world: World, text: Text) -> Parts:
     """Everything a loop needs, on this rank's device."""
     spec = get_spec(plans.model.name)
     args = model_args(plans.model, text.tokenizer.vocab_size)
+    prepare_compile(plans.compile, world.device.type)
     mesh = world.build_mesh(plans.mesh)
-    model = build_model(spec, args, mesh, plans.shard, world.device, plans.train.seed or 0)
+    model = build_model(
+        spec, args, mesh, plans.shard, world.device, plans.train.seed or 0, plans.compile, plans.activations
+    )
     rank = data_parallel_rank(mesh)
+    data = plans.data
+    pin = data.pin_memory and world.device.type == "cuda"
+    loader = TrainLoader(text.train, plans.batch, rank, plans.mesh.dp_degree)
     validation = None
     if text.validation is not None:
-        validation = ValidationLoader(
+        held_out = ValidationLoader(
             text.validation, plans.validation.batch_size, plans.validation.steps, rank, plans.mesh.dp_degree
         )
+        validation = ValidationPrefetcher(held_out, data.prefetch, pin, data.persistent_workers)
     return Parts(
         spec=spec,
         args=args,
         mesh=mesh,
         model=model,
+        loss=compile_loss(cross_entropy_sum, plans.compile.backend) if plans.compile.loss else cross_entropy_sum,
+        compile_watch=watch_compilation(spec, args, model, plans.compile),
+        kept=trace_activations(spec, args, plans, world.device),
         optimizer=build_optimizer(model.parameters(), plans.optimizer, world.device),
-        loader=TrainLoader(text.train, plans.batch, rank, plans.mesh.dp_degree),
+        loader=Prefetcher(loader, data.prefetch, pin),
         validation=validation,
     )
 
@@ -135,10 +211,7 @@ def parameter_counts(model: nn.Module) -> dict[str, int]:
 
 
 def to_device(micro_batches: Sequence[Batch], device: torch.device) -> list[Batch]:
-    """The micro-batches on `device`, without waiting for it."""
-    if device.type == "cuda":
-        # From pageable memory even a non-blocking copy may wait for the stream.
-        micro_batches = [Batch(b.tokens.pin_memory(), b.labels.pin_memory()) for b in micro_batches]
+    """The micro-batches on `device`; without waiting for it if they are in page-locked memory (see `Prefetcher`)."""
     return [
         Batch(b.tokens.to(device, non_blocking=True), b.labels.to(device, non_blocking=True)) for b in micro_batches
     ]

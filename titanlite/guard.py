@@ -31,6 +31,10 @@ class NonFiniteError(RuntimeError):
             f"are those after step {step - 1}"
         )
 
+    def explain(self, finding: object) -> None:
+        """Add to the message where it came from (see `titanlite.observe.diagnose`)."""
+        self.args = (f"{self}. {finding}",)
+
 
 class FiniteGuard:
     """Watches each step's loss and gradient norm on the device."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from titanlite.config.checks import contradictions, missing_files
+from titanlite.config.checks import contradictions, missing_files, missing_packages
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.job import JobConfig, independent
 from titanlite.config.load import read
@@ -26,7 +26,8 @@ def checked_plans(argv: Sequence[str], world_size: int | None = None, *, trainin
     """The config of a command line and its plans, every check made before anything is reported.
 
     world_size: ranks; None: the fewest on which the degrees of parallelism fit.
-    training: also refuse what only stops a run here: features that are not built yet, files that are not there.
+    training: also refuse what only stops a run here: features that are not built yet, files and packages that are not
+    there.
 
     Raises ConfigError with all problems: wrong keys, contradictions, numbers that do not fit each other or the ranks,
     and those of `training`. What is but a consequence of another problem is left out.
@@ -37,7 +38,7 @@ def checked_plans(argv: Sequence[str], world_size: int | None = None, *, trainin
     plans, unfit = _draft(config, world_size or smallest_world(config), None, problems)
     problems += unfit
     if training:
-        problems += independent([*refused(config), *missing_files(config)], single, config)
+        problems += independent([*refused(config), *missing_files(config), *missing_packages(config)], single, config)
     if problems:
         raise ConfigError(problems)
     return config, plans

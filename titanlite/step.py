@@ -5,6 +5,7 @@ Plain functions over plain arguments, so that a custom loop can take them one by
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,6 +21,7 @@ from titanlite.parallel.fsdp import set_gradient_sync
 
 if TYPE_CHECKING:
     from titanlite.data.loader import Batch
+    from titanlite.parallel.compile import LossFunction
 
 
 class StepResult(NamedTuple):
@@ -31,29 +33,82 @@ class StepResult(NamedTuple):
     local_loss: torch.Tensor
     #: Global gradient norm before clipping.
     norm: torch.Tensor
+    #: The same by layer (`layer_of`), where it was asked for.
+    layer_norms: dict[str, torch.Tensor] | None = None
 
 
 def forward_backward(
-    model: nn.Module, micro_batches: Sequence[Batch], tokens: torch.Tensor, sync_every: bool = False
+    model: nn.Module,
+    micro_batches: Sequence[Batch],
+    tokens: torch.Tensor,
+    sync_every: bool = False,
+    loss_function: LossFunction = cross_entropy_sum,
 ) -> torch.Tensor:
     """Accumulate gradients of the step's loss; returns this rank's share of it (0-dim, detached).
 
     tokens: valid tokens of the whole step over all ranks and micro-batches, so that shares simply add up.
     sync_every: reduce gradients over ranks with each micro-batch (less memory) instead of with the last (less traffic).
+    loss_function: `cross_entropy_sum`, or what computes the same (compiled).
     """
     share = torch.zeros((), device=tokens.device)
     for index, batch in enumerate(micro_batches):
         set_gradient_sync(model, sync_every or index == len(micro_batches) - 1)
-        loss = cross_entropy_sum(model(batch.tokens), batch.labels) / tokens
+        loss = loss_function(model(batch.tokens), batch.labels) / tokens
         loss.backward()
         share += loss.detach()
     return share
+
+
+class Duplicates(NamedTuple):
+    """How many ranks bring the same to a sum over all ranks."""
+
+    #: The same tokens: tensor-parallel and pipeline ranks.
+    tokens: int = 1
+    #: The same loss: tensor-parallel ranks. Of a pipeline only the last stage has one.
+    loss: int = 1
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     """This rank's part of every gradient, as plain tensors."""
     gradients = (p.grad for p in parameters)
     return [g.to_local() if isinstance(g, DTensor) else g for g in gradients if g is not None]
+
+
+def square_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> torch.Tensor:
+    """This rank's share of the squared norm of all gradients (0-dim float32 on `device`): shares add up over ranks.
+
+    What several ranks hold alike counts for each of them in part.
+    """
+    by_copies: dict[int, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        by_copies.setdefault(_copies(parameter), []).append(parameter)
+    shares = [
+        torch.nn.utils.get_total_norm(local_gradients(group)).to(device).float().square() / copies
+        for copies, group in by_copies.items()
+    ]
+    return torch.stack(shares).sum() if shares else torch.zeros((), device=device)
+
+
+def _copies(parameter: nn.Parameter) -> int:
+    """Ranks that hold the same part of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+    return math.prod(size for placement, size in sizes if placement.is_replicate())
+
+
+def layer_of(name: str) -> str:
+    """The layer that a parameter or module counts to: `layers.3` for what is in a block, else the top-level module."""
+    parts = [part for part in name.split(".") if not part.startswith("_")]  # wrappers' names begin with one
+    return ".".join(parts[: 2 if parts[0] == "layers" else 1])
+
+
+def square_norms(model: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
+    """`square_norm` of each layer, in model order."""
+    layers: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        layers.setdefault(layer_of(name), []).append(parameter)
+    return {layer: square_norm(parameters, device) for layer, parameters in layers.items()}
 
 
 def train_step(
@@ -65,39 +120,50 @@ def train_step(
     lr: float,
     max_norm: float,
     guard: FiniteGuard,
-    replicas: int = 1,
+    duplicates: Duplicates = Duplicates(),  # noqa: B008 (immutable)
     sync_every: bool = False,
+    loss_function: LossFunction = cross_entropy_sum,
+    layer_norms: bool = False,
 ) -> StepResult:
     """One optimizer step on the global batch of which `micro_batches` is this rank's part, on the model's device.
 
     step: number of the step, from 1. max_norm: gradients are scaled down to this global norm.
-    replicas: data-parallel ranks that hold the same shard of each gradient.
+    duplicates: for what is summed over all ranks though some bring the same.
+    layer_norms: also give the gradient norm of each layer; it travels with the others.
     Issues two collectives besides FSDP's: the token count, and the norm together with the loss. Nothing waits for the
-    device.
+    device, unless gradients are in host memory: then the optimizer does.
     """
     local_tokens = torch.stack([count_valid(b.labels) for b in micro_batches]).sum()
     tokens = local_tokens.clone()
     dist.all_reduce(tokens)
+    tokens.div_(duplicates.tokens, rounding_mode="floor")
     tokens.clamp_(min=1)  # a step of nothing but padding has loss zero, not NaN
 
-    share = forward_backward(model, micro_batches, tokens, sync_every)
+    share = forward_backward(model, micro_batches, tokens, sync_every, loss_function)
 
     gradients = local_gradients(model.parameters())
-    local_norm = torch.nn.utils.get_total_norm(gradients)
-    sums = torch.stack([local_norm.float().square() / replicas, share])
+    host = gradients[0].device  # of offloaded gradients; else the device itself, and moving between them is nothing
+    layers = square_norms(model, share.device) if layer_norms else {}
+    squares = [square_norm(model.parameters(), share.device), *layers.values()]
+    sums = torch.stack([share / duplicates.loss, *squares])
     dist.all_reduce(sums)
-    norm, loss = sums[0].sqrt(), sums[1]
+    loss, norm = sums[0], sums[1].sqrt()
     local_loss = share * tokens / local_tokens.clamp(min=1)
 
     ok = guard.gate(step, norm, loss, share)
-    torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-    gated_step(optimizer, ok, lr)
+    torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(host))
+    gated_step(optimizer, ok.to(host), lr)
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(loss, local_loss, norm)
+    return StepResult(loss, local_loss, norm, dict(zip(layers, sums[2:].sqrt(), strict=True)) if layers else None)
 
 
 @torch.no_grad()
-def validate(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def validate(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    device: torch.device,
+    loss_function: LossFunction = cross_entropy_sum,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean loss in nats per token over all ranks' `batches`, and the number of tokens (0-dim float64 tensors).
 
     Every rank must bring the same number of batches; tokens weigh equally wherever they are.
@@ -105,8 +171,8 @@ def validate(model: nn.Module, batches: Iterable[Batch], device: torch.device) -
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     model.eval()
     for batch in batches:
-        tokens, labels = batch.tokens.to(device), batch.labels.to(device)
-        sums[0] += cross_entropy_sum(model(tokens), labels)
+        tokens, labels = (t.to(device, non_blocking=True) for t in batch)
+        sums[0] += loss_function(model(tokens), labels)
         sums[1] += count_valid(labels)
     model.train()
     dist.all_reduce(sums)

@@ -9,6 +9,7 @@ import platform
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -16,8 +17,10 @@ from titanlite._version import __version__
 from titanlite.build import Parts, Text, build, fingerprints, parameter_counts, to_device
 from titanlite.checkpoint import Checkpointer, CheckpointError
 from titanlite.config.plans import Plans
+from titanlite.data.loader import Batch
 from titanlite.guard import FiniteGuard, NonFiniteError
 from titanlite.observe.console import logger
+from titanlite.observe.diagnose import diagnose_nonfinite
 from titanlite.observe.flops import device_name
 from titanlite.observe.memory import total_memory_bytes
 from titanlite.observe.metrics import FILE
@@ -27,7 +30,7 @@ from titanlite.observe.report import start_report
 from titanlite.optim.schedule import learning_rate
 from titanlite.parallel.world import World, patience, set_timeouts
 from titanlite.runs.provenance import config_text
-from titanlite.step import StepResult, train_step, validate
+from titanlite.step import Duplicates, StepResult, train_step, validate
 
 
 class Trainer:
@@ -39,6 +42,8 @@ class Trainer:
         self.steps = plans.train.steps
         self.step = 0
         self._trained = 0
+        #: This rank's micro-batches of the latest two steps: what is found bad is of one of them.
+        self._recent: dict[int, list[Batch]] = {}
         self.tokens_seen = 0
         self._timeouts_lowered = False
         self._seed()
@@ -69,6 +74,7 @@ class Trainer:
                 while self.step < self.steps:
                     self.step += 1
                     result = self.train_one()
+                    self.watch_compilation("training")
                     self.guard.watch()
                     self._trained = self.step
                     self.after_first_step()
@@ -81,6 +87,7 @@ class Trainer:
                 self.guard.check()
             self.observer.finish("done", self.step)
         except NonFiniteError as error:
+            self.diagnose(error)
             self.observer.finish("stopped", error.step - 1, str(error))
             raise
         except BaseException as error:
@@ -92,6 +99,9 @@ class Trainer:
                 gc.enable()
             torch.use_deterministic_algorithms(self._determinism_before[0], warn_only=self._determinism_before[1])
             self.observer.close()
+            self.parts.loader.close()
+            if self.parts.validation is not None:
+                self.parts.validation.close()
         logger.info(f"training done at step {self.step}")
 
     def resume(self) -> None:
@@ -107,7 +117,9 @@ class Trainer:
             began = f"resumed from step {loaded.step} in {self.plans.checkpoint.folder}"
         else:
             began = "a fresh run" + (": no checkpoint to resume" if self.checkpointer else ", checkpoints are off")
-        self.observer.start(self.step, [*self.report(), *(loaded.notices if loaded else []), began])
+        self.observer.start(self.step, [*self.report(), *(loaded.notices if loaded else []), began], self.parts.model)
+        if self.parts.compile_watch is not None and self.step < self.steps:
+            self.parts.compile_watch.start()
 
     def report(self) -> list[str]:
         """What is about to run, in lines."""
@@ -130,6 +142,7 @@ class Trainer:
             memory_bytes=total_memory_bytes(device),
             peak_flops=self.observer.peak,
             folders=folders,
+            kept=parts.kept,
         )
 
     def _set_length(self, steps: int) -> None:
@@ -149,6 +162,8 @@ class Trainer:
         """Fetch this rank's micro-batches and take one optimizer step."""
         with self.observer.waiting_for_data():
             batches = to_device(self.parts.loader.next_step(), self.world.device)
+        self._recent[self.step] = batches
+        self._recent.pop(self.step - 2, None)
         self.tokens_seen += self.plans.batch.tokens_per_step
         return train_step(
             self.parts.model,
@@ -158,9 +173,30 @@ class Trainer:
             lr=self.lr(),
             max_norm=self.plans.optimizer.max_norm,
             guard=self.guard,
-            replicas=self.plans.mesh.dp_replicate,
+            duplicates=Duplicates(self.plans.mesh.tensor * self.plans.mesh.pipeline, self.plans.mesh.tensor),
             sync_every=self.plans.shard.gradient_sync == "every",
+            loss_function=self.parts.loss,
+            layer_norms=self.observer.wants_layer_norms(self.step),
         )
+
+    def diagnose(self, error: NonFiniteError) -> None:
+        """Add to the guard's error which module was to blame. All ranks are stopped by it, so all take part."""
+        try:
+            with self.patience():
+                finding: object = diagnose_nonfinite(
+                    self.parts.model,
+                    self._recent[error.step],
+                    sync_every=self.plans.shard.gradient_sync == "every",
+                    loss_function=self.parts.loss,
+                )
+        except Exception as failure:
+            finding = f"The search for its origin failed: {type(failure).__name__}: {failure}"
+        error.explain(finding)
+
+    def watch_compilation(self, phase: Literal["training", "validation"]) -> None:
+        """Report what was compiled since the last call."""
+        if self.parts.compile_watch is not None:
+            self.parts.compile_watch.after(self.step, phase)
 
     def after_first_step(self) -> None:
         """The slow first step is over: from now on a stuck peer should be found soon."""
@@ -179,9 +215,12 @@ class Trainer:
         if self.parts.validation is None or (self.step % plan.freq and self.step < self.steps):
             return
         started = time.perf_counter()
-        with self.observer.pausing():
-            loss, tokens = validate(self.parts.model, self.parts.validation, self.world.device)
+        watch = self.parts.compile_watch
+        compiles = watch is not None and not watch.is_warm("validation")
+        with self.observer.pausing(), self.patience() if compiles else contextlib.nullcontext():
+            loss, tokens = validate(self.parts.model, self.parts.validation, self.world.device, self.parts.loss)
             figures = loss.item(), int(tokens.item())
+        self.watch_compilation("validation")
         self.observer.validation(self.step, *figures, time.perf_counter() - started)
 
     def save(self) -> None:
@@ -196,13 +235,7 @@ class Trainer:
         state = {"data": self.parts.loader.state_dict(), "tokens_seen": self.tokens_seen}
         started = time.perf_counter()
         try:
-            comm = self.plans.comm
-            slow = (
-                patience(comm.init_timeout_seconds, comm.train_timeout_seconds, self.parts.mesh)
-                if self._timeouts_lowered
-                else contextlib.nullcontext()
-            )
-            with self.observer.pausing(), slow:
+            with self.observer.pausing(), self.patience():
                 folder = self.checkpointer.save(self.step, self.parts.model, self.parts.optimizer, state)
         except CheckpointError as error:
             if is_last:
@@ -210,6 +243,13 @@ class Trainer:
             logger.error(f"step {self.step}: NO CHECKPOINT WAS WRITTEN: {error}. Training goes on; tried again later")
             return
         self.observer.saved(self.step, folder, time.perf_counter() - started)
+
+    def patience(self) -> contextlib.AbstractContextManager[None]:
+        """For what may take as long as the first step: its timeouts, where they were lowered since."""
+        comm = self.plans.comm
+        if not self._timeouts_lowered:
+            return contextlib.nullcontext()
+        return patience(comm.init_timeout_seconds, comm.train_timeout_seconds, self.parts.mesh)
 
     def _seed(self) -> None:
         """torch's own generators; the weights and the data order have seeds of their own."""

@@ -27,8 +27,8 @@ def test_unknown_key_does_not_hide_an_unknown_flavor():
 
 
 def test_unbuilt_feature_does_not_hide_a_missing_file():
-    flags = ["--training.compile", "--model.tokenizer_path", "/nope"]
-    assert wrong_keys(*flags) == ["training.compile", "model.tokenizer_path"]
+    flags = ["--experimental.enable_compiled_autograd", "--model.tokenizer_path", "/nope"]
+    assert wrong_keys(*flags) == ["experimental.enable_compiled_autograd", "model.tokenizer_path"]
     assert checked_plans(flags, 1, training=False)[1].tokenizer.path == "/nope"
 
 
@@ -42,7 +42,8 @@ FOUR_STAGES = """\
 [training]
 setps = 3
 dataset_path = "/nope"
-compile = true
+[experimental]
+enable_compiled_autograd = true
 [model]
 flavor = "debugmodle"
 [checkpoint]
@@ -52,11 +53,12 @@ start = "resume"
 
 def test_one_mistake_of_each_kind_is_one_report(tmp_path):
     flag = in_file(tmp_path, FOUR_STAGES)
-    expected = ["training.setps", "training.dataset_path", "training.compile", "model.flavor", "checkpoint.start"]
+    autograd = "experimental.enable_compiled_autograd"
+    expected = ["training.setps", "training.dataset_path", autograd, "model.flavor", "checkpoint.start"]
     assert wrong_keys(flag) == expected
     with pytest.raises(ConfigError) as caught:
         load_plans(str(tmp_path / "run.toml"), 1)
-    assert [p.where.rpartition(":")[2] for p in caught.value.problems] == ["2", "3", "4", "6", "8"]
+    assert [p.where.rpartition(":")[2] for p in caught.value.problems] == ["2", "3", "5", "7", "9"]
     assert wrong_keys(flag, training=False) == ["training.setps", "model.flavor", "checkpoint.start"]
 
 
@@ -106,7 +108,8 @@ def test_consequences_of_a_reported_problem_are_not_reported(flags, reported):
 def test_a_lost_part_of_a_file_hides_only_what_it_may_have_said(tmp_path, text):
     flag = in_file(tmp_path, text)
     assert len(wrong_keys(flag, "--lr_scheduler.min_lr=0.5")) == 1
-    sure = ["--model.name=lama3", "--optimizer.lr=0.1", "--lr_scheduler.min_lr=0.5", "--training.compile"]
+    sure = ["--model.name=lama3", "--optimizer.lr=0.1", "--lr_scheduler.min_lr=0.5"]
+    sure.append("--experimental.enable_compiled_autograd")
     assert len(wrong_keys(flag, *sure, "--training.dataset_path=/nope")) == 5
 
 

@@ -30,7 +30,8 @@ def run(capsys, *words: str) -> tuple[int, str, str]:
 
 def test_check_shows_what_a_run_would_do(capsys, tmp_path):
     (tmp_path / "run.toml").write_text(
-        "[training]\nsteps = 20\nseq_len = 100\nbatch_size = 2\nglobal_batch_size = 16\ncompile = true\n"
+        "[training]\nsteps = 20\nseq_len = 100\nbatch_size = 2\nglobal_batch_size = 16\n"
+        "[experimental]\nenable_compiled_autograd = true\n"
     )
     status, out, err = run(capsys, "config", "check", str(tmp_path / "run.toml"), "--world-size", "4")
     assert (status, err) == (0, "")
@@ -41,7 +42,7 @@ def test_check_shows_what_a_run_would_do(capsys, tmp_path):
         "4 (--world-size), data_parallel_shard 4",
         "accumulation = 2 micro-batches: global_batch_size 16 / (batch_size 2 * 4 data-parallel ranks)",
         "warning: the warm-up of 200 steps is shortened to 20",
-        f"training will refuse: {tmp_path / 'run.toml'}:6: training.compile = true is not built yet: torch.compile",
+        f"training will refuse: {tmp_path / 'run.toml'}:7: experimental.enable_compiled_autograd = true",
     ):
         assert text in out
     assert "\x1b[" not in out
@@ -60,8 +61,8 @@ def test_check_of_a_wrong_file_prints_all_and_exits_2(capsys, tmp_path):
 
 
 def test_check_strict_fails_for_what_would_stop_training(capsys, tmp_path):
-    assert run(capsys, "config", "check", "--training.compile")[0] == 0
-    status, _, err = run(capsys, "config", "check", "--strict", "--training.compile")
+    assert run(capsys, "config", "check", "--experimental.enable_compiled_autograd")[0] == 0
+    status, _, err = run(capsys, "config", "check", "--strict", "--experimental.enable_compiled_autograd")
     assert status == 2 and "not built yet" in err
     flag = f"--model.tokenizer_path={tmp_path / 'no.model'}"
     status, out, _ = run(capsys, "config", "check", flag)
@@ -98,11 +99,10 @@ def test_check_reports_wrong_keys_and_wrong_names_at_once(capsys):
 
 
 def test_check_strict_reports_unbuilt_features_and_missing_files_at_once(capsys):
-    status, _, err = run(
-        capsys, "config", "check", "--strict", "--training.compile", "--model.tokenizer_path", "/nope/t.model"
-    )
+    flags = ("--experimental.enable_compiled_autograd", "--model.tokenizer_path", "/nope/t.model")
+    status, _, err = run(capsys, "config", "check", "--strict", *flags)
     assert status == 2 and err.startswith("2 problems in the config:\n")
-    assert "torch.compile" in err and 'no file or folder "/nope/t.model"' in err
+    assert "compiled autograd" in err and 'no file or folder "/nope/t.model"' in err
 
 
 def test_check_refuses_numbers_that_make_no_decoder(capsys):
@@ -151,7 +151,8 @@ def test_explain_one_key_in_depth(capsys):
     ):
         assert text in out
     assert "otherwise refused" in run(capsys, "config", "explain", "comm.mode")[1]
-    assert "not built yet torch.compile" in run(capsys, "config", "explain", "training.compile")[1]
+    explained = run(capsys, "config", "explain", "experimental.enable_compiled_autograd")[1]
+    assert "not built yet compiled autograd" in explained
     assert "  lr = 0.0008  default" in run(capsys, "config", "explain", "optimizer")[1]
     status, _, err = run(capsys, "config", "explain", "training.btach_size")
     assert status == 2 and "nearest: training.batch_size" in err

@@ -282,15 +282,13 @@ def test_every_shape_resolves():
 
 
 def test_unbuilt_feature_is_noted_and_only_training_refuses_it():
-    config = load(["--training.compile", "--training.tensor_parallel_degree=2"])
+    autograd, seed = "experimental.enable_compiled_autograd", "checkpoint.create_seed_checkpoint"
+    config = load([f"--{autograd}", f"--{seed}"])
     resolve(config, world_size=2, shapes=SHAPES)
-    assert unbuilt_keys(config) == ["training.tensor_parallel_degree", "training.compile"]
-    assert "command line: training.compile = true is not built yet: torch.compile" in unbuilt_notes(config)
+    assert unbuilt_keys(config) == [seed, autograd]
+    assert f"command line: {autograd} = true is not built yet: compiled autograd" in unbuilt_notes(config)
     assert all("not built yet" in problem.message for problem in refused_unbuilt(config))
-    assert [problem.key for problem in refused_unbuilt(config)] == [
-        "training.tensor_parallel_degree",
-        "training.compile",
-    ]
+    assert [problem.key for problem in refused_unbuilt(config)] == [seed, autograd]
     assert refused_unbuilt(load([])) == []
 
 

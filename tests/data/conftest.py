@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from titanlite.data.packing import Corpus
+from titanlite.data.corpus import Corpus
 
 
 def make_corpus(lengths: list[int]) -> Corpus:

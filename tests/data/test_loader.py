@@ -9,8 +9,9 @@ import torch
 
 from titanlite.config.plans import BatchPlan
 from titanlite.data import Batch, EndOfData, PackedDataset, TrainLoader, ValidationLoader, add_hashes, batch_hash
+from titanlite.data.corpus import Corpus
 from titanlite.data.errors import DataError
-from titanlite.data.packing import IGNORE, Corpus
+from titanlite.data.packing import IGNORE
 
 SEQ = 16
 

@@ -12,9 +12,10 @@ import pytest
 
 from titanlite.config.plans import DataPlan, TokenizerPlan, ValidationPlan
 from titanlite.data import EndOfData, PackedDataset, build_dataset, build_validation_dataset, load_tokenizer
+from titanlite.data.corpus import Corpus
 from titanlite.data.errors import DataError
 from titanlite.data.order import epoch_order
-from titanlite.data.packing import IGNORE, Corpus
+from titanlite.data.packing import IGNORE
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, Tokenizer
 from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS, TiktokenTokenizer, read_ranks
 
@@ -185,8 +186,8 @@ def test_the_example_in_the_docs_runs() -> None:
 def test_long_reading_says_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("titanlite.data.packing._SAY_EVERY", -1.0)
-    monkeypatch.setattr("titanlite.data.packing.logger.propagate", True)
+    monkeypatch.setattr("titanlite.data.corpus.SAY_EVERY", -1.0)
+    monkeypatch.setattr("titanlite.data.corpus.logger.propagate", True)
     tokenizer = load_tokenizer(TokenizerPlan())
     path = write(tmp_path / "a.jsonl", ["one", "two"])
     with caplog.at_level("INFO"):

@@ -17,7 +17,7 @@ import pytest
 from titanlite.observe import tensorboard
 from titanlite.observe.console import logger
 from titanlite.observe.metrics import MetricsLog, read_metrics
-from titanlite.observe.tensorboard import TAGS, TensorBoard
+from titanlite.observe.tensorboard import TAGS, TensorBoard, tags
 
 
 @pytest.fixture
@@ -192,6 +192,18 @@ def test_the_tags_are_those_of_known_dashboards(tmp_path: Path) -> None:
         "memory/num_alloc_retries",
         "memory/num_ooms",
     } <= set(found)
+
+
+def test_rows_are_shown_under_their_tags_and_the_rest_is_left_out() -> None:
+    row = {"step": 1, "loss": 2.0, "time": 3.0, "validation_tokens": 4, "grad_norm": 5.0, "grad_norm/layers.7": 6.0}
+    assert tags(row) == {"loss_metrics/global_avg_loss": 2.0, "grad_norm": 5.0, "grad_norm/layers.7": 6.0}
+
+
+def test_every_figure_is_in_the_docs_with_its_tag() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.split(" | ")] for line in page.splitlines() if line.startswith("| `")]
+    told = {key.strip("| `"): tag.strip("`") for key, tag, *_ in rows}
+    assert {key: told.get(key) for key in TAGS} == dict(TAGS)
 
 
 def test_a_resumed_run_goes_on_in_its_folder_and_shows_no_step_twice(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def _wrong_mesh(world: World) -> str:
 
 
 def test_degrees_that_do_not_fit_are_refused(pool: Pools) -> None:
-    assert pool(2).run(_wrong_mesh) == ["dp_replicate 1 x dp_shard 3 = 3, but there are 2 ranks"] * 2
+    assert pool(2).run(_wrong_mesh) == ["dp_shard 3 = 3, but there are 2 ranks"] * 2
 
 
 @pytest.mark.parametrize(

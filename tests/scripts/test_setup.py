@@ -101,12 +101,15 @@ class Machine:
         path.chmod(0o755)
         return path
 
-    def run(self, script: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, script: str, *arguments: str, stdout: int = subprocess.PIPE, **env: str
+    ) -> subprocess.CompletedProcess[str]:
         self.log.unlink(missing_ok=True)
         return subprocess.run(
             [str(self.root / script), *arguments],
             env={**self.env, **env},
-            capture_output=True,
+            stdout=stdout,
+            stderr=subprocess.PIPE,
             text=True,
             stdin=subprocess.DEVNULL,
             timeout=60,
@@ -278,7 +281,7 @@ def test_an_active_environment_must_have_all_that_is_imported(machine: Machine, 
     machine.run("run_llama_train.sh", VIRTUAL_ENV=str(tmp_path / "has"))
     assert machine.calls()[0] == run
     machine.run("run_tests.sh", VIRTUAL_ENV=str(tmp_path / "has"))
-    assert machine.calls()[0] == f"{run} pytest ruff mypy hypothesis transformers tokenizers matplotlib"
+    assert machine.calls()[0] == f"{run} pytest ruff mypy hypothesis pyte transformers tokenizers matplotlib"
 
 
 def test_an_active_environment_without_titanlite_is_left_alone(machine: Machine, tmp_path: Path) -> None:
@@ -334,6 +337,28 @@ def test_what_torchrun_is_given(machine: Machine) -> None:
         f"train.py --job.config_file {config} --job.description two words",
     ):
         assert part in launch
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"NGPU": "3"}, "--local-ranks-filter 0 --redirects 1:3,2:3 "),
+        ({"NGPU": "1"}, "--local-ranks-filter 0 "),
+        ({"NGPU": "12"}, "--redirects 1:3,2:3,3:3,4:3,5:3,6:3,7:3,8:3,9:3 "),
+        ({"NGPU": "3", "LOG_RANK": "0,1"}, "--local-ranks-filter 0,1 --role rank --tee 3 "),
+        ({"NGPU": "3", "LOG_RANK": "1"}, "--local-ranks-filter 1 --role rank --tee 3 "),
+    ],
+)
+def test_rank_0_alone_has_the_terminal_to_itself(machine: Machine, settings: dict[str, str], said: str) -> None:
+    machine.python()
+    terminal, end = os.openpty()
+    try:
+        machine.run("run_llama_train.sh", stdout=end, **settings)
+    finally:
+        os.close(end)
+        os.close(terminal)
+    launch = machine.calls()[-1]
+    assert said in launch and ("--tee" in launch) is ("--tee" in said)
 
 
 def test_one_worker_per_visible_gpu(machine: Machine) -> None:

@@ -9,11 +9,13 @@ from torch.distributed.tensor import DTensor
 
 from tests.training.reference import Curve
 from titanlite.build import build_model, data_parallel_rank, to_device
-from titanlite.config.plans import MeshPlan, OptimizerPlan, ShardPlan
+from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, MeshPlan, OptimizerPlan, ShardPlan
 from titanlite.data.loader import Batch
 from titanlite.guard import FiniteGuard
+from titanlite.loss import cross_entropy_sum
 from titanlite.models import LlamaArgs, get_spec
 from titanlite.optim.optimizer import build_optimizer
+from titanlite.parallel.compile import compile_loss
 from titanlite.parallel.world import World
 from titanlite.step import train_step
 
@@ -38,6 +40,8 @@ class Run:
     seed: int = 7
     #: Ranks that hold the same shard (HSDP; all of them: DDP).
     replicas: int = 1
+    activations: ActivationCheckpointPlan | None = None
+    compile: CompilePlan = CompilePlan()
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -54,7 +58,8 @@ def micro_batches(run: Run, step: int, rank: int, degree: int) -> list[Batch]:
 
 def build_tiny(world: World, run: Run) -> tuple[torch.nn.Module, torch.optim.Optimizer, int]:
     mesh = world.build_mesh(MeshPlan(world.size, run.replicas, world.size // run.replicas))
-    model = build_model(get_spec("llama3"), run.args, mesh, run.shard, world.device, run.seed)
+    spec = get_spec("llama3")
+    model = build_model(spec, run.args, mesh, run.shard, world.device, run.seed, run.compile, run.activations)
     if run.optimizer == "SGD":
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     else:
@@ -66,6 +71,7 @@ def build_tiny(world: World, run: Run) -> tuple[torch.nn.Module, torch.optim.Opt
 def train(world: World, run: Run) -> Curve:
     """The run on this world; the curve holds full tensors under titanlite's names."""
     model, optimizer, rank = build_tiny(world, run)
+    loss = compile_loss(cross_entropy_sum, run.compile.backend) if run.compile.loss else cross_entropy_sum
     guard = FiniteGuard(world.device)
     curve = Curve([], [], {}, {})
     for step, rate in enumerate(run.rates, start=1):
@@ -85,8 +91,8 @@ def train(world: World, run: Run) -> Curve:
             lr=rate,
             max_norm=run.max_norm,
             guard=guard,
-            replicas=run.replicas,
             sync_every=run.shard.gradient_sync == "every",
+            loss_function=loss,
         )
         keep.remove()
         curve.losses.append(result.loss.item())

@@ -10,7 +10,7 @@ import torch
 from tests.pool import Pools
 from tests.training.harness import TINY, Run, batches, initial_weights, train
 from tests.training.reference import Curve, train_reference
-from titanlite.config.plans import ShardPlan
+from titanlite.config.plans import ActivationCheckpointPlan, ShardPlan
 from titanlite.models import LlamaArgs, RopeScaling, get_spec
 
 STEPS, GLOBAL_BATCH, SEQ = 20, 8, 32
@@ -100,6 +100,42 @@ def test_other_shapes_train_as_transformers_does(
 ) -> None:
     run = Run(TOKENS, LABELS, WARM, args=SHAPES[shape], accumulation=2)
     _compare(pool, references, shape, run, ranks)
+
+
+# ranks, replicas, shape, plan
+UNITS = [
+    pytest.param(2, 1, "gqa", ShardPlan("float32", units="size", min_params=30_000, prefetch=1), id="size, ahead 1"),
+    pytest.param(2, 1, "tied", ShardPlan("float32", units=("Block", "Embedding"), prefetch=2), id="tied classes"),
+    *(
+        pytest.param(*row, marks=pytest.mark.slow, id=name)
+        for name, row in {
+            "root": (2, 1, "gqa", ShardPlan("float32", units="root")),
+            "root, always": (2, 1, "gqa", ShardPlan("float32", units="root", reshard_after_forward=True)),
+            "blocks, ahead 2": (4, 1, "gqa", ShardPlan("float32", prefetch=2, reshard_after_forward=True)),
+            "over 2 of 4, ahead 1": (4, 1, "gqa", ShardPlan("float32", prefetch=1, reshard_after_forward=2)),
+            "hsdp-2x2, small units": (4, 2, "gqa", ShardPlan("float32", units="size", min_params=4_000, prefetch=3)),
+            "ddp, classes": (2, 2, "gqa", ShardPlan("float32", units=("Attention", "FeedForward"))),
+            "nested": (2, 1, "gqa", ShardPlan("float32", units=("Block", "Linear"), reshard_after_forward=True)),
+        }.items()
+    ),
+]
+
+
+@pytest.mark.parametrize(("ranks", "replicas", "shape", "shard"), UNITS)
+def test_other_units_train_as_transformers_does(
+    pool: Pools, references: dict[tuple[str, str], Curve], ranks: int, replicas: int, shape: str, shard: ShardPlan
+) -> None:
+    run = Run(TOKENS, LABELS, WARM, args=SHAPES[shape], shard=shard, accumulation=2, replicas=replicas)
+    _compare(pool, references, shape, run, ranks)
+
+
+@pytest.mark.slow
+def test_units_inside_recomputed_blocks_train_as_transformers_does(
+    pool: Pools, references: dict[tuple[str, str], Curve]
+) -> None:
+    shard = ShardPlan("float32", units=("Block", "Attention"), prefetch=2, reshard_after_forward=True)
+    run = Run(TOKENS, LABELS, WARM, shard=shard, accumulation=2, activations=ActivationCheckpointPlan("full"))
+    _compare(pool, references, "gqa", run, 2)
 
 
 def _compare(pool: Pools, references: dict[tuple[str, str], Curve], shape: str, run: Run, ranks: int) -> None:

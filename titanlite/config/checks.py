@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable
 
@@ -18,6 +19,7 @@ def contradictions(config: JobConfig) -> list[Problem]:
         found.append(Problem(config.place(key), key, message, about=(key, *others)))
 
     _schedule(config, contradict)
+    _activations(config, contradict)
     d = config.dialect
     if d.training.data_parallel_type == "ddp" and d.training.data_parallel_shard_degree > 1:
         contradict(
@@ -25,8 +27,16 @@ def contradictions(config: JobConfig) -> list[Problem]:
             f'is {d.training.data_parallel_shard_degree}, but training.data_parallel_type = "ddp" shards nothing',
             "training.data_parallel_type",
         )
+    if d.training.prefetch and d.training.fsdp_units == "root":
+        contradict(
+            "training.prefetch",
+            f'is {d.training.prefetch}, but training.fsdp_units = "root" gathers everything at once',
+            "training.fsdp_units",
+        )
     if d.experimental.enable_async_tensor_parallel and not d.training.compile:
         contradict("experimental.enable_async_tensor_parallel", "needs training.compile = true", "training.compile")
+    if d.training.compile and not d.compile.components:
+        contradict("compile.components", "is empty, but training.compile = true", "training.compile")
     if d.checkpoint.last_save_in_hf and not d.checkpoint.model_weights_only:
         contradict(
             "checkpoint.last_save_in_hf",
@@ -91,6 +101,26 @@ def _schedule(config: JobConfig, contradict: Callable[..., None]) -> None:
         )
 
 
+def _activations(config: JobConfig, contradict: Callable[..., None]) -> None:
+    d = config.dialect
+    ac = d.activation_checkpoint
+    if ac.mode == "budget" and not (d.training.compile and "model" in d.compile.components):
+        lacking = "compile.components" if d.training.compile else "training.compile"
+        contradict(
+            "activation_checkpoint.mode",
+            f'"budget" is kept by the compiler: it needs {"model in " if d.training.compile else ""}{lacking}'
+            f"{'' if d.training.compile else ' = true'}. Without it, full and selective save memory",
+            lacking,
+        )
+    if ac.offload and ac.mode == "selective" and ac.selective_ac_option == "op":
+        contradict(
+            "activation_checkpoint.offload",
+            "moves what autograd saves, but what the per-op policy saves is held elsewhere, on the device: take "
+            'mode = "full", "none", or selective_ac_option = "N"',
+            "activation_checkpoint.selective_ac_option",
+        )
+
+
 def missing_files(config: JobConfig) -> list[Problem]:
     """Files and folders that are named and not there, on this machine."""
     named = ["model.tokenizer_path", "training.dataset_path"]
@@ -101,3 +131,14 @@ def missing_files(config: JobConfig) -> list[Problem]:
         for key in named
         if config.value(key) is not None and not os.path.exists(config.value(key))
     ]
+
+
+def missing_packages(config: JobConfig) -> list[Problem]:
+    """Optional packages that a key needs and that are not installed here."""
+    key = "metrics.enable_wandb"
+    spec = importlib.util.find_spec("wandb") if config.value(key) else None
+    # A folder of that name, as wandb itself makes one in the working directory, is found too, but has no origin.
+    if not config.value(key) or (spec is not None and spec.origin is not None):
+        return []
+    advice = "pip install 'titanlite[wandb]', or leave the key out"
+    return [Problem(config.place(key), key, "needs the package wandb, which is not installed", advice)]

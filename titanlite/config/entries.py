@@ -221,7 +221,7 @@ def _read(annotation: Any, words: list[str]) -> Any:
     """The value that words make for a type. A word that does not fit stays a string, for the check to refuse."""
     parts = [base(part) for part in members(annotation)]
     lists = [part for part in parts if get_origin(part) is list]
-    if lists:
+    if lists and not (len(words) == 1 and words[0] in _choices(parts)):
         return _read_list(lists[0], words)
     if not words:
         if bool in parts:

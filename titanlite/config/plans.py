@@ -50,6 +50,16 @@ class DataPlan:
     shuffle: bool = True
     #: Passes over the data, or None: as many as the steps need.
     epochs: int | None = None
+    #: Threads that tokenize text at the start; None: by the cores there are, 0: none besides the main one.
+    num_workers: int | None = None
+    #: Folder of tokenized text; "auto": a temporary one, for large texts; "off": none.
+    token_cache: str = "auto"
+    #: Steps that a thread prepares ahead of training; 0: no thread.
+    prefetch: int = 2
+    #: Batches for a GPU are put into page-locked memory.
+    pin_memory: bool = True
+    #: The thread that prepares validation batches stays between validations.
+    persistent_workers: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,10 @@ class MeshPlan:
     world_size: int = 1
     dp_replicate: int = 1
     dp_shard: int = 1
+    #: Ranks that share one sequence (context), one layer's weights (tensor), the layers of one copy (pipeline).
+    context: int = 1
+    tensor: int = 1
+    pipeline: int = 1
 
     @property
     def dp_degree(self) -> int:
@@ -91,6 +105,42 @@ class ShardPlan:
     reshard_after_forward: bool | int | None = None
     #: "last": reduce gradients with the last micro-batch only; "every": with each one.
     gradient_sync: Literal["last", "every"] = "last"
+    #: What is gathered together: each block, the whole model, modules of `min_params`, or modules of classes by name.
+    units: Literal["block", "root", "size"] | tuple[str, ...] = "block"
+    #: units = "size": least parameters of a unit.
+    min_params: int = 100_000_000
+    #: Units whose all-gathers start before the one that computes; 0: as `fully_shard` does by itself.
+    prefetch: int = 0
+    #: Parameters, gradients and optimizer state live in host memory.
+    cpu_offload: bool = False
+
+
+@dataclass(frozen=True)
+class CompilePlan:
+    """What `torch.compile` compiles."""
+
+    #: The decoder's blocks, one by one.
+    model: bool = False
+    #: The loss function.
+    loss: bool = False
+    backend: str = "inductor"
+    #: Where compiled code is kept; None: see `titanlite.parallel.compile.use_cache_folder`.
+    cache_dir: str | None = None
+
+
+@dataclass(frozen=True)
+class ActivationCheckpointPlan:
+    """What is recomputed in the backward instead of being kept."""
+
+    #: "every": every Nth block is recomputed whole; "full": all of them; "op": the policy by operation in each block;
+    #: "budget": the compiler's choice.
+    mode: Literal["none", "full", "every", "op", "budget"] = "none"
+    #: "every": N.
+    every: int = 2
+    #: "budget": share of the activations' memory that may be kept, 0 to 1.
+    memory_budget: float = 0.5
+    #: What is kept waits in host memory.
+    offload: bool = False
 
 
 @dataclass(frozen=True)
@@ -173,8 +223,10 @@ class CommPlan:
     #: Collective timeout in seconds until step 1 is done, and after it.
     init_timeout_seconds: int = 300
     train_timeout_seconds: int = 100
-    #: Entries of the NCCL flight recorder (0: off).
+    #: Collectives that torch's flight recorder keeps (0: off).
     trace_buf_size: int = 20000
+    #: Folder that the ranks' records are left in when a collective fails; "": torch's place on GPUs, none on CPUs.
+    trace_folder: str = ""
 
 
 @dataclass(frozen=True)
@@ -188,9 +240,15 @@ class ObservePlan:
     log_style: Literal["titan", "fsdp"] = "titan"
     #: None: colours on a terminal only.
     color: bool | None = None
+    #: The live view, on a terminal.
+    progress: bool = True
     #: None where TensorBoard is off; else its folder (a dated subfolder is added).
     tensorboard_folder: str | None = None
     rank_0_only: bool = True
+    #: Send metrics to Weights & Biases.
+    wandb: bool = False
+    #: Gradient norms by layer with every so many logs; 0: never.
+    layer_norms: int = 0
     #: FLOPS of one device; None: known devices only.
     peak_flops: float | None = None
     #: Print `Plans.config_toml` when the run starts.
@@ -219,6 +277,8 @@ class Plans:
     batch: BatchPlan = field(default_factory=BatchPlan)
     mesh: MeshPlan = field(default_factory=MeshPlan)
     shard: ShardPlan = field(default_factory=ShardPlan)
+    activations: ActivationCheckpointPlan = field(default_factory=ActivationCheckpointPlan)
+    compile: CompilePlan = field(default_factory=CompilePlan)
     optimizer: OptimizerPlan = field(default_factory=OptimizerPlan)
     schedule: SchedulePlan = field(default_factory=SchedulePlan)
     train: TrainPlan = field(default_factory=TrainPlan)

@@ -61,6 +61,7 @@ def draft(
     # Degrees that do not fit make every number of data-parallel ranks below a guess.
     work.earlier += work.problems
     work.check_reshard(mesh)
+    work.check_prefetch(mesh)
     batch = work.batch(mesh)
     steps = work.steps(batch, total_sequences)
     schedule = work.schedule(steps)
@@ -72,6 +73,8 @@ def draft(
         batch=batch,
         mesh=mesh,
         shard=work.shard(),
+        activations=work.activations(shapes),
+        compile=work.compile(),
         optimizer=work.optimizer(),
         schedule=schedule,
         train=plans.TrainPlan(
@@ -83,7 +86,7 @@ def draft(
         ),
         validation=work.validation(),
         checkpoint=work.checkpoint(),
-        comm=plans.CommPlan(**d.comm.model_dump()),
+        comm=plans.CommPlan(**d.comm.model_dump(), trace_folder=below(d.job.dump_folder, "comm_traces")),
         observe=work.observe(),
         profile=work.profile(),
         config_toml=config.to_toml(),
@@ -230,7 +233,14 @@ class _Work:
                 [*degrees, "training.data_parallel_type"],
             )
         replicate, shard = max(degrees[replicate_key], 1), max(degrees[shard_key], 1)
-        return plans.MeshPlan(world_size=self.world_size, dp_replicate=replicate, dp_shard=shard)
+        return plans.MeshPlan(
+            world_size=self.world_size,
+            dp_replicate=replicate,
+            dp_shard=shard,
+            context=degrees["experimental.context_parallel_degree"],
+            tensor=degrees["training.tensor_parallel_degree"],
+            pipeline=degrees["experimental.pipeline_parallel_degree"],
+        )
 
     def check_reshard(self, mesh: plans.MeshPlan) -> None:
         """`fully_shard` keeps the weights sharded over a factor of the ranks that share one copy of them."""
@@ -246,6 +256,14 @@ class _Work:
             f'these work: {numbers}"default", "always" or "never"',
             [*_degrees(self.config), "training.data_parallel_type"],
         )
+
+    def check_prefetch(self, mesh: plans.MeshPlan) -> None:
+        """Where nothing is gathered, nothing is gathered ahead."""
+        ahead = self.config.dialect.training.prefetch
+        if ahead and mesh.dp_shard == 1:
+            self.warnings.append(
+                f"training.prefetch = {ahead} has no effect: every rank holds whole weights (data_parallel_shard = 1)"
+            )
 
     def batch(self, mesh: plans.MeshPlan) -> plans.BatchPlan:
         training, ranks = self.config.dialect.training, mesh.dp_degree
@@ -351,6 +369,11 @@ class _Work:
             seed=d.data.seed,
             shuffle=d.data.shuffle,
             epochs=d.training.epochs,
+            num_workers=d.data.num_workers,
+            token_cache=d.data.token_cache,
+            prefetch=d.data.prefetch,
+            pin_memory=d.data.pin_memory,
+            persistent_workers=d.data.persistent_workers,
         )
 
     def shard(self) -> plans.ShardPlan:
@@ -365,6 +388,42 @@ class _Work:
             reduce_dtype=training.mixed_precision_reduce,
             reshard_after_forward=reshard,
             gradient_sync=training.gradient_sync,
+            units=tuple(training.fsdp_units) if isinstance(training.fsdp_units, list) else training.fsdp_units,
+            min_params=training.fsdp_min_params,
+            prefetch=training.prefetch,
+            cpu_offload=training.enable_cpu_offload,
+        )
+
+    def activations(self, shapes: Shapes | None) -> plans.ActivationCheckpointPlan:
+        d = self.config.dialect
+        ac = d.activation_checkpoint
+        if ac.mode == "budget":
+            return plans.ActivationCheckpointPlan("budget", memory_budget=ac.memory_budget, offload=ac.offload)
+        if ac.mode != "selective":
+            return plans.ActivationCheckpointPlan(ac.mode, offload=ac.offload)
+        if ac.selective_ac_option == "op":
+            return plans.ActivationCheckpointPlan("op", offload=ac.offload)
+        every, option = int(ac.selective_ac_option), "activation_checkpoint.selective_ac_option"
+        shape = (shapes or {}).get(d.model.name, {}).get(d.model.flavor)
+        blocks = d.model.overrides.get("n_layers", getattr(shape, "n_layers", every))
+        if isinstance(blocks, int) and every > blocks:
+            message = f'"{every}" recomputes one block of each {every}, but the model has {blocks}'
+            if self.config.is_given(option) or self.config.is_given("activation_checkpoint.mode"):
+                advice = f'give a number up to {blocks}, or "op", or set activation_checkpoint.mode = "none"'
+                others = ["model.name", "model.flavor", "model.overrides.n_layers", "activation_checkpoint.mode"]
+                self.problem(option, message, advice, others)
+            else:
+                self.notes.append(f"{option} = {message}: all activations are kept")
+            return plans.ActivationCheckpointPlan(offload=ac.offload)
+        return plans.ActivationCheckpointPlan("every", every=every, offload=ac.offload)
+
+    def compile(self) -> plans.CompilePlan:
+        on, section = self.config.dialect.training.compile, self.config.dialect.compile
+        return plans.CompilePlan(
+            model=on and "model" in section.components,
+            loss=on and "loss" in section.components,
+            backend=section.backend,
+            cache_dir=section.cache_dir,
         )
 
     def optimizer(self) -> plans.OptimizerPlan:
@@ -421,8 +480,11 @@ class _Work:
             log_freq=metrics.log_freq,
             log_style=metrics.log_style,
             color=metrics.enable_color_printing,
+            progress=metrics.enable_progress,
             tensorboard_folder=below(job.dump_folder, metrics.save_tb_folder) if metrics.enable_tensorboard else None,
             rank_0_only=metrics.rank_0_only,
+            wandb=metrics.enable_wandb,
+            layer_norms=metrics.layer_norms,
             peak_flops=None if metrics.peak_tflops is None else metrics.peak_tflops * 1e12,
             print_config=job.print_config,
             save_config_file=None if saved is None else below(job.dump_folder, saved),

@@ -52,12 +52,9 @@ _tensor = _switched("training", "tensor_parallel_degree", 1)
 _pipeline = _switched("experimental", "pipeline_parallel_degree", 1)
 _checkpoints = _switched("checkpoint", "enable_checkpoint", False)
 _any_precision = _switched("optimizer", "name", "AdamW", "Adam", "Muon")
-_compiles = _switched("training", "compile", False)
 _estimates = _switched("memory_estimation", "enabled", False)
 _watches = _switched("stall", "deadline_seconds", 0.0)
 _float8 = _switched("float8", "enable_float8_linear", False)
-_workers = _switched("data", "num_workers", 0)
-_checkpoints_activations = _switched("activation_checkpoint", "mode", "none")
 
 
 def _streams(d: Dialect) -> bool:
@@ -75,17 +72,8 @@ def _feature(
 
 
 UNBUILT: dict[str, Unbuilt] = {
-    **_feature("torch.compile", _always, "training.compile"),
-    **_feature("torch.compile", _compiles, "compile.components", "compile.backend", "compile.cache_dir"),
     **_feature("float8", _always, "float8.enable_float8_linear"),
     **_feature("float8", _float8, *(f"float8.{f}" for f in Dialect.model_fields["float8"].annotation.model_fields)),  # type: ignore[union-attr]
-    **_feature("activation checkpointing", _always, "activation_checkpoint.mode", "activation_checkpoint.offload"),
-    **_feature(
-        "activation checkpointing",
-        _checkpoints_activations,
-        "activation_checkpoint.selective_ac_option",
-        "activation_checkpoint.memory_budget",
-    ),
     **_feature("tensor parallelism", _always, "training.tensor_parallel_degree"),
     **_feature(
         "tensor parallelism", _tensor, "training.enable_loss_parallel", "experimental.enable_async_tensor_parallel"
@@ -100,13 +88,15 @@ UNBUILT: dict[str, Unbuilt] = {
     ),
     **_feature("context parallelism", _always, "experimental.context_parallel_degree"),
     **_feature("expert parallelism", _always, "parallelism.expert_parallel_degree"),
-    **_feature("offload to host memory", _always, "training.enable_cpu_offload"),
     **_feature("weights in bfloat16", _always, "training.dtype"),
-    **_feature("compiled autograd", _always, "experimental.enable_compiled_autograd"),
+    **_feature(
+        "compiled autograd",
+        _always,
+        "experimental.enable_compiled_autograd",
+        advice="it does not run the hooks that shard FSDP's gradients; training.compile compiles the backward of each "
+        "block as well",
+    ),
     **_feature("imports of one's own models", _always, "experimental.custom_import"),
-    **_feature("other FSDP units", _always, "training.fsdp_units"),
-    **_feature("other FSDP units", _switched("training", "fsdp_units", "block", "root"), "training.fsdp_min_params"),
-    **_feature("prefetching of FSDP units", _always, "training.prefetch"),
     **_feature("this optimizer", _always, "optimizer.name", built=("Adam",)),
     **_feature("parameter groups", _always, "optimizer.groups"),
     **_feature(
@@ -125,9 +115,6 @@ UNBUILT: dict[str, Unbuilt] = {
     ),
     **_feature("mixtures of sources", _always, "data.source", "validation.sources"),
     **_feature("streamed text", _mixes, "data.lanes", "data.shuffle_buffer"),
-    **_feature("loader processes", _always, "data.num_workers"),
-    **_feature("loader processes", _workers, "data.persistent_workers", "data.prefetch"),
-    **_feature("page-locked batches", _always, "data.pin_memory"),
     **_feature("other packing", _always, "data.packing", "data.mask_documents"),
     **_feature("passing over batches", _always, "data.skip_steps"),
     **_feature(
@@ -160,8 +147,6 @@ UNBUILT: dict[str, Unbuilt] = {
         "checkpoint.initial_load_in_hf",
     ),
     **_feature("starting from other weights", _always, "checkpoint.start", built=("resume", "fresh")),
-    **_feature("Weights & Biases", _always, "metrics.enable_wandb"),
-    **_feature("the progress bar", _always, "metrics.enable_progress"),
     **_feature("the estimate of memory", _always, "memory_estimation.enabled"),
     **_feature("the estimate of memory", _estimates, "memory_estimation.disable_fake_mode"),
     **_feature("skipping and rolling back", _always, "guard.policy"),
@@ -196,6 +181,11 @@ def without_effect(config: JobConfig) -> list[str]:
     switches = {
         "checkpoint": dialect.checkpoint.enable_checkpoint,
         "validation": dialect.validation.enable,
+        "training.fsdp_min_params": dialect.training.fsdp_units == "size",
+        "compile": dialect.training.compile,
+        "activation_checkpoint.selective_ac_option": dialect.activation_checkpoint.mode == "selective",
+        "activation_checkpoint.memory_budget": dialect.activation_checkpoint.mode == "budget",
+        "data.persistent_workers": dialect.validation.enable and dialect.data.prefetch > 0,
         "metrics.save_tb_folder": dialect.metrics.enable_tensorboard,
         "metrics.rank_0_only": dialect.metrics.enable_tensorboard,
         "profiling.save_traces_folder": dialect.profiling.enable_profiling,

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from titanlite.data.background import Prefetcher, ValidationPrefetcher
     from titanlite.data.errors import DataError, EndOfData
     from titanlite.data.loader import Batch, TrainLoader, ValidationLoader, add_hashes, batch_hash
     from titanlite.data.packing import PackedDataset, build_dataset, build_validation_dataset
@@ -20,9 +21,11 @@ _HOME = {
     "Batch": "loader",
     "TrainLoader": "loader",
     "ValidationLoader": "loader",
+    "ValidationPrefetcher": "background",
     "add_hashes": "loader",
     "batch_hash": "loader",
     "PackedDataset": "packing",
+    "Prefetcher": "background",
     "build_dataset": "packing",
     "build_validation_dataset": "packing",
     "Tokenizer": "tokenizer",
@@ -34,9 +37,11 @@ __all__ = [
     "DataError",
     "EndOfData",
     "PackedDataset",
+    "Prefetcher",
     "Tokenizer",
     "TrainLoader",
     "ValidationLoader",
+    "ValidationPrefetcher",
     "add_hashes",
     "batch_hash",
     "build_dataset",

@@ -12,90 +12,19 @@ but i: any rank can serve it, and a run resumes from a number.
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import time
-from dataclasses import dataclass
-from pathlib import Path
-
 import numpy as np
 from numpy.typing import NDArray
 
 from titanlite.config.plans import DataPlan, ValidationPlan
+from titanlite.data.corpus import Corpus
 from titanlite.data.errors import DataError, EndOfData
 from titanlite.data.order import epoch_order
-from titanlite.data.sources import Record, iter_records, source_files
+from titanlite.data.sources import source_files
+from titanlite.data.token_cache import load_corpus
 from titanlite.data.tokenizer import Tokenizer
-
-logger = logging.getLogger("titanlite")
-#: Seconds between two lines about how far the reading is.
-_SAY_EVERY = 5.0
 
 #: Label of a position that is no target.
 IGNORE = -100
-
-#: Part of the fingerprint; to be changed with anything that changes the token stream.
-_PACKING = "BOS + ids + EOS per document, split at seq_len, no document mask, order 2"
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """Tokenized documents, end to end.
-
-    `tokens`: [all tokens] uint16 (uint32 for vocabularies over 65,536), each document with BOS and EOS;
-    `offsets`: [documents + 1] int64, document d is tokens[offsets[d] : offsets[d + 1]];
-    `fingerprint`: hex sha256 of the texts in file order, the tokenizer and the way of packing.
-    """
-
-    tokens: NDArray[np.unsignedinteger]
-    offsets: NDArray[np.int64]
-    pad_id: int
-    fingerprint: str
-    files: tuple[Path, ...]
-
-
-def tokenize(files: list[Path], tokenizer: Tokenizer, vocab_size: int) -> Corpus:
-    """Read and tokenize whole files. About 20 MB of text per second.
-
-    Raises DataError for a damaged source, and for a token id at or over `vocab_size` (the model's), naming
-    file, line and id.
-    """
-    dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
-    parts: list[NDArray[np.unsignedinteger]] = []
-    read = 0
-    said = time.monotonic()
-    digest = hashlib.sha256(f"{_PACKING}\n{tokenizer.fingerprint}\n".encode())
-    for record in iter_records(files):
-        content = record.text.encode("utf-8", errors="surrogatepass")
-        digest.update(b"%d " % len(content))
-        digest.update(content)
-        ids = np.array(tokenizer.encode(record.text, bos=True, eos=True), dtype=np.int64)
-        if ids.max() >= vocab_size:
-            raise _over_vocabulary(record, int(ids[ids >= vocab_size][0]), vocab_size, tokenizer)
-        parts.append(ids.astype(dtype))
-        read += len(content)
-        if time.monotonic() - said > _SAY_EVERY:
-            said = time.monotonic()
-            logger.info(
-                f"reading text: {len(parts):,} documents, {read / 1e6:,.0f} MB so far; now in {record.file}, "
-                f"file {files.index(record.file) + 1} of {len(files)}"
-            )
-    lengths = np.array([len(part) for part in parts], dtype=np.int64)
-    return Corpus(
-        tokens=np.concatenate(parts),
-        offsets=np.concatenate([[0], np.cumsum(lengths)]),
-        pad_id=tokenizer.eos_id,
-        fingerprint=digest.hexdigest(),
-        files=tuple(files),
-    )
-
-
-def _over_vocabulary(record: Record, token_id: int, vocab_size: int, tokenizer: Tokenizer) -> DataError:
-    return DataError(
-        f"{record.file}, line {record.number}: token id {token_id} is outside the model's vocabulary of {vocab_size} "
-        f"(the tokenizer has {tokenizer.vocab_size}); set model.vocab_size to at least {tokenizer.vocab_size}, "
-        "or give the model's own tokenizer by model.tokenizer_path"
-    )
 
 
 class PackedDataset:
@@ -121,6 +50,7 @@ class PackedDataset:
         self.seed = seed
         self.shuffle = shuffle
         self.epochs = epochs
+        # Loaders in several threads may share a data set: these are replaced, never changed.
         self._orders: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
         self._windows: dict[int, NDArray[np.int64]] = {}
 
@@ -195,12 +125,12 @@ class PackedDataset:
             return index
         size = self.sequences_per_epoch
         block, place = divmod(index, size)
-        if block not in self._windows:
-            if len(self._windows) == 2:
-                del self._windows[next(iter(self._windows))]
+        order = self._windows.get(block)
+        if order is None:
             # Another seed than the documents' order has, so that the two are not the same permutation.
-            self._windows[block] = epoch_order(size, ~self.seed, block)
-        return block * size + int(self._windows[block][place])
+            order = epoch_order(size, ~self.seed, block)
+            self._windows = {**dict(list(self._windows.items())[-1:]), block: order}
+        return block * size + int(order[place])
 
     def _stream(self, start: int, length: int) -> NDArray[np.unsignedinteger]:
         """Tokens [start, start + length) of all epochs end to end; fewer at the end of finite data."""
@@ -222,22 +152,28 @@ class PackedDataset:
 
     def _epoch(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(documents in order [n], stream position within the epoch at which each begins [n])."""
-        if epoch not in self._orders:
-            if len(self._orders) == 3:  # a block of windows touches two epochs, or three after many passes
-                del self._orders[min(self._orders)]
+        found = self._orders.get(epoch)
+        if found is None:
             order = epoch_order(self.documents, self.seed, epoch, self.shuffle)
             lengths = np.diff(self.corpus.offsets)[order]
-            self._orders[epoch] = order, np.cumsum(lengths) - lengths
-        return self._orders[epoch]
+            found = order, np.cumsum(lengths) - lengths
+            # A block of windows touches two epochs, or three after many passes.
+            self._orders = {**dict(sorted(self._orders.items())[-2:]), epoch: found}
+        return found
 
 
 def build_dataset(plan: DataPlan, tokenizer: Tokenizer, vocab_size: int) -> PackedDataset:
     """The training sequences of `plan`. Raises DataError as `source_files`, `iter_records` and `tokenize` do."""
-    corpus = tokenize(source_files(plan.dataset, plan.path), tokenizer, vocab_size)
+    files = source_files(plan.dataset, plan.path)
+    corpus = load_corpus(files, tokenizer, vocab_size, workers=plan.num_workers, cache=plan.token_cache)
     return PackedDataset(corpus, seq_len=plan.seq_len, seed=plan.seed, shuffle=plan.shuffle, epochs=plan.epochs)
 
 
-def build_validation_dataset(plan: ValidationPlan, tokenizer: Tokenizer, vocab_size: int) -> PackedDataset:
-    """One pass over the held-out text of `plan`, in file order."""
-    corpus = tokenize(source_files(plan.dataset, plan.path, "validation"), tokenizer, vocab_size)
+def build_validation_dataset(
+    plan: ValidationPlan, tokenizer: Tokenizer, vocab_size: int, reading: DataPlan | None = None
+) -> PackedDataset:
+    """One pass over the held-out text of `plan`, in file order; `reading` has the threads and the cache."""
+    reading = reading or DataPlan()
+    files = source_files(plan.dataset, plan.path, "validation")
+    corpus = load_corpus(files, tokenizer, vocab_size, workers=reading.num_workers, cache=reading.token_cache)
     return PackedDataset(corpus, seq_len=plan.seq_len, shuffle=False, epochs=1)

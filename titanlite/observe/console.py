@@ -6,9 +6,12 @@ import logging
 import os
 import re
 import sys
-from typing import TYPE_CHECKING, TextIO
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Protocol, TextIO
 
 if TYPE_CHECKING:
+    from titanlite.observe.stepline import StepFigures
+
     _StreamHandler = logging.StreamHandler[TextIO]
 else:
     _StreamHandler = logging.StreamHandler  # on Python 3.10 it takes no subscript
@@ -17,7 +20,7 @@ logger: logging.Logger = logging.getLogger("titanlite")
 
 _RESET = "\033[0m"
 #: Key of the step line -> ANSI colour.
-_FIELD_COLORS = {
+FIELD_COLORS = {
     "step": "31",
     "loss": "32",
     "memory": "33",
@@ -29,34 +32,60 @@ _FIELD_COLORS = {
     "left": "90",
 }
 _LEVEL_COLORS = {logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "31"}
-_FIELD = re.compile(rf"(?<!\S)({'|'.join(_FIELD_COLORS)}): +\S+")
+_FIELD = re.compile(rf"(?<!\S)({'|'.join(FIELD_COLORS)}): +\S+")
+
+
+class View(Protocol):
+    """What stands below the log lines of a terminal; see `titanlite.observe.live`."""
+
+    def tick(self, step: int) -> None:
+        """After every step."""
+
+    def add(self, figures: StepFigures) -> None:
+        """After a logged step, in place of its line."""
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Lines may be written inside."""
+
+    def close(self) -> None:
+        """No more is shown; after it the log is plain lines again."""
 
 
 class ConsoleHandler(_StreamHandler):
-    """Log lines of one rank. `color` says whether escape codes may go to the stream."""
+    """Log lines of one rank. `color` says whether escape codes may go to the stream.
+
+    While there is a `view`, a record with `figures` (`extra={"figures": StepFigures(...)}`) goes there, not to a line.
+    """
 
     def __init__(self, rank: int, color: bool | None, stream: TextIO | None) -> None:
         self._given = stream
         super().__init__(sys.stdout if stream is None else stream)
-        self.color = _wants_color(self._target()) if color is None else color
-        self._rank = rank
+        self.color = _wants_color(self.target()) if color is None else color
+        self.rank = rank
+        self.view: View | None = None
         self.setLevel(logging.INFO if rank == 0 else logging.WARNING)
         self.setFormatter(logging.Formatter("%(message)s"))
 
-    def _target(self) -> TextIO:
+    def target(self) -> TextIO:
+        """Where lines go now."""
         return sys.stdout if self._given is None else self._given
 
     def emit(self, record: logging.LogRecord) -> None:
         # Whoever replaces sys.stdout later (a notebook, a test) means our lines too.
-        self.stream = self._target()
-        super().emit(record)
+        self.stream = self.target()
+        view, figures = self.view, getattr(record, "figures", None)
+        if view is not None and figures is not None:
+            view.add(figures)
+            return
+        with view.aside() if view is not None else nullcontext():
+            super().emit(record)
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
         if record.levelno >= logging.WARNING:
             text = f"{record.levelname}: {text}"
-        if self._rank:
-            text = f"[rank {self._rank}] {text}"
+        if self.rank:
+            text = f"[rank {self.rank}] {text}"
         if self.color and record.levelno in _LEVEL_COLORS:
             text = f"\033[{_LEVEL_COLORS[record.levelno]}m{text}{_RESET}"
         stamp = logging.Formatter().formatTime(record, "%Y-%m-%d %H:%M:%S")
@@ -88,7 +117,12 @@ def colorize(line: str) -> str:
     """The step line with each field in the colour of its key, where `setup_console` decided for colours."""
     if not any(handler.color for handler in _handlers()):
         return line
-    return _FIELD.sub(lambda match: f"\033[{_FIELD_COLORS[match[1]]}m{match[0]}{_RESET}", line)
+    return _FIELD.sub(lambda match: f"\033[{FIELD_COLORS[match[1]]}m{match[0]}{_RESET}", line)
+
+
+def console_handler() -> ConsoleHandler | None:
+    """The handler of `setup_console`, if that was called."""
+    return next(iter(_handlers()), None)
 
 
 def _handlers() -> list[ConsoleHandler]:

@@ -21,6 +21,8 @@ _RECENT_STEPS = 50
 class Rates:
     """Means over the steps since the last reading."""
 
+    #: How many steps those were.
+    steps: int
     #: Tokens per second and device.
     tps: float
     #: Model FLOPs utilisation in percent; None where the peak is unknown.
@@ -108,6 +110,7 @@ class Meter:
         per_step = elapsed / self._steps
         tps = self._tokens / per_step / self._devices
         rates = Rates(
+            steps=self._steps,
             tps=tps,
             mfu=None if self._peak is None else 100 * tps * self._flops_per_token / self._peak,
             samples_per_second=self._sequences / per_step,

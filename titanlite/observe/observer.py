@@ -1,28 +1,35 @@
-"""What a run shows and writes while it goes on: the start report, step lines, metrics.jsonl, TensorBoard."""
+"""What a run shows and writes while it goes on: the start report, step lines, metrics.jsonl, TensorBoard, and more."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from titanlite.config.plans import Plans
+from titanlite.config.scan import loads
 from titanlite.models.shapes import flops_per_token
-from titanlite.observe.console import colorize, logger
+from titanlite.observe.console import View, colorize, logger
 from titanlite.observe.flops import device_name, peak_flops
+from titanlite.observe.garbage import GarbageClock
+from titanlite.observe.live import start_view
 from titanlite.observe.memory import MemoryReading, read_memory, reset_peak
 from titanlite.observe.meter import Meter, Rates
 from titanlite.observe.metrics import FILE, MetricsLog
+from titanlite.observe.ranks import RankFigures, RankWatch
 from titanlite.observe.stepline import StepFigures, fsdp_line, human_time, titan_line
-from titanlite.observe.tensorboard import TAGS, TensorBoard
+from titanlite.observe.tensorboard import TensorBoard, tags
+from titanlite.observe.tracker import Tracker
 from titanlite.parallel.world import World
 from titanlite.runs.folder import FinalState, RunRecord, begin
+from titanlite.runs.provenance import config_text
 from titanlite.step import StepResult
 
 
@@ -48,11 +55,20 @@ class Observer:
         )
         self._metrics: MetricsLog | None = None
         self._tensorboard: TensorBoard | None = None
+        self._tracker: Tracker | None = None
+        self._ranks = RankWatch(world.device)
+        self._garbage = GarbageClock()
+        self._logs = 0
+        self._failed = True
         self._run: RunRecord | None = None
+        self._view: View | None = None
         self._first_step = 1
 
-    def start(self, step: int, report: Sequence[str]) -> None:
-        """Say what will run, and continue (or begin) the records at `step` steps done."""
+    def start(self, step: int, report: Sequence[str], model: nn.Module | None = None) -> None:
+        """Say what will run, and continue (or begin) the records at `step` steps done.
+
+        model: what will be trained; on GPUs the time of its head tells how fast each of them is.
+        """
         for line in report:
             logger.info(line)
         self._first_step = step + 1
@@ -75,26 +91,52 @@ class Observer:
             folder = Path(plan.tensorboard_folder)
             folder = folder if plan.rank_0_only else folder / f"rank_{self.world.rank}"
             self._tensorboard = TensorBoard(folder, purge_step=step + 1)
+        if plan.wandb and self.world.rank == 0:
+            config = loads(config_text(self.plans.config_toml))
+            self._tracker = Tracker(Path(plan.dump_folder), config, plan.description, step + 1)
+        if plan.progress and plan.log_style == "titan":
+            self._view = start_view(step, self.plans.train.steps or 0)
         reset_peak(self.world.device)
+        self._ranks = RankWatch(self.world.device, model)
+        self._garbage.start()
         self.meter.start()
 
-    def waiting_for_data(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
         """Time spent inside is reported as waiting for data."""
-        return self.meter.data_wait()
+        with self.meter.data_wait(), self._ranks.data_wait():
+            yield
 
-    def pausing(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
         """Time spent inside (validation, saving) does not count as training."""
-        return self.meter.pause()
+        with self.meter.pause(), self._ranks.pause():
+            yield
+
+    def logs(self, step: int) -> bool:
+        """Whether the figures of this step will be read and shown: the first, the last and every `log_freq` steps."""
+        return step % self.plans.observe.log_freq == 0 or step in (self._first_step, self.plans.train.steps)
+
+    def wants_layer_norms(self, step: int) -> bool:
+        """Whether this step, the next to be done, should bring gradient norms by layer."""
+        every = self.plans.observe.layer_norms
+        return every > 0 and self._logs % every == 0 and self.logs(step)
 
     def step(self, step: int, result: StepResult, lr: float, tokens_seen: int) -> None:
-        """After every step; on the first, the last and every `log_freq` steps the figures are read and shown."""
+        """After every step; where `logs` says so the figures are read and shown."""
         self.meter.step_done()
-        if step % self.plans.observe.log_freq and step not in (self._first_step, self.plans.train.steps):
+        self._ranks.step_done()
+        if not self.logs(step):
+            if self._view:
+                self._view.tick(step)
             return
-        largest = result.local_loss.clone()
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        loss, norm, max_loss = torch.stack([result.loss, result.norm, largest]).tolist()
+        self._logs += 1
+        layers = result.layer_norms or {}
+        largest, (loss, norm, *layer_norms) = self._reduce(result, [result.loss, result.norm, *layers.values()])
         rates = self.meter.read(step)
+        max_loss, *times = largest
+        size = self.world.size
+        ranks = self._ranks.compare(times[:size], times[size:], rates.seconds_per_step)
         memory = read_memory(self.world.device)
         figures = StepFigures(
             step=step,
@@ -111,8 +153,25 @@ class Observer:
             samples_per_second=rates.samples_per_second,
         )
         self._show(figures)
-        self._record(step, figures, max_loss, rates, memory)
+        if self.world.rank == 0 and ranks and (warning := self._ranks.warning(ranks)):
+            logger.warning(f"step {step}: {warning}")
+        garbage = self._garbage.read() / rates.steps
+        self._record(
+            step, figures, max_loss, garbage, rates, memory, ranks, dict(zip(layers, layer_norms, strict=True))
+        )
         reset_peak(self.world.device)
+
+    def _reduce(self, result: StepResult, mine: Sequence[torch.Tensor]) -> tuple[list[float], list[float]]:
+        """Over ranks: the largest loss, each rank's own work, each one's waiting for data; and `mine`, as numbers.
+
+        One all-reduce and one reading of the device. Every rank has a place of its own, where the others have zero.
+        """
+        times = torch.zeros(2, self.world.size)
+        times[:, self.world.rank] = torch.tensor(self._ranks.read())
+        shared = torch.cat([result.local_loss.detach().float().view(1), times.flatten().to(self.world.device)])
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+        numbers: list[float] = torch.cat([shared, torch.stack(list(mine)).float()]).tolist()
+        return numbers[: len(shared)], numbers[len(shared) :]
 
     def validation(self, step: int, loss: float, tokens: int, seconds: float) -> None:
         logger.info(f"validation at {step}: loss {loss:.4f} over {tokens:,} tokens in {human_time(seconds)}")
@@ -123,23 +182,41 @@ class Observer:
 
     def finish(self, state: FinalState, step: int, reason: str = "") -> None:
         """Record how the run ended, after `step` steps. The first call counts."""
+        self._failed = state != "done"
         if self._run:
             self._run.finish(state, step, reason)
 
     def close(self) -> None:
+        if self._view:
+            self._view.close()
         if self._metrics:
             self._metrics.close()
         if self._tensorboard:
             self._tensorboard.close()
+        if self._tracker:
+            self._tracker.close(failed=self._failed)
+        self._ranks.close()
+        self._garbage.close()
 
     def _show(self, figures: StepFigures) -> None:
         if self.plans.observe.log_style == "fsdp":
             if self.world.rank == 0:
-                print(fsdp_line(figures, datetime.now()), flush=True)  # its readers expect the bare line
+                with suppress(OSError):  # a terminal that was closed
+                    print(fsdp_line(figures, datetime.now()), flush=True)  # its readers expect the bare line
         else:
-            logger.info(colorize(titan_line(figures)))
+            logger.info(colorize(titan_line(figures)), extra={"figures": figures})
 
-    def _record(self, step: int, figures: StepFigures, max_loss: float, rates: Rates, memory: MemoryReading) -> None:
+    def _record(
+        self,
+        step: int,
+        figures: StepFigures,
+        max_loss: float,
+        garbage_seconds: float,
+        rates: Rates,
+        memory: MemoryReading,
+        ranks: RankFigures | None,
+        layer_norms: Mapping[str, float],
+    ) -> None:
         row = {
             "loss": figures.loss,
             "max_loss": max_loss,
@@ -152,20 +229,27 @@ class Observer:
             "seconds_per_step": rates.seconds_per_step,
             "data_seconds": rates.data_seconds,
             "data_percent": rates.data_percent,
+            "gc_seconds": garbage_seconds,
+            "slowest_rank": None if ranks is None else ranks.slowest,
+            "fastest_rank": None if ranks is None else ranks.fastest,
+            "lag_seconds": None if ranks is None else ranks.lag_seconds,
+            "lag_percent": None if ranks is None else ranks.lag_percent,
             "memory_gib": memory.gib,
             "memory_percent": memory.percent,
             "reserved_gib": memory.reserved_gib,
             "reserved_percent": memory.reserved_percent,
             "alloc_retries": memory.alloc_retries,
             "ooms": memory.ooms,
+            **{f"grad_norm/{layer}": value for layer, value in layer_norms.items()},
         }
         self._write(step, {name: value for name, value in row.items() if value is not None})
 
     def _write(self, step: int, row: dict[str, float | int]) -> None:
         if self._metrics:
             self._metrics.write({"step": step, "time": time.time(), **row})
-        if self._tensorboard:
-            self._tensorboard.write(step, {TAGS[name]: value for name, value in row.items() if name in TAGS})
+        for board in (self._tensorboard, self._tracker):
+            if board:
+                board.write(step, tags(row))
 
 
 def _keep_earlier(path: Path) -> None:

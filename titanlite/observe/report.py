@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from titanlite.config.plans import Plans
 from titanlite.observe.flops import is_cpu
 from titanlite.observe.stepline import human_bytes, human_count
+
+if TYPE_CHECKING:
+    from titanlite.parallel.activation_checkpoint import Kept
 
 #: Beginnings of the notes of `resolve` that lines of the report say already.
 _SAID = ("global batch = ", "accumulation = ", "tokens per step = ", "data_parallel_shard = ")
@@ -26,11 +30,13 @@ def start_report(
     memory_bytes: int,
     peak_flops: float | None,
     folders: Mapping[str, str],
+    kept: Kept | None = None,
 ) -> list[str]:
     """Aligned lines `name  text`, then `note:` and `warning:` lines.
 
     parameters: count by top-level module, over all ranks. device: from `device_name`. memory_bytes: of one device.
     peak_flops: of one device, None when unknown. folders: what is written -> where.
+    kept: of a traced block, None where none was traced.
     """
     model, batch, mesh = plans.model, plans.batch, plans.mesh
     total = sum(parameters.values())
@@ -43,6 +49,9 @@ def start_report(
         ("devices", f"{world_size} x {device}{_memory(memory_bytes, device)}"),
         ("mesh", f"dp_replicate {mesh.dp_replicate} x dp_shard {mesh.dp_shard} = {mesh.world_size} ranks"),
         ("precision", f"parameters {plans.shard.param_dtype}, gradients reduced in {plans.shard.reduce_dtype}"),
+        ("sharding", _sharding(plans, total, device)),
+        ("compile", _compile(plans)),
+        *([("activations", _activations(plans, kept, device))] if kept else []),
         ("tokenizer", tokenizer),
         ("data", _data(plans, documents, tokens_per_epoch)),
         (
@@ -73,10 +82,74 @@ def _peak(peak_flops: float | None) -> str:
     return "" if peak_flops is None else f"; MFU against {peak_flops / 1e12:,.4g} TFLOPS per device"
 
 
+def _sharding(plans: Plans, total: int, device: str) -> str:
+    plan, mesh = plans.shard, plans.mesh
+    if isinstance(plan.units, tuple):
+        unit = f"each {' and '.join(plan.units)}"
+    else:
+        unit = {"block": "each block", "root": "the whole model", "size": f"{plan.min_params:,} parameters or more"}[
+            plan.units
+        ]
+    parts = [f"units of {unit}"]
+    if mesh.dp_shard > 1:
+        freed: dict[bool | int | None, str] = {
+            None: "freed after forward but for the last two",
+            True: "freed after forward",
+            False: "kept gathered until their backward",
+        }
+        reshard = plan.reshard_after_forward
+        parts.append(freed.get(reshard, f"after forward sharded over {reshard} ranks"))
+        if plan.prefetch:
+            parts.append(f"gathered {plan.prefetch} ahead")
+    if plans.batch.accumulation > 1 and plan.gradient_sync == "last" and mesh.dp_shard > 1:
+        width = 4 if plan.reduce_dtype == "float32" else 2
+        parts.append(
+            f"whole gradients kept until the last micro-batch: {width} bytes x {total:,} parameters = "
+            f"{human_bytes(width * total)} per rank (training.gradient_sync)"
+        )
+    if plan.cpu_offload:
+        on_cpu = "offload to host memory is without effect on a CPU"
+        parts.append(on_cpu if is_cpu(device) else "parameters, gradients and optimizer state in host memory")
+    return "; ".join(parts)
+
+
 def _memory(memory_bytes: int, device: str) -> str:
     if not memory_bytes:
         return ""
     return f", {human_bytes(memory_bytes)} {'of memory, shared' if is_cpu(device) else 'each'}"
+
+
+def _compile(plans: Plans) -> str:
+    plan = plans.compile
+    parts = [text for text, on in (("each block", plan.model), ("the loss", plan.loss)) if on]
+    return f"{' and '.join(parts)}, backend {plan.backend}" if parts else "off"
+
+
+def _activations(plans: Plans, kept: Kept, device: str) -> str:
+    plan = plans.activations
+    every_byte = kept.blocks * kept.plain_bytes
+    amount = f"{human_bytes(kept.total_bytes)} of {human_bytes(every_byte)} kept per micro-batch"
+    if plan.mode == "op":
+        text = f"by operation: each block saves {_runs(kept.forward, kept.saved)}"
+    elif kept.recomputing:
+        text = f"{kept.recomputing} of {kept.blocks} blocks keep only their input"
+    else:
+        text, amount = "all kept", f"{human_bytes(every_byte)} in {kept.blocks} blocks per micro-batch"
+    if kept.recomputing:
+        again = {kind: times for kind, times in kept.recomputed.items() if times}
+        text += (
+            f" and recompute{'s' if plan.mode == 'op' else ''} {_runs(kept.forward, again) if again else 'no product'}"
+        )
+    if plan.mode == "budget":
+        text, amount = f"the compiler keeps {plan.memory_budget:.0%} of what it would by itself", ""
+    where = "offload has no effect on a CPU" if is_cpu(device) else "they wait in host memory"
+    return "; ".join(filter(None, (text, amount, where if plan.offload else "")))
+
+
+def _runs(forward: Mapping[str, int], some: Mapping[str, int]) -> str:
+    """`4 of 7 matmuls and attention`."""
+    parts = [f"{some['matmul']} of {forward['matmul']} matmuls"] if "matmul" in some else []
+    return " and ".join([*parts, *(["attention"] if some.get("attention") else [])])
 
 
 def _data(plans: Plans, documents: int, tokens_per_epoch: int) -> str:

@@ -26,6 +26,11 @@ TAGS: Mapping[str, str] = MappingProxyType(
         "seconds_per_step": "time_metrics/end_to_end(s)",
         "data_seconds": "time_metrics/data_loading(s)",
         "data_percent": "time_metrics/data_loading(%)",
+        "gc_seconds": "time_metrics/garbage_collection(s)",
+        "slowest_rank": "ranks/slowest",
+        "fastest_rank": "ranks/fastest",
+        "lag_seconds": "ranks/lag(s)",
+        "lag_percent": "ranks/lag(%)",
         "memory_gib": "memory/max_active(GiB)",
         "memory_percent": "memory/max_active(%)",
         "reserved_gib": "memory/max_reserved(GiB)",
@@ -34,6 +39,16 @@ TAGS: Mapping[str, str] = MappingProxyType(
         "ooms": "memory/num_ooms",
     }
 )
+
+#: Keys that begin so are tags already, one for each layer.
+_BY_LAYER = "grad_norm/"
+
+
+def tags(row: Mapping[str, float]) -> dict[str, float]:
+    """A row of metrics.jsonl under the tags of dashboards; what has no tag is left out."""
+    names = {key: key if key.startswith(_BY_LAYER) else TAGS.get(key) for key in row}
+    return {tag: row[key] for key, tag in names.items() if tag is not None}
+
 
 _DATED = "%Y%m%d-%H%M"
 #: Events are handed to the writer's thread. Its queue is long, so that a stuck file system does not stop training.

@@ -44,9 +44,18 @@ def _draw(shape: torch.Size | tuple[int, ...], init: Init, generator: torch.Gene
 
 @torch.no_grad()
 def fill(
-    local: torch.Tensor, offset: tuple[int, ...], shape: tuple[int, ...], name: str, init: Init, seed: int
+    local: torch.Tensor,
+    offset: tuple[int, ...],
+    shape: tuple[int, ...],
+    name: str,
+    init: Init,
+    seed: int,
+    device: torch.device | None = None,
 ) -> None:
-    """Fill `local`, the part of a parameter of global `shape` that starts at `offset`, in place."""
+    """Fill `local`, the part of a parameter of global `shape` that starts at `offset`, in place.
+
+    device: where values are drawn, if not where `local` is.
+    """
     if local.numel() == 0:
         return
     if init.kind == "ones":
@@ -54,7 +63,7 @@ def fill(
         return
     first, last = offset[0], offset[0] + local.shape[0]
     columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], local.shape[1:], strict=True))
-    generator = torch.Generator(local.device)
+    generator = torch.Generator(device or local.device)
     for block in range(first // ROWS, math.ceil(last / ROWS)):
         top = block * ROWS
         rows = min(ROWS, shape[0] - top)
@@ -65,10 +74,11 @@ def fill(
 
 
 @torch.no_grad()
-def init_weights(model: nn.Module, rule: Callable[[str], Init], seed: int) -> None:
+def init_weights(model: nn.Module, rule: Callable[[str], Init], seed: int, device: torch.device | None = None) -> None:
     """Give every parameter of `model` (plain or DTensor, already on its device) its initial value.
 
-    rule: full parameter name -> Init.
+    rule: full parameter name -> Init. device: where values are drawn, if not where the parameters are: weights kept in
+    host memory start as those on the device would.
     """
     for name, parameter in model.named_parameters():
         shape = tuple(parameter.shape)
@@ -77,17 +87,22 @@ def init_weights(model: nn.Module, rule: Callable[[str], Init], seed: int) -> No
             local = parameter.to_local()
         else:
             offset, local = (0,) * len(shape), parameter
-        fill(local, tuple(offset), shape, name, rule(name), seed)
+        fill(local, tuple(offset), shape, name, rule(name), seed, device)
 
 
 @torch.no_grad()
-def materialize(model: nn.Module, device: torch.device, initialize: Callable[[nn.Module], None]) -> None:
-    """Give a meta-device model memory and values.
+def materialize(
+    model: nn.Module,
+    device: torch.device,
+    initialize: Callable[[nn.Module], None],
+    parameters_on: torch.device | None = None,
+) -> None:
+    """Give a meta-device model memory and values. parameters_on: where parameters live, if not on `device`.
 
     `to_empty` leaves garbage in whatever is not written afterwards, so all of it is set to NaN first, and a
     parameter or buffer that is still NaN after `initialize` is an InitError.
     """
-    model.to_empty(device=device)
+    model.to_empty(device=parameters_on or device)
     tensors = [*model.named_parameters(), *model.named_buffers()]
     floating = [(name, _local(t)) for name, t in tensors if t.is_floating_point()]
     for _, tensor in floating:
@@ -99,6 +114,10 @@ def materialize(model: nn.Module, device: torch.device, initialize: Callable[[nn
     missed = [name for (name, _), is_bad in zip(floating, bad, strict=True) if is_bad]
     if missed:
         raise InitError(f"no initial value for: {', '.join(missed)}")
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.device.type != device.type:
+                setattr(module, name, buffer.to(device))
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

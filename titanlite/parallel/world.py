@@ -5,6 +5,7 @@ One path serves one CPU process and many GPUs: `fully_shard` and the collectives
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections.abc import Iterator
@@ -18,9 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from titanlite.config.plans import CommPlan, MeshPlan
+from titanlite.parallel.flight_recorder import recording
 
 #: Names of the data-parallel mesh dimensions, outermost first.
-MESH_DIMS = ("dp_replicate", "dp_shard")
+#: Outermost first: neighbours in rank, which are close in hardware, share what communicates most.
+MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 class WorldError(RuntimeError):
@@ -104,41 +107,38 @@ class World:
             yield cls(dist.get_rank(), local_rank, dist.get_world_size(), device)
             return
         timeout = timedelta(seconds=comm.init_timeout_seconds)
-        if device_type == "cuda" and comm.trace_buf_size > 0:
-            # Read by NCCL's process groups as they are made; the recorder is dumped when a collective times out.
-            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(comm.trace_buf_size))
-            os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-        dist.init_process_group(
-            # Host-side collectives (checkpoint plans, agreed decisions) go through gloo on GPUs too.
-            "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
-            store=_rendezvous_store(rank, size, timeout),
-            rank=rank,
-            world_size=size,
-            timeout=timeout,
-        )
-        try:
-            yield cls(rank, local_rank, size, device, timeout)
-        except BaseException:
-            # Alone, clean up for whoever uses this process next. With peers, leave at once: they may be stuck in a
-            # collective, and only this rank's death lets the launcher end them.
-            if size == 1:
-                dist.destroy_process_group()
-            raise
-        # Ranks that leave while others still hold gloo connections make those abort at exit.
-        dist.barrier()
-        dist.destroy_process_group()
+        with recording(comm, device, size):
+            dist.init_process_group(
+                # Host-side collectives (checkpoint plans, agreed decisions) go through gloo on GPUs too.
+                "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
+                store=_rendezvous_store(rank, size, timeout),
+                rank=rank,
+                world_size=size,
+                timeout=timeout,
+            )
+            try:
+                yield cls(rank, local_rank, size, device, timeout)
+            except BaseException:
+                # Alone, clean up for whoever uses this process next. With peers, leave at once: they may be stuck in a
+                # collective, and only this rank's death lets the launcher end them.
+                if size == 1:
+                    dist.destroy_process_group()
+                raise
+            # Ranks that leave while others still hold gloo connections make those abort at exit.
+            dist.barrier()
+            dist.destroy_process_group()
 
     def build_mesh(self, plan: MeshPlan) -> DeviceMesh:
-        """The device mesh of the data-parallel degrees, dimensions `MESH_DIMS`.
+        """The device mesh, dimensions `MESH_DIMS`, those of degree 1 too.
 
         Raises WorldError when the degrees do not multiply to the world size.
         """
-        if plan.dp_degree != self.size:
-            raise WorldError(
-                f"dp_replicate {plan.dp_replicate} x dp_shard {plan.dp_shard} = {plan.dp_degree}, "
-                f"but there are {self.size} ranks"
-            )
-        mesh = init_device_mesh(self.device.type, (plan.dp_replicate, plan.dp_shard), mesh_dim_names=MESH_DIMS)
+        degrees = (plan.pipeline, plan.dp_replicate, plan.dp_shard, plan.context, plan.tensor)
+        if math.prod(degrees) != self.size:
+            parts = [f"{name} {degree}" for name, degree in zip(MESH_DIMS, degrees, strict=True) if degree != 1]
+            equation = " x ".join(parts or ["all degrees 1"])
+            raise WorldError(f"{equation} = {math.prod(degrees)}, but there are {self.size} ranks")
+        mesh = init_device_mesh(self.device.type, degrees, mesh_dim_names=MESH_DIMS)
         if self.timeout is not None:
             # A mesh's groups do not take the default group's timeout.
             for group in mesh.get_all_groups():

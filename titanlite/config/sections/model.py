@@ -126,23 +126,36 @@ class LrScheduler(Section):
 class ActivationCheckpoint(Section):
     """Recompute activations in backward instead of keeping them."""
 
-    mode: Literal["none", "selective", "full", "budget"] = Field(default="none", description="What is recomputed.")
-    selective_ac_option: Annotated[str, Field(pattern=r"^([1-9][0-9]*|op)$")] = Field(
-        default="2", description='selective: "N", every Nth block, or "op", the policy by operation.'
+    mode: Literal["none", "selective", "full", "budget"] = Field(
+        default="selective",
+        description="What is recomputed. none: nothing; full: every block but its input; selective: see "
+        "selective_ac_option; budget: the compiler's choice within memory_budget, needs training.compile.",
     )
-    memory_budget: Ratio = Field(default=0.5, description="budget: share of the activations' memory that may be kept.")
-    offload: bool = Field(default=False, description="Keep the saved activations in host memory.")
+    selective_ac_option: Annotated[str, Field(pattern=r"^([1-9][0-9]*|op)$")] = Field(
+        default="2",
+        description='selective: "N": every Nth block, whole; "op": in every block all but attention and every second '
+        "matrix product.",
+    )
+    memory_budget: Ratio = Field(
+        default=0.5, description="budget: share of what the compiler keeps by itself that may be kept."
+    )
+    offload: bool = Field(default=False, description="What blocks keep waits in host memory. Without effect on a CPU.")
 
 
 class Compile(Section):
     """How training.compile compiles."""
 
     components: list[Literal["model", "loss"]] = Field(
-        default=["model", "loss"], description="What training.compile compiles."
+        default=["model", "loss"],
+        description="What training.compile compiles: each block of the model, the loss function.",
     )
-    backend: str = Field(default="inductor", min_length=1, description="Backend of torch.compile.")
+    backend: str = Field(
+        default="inductor", min_length=1, description="Backend of torch.compile, by torch's name for it."
+    )
     cache_dir: str | None = Field(
-        default=None, min_length=1, description="Folder of the compile cache. None: torch's own."
+        default=None,
+        min_length=1,
+        description="Folder of inductor's cache. None: $TORCHINDUCTOR_CACHE_DIR, else ~/.cache/titanlite/inductor.",
     )
 
 

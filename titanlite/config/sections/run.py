@@ -67,12 +67,25 @@ class Metrics(Section):
         description='Step line: "titan" (step, loss, memory, tps, mfu) or "fsdp" (Batch N Loss: …, Speed: …).',
     )
     enable_color_printing: bool | None = Field(default=None, description="Colours. None: on a terminal only.")
-    enable_progress: bool = Field(default=False, description="A progress bar on the terminal.")
+    enable_progress: bool = Field(
+        default=True,
+        description="On a terminal, a table of the last steps and a progress line in place of step lines. Files and "
+        'pipes get plain lines either way, and so does log_style = "fsdp".',
+    )
     enable_tensorboard: bool = Field(default=False, description="Write TensorBoard events.")
     save_tb_folder: str = Field(
         default="tb", min_length=1, description="TensorBoard folder, below job.dump_folder; a dated subfolder is added."
     )
-    enable_wandb: bool = Field(default=False, description="Send metrics to Weights & Biases.")
+    enable_wandb: bool = Field(
+        default=False,
+        description="Send what TensorBoard shows to Weights & Biases too, from rank 0; needs the package wandb. Its "
+        "WANDB_* environment variables hold.",
+    )
+    layer_norms: int = Field(
+        default=0,
+        ge=0,
+        description="With every so many logs, the gradient norm of each block, the embedding and the head; 0: never.",
+    )
     rank_0_only: bool = Field(
         default=True,
         description="Only rank 0 writes TensorBoard events; false: every rank, each in a folder of its own. "
@@ -104,7 +117,7 @@ class Comm(Section):
     train_timeout_seconds: int = Field(
         default=100, ge=1, description="Timeout of collectives after step 1, in seconds."
     )
-    trace_buf_size: int = Field(default=20000, ge=0, description="Entries of the NCCL flight recorder; 0 turns it off.")
+    trace_buf_size: int = Field(default=20000, ge=0, description="Collectives the flight recorder keeps; 0: off.")
 
 
 class MemoryEstimation(Section):

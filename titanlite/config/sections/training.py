@@ -53,7 +53,8 @@ class Training(Section):
         default=True, description="With tensor parallelism: the loss is computed on sharded logits."
     )
     enable_cpu_offload: bool = Field(
-        default=False, description="Parameters, gradients and optimizer state live in host memory."
+        default=False,
+        description="Parameters, gradients and optimizer state live in host memory. Without effect on a CPU.",
     )
     mixed_precision_param: Literal["bfloat16", "float32"] = Field(
         default="bfloat16", description="Precision of the gathered weights and of the forward and backward."
@@ -75,14 +76,20 @@ class Training(Section):
         description="Free a block's gathered weights after its forward. default: all but the last units; a number: "
         "keep them sharded over so many ranks, a divisor of data_parallel_shard_degree.",
     )
-    fsdp_units: Literal["block", "root", "size"] = Field(
+    fsdp_units: Literal["block", "root", "size"] | Annotated[list[str], Field(min_length=1)] = Field(
         default="block",
-        description="What is gathered together: a block, the whole model, or modules of fsdp_min_params.",
+        description="What is gathered together: a block, the whole model, modules of fsdp_min_params, or each module "
+        'of the classes in a list, as ["Attention", "FeedForward"].',
     )
     fsdp_min_params: int = Field(
         default=100_000_000, ge=1, description='Least parameters of a unit with fsdp_units = "size".'
     )
-    prefetch: int = Field(default=0, ge=0, description="Units gathered ahead of use. 0: torch's own choice.")
+    prefetch: int = Field(
+        default=0,
+        ge=0,
+        description="Units whose gathering starts before the one that computes, forward and backward; each takes "
+        "memory. 0: torch's own choice.",
+    )
     gradient_sync: Literal["last", "every"] = Field(
         default="last",
         description="Reduce gradients over ranks with the last micro-batch of a step, or with every one "
@@ -145,11 +152,32 @@ class Data(Section):
         default=None, ge=1, description="Shares a stream is divided into. None: chosen at first start."
     )
     shuffle_buffer: int = Field(default=10_000, ge=1, description="Documents of a stream shuffled together.")
-    num_workers: int = Field(default=0, ge=0, description="Loader processes per rank. 0: in the training process.")
-    persistent_workers: bool = Field(default=False, description="Keep the loader processes between epochs.")
-    pin_memory: bool = Field(default=False, description="Page-locked batches, for quicker copies to a GPU.")
-    prefetch: int | None = Field(
-        default=None, ge=1, description="Batches each loader process keeps ready. None: torch's own."
+    num_workers: int | None = Field(
+        default=None,
+        ge=0,
+        description="Threads per rank that tokenize text, at the start. None: as many as there are cores for each "
+        "rank, 8 at most. 0: the main thread alone. The tokens are the same.",
+    )
+    token_cache: str = Field(
+        default="auto",
+        min_length=1,
+        description="Folder of tokenized text, shared by the ranks of a node and by later runs; best on a local disk. "
+        '"auto": titanlite-tokens-UID in the folder of temporary files, for texts of 32 MB and more. "off": every rank '
+        "tokenizes for itself.",
+    )
+    prefetch: int = Field(
+        default=2,
+        ge=0,
+        description="Steps (in validation, batches) that a background thread keeps ready. 0: prepared when needed.",
+    )
+    pin_memory: bool = Field(
+        default=True,
+        description="On GPUs, batches are put into page-locked memory by that thread, so that copies do not wait.",
+    )
+    persistent_workers: bool = Field(
+        default=False,
+        description="The thread of the validation batches stays between validations, with the first of them ready. "
+        "Training's stays over epochs in any case.",
     )
     skip_steps: list[int] = Field(default=[], description="Steps whose batches are passed over, as after a bad spot.")
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from titanlite.data.errors import DataError
 
 
@@ -29,6 +32,11 @@ class Tokenizer(ABC):
         if eos:
             ids.append(self.eos_id)
         return ids
+
+    def encode_document(self, text: str) -> NDArray[np.int64]:
+        """BOS, the ids of `text` and EOS: what `encode` gives, as an array [ids]. May be called by several threads."""
+        ids = self._encode_array(text if text.isascii() else _whole_characters(text))
+        return np.concatenate([[self.bos_id], ids, [self.eos_id]], dtype=np.int64)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`, special tokens by name; bytes that are not UTF-8 become U+FFFD.
@@ -55,6 +63,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def _encode(self, text: str) -> list[int]:
         """A new list of the ids of valid Unicode, without BOS and EOS."""
+
+    def _encode_array(self, text: str) -> NDArray[np.integer]:
+        """As `_encode`; for kinds that can do without a list, which takes a third of the time."""
+        return np.array(self._encode(text), dtype=np.int64)
 
     @abstractmethod
     def _decode(self, ids: list[int]) -> str:

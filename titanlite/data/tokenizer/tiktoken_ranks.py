@@ -13,7 +13,9 @@ import hashlib
 import re
 from pathlib import Path
 
+import numpy as np
 import tiktoken
+from numpy.typing import NDArray
 
 from titanlite.data.errors import DataError
 from titanlite.data.tokenizer.base import Tokenizer
@@ -70,6 +72,10 @@ class TiktokenTokenizer(Tokenizer):
         for segment in _segments(text):
             ids += self._encoding.encode_ordinary(segment)
         return ids
+
+    def _encode_array(self, text: str) -> NDArray[np.integer]:
+        segments = _segments(text)
+        return np.concatenate([self._encoding.encode_to_numpy(s, disallowed_special=()) for s in segments])
 
     def _decode(self, ids: list[int]) -> str:
         return self._encoding.decode(ids)

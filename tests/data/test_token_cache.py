@@ -1,0 +1,300 @@
+"""Tokens on disk: used when they are those of this text, and never in the way."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from titanlite.config.plans import DataPlan, TokenizerPlan, ValidationPlan
+from titanlite.data import build_dataset, build_validation_dataset, load_tokenizer, token_cache
+from titanlite.data.corpus import Corpus, tokenize
+from titanlite.data.errors import DataError
+from titanlite.data.token_cache import load_corpus
+
+TOKENIZER = load_tokenizer(TokenizerPlan())
+
+
+def write(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    return write(tmp_path / "text.jsonl", [f"document {n} of some" for n in range(50)])
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The number of threads of each tokenization, as they happen."""
+    calls: list[int] = []
+
+    def counting(files: Any, tokenizer: Any, vocab_size: int, workers: int = 0, *rest: Any) -> Corpus:
+        calls.append(workers)
+        return tokenize(files, tokenizer, vocab_size, workers, *rest)
+
+    monkeypatch.setattr(token_cache, "tokenize", counting)
+    yield calls
+
+
+def load(text: Path, cache: Path | str, vocab_size: int = TOKENIZER.vocab_size, workers: int | None = 0) -> Corpus:
+    return load_corpus([text], TOKENIZER, vocab_size, workers=workers, cache=str(cache))
+
+
+def same(a: Corpus, b: Corpus) -> bool:
+    assert (a.tokens.dtype, a.offsets.dtype) == (b.tokens.dtype, b.offsets.dtype)
+    assert (a.fingerprint, a.pad_id, a.files) == (b.fingerprint, b.pad_id, b.files)
+    return np.array_equal(a.tokens, b.tokens) and np.array_equal(a.offsets, b.offsets)
+
+
+def is_mapped(corpus: Corpus) -> bool:
+    return isinstance(corpus.tokens.base, np.memmap) and isinstance(corpus.offsets.base, np.memmap)
+
+
+def names(cache: Path) -> list[str]:
+    return sorted(path.suffix for path in cache.iterdir())
+
+
+def test_a_second_start_reads_no_text(text: Path, cache: Path, counted: list[int]) -> None:
+    plain = tokenize([text], TOKENIZER, TOKENIZER.vocab_size)
+    for _ in range(3):
+        found = load(text, cache)
+        assert same(found, plain) and is_mapped(found)
+        assert counted == [0]
+    assert names(cache) == [".tokens"]
+    with pytest.raises(ValueError, match="read-only"):
+        found.tokens[0] = 1
+
+
+def test_another_text_vocabulary_or_time_is_another_file(text: Path, cache: Path, counted: list[int]) -> None:
+    load(text, cache)
+    seen = text.stat()
+    content = text.read_text()
+    text.write_text(content.replace("some", "same"))  # as long, and set back in time
+    os.utime(text, ns=(seen.st_atime_ns, seen.st_mtime_ns))
+    found = load(text, cache)
+    assert same(found, tokenize([text], TOKENIZER, TOKENIZER.vocab_size))
+    assert load(text, cache, 128_256).tokens.dtype == np.uint32
+    assert len(counted) == 3 and names(cache) == [".tokens"] * 3
+
+
+def test_a_vocabulary_that_is_too_small_is_found_with_tokens_in_the_cache(text: Path, cache: Path) -> None:
+    load(text, cache)
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"text.jsonl, line 1: token id \d+ is outside"):
+            load(text, cache, 300)
+
+
+def _flip(at: int) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        content[at] ^= 1
+        path.write_bytes(content)
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(_flip(at) for at in (0, 3, 40, 60, 4096, 4096 + 8 * 51, -1)),
+        lambda path: os.truncate(path, path.stat().st_size - 2),
+        lambda path: _flip(path.read_bytes().index(b'"fingerprint": "') + 20)(path),
+        lambda path: os.truncate(path, 100),
+        lambda path: os.truncate(path, 0),
+        lambda path: path.write_bytes(path.read_bytes() + b"x"),
+        lambda path: path.write_bytes(b"[]".ljust(5000)),
+    ],
+)
+def test_a_damaged_file_is_replaced(
+    text: Path,
+    cache: Path,
+    counted: list[int],
+    damage: Callable[[Path], None],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(token_cache.logger, "propagate", True)
+    plain = load(text, cache)
+    plain = Corpus(plain.tokens.copy(), plain.offsets.copy(), plain.pad_id, plain.fingerprint, plain.files)
+    (path,) = cache.iterdir()
+    damage(path)
+    assert same(load(text, cache), plain)
+    assert "is damaged: it is removed" in caplog.text
+    assert same(load(text, cache), plain)
+    assert len(counted) == 2
+
+
+def test_a_folder_that_cannot_be_made_costs_a_warning(
+    text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_cache.logger, "propagate", True)
+    found = load(text, text / "below-a-file")
+    assert same(found, tokenize([text], TOKENIZER, TOKENIZER.vocab_size)) and not is_mapped(found)
+    assert "data.token_cache:" in caplog.text and "below-a-file" in caplog.text
+
+
+def test_missing_text_is_still_the_texts_error(tmp_path: Path, cache: Path) -> None:
+    with pytest.raises(DataError, match="gone.jsonl: cannot be read"):
+        load(tmp_path / "gone.jsonl", cache)
+
+
+def test_off_and_small_texts_leave_no_file(
+    text: Path, tmp_path: Path, counted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    for setting in ("off", "auto"):
+        assert not is_mapped(load(text, setting))
+    assert list(temporary.iterdir()) == [] and not Path("off").exists() and not Path("auto").exists()
+    monkeypatch.setattr(token_cache, "AUTO_BYTES", text.stat().st_size)
+    for _ in range(2):
+        assert is_mapped(load(text, "auto"))
+    (folder,) = temporary.iterdir()
+    assert folder.name == f"titanlite-tokens-{os.getuid()}" and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert len(counted) == 3
+
+
+def test_somebody_elses_folder_is_not_used(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Others may write to the folder of temporary files, and so could put a link or a folder of that name there."""
+    monkeypatch.setattr(token_cache.logger, "propagate", True)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(token_cache, "AUTO_BYTES", 1)
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / f"titanlite-tokens-{os.getuid()}").symlink_to(tmp_path / "theirs")
+    assert not is_mapped(load(text, "auto"))
+    assert "belongs to another user" in caplog.text and list((tmp_path / "theirs").iterdir()) == []
+
+
+def test_what_nobody_uses_is_removed_and_what_is_mapped_is_not(tmp_path: Path, cache: Path) -> None:
+    texts = [write(tmp_path / f"{n}.jsonl", [f"text {n}"]) for n in range(3)]
+    load(texts[0], cache)
+    kept = load(texts[1], cache)
+    (cache / "x.partial").touch()
+    for path in cache.iterdir():
+        os.utime(path, (0, 0))
+    (cache / "notes.txt").touch()
+    os.utime(cache / "notes.txt", (0, 0))
+    mapped = kept.tokens.base.filename  # type: ignore[union-attr]
+    load(texts[2], cache)
+    assert names(cache) == [".tokens", ".tokens", ".txt"] and Path(mapped).exists()
+    del kept
+    os.utime(mapped, (0, 0))
+    load(write(tmp_path / "3.jsonl", ["text 3"]), cache)
+    assert not Path(mapped).exists()
+
+
+def test_a_lock_whose_owner_does_not_move_is_not_waited_for(
+    text: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, counted: list[int]
+) -> None:
+    monkeypatch.setattr(token_cache, "STALLED", 0.3)
+    cache.mkdir()
+    stamp = token_cache._stamp([text], TOKENIZER, TOKENIZER.vocab_size)
+    with open(cache / f"{stamp}.lock", "wb") as owner:
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        began = time.monotonic()
+        assert not is_mapped(load(text, cache))
+        assert 0.3 <= time.monotonic() - began < 5
+    assert counted == [0]
+    assert is_mapped(load(text, cache))  # the owner is gone
+
+
+def test_threads_follow_cores_and_ranks(text: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, counted: list[int]):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)), raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    load(text, "off", workers=None)
+    load(text, cache, workers=None)  # the other ranks wait for this one
+    load(text, "off", workers=5)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "12")
+    load(text, "off", workers=None)
+    assert counted == [3, 8, 5, 0]
+
+
+def test_plans_reach_the_cache(text: Path, cache: Path, counted: list[int]) -> None:
+    plan = DataPlan(dataset="c4", path=str(text), seq_len=4, num_workers=2, token_cache=str(cache))
+    validation = ValidationPlan(path=str(text), seq_len=4)
+    assert is_mapped(build_dataset(plan, TOKENIZER, TOKENIZER.vocab_size).corpus)
+    assert is_mapped(build_validation_dataset(validation, TOKENIZER, TOKENIZER.vocab_size, plan).corpus)
+    assert counted == [2]
+
+
+PROGRAM = """
+import logging, os, resource, sys, time
+from pathlib import Path
+from titanlite.config.plans import TokenizerPlan
+from titanlite.data import load_tokenizer, token_cache
+from titanlite.data.corpus import tokenize
+
+text, cache, what = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+
+def slow(*arguments):
+    print("tokenizing", flush=True)
+    if what == "hang":
+        time.sleep(60)
+    time.sleep(1.0 if what == "slow" else 0.0)
+    return tokenize(*arguments)
+
+token_cache.tokenize = slow
+tokenizer = load_tokenizer(TokenizerPlan())
+if what == "full":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4500, resource.RLIM_INFINITY))
+corpus = token_cache.load_corpus([text], tokenizer, tokenizer.vocab_size, workers=0, cache=cache)
+print("sum", int(corpus.tokens.sum()), type(corpus.tokens.base).__name__, flush=True)
+"""
+
+
+def _start(text: Path, cache: Path, what: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", PROGRAM, str(text), str(cache), what]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_of_two_processes_at_once_one_tokenizes(text: Path, cache: Path) -> None:
+    total = int(tokenize([text], TOKENIZER, TOKENIZER.vocab_size).tokens.sum())
+    processes = [_start(text, cache, "slow") for _ in range(2)]
+    said = [process.communicate(timeout=60) for process in processes]
+    assert all(process.returncode == 0 for process in processes), said
+    assert all(f"sum {total} memmap" in out for out, _ in said)
+    assert sum("tokenizing" in out for out, _ in said) == 1
+    assert names(cache) == [".tokens"]
+
+
+def test_a_full_disk_costs_a_warning_and_leaves_nothing(text: Path, cache: Path) -> None:
+    process = _start(text, cache, "full")
+    out, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert "tokens cannot be kept" in out and "File too large" in out and "NoneType" in out
+    assert names(cache) == []
+
+
+def test_a_process_killed_at_work_blocks_nobody(text: Path, cache: Path, counted: list[int]) -> None:
+    with _start(text, cache, "hang") as process:
+        assert process.stdout is not None and process.stdout.readline() == "tokenizing\n"
+        process.send_signal(signal.SIGKILL)
+    assert names(cache) == [".lock"]
+    (cache / "half.partial").write_bytes(b"half")
+    began = time.monotonic()
+    assert is_mapped(load(text, cache))
+    assert time.monotonic() - began < 5 and counted == [0]
+    assert names(cache) == [".partial", ".tokens"]

@@ -1,0 +1,85 @@
+"""Gradient norms by layer are those of the whole gradient, however it is sharded."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.observe.test_records import scalars
+from tests.pool import Pools
+from tests.training.harness import Run, batches, build_tiny, full, micro_batches
+from tests.training.test_run import _run
+from titanlite.build import to_device
+from titanlite.guard import FiniteGuard
+from titanlite.observe.metrics import read_metrics
+from titanlite.parallel.world import World
+from titanlite.step import layer_of, train_step
+
+TOKENS, LABELS = batches(1, 8, 16, 192)
+RUN = Run(TOKENS, LABELS, [1e-3], accumulation=2)
+LAYERS = ["tok_embeddings", "layers.0", "layers.1", "norm", "output"]
+
+
+def _norms(world: World, run: Run) -> tuple[dict[str, float], dict[str, float], float]:
+    """Norms by layer as the step tells them and as the full gradients have them, and the norm of all."""
+    model, optimizer, rank = build_tiny(world, run)
+    gradients: dict[str, torch.Tensor] = {}
+
+    def keep(*_: object) -> None:
+        gradients.update({name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None})
+
+    optimizer.register_step_pre_hook(keep)
+    data = to_device(micro_batches(run, 0, rank, world.size), world.device)
+    # A norm to clip to that is never reached: clipping happens in place.
+    result = train_step(
+        model,
+        optimizer,
+        data,
+        step=1,
+        lr=1e-3,
+        max_norm=1e9,
+        guard=FiniteGuard(world.device),
+        layer_norms=True,
+    )
+    assert result.layer_norms is not None
+    squares = dict.fromkeys(LAYERS, 0.0)
+    for name, gradient in gradients.items():
+        squares[layer_of(name)] += gradient.double().square().sum().item()
+    told = {layer: norm.item() for layer, norm in result.layer_norms.items()}
+    return told, {layer: math.sqrt(square) for layer, square in squares.items()}, result.norm.item()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "replicas"), [(1, 1), (2, 1), (2, 2), (4, 2)], ids=["one rank", "FSDP", "DDP", "HSDP"]
+)
+def test_norms_by_layer_are_those_of_the_whole_gradient(pool: Pools, ranks: int, replicas: int) -> None:
+    (alone, _, _), *_ = pool(1).run(_norms, RUN)
+    for told, true, norm in pool(ranks).run(_norms, replace(RUN, replicas=replicas)):
+        assert list(told) == LAYERS
+        assert told == pytest.approx(true, rel=1e-6) and told == pytest.approx(alone, rel=1e-5)
+        assert math.sqrt(sum(value**2 for value in told.values())) == pytest.approx(norm, rel=1e-6)
+        assert min(told.values()) > 0
+
+
+def test_wrappers_do_not_change_a_layers_name() -> None:
+    assert layer_of("layers.11._checkpoint_wrapped_module.attention.wq.weight") == "layers.11"
+    assert layer_of("_orig_mod.output.weight") == "output"
+
+
+def test_the_trainer_writes_them_with_every_nth_log(pool: Pools, tmp_path: Path) -> None:
+    flags = ["--training.steps=6", "--metrics.log_freq=2", "--metrics.layer_norms=2", "--metrics.enable_tensorboard"]
+    pool(2).run(_run, str(tmp_path), *flags)
+    rows = {row["step"]: row for row in read_metrics(tmp_path / "metrics.jsonl") if "loss" in row}
+    found = {step: {k.partition("/")[2]: v for k, v in row.items() if "/" in k} for step, row in rows.items()}
+    assert {step: list(norms) for step, norms in found.items()} == {1: LAYERS, 2: [], 4: LAYERS, 6: []}
+    for step in (1, 4):
+        assert math.sqrt(sum(n**2 for n in found[step].values())) == pytest.approx(rows[step]["grad_norm"], rel=1e-6)
+    (folder,) = (tmp_path / "tb").iterdir()
+    shown = scalars(folder)
+    assert [(s, pytest.approx(v, rel=1e-6)) for s, v in shown["grad_norm/layers.1"]] == [
+        (step, found[step]["layers.1"]) for step in (1, 4)
+    ]

@@ -1,0 +1,128 @@
+"""A step of the whole trainer between two logs: nothing waits for the device, nothing but the step's own is sent."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.pool import Pools
+from tests.training.test_run import TINY
+from titanlite.build import read_text
+from titanlite.parallel.world import World
+from titanlite.prepare import load_plans
+from titanlite.trainer import Trainer
+
+FLAGS = [
+    *TINY,
+    "--training.global_batch_size=2",
+    "--training.steps=12",
+    "--training.reshard_after_forward=always",
+    "--metrics.log_freq=10",
+    # As on a GPU. The other implementations read the guard's flag, and count their steps, on the host.
+    "--optimizer.implementation=fused",
+    "--training.gc_freq=1",
+    "--no-validation.enable",
+]
+EVERYTHING = ["--metrics.enable_tensorboard", "--metrics.enable_wandb", "--metrics.layer_norms=1"]
+QUIET, LOGGED = 5, 10
+
+#: Ways to read a tensor from Python. `tolist` and `numpy` of a CPU tensor reach no operation at all.
+READS = {"tolist", "numpy", "cpu", "item", "nonzero", "equal", "masked_select", "unique"} | {
+    f"__{name}__" for name in ("bool", "int", "float", "index", "complex", "array", "contains")
+}
+#: The same below Python, where optimizers, autograd and FSDP may do it.
+READING_OPERATIONS = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.is_nonzero.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.masked_select.default,
+}
+
+
+class Operations(TorchDispatchMode):
+    """Counts collectives of all groups, by name and dtype of what is sent, and reads of values by the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: Counter[tuple[str, str]] = Counter()
+        self.reads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            tensors = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
+            self.sent[str(func).split(".")[1], str(tensors[0].dtype) if tensors else ""] += 1
+        self.reads += func in READING_OPERATIONS
+        return func(*args, **(kwargs or {}))
+
+
+class Calls(TorchFunctionMode):
+    """Counts the same reads where Python asks for them, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: Counter[str] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in READS:
+            self.reads[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _watch(world: World, folder: str, flags: list[str]) -> dict[int, dict[str, Any]]:
+    """Train, and watch two steps from the fetching of their data to that of the next: all that the loop does."""
+    os.environ.update(WANDB_MODE="offline", WANDB__DISABLE_STATS="true")
+    trainer = _trainer(world, folder, flags)
+    seen: dict[int, dict[str, Any]] = {}
+    train_one = trainer.train_one
+    modes: list[Any] = []
+
+    def watched() -> Any:
+        if modes:
+            operations, calls = modes
+            calls.__exit__(None, None, None)
+            operations.__exit__(None, None, None)
+            modes.clear()
+            seen[trainer.step - 1] = {"sent": operations.sent, "reads": operations.reads, "calls": calls.reads}
+        if trainer.step in (QUIET, LOGGED):
+            modes.extend([Operations().__enter__(), Calls().__enter__()])
+        return train_one()
+
+    trainer.train_one = watched  # type: ignore[method-assign]
+    trainer.train()
+    return seen
+
+
+def _trainer(world: World, folder: str, flags: list[str]) -> Trainer:
+    plans = load_plans("debug_model.toml", world.size, [*FLAGS, f"--job.dump_folder={folder}", *flags])
+    return Trainer(plans, world, read_text(plans))
+
+
+UNITS = 2 + 2  # blocks, embedding, norm with head
+#: FSDP's, and the step's two: the token count, and the norm with the loss.
+OWN = {
+    ("_allgather_base_", "torch.float32"): 2 * UNITS,
+    ("_reduce_scatter_base_", "torch.float32"): UNITS,
+    ("allreduce_", "torch.int64"): 1,
+    ("allreduce_", "torch.float32"): 1,
+}
+
+
+@pytest.mark.parametrize("flags", [[], EVERYTHING], ids=["plain", "everything on"])
+def test_a_step_between_two_logs_sends_and_reads_only_its_own(pool: Pools, tmp_path: Any, flags: list[str]) -> None:
+    for seen in pool(2).run(_watch, str(tmp_path), flags):
+        quiet, logged = seen[QUIET], seen[LOGGED]
+        assert quiet["sent"] == OWN
+        # The guard's flag, by `FiniteGuard.watch`, is the one thing that is read: on a CPU at once, on a GPU that of
+        # the step before, from a copy that went on beside the work.
+        assert quiet["calls"] == {"__bool__": 1} and quiet["reads"] == 1
+        # A log adds one collective and one read, gradient norms by layer or not.
+        assert logged["sent"] == {**OWN, ("allreduce_", "torch.float32"): 2}
+        assert logged["calls"] == {"__bool__": 1, "tolist": 1}

@@ -1,0 +1,165 @@
+"""Whole files of text as one array of token ids, tokenized by several threads.
+
+The libraries behind the tokenizers work outside Python's lock, so threads are enough: no process has to be started,
+fed and ended, and text is in memory once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from titanlite.data.errors import DataError
+from titanlite.data.sources import Record, iter_records
+from titanlite.data.tokenizer import Tokenizer
+
+logger = logging.getLogger("titanlite")
+
+#: Seconds between two lines about how far the reading is.
+SAY_EVERY = 5.0
+
+#: Part of the fingerprint; to be changed with anything that changes the token stream.
+PACKING = "BOS + ids + EOS per document, split at seq_len, no document mask, order 2"
+
+#: Bytes of text that a thread takes at a time: a tenth of a second at most, so that an interrupted run ends at once.
+_CHUNK = 256 * 1024
+
+_In = TypeVar("_In")
+_Out = TypeVar("_Out")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Tokenized documents, end to end.
+
+    `tokens`: [all tokens] uint16 (uint32 for vocabularies over 65,536), each document with BOS and EOS;
+    `offsets`: [documents + 1] int64, document d is tokens[offsets[d] : offsets[d + 1]];
+    `fingerprint`: hex sha256 of the texts in file order, the tokenizer and the way of packing.
+    """
+
+    tokens: NDArray[np.unsignedinteger]
+    offsets: NDArray[np.int64]
+    pad_id: int
+    fingerprint: str
+    files: tuple[Path, ...]
+
+
+class _Chunk(NamedTuple):
+    """Neighbouring records, and the error that reading ended with after them."""
+
+    records: list[Record]
+    error: DataError | None
+
+
+def tokenize(
+    files: list[Path],
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    workers: int = 0,
+    progress: Callable[[], None] = lambda: None,
+) -> Corpus:
+    """Read and tokenize whole files.
+
+    Args:
+        workers: threads that tokenize, besides this one that reads; 0: this one does both. The result is the same.
+        progress: called after every piece of text, several times a second.
+
+    Raises DataError for the first record in file order that is damaged or has a token id at or over `vocab_size` (the
+    model's), naming file, line and id.
+    """
+    dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
+    digest = hashlib.sha256(f"{PACKING}\n{tokenizer.fingerprint}\n".encode())
+
+    def encode(chunk: _Chunk) -> tuple[NDArray[np.unsignedinteger], list[int]]:
+        documents = []
+        for record in chunk.records:
+            ids = tokenizer.encode_document(record.text)
+            if ids.max() >= vocab_size:
+                raise _over_vocabulary(record, int(ids[ids >= vocab_size][0]), vocab_size, tokenizer)
+            documents.append(ids)
+        if chunk.error is not None:
+            raise chunk.error
+        return np.concatenate(documents).astype(dtype), [len(ids) for ids in documents]
+
+    parts: list[NDArray[np.unsignedinteger]] = []
+    lengths: list[int] = []
+    for tokens, counts in _in_order(encode, _chunks(files, digest.update), workers):
+        parts.append(tokens)
+        lengths += counts
+        progress()
+    return Corpus(
+        tokens=np.concatenate(parts),
+        offsets=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]),
+        pad_id=tokenizer.eos_id,
+        fingerprint=digest.hexdigest(),
+        files=tuple(files),
+    )
+
+
+def _chunks(files: list[Path], update: Callable[[bytes], None]) -> Iterator[_Chunk]:
+    """The records of `files`, every text passed to `update` with its length before it.
+
+    An error comes as part of the last chunk: a thread may find a worse one in the records before it.
+    """
+    records: list[Record] = []
+    size = read = documents = 0
+    said = time.monotonic()
+    try:
+        for record in iter_records(files):
+            content = record.text.encode("utf-8", errors="surrogatepass")
+            update(b"%d " % len(content))
+            update(content)
+            records.append(record)
+            size += len(content)
+            read += len(content)
+            documents += 1
+            if time.monotonic() - said > SAY_EVERY:
+                said = time.monotonic()
+                logger.info(
+                    f"reading text: {documents:,} documents, {read / 1e6:,.0f} MB so far; now in {record.file}, "
+                    f"file {files.index(record.file) + 1} of {len(files)}"
+                )
+            if size >= _CHUNK:
+                yield _Chunk(records, None)
+                records, size = [], 0
+    except DataError as error:
+        yield _Chunk(records, error)
+    else:
+        if records:
+            yield _Chunk(records, None)
+
+
+def _in_order(function: Callable[[_In], _Out], items: Iterable[_In], workers: int) -> Iterator[_Out]:
+    """`map` over several threads; a few items are under way at a time, results and errors come in the items' order."""
+    if workers == 0:
+        yield from map(function, items)
+        return
+    ahead: deque[Future[_Out]] = deque()
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="titanlite-tokenize")
+    try:
+        for item in items:
+            ahead.append(pool.submit(function, item))
+            if len(ahead) > 2 * workers:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _over_vocabulary(record: Record, token_id: int, vocab_size: int, tokenizer: Tokenizer) -> DataError:
+    return DataError(
+        f"{record.file}, line {record.number}: token id {token_id} is outside the model's vocabulary of {vocab_size} "
+        f"(the tokenizer has {tokenizer.vocab_size}); set model.vocab_size to at least {tokenizer.vocab_size}, "
+        "or give the model's own tokenizer by model.tokenizer_path"
+    )

@@ -1,0 +1,304 @@
+"""Activation checkpointing: which activations of a block live until its backward, and which are computed again.
+
+    checkpoint_activations(model, spec.block_names(args), plan, device)     # before compile and `fully_shard`
+    kept = trace_block(model_on_meta, spec.block_names(args), plan, (batch, seq), device, dtype)
+
+A block is given a subclass of its own class, as `fully_shard` does, instead of a wrapper around it. No module is added,
+so names of parameters and keys of state dictionaries are the same in every mode. Hooks of `fully_shard` stay outside of
+what is recomputed, so weights are gathered no more often. Blocks of one class stay one class to `torch.compile`, which
+compiles them once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.plans import ActivationCheckpointPlan
+from titanlite.parallel.activation_offload import CudaHost, offload
+
+#: Products of matrices: every second one is saved, the first included. By overload: `aten.mm` alone matches nothing.
+#: The batched ones are left out: attention without a kernel of its own is made of them, and the scores they return,
+#: [batch, heads, seq, seq], are what recomputing is to avoid.
+MATMULS = (
+    "aten.mm.default",
+    "aten.addmm.default",
+    "aten._scaled_mm.default",  # float8
+    "aten._scaled_mm_v2.default",
+    "aten._grouped_mm.default",  # experts
+    "aten._scaled_grouped_mm.default",
+)
+#: Attention kernels: always saved. They cost most to repeat, and return little beside what they read.
+ATTENTION = (
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_cudnn_attention.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "aten._scaled_dot_product_fused_attention_overrideable.default",
+    "aten._flash_attention_forward.default",
+    "aten._efficient_attention_forward.default",
+    "aten._cudnn_attention_forward.default",
+    "torch_attn._varlen_attn.default",
+    "higher_order.flex_attention",
+)
+#: Always saved as well: a reduction over ranks is not sent twice; a largest value, float8's scale, is one number.
+OTHERS = ("_c10d_functional.reduce_scatter_tensor.default", "aten.max.default")
+
+
+_KINDS = {
+    name: kind for kind, names in (("matmul", MATMULS), ("attention", ATTENTION), ("other", OTHERS)) for name in names
+}
+
+
+@functools.cache
+def kind_of(op: Any) -> str:
+    """ "matmul", "attention", "other" for what the policy knows; "" for every other operator."""
+    return _KINDS.get(str(op) if isinstance(op, torch._ops.OpOverload) else f"higher_order.{op.name()}", "")
+
+
+class OpPolicy:
+    """The per-op policy of one pass through a block; what it saved is counted by kind."""
+
+    def __init__(self) -> None:
+        # Also asked during recomputation by some versions of torch: a count of its own gives the same answers again.
+        self._matmuls = {False: 0, True: 0}
+        self.saved: Counter[str] = Counter()
+
+    def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        """Whether the output of `op` is kept for the backward."""
+        kind = kind_of(op)
+        save = kind in ("attention", "other")
+        if kind == "matmul":
+            self._matmuls[context.is_recompute] += 1
+            save = self._matmuls[context.is_recompute] % 2 == 1
+        if save and not context.is_recompute:
+            self.saved[kind] += 1
+        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def save_by_op() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """A `context_fn` for `torch.utils.checkpoint`: saves what `OpPolicy` says. A new policy counts from zero."""
+    return create_selective_checkpoint_contexts(OpPolicy())
+
+
+def checkpoint_activations(
+    model: nn.Module, names: Sequence[str], plan: ActivationCheckpointPlan, device: torch.device
+) -> list[str]:
+    """Apply the plan to the blocks of a model in place; returns the names of those that recompute.
+
+    names: all blocks in the order they run. One that this model lacks (another pipeline stage's) is passed over, but
+    counts: what is checkpointed does not depend on how blocks are divided.
+    device: where the model will run. Offload is for accelerators: a CPU's activations are in host memory already.
+
+    Raises ConfigError when no block is chosen.
+    """
+    modules = dict(model.named_modules())
+    chosen = {name for name in chosen_blocks(names, plan) if name in modules}
+    host = CudaHost(device) if plan.offload and device.type == "cuda" else None
+    for name in filter(modules.__contains__, names):
+        block = modules[name]
+        if name in chosen:
+            _checkpoint(block, save_by_op if plan.mode == "op" else None)
+        if plan.mode == "budget":
+            cls: Any = type(block)
+            block.__class__ = _budgeted(cls, plan.memory_budget)
+        if host is not None:
+            offload(block, host, model)
+    return [name for name in names if name in chosen]
+
+
+def chosen_blocks(names: Sequence[str], plan: ActivationCheckpointPlan) -> list[str]:
+    """The blocks that recompute: all, every Nth (the Nth, the 2Nth, …), or none of them.
+
+    Raises ConfigError when there are fewer than N.
+    """
+    if plan.mode in ("none", "budget"):
+        return []
+    if plan.mode != "every":
+        return list(names)
+    if plan.every > len(names):
+        message = f'"{plan.every}" recomputes one block of each {plan.every}, but the model has {len(names)}'
+        raise ConfigError([Problem("", "activation_checkpoint.selective_ac_option", message)])
+    return list(names[plan.every - 1 :: plan.every])
+
+
+def _checkpoint(block: nn.Module, context_fn: Callable[[], Any] | None) -> None:
+    # The generators' states are copied with each forward for drawing the same numbers again; without dropout none are.
+    draws = any(isinstance(module, _DropoutNd) and module.p > 0 for module in block.modules())
+    cls: Any = type(block)
+    block.__class__ = _checkpointed(cls, context_fn, draws)
+
+
+@functools.cache  # one class for all blocks: torch.compile would compile each class anew
+def _checkpointed(cls: type[nn.Module], context_fn: Callable[[], Any] | None, preserve_rng_state: bool) -> type:
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
+    if context_fn is not None:
+        options["context_fn"] = context_fn
+
+    class Checkpointed(cls):  # type: ignore[valid-type,misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return checkpoint(super().forward, *args, **options, **kwargs)
+
+    Checkpointed.__name__ = Checkpointed.__qualname__ = f"Checkpointed{cls.__name__}"
+    return Checkpointed
+
+
+@functools.cache
+def _budgeted(cls: type[nn.Module], budget: float) -> type:
+    from torch._functorch import config
+
+    class Budgeted(cls):  # type: ignore[valid-type,misc]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            # Read where the first call compiles the block. Set around it, it is nobody else's setting.
+            with config.patch(activation_memory_budget=budget):
+                return super().__call__(*args, **kwargs)
+
+    Budgeted.__name__ = Budgeted.__qualname__ = f"Budgeted{cls.__name__}"
+    return Budgeted
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a block keeps for its backward, seen in a trace of one; bytes are per rank and micro-batch."""
+
+    #: Blocks of the model, and those that recompute.
+    blocks: int
+    recomputing: int
+    #: In one recomputing block by kind ("matmul", "attention"): runs of the forward, those saved by the policy, and
+    #: those that ran again in the backward.
+    forward: dict[str, int]
+    saved: dict[str, int]
+    recomputed: dict[str, int]
+    #: A recomputing block, and one that keeps everything.
+    block_bytes: int
+    plain_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """In all blocks."""
+        return self.recomputing * self.block_bytes + (self.blocks - self.recomputing) * self.plain_bytes
+
+
+def trace_block(
+    model: nn.Module,
+    names: Sequence[str],
+    plan: ActivationCheckpointPlan,
+    tokens: tuple[int, int],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Kept:
+    """Run one block forward and backward as the plan says, on tensors without data, and look what happens.
+
+    model: on the meta device, without checkpointing, and not used for anything else. tokens: (batch, seq) of a
+    micro-batch. device, dtype: of the real run, since both decide which attention kernel runs.
+
+    Raises ConfigError when the per-op policy saves nothing in a block.
+    """
+    chosen = chosen_blocks(names, plan)
+    model.to(dtype)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device=device)
+        block = model.get_submodule(names[0])
+        args, kwargs = _arguments_of(block, model, torch.zeros(tokens, dtype=torch.int64, device=device))
+        plain = _Recorder().run(block, args, kwargs)
+        traced, policies = plain, []
+        if chosen:
+
+            def contexts() -> Any:
+                policies.append(OpPolicy())
+                return create_selective_checkpoint_contexts(policies[-1])
+
+            _checkpoint(block, contexts if plan.mode == "op" else None)
+            traced = _Recorder().run(block, args, kwargs)
+    saved = policies[0].saved if policies else Counter()
+    if plan.mode == "op" and not saved:
+        seen = ", ".join(sorted(traced.names))
+        message = f'"op" saves nothing in {names[0]}: none of its operators is in the policy ({seen})'
+        hint = 'mode = "full" recomputes all of it, mode = "none" nothing'
+        raise ConfigError([Problem("", "activation_checkpoint.selective_ac_option", message, hint)])
+    kinds = ("matmul", "attention")
+    return Kept(
+        blocks=len(names),
+        recomputing=len(chosen),
+        forward={kind: plain.forward[kind] for kind in kinds},
+        saved={kind: saved[kind] for kind in kinds},
+        recomputed={kind: traced.backward[kind] - plain.backward[kind] for kind in kinds},
+        block_bytes=traced.kept_bytes,
+        plain_bytes=plain.kept_bytes,
+    )
+
+
+class _Found(Exception):
+    pass
+
+
+def _arguments_of(block: nn.Module, model: nn.Module, tokens: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the model calls that block with."""
+    caught: list[Any] = []
+
+    def catch(_: nn.Module, args: Any, kwargs: Any) -> None:
+        caught.append((args, kwargs))
+        raise _Found
+
+    handle = block.register_forward_pre_hook(catch, with_kwargs=True)
+    try:
+        model(tokens)
+    except _Found:
+        pass
+    finally:
+        handle.remove()
+    args, kwargs = caught[0]
+    return tuple(a.detach().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in args), kwargs
+
+
+class _Recorder(TorchDispatchMode):
+    """Counts operators by kind in a block's forward and backward, and measures what lives in between."""
+
+    supports_higher_order_operators = True  # flex_attention is one
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward: Counter[str] = Counter()
+        self.backward: Counter[str] = Counter()
+        self.names: set[str] = set()
+        self.kept_bytes = 0
+        self._phase = self.forward
+        self._made: dict[StorageWeakRef, int] = {}
+
+    def run(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Recorder:
+        with self:
+            output = block(*args, **kwargs)
+        # The input is another block's output, but kept by this one; the output is the next one's to keep.
+        others = {StorageWeakRef(t.untyped_storage()) for t in (output, *block.parameters())}
+        made = {ref: size for ref, size in self._made.items() if not ref.expired() and ref not in others}
+        hidden = args[0].untyped_storage()
+        made[StorageWeakRef(hidden)] = hidden.nbytes()
+        self.kept_bytes = sum(made.values())
+        self._phase = self.backward
+        with self:
+            output.backward(torch.empty_like(output))
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._phase[kind_of(func)] += 1
+        self.names.add(str(func))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self._made.setdefault(StorageWeakRef(storage), storage.nbytes())
+        return out

@@ -1,0 +1,156 @@
+"""Saved activations wait for their backward in host memory.
+
+Built on autograd's saved-tensor hooks, which torch 2.11 and 2.13 both have (the checkpoint policies that offload do so
+under `torch.compile` only). Unlike `torch.autograd.graph.save_on_cpu` they leave weights and tables where they are,
+move a tensor that several operators save once, and copy beside the computation.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+
+#: Smaller tensors stay: a copy costs some microseconds whatever its size.
+LEAST_BYTES = 1 << 16
+
+
+class Parcel(Protocol):
+    """A tensor that is away."""
+
+    def fetch(self) -> Tensor:
+        """The tensor, on its device again."""
+        ...
+
+
+class Host(Protocol):
+    """Takes tensors of one device to host memory."""
+
+    device: torch.device
+
+    def send(self, tensor: Tensor) -> Parcel: ...
+
+
+class CudaHost:
+    """Page-locked host memory, reached over a stream of its own: copies run beside the computation.
+
+    A fetch begins to bring back what was sent before it too, which a backward wants next.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self._latest: weakref.ref[_CudaParcel] | None = None
+
+    def send(self, tensor: Tensor) -> _CudaParcel:
+        parcel = _CudaParcel(self, tensor, self._latest)
+        self._latest = weakref.ref(parcel)
+        return parcel
+
+
+class _CudaParcel:
+    def __init__(self, host: CudaHost, tensor: Tensor, before: weakref.ref[_CudaParcel] | None) -> None:
+        self.host, self._before = host, before
+        self._copy: Tensor | None = None
+        self._arrived: torch.cuda.Event | None = None
+        self._given: weakref.ref[Tensor] | None = None
+        self.held = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        host.stream.wait_stream(torch.cuda.current_stream(host.device))
+        with torch.cuda.stream(host.stream):
+            self.held.copy_(tensor, non_blocking=True)
+        tensor.record_stream(host.stream)  # its memory is not given away before the copy is done
+
+    def begin(self) -> None:
+        """Start the copy back, if it is neither under way nor there."""
+        if self._copy is not None or (self._given is not None and self._given() is not None):
+            return
+        with torch.cuda.stream(self.host.stream):
+            self._copy = self.held.to(self.host.device, non_blocking=True)
+            self._arrived = self.host.stream.record_event()
+
+    def fetch(self) -> Tensor:
+        given = self._given() if self._given is not None else None
+        if given is not None:
+            return given  # another operator that saved the same tensor has it
+        self.begin()
+        tensor, arrived = self._copy, self._arrived
+        assert tensor is not None and arrived is not None
+        current = torch.cuda.current_stream(self.host.device)
+        current.wait_event(arrived)
+        tensor.record_stream(current)
+        self._copy, self._given = None, weakref.ref(tensor)
+        before = self._before() if self._before is not None else None
+        if before is not None:
+            before.begin()
+        return tensor
+
+
+def offload(block: nn.Module, host: Host, model: nn.Module, least_bytes: int = LEAST_BYTES) -> None:
+    """From now on `host` holds what calls of `block` save for their backward; in place, the names stay as they are.
+
+    Weights, buffers of `model` and arguments without a gradient (masks: all blocks share them) are left where they are.
+    The hooks surround the block's call, so they also work on a block that is compiled or checkpointed, whose saved
+    tensors are then its inputs.
+    """
+    object.__setattr__(block, "_offload", (host, model.buffers, least_bytes))
+    cls: Any = type(block)
+    block.__class__ = _offloaded(cls)
+
+
+@functools.cache
+def _offloaded(cls: type[nn.Module]) -> type:
+    class Offloaded(cls):  # type: ignore[valid-type,misc]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            with _sending(self, [*args, *kwargs.values()]):
+                return super().__call__(*args, **kwargs)
+
+    Offloaded.__name__ = Offloaded.__qualname__ = f"Offloaded{cls.__name__}"
+    return Offloaded
+
+
+@contextmanager
+def _sending(block: nn.Module, arguments: list[Any]) -> Iterator[None]:
+    host, buffers, least_bytes = block._offload  # type: ignore[misc]
+    stay: set[int] = set()
+    # The tensors themselves are held until the block is done, so that an address means one tensor.
+    sent: dict[tuple[Any, ...], tuple[Tensor, Parcel]] = {}
+
+    def pack(tensor: Tensor) -> Callable[[], Tensor]:
+        if not stay:
+            # Not earlier: the weights of a sharded block are gathered inside its call.
+            shared = [a for a in arguments if isinstance(a, Tensor) and not a.requires_grad]
+            stay.update(_storage(_local(t)) for t in (*block.parameters(), *buffers(), *shared))
+        local = _local(tensor)
+        if local.device.type != host.device.type or local.nbytes < least_bytes or _storage(local) in stay:
+            return lambda: tensor
+        key = (_storage(local), local.storage_offset(), local.shape, local.stride(), local.dtype, local._version)
+        if key not in sent:
+            sent[key] = local, host.send(local)
+        parcel = sent[key][1]
+        return _fetch_sharded(parcel, tensor) if isinstance(tensor, DTensor) else parcel.fetch
+
+    with saved_tensors_hooks(pack, lambda fetch: fetch()):
+        yield
+    sent.clear()
+
+
+def _fetch_sharded(parcel: Parcel, tensor: DTensor) -> Callable[[], Tensor]:
+    mesh, placements, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
+    return lambda: DTensor.from_local(
+        parcel.fetch(), mesh, placements, run_check=False, shape=shape, stride=stride
+    ).detach()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,254 @@
+"""`torch.compile` of a model's units and of the loss: each one graph, and equal units one compilation.
+
+prepare_compile(plan)                       # before anything is compiled, best before any process group
+compile_units(blocks, plan.backend)         # after activation checkpointing, before `fully_shard`
+loss = compile_loss(cross_entropy_sum, plan.backend)
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import shutil
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import CodeType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from titanlite.config.errors import ConfigError, Problem, nearest
+from titanlite.config.plans import CompilePlan
+from titanlite.config.schema import quote
+from titanlite.observe.console import logger
+
+#: logits [batch, seq, vocab], labels [batch, seq] → a scalar.
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+#: A name that torch knows, or a function (graph module, example inputs) → callable.
+Backend = str | Callable[..., Any]
+
+#: Where torch's own code generator keeps what it made, read from the environment of each process.
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+class CompileError(RuntimeError):
+    """Something cannot be compiled as one graph; the message names it."""
+
+
+def prepare_compile(plan: CompilePlan, device_type: str | None = None) -> None:
+    """Check that the plan's backend can work on this machine, and fix the folder of compiled code.
+
+    device_type: "cpu" or "cuda"; by default CUDA when this machine has it. Raises ConfigError.
+    """
+    if plan.model or plan.loss:
+        check_backend(plan.backend, device_type or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if plan.backend == "inductor":
+            use_cache_folder(plan.cache_dir)
+
+
+def check_backend(backend: str, device_type: str) -> None:
+    """Raise ConfigError unless torch knows `backend` and this machine has what it needs to make code for the device."""
+    known = torch._dynamo.list_backends(exclude_tags=())
+    if backend not in known:
+        close = [f"nearest: {', '.join(names)}"] if (names := nearest(backend, known, 3)) else []
+        usual = f"there are {', '.join(torch._dynamo.list_backends())}; for finding faults eager and aot_eager"
+        message = f"torch has no backend {quote(backend)}"
+        raise ConfigError([Problem("", "compile.backend", message, "; ".join([*close, usual]))])
+    missing = _missing_tool(device_type) if backend == "inductor" else None
+    if missing is not None:
+        message = f'"inductor" makes code that has to be built on this machine, and {missing[0]}'
+        hint = f"{missing[1]}, or set training.compile = false"
+        raise ConfigError([Problem("", "compile.backend", message, hint)])
+
+
+def _missing_tool(device_type: str) -> tuple[str, str] | None:
+    """What inductor lacks here, and how to get it."""
+    if device_type == "cuda":
+        if importlib.util.find_spec("triton") is None:
+            return "the package triton, which builds it for GPUs, is not installed", "install triton"
+        variable, names, package = "CC", ["gcc", "clang"], "gcc"
+    else:
+        variable, names, package = "CXX", ["clang++" if sys.platform == "darwin" else "g++"], "g++"
+    if variable in os.environ:
+        names = [os.environ[variable]]
+    if not any(map(shutil.which, names)):
+        found = f"there is no compiler {' or '.join(names)}"
+        if variable in os.environ:
+            found += f" (environment variable {variable})"
+        return found, f"install one (Debian and Ubuntu: apt-get install {package}) or name yours in {variable}"
+    include = Path(sysconfig.get_path("include"))
+    if not (include / "Python.h").is_file():
+        return (
+            f"there is no {include / 'Python.h'}",
+            "install Python's headers (Debian and Ubuntu: apt-get install python3-dev)",
+        )
+    return None
+
+
+def use_cache_folder(cache_dir: str | None) -> str:
+    """Decide where this process keeps compiled code, and return the folder. Call it before anything is compiled.
+
+    cache_dir: the folder; None: the one in the environment variable TORCHINDUCTOR_CACHE_DIR, else `titanlite/inductor`
+    in the user's cache folder ($XDG_CACHE_HOME or ~/.cache), which outlives a restart of the machine, unlike torch's
+    own default below /tmp; that one is left in place where the user's cannot be written.
+    Raises ConfigError when a folder that was named cannot be written to.
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    named = os.environ.get(CACHE_VARIABLE) if cache_dir is None else cache_dir
+    if cache_dir is None and named == default_cache_dir():
+        named = None  # not the user's: `import torch._dynamo` puts it there
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = Path(named or f"{base}/titanlite/inductor").expanduser().absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(None, "no permission")
+    except OSError as error:
+        if named is None:
+            return os.environ.setdefault(CACHE_VARIABLE, default_cache_dir())
+        key = CACHE_VARIABLE if cache_dir is None else "compile.cache_dir"
+        reason = f"cannot write to {quote(str(folder))}: {error.strerror}"
+        raise ConfigError([Problem("", key, reason, "name a folder that you may write to")]) from None
+    os.environ[CACHE_VARIABLE] = str(folder)
+    return str(folder)
+
+
+def compile_units(units: Mapping[str, nn.Module], backend: Backend = "inductor") -> None:
+    """Compile each unit in place, as one graph, when it first runs.
+
+    units: name in the model → module. Units of one class, with the same shapes and settings, share one compilation.
+    Under tensor parallelism with sequence parallelism pass attention and feed-forward of each block: a whole block
+    then gets wrong gradients without an error.
+
+    Comes after activation checkpointing, which is to be a part of the graph, and before `fully_shard`, whose
+    collectives are not. A unit that is no single graph raises CompileError with its name when it first runs.
+    """
+    for name, module in units.items():
+        # Shapes are constants of a run. With symbolic ones a new shape would make slower code for all shapes.
+        module.compile(backend=backend, fullgraph=True, dynamic=False)
+        module._compiled_call_impl = _naming(name, module._compiled_call_impl)
+
+
+def compile_loss(loss: LossFunction, backend: Backend = "inductor") -> LossFunction:
+    """`loss` as one graph, made when it first runs."""
+    return _naming("the loss", torch.compile(loss, backend=backend, fullgraph=True, dynamic=False))
+
+
+def _naming(name: str, compiled: Any) -> Any:
+    """`compiled`, whose failures to compile say what failed."""
+    exc = torch._dynamo.exc
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compiled(*args, **kwargs)
+        except exc.FailOnRecompileLimitHit as error:
+            limit = torch._dynamo.config.recompile_limit
+            raise CompileError(
+                f"{name}: this process has compiled it {limit} times, each time for other shapes or settings. Give it "
+                "batches of one shape, call torch._dynamo.reset() between models of different sizes, or raise "
+                "torch._dynamo.config.recompile_limit"
+            ) from error
+        except exc.TorchDynamoException as error:
+            reason = next(filter(None, (line.strip() for line in str(error).splitlines())), type(error).__name__)
+            raise CompileError(f"{name} cannot be compiled as one graph: {reason}") from error
+
+    return call
+
+
+class CompileWatch:
+    """Says what is compiled and for how long, and after the warm-up what is compiled *again*, with the reason.
+
+    The warm-up is the first step and the first validation: gradients are recorded in one and not in the other, so each
+    needs graphs of its own.
+    """
+
+    def __init__(self, units: Iterable[nn.Module], functions: Iterable[Callable[..., Any]], backend: str) -> None:
+        """units, functions: what was given to `compile_units` and `compile_loss`."""
+        named: list[tuple[str, Any]] = [(f"{type(unit).__name__.removeprefix('FSDP')}", unit.forward) for unit in units]
+        named += [(function.__name__, function) for function in functions]
+        #: Where a function begins → how to call it.
+        self._names: dict[tuple[str, int], str] = {}
+        for name, function in named:
+            code = inspect.unwrap(function).__code__
+            self._names[code.co_filename, code.co_firstlineno] = name
+        self._backend = backend
+        self._warm: set[str] = set()
+        self._said: set[tuple[str, str]] = set()
+        self._since = _now()
+        #: Guards of each function that had failed so far.
+        self._failed: dict[CodeType, int] = {}
+        self._new_failures()
+
+    def start(self) -> None:
+        """Before the first step."""
+        names = " and ".join(dict.fromkeys(self._names.values()))
+        patience = ""
+        if self._backend == "inductor":
+            patience = f": up to minutes, seconds where {os.environ[CACHE_VARIABLE]} has the code already"
+        logger.info(f"the first step compiles {names} with {self._backend}{patience}")
+
+    def is_warm(self, phase: Literal["training", "validation"]) -> bool:
+        """Whether `phase` has run before, so that nothing should be left to compile in it."""
+        return phase in self._warm
+
+    def after(self, step: int, phase: Literal["training", "validation"]) -> None:
+        """After every step, and after every validation.
+
+        A recompilation is reported as a warning, once per function and failed guard.
+        """
+        entries = [m for m in torch._dynamo.utils.get_compilation_metrics() if (m.start_time_us or 0) >= self._since]
+        self._since = _now()
+        failures = self._new_failures()
+        # Entries without a function are backward passes that were compiled later; their time counts.
+        graphs = [m for m in entries if m.co_name is not None]
+        if phase not in self._warm:
+            self._warm.add(phase)
+            seconds = sum(m.duration_us or 0 for m in entries) / 1e6
+            cached = sum(bool(m.inductor_fx_local_cache_hit_count) for m in graphs)
+            found = f", {cached} of them found in the cache" if self._backend == "inductor" else ""
+            count = f"{len(graphs)} graph{'' if len(graphs) == 1 else 's'}"
+            logger.info(f"torch.compile made {count} for {phase} in {seconds:.1f} s{found}")
+            return
+        for m in graphs:
+            place = (m.co_filename or "", m.co_firstlineno or 0)
+            name = self._names.get(place, f"{m.co_name} ({place[0]}:{place[1]})")
+            reason = _reason(failures.get(place, []))
+            if (name, reason) not in self._said:
+                self._said.add((name, reason))
+                seconds = (m.duration_us or 0) / 1e6
+                # Ranks compile alike: the others only tell their own log.
+                say = logger.warning if self._is_first_rank() else logger.info
+                say(f"step {step}: torch.compile compiled {name} again, in {seconds:.1f} s: {reason}")
+
+    def _new_failures(self) -> dict[tuple[str, int], list[str]]:
+        """Where a function begins → why, since the last call, none of its graphs could be used."""
+        found: dict[tuple[str, int], list[str]] = {}
+        for code, reasons in torch._dynamo.utils.guard_failures.items():
+            found[code.co_filename, code.co_firstlineno] = reasons[self._failed.get(code, 0) :]
+            self._failed[code] = len(reasons)
+        return found
+
+    @staticmethod
+    def _is_first_rank() -> bool:
+        return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+
+
+def _reason(failures: list[str]) -> str:
+    """What failed in the guards of all graphs that there were.
+
+    Training's and validation's graphs always miss each other's grad mode: that is the reason only if there is no other.
+    """
+    # "0/1: tensor 'x' size mismatch …": the number of the graph says nothing to a person.
+    reasons = list(dict.fromkeys(text.split(": ", 1)[-1].strip() for text in failures))
+    return "; ".join([r for r in reasons if "grad_mode" not in r] or reasons) or "it had not run before"
+
+
+def _now() -> int:
+    """Microseconds, on the clock of torch's records of compilation."""
+    return time.time_ns() // 1000

@@ -1,0 +1,104 @@
+"""torch's flight recorder: the last collectives of each rank, kept when one fails, for `torchfrtrace` to compare.
+
+NCCL's watchdog writes them itself. gloo records too, but nothing writes what it recorded: that is done here.
+"""
+
+from __future__ import annotations
+
+import ast
+import logging
+import os
+import pickle
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from titanlite.config.plans import CommPlan
+
+logger = logging.getLogger("titanlite")
+
+#: Environment variables of one meaning; torch takes the first that is set.
+_ENTRIES: tuple[str, ...] = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_PREFIX: tuple[str, ...] = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+_ON_TIMEOUT: tuple[str, ...] = ("TORCH_NCCL_DUMP_ON_TIMEOUT",)
+
+#: Longest wait for the records of other ranks.
+_PATIENCE_SECONDS = 5.0
+
+
+@contextmanager
+def recording(plan: CommPlan, device: torch.device, size: int) -> Iterator[None]:
+    """Record collectives as `plan` says; to be entered before the process groups are made, which read the environment.
+
+    What the user's environment says already stays. When a collective fails inside, this rank's record is in
+    `plan.trace_folder`, one file per rank. On GPUs NCCL's watchdog writes it, also on ranks that are stuck elsewhere;
+    with gloo a rank that is not in a collective leaves none. One rank alone waits for nobody: nothing is done then.
+    """
+    if size == 1:
+        yield
+        return
+    wanted = {_ENTRIES: str(plan.trace_buf_size)}
+    if plan.trace_buf_size > 0 and plan.trace_folder:
+        wanted |= {_PREFIX: str(Path(plan.trace_folder).absolute() / "rank_"), _ON_TIMEOUT: "1"}
+        if device.type == "cuda":
+            _make_folder(Path(plan.trace_folder))  # the watchdog makes none
+    ours = {names[0]: value for names, value in wanted.items() if not any(name in os.environ for name in names)}
+    os.environ.update(ours)
+    began = time.time()
+    try:
+        yield
+    except RuntimeError as error:
+        # What torch itself raises is a bare RuntimeError or a DistError; errors of ours and of memory are subclasses.
+        torchs = type(error) is RuntimeError or isinstance(error, dist.DistError)
+        if torchs and device.type == "cpu" and _PREFIX in wanted and dist.is_initialized():
+            _leave_record(since=began)
+        raise  # the environment stays: NCCL's watchdog may be about to read it
+    for name in ours:
+        os.environ.pop(name, None)
+
+
+def write_record(path: Path) -> None:
+    """Write what this rank recorded so far, in the form that `torchfrtrace` reads.
+
+    gloo's record does not say which ranks its groups have; it is added, for without it the tool stops.
+    """
+    from torch._C._distributed_c10d import _dump_fr_trace  # type: ignore[attr-defined]
+    from torch.distributed.distributed_c10d import _world
+
+    record = pickle.loads(_dump_fr_trace())
+    for group, name in _world.pg_names.items():
+        known = record["pg_config"].get(name)
+        if known is None or not ast.literal_eval(known["ranks"]):
+            ranks = sorted(_world.pg_group_ranks[group])
+            record["pg_config"][name] = {"name": name, "desc": group.group_desc, "ranks": str(ranks)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}")  # the launcher may end this process in the middle
+    aside.write_bytes(pickle.dumps(record))
+    aside.rename(path)
+
+
+def _leave_record(since: float) -> None:
+    prefix = next(os.environ[name] for name in _PREFIX if name in os.environ)
+    path = Path(f"{prefix}{dist.get_rank()}")
+    try:
+        write_record(path)
+    except Exception as error:  # the collective's own error is the one to be seen
+        logger.warning(f"the flight recorder's record could not be written to {path}: {error}")
+    else:
+        logger.error(f"this rank's last collectives are in {path}; compare the ranks: torchfrtrace {path.parent}")
+        # The launcher ends the others as soon as this one is gone; they may be writing theirs.
+        everyone = [Path(f"{prefix}{rank}") for rank in range(dist.get_world_size())]
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while time.monotonic() < deadline and not all(p.exists() and p.stat().st_mtime >= since for p in everyone):
+            time.sleep(0.1)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        logger.warning(f"{folder} cannot be made, so the flight recorder will leave nothing there: {error.strerror}")
