@@ -135,6 +135,7 @@ def run_titanlite(cell: Cell, steps: int, scratch: Path) -> Run:
         "training.steps": steps,
         "training.mixed_precision_param": cell.dtype,
         "training.reshard_after_forward": "default",
+        "activation_checkpoint.mode": "none",
         "optimizer.lr": 8e-4,
         "training.warmup_steps": 2,
         "metrics.log_freq": 1,

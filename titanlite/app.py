@@ -19,6 +19,7 @@ from titanlite.guard import NonFiniteError
 from titanlite.models.shapes import ShapeError
 from titanlite.observe.console import logger, setup_console
 from titanlite.parallel.compile import prepare_compile
+from titanlite.parallel.host_memory import keep_freed_memory
 from titanlite.parallel.world import World, WorldError, env_int
 from titanlite.prepare import checked_plans, resolve_plans
 from titanlite.runs.logs import rank_log
@@ -44,6 +45,8 @@ def run(argv: Sequence[str]) -> int:
             plans = resolve_plans(config, size, text.train.total_sequences)
         _make_folders(plans)
         with World.open(plans.comm) as world, rank_log(Path(plans.observe.dump_folder), world.rank):
+            if world.device.type == "cpu":
+                keep_freed_memory()
             if world.rank == 0:
                 _show_config(plans)
             Trainer(plans, world, text).train()

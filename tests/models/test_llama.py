@@ -100,11 +100,11 @@ def test_rope_in_a_bf16_model_differs_from_fp32_only_by_the_rounding_of_its_inpu
     rope = Rope(16, 4096, 5e5, None).to(torch.bfloat16)
     assert (rope.cos.dtype, rope.sin.dtype) == (torch.float32, torch.float32)
     assert torch.equal(rope.cos, Rope(16, 4096, 5e5, None).cos)
-    x = torch.randn(1, 2, 4096, 16).bfloat16()
+    x = torch.randn(1, 4096, 2, 16).bfloat16()
     rotated = rope(4096)(x)
     assert rotated.dtype == torch.bfloat16
     assert torch.equal(rotated, rope(4096)(x.float()).bfloat16())
-    coarse = Rotation(rope.cos.bfloat16(), rope.sin.bfloat16())(x)
+    coarse = Rotation(rope.cos.bfloat16().unsqueeze(1), rope.sin.bfloat16().unsqueeze(1))(x)
     assert not torch.equal(rotated, coarse)
 
 

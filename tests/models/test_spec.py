@@ -121,8 +121,7 @@ def test_metas_layout_gives_the_same_attention_scores_after_permutation() -> Non
     rotation = Llama(ARGS).rope(seq)
 
     def ours(weight: Tensor) -> Tensor:
-        heads = (x @ weight.T).view(1, seq, n_heads, head_dim).transpose(1, 2)
-        return rotation(heads)[0]
+        return rotation((x @ weight.T).view(1, seq, n_heads, head_dim))[0].transpose(0, 1)
 
     def metas(weight: Tensor) -> Tensor:
         return meta_rotation((x @ weight.T).view(seq, n_heads, head_dim).transpose(0, 1))

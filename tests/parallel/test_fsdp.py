@@ -253,7 +253,8 @@ def _live_bytes() -> int:
     found = [item for item in gc.get_objects() if isinstance(item, torch.Tensor)]
     found += [item.grad for item in found if isinstance(item, nn.Parameter) and item.grad is not None]
     plain = [item.to_local() if isinstance(item, DTensor) else item for item in found]
-    storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in plain if t.device.type == "cpu")}
+    # By the storage itself: what earlier traces left in this process has no address.
+    storages = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in plain if t.device.type == "cpu")}
     return sum(storages.values())
 
 

@@ -11,7 +11,7 @@ from titanlite.models.shapes import RopeScaling
 
 
 class Rotation:
-    """The cosines and sines of one batch: [seq, head_dim / 2], or [batch, 1, seq, head_dim / 2], fp32.
+    """The cosines and sines of one batch: [seq, 1, head_dim / 2], or [batch, seq, 1, head_dim / 2], fp32.
 
     Deliberately a plain object, neither tuple nor dataclass. Blocks receive it as an argument, and `fully_shard` with
     `cast_forward_inputs=True` casts every floating-point tensor that it finds in a block's arguments, inside
@@ -25,7 +25,7 @@ class Rotation:
         self.sin = sin
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Rotate x: [batch, heads, seq, head_dim], pairs (i, i + head_dim / 2); same dtype back."""
+        """Rotate x: [batch, seq, heads, head_dim], pairs (i, i + head_dim / 2); same dtype back."""
         # Explicitly in fp32: with bf16 operands the compiler would keep intermediates in fp32 that eager mode rounds,
         # and the two would differ.
         first, second = x.float().chunk(2, dim=-1)
@@ -73,13 +73,13 @@ class Rope(nn.Module):
         Raises ValueError if the sequence is longer than the tables.
         """
         if positions is not None:
-            return Rotation(self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1))
+            return Rotation(self.cos[positions].unsqueeze(2), self.sin[positions].unsqueeze(2))
         if seq_len > self.max_seq_len:
             raise ValueError(
                 f"a sequence of {seq_len} tokens is longer than the model's RoPE tables ({self.max_seq_len}): "
                 f"build it with max_seq_len of at least {seq_len}"
             )
-        return Rotation(self.cos[:seq_len], self.sin[:seq_len])
+        return Rotation(self.cos[:seq_len].unsqueeze(1), self.sin[:seq_len].unsqueeze(1))
 
     def _apply(self, fn, recurse=True):
         # `model.to(torch.bfloat16)` would round the tables: follow it to another device, not to another dtype.

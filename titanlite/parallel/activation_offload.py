@@ -130,22 +130,28 @@ def _sending(block: nn.Module, arguments: list[Any]) -> Iterator[None]:
         local = _local(tensor)
         if local.device.type != host.device.type or local.nbytes < least_bytes or _storage(local) in stay:
             return lambda: tensor
+        shape, stride = local.shape, local.stride()
+        if local.nbytes == local.untyped_storage().nbytes():
+            # All that its memory holds: what operators save of it in other shapes travels once.
+            local = local.as_strided((local.numel(),), (1,))
         key = (_storage(local), local.storage_offset(), local.shape, local.stride(), local.dtype, local._version)
         if key not in sent:
             sent[key] = local, host.send(local)
         parcel = sent[key][1]
-        return _fetch_sharded(parcel, tensor) if isinstance(tensor, DTensor) else parcel.fetch
+
+        def fetch() -> Tensor:
+            return parcel.fetch().as_strided(shape, stride)
+
+        return _fetch_sharded(fetch, tensor) if isinstance(tensor, DTensor) else fetch
 
     with saved_tensors_hooks(pack, lambda fetch: fetch()):
         yield
     sent.clear()
 
 
-def _fetch_sharded(parcel: Parcel, tensor: DTensor) -> Callable[[], Tensor]:
+def _fetch_sharded(fetch: Callable[[], Tensor], tensor: DTensor) -> Callable[[], Tensor]:
     mesh, placements, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
-    return lambda: DTensor.from_local(
-        parcel.fetch(), mesh, placements, run_check=False, shape=shape, stride=stride
-    ).detach()
+    return lambda: DTensor.from_local(fetch(), mesh, placements, run_check=False, shape=shape, stride=stride).detach()
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titanlite.models.ops import RMSNorm, silu_mul
 from titanlite.models.rope import Rope, Rotation
 from titanlite.models.shapes import LlamaArgs
 
@@ -18,7 +19,7 @@ def build_norm(args: LlamaArgs) -> nn.Module:
     torch's own RMSNorm is a fused kernel on GPUs, so "rmsnorm" and "fused_rmsnorm" are one thing.
     """
     if args.norm_type in ("rmsnorm", "fused_rmsnorm"):
-        return nn.RMSNorm(args.dim, eps=args.norm_eps)
+        return RMSNorm(args.dim, eps=args.norm_eps)
     if args.norm_type == "layernorm":
         return nn.LayerNorm(args.dim, eps=args.norm_eps, bias=False)
     if args.norm_type == "np_layernorm":
@@ -65,15 +66,18 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotation: Rotation, mask: Tensor | None) -> Tensor:
         """x: [batch, seq, dim] → [batch, seq, dim]."""
         q, k, v = (self.heads(linear(x)) for linear in (self.wq, self.wk, self.wv))
-        y = self.inner_attention(rotation(q), rotation(k), v, mask)
+        # Rotated before heads and positions change places: attention gives its result the layout of q, and in this one
+        # wo reads it without a copy.
+        q, k, v = (t.transpose(1, 2) for t in (rotation(q), rotation(k), v))
+        y = self.inner_attention(q, k, v, mask)
         return self.wo(y.transpose(1, 2).flatten(2))
 
     def heads(self, x: Tensor) -> Tensor:
-        """[batch, seq, heads * head_dim] → [batch, heads, seq, head_dim].
+        """[batch, seq, heads * head_dim] → [batch, seq, heads, head_dim].
 
         The number of heads is read from x: under tensor parallelism a rank holds some of them.
         """
-        return x.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+        return x.unflatten(2, (-1, self.head_dim))
 
 
 class FeedForward(nn.Module):
@@ -87,7 +91,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [batch, seq, dim] → [batch, seq, dim]."""
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return self.w2(silu_mul(self.w1(x), self.w3(x)))
 
 
 class Block(nn.Module):

@@ -1,0 +1,44 @@
+"""Memory that is freed is used again without page faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+_FAULTS = """
+import json, resource, torch
+from titanlite.parallel.host_memory import keep_freed_memory
+torch.set_num_threads(1)
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        kept = [torch.zeros(10 << 20) for _ in range(2)]  # 40 MiB: more than malloc keeps
+        del kept
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults()
+plain, done, = faults(), keep_freed_memory()
+faults()
+print(json.dumps([done, plain, faults()]))
+"""
+
+
+def _measure(**environment: str) -> list[int]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD"))}
+    command = [sys.executable, "-c", _FAULTS]
+    return json.loads(subprocess.run(command, env={**clean, **environment}, check=True, capture_output=True).stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
+def test_freed_memory_is_kept_for_the_next_step() -> None:
+    done, plain, kept = _measure()
+    assert done
+    assert plain > 1_000  # 80 MiB at a time are 20,480 pages, fewer where they are huge
+    assert kept < plain / 50
+
+
+def test_a_users_own_settings_are_left_alone() -> None:
+    assert _measure(MALLOC_ARENA_MAX="4")[0] is False
