@@ -10,7 +10,8 @@ Trains with torchrun on this machine. Makes .venv first when it is missing or ou
 has titanlite is used instead. The configuration is checked before any worker starts.
 
   NGPU         worker processes. Default: one per GPU; without a GPU 2, which train on the CPU with one thread each
-  LOG_RANK     whose output is shown. Default: 0; several as 0,1
+  LOG_RANK     whose output is shown. Default: 0; several as 0,1. What every rank prints is kept below
+               $TMPDIR/titanlite-* (default /tmp; the newest is the last run's)
   CONFIG_FILE  Default: train_configs/debug_model.toml
   PYTHON       the interpreter that .venv is made with. Default: the first of python3, python3.13 to python3.10
 
@@ -68,17 +69,21 @@ if [ "$code" -ne 0 ]; then
 fi
 
 [ "$gpus" -gt 0 ] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-if [ -t 1 ] && [ "${shown[*]}" = 0 ]; then
+output=(--local-ranks-filter "$(IFS=,; echo "${shown[*]}")")
+if [ -t 1 ] && [ "${shown[*]}" = 0 ] && [ "$workers" -le 10 ]; then
     # Rank 0 has the terminal to itself, for its live view. What other ranks print goes to files of torchrun, which knows
-    # ranks of one digit here and drops what the rest print; every rank's log is in the run's folder.
-    output=(--local-ranks-filter 0)
+    # ranks of one digit here.
     others=""
-    for ((rank = 1; rank < workers && rank < 10; rank++)); do others="$others${others:+,}$rank:3"; done
+    for ((rank = 1; rank < workers; rank++)); do others="$others${others:+,}$rank:3"; done
     [ -z "$others" ] || output+=(--redirects "$others")
 else
     # The workers write to files that torchrun reads, and cannot see where its own output ends.
-    output=(--local-ranks-filter "$(IFS=,; echo "${shown[*]}")" --role rank --tee 3)
+    output+=(--role rank --tee 3)
     [ -t 1 ] && [ -z "${NO_COLOR:-}" ] && export FORCE_COLOR=1
+fi
+if [ "${#output[@]}" -gt 2 ]; then
+    logs="$(mktemp -d "${TMPDIR:-/tmp}/titanlite-XXXXXX")" || exit 1
+    output+=(--log-dir "$logs")
 fi
 # So that a log that is piped into a file shows each step when it is done.
 export PYTHONUNBUFFERED=1

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titanlite import exit_codes
-from titanlite.build import check_units, read_text
+from titanlite.build import check_tensor_parallel, check_units, read_text
 from titanlite.checkpoint import CheckpointError
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.plans import Plans
@@ -41,6 +41,7 @@ def run(argv: Sequence[str]) -> int:
         prepare_compile(plans.compile)
         text = read_text(plans)
         check_units(plans, text)
+        check_tensor_parallel(plans, text)
         if plans.train.steps is None:
             plans = resolve_plans(config, size, text.train.total_sequences)
         _make_folders(plans)

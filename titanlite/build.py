@@ -1,7 +1,7 @@
 """Plans and World → Parts: the one place that knows all rooms.
 
-Order: tokenizer → text → model on the meta device → activation checkpointing → `torch.compile` → `fully_shard` →
-memory → initial weights → optimizer.
+Order: tokenizer → text → model on the meta device → tensor parallelism → activation checkpointing →
+`torch.compile` → `fully_shard` → memory → initial weights → optimizer.
 """
 
 from __future__ import annotations
@@ -16,8 +16,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.errors import ConfigError, Problem
-from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, Plans, ShardPlan
-from titanlite.data.background import Prefetcher, ValidationPrefetcher
+from titanlite.config.plans import (
+    ActivationCheckpointPlan,
+    BatchPlan,
+    CompilePlan,
+    PipelinePlan,
+    Plans,
+    ShardPlan,
+    TensorParallelPlan,
+)
+from titanlite.data.background import PassLoader, Prefetcher, StepLoader, ValidationPrefetcher
 from titanlite.data.loader import Batch, TrainLoader, ValidationLoader
 from titanlite.data.packing import PackedDataset, build_dataset, build_validation_dataset
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
@@ -26,11 +34,15 @@ from titanlite.models import LlamaArgs, ModelSpec, get_spec
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.activation_checkpoint import Kept, checkpoint_activations, trace_block
 from titanlite.parallel.compile import CompileWatch, LossFunction, compile_loss, compile_units, prepare_compile
+from titanlite.parallel.context import PartLoader, PartPasses, Share, apply_context_parallel
 from titanlite.parallel.fsdp import DTYPES, offloads, shard
 from titanlite.parallel.init import init_weights, materialize
-from titanlite.parallel.units import UnitError, choose_units
-from titanlite.parallel.world import World
-from titanlite.prepare import model_args
+from titanlite.parallel.pipeline import Piece, Pipeline, PipelineModel, cut, keep_gathered
+from titanlite.parallel.pipeline_split import divide
+from titanlite.parallel.tensor import ASYNC_OPTIONS, check_async, enable_async, split, tensor_loss
+from titanlite.parallel.units import Unit, UnitError, choose_units
+from titanlite.parallel.world import World, env_int
+from titanlite.prepare import model_args, undivided
 
 
 @dataclass(frozen=True)
@@ -58,6 +70,8 @@ class Parts:
     optimizer: torch.optim.Optimizer
     loader: Prefetcher
     validation: ValidationPrefetcher | None
+    #: Runs the stages of `model` where ranks share the layers.
+    pipeline: Pipeline | None = None
 
 
 def build_model(
@@ -69,24 +83,111 @@ def build_model(
     seed: int,
     compile_plan: CompilePlan | None = None,
     activations: ActivationCheckpointPlan | None = None,
+    tensor: TensorParallelPlan = TensorParallelPlan(),  # noqa: B008 (immutable)
+    pipeline: PipelinePlan = PipelinePlan(),  # noqa: B008 (immutable)
 ) -> nn.Module:
-    """The sharded model on `device` with its initial weights; no rank ever holds a full copy."""
-    with torch.device("meta"):
-        model = spec.build(args)
-    units = choose_units(model, plan, spec.fsdp_units(args))
+    """The sharded model on `device` with its initial weights; no rank ever holds a full copy.
+
+    Of a pipeline: this rank's stages, in a `PipelineModel`.
+    """
+
+    def whole() -> nn.Module:
+        return spec.build_on_meta(args)
+
+    if mesh["pp"].size() > 1:
+        plan = keep_gathered(plan, pipeline)
+    # Of the whole model, so that they do not depend on where it is cut.
+    units = choose_units(whole(), plan, spec.fsdp_units(args))
+    if mesh["pp"].size() == 1:
+        parts = {0: whole()}
+    else:
+        layout = divide(spec.pipeline_costs(args, args.max_seq_len), pipeline, mesh["pp"].size())
+        parts = cut(whole, layout, mesh.get_local_rank("pp"))
+    for part in parts.values():
+        _parallelize(part, spec, args, mesh, units, plan, device, compile_plan, activations, tensor)
+
+        def initialize(model: nn.Module) -> None:
+            init_weights(model, lambda name: spec.init_rule(name, args), seed, device)
+            model.init_buffers()  # type: ignore[operator]
+
+        materialize(part, device, initialize, torch.device("cpu") if offloads(plan, device.type) else device)
+    return parts[0] if mesh["pp"].size() == 1 else PipelineModel(parts, layout, mesh)
+
+
+def _parallelize(
+    model: nn.Module,
+    spec: ModelSpec,
+    args: LlamaArgs,
+    mesh: DeviceMesh,
+    units: Sequence[Unit],
+    plan: ShardPlan,
+    device: torch.device,
+    compile_plan: CompilePlan | None,
+    activations: ActivationCheckpointPlan | None,
+    tensor: TensorParallelPlan,
+) -> None:
+    """Everything between the meta device and memory, for a model or one stage of it, in place."""
+    if mesh["tp"].size() > 1:
+        split(model, spec.tensor_plan(args), mesh["tp"], tensor.loss_parallel)
+    modules = dict(model.named_modules())
+    if mesh["cp"].size() > 1 and any(name in modules for name in spec.block_names(args)):
+        apply_context_parallel(model, mesh)
     if activations is not None:
-        checkpoint_activations(model, spec.block_names(args), activations, device)
+        # What a graph computes is hidden from a policy by operation, so that is applied inside of the graphs.
+        inside = activations.mode == "op" and compile_plan is not None and compile_plan.model
+        names = compiled_names(spec, args, mesh["tp"].size()) if inside else spec.block_names(args)
+        checkpoint_activations(model, names, activations, device)
     modules = dict(model.named_modules())
     if compile_plan is not None and compile_plan.model:
-        compile_units({name: modules[name] for name in spec.block_names(args)}, compile_plan.backend)
-    shard(model, units, mesh, plan)
+        names = compiled_names(spec, args, mesh["tp"].size())
+        graphs = {name: modules[name] for name in names if name in modules}
+        compile_units(graphs, compile_plan.backend, ASYNC_OPTIONS if tensor.asynchronous else None)
+    held = [tuple(name for name in unit if name in modules) for unit in units]
+    shard(model, [unit for unit in held if unit], mesh, plan)
 
-    def initialize(_: nn.Module) -> None:
-        init_weights(model, lambda name: spec.init_rule(name, args), seed, device)
-        model.init_buffers()  # type: ignore[operator]
 
-    materialize(model, device, initialize, torch.device("cpu") if offloads(plan, device.type) else device)
-    return model
+def build_pipeline(
+    model: PipelineModel,
+    args: LlamaArgs,
+    plan: PipelinePlan,
+    batch: BatchPlan,
+    dtype: torch.dtype,
+    device: torch.device,
+    loss: LossFunction,
+) -> Pipeline:
+    """What runs the stages of a `PipelineModel`. dtype: of its activations."""
+    mesh = model.mesh
+    context, tensor = mesh["cp"].size(), mesh["tp"].size()
+    length = batch.seq_len // context
+    piece = Piece(batch.micro_batch_size // plan.microbatches, length, length // tensor, args.dim, args.n_vocab, dtype)
+
+    def positions(seq_len: int) -> torch.Tensor:
+        everywhere = torch.arange(seq_len * context, device=device)
+        return everywhere if context == 1 else Share.of(mesh).part(everywhere, 0)
+
+    return Pipeline(model, plan, piece, batch.accumulation, device, loss, positions if tensor > 1 else None)
+
+
+def compiled_names(spec: ModelSpec, args: LlamaArgs, tensor: int) -> list[str]:
+    """The modules that `torch.compile` makes one graph each.
+
+    tensor: ranks that share each product. If they do, a graph of a whole block computes wrong gradients.
+    """
+    return spec.sublayer_names(args) if tensor > 1 else spec.block_names(args)
+
+
+def check_tensor_parallel(plans: Plans, text: Text) -> None:
+    """Whether ranks can share the products of this model and vocabulary; no process group is needed.
+
+    Raises ConfigError.
+    """
+    if plans.mesh.tensor == 1:
+        return
+    if problems := undivided(model_args(plans.model, text.tokenizer.vocab_size), plans):
+        raise ConfigError(problems)
+    if plans.tensor_parallel.asynchronous:
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        check_async(plans.mesh.tensor, device_type, env_int("LOCAL_WORLD_SIZE", 1))
 
 
 def check_units(plans: Plans, text: Text) -> None:
@@ -116,18 +217,24 @@ def check_units(plans: Plans, text: Text) -> None:
         raise ConfigError([Problem("", "training.fsdp_units", message, hint)])
 
 
-def trace_activations(spec: ModelSpec, args: LlamaArgs, plans: Plans, device: torch.device) -> Kept:
+def trace_activations(spec: ModelSpec, args: LlamaArgs, plans: Plans, device: torch.device, mesh: DeviceMesh) -> Kept:
     """What a block keeps for its backward, seen in a trace of one micro-batch without data."""
     with torch.device("meta"):
         model = spec.build(args)
-    tokens = plans.batch.micro_batch_size, plans.batch.seq_len
+    if plans.mesh.context > 1:
+        apply_context_parallel(model, mesh)
+    tokens = plans.batch.micro_batch_size // plans.pipeline.microbatches, plans.batch.seq_len // plans.mesh.context
     dtype = DTYPES[plans.shard.param_dtype]
     return trace_block(model, spec.block_names(args), plans.activations, tokens, device, dtype)
 
 
-def watch_compilation(spec: ModelSpec, args: LlamaArgs, model: nn.Module, plan: CompilePlan) -> CompileWatch | None:
-    """Over what the plan compiles; None where that is nothing."""
-    units = [model.get_submodule(name) for name in spec.block_names(args)] if plan.model else []
+def watch_compilation(
+    spec: ModelSpec, args: LlamaArgs, model: nn.Module, plan: CompilePlan, tensor: int = 1
+) -> CompileWatch | None:
+    """Over what the plan compiles; None where that is nothing. tensor: ranks that share each product."""
+    modules = dict(model.named_modules())  # a pipeline stage has some of the blocks
+    names = [name for name in compiled_names(spec, args, tensor) if name in modules] if plan.model else []
+    units = [modules[name] for name in names]
     functions = [cross_entropy_sum] if plan.loss else []
     return CompileWatch(units, functions, plan.backend) if units or functions else None
 
@@ -157,30 +264,55 @@ def build(plans: Plans, world: World, text: Text) -> Parts:
     args = model_args(plans.model, text.tokenizer.vocab_size)
     prepare_compile(plans.compile, world.device.type)
     mesh = world.build_mesh(plans.mesh)
+    loss = compile_loss(cross_entropy_sum, plans.compile.backend) if plans.compile.loss else cross_entropy_sum
+    if plans.mesh.tensor > 1:
+        loss = tensor_loss(loss)
+        if plans.tensor_parallel.asynchronous:
+            enable_async(mesh["tp"])
     model = build_model(
-        spec, args, mesh, plans.shard, world.device, plans.train.seed or 0, plans.compile, plans.activations
+        spec,
+        args,
+        mesh,
+        plans.shard,
+        world.device,
+        plans.train.seed or 0,
+        plans.compile,
+        plans.activations,
+        plans.tensor_parallel,
+        plans.pipeline,
     )
+    world.cover_groups()
+    pipeline = None
+    if isinstance(model, PipelineModel):
+        dtype = DTYPES[plans.shard.param_dtype]
+        pipeline = build_pipeline(model, args, plans.pipeline, plans.batch, dtype, world.device, loss)
     rank = data_parallel_rank(mesh)
     data = plans.data
     pin = data.pin_memory and world.device.type == "cuda"
-    loader = TrainLoader(text.train, plans.batch, rank, plans.mesh.dp_degree)
+    shared = plans.mesh.context > 1
+    loader: StepLoader = TrainLoader(text.train, plans.batch, rank, plans.mesh.dp_degree)
+    if shared:
+        loader = PartLoader(loader, mesh)
     validation = None
     if text.validation is not None:
-        held_out = ValidationLoader(
+        held_out: PassLoader = ValidationLoader(
             text.validation, plans.validation.batch_size, plans.validation.steps, rank, plans.mesh.dp_degree
         )
+        if shared:
+            held_out = PartPasses(held_out, mesh)
         validation = ValidationPrefetcher(held_out, data.prefetch, pin, data.persistent_workers)
     return Parts(
         spec=spec,
         args=args,
         mesh=mesh,
         model=model,
-        loss=compile_loss(cross_entropy_sum, plans.compile.backend) if plans.compile.loss else cross_entropy_sum,
-        compile_watch=watch_compilation(spec, args, model, plans.compile),
-        kept=trace_activations(spec, args, plans, world.device),
+        loss=loss,
+        compile_watch=watch_compilation(spec, args, model, plans.compile, plans.mesh.tensor),
+        kept=trace_activations(spec, args, plans, world.device, mesh),
         optimizer=build_optimizer(model.parameters(), plans.optimizer, world.device),
         loader=Prefetcher(loader, data.prefetch, pin),
         validation=validation,
+        pipeline=pipeline,
     )
 
 

@@ -279,7 +279,9 @@ def _size(plan: ModelPlan) -> str:
 
 def _degrees(plan: MeshPlan) -> str:
     replicate = f"data_parallel_replicate {plan.dp_replicate}, " if plan.dp_replicate > 1 else ""
-    return f"{replicate}data_parallel_shard {plan.dp_shard}"
+    others = {"tensor": plan.tensor, "pipeline": plan.pipeline, "context": plan.context}
+    shared = [f", {name}_parallel {degree}" for name, degree in others.items() if degree > 1]
+    return f"{replicate}data_parallel_shard {plan.dp_shard}{''.join(shared)}"
 
 
 def _report(config: JobConfig, plans: Plans, why: str, style: Style) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from titanlite.config.checks import contradictions, missing_files, missing_packages
 from titanlite.config.errors import ConfigError, Problem
@@ -11,7 +13,9 @@ from titanlite.config.load import read
 from titanlite.config.plans import ModelPlan, Plans
 from titanlite.config.resolve import draft, smallest_world
 from titanlite.config.unbuilt import refused
+from titanlite.models.llama.plan import pipeline_costs
 from titanlite.models.shapes import SHAPES, LlamaArgs, ShapeError, resolve_args
+from titanlite.parallel.pipeline_split import SplitError, divide
 
 
 def load_plans(path: str, world_size: int, flags: Sequence[str] = ()) -> Plans:
@@ -58,7 +62,13 @@ def _draft(
     plans, problems = draft(
         config, world_size=world_size, shapes=SHAPES, total_sequences=total_sequences, earlier=earlier
     )
-    return plans, problems + independent(_no_decoder(config, plans.model), [*earlier, *problems], config)
+    problems += independent(_no_decoder(config, plans.model), [*earlier, *problems], config)
+    if not any(problem.key == "model" for problem in problems):
+        problems += independent(_undivided(config, plans), [*earlier, *problems], config)
+        # A batch that cannot be cut says nothing about the model, though both depend on the degree.
+        known = [p for p in [*earlier, *problems] if p.key != "experimental.pipeline_parallel_microbatches"]
+        problems += independent(_no_stages(config, plans), known, config)
+    return plans, problems
 
 
 _SHAPE = tuple(f"model.{name}" for name in ("name", "flavor", "norm_type", "vocab_size", "rope_scaling", "overrides"))
@@ -73,6 +83,82 @@ def _no_decoder(config: JobConfig, plan: ModelPlan) -> list[Problem]:
         where = config.sources[given[-1]].place if given else ""
         lengths = ("training.seq_len", "validation.seq_len") if "max_seq_len" in dict(plan.overrides) else ()
         return [Problem(where, "model", str(error).removeprefix("model: "), about=(*_SHAPE, *lengths))]
+    return []
+
+
+def _undivided(config: JobConfig, plans: Plans) -> list[Problem]:
+    """What tensor parallelism cannot divide, with the places of the keys to blame."""
+    try:
+        args = model_args(plans.model)
+    except ShapeError:
+        return []  # the model's name or its numbers are wrong, and known to be
+    shape = [*_SHAPE, "training.tensor_parallel_degree"]
+    lengths = ["training.tensor_parallel_degree", "experimental.context_parallel_degree"]
+    return [
+        replace(
+            problem,
+            where=config.place(problem.key),
+            about=tuple(shape if problem.key in shape else [problem.key, *lengths]),
+        )
+        for problem in undivided(args, plans)
+    ]
+
+
+def undivided(args: LlamaArgs, plans: Plans) -> list[Problem]:
+    """What the ranks of tensor parallelism cannot share equally.
+
+    A vocabulary that is to be the tokenizer's is left out until it is known.
+    """
+    tensor, context = plans.mesh.tensor, plans.mesh.context
+    if tensor == 1:
+        return []
+    shared = {
+        "n_heads": args.n_heads,
+        "n_kv_heads": args.kv_heads,
+        "the feed-forward's width": args.ffn_width,
+        "the vocabulary": args.vocab_size or 0,
+    }
+    found = []
+    if odd := [f"{name} = {number:,}" for name, number in shared.items() if number % tensor]:
+        common = math.gcd(*shared.values())
+        these = ", ".join(str(n) for n in range(1, min(common, args.n_heads) + 1) if common % n == 0)
+        hint = f"these work: {these}"
+        if args.vocab_size and args.vocab_size % tensor:
+            larger = -(-args.vocab_size // tensor) * tensor
+            hint += f"; model.vocab_size = {larger} leaves {larger - args.vocab_size} entries unused"
+        message = f"is {tensor}, which does not divide {' nor '.join(odd)}"
+        found.append(Problem("", "training.tensor_parallel_degree", message, hint))
+    lengths = {"training.seq_len": plans.data.seq_len}
+    if plans.validation.enable:
+        lengths["validation.seq_len"] = plans.validation.seq_len
+    ranks = tensor * context
+    for key, length in lengths.items():
+        if length % ranks:
+            by = f"tensor_parallel {tensor}" + (f" * context_parallel {context}" if context > 1 else "")
+            message = f"is {length}, and the sequence is divided over {by} = {ranks} ranks"
+            around = [n for n in (length // ranks * ranks, -(-length // ranks) * ranks) if n]
+            found.append(Problem("", key, message, f"these work: {' or '.join(map(str, around))}"))
+    return found
+
+
+def _no_stages(config: JobConfig, plans: Plans) -> list[Problem]:
+    """What keeps the model from being cut into the stages of the pipeline."""
+    if plans.mesh.pipeline == 1:
+        return []
+    args = model_args(plans.model)
+    degree, points = "experimental.pipeline_parallel_degree", "experimental.pipeline_parallel_split_points"
+    about = (degree, points, "experimental.pipeline_parallel_schedule", *_SHAPE)
+    if args.tied:
+        message = "embedding and head share one weight, and a pipeline has them on different ranks"
+        hint = "set model.overrides.tied = false for two weights, or divide the model by other degrees"
+        return [Problem(config.place(degree), degree, message, hint, about)]
+    try:
+        # No stage depends on the size of a vocabulary that is the tokenizer's, which is not read yet.
+        divide(pipeline_costs(replace(args, vocab_size=args.vocab_size or 1), 1), plans.pipeline, plans.mesh.pipeline)
+    except SplitError as error:
+        key = points if plans.pipeline.split_points else degree
+        hint = "" if plans.pipeline.split_points else "take a smaller degree, or a schedule with one stage per rank"
+        return [Problem(config.place(key), key, str(error), hint, about)]
     return []
 
 

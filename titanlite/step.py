@@ -18,10 +18,12 @@ from titanlite.guard import FiniteGuard
 from titanlite.loss import count_valid, cross_entropy_sum
 from titanlite.optim.optimizer import gated_step
 from titanlite.parallel.fsdp import set_gradient_sync
+from titanlite.parallel.pipeline import PipelineModel
 
 if TYPE_CHECKING:
     from titanlite.data.loader import Batch
     from titanlite.parallel.compile import LossFunction
+    from titanlite.parallel.pipeline import Pipeline
 
 
 class StepResult(NamedTuple):
@@ -104,8 +106,10 @@ def layer_of(name: str) -> str:
 
 
 def square_norms(model: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
-    """`square_norm` of each layer, in model order."""
+    """`square_norm` of each layer, in model order; zero for what is on other ranks of a pipeline."""
     layers: dict[str, list[nn.Parameter]] = {}
+    if isinstance(model, PipelineModel):
+        layers = {name: [] for name in model.layout.trained}
     for name, parameter in model.named_parameters():
         layers.setdefault(layer_of(name), []).append(parameter)
     return {layer: square_norm(parameters, device) for layer, parameters in layers.items()}
@@ -124,12 +128,14 @@ def train_step(
     sync_every: bool = False,
     loss_function: LossFunction = cross_entropy_sum,
     layer_norms: bool = False,
+    pipeline: Pipeline | None = None,
 ) -> StepResult:
     """One optimizer step on the global batch of which `micro_batches` is this rank's part, on the model's device.
 
     step: number of the step, from 1. max_norm: gradients are scaled down to this global norm.
     duplicates: for what is summed over all ranks though some bring the same.
     layer_norms: also give the gradient norm of each layer; it travels with the others.
+    pipeline: runs the stages of `model`, a `PipelineModel`, with a loss function of its own.
     Issues two collectives besides FSDP's: the token count, and the norm together with the loss. Nothing waits for the
     device, unless gradients are in host memory: then the optimizer does.
     """
@@ -139,7 +145,10 @@ def train_step(
     tokens.div_(duplicates.tokens, rounding_mode="floor")
     tokens.clamp_(min=1)  # a step of nothing but padding has loss zero, not NaN
 
-    share = forward_backward(model, micro_batches, tokens, sync_every, loss_function)
+    if pipeline is not None:
+        share = pipeline.forward_backward(micro_batches, tokens)
+    else:
+        share = forward_backward(model, micro_batches, tokens, sync_every, loss_function)
 
     gradients = local_gradients(model.parameters())
     host = gradients[0].device  # of offloaded gradients; else the device itself, and moving between them is nothing
@@ -163,17 +172,21 @@ def validate(
     batches: Iterable[Batch],
     device: torch.device,
     loss_function: LossFunction = cross_entropy_sum,
+    duplicates: Duplicates = Duplicates(),  # noqa: B008 (immutable)
+    pipeline: Pipeline | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean loss in nats per token over all ranks' `batches`, and the number of tokens (0-dim float64 tensors).
 
     Every rank must bring the same number of batches; tokens weigh equally wherever they are.
+    duplicates, pipeline: as in `train_step`.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     model.eval()
     for batch in batches:
         tokens, labels = (t.to(device, non_blocking=True) for t in batch)
-        sums[0] += loss_function(model(tokens), labels)
+        sums[0] += pipeline.loss_sum(tokens, labels) if pipeline else loss_function(model(tokens), labels)
         sums[1] += count_valid(labels)
     model.train()
     dist.all_reduce(sums)
+    sums /= sums.new_tensor([duplicates.loss, duplicates.tokens])
     return sums[0] / sums[1], sums[1]

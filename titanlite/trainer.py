@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 
 from titanlite._version import __version__
 from titanlite.build import Parts, Text, build, fingerprints, parameter_counts, to_device
@@ -28,6 +29,7 @@ from titanlite.observe.observer import Observer
 from titanlite.observe.profiles import Profiles
 from titanlite.observe.report import start_report
 from titanlite.optim.schedule import learning_rate
+from titanlite.parallel.pipeline import PipelineModel
 from titanlite.parallel.world import World, patience, set_timeouts
 from titanlite.runs.provenance import config_text
 from titanlite.step import Duplicates, StepResult, train_step, validate
@@ -46,6 +48,7 @@ class Trainer:
         self._recent: dict[int, list[Batch]] = {}
         self.tokens_seen = 0
         self._timeouts_lowered = False
+        self._closed = False
         self._seed()
         self.parts: Parts = build(plans, world, text)
         self.guard = FiniteGuard(world.device)
@@ -68,7 +71,6 @@ class Trainer:
             if self.step >= self.steps:
                 self._say_finished()
                 return
-            gc.collect()
             gc.disable()  # collected on all ranks together instead: one rank's pause makes every other wait
             with Profiles(self.plans.profile, self.world.rank, self.world.device) as profiles:
                 while self.step < self.steps:
@@ -80,15 +82,20 @@ class Trainer:
                     self.after_first_step()
                     self.collect_garbage()
                     self.observer.step(self.step, result, self.lr(), self.tokens_seen)
-                    with self.observer.pausing():  # writing a trace takes a while
-                        profiles.step(self.step)
+                    if profiles.on:
+                        with self.observer.pausing():  # writing a trace takes a while
+                            profiles.step(self.step)
                     self.validate()
                     self.save()
                 self.guard.check()
             self.observer.finish("done", self.step)
         except NonFiniteError as error:
-            self.diagnose(error)
-            self.observer.finish("stopped", error.step - 1, str(error))
+            try:
+                self.diagnose(error)
+            finally:
+                self.observer.finish("stopped", error.step - 1, str(error))
+                self.close()
+                dist.barrier()  # all ranks are here; who leaves first has the others ended before they have said why
             raise
         except BaseException as error:
             reason = ": ".join(filter(None, (type(error).__name__, str(error))))
@@ -98,11 +105,19 @@ class Trainer:
             if was_collecting:
                 gc.enable()
             torch.use_deterministic_algorithms(self._determinism_before[0], warn_only=self._determinism_before[1])
-            self.observer.close()
-            self.parts.loader.close()
-            if self.parts.validation is not None:
-                self.parts.validation.close()
+            self.close()
         logger.info(f"training done at step {self.step}")
+
+    def close(self) -> None:
+        """End the threads and files of the run; what cannot be closed does not keep the rest open."""
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.ExitStack() as stack:
+            if self.parts.validation is not None:
+                stack.callback(self.parts.validation.close)
+            stack.callback(self.parts.loader.close)
+            stack.callback(self.observer.close)
 
     def resume(self) -> None:
         """Continue from a checkpoint, if there is one, and say what will run."""
@@ -117,6 +132,7 @@ class Trainer:
             began = f"resumed from step {loaded.step} in {self.plans.checkpoint.folder}"
         else:
             began = "a fresh run" + (": no checkpoint to resume" if self.checkpointer else ", checkpoints are off")
+        gc.collect()  # before any time is measured
         self.observer.start(self.step, [*self.report(), *(loaded.notices if loaded else []), began], self.parts.model)
         if self.parts.compile_watch is not None and self.step < self.steps:
             self.parts.compile_watch.start()
@@ -131,7 +147,7 @@ class Trainer:
             folders["checkpoints"] = plans.checkpoint.folder
         return start_report(
             plans,
-            parameters=parameter_counts(parts.model),
+            parameters=parameter_counts(parts.spec.build_on_meta(parts.args)),
             flops_per_token=self.observer.flops_per_token,
             device=device_name(device),
             world_size=self.world.size,
@@ -143,6 +159,7 @@ class Trainer:
             peak_flops=self.observer.peak,
             folders=folders,
             kept=parts.kept,
+            stages=parts.model.layout if isinstance(parts.model, PipelineModel) else None,
         )
 
     def _set_length(self, steps: int) -> None:
@@ -153,6 +170,12 @@ class Trainer:
         self.steps = steps
         self.plans = replace(self.plans, schedule=schedule, train=replace(self.plans.train, steps=steps))
         self.observer = Observer(self.plans, self.world, self.parts.args)
+
+    @property
+    def duplicates(self) -> Duplicates:
+        """How many ranks read the same text, and how many have the same loss."""
+        mesh = self.plans.mesh
+        return Duplicates(mesh.tensor * mesh.pipeline, mesh.tensor)
 
     def lr(self) -> float:
         """Learning rate of the current step."""
@@ -173,14 +196,21 @@ class Trainer:
             lr=self.lr(),
             max_norm=self.plans.optimizer.max_norm,
             guard=self.guard,
-            duplicates=Duplicates(self.plans.mesh.tensor * self.plans.mesh.pipeline, self.plans.mesh.tensor),
+            duplicates=self.duplicates,
             sync_every=self.plans.shard.gradient_sync == "every",
             loss_function=self.parts.loss,
             layer_norms=self.observer.wants_layer_norms(self.step),
+            pipeline=self.parts.pipeline,
         )
 
     def diagnose(self, error: NonFiniteError) -> None:
         """Add to the guard's error which module was to blame. All ranks are stopped by it, so all take part."""
+        if self.parts.pipeline is not None:
+            error.explain(
+                "Its origin is not searched for in a pipeline: to find it, resume with "
+                "experimental.pipeline_parallel_degree = 1"
+            )
+            return
         try:
             with self.patience():
                 finding: object = diagnose_nonfinite(
@@ -202,7 +232,7 @@ class Trainer:
         """The slow first step is over: from now on a stuck peer should be found soon."""
         if not self._timeouts_lowered and self.world.timeout is not None:  # a joined group's timeouts are not ours
             self._timeouts_lowered = True
-            set_timeouts(self.plans.comm.train_timeout_seconds, self.parts.mesh)
+            set_timeouts(self.plans.comm.train_timeout_seconds)
 
     def collect_garbage(self) -> None:
         """Collect on all ranks in the same step."""
@@ -218,7 +248,14 @@ class Trainer:
         watch = self.parts.compile_watch
         compiles = watch is not None and not watch.is_warm("validation")
         with self.observer.pausing(), self.patience() if compiles else contextlib.nullcontext():
-            loss, tokens = validate(self.parts.model, self.parts.validation, self.world.device, self.parts.loss)
+            loss, tokens = validate(
+                self.parts.model,
+                self.parts.validation,
+                self.world.device,
+                self.parts.loss,
+                self.duplicates,
+                self.parts.pipeline,
+            )
             figures = loss.item(), int(tokens.item())
         self.watch_compilation("validation")
         self.observer.validation(self.step, *figures, time.perf_counter() - started)
@@ -249,7 +286,7 @@ class Trainer:
         comm = self.plans.comm
         if not self._timeouts_lowered:
             return contextlib.nullcontext()
-        return patience(comm.init_timeout_seconds, comm.train_timeout_seconds, self.parts.mesh)
+        return patience(comm.init_timeout_seconds, comm.train_timeout_seconds)
 
     def _seed(self) -> None:
         """torch's own generators; the weights and the data order have seeds of their own."""

@@ -54,7 +54,7 @@ tensor_parallel_degree = 8
 
 # Stages.
 pipeline_parallel_degree = 4
-pipeline_parallel_microbatch_size = 2
+pipeline_parallel_microbatch_size = 1
 module_fqns_per_model_part = [
     ["tok_embeddings", "layers.0"],  # embedding is light
     ["layers.1", "layers.2"],
@@ -119,13 +119,13 @@ tensor_parallel_degree = 8
 enable_loss_parallel = false
 compile = true
 
-# no equivalent: context parallelism takes torch's own choice (it was off)
+# no equivalent: context parallelism has this way only (it was off)
 # parallelism.context_parallel_rotate_method = "allgather"
 
 [experimental]
 # Stages.
 pipeline_parallel_degree = 4
-pipeline_parallel_microbatches = 2
+pipeline_parallel_microbatches = 4
 # parallelism.module_fqns_per_model_part = [
 #     ["tok_embeddings", "layers.0"],  # embedding is light
 #     ["layers.1", "layers.2"],

@@ -62,6 +62,8 @@ SPECIAL: dict[str, str] = {
     "training.data_parallel_replicate_degree": "2",
     "training.data_parallel_shard_degree": "2",
     "training.global_batch_size": "64",
+    "experimental.pipeline_parallel_microbatches": "4",  # two are those of two ranks
+    "experimental.pipeline_parallel_schedule": "GPipe",
     "data.source": '[{path = "x"}]',
     "validation.sources": '[{path = "x"}]',
     "optimizer.groups": '[{pattern = "norm"}]',

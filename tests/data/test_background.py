@@ -270,6 +270,21 @@ def test_every_validation_pass_has_the_same_batches(corpus: Corpus, depth: int, 
     assert threads() == []
 
 
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_pass_without_batches_is_refused(depth: int) -> None:
+    """A thread that stays would go through empty passes for ever, and the run would wait for it."""
+
+    class Empty:
+        def __len__(self) -> int:
+            return 0
+
+        def __iter__(self) -> Iterator[Batch]:
+            return iter(())
+
+    with pytest.raises(ValueError, match="loader: a pass has no batches"):
+        ValidationPrefetcher(Empty(), depth, persistent=True)
+
+
 def test_a_persistent_thread_has_the_next_pass_ready(corpus: Corpus) -> None:
     batches = ValidationPrefetcher(held_out(corpus), 2, persistent=True)
     list(batches)

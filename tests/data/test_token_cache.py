@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -152,6 +153,46 @@ def test_a_folder_that_cannot_be_made_costs_a_warning(
     assert "data.token_cache:" in caplog.text and "below-a-file" in caplog.text
 
 
+def test_paths_start_at_the_home_or_at_the_working_directory(
+    text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_cache.logger, "propagate", True)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert is_mapped(load(text, "~/tokens")) and names(tmp_path / "home" / "tokens") == [".tokens"]
+    assert is_mapped(load(text, "here/tokens")) and names(Path("here/tokens")) == [".tokens"]
+    assert not is_mapped(load(text, "~no-such-user/tokens"))
+    assert "data.token_cache:" in caplog.text and "~no-such-user/tokens" in caplog.text
+    assert os.listdir() == ["here"]
+
+
+def test_without_a_folder_of_temporary_files_auto_costs_a_warning(
+    text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python then names the working directory, or raises if that cannot be written to either."""
+    monkeypatch.setattr(token_cache.logger, "propagate", True)
+    monkeypatch.setattr(token_cache, "AUTO_BYTES", 1)
+    for name in ("TMPDIR", "TEMP", "TMP"):
+        monkeypatch.delenv(name, raising=False)
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    monkeypatch.setattr(tempfile, "tempdir", str(work))
+    assert not is_mapped(load(text, "auto")) and os.listdir() == []
+    assert 'data.token_cache: "auto" cannot be used (no folder of temporary files' in caplog.text
+    monkeypatch.setenv("TMPDIR", str(work))
+    assert is_mapped(load(text, "auto"))  # asked for
+
+    def nowhere() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    caplog.clear()
+    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
+    assert not is_mapped(load(text, "auto"))
+    assert "No usable temporary directory found" in caplog.text
+
+
 def test_missing_text_is_still_the_texts_error(tmp_path: Path, cache: Path) -> None:
     with pytest.raises(DataError, match="gone.jsonl: cannot be read"):
         load(tmp_path / "gone.jsonl", cache)
@@ -191,14 +232,17 @@ def test_what_nobody_uses_is_removed_and_what_is_mapped_is_not(tmp_path: Path, c
     texts = [write(tmp_path / f"{n}.jsonl", [f"text {n}"]) for n in range(3)]
     load(texts[0], cache)
     kept = load(texts[1], cache)
-    (cache / "x.partial").touch()
+    mapped = kept.tokens.base.filename  # type: ignore[union-attr]
+    ours = [f"{'0' * 32}.lock", f"{'0' * 32}-ab_12cd3.partial"]
+    theirs = {"notes.txt", "uv.lock", "poetry.lock", "movie.partial", "all.tokens", f"{'0' * 32}.lock.txt"}
+    for name in (*ours, *theirs):
+        (cache / name).touch()
     for path in cache.iterdir():
         os.utime(path, (0, 0))
-    (cache / "notes.txt").touch()
-    os.utime(cache / "notes.txt", (0, 0))
-    mapped = kept.tokens.base.filename  # type: ignore[union-attr]
     load(texts[2], cache)
-    assert names(cache) == [".tokens", ".tokens", ".txt"] and Path(mapped).exists()
+    left = {path.name for path in cache.iterdir()}
+    assert theirs < left and Path(mapped).name in left
+    assert len(left - theirs) == 2  # the mapped one and the new one
     del kept
     os.utime(mapped, (0, 0))
     load(write(tmp_path / "3.jsonl", ["text 3"]), cache)
@@ -220,6 +264,34 @@ def test_a_lock_whose_owner_does_not_move_is_not_waited_for(
     assert is_mapped(load(text, cache))  # the owner is gone
 
 
+def test_an_owner_at_a_slow_disk_is_waited_for(
+    text: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, counted: list[int]
+) -> None:
+    """Neither a long copy nor a long write says anything while it lasts."""
+    monkeypatch.setattr(token_cache, "STALLED", 0.6)
+    monkeypatch.setattr(token_cache, "_SIGN", 0.05)
+    tokenize_counted, fsync, begun = token_cache.tokenize, os.fsync, threading.Event()
+
+    def slow_tokenize(*arguments: Any) -> Corpus:
+        corpus = tokenize_counted(*arguments)
+        begun.set()
+        time.sleep(1.2)
+        return corpus
+
+    def slow_fsync(descriptor: int) -> None:
+        time.sleep(1.2)
+        fsync(descriptor)
+
+    monkeypatch.setattr(token_cache, "tokenize", slow_tokenize)
+    monkeypatch.setattr(os, "fsync", slow_fsync)
+    owner = threading.Thread(target=load, args=(text, cache))
+    owner.start()
+    assert begun.wait(10)
+    assert is_mapped(load(text, cache)) and counted == [0]
+    owner.join()
+    assert [thread.name for thread in threading.enumerate() if "lock" in thread.name] == []
+
+
 def test_threads_follow_cores_and_ranks(text: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, counted: list[int]):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)), raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
@@ -229,6 +301,9 @@ def test_threads_follow_cores_and_ranks(text: Path, cache: Path, monkeypatch: py
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "12")
     load(text, "off", workers=None)
     assert counted == [3, 8, 5, 0]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "two")
+    with pytest.raises(DataError, match="LOCAL_WORLD_SIZE is 'two', expected a whole number"):
+        load(text, "off", workers=None)
 
 
 def test_plans_reach_the_cache(text: Path, cache: Path, counted: list[int]) -> None:
@@ -256,7 +331,13 @@ def slow(*arguments):
     time.sleep(1.0 if what == "slow" else 0.0)
     return tokenize(*arguments)
 
+def hang(descriptor):
+    print("writing", flush=True)
+    time.sleep(60)
+
 token_cache.tokenize = slow
+if what == "hang in writing":
+    os.fsync = hang
 tokenizer = load_tokenizer(TokenizerPlan())
 if what == "full":
     resource.setrlimit(resource.RLIMIT_FSIZE, (4500, resource.RLIM_INFINITY))
@@ -293,8 +374,26 @@ def test_a_process_killed_at_work_blocks_nobody(text: Path, cache: Path, counted
         assert process.stdout is not None and process.stdout.readline() == "tokenizing\n"
         process.send_signal(signal.SIGKILL)
     assert names(cache) == [".lock"]
-    (cache / "half.partial").write_bytes(b"half")
     began = time.monotonic()
     assert is_mapped(load(text, cache))
     assert time.monotonic() - began < 5 and counted == [0]
-    assert names(cache) == [".partial", ".tokens"]
+    assert names(cache) == [".tokens"]
+
+
+def test_half_a_file_is_removed_once_its_writer_is_dead(text: Path, tmp_path: Path, cache: Path) -> None:
+    def write_another() -> list[str]:
+        load(write(tmp_path / "another.jsonl", [str(time.monotonic_ns())]), cache)
+        return names(cache)
+
+    with _start(text, cache, "hang in writing") as process:
+        assert process.stdout is not None
+        while process.stdout.readline() != "writing\n":
+            assert process.poll() is None
+        (half,) = cache.glob("*.partial")
+        os.utime(half, (0, 0))
+        assert ".partial" in write_another()  # it is at work, however long that takes
+        process.send_signal(signal.SIGKILL)
+    os.utime(half)
+    assert ".partial" in write_another()  # another node's, perhaps
+    os.utime(half, (time.time() - 11,) * 2)
+    assert ".partial" not in write_another()

@@ -14,7 +14,7 @@ from titanlite.config.load import load_file
 from titanlite.config.plans import ObservePlan, Plans, TrainPlan
 from titanlite.config.resolve import resolve
 from titanlite.models.shapes import SHAPES
-from titanlite.observe.console import colorize, logger, setup_console
+from titanlite.observe.console import colorize, console_handler, logger, setup_console
 from titanlite.observe.report import start_report
 from titanlite.observe.stepline import (
     StepFigures,
@@ -135,6 +135,21 @@ def test_the_console_follows_a_replaced_standard_output(
     monkeypatch.setattr(sys, "stdout", out)
     console.info("here")
     assert out.getvalue().endswith(" here\n")
+
+
+def test_an_error_of_the_view_does_not_reach_the_training(
+    console: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Broken:
+        def add(self, figures: StepFigures) -> None:
+            raise ValueError("no such terminal")
+
+    setup_console(0, stream=io.StringIO())
+    handler = console_handler()
+    assert handler is not None
+    handler.view = Broken()  # type: ignore[assignment]
+    console.info("step", extra={"figures": FIGURES})
+    assert "ValueError: no such terminal" in capsys.readouterr().err
 
 
 class Terminal(io.StringIO):

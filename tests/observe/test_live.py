@@ -10,6 +10,7 @@ import logging
 import os
 import queue
 import re
+import resource
 import select
 import signal
 import struct
@@ -26,6 +27,7 @@ from pathlib import Path
 import pyte
 import pytest
 
+from titanlite.observe import live
 from titanlite.observe.console import colorize, console_handler, logger, setup_console
 from titanlite.observe.live import ROWS, LiveView, paint, progress, start_view, table
 from titanlite.observe.stepline import StepFigures, titan_line
@@ -85,6 +87,8 @@ class Terminal:
 
     def read(self, wait: float = 0.03) -> bytes:
         """What was sent since, once nothing more comes; the screen shows it."""
+        if (handler := console_handler()) and isinstance(handler.view, LiveView):
+            handler.view._pen.flush(2)
         new = b""
         while True:
             try:
@@ -118,6 +122,19 @@ class Terminal:
         x = self.screen.display[y].index(text)
         return {self.screen.buffer[y][x + n].fg for n, char in enumerate(text) if char != " "}
 
+    @contextlib.contextmanager
+    def stopped(self, how: str = "Ctrl-S") -> Iterator[None]:
+        """Inside, the terminal takes nothing; asleep, it takes until its buffer is full."""
+        if how == "asleep":
+            with self._taking:
+                yield
+            return
+        termios.tcflow(self.end, termios.TCOOFF)
+        try:
+            yield
+        finally:
+            termios.tcflow(self.end, termios.TCOON)
+
     def hang_up(self) -> None:
         """The other end is gone: whoever writes gets an error."""
         self._gone.set()
@@ -135,7 +152,7 @@ class Terminal:
 def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A terminal's environment; the logger and its view are put back afterwards."""
     monkeypatch.setenv("TERM", "xterm-256color")
-    for name in ("NO_COLOR", "FORCE_COLOR"):
+    for name in ("NO_COLOR", "FORCE_COLOR", "CI", "KUBERNETES_SERVICE_HOST"):
         monkeypatch.delenv(name, raising=False)
     handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
     yield
@@ -248,6 +265,7 @@ def test_drawn_ten_times_a_second_at_most_and_free_when_nothing_is_due(terminal:
     for step in range(1, 1001):
         clock.now += 0.001
         view.tick(step % 60)
+        view._pen.flush(2)
     assert 9 <= terminal.read().count(b"\0337") <= 10
     began = time.perf_counter()
     for _ in range(10_000):
@@ -366,6 +384,7 @@ def test_other_processes_may_write_to_the_terminal(terminal: Terminal) -> None:
         os.write(terminal.end, f"[rank 1] WARNING: something {n}\n".encode())
         clock.now += 1
         view.tick(13 + n)
+        terminal.read()
     rows = terminal.rows()
     assert rows[:4] == [
         "[rank 1] WARNING: something 0",
@@ -453,26 +472,145 @@ def test_a_stopped_terminal_does_not_hold_the_training(terminal: Terminal) -> No
             clock.now += 1
             view.tick(step)
 
-    termios.tcflow(terminal.end, termios.TCOOFF)  # what Ctrl-S does
-    thread = threading.Thread(target=train, daemon=True)
-    thread.start()
-    thread.join(5)
-    waits = thread.is_alive()
-    termios.tcflow(terminal.end, termios.TCOON)
-    assert not waits and terminal.read() == b""
+    with terminal.stopped():
+        thread = threading.Thread(target=train, daemon=True)
+        thread.start()
+        thread.join(5)
+        waits = thread.is_alive()
+    assert not waits and terminal.rows()[-1].startswith("19/60 ")
+
+
+@pytest.mark.parametrize("how", ["Ctrl-S", "asleep"])
+def test_a_stopped_terminal_holds_up_no_line_and_no_end(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Log lines, prints and `close` go on; awake, the terminal shows all of it in order."""
+    monkeypatch.setattr(sys, "stdout", terminal.stream)
+    clock = Clock()
+    setup_console(0)
+    handler = console_handler()
+    assert handler is not None
+    handler.view = view = LiveView(handler, 0, 60, clock)
+    log_step(1)
+    terminal.read()
+    said, long = [f"line {n}" for n in range(1000)], "x" * 60  # together more than a terminal's buffer holds
+    took: list[float] = []
+
+    def train() -> None:
+        began = time.perf_counter()
+        for n, line in enumerate(said):
+            if n % 2:
+                print(line, long)
+            else:
+                logger.info(f"{line} {long}")
+            clock.now += 1
+            view.tick(2 + n // 20)
+        log_step(52)
+        view.close(0.2)
+        logger.info("after")
+        print("at last", flush=True)
+        took.append(time.perf_counter() - began)
+
+    with terminal.stopped(how):
+        thread = threading.Thread(target=train, daemon=True)
+        thread.start()
+        thread.join(20)
+    assert took and took[0] < 6
+    deadline = time.monotonic() + 20
+    while (rows := texts(terminal.rows()))[-1] != "at last" and time.monotonic() < deadline:
+        pass
+    assert rows[:1000] == [f"{line} {long}" for line in said]
+    assert [row.split()[0] for row in rows[1002:1004]] == ["1", "52"] and rows[1004].startswith("52/60 ━")
+    assert rows[1005:] == ["after", "at last"]
+
+
+def test_of_too_much_for_a_stopped_terminal_the_oldest_goes(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "_WAITING_BYTES", 3000)
+    show(terminal)
+    terminal.read()
+    with terminal.stopped():
+        for n in range(500):
+            logger.info(f"line {n}")
+    rows = texts(terminal.rows())
+    (gap,) = [n for n, row in enumerate(rows) if "dropped" in row]
+    first, last = rows[:gap], rows[gap + 1 : rows.index("", gap)]
+    dropped = 500 - len(first) - len(last)
+    assert rows[gap] == f"({dropped} lines dropped: the terminal took none)" and 50 < len(last) < 110
+    assert first + last == [f"line {n}" for n in (*range(len(first)), *range(500 - len(last), 500))]
+
+
+def test_a_step_waits_for_nobody_who_is_at_the_view(terminal: Terminal) -> None:
+    clock = Clock()
+    view = show(terminal, clock=clock)
     clock.now += 1
-    view.tick(20)
-    assert terminal.rows()[-1].startswith("20/60 ")
+    thread = threading.Thread(target=view.tick, args=(7,), daemon=True)
+    with view._pen._change:
+        thread.start()
+        thread.join(5)
+        assert not thread.is_alive()
+    clock.now += 1
+    view.tick(8)
+    assert terminal.rows()[-1].startswith("8/60 ")
+
+
+def test_a_stream_that_is_closed_under_the_view_harms_nothing(terminal: Terminal, tmp_path: Path) -> None:
+    """Nor the file that gets its number."""
+    setup_console(0, stream=(stream := os.fdopen(os.dup(terminal.end), "w")))
+    number = stream.fileno()
+    view = start_view(0, 60)
+    assert isinstance(view, LiveView)
+    stream.close()
+    with open(tmp_path / "other", "wb") as file:
+        assert file.fileno() == number
+        time.sleep(0.11)
+        view.tick(3)
+        log_step(4)
+        view.close()
+    assert (tmp_path / "other").read_bytes() == b""
+
+
+def test_a_descriptor_of_any_number_will_do(terminal: Terminal) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1100), hard))
+    try:
+        os.dup2(terminal.end, 1050)
+        with os.fdopen(1050, "w") as stream:
+            setup_console(0, stream=stream)
+            view = start_view(0, 60)
+            assert isinstance(view, LiveView)
+            time.sleep(0.11)
+            view.tick(3)
+            assert terminal.rows()[-1].startswith("3/60 ")
+            view.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_an_error_of_the_drawing_costs_the_view_and_no_line(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view = show(terminal)
+    terminal.read()
+    monkeypatch.setattr(live, "progress", lambda *_: 1 / 0)
+    logger.info("one")
+    logger.info("two")
+    assert texts(terminal.rows()) == ["one", "two"]
+    monkeypatch.undo()
+    view.close()
 
 
 def test_a_forked_child_leaves_the_view_alone(terminal: Terminal) -> None:
-    view = show(terminal)
+    show(terminal)
     log_step(1)
     terminal.read()
+    handler = console_handler()
+    assert handler is not None
     child = os.fork()
     if not child:
-        with view.aside():
-            os.write(terminal.end, b"child\n")
+        handler.target().write("child\n")
+        handler.target().flush()
         os._exit(0)
     os.waitpid(child, 0)
     assert terminal.read() == b"child\r\n"
@@ -498,14 +636,39 @@ def test_a_killed_run_leaves_a_clean_terminal(terminal: Terminal, number: signal
         [sys.executable, "-c", KILLED], cwd=ROOT, stdout=terminal.end, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL
     )
     assert process.stderr is not None and process.stderr.readline() == b"ready\n"
-    assert any("0/60" in row or "1/60" in row for row in terminal.rows())
+    deadline = time.monotonic() + 20
+    while not any("0/60" in row or "1/60" in row for row in terminal.rows()):
+        assert time.monotonic() < deadline
     process.send_signal(number)
     assert process.wait(10) == -number
-    deadline = time.monotonic() + 10
     while len(terminal.rows()) > 1 and time.monotonic() < deadline:
         pass
     assert texts(terminal.rows()) == ["kept"]
     process.stderr.close()
+
+
+def test_a_run_that_is_killed_with_its_terminal_leaves_no_words_of_the_shell(terminal: Terminal) -> None:
+    process = subprocess.Popen([sys.executable, "-c", KILLED], cwd=ROOT, stdout=terminal.end, stderr=subprocess.PIPE)
+    assert process.stderr is not None and process.stderr.readline() == b"ready\n"
+    terminal.hang_up()
+    process.kill()
+    assert process.communicate(timeout=20)[1] == b""
+
+
+@pytest.mark.parametrize("name", ["size", "CI", "KUBERNETES_SERVICE_HOST"])
+def test_no_view_on_a_terminal_that_nobody_looks_at(
+    name: str, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup_console(0, stream=terminal.stream)
+    if name == "size":
+        fcntl.ioctl(terminal.end, termios.TIOCSWINSZ, struct.pack("HHHH", 0, 0, 0, 0))
+    else:
+        monkeypatch.setenv(name, "1")
+    assert start_view(0, 60) is None
+    if name == "size":
+        terminal.resize(100, 30)
+    monkeypatch.delenv(name, raising=False)
+    assert isinstance(start_view(0, 60), LiveView)
 
 
 @pytest.mark.parametrize("kind", ["file", "dumb", "no TERM"])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import math
 import os
 import struct
 import sys
+import termios
 import threading
 import time
 import types
@@ -17,16 +19,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.pool import Pools
 from tests.training.test_run import TINY
 from titanlite.build import read_text
 from titanlite.config.errors import ConfigError
 from titanlite.config.scan import loads
+from titanlite.models.shapes import SHAPES
 from titanlite.observe import tracker
-from titanlite.observe.console import logger
+from titanlite.observe.console import logger, setup_console
+from titanlite.observe.live import start_view
 from titanlite.observe.metrics import read_metrics
-from titanlite.observe.tensorboard import tags
+from titanlite.observe.observer import Observer
+from titanlite.observe.tensorboard import TensorBoard, tags
 from titanlite.observe.tracker import ID_FILE, Tracker
 from titanlite.parallel.world import World
 from titanlite.prepare import load_plans
@@ -184,12 +190,12 @@ def test_a_resumed_run_goes_on_under_its_id_and_a_new_one_does_not(tmp_path: Pat
 
 def test_the_environment_goes_before(tmp_path: Path, install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = install(Backend())
-    for name in ("PROJECT", "NAME", "NOTES", "DIR"):
+    for name in ("PROJECT", "NAME", "NOTES", "DIR", "RESUME"):
         monkeypatch.setenv(f"WANDB_{name}", "theirs")
     monkeypatch.setenv("WANDB_RUN_ID", "mine")
-    Tracker(tmp_path, {}).close()
+    Tracker(tmp_path, {}, first_step=11).close()
     (given,) = backend.begun
-    assert given["id"] == "mine" and not {"project", "name", "notes", "dir"} & set(given)
+    assert given["id"] == "mine" and not {"project", "name", "notes", "dir", "resume"} & set(given)
     assert (tmp_path / ID_FILE).read_text().strip() == "mine"
 
 
@@ -257,6 +263,42 @@ def test_a_back_end_that_hangs_stops_neither_writing_nor_closing(
     board._thread.join(10)
     assert not board._thread.is_alive(), "what is left goes on, and ends"
     assert len(backend.rows) <= 51 and backend.exits == [0]
+
+
+def test_a_failed_run_ends_before_the_launcher_does_so(
+    tmp_path: Path, install: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights & Biases, TensorBoard and the terminal hang, all at once."""
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    release = threading.Event()
+    install(Backend(init=lambda: bool(release.wait(60))))
+    monkeypatch.setattr(RecordWriter, "write", lambda *_: release.wait(60))
+    monkeypatch.setenv("TERM", "xterm")
+    for name in ("CI", "KUBERNETES_SERVICE_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    plans = load_plans("debug_model.toml", 1, TINY)
+    args = replace(SHAPES["llama3"]["debugmodel"], vocab_size=512)
+    watched = Observer(plans, World(0, 0, 1, torch.device("cpu")), args)
+    watched._tracker, watched._tensorboard = Tracker(tmp_path, {}), TensorBoard(tmp_path / "tb", purge_step=1)
+    watched._tensorboard.write(1, {"lr": 1.0})
+    handlers = logger.handlers[:]
+    master, end = os.openpty()
+    with os.fdopen(end, "w") as stream:
+        fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+        setup_console(0, stream=stream)
+        watched._view = start_view(0, 60)
+        assert watched._view is not None
+        termios.tcflow(end, termios.TCOOFF)
+        watched.finish("failed", 3, "an error")
+        began = time.perf_counter()
+        watched.close()
+        took = time.perf_counter() - began
+        termios.tcflow(end, termios.TCOON)
+        logger.handlers[:] = handlers
+    release.set()
+    os.close(master)
+    assert 1.0 <= took < 2.0
 
 
 def _hanging(world: World, folder: str) -> tuple[int, float]:

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 _FAULTS = """
-import json, resource, torch
+import ctypes, json, resource, torch
 from titanlite.parallel.host_memory import keep_freed_memory
 torch.set_num_threads(1)
 def faults():
@@ -22,7 +22,12 @@ def faults():
 faults()
 plain, done, = faults(), keep_freed_memory()
 faults()
-print(json.dumps([done, plain, faults()]))
+kept = faults()
+sbrk = ctypes.CDLL(None).sbrk
+sbrk.restype = ctypes.c_void_p
+before = sbrk(0)
+torch.empty(3 << 30, dtype=torch.uint8)  # freed at once; no page of it is touched
+print(json.dumps([done, plain, kept, sbrk(0) - before]))
 """
 
 
@@ -34,10 +39,11 @@ def _measure(**environment: str) -> list[int]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
 def test_freed_memory_is_kept_for_the_next_step() -> None:
-    done, plain, kept = _measure()
+    done, plain, kept, grown = _measure()
     assert done
     assert plain > 1_000  # 80 MiB at a time are 20,480 pages, fewer where they are huge
     assert kept < plain / 50
+    assert grown > 2 << 30  # however much it is, the end of the heap stays
 
 
 def test_a_users_own_settings_are_left_alone() -> None:

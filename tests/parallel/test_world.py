@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from tests.pool import Pools
 from titanlite.config.plans import MeshPlan
@@ -22,10 +24,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def _timeouts(world: World) -> dict[str, timedelta]:
     mesh = world.build_mesh(MeshPlan(world.size, 1, world.size))
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=mesh["dp_shard"], reshard_after_forward=2)  # within nodes of 2: a group of its own
+    world.cover_groups()
     groups = {
         "default": dist.group.WORLD,
         "shard": mesh["dp_shard"].get_group(),
         "rep": mesh["dp_replicate"].get_group(),
+        "partial reshard": model._get_fsdp_state()._fsdp_param_group.post_forward_mesh_info.shard_process_group,
     }
 
     def read() -> dict[str, Any]:
@@ -34,18 +40,18 @@ def _timeouts(world: World) -> dict[str, timedelta]:
         }
 
     before = read()
-    set_timeouts(77, mesh)
-    with patience(99, 77, mesh):
+    set_timeouts(77)
+    with patience(99, 77):
         assert set(read().values()) == {timedelta(seconds=99)}
     after = read()
-    set_timeouts(120, mesh)
+    set_timeouts(120)
     assert set(before.values()) == {timedelta(seconds=120)}
     return after
 
 
 def test_timeouts_are_lowered_for_every_group(pool: Pools) -> None:
-    for after in pool(2).run(_timeouts):
-        assert after == {name: timedelta(seconds=77) for name in ("default", "shard", "rep")}
+    for after in pool(4).run(_timeouts):
+        assert after == {name: timedelta(seconds=77) for name in ("default", "shard", "rep", "partial reshard")}
 
 
 def _joins(world: World) -> tuple[int, int, bool]:

@@ -1,6 +1,7 @@
 """The two commands, with stand-ins for Python, pip and torchrun: what is installed when, what is said when it fails."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -31,6 +32,7 @@ TOOLS = [
     "env",
     "rmdir",
     "chmod",
+    "mktemp",
 ]
 
 # Answers as an interpreter of $FAKE_VERSION would, and writes what it was asked to $CALLS.
@@ -90,7 +92,7 @@ class Machine:
         for name in TOOLS:
             if path := shutil.which(name):
                 (self.bin / name).symlink_to(path)
-        self.env = {"PATH": str(self.bin), "CALLS": str(self.log), "HOME": str(tmp)}
+        self.env = {"PATH": str(self.bin), "CALLS": str(self.log), "HOME": str(tmp), "TMPDIR": str(tmp)}
 
     def python(self, name: str = "python3", folder: Path | None = None, **settings: str) -> Path:
         """Put a stand-in interpreter in place; `settings` (FAKE_...) hold for it alone."""
@@ -342,9 +344,10 @@ def test_what_torchrun_is_given(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"NGPU": "3"}, "--local-ranks-filter 0 --redirects 1:3,2:3 "),
+        ({"NGPU": "3"}, "--local-ranks-filter 0 --redirects 1:3,2:3 --log-dir "),
         ({"NGPU": "1"}, "--local-ranks-filter 0 "),
-        ({"NGPU": "12"}, "--redirects 1:3,2:3,3:3,4:3,5:3,6:3,7:3,8:3,9:3 "),
+        ({"NGPU": "10"}, "--redirects 1:3,2:3,3:3,4:3,5:3,6:3,7:3,8:3,9:3 "),
+        ({"NGPU": "11"}, "--local-ranks-filter 0 --role rank --tee 3 --log-dir "),
         ({"NGPU": "3", "LOG_RANK": "0,1"}, "--local-ranks-filter 0,1 --role rank --tee 3 "),
         ({"NGPU": "3", "LOG_RANK": "1"}, "--local-ranks-filter 1 --role rank --tee 3 "),
     ],
@@ -359,6 +362,9 @@ def test_rank_0_alone_has_the_terminal_to_itself(machine: Machine, settings: dic
         os.close(terminal)
     launch = machine.calls()[-1]
     assert said in launch and ("--tee" in launch) is ("--tee" in said)
+    assert ("--log-dir" in launch) is (settings["NGPU"] != "1"), "what the others print can be found"
+    for folder in re.findall(r"--log-dir (\S+)", launch):
+        assert Path(folder).is_dir() and Path(folder).match("titanlite-*") and folder.startswith(machine.env["TMPDIR"])
 
 
 def test_one_worker_per_visible_gpu(machine: Machine) -> None:

@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tests.training.reference import Curve
-from titanlite.build import build_model, data_parallel_rank, to_device
-from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, MeshPlan, OptimizerPlan, ShardPlan
+from titanlite.build import build_model, build_pipeline, data_parallel_rank, to_device
+from titanlite.config.pipeline import stage_count
+from titanlite.config.plans import (
+    ActivationCheckpointPlan,
+    BatchPlan,
+    CompilePlan,
+    MeshPlan,
+    OptimizerPlan,
+    PipelinePlan,
+    ShardPlan,
+    TensorParallelPlan,
+)
 from titanlite.data.loader import Batch
 from titanlite.guard import FiniteGuard
 from titanlite.loss import cross_entropy_sum
 from titanlite.models import LlamaArgs, get_spec
 from titanlite.optim.optimizer import build_optimizer
-from titanlite.parallel.compile import compile_loss
+from titanlite.parallel.compile import LossFunction, compile_loss
+from titanlite.parallel.fsdp import DTYPES
+from titanlite.parallel.pipeline import Pipeline, PipelineModel
+from titanlite.parallel.tensor import tensor_loss
 from titanlite.parallel.world import World
-from titanlite.step import train_step
+from titanlite.step import Duplicates, train_step
 
 TINY = LlamaArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=192, multiple_of=32, max_seq_len=64)
 FULL_PRECISION = ShardPlan(param_dtype="float32")
@@ -42,6 +56,35 @@ class Run:
     replicas: int = 1
     activations: ActivationCheckpointPlan | None = None
     compile: CompilePlan = CompilePlan()
+    #: Ranks that share each product, and whether the loss is computed on sharded logits.
+    tensor: int = 1
+    loss_parallel: bool = True
+    #: Ranks that share each sequence.
+    context: int = 1
+    #: Ranks that share the layers, how they take turns, and pieces of each micro-batch.
+    pipeline: int = 1
+    schedule: str = "1F1B"
+    split_points: tuple[str, ...] = ()
+    pieces: int = 2
+
+    def mesh(self, ranks: int) -> MeshPlan:
+        """The degrees on so many ranks; those left over share the weights."""
+        rest = ranks // (self.replicas * self.tensor * self.context * self.pipeline)
+        return MeshPlan(ranks, self.replicas, rest, self.context, self.tensor, self.pipeline)
+
+    def pipeline_plan(self) -> PipelinePlan:
+        stages = stage_count(self.schedule, self.pipeline, self.split_points)
+        return PipelinePlan(self.schedule, stages, self.split_points, self.pieces)
+
+    def batch(self, ranks: int) -> BatchPlan:
+        """What a rank is given in a step."""
+        _, whole, seq_len = self.tokens.shape
+        rows = whole // self.mesh(ranks).dp_degree // self.accumulation
+        return BatchPlan(rows, self.accumulation, whole, seq_len, whole * seq_len)
+
+    def alone(self) -> Run:
+        """The same run on one rank."""
+        return replace(self, replicas=1, tensor=1, context=1, pipeline=1)
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -56,10 +99,34 @@ def micro_batches(run: Run, step: int, rank: int, degree: int) -> list[Batch]:
     return [Batch(t, y) for t, y in parts]
 
 
+def sequence_part(run: Run, batches: list[Batch], rank: int) -> list[Batch]:
+    """What a rank keeps of sequences that `run.context` ranks share: one chunk from the front, one from the back."""
+    if run.context == 1:
+        return batches
+    place = rank // run.tensor % run.context
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        chunks = x.chunk(2 * run.context, dim=1)
+        return torch.cat((chunks[place], chunks[-1 - place]), dim=1)
+
+    return [Batch(part(batch.tokens), part(batch.labels)) for batch in batches]
+
+
 def build_tiny(world: World, run: Run) -> tuple[torch.nn.Module, torch.optim.Optimizer, int]:
-    mesh = world.build_mesh(MeshPlan(world.size, run.replicas, world.size // run.replicas))
+    mesh = world.build_mesh(run.mesh(world.size))
     spec = get_spec("llama3")
-    model = build_model(spec, run.args, mesh, run.shard, world.device, run.seed, run.compile, run.activations)
+    model = build_model(
+        spec,
+        run.args,
+        mesh,
+        run.shard,
+        world.device,
+        run.seed,
+        run.compile,
+        run.activations,
+        TensorParallelPlan(run.loss_parallel),
+        run.pipeline_plan(),
+    )
     if run.optimizer == "SGD":
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     else:
@@ -68,14 +135,36 @@ def build_tiny(world: World, run: Run) -> tuple[torch.nn.Module, torch.optim.Opt
     return model, optimizer, data_parallel_rank(mesh)
 
 
+def run_stages(model: torch.nn.Module, run: Run, world: World, loss: LossFunction) -> Pipeline | None:
+    """What runs the model where ranks share its layers."""
+    if not isinstance(model, PipelineModel):
+        return None
+    dtype = DTYPES[run.shard.param_dtype]
+    return build_pipeline(model, run.args, run.pipeline_plan(), run.batch(world.size), dtype, world.device, loss)
+
+
+def all_stages(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of this rank's layers, with those of the ranks that have the others."""
+    if not isinstance(model, PipelineModel):
+        return tensors
+    parts: list[dict[str, torch.Tensor]] = [{} for _ in range(dist.get_world_size(model.group))]
+    dist.all_gather_object(parts, tensors, model.group)
+    return {name: tensor for part in parts for name, tensor in part.items()}
+
+
 def train(world: World, run: Run) -> Curve:
     """The run on this world; the curve holds full tensors under titanlite's names."""
     model, optimizer, rank = build_tiny(world, run)
+    plan = run.mesh(world.size)
     loss = compile_loss(cross_entropy_sum, run.compile.backend) if run.compile.loss else cross_entropy_sum
+    if plan.tensor > 1:
+        loss = tensor_loss(loss)
+    pipeline = run_stages(model, run, world, loss)
     guard = FiniteGuard(world.device)
     curve = Curve([], [], {}, {})
     for step, rate in enumerate(run.rates, start=1):
-        batches = to_device(micro_batches(run, step - 1, rank, world.size), world.device)
+        own = sequence_part(run, micro_batches(run, step - 1, rank, plan.dp_degree), world.rank)
+        batches = to_device(own, world.device)
         if step == 1:
             # Clipping happens in place inside the step: the first gradients are caught on their way to the optimizer.
             keep = optimizer.register_step_pre_hook(
@@ -91,19 +180,22 @@ def train(world: World, run: Run) -> Curve:
             lr=rate,
             max_norm=run.max_norm,
             guard=guard,
+            duplicates=Duplicates(plan.tensor * plan.pipeline, plan.tensor),
             sync_every=run.shard.gradient_sync == "every",
             loss_function=loss,
+            pipeline=pipeline,
         )
         keep.remove()
         curve.losses.append(result.loss.item())
         curve.norms.append(result.norm.item())
-    curve.weights = {n: full(p) for n, p in model.named_parameters()}
+    curve.gradients = all_stages(model, curve.gradients)
+    curve.weights = all_stages(model, {n: full(p) for n, p in model.named_parameters()})
     return curve
 
 
 def initial_weights(world: World, run: Run) -> dict[str, torch.Tensor]:
     model, _, _ = build_tiny(world, run)
-    return {n: full(p) for n, p in model.named_parameters()}
+    return all_stages(model, {n: full(p) for n, p in model.named_parameters()})
 
 
 def batches(

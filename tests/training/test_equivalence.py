@@ -40,7 +40,7 @@ def references(pool: Pools) -> dict[tuple[str, str], Curve]:
 def _reference(references: dict[tuple[str, str], Curve], pool: Pools, shape: str, run: Run) -> Curve:
     key = (shape, run.optimizer)
     if key not in references:
-        start = pool(1).run(initial_weights, run)[0]
+        start = pool(1).run(initial_weights, run.alone())[0]
         references[key] = train_reference(
             get_spec("llama3").hf_config(run.args),
             _to_hf(start, run.args),

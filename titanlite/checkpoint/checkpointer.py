@@ -27,7 +27,7 @@ from titanlite.checkpoint.manifest import (
     step_folder,
     steps_in,
 )
-from titanlite.checkpoint.state import describe, differences, gather, rng_state, scatter, set_rng_state
+from titanlite.checkpoint.state import describe, describe_all, differences, gather, rng_state, scatter, set_rng_state
 from titanlite.config.plans import CheckpointPlan
 from titanlite.parallel.world import World
 
@@ -72,7 +72,7 @@ class Checkpointer:
         partial = self._on_rank_0(lambda: self._make_partial(step))
         tensors: dict[str, torch.Tensor] = gather(model, optimizer)
         tensors[_RNG] = rng_state(self._world.device, self._world.size)
-        description = describe(tensors)
+        description = describe_all(tensors, model)
         _dcp(
             f"saving {step_folder(self.root, step)}",
             lambda: dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial, sync_files=True)),
@@ -89,7 +89,7 @@ class Checkpointer:
             return None
         tensors: dict[str, torch.Tensor] = gather(model, optimizer)
         rng = rng_state(self._world.device, self._world.size)
-        wanted = describe(tensors)
+        wanted = describe_all(tensors, model)
         saved = {name: entry for name, entry in manifest.tensors.items() if name != _RNG}
         folder = step_folder(self.root, manifest.step)
         if lines := differences(saved, wanted):

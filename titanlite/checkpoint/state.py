@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -15,6 +16,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+
+from titanlite.parallel.pipeline import PipelineModel
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 #: Hyper-parameters belong to the configuration, not to the checkpoint.
@@ -69,6 +72,16 @@ def set_rng_state(state: DTensor, device: torch.device) -> None:
 def describe(tensors: dict[str, torch.Tensor]) -> dict[str, list[Any]]:
     """Tensor name -> [dtype, global shape], for the manifest."""
     return {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
+
+
+def describe_all(tensors: dict[str, torch.Tensor], model: nn.Module) -> dict[str, list[Any]]:
+    """As `describe`, with the tensors that other ranks of a pipeline hold; all ranks of it call this together."""
+    mine = describe(tensors)
+    if not isinstance(model, PipelineModel):
+        return mine
+    parts: list[dict[str, list[Any]]] = [{} for _ in range(dist.get_world_size(model.group))]
+    dist.all_gather_object(parts, mine, model.group)
+    return {name: entry for part in parts for name, entry in part.items()}
 
 
 def differences(saved: dict[str, list[Any]], wanted: dict[str, list[Any]], most: int = 12) -> list[str]:

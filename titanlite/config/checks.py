@@ -33,8 +33,7 @@ def contradictions(config: JobConfig) -> list[Problem]:
             f'is {d.training.prefetch}, but training.fsdp_units = "root" gathers everything at once',
             "training.fsdp_units",
         )
-    if d.experimental.enable_async_tensor_parallel and not d.training.compile:
-        contradict("experimental.enable_async_tensor_parallel", "needs training.compile = true", "training.compile")
+    _async_tensor(config, contradict)
     if d.training.compile and not d.compile.components:
         contradict("compile.components", "is empty, but training.compile = true", "training.compile")
     if d.checkpoint.last_save_in_hf and not d.checkpoint.model_weights_only:
@@ -119,6 +118,19 @@ def _activations(config: JobConfig, contradict: Callable[..., None]) -> None:
             'mode = "full", "none", or selective_ac_option = "N"',
             "activation_checkpoint.selective_ac_option",
         )
+
+
+def _async_tensor(config: JobConfig, contradict: Callable[..., None]) -> None:
+    """The overlap is made by inductor, in the graphs of the blocks."""
+    d, key = config.dialect, "experimental.enable_async_tensor_parallel"
+    if not d.experimental.enable_async_tensor_parallel:
+        return
+    if not d.training.compile:
+        contradict(key, "needs training.compile = true", "training.compile")
+    elif "model" not in d.compile.components:
+        contradict(key, "needs model in compile.components", "compile.components")
+    elif d.compile.backend != "inductor":
+        contradict(key, f'needs compile.backend = "inductor", not {quote(d.compile.backend)}', "compile.backend")
 
 
 def missing_files(config: JobConfig) -> list[Problem]:

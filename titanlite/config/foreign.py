@@ -23,7 +23,7 @@ _TORCHFT = "fault tolerance by TorchFT is not part of titanlite; checkpoints and
 _MX = "MX formats are not part of titanlite; float8.* is what it has"
 _GROUPED = "quantised grouped products (mixtures of experts) are not part of titanlite"
 _PIPELINE = "stages are set by experimental.pipeline_parallel_split_points"
-_CP = "context parallelism takes torch's own choice"
+_CP = "context parallelism has this way only"
 _AC = "activation checkpointing takes torch's own choice here"
 
 FOREIGN: dict[str, Foreign] = {

@@ -94,6 +94,35 @@ class MeshPlan:
         """Ranks that read different data."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def weight_shards(self) -> int:
+        """Ranks over which `fully_shard` divides each weight: those that share sequences hold the same weights too."""
+        return self.dp_shard * self.context
+
+
+@dataclass(frozen=True)
+class TensorParallelPlan:
+    """How `MeshPlan.tensor` ranks share each product."""
+
+    #: Logits stay divided by vocabulary, and the loss is computed on the parts.
+    loss_parallel: bool = True
+    #: Compiled products overlap with their traffic.
+    asynchronous: bool = False
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """How `MeshPlan.pipeline` ranks share the layers."""
+
+    #: A name of `titanlite.config.pipeline.SCHEDULES`.
+    schedule: str = "1F1B"
+    #: Over all ranks.
+    stages: int = 1
+    #: Modules that start a stage, all but the first; empty: stages of even cost.
+    split_points: tuple[str, ...] = ()
+    #: Pieces that each micro-batch of `BatchPlan.micro_batch_size` sequences is cut into.
+    microbatches: int = 1
+
 
 @dataclass(frozen=True)
 class ShardPlan:
@@ -276,6 +305,8 @@ class Plans:
     data: DataPlan = field(default_factory=DataPlan)
     batch: BatchPlan = field(default_factory=BatchPlan)
     mesh: MeshPlan = field(default_factory=MeshPlan)
+    tensor_parallel: TensorParallelPlan = field(default_factory=TensorParallelPlan)
+    pipeline: PipelinePlan = field(default_factory=PipelinePlan)
     shard: ShardPlan = field(default_factory=ShardPlan)
     activations: ActivationCheckpointPlan = field(default_factory=ActivationCheckpointPlan)
     compile: CompilePlan = field(default_factory=CompilePlan)

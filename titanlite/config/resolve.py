@@ -11,8 +11,10 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from titanlite.config import plans
+from titanlite.config.context import context_problems
 from titanlite.config.errors import ConfigError, Problem, nearest
 from titanlite.config.job import JobConfig, independent
+from titanlite.config.pipeline import pipeline_plan, pipeline_problems
 from titanlite.config.schema import describe, quote, quote_key
 from titanlite.config.sections.base import Section
 from titanlite.config.unbuilt import implied_unbuilt
@@ -62,7 +64,9 @@ def draft(
     work.earlier += work.problems
     work.check_reshard(mesh)
     work.check_prefetch(mesh)
+    work.problems += independent(context_problems(config, mesh), work.earlier, config)
     batch = work.batch(mesh)
+    pipeline = work.pipeline(mesh, batch)
     steps = work.steps(batch, total_sequences)
     schedule = work.schedule(steps)
     d = config.dialect
@@ -72,7 +76,12 @@ def draft(
         data=work.data(),
         batch=batch,
         mesh=mesh,
-        shard=work.shard(),
+        tensor_parallel=plans.TensorParallelPlan(
+            loss_parallel=d.training.enable_loss_parallel,
+            asynchronous=d.experimental.enable_async_tensor_parallel,
+        ),
+        pipeline=pipeline,
+        shard=work.shard(mesh),
         activations=work.activations(shapes),
         compile=work.compile(),
         optimizer=work.optimizer(),
@@ -245,14 +254,15 @@ class _Work:
     def check_reshard(self, mesh: plans.MeshPlan) -> None:
         """`fully_shard` keeps the weights sharded over a factor of the ranks that share one copy of them."""
         wanted = self.config.dialect.training.reshard_after_forward
-        if not isinstance(wanted, int) or mesh.dp_shard % wanted == 0:
+        if not isinstance(wanted, int) or mesh.weight_shards % wanted == 0:
             return
-        fitting = _divisors(mesh.dp_shard)[1:]
+        fitting = _divisors(mesh.weight_shards)[1:]
         numbers = f"{_some(fitting)}, or " if fitting else ""
+        which = "data_parallel_shard" + (" * context_parallel" if mesh.context > 1 else "")
         self.problem(
             "training.reshard_after_forward",
-            f"is {wanted}, which does not divide the {mesh.dp_shard} ranks that share one copy of the weights "
-            "(data_parallel_shard)",
+            f"is {wanted}, which does not divide the {mesh.weight_shards} ranks that share one copy of the weights "
+            f"({which})",
             f'these work: {numbers}"default", "always" or "never"',
             [*_degrees(self.config), "training.data_parallel_type"],
         )
@@ -260,7 +270,7 @@ class _Work:
     def check_prefetch(self, mesh: plans.MeshPlan) -> None:
         """Where nothing is gathered, nothing is gathered ahead."""
         ahead = self.config.dialect.training.prefetch
-        if ahead and mesh.dp_shard == 1:
+        if ahead and mesh.weight_shards == 1:
             self.warnings.append(
                 f"training.prefetch = {ahead} has no effect: every rank holds whole weights (data_parallel_shard = 1)"
             )
@@ -290,6 +300,19 @@ class _Work:
         tokens = total * training.seq_len
         self.notes.append(f"tokens per step = {tokens:,}: {total} sequences * seq_len {training.seq_len}")
         return plans.BatchPlan(micro, accumulation, total, training.seq_len, tokens)
+
+    def pipeline(self, mesh: plans.MeshPlan, batch: plans.BatchPlan) -> plans.PipelinePlan:
+        if mesh.pipeline == 1:
+            return plans.PipelinePlan()
+        found = pipeline_problems(self.config, mesh, batch.accumulation)
+        self.problems += independent(found, self.earlier, self.config)
+        plan = pipeline_plan(self.config, mesh)
+        total = plan.microbatches * batch.accumulation
+        self.notes.append(
+            f"pipeline micro-batches per step = {total}: {plan.microbatches} of each batch of {batch.micro_batch_size} "
+            f"sequences * accumulation {batch.accumulation}"
+        )
+        return plan
 
     # The length of the run and the schedule
 
@@ -376,13 +399,27 @@ class _Work:
             persistent_workers=d.data.persistent_workers,
         )
 
-    def shard(self) -> plans.ShardPlan:
+    def shard(self, mesh: plans.MeshPlan) -> plans.ShardPlan:
         training = self.config.dialect.training
         reshard: bool | int | None
         if isinstance(training.reshard_after_forward, int):
             reshard = training.reshard_after_forward
         else:
             reshard = {"default": None, "always": True, "never": False}[training.reshard_after_forward]
+        if mesh.pipeline > 1:
+            gathered = mesh.dp_shard * mesh.context > 1
+            if reshard is None:
+                reshard = False
+                if gathered:
+                    self.notes.append(
+                        "weights stay gathered for the whole step (reshard_after_forward): each pipeline micro-batch "
+                        "would gather them again"
+                    )
+            elif reshard is not False and gathered:
+                self.warnings.append(
+                    f"training.reshard_after_forward = {quote(training.reshard_after_forward)} gathers the weights "
+                    "again for each pipeline micro-batch"
+                )
         return plans.ShardPlan(
             param_dtype=training.mixed_precision_param,
             reduce_dtype=training.mixed_precision_reduce,

@@ -48,8 +48,6 @@ def _switched(section: str, field: str, *off: object) -> Predicate:
     return lambda d: getattr(getattr(d, section), field) not in off
 
 
-_tensor = _switched("training", "tensor_parallel_degree", 1)
-_pipeline = _switched("experimental", "pipeline_parallel_degree", 1)
 _checkpoints = _switched("checkpoint", "enable_checkpoint", False)
 _any_precision = _switched("optimizer", "name", "AdamW", "Adam", "Muon")
 _estimates = _switched("memory_estimation", "enabled", False)
@@ -74,19 +72,6 @@ def _feature(
 UNBUILT: dict[str, Unbuilt] = {
     **_feature("float8", _always, "float8.enable_float8_linear"),
     **_feature("float8", _float8, *(f"float8.{f}" for f in Dialect.model_fields["float8"].annotation.model_fields)),  # type: ignore[union-attr]
-    **_feature("tensor parallelism", _always, "training.tensor_parallel_degree"),
-    **_feature(
-        "tensor parallelism", _tensor, "training.enable_loss_parallel", "experimental.enable_async_tensor_parallel"
-    ),
-    **_feature("pipeline parallelism", _always, "experimental.pipeline_parallel_degree"),
-    **_feature(
-        "pipeline parallelism",
-        _pipeline,
-        "experimental.pipeline_parallel_split_points",
-        "experimental.pipeline_parallel_schedule",
-        "experimental.pipeline_parallel_microbatches",
-    ),
-    **_feature("context parallelism", _always, "experimental.context_parallel_degree"),
     **_feature("expert parallelism", _always, "parallelism.expert_parallel_degree"),
     **_feature("weights in bfloat16", _always, "training.dtype"),
     **_feature(
@@ -181,6 +166,12 @@ def without_effect(config: JobConfig) -> list[str]:
     switches = {
         "checkpoint": dialect.checkpoint.enable_checkpoint,
         "validation": dialect.validation.enable,
+        "training.enable_loss_parallel": dialect.training.tensor_parallel_degree > 1,
+        "experimental.enable_async_tensor_parallel": dialect.training.tensor_parallel_degree > 1,
+        **dict.fromkeys(
+            (f"experimental.pipeline_parallel_{name}" for name in ("split_points", "schedule", "microbatches")),
+            dialect.experimental.pipeline_parallel_degree > 1,
+        ),
         "training.fsdp_min_params": dialect.training.fsdp_units == "size",
         "compile": dialect.training.compile,
         "activation_checkpoint.selective_ac_option": dialect.activation_checkpoint.mode == "selective",

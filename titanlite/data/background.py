@@ -17,7 +17,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from titanlite.data.loader import Batch, ValidationLoader
+from titanlite.data.loader import Batch
 
 logger = logging.getLogger("titanlite")
 
@@ -41,6 +41,14 @@ class StepLoader(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class PassLoader(Protocol):
+    """What a `ValidationPrefetcher` reads from: `ValidationLoader`, or one of your own."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Batch]: ...
 
 
 class _Shelf(Generic[_T]):
@@ -209,10 +217,14 @@ class ValidationPrefetcher:
         pin: batches in page-locked memory, see `Prefetcher`.
         persistent: the thread stays between passes, with the first batches of the next one ready. Otherwise it ends
             with its pass.
+
+    Raises ValueError for a pass without batches.
     """
 
-    def __init__(self, loader: ValidationLoader, depth: int = 2, pin: bool = False, persistent: bool = False) -> None:
+    def __init__(self, loader: PassLoader, depth: int = 2, pin: bool = False, persistent: bool = False) -> None:
         _check_depth(depth)
+        if len(loader) == 0:  # a thread that stays would look for the first batch forever
+            raise ValueError("loader: a pass has no batches; give it text for one at least, or leave validation out")
         self.loader = loader
         self.depth = depth
         self.pin = pin and torch.cuda.is_available()
@@ -257,7 +269,7 @@ def _steps(loader: StepLoader, pin: bool) -> Callable[[], _Step]:
     return lambda: _Step(_pinned(loader.next_step(), pin), loader.state_dict(), loader.steps_left)
 
 
-def _passes(loader: ValidationLoader, pin: bool, endless: bool) -> Callable[[], Batch]:
+def _passes(loader: PassLoader, pin: bool, endless: bool) -> Callable[[], Batch]:
     batches = itertools.chain.from_iterable(itertools.repeat(loader)) if endless else iter(loader)
     return lambda: _pinned([next(batches)], pin)[0]
 

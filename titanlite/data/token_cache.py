@@ -13,10 +13,12 @@ import hashlib
 import json
 import logging
 import os
+import re
 import tempfile
+import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,6 +27,7 @@ import numpy as np
 
 from titanlite._version import __version__
 from titanlite.data.corpus import PACKING, Corpus, tokenize
+from titanlite.data.errors import DataError
 from titanlite.data.tokenizer import Tokenizer
 
 logger = logging.getLogger("titanlite")
@@ -32,14 +35,22 @@ logger = logging.getLogger("titanlite")
 #: Bytes of text files from which on "auto" keeps tokens: less is tokenized in about a second.
 AUTO_BYTES = 32 << 20
 
-#: Seconds after which a lock whose owner makes no progress is waited for no longer.
+#: Seconds after which a lock whose owner shows no sign of life is waited for no longer.
 STALLED = 60.0
 
 #: Seconds without use after which a file is removed.
 KEEP = 7 * 86400.0
 
+#: Seconds between two signs of life. Short, since file servers' clients ask rarely for what seldom changes.
+_SIGN = 1.0
+
+#: Seconds after which a file in the making that is not locked is nobody's. Where nodes have no common locks, the time
+#: of the last write is all that there is to see.
+_WRITING = 10.0
+
 _HEADER_BYTES = 4096
 _PIECE = 32 << 20
+_NAMES = re.compile(r"[0-9a-f]{32}(\.tokens|\.lock|-\w+\.partial)")
 _LIBRARIES = ("tiktoken", "sentencepiece", "tokenizers")
 
 
@@ -48,25 +59,26 @@ def load_corpus(files: list[Path], tokenizer: Tokenizer, vocab_size: int, *, wor
 
     Args:
         workers: threads that tokenize, see `tokenize`; None: as many as there are cores for this rank, 8 at most.
-        cache: a folder; "auto": one below the system's folder of temporary files, for large texts; "off": none.
+        cache: a folder, `~` being the home; "auto": one below the system's folder of temporary files, for large texts;
+            "off": none.
 
-    Raises DataError as `tokenize` does.
+    Raises DataError as `tokenize` does, and if LOCAL_WORLD_SIZE, which the number of threads follows, is no number.
     """
-    folder = _folder(files, cache)
-    if folder is None:
+    if not _wanted(files, cache):
         return tokenize(files, tokenizer, vocab_size, _workers(workers, alone=False))
+    folder: Path | str = f'"{cache}"'
     try:
-        _make_private(folder, shared=cache == "auto")
+        folder = _folder(cache)
         stamp = _stamp(files, tokenizer, vocab_size)
         path = folder / f"{stamp}.tokens"
         found = _load(path, files, tokenizer)
         if found is None:
-            with _lock(folder / f"{stamp}.lock") as lock:
+            with _lock(folder / f"{stamp}.lock") as held:
                 found = _load(path, files, tokenizer)
-                if found is None and not lock.waited:
-                    corpus = tokenize(files, tokenizer, vocab_size, _workers(workers, alone=True), lock.touch)
+                if found is None and held:
+                    corpus = tokenize(files, tokenizer, vocab_size, _workers(workers, alone=True))
                     if _stamp(files, tokenizer, vocab_size) == stamp:  # else they were written to meanwhile
-                        found = _keep(corpus, path, files, tokenizer, lock.touch)
+                        found = _keep(corpus, path, files, tokenizer)
                     return found or corpus
     except OSError as error:
         logger.warning(f"data.token_cache: {folder} cannot be used ({error}); this rank tokenizes the text for itself")
@@ -79,28 +91,51 @@ def _workers(wanted: int | None, alone: bool) -> int:
     """Threads to tokenize with. alone: the other ranks of this node wait meanwhile."""
     if wanted is not None:
         return wanted
-    ranks = 1 if alone else max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+    text = "1" if alone else os.environ.get("LOCAL_WORLD_SIZE", "1")
+    try:
+        ranks = max(int(text), 1)
+    except ValueError:
+        raise DataError(
+            f"environment variable LOCAL_WORLD_SIZE is {text!r}, expected a whole number: the ranks of this node; "
+            "torchrun sets it"
+        ) from None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores // ranks, 8) if cores // ranks > 1 else 0
 
 
-def _folder(files: list[Path], cache: str) -> Path | None:
-    if cache == "off":
-        return None
+def _wanted(files: list[Path], cache: str) -> bool:
     if cache != "auto":
-        return Path(cache)
+        return cache != "off"
     try:
-        large = sum(file.stat().st_size for file in files) >= AUTO_BYTES
+        return sum(file.stat().st_size for file in files) >= AUTO_BYTES
     except OSError:
-        return None  # reading says what is wrong
-    return Path(tempfile.gettempdir()) / f"titanlite-tokens-{os.getuid()}" if large else None
+        return False  # reading says what is wrong
 
 
-def _make_private(folder: Path, shared: bool) -> None:
-    """Make the folder. Raises OSError if one below a place where all may write belongs to somebody else."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if shared and (folder.is_symlink() or folder.stat().st_uid != os.getuid()):
-        raise PermissionError("it belongs to another user")
+def _folder(cache: str) -> Path:
+    """The folder, made if need be. Raises OSError: no place for it, or below one where all may write, not ours."""
+    if cache != "auto":
+        try:
+            folder = Path(cache).expanduser()
+        except RuntimeError as error:  # no such user, or no home
+            raise FileNotFoundError(str(error)) from None
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return folder
+    folder = _temporary() / f"titanlite-tokens-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to another user")
+    return folder
+
+
+def _temporary() -> Path:
+    """The folder of temporary files. Raises OSError if there is none but the working directory, the last resort."""
+    folder = os.path.abspath(tempfile.gettempdir())
+    named = [os.environ.get(name, "") for name in ("TMPDIR", "TEMP", "TMP")]
+    usual = [os.path.abspath(name) for name in (*named, "/tmp", "/var/tmp", "/usr/tmp") if name]
+    if folder not in usual and folder == os.getcwd():
+        raise FileNotFoundError("no folder of temporary files can be written to; set TMPDIR to one that can")
+    return Path(folder)
 
 
 def _stamp(files: list[Path], tokenizer: Tokenizer, vocab_size: int) -> str:
@@ -117,32 +152,31 @@ def _stamp(files: list[Path], tokenizer: Tokenizer, vocab_size: int) -> str:
     return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:32]
 
 
-class _Lock:
-    """Held, or waited for in vain (`waited`): its owner is done, dead, or has not moved for `STALLED` seconds."""
-
-    def __init__(self, file: BinaryIO, waited: bool) -> None:
-        self.waited = waited
-        self._file = file
-        self._touched = time.monotonic()
-
-    def touch(self) -> None:
-        """Show those who wait that this process is at work."""
-        if time.monotonic() - self._touched > 1.0:
-            self._touched = time.monotonic()
-            os.utime(self._file.fileno())
-
-
 @contextlib.contextmanager
-def _lock(path: Path) -> Iterator[_Lock]:
+def _lock(path: Path) -> Iterator[bool]:
+    """True: held. False: waited for; its owner is done, dead, or shows no sign of life for `STALLED` seconds."""
     with open(path, "a+b") as file:
-        lock = _Lock(file, waited=not _try_lock(file, fcntl.LOCK_EX))
-        if lock.waited:
+        if not _try_lock(file, fcntl.LOCK_EX):
             _wait(file, path)
-        else:
+            yield False
+            return
+        done = threading.Event()
+        # A thread, since a single call may take minutes: one to a slow disk, or a copy of many gigabytes.
+        signs = threading.Thread(target=_show_life, args=(file, done), name="titanlite-lock", daemon=True)
+        signs.start()
+        try:
+            yield True
+        finally:
+            done.set()
+            signs.join()
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _show_life(file: BinaryIO, done: threading.Event) -> None:
+    while not done.wait(_SIGN):
+        with contextlib.suppress(OSError):
             os.utime(file.fileno())
-        yield lock
-        if not lock.waited:
-            path.unlink(missing_ok=True)
 
 
 def _wait(file: BinaryIO, path: Path) -> None:
@@ -221,9 +255,7 @@ def _checksum(about: dict[str, Any], pieces: Iterable[bytes | memoryview]) -> in
     return checksum
 
 
-def _keep(
-    corpus: Corpus, path: Path, files: list[Path], tokenizer: Tokenizer, progress: Callable[[], None]
-) -> Corpus | None:
+def _keep(corpus: Corpus, path: Path, files: list[Path], tokenizer: Tokenizer) -> Corpus | None:
     """Write `corpus` and give it back as a map of the file; None if that cannot be."""
     folder = path.parent
     about: dict[str, Any] = {
@@ -235,8 +267,9 @@ def _keep(
     partial: Path | None = None
     try:
         _remove_old(folder)
-        with tempfile.NamedTemporaryFile(dir=folder, suffix=".partial", delete=False) as file:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=f"{path.stem}-", suffix=".partial", delete=False) as file:
             partial = Path(file.name)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it has its name: `_remove_old` leaves it alone
             file.seek(_HEADER_BYTES)
 
             def written() -> Iterator[memoryview]:
@@ -245,7 +278,6 @@ def _keep(
                     for start in range(0, len(content), _PIECE):
                         piece = content[start : start + _PIECE]
                         file.write(piece)
-                        progress()
                         yield piece
 
             about["crc32"] = _checksum(about, written())
@@ -253,9 +285,9 @@ def _keep(
             file.write(json.dumps(about).encode().ljust(_HEADER_BYTES))
             file.flush()
             os.fsync(file.fileno())
-        with contextlib.suppress(FileExistsError):  # of another node, where the file system has no common locks
-            # Not a rename: a file that others have mapped must not lose its name to another one.
-            os.link(partial, path)
+            with contextlib.suppress(FileExistsError):  # of another node, where the file system has no common locks
+                # Not a rename: a file that others have mapped must not lose its name to another one.
+                os.link(partial, path)
     except OSError as error:
         logger.warning(f"data.token_cache: tokens cannot be kept in {folder} ({error.strerror or error})")
         return None
@@ -270,10 +302,12 @@ def _keep(
 
 
 def _remove_old(folder: Path) -> None:
-    """Remove what nobody has used for `KEEP` seconds and nobody has open."""
+    """Remove, of files with our names, those of dead writers and those that nobody has used for `KEEP` seconds."""
     for path in folder.iterdir():
-        if path.suffix not in (".tokens", ".partial", ".lock"):
+        if not _NAMES.fullmatch(path.name):
             continue
-        with contextlib.suppress(OSError), open(path, "rb") as file:
-            if time.time() - os.fstat(file.fileno()).st_mtime > KEEP and _try_lock(file, fcntl.LOCK_EX):
+        idle = _WRITING if path.suffix == ".partial" else KEEP
+        # For writing, though nothing is written: file servers ask for it with an exclusive lock.
+        with contextlib.suppress(OSError), open(path, "r+b") as file:
+            if time.time() - os.fstat(file.fileno()).st_mtime > idle and _try_lock(file, fcntl.LOCK_EX):
                 path.unlink()

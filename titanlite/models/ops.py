@@ -1,7 +1,7 @@
 """Element-wise parts of a decoder as single autograd nodes, which keep less for the backward pass.
 
 Where autograd differentiates the separate operations it keeps every intermediate result. These keep the inputs alone
-and compute the rest again, which costs less than reading it back would.
+and compute the rest again: less memory, for some element-wise work beside the matrix products.
 """
 
 from __future__ import annotations
@@ -59,6 +59,6 @@ class RMSNorm(nn.RMSNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type == "cuda":
+        if x.device.type == "cuda" or self.weight is None:
             return super().forward(x)
         return _RmsNorm.apply(x, self.weight, self.eps)

@@ -23,6 +23,15 @@ class Init:
 
 
 @dataclass(frozen=True)
+class Cost:
+    """What one module costs."""
+
+    #: Per training token, forward and backward.
+    flops: int
+    parameters: int
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A model family as functions of its arguments."""
 
@@ -33,13 +42,26 @@ class ModelSpec:
     init_rule: Callable[[str, LlamaArgs], Init]
     #: Names of the decoder blocks, in order.
     block_names: Callable[[LlamaArgs], list[str]]
+    #: Names of the halves of each block (attention, feed-forward), in order.
+    sublayer_names: Callable[[LlamaArgs], list[str]]
     #: Names of modules to shard together, in order of last use.
     fsdp_units: Callable[[LlamaArgs], list[tuple[str, ...]]]
+    #: Module name → how tensor parallelism divides it.
+    tensor_plan: Callable[[LlamaArgs], dict[str, str]]
+    #: (arguments, tokens per sequence) → cost of each module that a pipeline can be cut before, in the order they run.
+    pipeline_costs: Callable[[LlamaArgs, int], dict[str, Cost]]
     #: State dictionaries to and from Hugging Face's names.
     to_hf: Callable[[Mapping[str, Tensor], LlamaArgs], dict[str, Tensor]]
     from_hf: Callable[[Mapping[str, Tensor], LlamaArgs], dict[str, Tensor]]
     #: The content of Hugging Face's config.json.
     hf_config: Callable[[LlamaArgs], dict[str, Any]]
+
+    def build_on_meta(self, args: LlamaArgs) -> nn.Module:
+        """The module without memory."""
+        import torch
+
+        with torch.device("meta"):
+            return self.build(args)
 
 
 def get_spec(family: str) -> ModelSpec:
@@ -54,7 +76,10 @@ def get_spec(family: str) -> ModelSpec:
         build=Llama,
         init_rule=plan.init_rule,
         block_names=plan.block_names,
+        sublayer_names=plan.sublayer_names,
         fsdp_units=plan.fsdp_units,
+        tensor_plan=plan.tensor_plan,
+        pipeline_costs=plan.pipeline_costs,
         to_hf=hf.to_hf,
         from_hf=hf.from_hf,
         hf_config=hf.hf_config,

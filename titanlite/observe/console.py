@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import sys
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 if TYPE_CHECKING:
@@ -44,11 +43,8 @@ class View(Protocol):
     def add(self, figures: StepFigures) -> None:
         """After a logged step, in place of its line."""
 
-    def aside(self) -> AbstractContextManager[None]:
-        """Lines may be written inside."""
-
-    def close(self) -> None:
-        """No more is shown; after it the log is plain lines again."""
+    def close(self, seconds: float = 2.0) -> None:
+        """No more is shown, and the log is plain lines again. Waits so long for a terminal that takes nothing."""
 
 
 class ConsoleHandler(_StreamHandler):
@@ -58,7 +54,7 @@ class ConsoleHandler(_StreamHandler):
     """
 
     def __init__(self, rank: int, color: bool | None, stream: TextIO | None) -> None:
-        self._given = stream
+        self.given = stream
         super().__init__(sys.stdout if stream is None else stream)
         self.color = _wants_color(self.target()) if color is None else color
         self.rank = rank
@@ -68,17 +64,19 @@ class ConsoleHandler(_StreamHandler):
 
     def target(self) -> TextIO:
         """Where lines go now."""
-        return sys.stdout if self._given is None else self._given
+        return sys.stdout if self.given is None else self.given
 
     def emit(self, record: logging.LogRecord) -> None:
         # Whoever replaces sys.stdout later (a notebook, a test) means our lines too.
         self.stream = self.target()
         view, figures = self.view, getattr(record, "figures", None)
-        if view is not None and figures is not None:
-            view.add(figures)
-            return
-        with view.aside() if view is not None else nullcontext():
+        if view is None or figures is None:
             super().emit(record)
+            return
+        try:
+            view.add(figures)
+        except Exception:
+            self.handleError(record)
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)

@@ -8,15 +8,14 @@ the rows: they still lie below the cursor, and everything there is erased with t
 from __future__ import annotations
 
 import contextlib
+import io
 import os
-import select
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
 from titanlite.observe.console import FIELD_COLORS, ConsoleHandler, View, console_handler
@@ -25,6 +24,10 @@ from titanlite.observe.stepline import StepFigures, human_time
 #: Logged steps in the table, on a terminal that is high enough.
 ROWS = 8
 _SECONDS_BETWEEN = 0.1
+#: What may wait for a terminal that takes nothing; then the oldest lines are dropped. Ten thousand lines, about.
+_WAITING_BYTES = 1 << 20
+#: How long a line may wait to be written; once it was too long, later ones do not until the terminal takes something.
+_LINE_SECONDS = 0.5
 _LONGEST_BAR, _SHORTEST_BAR = 40, 10
 _GAP = 2
 
@@ -124,19 +127,32 @@ def start_view(done: int, steps: int) -> View | None:
     Of several ranks on one terminal, rank 0 draws it. None: no such terminal.
     """
     handler = console_handler()
-    if handler is None or not _is_terminal(handler.target()):
+    if handler is None or not _is_watched(handler.target()):
         return None
     handler.view = _Guest(handler) if handler.rank else LiveView(handler, done, steps)
     return handler.view
 
 
 def _is_terminal(stream: TextIO) -> bool:
-    """Whether the stream ends on a terminal that can move its cursor."""
-    if os.environ.get("TERM", "") in ("", "dumb"):
+    """Whether text for the stream may as well be written to its descriptor, and that is a terminal."""
+    try:
+        return isinstance(stream, io.TextIOWrapper) and stream.isatty()
+    except (OSError, ValueError):
+        return False
+
+
+def _is_watched(stream: TextIO) -> bool:
+    """Whether the stream ends on a terminal that can move its cursor and that a person looks at.
+
+    Containers are given terminals too, whose drawings would fill a file; those have no size, or say where they are.
+    """
+    if not _is_terminal(stream) or os.environ.get("TERM", "") in ("", "dumb"):
+        return False
+    if os.environ.get("CI") or os.environ.get("KUBERNETES_SERVICE_HOST"):
         return False
     try:
-        return stream.isatty() and stream.fileno() >= 0
-    except (AttributeError, OSError, ValueError):
+        return os.get_terminal_size(stream.fileno()) != (0, 0)
+    except OSError:
         return False
 
 
@@ -144,84 +160,53 @@ class LiveView:
     """The view on the console's terminal.
 
     `tick` and `add` belong to the training thread; other threads may print meanwhile. Nothing raises because of the
-    terminal: one that is gone ends the view.
+    terminal: one that is gone ends the view. One that takes nothing is written to later.
     """
 
     def __init__(
         self, handler: ConsoleHandler, done: int, steps: int, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._handler, self._stream = handler, handler.target()
-        self._fd = self._stream.fileno()
         self._blocks = "━─" if _can_encode(self._stream, "━─") else "#-"
         self._step, self._steps = done, steps
-        self._clock, self._began, self._due = clock, clock(), 0.0
-        self._figures: deque[StepFigures] = deque(maxlen=ROWS)
-        self._lock = threading.RLock()
-        self._aside = 0
-        self._process = os.getpid()
+        self._clock, self._began, self._due = clock, clock(), clock() + _SECONDS_BETWEEN
+        self._figures: tuple[StepFigures, ...] = ()
         self._open = True
-        self._guard = _start_guard(self._fd)
-        for name in ("stdout", "stderr"):
-            if _is_terminal(getattr(sys, name)):
-                setattr(sys, name, _Passage(getattr(sys, name), self))
-        self._draw()
+        self._pen = _Pen(handler, self._frame)
+        self._guard = _start_guard(self._pen.fd)
+        self._pen.draw()
 
     def tick(self, step: int) -> None:
         """After every step; draws at most ten times a second. Costs a clock call when nothing is due."""
         self._step = step
-        if self._clock() >= self._due:
-            with self._lock:
-                # A terminal that takes nothing (Ctrl-S) must not make the training wait.
-                if not self._aside and self._open and select.select([], [self._fd], [], 0)[1]:
-                    self._draw()
+        if (now := self._clock()) >= self._due:
+            self._due = now + _SECONDS_BETWEEN
+            self._pen.draw()
 
     def add(self, figures: StepFigures) -> None:
         """After a logged step, with its figures."""
-        with self._lock:
-            self._figures.append(figures)
+        self._figures = (*self._figures, figures)[-ROWS:]
         self.tick(figures.step)
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Lines written inside find nothing below the cursor; the view is drawn again below them."""
-        if not self._open or os.getpid() != self._process:  # a forked child has a copy of the view but no business here
-            yield
-            return
-        with self._lock:
-            self._aside += 1
-            try:
-                if self._aside == 1:
-                    self._write(_ERASE_BELOW)
-                yield
-            finally:
-                self._aside -= 1
-                if not self._aside and self._open:
-                    self._draw()
-
-    def close(self) -> None:
+    def close(self, seconds: float = 2.0) -> None:
         """Leave the last state on the screen as plain text, and the cursor below it."""
-        with self._lock:
-            if self._open:
-                rows = self._rows() if self._figures else []
-                self._write(_ERASE_BELOW + "".join(f"\r\n{row}" for row in rows) + ("\r\n" if rows else ""))
-                self._open = False
+        if self._open:
+            rows = self._rows() if self._figures else []
+            self._open = False
+            self._pen.close("".join(f"\r\n{row}" for row in rows) + ("\r\n" if rows else ""), seconds)
         if self._handler.view is self:
             self._handler.view = None
-        for name in ("stdout", "stderr"):
-            stream = getattr(sys, name)
-            if isinstance(stream, _Passage) and stream.view is self:
-                setattr(sys, name, stream.stream)
         if self._guard is not None:
             with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-                self._guard.communicate(b"closed\n", timeout=1)
+                self._guard.communicate(b"closed\n", timeout=seconds)
             self._guard = None
 
     def _rows(self) -> list[str]:
-        columns, lines = _size(self._fd)
+        columns, lines = _size(self._pen.fd)
         columns -= 1  # a full row would leave the cursor between two lines
-        figures = list(self._figures)
+        figures = self._figures
+        last = figures[-1] if figures else None
         figures = figures[max(len(figures) - max(min(ROWS, lines // 2 - 2), 0), 0) :]
-        last = self._figures[-1] if self._figures else None
         rows = table(figures, columns) if figures else []
         rows.append(progress(last, self._step, self._steps, self._time(last), columns, self._blocks))
         return [paint(row, columns, self._handler.color) for row in rows]
@@ -233,29 +218,21 @@ class LiveView:
             return ""
         return f"left {human_time(last.seconds_left * (self._steps - self._step) / (self._steps - last.step))}"
 
-    def _draw(self) -> None:
+    def _frame(self) -> str:
+        if not self._open:
+            return ""
         rows = self._rows()
         # Room first, by scrolling where the cursor is too low, so that the saved position stays right.
         frame = _DOWN * len(rows) + f"\033[{len(rows)}A{_SAVE_CURSOR}{_ERASE_RIGHT}"
         frame += "".join(f"\r\n{row}{_ERASE_RIGHT}" for row in rows)
-        self._write(frame + _ERASE_BELOW + _RESTORE_CURSOR)
-        self._due = self._clock() + _SECONDS_BETWEEN
-
-    def _write(self, text: str) -> None:
-        try:
-            self._stream.write(text)
-            self._stream.flush()
-        except BlockingIOError:
-            pass
-        except (OSError, ValueError):
-            self._open = False
+        return frame + _ERASE_BELOW + _RESTORE_CURSOR
 
 
 class _Guest:
     """Another rank on the terminal of rank 0's view: erases it before it writes; rank 0 draws it again."""
 
     def __init__(self, handler: ConsoleHandler) -> None:
-        self._handler = handler
+        self._handler, self._pen = handler, _Pen(handler, str)
 
     def tick(self, step: int) -> None:
         pass
@@ -263,33 +240,141 @@ class _Guest:
     def add(self, figures: StepFigures) -> None:
         pass
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        with contextlib.suppress(OSError, ValueError):
-            stream = self._handler.target()
-            stream.write(_ERASE_BELOW)
-            stream.flush()
-        yield
-
-    def close(self) -> None:
+    def close(self, seconds: float = 2.0) -> None:
         """An exception may be on its way to the terminal."""
-        with self.aside():
+        if self._handler.view is self:
             self._handler.view = None
+            self._pen.close("", seconds)
+
+
+class _Pen:
+    """A thread that writes to the console's terminal what this process says there, and a frame below it.
+
+    From here to `close` the console's stream, sys.stdout and sys.stderr lead to it where they are that terminal. So a
+    terminal that takes nothing (Ctrl-S, a connection that sleeps) holds nobody up for long. Lines keep their order;
+    frames are only drawn when no line waits.
+    """
+
+    def __init__(self, handler: ConsoleHandler, frame: Callable[[], str]) -> None:
+        self._handler, self._frame = handler, frame
+        stream = handler.target()
+        self._encoding = stream.encoding
+        self.fd = os.dup(stream.fileno())  # the stream's own may be closed, and then be that of another file
+        self.process = os.getpid()
+        self._said: deque[bytes] = deque()
+        self._bytes = self._dropped = 0
+        self._drawing = self._writing = self._stuck = self._ended = self._gone = False
+        self._change = threading.Condition()
+        self._thread = threading.Thread(target=self._work, name="titanlite-terminal", daemon=True)
+        self._thread.start()
+        if handler.given is not None:
+            handler.given = self._passage(handler.given)
+        sys.stdout, sys.stderr = self._passage(sys.stdout), self._passage(sys.stderr)
+
+    def _passage(self, stream: TextIO) -> Any:
+        if not _is_terminal(stream) or os.fstat(stream.fileno()).st_rdev != os.fstat(self.fd).st_rdev:
+            return stream
+        stream.flush()
+        return _Passage(stream, self)
+
+    def say(self, text: bytes, seconds: float = _LINE_SECONDS) -> None:
+        """Have it written. A whole line is written when this returns, if the terminal takes it in time."""
+        with self._change:
+            self._said.append(text)
+            self._bytes += len(text)
+            while self._bytes > _WAITING_BYTES and len(self._said) > 1:
+                oldest = self._said.popleft()
+                self._bytes -= len(oldest)
+                self._dropped += oldest.count(b"\n")
+            self._change.notify_all()
+        if b"\n" in text:
+            self.flush(0 if self._stuck else seconds)
+
+    def draw(self) -> None:
+        """Have the frame drawn, unless another thread is here just now: a later one will do."""
+        if self._change.acquire(blocking=False):
+            try:
+                self._drawing = True
+                self._change.notify_all()
+            finally:
+                self._change.release()
+
+    def flush(self, seconds: float) -> bool:
+        """Wait until all is written, at most so long; whether it is."""
+        if threading.current_thread() is self._thread:
+            return True
+        with self._change:
+            done = self._change.wait_for(lambda: not (self._said or self._drawing or self._writing), seconds)
+            self._stuck = not done
+        return done
+
+    def close(self, last: str, seconds: float) -> None:
+        """Erase the frame, write `last`, and give the streams back.
+
+        Where the terminal took not all of it in time they lead here on, so that nothing waits for it or goes before.
+        """
+        self.say((_ERASE_BELOW + last).encode(self._encoding, "replace"), 0)
+        if not self.flush(seconds):
+            return
+        for place, name in ((self._handler, "given"), (sys, "stdout"), (sys, "stderr")):
+            stream = getattr(place, name)
+            if isinstance(stream, _Passage) and stream.pen is self:
+                setattr(place, name, stream.stream)
+        with self._change:
+            self._ended = True
+            self._change.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._change:
+                self._writing = self._stuck = False
+                self._change.notify_all()
+                self._change.wait_for(lambda: self._said or self._drawing or self._ended)
+                if self._ended and not self._said:
+                    break
+                text = b"".join(self._said)
+                if self._dropped:
+                    text = b"(%d lines dropped: the terminal took none)\n" % self._dropped + text
+                draw = self._drawing or b"\n" in text
+                self._said.clear()
+                self._bytes = self._dropped = 0
+                self._drawing, self._writing = False, True
+            self._write(_ERASE_BELOW.encode() + text if b"\n" in text else text)
+            if draw and not self._said:
+                self._write(self._drawn())
+        os.close(self.fd)
+
+    def _drawn(self) -> bytes:
+        try:
+            return self._frame().encode(self._encoding, "replace")
+        except Exception:  # the lines are worth more than the view
+            self._frame = str
+            return b""
+
+    def _write(self, data: bytes) -> None:
+        while data and not self._gone:
+            try:
+                data = data[os.write(self.fd, data) :]
+            except BlockingIOError:  # somebody made the terminal so
+                time.sleep(0.05)
+            except OSError:
+                self._gone = True
 
 
 class _Passage:
-    """sys.stdout or sys.stderr while a view is shown: what libraries print goes above it."""
+    """A stream of the terminal while a view is shown: what is written there goes above it."""
 
-    def __init__(self, stream: TextIO, view: View) -> None:
-        self.stream, self.view = stream, view
+    def __init__(self, stream: TextIO, pen: _Pen) -> None:
+        self.stream, self.pen = stream, pen
 
     def write(self, text: str) -> int:
-        if "\n" not in text:
+        if os.getpid() != self.pen.process:  # a forked child has neither the thread nor any business with the view
             return self.stream.write(text)
-        with self.view.aside():
-            written = self.stream.write(text)
-            self.stream.flush()
-            return written
+        self.pen.say(text.encode(self.stream.encoding, self.stream.errors or "strict"))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        self.write("".join(lines))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
@@ -302,6 +387,7 @@ def _start_guard(terminal: int) -> subprocess.Popen[bytes] | None:
             ["/bin/sh", "-c", "read -r word || printf '\\033[J'"],
             stdin=subprocess.PIPE,
             stdout=terminal,
+            stderr=subprocess.DEVNULL,  # the terminal may be gone too
             start_new_session=True,  # a signal to this process's group is not for it
         )
     except OSError:

@@ -187,12 +187,13 @@ class Observer:
             self._run.finish(state, step, reason)
 
     def close(self) -> None:
+        """End what shows and writes. Of a run that failed, within two seconds: other ranks leave after three."""
         if self._view:
-            self._view.close()
+            self._view.close(0.3 if self._failed else 2.0)
         if self._metrics:
             self._metrics.close()
         if self._tensorboard:
-            self._tensorboard.close()
+            self._tensorboard.close(failed=self._failed)
         if self._tracker:
             self._tracker.close(failed=self._failed)
         self._ranks.close()

@@ -67,6 +67,11 @@ class Profiles:
                 self._profiler.on_trace_ready = None
                 self._profiler.stop()
 
+    @property
+    def on(self) -> bool:
+        """Whether anything is recorded."""
+        return self._snapshots or self._profiler is not None
+
     def step(self, step: int) -> None:
         """Training step number `step` is done."""
         self._step = step

@@ -11,6 +11,7 @@ from titanlite.observe.stepline import human_bytes, human_count
 
 if TYPE_CHECKING:
     from titanlite.parallel.activation_checkpoint import Kept
+    from titanlite.parallel.pipeline_split import Layout
 
 #: Beginnings of the notes of `resolve` that lines of the report say already.
 _SAID = ("global batch = ", "accumulation = ", "tokens per step = ", "data_parallel_shard = ")
@@ -31,12 +32,13 @@ def start_report(
     peak_flops: float | None,
     folders: Mapping[str, str],
     kept: Kept | None = None,
+    stages: Layout | None = None,
 ) -> list[str]:
     """Aligned lines `name  text`, then `note:` and `warning:` lines.
 
     parameters: count by top-level module, over all ranks. device: from `device_name`. memory_bytes: of one device.
     peak_flops: of one device, None when unknown. folders: what is written -> where.
-    kept: of a traced block, None where none was traced.
+    kept: of a traced block, None where none was traced. stages: of a pipeline.
     """
     model, batch, mesh = plans.model, plans.batch, plans.mesh
     total = sum(parameters.values())
@@ -47,7 +49,8 @@ def start_report(
         ("parameters", ", ".join(f"{name} {count:,}" for name, count in parameters.items())),
         ("compute", f"{flops_per_token / 1e9:,.4g} GFLOPs per token, forward and backward{_peak(peak_flops)}"),
         ("devices", f"{world_size} x {device}{_memory(memory_bytes, device)}"),
-        ("mesh", f"dp_replicate {mesh.dp_replicate} x dp_shard {mesh.dp_shard} = {mesh.world_size} ranks"),
+        ("mesh", _mesh(plans)),
+        *([("pipeline", _pipeline(plans, stages))] if stages else []),
         ("precision", f"parameters {plans.shard.param_dtype}, gradients reduced in {plans.shard.reduce_dtype}"),
         ("sharding", _sharding(plans, total, device)),
         ("compile", _compile(plans)),
@@ -82,6 +85,28 @@ def _peak(peak_flops: float | None) -> str:
     return "" if peak_flops is None else f"; MFU against {peak_flops / 1e12:,.4g} TFLOPS per device"
 
 
+def _mesh(plans: Plans) -> str:
+    mesh = plans.mesh
+    degrees = {"pp": mesh.pipeline, "dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard}
+    degrees |= {"cp": mesh.context, "tp": mesh.tensor}
+    # The two of data parallelism are always told: they are what a batch is divided by.
+    shown = [f"{name} {n}" for name, n in degrees.items() if n > 1 or name.startswith("dp_")]
+    how = ""
+    if mesh.tensor > 1:
+        plan = plans.tensor_parallel
+        how = f"; loss on {'sharded' if plan.loss_parallel else 'gathered'} logits"
+        how += "; tensor-parallel traffic overlaps with products" if plan.asynchronous else ""
+    return f"{' x '.join(shown)} = {mesh.world_size} ranks{how}"
+
+
+def _pipeline(plans: Plans, layout: Layout) -> str:
+    parts = [
+        f"{names[0]} to {names[-1]} on {rank}" if len(names) > 1 else f"{names[0]} on {rank}"
+        for names, rank in zip(layout.stages, layout.ranks, strict=True)
+    ]
+    return f"{plans.pipeline.schedule}, {len(parts)} stages, by pipeline rank: {', '.join(parts)}"
+
+
 def _sharding(plans: Plans, total: int, device: str) -> str:
     plan, mesh = plans.shard, plans.mesh
     if isinstance(plan.units, tuple):
@@ -91,7 +116,7 @@ def _sharding(plans: Plans, total: int, device: str) -> str:
             plan.units
         ]
     parts = [f"units of {unit}"]
-    if mesh.dp_shard > 1:
+    if mesh.weight_shards > 1:
         freed: dict[bool | int | None, str] = {
             None: "freed after forward but for the last two",
             True: "freed after forward",
@@ -101,7 +126,7 @@ def _sharding(plans: Plans, total: int, device: str) -> str:
         parts.append(freed.get(reshard, f"after forward sharded over {reshard} ranks"))
         if plan.prefetch:
             parts.append(f"gathered {plan.prefetch} ahead")
-    if plans.batch.accumulation > 1 and plan.gradient_sync == "last" and mesh.dp_shard > 1:
+    if plans.batch.accumulation > 1 and plan.gradient_sync == "last" and mesh.weight_shards > 1:
         width = 4 if plan.reduce_dtype == "float32" else 2
         parts.append(
             f"whole gradients kept until the last micro-batch: {width} bytes x {total:,} parameters = "
@@ -121,7 +146,8 @@ def _memory(memory_bytes: int, device: str) -> str:
 
 def _compile(plans: Plans) -> str:
     plan = plans.compile
-    parts = [text for text, on in (("each block", plan.model), ("the loss", plan.loss)) if on]
+    unit = "each block" if plans.mesh.tensor == 1 else "attention and feed-forward of each block"
+    parts = [text for text, on in ((unit, plan.model), ("the loss", plan.loss)) if on]
     return f"{' and '.join(parts)}, backend {plan.backend}" if parts else "off"
 
 
@@ -142,6 +168,8 @@ def _activations(plans: Plans, kept: Kept, device: str) -> str:
         )
     if plan.mode == "budget":
         text, amount = f"the compiler keeps {plan.memory_budget:.0%} of what it would by itself", ""
+    if amount and plans.mesh.tensor > 1:
+        amount += f", before {plans.mesh.tensor} ranks share it (tensor parallelism)"
     where = "offload has no effect on a CPU" if is_cpu(device) else "they wait in host memory"
     return "; ".join(filter(None, (text, amount, where if plan.offload else "")))
 

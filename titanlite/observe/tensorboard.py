@@ -55,6 +55,8 @@ _DATED = "%Y%m%d-%H%M"
 _QUEUE = 1_000_000
 _FLUSH_SECONDS = 10
 _CLOSE_SECONDS = 10.0
+#: After a failure the launcher soon ends this process, which still has to say why.
+_FAILED_SECONDS = 0.3
 
 
 class TensorBoard:
@@ -87,8 +89,8 @@ class TensorBoard:
         except Exception as error:
             self._disable(error)
 
-    def close(self) -> None:
-        """Write what is left; gives up after ten seconds."""
+    def close(self, failed: bool = False) -> None:
+        """Write what is left; gives up after ten seconds, or 0.3 when the run failed."""
         writer, self._writer = self._writer, None
         if writer is None:
             return
@@ -102,9 +104,10 @@ class TensorBoard:
 
         thread = threading.Thread(target=finish, daemon=True)
         thread.start()
-        thread.join(_CLOSE_SECONDS)
+        seconds = _FAILED_SECONDS if failed else _CLOSE_SECONDS
+        thread.join(seconds)
         if thread.is_alive():
-            failure.append(TimeoutError(f"not closed within {_CLOSE_SECONDS:g} s"))
+            failure.append(TimeoutError(f"not closed within {seconds:g} s"))
         if failure:
             self._disable(failure[0])
 

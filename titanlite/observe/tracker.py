@@ -19,6 +19,8 @@ _PROJECT = "titanlite"
 #: Rows that may wait for the thread: more than come while it looks for a network that is not there.
 _QUEUE = 10_000
 _CLOSE_SECONDS = 10.0
+#: After a failure the launcher soon ends this process, which still has to say why.
+_FAILED_SECONDS = 1.0
 #: What wandb itself may take to begin and to end a run. The end of the process waits for either.
 _INIT_SECONDS, _FINISH_SECONDS = 30.0, 8.0
 
@@ -58,7 +60,10 @@ class Tracker:
                 )
 
     def close(self, failed: bool = False) -> None:
-        """Send what is left and end the run there; gives up after ten seconds. failed: how the run is marked."""
+        """Send what is left and end the run there; gives up after ten seconds.
+
+        failed: mark the run so, and give up after one second.
+        """
         if self._ended:
             return
         self._exit_code = int(failed)
@@ -68,10 +73,11 @@ class Tracker:
                 break
             except queue.Full:  # the end must get through: it takes the place of a row
                 self._drop_one()
-        self._thread.join(_CLOSE_SECONDS)
+        seconds = _FAILED_SECONDS if failed else _CLOSE_SECONDS
+        self._thread.join(seconds)
         if self._thread.is_alive():
             self._ended = True
-            logger.warning(f"Weights & Biases did not end within {_CLOSE_SECONDS:g} s; it may lack the last rows")
+            logger.warning(f"Weights & Biases did not end within {seconds:g} s; it may lack the last rows")
 
     def _drop_one(self) -> None:
         try:
@@ -112,9 +118,9 @@ class Tracker:
             "WANDB_NOTES": ("notes", self._description),
             "WANDB_DIR": ("dir", str(self._folder)),
         }
-        ours: dict[str, Any] = {name: value for variable, (name, value) in given.items() if variable not in os.environ}
         if self._resumed:
-            ours["resume"] = "allow"
+            given["WANDB_RESUME"] = ("resume", "allow")
+        ours: dict[str, Any] = {name: value for variable, (name, value) in given.items() if variable not in os.environ}
         return wandb.init(id=run_id, config=dict(self._config), settings=settings, **ours)
 
     def _run_id(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -20,6 +21,8 @@ from torch.distributed.tensor import DTensor
 
 #: Smaller tensors stay: a copy costs some microseconds whatever its size.
 LEAST_BYTES = 1 << 16
+#: Copies to the host under way at once: what they read stays on the device, and the computation waits for the oldest.
+MOST_LEAVING = 2
 
 
 class Parcel(Protocol):
@@ -41,55 +44,73 @@ class Host(Protocol):
 class CudaHost:
     """Page-locked host memory, reached over a stream of its own: copies run beside the computation.
 
-    A fetch begins to bring back what was sent before it too, which a backward wants next.
+    A fetch begins to bring back what was sent before it too, which a backward wants next. Device memory on both ends
+    belongs to the computation's stream: the other one is waited for instead of recorded (`Tensor.record_stream`), for
+    which the allocator would take new memory as far as the host runs ahead of the device.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)
         self._latest: weakref.ref[_CudaParcel] | None = None
+        self._leaving: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
     def send(self, tensor: Tensor) -> _CudaParcel:
         parcel = _CudaParcel(self, tensor, self._latest)
         self._latest = weakref.ref(parcel)
+        self._leaving.append((tensor, self.stream.record_event()))
+        self.let_go(MOST_LEAVING)
         return parcel
+
+    def let_go(self, most: int) -> None:
+        """Hold no more than `most` tensors for their copy to the host; later computation waits for those copies."""
+        current = torch.cuda.current_stream(self.device)
+        while len(self._leaving) > most:
+            current.wait_event(self._leaving[0][1])
+            self._leaving.popleft()
 
 
 class _CudaParcel:
     def __init__(self, host: CudaHost, tensor: Tensor, before: weakref.ref[_CudaParcel] | None) -> None:
-        self.host, self._before = host, before
         self._copy: Tensor | None = None
         self._arrived: torch.cuda.Event | None = None
+        self.host, self._before = host, before
         self._given: weakref.ref[Tensor] | None = None
         self.held = torch.empty_like(tensor, device="cpu", pin_memory=True)
         host.stream.wait_stream(torch.cuda.current_stream(host.device))
         with torch.cuda.stream(host.stream):
             self.held.copy_(tensor, non_blocking=True)
-        tensor.record_stream(host.stream)  # its memory is not given away before the copy is done
 
     def begin(self) -> None:
         """Start the copy back, if it is neither under way nor there."""
         if self._copy is not None or (self._given is not None and self._given() is not None):
             return
-        with torch.cuda.stream(self.host.stream):
-            self._copy = self.held.to(self.host.device, non_blocking=True)
-            self._arrived = self.host.stream.record_event()
+        stream, device = self.host.stream, self.host.device
+        self._copy = torch.empty_like(self.held, device=device)
+        stream.wait_stream(torch.cuda.current_stream(device))  # which may still use what was in this memory before
+        with torch.cuda.stream(stream):
+            self._copy.copy_(self.held, non_blocking=True)
+        self._arrived = stream.record_event()
 
     def fetch(self) -> Tensor:
         given = self._given() if self._given is not None else None
         if given is not None:
             return given  # another operator that saved the same tensor has it
+        self.host.let_go(0)
         self.begin()
         tensor, arrived = self._copy, self._arrived
         assert tensor is not None and arrived is not None
-        current = torch.cuda.current_stream(self.host.device)
-        current.wait_event(arrived)
-        tensor.record_stream(current)
+        torch.cuda.current_stream(self.host.device).wait_event(arrived)
         self._copy, self._given = None, weakref.ref(tensor)
         before = self._before() if self._before is not None else None
         if before is not None:
             before.begin()
         return tensor
+
+    def __del__(self) -> None:
+        if self._copy is not None and self._arrived is not None:
+            # Begun, but no backward wanted it: its memory is not used again before the copy is done.
+            torch.cuda.current_stream(self.host.device).wait_event(self._arrived)
 
 
 def offload(block: nn.Module, host: Host, model: nn.Module, least_bytes: int = LEAST_BYTES) -> None:
@@ -130,23 +151,27 @@ def _sending(block: nn.Module, arguments: list[Any]) -> Iterator[None]:
         local = _local(tensor)
         if local.device.type != host.device.type or local.nbytes < least_bytes or _storage(local) in stay:
             return lambda: tensor
-        shape, stride = local.shape, local.stride()
-        if local.nbytes == local.untyped_storage().nbytes():
+        layout = (local.shape, local.stride(), local.storage_offset())
+        whole = local.nbytes == local.untyped_storage().nbytes()
+        if whole:
             # All that its memory holds: what operators save of it in other shapes travels once.
-            local = local.as_strided((local.numel(),), (1,))
+            local = local.as_strided((local.numel(),), (1,), 0)
         key = (_storage(local), local.storage_offset(), local.shape, local.stride(), local.dtype, local._version)
         if key not in sent:
             sent[key] = local, host.send(local)
         parcel = sent[key][1]
 
         def fetch() -> Tensor:
-            return parcel.fetch().as_strided(shape, stride)
+            fetched = parcel.fetch()
+            return fetched.as_strided(*layout) if whole else fetched
 
         return _fetch_sharded(fetch, tensor) if isinstance(tensor, DTensor) else fetch
 
     with saved_tensors_hooks(pack, lambda fetch: fetch()):
         yield
+    # The graph holds `pack`, and so what it reads, until the backward.
     sent.clear()
+    arguments.clear()
 
 
 def _fetch_sharded(fetch: Callable[[], Tensor], tensor: DTensor) -> Callable[[], Tensor]:

@@ -119,19 +119,23 @@ def use_cache_folder(cache_dir: str | None) -> str:
     return str(folder)
 
 
-def compile_units(units: Mapping[str, nn.Module], backend: Backend = "inductor") -> None:
+def compile_units(
+    units: Mapping[str, nn.Module], backend: Backend = "inductor", options: Mapping[str, Any] | None = None
+) -> None:
     """Compile each unit in place, as one graph, when it first runs.
 
     units: name in the model → module. Units of one class, with the same shapes and settings, share one compilation.
     Under tensor parallelism with sequence parallelism pass attention and feed-forward of each block: a whole block
     then gets wrong gradients without an error.
 
+    options: settings of inductor for these units alone.
+
     Comes after activation checkpointing, which is to be a part of the graph, and before `fully_shard`, whose
     collectives are not. A unit that is no single graph raises CompileError with its name when it first runs.
     """
     for name, module in units.items():
         # Shapes are constants of a run. With symbolic ones a new shape would make slower code for all shapes.
-        module.compile(backend=backend, fullgraph=True, dynamic=False)
+        module.compile(backend=backend, fullgraph=True, dynamic=False, options=dict(options) if options else None)
         module._compiled_call_impl = _naming(name, module._compiled_call_impl)
 
 
@@ -156,7 +160,9 @@ def _naming(name: str, compiled: Any) -> Any:
             ) from error
         except exc.TorchDynamoException as error:
             reason = next(filter(None, (line.strip() for line in str(error).splitlines())), type(error).__name__)
-            raise CompileError(f"{name} cannot be compiled as one graph: {reason}") from error
+            failed = isinstance(error, exc.BackendCompilerFailed)
+            what = f"the backend failed to compile {name}" if failed else f"{name} cannot be compiled as one graph"
+            raise CompileError(f"{what}: {reason}") from error
 
     return call
 
@@ -176,7 +182,9 @@ class CompileWatch:
         self._names: dict[tuple[str, int], str] = {}
         for name, function in named:
             code = inspect.unwrap(function).__code__
-            self._names[code.co_filename, code.co_firstlineno] = name
+            place = code.co_filename, code.co_firstlineno
+            # Modules of several classes may run the same code, as under tensor parallelism.
+            self._names[place] = "/".join(dict.fromkeys([*filter(None, [self._names.get(place)]), name]))
         self._backend = backend
         self._warm: set[str] = set()
         self._said: set[tuple[str, str]] = set()

@@ -9,6 +9,7 @@ import ast
 import logging
 import os
 import pickle
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,9 @@ _ON_TIMEOUT: tuple[str, ...] = ("TORCH_NCCL_DUMP_ON_TIMEOUT",)
 
 #: Longest wait for the records of other ranks.
 _PATIENCE_SECONDS = 5.0
+
+#: gloo's errors are bare RuntimeErrors, as are those of wrong shapes; what they say tells them apart.
+_OF_COLLECTIVES = re.compile(r"gloo|time[d-]?[ -]?out|connection|collective", re.IGNORECASE)
 
 
 @contextmanager
@@ -52,9 +56,10 @@ def recording(plan: CommPlan, device: torch.device, size: int) -> Iterator[None]
     try:
         yield
     except RuntimeError as error:
-        # What torch itself raises is a bare RuntimeError or a DistError; errors of ours and of memory are subclasses.
-        torchs = type(error) is RuntimeError or isinstance(error, dist.DistError)
-        if torchs and device.type == "cpu" and _PREFIX in wanted and dist.is_initialized():
+        failed = isinstance(error, dist.DistError) or (
+            type(error) is RuntimeError and _OF_COLLECTIVES.search(str(error)) is not None
+        )
+        if failed and device.type == "cpu" and _PREFIX in wanted and dist.is_initialized():
             _leave_record(since=began)
         raise  # the environment stays: NCCL's watchdog may be about to read it
     for name in ours:

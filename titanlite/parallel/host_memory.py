@@ -7,7 +7,6 @@ import os
 
 #: Options of mallopt(3) in glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-_LARGEST_INT = 2**31 - 1
 _OWN_SETTINGS = ("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")
 
 
@@ -25,4 +24,4 @@ def keep_freed_memory() -> bool:
     except (OSError, AttributeError, TypeError):  # macOS, musl, Windows
         return False
     # Without blocks of their own from mmap, large tensors come from the heap, whose end is not trimmed.
-    return bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, _LARGEST_INT))
+    return bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, -1))

@@ -16,12 +16,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
 from titanlite.config.plans import CommPlan, MeshPlan
 from titanlite.parallel.flight_recorder import recording
 
-#: Names of the data-parallel mesh dimensions, outermost first.
 #: Outermost first: neighbours in rank, which are close in hardware, share what communicates most.
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -139,11 +138,13 @@ class World:
             equation = " x ".join(parts or ["all degrees 1"])
             raise WorldError(f"{equation} = {math.prod(degrees)}, but there are {self.size} ranks")
         mesh = init_device_mesh(self.device.type, degrees, mesh_dim_names=MESH_DIMS)
-        if self.timeout is not None:
-            # A mesh's groups do not take the default group's timeout.
-            for group in mesh.get_all_groups():
-                _set_pg_timeout(self.timeout, group)
+        self.cover_groups()
         return mesh
+
+    def cover_groups(self) -> None:
+        """Give the timeout of the start to groups made since: those of a mesh do not take the default group's."""
+        if self.timeout is not None:
+            _apply_timeout(self.timeout)
 
     def agree(self, value: object) -> object:
         """Rank 0's `value` on every rank (any picklable object; through gloo, on the host)."""
@@ -152,28 +153,29 @@ class World:
         return box[0]
 
 
-def set_timeouts(seconds: int, mesh: DeviceMesh) -> None:
-    """Set the collective timeout of the default group and of every group of the mesh.
+def set_timeouts(seconds: int) -> None:
+    """Set the collective timeout of every group of this process.
 
     The first step may compile and warm up for minutes; after it, a stuck peer should be found soon.
     """
     dist.barrier()  # a rank still in the slow phase must not be timed out by a faster one
-    _apply_timeout(seconds, mesh)
+    _apply_timeout(timedelta(seconds=seconds))
 
 
 @contextmanager
-def patience(seconds: int, usual: int, mesh: DeviceMesh) -> Iterator[None]:
+def patience(seconds: int, usual: int) -> Iterator[None]:
     """Within, collectives may take `seconds` (a save to a slow disk), and `usual` seconds again afterwards.
 
     What is inside must end together on all ranks.
     """
-    _apply_timeout(seconds, mesh)
+    _apply_timeout(timedelta(seconds=seconds))
     try:
         yield
     finally:
-        _apply_timeout(usual, mesh)
+        _apply_timeout(timedelta(seconds=usual))
 
 
-def _apply_timeout(seconds: int, mesh: DeviceMesh) -> None:
-    for group in [None, *mesh.get_all_groups()]:
-        _set_pg_timeout(timedelta(seconds=seconds), group)
+def _apply_timeout(timeout: timedelta) -> None:
+    # All that torch knows of: FSDP makes groups of its own, for a partial reshard one per unit.
+    for group in list(_world.pg_map):
+        _set_pg_timeout(timeout, group)

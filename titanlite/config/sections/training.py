@@ -105,13 +105,15 @@ class Experimental(Section):
     )
     pipeline_parallel_degree: Degree = Field(default=1, description="Ranks along the pipeline.")
     pipeline_parallel_split_points: list[str] = Field(
-        default=[], description='Modules that start a stage, as "layers.4". Empty: even stages.'
+        default=[], description='Modules that start a stage, as "layers.4". Empty: stages of even cost.'
     )
     pipeline_parallel_schedule: str = Field(
-        default="1F1B", min_length=1, description="Any schedule of torch.distributed.pipelining."
+        default="1F1B",
+        min_length=1,
+        description="GPipe, 1F1B, LoopedBFS, Interleaved1F1B, InterleavedZeroBubble or ZBVZeroBubble.",
     )
     pipeline_parallel_microbatches: int | None = Field(
-        default=None, ge=1, description="Micro-batches of a pipeline step. None: the pipeline degree."
+        default=None, ge=1, description="Pieces that each batch of batch_size is cut into. None: the pipeline degree."
     )
     enable_compiled_autograd: bool = Field(default=False, description="Compile the backward as one graph.")
     context_parallel_degree: Degree = Field(default=1, description="Ranks that share each sequence.")
@@ -162,6 +164,7 @@ class Data(Section):
         default="auto",
         min_length=1,
         description="Folder of tokenized text, shared by the ranks of a node and by later runs; best on a local disk. "
+        "Relative paths start at the working directory, ~ at the home. "
         '"auto": titanlite-tokens-UID in the folder of temporary files, for texts of 32 MB and more. "off": every rank '
         "tokenizes for itself.",
     )

@@ -133,15 +133,20 @@ class Llama(nn.Module):
         tokens: [batch, seq] int64. positions: [batch, seq] int64, rows of the RoPE tables; None: 0, 1, 2, …
         doc_ids: [batch, seq] int; a token sees only tokens of its own document; None: one document.
         Raises ValueError if the sequence is longer than the RoPE tables.
+
+        A pipeline stage is a model whose other modules are None or gone: without an embedding it takes the hidden
+        states [batch, seq, dim] of the stage before, without a head it returns its own.
         """
-        rotation = self.rope(tokens.size(1), positions)
-        first_block = next(iter(self.layers.values()))
-        inner: Any = first_block.get_submodule("attention.inner_attention")
-        mask = inner.prepare(doc_ids)
-        x = self.tok_embeddings(tokens)
-        for block in self.layers.values():
-            x = block(x, rotation, mask)
-        return self.output(self.norm(x))
+        x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+        if self.layers:
+            rotation = self.rope(tokens.size(1), positions)
+            first_block = next(iter(self.layers.values()))
+            inner: Any = first_block.get_submodule("attention.inner_attention")
+            mask = inner.prepare(doc_ids)
+            for block in self.layers.values():
+                x = block(x, rotation, mask)
+        x = x if self.norm is None else self.norm(x)
+        return x if self.output is None else self.output(x)
 
     def init_buffers(self) -> None:
         """Recompute what `to_empty` leaves as garbage and no checkpoint holds: the RoPE tables."""

@@ -1,12 +1,16 @@
-"""What other rooms need to know of a Llama, by module and parameter name: its initial weights and its units."""
+"""What other rooms need to know of a Llama, by module and parameter name.
+
+Its initial weights, its units, and how its products are divided over ranks.
+"""
 
 from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
-from titanlite.models.shapes import LlamaArgs
-from titanlite.models.spec import Init
+from titanlite.models.shapes import LlamaArgs, count_parameters, flops_per_token
+from titanlite.models.spec import Cost, Init
 
 _STD = 0.02
 #: Truncation in standard deviations.
@@ -52,6 +56,11 @@ def block_names(args: LlamaArgs) -> list[str]:
     return [f"layers.{i}" for i in range(args.n_layers)]
 
 
+def sublayer_names(args: LlamaArgs) -> list[str]:
+    """The two halves of each decoder block, in the order they run."""
+    return [f"{block}.{half}" for block in block_names(args) for half in ("attention", "feed_forward")]
+
+
 def fsdp_units(args: LlamaArgs) -> list[tuple[str, ...]]:
     """Modules to be sharded and gathered together, in the order they last run.
 
@@ -61,3 +70,37 @@ def fsdp_units(args: LlamaArgs) -> list[tuple[str, ...]]:
     if args.tied:
         return [*blocks, ("tok_embeddings", "norm", "output")]
     return [("tok_embeddings",), *blocks, ("norm", "output")]
+
+
+#: How the modules of a block are divided.
+_BLOCK = {
+    "attention_norm": "sequence",
+    "attention": "gather",
+    "attention.wq": "colwise",
+    "attention.wk": "colwise",
+    "attention.wv": "colwise",
+    "attention.wo": "rowwise",
+    "ffn_norm": "sequence",
+    "feed_forward": "gather",
+    "feed_forward.w1": "colwise",
+    "feed_forward.w3": "colwise",
+    "feed_forward.w2": "rowwise",
+}
+
+
+def tensor_plan(args: LlamaArgs) -> dict[str, str]:
+    """Module name → how tensor parallelism divides it, in the words of `titanlite.parallel.tensor.split`."""
+    blocks = {f"{block}.{name}": kind for block in block_names(args) for name, kind in _BLOCK.items()}
+    return {"tok_embeddings": "embedding", **blocks, "norm": "sequence", "output": "head"}
+
+
+def pipeline_costs(args: LlamaArgs, seq_len: int) -> dict[str, Cost]:
+    """Module name → what it costs, in the order they run: the pieces that a pipeline can be cut into."""
+    none, one = (replace(args, n_layers=n, tied=False) for n in (0, 1))
+    table = args.n_vocab * args.dim
+    norm = count_parameters(none) - 2 * table
+    block = Cost(
+        flops_per_token(one, seq_len) - flops_per_token(none, seq_len), count_parameters(one) - count_parameters(none)
+    )
+    blocks = dict.fromkeys(block_names(args), block)
+    return {"tok_embeddings": Cost(0, table), **blocks, "norm": Cost(6 * norm, norm), "output": Cost(6 * table, table)}

@@ -1,0 +1,238 @@
+"""Pipeline parallelism by `torch.distributed.pipelining`: each rank holds some of the layers.
+
+    stages = cut(build, layout, rank)                  # on the meta device, before all else that wraps modules
+    model = PipelineModel(stages, layout, mesh)        # when each stage has its memory and weights
+    pipeline = Pipeline(model, plan, piece, accumulation, device, loss)
+    share = pipeline.forward_backward(micro_batches, tokens)
+
+`titanlite.build` does the first two (`build_model`) and the third (`build_pipeline`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from titanlite.config.pipeline import SCHEDULES
+from titanlite.config.plans import PipelinePlan, ShardPlan
+from titanlite.parallel.pipeline_split import Layout
+
+if TYPE_CHECKING:
+    from titanlite.data.loader import Batch
+    from titanlite.parallel.compile import LossFunction
+
+
+def cut(build: Callable[[], nn.Module], layout: Layout, rank: int) -> dict[int, nn.Module]:
+    """The stages of pipeline rank `rank`: whole models without the modules of other stages, which are None or gone.
+
+    build: makes the whole model; on the meta device it costs no memory.
+    """
+    return {stage: _without(build(), layout, stage) for stage in layout.on(rank)}
+
+
+def _without(model: nn.Module, layout: Layout, stage: int) -> nn.Module:
+    for name in (name for other, names in enumerate(layout.stages) if other != stage for name in names):
+        parent, _, leaf = name.rpartition(".")
+        holder = model.get_submodule(parent)
+        if isinstance(holder, nn.ModuleDict):
+            del holder[leaf]
+        else:
+            setattr(holder, leaf, None)
+    return model
+
+
+def keep_gathered(shard: ShardPlan, plan: PipelinePlan) -> ShardPlan:
+    """The plan of sharding for a stage: weights stay gathered between micro-batches, unless it says otherwise.
+
+    Raises ValueError if it does, and the schedule splits the backward: weights that are gathered between its two halves
+    are new tensors, and get no gradient without an error.
+    """
+    if shard.reshard_after_forward is None:
+        return replace(shard, reshard_after_forward=False)
+    if shard.reshard_after_forward is not False and SCHEDULES[plan.schedule].splits_backward:
+        raise ValueError(f"{plan.schedule} needs ShardPlan.reshard_after_forward = False")
+    return shard
+
+
+class PipelineModel(nn.Module):
+    """The stages of this rank as one module, in which everything has the name that it has in the whole model.
+
+    It is for what goes by names and parameters: optimizer, norms, checkpoints. It cannot be called; `Pipeline` runs the
+    stages.
+    """
+
+    def __init__(self, stages: Mapping[int, nn.Module], layout: Layout, mesh: DeviceMesh) -> None:
+        """mesh: of `World.build_mesh`."""
+        super().__init__()
+        #: By number. In a dictionary of Python's, so that no parameter has a second name.
+        self.stages = dict(stages)
+        self.layout = layout
+        self.mesh = mesh
+        #: The ranks of the pipeline, in order.
+        self.group = mesh.get_group("pp")
+        for stage in self.stages.values():
+            for name, child in stage.named_children():
+                if isinstance(child, nn.ModuleDict):
+                    if name not in self._modules:
+                        self.add_module(name, nn.ModuleDict())
+                    cast(nn.ModuleDict, self.get_submodule(name)).update(dict(child.items()))
+                elif name not in self._modules:  # what all stages have (RoPE tables) is shown once
+                    self.add_module(name, child)
+
+    def train(self, mode: bool = True) -> PipelineModel:
+        for stage in self.stages.values():
+            stage.train(mode)
+        return super().train(mode)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The shapes of one pipeline micro-batch on one rank."""
+
+    #: Sequences.
+    rows: int
+    #: Tokens of each sequence that the first stage is given.
+    seq_len: int
+    #: Positions of each sequence in the hidden states between stages: fewer where ranks share a sequence.
+    hidden_len: int
+    dim: int
+    vocab: int
+    #: Of the hidden states and their gradients.
+    dtype: torch.dtype
+
+    def hidden(self, rows: int, seq_len: int, device: torch.device | str) -> Tensor:
+        """What one stage sends to the next for `rows` sequences of `seq_len` tokens each, without values."""
+        length = seq_len * self.hidden_len // self.seq_len
+        return torch.empty(rows, length, self.dim, dtype=self.dtype, device=device)
+
+
+class Pipeline:
+    """Runs the stages of a `PipelineModel` by the plan's schedule. All ranks of the pipeline call the same methods.
+
+    accumulation: micro-batches per step. All of them go through one run of the schedule, cut into
+    `plan.microbatches` pieces each, so ranks wait for the pipeline to fill and to drain once per step.
+    loss: summed over tokens. positions: tokens per sequence on this rank → their places in it, [that many] int64, where
+    hidden states do not have as many as to count them by.
+    """
+
+    def __init__(
+        self,
+        model: PipelineModel,
+        plan: PipelinePlan,
+        piece: Piece,
+        accumulation: int,
+        device: torch.device,
+        loss: LossFunction,
+        positions: Callable[[int], Tensor] | None = None,
+    ) -> None:
+        self._model, self._piece, self._device, self._loss = model, piece, device, loss
+        self._pieces = plan.microbatches
+        self._positions = positions
+        self._tokens = torch.ones((), device=device)
+        count = len(model.layout.stages)
+        self._has_first, self._has_last = 0 in model.stages, count - 1 in model.stages
+        stages = [self._stage(number, count) for number in model.stages]
+        self._schedule = get_schedule_class(plan.schedule)(
+            stages[0] if SCHEDULES[plan.schedule].stages == "one" else stages,
+            plan.microbatches * accumulation,
+            loss_fn=self._share,
+            # Each piece's loss is divided by the tokens of the whole step, so gradients add up as they are.
+            scale_grads=False,
+        )
+
+    def _stage(self, number: int, count: int) -> PipelineStage:
+        """A stage whose shapes are known, so that torch need not run the model once to learn them."""
+        piece = self._piece
+        first, last = number == 0, number == count - 1
+        shape = piece.rows, piece.seq_len
+        tokens = torch.empty(shape, dtype=torch.int64, device="meta")
+        logits = torch.empty(*shape, piece.vocab, dtype=piece.dtype, device="meta")
+        return PipelineStage(
+            self._model.stages[number],
+            number,
+            count,
+            self._device,
+            input_args=(tokens if first else piece.hidden(*shape, "meta").requires_grad_(),),
+            output_args=((logits if last else piece.hidden(*shape, "meta")).requires_grad_(),),
+            group=self._model.group,
+        )
+
+    def _share(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """A piece's share of the step's loss."""
+        return self._loss(logits, labels) / self._tokens
+
+    def forward_backward(self, micro_batches: Sequence[Batch], tokens: Tensor) -> Tensor:
+        """Accumulate gradients of the step's loss; returns this rank's share of it (0-dim, detached).
+
+        Only the last stage has a loss: the shares of other ranks are zero. tokens: valid tokens of the whole step over
+        all data-parallel ranks, so that shares simply add up. Gradients are reduced over ranks once, at the end.
+        """
+        self._tokens = tokens
+        inputs = (torch.cat([b.tokens for b in micro_batches]),) if self._has_first else ()
+        labels = torch.cat([b.labels for b in micro_batches]) if self._has_last else None
+        losses: list[Tensor] | None = [] if self._has_last else None
+        rows = sum(len(b.tokens) for b in micro_batches)
+        keywords = self._keywords(rows, self._piece.seq_len)
+        self._schedule.step(*inputs, target=labels, losses=losses, return_outputs=False, **keywords)
+        return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=self._device)
+
+    @torch.no_grad()
+    def loss_sum(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """A batch's loss, summed over tokens (0-dim), without gradients: zero on ranks without the last stage.
+
+        tokens, labels: [any number of sequences, seq] int64, on the device; the same on all ranks of the pipeline.
+        """
+        pieces = tokens.chunk(self._pieces)
+        total = torch.zeros((), device=self._device)
+        sent: list[tuple[dist.Work | None, Tensor]] = []
+        local: list[Tensor] = []  # from a stage to the next one on the same rank
+        for number, stage in self._model.stages.items():
+            inputs = self._inputs(number, pieces, local)
+            local = []
+            for x, y in zip(inputs, labels.chunk(self._pieces), strict=True):
+                out = stage(x, **self._keywords(*y.shape))
+                if number + 1 == len(self._model.layout.stages):
+                    total += self._loss(out, y)
+                elif number + 1 in self._model.stages:
+                    local.append(out)
+                else:
+                    out = out.contiguous()
+                    sent.append((dist.isend(out, self._peer(number + 1), self._model.group), out))
+        for work, _ in sent:
+            if work is not None:
+                work.wait()
+        for module in (m for stage in self._model.stages.values() for m in stage.modules()):
+            if isinstance(module, FSDPModule):
+                module.reshard()  # without a backward nothing else frees weights that are kept for it
+        return total
+
+    def _inputs(self, number: int, tokens: Sequence[Tensor], local: Sequence[Tensor]) -> Iterator[Tensor]:
+        """What a stage is given, piece by piece, waited for when it is needed."""
+        if number == 0:
+            yield from tokens
+        elif number - 1 in self._model.stages:
+            yield from local
+        else:
+            # All receives are posted before the stage's first send: ranks that each wait with a send would never meet.
+            buffers = [self._piece.hidden(len(t), t.size(1), self._device) for t in tokens]
+            source, group = self._peer(number - 1), self._model.group
+            for work, buffer in [(dist.irecv(buffer, source, group), buffer) for buffer in buffers]:
+                if work is not None:
+                    work.wait()
+                yield buffer
+
+    def _peer(self, number: int) -> int:
+        """The rank in the world that has a stage."""
+        return dist.get_global_rank(self._model.group, self._model.layout.ranks[number])
+
+    def _keywords(self, rows: int, seq_len: int) -> dict[str, Tensor]:
+        return {} if self._positions is None else {"positions": self._positions(seq_len).expand(rows, -1)}

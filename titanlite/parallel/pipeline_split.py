@@ -1,0 +1,133 @@
+"""Where a pipeline is cut: which modules each stage has, and which rank each stage is on. No torch here.
+
+    layout = divide(spec.pipeline_costs(args, seq_len), plan, degree)
+    layout.stages[0]        # ("tok_embeddings", "layers.0", …)
+
+A model is cut between its embedding, blocks, last norm and head.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from titanlite.config.pipeline import SCHEDULES
+from titanlite.config.plans import PipelinePlan
+from titanlite.models.spec import Cost
+
+
+class SplitError(ValueError):
+    """A model that cannot be cut as asked; the message says why."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The stages of a pipeline."""
+
+    #: Names of modules by stage, in the order they run.
+    stages: tuple[tuple[str, ...], ...]
+    #: Rank in the pipeline by stage.
+    ranks: tuple[int, ...]
+    #: Of the whole model, in the order they run.
+    costs: tuple[tuple[str, Cost], ...]
+
+    def on(self, rank: int) -> list[int]:
+        """The stages of a rank, in the order they run."""
+        return [stage for stage, owner in enumerate(self.ranks) if owner == rank]
+
+    @property
+    def trained(self) -> list[str]:
+        """Modules of the whole model that have parameters, in the order they run."""
+        return [name for name, cost in self.costs if cost.parameters]
+
+
+def divide(costs: Mapping[str, Cost], plan: PipelinePlan, degree: int) -> Layout:
+    """The stages of `plan` on `degree` ranks.
+
+    costs: the modules that a pipeline may be cut before, in the order they run. Raises SplitError.
+    """
+    names = list(costs)
+    cuts = _named(names, plan.split_points) if plan.split_points else balance(list(costs.values()), plan.stages)
+    bounds = [0, *cuts, len(names)]
+    stages = tuple(tuple(names[first:last]) for first, last in itertools.pairwise(bounds))
+    for stage in stages:
+        if not any(costs[name].parameters for name in stage):
+            raise SplitError(f"a stage of {' and '.join(stage)} alone has no parameters: there is nothing to train")
+    if SCHEDULES[plan.schedule].stages == "v":
+        ranks = tuple(min(stage, len(stages) - 1 - stage) for stage in range(len(stages)))
+    else:
+        ranks = tuple(stage % degree for stage in range(len(stages)))
+    return Layout(stages, ranks, tuple(costs.items()))
+
+
+def _named(names: Sequence[str], points: Sequence[str]) -> list[int]:
+    cuts: list[int] = []
+    for point in points:
+        if point not in names:
+            close = difflib.get_close_matches(point, names, n=1)
+            nearest = f" (did you mean {close[0]}?)" if close else ""
+            raise SplitError(
+                f"no stage can start at {point!r}{nearest}: the model's pieces are {names[0]}, {names[1]} to "
+                f"{names[-3]}, {', '.join(names[-2:])}"
+            )
+        cut = names.index(point)
+        if cut == 0:
+            raise SplitError(f"the first stage starts at {point} by itself: name the modules that start the others")
+        if cuts and cut <= cuts[-1]:
+            raise SplitError(f"{point} comes after {names[cuts[-1]]}, but the model runs it before: name them in order")
+        cuts.append(cut)
+    return cuts
+
+
+def balance(costs: Sequence[Cost], stages: int) -> list[int]:
+    """Where each stage but the first begins, for stages of the most even cost.
+
+    The largest number of FLOPs of a stage is as small as can be: all others wait for that stage. Of the divisions for
+    which that holds, the one whose largest stage has the fewest parameters: the embedding costs memory alone.
+
+    costs: of the embedding, the blocks, the last norm and the head. Each stage has one block at least; SplitError if
+    there are too few.
+    """
+    blocks = range(1, len(costs) - 2)
+    if len(blocks) < stages:
+        raise SplitError(f"{len(blocks)} blocks cannot be divided into {stages} stages: each needs one at least")
+    # A stage begins with a block: what is before the first belongs to the first stage, what is after the last to the
+    # last one.
+    pieces = [range(start, end) for start, end in itertools.pairwise([*blocks, len(costs)])]
+    pieces[0] = range(pieces[0].stop)
+    flops = [sum(costs[i].flops for i in piece) for piece in pieces]
+    weights = [sum(costs[i].parameters for i in piece) for piece in pieces]
+    most = _smallest_maximum(flops, flops, stages, limit=None)[0]
+    _, firsts = _smallest_maximum(weights, flops, stages, limit=most)
+    return [blocks[first] for first in firsts]
+
+
+def _smallest_maximum(
+    sizes: Sequence[int], limited: Sequence[int], stages: int, limit: int | None
+) -> tuple[int, list[int]]:
+    """The smallest possible largest sum of `sizes` over contiguous stages, and where each but the first begins.
+
+    limited, limit: no stage's sum of `limited` may be above it.
+    """
+    total = [0, *itertools.accumulate(sizes)]
+    bound = [0, *itertools.accumulate(limited)]
+    n = len(sizes)
+    # best[i]: of the first i pieces in so many stages.
+    best: list[tuple[int, list[int]] | None] = [(0, []), *[None] * n]
+    for stage in range(stages):
+        after: list[tuple[int, list[int]] | None] = [None] * (n + 1)
+        for end in range(stage + 1, n + 1):
+            for start in range(stage, end):
+                before = best[start]
+                if before is None or (limit is not None and bound[end] - bound[start] > limit):
+                    continue
+                largest = max(before[0], total[end] - total[start])
+                here = after[end]
+                if here is None or largest < here[0]:
+                    after[end] = (largest, [*before[1], start] if stage else [])
+        best = after
+    found = best[n]
+    assert found is not None, "there is a division for the limit that was found without it"
+    return found

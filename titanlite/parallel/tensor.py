@@ -1,0 +1,201 @@
+"""Tensor parallelism with sequence parallelism (Shoeybi et al. 2019; Korthikanti et al. 2022), by torch's styles.
+
+    split(model, spec.tensor_plan(args), mesh["tp"])    # on the meta device, before all else that wraps modules
+    loss = tensor_loss(cross_entropy_sum)               # for the logits that it gives
+
+Heads, the feed-forward's width and the vocabulary are divided over the ranks of a mesh. Between the products, where
+each rank would do the same work on the same activations, the sequence is divided instead: one all-gather before and
+one reduce-scatter after attention and feed-forward move what an all-reduce would.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from titanlite.config.errors import ConfigError, Problem
+from titanlite.parallel.compile import LossFunction
+
+#: Dimension of the sequence in activations [batch, seq, …].
+_SEQUENCE = Shard(1)
+
+
+class TensorParallelError(ValueError):
+    """A plan that does not fit the model; the message names the module or parameter."""
+
+
+def split(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, shard_logits: bool = True) -> None:
+    """Divide the weights of `model` over the ranks of `mesh` in place, and its activations with them.
+
+    plan: name of a module → how it is divided; those that this model lacks (another pipeline stage's) are passed over.
+        embedding: rows of the table; tokens whole, output divided by sequence.
+        sequence:  a normalisation; weights whole, input and output divided by sequence.
+        gather:    no weights of its own; the first argument comes from a `sequence` module and is made whole.
+        colwise:   a linear's outputs; input whole, output a plain tensor of this rank's features.
+        rowwise:   a linear's inputs; input as colwise leaves it, output divided by sequence.
+        head:      as colwise, from an input divided by sequence to logits, a DTensor for `tensor_loss`.
+    mesh: one-dimensional. shard_logits: logits stay divided by vocabulary; else every rank gets all of them.
+
+    Modules that shared a parameter still do. Raises TensorParallelError for an unknown kind, or if the plan leaves a
+    parameter undivided that no module of it covers.
+    """
+    shared = _shared_parameters(model)
+    modules = dict(model.named_modules())
+    kinds = {name: kind for name, kind in plan.items() if name in modules}
+    styles = {name: _style(kind, shard_logits) for name, kind in kinds.items() if kind != "gather"}
+    parallelize_module(model, mesh, styles)
+    for name, kind in kinds.items():
+        module = modules[name]
+        if kind == "gather":
+            cls: Any = type(module)
+            module.__class__ = _gathering(cls)
+        elif kind == "embedding":
+            # The plain tensor is a view of a DTensor, and `fully_shard` warns of modules that return views.
+            module.register_forward_hook(lambda module, args, output: output.clone())
+    for first, *others in shared:
+        for name in others:
+            _tie(model, first, name)
+    left = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    if left:
+        raise TensorParallelError(f"the plan of tensor parallelism covers no module with {', '.join(left)}")
+
+
+def _style(kind: str, shard_logits: bool) -> ParallelStyle:
+    if kind == "embedding":
+        return RowwiseParallel(input_layouts=Replicate(), output_layouts=_SEQUENCE)
+    if kind == "sequence":
+        return SequenceParallel(sequence_dim=_SEQUENCE.dim)
+    if kind == "colwise":
+        return ColwiseParallel()
+    if kind == "rowwise":
+        return RowwiseParallel(output_layouts=_SEQUENCE)
+    if kind == "head":
+        output = Shard(-1) if shard_logits else Replicate()
+        return ColwiseParallel(input_layouts=_SEQUENCE, output_layouts=output, use_local_output=False)
+    known = "embedding, sequence, gather, colwise, rowwise, head"
+    raise TensorParallelError(f"tensor parallelism knows no way {kind!r} to divide a module; there are {known}")
+
+
+@functools.cache  # one class for all blocks: torch.compile would compile each class anew
+def _gathering(cls: type[nn.Module]) -> type[nn.Module]:
+    """A module that makes its first argument whole.
+
+    A class and no hook, so that `torch.compile` of the module has the all-gather in its graph. A hook is compiled
+    apart, and then the gradient is all-reduced where a reduce-scatter would do.
+    """
+
+    class Gathering(cls):  # type: ignore[valid-type,misc]
+        def forward(self, x: DTensor, *args: Any, **kwargs: Any) -> Any:
+            # Still a DTensor: of plain copies each product would reduce its own gradient over the ranks.
+            return super().forward(x.redistribute(placements=[Replicate()]), *args, **kwargs)
+
+    Gathering.__name__, Gathering.__qualname__ = cls.__name__, cls.__qualname__
+    return Gathering
+
+
+def _shared_parameters(model: nn.Module) -> list[list[str]]:
+    """Names of each parameter that has more than one."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def _tie(model: nn.Module, first: str, name: str) -> None:
+    """Make parameter `name` be parameter `first` again: each module was given a divided one of its own."""
+    source, parameter = model.get_parameter(first), model.get_parameter(name)
+    ways = [getattr(p, "placements", "undivided") for p in (source, parameter)]
+    if ways[0] != ways[1]:
+        raise TensorParallelError(f"{first} and {name} are one parameter, but the plan divides them as {ways}")
+    path, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(path), leaf, source)
+
+
+def tensor_loss(loss: LossFunction) -> LossFunction:
+    """`loss` for logits [batch, seq, vocab] that are a DTensor; those divided by vocabulary are never gathered.
+
+    loss: made of `cross_entropy`; also compiled. The result is a plain scalar, the same on every rank of the mesh.
+    """
+
+    def divided(logits: Tensor, labels: Tensor) -> Tensor:
+        if not isinstance(logits, DTensor):
+            raise TypeError("logits of a model under tensor parallelism are a DTensor, these are a plain tensor")
+        if all(placement.is_replicate() for placement in logits.placements):
+            return loss(logits.to_local(), labels)
+        return _ShardedLoss.apply(logits, labels, loss)
+
+    return divided
+
+
+class _ShardedLoss(torch.autograd.Function):
+    """Enters torch's `loss_parallel` for the forward and for the backward of one loss function.
+
+    The context replaces operators wherever it is entered; so callers need not know of it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, loss: LossFunction) -> Tensor:
+        wanted = ctx.needs_input_grad[0]
+        with loss_parallel(), torch.set_grad_enabled(wanted):
+            inner = logits.detach().requires_grad_(wanted)
+            result = loss(inner, labels)
+        if wanted:
+            ctx.inner, ctx.result = inner, result
+        return (result.to_local() if isinstance(result, DTensor) else result).detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        inner, result = ctx.inner, ctx.result
+        del ctx.inner, ctx.result  # the graph inside holds the probabilities
+        if isinstance(result, DTensor):
+            gradient = DTensor.from_local(gradient, result.device_mesh, [Replicate()], run_check=False)
+        with loss_parallel():
+            (of_logits,) = torch.autograd.grad(result, inner, gradient)
+        return of_logits, None, None
+
+
+#: Options of `torch.compile` under which inductor splits a product so that its parts overlap with their traffic.
+ASYNC_OPTIONS = {"_micro_pipeline_tp": True}
+
+
+def check_async(tensor: int, device_type: str, ranks_per_node: int) -> None:
+    """Raise ConfigError unless tensor-parallel ranks can write to each other's memory, which async TP is made of.
+
+    tensor: their number. ranks_per_node: ranks on this machine, neighbours in the mesh.
+    """
+    message = ""
+    if device_type != "cuda":
+        message = "needs GPUs that reach each other's memory (CUDA symmetric memory), and this run is on a CPU"
+    elif ranks_per_node % tensor:
+        message = f"needs the {tensor} ranks of tensor parallelism on one node, and there are {ranks_per_node} on each"
+    else:
+        # Neighbouring ranks share a product, and the local rank is the number of the GPU.
+        groups = [range(first, first + tensor) for first in range(0, ranks_per_node, tensor)]
+        pairs = [(a, b) for group in groups for a in group for b in group if a != b]
+        apart = next((pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)), None)
+        if apart is not None:
+            message = f"needs GPUs that reach each other's memory; GPU {apart[0]} does not reach GPU {apart[1]}"
+    if message:
+        hint = "set it to false: tensor parallelism works without it, its traffic then waits for the products"
+        raise ConfigError([Problem("", "experimental.enable_async_tensor_parallel", message, hint)])
+
+
+def enable_async(mesh: DeviceMesh) -> None:
+    """Give the ranks of a one-dimensional CUDA mesh the memory that compiled overlapping goes through."""
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    enable_symm_mem_for_group(mesh.get_group().group_name)
