@@ -152,4 +152,4 @@ def test_torchfrtrace_says_who_waited_where(tmp_path: Path) -> None:
     told = [(wait[1].rpartition(":")[2], *wait[2:]) for wait in waits]  # a group's number counts those of the mesh
     assert ("other", "collective: gloo:all_reduce", "missing ranks: {1}") in told
     assert ("default_pg", "collective: gloo:all_reduce", "missing ranks: {0}") in told
-    assert f"{script}:10" in seen.stderr and f"{script}:11" in seen.stderr, "the lines of code that waited"
+    assert f"{script}:11" in seen.stderr and f"{script}:12" in seen.stderr, "the lines of code that waited"
