@@ -4,10 +4,11 @@
     python benchmarks/activation_modes.py --compile both           # and with torch.compile, the budgets too
 
 A Llama on one rank trains on random tokens with titanlite's own build and step. Every cell is a process of its own, so
-that its peak is its own: the allocator's on a GPU; on a CPU the high-water mark of resident memory in the counted
-steps, less what is resident between steps (weights, optimizer state, what a compiler left behind). Cells stay alive and
-take turns, one step each, so that a machine whose speed drifts moves them alike; medians are printed. On a CPU the time
-is the process's own: with one thread the step's time on an idle machine. Writes Markdown and JSON with --out.
+that its peak is its own, over the counted steps: live bytes of the allocator on a GPU; on a CPU the high-water mark of
+resident memory, less what is resident between steps (weights, optimizer state, what a compiler left behind). Cells stay
+alive and take turns, one step each, so that a machine whose speed drifts moves them alike; medians are printed. On a
+CPU the time is the process's own: with one thread the step's time on an idle machine. Writes Markdown and JSON with
+--out.
 """
 
 from __future__ import annotations
@@ -124,8 +125,6 @@ def serve(shape: Shape, plan: dict[str, Any], compiled: bool) -> None:
         guard = FiniteGuard(device)
         window = torch.randint(0, shape.vocab, (shape.batch, shape.seq + 1), generator=torch.Generator().manual_seed(0))
         batches = to_device([Batch(window[:, :-1].contiguous(), window[:, 1:].contiguous())], device)
-        if device.type == "cuda":
-            reset_peak(device)
         at_rest = 0
         print(json.dumps({"device": _name(device), "kept": kept.total_bytes}), flush=True)
 
@@ -141,10 +140,16 @@ def serve(shape: Shape, plan: dict[str, Any], compiled: bool) -> None:
             wall, own = time.perf_counter() - began, time.process_time() - used
             if device.type == "cuda":
                 torch.cuda.empty_cache()  # the next cell needs it
+            if turn == WARM and device.type == "cuda":
+                reset_peak(device)
             elif turn == WARM:
                 at_rest = _begin_peak()
             print(json.dumps({"wall": wall, "own": own, "loss": loss}), flush=True)
-        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _resident("VmHWM:") - at_rest
+        if device.type == "cuda":
+            # What another stream still reads is not allocated any more, but nobody can have it: it is active.
+            peak = torch.cuda.memory_stats(device)["active_bytes.all.peak"]
+        else:
+            peak = _resident("VmHWM:") - at_rest
         print(json.dumps({"peak": peak}), flush=True)
 
 
@@ -276,7 +281,11 @@ def main() -> None:
         f"{cells[0].device}, torch {torch.__version__}; dim {shape.dim}, {shape.layers} layers, {shape.heads} heads, "
         f"vocabulary {shape.vocab:,}, {shape.batch} x {shape.seq} tokens, {shape.dtype}; medians of {arguments.steps} "
         "steps in turn. Peak: "
-        + ("of the allocator." if gpu else "highest resident memory in a counted step less that between steps.")
+        + (
+            "live bytes of the allocator in a counted step."
+            if gpu
+            else "highest resident memory in a counted step less that between steps."
+        )
     )
     eager = [row.losses for row in rows if not row.compiled]
     verdict = "equal" if all(losses == eager[0] for losses in eager) else "DIFFERENT"

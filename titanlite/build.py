@@ -211,6 +211,9 @@ def check_units(plans: Plans, text: Text) -> None:
     if plans.activations.mode == "op":
         # torch matches a block's operators by their order, and the second time weights are gathered at other places.
         reasons.append('activation_checkpoint.selective_ac_option = "op" runs the block around it again, by operator')
+    if plans.activations.offload:
+        # Which weights stay on the device is read where the block begins; these are gathered later.
+        reasons.append("activation_checkpoint.offload would send its gathered weights to host memory with the block's")
     if within and reasons:
         message = f"makes {within} a unit, but {' and '.join(reasons)}"
         hint = 'take units of a block or more: fsdp_units = "block", or a larger fsdp_min_params'

@@ -82,6 +82,12 @@ def test_a_least_size_without_units_by_size_has_no_effect() -> None:
     assert without_effect(load(["--training.fsdp_min_params=5", "--training.fsdp_units=size"])) == []
 
 
+def test_inductors_cache_has_no_effect_on_another_backend() -> None:
+    flags = ["--training.compile", "--compile.cache_dir=somewhere"]
+    assert without_effect(load(flags)) == []
+    assert without_effect(load([*flags, "--compile.backend=aot_eager"])) == ["compile.cache_dir"]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -93,6 +99,10 @@ def test_a_least_size_without_units_by_size_has_no_effect() -> None:
         (
             ["--training.fsdp_units=Linear", "--activation_checkpoint.selective_ac_option=op"],
             "makes layers.0.attention.wq a unit, but activation_checkpoint.selective_ac_option",
+        ),
+        (
+            ["--training.fsdp_units=Attention", "--activation_checkpoint.offload"],
+            "makes layers.0.attention a unit, but activation_checkpoint.offload would send its gathered weights",
         ),
     ],
 )

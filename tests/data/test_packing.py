@@ -187,6 +187,7 @@ def test_long_reading_says_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("titanlite.data.corpus.SAY_EVERY", -1.0)
+    monkeypatch.setattr("titanlite.data.corpus.logger.handlers", [])  # whatever an earlier test has left there
     monkeypatch.setattr("titanlite.data.corpus.logger.propagate", True)
     tokenizer = load_tokenizer(TokenizerPlan())
     path = write(tmp_path / "a.jsonl", ["one", "two"])

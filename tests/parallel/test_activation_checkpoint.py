@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,16 +34,18 @@ from titanlite.config.resolve import resolve
 from titanlite.guard import FiniteGuard
 from titanlite.models import SHAPES, get_spec
 from titanlite.observe.report import start_report
+from titanlite.observe.stepline import human_bytes
 from titanlite.parallel.activation_checkpoint import (
     ATTENTION,
     MATMULS,
     OTHERS,
     Kept,
+    _checkpointed,
     checkpoint_activations,
     kind_of,
     trace_block,
 )
-from titanlite.parallel.activation_offload import offload
+from titanlite.parallel.activation_offload import CudaHost, offload
 from titanlite.parallel.world import World
 from titanlite.prepare import checked_plans
 from titanlite.step import train_step
@@ -261,6 +266,33 @@ def test_the_trace_counts_what_runs_again() -> None:
     assert traced(EVERY_2).recomputing == 2
 
 
+def test_a_trace_leaves_no_class_behind() -> None:
+    traced(OP)
+    before = _checkpointed.cache_info().currsize
+    traced(OP)
+    assert _checkpointed.cache_info().currsize == before
+
+
+def _copied(world: World, run: Run) -> float:
+    """Share of the weights of which a copy to compute with lives after a forward."""
+    model, _, rank = build_tiny(world, run)
+    output = model(micro_batches(run, 0, rank, world.size)[0].tokens)
+    groups = {m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)}
+    copies = [copy for group in groups if group for p in group.fsdp_params for copy in p.all_gather_outputs]
+    del output
+    elements = sum(copy.untyped_storage().nbytes() // copy.itemsize for copy in copies)
+    return elements / sum(p.numel() for p in model.parameters())
+
+
+def test_one_rank_keeps_or_frees_copies_of_its_weights_too(pool: Pools) -> None:
+    run = Run(TOKENS, LABELS, [], args=FOUR)
+    found = [
+        pool(1).run(_copied, replace(run, shard=ShardPlan("bfloat16", reshard_after_forward=again)))[0]
+        for again in (True, False)
+    ]
+    assert found == [0, 1]
+
+
 # The policy
 
 
@@ -348,6 +380,106 @@ def test_what_blocks_keep_is_sent_away_and_nothing_else(
     assert list(model.state_dict()) == list(build(NONE).state_dict())
 
 
+@pytest.mark.parametrize("plan", [NONE, FULL], ids=lambda plan: plan.mode)
+def test_the_input_of_a_block_that_is_away_is_free(plan: ActivationCheckpointPlan) -> None:
+    model, shelf, inputs = build(plan), Shelf(), []
+    for block in model.layers.values():
+        offload(block, shelf, model, least_bytes=0)
+        block.register_forward_pre_hook(lambda _, args: inputs.append(StorageWeakRef(args[0].untyped_storage())))
+    output = model(TOKENS[0])
+    gc.collect()
+    assert [ref.expired() for ref in inputs] == [True] * 4
+    output.sum().backward()
+
+
+class Views(nn.Module):
+    """Saves parts of what one memory holds."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(16, 32), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if self.kind == "chunk":
+            a, b = y.chunk(2, -1)
+            return a * b
+        # The last has as many elements as its memory, but only repeats one column.
+        part = y.unfold(-1, 4, 2) if self.kind == "unfold" else y[:, 1:2].expand(8, 32)
+        return part * part
+
+
+@pytest.mark.parametrize("kind", ["chunk", "unfold", "expand"])
+def test_views_come_back_as_they_were(kind: str) -> None:
+    found = []
+    for away in (False, True):
+        torch.manual_seed(0)
+        block, shelf = Views(kind), Shelf()
+        if away:
+            offload(block, shelf, block, least_bytes=0)
+        x = torch.randn(8, 16, requires_grad=True)
+        block(x).sum().backward()
+        found.append({"x": x.grad, **{name: p.grad for name, p in block.named_parameters()}})
+    assert len(shelf.parcels) == (3 if kind == "chunk" else 2)
+    assert_equal(*found)
+
+
+class Stream:
+    """Stands for a CUDA stream: writes down what it is told."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log, self.events = name, log, 0
+
+    def wait_stream(self, other: Stream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: str) -> None:
+        self.log.append(f"{self.name} waits for {event}")
+
+    def record_event(self) -> str:
+        self.events += 1
+        self.log.append(f"{self.name} {self.events}")
+        return self.log[-1]
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Of streams, where `CudaHost` takes the CPU for its device."""
+    seen: list[str] = []
+    compute, empty_like = Stream("compute", seen), torch.empty_like
+    cuda = SimpleNamespace(
+        Stream=lambda _: Stream("copy", seen), current_stream=lambda _: compute, stream=lambda _: nullcontext()
+    )
+    monkeypatch.setattr(torch, "cuda", cuda)
+    monkeypatch.setattr(torch, "empty_like", lambda t, *, device, pin_memory=False: empty_like(t, device=device))
+    return seen
+
+
+def test_two_tensors_at_most_are_on_their_way_to_the_host(log: list[str]) -> None:
+    host, parcels, refs = CudaHost(CPU), [], []
+    for value in range(4):
+        tensor = torch.full((4,), float(value))
+        refs.append(StorageWeakRef(tensor.untyped_storage()))
+        parcels.append(host.send(tensor))
+        del tensor
+    assert [ref.expired() for ref in refs] == [True, True, False, False]
+    send = ["copy waits for compute", "copy {}"]
+    waits = [[], [], ["compute waits for copy 1"], ["compute waits for copy 2"]]
+    assert log == [line.format(n + 1) for n in range(4) for line in (*send, *waits[n])]
+    log.clear()
+    last = parcels[3].fetch()
+    assert last.tolist() == [3.0] * 4 and all(ref.expired() for ref in refs)
+    assert log == [
+        *("compute waits for copy 3", "compute waits for copy 4"),
+        *("copy waits for compute", "copy 5", "compute waits for copy 5"),
+        *("copy waits for compute", "copy 6"),  # the one before, ahead of time
+    ]
+    log.clear()
+    assert parcels[3].fetch() is last and log == []
+    del parcels[2]
+    assert log == ["compute waits for copy 6"], "memory of a copy that nobody fetched is in use until it is done"
+
+
 def test_small_tensors_stay() -> None:
     model, shelf = build(FULL), Shelf()
     for block in model.layers.values():
@@ -401,27 +533,32 @@ def test_offload_leaves_a_cpus_model_alone() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="moves tensors between a GPU and its host")
 def test_offload_frees_a_gpus_memory() -> None:
-    found, peaks = [], []
-    args = replace(FOUR, dim=512, n_heads=8, n_kv_heads=8, max_seq_len=512, multiple_of=256)
+    """Nothing waits for the device in between: what the host has run ahead of it is in the peaks."""
+    found, forward, whole = [], [], []
+    args = replace(FOUR, n_layers=16, dim=512, n_heads=8, n_kv_heads=8, max_seq_len=512, multiple_of=256)
     device = torch.device("cuda")
     tokens = torch.randint(0, 192, (8, 512), device=device)
-    for plan in (NONE, ActivationCheckpointPlan("none", offload=True), replace(FULL, offload=True)):
+    one_input = tokens.numel() * args.dim * 4
+    for plan in (NONE, replace(NONE, offload=True), FULL, replace(FULL, offload=True)):
         torch.manual_seed(3)
         model = SPEC.build(args).to(device)
         checkpoint_activations(model, SPEC.block_names(args), plan, device)
-        before = torch.cuda.memory_allocated()
         for _ in range(2):
             model.zero_grad()
+            before = torch.cuda.memory_stats()["active_bytes.all.current"]
+            torch.cuda.reset_peak_memory_stats()
             output = model(tokens)
-            torch.cuda.synchronize()
-            kept = torch.cuda.memory_allocated() - before
+            forward.append(torch.cuda.memory_stats()["active_bytes.all.peak"] - before)
             output.float().logsumexp(-1).sum().backward()
+            whole.append(torch.cuda.memory_stats()["active_bytes.all.peak"] - before)
+            del output
         found.append({name: p.grad for name, p in model.named_parameters()})
-        peaks.append(kept)
     for other in found[1:]:
         for name, gradient in found[0].items():
             torch.testing.assert_close(other[name], gradient, rtol=1e-5, atol=1e-5)
-    assert peaks[1] < peaks[0] / 2
+    for none, none_away, full_kept, full_away in (forward[1::2], whole[1::2]):
+        assert none_away < none / 2
+        assert full_away < full_kept - args.n_layers / 2 * one_input
 
 
 # With torch.compile
@@ -531,16 +668,20 @@ def test_the_default_passes_over_a_model_of_one_block() -> None:
         (EVERY_2, "2 of 4 blocks keep only their input and recompute 6 of 7 matmuls and attention; "),
         (OP, "by operation: each block saves 4 of 7 matmuls and attention and recomputes 3 of 7 matmuls; "),
         (replace(FULL, offload=True), "; offload has no effect on a CPU"),
-        (ActivationCheckpointPlan("budget", memory_budget=0.3), "the compiler keeps 30% of what it would by itself"),
+        (ActivationCheckpointPlan("budget", memory_budget=0.3), "the compiler keeps 30% of what it would by itself; "),
     ],
     ids=lambda value: getattr(value, "mode", ""),
 )
 def test_the_report_says_what_is_kept(plan: ActivationCheckpointPlan, said: str) -> None:
+    assert said in _activations_line(plan)
+
+
+def _activations_line(plan: ActivationCheckpointPlan, device: str = "CPU (some model)") -> str:
     lines = start_report(
         Plans(activations=plan),
         parameters={"layers": 1},
         flops_per_token=1,
-        device="CPU (some model)",
+        device=device,
         world_size=1,
         versions={},
         tokenizer="",
@@ -552,7 +693,15 @@ def test_the_report_says_what_is_kept(plan: ActivationCheckpointPlan, said: str)
         kept=traced(plan),
     )
     (line,) = [line for line in lines if line.startswith("activations ")]
-    assert said in line
+    return line
+
+
+@pytest.mark.parametrize("plan", [NONE, FULL, ActivationCheckpointPlan("budget", memory_budget=0.3)])
+def test_the_report_says_how_much_may_wait_in_host_memory(plan: ActivationCheckpointPlan) -> None:
+    line, kept = _activations_line(replace(plan, offload=True), "NVIDIA H100"), traced(plan)
+    every = human_bytes(4 * kept.plain_bytes)
+    assert f"; {human_bytes(kept.total_bytes)} of {every} kept " in line or f"; {every} in 4 blocks " in line
+    assert line.endswith(f"; up to {human_bytes(kept.total_bytes)} of that wait in host memory")
 
 
 MODES = {

@@ -325,8 +325,8 @@ def _sharding(world: World, run: Run) -> tuple[Any, ...]:
     model, _, data_rank = build_tiny(world, run)
     weight: Any = model.get_parameter("layers.0.attention.wq.weight")
     assert isinstance(weight, DTensor)
-    set_timeouts(77)
     shard_group = fsdp_mesh(mesh).get_group("dp_shard_cp")
+    set_timeouts(77)
     seconds = shard_group._get_backend(CPU).options._timeout.total_seconds()
     names = sorted(name for name, _ in model.named_parameters())
     return data_rank, tuple(weight.to_local().shape), fsdp_mesh(mesh).mesh.tolist(), seconds, names

@@ -247,28 +247,27 @@ def test_every_parameter_is_sharded_by_rows_over_the_shard_ranks(
             assert local == (shapes[name][0] // sharded_over, *shapes[name][1:]), name
 
 
-def _live_bytes() -> int:
-    """Bytes of all tensors that are reachable, gradients among them. Memory that is still in gloo's hands is not."""
+def _storages() -> dict[int, int]:
+    """Bytes by storage of all tensors that are reachable, gradients among them. Memory in gloo's hands is not."""
     gc.collect()
     found = [item for item in gc.get_objects() if isinstance(item, torch.Tensor)]
     found += [item.grad for item in found if isinstance(item, nn.Parameter) and item.grad is not None]
     plain = [item.to_local() if isinstance(item, DTensor) else item for item in found]
     # By the storage itself: what earlier traces left in this process has no address.
-    storages = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in plain if t.device.type == "cpu")}
-    return sum(storages.values())
+    return {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in plain if t.device.type == "cpu")}
 
 
 def _kept(world: World, run: Run, sync_every: bool) -> int:
-    """Bytes more in use after the first micro-batch of a step than before it."""
+    """Bytes that a step's first micro-batch leaves behind."""
     model, _, rank = build_tiny(world, run)
     data = micro_batches(run, 0, rank, world.size)
     tokens = torch.tensor(64)
     forward_backward(model, data, tokens, sync_every)  # FSDP sets itself up
     model.zero_grad()
     set_gradient_sync(model, sync_every)
-    before = _live_bytes()
+    before = _storages()
     model(data[0].tokens).float().sum().backward()
-    return _live_bytes() - before
+    return sum(size for storage, size in _storages().items() if storage not in before)
 
 
 @pytest.mark.parametrize("reduce", ["float32", "bfloat16"])

@@ -174,6 +174,7 @@ def without_effect(config: JobConfig) -> list[str]:
         ),
         "training.fsdp_min_params": dialect.training.fsdp_units == "size",
         "compile": dialect.training.compile,
+        "compile.cache_dir": dialect.training.compile and dialect.compile.backend == "inductor",
         "activation_checkpoint.selective_ac_option": dialect.activation_checkpoint.mode == "selective",
         "activation_checkpoint.memory_budget": dialect.activation_checkpoint.mode == "budget",
         "data.persistent_workers": dialect.validation.enable and dialect.data.prefetch > 0,

@@ -167,11 +167,13 @@ def _activations(plans: Plans, kept: Kept, device: str) -> str:
             f" and recompute{'s' if plan.mode == 'op' else ''} {_runs(kept.forward, again) if again else 'no product'}"
         )
     if plan.mode == "budget":
-        text, amount = f"the compiler keeps {plan.memory_budget:.0%} of what it would by itself", ""
-    if amount and plans.mesh.tensor > 1:
+        text = f"the compiler keeps {plan.memory_budget:.0%} of what it would by itself"
+        amount += " without it"
+    if plans.mesh.tensor > 1:
         amount += f", before {plans.mesh.tensor} ranks share it (tensor parallelism)"
-    where = "offload has no effect on a CPU" if is_cpu(device) else "they wait in host memory"
-    return "; ".join(filter(None, (text, amount, where if plan.offload else "")))
+    away = f"up to {human_bytes(kept.total_bytes)} of that wait in host memory"
+    where = "offload has no effect on a CPU" if is_cpu(device) else away
+    return "; ".join([text, amount, *([where] if plan.offload else [])])
 
 
 def _runs(forward: Mapping[str, int], some: Mapping[str, int]) -> str:

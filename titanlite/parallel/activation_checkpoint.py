@@ -137,10 +137,12 @@ def chosen_blocks(names: Sequence[str], plan: ActivationCheckpointPlan) -> list[
 
 
 def _checkpoint(block: nn.Module, context_fn: Callable[[], Any] | None) -> None:
+    """context_fn: None, `save_by_op`, or one for this block alone."""
     # The generators' states are copied with each forward for drawing the same numbers again; without dropout none are.
     draws = any(isinstance(module, _DropoutNd) and module.p > 0 for module in block.modules())
     cls: Any = type(block)
-    block.__class__ = _checkpointed(cls, context_fn, draws)
+    make = _checkpointed if context_fn in (None, save_by_op) else _checkpointed.__wrapped__
+    block.__class__ = make(cls, context_fn, draws)
 
 
 @functools.cache  # one class for all blocks: torch.compile would compile each class anew

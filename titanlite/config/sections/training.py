@@ -54,7 +54,8 @@ class Training(Section):
     )
     enable_cpu_offload: bool = Field(
         default=False,
-        description="Parameters, gradients and optimizer state live in host memory. Without effect on a CPU.",
+        description="Parameters and gradients live in page-locked host memory, optimizer state in ordinary one. "
+        "Without effect on a CPU.",
     )
     mixed_precision_param: Literal["bfloat16", "float32"] = Field(
         default="bfloat16", description="Precision of the gathered weights and of the forward and backward."
