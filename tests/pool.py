@@ -8,6 +8,7 @@ traceback and ends that pool's processes, since a rank left inside a collective 
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import socket
@@ -38,9 +39,12 @@ def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     )
     import torch
 
+    import titanlite.parallel.world as world_module
     from titanlite.config.plans import CommPlan
     from titanlite.parallel.world import World
 
+    # A mesh per test would leave its groups behind, each with a thread of gloo's that wakes a hundred times a second.
+    world_module.init_device_mesh = functools.cache(world_module.init_device_mesh)
     torch.set_num_threads(1)
     with World.open(CommPlan(init_timeout_seconds=120), device_type="cpu") as world:
         while True:
