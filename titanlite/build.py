@@ -1,7 +1,7 @@
 """Plans and World → Parts: the one place that knows all rooms.
 
-Order: tokenizer → text → model on the meta device → tensor parallelism → activation checkpointing →
-`torch.compile` → `fully_shard` → memory → initial weights → optimizer.
+Order: tokenizer → text → model on the meta device → pipeline stages → tensor and context parallelism → activation
+checkpointing → `torch.compile` → `fully_shard` → memory → initial weights → optimizer.
 """
 
 from __future__ import annotations
@@ -196,8 +196,7 @@ def check_units(plans: Plans, text: Text) -> None:
         return
     spec = get_spec(plans.model.name)
     args = model_args(plans.model, text.tokenizer.vocab_size)
-    with torch.device("meta"):
-        model = spec.build(args)
+    model = spec.build_on_meta(args)
     try:
         units = choose_units(model, plans.shard, spec.fsdp_units(args))
     except UnitError as error:
@@ -222,8 +221,7 @@ def check_units(plans: Plans, text: Text) -> None:
 
 def trace_activations(spec: ModelSpec, args: LlamaArgs, plans: Plans, device: torch.device, mesh: DeviceMesh) -> Kept:
     """What a block keeps for its backward, seen in a trace of one micro-batch without data."""
-    with torch.device("meta"):
-        model = spec.build(args)
+    model = spec.build_on_meta(args)
     if plans.mesh.context > 1:
         apply_context_parallel(model, mesh)
     tokens = plans.batch.micro_batch_size // plans.pipeline.microbatches, plans.batch.seq_len // plans.mesh.context

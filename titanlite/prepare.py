@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from titanlite.config.advice import divisors
 from titanlite.config.checks import contradictions, missing_files, missing_packages
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.job import JobConfig, independent
@@ -121,7 +122,7 @@ def undivided(args: LlamaArgs, plans: Plans) -> list[Problem]:
     found = []
     if odd := [f"{name} = {number:,}" for name, number in shared.items() if number % tensor]:
         common = math.gcd(*shared.values())
-        these = ", ".join(str(n) for n in range(1, min(common, args.n_heads) + 1) if common % n == 0)
+        these = ", ".join(str(n) for n in divisors(common) if n <= args.n_heads)
         hint = f"these work: {these}"
         if args.vocab_size and args.vocab_size % tensor:
             larger = -(-args.vocab_size // tensor) * tensor

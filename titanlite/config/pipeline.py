@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from titanlite.config.advice import divisors
 from titanlite.config.dialect import Dialect
 from titanlite.config.errors import Problem, nearest
 from titanlite.config.job import JobConfig
@@ -152,7 +153,7 @@ def _microbatches(d: Dialect, schedule: str, degree: int, accumulation: int, pro
     key = f"{_KEY}microbatches"
     said = f"is {pieces}" if given else f"is {pieces}, the pipeline degree,"
     if size % pieces:
-        fitting = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+        fitting = ", ".join(map(str, divisors(size)))
         problem(
             key,
             f"{said} which does not divide training.batch_size = {size}",

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from titanlite.config import plans
+from titanlite.config.advice import batch_advice, choices, divisors, some
 from titanlite.config.context import context_problems
-from titanlite.config.errors import ConfigError, Problem, nearest
+from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.job import JobConfig, independent
 from titanlite.config.pipeline import pipeline_plan, pipeline_problems
 from titanlite.config.schema import describe, quote, quote_key
@@ -166,12 +167,12 @@ class _Work:
         model = self.config.dialect.model
         flavors = shapes.get(model.name)
         if flavors is None:
-            self.problem("model.name", f"no model {quote(model.name)}", _choices(model.name, shapes))
+            self.problem("model.name", f"no model {quote(model.name)}", choices(model.name, shapes))
             return
         arguments = flavors.get(model.flavor)
         if arguments is None:
             message = f"{model.name} has no flavor {quote(model.flavor)}"
-            self.problem("model.flavor", message, _choices(model.flavor, flavors), ["model.name"])
+            self.problem("model.flavor", message, choices(model.flavor, flavors), ["model.name"])
             return
         if not is_dataclass(arguments):
             raise TypeError(f"shapes[{model.name!r}][{model.flavor!r}] must be a dataclass, got {type(arguments)}")
@@ -181,7 +182,7 @@ class _Work:
             key = f"model.overrides.{quote_key(name)}"
             if name not in names:
                 message = f"{model.name} has no argument {quote(name)}"
-                self.problem(key, message, _choices(name, names), ["model.name"])
+                self.problem(key, message, choices(name, names), ["model.name"])
             elif not _fits(value, hints[name]):
                 self.problem(key, f"expected {describe(hints[name])}, got {quote(value)}", others=["model.name"])
 
@@ -256,8 +257,8 @@ class _Work:
         wanted = self.config.dialect.training.reshard_after_forward
         if not isinstance(wanted, int) or mesh.weight_shards % wanted == 0:
             return
-        fitting = _divisors(mesh.weight_shards)[1:]
-        numbers = f"{_some(fitting)}, or " if fitting else ""
+        fitting = divisors(mesh.weight_shards)[1:]
+        numbers = f"{some(fitting)}, or " if fitting else ""
         which = "data_parallel_shard" + (" * context_parallel" if mesh.context > 1 else "")
         self.problem(
             "training.reshard_after_forward",
@@ -288,7 +289,7 @@ class _Work:
                 self.problem(
                     "training.global_batch_size",
                     f"is {wanted}, not a multiple of batch_size {micro} * {ranks} data-parallel ranks = {at_once}",
-                    _batch_advice(wanted, micro, ranks),
+                    batch_advice(wanted, micro, ranks),
                     ["training.batch_size", "training.data_parallel_type", *_degrees(self.config)],
                 )
             else:
@@ -526,35 +527,6 @@ class _Work:
             print_config=job.print_config,
             save_config_file=None if saved is None else below(job.dump_folder, saved),
         )
-
-
-def _choices(word: str, known: typing.Iterable[str]) -> str:
-    names = list(known)
-    close = nearest(word, names, 3)
-    lead = f"nearest: {', '.join(close)}; " if close else ""
-    return f"{lead}there are {', '.join(names)}"
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _batch_advice(wanted: int, micro: int, ranks: int) -> str:
-    """What would make the batch divisible, changing one number at a time."""
-    at_once = micro * ranks
-    below_it, above_it = wanted // at_once * at_once, math.ceil(wanted / at_once) * at_once
-    options = [f"global_batch_size = {' or '.join(str(n) for n in (below_it, above_it) if n)}"]
-    if wanted % ranks == 0:
-        options.append(f"batch_size = {_some(_divisors(wanted // ranks))} on {ranks} ranks")
-    if wanted % micro == 0:
-        options.append(f"{_some(_divisors(wanted // micro))} data-parallel ranks with batch_size {micro}")
-    return "these work: " + "; ".join(options)
-
-
-def _some(numbers: list[int]) -> str:
-    """The largest eight of a rising list, as `1, 2 or 4`."""
-    shown = [str(n) for n in numbers[-8:]]
-    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} or {shown[-1]}"
 
 
 def _fits(value: Any, hint: Any) -> bool:
