@@ -12,6 +12,7 @@ torchrun on their own entry point, their own step lines read from the pipe. Writ
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -23,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from peer import DEFAULT_ENVIRONMENT, ROOT, TITAN_SCRIPT, peer_python, torchrun
@@ -251,9 +253,9 @@ def floor_seconds(ranks: int) -> float:
 def table(runs: list[Run], bare: dict[Cell, list[float]], floors: dict[Cell, list[float]]) -> list[str]:
     """Markdown: a row per cell and system, medians over repeats, then the ratios pair by pair."""
     lines = [
-        "| compute | ranks | system | tokens/s | of bare products | s to end of step 1 | floor + 1 step, s "
-        "| peak GiB per rank |",
-        "|---|---|---|---|---|---|---|---|",
+        "| compute | ranks | system | tokens/s | of bare products | CPU s per step and rank | s to end of step 1 "
+        "| floor + 1 step, s | peak GiB per rank |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     median = statistics.median
     for cell in bare:
@@ -263,12 +265,13 @@ def table(runs: list[Run], bare: dict[Cell, list[float]], floors: dict[Cell, lis
             floor = median(floors[cell]) + BATCH * SEQ * cell.ranks / speed
             lines.append(
                 f"| {cell.dtype} | {cell.ranks} | {system} | {speed:,.0f} | {speed / median(bare[cell]):.0%} | "
+                f"{median(r.cpu_seconds_per_step for r in mine):.2f} | "
                 f"{median(r.seconds_to_step_1 for r in mine):.1f} | {floor:.1f} | "
                 f"{median(r.peak_gib for r in mine):.2f} |"
             )
     if len({run.system for run in runs}) > 1:
-        head = "| compute | ranks | tokens/s, titanlite / torchtitan (min–max) | memory | s to step 1 |"
-        lines += ["", head, "|---|---|---|---|---|"]
+        head = "| compute | ranks | tokens/s, titanlite / torchtitan (min–max) | CPU time | memory | s to step 1 |"
+        lines += ["", head, "|---|---|---|---|---|---|"]
         for cell in bare:
             ours, theirs = (
                 [run for run in runs if run.cell == cell and run.system == s] for s in ("titanlite", "torchtitan")
@@ -281,6 +284,7 @@ def table(runs: list[Run], bare: dict[Cell, list[float]], floors: dict[Cell, lis
             speeds = ratio(lambda r: r.tokens_per_second)
             lines.append(
                 f"| {cell.dtype} | {cell.ranks} | {median(speeds):.2f} ({min(speeds):.2f}–{max(speeds):.2f}) | "
+                f"{median(ratio(lambda r: r.cpu_seconds_per_step)):.2f} | "
                 f"{median(ratio(lambda r: r.peak_gib)):.2f} | {median(ratio(lambda r: r.seconds_to_step_1)):.2f} |"
             )
     return lines
@@ -295,22 +299,34 @@ def hardware() -> str:
     return f"{os.cpu_count()} cores, {cpu}, torch {torch.__version__}, Python {platform.python_version()}"
 
 
+def has_bf16() -> bool:
+    """Whether bf16 products are faster here than loops over elements, which take minutes a step."""
+    import torch
+
+    return torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--versus", choices=["torchtitan"], help="also run this trainer, in turn")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10, help=f"steps per run, the first {WARM} not counted")
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
-    parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"])
+    parser.add_argument(
+        "--dtypes", nargs="*", help="default: float32, and bfloat16 where the processor has instructions for it"
+    )
     parser.add_argument("--peer-environment", type=Path, default=DEFAULT_ENVIRONMENT, metavar="FOLDER")
     parser.add_argument("--out", type=Path, help="write FILE.md and FILE.json", metavar="FILE")
     arguments = parser.parse_args()
+    if arguments.versus and importlib.util.find_spec("transformers") is None:
+        parser.error("--versus needs transformers, which the test environment has: `./run_tests.sh` makes it")
 
     from titanlite.config.plans import TokenizerPlan
     from titanlite.data import load_tokenizer
 
     vocab = load_tokenizer(TokenizerPlan()).vocab_size
-    cells = [Cell(dtype, ranks) for dtype in arguments.dtypes for ranks in arguments.ranks]
+    dtypes = arguments.dtypes or ["float32", *(["bfloat16"] if has_bf16() else [])]
+    cells = [Cell(dtype, ranks) for dtype in dtypes for ranks in arguments.ranks]
     runs: list[Run] = []
     bare: dict[Cell, list[float]] = {cell: [] for cell in cells}
     floors: dict[Cell, list[float]] = {cell: [] for cell in cells}
@@ -321,13 +337,18 @@ def main() -> None:
             for cell in cells:
                 bare[cell].append(bare_products(cell, vocab))
                 floors[cell].append(floor_seconds(cell.ranks))
-                runs.append(run_titanlite(cell, arguments.steps, scratch))
+                start: list[Callable[[], Run]] = [partial(run_titanlite, cell, arguments.steps, scratch)]
                 if peer:
-                    runs.append(peer.run(cell, arguments.steps))
-                shown = ", ".join(f"{r.system} {r.tokens_per_second:,.0f}" for r in runs[-2 if peer else -1 :])
+                    start.append(partial(peer.run, cell, arguments.steps))
+                # Who goes first changes, so that a machine that slows down favours nobody.
+                latest = [run() for run in start[:: -1 if repeat % 2 else 1]]
+                runs += latest
+                shown = ", ".join(f"{r.system} {r.tokens_per_second:,.0f}" for r in latest)
                 print(f"repeat {repeat + 1}, {cell.dtype} on {cell.ranks}: {shown} tokens/s", flush=True)
     head = f"{hardware()}; {arguments.repeats} repeats of {arguments.steps} steps, medians."
     lines = [head, "", *table(runs, bare, floors)]
+    if "bfloat16" not in dtypes:
+        lines += ["", "bf16 was not measured: torch has no fast bf16 products on this processor (no AVX-512 or AMX)."]
     print("\n".join(["", *lines]))
     if arguments.out:
         arguments.out.with_suffix(".md").write_text("\n".join(lines) + "\n")

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.pool import Pools
+
+if TYPE_CHECKING:  # torch is slow to import, and many tests do without
+    from tests.training.compare import References
 
 
 @pytest.fixture(scope="session")
@@ -13,3 +17,11 @@ def pool() -> Iterator[Pools]:
     pools = Pools()
     yield pools
     pools.close()
+
+
+@pytest.fixture(scope="session")
+def references(pool: Pools) -> References:
+    """Plain single-process runs, and the comparison with them."""
+    from tests.training.compare import References
+
+    return References(pool)

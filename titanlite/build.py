@@ -90,6 +90,33 @@ def build_model(
 
     Of a pipeline: this rank's stages, in a `PipelineModel`.
     """
+    model = lay_out(spec, args, mesh, plan, device, compile_plan, activations, tensor, pipeline)
+
+    def initialize(part: nn.Module) -> None:
+        init_weights(part, lambda name: spec.init_rule(name, args), seed, device)
+        part.init_buffers()  # type: ignore[operator]
+
+    parameters_on = torch.device("cpu") if offloads(plan, device.type) else device
+    for part in model.stages.values() if isinstance(model, PipelineModel) else [model]:
+        materialize(part, device, initialize, parameters_on)
+    return model
+
+
+def lay_out(
+    spec: ModelSpec,
+    args: LlamaArgs,
+    mesh: DeviceMesh,
+    plan: ShardPlan,
+    device: torch.device,
+    compile_plan: CompilePlan | None = None,
+    activations: ActivationCheckpointPlan | None = None,
+    tensor: TensorParallelPlan = TensorParallelPlan(),  # noqa: B008 (immutable)
+    pipeline: PipelinePlan = PipelinePlan(),  # noqa: B008 (immutable)
+) -> nn.Module:
+    """This rank's part of the model on the meta device: cut, divided and sharded, but without memory or weights.
+
+    device: where it is to live. Of a pipeline: this rank's stages, in a `PipelineModel`.
+    """
 
     def whole() -> nn.Module:
         return spec.build_on_meta(args)
@@ -105,12 +132,6 @@ def build_model(
         parts = cut(whole, layout, mesh.get_local_rank("pp"))
     for part in parts.values():
         _parallelize(part, spec, args, mesh, units, plan, device, compile_plan, activations, tensor)
-
-        def initialize(model: nn.Module) -> None:
-            init_weights(model, lambda name: spec.init_rule(name, args), seed, device)
-            model.init_buffers()  # type: ignore[operator]
-
-        materialize(part, device, initialize, torch.device("cpu") if offloads(plan, device.type) else device)
     return parts[0] if mesh["pp"].size() == 1 else PipelineModel(parts, layout, mesh)
 
 

@@ -29,6 +29,7 @@ from titanlite.observe.observer import Observer
 from titanlite.observe.profiles import Profiles
 from titanlite.observe.report import start_report
 from titanlite.optim.schedule import learning_rate
+from titanlite.parallel.init import seed_generators
 from titanlite.parallel.pipeline import PipelineModel
 from titanlite.parallel.world import World, patience, set_timeouts
 from titanlite.runs.provenance import config_text
@@ -49,8 +50,8 @@ class Trainer:
         self.tokens_seen = 0
         self._timeouts_lowered = False
         self._closed = False
-        self._seed()
         self.parts: Parts = build(plans, world, text)
+        self._seed()
         self.guard = FiniteGuard(world.device)
         self.checkpointer: Checkpointer | None = None
         if plans.checkpoint.enable:
@@ -291,7 +292,7 @@ class Trainer:
     def _seed(self) -> None:
         """torch's own generators; the weights and the data order have seeds of their own."""
         if self.plans.train.seed is not None:
-            torch.manual_seed(self.plans.train.seed + self.world.rank)
+            seed_generators(self.plans.train.seed, self.parts.mesh)
         self._determinism_before = (
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),

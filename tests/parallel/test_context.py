@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.pool import Pools
-from tests.training.harness import TINY, Run, batches, build_tiny, train
-from tests.training.reference import Curve
-from tests.training.test_equivalence import GLOBAL_BATCH, LABELS, SEQ, SHAPES, STEPS, TOKENS, WARM, _compare
+from tests.training.compare import LABELS, TOKENS, WARM, relative
+from tests.training.harness import TINY, Run, build_tiny
 from tests.training.test_run import _losses, _run
 from titanlite.build import trace_activations
 from titanlite.config.errors import ConfigError
@@ -27,7 +25,6 @@ from titanlite.config.load import load
 from titanlite.config.plans import (
     ActivationCheckpointPlan,
     BatchPlan,
-    CompilePlan,
     MeshPlan,
     Plans,
     ShardPlan,
@@ -54,10 +51,6 @@ from titanlite.parallel.world import World, set_timeouts
 
 SPEC = get_spec("llama3")
 CPU = torch.device("cpu")
-
-
-def _relative(a: Tensor, b: Tensor) -> float:
-    return ((a - b).norm() / b.norm()).item()
 
 
 def _shares(degree: int) -> list[Share]:
@@ -160,7 +153,7 @@ def _attention(world: World, heads: int, kv_heads: int, documents: bool) -> list
     output = ours(*parts, ours.prepare(None if doc_ids is None else share.part(doc_ids)))
     output.backward(share.part(upstream, 2))
     pairs = [(output, expected), *((part.grad, t.grad) for part, t in zip(parts, whole, strict=True))]
-    return [_relative(a, share.part(b, 2)) for a, b in pairs]
+    return [relative(a, share.part(b, 2)) for a, b in pairs]
 
 
 ATTENTION = [(2, 4, 4, False), (2, 4, 2, True), (4, 4, 1, False), (4, 4, 2, True)]
@@ -240,7 +233,7 @@ def _model(world: World, mode: str = "none", compiled: bool = False, documents: 
     errors = {}
     for (name, expected), ours in zip(plain.named_parameters(), shared.parameters(), strict=True):
         dist.all_reduce(ours.grad)
-        errors[name] = _relative(ours.grad, expected.grad)  # type: ignore[arg-type]
+        errors[name] = relative(ours.grad, expected.grad)  # type: ignore[arg-type]
     return {
         "errors": errors,
         "calls": dict(seen.calls),
@@ -372,67 +365,6 @@ def test_each_rank_keeps_its_part_of_the_activations(pool: Pools) -> None:
     # A recomputed block keeps its input alone: [2, 64 / 2, 64] in fp32, and the tables of its positions.
     tables = 2 * 32 * 8 * 4
     assert pool(2).run(_kept, 2, "full")[0] - 2 * 32 * 64 * 4 in (0, tables)
-
-
-@pytest.fixture(scope="module")
-def references() -> dict[tuple[str, str], Curve]:
-    return {}
-
-
-# ranks, context, and what else differs
-RUNS = {
-    "cp 2": (2, 2, {}),
-    "cp 2, SGD": (2, 2, {"optimizer": "SGD", "rates": [0.1] * STEPS}),
-    "cp 2, gradients reduced with each": (2, 2, {"shard": ShardPlan("float32", gradient_sync="every")}),
-    "cp 2, recomputed": (2, 2, {"activations": ActivationCheckpointPlan("full")}),
-    "cp 2, recomputed by operator": (2, 2, {"activations": ActivationCheckpointPlan("op")}),
-    "cp 2, compiled": (2, 2, {"compile": CompilePlan(model=True, loss=True, backend="aot_eager")}),
-    "cp 2, tied": (2, 2, {"args": SHAPES["tied"]}),
-    "cp 2, root unit": (2, 2, {"shard": ShardPlan("float32", units="root")}),
-    "cp 4": (4, 4, {}),
-    "cp 4, SGD": (4, 4, {"optimizer": "SGD", "rates": [0.1] * STEPS}),
-    "cp 2 x fsdp 2": (4, 2, {}),
-    "cp 2 x fsdp 2, SGD": (4, 2, {"optimizer": "SGD", "rates": [0.1] * STEPS}),
-    "cp 2 x fsdp 2, recomputed, compiled": (
-        4,
-        2,
-        {
-            "activations": ActivationCheckpointPlan("full"),
-            "compile": CompilePlan(model=True, backend="aot_eager"),
-            "shard": ShardPlan("float32", reshard_after_forward=2, prefetch=1),
-        },
-    ),
-    "cp 2 x tp 2": (4, 2, {"tensor": 2}),
-    "cp 2 x hsdp 2": (4, 2, {"replicas": 2}),
-    "cp 2 x hsdp 2, SGD": (4, 2, {"replicas": 2, "optimizer": "SGD", "rates": [0.1] * STEPS}),
-}
-
-
-@pytest.mark.parametrize(
-    ("ranks", "context", "changes"),
-    [pytest.param(*row, marks=[] if name == "cp 2" else pytest.mark.slow, id=name) for name, row in RUNS.items()],
-)
-def test_ranks_that_share_sequences_train_as_transformers_does(
-    pool: Pools, references: dict[tuple[str, str], Curve], ranks: int, context: int, changes: dict[str, Any]
-) -> None:
-    """Gradients, losses and weights within the tolerances of all other splits; some sequences end early."""
-    run = replace(Run(TOKENS, LABELS, WARM, accumulation=2, context=context), **changes)
-    _compare(pool, references, "tied" if run.args.tied else "gqa", run, ranks)
-
-
-def _bf16(world: World, run: Run) -> list[float]:
-    return train(world, run).losses
-
-
-@pytest.mark.slow
-def test_bf16_stays_within_the_spread_of_seeds(pool: Pools) -> None:
-    tokens, labels = batches(5, GLOBAL_BATCH, SEQ, 192)
-    run = Run(tokens, labels, WARM[:5], shard=ShardPlan("bfloat16"), context=2)
-    ours = pool(2).run(_bf16, run)[0]
-    same, other = (pool(1).run(_bf16, replace(run.alone(), seed=seed))[0] for seed in (7, 8))
-    spread = max(abs(a - b) for a, b in zip(same, other, strict=True))
-    assert max(abs(a - b) for a, b in zip(ours, same, strict=True)) < 2 * spread
-    assert ours != same
 
 
 # Whole runs

@@ -10,8 +10,9 @@ from torch import nn
 
 from tests.pool import Pools
 from tests.training.harness import TINY, Run, initial_weights
+from titanlite.config.plans import MeshPlan
 from titanlite.models.spec import Init
-from titanlite.parallel.init import ROWS, InitError, fill, init_weights, materialize
+from titanlite.parallel.init import ROWS, InitError, fill, init_weights, materialize, seed_generators
 from titanlite.parallel.world import World
 
 ARGS = replace(TINY, vocab_size=3 * ROWS + 1)
@@ -77,3 +78,26 @@ def test_plain_parameters_are_drawn_like_sharded_ones(pool: Pools) -> None:
     fill(whole, (0, 0), (ROWS + 3, ROWS), "weight", Init("normal", std=1.0), seed=0)
     assert torch.equal(weights["weight"], whole)
     assert abs(whole.std().item() - 1.0) < 0.02
+
+
+def _drawn(world: World, plan: MeshPlan) -> int:
+    seed_generators(5, world.build_mesh(plan))
+    return int(torch.randint(2**40, ()))
+
+
+@pytest.mark.parametrize(
+    ("plan", "alike"),
+    [
+        (MeshPlan(4, dp_shard=2, tensor=2), [(0, 1), (2, 3)]),
+        (MeshPlan(4, pipeline=2, tensor=2), [(0, 1), (2, 3)]),
+        (MeshPlan(4, dp_replicate=2, context=2), [(0,), (1,), (2,), (3,)]),
+        (MeshPlan(4, pipeline=2, dp_shard=2), [(0,), (1,), (2,), (3,)]),
+    ],
+    ids=["fsdp x tp", "pp x tp", "ddp x cp", "pp x fsdp"],
+)
+def test_generators_differ_but_among_those_who_share_products(
+    pool: Pools, plan: MeshPlan, alike: list[tuple[int, ...]]
+) -> None:
+    drawn = pool(4).run(_drawn, plan)
+    assert len(set(drawn)) == len(alike)
+    assert all(len({drawn[rank] for rank in ranks}) == 1 for ranks in alike)

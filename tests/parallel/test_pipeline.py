@@ -12,10 +12,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.pool import Pools, RankFailure
+from tests.training.compare import LABELS, SEQ, TOKENS, WARM
 from tests.training.harness import (
     TINY,
     Run,
-    batches,
     build_tiny,
     full,
     initial_weights,
@@ -23,11 +23,8 @@ from tests.training.harness import (
     run_stages,
     train,
 )
-from tests.training.reference import Curve
-from tests.training.test_equivalence import _compare
 from tests.training.test_run import _run
 from titanlite.config.errors import ConfigError
-from titanlite.config.pipeline import SCHEDULES
 from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, PipelinePlan, ShardPlan
 from titanlite.guard import FiniteGuard
 from titanlite.loss import cross_entropy_sum
@@ -39,61 +36,14 @@ from titanlite.parallel.world import World
 from titanlite.prepare import load_plans
 from titanlite.step import Duplicates, train_step
 
-STEPS, GLOBAL_BATCH, SEQ = 20, 8, 32
 #: Grouped queries; a block for each of four stages; sequences of very unequal lengths.
 ARGS = replace(TINY, n_layers=4)
-TOKENS, LABELS = batches(STEPS, GLOBAL_BATCH, SEQ, 192)
-WARM = [3e-3 * min(1.0, (n + 1) / 5) for n in range(STEPS)]
 #: Weights stay gathered, as the config has it for a pipeline.
 FULL = ShardPlan("float32", reshard_after_forward=False)
 RUN = Run(TOKENS, LABELS, WARM, args=ARGS, shard=FULL, accumulation=2, pipeline=2)
 
 
-@pytest.fixture(scope="module")
-def references(pool: Pools) -> dict[tuple[str, str], Curve]:
-    """The reference's curves by optimizer, computed once."""
-    return {}
-
-
-def compare(pool: Pools, references: dict[tuple[str, str], Curve], run: Run, ranks: int = 2) -> None:
-    _compare(pool, references, "four blocks", run, ranks)
-
-
 slow = pytest.mark.slow
-
-
-@pytest.mark.parametrize("schedule", [name if name == "1F1B" else pytest.param(name, marks=slow) for name in SCHEDULES])
-def test_every_schedule_trains_as_transformers_does(
-    pool: Pools, references: dict[tuple[str, str], Curve], schedule: str
-) -> None:
-    compare(pool, references, replace(RUN, schedule=schedule))
-
-
-FULL_AC = ActivationCheckpointPlan("full")
-#: ranks, run
-CELLS = {
-    "four stages": (4, replace(RUN, pipeline=4)),
-    "three of four stages without blocks": (4, replace(RUN, pipeline=4, split_points=("layers.0", "norm", "output"))),
-    "sgd, no accumulation": (2, replace(RUN, accumulation=1, optimizer="SGD", rates=[0.1] * STEPS)),
-    "fsdp 2": (4, replace(RUN, accumulation=1, activations=FULL_AC)),
-    "fsdp 2, accumulation, gathered again": (4, replace(RUN, shard=ShardPlan("float32", reshard_after_forward=True))),
-    "fsdp 2, two stages per rank": (4, replace(RUN, schedule="Interleaved1F1B", activations=FULL_AC)),
-    "fsdp 2, zero bubble": (4, replace(RUN, schedule="ZBVZeroBubble", activations=FULL_AC)),
-    "ddp 2": (4, replace(RUN, replicas=2)),
-    "tp 2": (4, replace(RUN, tensor=2)),
-    "tp 2, zero bubble, whole logits": (4, replace(RUN, tensor=2, loss_parallel=False, schedule="ZBVZeroBubble")),
-    "cp 2": (4, replace(RUN, context=2, activations=FULL_AC)),
-    "compiled": (2, replace(RUN, schedule="Interleaved1F1B", compile=CompilePlan(True, True, "aot_eager"))),
-    "recomputed by operation": (2, replace(RUN, activations=ActivationCheckpointPlan("op"))),
-}
-
-
-@slow
-@pytest.mark.parametrize(("ranks", "run"), CELLS.values(), ids=CELLS)
-def test_a_pipeline_with_all_else_trains_as_transformers_does(
-    pool: Pools, references: dict[tuple[str, str], Curve], ranks: int, run: Run
-) -> None:
-    compare(pool, references, run, ranks)
 
 
 def _placement(world: World, run: Run) -> tuple[dict[str, torch.Tensor], int, int, list[str]]:

@@ -14,11 +14,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titanlite.config.plans import MeshPlan, ShardPlan
+from titanlite.build import lay_out
+from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, MeshPlan, PipelinePlan, ShardPlan
 from titanlite.models import SHAPES, get_spec
-from titanlite.parallel.fsdp import shard
-from titanlite.parallel.units import choose_units
 from titanlite.parallel.world import World
+
+#: What tensor parallelism cuts by columns of the weight; all other matrices are cut by rows.
+BY_COLUMNS = ("attention.wo.weight", "feed_forward.w2.weight")
 
 
 @dataclass(frozen=True)
@@ -27,16 +29,32 @@ class Layout:
 
     dp_replicate: int = 1
     dp_shard: int = 1
+    context: int = 1
+    tensor: int = 1
+    pipeline: int = 1
 
     @property
     def ranks(self) -> int:
-        return self.dp_replicate * self.dp_shard
+        return self.dp_replicate * self.dp_shard * self.context * self.tensor * self.pipeline
 
-    def shape_on(self, rank: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """What a rank holds of a parameter: rows dealt out in equal parts, the last part short, ranks after it none."""
-        rows = math.ceil(shape[0] / self.dp_shard)
-        first = rows * (rank % self.dp_shard)
-        return (max(0, min(rows, shape[0] - first)), *shape[1:])
+    def shape_on(self, rank: int, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """What a rank holds of a parameter.
+
+        Products are divided first, equally. Then rows are dealt out in equal parts over those who share weights, also
+        over those who share a sequence: the last part may be short, ranks after it get none.
+        """
+        rows, *columns = shape
+        if name.endswith(BY_COLUMNS):
+            columns = [columns[0] // self.tensor]
+        elif columns:
+            rows //= self.tensor
+        sharing = self.dp_shard * self.context
+        part = math.ceil(rows / sharing)
+        first = part * (rank // self.tensor % sharing)
+        return (max(0, min(part, rows - first)), *columns)
+
+    def stage(self, rank: int) -> int:
+        return rank * self.pipeline // self.ranks
 
 
 @contextmanager
@@ -51,13 +69,35 @@ def fake_world(rank: int, size: int) -> Iterator[World]:
 
 
 def build_on(world: World, layout: Layout, flavor: str, plan: ShardPlan) -> nn.Module:
-    """The steps of `build_model` up to where memory is needed."""
+    """What `build_model` does up to where memory is needed."""
     spec, args = get_spec("llama3"), SHAPES["llama3"][flavor]
-    with torch.device("meta"):
-        model = spec.build(args)
-    mesh = world.build_mesh(MeshPlan(layout.ranks, layout.dp_replicate, layout.dp_shard))
-    shard(model, choose_units(model, plan, spec.fsdp_units(args)), mesh, plan)
-    return model
+    degrees = MeshPlan(
+        layout.ranks, layout.dp_replicate, layout.dp_shard, layout.context, layout.tensor, layout.pipeline
+    )
+    stages = PipelinePlan("1F1B", layout.pipeline, microbatches=layout.pipeline)
+    return lay_out(
+        spec,
+        args,
+        world.build_mesh(degrees),
+        plan,
+        world.device,
+        CompilePlan(model=True),
+        ActivationCheckpointPlan("full"),
+        pipeline=stages,
+    )
+
+
+def whole_shapes(flavor: str) -> dict[str, tuple[int, ...]]:
+    plain = get_spec("llama3").build_on_meta(SHAPES["llama3"][flavor])
+    return {name: tuple(p.shape) for name, p in plain.named_parameters()}
+
+
+def assert_shapes(model: nn.Module, layout: Layout, rank: int, whole: dict[str, tuple[int, ...]]) -> None:
+    """Every parameter has its whole shape, and what is on this rank is what `Layout.shape_on` says."""
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor) and tuple(parameter.shape) == whole[name]
+        assert tuple(parameter.to_local().shape) == layout.shape_on(rank, name, whole[name]), name
+        assert parameter.to_local().device.type == "meta"
 
 
 LAYOUTS = {
@@ -74,23 +114,54 @@ CELLS = [
     pytest.param(layout, flavor, id=f"{name}, {flavor}", marks=[] if (name, flavor) in QUICK else pytest.mark.slow)
     for name, layout in LAYOUTS.items()
     for flavor in ("3.1-70B", "3.1-405B")
+    if (name, flavor) != ("fsdp 4096", "3.1-405B")  # a minute, and nothing that the smaller model does not show
 ]
 
 
 @pytest.mark.parametrize(("layout", "flavor"), CELLS)
 def test_the_largest_models_are_sharded_over_thousands_of_ranks(layout: Layout, flavor: str) -> None:
-    with torch.device("meta"):
-        plain = get_spec("llama3").build(SHAPES["llama3"][flavor])
-    whole = {name: tuple(p.shape) for name, p in plain.named_parameters()}
+    whole = whole_shapes(flavor)
     rank = layout.ranks - 1  # where parts are short or missing
     with fake_world(rank, layout.ranks) as world:
         model = build_on(world, layout, flavor, ShardPlan())
-        found = dict(model.named_parameters())
-        assert found.keys() == whole.keys()
-        for name, parameter in found.items():
-            assert isinstance(parameter, DTensor) and tuple(parameter.shape) == whole[name]
-            assert tuple(parameter.to_local().shape) == layout.shape_on(rank, whole[name]), name
-        assert {p.to_local().device.type for p in found.values()} == {"meta"}
+        assert dict(model.named_parameters()).keys() == whole.keys()
+        assert_shapes(model, layout, rank, whole)
+
+
+# name: layout, flavor, blocks of the first, a middle and the last pipeline rank
+ALL_TOGETHER = {
+    "70B on 64": (Layout(dp_shard=4, context=2, tensor=4, pipeline=2), "3.1-70B", (41, 39, 39)),
+    "70B on 512": (Layout(dp_shard=8, context=2, tensor=8, pipeline=4), "3.1-70B", (19, 21, 19)),
+    "70B on 4,096": (Layout(2, 32, 2, 8, 4), "3.1-70B", (19, 21, 19)),
+    "405B on 64": (Layout(dp_shard=1, context=2, tensor=8, pipeline=4), "3.1-405B", (31, 32, 31)),
+    "405B on 512": (Layout(dp_shard=4, context=2, tensor=8, pipeline=8), "3.1-405B", (15, 16, 15)),
+    "405B on 4,096": (Layout(2, 8, 2, 8, 16), "3.1-405B", (7, 8, 7)),
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "flavor", "blocks"),
+    [
+        pytest.param(*cell, id=name, marks=[] if name == "405B on 4,096" else pytest.mark.slow)
+        for name, cell in ALL_TOGETHER.items()
+    ],
+)
+def test_all_parallelisms_together_divide_the_largest_models(
+    layout: Layout, flavor: str, blocks: tuple[int, int, int]
+) -> None:
+    """Weights over data and context ranks, products over tensor ranks, blocks over pipeline ranks."""
+    whole = whole_shapes(flavor)
+    assert SHAPES["llama3"][flavor].n_layers == {"3.1-70B": 80, "3.1-405B": 126}[flavor]
+    for rank, count in zip((0, layout.ranks // 2 + 5, layout.ranks - 1), blocks, strict=True):
+        with fake_world(rank, layout.ranks) as world:
+            model = build_on(world, layout, flavor, ShardPlan())
+            names = [name for name, _ in model.named_parameters()]
+            assert len({name.split(".")[1] for name in names if name.startswith("layers.")}) == count
+            assert ("tok_embeddings.weight" in names) == (layout.stage(rank) == 0)
+            assert ("output.weight" in names) == (layout.stage(rank) == layout.pipeline - 1)
+            assert_shapes(model, layout, rank, whole)
+            wq = dict(model.named_parameters())[next(name for name in names if "wq" in name)]
+            assert wq.device_mesh.size() == layout.ranks // layout.pipeline  # replicas too
 
 
 @pytest.mark.parametrize(
@@ -117,6 +188,4 @@ def test_other_units_shard_the_same_rows(units: str) -> None:
     with fake_world(63, 64) as world:
         plan = ShardPlan(units=units, min_params=2_000_000_000, prefetch=1)  # type: ignore[arg-type]
         model = build_on(world, layout, "3.1-70B", plan)
-        for parameter in model.parameters():
-            assert isinstance(parameter, DTensor)
-            assert tuple(parameter.to_local().shape) == layout.shape_on(63, tuple(parameter.shape))
+        assert_shapes(model, layout, 63, whole_shapes("3.1-70B"))

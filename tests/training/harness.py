@@ -193,6 +193,17 @@ def train(world: World, run: Run) -> Curve:
     return curve
 
 
+def train_afresh(world: World, run: Run) -> Curve:
+    """`train` with nothing left of what earlier runs of this process compiled, nor anything for later ones."""
+    if not (run.compile.model or run.compile.loss):
+        return train(world, run)
+    torch._dynamo.reset()
+    try:
+        return train(world, run)
+    finally:
+        torch._dynamo.reset()
+
+
 def initial_weights(world: World, run: Run) -> dict[str, torch.Tensor]:
     model, _, _ = build_tiny(world, run)
     return all_stages(model, {n: full(p) for n, p in model.named_parameters()})

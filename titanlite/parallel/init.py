@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -25,6 +26,21 @@ ROWS = 128
 
 class InitError(RuntimeError):
     """A parameter or buffer was left without a value."""
+
+
+def seed_generators(seed: int, mesh: DeviceMesh) -> None:
+    """Seed torch's own generators on this rank, for what a model draws while it trains (dropout, say).
+
+    Ranks that share each product (`tp`) hold parts of the same activations and draw the same numbers, as DTensor's
+    random operators require. All others have other tokens or other layers, and draw others.
+
+    mesh: of `World.build_mesh`.
+    """
+    place = 0
+    for name in mesh.mesh_dim_names or ():
+        if name != "tp":
+            place = place * mesh[name].size() + mesh.get_local_rank(name)
+    torch.manual_seed(seed + place)
 
 
 def _block_seed(seed: int, name: str, block: int) -> int:

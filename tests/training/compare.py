@@ -1,0 +1,73 @@
+"""Holds a run of titanlite's against the plain single-process one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.pool import Pools
+from tests.training.harness import Run, batches, initial_weights, train_afresh
+from tests.training.reference import Curve, train_reference
+from titanlite.models import LlamaArgs, get_spec
+
+STEPS, GLOBAL_BATCH, SEQ = 20, 8, 32
+TOKENS, LABELS = batches(STEPS, GLOBAL_BATCH, SEQ, 192)
+#: Learning rates: AdamW's with a warm-up, SGD's.
+WARM = [3e-3 * min(1.0, (n + 1) / 5) for n in range(STEPS)]
+FLAT = [0.1] * STEPS
+
+
+class References:
+    """Curves of `transformers`' Llama with torch's optimizers, each computed once and shared by all splits."""
+
+    def __init__(self, pool: Pools) -> None:
+        self._pool = pool
+        self._curves: dict[Any, Curve] = {}
+
+    def of(self, run: Run) -> Curve:
+        """The plain run on the same global batches from the same weights."""
+        batch = (run.tokens.numpy().tobytes(), run.labels.numpy().tobytes())
+        key = (run.args, run.seed, run.optimizer, tuple(run.rates), run.max_norm, batch)
+        if key not in self._curves:
+            start = self._pool(1).run(initial_weights, run.alone())[0]
+            self._curves[key] = train_reference(
+                get_spec("llama3").hf_config(run.args),
+                _to_hf(start, run.args),
+                run.tokens,
+                run.labels,
+                optimizer=run.optimizer,
+                rates=run.rates,
+                max_norm=run.max_norm,
+            )
+        return self._curves[key]
+
+    def compare(self, run: Run, ranks: int) -> None:
+        """Gradients of every parameter, losses and norms of every step, weights after the last."""
+        expected = self.of(run)
+        curves = self._pool(ranks).run(train_afresh, run)
+        ours = curves[0]
+        for other in curves[1:]:
+            assert other.losses == ours.losses and other.norms == ours.norms, "ranks disagree about the loss"
+        gradients = _to_hf(ours.gradients, run.args)
+        assert gradients.keys() == expected.gradients.keys()
+        # Ours are caught after clipping, the reference's before.
+        clip = min(1.0, run.max_norm / (expected.norms[0] + 1e-6))
+        for name, gradient in expected.gradients.items():
+            assert relative(gradients[name], gradient * clip) < 1e-6, name
+        torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(expected.losses), rtol=0, atol=5e-6)
+        # AdamW divides by the root of the second moment, which amplifies rounding.
+        weights_within, norms_within = (1e-6, 1e-5) if run.optimizer == "SGD" else (1e-4, 1e-4)
+        torch.testing.assert_close(torch.tensor(ours.norms), torch.tensor(expected.norms), rtol=norms_within, atol=0)
+        weights = _to_hf(ours.weights, run.args)
+        for name, weight in expected.weights.items():
+            assert relative(weights[name], weight) < weights_within, name
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Distance as a share of `b`, by Frobenius norms."""
+    return ((a - b).norm() / b.norm()).item()
+
+
+def _to_hf(weights: dict[str, torch.Tensor], args: LlamaArgs) -> dict[str, torch.Tensor]:
+    return get_spec("llama3").to_hf(weights, args)
