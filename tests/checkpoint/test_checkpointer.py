@@ -9,51 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.checkpoint.runs import PRINTS, RUN, refusal, train
 from tests.pool import Pools
-from tests.training.harness import Run, batches, build_tiny, full, micro_batches
-from titanlite.build import to_device
-from titanlite.checkpoint import Checkpointer, CheckpointError
-from titanlite.config.plans import CheckpointPlan
-from titanlite.guard import FiniteGuard
-from titanlite.parallel.world import World
-from titanlite.step import train_step
-
-STEPS = 20
-TOKENS, LABELS = batches(STEPS, 8, 16, 192)
-RUN = Run(TOKENS, LABELS, [3e-3] * STEPS)
-PRINTS = {"model": "m", "tokenizer": "t", "data": "d"}
-
-
-def _train(
-    world: World,
-    run: Run,
-    folder: str,
-    first: int,
-    last: int,
-    start: str = "resume-or-fresh",
-    prints: dict[str, str] = PRINTS,
-    load_step: int | None = None,
-    draw: bool = False,
-) -> dict[str, Any]:
-    """Steps first … last of `run`, resumed from `folder` when first > 1, saved there at the end."""
-    model, optimizer, rank = build_tiny(world, run)
-    torch.manual_seed(100 + world.rank)
-    plan = CheckpointPlan(enable=True, folder=folder, start=start, load_step=load_step)  # type: ignore[arg-type]
-    checkpointer = Checkpointer(plan, world, prints)
-    loaded = checkpointer.load(model, optimizer)
-    assert (loaded.step if loaded else 0) == first - 1
-    guard = FiniteGuard(world.device)
-    losses, draws = [], []
-    for step in range(first, last + 1):
-        data = to_device(micro_batches(run, step - 1, rank, world.size), world.device)
-        result = train_step(model, optimizer, data, step=step, lr=run.rates[step - 1], max_norm=1.0, guard=guard)
-        losses.append(result.loss.item())
-        if draw:
-            draws.append(torch.rand(()).item())
-    checkpointer.save(last, model, optimizer, {"next_sequence": 8 * last})
-    weights = {n: full(p) for n, p in model.named_parameters()}
-    state = {f"{n}.{k}": full(v) for n, p in model.named_parameters() for k, v in optimizer.state[p].items()}
-    return {"losses": losses, "weights": weights, "state": state, "draws": draws, "loaded": loaded}
 
 
 def _equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
@@ -65,9 +22,9 @@ def _equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize("implementation", ["foreach", "fused"])
 def test_ten_and_ten_equal_twenty_bit_for_bit(pool: Pools, tmp_path: Path, implementation: str) -> None:
     run = replace(RUN, implementation=implementation)
-    straight = pool(2).run(_train, run, str(tmp_path / "a"), 1, 20, draw=True)
-    first = pool(2).run(_train, run, str(tmp_path / "b"), 1, 10, draw=True)
-    second = pool(2).run(_train, run, str(tmp_path / "b"), 11, 20, draw=True)
+    straight = pool(2).run(train, run, str(tmp_path / "a"), 1, 20, draw=True)
+    first = pool(2).run(train, run, str(tmp_path / "b"), 1, 10, draw=True)
+    second = pool(2).run(train, run, str(tmp_path / "b"), 11, 20, draw=True)
     for rank in range(2):
         assert first[rank]["losses"] + second[rank]["losses"] == straight[rank]["losses"]
         assert first[rank]["draws"] + second[rank]["draws"] == straight[rank]["draws"], "random state was not resumed"
@@ -80,19 +37,19 @@ def test_ten_and_ten_equal_twenty_bit_for_bit(pool: Pools, tmp_path: Path, imple
 def test_save_after_load_holds_the_new_state(pool: Pools, tmp_path: Path) -> None:
     """A loader that leaves the optimizer with other tensors than the saver reads would save the old state here."""
     folder = str(tmp_path)
-    pool(1).run(_train, RUN, folder, 1, 4)
-    pool(1).run(_train, RUN, folder, 5, 8)
-    third = pool(1).run(_train, RUN, folder, 9, 12)[0]
-    straight = pool(1).run(_train, RUN, str(tmp_path / "straight"), 1, 12)[0]
+    pool(1).run(train, RUN, folder, 1, 4)
+    pool(1).run(train, RUN, folder, 5, 8)
+    third = pool(1).run(train, RUN, folder, 9, 12)[0]
+    straight = pool(1).run(train, RUN, str(tmp_path / "straight"), 1, 12)[0]
     _equal(third["state"], straight["state"])
     _equal(third["weights"], straight["weights"])
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_other_rank_counts_continue_to_rounding(pool: Pools, tmp_path: Path, ranks: int) -> None:
-    pool(2).run(_train, RUN, str(tmp_path / "run"), 1, 10)
-    straight = pool(2).run(_train, RUN, str(tmp_path / "straight"), 1, 20)[0]
-    resumed = pool(ranks).run(_train, RUN, str(tmp_path / "run"), 11, 20)[0]
+    pool(2).run(train, RUN, str(tmp_path / "run"), 1, 10)
+    straight = pool(2).run(train, RUN, str(tmp_path / "straight"), 1, 20)[0]
+    resumed = pool(ranks).run(train, RUN, str(tmp_path / "run"), 11, 20)[0]
     torch.testing.assert_close(resumed["losses"], straight["losses"][10:], rtol=0, atol=5e-6)
     assert any("written on 2 ranks" in line for line in resumed["loaded"].notices)
     assert resumed["loaded"].train == {"next_sequence": 80}
@@ -101,7 +58,7 @@ def test_other_rank_counts_continue_to_rounding(pool: Pools, tmp_path: Path, ran
 def test_names_in_the_file_are_plain(pool: Pools, tmp_path: Path) -> None:
     from titanlite.checkpoint.manifest import find
 
-    pool(2).run(_train, RUN, str(tmp_path), 1, 1)
+    pool(2).run(train, RUN, str(tmp_path), 1, 1)
     manifest, _ = find(tmp_path)
     assert manifest is not None
     assert manifest.tensors["model.layers.0.attention.wk.weight"] == ["float32", [32, 64]]
@@ -115,37 +72,29 @@ def _bytes(dtype: str, shape: list[int]) -> int:
 
 
 def test_damaged_newest_falls_back_and_says_why(pool: Pools, tmp_path: Path) -> None:
-    pool(2).run(_train, RUN, str(tmp_path), 1, 3)
-    pool(2).run(_train, RUN, str(tmp_path), 4, 6)
+    pool(2).run(train, RUN, str(tmp_path), 1, 3)
+    pool(2).run(train, RUN, str(tmp_path), 4, 6)
     shard = next((tmp_path / "step-6").glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:-1])
-    result = pool(2).run(_train, RUN, str(tmp_path), 4, 5)[0]
-    assert len(result["loaded"].notices) == 1
+    result = pool(2).run(train, RUN, str(tmp_path), 4, 5)[0]
+    assert len(result["loaded"].notices) == 2
     assert str(shard) in result["loaded"].notices[0]
 
 
-def _refusal(world: World, *args: Any, **kwargs: Any) -> str:
-    try:
-        _train(world, *args, **kwargs)
-    except CheckpointError as error:
-        return str(error)
-    raise AssertionError("it was not refused")
-
-
 def _refused(pool: Pools, ranks: int, *args: Any, **kwargs: Any) -> str:
-    messages = pool(ranks).run(_refusal, *args, **kwargs)
+    messages = pool(ranks).run(refusal, *args, **kwargs)
     assert len(set(messages)) == 1, "every rank must leave with the same error"
     return messages[0]
 
 
 def test_refusals_name_the_way_out(pool: Pools, tmp_path: Path) -> None:
     folder = str(tmp_path / "run")
-    pool(1).run(_train, RUN, folder, 1, 2)
+    pool(1).run(train, RUN, folder, 1, 2)
     other = _refused(pool, 2, RUN, folder, 3, 4, prints={**PRINTS, "tokenizer": "x"})
     assert "tokenizer: t there, x here" in other and "--checkpoint.folder" in other
     assert "holds checkpoints already" in _refused(pool, 1, RUN, folder, 1, 2, start="fresh")
     assert "no valid checkpoint" in _refused(pool, 1, RUN, str(tmp_path / "new"), 1, 2, start="resume")
-    pool(1).run(_train, RUN, folder, 3, 4)
+    pool(1).run(train, RUN, folder, 3, 4)
     back = _refused(pool, 1, RUN, folder, 3, 4, load_step=2)
     assert "holds newer checkpoints" in back and "move step-4" in back
     assert "no step-9" in _refused(pool, 1, RUN, folder, 10, 11, load_step=9)
@@ -161,5 +110,5 @@ def test_unfinished_save_is_cleared_and_never_loaded(pool: Pools, tmp_path: Path
     stale = tmp_path / ".partial-step-9-123"
     stale.mkdir()
     (stale / "__0_0.distcp").write_bytes(b"half")
-    pool(1).run(_train, RUN, str(tmp_path), 1, 2)
+    pool(1).run(train, RUN, str(tmp_path), 1, 2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-2"]

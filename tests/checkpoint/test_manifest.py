@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from titanlite.checkpoint.integrity import digest_of
 from titanlite.checkpoint.manifest import CheckpointError, Manifest, find, publish, read_manifest, steps_in
 
 MANIFEST = Manifest(
@@ -15,6 +16,7 @@ MANIFEST = Manifest(
     fingerprints={"model": "m"},
     tensors={"model.w": ["float32", [2]]},
     files={"shard": 4},
+    hashes={"shard": digest_of(b"1234")},
     train={"next_sequence": 40},
     versions={"titanlite": "0"},
     world_size=2,
@@ -55,9 +57,16 @@ def test_newest_by_number_not_by_name(tmp_path: Path) -> None:
         (lambda f: (f / "shard").write_bytes(b"123"), "has 3 bytes, the manifest says 4"),
         (lambda f: (f / "shard").unlink(), "shard is missing"),
         (lambda f: _edit(f, format=99), "format 99"),
-        (lambda f: _edit(f, files=None), "damaged"),
-        (lambda f: _edit(f, surprise=1), "damaged"),
-        (lambda f: _edit(f, step=4), "renamed"),
+        (lambda f: _edit(f, train={"next_sequence": 41}), "is damaged: its contents have the hash"),
+        (lambda f: _edit(f, digest=None), "is damaged: its contents have the hash"),
+        (lambda f: _edit(f, format=1), "it cannot be of format 1"),
+        (lambda f: _edit(f, format=0), "it cannot be of format 0"),
+        (lambda f: _sign(f, files=None), "damaged"),
+        (lambda f: _sign(f, files={"../shard": 4}), "is no file of it"),
+        (lambda f: _sign(f, hashes={}), "not every file has a hash"),
+        (lambda f: _sign(f, hashes={"shard": "crc32:1234"}), "is no digest"),
+        (lambda f: _sign(f, surprise=1), "damaged"),
+        (lambda f: _sign(f, step=4), "renamed"),
     ],
 )
 def test_damaged_newest_is_named_and_the_one_before_is_used(tmp_path: Path, damage, reason: str) -> None:  # type: ignore[no-untyped-def]
@@ -69,8 +78,19 @@ def test_damaged_newest_is_named_and_the_one_before_is_used(tmp_path: Path, dama
 
 
 def _edit(folder: Path, **changes: object) -> None:
+    """Change a manifest as a bad disk would."""
     path = folder / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def _sign(folder: Path, **changes: object) -> None:
+    """Change a manifest as a wrong program would: its hash is right."""
+    _edit(folder, **changes)
+    path = folder / "manifest.json"
+    content = json.loads(path.read_text())
+    content.pop("digest")
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    path.write_text(json.dumps({**content, "digest": digest_of(text.encode())}))
 
 
 def test_valid_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
@@ -98,3 +118,24 @@ def test_demanded_step(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no step-7 \(steps there: 5, 6\)"):
         find(tmp_path, 7)
     assert find(tmp_path / "nowhere") == (None, [])
+
+
+def test_layout_of_the_manifest_does_not_matter(tmp_path: Path) -> None:
+    """Its hash is of what it says: an editor may indent it or end its lines otherwise."""
+    path = _write(tmp_path, 5) / "manifest.json"
+    path.write_bytes(json.dumps(json.loads(path.read_text()), indent=7).replace("\n", "\r\n").encode())
+    assert read_manifest(tmp_path / "step-5") == MANIFEST
+
+
+def test_known_damage_is_passed_over_and_moved_aside(tmp_path: Path) -> None:
+    for step in (4, 5):
+        _write(tmp_path, step)
+    manifest, passed = find(tmp_path, known_bad={5: "a hash differs"})
+    assert manifest is not None and manifest.step == 4 and passed == ["a hash differs"]
+    with pytest.raises(CheckpointError, match="checkpoint.load_step = 5: a hash differs"):
+        find(tmp_path, 5, known_bad={5: "a hash differs"})
+    partial = tmp_path / ".partial-5"
+    partial.mkdir()
+    (partial / "shard").write_bytes(b"1234")
+    publish(partial, tmp_path, MANIFEST, known_bad={5})
+    assert (tmp_path / "step-5.invalid-0").is_dir() and find(tmp_path) == (MANIFEST, [])

@@ -1,7 +1,9 @@
 """The manifest: the one file that makes a folder a checkpoint. No torch here.
 
-A folder `step-N` is a checkpoint only if its `manifest.json` can be read, is of a known format, and every file it
-lists is there with its size. Anything else is named, with the reason, and never loaded.
+A folder `step-N` is a checkpoint only if its `manifest.json` can be read, is of a known format, carries the hash of its
+own contents, and every file it lists is there with its size. Anything else is named, with the reason, and never loaded.
+
+Format 2 has a hash of every file and of the manifest itself; format 1 had neither and is still read.
 """
 
 from __future__ import annotations
@@ -9,13 +11,20 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-FORMAT = 1
+from titanlite.checkpoint.integrity import algorithm_of, digest_of
+
+FORMAT = 2
 FILE = "manifest.json"
+#: A file of this name in a checkpoint's folder: whatever else is deleted, this checkpoint is not.
+PIN = "KEEP"
 _STEP = re.compile(r"step-(\d+)")
+#: The manifest's entry with the hash of all the others.
+_DIGEST = "digest"
 
 
 class CheckpointError(RuntimeError):
@@ -35,7 +44,7 @@ class Manifest:
     files: dict[str, int]
     #: State of the loop: data position, tokens seen.
     train: dict[str, Any]
-    #: titanlite, torch, python.
+    #: titanlite, Python and the libraries that numbers may depend on.
     versions: dict[str, str]
     #: Ranks that wrote it.
     world_size: int
@@ -43,46 +52,52 @@ class Manifest:
     created: float
     #: The resolved configuration, for people and for `config diff`.
     config: dict[str, Any] = field(default_factory=dict)
+    #: File name -> hash of what was written, `sha256:…`; empty in format 1.
+    hashes: dict[str, str] = field(default_factory=dict)
+    #: Commit of the checkout that wrote it, and whether that had changes.
+    git: dict[str, Any] = field(default_factory=dict)
     format: int = FORMAT
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1, sort_keys=True)
+        content = asdict(self)
+        return json.dumps({**content, _DIGEST: _digest(content)}, indent=1, sort_keys=True)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all its files, without the manifest."""
+        return sum(self.files.values())
+
+
+def _digest(content: dict[str, Any]) -> str:
+    """The hash of a manifest's contents, however they are laid out in the file."""
+    return digest_of(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
 def step_folder(root: Path, step: int) -> Path:
     return root / f"step-{step}"
 
 
+def step_of(folder: Path) -> int | None:
+    """The step that a folder's name says; None for a name that no checkpoint has."""
+    match = _STEP.fullmatch(folder.name)
+    return int(match.group(1)) if match else None
+
+
 def steps_in(root: Path) -> list[int]:
     """Steps of all folders named like checkpoints in `root`, ascending; foreign names are left alone."""
     if not root.is_dir():
         return []
-    matches = ((_STEP.fullmatch(entry.name), entry) for entry in root.iterdir())
-    return sorted(int(m.group(1)) for m, entry in matches if m and entry.is_dir())
+    return sorted(step for entry in root.iterdir() if (step := step_of(entry)) is not None and entry.is_dir())
+
+
+def is_pinned(folder: Path) -> bool:
+    return (folder / PIN).exists()
 
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a valid checkpoint folder. Raises CheckpointError with the reason when it is not one."""
-    path = folder / FILE
-    try:
-        raw = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder} has no {FILE}: it was never finished") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
-    if not isinstance(raw, dict) or not isinstance(raw.get("format"), int):
-        raise CheckpointError(f"{path} is not a titanlite manifest")
-    if raw["format"] > FORMAT:
-        raise CheckpointError(f"{path} has format {raw['format']}; this titanlite reads up to {FORMAT}: upgrade it")
-    try:
-        manifest = Manifest(**raw)
-        named = step_folder(folder.parent, manifest.step).name
-        files = {str(name): int(size) for name, size in manifest.files.items()}
-    except (TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from None
-    if folder.name != named:
-        raise CheckpointError(f"{folder} was renamed: its manifest is of step {manifest.step}")
-    for name, size in files.items():
+    manifest = parse_manifest(folder)
+    for name, size in manifest.files.items():
         try:
             found = (folder / name).stat().st_size
         except OSError:
@@ -92,20 +107,65 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def find(root: Path, step: int | None = None) -> tuple[Manifest | None, list[str]]:
+def parse_manifest(folder: Path) -> Manifest:
+    """The manifest alone: what it lists is not looked at. Raises CheckpointError when it cannot be believed."""
+    path = folder / FILE
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} has no {FILE}: it was never finished") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    if not isinstance(raw, dict) or type(raw.get("format")) is not int:
+        raise CheckpointError(f"{path} is not a titanlite manifest")
+    if raw["format"] > FORMAT:
+        raise CheckpointError(f"{path} has format {raw['format']}; this titanlite reads up to {FORMAT}: upgrade it")
+    digest = raw.pop(_DIGEST, None)
+    if raw["format"] > 1 and digest != (now := _digest(raw)):
+        raise CheckpointError(f"{path} is damaged: its contents have the hash {now}, and it says {digest}")
+    try:
+        if raw["format"] < 1 or (raw["format"] == 1 and (digest or "hashes" in raw)):
+            raise ValueError(f"it cannot be of format {raw['format']}")
+        manifest = Manifest(**raw)
+        named = step_folder(folder.parent, manifest.step).name
+        for name, size in manifest.files.items():
+            if not isinstance(size, int) or Path(name).name != name:
+                raise ValueError(f"{name!r}: {size!r} is no file of it")
+        if manifest.format > 1:
+            if manifest.hashes.keys() != manifest.files.keys():
+                raise ValueError("not every file has a hash")
+            for digest in manifest.hashes.values():
+                algorithm_of(digest)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None
+    if folder.name != named:
+        raise CheckpointError(f"{folder} was renamed: its manifest is of step {manifest.step}")
+    return manifest
+
+
+def find(
+    root: Path, step: int | None = None, known_bad: Mapping[int, str] | None = None
+) -> tuple[Manifest | None, list[str]]:
     """The checkpoint to load from `root`: that of `step`, or the newest valid one.
 
+    known_bad: steps whose contents were found to be wrong, with the reason.
     Returns it (None if there is none) and the reasons why newer ones were passed over. With `step` given, raises
     CheckpointError when that one is not valid.
     """
+    known_bad = known_bad or {}
     steps = steps_in(root)
     if step is not None:
         if step not in steps:
             have = ", ".join(map(str, steps)) or "none"
             raise CheckpointError(f"checkpoint.load_step = {step}: {root} has no step-{step} (steps there: {have})")
+        if step in known_bad:
+            raise CheckpointError(f"checkpoint.load_step = {step}: {known_bad[step]}")
         return read_manifest(step_folder(root, step)), []
     passed: list[str] = []
     for candidate in reversed(steps):
+        if candidate in known_bad:
+            passed.append(known_bad[candidate])
+            continue
         try:
             return read_manifest(step_folder(root, candidate)), passed
         except CheckpointError as error:
@@ -122,28 +182,34 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def publish(written: Path, root: Path, manifest: Manifest) -> Path:
+def publish(written: Path, root: Path, manifest: Manifest, known_bad: Container[int] = ()) -> Path:
     """Write the manifest into the folder `written`, then give it its final name. One rank only.
 
-    A folder of that name without a valid manifest is moved aside, never overwritten; a valid one is kept and
-    raises CheckpointError.
+    A folder of that name that is not valid, or whose step is in `known_bad`, is moved aside, never overwritten; a
+    valid one is kept and raises CheckpointError.
     """
     final = step_folder(root, manifest.step)
     temporary = written / (FILE + ".part")
-    with open(temporary, "w") as stream:
+    with open(temporary, "w", encoding="utf-8") as stream:
         stream.write(manifest.to_json())
         stream.flush()
         os.fsync(stream.fileno())
     os.replace(temporary, written / FILE)
     sync_folder(written)
     if final.exists():
-        try:
-            read_manifest(final)
-        except CheckpointError:
-            aside = next(p for i in range(10**6) if not (p := root / f"{final.name}.invalid-{i}").exists())
-            final.rename(aside)
-        else:
+        if manifest.step not in known_bad and is_valid(final):
             raise CheckpointError(f"{final} already holds a valid checkpoint; it is not overwritten")
+        aside = next(p for i in range(10**6) if not (p := root / f"{final.name}.invalid-{i}").exists())
+        final.rename(aside)
     written.rename(final)
     sync_folder(root)
     return final
+
+
+def is_valid(folder: Path) -> bool:
+    """Whether a folder is a checkpoint, by its manifest and the sizes of its files."""
+    try:
+        read_manifest(folder)
+    except CheckpointError:
+        return False
+    return True

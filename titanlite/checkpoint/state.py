@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from titanlite.parallel.float8 import forget_scales, plain
 from titanlite.parallel.pipeline import PipelineModel
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -29,17 +30,18 @@ def gather(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torc
 
     An optimizer that has not stepped yet is given its (zero) state first, so that there is something to load into.
     """
-    tensors = {f"model.{name}": t for name, t in get_model_state_dict(model).items()}
+    tensors = {f"model.{name}": plain(cast(torch.Tensor, t)) for name, t in get_model_state_dict(model).items()}
     state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
     tensors.update(
         (f"optimizer.{name}", value) for name, value in state.items() if not name.startswith(_HYPERPARAMETERS)
     )
-    return tensors  # type: ignore[return-value]  # without param_groups only tensors are left
+    return tensors  # without param_groups only tensors are left
 
 
 def scatter(tensors: dict[str, torch.Tensor], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Put loaded tensors (as `gather` names them) into model and optimizer; hyper-parameters stay as configured."""
     set_model_state_dict(model, _strip(tensors, "model."))
+    forget_scales(model)
     state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
     state.update(_strip(tensors, "optimizer."))
     set_optimizer_state_dict(model, optimizer, state, options=_OPTIONS)

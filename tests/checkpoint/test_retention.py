@@ -1,0 +1,178 @@
+"""Which checkpoints go, when, and what a crash in between leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.runs import PRINTS, RUN, flip, train
+from tests.checkpoint.test_manifest import MANIFEST
+from tests.pool import Pools
+from titanlite.checkpoint.integrity import digest_of
+from titanlite.checkpoint.manifest import CheckpointError, find, publish, steps_in
+from titanlite.checkpoint.retention import Deleter, leftovers, retire, surplus
+from titanlite.config.plans import CheckpointPlan
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _write(root: Path, *steps: int, **fields: Any) -> None:
+    for step in steps:
+        partial = root / f".partial-{step}"
+        partial.mkdir(parents=True)
+        (partial / "shard").write_bytes(b"1234")
+        publish(partial, root, replace(MANIFEST, step=step, **fields))
+
+
+@pytest.mark.parametrize(
+    ("latest", "every", "keep", "gone"),
+    [
+        (0, 0, (), []),
+        (0, 7, (), []),
+        (1, 0, (), [10, 20, 30, 40]),
+        (2, 0, (), [10, 20, 30]),
+        (2, 20, (), [10, 30]),
+        (2, 0, (10,), [20, 30]),
+        (5, 0, (), []),
+        (9, 0, (), []),
+    ],
+)
+def test_what_may_go(latest: int, every: int, keep: tuple[int, ...], gone: list[int]) -> None:
+    assert surplus([30, 10, 50, 20, 40], latest, every, keep) == gone
+
+
+def test_the_newest_never_goes() -> None:
+    draw = random.Random(0)
+    for _ in range(500):
+        steps = draw.sample(range(1, 60), draw.randint(1, 12))
+        latest, every = draw.randint(0, 5), draw.randint(0, 5)
+        gone = surplus(steps, latest, every, draw.sample(steps, draw.randint(0, len(steps))))
+        left = set(steps) - set(gone)
+        assert max(steps) in left and len(left) >= min(latest or len(steps), len(steps))
+
+
+def test_only_valid_ones_of_this_run_count_and_go(tmp_path: Path) -> None:
+    _write(tmp_path, 1, 2, 3, 4, 5, 9)
+    _write(tmp_path, 6, fingerprints={"model": "another"})
+    (tmp_path / "step-4" / "shard").write_bytes(b"123")  # cut: takes no place among the latest
+    (tmp_path / "step-3" / "KEEP").touch()
+    (tmp_path / "step-notes").mkdir()
+    (tmp_path / "step-0").mkdir()
+    gone = retire(tmp_path, 9, latest=3, known_bad=(5,), fingerprints=MANIFEST.fingerprints)
+    # Newest three that count: 9, 3 (pinned, but it counts) and 2.
+    assert [path.name for path in gone] == [".deleted-step-1"]
+    assert steps_in(tmp_path) == [0, 2, 3, 4, 5, 6, 9]
+    gone = retire(tmp_path, 9, latest=1, keep=(2,), fingerprints=MANIFEST.fingerprints)
+    assert [path.name for path in gone] == [".deleted-step-4", ".deleted-step-5"], "2 is resumed from, 3 is pinned"
+
+
+def test_nothing_goes_while_the_new_one_is_not_whole(tmp_path: Path) -> None:
+    _write(tmp_path, 1, 2, 3)
+    (tmp_path / "step-3" / "shard").unlink()
+    with pytest.raises(CheckpointError, match="shard is missing"):
+        retire(tmp_path, 3, latest=1)
+    assert steps_in(tmp_path) == [1, 2, 3]
+
+
+def test_newer_folders_take_no_place(tmp_path: Path) -> None:
+    """A folder left behind at a higher step must not push out what this run writes."""
+    _write(tmp_path, 1, 2, 3, 900)
+    assert [path.name for path in retire(tmp_path, 3, latest=2)] == [".deleted-step-1"]
+    assert steps_in(tmp_path) == [2, 3, 900]
+
+
+def test_a_run_keeps_what_it_is_told_to(pool: Pools, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    plan = CheckpointPlan(keep_latest_k=2, keep_every=4)
+    pool(2).run(train, RUN, folder, 1, 9, every=1, plan=plan)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-4", "step-8", "step-9"]
+    pool(2).run(train, RUN, folder, 10, 12, every=1, plan=replace(plan, keep_every=0))
+    # 9 was resumed from, and stays until another start no longer needs it.
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-11", "step-12", "step-9"]
+    (tmp_path / "step-11" / "KEEP").touch()
+    pool(1).run(train, RUN, folder, 13, 15, every=1, plan=replace(plan, keep_every=0))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-11", "step-12", "step-14", "step-15"]
+
+
+def test_a_run_deletes_nothing_by_default(pool: Pools, tmp_path: Path) -> None:
+    pool(1).run(train, RUN, str(tmp_path), 1, 4, every=1)
+    assert steps_in(tmp_path) == [1, 2, 3, 4]
+
+
+def test_a_damaged_one_takes_no_place(pool: Pools, tmp_path: Path) -> None:
+    """Its sizes are right, so only the load knows. With it as the second of two, the good one would go."""
+    pool(1).run(train, RUN, str(tmp_path), 1, 4, every=2)
+    flip(tmp_path / "step-4" / "__0_0.distcp")
+    plan = CheckpointPlan(keep_latest_k=2)
+    result = pool(1).run(train, RUN, str(tmp_path), 3, 5, every=5, plan=plan)[0]
+    assert result["loaded"].step == 2
+    assert steps_in(tmp_path) == [2, 4, 5], "the damaged one is left for a person to look at"
+
+
+_SLOW = """
+import os, sys, time
+from pathlib import Path
+from titanlite.checkpoint.retention import Deleter, retire
+unlink = os.unlink
+def slow(*args, **kwargs):
+    unlink(*args, **kwargs)
+    print("deleted one", flush=True)
+    time.sleep(60)
+os.unlink = slow
+gone = retire(Path(sys.argv[1]), 4, latest=1)
+deleter = Deleter()
+deleter.delete(gone)
+deleter.wait(99)
+"""
+
+
+def test_killed_while_deleting_leaves_only_good_checkpoints(pool: Pools, tmp_path: Path) -> None:
+    pool(1).run(train, RUN, str(tmp_path), 1, 4, every=1)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", _SLOW, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert process.stdout is not None and process.stdout.readline() == "deleted one\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [".deleted-step-1", ".deleted-step-2", ".deleted-step-3", "step-4"]
+    assert [len(list(path.iterdir())) for path in leftovers(tmp_path)] == [2, 3, 3], "one file was gone"
+    manifest, passed = find(tmp_path)
+    assert manifest is not None and manifest.step == 4 and passed == []
+    pool(1).run(train, RUN, str(tmp_path), 5, 5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-4", "step-5"]
+
+
+def test_a_name_taken_by_an_earlier_crash_is_no_obstacle(tmp_path: Path) -> None:
+    _write(tmp_path, 1, 2)
+    (tmp_path / ".deleted-step-1").mkdir()
+    (gone,) = retire(tmp_path, 2, latest=1)
+    assert gone.name == ".deleted-step-1.1"
+    deleter = Deleter()
+    deleter.delete(leftovers(tmp_path))
+    deleter.wait(10)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
+
+
+def test_waiting_for_the_deletion_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titanlite.checkpoint.retention.shutil.rmtree", lambda *_, **__: time.sleep(5))
+    deleter = Deleter()
+    deleter.delete([tmp_path])
+    started = time.monotonic()
+    deleter.wait(0.1)
+    assert time.monotonic() - started < 2
+
+
+def test_manifest_of_the_tests_is_whole() -> None:
+    assert json.loads(MANIFEST.to_json())["hashes"] == {"shard": digest_of(b"1234")} and PRINTS

@@ -1,0 +1,77 @@
+"""Saves of whole runs: in the background, failing, with retention; and what the config makes of the keys."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pool import Pools
+from tests.training.test_run import _losses, _run
+from titanlite.checkpoint import checkpointer
+from titanlite.checkpoint.contents import Contents, compare
+from titanlite.config.load import load
+from titanlite.config.resolve import resolve
+from titanlite.config.unbuilt import refused, without_effect
+from titanlite.parallel.world import World
+
+ASYNC = ["--training.steps=6", "--checkpoint.interval=2", "--checkpoint.async_mode=async"]
+
+
+def _one_failing(world: World, folder: str, *flags: str) -> dict[str, Any]:
+    """A run whose save of step 2 fails on rank 1."""
+    real = checkpointer.HashingWriter
+
+    class Full(real):  # type: ignore[misc,valid-type]
+        def write_data(self, *args: Any) -> Any:
+            if world.rank == 1 and "step-2-" in str(self.path):
+                raise OSError(28, "No space left on device")
+            return super().write_data(*args)
+
+    checkpointer.HashingWriter = Full  # type: ignore[misc]
+    try:
+        return _run(world, folder, *flags)
+    finally:
+        checkpointer.HashingWriter = real  # type: ignore[misc]
+
+
+def test_run_with_background_saves_equals_one_without(pool: Pools, tmp_path: Path) -> None:
+    there = pool(2).run(_run, str(tmp_path / "sync"), *ASYNC[:2])[0]
+    here = pool(2).run(_run, str(tmp_path / "async"), *ASYNC)[0]
+    assert _losses(here["rows"]) == _losses(there["rows"])
+    for step in (2, 4, 6):
+        sides = [Contents(tmp_path / kind / "checkpoint" / f"step-{step}") for kind in ("sync", "async")]
+        assert not any(one.elements for one in compare(*sides))
+        assert sides[0].manifest.train == sides[1].manifest.train, "the place in the text is that of the copy"
+        told = [line for line in here["said"] if line.startswith(f"checkpoint of step {step} written to")]
+        assert len(told) == 1
+    longer = pool(2).run(_run, str(tmp_path / "async"), "--training.steps=8", *ASYNC[1:])[0]
+    assert any("resumed from step 6" in line for line in longer["said"]) and longer["step"] == 8
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_failed_save_is_told_and_the_next_one_succeeds(pool: Pools, tmp_path: Path, mode: str) -> None:
+    result = pool(2).run(_one_failing, str(tmp_path), *ASYNC[:2], f"--checkpoint.async_mode={mode}")[0]
+    (told,) = [line for line in result["said"] if "NO CHECKPOINT WAS WRITTEN" in line]
+    assert told.startswith("step 2: ") and "No space left on device" in told and "rank 1" in told
+    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["step-4", "step-6"]
+
+
+def test_retention_of_a_whole_run(pool: Pools, tmp_path: Path) -> None:
+    pool(2).run(_run, str(tmp_path), *ASYNC, "--checkpoint.keep_latest_k=1", "--checkpoint.keep_every=4")
+    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["step-4", "step-6"]
+    manifest = json.loads((tmp_path / "checkpoint" / "step-6" / "manifest.json").read_text())
+    assert "keep_every = 4" in manifest["config"]["toml"]
+
+
+def test_keys_reach_the_plan() -> None:
+    on = "--checkpoint.enable_checkpoint"
+    flags = [on, "--checkpoint.keep_latest_k=2", "--checkpoint.keep_every=5", "--checkpoint.async_mode=async"]
+    config = load([*flags, "--checkpoint.verify=size"])
+    plan = resolve(config, world_size=1).checkpoint
+    assert (plan.keep_latest_k, plan.keep_every, plan.async_mode, plan.verify) == (2, 5, "async", "size")
+    assert refused(config) == [] and without_effect(config) == []
+    assert resolve(load([on]), world_size=1).checkpoint.verify == "hash"
+    assert without_effect(load([on, "--checkpoint.keep_every=5"])) == ["checkpoint.keep_every"]

@@ -1,0 +1,109 @@
+"""Hashes of files, by which a byte that has changed is found. No torch here."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from titanlite.checkpoint.manifest import Manifest
+
+Verify = Literal["size", "hash"]
+
+#: What new checkpoints are hashed with. A digest is written with its name, so another one may follow.
+ALGORITHM = "sha256"
+_ALGORITHMS = ("sha256", "blake2b")
+#: Bytes that are read at a time.
+_BLOCK = 4 << 20
+#: Files of one rank that are read at the same time; hashing runs outside of Python's lock.
+_THREADS = 4
+
+
+class Hash(Protocol):
+    def update(self, data: bytes | memoryview, /) -> None: ...
+    def hexdigest(self) -> str: ...
+
+
+def new_hash(algorithm: str = ALGORITHM) -> Hash:
+    """Raises ValueError for an algorithm that no manifest of ours names."""
+    if algorithm not in _ALGORITHMS:
+        raise ValueError(f"unknown hash {algorithm!r}")
+    return hashlib.blake2b(digest_size=32) if algorithm == "blake2b" else hashlib.new(algorithm)
+
+
+def digest_of(data: bytes, algorithm: str = ALGORITHM) -> str:
+    """The hash of some bytes as it is written down: `sha256:…`."""
+    found = new_hash(algorithm)
+    found.update(data)
+    return f"{algorithm}:{found.hexdigest()}"
+
+
+def algorithm_of(digest: str) -> str:
+    """Raises ValueError when it is no digest as `digest_of` writes them."""
+    algorithm, colon, value = digest.partition(":")
+    if not colon or len(value) != 64:
+        raise ValueError(f"{digest!r} is no digest")
+    new_hash(algorithm)
+    return algorithm
+
+
+def file_digest(path: Path, algorithm: str = ALGORITHM) -> str:
+    """The hash of a file's contents. Raises OSError."""
+    found = new_hash(algorithm)
+    block = bytearray(_BLOCK)
+    view = memoryview(block)
+    with open(path, "rb", buffering=0) as stream:
+        while count := stream.readinto(block):
+            found.update(view[:count])
+    return f"{algorithm}:{found.hexdigest()}"
+
+
+def mismatch(path: Path, expected: str, found: str) -> str:
+    """Why a file cannot be used."""
+    return f"{path} has changed since it was written: {_short(expected)} in the manifest, {_short(found)} found"
+
+
+def _short(digest: str) -> str:
+    return f"{digest[: digest.find(':') + 17]}…"
+
+
+def check_file(path: Path, size: int, digest: str | None) -> str | None:
+    """What is wrong with a file; None when nothing is. digest: None where only the size is known."""
+    try:
+        found = os.stat(path).st_size
+        if found != size:
+            return f"{path} has {found} bytes, the manifest says {size}"
+        if digest is None:
+            return None
+        now = file_digest(path, algorithm_of(digest))
+    except FileNotFoundError:
+        return f"{path} is missing"
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror or error}"
+    return None if now == digest else mismatch(path, digest, now)
+
+
+def check_files(folder: Path, manifest: Manifest, names: Sequence[str] | None = None) -> list[str]:
+    """What is wrong with some files of a checkpoint (None: all), a line each; empty when they are as written."""
+    names = sorted(manifest.files) if names is None else names
+    if not names:
+        return []
+    with ThreadPoolExecutor(min(_THREADS, len(names)), thread_name_prefix="titanlite-verify") as pool:
+        found = pool.map(lambda name: check_file(folder / name, manifest.files[name], manifest.hashes.get(name)), names)
+        return [problem for problem in found if problem]
+
+
+def share(files: Mapping[str, int], rank: int, ranks: int) -> list[str]:
+    """The files that this rank reads so that all are read once: about equal bytes each, the same answer everywhere."""
+    loads = [0] * ranks
+    mine: list[str] = []
+    for name in sorted(files, key=lambda name: (-files[name], name)):
+        least = loads.index(min(loads))
+        loads[least] += files[name]
+        if least == rank:
+            mine.append(name)
+    return mine

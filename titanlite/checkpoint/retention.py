@@ -1,0 +1,117 @@
+"""Which checkpoints may go, and how one goes. No torch here; one rank only.
+
+A folder is renamed first, to a name that no checkpoint has, and then deleted: a crash in between leaves a folder that
+nobody can take for a checkpoint, and the next start deletes the rest of it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from threading import Thread
+
+from titanlite.checkpoint.manifest import (
+    CheckpointError,
+    is_pinned,
+    parse_manifest,
+    read_manifest,
+    step_folder,
+    steps_in,
+    sync_folder,
+)
+
+#: A save that was not finished.
+PARTIAL = ".partial-"
+#: A checkpoint that is being deleted.
+DELETED = ".deleted-"
+
+
+def surplus(steps: Sequence[int], latest: int, every: int = 0, keep: Collection[int] = ()) -> list[int]:
+    """Those of the valid checkpoints at `steps` that may go, ascending.
+
+    latest: how many of the newest stay; 0: all. every: multiples of it stay; 0: none for this reason. keep: stay too.
+    The newest is never among them.
+    """
+    if latest < 1:
+        return []
+    older = sorted(steps)[:-latest]
+    return [step for step in older if step not in keep and not (every and step % every == 0)]
+
+
+def retire(
+    root: Path,
+    newest: int,
+    latest: int,
+    every: int = 0,
+    keep: Collection[int] = (),
+    known_bad: Collection[int] = (),
+    fingerprints: dict[str, str] | None = None,
+) -> list[Path]:
+    """Rename what is no longer wanted now that the checkpoint of step `newest` is there; the folders to delete.
+
+    Only checkpoints of this run (by `fingerprints`, None: any) up to that step are counted, and only such go. One whose
+    files are not whole takes no place among the latest; a folder without a good manifest stays for a person to look at.
+    Raises CheckpointError, and renames nothing, when the newest is not valid.
+    """
+    if latest < 1:
+        return []
+    read_manifest(step_folder(root, newest))
+    valid = [newest]
+    for step in reversed([step for step in steps_in(root) if step < newest and step not in known_bad]):
+        # What stays counts only when it is whole; of what goes, no more than its manifest is read.
+        read = read_manifest if len(valid) < latest else parse_manifest
+        try:
+            manifest = read(step_folder(root, step))
+        except CheckpointError:
+            continue
+        if fingerprints is None or manifest.fingerprints == fingerprints:
+            valid.append(step)
+    gone = []
+    for step in surplus(valid, latest, every, keep):
+        folder = step_folder(root, step)
+        if not is_pinned(folder):
+            gone.append(set_aside(folder))
+    if gone:
+        sync_folder(root)
+    return gone
+
+
+def set_aside(folder: Path) -> Path:
+    """Give a folder a name that no checkpoint has; that name."""
+    name = f"{DELETED}{folder.name.lstrip('.')}"
+    names = (folder.with_name(f"{name}.{i}" if i else name) for i in range(10**6))
+    aside = next(path for path in names if not path.exists())
+    folder.rename(aside)
+    return aside
+
+
+def leftovers(root: Path) -> list[Path]:
+    """Folders of saves and deletions that a crash has cut short."""
+    return sorted([*root.glob(f"{PARTIAL}*"), *root.glob(f"{DELETED}*")])
+
+
+class Deleter:
+    """Deletes folders in a thread of its own: a large one may take longer than the other ranks would wait."""
+
+    def __init__(self) -> None:
+        self._threads: list[Thread] = []
+
+    def delete(self, folders: Sequence[Path]) -> None:
+        """What cannot be deleted stays, under its name, for the next start."""
+        if folders:
+            thread = Thread(target=_delete, args=(list(folders),), name="titanlite-delete", daemon=True)
+            thread.start()
+            self._threads = [t for t in self._threads if t.is_alive()] + [thread]
+
+    def wait(self, seconds: float) -> None:
+        """Until all is deleted, at most so long."""
+        deadline = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _delete(folders: list[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,182 @@
+"""What lies in a folder of checkpoints, and how to take something from it: `titanlite checkpoint`. No torch here."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from titanlite.checkpoint.integrity import check_files
+from titanlite.checkpoint.manifest import (
+    FILE,
+    PIN,
+    CheckpointError,
+    Manifest,
+    find,
+    is_pinned,
+    read_manifest,
+    step_of,
+    steps_in,
+)
+from titanlite.checkpoint.retention import DELETED, PARTIAL, set_aside
+
+VALID, INVALID = "valid", "invalid"
+_ASIDE = re.compile(r"step-(\d+)\.invalid-\d+")
+_STEP_WITHIN = re.compile(r"step-(\d+)")
+#: In the folder of a run, unless `checkpoint.folder` says otherwise.
+_IN_RUN = "checkpoint"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One folder among the checkpoints."""
+
+    folder: Path
+    #: "valid", "invalid", "set aside" (an invalid one that a later save of its step made way for), "partial" (a save
+    #: under way or cut short) or "being deleted".
+    state: str
+    #: Why it is not valid.
+    reason: str = ""
+    pinned: bool = False
+    manifest: Manifest | None = None
+    #: Bytes on the disk.
+    size: int = 0
+    #: Seconds since the epoch.
+    written: float = 0.0
+
+    @property
+    def step(self) -> int:
+        match = _STEP_WITHIN.search(self.folder.name)
+        return int(match.group(1)) if match else -1
+
+    @property
+    def words(self) -> str:
+        return f"{self.state}, pinned" if self.pinned else self.state
+
+
+def root_of(path: Path) -> Path:
+    """The folder of checkpoints that is meant: `path`, or `checkpoint` in it. Raises CheckpointError."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such folder")
+    for root in (path, path / _IN_RUN):
+        if root.is_dir() and any(map(_state_by_name, root.iterdir())):
+            return root
+    raise CheckpointError(f"{path} holds no checkpoints, nor does a folder {_IN_RUN!r} in it: name a run or its folder")
+
+
+def checkpoint_of(path: Path) -> Path:
+    """The checkpoint that is meant: `path`, or the newest valid one of its folder. Raises CheckpointError."""
+    path = Path(path)
+    if step_of(path) is not None or (path / FILE).is_file():
+        if not path.is_dir():
+            raise CheckpointError(f"{path}: no such checkpoint")
+        return path
+    root = root_of(path)
+    manifest, passed = find(root)
+    if manifest is None:
+        raise CheckpointError(f"{root} has no valid checkpoint" + "".join(f"\n  {reason}" for reason in passed))
+    return root / f"step-{manifest.step}"
+
+
+def _state_by_name(folder: Path) -> str | None:
+    """What a folder's name says of it; None for what is none of ours."""
+    if step_of(folder) is not None:
+        return VALID
+    if _ASIDE.fullmatch(folder.name):
+        return "set aside"
+    if folder.name.startswith(PARTIAL):
+        return "partial"
+    return "being deleted" if folder.name.startswith(DELETED) else None
+
+
+def look(folder: Path) -> Entry:
+    """What a folder is, by its name, its manifest and the sizes of its files."""
+    state = _state_by_name(folder) or INVALID
+    manifest, reason = None, ""
+    if state == VALID:
+        try:
+            manifest = read_manifest(folder)
+        except CheckpointError as error:
+            state, reason = INVALID, str(error)
+    try:
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        written = manifest.created if manifest else folder.stat().st_mtime
+    except FileNotFoundError:  # it is being written or deleted right now
+        size, written = 0, time.time()
+    return Entry(folder, state, reason, is_pinned(folder), manifest, size, written)
+
+
+def shelf(root: Path) -> list[Entry]:
+    """All that a folder of checkpoints holds, by step."""
+    folders = [path for path in root.iterdir() if path.is_dir() and _state_by_name(path)]
+    return sorted(map(look, folders), key=lambda entry: (entry.step, entry.folder.name))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a full reading of a checkpoint has found."""
+
+    folder: Path
+    problems: tuple[str, ...]
+    manifest: Manifest | None
+    seconds: float
+    #: Files in the folder that are not of the checkpoint.
+    strangers: tuple[str, ...] = ()
+
+
+def verify(folder: Path) -> Verdict:
+    """Read every file of a checkpoint and compare with its manifest."""
+    started = time.perf_counter()
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        return Verdict(folder, (str(error),), None, time.perf_counter() - started)
+    problems = tuple(check_files(folder, manifest))
+    ours = {*manifest.files, FILE, PIN}
+    strangers = tuple(sorted(path.name for path in folder.iterdir() if path.name not in ours))
+    return Verdict(folder, problems, manifest, time.perf_counter() - started, strangers)
+
+
+def remove(paths: Sequence[Path], force: bool = False, dry_run: bool = False) -> list[Entry]:
+    """Delete folders of checkpoints; what was (or, with `dry_run`, would be) deleted.
+
+    Raises CheckpointError, before anything is deleted, for what is no checkpoint's folder and, unless `force`, for
+    pinned ones, for saves that may be under way, and when no good checkpoint would be left where there was one.
+    """
+    entries = []
+    for path in dict.fromkeys(Path(path).resolve() for path in paths):
+        if not path.is_dir() or _state_by_name(path) is None:
+            raise CheckpointError(f"{path} is no folder of a checkpoint (step-N)")
+        entries.append(look(path))
+    if not force:
+        for entry in entries:
+            if entry.pinned:
+                raise CheckpointError(f"{entry.folder} is pinned: remove its file {PIN} first, or give --force")
+            if entry.state == "partial":
+                raise CheckpointError(f"{entry.folder} may be a save under way: give --force when no run writes there")
+        for root in dict.fromkeys(entry.folder.parent for entry in entries if entry.state == VALID):
+            _must_leave_one(root, [entry.folder for entry in entries])
+    if not dry_run:
+        for entry in entries:
+            shutil.rmtree(set_aside(entry.folder))
+    return entries
+
+
+def _must_leave_one(root: Path, going: Sequence[Path]) -> None:
+    """Raises CheckpointError unless a checkpoint that stays is good, by its hashes."""
+    reasons = []
+    for step in reversed(steps_in(root)):
+        folder = root / f"step-{step}"
+        if folder in going:
+            continue
+        found = verify(folder)
+        if not found.problems:
+            return
+        reasons.append(f"\n  {found.problems[0]}")
+    raise CheckpointError(
+        f"{root} would be left without a good checkpoint{''.join(reasons)}\n"
+        "Nothing was removed; --force removes it anyway"
+    )
