@@ -1,0 +1,55 @@
+"""A trainer without torch: it writes the records of a run with made-up figures.
+
+The ladder starts it as a process, so all that is tested around it (order, failure, signals, resume) is real.
+Environment: STAND_IN_LOG, a file that gets the name of each run; STAND_IN_FAIL, a run that prints and fails;
+STAND_IN_HANG, one that waits until it is ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+#: Tokens per second and rank; each repeat on this machine is half as fast as the one before.
+SPEEDS = {"default": 1000.0, "compile": 1500.0, "more": 500.0}
+RANKS = 2
+
+
+def main() -> None:
+    flags = dict(word[2:].split("=", 1) for word in sys.argv[1:])
+    folder, steps = Path(flags["job.dump_folder"]), int(flags["training.steps"])
+    with open(os.environ["STAND_IN_LOG"], "a") as log:
+        log.write(f"{folder.name}\n")
+    if folder.name == os.environ.get("STAND_IN_FAIL"):
+        print("step: 1  loss: 5.0\nerror: the cat sat on the keyboard", flush=True)
+        raise SystemExit(3)
+    if folder.name == os.environ.get("STAND_IN_HANG"):
+        print("step: 1", flush=True)
+        Path(os.environ["STAND_IN_LOG"]).with_name("hangs").touch()
+        time.sleep(60)
+    level, _, repeat = folder.name.rpartition("-")
+    shift = 0.001 * list(SPEEDS).index(level)
+    rows = []
+    for step in range(1, steps + 1):
+        # The first two steps are as slow as those of a run that compiles; the first uses most memory.
+        speed = SPEEDS[level] / 2 ** (int(repeat) - 1) if step > 2 else 1.0
+        rows.append(
+            {
+                "step": step,
+                "loss": 9 - step / 10 + (shift if step > 1 else 0),
+                "tps": speed,
+                "seconds_per_step": 1000 / RANKS / speed,
+                "tokens_seen": 1000 * step,
+                "memory_gib": 2.5 if step == 1 else 2.0,
+            }
+        )
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    attempt = {"state": "done", "first_step": 0, "steps": steps}
+    (folder / "run.json").write_text(json.dumps({"format": 1, "attempts": [attempt]}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Ladders of real training runs on CPU ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TINY = [
+    "--model.overrides.dim=64",
+    "--model.overrides.n_layers=2",
+    "--model.overrides.n_heads=4",
+    "--training.seq_len=32",
+    "--training.batch_size=2",
+    "--compile.backend=aot_eager",
+]
+NO_FLOAT8 = ["--skip", "float8", "--skip", "float8-all-gather"]
+
+
+def ladder(folder: Path, *words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """The real command, in a process of its own, from `folder`."""
+    command = [sys.executable, "-m", "titanlite.cli", "ladder", str(ROOT / "train_configs" / "debug_model.toml")]
+    found = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    variables = {**found, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([*command, *TINY, *words], cwd=folder, env=variables, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def record(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "ladder.json").read_text())
+
+
+def test_one_level_trains_for_real(tmp_path: Path) -> None:
+    words = ["--skip", "compile", *NO_FLOAT8, "--steps", "3", "--warmup", "1", "--repeats", "1", "--ranks", "1"]
+    done = ladder(tmp_path, *words)
+    (run,) = record(tmp_path / "outputs" / "ladder" / "debug_model")["runs"]
+    rows = (tmp_path / "outputs/ladder/debug_model/runs/default-1/metrics.jsonl").read_text().splitlines()
+    losses = {str(row["step"]): row["loss"] for row in map(json.loads, rows)}
+    assert run["losses"] == losses and len(losses) == 3 and 7.5 < losses["1"] < 8.5
+    assert run["tokens_per_second"] > 0
+    assert re.search(r"^default +[\d,]+ +1 +– ", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_levels_start_from_the_same_weights_and_read_the_same_text(tmp_path: Path) -> None:
+    """Exact where the arithmetic is the same; within rounding where a compiler orders it anew."""
+    (tmp_path / "full.toml").write_text('[activation_checkpoint]\nmode = "full"\n')
+    (tmp_path / "seed.toml").write_text("[data]\nseed = 1\n")
+    overlays = ["--overlay", "full=full.toml", "--overlay", "seed=seed.toml"]
+    done = ladder(tmp_path, *NO_FLOAT8, *overlays, "--steps", "4", "--warmup", "1", "--repeats", "1", "--out", "out")
+    found = record(tmp_path / "out")
+    losses = {run["level"]: run["losses"] for run in found["runs"]}
+    assert list(losses) == ["default", "compile", "full", "seed"]
+    assert losses["full"] == losses["default"] and len(losses["full"]) == 4
+    assert losses["compile"]["1"] == pytest.approx(losses["default"]["1"], abs=1e-5)
+    assert losses["compile"]["4"] == pytest.approx(losses["default"]["4"], abs=1e-4)
+    assert abs(losses["seed"]["1"] - losses["default"]["1"]) > 1e-4  # other text: the comparison can fail
+    levels = {level["level"]: level for level in found["levels"]}
+    assert levels["full"]["loss_difference"] == 0 and levels["seed"]["loss_difference"] is None
+    assert "seed differs from default in order of the text: losses not compared" in done.stdout
+    for level in levels:
+        run = tmp_path / "out" / "runs" / f"{level}-1"
+        assert f"compile = {'true' if level == 'compile' else 'false'}" in (run / "config.toml").read_text()
+        assert ("torch.compile made" in (run / "console.log").read_text()) == (level == "compile")
+
+
+@pytest.mark.slow
+def test_all_four_levels_run_on_a_cpu_with_float8_emulated(tmp_path: Path) -> None:
+    done = ladder(tmp_path, "--steps", "3", "--warmup", "1", "--repeats", "1", "--out", "out")
+    losses = {run["level"]: run["losses"] for run in record(tmp_path / "out")["runs"]}
+    assert list(losses) == ["default", "compile", "float8", "float8-all-gather"]
+    for level in ("float8", "float8-all-gather"):
+        assert losses[level]["1"] == pytest.approx(losses["default"]["1"], abs=0.02)  # the same weights and text
+        assert losses[level]["3"] == pytest.approx(losses["default"]["3"], abs=0.05)
+        assert losses[level]["1"] != losses["compile"]["1"]  # and yet other products
+    assert "float8 is emulated in float8, float8-all-gather: their speed means nothing" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_shows_what_its_ranks_said(tmp_path: Path) -> None:
+    """A learning rate that overflows: the guard stops the second level, the first one's figures stay."""
+    (tmp_path / "wild.toml").write_text("[optimizer]\nlr = 1e30\n")
+    words = ["--skip", "compile", *NO_FLOAT8, "--overlay", "wild=wild.toml", "--out", "out"]
+    done = ladder(tmp_path, *words, "--steps", "6", "--warmup", "1", "--repeats", "1", code=1)
+    assert "wild, repeat 1 failed with exit code 1. Its last lines:" in done.stderr
+    assert re.search(r"^    error: stopped: .*not finite", done.stderr, re.MULTILINE)
+    assert "torch/distributed/elastic" not in done.stderr and "ChildFailedError" not in done.stderr
+    assert [run["level"] for run in record(tmp_path / "out")["runs"]] == ["default"]
