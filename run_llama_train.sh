@@ -19,7 +19,8 @@ Every argument goes to train.py and wins over the file:
   ./run_llama_train.sh --training.steps 100 --metrics.log_freq 1
   CONFIG_FILE=train_configs/llama3_8b.toml NGPU=8 ./run_llama_train.sh --training.seq_len 4096
 
-`titanlite config explain` lists the keys. Exit code: torchrun's; 2 for a wrong configuration.
+`titanlite config explain` lists the keys. Exit code: the workers'; 2 for a wrong configuration, 5 for a run that was asked to stop and is saved, ...
+(docs/reliability.md).
 HELP
 }
 
@@ -88,11 +89,15 @@ fi
 # So that a log that is piped into a file shows each step when it is done.
 export PYTHONUNBUFFERED=1
 
-launch=("$TITANLITE_PYTHON" -m torch.distributed.run
+# torchrun, with its workers' exit code in the end.
+launch=("$TITANLITE_PYTHON" -m titanlite.torchrun
     --nproc_per_node "$workers" --rdzv_backend c10d --rdzv_endpoint localhost:0
     "${output[@]}"
     "$root/train.py" --job.config_file "$config" "$@")
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+# How long workers have for their last checkpoint after SIGTERM; torchrun's own 30 seconds are short for that.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
 # SIGUSR1, with which schedulers announce a time limit, would end torchrun and leave its workers as orphans; ignored
-# here, it is ignored by all of them.
+# here, it is ignored until a worker listens to it.
 trap '' USR1
 exec "${launch[@]}"

@@ -62,7 +62,7 @@ case "$1 $2" in
         [ -z "${FAKE_PIP_FAIL:-}" ] && exit 0
         echo "ERROR: No matching distribution found for torch==2.13.0"
         exit 1 ;;
-    "-m torch.distributed.run")
+    "-m titanlite.torchrun")
         echo "torchrun: OMP=${OMP_NUM_THREADS:-} ${*:3}" >>"$CALLS"
         exit "${FAKE_TRAIN:-0}" ;;
     *) echo "other: $*" >>"$CALLS" ;;

@@ -16,7 +16,7 @@ HEARTBEAT_SECONDS = 15.0
 #: Without a sign of life for so long a run on another machine counts as dead.
 DEAD_SECONDS = 6 * HEARTBEAT_SECONDS
 
-_STATES = ("running", "done", "stopped", "failed", "died")
+_STATES = ("running", "done", "stopped", "preempted", "failed", "died")
 
 
 class RunError(ValueError):

@@ -27,6 +27,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     runs.add_argument("folders", nargs="*", metavar="FOLDER", type=Path, help="where to look (default: ./outputs)")
     runs.add_argument("--json", action="store_true", help="print a JSON list, one object per run")
+    runs.add_argument("--attempts", action="store_true", help="show each run's attempts: how each began and ended")
     runs.set_defaults(run=_runs)
 
     compare = commands.add_parser(
@@ -50,11 +51,22 @@ def _runs(arguments: argparse.Namespace, flags: Sequence[str], _style: object) -
     _refuse(flags)
     folders = arguments.folders or [Path("outputs")]
     found = list_runs(folders)
+    if arguments.attempts:
+        return _attempts([run.folder for run in found], arguments.json) or "no attempts were recorded"
     if arguments.json:
         return _json(runs_json(found))
     if not found:
         return f"no runs below {', '.join(map(str, folders))}"
     return runs_text(found, sys.stdout.isatty())
+
+
+def _attempts(folders: Sequence[Path], as_json: bool) -> str:
+    from titanlite.runs.ledger import attempts_text, read_entries
+
+    if as_json:
+        return _json({str(folder): read_entries(folder) for folder in folders})
+    texts = (attempts_text(folder, sys.stdout.isatty()) for folder in folders)
+    return "\n\n".join(text for text in texts if text)
 
 
 def _compare(arguments: argparse.Namespace, flags: Sequence[str], _style: object) -> str:

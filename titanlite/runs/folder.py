@@ -36,7 +36,7 @@ from titanlite.runs.attempts import (
 CONFIG = "config.toml"
 DIFF = "git.diff"
 
-FinalState = Literal["done", "stopped", "failed"]
+FinalState = Literal["done", "stopped", "preempted", "failed"]
 
 
 class RunRecord:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from titanlite.observe.console import logger
+from titanlite.preempt import Preempted
 
 FOLDER = "logs"
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
@@ -56,6 +57,9 @@ def rank_log(folder: Path, rank: int) -> Iterator[None]:
     handler.handle(_line(logging.INFO, f"rank {rank} begins, process {os.getpid()}"))
     try:
         yield
+    except Preempted as end:
+        handler.handle(_line(logging.INFO, f"rank {rank} ends: {end}"))
+        raise
     except BaseException:
         handler.handle(_line(logging.ERROR, f"rank {rank} ends:\n{traceback.format_exc().rstrip()}"))
         raise

@@ -45,7 +45,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """running, done, stopped (by the guard), failed, died, or unknown (no run.json)."""
+        """running, done, stopped (by the guard), preempted, failed, died, or unknown (no run.json)."""
         return state_of(self.attempts[-1]) if self.attempts else "unknown"
 
     @property

@@ -53,7 +53,10 @@ def _rich(table: Table) -> str:
     return "\n".join(line for line in capture.get().splitlines() if line.strip())
 
 
-_STATE_COLORS = {"running": "blue", "done": "green", "died": "red", "failed": "red", "stopped by guard": "yellow"}
+_STATE_COLORS = {
+    **{"running": "blue", "done": "green", "died": "red", "failed": "red"},
+    **{"stopped by guard": "yellow", "preempted": "yellow"},
+}
 
 
 def _cell(text: str) -> Text:

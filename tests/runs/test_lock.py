@@ -1,0 +1,190 @@
+"""One live run per folder: the second is refused, what a dead one left is taken over."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titanlite.observe.console import logger
+from titanlite.runs.lock import FILE, LockedError, RunLock
+
+HOLDER = (
+    "import sys, time; from pathlib import Path; from titanlite.runs.lock import RunLock\n"
+    "with RunLock(Path(sys.argv[1])):\n"
+    "    print('held', flush=True); time.sleep(60)\n"
+)
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    messages: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(listener)
+    yield messages
+    logger.removeHandler(listener)
+
+
+def _holder(folder: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    return process
+
+
+def _lock(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / FILE).read_text())
+    return found
+
+
+def _elsewhere(folder: Path) -> None:
+    """Make the lock one of another machine."""
+    record = _lock(folder)
+    record.update(host="node7")
+    record["process"].update(space="another boot", id=4711)
+    (folder / FILE).write_text(json.dumps(record))
+
+
+def test_a_second_run_is_refused_by_name_and_the_lock_of_a_killed_one_is_taken_over(
+    tmp_path: Path, said: list[str]
+) -> None:
+    with _holder(tmp_path) as process:
+        with pytest.raises(LockedError) as refused, RunLock(tmp_path):
+            pytest.fail("two hold it")
+        since = _lock(tmp_path)["since"]
+        for word in (str(tmp_path), f"process {process.pid} on {os.uname().nodename}", since, "--job.dump_folder"):
+            assert word in str(refused.value)
+        process.kill()
+        process.wait()
+    assert _lock(tmp_path)["process"]["id"] == process.pid, "a killed process leaves its lock"
+    with RunLock(tmp_path):
+        assert _lock(tmp_path)["process"]["id"] == os.getpid()
+        assert said == [
+            f"the lock of a run that has died is taken over: process {process.pid} on {os.uname().nodename}, "
+            f"since {since}"
+        ]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_process_with_the_same_id_is_not_taken_for_the_holder(tmp_path: Path, said: list[str]) -> None:
+    with RunLock(tmp_path):
+        kept = _lock(tmp_path)
+    kept["process"]["started"] -= 1
+    (tmp_path / FILE).write_text(json.dumps(kept))
+    with RunLock(tmp_path):
+        assert len(said) == 1 and "taken over" in said[0]
+
+
+def test_it_is_released_after_errors_and_can_be_taken_again(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "run"
+    for _ in range(2):
+        with pytest.raises(ValueError, match="shard"), RunLock(folder):
+            raise ValueError("shard")
+        assert not folder.exists(), "a folder in which nothing was written is not left behind"
+    with RunLock(folder), pytest.raises(LockedError), RunLock(folder):
+        pytest.fail("two hold it")
+    with RunLock(folder):
+        (folder / "metrics.jsonl").touch()
+    assert [path.name for path in folder.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_lock_of_another_machine_is_alive_as_long_as_it_is_renewed(tmp_path: Path, said: list[str]) -> None:
+    with RunLock(tmp_path):
+        kept = _lock(tmp_path)
+    (tmp_path / FILE).write_text(json.dumps(kept))
+    _elsewhere(tmp_path)
+    stop = threading.Event()
+
+    def renew() -> None:
+        while not stop.wait(0.3):
+            os.utime(tmp_path / FILE)
+
+    thread = threading.Thread(target=renew)
+    thread.start()
+    began = time.monotonic()
+    try:
+        with pytest.raises(LockedError, match="process 4711 on node7"), RunLock(tmp_path, dead_seconds=60):
+            pytest.fail("two hold it")
+    finally:
+        stop.set()
+        thread.join()
+    assert time.monotonic() - began < 10, "a sign of life is enough"
+    assert "Watching for up to" in said[0]
+    with RunLock(tmp_path, dead_seconds=1.0):
+        assert "taken over: process 4711 on node7" in said[-1]
+        assert time.monotonic() - began > 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_old_one_of_another_machine_is_taken_over_at_once(tmp_path: Path) -> None:
+    """By the clock of the file system, on which the file of now is made too."""
+    with RunLock(tmp_path):
+        kept = _lock(tmp_path)
+    (tmp_path / FILE).write_text(json.dumps(kept))
+    _elsewhere(tmp_path)
+    os.utime(tmp_path / FILE, (0, time.time() - 200))
+    began = time.monotonic()
+    with RunLock(tmp_path):
+        assert time.monotonic() - began < 5
+
+
+def test_the_holder_renews_it_and_says_when_it_was_lost(tmp_path: Path, said: list[str]) -> None:
+    with RunLock(tmp_path, renew_seconds=0.05):
+        os.utime(tmp_path / FILE, (0, 0))
+        deadline = time.monotonic() + 10
+        while (tmp_path / FILE).stat().st_mtime == 0 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert time.time() - (tmp_path / FILE).stat().st_mtime < 10
+        record = {**_lock(tmp_path), "token": "other"}
+        aside = tmp_path / "aside"
+        aside.write_text(json.dumps(record))
+        aside.rename(tmp_path / FILE)
+        while not said and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert "Two runs may be writing" in said[0]
+    assert _lock(tmp_path)["token"] == "other", "another's lock is not deleted"
+
+
+def test_of_many_that_find_it_dead_one_takes_it(tmp_path: Path) -> None:
+    with _holder(tmp_path) as process:
+        process.kill()
+    gate, over = threading.Barrier(8), threading.Event()
+    held: list[int] = []
+    refused: list[str] = []
+
+    def attempt(number: int) -> None:
+        gate.wait()
+        try:
+            with RunLock(tmp_path):
+                held.append(number)
+                over.wait(20)
+        except LockedError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=attempt, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 20
+    while len(held) + len(refused) < 8 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    over.set()
+    for thread in threads:
+        thread.join()
+    assert len(held) == 1 and len(refused) == 7
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_torn_lock_is_taken_over_when_it_is_old(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text("{")
+    os.utime(tmp_path / FILE, (0, time.time() - 200))
+    with RunLock(tmp_path):
+        assert _lock(tmp_path)["process"]["id"] == os.getpid()

@@ -1,0 +1,560 @@
+"""Asked to stop by real signals: all ranks stop at the same step, save, and the run that goes on is the same."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.pool import Pools
+from titanlite import exit_codes
+from titanlite.build import read_text
+from titanlite.config.load import load_file
+from titanlite.observe.console import logger
+from titanlite.observe.metrics import read_metrics
+from titanlite.parallel.world import World
+from titanlite.preempt import GracefulStop, Preempted
+from titanlite.prepare import resolve_plans
+from titanlite.runs.attempts import read_attempts
+from titanlite.runs.ledger import read_entries
+from titanlite.runs.lock import FILE as LOCK
+from titanlite.trainer import Trainer
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = [
+    "--model.overrides.dim=32",
+    "--model.overrides.n_layers=1",
+    "--model.overrides.n_heads=2",
+    "--training.seq_len=16",
+    "--training.batch_size=1",
+    "--training.global_batch_size=4",
+    "--training.warmup_steps=2",
+    "--lr_scheduler.total_steps=8",
+    "--metrics.log_freq=1",
+    "--training.mixed_precision_param=float32",
+    "--validation.enable",
+    "--validation.freq=4",
+    "--validation.steps=3",
+    "--validation.batch_size=2",
+    "--validation.seq_len=16",
+    "--checkpoint.enable_checkpoint",
+    "--checkpoint.interval=100",
+]
+
+
+def _losses(folder: Path) -> dict[tuple[int, str], float]:
+    rows = read_metrics(folder / "metrics.jsonl")
+    return {
+        (row["step"], key): row[key] for row in rows for key in ("loss", "grad_norm", "validation_loss") if key in row
+    }
+
+
+@contextmanager
+def _listening() -> Iterator[list[str]]:
+    said: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(listener)
+    logger.setLevel(logging.INFO)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(listener)
+
+
+def _run(world: World, folder: str, where: str, step: int, rank: int, number: int, *flags: str) -> dict[str, Any]:
+    """Train; a signal comes to one rank in the given place of a step (0: never). How that ended."""
+    plans = resolve_plans(load_file("debug_model.toml", [*TINY, f"--job.dump_folder={folder}", *flags]), world.size)
+    trainer = Trainer(plans, world, read_text(plans))
+
+    struck: list[int] = []
+
+    def strike() -> None:
+        if trainer.step == step and world.rank == rank and not struck:
+            struck.append(number)
+            os.kill(os.getpid(), number)
+
+    _strike_in(trainer, where, strike)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs in its background
+    handlers = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+    ended: Preempted | None = None
+    with _listening() as said:
+        try:
+            trainer.train()
+        except Preempted as caught:
+            ended = caught
+    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == handlers
+    assert not [t.name for t in threading.enumerate() if t.name in ("titanlite-prefetch", "titanlite-heartbeat")]
+    return {
+        "step": trainer.step,
+        "saved": ended.saved if ended else None,
+        "reason": str(ended) if ended else "",
+        "code": exit_codes.code_of(ended) if ended else exit_codes.DONE,
+        "said": said,
+    }
+
+
+def _strike_in(trainer: Trainer, where: str, strike: Callable[[], None]) -> None:
+    """Call `strike` in every step: while it waits for data, in its backward, in a validation, or in a save."""
+    if where == "data":
+        fetch = trainer.parts.loader.next_step
+        trainer.parts.loader.next_step = lambda: (strike(), fetch())[1]  # type: ignore[method-assign]
+    elif where == "backward":
+        weight = next(trainer.parts.model.parameters())
+        weight.register_post_accumulate_grad_hook(lambda _: strike())
+    elif where == "validation":
+        trainer.parts.model.register_forward_pre_hook(lambda model, _: None if model.training else strike())
+    elif where == "save":
+        assert trainer.checkpointer is not None
+        write = trainer.checkpointer.save
+        trainer.checkpointer.save = lambda *args: (strike(), write(*args))[1]  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="module")
+def straight(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], float]:
+    """8 steps on 2 ranks without a break."""
+    folder = tmp_path_factory.mktemp("straight")
+    pool(2).run(_run, str(folder), "", 0, 0, 0, "--training.steps=8")
+    losses = _losses(folder)
+    assert {step for step, _ in losses} == set(range(1, 9)) and (4, "validation_loss") in losses
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("where", "step", "rank", "number", "last"),
+    [
+        ("data", 3, 1, signal.SIGTERM, 3),  # known before the step's counts are summed
+        ("backward", 3, 0, signal.SIGUSR1, 4),  # after them: the next step brings it
+        ("validation", 4, 1, signal.SIGINT, 4),
+        ("save", 2, 1, signal.SIGTERM, 2),
+    ],
+)
+def test_a_signal_to_one_rank_stops_all_at_the_same_step_and_nothing_is_lost(
+    pool: Pools,
+    tmp_path: Path,
+    straight: dict[tuple[int, str], float],
+    where: str,
+    step: int,
+    rank: int,
+    number: signal.Signals,
+    last: int,
+) -> None:
+    flags = ["--training.steps=8", *(["--checkpoint.interval=2"] if where == "save" else [])]
+    for ended in pool(2).run(_run, str(tmp_path), where, step, rank, number, *flags):
+        assert (ended["step"], ended["saved"], ended["code"]) == (last, True, exit_codes.PREEMPTED)
+        assert ended["reason"].startswith(f"{number.name} on rank {rank}: the checkpoint of step {last} is written")
+    (attempt,) = read_attempts(tmp_path / "run.json")
+    assert (attempt["state"], attempt["step"]) == ("preempted", last)
+    assert attempt["reason"].startswith(f"{number.name} on rank {rank}")
+    end = read_entries(tmp_path)[-1]
+    assert (end["event"], end["state"], end["exit_code"]) == ("end", "preempted", exit_codes.PREEMPTED)
+    assert (end["step"], end["saved_step"], end["lost_steps"], end["lost_tokens"]) == (last, last, 0, 0)
+    if where == "validation":
+        assert (4, "validation_loss") not in _losses(tmp_path), "it was broken off"
+    for ended in pool(2).run(_run, str(tmp_path), "", 0, 0, 0, "--training.steps=8"):
+        assert (ended["step"], ended["code"]) == (8, exit_codes.DONE)
+    assert _losses(tmp_path) == straight
+    start, end = read_entries(tmp_path)[-2:]
+    assert (start["began"], start["after"], start["step"]) == (f"resumed from step {last}", "preempted", last)
+    assert (end["state"], end["exit_code"], end["step"], end["saved_step"]) == ("done", 0, 8, 8)
+
+
+def test_a_validation_is_broken_off_within_two_batches(pool: Pools, tmp_path: Path) -> None:
+    flags = ["--training.steps=8", "--validation.steps=40"]
+    began = [0, 0]
+    for ended in pool(2).run(_validated_batches, str(tmp_path), *flags):
+        began[ended["rank"]] = ended["batches"]
+        assert "validation at 4 was broken off; the run that goes on does it" in ended["said"]
+    assert began[0] == began[1] <= 12, "the signal came in the tenth"
+
+
+def _validated_batches(world: World, folder: str, *flags: str) -> dict[str, Any]:
+    plans = resolve_plans(load_file("debug_model.toml", [*TINY, f"--job.dump_folder={folder}", *flags]), world.size)
+    trainer = Trainer(plans, world, read_text(plans))
+    batches = 0
+
+    def count(model: torch.nn.Module, _: Any) -> None:
+        nonlocal batches
+        batches += not model.training
+        if batches == 10 and world.rank == 1 and not model.training:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer.parts.model.register_forward_pre_hook(count)
+    with _listening() as said, pytest.raises(Preempted):
+        trainer.train()
+    return {"rank": world.rank, "batches": batches, "said": said}
+
+
+def test_without_checkpoints_it_is_said_at_once_that_nothing_is_saved(pool: Pools, tmp_path: Path) -> None:
+    flags = ["--training.steps=8", "--no-checkpoint.enable_checkpoint"]
+    for rank, ended in enumerate(pool(2).run(_run, str(tmp_path), "backward", 3, 0, signal.SIGTERM, *flags)):
+        assert (ended["saved"], ended["code"]) == (False, exit_codes.PREEMPTED_UNSAVED)
+        at_once = [i for i, line in enumerate(ended["said"]) if "CHECKPOINTS ARE OFF: nothing will be saved" in line]
+        assert len(at_once) == (rank == 0)
+        assert "stopped after step 4 by SIGTERM on rank 0: checkpoints are off, nothing is saved" in ended["said"]
+    end = read_entries(tmp_path)[-1]
+    assert (end["exit_code"], end["step"], end["saved_step"]) == (exit_codes.PREEMPTED_UNSAVED, 4, None)
+    assert (end["lost_steps"], end["lost_tokens"]) == (4, 4 * 64)
+
+
+def test_a_save_that_fails_is_not_called_saved(pool: Pools, tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").write_text("not a folder")
+    for ended in pool(2).run(_run_without_loading, str(tmp_path)):
+        assert (ended["saved"], ended["code"]) == (False, exit_codes.PREEMPTED_UNSAVED)
+        assert "its checkpoint could not be written, there is no checkpoint" in ended["reason"]
+
+
+def _run_without_loading(world: World, folder: str) -> dict[str, Any]:
+    from titanlite.checkpoint import Checkpointer
+
+    before = Checkpointer.load
+    Checkpointer.load = lambda *_: None  # type: ignore[method-assign]  # it would refuse the file in the folder's place
+    try:
+        return _run(world, folder, "data", 2, 0, signal.SIGTERM, "--training.steps=8")
+    finally:
+        Checkpointer.load = before  # type: ignore[method-assign]
+
+
+def test_a_signal_in_the_very_last_step_lets_the_run_be_done(pool: Pools, tmp_path: Path) -> None:
+    ended = pool(2).run(
+        _run, str(tmp_path), "backward", 8, 0, signal.SIGTERM, "--training.steps=8", "--no-validation.enable"
+    )
+    assert [one["code"] for one in ended] == [exit_codes.DONE] * 2
+    assert read_entries(tmp_path)[-1]["state"] == "done"
+
+
+def _gradients(world: World, stop: bool) -> list[torch.Tensor]:
+    from tests.training.harness import Run, batches, build_tiny, full, micro_batches
+    from titanlite.build import to_device
+    from titanlite.guard import FiniteGuard
+    from titanlite.step import train_step
+
+    tokens, labels = batches(3, 4, 16, 192)
+    model, optimizer, rank = build_tiny(world, Run(tokens, labels, [1e-3] * 3))
+    guard = FiniteGuard(world.device)
+    figures = []
+    for step in (1, 2, 3):
+        data = to_device(micro_batches(Run(tokens, labels, []), step - 1, rank, world.size), world.device)
+        wish = stop and step == 2 and world.rank == 3
+        result = train_step(model, optimizer, data, step=step, lr=1e-3, max_norm=1.0, guard=guard, stop=wish)
+        figures += [result.loss, result.norm]
+        assert guard.watch() is (stop and step == 2)
+    return [*figures, *(full(p) for p in model.parameters())]
+
+
+def test_the_wish_changes_no_number_and_one_of_four_ranks_is_enough(pool: Pools) -> None:
+    for with_wish, without in zip(pool(4).run(_gradients, True), pool(4).run(_gradients, False), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(with_wish, without, strict=True))
+
+
+# GracefulStop alone
+
+
+def test_handlers_mask_and_wakeup_are_as_before(tmp_path: Path) -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    try:
+        with GracefulStop() as outer:
+            with GracefulStop() as inner:
+                os.kill(os.getpid(), signal.SIGTERM)
+                assert inner.wanted and inner.reason == "SIGTERM" and not outer.wanted
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert outer.reason == "SIGUSR1" and seen == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert seen == [signal.SIGTERM]
+        assert signal.set_wakeup_fd(-1) == -1
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_before_the_first_step_a_signal_raises_at_once() -> None:
+    with pytest.raises(Preempted, match="SIGTERM before the first step"), GracefulStop(at_once=True):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+
+def test_a_second_ctrl_c_ends_but_not_its_echo() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with pytest.raises(KeyboardInterrupt), GracefulStop() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)  # a launcher passes on what its workers have got already
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.wanted
+        time.sleep(1.2)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+
+
+def test_sigterm_again_and_again_is_one_wish() -> None:
+    with GracefulStop() as stop:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)
+        assert stop.reason == "SIGTERM"
+
+
+def test_in_another_thread_nothing_is_installed_and_a_request_counts() -> None:
+    found: list[Any] = []
+
+    def work() -> None:
+        handler = signal.getsignal(signal.SIGTERM)
+        with GracefulStop() as stop:
+            found.append(signal.getsignal(signal.SIGTERM) is handler)
+            stop.request("the budget is used up")
+            found.extend([stop.agreed(), stop.who(), list(stop.until_agreed("abc"))])
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [True, True, "the budget is used up", ["a"]]
+
+
+def test_a_process_stuck_outside_python_ends_on_the_second_ctrl_c() -> None:
+    """The main thread waits in C and never comes to a handler of Python's; the thread ends the process."""
+    code = (
+        "import ctypes, os, signal, threading, time\n"
+        "from titanlite.preempt import GracefulStop\n"
+        "def strike():\n"
+        "    for _ in range(2):\n"
+        "        time.sleep(1.3)\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "with GracefulStop():\n"
+        "    threading.Thread(target=strike, daemon=True).start()\n"
+        "    mutex = ctypes.create_string_buffer(64)\n"
+        "    for _ in range(2): ctypes.CDLL(None).pthread_mutex_lock(mutex)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == exit_codes.INTERRUPTED, done.stderr
+    assert "SIGINT again: ending at once" in done.stderr
+
+
+def test_children_started_under_the_shield_survive_what_is_sent_to_the_group() -> None:
+    code = (
+        "import os, signal, subprocess, sys, time\n"
+        "from titanlite.preempt import GracefulStop\n"
+        "with GracefulStop() as stop:\n"
+        "    with stop.shielding_children():\n"
+        "        child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(2); print(7, flush=True)'])\n"
+        "        time.sleep(0.5)\n"
+        "        os.killpg(os.getpgid(0), signal.SIGTERM)\n"
+        "        code = child.wait()\n"
+        "    print(code, stop.reason)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, start_new_session=True
+    )
+    assert (done.returncode, done.stdout) == (0, "7\n0 SIGTERM\n"), done.stderr
+
+
+# Real launches
+
+
+class Launch:
+    """train.py by torchrun (or alone), what it prints, and its workers' exit codes."""
+
+    def __init__(self, folder: Path, *flags: str, ranks: int = 2, launcher: tuple[str, ...] = ()) -> None:
+        self.folder, self.codes = folder, folder.parent / f"{folder.name}.codes"
+        command = [sys.executable]
+        if ranks:
+            command += ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--rdzv_backend=c10d"]
+            command += ["--rdzv_endpoint=localhost:0", *launcher]
+        self.process = subprocess.Popen(
+            [*command, "train.py", "--job.config_file=debug_model.toml", *TINY, f"--job.dump_folder={folder}", *flags],
+            cwd=ROOT,
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(ROOT),
+                "TITANLITE_EXIT_CODES": str(self.codes),
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.lines: list[str] = []
+
+    def until(self, words: str) -> str:
+        """Read up to a line that holds the words."""
+        assert self.process.stdout is not None
+        while words not in (line := self.process.stdout.readline()):
+            assert line, "".join(self.lines)
+            self.lines.append(line)
+        self.lines.append(line)
+        return line
+
+    def worker(self, rank: int) -> int:
+        log = (self.folder / "logs" / f"rank_{rank}.log").read_text()
+        return int(re.findall(rf"rank {rank} begins, process (\d+)", log)[-1])
+
+    def end(self, timeout: float = 90) -> str:
+        rest, _ = self.process.communicate(timeout=timeout)
+        self.lines.append(rest)
+        return "".join(self.lines)
+
+    def worker_codes(self) -> list[int]:
+        return sorted(int(line.split()[1]) for line in self.codes.read_text().splitlines())
+
+
+LONG = ["--training.steps=100000", "--no-validation.enable"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_torchrun_saves_and_the_restart_is_the_same_run(tmp_path: Path, number: signal.Signals) -> None:
+    launch = Launch(tmp_path / "run", *LONG)
+    launch.until("step: 12")
+    launch.process.send_signal(number)
+    text = launch.end()
+    assert launch.worker_codes() == [exit_codes.PREEMPTED] * 2, text
+    step = int(re.findall(rf"stopped after step (\d+) by {number.name} on every rank", text)[0])
+    assert not (tmp_path / "run" / LOCK).exists()
+    again = Launch(tmp_path / "run", f"--training.steps={step + 5}", "--no-validation.enable")
+    assert f"resumed from step {step}" in again.end() and again.process.returncode == 0
+    whole = Launch(tmp_path / "whole", f"--training.steps={step + 5}", "--no-validation.enable")
+    whole.end()
+    assert _losses(tmp_path / "run") == _losses(tmp_path / "whole")
+    states = [(e["event"], e.get("state"), e.get("exit_code")) for e in read_entries(tmp_path / "run")]
+    assert states == [("start", None, None), ("end", "preempted", 5), ("start", None, None), ("end", "done", 0)]
+
+
+@pytest.mark.slow
+def test_sigusr1_to_one_worker_and_torchrun_restarts_by_itself(tmp_path: Path) -> None:
+    launch = Launch(tmp_path / "run", *LONG, launcher=("--max-restarts=1",))
+    launch.until("step:  5")
+    os.kill(launch.worker(1), signal.SIGUSR1)
+    line = launch.until("stopped after step")
+    step = int(re.findall(r"step (\d+) by SIGUSR1 on rank 1: the checkpoint", line)[0])
+    launch.until(f"resumed from step {step}")
+    launch.until(f"step: {step + 3}".replace(": ", ":  " if step + 3 < 10 else ": "))
+    launch.process.send_signal(signal.SIGTERM)
+    text = launch.end()
+    codes = launch.codes.read_text().splitlines()
+    assert sorted(codes) == ["0 5", "0 5", "1 5", "1 5"], text
+    assert [e.get("torchrun_restarts") for e in read_entries(tmp_path / "run")] == [None, None, 1, None]
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_a_lost_peer_to_the_other_and_the_next_start_says_what_was_lost(tmp_path: Path) -> None:
+    launch = Launch(tmp_path / "run", *LONG, "--checkpoint.interval=5")
+    launch.until("step:  8")
+    victim = launch.worker(1)
+    os.kill(victim, signal.SIGKILL)
+    text = launch.end()
+    assert launch.worker_codes() in ([exit_codes.LOST_PEER], []), text
+    end = read_entries(tmp_path / "run")[-1]
+    if end["event"] == "end":  # torchrun leaves a worker 30 s
+        assert (end["state"], end["exit_code"], end["saved_step"]) == (
+            "failed",
+            exit_codes.LOST_PEER,
+            end["step"] // 5 * 5,
+        )
+        assert end["lost_steps"] == end["step"] - end["saved_step"]
+        assert end["lost_tokens"] == 64 * end["lost_steps"]
+    assert (
+        "a collective failed" in text and "Traceback" not in text.split("a collective failed")[1].split("torch.dist")[0]
+    )
+
+
+@pytest.mark.slow
+def test_a_killed_run_leaves_a_lock_and_no_end_and_the_next_start_takes_over(tmp_path: Path) -> None:
+    launch = Launch(tmp_path / "run", *LONG, "--checkpoint.interval=5", ranks=0)
+    launch.until("step:  8")
+    refused = Launch(tmp_path / "run", *LONG, ranks=0)
+    text = refused.end()
+    assert refused.process.returncode == exit_codes.CHECKPOINT
+    assert f"belongs to a run that is alive: process {launch.process.pid} on" in text and "step:" not in text
+    launch.process.kill()
+    launch.end()
+    again = Launch(tmp_path / "run", "--training.steps=12", "--optimizer.lr=0.5", "--no-validation.enable", ranks=0)
+    text = again.end()
+    assert again.process.returncode == 0, text
+    assert f"the lock of a run that has died is taken over: process {launch.process.pid}" in text
+    start = read_entries(tmp_path / "run")[1]
+    assert start["after"] == "killed" and start["step"] % 5 == 0
+    lost = start["lost"]
+    assert lost["attempt"] == 1 and 0 <= lost["steps"] <= 10 and lost["tokens"] == 64 * lost["steps"]
+    assert start["config_changes"]["optimizer.lr"] == "0.003 -> 0.5"
+    assert "config changed since attempt 1: optimizer.lr: 0.003 -> 0.5" in text
+
+
+@pytest.mark.slow
+def test_a_signal_before_the_first_step_ends_at_once_and_leaves_no_lock(tmp_path: Path) -> None:
+    launch = Launch(tmp_path / "run", *LONG, ranks=0)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "run" / LOCK).exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    sent = time.monotonic()
+    launch.process.send_signal(signal.SIGTERM)
+    text = launch.end()
+    assert time.monotonic() - sent < 10
+    assert launch.process.returncode == exit_codes.PREEMPTED, text
+    assert "stopped: SIGTERM before the first step" in text and "Traceback" not in text
+    assert not (tmp_path / "run").exists() or not (tmp_path / "run" / LOCK).exists()
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_at_once_and_the_older_checkpoint_is_intact(tmp_path: Path) -> None:
+    slow = tmp_path / "slow_save.py"
+    slow.write_text(
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "import titanlite.app as app, titanlite.trainer as trainer\n"
+        "save = trainer.Checkpointer.save\n"
+        "def slowly(self, step, *rest):\n"
+        "    if step != 3: print('saving', flush=True); time.sleep(60)\n"
+        "    return save(self, step, *rest)\n"
+        "trainer.Checkpointer.save = slowly\n"
+        "if __name__ == '__main__': sys.exit(app.main())\n"
+    )
+    flags = ["--job.config_file=debug_model.toml", *TINY, f"--job.dump_folder={tmp_path}/run", *LONG]
+    with subprocess.Popen(
+        [sys.executable, str(slow), *flags, "--checkpoint.interval=3"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        while "saving" not in (line := process.stdout.readline()):
+            assert line
+        process.send_signal(signal.SIGINT)
+        time.sleep(1.5)
+        sent = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        text, _ = process.communicate(timeout=60)
+    assert time.monotonic() - sent < 12 and process.returncode == exit_codes.INTERRUPTED, text
+    assert [p.name for p in (tmp_path / "run" / "checkpoint").glob("step-*")] == ["step-3"]
+    again = Launch(tmp_path / "run", "--training.steps=4", "--no-validation.enable", ranks=0)
+    assert "resumed from step 3" in again.end() and again.process.returncode == 0
+
+
+@pytest.mark.slow
+def test_a_signal_while_the_first_step_compiles_waits_for_it(tmp_path: Path) -> None:
+    """torchrun sends SIGTERM to all that its workers have started, the compilers too."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "cache")
+    try:
+        launch = Launch(tmp_path / "run", *LONG, "--training.compile")
+        launch.until("a fresh run")
+        time.sleep(4)
+        launch.process.send_signal(signal.SIGTERM)
+        text = launch.end(200)
+    finally:
+        del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    assert launch.worker_codes() == [exit_codes.PREEMPTED] * 2, text
+    assert re.search(r"stopped after step [12] by SIGTERM on every rank: the checkpoint", text), text
