@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
+
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from titanlite import exit_codes
 from titanlite.build import check_tensor_parallel, check_units, read_text
@@ -19,45 +24,79 @@ from titanlite.guard import NonFiniteError
 from titanlite.models.shapes import ShapeError
 from titanlite.observe.console import logger, setup_console
 from titanlite.parallel.compile import prepare_compile
+from titanlite.parallel.flight_recorder import is_of_collectives
+from titanlite.parallel.float8 import check_float8
 from titanlite.parallel.host_memory import keep_freed_memory
 from titanlite.parallel.world import World, WorldError, env_int
+from titanlite.preempt import GracefulStop, Preempted
 from titanlite.prepare import checked_plans, resolve_plans
+from titanlite.runs.lock import LockedError, RunLock
+from titanlite.runs.logs import FOLDER as LOGS
 from titanlite.runs.logs import rank_log
 from titanlite.trainer import Trainer
 
 _SECONDS_TO_SPEAK = 3.0
+#: Names the file in which `titanlite.torchrun` wants the workers' exit codes.
+EXIT_CODES_VARIABLE = "TITANLITE_EXIT_CODES"
 
 
 def run(argv: Sequence[str]) -> int:
     """Train as the command line says; returns the exit code (see `titanlite.exit_codes`).
 
     Errors that say what to change are printed without a traceback. What can be wrong with config, tokenizer and text is
-    found before any process group or model exists.
+    found before any process group or model exists. A signal before the first step ends the run at once, a later one
+    when a checkpoint is written; see `titanlite.preempt`.
     """
+    # Around everything: when the first worker has ended torchrun sends SIGTERM to the rest, which must not die of it.
+    with GracefulStop(at_once=True) as stop:
+        return _run(argv, stop)
+
+
+def _report_code(code: int) -> None:
+    """Leave this worker's exit code where the launcher looks for it: torchrun does not pass it on."""
+    path = os.environ.get(EXIT_CODES_VARIABLE)
+    if path:
+        with contextlib.suppress(OSError), open(path, "a") as file:
+            file.write(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} {code}\n")
+
+
+def _run(argv: Sequence[str], stop: GracefulStop) -> int:
     try:
         size = env_int("WORLD_SIZE", 1)
         config, plans = checked_plans(argv, size, training=True)
         setup_console(env_int("RANK", 0), plans.observe.color)
         prepare_compile(plans.compile)
-        text = read_text(plans)
-        check_units(plans, text)
-        check_tensor_parallel(plans, text)
-        if plans.train.steps is None:
-            plans = resolve_plans(config, size, text.train.total_sequences)
-        _make_folders(plans)
-        with World.open(plans.comm) as world, rank_log(Path(plans.observe.dump_folder), world.rank):
-            if world.device.type == "cpu":
-                keep_freed_memory()
-            if world.rank == 0:
-                _show_config(plans)
-            Trainer(plans, world, text).train()
+        check_float8(plans.float8)
+        with _lock(plans) if env_int("RANK", 0) == 0 else contextlib.nullcontext():
+            text = read_text(plans)
+            check_units(plans, text)
+            check_tensor_parallel(plans, text)
+            if plans.train.steps is None:
+                plans = resolve_plans(config, size, text.train.total_sequences)
+            _make_folders(plans)
+            with World.open(plans.comm) as world, rank_log(Path(plans.observe.dump_folder), world.rank):
+                if world.device.type == "cpu":
+                    keep_freed_memory()
+                if world.rank == 0:
+                    _show_config(plans)
+                Trainer(plans, world, text, stop).train()
     except (ConfigError, DataError, ShapeError, WorldError) as error:
         return _end(str(error), exit_codes.CONFIG)
-    except CheckpointError as error:
+    except (CheckpointError, LockedError) as error:
         return _end(str(error), exit_codes.CHECKPOINT)
+    except (Preempted, KeyboardInterrupt) as error:
+        if not getattr(error, "together", False) and os.environ.get("LOCAL_RANK", "0") == "0":  # else it is logged
+            print(f"stopped: {str(error) or 'second Ctrl-C'}", file=sys.stderr, flush=True)
+        return exit_codes.code_of(error)
     except NonFiniteError as error:
         kept = f"checkpoints are in {plans.checkpoint.folder}" if plans.checkpoint.enable else "checkpoints are off"
         return _end(f"stopped: {error}; {kept}", exit_codes.GUARD)
+    except RuntimeError as error:
+        if not is_of_collectives(error):
+            raise
+        logs = Path(plans.observe.dump_folder) / LOGS
+        message = f"a collective failed: {error}\nAnother rank has ended, hangs or cannot be reached: see who in {logs}"
+        return _end(message, exit_codes.LOST_PEER)
     return exit_codes.DONE
 
 
@@ -75,6 +114,22 @@ def _end(message: str, code: int) -> int:
     return code
 
 
+@contextlib.contextmanager
+def _lock(plans: Plans) -> Iterator[None]:
+    """Hold the run's folder against other runs. Raises LockedError, and ConfigError where it cannot be written to."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(RunLock(Path(plans.observe.dump_folder)))
+        except OSError as error:
+            raise _not_writable("job.dump_folder", Path(plans.observe.dump_folder), error) from None
+        yield
+
+
+def _not_writable(key: str, folder: Path, error: OSError) -> ConfigError:
+    reason = f"cannot write to {str(folder)!r}: {error.strerror}"
+    return ConfigError([Problem("", key, reason, "name a folder that you may write to")])
+
+
 def _make_folders(plans: Plans) -> None:
     """Make sure that the run can write where it is told to. Raises ConfigError."""
     folders = {"job.dump_folder": Path(plans.observe.dump_folder)}
@@ -86,8 +141,7 @@ def _make_folders(plans: Plans) -> None:
             with tempfile.TemporaryFile(dir=folder):
                 pass
         except OSError as error:
-            reason = f"cannot write to {str(folder)!r}: {error.strerror}"
-            raise ConfigError([Problem("", key, reason, "name a folder that you may write to")]) from None
+            raise _not_writable(key, folder, error) from None
 
 
 def _show_config(plans: Plans) -> None:
@@ -98,3 +152,21 @@ def _show_config(plans: Plans) -> None:
         path = Path(plans.observe.save_config_file)
         path.write_text(plans.config_toml, encoding="utf-8")
         logger.info(f"config written to {path}")
+
+
+def main() -> NoReturn:
+    """The whole process of one rank: `train.py`, or `-m titanlite.app` where there is no checkout."""
+    try:
+        code = record(run)(sys.argv[1:]) or 0
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    _report_code(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # gloo's threads sometimes abort a finished process at interpreter exit; everything of ours is closed by now.
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

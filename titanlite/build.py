@@ -1,15 +1,15 @@
 """Plans and World → Parts: the one place that knows all rooms.
 
-Order: tokenizer → text → model on the meta device → pipeline stages → tensor and context parallelism → activation
-checkpointing → `torch.compile` → `fully_shard` → memory → initial weights → optimizer.
+Order: tokenizer → text → model on the meta device → pipeline stages → float8 → tensor and context parallelism →
+activation checkpointing → `torch.compile` → `fully_shard` → memory → initial weights → optimizer.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from titanlite.config.plans import (
     ActivationCheckpointPlan,
     BatchPlan,
     CompilePlan,
+    Float8Plan,
     PipelinePlan,
     Plans,
     ShardPlan,
@@ -35,6 +36,8 @@ from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.activation_checkpoint import Kept, checkpoint_activations, trace_block
 from titanlite.parallel.compile import CompileWatch, LossFunction, compile_loss, compile_units, prepare_compile
 from titanlite.parallel.context import PartLoader, PartPasses, Share, apply_context_parallel
+from titanlite.parallel.float8 import ScalePrecompute, convert
+from titanlite.parallel.float8_choice import Choice, choose, converted_names
 from titanlite.parallel.fsdp import DTYPES, offloads, shard
 from titanlite.parallel.init import init_weights, materialize
 from titanlite.parallel.pipeline import Piece, Pipeline, PipelineModel, cut, keep_gathered
@@ -72,6 +75,10 @@ class Parts:
     validation: ValidationPrefetcher | None
     #: Runs the stages of `model` where ranks share the layers.
     pipeline: Pipeline | None = None
+    #: What float8 makes of each kind of linear; empty where it is off.
+    float8: Sequence[Choice] = ()
+    #: For `train_step`.
+    after_update: Callable[[], None] | None = None
 
 
 def build_model(
@@ -85,12 +92,13 @@ def build_model(
     activations: ActivationCheckpointPlan | None = None,
     tensor: TensorParallelPlan = TensorParallelPlan(),  # noqa: B008 (immutable)
     pipeline: PipelinePlan = PipelinePlan(),  # noqa: B008 (immutable)
+    float8: Float8Plan = Float8Plan(),  # noqa: B008 (immutable)
 ) -> nn.Module:
     """The sharded model on `device` with its initial weights; no rank ever holds a full copy.
 
     Of a pipeline: this rank's stages, in a `PipelineModel`.
     """
-    model = lay_out(spec, args, mesh, plan, device, compile_plan, activations, tensor, pipeline)
+    model = lay_out(spec, args, mesh, plan, device, compile_plan, activations, tensor, pipeline, float8)
 
     def initialize(part: nn.Module) -> None:
         init_weights(part, lambda name: spec.init_rule(name, args), seed, device)
@@ -112,6 +120,7 @@ def lay_out(
     activations: ActivationCheckpointPlan | None = None,
     tensor: TensorParallelPlan = TensorParallelPlan(),  # noqa: B008 (immutable)
     pipeline: PipelinePlan = PipelinePlan(),  # noqa: B008 (immutable)
+    float8: Float8Plan = Float8Plan(),  # noqa: B008 (immutable)
 ) -> nn.Module:
     """This rank's part of the model on the meta device: cut, divided and sharded, but without memory or weights.
 
@@ -131,7 +140,7 @@ def lay_out(
         layout = divide(spec.pipeline_costs(args, args.max_seq_len), pipeline, mesh["pp"].size())
         parts = cut(whole, layout, mesh.get_local_rank("pp"))
     for part in parts.values():
-        _parallelize(part, spec, args, mesh, units, plan, device, compile_plan, activations, tensor)
+        _parallelize(part, spec, args, mesh, units, plan, device, compile_plan, activations, tensor, float8)
     return parts[0] if mesh["pp"].size() == 1 else PipelineModel(parts, layout, mesh)
 
 
@@ -146,8 +155,11 @@ def _parallelize(
     compile_plan: CompilePlan | None,
     activations: ActivationCheckpointPlan | None,
     tensor: TensorParallelPlan,
+    float8: Float8Plan,
 ) -> None:
     """Everything between the meta device and memory, for a model or one stage of it, in place."""
+    if float8.enable:
+        convert(model, converted_names(float8_choices(spec, args, float8, mesh["tp"].size())), float8)
     if mesh["tp"].size() > 1:
         split(model, spec.tensor_plan(args), mesh["tp"], tensor.loss_parallel)
     modules = dict(model.named_modules())
@@ -165,6 +177,11 @@ def _parallelize(
         compile_units(graphs, compile_plan.backend, ASYNC_OPTIONS if tensor.asynchronous else None)
     held = [tuple(name for name in unit if name in modules) for unit in units]
     shard(model, [unit for unit in held if unit], mesh, plan)
+
+
+def float8_choices(spec: ModelSpec, args: LlamaArgs, plan: Float8Plan, tensor: int) -> list[Choice]:
+    """What float8 makes of each kind of linear of the whole model. tensor: ranks that share each product."""
+    return choose(spec.linears(args), plan, spec.tensor_plan(args), tensor) if plan.enable else []
 
 
 def build_pipeline(
@@ -243,6 +260,9 @@ def check_units(plans: Plans, text: Text) -> None:
 def trace_activations(spec: ModelSpec, args: LlamaArgs, plans: Plans, device: torch.device, mesh: DeviceMesh) -> Kept:
     """What a block keeps for its backward, seen in a trace of one micro-batch without data."""
     model = spec.build_on_meta(args)
+    if plans.float8.enable:
+        names = converted_names(float8_choices(spec, args, plans.float8, plans.mesh.tensor))
+        convert(model, names, replace(plans.float8, all_gather=False))  # nothing is gathered here
     if plans.mesh.context > 1:
         apply_context_parallel(model, mesh)
     tokens = plans.batch.micro_batch_size // plans.pipeline.microbatches, plans.batch.seq_len // plans.mesh.context
@@ -302,6 +322,7 @@ def build(plans: Plans, world: World, text: Text) -> Parts:
         plans.activations,
         plans.tensor_parallel,
         plans.pipeline,
+        plans.float8,
     )
     world.cover_groups()
     pipeline = None
@@ -335,6 +356,8 @@ def build(plans: Plans, world: World, text: Text) -> Parts:
         loader=Prefetcher(loader, data.prefetch, pin),
         validation=validation,
         pipeline=pipeline,
+        float8=float8_choices(spec, args, plans.float8, plans.mesh.tensor),
+        after_update=ScalePrecompute(model, mesh) if plans.float8.precompute else None,
     )
 
 

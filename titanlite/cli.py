@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 
 from titanlite import exit_codes
+from titanlite.checkpoint import command as checkpoint_command
+from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.config.checks import missing_files
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.explain import Style, explain_all, explain_key
@@ -16,6 +18,7 @@ from titanlite.config.load import load
 from titanlite.config.plans import MeshPlan, ModelPlan, Plans
 from titanlite.config.resolve import smallest_world
 from titanlite.config.unbuilt import unbuilt_notes, without_effect
+from titanlite.ladder import command as ladder_command
 from titanlite.models.shapes import count_parameters
 from titanlite.prepare import checked_plans, model_args, resolve_plans
 from titanlite.runs import command as runs_command
@@ -35,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_codes.CONFIG
+    except CheckpointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return exit_codes.CHECKPOINT
     text, code = result if isinstance(result, tuple) else (result, exit_codes.DONE)
     try:
         if text:
@@ -73,6 +79,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_config(commands)
     runs_command.add_commands(commands)
+    checkpoint_command.add_commands(commands)
+    ladder_command.add_command(commands)
     return parser
 
 

@@ -44,37 +44,53 @@ class FiniteGuard:
         self._tripped = torch.zeros((), dtype=torch.bool, device=device)
         # Step, global norm and loss, this rank's share of the loss, as they were when the flag was set.
         self._record = torch.zeros(4, dtype=torch.float64, device=device)
+        #: Whether there is anything to read: the flag, or a wish to stop in the latest step.
+        self._news = self._tripped
         self._pending: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
-    def gate(self, step: int, norm: torch.Tensor, loss: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    def gate(
+        self,
+        step: int,
+        norm: torch.Tensor,
+        loss: torch.Tensor,
+        share: torch.Tensor,
+        stop: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """May this step update the weights? A 0-dim bool on the device, equal on all ranks.
 
         norm, loss: reduced over ranks; share: this rank's part of the loss (0-dim tensors on the device).
+        stop: 0-dim bool, equal on all ranks: one was asked to stop. It changes nothing here; `watch` tells.
         """
         ok = torch.isfinite(norm) & torch.isfinite(loss) & ~self._tripped
         now = torch.stack([t.double() for t in (torch.full_like(norm, step), norm, loss, share)])
         self._record = torch.where(ok | self._tripped, self._record, now)
         self._tripped = self._tripped | ~ok
+        self._news = self._tripped if stop is None else self._tripped | stop
         return ok
 
-    def watch(self) -> None:
+    def watch(self) -> bool:
         """Raise NonFiniteError, on all ranks together, if the step before the latest `gate` was bad.
 
+        Returns whether a rank was asked to stop then: the same on all ranks, which stop after the latest step.
         Call it once a step, after the step's work was issued: the flag copied here is read at the next call.
         On a CPU there is nothing to overlap, so the latest flag is read at once.
         """
         if self._device.type != "cuda":
-            self._raise_if(bool(self._tripped))
-            return
-        if self._pending is not None:
-            flag, event = self._pending
-            event.synchronize()
-            self._raise_if(bool(flag))
-        flag = torch.empty((), dtype=torch.bool, pin_memory=True)
-        flag.copy_(self._tripped, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._pending = (flag, event)
+            news = bool(self._news)
+        else:
+            news = False
+            if self._pending is not None:
+                flag, event = self._pending
+                event.synchronize()
+                news = bool(flag)
+            flag = torch.empty((), dtype=torch.bool, pin_memory=True)
+            flag.copy_(self._news, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._pending = (flag, event)
+        if news:
+            self.check()  # what is none of it is a wish to stop
+        return news
 
     def check(self) -> None:
         """Raise NonFiniteError if any step so far was bad; waits for the device. Before a save, and at the end."""

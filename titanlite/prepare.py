@@ -14,8 +14,9 @@ from titanlite.config.load import read
 from titanlite.config.plans import ModelPlan, Plans
 from titanlite.config.resolve import draft, smallest_world
 from titanlite.config.unbuilt import refused
-from titanlite.models.llama.plan import pipeline_costs
+from titanlite.models.llama.plan import linears, pipeline_costs, tensor_plan
 from titanlite.models.shapes import SHAPES, LlamaArgs, ShapeError, resolve_args
+from titanlite.parallel.float8_choice import choice_problems, choose, gather_problem, token_problem
 from titanlite.parallel.pipeline_split import SplitError, divide
 
 
@@ -69,6 +70,7 @@ def _draft(
         # A batch that cannot be cut says nothing about the model, though both depend on the degree.
         known = [p for p in [*earlier, *problems] if p.key != "experimental.pipeline_parallel_microbatches"]
         problems += independent(_no_stages(config, plans), known, config)
+        problems += independent(_float8(config, plans), known, config)
     return plans, problems
 
 
@@ -161,6 +163,27 @@ def _no_stages(config: JobConfig, plans: Plans) -> list[Problem]:
         hint = "" if plans.pipeline.split_points else "take a smaller degree, or a schedule with one stage per rank"
         return [Problem(config.place(key), key, str(error), hint, about)]
     return []
+
+
+def _float8(config: JobConfig, plans: Plans) -> list[Problem]:
+    """Products that float8 units cannot take, filters that name nothing, and a plan that leaves no product to them."""
+    plan, mesh = plans.float8, plans.mesh
+    if not plan.enable:
+        return []
+    args = model_args(plans.model)
+    args = replace(args, vocab_size=args.vocab_size or 1)  # the head is not converted, whatever its size
+    sizes = linears(args)
+    choices = choose(sizes, plan, tensor_plan(args), mesh.tensor)
+    found = choice_problems(sizes, choices, plan)
+    degrees = ("training.tensor_parallel_degree", "experimental.context_parallel_degree")
+    about = dict.fromkeys((p.key for p in found), ("float8", *_SHAPE, degrees[0]))
+    if (problem := token_problem(plans.batch, mesh, plans.pipeline)) is not None:
+        pieces = "experimental.pipeline_parallel_microbatches"
+        lengths = ("training.batch_size", "training.seq_len", degrees[1], pieces)
+        found.append(replace(problem, about=("float8.enable_float8_linear", *lengths)))
+    if plan.all_gather and (problem := gather_problem(choices, mesh.weight_shards)) is not None:
+        found.append(replace(problem, about=("float8", *_SHAPE, *degrees, "training.data_parallel_shard_degree")))
+    return [replace(p, where=config.place(p.key), about=p.about or about[p.key]) for p in found]
 
 
 def model_args(plan: ModelPlan, tokenizer_size: int | None = None) -> LlamaArgs:

@@ -6,7 +6,7 @@ Plain functions over plain arguments, so that a custom loop can take them one by
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -129,6 +129,8 @@ def train_step(
     loss_function: LossFunction = cross_entropy_sum,
     layer_norms: bool = False,
     pipeline: Pipeline | None = None,
+    after_update: Callable[[], None] | None = None,
+    stop: bool = False,
 ) -> StepResult:
     """One optimizer step on the global batch of which `micro_batches` is this rank's part, on the model's device.
 
@@ -136,12 +138,18 @@ def train_step(
     duplicates: for what is summed over all ranks though some bring the same.
     layer_norms: also give the gradient norm of each layer; it travels with the others.
     pipeline: runs the stages of `model`, a `PipelineModel`, with a loss function of its own.
+    after_update: called when the weights are new (`titanlite.parallel.float8.ScalePrecompute`).
+    stop: this rank was asked to stop; `guard.watch` then says so on all ranks. The step itself is done as ever.
     Issues two collectives besides FSDP's: the token count, and the norm together with the loss. Nothing waits for the
     device, unless gradients are in host memory: then the optimizer does.
     """
     local_tokens = torch.stack([count_valid(b.labels) for b in micro_batches]).sum()
-    tokens = local_tokens.clone()
-    dist.all_reduce(tokens)
+    # The wish to stop travels with the counts and not with the loss: the sum of whole numbers is exact, however it is
+    # ordered, so no float depends on it. (Through the store one would have to name a step that no rank has begun, and
+    # nothing bounds how late a rank reads it.) That several ranks bring the same does no harm: any is enough.
+    counts = torch.stack([local_tokens, torch.full_like(local_tokens, stop)])
+    dist.all_reduce(counts)
+    tokens = counts[0]
     tokens.div_(duplicates.tokens, rounding_mode="floor")
     tokens.clamp_(min=1)  # a step of nothing but padding has loss zero, not NaN
 
@@ -159,10 +167,12 @@ def train_step(
     loss, norm = sums[0], sums[1].sqrt()
     local_loss = share * tokens / local_tokens.clamp(min=1)
 
-    ok = guard.gate(step, norm, loss, share)
+    ok = guard.gate(step, norm, loss, share, counts[1] > 0)
     torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(host))
     gated_step(optimizer, ok.to(host), lr)
     optimizer.zero_grad(set_to_none=True)
+    if after_update is not None:
+        after_update()
     return StepResult(loss, local_loss, norm, dict(zip(layers, sums[2:].sqrt(), strict=True)) if layers else None)
 
 

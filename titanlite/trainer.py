@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import platform
 import time
@@ -14,11 +15,13 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from titanlite import exit_codes
 from titanlite._version import __version__
 from titanlite.build import Parts, Text, build, fingerprints, parameter_counts, to_device
 from titanlite.checkpoint import Checkpointer, CheckpointError
 from titanlite.config.plans import Plans
 from titanlite.data.loader import Batch
+from titanlite.drift import measure_drift
 from titanlite.guard import FiniteGuard, NonFiniteError
 from titanlite.observe.console import logger
 from titanlite.observe.diagnose import diagnose_nonfinite
@@ -28,18 +31,26 @@ from titanlite.observe.metrics import FILE
 from titanlite.observe.observer import Observer
 from titanlite.observe.profiles import Profiles
 from titanlite.observe.report import start_report
+from titanlite.observe.stepline import human_time
 from titanlite.optim.schedule import learning_rate
+from titanlite.parallel.fsdp import DTYPES
 from titanlite.parallel.init import seed_generators
 from titanlite.parallel.pipeline import PipelineModel
 from titanlite.parallel.world import World, patience, set_timeouts
+from titanlite.preempt import GracefulStop, Preempted
+from titanlite.runs import ledger
+from titanlite.runs.folder import FinalState
 from titanlite.runs.provenance import config_text
 from titanlite.step import Duplicates, StepResult, train_step, validate
 
 
 class Trainer:
-    """One run, from its plans to its last checkpoint. All ranks make one and call `train`."""
+    """One run, from its plans to its last checkpoint. All ranks make one and call `train`.
 
-    def __init__(self, plans: Plans, world: World, text: Text) -> None:
+    stop: what tells that the run is to stop, installed by the caller; None: one of its own while it trains.
+    """
+
+    def __init__(self, plans: Plans, world: World, text: Text, stop: GracefulStop | None = None) -> None:
         assert plans.train.steps is not None, "plans are resolved without the text's length"
         self.plans, self.world, self.text = plans, world, text
         self.steps = plans.train.steps
@@ -50,6 +61,14 @@ class Trainer:
         self.tokens_seen = 0
         self._timeouts_lowered = False
         self._closed = False
+        self.stop = stop or GracefulStop()
+        self._owns_stop = stop is None
+        #: All ranks know that one was asked to stop: the step under way is the last.
+        self._stopping = False
+        self._validation_owed = False
+        #: Step of the newest checkpoint that is surely there.
+        self._saved: int | None = None
+        self._ledger: ledger.Ledger | None = None
         self.parts: Parts = build(plans, world, text)
         self._seed()
         self.guard = FiniteGuard(world.device)
@@ -57,50 +76,69 @@ class Trainer:
         if plans.checkpoint.enable:
             prints = fingerprints(self.parts.args, text)
             self.checkpointer = Checkpointer(plans.checkpoint, world, prints, {"toml": config_text(plans.config_toml)})
+        #: Tokens seen at the step of each save that is under way in the background.
+        self._being_saved: dict[int, int] = {}
         self.observer = Observer(plans, world, self.parts.args)
 
     def train(self) -> None:
         """Run to the last step.
 
         Raises NonFiniteError when the guard stops it, CheckpointError when the checkpoint is of another run or the
-        last one cannot be written.
+        last one cannot be written, Preempted when it was asked to stop (see `titanlite.preempt`) and has.
         """
+        with self.stop if self._owns_stop else contextlib.nullcontext():
+            self._train()
+
+    def _train(self) -> None:
         was_collecting = gc.isenabled()
         try:
             self._set_determinism()
             self.resume()
-            if self.step >= self.steps:
+            self.stop.at_once = False  # from here on there is something to lose
+            if self._validation_owed:
+                self.validate()
+            if self.step >= self.steps and not self._stopping:
                 self._say_finished()
                 return
             gc.disable()  # collected on all ranks together instead: one rank's pause makes every other wait
             with Profiles(self.plans.profile, self.world.rank, self.world.device) as profiles:
-                while self.step < self.steps:
+                while self.step < self.steps and not self._stopping:
                     self.step += 1
                     result = self.train_one()
                     self.watch_compilation("training")
-                    self.guard.watch()
+                    self._stopping = self.guard.watch()
                     self._trained = self.step
                     self.after_first_step()
                     self.collect_garbage()
                     self.observer.step(self.step, result, self.lr(), self.tokens_seen)
+                    self.tell_saves()
                     if profiles.on:
                         with self.observer.pausing():  # writing a trace takes a while
                             profiles.step(self.step)
                     self.validate()
                     self.save()
                 self.guard.check()
-            self.observer.finish("done", self.step)
+            if self._stopping and (self.step < self.steps or self._validation_owed):
+                raise self._preempted()
+            self._finish("done", self.step)
+        except Preempted as end:
+            self._finish("preempted", self._trained, end, str(end))
+            self.close()
+            if end.together:
+                dist.barrier()  # who leaves first has the others ended
+            raise
         except NonFiniteError as error:
             try:
+                self._await_save()
                 self.diagnose(error)
             finally:
-                self.observer.finish("stopped", error.step - 1, str(error))
+                self._finish("stopped", error.step - 1, error, str(error))
                 self.close()
                 dist.barrier()  # all ranks are here; who leaves first has the others ended before they have said why
             raise
         except BaseException as error:
             reason = ": ".join(filter(None, (type(error).__name__, str(error))))
-            self.observer.finish("failed", self._trained, reason)
+            self._finish("failed", self._trained, error, reason)
             raise
         finally:
             if was_collecting:
@@ -109,12 +147,37 @@ class Trainer:
             self.close()
         logger.info(f"training done at step {self.step}")
 
+    def _finish(self, state: FinalState, step: int, error: BaseException | None = None, reason: str = "") -> None:
+        """Record how the run ended after `step` steps. The first call counts."""
+        self.observer.finish(state, step, reason)
+        if self._ledger is not None:
+            tokens = self.tokens_seen - (self.step - step) * self.plans.batch.tokens_per_step
+            code = exit_codes.DONE if error is None else exit_codes.code_of(error)
+            self._ledger.end(state, step, tokens, code, reason)
+
+    def _preempted(self) -> Preempted:
+        """How a run that was asked to stop stands. All ranks call it together."""
+        saved = self._saved == self.step
+        if saved:
+            kept = f"the checkpoint of step {self.step} is written, the same command goes on from there"
+        elif self.checkpointer is None:
+            kept = "checkpoints are off, nothing is saved"
+        else:
+            newest = "there is no checkpoint" if self._saved is None else f"the newest is of step {self._saved}"
+            kept = f"its checkpoint could not be written, {newest}"
+        who = self.stop.who()
+        level = logging.INFO if self.world.rank else logging.WARNING  # on the console once, in every log of a rank
+        logger.log(level, f"stopped after step {self.step} by {who}: {kept}")
+        return Preempted(f"{who}: {kept}", self.step, saved, together=True)
+
     def close(self) -> None:
         """End the threads and files of the run; what cannot be closed does not keep the rest open."""
         if self._closed:
             return
         self._closed = True
         with contextlib.ExitStack() as stack:
+            if self.checkpointer is not None:
+                stack.callback(self.checkpointer.close)
             if self.parts.validation is not None:
                 stack.callback(self.parts.validation.close)
             stack.callback(self.parts.loader.close)
@@ -124,7 +187,8 @@ class Trainer:
         """Continue from a checkpoint, if there is one, and say what will run."""
         loaded = self.checkpointer.load(self.parts.model, self.parts.optimizer) if self.checkpointer else None
         if loaded:
-            self.step = self._trained = loaded.step
+            self.step = self._trained = self._saved = loaded.step
+            self._validation_owed = bool(loaded.train.get("validation_owed"))
             self.tokens_seen = int(loaded.train["tokens_seen"])
             self.parts.loader.load_state_dict(loaded.train["data"])
             if self.parts.loader.steps_left is not None:
@@ -134,9 +198,29 @@ class Trainer:
         else:
             began = "a fresh run" + (": no checkpoint to resume" if self.checkpointer else ", checkpoints are off")
         gc.collect()  # before any time is measured
-        self.observer.start(self.step, [*self.report(), *(loaded.notices if loaded else []), began], self.parts.model)
+        report = [*self.report(), *(loaded.notices if loaded else []), *self._begin_ledger(loaded is not None), began]
+        self.observer.start(self.step, report, self.parts.model)
         if self.parts.compile_watch is not None and self.step < self.steps:
             self.parts.compile_watch.start()
+
+    def _begin_ledger(self, resumed: bool) -> list[str]:
+        """Note on rank 0 that an attempt starts; what to tell of the one before."""
+        off = ". CHECKPOINTS ARE OFF: nothing will be saved"
+        self.stop.notice = ", then a checkpoint is written" if self.checkpointer else off
+        if self.world.rank:
+            return []
+        folder = Path(self.plans.observe.dump_folder)
+        self._ledger, lines = ledger.begin(
+            folder,
+            ledger.look_back(folder),
+            self.plans,
+            world_size=self.world.size,
+            device=device_name(self.world.device),
+            step=self.step,
+            tokens=self.tokens_seen,
+            resumed=resumed,
+        )
+        return lines
 
     def report(self) -> list[str]:
         """What is about to run, in lines."""
@@ -160,6 +244,7 @@ class Trainer:
             peak_flops=self.observer.peak,
             folders=folders,
             kept=parts.kept,
+            float8=parts.float8,
             stages=parts.model.layout if isinstance(parts.model, PipelineModel) else None,
         )
 
@@ -189,20 +274,46 @@ class Trainer:
         self._recent[self.step] = batches
         self._recent.pop(self.step - 2, None)
         self.tokens_seen += self.plans.batch.tokens_per_step
-        return train_step(
-            self.parts.model,
-            self.parts.optimizer,
-            batches,
-            step=self.step,
-            lr=self.lr(),
-            max_norm=self.plans.optimizer.max_norm,
-            guard=self.guard,
-            duplicates=self.duplicates,
-            sync_every=self.plans.shard.gradient_sync == "every",
-            loss_function=self.parts.loss,
-            layer_norms=self.observer.wants_layer_norms(self.step),
-            pipeline=self.parts.pipeline,
-        )
+        self.measure_drift(batches[0])
+        with self._shield():
+            return train_step(
+                self.parts.model,
+                self.parts.optimizer,
+                batches,
+                step=self.step,
+                lr=self.lr(),
+                max_norm=self.plans.optimizer.max_norm,
+                guard=self.guard,
+                duplicates=self.duplicates,
+                sync_every=self.plans.shard.gradient_sync == "every",
+                loss_function=self.parts.loss,
+                layer_norms=self.observer.wants_layer_norms(self.step),
+                pipeline=self.parts.pipeline,
+                stop=self.stop.wanted,
+                after_update=self.parts.after_update,
+            )
+
+    def measure_drift(self, batch: Batch) -> None:
+        """What float8 changes in the loss of this rank's micro-batch, every `float8.drift_check` steps."""
+        plan = self.plans.float8
+        if not (plan.enable and plan.drift_check) or self.step % plan.drift_check:
+            return
+        dtype = DTYPES[self.plans.shard.param_dtype]
+        with self.observer.pausing():
+            drift = measure_drift(
+                self.parts.model,
+                [batch],
+                self.world.device,
+                dtype,
+                self.parts.loss,
+                self.duplicates,
+                self.parts.pipeline,
+            )
+        self.observer.drift(self.step, drift)
+
+    def _shield(self) -> contextlib.AbstractContextManager[None]:
+        """Around what may compile: compilers must outlive the SIGTERM that torchrun sends to a worker's group."""
+        return contextlib.nullcontext() if self.parts.compile_watch is None else self.stop.shielding_children()
 
     def diagnose(self, error: NonFiniteError) -> None:
         """Add to the guard's error which module was to blame. All ranks are stopped by it, so all take part."""
@@ -243,15 +354,20 @@ class Trainer:
     def validate(self) -> None:
         """Mean loss on the held-out text, every `validation.freq` steps and at the end."""
         plan = self.plans.validation
-        if self.parts.validation is None or (self.step % plan.freq and self.step < self.steps):
+        due = self.step % plan.freq == 0 or self.step >= self.steps or self._validation_owed
+        if self.parts.validation is None or not due:
+            return
+        self._validation_owed = True  # until it is done; the run that goes on catches up on it
+        if self._stopping:
             return
         started = time.perf_counter()
         watch = self.parts.compile_watch
         compiles = watch is not None and not watch.is_warm("validation")
-        with self.observer.pausing(), self.patience() if compiles else contextlib.nullcontext():
+        batches = self.stop.until_agreed(self.parts.validation)
+        with self.observer.pausing(), self._shield(), self.patience() if compiles else contextlib.nullcontext():
             loss, tokens = validate(
                 self.parts.model,
-                self.parts.validation,
+                batches,
                 self.world.device,
                 self.parts.loss,
                 self.duplicates,
@@ -259,6 +375,11 @@ class Trainer:
             )
             figures = loss.item(), int(tokens.item())
         self.watch_compilation("validation")
+        if batches.broken_off:
+            self._stopping = True
+            logger.info(f"validation at {self.step} was broken off; the run that goes on does it")
+            return
+        self._validation_owed = False
         self.observer.validation(self.step, *figures, time.perf_counter() - started)
 
     def save(self) -> None:
@@ -266,21 +387,64 @@ class Trainer:
 
         A save that fails in mid-run is reported and tried again at the next interval; at the end it raises.
         """
-        is_last = self.step == self.steps
+        is_last = self.step == self.steps or self._stopping
         if self.checkpointer is None or not (is_last or self.step % self.plans.checkpoint.interval == 0):
             return
         self.guard.check()  # the flag of this very step has not been looked at yet on a GPU
         state = {"data": self.parts.loader.state_dict(), "tokens_seen": self.tokens_seen}
+        if self._validation_owed:
+            state["validation_owed"] = True
         started = time.perf_counter()
         try:
             with self.observer.pausing(), self.patience():
+                self._being_saved[self.step] = self.tokens_seen
                 folder = self.checkpointer.save(self.step, self.parts.model, self.parts.optimizer, state)
+                if not is_last:
+                    self._stopping = self.stop.agreed()  # asked while it was written: it need not be written again
+                copied = time.perf_counter() - started
+                if is_last or self._stopping:
+                    self.checkpointer.wait()
         except CheckpointError as error:
-            if is_last:
+            self._being_saved.pop(self.step, None)
+            if self.step == self.steps:
                 raise
             logger.error(f"step {self.step}: NO CHECKPOINT WAS WRITTEN: {error}. Training goes on; tried again later")
             return
-        self.observer.saved(self.step, folder, time.perf_counter() - started)
+        if not self.checkpointer.in_background:
+            self._note_saved(self.step, folder, time.perf_counter() - started)
+            return
+        if is_last or self._stopping:
+            self._saved = self.step  # all ranks have waited for it; the others have no news of their own
+        else:
+            logger.info(f"checkpoint of step {self.step} copied in {human_time(copied)}, now it is being written")
+        self.tell_saves()
+
+    def tell_saves(self) -> None:
+        """What became of saves in the background, on rank 0. A failed one is tried again with the next that is due."""
+        while self.checkpointer is not None and (outcome := self.checkpointer.poll()):
+            if outcome.problem:
+                self._being_saved.pop(outcome.step, None)
+                logger.error(
+                    f"step {outcome.step}: NO CHECKPOINT WAS WRITTEN: {outcome.problem}. Training goes on; tried again "
+                    "later"
+                )
+            else:
+                self._note_saved(outcome.step, outcome.folder, outcome.seconds)
+
+    def _await_save(self) -> None:
+        """Let a save in the background end, whatever comes of it. All ranks call it together."""
+        if self.checkpointer is not None and self.checkpointer.in_background:
+            with self.patience(), contextlib.suppress(CheckpointError):
+                self.checkpointer.wait()
+            self.tell_saves()
+
+    def _note_saved(self, step: int, folder: Path, seconds: float) -> None:
+        """The checkpoint of `step` is there."""
+        self.observer.saved(step, folder, seconds)
+        self._saved = step
+        tokens = self._being_saved.pop(step)
+        if self._ledger is not None:
+            self._ledger.saved(step, tokens)
 
     def patience(self) -> contextlib.AbstractContextManager[None]:
         """For what may take as long as the first step: its timeouts, where they were lowered since."""
@@ -313,4 +477,4 @@ class Trainer:
             f"{self.steps} steps. To train on, raise {key}; to start anew, give another --job.dump_folder or move the "
             "checkpoints away"
         )
-        self.observer.finish("done", self.step)
+        self._finish("done", self.step)

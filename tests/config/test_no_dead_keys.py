@@ -31,6 +31,7 @@ CONTEXT = {
     "checkpoint.": ["--checkpoint.enable_checkpoint"],
     "validation.": ["--validation.enable"],
     "float8.": ["--float8.enable_float8_linear"],
+    "float8.precompute": ["--float8.enable_fsdp_float8_all_gather"],
     "compile.": ["--training.compile"],
     "metrics.save_tb_folder": ["--metrics.enable_tensorboard"],
     "metrics.rank_0_only": ["--metrics.enable_tensorboard"],

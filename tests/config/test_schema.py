@@ -88,7 +88,7 @@ def test_shipped_file_points_to_the_schema_and_is_valid(path):
     text = path.read_text(encoding="utf-8")
     assert text.splitlines()[0] == "#:schema ./titanlite.schema.json"
     assert valid(text)
-    assert not valid(text.replace("[training]\n", '[training]\nstepz = "a"\n'))
+    assert not valid(text.replace("[job]\n", '[job]\nstepz = "a"\n'))
 
 
 def test_every_key_has_its_meaning_and_default():

@@ -15,6 +15,7 @@ from titanlite.config.plans import (
     ActivationCheckpointPlan,
     BatchPlan,
     CompilePlan,
+    Float8Plan,
     MeshPlan,
     OptimizerPlan,
     PipelinePlan,
@@ -27,6 +28,7 @@ from titanlite.loss import cross_entropy_sum
 from titanlite.models import LlamaArgs, get_spec
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.compile import LossFunction, compile_loss
+from titanlite.parallel.float8 import ScalePrecompute, plain
 from titanlite.parallel.fsdp import DTYPES
 from titanlite.parallel.pipeline import Pipeline, PipelineModel
 from titanlite.parallel.tensor import tensor_loss
@@ -66,6 +68,7 @@ class Run:
     schedule: str = "1F1B"
     split_points: tuple[str, ...] = ()
     pieces: int = 2
+    float8: Float8Plan = Float8Plan()
 
     def mesh(self, ranks: int) -> MeshPlan:
         """The degrees on so many ranks; those left over share the weights."""
@@ -88,7 +91,7 @@ class Run:
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
+    tensor = plain(tensor.detach())
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
@@ -126,6 +129,7 @@ def build_tiny(world: World, run: Run) -> tuple[torch.nn.Module, torch.optim.Opt
         run.activations,
         TensorParallelPlan(run.loss_parallel),
         run.pipeline_plan(),
+        run.float8,
     )
     if run.optimizer == "SGD":
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -160,6 +164,7 @@ def train(world: World, run: Run) -> Curve:
     if plan.tensor > 1:
         loss = tensor_loss(loss)
     pipeline = run_stages(model, run, world, loss)
+    after_update = ScalePrecompute(model, world.build_mesh(plan)) if run.float8.precompute else None
     guard = FiniteGuard(world.device)
     curve = Curve([], [], {}, {})
     for step, rate in enumerate(run.rates, start=1):
@@ -184,6 +189,7 @@ def train(world: World, run: Run) -> Curve:
             sync_every=run.shard.gradient_sync == "every",
             loss_function=loss,
             pipeline=pipeline,
+            after_update=after_update,
         )
         keep.remove()
         curve.losses.append(result.loss.item())

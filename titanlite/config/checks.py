@@ -34,6 +34,7 @@ def contradictions(config: JobConfig) -> list[Problem]:
             "training.fsdp_units",
         )
     _async_tensor(config, contradict)
+    _float8(config, contradict)
     if d.training.compile and not d.compile.components:
         contradict("compile.components", "is empty, but training.compile = true", "training.compile")
     if d.checkpoint.last_save_in_hf and not d.checkpoint.model_weights_only:
@@ -131,6 +132,49 @@ def _async_tensor(config: JobConfig, contradict: Callable[..., None]) -> None:
         contradict(key, "needs model in compile.components", "compile.components")
     elif d.compile.backend != "inductor":
         contradict(key, f'needs compile.backend = "inductor", not {quote(d.compile.backend)}', "compile.backend")
+
+
+def _float8(config: JobConfig, contradict: Callable[..., None]) -> None:
+    d, recipe = config.dialect, config.dialect.float8.recipe_name
+    if not d.float8.enable_float8_linear:
+        return
+    gather, precompute = "enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp"
+    if recipe != "tensorwise":
+        if d.float8.enable_fsdp_float8_all_gather:
+            contradict(
+                f"float8.{gather}",
+                "needs one scale for each weight, and float8.recipe_name = "
+                f'{quote(recipe)} has one for each row: take "tensorwise", or set this to false',
+                "float8.recipe_name",
+            )
+        if d.training.tensor_parallel_degree > 1:
+            contradict(
+                "float8.recipe_name",
+                f"{quote(recipe)} does not work with training.tensor_parallel_degree = "
+                f'{d.training.tensor_parallel_degree}: torchao divides products of the recipe "tensorwise" only',
+                "training.tensor_parallel_degree",
+            )
+    if d.float8.precompute_float8_dynamic_scale_for_fsdp:
+        if not d.float8.enable_fsdp_float8_all_gather:
+            contradict(
+                f"float8.{precompute}",
+                f"needs float8.{gather} = true: weights gathered in high precision are scaled after that",
+                f"float8.{gather}",
+            )
+        elif d.training.enable_cpu_offload:
+            contradict(
+                f"float8.{precompute}",
+                "does not work with training.enable_cpu_offload = true: weights lose their scales on the way from "
+                "host memory. Without it they are computed there, one by one",
+                "training.enable_cpu_offload",
+            )
+    if d.float8.enable_fsdp_float8_all_gather and isinstance(d.training.reshard_after_forward, int):
+        contradict(
+            f"float8.{gather}",
+            f"does not work with training.reshard_after_forward = {d.training.reshard_after_forward}: torch keeps no "
+            'weights gathered in float8 sharded over fewer ranks. "default", "always" and "never" work',
+            "training.reshard_after_forward",
+        )
 
 
 def missing_files(config: JobConfig) -> list[Problem]:

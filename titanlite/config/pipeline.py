@@ -114,6 +114,13 @@ def _split_backward(d: Dialect, schedule: str, problem: Callable[..., None]) -> 
             "activation_checkpoint.mode",
             "activation_checkpoint.selective_ac_option",
         )
+    if d.float8.enable_float8_linear:
+        problem(
+            key,
+            f"{why}a float8 linear's gradients come from one function, which would run twice",
+            f"{whole}; or set float8.enable_float8_linear = false",
+            "float8.enable_float8_linear",
+        )
     if d.training.reshard_after_forward not in ("default", "never"):
         problem(
             key,

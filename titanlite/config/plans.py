@@ -111,6 +111,27 @@ class TensorParallelPlan:
 
 
 @dataclass(frozen=True)
+class Float8Plan:
+    """Products of linears in float8. The head's is never one of them."""
+
+    enable: bool = False
+    #: One scale for a whole tensor or for each row; the third as the second, with weights' gradients in high precision.
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    #: FSDP gathers weights in float8.
+    all_gather: bool = False
+    #: The scales of those weights are computed together, after each update.
+    precompute: bool = False
+    #: Whole components of names of linears that stay as they are.
+    keep: tuple[str, ...] = ()
+    #: The same rounded numbers, multiplied in float32.
+    emulate: bool = False
+    #: Linears with fewer input or output features stay as they are.
+    min_features: int = 0
+    #: Steps between measurements of what float8 changes in the loss; 0: none.
+    drift_check: int = 0
+
+
+@dataclass(frozen=True)
 class PipelinePlan:
     """How `MeshPlan.pipeline` ranks share the layers."""
 
@@ -245,6 +266,13 @@ class CheckpointPlan:
     start: Literal["resume-or-fresh", "resume", "fresh"] = "resume-or-fresh"
     #: Step to load, or None: the newest valid one.
     load_step: int | None = None
+    #: "hash": every byte is compared with what was written before it is loaded; "size": lengths of files only.
+    verify: Literal["size", "hash"] = "hash"
+    #: The newest checkpoints that stay (0: all), and the steps whose multiples stay besides (0: none).
+    keep_latest_k: int = 0
+    keep_every: int = 0
+    #: "async": training goes on while a copy is written; "async_with_pinned_mem": the copy is page-locked.
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
 
 
 @dataclass(frozen=True)
@@ -308,6 +336,7 @@ class Plans:
     tensor_parallel: TensorParallelPlan = field(default_factory=TensorParallelPlan)
     pipeline: PipelinePlan = field(default_factory=PipelinePlan)
     shard: ShardPlan = field(default_factory=ShardPlan)
+    float8: Float8Plan = field(default_factory=Float8Plan)
     activations: ActivationCheckpointPlan = field(default_factory=ActivationCheckpointPlan)
     compile: CompilePlan = field(default_factory=CompilePlan)
     optimizer: OptimizerPlan = field(default_factory=OptimizerPlan)

@@ -83,6 +83,7 @@ def draft(
         ),
         pipeline=pipeline,
         shard=work.shard(mesh),
+        float8=work.float8(),
         activations=work.activations(shapes),
         compile=work.compile(),
         optimizer=work.optimizer(),
@@ -432,6 +433,21 @@ class _Work:
             cpu_offload=training.enable_cpu_offload,
         )
 
+    def float8(self) -> plans.Float8Plan:
+        section = self.config.dialect.float8
+        if not section.enable_float8_linear:
+            return plans.Float8Plan()
+        return plans.Float8Plan(
+            enable=True,
+            recipe=section.recipe_name,
+            all_gather=section.enable_fsdp_float8_all_gather,
+            precompute=section.precompute_float8_dynamic_scale_for_fsdp,
+            keep=tuple(section.filter_fqns),
+            emulate=section.emulate,
+            min_features=section.min_features,
+            drift_check=section.drift_check,
+        )
+
     def activations(self, shapes: Shapes | None) -> plans.ActivationCheckpointPlan:
         d = self.config.dialect
         ac = d.activation_checkpoint
@@ -498,6 +514,10 @@ class _Work:
             interval=c.interval,
             start="resume-or-fresh" if c.start == "from" else c.start,
             load_step=None if c.load_step == -1 else c.load_step,
+            verify=c.verify,
+            keep_latest_k=c.keep_latest_k,
+            keep_every=c.keep_every,
+            async_mode=c.async_mode,
         )
 
     def profile(self) -> plans.ProfilePlan:

@@ -52,7 +52,6 @@ _checkpoints = _switched("checkpoint", "enable_checkpoint", False)
 _any_precision = _switched("optimizer", "name", "AdamW", "Adam", "Muon")
 _estimates = _switched("memory_estimation", "enabled", False)
 _watches = _switched("stall", "deadline_seconds", 0.0)
-_float8 = _switched("float8", "enable_float8_linear", False)
 
 
 def _streams(d: Dialect) -> bool:
@@ -70,8 +69,6 @@ def _feature(
 
 
 UNBUILT: dict[str, Unbuilt] = {
-    **_feature("float8", _always, "float8.enable_float8_linear"),
-    **_feature("float8", _float8, *(f"float8.{f}" for f in Dialect.model_fields["float8"].annotation.model_fields)),  # type: ignore[union-attr]
     **_feature("expert parallelism", _always, "parallelism.expert_parallel_degree"),
     **_feature("weights in bfloat16", _always, "training.dtype"),
     **_feature(
@@ -112,15 +109,6 @@ UNBUILT: dict[str, Unbuilt] = {
         "checkpoint.enable_first_step_checkpoint",
     ),
     **_feature("seed checkpoints", _always, "checkpoint.create_seed_checkpoint"),
-    **_feature("asynchronous checkpoints", _checkpoints, "checkpoint.async_mode"),
-    **_feature(
-        "retention of checkpoints",
-        _checkpoints,
-        "checkpoint.keep_latest_k",
-        "checkpoint.keep_every",
-        advice="all checkpoints are kept",
-    ),
-    **_feature("hashes of checkpoints", _checkpoints, "checkpoint.verify"),
     **_feature(
         "loading a part of a checkpoint", _checkpoints, "checkpoint.exclude_from_loading", "checkpoint.allow_missing"
     ),
@@ -165,7 +153,9 @@ def without_effect(config: JobConfig) -> list[str]:
     ]
     switches = {
         "checkpoint": dialect.checkpoint.enable_checkpoint,
+        "checkpoint.keep_every": dialect.checkpoint.enable_checkpoint and dialect.checkpoint.keep_latest_k > 0,
         "validation": dialect.validation.enable,
+        "float8": dialect.float8.enable_float8_linear,
         "training.enable_loss_parallel": dialect.training.tensor_parallel_degree > 1,
         "experimental.enable_async_tensor_parallel": dialect.training.tensor_parallel_degree > 1,
         **dict.fromkeys(

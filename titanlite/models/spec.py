@@ -32,6 +32,14 @@ class Cost:
 
 
 @dataclass(frozen=True)
+class Size:
+    """A linear's: its weight is [out_features, in_features]."""
+
+    in_features: int
+    out_features: int
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A model family as functions of its arguments."""
 
@@ -48,6 +56,8 @@ class ModelSpec:
     fsdp_units: Callable[[LlamaArgs], list[tuple[str, ...]]]
     #: Module name → how tensor parallelism divides it.
     tensor_plan: Callable[[LlamaArgs], dict[str, str]]
+    #: Name → size of every linear, in the model's order.
+    linears: Callable[[LlamaArgs], dict[str, Size]]
     #: (arguments, tokens per sequence) → cost of each module that a pipeline can be cut before, in the order they run.
     pipeline_costs: Callable[[LlamaArgs, int], dict[str, Cost]]
     #: State dictionaries to and from Hugging Face's names.
@@ -79,6 +89,7 @@ def get_spec(family: str) -> ModelSpec:
         sublayer_names=plan.sublayer_names,
         fsdp_units=plan.fsdp_units,
         tensor_plan=plan.tensor_plan,
+        linears=plan.linears,
         pipeline_costs=plan.pipeline_costs,
         to_hf=hf.to_hf,
         from_hf=hf.from_hf,

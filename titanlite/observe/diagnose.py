@@ -268,10 +268,12 @@ class _Watch:
         return lambda gradient: self._look("backward", micro_batch, passing, gradient)
 
     def _look(self, stage: Stage, micro_batch: int, passing: _Passing, tensor: torch.Tensor) -> None:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+        # Of a float8 tensor of torchao its numbers: NaN if the scale or anything before it was not finite.
+        local = local._data.float() if hasattr(local, "_data") else local
         number = self._numbers[stage]
         self._numbers[stage] += 1
-        self._flags.append((stage, micro_batch, number, passing, local.detach().isfinite().all()))
+        self._flags.append((stage, micro_batch, number, passing, local.isfinite().all()))
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -15,6 +15,7 @@ from torch import nn
 
 from titanlite.config.plans import Plans
 from titanlite.config.scan import loads
+from titanlite.drift import Drift
 from titanlite.models.shapes import flops_per_token
 from titanlite.observe.console import View, colorize, logger
 from titanlite.observe.flops import device_name, peak_flops
@@ -177,12 +178,21 @@ class Observer:
         logger.info(f"validation at {step}: loss {loss:.4f} over {tokens:,} tokens in {human_time(seconds)}")
         self._write(step, {"validation_loss": loss, "validation_tokens": tokens, "validation_seconds": seconds})
 
+    def drift(self, step: int, drift: Drift) -> None:
+        """What float8 changes in the loss, with the weights that this step starts from."""
+        logger.info(
+            f"float8 drift at {step}: loss {drift.float8:.5f}, in high precision {drift.exact:.5f}: "
+            f"{drift.difference:+.1e} ({drift.relative:+.2%})"
+        )
+        row = {"float8_loss": drift.float8, "float8_exact_loss": drift.exact}
+        self._write(step, {**row, "float8_drift": drift.difference, "float8_drift_relative": drift.relative})
+
     def saved(self, step: int, folder: Path, seconds: float) -> None:
         logger.info(f"checkpoint of step {step} written to {folder} in {human_time(seconds)}")
 
     def finish(self, state: FinalState, step: int, reason: str = "") -> None:
         """Record how the run ended, after `step` steps. The first call counts."""
-        self._failed = state != "done"
+        self._failed = state not in ("done", "preempted")
         if self._run:
             self._run.finish(state, step, reason)
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from titanlite.config.plans import Plans
 from titanlite.observe.flops import is_cpu
 from titanlite.observe.stepline import human_bytes, human_count
+from titanlite.parallel.float8_choice import tokens
 
 if TYPE_CHECKING:
     from titanlite.parallel.activation_checkpoint import Kept
+    from titanlite.parallel.float8_choice import Choice
     from titanlite.parallel.pipeline_split import Layout
 
 #: Beginnings of the notes of `resolve` that lines of the report say already.
@@ -33,12 +35,14 @@ def start_report(
     folders: Mapping[str, str],
     kept: Kept | None = None,
     stages: Layout | None = None,
+    float8: Sequence[Choice] = (),
 ) -> list[str]:
     """Aligned lines `name  text`, then `note:` and `warning:` lines.
 
     parameters: count by top-level module, over all ranks. device: from `device_name`. memory_bytes: of one device.
     peak_flops: of one device, None when unknown. folders: what is written -> where.
     kept: of a traced block, None where none was traced. stages: of a pipeline.
+    float8: what becomes of each kind of linear; empty where float8 is off.
     """
     model, batch, mesh = plans.model, plans.batch, plans.mesh
     total = sum(parameters.values())
@@ -47,11 +51,12 @@ def start_report(
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
         ("model", f"{model.name} {model.flavor}: {total:,} parameters ({human_count(total)})"),
         ("parameters", ", ".join(f"{name} {count:,}" for name, count in parameters.items())),
-        ("compute", f"{flops_per_token / 1e9:,.4g} GFLOPs per token, forward and backward{_peak(peak_flops)}"),
+        ("compute", f"{flops_per_token / 1e9:,.4g} GFLOPs per token, forward and backward{_peak(plans, peak_flops)}"),
         ("devices", f"{world_size} x {device}{_memory(memory_bytes, device)}"),
         ("mesh", _mesh(plans)),
         *([("pipeline", _pipeline(plans, stages))] if stages else []),
         ("precision", f"parameters {plans.shard.param_dtype}, gradients reduced in {plans.shard.reduce_dtype}"),
+        *(_float8(plans, float8) if float8 else []),
         ("sharding", _sharding(plans, total, device)),
         ("compile", _compile(plans)),
         *([("activations", _activations(plans, kept, device))] if kept else []),
@@ -78,11 +83,43 @@ def start_report(
     lines += [f"note: {note}" for note in plans.notes if not note.startswith(_SAID)]
     if peak_flops is None and not is_cpu(device):
         lines.append(f"note: no MFU is shown: the peak of {device} is not known here; metrics.peak_tflops sets it")
+    if float8 and not plans.compile.model and not is_cpu(device):
+        lines.append(
+            "warning: float8 without training.compile is slower than bf16: scaling and rounding then run as kernels of "
+            "their own, which take longer than the products save. Set training.compile = true"
+        )
     return lines + [f"warning: {warning}" for warning in plans.warnings]
 
 
-def _peak(peak_flops: float | None) -> str:
-    return "" if peak_flops is None else f"; MFU against {peak_flops / 1e12:,.4g} TFLOPS per device"
+def _peak(plans: Plans, peak_flops: float | None) -> str:
+    if peak_flops is None:
+        return ""
+    text = f"; MFU against {peak_flops / 1e12:,.4g} TFLOPS per device"
+    if not plans.float8.enable:
+        return text
+    given = plans.observe.peak_flops is not None
+    return f"{text} (metrics.peak_tflops)" if given else f"{text}, its peak in bf16; float8 products can be above it"
+
+
+def _float8(plans: Plans, choices: Sequence[Choice]) -> list[tuple[str, str]]:
+    """One row of all, and one for each kind of linear."""
+    plan = plans.float8
+    total, converted = (sum(len(c.names) for c in some) for some in (choices, [c for c in choices if c.converted]))
+    parts = [f"{plan.recipe}{', emulated in float32 (slow, for tests)' if plan.emulate else ''}"]
+    if plan.all_gather:
+        how = "all scales by one all-reduce after the update" if plan.precompute else "each scale found as it is"
+        parts.append(f"weights gathered in float8, {how}")
+    parts.append(f"{converted:,} of {total:,} linears")
+    m = tokens(plans.batch, plans.mesh, plans.pipeline)
+    parts.append(f"M = {m:,} tokens in a product of one rank")
+    if plan.drift_check:
+        parts.append(f"drift measured every {plan.drift_check:,} steps")
+    rows = [("float8", "; ".join(parts))]
+    for choice in choices:
+        what = "in float8" if choice.converted else f"kept: {choice.reason}"
+        size = f"K x N = {choice.size.in_features:,} x {choice.size.out_features:,}"
+        rows.append((f"  {choice.kind}", f"{size}, {len(choice.names)} {what}"))
+    return rows
 
 
 def _mesh(plans: Plans) -> str:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -300,7 +300,8 @@ class _Recorder(TorchDispatchMode):
         self._phase[kind_of(func)] += 1
         self.names.add(str(func))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
+            # A tensor made of others (float8's) holds what was seen when they were made.
+            if isinstance(tensor, Tensor) and not is_traceable_wrapper_subclass(tensor):
                 storage = tensor.untyped_storage()
                 self._made.setdefault(StorageWeakRef(storage), storage.nbytes())
         return out

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 #: Smaller tensors stay: a copy costs some microseconds whatever its size.
 LEAST_BYTES = 1 << 16
@@ -149,6 +150,9 @@ def _sending(block: nn.Module, arguments: list[Any]) -> Iterator[None]:
             shared = [a for a in arguments if isinstance(a, Tensor) and not a.requires_grad]
             stay.update(_storage(_local(t)) for t in (*block.parameters(), *buffers(), *shared))
         local = _local(tensor)
+        # A tensor made of others is torchao's: a weight gathered in float8, or an input that float8 made small.
+        if is_traceable_wrapper_subclass(local):
+            return lambda: tensor
         if local.device.type != host.device.type or local.nbytes < least_bytes or _storage(local) in stay:
             return lambda: tensor
         layout = (local.shape, local.stride(), local.storage_offset())

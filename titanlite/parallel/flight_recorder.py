@@ -56,14 +56,18 @@ def recording(plan: CommPlan, device: torch.device, size: int) -> Iterator[None]
     try:
         yield
     except RuntimeError as error:
-        failed = isinstance(error, dist.DistError) or (
-            type(error) is RuntimeError and _OF_COLLECTIVES.search(str(error)) is not None
-        )
-        if failed and device.type == "cpu" and _PREFIX in wanted and dist.is_initialized():
+        if is_of_collectives(error) and device.type == "cpu" and _PREFIX in wanted and dist.is_initialized():
             _leave_record(since=began)
         raise  # the environment stays: NCCL's watchdog may be about to read it
     for name in ours:
         os.environ.pop(name, None)
+
+
+def is_of_collectives(error: BaseException) -> bool:
+    """Whether an error says that a collective failed: a peer has ended, hangs, or cannot be reached."""
+    return isinstance(error, dist.DistError) or (
+        type(error) is RuntimeError and _OF_COLLECTIVES.search(str(error)) is not None
+    )
 
 
 def write_record(path: Path) -> None:

@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import (
 
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.parallel.compile import LossFunction
+from titanlite.parallel.float8 import float8_style, input_cast, is_float8, sends_float8
 
 #: Dimension of the sequence in activations [batch, seq, …].
 _SEQUENCE = Shard(1)
@@ -56,13 +57,22 @@ def split(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, shard_log
     shared = _shared_parameters(model)
     modules = dict(model.named_modules())
     kinds = {name: kind for name, kind in plan.items() if name in modules}
-    styles = {name: _style(kind, shard_logits) for name, kind in kinds.items() if kind != "gather"}
+    styles = {
+        name: float8_style(kind, _SEQUENCE, mesh)
+        if kind in ("colwise", "rowwise") and is_float8(modules[name])
+        else _style(kind, shard_logits)
+        for name, kind in kinds.items()
+        if kind != "gather"
+    }
     parallelize_module(model, mesh, styles)
     for name, kind in kinds.items():
         module = modules[name]
         if kind == "gather":
             cls: Any = type(module)
-            module.__class__ = _gathering(cls)
+            takers = [other for other, way in kinds.items() if way == "colwise" and other.startswith(f"{name}.")]
+            # Cast before it travels, if all products that take it are in float8.
+            cast = bool(takers) and all(is_float8(modules[taker]) for taker in takers) and sends_float8(mesh)
+            module.__class__ = _gathering(cls, takers[0].removeprefix(f"{name}.") if cast else "")
         elif kind == "embedding":
             # The plain tensor is a view of a DTensor, and `fully_shard` warns of modules that return views.
             module.register_forward_hook(lambda module, args, output: output.clone())
@@ -91,15 +101,19 @@ def _style(kind: str, shard_logits: bool) -> ParallelStyle:
 
 
 @functools.cache  # one class for all blocks: torch.compile would compile each class anew
-def _gathering(cls: type[nn.Module]) -> type[nn.Module]:
-    """A module that makes its first argument whole.
+def _gathering(cls: type[nn.Module], float8: str = "") -> type[nn.Module]:
+    """A module that makes its first argument whole. float8: a linear inside; the argument is cast as it would do it.
 
     A class and no hook, so that `torch.compile` of the module has the all-gather in its graph. A hook is compiled
     apart, and then the gradient is all-reduced where a reduce-scatter would do.
     """
 
+    cast = input_cast() if float8 else None
+
     class Gathering(cls):  # type: ignore[valid-type,misc]
         def forward(self, x: DTensor, *args: Any, **kwargs: Any) -> Any:
+            if cast is not None:
+                x = cast(x, self.get_submodule(float8))  # type: ignore[assignment]  # a DTensor still
             # Still a DTensor: of plain copies each product would reduce its own gradient over the ranks.
             return super().forward(x.redistribute(placements=[Replicate()]), *args, **kwargs)
 

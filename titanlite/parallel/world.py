@@ -23,6 +23,8 @@ from titanlite.parallel.flight_recorder import recording
 
 #: Outermost first: neighbours in rank, which are close in hardware, share what communicates most.
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+#: Description of a group that keeps its own timeout: what it is for holds nobody up.
+PATIENT = "titanlite_patient"
 
 
 class WorldError(RuntimeError):
@@ -178,4 +180,5 @@ def patience(seconds: int, usual: int) -> Iterator[None]:
 def _apply_timeout(timeout: timedelta) -> None:
     # All that torch knows of: FSDP makes groups of its own, for a partial reshard one per unit.
     for group in list(_world.pg_map):
-        _set_pg_timeout(timeout, group)
+        if group.group_desc != PATIENT:
+            _set_pg_timeout(timeout, group)

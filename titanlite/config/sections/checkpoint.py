@@ -41,16 +41,20 @@ class Checkpoint(Section):
     create_seed_checkpoint: bool = Field(default=False, description="Save step 0 on one process, then exit.")
     enable_first_step_checkpoint: bool = Field(default=False, description="Save after step 1 too, to test the storage.")
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = Field(
-        default="disabled", description="Save while training goes on."
+        default="disabled",
+        description="Write while training goes on, from a copy in host memory; with_pinned_mem: page-locked memory, "
+        "which GPUs copy into faster.",
     )
     keep_latest_k: int = Field(
-        default=0, ge=0, description="Keep the newest k checkpoints; 0: all. The last good one stays."
+        default=0, ge=0, description="Keep the newest k checkpoints; 0: all. Pinned ones (a file KEEP inside) stay."
     )
     keep_every: int = Field(
-        default=0, ge=0, description="Also keep each checkpoint whose step is a multiple of this; 0: none."
+        default=0,
+        ge=0,
+        description="With keep_latest_k, also keep each checkpoint whose step is a multiple of this; 0: none.",
     )
     verify: Literal["size", "hash"] = Field(
-        default="size",
-        description="What is checked before a checkpoint is loaded. size: every file is there, as long as it was "
-        "written; hash: its contents are unchanged too. size is the default until checkpoints have hashes.",
+        default="hash",
+        description="What is checked before a checkpoint is loaded. hash: every byte is as it was written; size: every "
+        "file is there and as long as it was.",
     )

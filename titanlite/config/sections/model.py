@@ -162,24 +162,35 @@ class Compile(Section):
 class Float8(Section):
     """Matrix products in float8, through torchao."""
 
-    enable_float8_linear: bool = Field(default=False, description="Float8 products in linear layers.")
+    enable_float8_linear: bool = Field(
+        default=False, description="Float8 products in linear layers, all but the head. Best with training.compile."
+    )
     enable_fsdp_float8_all_gather: bool = Field(
         default=False, description="FSDP gathers float8 weights (tensorwise only)."
     )
     precompute_float8_dynamic_scale_for_fsdp: bool = Field(
-        default=False, description="All weight scales in one all-reduce after the optimizer step."
+        default=False, description="All scales of gathered weights in one all-reduce after the optimizer step."
     )
     scaling_type_input: Literal["dynamic"] = Field(default="dynamic", description="How inputs are scaled.")
     scaling_type_weight: Literal["dynamic"] = Field(default="dynamic", description="How weights are scaled.")
     scaling_type_grad_output: Literal["dynamic"] = Field(default="dynamic", description="How gradients are scaled.")
-    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = Field(
-        default=None, description="Scaling recipe of torchao. None: tensorwise."
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = Field(
+        default="tensorwise",
+        description="One scale per tensor, or per row; rowwise_with_gw_hp: gradients of weights in high precision.",
     )
-    filter_fqns: list[str] = Field(default=[], description="Parts of module names that stay in high precision.")
+    filter_fqns: list[str] = Field(
+        default=[],
+        description="Layers that stay in high precision: one or more whole components of their names, as "
+        "attention.wk or layers.0. The head stays in any case.",
+    )
     emulate: bool = Field(
-        default=False, description="Compute in high precision what hardware without float8 lacks; for tests."
+        default=False, description="Multiply the rounded numbers in float32, on hardware without float8; for tests."
     )
     min_features: int = Field(
         default=0, ge=0, description="Layers with fewer input or output features stay as they are."
     )
-    drift_check: int = Field(default=0, ge=0, description="Compare with bf16 every so many steps; 0: off.")
+    drift_check: int = Field(
+        default=0,
+        ge=0,
+        description="Every so many steps, compare the loss of a micro-batch with that in high precision; 0: off.",
+    )

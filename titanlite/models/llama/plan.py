@@ -10,7 +10,7 @@ import re
 from dataclasses import replace
 
 from titanlite.models.shapes import LlamaArgs, count_parameters, flops_per_token
-from titanlite.models.spec import Cost, Init
+from titanlite.models.spec import Cost, Init, Size
 
 _STD = 0.02
 #: Truncation in standard deviations.
@@ -92,6 +92,22 @@ def tensor_plan(args: LlamaArgs) -> dict[str, str]:
     """Module name → how tensor parallelism divides it, in the words of `titanlite.parallel.tensor.split`."""
     blocks = {f"{block}.{name}": kind for block in block_names(args) for name, kind in _BLOCK.items()}
     return {"tok_embeddings": "embedding", **blocks, "norm": "sequence", "output": "head"}
+
+
+def linears(args: LlamaArgs) -> dict[str, Size]:
+    """Name → size of every linear, in the model's order."""
+    heads, groups, width = args.n_heads * args.head_dim, args.kv_heads * args.head_dim, args.ffn_width
+    block = {
+        "attention.wq": Size(args.dim, heads),
+        "attention.wk": Size(args.dim, groups),
+        "attention.wv": Size(args.dim, groups),
+        "attention.wo": Size(heads, args.dim),
+        "feed_forward.w1": Size(args.dim, width),
+        "feed_forward.w2": Size(width, args.dim),
+        "feed_forward.w3": Size(args.dim, width),
+    }
+    blocks = {f"{name}.{linear}": size for name in block_names(args) for linear, size in block.items()}
+    return {**blocks, "output": Size(args.dim, args.n_vocab)}
 
 
 def pipeline_costs(args: LlamaArgs, seq_len: int) -> dict[str, Cost]:

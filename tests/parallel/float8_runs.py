@@ -1,0 +1,101 @@
+"""What the float8 tests share: runs with learnable batches, and what is seen of their products and traffic."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.training.harness import TINY, Run, build_tiny, micro_batches
+from titanlite.build import data_parallel_rank, to_device
+from titanlite.config.plans import Float8Plan, ShardPlan
+from titanlite.guard import FiniteGuard
+from titanlite.parallel.float8 import ScalePrecompute
+from titanlite.parallel.world import World
+from titanlite.step import train_step
+
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+EMULATED = Float8Plan(enable=True, emulate=True)
+GATHERED = Float8Plan(enable=True, emulate=True, all_gather=True)
+PRECOMPUTED = Float8Plan(enable=True, emulate=True, all_gather=True, precompute=True)
+#: Linears of TINY that are converted: seven in each of two blocks, and their parameters.
+LINEARS, CONVERTED, TOTAL = 14, 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192), 123_200
+
+
+def learnable(steps: int, global_batch: int, seq_len: int, vocab: int) -> tuple[Tensor, Tensor]:
+    """Tokens and labels [steps, global batch, seq_len]: nine times of ten a token is followed by its only successor."""
+    generator = torch.Generator().manual_seed(0)
+    successor = torch.randperm(vocab, generator=generator)
+    shape = (steps, global_batch, seq_len + 1)
+    noise = torch.randint(0, vocab, shape, generator=generator)
+    random = torch.rand(shape, generator=generator) < 0.1
+    window = noise.clone()
+    for place in range(1, seq_len + 1):
+        window[..., place] = torch.where(random[..., place], noise[..., place], successor[window[..., place - 1]])
+    return window[..., :-1].contiguous(), window[..., 1:].contiguous()
+
+
+STEPS = 40
+TOKENS, LABELS = learnable(STEPS, 8, 16, 192)
+RATES = [1e-2 * min(1.0, (n + 1) / 5) for n in range(STEPS)]
+#: In bf16; the first ten of the rates.
+RUN = Run(TOKENS, LABELS, RATES[:10], args=TINY, shard=ShardPlan())
+
+
+class Seen(TorchDispatchMode):
+    """Products of float8 tensors by the roles and types of what is multiplied, others by type; and what is sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products: Counter[tuple[str, ...]] = Counter()
+        self.sent: Counter[str] = Counter()
+        self.gathered = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            self.products[tuple(map(_what, args))] += 1
+        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in str(func) and "barrier" not in str(func):
+            name = str(func).split(".")[1].strip("_")
+            self.sent[name] += 1
+            if name == "allgather_base":
+                self.gathered += args[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def _what(tensor: Tensor) -> str:
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if hasattr(local, "_gemm_input_role"):
+        return f"{local._gemm_input_role.value} {str(local._data.dtype).removeprefix('torch.float8_')}"
+    return str(local.dtype).removeprefix("torch.")
+
+
+def watch_step(world: World, run: Run) -> Seen:
+    """The second step."""
+    model, optimizer, rank = build_tiny(world, run)
+    guard = FiniteGuard(world.device)
+    mesh = world.build_mesh(run.mesh(world.size))
+    after = ScalePrecompute(model, mesh) if run.float8.precompute else None
+    data = to_device(micro_batches(run, 0, data_parallel_rank(mesh), run.mesh(world.size).dp_degree), world.device)
+
+    def take(step: int) -> None:
+        train_step(model, optimizer, data, step=step, lr=1e-3, max_norm=1.0, guard=guard, after_update=after)
+
+    take(1)  # FSDP sets itself up
+    with Seen() as seen:
+        take(2)
+    return seen
+
+
+def spread(plain: list[float], others: list[list[float]]) -> float:
+    """How far runs from other seeds are from this one, as the mean over steps."""
+    reference = torch.tensor(plain)
+    return torch.stack([(reference - torch.tensor(other)).abs().mean() for other in others]).mean().item()
+
+
+def distance(a: list[float], b: list[float]) -> float:
+    """Mean over steps."""
+    return (torch.tensor(a) - torch.tensor(b)).abs().mean().item()

@@ -1,0 +1,54 @@
+"""What float8 changes in the loss: the same micro-batch, with the same weights, in float8 and in high precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import nn
+
+from titanlite.loss import cross_entropy_sum
+from titanlite.parallel.float8 import high_precision, uncompiled
+from titanlite.step import Duplicates, validate
+
+if TYPE_CHECKING:
+    from titanlite.data.loader import Batch
+    from titanlite.parallel.compile import LossFunction
+    from titanlite.parallel.pipeline import Pipeline
+
+
+class Drift(NamedTuple):
+    """Mean losses in nats per token over all ranks."""
+
+    float8: float
+    exact: float
+
+    @property
+    def difference(self) -> float:
+        return self.float8 - self.exact
+
+    @property
+    def relative(self) -> float:
+        return self.difference / self.exact if self.exact else 0.0
+
+
+def measure_drift(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    device: torch.device,
+    dtype: torch.dtype,
+    loss_function: LossFunction = cross_entropy_sum,
+    duplicates: Duplicates = Duplicates(),  # noqa: B008 (immutable)
+    pipeline: Pipeline | None = None,
+) -> Drift:
+    """Two forward passes over these batches without gradients, neither of them compiled; all ranks call it together.
+
+    dtype: of the products in high precision. The other arguments are those of `validate`.
+    """
+    batches = list(batches)
+    with uncompiled():
+        low, _ = validate(model, batches, device, loss_function, duplicates, pipeline)
+    with high_precision(model, dtype):
+        high, _ = validate(model, batches, device, loss_function, duplicates, pipeline)
+    return Drift(*torch.stack([low, high]).tolist())

@@ -1,0 +1,136 @@
+"""Which linears compute in float8, and why the others do not: by name and size, without torch."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from titanlite.config.errors import Problem, nearest
+from titanlite.config.plans import BatchPlan, Float8Plan, MeshPlan, PipelinePlan
+from titanlite.config.schema import quote
+from titanlite.models.spec import Size
+
+#: What float8 units want every dimension of a product to be a multiple of.
+MULTIPLE = 16
+
+#: The head: its outputs are the logits, and no recipe of float8 leaves the loss as it is when they are rounded.
+HEAD = "output"
+
+_LAYER = re.compile(r"^\w+\.\d+\.")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Linears of one kind, in several layers, that are treated alike."""
+
+    #: Their name in a layer, as `attention.wq`.
+    kind: str
+    names: tuple[str, ...]
+    #: K and N of the product M x K x N on one rank: tensor parallelism divides one of the two.
+    size: Size
+    #: Why they stay as they are; "" for those that compute in float8.
+    reason: str = ""
+
+    @property
+    def converted(self) -> bool:
+        return not self.reason
+
+
+def choose(
+    linears: Mapping[str, Size], plan: Float8Plan, divided: Mapping[str, str] | None = None, tensor: int = 1
+) -> list[Choice]:
+    """What becomes of each linear of a model, by kind and in its order.
+
+    linears: name → size, of the whole model. divided: name → how tensor parallelism divides it over `tensor` ranks (see
+    `titanlite.parallel.tensor.split`).
+    """
+    found: dict[tuple[str, Size, str], list[str]] = {}
+    for name, size in linears.items():
+        way = (divided or {}).get(name)
+        local = Size(
+            size.in_features // tensor if way == "rowwise" else size.in_features,
+            size.out_features // tensor if way in ("colwise", "head") else size.out_features,
+        )
+        found.setdefault((_LAYER.sub("", name), local, _reason(name, size, local, plan)), []).append(name)
+    return [Choice(kind, tuple(names), size, reason) for (kind, size, reason), names in found.items()]
+
+
+def _reason(name: str, size: Size, local: Size, plan: Float8Plan) -> str:
+    if name == HEAD:
+        return "the head"
+    filters = [part for part in plan.keep if matches(part, name)]
+    if filters:
+        return f"float8.filter_fqns: {', '.join(filters)}"
+    odd = [f"{which} = {n}" for which, n in (("K", local.in_features), ("N", local.out_features)) if n % MULTIPLE]
+    if odd:
+        return f"{' and '.join(odd)} is not a multiple of {MULTIPLE}"
+    if min(size.in_features, size.out_features) < plan.min_features:
+        return f"below float8.min_features = {plan.min_features}"
+    return ""
+
+
+def matches(part: str, name: str) -> bool:
+    """Whether `part` is one or more whole components of `name`: `layers.1` is in `layers.1.w`, not in `layers.10.w`."""
+    return f".{part}." in f".{name}."
+
+
+def converted_names(choices: Iterable[Choice]) -> list[str]:
+    """The linears that compute in float8."""
+    return [name for choice in choices if choice.converted for name in choice.names]
+
+
+def tokens(batch: BatchPlan, mesh: MeshPlan, pipeline: PipelinePlan) -> int:
+    """M: the tokens of one product. Tensor-parallel ranks gather the sequence before it."""
+    return batch.micro_batch_size // pipeline.microbatches * (batch.seq_len // mesh.context)
+
+
+def choice_problems(linears: Mapping[str, Size], choices: Sequence[Choice], plan: Float8Plan) -> list[Problem]:
+    """Filters without an effect, and a choice that converts nothing."""
+    key = "float8.filter_fqns"
+    found = []
+    for part in plan.keep:
+        if not any(matches(part, name) for name in linears):
+            components = list(dict.fromkeys(c for name in linears for c in name.split(".") if not c.isdigit()))
+            hint = "".join(f"nearest: {name}; " for name in nearest(part, components))
+            hint += f"parts of names are {', '.join(components)}; the head is {HEAD}, and it always stays"
+            found.append(Problem("", key, f"{quote(part)} is part of no linear's name", hint))
+    if not found and not any(choice.converted for choice in choices):
+        reasons = "; ".join(f"{choice.kind}: {choice.reason}" for choice in choices)
+        message = f"leaves no product in float8: {reasons}"
+        found.append(Problem("", "float8.enable_float8_linear", message, "convert something, or set it to false"))
+    return found
+
+
+def token_problem(batch: BatchPlan, mesh: MeshPlan, pipeline: PipelinePlan) -> Problem | None:
+    """M that float8 units cannot take: in the gradient of a weight it is the inner dimension."""
+    count = tokens(batch, mesh, pipeline)
+    if count % MULTIPLE == 0:
+        return None
+    length = batch.seq_len // mesh.context
+    rows = batch.micro_batch_size // pipeline.microbatches
+    by = [f"{rows} sequences" if pipeline.microbatches == 1 else f"{rows} sequences of a pipeline micro-batch"]
+    by.append(f"{length} tokens" + (f" on each of {mesh.context} context-parallel ranks" if mesh.context > 1 else ""))
+    fitting = MULTIPLE // math.gcd(MULTIPLE, length) * pipeline.microbatches
+    return Problem(
+        "",
+        "float8.enable_float8_linear",
+        f"needs a multiple of {MULTIPLE} tokens in a product, and there are {' x '.join(by)} = {count}",
+        f"these work: training.batch_size = {fitting} or a multiple of it, or another training.seq_len",
+    )
+
+
+def gather_problem(choices: Sequence[Choice], shards: int) -> Problem | None:
+    """Weights that cannot be gathered in float8 because their rows do not divide evenly over `shards` ranks."""
+    odd = [c for c in choices if c.converted and c.size.out_features % shards]
+    if not odd:
+        return None
+    which = ", ".join(f"{c.kind} has {c.size.out_features}" for c in odd)
+    names = ", ".join(quote(c.kind) for c in odd)
+    return Problem(
+        "",
+        "float8.enable_fsdp_float8_all_gather",
+        f"needs weights whose rows divide over the {shards} ranks that share them; {which}",
+        f"set it to false, keep them with float8.filter_fqns = [{names}], or share weights among fewer ranks",
+    )
