@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,11 @@ from tests.pool import Pools
 
 if TYPE_CHECKING:  # torch is slow to import, and many tests do without
     from tests.training.compare import References
+
+
+# A shell ignores SIGINT for jobs in its background, and programs that tests start would inherit that.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
