@@ -4,13 +4,14 @@ set -u
 
 usage() {
     cat <<'HELP'
-usage: ./run_tests.sh [--full] [pytest arguments ...]
+usage: ./run_tests.sh [--full | --soak] [pytest arguments ...]
 
 Checks the repository: ruff (lint and formatting), mypy, pytest. Makes .venv first when it is missing or out of date;
 an active environment that has titanlite and the test tools is used instead.
 
   (nothing)   the quick tier: every test that is not marked slow
-  --full      every test
+  --full      every test that is not marked soak
+  --soak      every test
   others      go to pytest: ./run_tests.sh tests/config -k unknown
 
 PYTHON=/path/to/python3.12 names the interpreter that .venv is made with.
@@ -18,16 +19,17 @@ All stages run even when one fails; the exit code is 1 if any did (2 to 5: pytes
 HELP
 }
 
-full=""
+tier="quick" select="not slow and not soak"
 for argument in "$@"; do
     case "$argument" in
         -h | --help) usage; exit 0 ;;
-        --full) full=yes ;;
+        --full) tier="full" select="not soak" ;;
+        --soak) tier="soak" select="" ;;
     esac
 done
 arguments=()
 for argument in "$@"; do
-    [ "$argument" = --full ] || arguments+=("$argument")
+    case "$argument" in --full | --soak) ;; *) arguments+=("$argument") ;; esac
 done
 
 cd "$(dirname "${BASH_SOURCE[0]}")" || exit 1
@@ -54,12 +56,8 @@ stage "mypy" "$TITANLITE_PYTHON" -m mypy
 [ "$status" -eq 0 ] || printf '\nlint, formatting or types failed (see above); the tests run all the same\n'
 
 # Last, so that pytest's closing line ends the output.
-printf '\n== pytest%s\n' "${full:+ (full)}"
-if [ -n "$full" ]; then
-    "$TITANLITE_PYTHON" -m pytest --durations=10 ${arguments[@]+"${arguments[@]}"} </dev/null
-else
-    "$TITANLITE_PYTHON" -m pytest -m "not slow" --durations=5 ${arguments[@]+"${arguments[@]}"} </dev/null
-fi
+printf '\n== pytest (%s)\n' "$tier"
+"$TITANLITE_PYTHON" -m pytest -m "$select" --durations=10 ${arguments[@]+"${arguments[@]}"} </dev/null
 code=$?
 [ "$code" -eq 0 ] && exit "$status"
 exit "$code"

@@ -49,7 +49,7 @@ def test_one_level_trains_for_real(tmp_path: Path) -> None:
     assert re.search(r"^default +[\d,]+ +1 +– ", done.stdout, re.MULTILINE)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_levels_start_from_the_same_weights_and_read_the_same_text(tmp_path: Path) -> None:
     """Exact where the arithmetic is the same; within rounding where a compiler orders it anew."""
     (tmp_path / "full.toml").write_text('[activation_checkpoint]\nmode = "full"\n')
@@ -72,7 +72,7 @@ def test_levels_start_from_the_same_weights_and_read_the_same_text(tmp_path: Pat
         assert ("torch.compile made" in (run / "console.log").read_text()) == (level == "compile")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_all_four_levels_run_on_a_cpu_with_float8_emulated(tmp_path: Path) -> None:
     done = ladder(tmp_path, "--steps", "3", "--warmup", "1", "--repeats", "1", "--out", "out")
     losses = {run["level"]: run["losses"] for run in record(tmp_path / "out")["runs"]}
@@ -84,7 +84,7 @@ def test_all_four_levels_run_on_a_cpu_with_float8_emulated(tmp_path: Path) -> No
     assert "float8 is emulated in float8, float8-all-gather: their speed means nothing" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_that_fails_shows_what_its_ranks_said(tmp_path: Path) -> None:
     """A learning rate that overflows: the guard stops the second level, the first one's figures stay."""
     (tmp_path / "wild.toml").write_text("[optimizer]\nlr = 1e30\n")

@@ -32,7 +32,7 @@ from titanlite.parallel.tensor import tensor_loss
 from titanlite.parallel.world import World
 from titanlite.step import Duplicates
 
-slow = pytest.mark.slow
+soak = pytest.mark.soak
 FLOAT8 = replace(RUN, float8=EMULATED)
 FOUR = replace(TINY, n_layers=4)
 PIPELINE = ShardPlan(reshard_after_forward=False)
@@ -56,13 +56,14 @@ def test_losses_stay_within_the_spread_of_seeds(pool: Pools, seeds: list[list[fl
     assert ours[-1] < ours[0] - 1.0
 
 
-@slow
+@soak
 def test_the_debug_model_stays_within_the_spread_of_seeds(pool: Pools, tmp_path: Path) -> None:
-    """200 steps on the bundled text, in each recipe."""
+    """200 steps on the bundled text, in each recipe; in bf16 where the processor has instructions for it."""
+    precision = "bfloat16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
     small = ["--training.seq_len=128", "--training.global_batch_size=8", "--model.overrides.n_layers=4"]
     flags = [
         *("--model.overrides.dim=256", "--model.overrides.n_heads=16", *small, "--training.steps=200"),
-        *("--training.mixed_precision_param=bfloat16", "--optimizer.lr=1e-3", "--lr_scheduler.total_steps=200"),
+        *(f"--training.mixed_precision_param={precision}", "--optimizer.lr=1e-3", "--lr_scheduler.total_steps=200"),
         *("--training.warmup_steps=20", "--checkpoint.enable_checkpoint=false", "--validation.enable=false"),
     ]
 
@@ -96,27 +97,27 @@ def test_seeds_differ_by_more_than_divisions_may(seeds: list[list[float]]) -> No
     ("plan", "changes", "ranks"),
     [
         pytest.param(GATHERED, {}, 2, id="fsdp 2"),
-        pytest.param(EMULATED, {"accumulation": 2}, 4, id="fsdp 4", marks=slow),
-        pytest.param(PRECOMPUTED, {"replicas": 2}, 4, id="hsdp 2 x 2", marks=slow),
-        pytest.param(PRECOMPUTED, {"replicas": 2}, 2, id="ddp 2", marks=slow),
+        pytest.param(EMULATED, {"accumulation": 2}, 4, id="fsdp 4", marks=soak),
+        pytest.param(PRECOMPUTED, {"replicas": 2}, 4, id="hsdp 2 x 2", marks=soak),
+        pytest.param(PRECOMPUTED, {"replicas": 2}, 2, id="ddp 2", marks=soak),
         pytest.param(PRECOMPUTED, {"context": 2}, 2, id="cp 2"),
         pytest.param(EMULATED, {"tensor": 2}, 2, id="tp 2"),
-        pytest.param(EMULATED, {"tensor": 2, "loss_parallel": False}, 2, id="tp 2, whole logits", marks=slow),
+        pytest.param(EMULATED, {"tensor": 2, "loss_parallel": False}, 2, id="tp 2, whole logits", marks=soak),
         pytest.param(replace(EMULATED, keep=("wk", "w2")), {"tensor": 2}, 2, id="tp 2, some kept"),
-        pytest.param(PRECOMPUTED, {"tensor": 2}, 2, id="tp 2, gathered", marks=slow),
+        pytest.param(PRECOMPUTED, {"tensor": 2}, 2, id="tp 2, gathered", marks=soak),
         pytest.param(PRECOMPUTED, {"tensor": 2}, 4, id="tp 2, fsdp 2, gathered"),
-        pytest.param(PRECOMPUTED, {"tensor": 2, "replicas": 2}, 4, id="tp 2, ddp 2, gathered", marks=slow),
-        pytest.param(PRECOMPUTED, {"tensor": 2, "context": 2}, 4, id="tp 2, cp 2, gathered", marks=slow),
+        pytest.param(PRECOMPUTED, {"tensor": 2, "replicas": 2}, 4, id="tp 2, ddp 2, gathered", marks=soak),
+        pytest.param(PRECOMPUTED, {"tensor": 2, "context": 2}, 4, id="tp 2, cp 2, gathered", marks=soak),
         pytest.param(PRECOMPUTED, {"pipeline": 2, "args": FOUR, "shard": PIPELINE}, 2, id="pp 2"),
         pytest.param(
-            PRECOMPUTED, {"pipeline": 2, "args": FOUR, "shard": PIPELINE, "tensor": 2}, 4, id="pp 2, tp 2", marks=slow
+            PRECOMPUTED, {"pipeline": 2, "args": FOUR, "shard": PIPELINE, "tensor": 2}, 4, id="pp 2, tp 2", marks=soak
         ),
         pytest.param(
             PRECOMPUTED,
             {"pipeline": 2, "args": FOUR, "shard": PIPELINE, "schedule": "Interleaved1F1B"},
             4,
             id="pp 2, fsdp 2, interleaved",
-            marks=slow,
+            marks=soak,
         ),
     ],
 )
@@ -176,14 +177,14 @@ EAGER = CompilePlan(model=True, loss=True, backend="aot_eager")
     ("plan", "changes", "ranks"),
     [
         pytest.param(PRECOMPUTED, {}, 2, id="all-gather"),
-        pytest.param(Float8Plan(enable=True), {}, 1, id="scaled_mm", marks=slow),
-        pytest.param(replace(EMULATED, recipe="rowwise"), {}, 1, id="rowwise", marks=slow),
-        pytest.param(replace(EMULATED, recipe="rowwise_with_gw_hp"), {}, 1, id="gw_hp", marks=slow),
-        pytest.param(EMULATED, {"activations": ActivationCheckpointPlan("op")}, 1, id="op", marks=slow),
-        pytest.param(EMULATED, {"activations": ActivationCheckpointPlan("full")}, 1, id="full", marks=slow),
-        pytest.param(EMULATED, {"tensor": 2}, 2, id="tp 2", marks=slow),
-        pytest.param(PRECOMPUTED, {"tensor": 2}, 4, id="tp 2, fsdp 2", marks=slow),
-        pytest.param(PRECOMPUTED, {"pipeline": 2, "args": FOUR, "shard": PIPELINE}, 2, id="pp 2", marks=slow),
+        pytest.param(Float8Plan(enable=True), {}, 1, id="scaled_mm", marks=soak),
+        pytest.param(replace(EMULATED, recipe="rowwise"), {}, 1, id="rowwise", marks=soak),
+        pytest.param(replace(EMULATED, recipe="rowwise_with_gw_hp"), {}, 1, id="gw_hp", marks=soak),
+        pytest.param(EMULATED, {"activations": ActivationCheckpointPlan("op")}, 1, id="op", marks=soak),
+        pytest.param(EMULATED, {"activations": ActivationCheckpointPlan("full")}, 1, id="full", marks=soak),
+        pytest.param(EMULATED, {"tensor": 2}, 2, id="tp 2", marks=soak),
+        pytest.param(PRECOMPUTED, {"tensor": 2}, 4, id="tp 2, fsdp 2", marks=soak),
+        pytest.param(PRECOMPUTED, {"pipeline": 2, "args": FOUR, "shard": PIPELINE}, 2, id="pp 2", marks=soak),
     ],
 )
 def test_compiled_blocks_compute_the_same(pool: Pools, plan: Float8Plan, changes: dict[str, Any], ranks: int) -> None:
@@ -193,7 +194,7 @@ def test_compiled_blocks_compute_the_same(pool: Pools, plan: Float8Plan, changes
     assert distance(ours, plain) < 5e-3, (ours, plain)
 
 
-@slow
+@soak
 @pytest.mark.parametrize(
     ("plan", "changes"),
     [
@@ -276,8 +277,8 @@ def _drift(world: World, run: Run) -> tuple[Drift, float, list[float], list[floa
         pytest.param(PRECOMPUTED, {}, 2, id="all-gather"),
         pytest.param(replace(EMULATED, recipe="rowwise"), {}, 1, id="rowwise"),
         pytest.param(EMULATED, {"tensor": 2}, 2, id="tp 2"),
-        pytest.param(PRECOMPUTED, {"tensor": 2}, 4, id="tp 2, fsdp 2, all-gather", marks=slow),
-        pytest.param(PRECOMPUTED, {"replicas": 2}, 4, id="hsdp, all-gather", marks=slow),
+        pytest.param(PRECOMPUTED, {"tensor": 2}, 4, id="tp 2, fsdp 2, all-gather", marks=soak),
+        pytest.param(PRECOMPUTED, {"replicas": 2}, 4, id="hsdp, all-gather", marks=soak),
         pytest.param(PRECOMPUTED, {"pipeline": 2, "args": FOUR, "shard": PIPELINE}, 2, id="pp 2, all-gather"),
     ],
 )

@@ -206,9 +206,15 @@ def test_a_cell_trains_as_transformers_does(references: References, row: str, co
     references.compare(run_of(plans_of(ROWS[row], cell), cell.optimizer, cell.steps), ROWS[row].ranks)
 
 
+def _mark(name: str, ranks: int) -> list[pytest.MarkDecorator]:
+    if name == "1 rank":
+        return []
+    return [pytest.mark.soak if ranks == 8 and name != "pp 2, tp 2, fsdp 2" else pytest.mark.slow]
+
+
 @pytest.mark.parametrize(
     ("row", "accumulation"),
-    [pytest.param(*cell, id=name, marks=[] if name == "1 rank" else pytest.mark.slow) for name, cell in MORE.items()],
+    [pytest.param(*cell, id=name, marks=_mark(name, cell[0].ranks)) for name, cell in MORE.items()],
 )
 def test_another_row_trains_as_transformers_does(references: References, row: Row, accumulation: int) -> None:
     references.compare(run_of(plans_of(row, Column(accumulation, "AdamW", {})), steps=8), row.ranks)

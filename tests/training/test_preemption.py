@@ -413,7 +413,7 @@ class Launch:
 LONG = ["--training.steps=100000", "--no-validation.enable"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_torchrun_saves_and_the_restart_is_the_same_run(tmp_path: Path, number: signal.Signals) -> None:
     launch = Launch(tmp_path / "run", *LONG)
@@ -432,7 +432,7 @@ def test_a_signal_to_torchrun_saves_and_the_restart_is_the_same_run(tmp_path: Pa
     assert states == [("start", None, None), ("end", "preempted", 5), ("start", None, None), ("end", "done", 0)]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_sigusr1_to_one_worker_and_torchrun_restarts_by_itself(tmp_path: Path) -> None:
     launch = Launch(tmp_path / "run", *LONG, launcher=("--max-restarts=1",))
     launch.until("step:  5")
@@ -448,7 +448,7 @@ def test_sigusr1_to_one_worker_and_torchrun_restarts_by_itself(tmp_path: Path) -
     assert [e.get("torchrun_restarts") for e in read_entries(tmp_path / "run")] == [None, None, 1, None]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_killed_rank_is_a_lost_peer_to_the_other_and_the_next_start_says_what_was_lost(tmp_path: Path) -> None:
     launch = Launch(tmp_path / "run", *LONG, "--checkpoint.interval=5")
     launch.until("step:  8")
@@ -470,7 +470,7 @@ def test_a_killed_rank_is_a_lost_peer_to_the_other_and_the_next_start_says_what_
     )
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_killed_run_leaves_a_lock_and_no_end_and_the_next_start_takes_over(tmp_path: Path) -> None:
     launch = Launch(tmp_path / "run", *LONG, "--checkpoint.interval=5", ranks=0)
     launch.until("step:  8")
@@ -492,7 +492,7 @@ def test_a_killed_run_leaves_a_lock_and_no_end_and_the_next_start_takes_over(tmp
     assert "config changed since attempt 1: optimizer.lr: 0.003 -> 0.5" in text
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_signal_before_the_first_step_ends_at_once_and_leaves_no_lock(tmp_path: Path) -> None:
     launch = Launch(tmp_path / "run", *LONG, ranks=0)
     deadline = time.monotonic() + 60
@@ -507,7 +507,7 @@ def test_a_signal_before_the_first_step_ends_at_once_and_leaves_no_lock(tmp_path
     assert not (tmp_path / "run").exists() or not (tmp_path / "run" / LOCK).exists()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_second_ctrl_c_ends_at_once_and_the_older_checkpoint_is_intact(tmp_path: Path) -> None:
     slow = tmp_path / "slow_save.py"
     slow.write_text(
@@ -544,7 +544,7 @@ def test_a_second_ctrl_c_ends_at_once_and_the_older_checkpoint_is_intact(tmp_pat
     assert "resumed from step 3" in again.end() and again.process.returncode == 0
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_signal_while_the_first_step_compiles_waits_for_it(tmp_path: Path) -> None:
     """torchrun sends SIGTERM to all that its workers have started, the compilers too."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "cache")
