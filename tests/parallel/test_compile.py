@@ -439,7 +439,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 INDUCTOR = CompilePlan(model=True, loss=True, backend="inductor")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_generated_code_equals_eager_and_outlives_its_process(pool: Pools, folder: str) -> None:
     run = Run(TOKENS, LABELS, [0.1] * STEPS, optimizer="SGD", accumulation=2, compile=INDUCTOR)
     expected = pool(2).run(train, replace(run, compile=CompilePlan()))[0]
@@ -452,7 +452,7 @@ def test_generated_code_equals_eager_and_outlives_its_process(pool: Pools, folde
     assert warm["curve"].losses == cold["curve"].losses
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_generated_code_in_bf16_stays_within_the_spread_of_seeds(pool: Pools, folder: str) -> None:
     run = Run(TOKENS, LABELS, WARM, shard=ShardPlan(), accumulation=4)
     eager = torch.tensor(pool(1).run(train, run)[0].losses)

@@ -111,7 +111,7 @@ LAYOUTS = {
 }
 QUICK = [("fsdp 512", "3.1-70B"), ("hsdp 8x512", "3.1-405B")]
 CELLS = [
-    pytest.param(layout, flavor, id=f"{name}, {flavor}", marks=[] if (name, flavor) in QUICK else pytest.mark.slow)
+    pytest.param(layout, flavor, id=f"{name}, {flavor}", marks=[] if (name, flavor) in QUICK else pytest.mark.soak)
     for name, layout in LAYOUTS.items()
     for flavor in ("3.1-70B", "3.1-405B")
     if (name, flavor) != ("fsdp 4096", "3.1-405B")  # a minute, and nothing that the smaller model does not show
@@ -142,7 +142,7 @@ ALL_TOGETHER = {
 @pytest.mark.parametrize(
     ("layout", "flavor", "blocks"),
     [
-        pytest.param(*cell, id=name, marks=[] if name == "405B on 4,096" else pytest.mark.slow)
+        pytest.param(*cell, id=name, marks=[] if name == "405B on 4,096" else pytest.mark.soak)
         for name, cell in ALL_TOGETHER.items()
     ],
 )

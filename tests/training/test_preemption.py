@@ -381,6 +381,7 @@ class Launch:
                 "OMP_NUM_THREADS": "1",
                 "PYTHONPATH": str(ROOT),
                 "TITANLITE_EXIT_CODES": str(self.codes),
+                "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300",  # torchrun's 30 seconds are few where a step compiles
             },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -401,7 +402,7 @@ class Launch:
         log = (self.folder / "logs" / f"rank_{rank}.log").read_text()
         return int(re.findall(rf"rank {rank} begins, process (\d+)", log)[-1])
 
-    def end(self, timeout: float = 90) -> str:
+    def end(self, timeout: float = 300) -> str:
         rest, _ = self.process.communicate(timeout=timeout)
         self.lines.append(rest)
         return "".join(self.lines)
@@ -465,9 +466,8 @@ def test_a_killed_rank_is_a_lost_peer_to_the_other_and_the_next_start_says_what_
         )
         assert end["lost_steps"] == end["step"] - end["saved_step"]
         assert end["lost_tokens"] == 64 * end["lost_steps"]
-    assert (
-        "a collective failed" in text and "Traceback" not in text.split("a collective failed")[1].split("torch.dist")[0]
-    )
+    # torchrun prints a traceback of its own; the worker's would name this file.
+    assert "a collective failed" in text and "titanlite/trainer.py" not in text
 
 
 @pytest.mark.slow
