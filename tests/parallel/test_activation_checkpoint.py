@@ -324,7 +324,7 @@ def test_a_policy_that_saves_nothing_is_an_error() -> None:
         trace_block(model, ["block"], OP, (2, 4), CPU, torch.float32)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_float8_products_are_products() -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -578,7 +578,7 @@ def _compiled(plan: ActivationCheckpointPlan, shelf: Shelf | None = None) -> tup
     return gradients(model), counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @RECOMPUTING
 def test_compiled_blocks_recompute_too(plan: ActivationCheckpointPlan, plain_gradients: dict[str, Tensor]) -> None:
     found, graphs = _compiled(plan)
@@ -586,7 +586,7 @@ def test_compiled_blocks_recompute_too(plan: ActivationCheckpointPlan, plain_gra
     assert graphs == (2 if plan == EVERY_2 else 1)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_budget_is_a_share_of_what_the_compiler_would_keep(plain_gradients: dict[str, Tensor]) -> None:
     from torch._functorch import config
 
@@ -712,7 +712,7 @@ MODES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_units_within_a_block_are_gathered_no_more_often(pool: Pools) -> None:
     """Hooks of units smaller than a block lie inside of what is recomputed."""
     shard = ShardPlan("float32", reshard_after_forward=True, units="size", min_params=3000)
@@ -724,7 +724,7 @@ def test_units_within_a_block_are_gathered_no_more_often(pool: Pools) -> None:
         assert pool(2).run(_collectives, replace(run, activations=plan))[0] == plain
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_whole_runs_agree_and_checkpoints_fit_every_mode(pool: Pools, tmp_path: Path) -> None:
     """Five steps in one mode, five more in the next, from the checkpoint of the first, are ten steps of mode none."""
     assert "--checkpoint.enable_checkpoint" in TINY_RUN

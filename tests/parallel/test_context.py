@@ -161,7 +161,7 @@ ATTENTION = [(2, 4, 4, False), (2, 4, 2, True), (4, 4, 1, False), (4, 4, 2, True
 
 @pytest.mark.parametrize(
     ("ranks", "heads", "kv_heads", "documents"),
-    [pytest.param(*row, marks=[pytest.mark.slow] if row[0] == 4 else []) for row in ATTENTION],
+    [pytest.param(*row, marks=[pytest.mark.soak] if row[0] == 4 else []) for row in ATTENTION],
 )
 def test_attention_alone_equals_plain_attention(
     pool: Pools, ranks: int, heads: int, kv_heads: int, documents: bool
@@ -266,13 +266,13 @@ def test_gradients_equal_the_plain_models_and_work_and_activations_are_shared(po
         assert len(found["lengths"]) > 20 and set.union(*found["lengths"].values()) == {16}
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_documents_are_masked_across_ranks(pool: Pools, ranks: int) -> None:
     for found in pool(ranks).run(_model, documents=True):
         assert max(found["errors"].values()) < 1e-6, found["errors"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(("ranks", "compiled"), [(2, False), (2, True), (4, False)])
 @pytest.mark.parametrize("mode", ["none", "full", "op"])
 def test_gradients_are_right_when_blocks_are_recomputed_or_compiled(
@@ -329,8 +329,8 @@ def _sharding(world: World, run: Run) -> tuple[Any, ...]:
     ("ranks", "replicas", "data_ranks", "rows", "mesh"),
     [
         (2, 1, [0, 0], 32, [0, 1]),
-        pytest.param(4, 1, [0, 0, 1, 1], 16, [0, 1, 2, 3], marks=pytest.mark.slow),
-        pytest.param(4, 2, [0, 0, 1, 1], 32, [[0, 1], [2, 3]], marks=pytest.mark.slow),
+        pytest.param(4, 1, [0, 0, 1, 1], 16, [0, 1, 2, 3], marks=pytest.mark.soak),
+        pytest.param(4, 2, [0, 0, 1, 1], 32, [[0, 1], [2, 3]], marks=pytest.mark.soak),
     ],
     ids=["cp 2", "cp 2 x fsdp 2", "cp 2 x hsdp 2"],
 )
@@ -373,7 +373,7 @@ def test_each_rank_keeps_its_part_of_the_activations(pool: Pools) -> None:
 CP = "--experimental.context_parallel_degree=2"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_on_two_ranks_equals_one_rank_and_goes_on_there(pool: Pools, tmp_path: Path) -> None:
     flags = ["--training.steps=20", "--validation.enable", "--metrics.layer_norms=1"]
     alone = pool(1).run(_run, str(tmp_path / "alone"), *flags)[0]["rows"]

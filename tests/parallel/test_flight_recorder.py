@@ -135,7 +135,7 @@ with World.open(CommPlan(trace_folder=sys.argv[1]), "cpu") as world:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_torchfrtrace_says_who_waited_where(tmp_path: Path) -> None:
     """Two ranks that wait for each other in different collectives."""
     script, folder = tmp_path / "apart.py", tmp_path / "comm_traces"

@@ -294,7 +294,7 @@ assert logging.getLogger("torchao").level == logging.NOTSET
     assert _python(code) == ""
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(("keep", "inputs"), [("", 4), ("wk", 2)])
 def test_tensor_parallel_ranks_that_can_exchange_float8(keep: str, inputs: int) -> None:
     """What a block gathers is cast before, once for all products that take it; gradients too. gloo cannot send it."""

@@ -43,7 +43,7 @@ FULL = ShardPlan("float32", reshard_after_forward=False)
 RUN = Run(TOKENS, LABELS, WARM, args=ARGS, shard=FULL, accumulation=2, pipeline=2)
 
 
-slow = pytest.mark.slow
+slow = pytest.mark.soak
 
 
 def _placement(world: World, run: Run) -> tuple[dict[str, torch.Tensor], int, int, list[str]]:

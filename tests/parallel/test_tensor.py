@@ -53,7 +53,7 @@ def test_compiled_halves_of_blocks_have_the_gradients_of_plain_ones(pool: Pools)
 
 
 @pytest.mark.parametrize("norm", ["layernorm", "np_layernorm"])
-@pytest.mark.slow
+@pytest.mark.soak
 def test_other_norms_train_as_on_one_rank(pool: Pools, norm: str) -> None:
     short = replace(RUN, rates=WARM[:5], args=replace(TINY, norm_type=norm))
     plain, ours = (pool(run.tensor).run(train, run)[0] for run in (short.alone(), short))
@@ -65,7 +65,7 @@ def test_other_norms_train_as_on_one_rank(pool: Pools, norm: str) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "replicas"),
-    [(2, 1), (4, 1), pytest.param(4, 2, marks=pytest.mark.slow)],
+    [(2, 1), (4, 1), pytest.param(4, 2, marks=pytest.mark.soak)],
     ids=["tp 2", "tp 2, fsdp 2", "tp 2, ddp 2"],
 )
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
@@ -179,7 +179,7 @@ _ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
         pytest.param(RUN, 0, 3, id="plain"),
         pytest.param(replace(RUN, loss_parallel=False), 1, 0, id="gathered logits"),
         pytest.param(replace(RUN, compile=EAGER), 0, 3, id="compiled"),
-        pytest.param(replace(RUN, compile=replace(EAGER, loss=True)), 0, 3, id="loss too", marks=pytest.mark.slow),
+        pytest.param(replace(RUN, compile=replace(EAGER, loss=True)), 0, 3, id="loss too", marks=pytest.mark.soak),
     ],
 )
 def test_activations_are_gathered_and_scattered_and_not_reduced_as_a_whole(
@@ -194,7 +194,7 @@ def test_activations_are_gathered_and_scattered_and_not_reduced_as_a_whole(
         assert counts["all_reduce"] == norms + reductions
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_policy_by_operation_works_inside_the_graphs(pool: Pools) -> None:
     """Two of seven products are needed again and not saved: wk and w3. Attention is saved; full recomputes all."""
     none, full, op = (
@@ -225,7 +225,7 @@ def _remade_products(world: World, run: Run) -> Counter[str]:
     return counting.counts
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("mode", ["full", "op"])
 def test_as_much_is_recomputed_as_on_one_rank(pool: Pools, mode: str) -> None:
     run = replace(RUN, activations=_remade(mode))
@@ -446,7 +446,7 @@ with _test_mode(), torch.no_grad():
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("switch", ["on", "off"])
 def test_products_are_fused_with_their_traffic_if_asked(switch: str) -> None:
     """What inductor makes of a feed-forward, for a GPU; a fake rank beside it."""
@@ -460,7 +460,7 @@ def test_products_are_fused_with_their_traffic_if_asked(switch: str) -> None:
 # Whole runs
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_and_its_checkpoints_go_on_with_any_degrees(pool: Pools, tmp_path: Path) -> None:
     """One rank, two tensor-parallel ones, and checkpoints carried from each kind to the others."""
     halves = ["--model.overrides.n_kv_heads=2", "--validation.enable"]

@@ -110,7 +110,7 @@ os._exit(0)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_restarted_workers_meet_again(tmp_path: Path) -> None:
     """The agent's store outlives the workers: without keys per attempt the restart often hangs."""
     script = tmp_path / "restarts.py"

@@ -30,7 +30,7 @@ UNITS = [
     pytest.param(2, 1, "gqa", ShardPlan("float32", units="size", min_params=30_000, prefetch=1), id="size, ahead 1"),
     pytest.param(2, 1, "tied", ShardPlan("float32", units=("Block", "Embedding"), prefetch=2), id="tied classes"),
     *(
-        pytest.param(*row, marks=pytest.mark.slow, id=name)
+        pytest.param(*row, marks=pytest.mark.soak, id=name)
         for name, row in {
             "root": (2, 1, "gqa", ShardPlan("float32", units="root")),
             "root, always": (2, 1, "gqa", ShardPlan("float32", units="root", reshard_after_forward=True)),
@@ -52,7 +52,7 @@ def test_other_units_train_as_transformers_does(
     references.compare(run, ranks)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_units_inside_recomputed_blocks_train_as_transformers_does(references: References) -> None:
     shard = ShardPlan("float32", units=("Block", "Attention"), prefetch=2, reshard_after_forward=True)
     run = Run(TOKENS, LABELS, WARM, shard=shard, accumulation=2, activations=ActivationCheckpointPlan("full"))

@@ -470,7 +470,7 @@ def test_a_killed_rank_is_a_lost_peer_to_the_other_and_the_next_start_says_what_
     assert "a collective failed" in text and "titanlite/trainer.py" not in text
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_killed_run_leaves_a_lock_and_no_end_and_the_next_start_takes_over(tmp_path: Path) -> None:
     launch = Launch(tmp_path / "run", *LONG, "--checkpoint.interval=5", ranks=0)
     launch.until("step:  8")

@@ -266,7 +266,7 @@ def test_garbage_is_collected_on_all_ranks_in_the_same_steps(pool: Pools, tmp_pa
     assert all(off and on for _, off, on in flags)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_shipped_default_learns(tmp_path: Path) -> None:
     """`./run_llama_train.sh` as it is, cut to 40 steps: the loss falls by more than a nat."""
     done = subprocess.run(
