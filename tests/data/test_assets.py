@@ -83,7 +83,7 @@ def test_gzip_files_are_reproducible() -> None:
             assert header[4:8] == bytes(4), f"{file.name}: a time is stored"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_committed_tokenizers_are_what_the_script_makes(tmp_path: Path) -> None:
     script = ROOT / "scripts" / "train_tokenizer.py"
     run = [sys.executable, str(script), "--out", str(tmp_path)]

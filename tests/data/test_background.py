@@ -331,11 +331,11 @@ except KeyboardInterrupt:
     ("end", "signal_number", "code", "output"),
     [
         ("pass", None, 0, "ready"),
-        pytest.param("sys.exit(3)", None, 3, "ready", marks=pytest.mark.slow),
+        pytest.param("sys.exit(3)", None, 3, "ready", marks=pytest.mark.soak),
         ("raise ValueError('mine')", None, 1, "ready"),
         ("while True: batches.next_step()", signal.SIGINT, 0, "interrupted at {'step': "),
         pytest.param(
-            "while True: batches.next_step()", signal.SIGTERM, -signal.SIGTERM, "ready", marks=pytest.mark.slow
+            "while True: batches.next_step()", signal.SIGTERM, -signal.SIGTERM, "ready", marks=pytest.mark.soak
         ),
     ],
 )

@@ -92,7 +92,7 @@ def test_a_run_is_the_same_with_threads_and_leaves_none(pool: Pools, plain: dict
     assert runs[0]["losses"] == plain
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_broken_off_with_steps_in_stock_goes_on_bit_for_bit(
     pool: Pools, plain: dict[Any, Any], tmp_path: Path
 ) -> None:
@@ -103,7 +103,7 @@ def test_a_run_broken_off_with_steps_in_stock_goes_on_bit_for_bit(
     assert resumed[0]["losses"] == plain
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_run_with_steps_in_stock(tmp_path: Path, number: signal.Signals) -> None:
     with subprocess.Popen(

@@ -27,6 +27,8 @@ ROOT = Path(__file__).parents[2]
 Climb = Callable[..., tuple[int, str, str]]
 STAND_IN = [sys.executable, str(ROOT / "tests" / "ladder" / "stand_in.py")]
 
+pytestmark = pytest.mark.soak
+
 
 @pytest.fixture
 def ladder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Climb:

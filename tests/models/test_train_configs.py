@@ -170,7 +170,7 @@ def test_the_stated_memory_is_that_of_the_traced_block(name: str) -> None:
     assert memory.peak / 1e9 < 0.85 * available
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("name", sorted(set(SIZES) - {"llama3_1_8b", "llama3_1_70b"}))  # shapes of their own
 def test_the_memory_of_sharded_steps_is_what_the_files_count_on(name: str) -> None:
     """Four layers of each model, two micro-batches on tensors without data, the fake ranks of the file's hardware."""

@@ -745,7 +745,7 @@ def torchrun(terminal: Terminal, ranks: int, *flags: str) -> int:
     return process.wait()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_torchrun_on_a_terminal(tmp_path: Path) -> None:
     """Plain `torchrun train.py`: workers inherit the terminal, and rank 0 shows the view."""
     terminal = Terminal(250, 40)
@@ -769,7 +769,7 @@ def test_torchrun_on_a_terminal(tmp_path: Path) -> None:
     terminal.close()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_that_fails_leaves_its_last_state_above_the_reason(tmp_path: Path) -> None:
     terminal = Terminal(120, 40)
     flags = ["--job.config_file=debug_model.toml", *TINY, f"--job.dump_folder={tmp_path}", "--optimizer.lr=1e30"]
@@ -782,7 +782,7 @@ def test_a_run_that_fails_leaves_its_last_state_above_the_reason(tmp_path: Path)
     terminal.close()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("flag", ["--no-metrics.enable_progress", "--metrics.log_style=fsdp"])
 def test_lines_on_a_terminal_where_they_are_wanted(tmp_path: Path, flag: str) -> None:
     terminal = Terminal(200, 40)

@@ -33,6 +33,7 @@ from titanlite.parallel.world import World
 from titanlite.step import Duplicates
 
 soak = pytest.mark.soak
+pytestmark = soak
 FLOAT8 = replace(RUN, float8=EMULATED)
 FOUR = replace(TINY, n_layers=4)
 PIPELINE = ShardPlan(reshard_after_forward=False)

@@ -30,7 +30,7 @@ def test_which_code_stands_for_all(told: str, code: int | None) -> None:
     assert worst(told) == code
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(("codes", "ends"), [("00", 0), ("55", 5), ("37", 3)])
 def test_it_ends_with_the_workers_code(tmp_path: Path, codes: str, ends: int) -> None:
     script = tmp_path / "worker.py"
