@@ -210,7 +210,7 @@ def test_a_cell_trains_as_transformers_does(references: References, row: str, co
 
 
 def _mark(name: str) -> list[pytest.MarkDecorator]:
-    return [] if name == "1 rank" else [pytest.mark.soak if name in SLOW else pytest.mark.soak]
+    return [] if name == "1 rank" else [pytest.mark.slow if name in SLOW else pytest.mark.soak]
 
 
 @pytest.mark.parametrize(
