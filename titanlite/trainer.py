@@ -18,7 +18,7 @@ import torch.distributed as dist
 from titanlite import exit_codes
 from titanlite._version import __version__
 from titanlite.build import Parts, Text, build, fingerprints, parameter_counts, to_device
-from titanlite.checkpoint import Checkpointer, CheckpointError
+from titanlite.checkpoint import Checkpointer
 from titanlite.config.plans import Plans
 from titanlite.data.loader import Batch
 from titanlite.drift import measure_drift
@@ -31,7 +31,6 @@ from titanlite.observe.metrics import FILE
 from titanlite.observe.observer import Observer
 from titanlite.observe.profiles import Profiles
 from titanlite.observe.report import start_report
-from titanlite.observe.stepline import human_time
 from titanlite.optim.schedule import learning_rate
 from titanlite.parallel.fsdp import DTYPES
 from titanlite.parallel.init import seed_generators
@@ -41,6 +40,7 @@ from titanlite.preempt import GracefulStop, Preempted
 from titanlite.runs import ledger
 from titanlite.runs.folder import FinalState
 from titanlite.runs.provenance import config_text
+from titanlite.saving import Saves
 from titanlite.step import Duplicates, StepResult, train_step, validate
 
 
@@ -66,18 +66,16 @@ class Trainer:
         #: All ranks know that one was asked to stop: the step under way is the last.
         self._stopping = False
         self._validation_owed = False
-        #: Step of the newest checkpoint that is surely there.
-        self._saved: int | None = None
         self._ledger: ledger.Ledger | None = None
         self.parts: Parts = build(plans, world, text)
         self._seed()
         self.guard = FiniteGuard(world.device)
         self.checkpointer: Checkpointer | None = None
+        self.saves: Saves | None = None
         if plans.checkpoint.enable:
             prints = fingerprints(self.parts.args, text)
             self.checkpointer = Checkpointer(plans.checkpoint, world, prints, {"toml": config_text(plans.config_toml)})
-        #: Tokens seen at the step of each save that is under way in the background.
-        self._being_saved: dict[int, int] = {}
+            self.saves = Saves(self.checkpointer, self._saved)
         self.observer = Observer(plans, world, self.parts.args)
 
     def train(self) -> None:
@@ -111,7 +109,8 @@ class Trainer:
                     self.after_first_step()
                     self.collect_garbage()
                     self.observer.step(self.step, result, self.lr(), self.tokens_seen)
-                    self.tell_saves()
+                    if self.saves is not None:
+                        self.saves.tell()
                     if profiles.on:
                         with self.observer.pausing():  # writing a trace takes a while
                             profiles.step(self.step)
@@ -129,7 +128,9 @@ class Trainer:
             raise
         except NonFiniteError as error:
             try:
-                self._await_save()
+                if self.saves is not None:
+                    with self.patience():
+                        self.saves.wait()
                 self.diagnose(error)
             finally:
                 self._finish("stopped", error.step - 1, error, str(error))
@@ -157,13 +158,14 @@ class Trainer:
 
     def _preempted(self) -> Preempted:
         """How a run that was asked to stop stands. All ranks call it together."""
-        saved = self._saved == self.step
+        newest_step = None if self.saves is None else self.saves.newest
+        saved = newest_step == self.step
         if saved:
             kept = f"the checkpoint of step {self.step} is written, the same command goes on from there"
-        elif self.checkpointer is None:
+        elif self.saves is None:
             kept = "checkpoints are off, nothing is saved"
         else:
-            newest = "there is no checkpoint" if self._saved is None else f"the newest is of step {self._saved}"
+            newest = "there is no checkpoint" if newest_step is None else f"the newest is of step {newest_step}"
             kept = f"its checkpoint could not be written, {newest}"
         who = self.stop.who()
         level = logging.INFO if self.world.rank else logging.WARNING  # on the console once, in every log of a rank
@@ -187,7 +189,9 @@ class Trainer:
         """Continue from a checkpoint, if there is one, and say what will run."""
         loaded = self.checkpointer.load(self.parts.model, self.parts.optimizer) if self.checkpointer else None
         if loaded:
-            self.step = self._trained = self._saved = loaded.step
+            self.step = self._trained = loaded.step
+            if self.saves is not None:
+                self.saves.newest = loaded.step
             self._validation_owed = bool(loaded.train.get("validation_owed"))
             self.tokens_seen = int(loaded.train["tokens_seen"])
             self.parts.loader.load_state_dict(loaded.train["data"])
@@ -388,61 +392,27 @@ class Trainer:
         A save that fails in mid-run is reported and tried again at the next interval; at the end it raises.
         """
         is_last = self.step == self.steps or self._stopping
-        if self.checkpointer is None or not (is_last or self.step % self.plans.checkpoint.interval == 0):
+        if self.saves is None or not (is_last or self.step % self.plans.checkpoint.interval == 0):
             return
         self.guard.check()  # the flag of this very step has not been looked at yet on a GPU
         state = {"data": self.parts.loader.state_dict(), "tokens_seen": self.tokens_seen}
         if self._validation_owed:
             state["validation_owed"] = True
-        started = time.perf_counter()
-        try:
-            with self.observer.pausing(), self.patience():
-                self._being_saved[self.step] = self.tokens_seen
-                folder = self.checkpointer.save(self.step, self.parts.model, self.parts.optimizer, state)
-                if not is_last:
-                    self._stopping = self.stop.agreed()  # asked while it was written: it need not be written again
-                copied = time.perf_counter() - started
-                if is_last or self._stopping:
-                    self.checkpointer.wait()
-        except CheckpointError as error:
-            self._being_saved.pop(self.step, None)
-            if self.step == self.steps:
-                raise
-            logger.error(f"step {self.step}: NO CHECKPOINT WAS WRITTEN: {error}. Training goes on; tried again later")
-            return
-        if not self.checkpointer.in_background:
-            self._note_saved(self.step, folder, time.perf_counter() - started)
-            return
-        if is_last or self._stopping:
-            self._saved = self.step  # all ranks have waited for it; the others have no news of their own
-        else:
-            logger.info(f"checkpoint of step {self.step} copied in {human_time(copied)}, now it is being written")
-        self.tell_saves()
+        with self.observer.pausing(), self.patience():
+            asked = self.saves.save(
+                self.step,
+                self.parts.model,
+                self.parts.optimizer,
+                state,
+                stop=self.stop,
+                final=is_last,
+                must=self.step == self.steps,
+            )
+        self._stopping = self._stopping or asked
 
-    def tell_saves(self) -> None:
-        """What became of saves in the background, on rank 0. A failed one is tried again with the next that is due."""
-        while self.checkpointer is not None and (outcome := self.checkpointer.poll()):
-            if outcome.problem:
-                self._being_saved.pop(outcome.step, None)
-                logger.error(
-                    f"step {outcome.step}: NO CHECKPOINT WAS WRITTEN: {outcome.problem}. Training goes on; tried again "
-                    "later"
-                )
-            else:
-                self._note_saved(outcome.step, outcome.folder, outcome.seconds)
-
-    def _await_save(self) -> None:
-        """Let a save in the background end, whatever comes of it. All ranks call it together."""
-        if self.checkpointer is not None and self.checkpointer.in_background:
-            with self.patience(), contextlib.suppress(CheckpointError):
-                self.checkpointer.wait()
-            self.tell_saves()
-
-    def _note_saved(self, step: int, folder: Path, seconds: float) -> None:
+    def _saved(self, step: int, tokens: int, folder: Path, seconds: float) -> None:
         """The checkpoint of `step` is there."""
         self.observer.saved(step, folder, seconds)
-        self._saved = step
-        tokens = self._being_saved.pop(step)
         if self._ledger is not None:
             self._ledger.saved(step, tokens)
 

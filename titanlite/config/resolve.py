@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
-from titanlite.config import plans
+from titanlite.config import mapped, plans
 from titanlite.config.advice import batch_advice, choices, divisors, some
 from titanlite.config.context import context_problems
 from titanlite.config.errors import ConfigError, Problem
@@ -74,7 +73,7 @@ def draft(
     resolved = plans.Plans(
         model=work.model(),
         tokenizer=work.tokenizer(),
-        data=work.data(),
+        data=mapped.data_plan(d),
         batch=batch,
         mesh=mesh,
         tensor_parallel=plans.TensorParallelPlan(
@@ -83,10 +82,10 @@ def draft(
         ),
         pipeline=pipeline,
         shard=work.shard(mesh),
-        float8=work.float8(),
+        float8=mapped.float8_plan(d),
         activations=work.activations(shapes),
-        compile=work.compile(),
-        optimizer=work.optimizer(),
+        compile=mapped.compile_plan(d),
+        optimizer=mapped.optimizer_plan(d),
         schedule=schedule,
         train=plans.TrainPlan(
             steps=steps,
@@ -95,11 +94,11 @@ def draft(
             deterministic=d.debug.deterministic,
             deterministic_warn_only=d.debug.deterministic_warn_only,
         ),
-        validation=work.validation(),
-        checkpoint=work.checkpoint(),
-        comm=plans.CommPlan(**d.comm.model_dump(), trace_folder=below(d.job.dump_folder, "comm_traces")),
-        observe=work.observe(),
-        profile=work.profile(),
+        validation=mapped.validation_plan(d),
+        checkpoint=mapped.checkpoint_plan(d),
+        comm=plans.CommPlan(**d.comm.model_dump(), trace_folder=mapped.below(d.job.dump_folder, "comm_traces")),
+        observe=mapped.observe_plan(d),
+        profile=mapped.profile_plan(d),
         config_toml=config.to_toml(),
         notes=(*config.notes, *work.notes),
         warnings=tuple(work.warnings),
@@ -129,11 +128,6 @@ def _degrees(config: JobConfig) -> dict[str, int]:
         "experimental.pipeline_parallel_degree": d.experimental.pipeline_parallel_degree,
         "experimental.context_parallel_degree": d.experimental.context_parallel_degree,
     }
-
-
-def below(dump_folder: str, folder: str) -> str:
-    """A folder of the run: below `dump_folder`, unless absolute."""
-    return os.path.join(dump_folder, folder)
 
 
 @dataclass
@@ -193,7 +187,7 @@ class _Work:
         if d.model.rope_scaling is not None:
             scaling = d.model.rope_scaling
             overrides["rope_scaling"] = scaling.model_dump() if isinstance(scaling, Section) else scaling
-        longest = max(d.training.seq_len, self.validation().seq_len if d.validation.enable else 0)
+        longest = max(d.training.seq_len, mapped.validation_plan(d).seq_len if d.validation.enable else 0)
         return plans.ModelPlan(
             name=d.model.name,
             flavor=d.model.flavor,
@@ -383,24 +377,6 @@ class _Work:
             total_steps=total, warmup_steps=warmup, decay_steps=decay, plateau_steps=plateau, **shape
         )
 
-    # Everything that maps one to one
-
-    def data(self) -> plans.DataPlan:
-        d = self.config.dialect
-        return plans.DataPlan(
-            dataset=d.training.dataset,
-            path=d.training.dataset_path,
-            seq_len=d.training.seq_len,
-            seed=d.data.seed,
-            shuffle=d.data.shuffle,
-            epochs=d.training.epochs,
-            num_workers=d.data.num_workers,
-            token_cache=d.data.token_cache,
-            prefetch=d.data.prefetch,
-            pin_memory=d.data.pin_memory,
-            persistent_workers=d.data.persistent_workers,
-        )
-
     def shard(self, mesh: plans.MeshPlan) -> plans.ShardPlan:
         training = self.config.dialect.training
         reshard: bool | int | None
@@ -433,21 +409,6 @@ class _Work:
             cpu_offload=training.enable_cpu_offload,
         )
 
-    def float8(self) -> plans.Float8Plan:
-        section = self.config.dialect.float8
-        if not section.enable_float8_linear:
-            return plans.Float8Plan()
-        return plans.Float8Plan(
-            enable=True,
-            recipe=section.recipe_name,
-            all_gather=section.enable_fsdp_float8_all_gather,
-            precompute=section.precompute_float8_dynamic_scale_for_fsdp,
-            keep=tuple(section.filter_fqns),
-            emulate=section.emulate,
-            min_features=section.min_features,
-            drift_check=section.drift_check,
-        )
-
     def activations(self, shapes: Shapes | None) -> plans.ActivationCheckpointPlan:
         d = self.config.dialect
         ac = d.activation_checkpoint
@@ -470,83 +431,6 @@ class _Work:
                 self.notes.append(f"{option} = {message}: all activations are kept")
             return plans.ActivationCheckpointPlan(offload=ac.offload)
         return plans.ActivationCheckpointPlan("every", every=every, offload=ac.offload)
-
-    def compile(self) -> plans.CompilePlan:
-        on, section = self.config.dialect.training.compile, self.config.dialect.compile
-        return plans.CompilePlan(
-            model=on and "model" in section.components,
-            loss=on and "loss" in section.components,
-            backend=section.backend,
-            cache_dir=section.cache_dir,
-        )
-
-    def optimizer(self) -> plans.OptimizerPlan:
-        optimizer, training = self.config.dialect.optimizer, self.config.dialect.training
-        return plans.OptimizerPlan(
-            # Names that are not built yet are refused before anything is built from a plan.
-            name="Adam" if optimizer.name == "Adam" else "AdamW",
-            lr=optimizer.lr,
-            beta1=optimizer.beta1,
-            beta2=optimizer.beta2,
-            eps=optimizer.eps,
-            weight_decay=optimizer.weight_decay,
-            implementation=optimizer.implementation,
-            max_norm=training.max_norm,
-        )
-
-    def validation(self) -> plans.ValidationPlan:
-        v, training = self.config.dialect.validation, self.config.dialect.training
-        return plans.ValidationPlan(
-            enable=v.enable,
-            freq=v.freq,
-            steps=v.steps,
-            batch_size=training.batch_size if v.batch_size is None else v.batch_size,
-            seq_len=training.seq_len if v.seq_len is None else v.seq_len,
-            dataset=v.dataset,
-            path=v.dataset_path,
-        )
-
-    def checkpoint(self) -> plans.CheckpointPlan:
-        c = self.config.dialect.checkpoint
-        return plans.CheckpointPlan(
-            enable=c.enable_checkpoint,
-            folder=below(self.config.dialect.job.dump_folder, c.folder),
-            interval=c.interval,
-            start="resume-or-fresh" if c.start == "from" else c.start,
-            load_step=None if c.load_step == -1 else c.load_step,
-            verify=c.verify,
-            keep_latest_k=c.keep_latest_k,
-            keep_every=c.keep_every,
-            async_mode=c.async_mode,
-        )
-
-    def profile(self) -> plans.ProfilePlan:
-        job, profiling = self.config.dialect.job, self.config.dialect.profiling
-        traces, snapshots = profiling.save_traces_folder, profiling.save_memory_snapshot_folder
-        return plans.ProfilePlan(
-            trace_folder=below(job.dump_folder, traces) if profiling.enable_profiling else None,
-            snapshot_folder=below(job.dump_folder, snapshots) if profiling.enable_memory_snapshot else None,
-            freq=profiling.profile_freq,
-        )
-
-    def observe(self) -> plans.ObservePlan:
-        job, metrics = self.config.dialect.job, self.config.dialect.metrics
-        saved = job.save_config_file
-        return plans.ObservePlan(
-            dump_folder=job.dump_folder,
-            description=job.description,
-            log_freq=metrics.log_freq,
-            log_style=metrics.log_style,
-            color=metrics.enable_color_printing,
-            progress=metrics.enable_progress,
-            tensorboard_folder=below(job.dump_folder, metrics.save_tb_folder) if metrics.enable_tensorboard else None,
-            rank_0_only=metrics.rank_0_only,
-            wandb=metrics.enable_wandb,
-            layer_norms=metrics.layer_norms,
-            peak_flops=None if metrics.peak_tflops is None else metrics.peak_tflops * 1e12,
-            print_config=job.print_config,
-            save_config_file=None if saved is None else below(job.dump_folder, saved),
-        )
 
 
 def _fits(value: Any, hint: Any) -> bool:

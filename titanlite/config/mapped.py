@@ -1,0 +1,128 @@
+"""Dialect → plans where one follows from the other key by key, without the number of ranks or the model."""
+
+from __future__ import annotations
+
+import os
+
+from titanlite.config import plans
+from titanlite.config.dialect import Dialect
+
+
+def below(dump_folder: str, folder: str) -> str:
+    """A folder of the run: below `dump_folder`, unless absolute."""
+    return os.path.join(dump_folder, folder)
+
+
+def data_plan(d: Dialect) -> plans.DataPlan:
+    return plans.DataPlan(
+        dataset=d.training.dataset,
+        path=d.training.dataset_path,
+        seq_len=d.training.seq_len,
+        seed=d.data.seed,
+        shuffle=d.data.shuffle,
+        epochs=d.training.epochs,
+        num_workers=d.data.num_workers,
+        token_cache=d.data.token_cache,
+        prefetch=d.data.prefetch,
+        pin_memory=d.data.pin_memory,
+        persistent_workers=d.data.persistent_workers,
+    )
+
+
+def float8_plan(d: Dialect) -> plans.Float8Plan:
+    section = d.float8
+    if not section.enable_float8_linear:
+        return plans.Float8Plan()
+    return plans.Float8Plan(
+        enable=True,
+        recipe=section.recipe_name,
+        all_gather=section.enable_fsdp_float8_all_gather,
+        precompute=section.precompute_float8_dynamic_scale_for_fsdp,
+        keep=tuple(section.filter_fqns),
+        emulate=section.emulate,
+        min_features=section.min_features,
+        drift_check=section.drift_check,
+    )
+
+
+def compile_plan(d: Dialect) -> plans.CompilePlan:
+    on, section = d.training.compile, d.compile
+    return plans.CompilePlan(
+        model=on and "model" in section.components,
+        loss=on and "loss" in section.components,
+        backend=section.backend,
+        cache_dir=section.cache_dir,
+    )
+
+
+def optimizer_plan(d: Dialect) -> plans.OptimizerPlan:
+    optimizer, training = d.optimizer, d.training
+    return plans.OptimizerPlan(
+        # Names that are not built yet are refused before anything is built from a plan.
+        name="Adam" if optimizer.name == "Adam" else "AdamW",
+        lr=optimizer.lr,
+        beta1=optimizer.beta1,
+        beta2=optimizer.beta2,
+        eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        implementation=optimizer.implementation,
+        max_norm=training.max_norm,
+    )
+
+
+def validation_plan(d: Dialect) -> plans.ValidationPlan:
+    v, training = d.validation, d.training
+    return plans.ValidationPlan(
+        enable=v.enable,
+        freq=v.freq,
+        steps=v.steps,
+        batch_size=training.batch_size if v.batch_size is None else v.batch_size,
+        seq_len=training.seq_len if v.seq_len is None else v.seq_len,
+        dataset=v.dataset,
+        path=v.dataset_path,
+    )
+
+
+def checkpoint_plan(d: Dialect) -> plans.CheckpointPlan:
+    c = d.checkpoint
+    return plans.CheckpointPlan(
+        enable=c.enable_checkpoint,
+        folder=below(d.job.dump_folder, c.folder),
+        interval=c.interval,
+        start="resume-or-fresh" if c.start == "from" else c.start,
+        load_step=None if c.load_step == -1 else c.load_step,
+        verify=c.verify,
+        keep_latest_k=c.keep_latest_k,
+        keep_every=c.keep_every,
+        async_mode=c.async_mode,
+    )
+
+
+def profile_plan(d: Dialect) -> plans.ProfilePlan:
+    job, profiling = d.job, d.profiling
+    traces, snapshots = profiling.save_traces_folder, profiling.save_memory_snapshot_folder
+    return plans.ProfilePlan(
+        trace_folder=below(job.dump_folder, traces) if profiling.enable_profiling else None,
+        snapshot_folder=below(job.dump_folder, snapshots) if profiling.enable_memory_snapshot else None,
+        freq=profiling.profile_freq,
+    )
+
+
+def observe_plan(d: Dialect) -> plans.ObservePlan:
+    job, metrics = d.job, d.metrics
+    saved = job.save_config_file
+    return plans.ObservePlan(
+        dump_folder=job.dump_folder,
+        description=job.description,
+        log_freq=metrics.log_freq,
+        log_style=metrics.log_style,
+        color=metrics.enable_color_printing,
+        progress=metrics.enable_progress,
+        tensorboard_folder=below(job.dump_folder, metrics.save_tb_folder) if metrics.enable_tensorboard else None,
+        rank_0_only=metrics.rank_0_only,
+        wandb=metrics.enable_wandb,
+        layer_norms=metrics.layer_norms,
+        peak_flops=None if metrics.peak_tflops is None else metrics.peak_tflops * 1e12,
+        print_config=job.print_config,
+        save_config_file=None if saved is None else below(job.dump_folder, saved),
+    )
