@@ -23,7 +23,7 @@ from titanlite.data.errors import DataError
 from titanlite.guard import NonFiniteError
 from titanlite.models.shapes import ShapeError
 from titanlite.observe.console import logger, setup_console
-from titanlite.parallel.compile import prepare_compile
+from titanlite.parallel.compile import CompileError, prepare_compile
 from titanlite.parallel.flight_recorder import is_of_collectives
 from titanlite.parallel.float8 import check_float8
 from titanlite.parallel.host_memory import keep_freed_memory
@@ -88,6 +88,11 @@ def _run(argv: Sequence[str], stop: GracefulStop) -> int:
         if not getattr(error, "together", False) and os.environ.get("LOCAL_RANK", "0") == "0":  # else it is logged
             print(f"stopped: {str(error) or 'second Ctrl-C'}", file=sys.stderr, flush=True)
         return exit_codes.code_of(error)
+    except CompileError as error:
+        if os.environ.get("TORCHDYNAMO_VERBOSE", "0") != "0":
+            traceback.print_exc()
+        advice = "TORCHDYNAMO_VERBOSE=1 shows torch's own report, training.compile = false trains without"
+        return _end(f"{error}\n{advice}", exit_codes.CONFIG)
     except NonFiniteError as error:
         kept = f"checkpoints are in {plans.checkpoint.folder}" if plans.checkpoint.enable else "checkpoints are off"
         return _end(f"stopped: {error}; {kept}", exit_codes.GUARD)

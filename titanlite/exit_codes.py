@@ -10,7 +10,7 @@ from __future__ import annotations
 DONE = 0
 #: An error nobody foresaw; its traceback is in the output.
 ERROR = 1
-#: The configuration, or a file it names, is wrong. Nothing was started.
+#: The configuration, or a file it names, is wrong, or the model cannot be compiled. Nothing was trained.
 CONFIG = 2
 #: The guard stopped the run: a loss or a gradient was not finite. The weights are those of the step before.
 GUARD = 3
@@ -33,6 +33,7 @@ def code_of(error: BaseException) -> int:
     from titanlite.data.errors import DataError
     from titanlite.guard import NonFiniteError
     from titanlite.models.shapes import ShapeError
+    from titanlite.parallel.compile import CompileError
     from titanlite.parallel.flight_recorder import is_of_collectives
     from titanlite.parallel.world import WorldError
     from titanlite.preempt import Preempted
@@ -41,7 +42,7 @@ def code_of(error: BaseException) -> int:
     if isinstance(error, Preempted):
         return PREEMPTED if error.saved else PREEMPTED_UNSAVED
     kinds: dict[int, tuple[type[BaseException], ...]] = {
-        CONFIG: (ConfigError, DataError, ShapeError, WorldError),
+        CONFIG: (CompileError, ConfigError, DataError, ShapeError, WorldError),
         GUARD: (NonFiniteError,),
         CHECKPOINT: (CheckpointError, LockedError),
         INTERRUPTED: (KeyboardInterrupt,),

@@ -180,12 +180,12 @@ def test_earlier_metrics_are_kept_not_mixed(pool: Pools, tmp_path: Path) -> None
     assert read_metrics(tmp_path / "metrics-1.jsonl") == first
 
 
-def _train_py(*flags: str, ranks: int = 0) -> subprocess.CompletedProcess[str]:
+def _train_py(*flags: str, ranks: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
     launcher = [sys.executable]
     if ranks:
         launcher += ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--rdzv_backend=c10d"]
         launcher += ["--rdzv_endpoint=localhost:0"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
     return subprocess.run(
         [*launcher, "train.py", *flags], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )
@@ -201,6 +201,21 @@ def test_wrong_config_exits_2_without_a_traceback(tmp_path: Path) -> None:
     lost = _train_py("--job.config_file=debug_model.toml", f"--training.dataset_path={tmp_path}/nothing")
     assert lost.returncode == exit_codes.CONFIG and f"{tmp_path}/nothing" in lost.stderr
     assert "Traceback" not in lost.stderr
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_be_compiled_is_an_error_of_one_screen(tmp_path: Path) -> None:
+    """With a compiler that is there, but fails."""
+    done = _train_py(
+        *("--job.config_file=debug_model.toml", *TINY, f"--job.dump_folder={tmp_path}/run", "--training.compile"),
+        CXX="/bin/false",
+        TORCHINDUCTOR_CACHE_DIR=f"{tmp_path}/cache",
+    )
+    assert done.returncode == exit_codes.CONFIG, done.stderr
+    assert "error: the backend failed to compile layers.0: " in done.stderr and "training.compile = false" in done.stderr
+    assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) < 30
+    end = json.loads((tmp_path / "run" / "attempts.jsonl").read_text().splitlines()[-1])
+    assert end["exit_code"] == exit_codes.CONFIG and end["step"] == 0
 
 
 def test_torchrun_trains_and_writes_what_it_says(tmp_path: Path) -> None:
