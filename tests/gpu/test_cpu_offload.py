@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -17,20 +16,10 @@ from titanlite.guard import FiniteGuard
 from titanlite.parallel.world import World
 from titanlite.step import train_step
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="needs a GPU: on a CPU parameters are in host memory already"
-)
-
 STEPS = 5
 TOKENS, LABELS = batches(STEPS, 4, 32, 192)
 RUN = Run(TOKENS, LABELS, [1e-3] * STEPS, accumulation=2)
 OFFLOADED = replace(RUN, shard=replace(RUN.shard, cpu_offload=True))
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with World.open(device_type="cuda") as opened:
-        yield opened
 
 
 def _locals(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -212,7 +212,9 @@ def test_a_model_that_cannot_be_compiled_is_an_error_of_one_screen(tmp_path: Pat
         TORCHINDUCTOR_CACHE_DIR=f"{tmp_path}/cache",
     )
     assert done.returncode == exit_codes.CONFIG, done.stderr
-    assert "error: the backend failed to compile layers.0: " in done.stderr and "training.compile = false" in done.stderr
+    assert (
+        "error: the backend failed to compile layers.0: " in done.stderr and "training.compile = false" in done.stderr
+    )
     assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) < 30
     end = json.loads((tmp_path / "run" / "attempts.jsonl").read_text().splitlines()[-1])
     assert end["exit_code"] == exit_codes.CONFIG and end["step"] == 0

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Everything that wants a GPU: the tests of tests/gpu, then the measurements. `benchmarks/gpu.sh --help` says more.
+#
+# PYTHON names the interpreter; by default the active environment's, or that of .venv. Nothing is installed: it needs
+# torch 2.11 or newer, titanlite's dependencies, pytest and transformers.
+set -eu
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+if [ -z "${PYTHON:-}" ]; then
+    if [ -z "${VIRTUAL_ENV:-}" ] && [ -x .venv/bin/python ]; then PYTHON=.venv/bin/python; else PYTHON=python3; fi
+fi
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+exec "$PYTHON" benchmarks/gpu.py "$@"

@@ -1,0 +1,200 @@
+"""Float8, attention kernels, recomputation, compilation and memory snapshots as a GPU runs them."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.parallel import float8_runs
+from tests.parallel.float8_runs import LINEARS, RATES, RECIPES, distance, spread
+from tests.training.compare import LABELS, TOKENS, WARM
+from tests.training.harness import TINY, Run, batches, build_tiny, micro_batches, train, train_afresh
+from titanlite.build import to_device
+from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, Float8Plan, ProfilePlan, ShardPlan
+from titanlite.guard import FiniteGuard
+from titanlite.observe.profiles import Profiles
+from titanlite.parallel.world import World
+from titanlite.step import train_step
+
+BF16 = ShardPlan(param_dtype="bfloat16")
+RUN = Run(TOKENS, LABELS, WARM)
+COMPILED = CompilePlan(model=True, loss=True)
+
+#: Needs kernels of compute capability 8.9.
+FLOAT8_HARDWARE = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="needs a GPU with float8"
+)
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operators(world: World, run: Run) -> Counter[str]:
+    """Those of the second step, which are below float8's tensors; of the profiler, so that compiled ones count too."""
+    model, optimizer, rank = build_tiny(world, run)
+    guard = FiniteGuard(world.device)
+    data = to_device(micro_batches(run, 0, rank, world.size), world.device)
+
+    def take(step: int) -> None:
+        train_step(model, optimizer, data, step=step, lr=1e-3, max_norm=1.0, guard=guard)
+
+    take(1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        take(2)
+    return Counter(event.name.removeprefix("aten::") for event in profile.events())
+
+
+# Float8
+
+
+@FLOAT8_HARDWARE
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_float8_products_are_the_hardwares(world: World, recipe: Any) -> None:
+    run = replace(float8_runs.RUN, float8=Float8Plan(enable=True, recipe=recipe))
+    assert operators(world, run)["_scaled_mm"] == LINEARS * (2 if recipe == "rowwise_with_gw_hp" else 3)
+
+
+@FLOAT8_HARDWARE
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_float8_stays_within_the_spread_of_seeds(world: World, recipe: Any, compiled: bool) -> None:
+    long = replace(float8_runs.RUN, rates=RATES, compile=COMPILED if compiled else CompilePlan())
+    plain, *others = (train_afresh(world, replace(long, seed=seed)).losses for seed in (7, 8, 9))
+    ours = train_afresh(world, replace(long, float8=Float8Plan(enable=True, recipe=recipe))).losses
+    assert 0 < distance(ours, plain) < 2 * spread(plain, others)
+
+
+@FLOAT8_HARDWARE
+def test_gathering_in_float8_with_scales_computed_before_changes_little(world: World) -> None:
+    long = replace(float8_runs.RUN, rates=RATES)
+    plain, *others = (train(world, replace(long, seed=seed)).losses for seed in (7, 8, 9))
+    gathered = Float8Plan(enable=True, all_gather=True)
+    alone, before = (
+        train(world, replace(long, float8=plan)) for plan in (gathered, replace(gathered, precompute=True))
+    )
+    assert 0 < distance(alone.losses, plain) < 2 * spread(plain, others)
+    for name, weight in alone.weights.items():
+        torch.testing.assert_close(before.weights[name], weight, rtol=1e-3, atol=1e-4)
+
+
+# Attention
+
+
+@pytest.mark.parametrize(
+    ("backend", "operator"),
+    [
+        (SDPBackend.FLASH_ATTENTION, "_scaled_dot_product_flash_attention"),
+        (SDPBackend.CUDNN_ATTENTION, "_scaled_dot_product_cudnn_attention"),
+        (SDPBackend.EFFICIENT_ATTENTION, "_scaled_dot_product_efficient_attention"),
+    ],
+    ids=["flash", "cudnn", "efficient"],
+)
+@pytest.mark.parametrize("mode", ["none", "op"])
+def test_each_attention_kernel_trains_and_is_kept_by_the_policy_by_operation(
+    world: World, backend: SDPBackend, operator: str, mode: Any
+) -> None:
+    """The kernel runs once per block, recomputed or not; gradients are those of plain attention to bf16's rounding."""
+    args = replace(TINY, dim=256, n_heads=4, n_kv_heads=4, max_seq_len=128)
+    tokens, labels = batches(1, 2, 128, 192)
+    run = Run(tokens, labels, [1e-3], args=args, shard=BF16, activations=ActivationCheckpointPlan(mode))
+    with sdpa_kernel(SDPBackend.MATH):
+        plain = train(world, run)
+    model, _, rank = build_tiny(world, run)
+    data = to_device(micro_batches(run, 0, rank, world.size), world.device)
+    with sdpa_kernel(backend), Operators() as seen:
+        model(data[0].tokens).float().logsumexp(-1).sum().backward()
+    assert seen.counts[operator] == args.n_layers
+    with sdpa_kernel(backend):
+        ours = train(world, run)
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-2)
+    for name, gradient in plain.gradients.items():
+        assert ((ours.gradients[name] - gradient).norm() / gradient.norm()).item() < 0.05, name
+
+
+# Activation checkpointing
+
+
+def test_each_mode_keeps_less_and_computes_the_same(world: World) -> None:
+    """Peak memory over a forward and backward pass, less what was there before."""
+    args = replace(TINY, dim=512, n_layers=8, n_heads=8, n_kv_heads=8, max_seq_len=512, multiple_of=256)
+    tokens, labels = batches(1, 8, 512, 192)
+    peaks, gradients = {}, {}
+    for name, plan in {
+        "none": ActivationCheckpointPlan(),
+        "every 2nd": ActivationCheckpointPlan("every", every=2),
+        "by operation": ActivationCheckpointPlan("op"),
+        "full": ActivationCheckpointPlan("full"),
+        "none, offload": ActivationCheckpointPlan(offload=True),
+    }.items():
+        run = Run(tokens, labels, [1e-3], args=args, shard=BF16, activations=plan)
+        model, _, rank = build_tiny(world, run)
+        data = to_device(micro_batches(run, 0, rank, world.size), world.device)
+        for _ in range(2):
+            model.zero_grad()
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            model(data[0].tokens).float().logsumexp(-1).sum().backward()
+            peaks[name] = torch.cuda.max_memory_allocated() - before
+        gradients[name] = {n: p.grad.full_tensor().clone() for n, p in model.named_parameters()}  # type: ignore[union-attr]
+        del model, data
+    assert peaks["full"] < peaks["every 2nd"] < peaks["none"] and peaks["by operation"] < peaks["none"]
+    assert peaks["none, offload"] < peaks["none"]
+    for name, ours in gradients.items():
+        for parameter, gradient in gradients["none"].items():
+            torch.testing.assert_close(ours[parameter], gradient, rtol=2e-2, atol=1e-3, msg=f"{name}: {parameter}")
+
+
+# Compilation
+
+
+def test_compiled_training_is_eager_training_to_rounding(world: World) -> None:
+    """In fp32, where inductor keeps the precision of the products; equal blocks are one graph."""
+    from torch._dynamo.utils import counters
+
+    eager = train(world, RUN)
+    counters.clear()
+    compiled = train_afresh(world, replace(RUN, compile=COMPILED))
+    assert compiled.losses == pytest.approx(eager.losses, abs=1e-4)
+    assert counters["stats"]["unique_graphs"] == 2, "a block and the loss"
+
+
+def test_compiled_recomputation_and_float8_run_together(world: World) -> None:
+    run = replace(RUN, shard=BF16, compile=COMPILED, activations=ActivationCheckpointPlan("op"))
+    plain = train_afresh(world, run)
+    eager = train(world, replace(run, compile=CompilePlan()))
+    assert distance(plain.losses, eager.losses) < 0.05
+
+
+# Memory
+
+
+def test_snapshots_are_written_on_the_cycle_and_when_memory_runs_out(tmp_path: Path, world: World) -> None:
+    plan = ProfilePlan(trace_folder=None, snapshot_folder=str(tmp_path), freq=2)
+    kept: list[torch.Tensor] = []
+    with pytest.raises(torch.OutOfMemoryError), Profiles(plan, 0, world.device) as profiles:
+        for step in (1, 2, 3):
+            kept.append(torch.empty(2**20, device=world.device))
+            profiles.step(step)
+        torch.empty(2**50, dtype=torch.uint8, device=world.device)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["iteration_2", "iteration_3_out_of_memory"]
+    snapshot = pickle.loads((tmp_path / "iteration_2" / "rank0_memory_snapshot.pickle").read_bytes())
+    sizes = [event["size"] for trace in snapshot["device_traces"] for event in trace if event["action"] == "alloc"]
+    assert sizes.count(2**22) >= 2
