@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+CONFIGS = ROOT / "benchmarks" / "gpu"
 sys.path.insert(0, str(ROOT))
 GIB = 2**30
 #: Bytes of a parameter's weight, gradient and two Adam moments in fp32.
@@ -87,53 +88,29 @@ class Bench:
 
 @dataclass(frozen=True)
 class Setting:
-    """A ladder: a model's shapes, the flags over its config, and the levels that are left out."""
+    """A ladder: a config of benchmarks/gpu, and the levels that are left out."""
 
     config: str
-    flags: tuple[str, ...]
     steps: int
     warmup: int
     repeats: int
     skip: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
     state_bytes: int = FP32_STATE
 
 
-FULL_AC = "--activation_checkpoint.mode=full"
 SETTINGS = {
-    "ladder-8b": Setting(
-        "llama3_8b.toml", ("--training.seq_len=8192", "--training.batch_size=1", FULL_AC), steps=25, warmup=8, repeats=2
-    ),
+    "ladder-8b": Setting("llama3_8b.toml", steps=25, warmup=8, repeats=2),
+    "rival-7b": Setting("llama2_7b.toml", steps=15, warmup=5, repeats=2, skip=("float8",)),
+    # Losses of the compiled bf16 run and of float8 with everything, read every fifth step.
     "loss-8b": Setting(
-        "llama3_8b.toml",
-        ("--training.seq_len=8192", "--training.batch_size=1", FULL_AC, "--metrics.log_freq=5"),
-        steps=500,
-        warmup=20,
-        repeats=1,
-        skip=("default", "float8"),
+        "llama3_8b.toml", steps=500, warmup=20, repeats=1, skip=("default", "float8"), flags=("--metrics.log_freq=5",)
     ),
-    "rival-7b": Setting(
-        "llama2_7b.toml",
-        ("--training.seq_len=4096", "--training.batch_size=8", FULL_AC),
-        steps=15,
-        warmup=5,
-        repeats=2,
-        skip=("default", "float8"),
-    ),
-    "kahan-8b": Setting(
-        "llama3_8b.toml",
-        (
-            *("--training.seq_len=8192", "--training.batch_size=1", FULL_AC),
-            *("--optimizer.name=AnyPrecisionAdamW", "--optimizer.kahan=true", "--training.dtype=bfloat16"),
-        ),
-        steps=15,
-        warmup=5,
-        repeats=2,
-        state_bytes=10,
-    ),
+    "kahan-8b": Setting("llama3_8b_kahan.toml", steps=15, warmup=5, repeats=2, state_bytes=10),
 }
 TOY_FLAGS = (
-    *("--training.seq_len=32", "--training.batch_size=2", "--compile.backend=aot_eager"),
-    *("--model.overrides.dim=64", "--model.overrides.n_heads=4", "--model.vocab_size=2048"),
+    *("--training.seq_len=32", "--training.batch_size=2", "--compile.backend=aot_eager", "--model.vocab_size=4096"),
+    *("--model.overrides.dim=64", "--model.overrides.n_heads=4", "--model.overrides.n_kv_heads=4"),
 )
 
 
@@ -213,7 +190,17 @@ def climb(bench: Bench, name: str) -> list[dict[str, Any]]:
     steps, warmup = (4, 2) if bench.toy else (setting.steps, setting.warmup)
     out = bench.folder / "ladders" / name
     command = [
-        *(sys.executable, "-m", "titanlite.cli", "ladder", setting.config, "--ranks", "1", "--out", str(out)),
+        *(
+            sys.executable,
+            "-m",
+            "titanlite.cli",
+            "ladder",
+            str(CONFIGS / setting.config),
+            "--ranks",
+            "1",
+            "--out",
+            str(out),
+        ),
         *("--steps", str(steps), "--warmup", str(warmup), "--repeats", str(1 if bench.toy else setting.repeats)),
         *(word for level in setting.skip for word in ("--skip", level)),
         *(f"--model.overrides.n_layers={layers}", *flags),
@@ -231,7 +218,7 @@ def _ladder_rows(
     from titanlite.models.shapes import count_parameters, flops_per_token
     from titanlite.prepare import load_plans, model_args
 
-    plans = load_plans(setting.config, 1, [f"--model.overrides.n_layers={layers}", *flags])
+    plans = load_plans(str(CONFIGS / setting.config), 1, [f"--model.overrides.n_layers={layers}", *flags])
     args = model_args(plans.model)
     per_token = flops_per_token(args, plans.batch.seq_len)
     rows = []
@@ -269,7 +256,7 @@ def _fitting(bench: Bench, name: str, setting: Setting, flags: Sequence[str]) ->
     log = bench.folder / "logs" / f"{name}-fit.log"
     while layers > 0:
         command = [
-            *(sys.executable, "train.py", f"--job.config_file={setting.config}", *flags),
+            *(sys.executable, "train.py", f"--job.config_file={CONFIGS / setting.config}", *flags),
             *(f"--model.overrides.n_layers={layers}", f"--job.dump_folder={bench.folder / 'fit'}"),
             *("--training.steps=2", "--lr_scheduler.total_steps=1000", "--no-validation.enable"),
             *("--no-checkpoint.enable_checkpoint", "--no-training.compile"),
@@ -297,9 +284,9 @@ def _layers_by_state(setting: Setting, flags: Sequence[str]) -> int:
     if not torch.cuda.is_available():
         raise NotMeasured("there is no GPU here")
     try:
-        args = model_args(load_plans(setting.config, 1, list(flags)).model)
+        args = model_args(load_plans(str(CONFIGS / setting.config), 1, list(flags)).model)
     except ConfigError as error:
-        raise NotMeasured("; ".join(problem.message for problem in error.problems)) from None
+        raise NotMeasured("; ".join(f"{one.key}: {one.message}" for one in error.problems)) from None
     free = torch.cuda.mem_get_info()[1] - SPARE
     layers = args.n_layers
     while layers > 1 and setting.state_bytes * count_parameters(replace(args, n_layers=layers)) > free:
@@ -310,8 +297,11 @@ def _layers_by_state(setting: Setting, flags: Sequence[str]) -> int:
 def _last_line(log: Path) -> str:
     """What a command said why it failed."""
     lines = [line.strip() for line in log.read_text().splitlines() if line.strip()]
-    wrong = [line for line in lines if re.match(r"(error|[\w.]*Error)\b", line)]
-    return (wrong or lines or ["no output"])[-1][:300]
+    start = next((i for i, line in enumerate(lines) if line.startswith("error:")), None)
+    if start is not None:
+        return " ".join(lines[start:])[:400]
+    wrong = [line for line in lines if re.match(r"[\w.]*Error\b", line)]
+    return (wrong or lines or ["no output"])[-1][:400]
 
 
 PIECES: dict[str, Callable[[Bench], list[dict[str, Any]]]] = {
@@ -386,7 +376,7 @@ def page(done: dict[str, dict[str, Any]], about: dict[str, Any]) -> str:
 def _ladder_table(rows: list[dict[str, Any]]) -> list[str]:
     first = rows[0]
     lines = [
-        f"{first['parameters'] / 1e9:.2f}B parameters ({first['layers']} blocks), {first['sequences']} sequences of "
+        f"{first['parameters']:,} parameters ({first['layers']} blocks), {first['sequences']} sequences of "
         f"{first['seq_len']} tokens, activation checkpointing {first['activation_checkpoint']}, "
         f"{first['state_bytes_per_parameter']} bytes of state per parameter; {MFU_FORMULA}.",
         "",
