@@ -45,7 +45,7 @@ def test_save_after_load_holds_the_new_state(pool: Pools, tmp_path: Path) -> Non
     _equal(third["weights"], straight["weights"])
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_other_rank_counts_continue_to_rounding(pool: Pools, tmp_path: Path, ranks: int) -> None:
     pool(2).run(train, RUN, str(tmp_path / "run"), 1, 10)
     straight = pool(2).run(train, RUN, str(tmp_path / "straight"), 1, 20)[0]

@@ -38,6 +38,7 @@ def record(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "ladder.json").read_text())
 
 
+@pytest.mark.slow
 def test_one_level_trains_for_real(tmp_path: Path) -> None:
     words = ["--skip", "compile", *NO_FLOAT8, "--steps", "3", "--warmup", "1", "--repeats", "1", "--ranks", "1"]
     done = ladder(tmp_path, *words)

@@ -115,6 +115,7 @@ def _train(world: World, folder: str, steps: int) -> None:
     del os.environ["WANDB_PROJECT"]
 
 
+@pytest.mark.slow
 def test_an_offline_run_holds_the_rows_of_metrics_jsonl(pool: Pools, tmp_path: Path) -> None:
     """The real library, in a real run, read back from the file that `wandb sync` would send."""
     pool(2).run(_train, str(tmp_path / "my run"), 4)

@@ -147,7 +147,9 @@ def test_recompilation_is_reported_once_with_its_reason(pool: Pools) -> None:
     assert [level for level, _ in counted[1].said] == ["INFO"] * 4
 
 
-@pytest.mark.parametrize(("optimizer", "ranks", "accumulation"), [("AdamW", 1, 4), ("SGD", 2, 2)])
+@pytest.mark.parametrize(
+    ("optimizer", "ranks", "accumulation"), [("AdamW", 1, 4), pytest.param("SGD", 2, 2, marks=pytest.mark.slow)]
+)
 def test_compiled_run_equals_eager_one(pool: Pools, optimizer: str, ranks: int, accumulation: int) -> None:
     rates = [0.1] * STEPS if optimizer == "SGD" else WARM
     run = Run(TOKENS, LABELS, rates, optimizer=optimizer, accumulation=accumulation)
@@ -313,6 +315,7 @@ def _tensors(checkpoint: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_run_resumes_with_and_without_compiling(pool: Pools, tmp_path: Path) -> None:
     plain = [flag for flag in COMPILED if "compile" not in flag]
     eager = pool(1).run(_whole, str(tmp_path / "eager"), "--training.steps=6", *plain)[0]
@@ -393,6 +396,7 @@ def test_cache_folder_is_the_keys_the_environments_or_the_users(
     assert Path(use_cache_folder(None)).parent == tmp_path
 
 
+@pytest.mark.slow
 def test_new_process_keeps_its_code_in_the_users_cache(tmp_path: Path) -> None:
     """Torch puts a folder of its own into the variable as soon as it is told to load its compiler."""
     program = (

@@ -397,6 +397,7 @@ def test_a_run_on_two_ranks_equals_one_rank_and_goes_on_there(pool: Pools, tmp_p
     assert any("norm" in key and count > 20 for key, count in compared.items()), compared  # those by layer
 
 
+@pytest.mark.slow
 def test_a_run_shares_its_sequences(pool: Pools, tmp_path: Path) -> None:
     """The TOML's key alone: losses and counts of the run on one rank."""
     flags = ["--training.steps=3", "--validation.enable", "--validation.freq=3"]

@@ -46,5 +46,6 @@ def test_freed_memory_is_kept_for_the_next_step() -> None:
     assert grown > 2 << 30  # however much it is, the end of the heap stays
 
 
+@pytest.mark.slow
 def test_a_users_own_settings_are_left_alone() -> None:
     assert _measure(MALLOC_ARENA_MAX="4")[0] is False

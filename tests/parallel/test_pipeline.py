@@ -116,7 +116,9 @@ def _communication(world: World, run: Run) -> Counter[str]:
     return wire.seen
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", pytest.param("ZBVZeroBubble", marks=slow)])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param("1F1B", marks=pytest.mark.slow), pytest.param("ZBVZeroBubble", marks=slow)]
+)
 def test_weights_are_gathered_and_gradients_reduced_once_for_all_micro_batches(pool: Pools, schedule: str) -> None:
     """Units: four blocks, the embedding, norm with head. Four micro-batches; in a V ranks meet twice on the way."""
     run = replace(RUN, schedule=schedule)

@@ -91,7 +91,7 @@ def test_ten_resume_ten_equals_twenty_bit_for_bit(pool: Pools, straight: list[di
     assert [r["tokens_seen"] for r in resumed if "loss" in r] == [256 * step for step in range(1, 21)]
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_resume_on_other_ranks_goes_on_with_the_same_batches(
     pool: Pools, straight: list[dict[str, Any]], tmp_path: Path, ranks: int
 ) -> None:
@@ -231,6 +231,7 @@ def test_torchrun_trains_and_writes_what_it_says(tmp_path: Path) -> None:
     assert len(_losses(read_metrics(tmp_path / "metrics.jsonl"))) == 4
 
 
+@pytest.mark.slow
 def test_custom_loop_trains(tmp_path: Path) -> None:
     source = ROOT / "examples" / "custom_loop.py"
     assert len(source.read_text().splitlines()) <= 40
@@ -248,6 +249,7 @@ def test_custom_loop_trains(tmp_path: Path) -> None:
     assert len(losses) == 16 and losses[-1] < losses[0] - 0.5
 
 
+@pytest.mark.slow
 def test_each_way_to_stop_has_its_exit_code(tmp_path: Path) -> None:
     flags = ["--job.config_file=debug_model.toml", *TINY, f"--job.dump_folder={tmp_path}", "--training.steps=6"]
     diverged = _train_py(*flags, "--optimizer.lr=1e30", "--checkpoint.interval=1")
@@ -299,6 +301,7 @@ def test_the_shipped_default_learns(tmp_path: Path) -> None:
     assert losses[1][0] - sum(last) / len(last) > 1.0
 
 
+@pytest.mark.slow
 def test_errors_reach_the_console_however_slow_the_rank_that_prints(tmp_path: Path) -> None:
     """torchrun ends all workers when the first one leaves: the silent ones must give rank 0 time to say why."""
     slow = tmp_path / "slow_rank_0.py"
