@@ -63,7 +63,8 @@ def _report_code(code: int, words: str) -> None:
     path = os.environ.get(EXIT_CODES_VARIABLE)
     if path:
         with contextlib.suppress(OSError), open(path, "a") as file:
-            file.write(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} {code} {json.dumps(words)}\n")
+            told = f" {json.dumps(words)}" if words else ""
+            file.write(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} {code}{told}\n")
 
 
 def _leave(code: int, words: str = "") -> NoReturn:
