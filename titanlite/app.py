@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import socket
 import sys
 import tempfile
 import time
@@ -23,6 +25,7 @@ from titanlite.data.errors import DataError
 from titanlite.guard import NonFiniteError
 from titanlite.models.shapes import ShapeError
 from titanlite.observe.console import logger, setup_console
+from titanlite.observe.stalls import StallWatch
 from titanlite.parallel.compile import CompileError, prepare_compile
 from titanlite.parallel.flight_recorder import is_of_collectives
 from titanlite.parallel.float8 import check_float8
@@ -52,15 +55,30 @@ def run(argv: Sequence[str]) -> int:
         return _run(argv, stop)
 
 
-def _report_code(code: int) -> None:
-    """Leave this worker's exit code where the launcher looks for it: torchrun does not pass it on."""
+def _report_code(code: int, words: str) -> None:
+    """Leave this worker's exit code where the launcher looks for it: torchrun does not pass it on.
+
+    words: of an error that nobody foresaw.
+    """
     path = os.environ.get(EXIT_CODES_VARIABLE)
     if path:
         with contextlib.suppress(OSError), open(path, "a") as file:
-            file.write(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} {code}\n")
+            told = f" {json.dumps(words)}" if words else ""
+            file.write(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} {code}{told}\n")
+
+
+def _leave(code: int, words: str = "") -> NoReturn:
+    """End this process here and now."""
+    _report_code(code, words)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # gloo's threads sometimes abort a finished process at interpreter exit; everything of ours is closed by now, or
+    # cannot be closed.
+    os._exit(code)
 
 
 def _run(argv: Sequence[str], stop: GracefulStop) -> int:
+    stalls = StallWatch()
     try:
         size = env_int("WORLD_SIZE", 1)
         config, plans = checked_plans(argv, size, training=True)
@@ -74,12 +92,14 @@ def _run(argv: Sequence[str], stop: GracefulStop) -> int:
             if plans.train.steps is None:
                 plans = resolve_plans(config, size, text.train.total_sequences)
             _make_folders(plans)
-            with World.open(plans.comm) as world, rank_log(Path(plans.observe.dump_folder), world.rank):
+            folder = Path(plans.observe.dump_folder)
+            stalls = StallWatch(plans.stall, logs=str(folder / LOGS), traces=plans.comm.trace_folder, end=_leave)
+            with World.open(plans.comm) as world, rank_log(folder, world.rank), stalls:
                 if world.device.type == "cpu":
                     keep_freed_memory()
                 if world.rank == 0:
                     _show_config(plans)
-                Trainer(plans, world, text, stop).train()
+                Trainer(plans, world, text, stop, stalls).train()
     except (ConfigError, DataError, ShapeError, WorldError) as error:
         return _end(str(error), exit_codes.CONFIG)
     except (CheckpointError, LockedError) as error:
@@ -100,8 +120,8 @@ def _run(argv: Sequence[str], stop: GracefulStop) -> int:
         if not is_of_collectives(error):
             raise
         logs = Path(plans.observe.dump_folder) / LOGS
-        message = f"a collective failed: {error}\nAnother rank has ended, hangs or cannot be reached: see who in {logs}"
-        return _end(message, exit_codes.LOST_PEER)
+        unknown = f"Another rank has ended, hangs or cannot be reached: see who in {logs}"
+        return _end(f"a collective failed: {error}\n{stalls.verdict or unknown}", exit_codes.LOST_PEER)
     return exit_codes.DONE
 
 
@@ -161,16 +181,17 @@ def _show_config(plans: Plans) -> None:
 
 def main() -> NoReturn:
     """The whole process of one rank: `train.py`, or `-m titanlite.app` where there is no checkout."""
+    words = ""
     try:
         code = record(run)(sys.argv[1:]) or 0
-    except Exception:
+    except Exception as error:
         traceback.print_exc()
-        code = 1
-    _report_code(code)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # gloo's threads sometimes abort a finished process at interpreter exit; everything of ours is closed by now.
-    os._exit(code)
+        code = exit_codes.ERROR
+        words = f"{type(error).__name__}: {error}"
+        if os.environ.get("WORLD_SIZE", "1") != "1":  # what is read last should say where this is from
+            words = f"rank {os.environ.get('RANK')} on {socket.gethostname()}: {words}"
+            print(f"error: {words}", file=sys.stderr)
+    _leave(code, words)
 
 
 if __name__ == "__main__":

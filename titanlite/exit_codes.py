@@ -20,7 +20,8 @@ CHECKPOINT = 4
 PREEMPTED = 5
 #: Asked to stop by a signal, but the last steps are not in a checkpoint: checkpoints are off, or the save failed.
 PREEMPTED_UNSAVED = 6
-#: A collective failed on this rank: another one has ended, hangs or cannot be reached. The cause is there.
+#: Another rank raised, or a collective failed on this one: another has ended, hangs or cannot be reached. The cause is
+#: there.
 LOST_PEER = 7
 #: Ended at once by a second Ctrl-C.
 INTERRUPTED = 130
@@ -33,6 +34,7 @@ def code_of(error: BaseException) -> int:
     from titanlite.data.errors import DataError
     from titanlite.guard import NonFiniteError
     from titanlite.models.shapes import ShapeError
+    from titanlite.observe.stalls import PeerError
     from titanlite.parallel.compile import CompileError
     from titanlite.parallel.flight_recorder import is_of_collectives
     from titanlite.parallel.world import WorldError
@@ -45,6 +47,7 @@ def code_of(error: BaseException) -> int:
         CONFIG: (CompileError, ConfigError, DataError, ShapeError, WorldError),
         GUARD: (NonFiniteError,),
         CHECKPOINT: (CheckpointError, LockedError),
+        LOST_PEER: (PeerError,),
         INTERRUPTED: (KeyboardInterrupt,),
     }
     known = next((code for code, types in kinds.items() if isinstance(error, types)), None)

@@ -39,23 +39,31 @@ class StepResult(NamedTuple):
     layer_norms: dict[str, torch.Tensor] | None = None
 
 
+def unwatched(phase: str) -> None:
+    """Nobody wants to know what a step is at."""
+
+
 def forward_backward(
     model: nn.Module,
     micro_batches: Sequence[Batch],
     tokens: torch.Tensor,
     sync_every: bool = False,
     loss_function: LossFunction = cross_entropy_sum,
+    phase: Callable[[str], object] = unwatched,
 ) -> torch.Tensor:
     """Accumulate gradients of the step's loss; returns this rank's share of it (0-dim, detached).
 
     tokens: valid tokens of the whole step over all ranks and micro-batches, so that shares simply add up.
     sync_every: reduce gradients over ranks with each micro-batch (less memory) instead of with the last (less traffic).
     loss_function: `cross_entropy_sum`, or what computes the same (compiled).
+    phase: as in `train_step`.
     """
     share = torch.zeros((), device=tokens.device)
     for index, batch in enumerate(micro_batches):
         set_gradient_sync(model, sync_every or index == len(micro_batches) - 1)
+        phase("forward")
         loss = loss_function(model(batch.tokens), batch.labels) / tokens
+        phase("backward")
         loss.backward()
         share += loss.detach()
     return share
@@ -131,6 +139,7 @@ def train_step(
     pipeline: Pipeline | None = None,
     after_update: Callable[[], None] | None = None,
     stop: bool = False,
+    phase: Callable[[str], object] = unwatched,
 ) -> StepResult:
     """One optimizer step on the global batch of which `micro_batches` is this rank's part, on the model's device.
 
@@ -140,9 +149,11 @@ def train_step(
     pipeline: runs the stages of `model`, a `PipelineModel`, with a loss function of its own.
     after_update: called when the weights are new (`titanlite.parallel.float8.ScalePrecompute`).
     stop: this rank was asked to stop; `guard.watch` then says so on all ranks. The step itself is done as ever.
+    phase: called with the name of what begins (`StallWatch.phase`).
     Issues two collectives besides FSDP's: the token count, and the norm together with the loss. Nothing waits for the
     device, unless gradients are in host memory: then the optimizer does.
     """
+    phase("forward")
     local_tokens = torch.stack([count_valid(b.labels) for b in micro_batches]).sum()
     # The wish to stop travels with the counts and not with the loss: the sum of whole numbers is exact, however it is
     # ordered, so no float depends on it. (Through the store one would have to name a step that no rank has begun, and
@@ -154,9 +165,11 @@ def train_step(
     tokens.clamp_(min=1)  # a step of nothing but padding has loss zero, not NaN
 
     if pipeline is not None:
+        phase("pipeline")
         share = pipeline.forward_backward(micro_batches, tokens)
     else:
-        share = forward_backward(model, micro_batches, tokens, sync_every, loss_function)
+        share = forward_backward(model, micro_batches, tokens, sync_every, loss_function, phase)
+    phase("optimizer")
 
     gradients = local_gradients(model.parameters())
     host = gradients[0].device  # of offloaded gradients; else the device itself, and moving between them is nothing

@@ -5,6 +5,7 @@ torchrun itself ends with 1 whatever the workers returned. They leave their code
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
@@ -20,15 +21,25 @@ VARIABLE = "TITANLITE_EXIT_CODES"
 
 
 def worst(text: str) -> int | None:
-    """One code of many: the lines are "restart code", and those of the last restart count. None where nothing is told.
+    """One code of many. None where nothing is told.
 
+    text: lines of "restart code", with what there is to say of it as a JSON string behind. The last restart counts.
     A rank that lost its peers tells less than one that has a reason of its own.
     """
-    lines = [(int(restart), int(code)) for restart, code in (line.split() for line in text.splitlines())]
-    last = max((restart for restart, _ in lines), default=0)
-    codes = {code for restart, code in lines if restart == last and code != exit_codes.DONE}
+    codes = {code for code, _ in _last_restart(text)} - {exit_codes.DONE}
     reasons = codes - {exit_codes.LOST_PEER, exit_codes.ERROR}
     return min(reasons or codes, default=None)
+
+
+def last_words(text: str) -> str:
+    """What was told of an error that nobody foresaw."""
+    return next((words for code, words in _last_restart(text) if code == exit_codes.ERROR and words), "")
+
+
+def _last_restart(text: str) -> list[tuple[int, str]]:
+    lines = [line.split(maxsplit=2) for line in text.splitlines()]
+    last = max((int(line[0]) for line in lines), default=0)
+    return [(int(code), "".join(map(json.loads, words))) for restart, code, *words in lines if int(restart) == last]
 
 
 def main() -> NoReturn:
@@ -44,11 +55,15 @@ def main() -> NoReturn:
             code = end.code if isinstance(end.code, int) else exit_codes.ERROR * bool(end.code)
         except BaseException:  # its own for failed workers and for signals are of several kinds
             code, failure = exit_codes.ERROR, traceback.format_exc()
+        words = ""
         if code and told.exists():
             code = worst(told.read_text()) or code
+            words = last_words(told.read_text())
     # What the workers have explained needs no summary of the launcher's; a killed one explains nothing.
     if failure is not None and code in (exit_codes.ERROR, exit_codes.LOST_PEER):
         print(failure, file=sys.stderr, end="")
+    if words and code == exit_codes.ERROR:  # below the summary, where it is read
+        print(f"error: {words}", file=sys.stderr)
     sys.exit(code)
 
 

@@ -31,6 +31,7 @@ from titanlite.observe.metrics import FILE
 from titanlite.observe.observer import Observer
 from titanlite.observe.profiles import Profiles
 from titanlite.observe.report import start_report
+from titanlite.observe.stalls import StallWatch
 from titanlite.optim.schedule import learning_rate
 from titanlite.parallel.fsdp import DTYPES
 from titanlite.parallel.init import seed_generators
@@ -41,16 +42,25 @@ from titanlite.runs import ledger
 from titanlite.runs.folder import FinalState
 from titanlite.runs.provenance import config_text
 from titanlite.saving import Saves
-from titanlite.step import Duplicates, StepResult, train_step, validate
+from titanlite.step import Duplicates, StepResult, train_step, unwatched, validate
 
 
 class Trainer:
     """One run, from its plans to its last checkpoint. All ranks make one and call `train`.
 
     stop: what tells that the run is to stop, installed by the caller; None: one of its own while it trains.
+    stalls: what is told where this rank is, entered by the caller; None: one of its own while it trains, which ends no
+        process.
     """
 
-    def __init__(self, plans: Plans, world: World, text: Text, stop: GracefulStop | None = None) -> None:
+    def __init__(
+        self,
+        plans: Plans,
+        world: World,
+        text: Text,
+        stop: GracefulStop | None = None,
+        stalls: StallWatch | None = None,
+    ) -> None:
         assert plans.train.steps is not None, "plans are resolved without the text's length"
         self.plans, self.world, self.text = plans, world, text
         self.steps = plans.train.steps
@@ -63,6 +73,8 @@ class Trainer:
         self._closed = False
         self.stop = stop or GracefulStop()
         self._owns_stop = stop is None
+        self.stalls = stalls or StallWatch(plans.stall, end=None)
+        self._owns_stalls = stalls is None
         #: All ranks know that one was asked to stop: the step under way is the last.
         self._stopping = False
         self._validation_owed = False
@@ -84,7 +96,9 @@ class Trainer:
         Raises NonFiniteError when the guard stops it, CheckpointError when the checkpoint is of another run or the
         last one cannot be written, Preempted when it was asked to stop (see `titanlite.preempt`) and has.
         """
-        with self.stop if self._owns_stop else contextlib.nullcontext():
+        self.stalls.on_peer = lambda error: self._finish("failed", self._trained, error, str(error))
+        nothing = contextlib.nullcontext()
+        with self.stop if self._owns_stop else nothing, self.stalls if self._owns_stalls else nothing:
             self._train()
 
     def _train(self) -> None:
@@ -105,6 +119,7 @@ class Trainer:
                     result = self.train_one()
                     self.watch_compilation("training")
                     self._stopping = self.guard.watch()
+                    self.stalls.phase("log")
                     self._trained = self.step
                     self.after_first_step()
                     self.collect_garbage()
@@ -116,6 +131,7 @@ class Trainer:
                             profiles.step(self.step)
                     self.validate()
                     self.save()
+                self.stalls.phase("end")
                 self.guard.check()
             if self._stopping and (self.step < self.steps or self._validation_owed):
                 raise self._preempted()
@@ -138,7 +154,8 @@ class Trainer:
                 dist.barrier()  # all ranks are here; who leaves first has the others ended before they have said why
             raise
         except BaseException as error:
-            reason = ": ".join(filter(None, (type(error).__name__, str(error))))
+            culprit = self.stalls.failed(error)  # first of all: the others wait for this rank
+            reason = culprit or ": ".join(filter(None, (type(error).__name__, str(error))))
             self._finish("failed", self._trained, error, reason)
             raise
         finally:
@@ -273,12 +290,17 @@ class Trainer:
 
     def train_one(self) -> StepResult:
         """Fetch this rank's micro-batches and take one optimizer step."""
+        self.stalls.phase("data", self.step)
         with self.observer.waiting_for_data():
             batches = to_device(self.parts.loader.next_step(), self.world.device)
         self._recent[self.step] = batches
         self._recent.pop(self.step - 2, None)
         self.tokens_seen += self.plans.batch.tokens_per_step
         self.measure_drift(batches[0])
+        watch = self.parts.compile_watch
+        compiles = watch is not None and not watch.is_warm("training")
+        if compiles:
+            self.stalls.phase("compile")
         with self._shield():
             return train_step(
                 self.parts.model,
@@ -295,6 +317,7 @@ class Trainer:
                 pipeline=self.parts.pipeline,
                 stop=self.stop.wanted,
                 after_update=self.parts.after_update,
+                phase=unwatched if compiles else self.stalls.phase,
             )
 
     def measure_drift(self, batch: Batch) -> None:
@@ -303,6 +326,7 @@ class Trainer:
         if not (plan.enable and plan.drift_check) or self.step % plan.drift_check:
             return
         dtype = DTYPES[self.plans.shard.param_dtype]
+        self.stalls.phase("validate")
         with self.observer.pausing():
             drift = measure_drift(
                 self.parts.model,
@@ -364,6 +388,7 @@ class Trainer:
         self._validation_owed = True  # until it is done; the run that goes on catches up on it
         if self._stopping:
             return
+        self.stalls.phase("validate")
         started = time.perf_counter()
         watch = self.parts.compile_watch
         compiles = watch is not None and not watch.is_warm("validation")
@@ -394,6 +419,7 @@ class Trainer:
         is_last = self.step == self.steps or self._stopping
         if self.saves is None or not (is_last or self.step % self.plans.checkpoint.interval == 0):
             return
+        self.stalls.phase("save")
         self.guard.check()  # the flag of this very step has not been looked at yet on a GPU
         state = {"data": self.parts.loader.state_dict(), "tokens_seen": self.tokens_seen}
         if self._validation_owed:

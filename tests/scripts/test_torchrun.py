@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.torchrun import worst
+from titanlite.torchrun import last_words, worst
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,10 +24,17 @@ ROOT = Path(__file__).resolve().parents[2]
         ("0 7\n0 7\n", 7),
         ("0 1\n0 7\n", 1),
         ("0 5\n0 5\n1 6\n1 6\n", 6),
+        ('0 1 "rank 1 on a: OSError: 1 2"\n0 7 ""\n', 1),
     ],
 )
 def test_which_code_stands_for_all(told: str, code: int | None) -> None:
     assert worst(told) == code
+
+
+def test_what_the_last_restart_said_is_kept_for_the_end() -> None:
+    told = '0 1 "rank 0: first"\n1 7 ""\n1 1 "rank 1 on a: OSError: a\\nb"\n1 1 "rank 2: third"\n'
+    assert last_words(told) == "rank 1 on a: OSError: a\nb"
+    assert last_words("0 7\n") == last_words("") == ""
 
 
 @pytest.mark.soak

@@ -35,6 +35,7 @@ def contradictions(config: JobConfig) -> list[Problem]:
         )
     _async_tensor(config, contradict)
     _float8(config, contradict)
+    _stall(config, contradict)
     if d.training.compile and not d.compile.components:
         contradict("compile.components", "is empty, but training.compile = true", "training.compile")
     if d.checkpoint.last_save_in_hf and not d.checkpoint.model_weights_only:
@@ -174,6 +175,27 @@ def _float8(config: JobConfig, contradict: Callable[..., None]) -> None:
             f"does not work with training.reshard_after_forward = {d.training.reshard_after_forward}: torch keeps no "
             'weights gathered in float8 sharded over fewer ranks. "default", "always" and "never" work',
             "training.reshard_after_forward",
+        )
+
+
+def _stall(config: JobConfig, contradict: Callable[..., None]) -> None:
+    deadline, timeout = config.dialect.stall.deadline_seconds, config.dialect.comm.train_timeout_seconds
+    if deadline is None or deadline == 0:
+        return
+    if deadline >= timeout:
+        contradict(
+            "stall.deadline_seconds",
+            f"is {quote(deadline)}, but comm.train_timeout_seconds = {timeout} ends a run that waits before that is "
+            "reported: lower the one or raise the other",
+            "comm.train_timeout_seconds",
+        )
+    beat = config.dialect.stall.heartbeat_seconds
+    if config.is_given("stall.heartbeat_seconds") and beat > deadline:
+        contradict(
+            "stall.heartbeat_seconds",
+            f"is {quote(beat)}, more than stall.deadline_seconds = {quote(deadline)}: nobody would say in that time "
+            "where it is",
+            "stall.deadline_seconds",
         )
 
 

@@ -7,6 +7,9 @@ import os
 from titanlite.config import plans
 from titanlite.config.dialect import Dialect
 
+#: Of the time after which collectives fail: when it is reported that they wait, with some time left for the report.
+_STALL_SHARE = 0.6
+
 
 def below(dump_folder: str, folder: str) -> str:
     """A folder of the run: below `dump_folder`, unless absolute."""
@@ -95,6 +98,17 @@ def checkpoint_plan(d: Dialect) -> plans.CheckpointPlan:
         keep_latest_k=c.keep_latest_k,
         keep_every=c.keep_every,
         async_mode=c.async_mode,
+    )
+
+
+def stall_plan(d: Dialect) -> plans.StallPlan:
+    share, deadline = _STALL_SHARE, d.stall.deadline_seconds
+    if deadline is None:
+        deadline = share * d.comm.train_timeout_seconds
+    return plans.StallPlan(
+        deadline_seconds=deadline,
+        patience_seconds=max(deadline, share * d.comm.init_timeout_seconds),
+        heartbeat_seconds=min(d.stall.heartbeat_seconds, deadline / 2) if deadline else d.stall.heartbeat_seconds,
     )
 
 

@@ -287,6 +287,16 @@ class CommPlan:
 
 
 @dataclass(frozen=True)
+class StallPlan:
+    #: Time without progress after which it is reported where every rank is (0: never).
+    deadline_seconds: float = 60.0
+    #: The same for what may take as long as the first step.
+    patience_seconds: float = 180.0
+    #: How often a rank says where it is.
+    heartbeat_seconds: float = 2.0
+
+
+@dataclass(frozen=True)
 class ObservePlan:
     """What a person and other tools see."""
 
@@ -345,6 +355,7 @@ class Plans:
     validation: ValidationPlan = field(default_factory=ValidationPlan)
     checkpoint: CheckpointPlan = field(default_factory=CheckpointPlan)
     comm: CommPlan = field(default_factory=CommPlan)
+    stall: StallPlan = field(default_factory=StallPlan)
     observe: ObservePlan = field(default_factory=ObservePlan)
     profile: ProfilePlan = field(default_factory=ProfilePlan)
     #: The whole config as a TOML file that loads to the same values, with the source of each as a comment.

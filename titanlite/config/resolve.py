@@ -97,6 +97,7 @@ def draft(
         validation=mapped.validation_plan(d),
         checkpoint=mapped.checkpoint_plan(d),
         comm=plans.CommPlan(**d.comm.model_dump(), trace_folder=mapped.below(d.job.dump_folder, "comm_traces")),
+        stall=mapped.stall_plan(d),
         observe=mapped.observe_plan(d),
         profile=mapped.profile_plan(d),
         config_toml=config.to_toml(),

@@ -51,7 +51,6 @@ def _switched(section: str, field: str, *off: object) -> Predicate:
 _checkpoints = _switched("checkpoint", "enable_checkpoint", False)
 _any_precision = _switched("optimizer", "name", "AdamW", "Adam", "Muon")
 _estimates = _switched("memory_estimation", "enabled", False)
-_watches = _switched("stall", "deadline_seconds", 0.0)
 
 
 def _streams(d: Dialect) -> bool:
@@ -126,8 +125,6 @@ UNBUILT: dict[str, Unbuilt] = {
     **_feature("skipping and rolling back", _switched("guard", "policy", "stop"), "guard.max_skips"),
     **_feature("detection of spikes", _always, "guard.spike_sigmas"),
     **_feature("detection of spikes", _switched("guard", "spike_sigmas", 0.0), "guard.window"),
-    **_feature("the watchdog over stalled ranks", _always, "stall.deadline_seconds"),
-    **_feature("the watchdog over stalled ranks", _watches, "stall.heartbeat_seconds"),
     **_feature(
         "`titanlite launch`",
         _always,

@@ -145,8 +145,19 @@ class Guard(Section):
 class Stall(Section):
     """A watchdog over ranks that stop making progress."""
 
-    deadline_seconds: float = Field(default=0.0, ge=0, description="Report ranks without progress for so long; 0: off.")
-    heartbeat_seconds: float = Field(default=30.0, gt=0, description="How often a rank says that it is alive.")
+    deadline_seconds: float | None = Field(
+        default=None,
+        ge=0,
+        description="Report where every rank is after so long without progress, less than comm.train_timeout_seconds. "
+        "None: 0.6 of that; 0: only when a rank has ended. Start, compilation, saves and validation have 0.6 of "
+        "comm.init_timeout_seconds, or this if it is more.",
+    )
+    heartbeat_seconds: float = Field(
+        default=2.0,
+        gt=0,
+        description="How often a rank says where it is, which is what is known of one that dies; at least twice in the "
+        "deadline.",
+    )
 
 
 class Launch(Section):

@@ -1,0 +1,384 @@
+"""Real ranks that sleep, stop, raise and die: the report names them, and all end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.pool import Pools
+from tests.training.test_run import TINY
+from titanlite import exit_codes
+from titanlite.build import read_text
+from titanlite.config.plans import StallPlan
+from titanlite.data.background import Prefetcher
+from titanlite.observe.console import logger
+from titanlite.observe.stall_report import MAX_ROWS, RankState, table, verdict
+from titanlite.observe.stalls import THREAD, StallWatch
+from titanlite.parallel.world import World
+from titanlite.prepare import load_plans
+from titanlite.runs.ledger import read_entries
+from titanlite.trainer import Trainer
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICK = StallPlan(deadline_seconds=1.0, patience_seconds=60.0, heartbeat_seconds=0.3)
+#: Longest wait for what should come within seconds.
+LONG = 90.0
+
+AT_FORWARD = RankState(0, "node1", 11, 5, 1, "forward", 8.0, ("c10d.py:1 all_reduce", "step.py:2 train_step"), True)
+IN_DATA = RankState(1, "node2", 12, 5, 0, "data", 8.1, ("loader.py:9 read", "trainer.py:3 train_one"))
+
+
+def _ranks(state: RankState, *ranks: int) -> list[RankState]:
+    return [replace(state, rank=rank) for rank in ranks]
+
+
+@pytest.mark.parametrize(
+    ("states", "named", "words"),
+    [
+        ([AT_FORWARD, IN_DATA], [1], "rank 1 (node2, process 12) has been in data of step 5 for 8.1 s, at loader.py:9"),
+        # At the same place, one of them not in a collective.
+        (
+            [AT_FORWARD, replace(AT_FORWARD, rank=1, in_collective=False, stack=("hook.py:3 slow",))],
+            [1],
+            "in forward of step 5 for 8.0 s, at hook.py:3 slow: the others wait for it",
+        ),
+        # Behind, but waiting itself: for the one that is ahead and busy.
+        ([AT_FORWARD, replace(IN_DATA, step=6)], [1], "in data of step 6"),
+        ([AT_FORWARD, *_ranks(AT_FORWARD, 1)], [], "every rank is in forward of step 5 and none holds the others up"),
+        ([*_ranks(IN_DATA, 0, 1), *_ranks(AT_FORWARD, 2, 3, 4)], [0, 1], "ranks 0, 1 have been in data of step 5"),
+        # Whoever has ended or is mute outranks whoever is behind.
+        ([IN_DATA, *_ranks(replace(AT_FORWARD, silent=9.0, process="gone"), 2)], [2], "something killed it"),
+        ([IN_DATA, *_ranks(replace(AT_FORWARD, silent=9.0, process="T"), 2)], [2], "kill -CONT 11 lets it go on"),
+        ([IN_DATA, *_ranks(replace(AT_FORWARD, silent=9.0, process="D"), 2)], [2], "network file system"),
+        ([IN_DATA, *_ranks(replace(AT_FORWARD, silent=9.0), 2)], [2], "last heard of 9.0 s ago in forward of step 5"),
+        ([AT_FORWARD, RankState(1, silent=0.0)], [1], "It was never heard of"),
+        ([AT_FORWARD, replace(IN_DATA, end="left")], [1], "rank 1 has left the loop, in data of step 5"),
+        ([AT_FORWARD, replace(IN_DATA, end="raised", text="OSError: disk")], [1], "at loader.py:9 read: OSError: disk"),
+        # Collectives that failed on the others are the effect.
+        ([replace(AT_FORWARD, end="lost"), IN_DATA], [1], "in data of step 5 for 8.1 s"),
+        ([replace(IN_DATA, rank=0)], [0], "rank 0 (node2, process 12) has been in data of step 5 for 8.1 s, at loader"),
+    ],
+)
+def test_the_culprit_is_not_who_waits(states: list[RankState], named: list[int], words: str) -> None:
+    culprits, sentence = verdict(states)
+    assert [state.rank for state in culprits] == named
+    assert words in sentence
+
+
+def test_the_table_of_many_ranks_shows_the_culprit_and_counts_the_rest() -> None:
+    states = [*_ranks(AT_FORWARD, *range(999)), replace(IN_DATA, rank=999)]
+    lines = table(states, [states[-1]]).splitlines()
+    assert len(lines) == 1 + MAX_ROWS + 1
+    assert lines[-2].split()[:4] == ["999", "node2", "5", "data"]
+    assert lines[-1] == f"  and {1000 - MAX_ROWS} more in forward of step 5"
+
+
+@contextmanager
+def _listening() -> Iterator[list[str]]:
+    said: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(listener)
+    logger.setLevel(logging.INFO)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(listener)
+
+
+def _until(done: Callable[[], object]) -> None:
+    deadline = time.monotonic() + LONG
+    while not done() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _loop(stalls: StallWatch, slow: Callable[[], object]) -> None:
+    """Three steps of phases and collectives; `slow` is called where the second one reads its data."""
+    for step in range(1, 4):
+        stalls.phase("data", step)
+        if step == 2:
+            slow()
+        stalls.phase("forward")
+        dist.all_reduce(torch.ones(3))
+        stalls.phase("optimizer")
+
+
+def _reports(said: list[str]) -> list[str]:
+    return [text for text in said if "\n" in text]
+
+
+def _sleep(world: World) -> list[str]:
+    with _listening() as said, StallWatch(QUICK, end=None) as stalls:
+
+        def read_shard() -> None:
+            if world.rank == 1:
+                _until(lambda: stalls._asked)
+
+        _loop(stalls, read_shard)
+        # The loop is over before rank 0's thread has looked again.
+        _until(lambda: world.rank or any("goes on" in text for text in said))
+    assert not [thread for thread in threading.enumerate() if thread.name == THREAD]
+    return said
+
+
+def test_a_rank_that_sleeps_in_its_loader_is_named_with_its_stack(pool: Pools) -> None:
+    said, others = pool(2).run(_sleep)
+    (report,) = _reports(said)
+    host = socket.gethostname()
+    head, columns, zero, one, sentence = report.splitlines()
+    assert re.fullmatch(r"no progress for \d+ s:", head)
+    assert columns.split() == ["rank", "host", "step", "phase", "seconds", "at"]
+    assert zero.split()[:4] == ["0", host, "2", "forward"] and "distributed_c10d.py" in zero and "all_reduce < " in zero
+    assert zero.endswith(" _loop"), "where our code is, not torch's"
+    assert one.split()[:4] == ["1", host, "2", "data"] and "test_stalls.py" in one and "read_shard" in one
+    assert float(zero.split()[4]) >= 1.0 and float(one.split()[4]) >= 1.0
+    assert re.match(
+        rf"rank 1 \({re.escape(host)}, process \d+\) has been in data of step 2 for [\d.]+ s, at ", sentence
+    )
+    assert sentence.endswith(": the others wait for it")
+    assert any(text.startswith("rank 0 goes on") for text in said) and not others
+
+
+def _stop(world: World) -> list[str]:
+    pids = [0] * world.size
+    dist.all_gather_object(pids, os.getpid())
+    with _listening() as said, StallWatch(QUICK, end=None) as stalls:
+
+        def wake() -> None:
+            _until(lambda: _reports(said))
+            os.kill(pids[1], signal.SIGCONT)
+
+        if world.rank == 0:
+            threading.Thread(target=wake, daemon=True).start()
+
+        def stop() -> None:
+            if world.rank == 1:
+                said_before = stalls._beats
+                _until(lambda: stalls._beats > said_before + 1)  # what is known of it is what it last said
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+        _loop(stalls, stop)
+    return said
+
+
+def test_a_stopped_rank_does_not_answer_and_is_named(pool: Pools) -> None:
+    report = _reports(pool(2).run(_stop)[0])[0]
+    assert re.search(r"^ +1 +\S+ +2 +data +[\d.]+ +no answer, last heard of [\d.]+ s ago$", report, re.MULTILINE)
+    assert re.search(r"\nrank 1 \(\S+, process (\d+)\) is stopped, by SIGSTOP or a debugger: kill -CONT \1 ", report)
+    assert report.endswith("s ago in data of step 2")
+
+
+class _Slow:
+    """A loader whose third step comes when it is looked for."""
+
+    steps_left = None
+
+    def __init__(self, stalls: StallWatch) -> None:
+        self.stalls, self.steps = stalls, 0
+
+    def next_step(self) -> list[Any]:
+        self.steps += 1
+        if self.steps == 3:
+            self._fetch()
+        return []
+
+    def _fetch(self) -> None:
+        _until(lambda: self.stalls._asked)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
+def test_one_process_alone_is_watched_too_and_the_thread_that_reads_is_shown() -> None:
+    with _listening() as said, StallWatch(QUICK, end=None) as stalls, Prefetcher(_Slow(stalls)) as batches:
+        for step in range(1, 5):
+            stalls.phase("data", step)
+            batches.next_step()
+        _until(lambda: _reports(said))
+    (report,) = _reports(said)
+    assert "_until < observe/test_stalls.py" in report and "_fetch" in report, "not only that it waits for a thread"
+    assert "has been in data of step 3" in report
+
+
+def _raise(world: World) -> tuple[list[str], list[str], float, int]:
+    peers: list[str] = []
+    ended: list[int] = []
+
+    def read_shard() -> None:
+        if world.rank == 1:
+            raise OSError(5, "Input/output error", "/data/shard-3")
+
+    began = time.monotonic()
+    with _listening() as said:
+        stalls = StallWatch(QUICK, logs="runs/logs", end=None)
+        stalls.on_peer = lambda error: peers.append(f"{exit_codes.code_of(error)} {error}")
+        try:
+            with stalls:
+                _loop(stalls, read_shard)
+        except OSError:
+            took = time.monotonic() - began
+            for _ in range(2):
+                dist.all_reduce(torch.ones(3))  # the process lives on here, and so must the others'
+        else:
+            took = time.monotonic() - began
+    return said, peers, took, len(ended)
+
+
+def test_what_one_rank_raises_is_told_on_rank_0(pool: Pools) -> None:
+    (said, peers, took, _), (silent, none, _, _) = pool(2).run(_raise)
+    (text,) = said
+    host = re.escape(socket.gethostname())
+    first, last = text.splitlines()
+    assert re.match(rf"rank 1 \({host}, process \d+\) raised in data of step 2, at observe/test_stalls.py:\d+ ", first)
+    assert first.endswith("read_shard: all ranks end. Its traceback is in runs/logs/rank_1.log")
+    assert last == "OSError: [Errno 5] Input/output error: '/data/shard-3'"
+    assert len(peers) == 1 and peers[0].startswith(f"{exit_codes.LOST_PEER} rank 1 (") and took < LONG
+    assert not silent and not none
+
+
+def _raise_together(world: World, error: BaseException) -> tuple[list[str], float]:
+    began = time.monotonic()
+    with _listening() as said, pytest.raises(type(error)), StallWatch(QUICK, end=os._exit) as stalls:
+        stalls.phase("data", 1)
+        dist.barrier()
+        raise error
+    return said, time.monotonic() - began
+
+
+@pytest.mark.parametrize("error", [ValueError("of all"), KeyboardInterrupt()], ids=["raised", "stopped"])
+def test_what_all_ranks_raise_ends_nobody_else(pool: Pools, error: BaseException) -> None:
+    for said, took in pool(2).run(_raise_together, error):
+        assert said == [] and took < LONG
+
+
+def _train(world: World, folder: str, *flags: str) -> list[str]:
+    plans = load_plans("debug_model.toml", world.size, [*TINY, f"--job.dump_folder={folder}", *flags])
+    trainer = Trainer(plans, world, read_text(plans))
+    fetch = trainer.parts.loader.next_step
+
+    def next_step() -> Any:
+        if trainer.step == 3 and world.rank == 1:
+            _until(lambda: trainer.stalls._asked)
+        return fetch()
+
+    trainer.parts.loader.next_step = next_step  # type: ignore[method-assign]
+    phases: list[str] = []
+    note = trainer.stalls.phase
+    trainer.stalls.phase = lambda name, step=None: (phases.append(name), note(name, step))[1]  # type: ignore[method-assign]
+    with _listening() as said:
+        trainer.train()
+    return [" ".join(phases), *_reports(said)]
+
+
+def test_the_trainer_says_where_it_is(pool: Pools, tmp_path: Path) -> None:
+    flags = ["--training.steps=4", "--stall.deadline_seconds=1", "--validation.freq=2", "--checkpoint.interval=2"]
+    (phases, *reports), (same, *_) = pool(2).run(_train, str(tmp_path), *flags, "--training.global_batch_size=4")
+    step = "data forward forward backward forward backward optimizer log"
+    late = f"{step} {step} validate save"
+    assert phases == same == f"{late} {late} end"
+    assert "rank 1 (" in reports[-1] and "has been in data of step 3 for" in reports[-1].splitlines()[-1]
+
+
+_FAULTY = """
+import os, signal, sys, time
+from pathlib import Path
+from titanlite import app
+from titanlite.data.background import Prefetcher
+from titanlite.data.loader import TrainLoader
+kind, folder = sys.argv[1], Path(sys.argv[2])
+rank, asked, read = os.environ["RANK"], 0, 0
+
+def read_shard(self, step=TrainLoader.next_step):
+    global read
+    read += 1
+    if read == 3 and rank == "1" and kind == "raise":
+        raise OSError(5, "Input/output error", "/data/shard-3")
+    return step(self)
+
+def next_step(self, step=Prefetcher.next_step):
+    global asked
+    asked += 1
+    if asked == 3 and rank == "1":
+        (folder / "struck").write_text(str(time.time()))
+        if kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+    if asked == 3 and rank == "0" and kind == "raise":
+        time.sleep(600)  # like a collective of NCCL, which does not notice that a rank is gone
+    return step(self)
+
+TrainLoader.next_step, Prefetcher.next_step = read_shard, next_step
+sys.argv[1:] = sys.argv[3:]
+app.main()
+"""
+
+
+def _torchrun(tmp_path: Path, kind: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    """Two ranks, of which rank 1 fails in its third step; rank 0 is shown. Also: seconds from then to the end."""
+    script = tmp_path / "faulty.py"
+    script.write_text(_FAULTY)
+    launch = [sys.executable, "-m", "titanlite.torchrun", "--nproc_per_node=2", "--rdzv_backend=c10d"]
+    launch += ["--rdzv_endpoint=localhost:0", "--local-ranks-filter=0"]
+    flags = ["--job.config_file=debug_model.toml", *TINY, f"--job.dump_folder={tmp_path}/run", "--training.steps=9"]
+    done = subprocess.run(
+        [*launch, str(script), kind, str(tmp_path), *flags],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    return done, time.time() - float((tmp_path / "struck").read_text())
+
+
+@pytest.mark.slow
+def test_what_a_loader_raises_ends_all_ranks_and_is_the_last_that_is_read(tmp_path: Path) -> None:
+    """Rank 0 is where nothing tells it of the other's end, as in a collective of NCCL."""
+    done, seconds = _torchrun(tmp_path, "raise")
+    assert done.returncode == exit_codes.ERROR
+    host, error = socket.gethostname(), "OSError: [Errno 5] Input/output error: '/data/shard-3'"
+    said, last = done.stdout.splitlines()[-2:]
+    assert last == error and re.search(
+        rf"ERROR: rank 1 \({re.escape(host)}, process \d+\) raised in data of step 3", said
+    )
+    assert "read_shard: all ranks end. Its traceback is in" in said
+    assert done.stderr.splitlines()[-1] == f"error: rank 1 on {host}: {error}"
+    root = done.stderr.partition("Root Cause (first observed failure)")[2]
+    assert re.search(r"rank +: 1 ", root), "torchrun blames the rank that raised"
+    assert "in read_shard" in (tmp_path / "run" / "logs" / "rank_1.log").read_text()
+    end = read_entries(tmp_path / "run")[-1]
+    assert (end["event"], end["state"], end["exit_code"], end["step"]) == ("end", "failed", exit_codes.LOST_PEER, 2)
+    assert end["reason"].startswith("rank 1 (") and end["reason"].endswith(error)
+    # Some 5 s on a machine that does nothing else; waiting for rank 0's sleep or torchrun's patience takes over 30.
+    assert seconds < 25
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_named_by_those_that_are_left(tmp_path: Path) -> None:
+    done, seconds = _torchrun(tmp_path, "kill")
+    assert done.returncode == exit_codes.LOST_PEER
+    report = done.stdout[done.stdout.index("a collective failed:\n") :].splitlines()
+    assert report[1].split() == ["rank", "host", "step", "phase", "seconds", "at"]
+    assert report[2].split()[:4] == ["0", socket.gethostname(), "3", "forward"] and report[2].endswith("lost its peers")
+    assert report[3].split()[0] == "1" and "no answer, last heard of" in report[3]
+    assert re.match(r"rank 1 \(\S+, process \d+\) has ended without a word: something killed it\. ", report[4])
+    assert report[4] in done.stderr, "the last words of the run are the same"
+    assert read_entries(tmp_path / "run")[-1]["reason"] == report[4]
+    assert seconds < 60
