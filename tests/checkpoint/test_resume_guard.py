@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,7 @@ import pytest
 import torch
 
 from tests.pool import Pools
-from tests.training.test_run import TINY, _losses, _run
+from tests.training.test_run import ROOT, TINY, _losses, _run
 from titanlite.build import read_text
 from titanlite.checkpoint.loading import LoadedState
 from titanlite.checkpoint.manifest import read_manifest
@@ -265,3 +269,26 @@ def test_the_banner_says_where_a_run_starts_and_why(pool: Pools, left: Path, tmp
     assert said("--training.steps=1", "--checkpoint.start=fresh") == (
         f"a fresh run (checkpoint.start = fresh): no checkpoint to resume in {own}"
     )
+
+
+@pytest.mark.slow
+def test_a_killed_run_is_verified_by_the_next_start(tmp_path: Path) -> None:
+    """SIGKILL to both ranks two steps after a save: what the verdict needs is on the disk by then."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
+    command += ["--job.config_file=debug_model.toml", *TINY, f"--job.dump_folder={tmp_path}", "--no-validation.enable"]
+    options: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}}
+    flags = ["--training.steps=4000", "--checkpoint.interval=4"]
+    lost = subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, text=True, start_new_session=True, **options)
+    try:
+        assert lost.stdout is not None
+        assert any("step:  6" in line for line in lost.stdout), "it ended before step 6"
+    finally:
+        os.killpg(lost.pid, signal.SIGKILL)
+        lost.wait()
+    for folder in (tmp_path / "checkpoint").glob("step-*"):
+        if folder.name != "step-4":
+            shutil.rmtree(folder)
+    done = subprocess.run([*command, "--training.steps=5"], capture_output=True, text=True, timeout=300, **options)
+    assert done.returncode == 0, done.stderr
+    (verdict,) = [line for line in done.stdout.splitlines() if "resume verified" in line]
+    assert "verified at step 4" in verdict and "bit for bit" in verdict

@@ -37,6 +37,8 @@ _THEN = {
     "global_batch": "the text goes on where it was, the learning rate goes on by steps",
     "model": "the tensors fit, the rest is as configured here",
 }
+#: Entry of the train state → how it is kept as it was.
+_KEEP = {"global_batch": " (training.global_batch_size = {} keeps it)"}
 
 
 @dataclass(frozen=True)
@@ -287,7 +289,8 @@ class Loading:
         }
         for name, value in expected.items():
             if name in manifest.train and manifest.train[name] != value:
-                found[name.replace("_", " ")] = f"{manifest.train[name]} there, {value} here"
+                way = _KEEP.get(name, "").format(manifest.train[name])
+                found[name.replace("_", " ")] = f"{manifest.train[name]} there, {value} here{way}"
         words = {name: _word(name) for name in found}
         if missing := dict.fromkeys(word for word in words.values() if word not in self.plan.allow_changes):
             lines = "".join(f"\n  {name}: {difference}" for name, difference in found.items())

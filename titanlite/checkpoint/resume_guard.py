@@ -153,7 +153,7 @@ class ResumeGuard:
         problems, found = self._before(loaded)
         step = loaded.step + 1
         then = float(earlier["loss"]), float(earlier["norm"])
-        shown = f"loss {loss!r} and gradient norm {norm!r} of step {step}"
+        shown = f"loss {loss:.9g} and gradient norm {norm:.9g} of step {step}"
         if self._same_batch is False or loaded.partial or loaded.changes:
             found.append(f"step {step} is another one than in the earlier attempt, its figures are not compared")
         elif (loss, norm) == then:
@@ -165,7 +165,7 @@ class ResumeGuard:
                 if earlier["setting"].get(name) != value
             )
             gap = max(_relative(loss, then[0]), _relative(norm, then[1]))
-            words = f"{shown}, then {then[0]!r} and {then[1]!r}: a relative difference of {gap:.1e}"
+            words = f"{shown}, then {then[0]:.9g} and {then[1]:.9g}: a relative difference of {gap:.1e}"
             if gap <= self.tolerance and (differ or not self.exact):
                 why = differ or "kernels here are not deterministic"
                 found.append(f"{words}, which is rounding ({why})")
