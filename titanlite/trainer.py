@@ -15,10 +15,12 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from titanlite import exit_codes
+from titanlite import exit_codes, starting
 from titanlite._version import __version__
 from titanlite.build import Parts, Text, build, fingerprints, parameter_counts, to_device
-from titanlite.checkpoint import Checkpointer
+from titanlite.checkpoint import Checkpointer, LoadedState
+from titanlite.checkpoint.loading import LEFT_OUT
+from titanlite.checkpoint.resume_guard import Verdict
 from titanlite.config.plans import Plans
 from titanlite.data.loader import Batch
 from titanlite.drift import measure_drift
@@ -78,6 +80,8 @@ class Trainer:
         #: All ranks know that one was asked to stop: the step under way is the last.
         self._stopping = False
         self._validation_owed = False
+        #: Steps done when the learning rate's schedule began.
+        self._schedule_began = 0
         self._ledger: ledger.Ledger | None = None
         self.parts: Parts = build(plans, world, text)
         self._seed()
@@ -88,6 +92,7 @@ class Trainer:
             prints = fingerprints(self.parts.args, text)
             self.checkpointer = Checkpointer(plans.checkpoint, world, prints, {"toml": config_text(plans.config_toml)})
             self.saves = Saves(self.checkpointer, self._saved)
+        self.resume_guard = starting.resume_guard(plans, world)
         self.observer = Observer(plans, world, self.parts.args)
 
     def train(self) -> None:
@@ -124,6 +129,7 @@ class Trainer:
                     self.after_first_step()
                     self.collect_garbage()
                     self.observer.step(self.step, result, self.lr(), self.tokens_seen)
+                    self._tell(self.resume_guard.after_step(self.step, result.loss, result.norm))
                     if self.saves is not None:
                         self.saves.tell()
                     if profiles.on:
@@ -201,30 +207,54 @@ class Trainer:
                 stack.callback(self.parts.validation.close)
             stack.callback(self.parts.loader.close)
             stack.callback(self.observer.close)
+            stack.callback(self.resume_guard.close)
 
     def resume(self) -> None:
         """Continue from a checkpoint, if there is one, and say what will run."""
-        loaded = self.checkpointer.load(self.parts.model, self.parts.optimizer) if self.checkpointer else None
-        if loaded:
-            self.step = self._trained = loaded.step
-            if self.saves is not None:
-                self.saves.newest = loaded.step
-            self._validation_owed = bool(loaded.train.get("validation_owed"))
-            self.tokens_seen = int(loaded.train["tokens_seen"])
-            self.parts.loader.load_state_dict(loaded.train["data"])
-            if self.parts.loader.steps_left is not None:
-                # Earlier steps may have been of another size: a run in epochs ends where the text does.
-                self._set_length(self.step + self.parts.loader.steps_left)
-            began = f"resumed from step {loaded.step} in {self.plans.checkpoint.folder}"
-        else:
-            began = "a fresh run" + (": no checkpoint to resume" if self.checkpointer else ", checkpoints are off")
+        loaded = None
+        if self.checkpointer is not None:
+            expected = {"global_batch": self.plans.batch.global_batch_size}
+            loaded = self.checkpointer.load(self.parts.model, self.parts.optimizer, expected)
+        if loaded is not None and loaded.train:
+            self._go_on(loaded)
         gc.collect()  # before any time is measured
-        report = [*self.report(), *(loaded.notices if loaded else []), *self._begin_ledger(loaded is not None), began]
+        report = [*self.report(), *(loaded.notices if loaded else []), *self._begin_ledger(loaded)]
+        report += starting.config_lines(loaded, self.plans, report)
+        report.append(starting.began(self.plans.checkpoint, loaded))
         self.observer.start(self.step, report, self.parts.model)
+        self._tell(self.resume_guard.before_first_step())
         if self.parts.compile_watch is not None and self.step < self.steps:
             self.parts.compile_watch.start()
 
-    def _begin_ledger(self, resumed: bool) -> list[str]:
+    def _go_on(self, loaded: LoadedState) -> None:
+        """Take over the state of the loop that a checkpoint holds."""
+        self.step = self._trained = loaded.step
+        own = loaded.origin == "resume"
+        if own and self.saves is not None:
+            self.saves.newest = loaded.step
+        self._validation_owed = own and bool(loaded.train.get("validation_owed"))
+        self._schedule_began = int(loaded.train.get("schedule_began", 0))
+        if "lr_scheduler" in loaded.left_out:
+            self._schedule_began = loaded.step
+        self.tokens_seen = int(loaded.train["tokens_seen"])
+        if "dataloader" not in loaded.left_out:
+            self.parts.loader.load_state_dict(loaded.train["data"])
+        if own:
+            self.resume_guard.resumed(loaded, self._next_batch())
+        if self.parts.loader.steps_left is not None:
+            # Earlier steps may have been of another size: a run in epochs ends where the text does.
+            self._set_length(self.step + self.parts.loader.steps_left)
+
+    def _next_batch(self) -> str | None:
+        """Hash of the global batch of the next step; all ranks compute it together."""
+        return starting.next_batch(self.text.train, self.plans.batch, self.parts.loader.state_dict(), self.world)
+
+    def _tell(self, verdict: Verdict | None) -> None:
+        """Whether a run that was resumed goes on as the attempt before did."""
+        if verdict is not None:
+            logger.log(logging.INFO if verdict.verified else logging.WARNING, verdict.text)
+
+    def _begin_ledger(self, loaded: LoadedState | None) -> list[str]:
         """Note on rank 0 that an attempt starts; what to tell of the one before."""
         off = ". CHECKPOINTS ARE OFF: nothing will be saved"
         self.stop.notice = ", then a checkpoint is written" if self.checkpointer else off
@@ -239,7 +269,8 @@ class Trainer:
             device=device_name(self.world.device),
             step=self.step,
             tokens=self.tokens_seen,
-            resumed=resumed,
+            resumed=loaded is not None and loaded.origin == "resume",
+            source=loaded.folder if loaded is not None and loaded.origin == "from" else None,
         )
         return lines
 
@@ -286,7 +317,7 @@ class Trainer:
 
     def lr(self) -> float:
         """Learning rate of the current step."""
-        return learning_rate(self.plans.schedule, self.plans.optimizer.lr, self.step)
+        return learning_rate(self.plans.schedule, self.plans.optimizer.lr, self.step - self._schedule_began)
 
     def train_one(self) -> StepResult:
         """Fetch this rank's micro-batches and take one optimizer step."""
@@ -421,10 +452,17 @@ class Trainer:
             return
         self.stalls.phase("save")
         self.guard.check()  # the flag of this very step has not been looked at yet on a GPU
-        state = {"data": self.parts.loader.state_dict(), "tokens_seen": self.tokens_seen}
-        if self._validation_owed:
-            state["validation_owed"] = True
         with self.observer.pausing(), self.patience():
+            state = {
+                "data": self.parts.loader.state_dict(),
+                "tokens_seen": self.tokens_seen,
+                "global_batch": self.plans.batch.global_batch_size,
+                "schedule_began": self._schedule_began,
+                LEFT_OUT: list(self.plans.checkpoint.exclude_from_loading),
+                **self.resume_guard.at_save(self.step, self._next_batch()),
+            }
+            if self._validation_owed:
+                state["validation_owed"] = True
             asked = self.saves.save(
                 self.step,
                 self.parts.model,

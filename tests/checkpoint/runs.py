@@ -34,17 +34,19 @@ def train(
     draw: bool = False,
     every: int = 0,
     plan: CheckpointPlan | None = None,
+    state: dict[str, Any] | None = None,
+    expected: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Steps first … last of `run`, resumed from `folder` when first > 1, saved there at the end.
 
-    every: also save after so many steps. plan: other settings than the defaults.
+    every: also save after so many steps. plan: other settings than the defaults. state: also in the train state.
     """
     model, optimizer, rank = build_tiny(world, run)
     torch.manual_seed(100 + world.rank)
     plan = replace(plan or CheckpointPlan(), enable=True, folder=folder, start=start, load_step=load_step)  # type: ignore[arg-type]
     checkpointer = Checkpointer(plan, world, prints)
     try:
-        loaded = checkpointer.load(model, optimizer)
+        loaded = checkpointer.load(model, optimizer, expected)
         assert (loaded.step if loaded else 0) == first - 1
         guard = FiniteGuard(world.device)
         losses, draws, outcomes = [], [], []
@@ -55,7 +57,7 @@ def train(
             if draw:
                 draws.append(torch.rand(()).item())
             if step == last or (every and step % every == 0):
-                checkpointer.save(step, model, optimizer, {"next_sequence": 8 * step})
+                checkpointer.save(step, model, optimizer, {"next_sequence": 8 * step, **(state or {})})
             while outcome := checkpointer.poll():
                 outcomes.append(outcome)
         checkpointer.wait()

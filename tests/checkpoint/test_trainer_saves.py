@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.checkpoint.runs import flip
 from tests.pool import Pools
-from tests.training.test_run import _losses, _run
+from tests.training.test_run import TINY, _losses, _run
 from titanlite.checkpoint import checkpointer
 from titanlite.checkpoint.contents import Contents, compare
 from titanlite.config.load import load
@@ -76,3 +78,64 @@ def test_keys_reach_the_plan() -> None:
     assert refused(config) == [] and without_effect(config) == []
     assert resolve(load([on]), world_size=1).checkpoint.verify == "hash"
     assert without_effect(load([on, "--checkpoint.keep_every=5"])) == ["checkpoint.keep_every"]
+
+
+def _scalars(folder: Path) -> dict[str, list[int]]:
+    """Steps by tag, as TensorBoard shows them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (dated,) = folder.iterdir()
+    events = EventAccumulator(str(dated))
+    events.Reload()
+    return {tag: [event.step for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_after_falling_back_no_step_is_recorded_twice(pool: Pools, tmp_path: Path) -> None:
+    """Past two damaged checkpoints, and again when the attempt that went on from there is lost as well."""
+    flags = ["--training.steps=8", "--checkpoint.interval=2", "--validation.freq=2", "--metrics.enable_tensorboard"]
+    whole = pool(2).run(_run, str(tmp_path), *flags)[0]["rows"]
+    for steps in ((6, 8), (4, 6, 8)):
+        for step in steps:
+            flip(next((tmp_path / "checkpoint" / f"step-{step}").glob("*.distcp")))
+        found = pool(2).run(_run, str(tmp_path), *flags)[0]
+        assert any(f"resumed from step {steps[0] - 2}" in line for line in found["said"])
+        assert sum("passed over" in line for line in found["said"]) == len(steps)
+        rows = [(row["step"], "validation_loss" in row) for row in found["rows"]]
+        assert sorted(rows) == sorted({*rows}) == sorted((row["step"], "validation_loss" in row) for row in whole)
+        assert _losses(found["rows"]) == _losses(whole)
+        shown = _scalars(tmp_path / "tb")
+        assert shown["loss_metrics/global_avg_loss"] == [*range(1, 9)]
+        assert shown["validation_metrics/loss"] == [2, 4, 6, 8]
+
+
+def test_a_validation_that_was_owed_is_recorded_once(pool: Pools, tmp_path: Path) -> None:
+    flags = ["--training.steps=4", "--checkpoint.interval=2", "--validation.freq=2"]
+    pool(1).run(_owing, str(tmp_path), *flags)
+    for _ in range(2):  # the attempt that did it is lost, and the next one does it again
+        shutil.rmtree(tmp_path / "checkpoint" / "step-4", ignore_errors=True)
+        found = pool(1).run(_run, str(tmp_path), *flags)[0]
+        assert [row["step"] for row in found["rows"] if "validation_loss" in row] == [2, 4]
+        assert any("validation at 2" in line for line in found["said"])
+
+
+def _owing(world: World, folder: str, *flags: str) -> None:
+    """A run that is asked to stop in its first validation."""
+    from titanlite.build import read_text
+    from titanlite.config.load import load_file
+    from titanlite.preempt import GracefulStop, Preempted
+    from titanlite.prepare import resolve_plans
+    from titanlite.trainer import Trainer
+
+    plans = resolve_plans(load_file("debug_model.toml", [*TINY, f"--job.dump_folder={folder}", *flags]), world.size)
+    stop = GracefulStop()
+    trainer = Trainer(plans, world, read_text(plans), stop)
+    validate = trainer.validate
+
+    def asked() -> None:
+        if trainer.step == 2:
+            trainer._stopping = True
+        validate()
+
+    trainer.validate = asked  # type: ignore[method-assign]
+    with pytest.raises(Preempted):
+        trainer.train()

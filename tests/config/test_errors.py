@@ -270,6 +270,11 @@ def test_wrong_flag_is_named(flags, key, message):
         (["--checkpoint.start=resume"], "checkpoint.start"),
         (["--checkpoint.initial_load_in_hf"], "checkpoint.initial_load_in_hf"),
         (["--checkpoint.start=fresh", "--checkpoint.load_step=5"], "checkpoint.load_step"),
+        (["--checkpoint.initial_load_path=/x"], "checkpoint.initial_load_path"),
+        (
+            ["--checkpoint.enable_checkpoint", "--checkpoint.start=fresh", "--checkpoint.initial_load_path=/x"],
+            "checkpoint.initial_load_path",
+        ),
         (["--debug.deterministic_warn_only"], "debug.deterministic_warn_only"),
         (["--model.vocab_size=64", "--model.overrides.vocab_size=128"], "model.vocab_size"),
         (["--model.overrides.norm_type=layernorm"], "model.overrides.norm_type"),

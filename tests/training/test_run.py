@@ -341,7 +341,8 @@ def test_a_run_in_epochs_goes_on_with_another_batch_size(pool: Pools, tmp_path: 
     whole = pool(1).run(_run, str(tmp_path / "a"), *flags)[0]
     folder = tmp_path / "b"
     pool(1).run(_run, str(folder), *flags[:1], "--training.steps=2")
-    rest = pool(1).run(_run, str(folder), *flags, "--training.global_batch_size=4")[0]
+    other = ["--training.global_batch_size=4", "--checkpoint.allow_changes=global_batch"]
+    rest = pool(1).run(_run, str(folder), *flags, *other)[0]
     assert rest["step"] - 2 == (whole["step"] - 2) * 2 or rest["step"] - 2 == (whole["step"] - 2) * 2 - 1
     assert rest["rows"][-1]["step"] == rest["step"], "the last step is logged, though it is not the planned one"
     (attempt,) = json.loads((folder / "run.json").read_text())["attempts"][-1:]

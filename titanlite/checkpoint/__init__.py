@@ -5,19 +5,22 @@ What needs torch is imported when it is first used: `titanlite checkpoint` lists
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from titanlite.checkpoint.manifest import CheckpointError, Manifest
 
 if TYPE_CHECKING:
-    from titanlite.checkpoint.checkpointer import Checkpointer, LoadedState
+    from titanlite.checkpoint.checkpointer import Checkpointer
+    from titanlite.checkpoint.loading import LoadedState
+    from titanlite.checkpoint.resume_guard import ResumeGuard
 
-__all__ = ["CheckpointError", "Checkpointer", "LoadedState", "Manifest"]
+__all__ = ["CheckpointError", "Checkpointer", "LoadedState", "Manifest", "ResumeGuard"]
+
+_HOMES = {"Checkpointer": "checkpointer", "LoadedState": "loading", "ResumeGuard": "resume_guard"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("Checkpointer", "LoadedState"):
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from titanlite.checkpoint import checkpointer
-
-    return getattr(checkpointer, name)
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

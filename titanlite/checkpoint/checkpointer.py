@@ -2,48 +2,38 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import shutil
 import time
 import uuid
-import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 
 from titanlite.checkpoint.background import BackgroundSave, Outcome, Tensors
-from titanlite.checkpoint.integrity import check_files, share
-from titanlite.checkpoint.manifest import CheckpointError, Manifest, find, is_valid, publish, step_folder, steps_in
-from titanlite.checkpoint.retention import PARTIAL, Deleter, leftovers, retire
-from titanlite.checkpoint.state import describe, describe_all, differences, gather, rng_state, scatter, set_rng_state
-from titanlite.checkpoint.storage import INDEX, CheckedReader, HashingWriter
+from titanlite.checkpoint.loading import RNG as _RNG
+from titanlite.checkpoint.loading import LoadedState, Loading
+from titanlite.checkpoint.manifest import CheckpointError, Manifest, publish, step_folder
+from titanlite.checkpoint.retention import PARTIAL, Deleter, retire
+from titanlite.checkpoint.state import describe_all, gather, rng_state
+from titanlite.checkpoint.storage import HashingWriter
+from titanlite.checkpoint.together import named as _named
+from titanlite.checkpoint.together import on_rank_0
+from titanlite.checkpoint.together import quiet as _quiet
 from titanlite.config.plans import CheckpointPlan
 from titanlite.observe.console import logger
 from titanlite.parallel.world import World
 from titanlite.runs import provenance
 
-_RNG = "rng.torch"
 #: Seconds that a run which is ending waits for old checkpoints to be deleted; the next start goes on with it.
 _DELETE_SECONDS = 3.0
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class LoadedState:
-    """What a load found out, besides filling model and optimizer."""
-
-    step: int
-    train: dict[str, Any]
-    #: Newer folders that were passed over, and other things to tell, a line each.
-    notices: list[str] = field(default_factory=list)
 
 
 class Checkpointer:
@@ -65,6 +55,7 @@ class Checkpointer:
         self._bad: dict[int, str] = {}
         self._resumed: int | None = None
         self._deleter = Deleter()
+        self._loading = Loading(plan, world, fingerprints, self._bad, self._deleter)
         self._origin: tuple[dict[str, str], dict[str, Any]] | None = None
         self._background: BackgroundSave | None = None
         if plan.async_mode != "disabled":
@@ -143,57 +134,20 @@ class Checkpointer:
             self._background.close()
         self._deleter.wait(_DELETE_SECONDS)
 
-    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> LoadedState | None:
-        """Resume from `plan.folder` as `plan.start` says; None when there is nothing to resume and that is allowed.
+    def load(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, expected: Mapping[str, Any] | None = None
+    ) -> LoadedState | None:
+        """Start as `plan.start` says: resume from `plan.folder`, or begin with `plan.initial_load_path`; else None.
 
-        Raises CheckpointError, on all ranks, before anything is changed, when the checkpoint is of another run, or
-        when there are checkpoints and none is good.
+        expected: entries of the train state that must be equal to what was saved, where it was.
+
+        Raises CheckpointError, on all ranks, before anything is changed, when the checkpoint is of another run or does
+        not fit the model, or when there are checkpoints and none is good.
         """
-        tensors: Tensors | None = None
-        while True:
-            manifest, notices = self._on_rank_0(self._choose)
-            if manifest is None:
-                return None
-            folder = step_folder(self.root, manifest.step)
-            if tensors is None:
-                tensors = gather(model, optimizer)
-                wanted = describe_all(tensors, model)
-            saved = {name: entry for name, entry in manifest.tensors.items() if name != _RNG}
-            if lines := differences(saved, wanted):
-                raise CheckpointError(f"{folder} does not fit this model:\n  " + "\n  ".join(lines))
-            if (problem := self._verify(folder, manifest)) is None:
-                break
-            self._bad[manifest.step] = problem
-        rng = rng_state(self._world.device, self._world.size)
-        same_generators = manifest.tensors.get(_RNG) == describe({_RNG: rng})[_RNG]
-        if same_generators:
-            tensors[_RNG] = rng
-        else:
-            notices.append(
-                f"written on {manifest.world_size} ranks, loaded on {self._world.size} with {self._world.device.type} "
-                "devices: the data order goes on exactly, the random generators start anew"
-            )
-        with _quiet(), _named(f"loading {folder}"):
-            dcp.load(tensors, storage_reader=CheckedReader(folder, manifest))
-        tensors.pop(_RNG, None)
-        scatter(tensors, model, optimizer)
-        if same_generators:
-            set_rng_state(rng, self._world.device)
-        self._resumed = manifest.step
-        return LoadedState(manifest.step, manifest.train, notices)
-
-    def _verify(self, folder: Path, manifest: Manifest) -> str | None:
-        """What is wrong with a checkpoint's contents, the same answer on all ranks; each reads a part of the files."""
-        names = share(manifest.files, self._world.rank, self._world.size) if self.plan.verify == "hash" else []
-        if INDEX in manifest.files and INDEX not in names:
-            names.append(INDEX)  # every rank unpickles it
-        found: list[list[str]] = [[] for _ in range(self._world.size)]
-        dist.all_gather_object(found, check_files(folder, manifest, names))
-        problems = sorted({problem for part in found for problem in part})
-        if not problems:
-            return None
-        more = f" (and {len(problems) - 1} more of its files)" if len(problems) > 1 else ""
-        return problems[0] + more
+        loaded = self._loading.load(model, optimizer, expected)
+        if loaded is not None and loaded.origin == "resume":
+            self._resumed = loaded.step
+        return loaded
 
     def _make_partial(self, step: int) -> Path:
         self.root.mkdir(parents=True, exist_ok=True)
@@ -250,92 +204,6 @@ class Checkpointer:
             self.root, newest, plan.keep_latest_k, plan.keep_every, keep, tuple(self._bad), self._fingerprints
         )
 
-    def _choose(self) -> tuple[Manifest | None, list[str]]:
-        """On rank 0: which checkpoint to load, by `plan.start` and `plan.load_step`."""
-        manifest, passed = find(self.root, self.plan.load_step, self._bad)
-        if self.plan.load_step is not None:
-            steps = [step for step in steps_in(self.root) if step > self.plan.load_step]
-            newer = [step for step in steps if is_valid(step_folder(self.root, step))]
-            if newer:
-                raise CheckpointError(
-                    f"checkpoint.load_step = {self.plan.load_step}, but {self.root} holds newer checkpoints, which are "
-                    f"never overwritten: move step-{', step-'.join(map(str, newer))} to another folder first"
-                )
-        if self.plan.start == "fresh" and (manifest is not None or passed):
-            raise CheckpointError(
-                f'checkpoint.start = "fresh", but {self.root} holds checkpoints already: choose another '
-                "checkpoint.folder or job.dump_folder, or move them away"
-            )
-        if manifest is None:
-            self._no_checkpoint(passed)
-        else:
-            self._check_run(manifest)
-        self._deleter.delete(leftovers(self.root))
-        notices = [f"passed over: {reason}" for reason in passed]
-        if passed:
-            notices.append(f"`titanlite checkpoint verify {self.root}` tells all that is wrong there")
-        if manifest is not None and not manifest.hashes:
-            folder = step_folder(self.root, manifest.step)
-            notices.append(f"{folder} is of a time without hashes: only the sizes of its files were checked")
-        return manifest, notices
-
-    def _no_checkpoint(self, passed: list[str]) -> None:
-        """Raises CheckpointError unless a run may begin anew."""
-        if not passed and self.plan.start != "resume":
-            return
-        reasons = "".join(f"\n  {line}" for line in passed)
-        start = 'checkpoint.start = "resume", but ' if self.plan.start == "resume" else ""
-        way_out = (
-            "\nBring one back from a copy, or begin anew with another --checkpoint.folder or --job.dump_folder"
-            if passed
-            else ""
-        )
-        raise CheckpointError(f"{start}{self.root} has no valid checkpoint{reasons}{way_out}")
-
-    def _check_run(self, manifest: Manifest) -> None:
-        """Raises CheckpointError when a checkpoint is of another run."""
-        lines = "".join(
-            f"\n  {name}: {manifest.fingerprints.get(name)} there, {value} here"
-            for name, value in self._fingerprints.items()
-            if manifest.fingerprints.get(name) != value
-        )
-        if lines:
-            raise CheckpointError(
-                f"{step_folder(self.root, manifest.step)} is of another run:{lines}\n"
-                "Start this one elsewhere with another --checkpoint.folder or --job.dump_folder, or configure it as "
-                "that run was"
-            )
-
     def _on_rank_0(self, action: Callable[[], T]) -> T:
         """Run on rank 0 only; every rank gets its result, or its error."""
-        result: T | None = None
-        problem: str | None = None
-        if self._world.rank == 0:
-            try:
-                result = action()
-            except (CheckpointError, OSError) as error:
-                problem = str(error)
-            except Exception as error:  # the other ranks are waiting for an answer, whatever happened here
-                problem = repr(error)
-        result, problem = cast("tuple[T, str | None]", self._world.agree((result, problem)))
-        if problem is not None:
-            raise CheckpointError(problem)
-        return result
-
-
-@contextlib.contextmanager
-def _named(doing: str) -> Iterator[None]:
-    """DCP's failures as CheckpointError. They are a BaseException, which `except Exception` would miss."""
-    try:
-        yield
-    except CheckpointException as error:
-        causes = {f"rank {rank}: {failure[0]!r}" for rank, failure in error.failures.items()}
-        raise CheckpointError(f"{doing} failed: {'; '.join(sorted(causes))}") from error
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without DCP's warning about a single process. Not for threads: filters are the whole process's."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
-        yield
+        return on_rank_0(self._world, action)

@@ -25,12 +25,15 @@ _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 _HYPERPARAMETERS = "param_groups."
 
 
-def gather(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The tensors to save or to load into, by name: `model.…` and `optimizer.…`.
+def gather(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, torch.Tensor]:
+    """The tensors to save or to load into, by name: `model.…`, and `optimizer.…` unless it is None.
 
-    An optimizer that has not stepped yet is given its (zero) state first, so that there is something to load into.
+    An optimizer that has not stepped yet is given its state first, of a step without gradients, so that there is
+    something to load into.
     """
     tensors = {f"model.{name}": plain(cast(torch.Tensor, t)) for name, t in get_model_state_dict(model).items()}
+    if optimizer is None:
+        return tensors
     state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
     tensors.update(
         (f"optimizer.{name}", value) for name, value in state.items() if not name.startswith(_HYPERPARAMETERS)
@@ -38,10 +41,12 @@ def gather(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torc
     return tensors  # without param_groups only tensors are left
 
 
-def scatter(tensors: dict[str, torch.Tensor], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def scatter(tensors: dict[str, torch.Tensor], model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Put loaded tensors (as `gather` names them) into model and optimizer; hyper-parameters stay as configured."""
     set_model_state_dict(model, _strip(tensors, "model."))
     forget_scales(model)
+    if optimizer is None:
+        return
     state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
     state.update(_strip(tensors, "optimizer."))
     set_optimizer_state_dict(model, optimizer, state, options=_OPTIONS)
@@ -84,22 +89,3 @@ def describe_all(tensors: dict[str, torch.Tensor], model: nn.Module) -> dict[str
     parts: list[dict[str, list[Any]]] = [{} for _ in range(dist.get_world_size(model.group))]
     dist.all_gather_object(parts, mine, model.group)
     return {name: entry for part in parts for name, entry in part.items()}
-
-
-def differences(saved: dict[str, list[Any]], wanted: dict[str, list[Any]], most: int = 12) -> list[str]:
-    """How the tensors of a checkpoint differ from those of the model, a line each; empty when they agree.
-
-    DCP itself notices missing tensors and shapes only: surplus tensors and other dtypes load without a word.
-    """
-    lines = [f"missing in the checkpoint: {name} {_show(wanted[name])}" for name in wanted if name not in saved]
-    lines += [f"not in this model: {name} {_show(saved[name])}" for name in saved if name not in wanted]
-    lines += [
-        f"{name}: {_show(saved[name])} in the checkpoint, {_show(wanted[name])} in this model"
-        for name in wanted
-        if name in saved and list(saved[name]) != list(wanted[name])
-    ]
-    return lines[:most] + ([f"… and {len(lines) - most} more"] if len(lines) > most else [])
-
-
-def _show(entry: list[Any]) -> str:
-    return f"{entry[0]}{list(entry[1])}"

@@ -44,20 +44,7 @@ def contradictions(config: JobConfig) -> list[Problem]:
             "needs checkpoint.model_weights_only = true: it holds weights only",
             "checkpoint.model_weights_only",
         )
-    for key in ("start", "initial_load_in_hf"):
-        wanted = d.checkpoint.start == "from" if key == "start" else d.checkpoint.initial_load_in_hf
-        if wanted and d.checkpoint.initial_load_path is None:
-            contradict(f"checkpoint.{key}", "needs checkpoint.initial_load_path", "checkpoint.initial_load_path")
-    if d.checkpoint.start == "fresh" and d.checkpoint.load_step >= 0:
-        contradict(
-            "checkpoint.load_step",
-            f'asks for step {d.checkpoint.load_step}, but checkpoint.start = "fresh" loads nothing',
-            "checkpoint.start",
-        )
-    if d.checkpoint.start == "resume" and not d.checkpoint.enable_checkpoint:
-        contradict(
-            "checkpoint.start", '"resume" needs checkpoint.enable_checkpoint = true', "checkpoint.enable_checkpoint"
-        )
+    _start(config, contradict)
     if d.debug.deterministic_warn_only and not d.debug.deterministic:
         contradict("debug.deterministic_warn_only", "needs debug.deterministic = true", "debug.deterministic")
     if d.model.vocab_size is not None and d.model.overrides.get("vocab_size", d.model.vocab_size) != d.model.vocab_size:
@@ -71,6 +58,30 @@ def contradictions(config: JobConfig) -> list[Problem]:
     if d.model.rope_scaling is not None and "rope_scaling" in d.model.overrides:
         contradict("model.overrides.rope_scaling", "is set by model.rope_scaling already", "model.rope_scaling")
     return found
+
+
+def _start(config: JobConfig, contradict: Callable[..., None]) -> None:
+    """What a run starts from."""
+    c = config.dialect.checkpoint
+    for key in ("start", "initial_load_in_hf"):
+        wanted = c.start == "from" if key == "start" else c.initial_load_in_hf
+        if wanted and c.initial_load_path is None:
+            contradict(f"checkpoint.{key}", "needs checkpoint.initial_load_path", "checkpoint.initial_load_path")
+    if c.start == "fresh":
+        nothing = 'but checkpoint.start = "fresh" loads nothing'
+        if c.load_step >= 0:
+            contradict("checkpoint.load_step", f"asks for step {c.load_step}, {nothing}", "checkpoint.start")
+        if c.initial_load_path is not None:
+            message = f'is {quote(c.initial_load_path)}, {nothing}: "from" starts there'
+            contradict("checkpoint.initial_load_path", message, "checkpoint.start")
+    needed = {
+        "start": (c.start == "resume", '"resume" needs'),
+        "initial_load_path": (c.initial_load_path is not None, "needs"),
+    }
+    for key, (wanted, needs) in needed.items():
+        if wanted and not c.enable_checkpoint:
+            message = f"{needs} checkpoint.enable_checkpoint = true"
+            contradict(f"checkpoint.{key}", message, "checkpoint.enable_checkpoint")
 
 
 def _schedule(config: JobConfig, contradict: Callable[..., None]) -> None:
@@ -204,11 +215,19 @@ def missing_files(config: JobConfig) -> list[Problem]:
     named = ["model.tokenizer_path", "training.dataset_path"]
     if config.dialect.validation.enable:
         named.append("validation.dataset_path")
+    if not _has_checkpoints(config):  # else it is not used any more
+        named.append("checkpoint.initial_load_path")
     return [
         Problem(config.place(key), key, f"no file or folder {quote(config.value(key))}")
         for key in named
         if config.value(key) is not None and not os.path.exists(config.value(key))
     ]
+
+
+def _has_checkpoints(config: JobConfig) -> bool:
+    """Whether the folder that the run saves in looks as if it held some."""
+    folder = os.path.join(config.dialect.job.dump_folder, config.dialect.checkpoint.folder)
+    return os.path.isdir(folder) and any(name.startswith("step-") for name in os.listdir(folder))
 
 
 def missing_packages(config: JobConfig) -> list[Problem]:

@@ -262,10 +262,20 @@ class CheckpointPlan:
     #: Absolute or working-directory-relative folder that holds step-N folders.
     folder: str = "./outputs/checkpoint"
     interval: int = 500
-    #: "resume-or-fresh": newest valid one or start new; "resume": must exist; "fresh": must not.
-    start: Literal["resume-or-fresh", "resume", "fresh"] = "resume-or-fresh"
+    #: "resume-or-fresh": newest valid one or start new; "resume": must exist; "fresh": must not; "from": as the first,
+    #: and there is an `initial_load_path`.
+    start: Literal["resume-or-fresh", "resume", "fresh", "from"] = "resume-or-fresh"
     #: Step to load, or None: the newest valid one.
     load_step: int | None = None
+    #: Parts (`titanlite.checkpoint.selection.GROUPS`) and patterns of tensor names that are not loaded.
+    exclude_from_loading: tuple[str, ...] = ()
+    #: Patterns of tensors of the model that a checkpoint may lack.
+    allow_missing: tuple[str, ...] = ()
+    #: What may differ from the run that wrote a checkpoint: "model", "tokenizer", "data", "global_batch".
+    allow_changes: tuple[str, ...] = ()
+    #: Another run's checkpoint (or its folder) to begin with where `folder` has none; only its weights, or all of it.
+    initial_load_path: str | None = None
+    initial_load_model_only: bool = True
     #: "hash": every byte is compared with what was written before it is loaded; "size": lengths of files only.
     verify: Literal["size", "hash"] = "hash"
     #: The newest checkpoints that stay (0: all), and the steps whose multiples stay besides (0: none).

@@ -108,17 +108,7 @@ UNBUILT: dict[str, Unbuilt] = {
         "checkpoint.enable_first_step_checkpoint",
     ),
     **_feature("seed checkpoints", _always, "checkpoint.create_seed_checkpoint"),
-    **_feature(
-        "loading a part of a checkpoint", _checkpoints, "checkpoint.exclude_from_loading", "checkpoint.allow_missing"
-    ),
-    **_feature(
-        "starting from other weights",
-        _always,
-        "checkpoint.initial_load_path",
-        "checkpoint.initial_load_model_only",
-        "checkpoint.initial_load_in_hf",
-    ),
-    **_feature("starting from other weights", _always, "checkpoint.start", built=("resume", "fresh")),
+    **_feature("starting from other weights", _always, "checkpoint.initial_load_in_hf"),
     **_feature("the estimate of memory", _always, "memory_estimation.enabled"),
     **_feature("the estimate of memory", _estimates, "memory_estimation.disable_fake_mode"),
     **_feature("skipping and rolling back", _always, "guard.policy"),
@@ -151,6 +141,8 @@ def without_effect(config: JobConfig) -> list[str]:
     switches = {
         "checkpoint": dialect.checkpoint.enable_checkpoint,
         "checkpoint.keep_every": dialect.checkpoint.enable_checkpoint and dialect.checkpoint.keep_latest_k > 0,
+        "checkpoint.initial_load_model_only": dialect.checkpoint.enable_checkpoint
+        and dialect.checkpoint.initial_load_path is not None,
         "validation": dialect.validation.enable,
         "float8": dialect.float8.enable_float8_linear,
         "training.enable_loss_parallel": dialect.training.tensor_parallel_degree > 1,

@@ -153,6 +153,17 @@ def batch_hash(batches: Iterable[Batch]) -> str:
     return _hex(total)
 
 
+def step_hash(dataset: PackedDataset, first: int, size: int, part: int = 0, parts: int = 1) -> str | None:
+    """`batch_hash` of the step that takes sequences first … first + size - 1, or of one of `parts` shares of it.
+
+    None where the data end before that step. Shares are put together by `add_hashes`.
+    """
+    total = dataset.total_sequences
+    if total is not None and first >= total:
+        return None
+    return add_hashes(batch_hash([_stack(dataset, [i])]) for i in range(first + part, first + size, parts))
+
+
 def add_hashes(hashes: Iterable[str]) -> str:
     """The `batch_hash` of several ranks' batches together."""
     return _hex(sum(int(value, 16) for value in hashes))

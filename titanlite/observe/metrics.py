@@ -66,6 +66,15 @@ class MetricsLog:
         except OSError as error:
             self._warn(error)
 
+    def has(self, step: int, name: str) -> bool:
+        """Whether a row of `step` with this number is there."""
+        try:
+            lines = self.path.read_bytes().splitlines()
+        except OSError:
+            return False
+        rows = (_parse(line) for line in lines)
+        return any(row is not None and row.get("step") == step and name in row for row in rows)
+
     def close(self) -> None:
         """Close the file; a later write opens it again."""
         if self._file is not None:

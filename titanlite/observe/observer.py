@@ -64,6 +64,8 @@ class Observer:
         self._run: RunRecord | None = None
         self._view: View | None = None
         self._first_step = 1
+        #: The validation that a run which goes on owes is recorded already: an attempt since then was lost.
+        self._validated = False
 
     def start(self, step: int, report: Sequence[str], model: nn.Module | None = None) -> None:
         """Say what will run, and continue (or begin) the records at `step` steps done.
@@ -81,6 +83,7 @@ class Observer:
                 _keep_earlier(path)
             self._metrics = MetricsLog(path)
             self._metrics.truncate_after(step)
+            self._validated = self._metrics.has(step, "validation_loss")
             self._run = begin(
                 path.parent,
                 self.plans,
@@ -176,7 +179,8 @@ class Observer:
 
     def validation(self, step: int, loss: float, tokens: int, seconds: float) -> None:
         logger.info(f"validation at {step}: loss {loss:.4f} over {tokens:,} tokens in {human_time(seconds)}")
-        self._write(step, {"validation_loss": loss, "validation_tokens": tokens, "validation_seconds": seconds})
+        if not (self._validated and step < self._first_step):
+            self._write(step, {"validation_loss": loss, "validation_tokens": tokens, "validation_seconds": seconds})
 
     def drift(self, step: int, drift: Drift) -> None:
         """What float8 changes in the loss, with the weights that this step starts from."""

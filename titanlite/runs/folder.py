@@ -3,7 +3,7 @@
     config.toml   the resolved config; an earlier attempt's that differed is kept as config-N.toml
     run.json      {"format": 1, "attempts": [...]}
     git.diff      changes to the checkout the run was started from; earlier ones as git-N.diff
-    metrics.jsonl, checkpoint/, logs/rank_N.log   written by others
+    metrics.jsonl, resume.jsonl, checkpoint/, logs/rank_N.log   written by others
 
 `titanlite.runs.read` reads it back.
 """

@@ -68,7 +68,7 @@ class Ledger:
         self.path = path
         self.attempt = attempt
         self._saved_step: int | None = step if resumed else None
-        self._kept = (step, tokens) if resumed else (0, 0)
+        self._kept = step, tokens
         self._ended = False
         self._warned = False
 
@@ -115,13 +115,22 @@ class Ledger:
 
 
 def begin(
-    folder: Path, before: Before, plans: Plans, *, world_size: int, device: str, step: int, tokens: int, resumed: bool
+    folder: Path,
+    before: Before,
+    plans: Plans,
+    *,
+    world_size: int,
+    device: str,
+    step: int,
+    tokens: int,
+    resumed: bool,
+    source: Path | None = None,
 ) -> tuple[Ledger, list[str]]:
     """Record that an attempt starts at `step` steps and `tokens` tokens; also lines to tell a person.
 
-    Call it on rank 0 only. before: of `look_back`.
+    Call it on rank 0 only. before: of `look_back`. source: another run's checkpoint that it begins with.
     """
-    began = f"resumed from step {step}" if resumed else "fresh"
+    began = f"resumed from step {step}" if resumed else "fresh" if source is None else f"from {source}"
     changes = {}
     if before.config is not None:
         now = dict(flat(loads(provenance.config_text(plans.config_toml))))

@@ -23,15 +23,31 @@ class Checkpoint(Section):
     start: Literal["resume-or-fresh", "resume", "fresh", "from"] = Field(
         default="resume-or-fresh",
         description="resume-or-fresh: the newest valid checkpoint if there is one; resume: there must be one; "
-        "fresh: there must be none; from: initial_load_path, then as resume-or-fresh.",
+        "fresh: there must be none; from: as resume-or-fresh, and initial_load_path must be given.",
     )
     load_step: int = Field(default=-1, ge=-1, description="Load this step. -1: the newest valid one.")
-    exclude_from_loading: list[str] = Field(default=[], description="Parts that are not loaded.")
-    allow_missing: list[str] = Field(default=[], description="Patterns of tensors that a checkpoint may lack.")
-    initial_load_path: str | None = Field(
-        default=None, min_length=1, description="Checkpoint that a fresh run starts from."
+    exclude_from_loading: list[str] = Field(
+        default=[],
+        description="Parts that are not loaded: model, optimizer, lr_scheduler, dataloader, rng, or patterns of tensor "
+        "names. What a run has saved since is loaded whole.",
     )
-    initial_load_model_only: bool = Field(default=True, description="Take only the weights from initial_load_path.")
+    allow_missing: list[str] = Field(
+        default=[],
+        description="Patterns of tensors of the model that a checkpoint may lack; they keep their initial values.",
+    )
+    allow_changes: list[Literal["model", "tokenizer", "data", "global_batch"]] = Field(
+        default=[], description="What may differ from the run that wrote the checkpoint; otherwise it is refused."
+    )
+    initial_load_path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Checkpoint (step-N, or a folder or run with some: the newest good one) of any run, to start from "
+        "while this one has none of its own.",
+    )
+    initial_load_model_only: bool = Field(
+        default=True,
+        description="Take only the weights from it and begin at step 0; false: go on at its step with all it holds.",
+    )
     initial_load_in_hf: bool = Field(default=False, description="initial_load_path holds Hugging Face weights.")
     model_weights_only: bool = Field(default=False, description="The last save holds weights only.")
     export_dtype: Literal["float32", "bfloat16", "float16"] = Field(

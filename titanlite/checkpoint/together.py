@@ -1,0 +1,50 @@
+"""What saving and loading share: ranks that agree, DCP's failures as ours, and DCP without its warning."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import TypeVar, cast
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from titanlite.checkpoint.manifest import CheckpointError
+from titanlite.parallel.world import World
+
+T = TypeVar("T")
+
+
+def on_rank_0(world: World, action: Callable[[], T]) -> T:
+    """Run on rank 0 only; every rank gets its result, or its error as a CheckpointError."""
+    result: T | None = None
+    problem: str | None = None
+    if world.rank == 0:
+        try:
+            result = action()
+        except (CheckpointError, OSError) as error:
+            problem = str(error)
+        except Exception as error:  # the other ranks are waiting for an answer, whatever happened here
+            problem = repr(error)
+    result, problem = cast("tuple[T, str | None]", world.agree((result, problem)))
+    if problem is not None:
+        raise CheckpointError(problem)
+    return result
+
+
+@contextlib.contextmanager
+def named(doing: str) -> Iterator[None]:
+    """DCP's failures as CheckpointError. They are a BaseException, which `except Exception` would miss."""
+    try:
+        yield
+    except CheckpointException as error:
+        causes = {f"rank {rank}: {failure[0]!r}" for rank, failure in error.failures.items()}
+        raise CheckpointError(f"{doing} failed: {'; '.join(sorted(causes))}") from error
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without DCP's warning about a single process. Not for threads: filters are the whole process's."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
+        yield

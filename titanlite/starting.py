@@ -1,0 +1,107 @@
+"""What a run starts from, in words, and what tells whether it goes on as the attempt before did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titanlite.checkpoint.loading import LoadedState
+from titanlite.checkpoint.resume_guard import FILE, ResumeGuard
+from titanlite.checkpoint.selection import GROUPS
+from titanlite.config.plans import BatchPlan, CheckpointPlan, Plans
+from titanlite.config.scan import TOMLDecodeError, loads
+from titanlite.data.loader import add_hashes, step_hash
+from titanlite.data.packing import PackedDataset
+from titanlite.observe.flops import device_name
+from titanlite.parallel.world import World
+from titanlite.runs.ledger import config_changes, flat
+from titanlite.runs.provenance import config_text
+
+#: Plans whose every field changes how sums are rounded.
+_ROUNDING = ("mesh", "tensor_parallel", "pipeline", "shard", "float8", "activations", "compile")
+_WORDS = {"optimizer": "optimizer", "lr_scheduler": "schedule", "dataloader": "text", "rng": "random generators"}
+
+
+def began(plan: CheckpointPlan, loaded: LoadedState | None) -> str:
+    """From where a run starts, and why."""
+    if not plan.enable:
+        return "a fresh run, checkpoints are off"
+    asked = f"checkpoint.start = {plan.start}"
+    if loaded is None:
+        return f"a fresh run ({asked}): no checkpoint to resume in {plan.folder}"
+    anew = [_WORDS[name] for name in GROUPS if name in loaded.left_out and name in _WORDS]
+    if loaded.origin == "from":
+        taken = "its weights" if not loaded.train else f"all it holds{_but(anew)}, at step {loaded.step}"
+        why = f"checkpoint.initial_load_path; {plan.folder} has no checkpoint yet"
+        return f"a run that starts from {loaded.folder} with {taken} ({why})"
+    why = asked if plan.load_step is None else f"checkpoint.load_step = {plan.load_step}"
+    if plan.initial_load_path is not None:
+        why += "; so checkpoint.initial_load_path is not used"
+    return f"resumed from step {loaded.step} in {plan.folder}{_but(anew)} ({why})"
+
+
+def _but(anew: list[str]) -> str:
+    return f", but with new {', '.join(anew)}" if anew else ""
+
+
+def config_lines(loaded: LoadedState | None, plans: Plans, told: Sequence[str]) -> list[str]:
+    """How the config differs from that which the checkpoint to resume was written under, but for what is `told`."""
+    text = loaded.config.get("toml") if loaded is not None and loaded.origin == "resume" else None
+    if not isinstance(text, str):
+        return []
+    try:
+        before = dict(flat(loads(text)))
+    except TOMLDecodeError:
+        return []
+    changes = config_changes(before, dict(flat(loads(config_text(plans.config_toml)))))
+    lines = [f"{key}: {change}" for key, change in changes.items()]
+    return [
+        f"config is not that of the checkpoint: {line}"
+        for line in lines
+        if not any(t.endswith(f" {line}") for t in told)
+    ]
+
+
+def next_batch(dataset: PackedDataset, batch: BatchPlan, state: Mapping[str, Any], world: World) -> str | None:
+    """Hash of the global batch that comes next by a loader's state; the same on any number of ranks.
+
+    All ranks call it together, each hashes a part. None where the data end.
+    """
+    part = step_hash(dataset, state["next_sequence"], batch.global_batch_size, world.rank, world.size)
+    parts: list[str | None] = [None] * world.size
+    dist.all_gather_object(parts, part)
+    return add_hashes([found for found in parts if found is not None]) if part is not None else None
+
+
+def rounding_setting(plans: Plans, device: torch.device) -> dict[str, str]:
+    """What the rounding of a step's loss and norm depends on, by name."""
+    found = {
+        "device": device_name(device),
+        "torch": torch.__version__,
+        "threads": str(torch.get_num_threads()),
+        "batch.micro_batch_size": str(plans.batch.micro_batch_size),
+        "batch.accumulation": str(plans.batch.accumulation),
+        "deterministic": str(plans.train.deterministic),
+    }
+    for room in _ROUNDING:
+        found.update((f"{room}.{name}", str(value)) for name, value in asdict(getattr(plans, room)).items())
+    found.pop("compile.cache_dir")
+    return found
+
+
+def resume_guard(plans: Plans, world: World) -> ResumeGuard:
+    """Rounding apart, which is told from a difference by 1e-4 of the number, or 2e-2 where products are rounded to
+    fewer bits, a run that is resumed must go on as before. On CPUs and with deterministic kernels, bit for bit."""
+    coarse = plans.shard.param_dtype != "float32" or plans.float8.enable
+    return ResumeGuard(
+        Path(plans.observe.dump_folder) / FILE,
+        world.rank,
+        rounding_setting(plans, world.device),
+        tolerance=2e-2 if coarse else 1e-4,
+        exact=world.device.type == "cpu" or plans.train.deterministic,
+    )
