@@ -56,7 +56,7 @@ def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     # A mesh per test would leave its groups behind, each with a thread of gloo's that wakes a hundred times a second.
     world_module.init_device_mesh = functools.cache(world_module.init_device_mesh)
     torch.set_num_threads(1)
-    with World.open(CommPlan(init_timeout_seconds=120), device_type="cpu") as world:
+    with World.open(CommPlan(init_timeout_seconds=120, meeting_seconds=120), device_type="cpu") as world:
         while True:
             try:
                 job = pipe.recv()

@@ -30,7 +30,8 @@ from titanlite.parallel.compile import CompileError, prepare_compile
 from titanlite.parallel.flight_recorder import is_of_collectives
 from titanlite.parallel.float8 import check_float8
 from titanlite.parallel.host_memory import keep_freed_memory
-from titanlite.parallel.world import World, WorldError, env_int
+from titanlite.parallel.meeting import MeetingError
+from titanlite.parallel.world import World, WorldError, env_int, join_store
 from titanlite.preempt import GracefulStop, Preempted
 from titanlite.prepare import checked_plans, resolve_plans
 from titanlite.runs.lock import LockedError, RunLock
@@ -83,6 +84,7 @@ def _run(argv: Sequence[str], stop: GracefulStop) -> int:
         size = env_int("WORLD_SIZE", 1)
         config, plans = checked_plans(argv, size, training=True)
         setup_console(env_int("RANK", 0), plans.observe.color)
+        store = join_store()  # before what takes longer on one rank than on another
         prepare_compile(plans.compile)
         check_float8(plans.float8)
         with _lock(plans) if env_int("RANK", 0) == 0 else contextlib.nullcontext():
@@ -94,7 +96,7 @@ def _run(argv: Sequence[str], stop: GracefulStop) -> int:
             _make_folders(plans)
             folder = Path(plans.observe.dump_folder)
             stalls = StallWatch(plans.stall, logs=str(folder / LOGS), traces=plans.comm.trace_folder, end=_leave)
-            with World.open(plans.comm) as world, rank_log(folder, world.rank), stalls:
+            with World.open(plans.comm, store=store) as world, rank_log(folder, world.rank), stalls:
                 if world.device.type == "cpu":
                     keep_freed_memory()
                 if world.rank == 0:
@@ -102,6 +104,8 @@ def _run(argv: Sequence[str], stop: GracefulStop) -> int:
                 Trainer(plans, world, text, stop, stalls).train()
     except (ConfigError, DataError, ShapeError, WorldError) as error:
         return _end(str(error), exit_codes.CONFIG)
+    except MeetingError as error:
+        return _end(str(error), exit_codes.LOST_PEER)
     except (CheckpointError, LockedError) as error:
         return _end(str(error), exit_codes.CHECKPOINT)
     except (Preempted, KeyboardInterrupt) as error:

@@ -37,6 +37,7 @@ def code_of(error: BaseException) -> int:
     from titanlite.observe.stalls import PeerError
     from titanlite.parallel.compile import CompileError
     from titanlite.parallel.flight_recorder import is_of_collectives
+    from titanlite.parallel.meeting import MeetingError
     from titanlite.parallel.world import WorldError
     from titanlite.preempt import Preempted
     from titanlite.runs.lock import LockedError
@@ -47,7 +48,7 @@ def code_of(error: BaseException) -> int:
         CONFIG: (CompileError, ConfigError, DataError, ShapeError, WorldError),
         GUARD: (NonFiniteError,),
         CHECKPOINT: (CheckpointError, LockedError),
-        LOST_PEER: (PeerError,),
+        LOST_PEER: (PeerError, MeetingError),
         INTERRUPTED: (KeyboardInterrupt,),
     }
     known = next((code for code, types in kinds.items() if isinstance(error, types)), None)

@@ -290,6 +290,8 @@ class CommPlan:
     #: Collective timeout in seconds until step 1 is done, and after it.
     init_timeout_seconds: int = 300
     train_timeout_seconds: int = 100
+    #: How long a rank waits at the start for the others' processes, and for connections to them.
+    meeting_seconds: float = 60.0
     #: Collectives that torch's flight recorder keeps (0: off).
     trace_buf_size: int = 20000
     #: Folder that the ranks' records are left in when a collective fails; "": torch's place on GPUs, none on CPUs.

@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
 from titanlite.config.plans import CommPlan, MeshPlan
 from titanlite.parallel.flight_recorder import recording
+from titanlite.parallel.meeting import LIMIT_SECONDS, come, connect, meet
 
 #: Outermost first: neighbours in rank, which are close in hardware, share what communicates most.
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -47,22 +48,21 @@ def env_int(name: str, default: int | None = None) -> int:
         raise WorldError(f"environment variable {name} is {text!r}, expected a whole number") from None
 
 
-def _rendezvous_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
-    """The key-value store that the process groups meet at.
+def join_store(limit: float = LIMIT_SECONDS) -> dist.Store | None:
+    """The run's key-value store, at which the process groups meet; None for one process alone.
 
-    Under torchrun the agent's TCP store survives a restart of the workers, so each attempt needs keys of
-    its own: without the prefix a restarted attempt reads the dead one's addresses and hangs.
+    Call it as soon as the process is up: from then on the others know that this rank is coming (see meeting.py). Raises
+    WorldError when the environment is incomplete, MeetingError when the store cannot be reached within `limit` seconds.
     """
-    if size == 1:
-        return dist.HashStore()
+    size = env_int("WORLD_SIZE", 1)
+    if size == 1 or dist.is_initialized():
+        return None
+    rank = env_int("RANK")
     host = os.environ.get("MASTER_ADDR")
     if host is None:
         raise WorldError("WORLD_SIZE is set but MASTER_ADDR is not: start with torchrun (or ./run_llama_train.sh)")
     agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(host, env_int("MASTER_PORT"), size, is_master=rank == 0 and not agent_store, timeout=timeout)
-    run = os.environ.get("TORCHELASTIC_RUN_ID", "titanlite")
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"titanlite/{run}/{attempt}", store)
+    return come(rank, size, (host, env_int("MASTER_PORT")), rank == 0 and not agent_store, limit)
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,14 @@ class World:
 
     @classmethod
     @contextmanager
-    def open(cls, comm: CommPlan | None = None, device_type: str | None = None) -> Iterator[World]:
+    def open(
+        cls, comm: CommPlan | None = None, device_type: str | None = None, store: dist.Store | None = None
+    ) -> Iterator[World]:
         """Enter the world that the environment (torchrun's variables) describes; one process without them.
 
-        device_type: "cpu" or "cuda"; by default CUDA when this machine has it.
-        Raises WorldError when the environment is incomplete.
+        device_type: "cpu" or "cuda"; by default CUDA when this machine has it. store: what `join_store` gave.
+        Raises WorldError when the environment is incomplete, MeetingError when another rank does not come within a
+        minute, or cannot be reached.
         """
         comm = comm or CommPlan()
         device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -109,14 +112,13 @@ class World:
             return
         timeout = timedelta(seconds=comm.init_timeout_seconds)
         with recording(comm, device, size):
-            dist.init_process_group(
-                # Host-side collectives (checkpoint plans, agreed decisions) go through gloo on GPUs too.
-                "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
-                store=_rendezvous_store(rank, size, timeout),
-                rank=rank,
-                world_size=size,
-                timeout=timeout,
-            )
+            store = store or join_store(comm.meeting_seconds) or dist.HashStore()
+            meet(store, rank, size, comm.init_timeout_seconds, comm.meeting_seconds)
+            # Host-side collectives (checkpoint plans, agreed decisions) go through gloo on GPUs too.
+            backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+            connect(backend, store, rank, size, comm.meeting_seconds)
+            store.set_timeout(timeout)
+            _apply_timeout(timeout)
             try:
                 yield cls(rank, local_rank, size, device, timeout)
             except BaseException:
