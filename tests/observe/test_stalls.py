@@ -178,10 +178,15 @@ def _stop(world: World) -> list[str]:
 
 
 def test_a_stopped_rank_does_not_answer_and_is_named(pool: Pools) -> None:
-    report = _reports(pool(2).run(_stop)[0])[0]
-    assert re.search(r"^ +1 +\S+ +2 +data +[\d.]+ +no answer, last heard of [\d.]+ s ago$", report, re.MULTILINE)
-    assert re.search(r"\nrank 1 \(\S+, process (\d+)\) is stopped, by SIGSTOP or a debugger: kill -CONT \1 ", report)
-    assert report.endswith("s ago in data of step 2")
+    _check_stopped(_reports(pool(2).run(_stop)[0])[0], victim=1, step=2)
+
+
+def _check_stopped(report: str, victim: int, step: int) -> None:
+    row = rf"^ +{victim} +\S+ +{step} +\w+ +[\d.]+ +no answer, last heard of [\d.]+ s ago$"
+    assert re.search(row, report, re.MULTILINE)
+    why = r"is stopped, by SIGSTOP or a debugger: kill -CONT \1 lets it go on"
+    last = rf"It was last heard of [\d.]+ s ago in \w+ of step {step}"
+    assert re.search(rf"\nrank {victim} \(\S+, process (\d+)\) {why}\. {last}$", report, re.MULTILINE)
 
 
 class _Slow:
@@ -299,47 +304,70 @@ def test_the_trainer_says_where_it_is(pool: Pools, tmp_path: Path) -> None:
 
 
 _FAULTY = """
-import os, signal, sys, time
+import os, signal, sys, threading, time
 from pathlib import Path
 from titanlite import app
 from titanlite.data.background import Prefetcher
 from titanlite.data.loader import TrainLoader
+from titanlite.observe.stalls import StallWatch
+from titanlite.trainer import Trainer
 kind, folder = sys.argv[1], Path(sys.argv[2])
 rank, asked, read = os.environ["RANK"], 0, 0
+victim = "0" if kind.endswith("rank 0") else "1"
+reported = threading.Event()
 
 def read_shard(self, step=TrainLoader.next_step):
     global read
     read += 1
-    if read == 3 and rank == "1" and kind == "raise":
+    if read == 3 and rank == victim and kind.startswith("raise"):
         raise OSError(5, "Input/output error", "/data/shard-3")
     return step(self)
 
 def next_step(self, step=Prefetcher.next_step):
     global asked
     asked += 1
-    if asked == 3 and rank == "1":
+    if asked == 3 and rank == victim:
+        (folder / "pid").write_text(str(os.getpid()))
         (folder / "struck").write_text(str(time.time()))
-        if kind == "kill":
+        if kind.startswith("kill"):
             os.kill(os.getpid(), signal.SIGKILL)
-    if asked == 3 and rank == "0" and kind == "raise":
-        time.sleep(600)  # like a collective of NCCL, which does not notice that a rank is gone
+        if kind.startswith("stop"):
+            time.sleep(2)  # what is known of it is what it last said
+            os.kill(os.getpid(), signal.SIGSTOP)
+    # Like a collective of NCCL, which does not notice that a rank is gone.
+    if asked == 3 and rank != victim and kind.startswith("raise"):
+        time.sleep(600)
+    if asked == 3 and rank != victim and kind == "kill, unnoticed":
+        reported.wait(90)
     return step(self)
 
+def report(self, reason, tell=StallWatch._report):
+    tell(self, reason)
+    reported.set()
+    if kind.startswith("stop"):
+        os.kill(int((folder / "pid").read_text()), signal.SIGCONT)
+
+def close(self, close=Trainer.close):
+    if kind == "raise and hang" and rank == victim:
+        time.sleep(600)
+    close(self)
+
 TrainLoader.next_step, Prefetcher.next_step = read_shard, next_step
+StallWatch._report, Trainer.close = report, close
 sys.argv[1:] = sys.argv[3:]
 app.main()
 """
 
 
-def _torchrun(tmp_path: Path, kind: str) -> tuple[subprocess.CompletedProcess[str], float]:
-    """Two ranks, of which rank 1 fails in its third step; rank 0 is shown. Also: seconds from then to the end."""
+def _torchrun(tmp_path: Path, kind: str, *more: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    """Two ranks, of which one fails in its third step; rank 0 is shown. Also: seconds from then to the end."""
     script = tmp_path / "faulty.py"
     script.write_text(_FAULTY)
     launch = [sys.executable, "-m", "titanlite.torchrun", "--nproc_per_node=2", "--rdzv_backend=c10d"]
     launch += ["--rdzv_endpoint=localhost:0", "--local-ranks-filter=0"]
     flags = ["--job.config_file=debug_model.toml", *TINY, f"--job.dump_folder={tmp_path}/run", "--training.steps=9"]
     done = subprocess.run(
-        [*launch, str(script), kind, str(tmp_path), *flags],
+        [*launch, str(script), kind, str(tmp_path), *flags, *more],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -371,14 +399,43 @@ def test_what_a_loader_raises_ends_all_ranks_and_is_the_last_that_is_read(tmp_pa
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_named_by_those_that_are_left(tmp_path: Path) -> None:
-    done, seconds = _torchrun(tmp_path, "kill")
+def test_a_rank_that_raises_and_hangs_on_its_way_out_is_ended_too(tmp_path: Path) -> None:
+    done, seconds = _torchrun(tmp_path, "raise and hang")
+    assert done.returncode == exit_codes.ERROR
+    assert done.stdout.splitlines()[-1] == "OSError: [Errno 5] Input/output error: '/data/shard-3'"
+    assert "this rank raised, and hangs on its way out" in (tmp_path / "run" / "logs" / "rank_1.log").read_text()
+    assert seconds < 28  # torchrun's own patience is 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["kill", "kill, unnoticed", "kill rank 0"])
+def test_a_killed_rank_is_named_by_those_that_are_left(tmp_path: Path, kind: str) -> None:
+    """Also where no collective fails, and of rank 0 by rank 1."""
+    done, seconds = _torchrun(tmp_path, kind)
+    victim = int(kind == "kill rank 0") ^ 1
     assert done.returncode == exit_codes.LOST_PEER
-    report = done.stdout[done.stdout.index("a collective failed:\n") :].splitlines()
+    log = (tmp_path / "run" / "logs" / f"rank_{1 - victim}.log").read_text()
+    head = f"rank {victim} is gone:\n" if kind == "kill, unnoticed" else "a collective failed:\n"
+    report = log[log.index(head) :].splitlines()
     assert report[1].split() == ["rank", "host", "step", "phase", "seconds", "at"]
-    assert report[2].split()[:4] == ["0", socket.gethostname(), "3", "forward"] and report[2].endswith("lost its peers")
-    assert report[3].split()[0] == "1" and "no answer, last heard of" in report[3]
-    assert re.match(r"rank 1 \(\S+, process \d+\) has ended without a word: something killed it\. ", report[4])
-    assert report[4] in done.stderr, "the last words of the run are the same"
-    assert read_entries(tmp_path / "run")[-1]["reason"] == report[4]
+    rows = {row.split()[0]: row for row in report[2:4]}
+    left, gone = rows[str(1 - victim)], rows[str(victim)]
+    if kind != "kill, unnoticed":
+        assert left.split()[1:4] == [socket.gethostname(), "3", "forward"] and left.endswith("lost its peers")
+    assert "no answer, last heard of" in gone
+    culprit = rf"rank {victim} \(\S+, process \d+\) has ended without a word: something killed it\. "
+    assert re.match(culprit, report[4])
+    if victim == 1:
+        assert report[4] in done.stdout
+        assert re.match(culprit, done.stderr[done.stderr.index("error: ") :].splitlines()[1]), "the run's last words"
+        assert re.match(culprit, read_entries(tmp_path / "run")[-1]["reason"])
     assert seconds < 60
+
+
+@pytest.mark.slow
+def test_of_rank_0_that_is_stopped_rank_1_tells(tmp_path: Path) -> None:
+    done, _ = _torchrun(tmp_path, "stop rank 0", "--stall.deadline_seconds=2", "--stall.heartbeat_seconds=0.5")
+    assert done.returncode == exit_codes.DONE, done.stderr
+    log = (tmp_path / "run" / "logs" / "rank_1.log").read_text()
+    _check_stopped(log[log.index("no progress for ") :], victim=0, step=3)
+    assert "rank 1 goes on" in log

@@ -244,7 +244,9 @@ class StallWatch:
                 self._tick()
             except (RuntimeError, OSError) as error:
                 if not self._stop.is_set():
-                    logger.info(f"stalls are not watched any longer: {str(error).partition(chr(10))[0]}")
+                    level = logging.WARNING if self.rank <= 1 else logging.INFO
+                    text = "the store of the run does not answer: rank 0, or the torchrun that serves it, has ended or hangs"
+                    logger.log(level, f"stalls are not watched any longer: {text} ({str(error).partition(chr(10))[0]})")
                 self._followed.set()
                 return
             if self._peer is not None and not self._followed.is_set():
