@@ -245,8 +245,12 @@ class StallWatch:
             except (RuntimeError, OSError) as error:
                 if not self._stop.is_set():
                     level = logging.WARNING if self.rank <= 1 else logging.INFO
-                    text = "the store of the run does not answer: rank 0, or the torchrun that serves it, has ended or hangs"
-                    logger.log(level, f"stalls are not watched any longer: {text} ({str(error).partition(chr(10))[0]})")
+                    reason = str(error).partition("\n")[0]
+                    logger.log(
+                        level,
+                        "stalls are not watched any longer: the store of the run does not answer. Rank 0, or the "
+                        f"torchrun that serves it, has ended or hangs ({reason})",
+                    )
                 self._followed.set()
                 return
             if self._peer is not None and not self._followed.is_set():
