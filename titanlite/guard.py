@@ -4,7 +4,7 @@ The decision is made on the device, from numbers that are equal on all ranks, an
 there: no step waits for the host, and no collective is added. The host learns of it while the next step is under way.
 
     stop      nothing updates any more, and the run ends.
-    skip      that step's update alone is left out: weights, moments and the optimizer's count of steps stay as they are.
+    skip      that step's update alone is left out: weights, moments and the optimizer's step count stay as they are.
     rollback  nothing updates any more, until whoever trains has gone back to a checkpoint and called `rewind`.
 """
 
@@ -20,6 +20,8 @@ from titanlite.config.plans import GuardPlan
 
 #: Least standard deviation that counts, as a share of the mean: losses that hardly vary would make of rounding a spike.
 _LEAST_DEVIATION = 1e-3
+#: Losses that a limit takes.
+_LEAST_LOSSES = 10
 _FINE, _NOT_FINITE, _SPIKE = range(3)
 
 
@@ -72,7 +74,7 @@ class LossSpikeError(BadStepError):
             step,
             norm,
             loss,
-            f"the loss jumped over {self.limit:.6g} = {mean:.6g} + {sigmas:g} * {deviation:.3g}, mean and deviations of "
+            f"the loss jumped over {self.limit:.6g} = {mean:.6g} + {sigmas:g} * {deviation:.3g}, mean and deviation of "
             "the good steps before it",
         )
 
@@ -81,8 +83,9 @@ class LossWindow:
     """The last `size` losses of good steps, on the device, and how high the next one may be.
 
     The limit is mean + sigmas * s, s the sample standard deviation but at least a thousandth of the mean. It holds when
-    half the window is filled. As OLMo 2's trainer does it (SkipStepOptimizer of OLMo-core: 128 losses, six sigmas, from
-    half the window on), but a loss over the limit does not enter the window: it would raise the limit for the next.
+    half the window is filled, and ten losses at least (of a shorter window all): a deviation of fewer means nothing.
+    As OLMo 2's trainer does it (SkipStepOptimizer of OLMo-core: 128 losses, six sigmas, from half the window on), but a
+    loss over the limit does not enter the window: it would raise the limit for the next.
     """
 
     def __init__(self, size: int, sigmas: float, device: torch.device) -> None:
@@ -91,7 +94,7 @@ class LossWindow:
         self._losses = torch.zeros(size, dtype=torch.float64, device=device)
         self._count = torch.zeros((), dtype=torch.int64, device=device)
         self._age = torch.arange(size, 0, -1, device=device)
-        self._least = max(2, size // 2)
+        self._least = min(size, max(_LEAST_LOSSES, size // 2))
 
     def judge(self, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Whether a loss is over the limit (0-dim bool), and the window's mean and deviation (0-dim float64)."""
@@ -251,7 +254,7 @@ class FiniteGuard:
 
     def _copy(self) -> tuple[torch.Tensor, torch.cuda.Event]:
         """The record on its way to the host."""
-        record = torch.empty_like(self._record, device="cpu", pin_memory=True)
+        record = torch.empty(len(self._record), dtype=torch.float64, pin_memory=True)
         record.copy_(self._record, non_blocking=True)
         event = torch.cuda.Event()
         event.record()

@@ -186,15 +186,23 @@ def batch_hash(batches: Iterable[Batch]) -> str:
     return _hex(total)
 
 
-def step_hash(dataset: PackedDataset, first: int, size: int, part: int = 0, parts: int = 1) -> str | None:
-    """`batch_hash` of the step that takes sequences first … first + size - 1, or of one of `parts` shares of it.
+def step_hash(
+    dataset: PackedDataset,
+    first: int,
+    size: int,
+    part: int = 0,
+    parts: int = 1,
+    left_out: Iterable[stretches.Stretch] = (),
+) -> str | None:
+    """`batch_hash` of the step that takes the next `size` sequences from `first` on, or of one of `parts` shares of it.
 
     None where the data end before that step. Shares are put together by `add_hashes`.
     """
     total = dataset.total_sequences
-    if total is not None and first >= total:
+    sequences = stretches.take(first, size, stretches.merged(left_out))
+    if total is not None and sequences[0] >= total:
         return None
-    return add_hashes(batch_hash([_stack(dataset, [i])]) for i in range(first + part, first + size, parts))
+    return add_hashes(batch_hash([_stack(dataset, [i])]) for i in sequences[part::parts])
 
 
 def add_hashes(hashes: Iterable[str]) -> str:

@@ -132,11 +132,13 @@ class Guard(Section):
 
     policy: Literal["stop", "skip", "rollback"] = Field(
         default="stop",
-        description="stop: end the run, weights untouched; skip: leave that step's update out; rollback: go back to the "
-        "newest checkpoint, and on with the text after the bad step.",
+        description="stop: end the run, weights untouched; skip: leave that step's update out; rollback: go back to "
+        "the newest checkpoint, and on with the text after the bad step.",
     )
     max_skips: int = Field(
-        default=10, ge=0, description="Steps skipped (or rollbacks) within the last window steps; one more ends the run."
+        default=10,
+        ge=0,
+        description="Steps skipped, or rollbacks, within the last window steps; one more ends the run.",
     )
     spike_sigmas: float = Field(
         default=0.0,
@@ -144,9 +146,7 @@ class Guard(Section):
         description="A loss so many standard deviations above the mean of the last window good ones counts as bad; 0: "
         "off.",
     )
-    window: int = Field(
-        default=100, ge=2, description="Steps of history that max_skips and spike_sigmas look at."
-    )
+    window: int = Field(default=100, ge=2, description="Steps of history that max_skips and spike_sigmas look at.")
 
 
 class Stall(Section):
