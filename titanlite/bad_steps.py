@@ -67,7 +67,7 @@ class BadSteps:
         if self._log is None:
             return
         if words:
-            logger.warning(f"{bad}{words}. Its documents are in {self._log.path}")
+            logger.warning(f"{bad}{words}. The documents of step {bad.step} are in {self._log.path}")
         left_out = merged(fetched.after.get("left_out", ()))
         sequences = take(fetched.before["next_sequence"], self._global_batch, left_out)
         self._log.write(
@@ -130,7 +130,7 @@ def late_notices(plan: DataPlan, global_batch: int, state: dict[str, Any]) -> li
     """What to tell of `data.skip_steps` to a run that resumes at `state` of its loader, a line each."""
     stretches = late(of_steps(plan.skip_steps, global_batch), state)
     return [
-        f"data.skip_steps: {steps_text(first, end, global_batch)} came before the checkpoint and was trained on; to "
-        "leave it out, start from an older checkpoint (checkpoint.load_step)"
+        f"data.skip_steps: {steps_text(first, end, global_batch)} comes too late, it was trained on before this "
+        "checkpoint; to leave it out, start from an older one (checkpoint.load_step)"
         for first, end in stretches
     ]

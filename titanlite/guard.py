@@ -21,7 +21,7 @@ from titanlite.config.plans import GuardPlan
 #: Least standard deviation that counts, as a share of the mean: losses that hardly vary would make of rounding a spike.
 _LEAST_DEVIATION = 1e-3
 #: Losses that a limit takes.
-_LEAST_LOSSES = 10
+_LEAST_LOSSES = 20
 _FINE, _NOT_FINITE, _SPIKE = range(3)
 
 
@@ -83,9 +83,9 @@ class LossWindow:
     """The last `size` losses of good steps, on the device, and how high the next one may be.
 
     The limit is mean + sigmas * s, s the sample standard deviation but at least a thousandth of the mean. It holds when
-    half the window is filled, and ten losses at least (of a shorter window all): a deviation of fewer means nothing.
-    As OLMo 2's trainer does it (SkipStepOptimizer of OLMo-core: 128 losses, six sigmas, from half the window on), but a
-    loss over the limit does not enter the window: it would raise the limit for the next.
+    half the window is filled, and twenty losses at least (of a shorter window all): a deviation of fewer means little.
+    After OLMo-core's SkipStepOptimizer (128 losses, six sigmas), which looks at gradient norms and at falls as well. Here
+    a loss over the limit does not enter the window, where it would raise the limit for the next.
     """
 
     def __init__(self, size: int, sigmas: float, device: torch.device) -> None:
