@@ -84,8 +84,8 @@ class LossWindow:
 
     The limit is mean + sigmas * s, s the sample standard deviation but at least a thousandth of the mean. It holds when
     half the window is filled, and twenty losses at least (of a shorter window all): a deviation of fewer means little.
-    After OLMo-core's SkipStepOptimizer (128 losses, six sigmas), which looks at gradient norms and at falls as well. Here
-    a loss over the limit does not enter the window, where it would raise the limit for the next.
+    After OLMo-core's SkipStepOptimizer (128 losses, six sigmas), which looks at gradient norms and at falls as well.
+    Here a loss over the limit does not enter the window, where it would raise the limit for the next.
     """
 
     def __init__(self, size: int, sigmas: float, device: torch.device) -> None:

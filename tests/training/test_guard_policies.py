@@ -280,6 +280,7 @@ def test_skip_goes_on_and_records_the_documents(pool: Pools, tmp_path: Path) -> 
     assert line.startswith("step 5: loss nan") and "not finite on rank 1" in line and "guard.jsonl" in line
 
 
+@pytest.mark.slow
 def test_stop_records_the_documents_too(pool: Pools, tmp_path: Path) -> None:
     found = pool(2).run(_run, str(tmp_path), {3: NAN}, "--training.steps=8")[0]
     assert found["code"] == exit_codes.GUARD and found["at"] == 3
@@ -317,6 +318,7 @@ def test_a_rollback_is_the_run_that_left_the_stretch_out(pool: Pools, tmp_path: 
     assert any("Rolled back to the checkpoint of step 4, without the data of steps 5-6" in s for s in found["said"])
 
 
+@pytest.mark.slow
 def test_a_run_that_rolled_back_resumes_exactly(pool: Pools, tmp_path: Path) -> None:
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     flags = [*SHORT, "--guard.policy=rollback"]
@@ -328,6 +330,7 @@ def test_a_run_that_rolled_back_resumes_exactly(pool: Pools, tmp_path: Path) -> 
     assert rows[0] == rows[1]
 
 
+@pytest.mark.slow
 def test_rollbacks_end_with_their_budget(pool: Pools, tmp_path: Path) -> None:
     poison = {6: NAN, 8: NAN, 11: NAN}
     flags = [*SHORT, "--guard.policy=rollback", "--checkpoint.async_mode=async"]
@@ -341,12 +344,14 @@ def test_rollbacks_end_with_their_budget(pool: Pools, tmp_path: Path) -> None:
     assert "guard.max_skips = 2 within 6 steps (guard.window) is used up; bad were the steps 6, 6, 7" in found["error"]
 
 
+@pytest.mark.slow
 def test_without_a_checkpoint_there_is_nothing_to_go_back_to(pool: Pools, tmp_path: Path) -> None:
     found = pool(2).run(_run, str(tmp_path), {2: NAN}, *SHORT, "--guard.policy=rollback")[0]
     assert found["code"] == exit_codes.GUARD and found["at"] == 2
     assert "nothing to go back to" in found["error"] and "has no valid checkpoint" in found["error"]
 
 
+@pytest.mark.slow
 def test_a_spike_is_found_alike_after_a_resume(pool: Pools, tmp_path: Path) -> None:
     """The window is needed for it: six losses of which four are from before the resume."""
     flags = [*SHORT, "--guard.policy=skip", "--checkpoint.interval=12"]
@@ -361,6 +366,7 @@ def test_a_spike_is_found_alike_after_a_resume(pool: Pools, tmp_path: Path) -> N
     assert _same_checkpoint(straight / "checkpoint" / "step-12", broken / "checkpoint" / "step-12")
 
 
+@pytest.mark.slow
 def test_steps_left_out_too_late_are_told(pool: Pools, tmp_path: Path) -> None:
     pool(1).run(_run, str(tmp_path), {}, *SHORT, "--training.steps=4", "--data.skip_steps=2")
     found = pool(1).run(_run, str(tmp_path), {}, *SHORT, "--training.steps=6", "--data.skip_steps=2,4-7")[0]
@@ -370,6 +376,7 @@ def test_steps_left_out_too_late_are_told(pool: Pools, tmp_path: Path) -> None:
     assert state["data"] == {"next_sequence": 9 * GLOBAL, "left_out": [[8, 16], [40, 56]]}
 
 
+@pytest.mark.slow
 def test_runs_in_epochs_end_sooner(pool: Pools, tmp_path: Path) -> None:
     text = tmp_path / "text.jsonl"
     records = ({"text": f"Verse {n}: and the word was number {n * n}.", "timestamp": "", "url": ""} for n in range(60))
