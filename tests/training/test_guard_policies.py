@@ -259,8 +259,15 @@ def _run(world: World, folder: str, poison: dict[int, float], *flags: str) -> di
 
 def _same_checkpoint(left: Path, right: Path) -> bool:
     """Weights, moments, random generators and what is saved of the loop."""
-    a, b = Contents(left), Contents(right)
-    return a.manifest.train == b.manifest.train and not any(difference.elements for difference in compare(a, b))
+    differences = compare(Contents(left), Contents(right))
+    return _loop(left) == _loop(right) and not any(difference.elements for difference in differences)
+
+
+def _loop(folder: Path) -> dict[str, Any]:
+    """What a checkpoint holds of the loop, without the id of the save."""
+    state = Contents(folder).manifest.train
+    del state["resume"]["id"]
+    return state
 
 
 NAN = float("nan")
@@ -304,12 +311,14 @@ def test_a_rollback_is_the_run_that_left_the_stretch_out(pool: Pools, tmp_path: 
     assert steps == sorted(set(steps)) == list(range(1, 13)), "no step twice"
     (dated,) = (rolled / "tb").iterdir()
     assert [step for step, _ in scalars(dated)["loss_metrics/global_avg_loss"]] == list(range(1, 13))
-    state = Contents(rolled / "checkpoint" / "step-12").manifest.train
+    state = _loop(rolled / "checkpoint" / "step-12")
     assert state["data"] == {"next_sequence": 14 * GLOBAL, "left_out": [[4 * GLOBAL, 6 * GLOBAL]]}
     assert len(state["guard"]["losses"]) == 6
     # The one thing that differs: the budget.
     assert state["guard"].pop("bad_steps") == [6]
-    assert state == Contents(plain / "checkpoint" / "step-12").manifest.train
+    assert state == _loop(plain / "checkpoint" / "step-12")
+    (verdict,) = [line for line in other["said"] if line.startswith("resume verified")]
+    assert "the next batch is another one; as allowed: data.skip_steps" in verdict
     step_12 = [Contents(folder / "checkpoint" / "step-12") for folder in (rolled, plain)]
     assert [difference.name for difference in compare(*step_12) if difference.elements] == []
     (event,) = found["events"]
@@ -324,7 +333,8 @@ def test_a_run_that_rolled_back_resumes_exactly(pool: Pools, tmp_path: Path) -> 
     flags = [*SHORT, "--guard.policy=rollback"]
     pool(2).run(_run, str(straight), {6: NAN}, *flags)
     pool(2).run(_run, str(broken), {6: NAN}, *flags, "--training.steps=8")
-    pool(2).run(_run, str(broken), {}, *flags)
+    resumed = pool(2).run(_run, str(broken), {}, *flags)[0]
+    assert any("resume verified" in line and "the next batch is the one" in line for line in resumed["said"])
     assert _same_checkpoint(straight / "checkpoint" / "step-12", broken / "checkpoint" / "step-12")
     rows = [_losses(read_metrics(folder / "metrics.jsonl")) for folder in (straight, broken)]
     assert rows[0] == rows[1]
@@ -398,3 +408,14 @@ def _in_epochs(world: World, folder: str, *flags: str) -> tuple[int, int]:
     trainer.train()
     assert plans.train.steps is not None
     return plans.train.steps, trainer.step
+
+
+@pytest.mark.slow
+def test_a_step_after_a_rollback_is_not_taken_for_the_one_after_the_checkpoint(pool: Pools, tmp_path: Path) -> None:
+    """The step after the checkpoint is bad, and done again with other text; then the run ends before it saves."""
+    flags = [*SHORT, "--guard.policy=rollback", "--guard.max_skips=1"]
+    found = pool(1).run(_run, str(tmp_path), {5: NAN, 7: NAN}, *flags)[0]
+    assert [event["action"] for event in found["events"]] == ["rollback", "stop"] and found["at"] == 6
+    resumed = pool(1).run(_run, str(tmp_path), {}, *flags, "--training.steps=6")[0]
+    (verdict,) = [line for line in resumed["said"] if "verified" in line.lower()]
+    assert verdict.startswith("resume verified at step 4") and "no earlier attempt has left figures" in verdict
