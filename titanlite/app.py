@@ -22,7 +22,7 @@ from titanlite.checkpoint import CheckpointError
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.plans import Plans
 from titanlite.data.errors import DataError
-from titanlite.guard import NonFiniteError
+from titanlite.guard import BadStepError
 from titanlite.models.shapes import ShapeError
 from titanlite.observe.console import logger, setup_console
 from titanlite.observe.stalls import StallWatch
@@ -117,7 +117,7 @@ def _run(argv: Sequence[str], stop: GracefulStop) -> int:
             traceback.print_exc()
         advice = "TORCHDYNAMO_VERBOSE=1 shows torch's own report, training.compile = false trains without"
         return _end(f"{error}\n{advice}", exit_codes.CONFIG)
-    except NonFiniteError as error:
+    except BadStepError as error:
         kept = f"checkpoints are in {plans.checkpoint.folder}" if plans.checkpoint.enable else "checkpoints are off"
         return _end(f"stopped: {error}; {kept}", exit_codes.GUARD)
     except RuntimeError as error:

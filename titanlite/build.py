@@ -27,6 +27,7 @@ from titanlite.config.plans import (
     TensorParallelPlan,
 )
 from titanlite.data.background import PassLoader, Prefetcher, StepLoader, ValidationPrefetcher
+from titanlite.data.left_out import of_steps
 from titanlite.data.loader import Batch, TrainLoader, ValidationLoader
 from titanlite.data.packing import PackedDataset, build_dataset, build_validation_dataset
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
@@ -333,7 +334,8 @@ def build(plans: Plans, world: World, text: Text) -> Parts:
     data = plans.data
     pin = data.pin_memory and world.device.type == "cuda"
     shared = plans.mesh.context > 1
-    loader: StepLoader = TrainLoader(text.train, plans.batch, rank, plans.mesh.dp_degree)
+    left_out = of_steps(data.skip_steps, plans.batch.global_batch_size)
+    loader: StepLoader = TrainLoader(text.train, plans.batch, rank, plans.mesh.dp_degree, left_out)
     if shared:
         loader = PartLoader(loader, mesh)
     validation = None

@@ -12,7 +12,7 @@ DONE = 0
 ERROR = 1
 #: The configuration, or a file it names, is wrong, or the model cannot be compiled. Nothing was trained.
 CONFIG = 2
-#: The guard stopped the run: a loss or a gradient was not finite. The weights are those of the step before.
+#: The guard stopped the run: a loss or a gradient was not finite, or a loss jumped. No bad update was applied.
 GUARD = 3
 #: A folder or checkpoint cannot be used: another run is alive in it or it belongs to one, or none in it is valid.
 CHECKPOINT = 4
@@ -32,7 +32,7 @@ def code_of(error: BaseException) -> int:
     from titanlite.checkpoint import CheckpointError
     from titanlite.config.errors import ConfigError
     from titanlite.data.errors import DataError
-    from titanlite.guard import NonFiniteError
+    from titanlite.guard import BadStepError
     from titanlite.models.shapes import ShapeError
     from titanlite.observe.stalls import PeerError
     from titanlite.parallel.compile import CompileError
@@ -46,7 +46,7 @@ def code_of(error: BaseException) -> int:
         return PREEMPTED if error.saved else PREEMPTED_UNSAVED
     kinds: dict[int, tuple[type[BaseException], ...]] = {
         CONFIG: (CompileError, ConfigError, DataError, ShapeError, WorldError),
-        GUARD: (NonFiniteError,),
+        GUARD: (BadStepError,),
         CHECKPOINT: (CheckpointError, LockedError),
         LOST_PEER: (PeerError, MeetingError),
         INTERRUPTED: (KeyboardInterrupt,),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,10 @@ import torch.distributed as dist
 from titanlite.checkpoint.loading import LoadedState
 from titanlite.checkpoint.resume_guard import FILE, ResumeGuard
 from titanlite.checkpoint.selection import GROUPS
-from titanlite.config.plans import BatchPlan, CheckpointPlan, Plans
+from titanlite.config.plans import CheckpointPlan, Plans
 from titanlite.config.scan import TOMLDecodeError, loads
+from titanlite.config.sections.base import steps_of
+from titanlite.data.left_out import of_steps, take
 from titanlite.data.loader import add_hashes, step_hash
 from titanlite.data.packing import PackedDataset
 from titanlite.observe.flops import device_name
@@ -67,12 +69,32 @@ def config_lines(loaded: LoadedState | None, plans: Plans, told: Sequence[str]) 
     ]
 
 
-def next_batch(dataset: PackedDataset, batch: BatchPlan, state: Mapping[str, Any], world: World) -> str | None:
+def with_other_skips(loaded: LoadedState, plans: Plans) -> LoadedState:
+    """The same, with `data.skip_steps` among its changes where the next batch is another one than was to come for it.
+
+    That key may be changed for a resume.
+    """
+    text = loaded.config.get("toml")
+    size, now = plans.batch.global_batch_size, plans.data.skip_steps
+    try:
+        before = loads(text)["data"].get("skip_steps", []) if isinstance(text, str) else []
+        then = [steps_of(item) for item in before]
+    except (TOMLDecodeError, KeyError, ValueError):
+        return loaded
+    place = loaded.train["data"]["next_sequence"]
+    if take(place, size, of_steps(then, size)) == take(place, size, of_steps(now, size)):
+        return loaded
+    return replace(loaded, changes=(*loaded.changes, "data.skip_steps"))
+
+
+def next_batch(dataset: PackedDataset, plans: Plans, state: Mapping[str, Any], world: World) -> str | None:
     """Hash of the global batch that comes next by a loader's state; the same on any number of ranks.
 
     All ranks call it together, each hashes a part. None where the data end.
     """
-    part = step_hash(dataset, state["next_sequence"], batch.global_batch_size, world.rank, world.size)
+    size = plans.batch.global_batch_size
+    left_out = of_steps(plans.data.skip_steps, size)
+    part = step_hash(dataset, state["next_sequence"], size, world.rank, world.size, left_out)
     parts: list[str | None] = [None] * world.size
     dist.all_gather_object(parts, part)
     return add_hashes([found for found in parts if found is not None]) if part is not None else None

@@ -17,16 +17,16 @@ import torch.distributed as dist
 
 from titanlite import exit_codes, starting
 from titanlite._version import __version__
+from titanlite.bad_steps import BadSteps, Fetched, behind, explain, late_notices
 from titanlite.build import Parts, Text, build, fingerprints, parameter_counts, to_device
-from titanlite.checkpoint import Checkpointer, LoadedState
+from titanlite.checkpoint import Checkpointer, CheckpointError, LoadedState
 from titanlite.checkpoint.loading import LEFT_OUT
 from titanlite.checkpoint.resume_guard import Verdict
 from titanlite.config.plans import Plans
 from titanlite.data.loader import Batch
 from titanlite.drift import measure_drift
-from titanlite.guard import FiniteGuard, NonFiniteError
+from titanlite.guard import BadStepError, FiniteGuard
 from titanlite.observe.console import logger
-from titanlite.observe.diagnose import diagnose_nonfinite
 from titanlite.observe.flops import device_name
 from titanlite.observe.memory import total_memory_bytes
 from titanlite.observe.metrics import FILE
@@ -68,8 +68,8 @@ class Trainer:
         self.steps = plans.train.steps
         self.step = 0
         self._trained = 0
-        #: This rank's micro-batches of the latest two steps: what is found bad is of one of them.
-        self._recent: dict[int, list[Batch]] = {}
+        #: What the latest two steps were trained on: what is found bad is one of them.
+        self._recent: dict[int, Fetched] = {}
         self.tokens_seen = 0
         self._timeouts_lowered = False
         self._closed = False
@@ -85,7 +85,9 @@ class Trainer:
         self._ledger: ledger.Ledger | None = None
         self.parts: Parts = build(plans, world, text)
         self._seed()
-        self.guard = FiniteGuard(world.device)
+        self.guard = FiniteGuard(world.device, plans.guard)
+        folder = Path(plans.observe.dump_folder) if world.rank == 0 else None
+        self._bad_steps = BadSteps(folder, text.train, plans.batch.global_batch_size)
         self.checkpointer: Checkpointer | None = None
         self.saves: Saves | None = None
         if plans.checkpoint.enable:
@@ -98,7 +100,7 @@ class Trainer:
     def train(self) -> None:
         """Run to the last step.
 
-        Raises NonFiniteError when the guard stops it, CheckpointError when the checkpoint is of another run or the
+        Raises BadStepError when the guard stops it, CheckpointError when the checkpoint is of another run or the
         last one cannot be written, Preempted when it was asked to stop (see `titanlite.preempt`) and has.
         """
         self.stalls.on_peer = lambda error: self._finish("failed", self._trained, error, str(error))
@@ -119,26 +121,12 @@ class Trainer:
                 return
             gc.disable()  # collected on all ranks together instead: one rank's pause makes every other wait
             with Profiles(self.plans.profile, self.world.rank, self.world.device) as profiles:
-                while self.step < self.steps and not self._stopping:
-                    self.step += 1
-                    result = self.train_one()
-                    self.watch_compilation("training")
-                    self._stopping = self.guard.watch()
-                    self.stalls.phase("log")
-                    self._trained = self.step
-                    self.after_first_step()
-                    self.collect_garbage()
-                    self.observer.step(self.step, result, self.lr(), self.tokens_seen)
-                    self._tell(self.resume_guard.after_step(self.step, result.loss, result.norm))
-                    if self.saves is not None:
-                        self.saves.tell()
-                    if profiles.on:
-                        with self.observer.pausing():  # writing a trace takes a while
-                            profiles.step(self.step)
-                    self.validate()
-                    self.save()
-                self.stalls.phase("end")
-                self.guard.check()
+                while True:
+                    try:
+                        self._take_steps(profiles)
+                        break
+                    except BadStepError as bad:
+                        self.roll_back(bad)
             if self._stopping and (self.step < self.steps or self._validation_owed):
                 raise self._preempted()
             self._finish("done", self.step)
@@ -148,12 +136,14 @@ class Trainer:
             if end.together:
                 dist.barrier()  # who leaves first has the others ended
             raise
-        except NonFiniteError as error:
+        except BadStepError as error:
             try:
                 if self.saves is not None:
                     with self.patience():
                         self.saves.wait()
-                self.diagnose(error)
+                with self.patience():
+                    explain(error, self.parts, self._recent[error.step], self.plans.shard)
+                self._bad_steps.stopped(error, self._recent[error.step])
             finally:
                 self._finish("stopped", error.step - 1, error, str(error))
                 self.close()
@@ -170,6 +160,65 @@ class Trainer:
             torch.use_deterministic_algorithms(self._determinism_before[0], warn_only=self._determinism_before[1])
             self.close()
         logger.info(f"training done at step {self.step}")
+
+    def _take_steps(self, profiles: Profiles) -> None:
+        """Train to the last step, or to the one after which all ranks stop. Raises BadStepError."""
+        while self.step < self.steps and not self._stopping:
+            self.step += 1
+            result = self.train_one()
+            self.watch_compilation("training")
+            self._stopping = self.guard.watch()
+            self.tell_skipped()
+            self.stalls.phase("log")
+            self._trained = self.step
+            self.after_first_step()
+            self.collect_garbage()
+            self.observer.step(self.step, result, self.lr(), self.tokens_seen)
+            self._tell(self.resume_guard.after_step(self.step, result.loss, result.norm))
+            if self.saves is not None:
+                self.saves.tell()
+            if profiles.on:
+                with self.observer.pausing():  # writing a trace takes a while
+                    profiles.step(self.step)
+            self.validate()
+            self.save()
+        self.stalls.phase("end")
+        self.guard.check()
+        self.tell_skipped()
+
+    def tell_skipped(self) -> None:
+        """Report the steps that the guard has left out since the last call."""
+        for bad in self.guard.skipped():
+            self._bad_steps.skipped(bad, self._recent[bad.step])
+
+    def roll_back(self, bad: BadStepError) -> None:
+        """Go back to the newest checkpoint, and on with the data behind the bad step. All ranks call it together.
+
+        Raises `bad` where the policy is another one, its budget is used up, or there is no checkpoint.
+        """
+        if self.plans.guard.policy != "rollback" or self.checkpointer is None or self.saves is None:
+            raise bad
+        self.guard.spend(bad)
+        self.stalls.phase("rollback")
+        with self.observer.pausing(), self.patience():
+            self.saves.wait()
+            try:
+                loaded = self.checkpointer.load_newest(self.parts.model, self.parts.optimizer)
+            except CheckpointError as error:
+                bad.explain(f'guard.policy = "rollback", but there is nothing to go back to: {error}')
+                raise bad from error
+        fetched = self._recent[bad.step]
+        data = {"next_sequence": 0} if "dataloader" in loaded.left_out else loaded.train["data"]
+        train = {**loaded.train, "data": behind(data, fetched)}
+        self._stand_at(replace(loaded, train=train, left_out=loaded.left_out - {"dataloader"}))
+        self.guard.rewind(loaded.train.get("guard"))
+        self.resume_guard.forget()
+        self._recent.clear()
+        self._stopping = self._validation_owed = False  # a wish to stop is renewed with every step
+        self.observer.roll_back(self.step, self.plans)
+        self._bad_steps.rolled_back(bad, fetched, self.step, data)
+        for notice in loaded.notices:
+            logger.info(notice)
 
     def _finish(self, state: FinalState, step: int, error: BaseException | None = None, reason: str = "") -> None:
         """Record how the run ended after `step` steps. The first call counts."""
@@ -208,6 +257,7 @@ class Trainer:
             stack.callback(self.parts.loader.close)
             stack.callback(self.observer.close)
             stack.callback(self.resume_guard.close)
+            stack.callback(self._bad_steps.close)
 
     def resume(self) -> None:
         """Continue from a checkpoint, if there is one, and say what will run."""
@@ -227,27 +277,36 @@ class Trainer:
             self.parts.compile_watch.start()
 
     def _go_on(self, loaded: LoadedState) -> None:
-        """Take over the state of the loop that a checkpoint holds."""
+        """Take over the state of the loop that a checkpoint holds, at the start."""
+        self._stand_at(loaded)
+        self.guard.load_state_dict(loaded.train.get("guard", {}))
+        if "dataloader" not in loaded.left_out:
+            batch = self.plans.batch.global_batch_size
+            loaded.notices.extend(late_notices(self.plans.data, batch, loaded.train["data"]))
+        if loaded.origin == "resume":
+            self._validation_owed = bool(loaded.train.get("validation_owed"))
+            self.resume_guard.resumed(starting.with_other_skips(loaded, self.plans), self._next_batch())
+        if self.observer.plans is not self.plans:
+            self.observer = Observer(self.plans, self.world, self.parts.args)
+
+    def _stand_at(self, loaded: LoadedState) -> None:
+        """Stand where a checkpoint was written; its tensors are loaded already."""
         self.step = self._trained = loaded.step
-        own = loaded.origin == "resume"
-        if own and self.saves is not None:
+        if loaded.origin == "resume" and self.saves is not None:
             self.saves.newest = loaded.step
-        self._validation_owed = own and bool(loaded.train.get("validation_owed"))
         self._schedule_began = int(loaded.train.get("schedule_began", 0))
         if "lr_scheduler" in loaded.left_out:
             self._schedule_began = loaded.step
         self.tokens_seen = int(loaded.train["tokens_seen"])
         if "dataloader" not in loaded.left_out:
             self.parts.loader.load_state_dict(loaded.train["data"])
-        if own:
-            self.resume_guard.resumed(loaded, self._next_batch())
         if self.parts.loader.steps_left is not None:
             # Earlier steps may have been of another size: a run in epochs ends where the text does.
             self._set_length(self.step + self.parts.loader.steps_left)
 
     def _next_batch(self) -> str | None:
         """Hash of the global batch of the next step; all ranks compute it together."""
-        return starting.next_batch(self.text.train, self.plans.batch, self.parts.loader.state_dict(), self.world)
+        return starting.next_batch(self.text.train, self.plans, self.parts.loader.state_dict(), self.world)
 
     def _tell(self, verdict: Verdict | None) -> None:
         """Whether a run that was resumed goes on as the attempt before did."""
@@ -307,7 +366,6 @@ class Trainer:
             schedule = replace(schedule, total_steps=steps)
         self.steps = steps
         self.plans = replace(self.plans, schedule=schedule, train=replace(self.plans.train, steps=steps))
-        self.observer = Observer(self.plans, self.world, self.parts.args)
 
     @property
     def duplicates(self) -> Duplicates:
@@ -322,9 +380,10 @@ class Trainer:
     def train_one(self) -> StepResult:
         """Fetch this rank's micro-batches and take one optimizer step."""
         self.stalls.phase("data", self.step)
+        before = self.parts.loader.state_dict()
         with self.observer.waiting_for_data():
             batches = to_device(self.parts.loader.next_step(), self.world.device)
-        self._recent[self.step] = batches
+        self._recent[self.step] = Fetched(batches, before, self.parts.loader.state_dict())
         self._recent.pop(self.step - 2, None)
         self.tokens_seen += self.plans.batch.tokens_per_step
         self.measure_drift(batches[0])
@@ -373,26 +432,6 @@ class Trainer:
     def _shield(self) -> contextlib.AbstractContextManager[None]:
         """Around what may compile: compilers must outlive the SIGTERM that torchrun sends to a worker's group."""
         return contextlib.nullcontext() if self.parts.compile_watch is None else self.stop.shielding_children()
-
-    def diagnose(self, error: NonFiniteError) -> None:
-        """Add to the guard's error which module was to blame. All ranks are stopped by it, so all take part."""
-        if self.parts.pipeline is not None:
-            error.explain(
-                "Its origin is not searched for in a pipeline: to find it, resume with "
-                "experimental.pipeline_parallel_degree = 1"
-            )
-            return
-        try:
-            with self.patience():
-                finding: object = diagnose_nonfinite(
-                    self.parts.model,
-                    self._recent[error.step],
-                    sync_every=self.plans.shard.gradient_sync == "every",
-                    loss_function=self.parts.loss,
-                )
-        except Exception as failure:
-            finding = f"The search for its origin failed: {type(failure).__name__}: {failure}"
-        error.explain(finding)
 
     def watch_compilation(self, phase: Literal["training", "validation"]) -> None:
         """Report what was compiled since the last call."""
@@ -451,7 +490,8 @@ class Trainer:
         if self.saves is None or not (is_last or self.step % self.plans.checkpoint.interval == 0):
             return
         self.stalls.phase("save")
-        self.guard.check()  # the flag of this very step has not been looked at yet on a GPU
+        self.guard.check()  # this very step has not been looked at yet on a GPU
+        self.tell_skipped()
         with self.observer.pausing(), self.patience():
             state = {
                 "data": self.parts.loader.state_dict(),
@@ -461,6 +501,8 @@ class Trainer:
                 LEFT_OUT: list(self.plans.checkpoint.exclude_from_loading),
                 **self.resume_guard.at_save(self.step, self._next_batch()),
             }
+            if statistics := self.guard.state_dict():
+                state["guard"] = statistics
             if self._validation_owed:
                 state["validation_owed"] = True
             asked = self.saves.save(

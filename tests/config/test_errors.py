@@ -110,7 +110,7 @@ def only(tmp_path: Path, text: str, *flags: str) -> Problem:
             "",
         ),
         (f"[data]\nseed = {2**63}\n", 2, "data.seed", "<= 9223372036853727231, got 9223372036854775808", ""),
-        ('[data]\nskip_steps = [1, "2"]\n', 2, "data.skip_steps", "expected a list of integers, got the list", ""),
+        ('[data]\nskip_steps = [1, "2"]\n', 2, "data.skip_steps", "an integer >= 1 or a string that matches", ""),
         ("[model]\noverrides = 3\n", 2, "model.overrides", "expected a table, got 3", ""),
         (
             '[[data.source]]\npath = "a"\nweihgt = 1.0\n',
@@ -275,6 +275,9 @@ def test_wrong_flag_is_named(flags, key, message):
             ["--checkpoint.enable_checkpoint", "--checkpoint.start=fresh", "--checkpoint.initial_load_path=/x"],
             "checkpoint.initial_load_path",
         ),
+        (["--guard.policy=rollback"], "guard.policy"),
+        (["--guard.policy=skip", "--guard.max_skips=100"], "guard.max_skips"),
+        (["--data.skip_steps=3,250-200"], "data.skip_steps"),
         (["--debug.deterministic_warn_only"], "debug.deterministic_warn_only"),
         (["--model.vocab_size=64", "--model.overrides.vocab_size=128"], "model.vocab_size"),
         (["--model.overrides.norm_type=layernorm"], "model.overrides.norm_type"),

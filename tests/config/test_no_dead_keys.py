@@ -47,6 +47,7 @@ CONTEXT = {
     "data.shuffle_buffer": ["--training.dataset=c4"],
     "profiling.": ["--profiling.enable_profiling", "--profiling.enable_memory_snapshot"],
     "memory_estimation.": ["--memory_estimation.enabled"],
+    "guard.policy": ["--checkpoint.enable_checkpoint"],
     "guard.max_skips": ["--guard.policy=skip"],
     "guard.window": ["--guard.spike_sigmas=4"],
     "stall.heartbeat": ["--stall.deadline_seconds=60"],
@@ -89,7 +90,13 @@ def other_values(key: Key) -> list[str]:
             found += get_args(part)
         elif get_origin(part) is list:
             (item,) = get_args(part)
-            found += [[2]] if item is int else [[get_args(item)[0]]] if get_origin(item) is Literal else [["x"]]
+            found += (
+                [[2]]
+                if int in map(base, members(item))
+                else [[get_args(item)[0]]]
+                if get_origin(item) is Literal
+                else [["x"]]
+            )
     legal = [v for v in found if v != key.default and not check_value(key, v)]
     return [v if isinstance(v, str) else quote(v) for v in legal]
 

@@ -168,6 +168,15 @@ def test_epochs_become_steps_once_the_text_is_counted():
     assert any("30 sequences in 3 epochs / 4 sequences per step" in note for note in after.notes)
 
 
+def test_steps_that_are_left_out_shorten_a_run_in_epochs():
+    flags = ["--training.epochs=3", "--training.batch_size=4", "--data.skip_steps=7-20,2,2-3"]
+    resolved = plans(*flags, sequences=30)
+    assert resolved.data.skip_steps == ((2, 2), (2, 3), (7, 20))
+    assert resolved.train.steps == 4  # sequences 0-3, 12-15, 16-19, 20-23
+    assert any("30 sequences in 3 epochs less 14 left out (data.skip_steps) / 4" in note for note in resolved.notes)
+    assert plans("--training.steps=9", "--data.skip_steps=2").train.steps == 9
+
+
 def test_schedule_is_as_long_as_the_run_unless_it_has_its_own_length():
     assert plans("--training.steps=50", "--training.warmup_steps=5").schedule.total_steps == 50
     short = plans("--training.steps=50", "--lr_scheduler.total_steps=5000")

@@ -30,6 +30,8 @@ FLAGS = [
     "--no-validation.enable",
 ]
 EVERYTHING = ["--metrics.enable_tensorboard", "--metrics.enable_wandb", "--metrics.layer_norms=1"]
+SKIP = ["--guard.policy=skip", "--guard.spike_sigmas=100", "--guard.window=4", "--guard.max_skips=1"]
+ROLLBACK = ["--guard.policy=rollback", *SKIP[1:]]
 QUIET, LOGGED = 5, 10
 
 #: Ways to read a tensor from Python. `tolist` and `numpy` of a CPU tensor reach no operation at all.
@@ -115,7 +117,9 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("flags", [[], EVERYTHING], ids=["plain", "everything on"])
+@pytest.mark.parametrize(
+    "flags", [[], EVERYTHING, SKIP, ROLLBACK], ids=["plain", "everything on", "skip spikes", "roll back from spikes"]
+)
 def test_a_step_between_two_logs_sends_and_reads_only_its_own(pool: Pools, tmp_path: Any, flags: list[str]) -> None:
     for seen in pool(2).run(_watch, str(tmp_path), flags):
         quiet, logged = seen[QUIET], seen[LOGGED]

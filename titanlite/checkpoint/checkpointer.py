@@ -149,6 +149,17 @@ class Checkpointer:
             self._resumed = loaded.step
         return loaded
 
+    def load_newest(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> LoadedState:
+        """Go back to the newest good checkpoint of this run, whatever `plan` says of the start.
+
+        Raises CheckpointError, on all ranks, when there is none.
+        """
+        plan = replace(self.plan, start="resume", load_step=None)
+        loaded = Loading(plan, self._world, self._fingerprints, self._bad, self._deleter).load(model, optimizer)
+        assert loaded is not None, "a start from nothing was not allowed"
+        self._resumed = loaded.step
+        return loaded
+
     def _make_partial(self, step: int) -> Path:
         self.root.mkdir(parents=True, exist_ok=True)
         for stale in self.root.glob(f"{PARTIAL}*"):

@@ -90,6 +90,13 @@ class ResumeGuard:
             # Until the next save this attempt may do the step again that follows that checkpoint.
             self._next = (loaded.step + 1, identity) if self._earlier is None else None
 
+    def forget(self) -> None:
+        """The run went back to a checkpoint, and on with other data: what comes now says nothing of the step after it.
+
+        All ranks call it.
+        """
+        self._next = None
+
     def before_first_step(self) -> Verdict | None:
         """The verdict where the first step has nothing to be compared with; None where it has, and after a fresh start.
 

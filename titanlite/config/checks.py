@@ -9,6 +9,7 @@ from collections.abc import Callable
 from titanlite.config.errors import Problem
 from titanlite.config.job import JobConfig
 from titanlite.config.schema import quote
+from titanlite.config.sections.base import steps_of
 
 
 def contradictions(config: JobConfig) -> list[Problem]:
@@ -36,6 +37,7 @@ def contradictions(config: JobConfig) -> list[Problem]:
     _async_tensor(config, contradict)
     _float8(config, contradict)
     _stall(config, contradict)
+    _guard(config, contradict)
     if d.training.compile and not d.compile.components:
         contradict("compile.components", "is empty, but training.compile = true", "training.compile")
     if d.checkpoint.last_save_in_hf and not d.checkpoint.model_weights_only:
@@ -208,6 +210,26 @@ def _stall(config: JobConfig, contradict: Callable[..., None]) -> None:
             "where it is",
             "stall.deadline_seconds",
         )
+
+
+def _guard(config: JobConfig, contradict: Callable[..., None]) -> None:
+    d = config.dialect
+    if d.guard.policy == "rollback" and not d.checkpoint.enable_checkpoint:
+        contradict(
+            "guard.policy",
+            '"rollback" goes back to a checkpoint: it needs checkpoint.enable_checkpoint = true',
+            "checkpoint.enable_checkpoint",
+        )
+    if d.guard.policy != "stop" and d.guard.max_skips >= d.guard.window:
+        contradict(
+            "guard.max_skips",
+            f"is {d.guard.max_skips} of the last {d.guard.window} steps (guard.window): a run that does nothing but "
+            "skip would never end. Take less than guard.window",
+            "guard.window",
+        )
+    for item in d.data.skip_steps:
+        if isinstance(item, str) and steps_of(item)[0] > steps_of(item)[1]:
+            contradict("data.skip_steps", f"{quote(item)} ends before it begins")
 
 
 def missing_files(config: JobConfig) -> list[Problem]:

@@ -6,6 +6,7 @@ import os
 
 from titanlite.config import plans
 from titanlite.config.dialect import Dialect
+from titanlite.config.sections.base import steps_of
 
 #: Of the time after which collectives fail: when it is reported that they wait, with some time left for the report.
 _STALL_SHARE = 0.6
@@ -29,6 +30,7 @@ def data_plan(d: Dialect) -> plans.DataPlan:
         prefetch=d.data.prefetch,
         pin_memory=d.data.pin_memory,
         persistent_workers=d.data.persistent_workers,
+        skip_steps=tuple(sorted(map(steps_of, d.data.skip_steps))),
     )
 
 

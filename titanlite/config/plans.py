@@ -60,6 +60,8 @@ class DataPlan:
     pin_memory: bool = True
     #: The thread that prepares validation batches stays between validations.
     persistent_workers: bool = False
+    #: Steps (first, last) of the data order, from 1, that are left out; in order.
+    skip_steps: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -243,6 +245,18 @@ class TrainPlan:
 
 
 @dataclass(frozen=True)
+class GuardPlan:
+    """What is done about a step whose loss or gradient is not finite, or whose loss jumps."""
+
+    policy: Literal["stop", "skip", "rollback"] = "stop"
+    #: Bad steps, of the last `window`, that do not end the run; under "stop" it ends with the first.
+    max_skips: int = 10
+    #: A loss so many standard deviations above the mean of the last `window` good ones is bad; 0: none is for that.
+    spike_sigmas: float = 0.0
+    window: int = 100
+
+
+@dataclass(frozen=True)
 class ValidationPlan:
     enable: bool = False
     #: Steps between validations (the last step always validates).
@@ -364,6 +378,7 @@ class Plans:
     optimizer: OptimizerPlan = field(default_factory=OptimizerPlan)
     schedule: SchedulePlan = field(default_factory=SchedulePlan)
     train: TrainPlan = field(default_factory=TrainPlan)
+    guard: GuardPlan = field(default_factory=GuardPlan)
     validation: ValidationPlan = field(default_factory=ValidationPlan)
     checkpoint: CheckpointPlan = field(default_factory=CheckpointPlan)
     comm: CommPlan = field(default_factory=CommPlan)

@@ -94,6 +94,7 @@ def draft(
             deterministic=d.debug.deterministic,
             deterministic_warn_only=d.debug.deterministic_warn_only,
         ),
+        guard=plans.GuardPlan(**d.guard.model_dump()),
         validation=mapped.validation_plan(d),
         checkpoint=mapped.checkpoint_plan(d),
         comm=plans.CommPlan(**d.comm.model_dump(), trace_folder=mapped.below(d.job.dump_folder, "comm_traces")),
@@ -326,13 +327,23 @@ class _Work:
             if total_sequences is None:
                 self.notes.append(f"steps follow from {training.epochs} epochs once the text is counted")
                 return None
-            steps = math.ceil(total_sequences / batch.global_batch_size)
+            left_out = self._left_out(batch.global_batch_size, total_sequences)
+            steps = math.ceil((total_sequences - left_out) / batch.global_batch_size)
+            less = f" less {left_out} left out (data.skip_steps)" if left_out else ""
             self.notes.append(
-                f"steps = {steps}: {total_sequences} sequences in {training.epochs} epochs / "
+                f"steps = {steps}: {total_sequences} sequences in {training.epochs} epochs{less} / "
                 f"{batch.global_batch_size} sequences per step, rounded up"
             )
             return steps
         return training.steps
+
+    def _left_out(self, global_batch: int, total_sequences: int) -> int:
+        """Sequences of the text that `data.skip_steps` leaves out."""
+        position = found = 0
+        for first, last in mapped.data_plan(self.config.dialect).skip_steps:
+            begin, end = max((first - 1) * global_batch, position), min(last * global_batch, total_sequences)
+            found, position = found + max(end - begin, 0), max(position, end)
+        return found
 
     def schedule(self, steps: int | None) -> plans.SchedulePlan:
         s, training = self.config.dialect.lr_scheduler, self.config.dialect.training

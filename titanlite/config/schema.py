@@ -113,7 +113,7 @@ def _describe_one(annotation: Any, metadata: tuple[Any, ...]) -> str:
             return f"a list of {', '.join(quote(v) for v in get_args(item))}"
         if get_origin(item) is list:
             return f"a list of lists of {_MANY[get_args(item)[0]]}"
-        return f"a list of {_MANY[item]}"
+        return f"a list of {_MANY[item]}" if item in _MANY else f"a list whose items are each {describe(item)}"
     if get_origin(annotation) is dict:
         return "a table"
     if isinstance(annotation, type) and issubclass(annotation, Section):

@@ -97,7 +97,6 @@ UNBUILT: dict[str, Unbuilt] = {
     **_feature("mixtures of sources", _always, "data.source", "validation.sources"),
     **_feature("streamed text", _mixes, "data.lanes", "data.shuffle_buffer"),
     **_feature("other packing", _always, "data.packing", "data.mask_documents"),
-    **_feature("passing over batches", _always, "data.skip_steps"),
     **_feature(
         "this kind of checkpoint",
         _checkpoints,
@@ -111,10 +110,6 @@ UNBUILT: dict[str, Unbuilt] = {
     **_feature("starting from other weights", _always, "checkpoint.initial_load_in_hf"),
     **_feature("the estimate of memory", _always, "memory_estimation.enabled"),
     **_feature("the estimate of memory", _estimates, "memory_estimation.disable_fake_mode"),
-    **_feature("skipping and rolling back", _always, "guard.policy"),
-    **_feature("skipping and rolling back", _switched("guard", "policy", "stop"), "guard.max_skips"),
-    **_feature("detection of spikes", _always, "guard.spike_sigmas"),
-    **_feature("detection of spikes", _switched("guard", "spike_sigmas", 0.0), "guard.window"),
     **_feature(
         "`titanlite launch`",
         _always,
@@ -161,6 +156,8 @@ def without_effect(config: JobConfig) -> list[str]:
         "metrics.rank_0_only": dialect.metrics.enable_tensorboard,
         "profiling.save_traces_folder": dialect.profiling.enable_profiling,
         "profiling.save_memory_snapshot_folder": dialect.profiling.enable_memory_snapshot,
+        "guard.max_skips": dialect.guard.policy != "stop",
+        "guard.window": dialect.guard.policy != "stop" or dialect.guard.spike_sigmas > 0,
         "profiling.profile_freq": dialect.profiling.enable_profiling or dialect.profiling.enable_memory_snapshot,
     }
     for key in keys():

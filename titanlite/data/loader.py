@@ -1,19 +1,21 @@
 """Batches for one data-parallel rank, cut from the global order of sequences.
 
 A training step takes sequences n … n + G - 1, G the global batch; rank r of D serves those with
-i ≡ r (mod D). Which sequences a step sees therefore depends on n alone, and n is all there is to save.
+i ≡ r (mod D). Which sequences a step sees therefore depends on n alone, and n is all there is to save. Stretches that
+are left out are passed over: a step takes the next G sequences that are in none.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from titanlite.config.plans import BatchPlan
+from titanlite.data import left_out as stretches
 from titanlite.data.errors import DataError, EndOfData
 from titanlite.data.packing import PackedDataset
 
@@ -35,12 +37,20 @@ class TrainLoader:
         batch: micro-batch size, accumulation and global batch size.
         rank: this process among the ranks that read different data, 0 … dp_degree - 1.
         dp_degree: number of those ranks; it must divide the global batch.
+        left_out: stretches of sequences that are not served, see `titanlite.data.left_out`.
 
     Raises:
         DataError: the sizes do not fit each other; the message names rank counts that do.
     """
 
-    def __init__(self, dataset: PackedDataset, batch: BatchPlan, rank: int = 0, dp_degree: int = 1) -> None:
+    def __init__(
+        self,
+        dataset: PackedDataset,
+        batch: BatchPlan,
+        rank: int = 0,
+        dp_degree: int = 1,
+        left_out: Iterable[stretches.Stretch] = (),
+    ) -> None:
         _check_rank(rank, dp_degree)
         if batch.global_batch_size % dp_degree:
             fitting = ", ".join(
@@ -61,18 +71,25 @@ class TrainLoader:
         self.batch = batch
         self.rank = rank
         self.dp_degree = dp_degree
+        self.left_out = stretches.merged(left_out)
         self._position = 0
+        #: The position that was loaded, and what was left out before it.
+        self._loaded = 0
+        self._left_out_before: tuple[stretches.Stretch, ...] = ()
 
     @property
     def position(self) -> int:
-        """Global index of the first sequence of the next step."""
+        """Global index of the sequence after the last one served; the next step begins there or behind a stretch."""
         return self._position
 
     @property
     def steps_left(self) -> int | None:
         """Steps until EndOfData, the last one perhaps padded; None without an end."""
         total = self.dataset.total_sequences
-        return None if total is None else max(0, -(-(total - self._position) // self.batch.global_batch_size))
+        if total is None:
+            return None
+        left = total - self._position - stretches.count(self._position, total, self.left_out)
+        return max(0, -(-left // self.batch.global_batch_size))
 
     def next_step(self) -> list[Batch]:
         """`accumulation` micro-batches of [micro_batch_size, seq_len] each, on the CPU.
@@ -85,22 +102,38 @@ class TrainLoader:
                 f"the data end: {self.dataset.epochs} epoch(s) of {self.dataset.tokens_per_epoch:,} tokens are served"
             )
         size = self.batch.micro_batch_size
-        first = self._position + (self.rank - self._position) % self.dp_degree
-        indexes = range(first, self._position + self.batch.global_batch_size, self.dp_degree)
+        step = stretches.take(self._position, self.batch.global_batch_size, self.left_out)
+        indexes = step[(self.rank - step[0]) % self.dp_degree :: self.dp_degree]
         batches = [_stack(self.dataset, indexes[m : m + size]) for m in range(0, len(indexes), size)]
-        self._position += self.batch.global_batch_size
+        self._position = step[-1] + 1
         return batches
 
-    def state_dict(self) -> dict[str, int]:
-        """All there is to resume from, the same on every rank."""
-        return {"next_sequence": self._position}
+    def state_dict(self) -> dict[str, Any]:
+        """All there is to resume from, the same on every rank: sequences below `next_sequence` have been served.
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from `state`, also one saved by another number of ranks. Raises DataError if it is not one."""
+        `left_out`, where there is any: the stretches among them that have not.
+        """
+        ours = stretches.without(stretches.before(self._position, self.left_out), [(0, self._loaded)])
+        passed = stretches.merged([*self._left_out_before, *ours])
+        left_out = {"left_out": [list(stretch) for stretch in passed]} if passed else {}
+        return {"next_sequence": self._position, **left_out}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state`, also one saved by another number of ranks. Raises DataError if it is not one.
+
+        Stretches that this loader is to leave out and that lie before the position have no effect: see `late`.
+        """
         position = state.get("next_sequence")
         if not isinstance(position, int) or position < 0:
             raise DataError(f"the data position in the checkpoint is not valid: next_sequence = {position!r}")
-        self._position = position
+        self._position = self._loaded = position
+        self._left_out_before = stretches.merged(state.get("left_out", ()))
+
+
+def late(left_out: Iterable[stretches.Stretch], state: dict[str, Any]) -> tuple[stretches.Stretch, ...]:
+    """What of these stretches was served already before a loader's `state`."""
+    asked = stretches.before(state["next_sequence"], stretches.merged(left_out))
+    return stretches.without(asked, stretches.merged(state.get("left_out", ())))
 
 
 class ValidationLoader:
@@ -153,15 +186,23 @@ def batch_hash(batches: Iterable[Batch]) -> str:
     return _hex(total)
 
 
-def step_hash(dataset: PackedDataset, first: int, size: int, part: int = 0, parts: int = 1) -> str | None:
-    """`batch_hash` of the step that takes sequences first … first + size - 1, or of one of `parts` shares of it.
+def step_hash(
+    dataset: PackedDataset,
+    first: int,
+    size: int,
+    part: int = 0,
+    parts: int = 1,
+    left_out: Iterable[stretches.Stretch] = (),
+) -> str | None:
+    """`batch_hash` of the step that takes the next `size` sequences from `first` on, or of one of `parts` shares of it.
 
     None where the data end before that step. Shares are put together by `add_hashes`.
     """
     total = dataset.total_sequences
-    if total is not None and first >= total:
+    sequences = stretches.take(first, size, stretches.merged(left_out))
+    if total is not None and sequences[0] >= total:
         return None
-    return add_hashes(batch_hash([_stack(dataset, [i])]) for i in range(first + part, first + size, parts))
+    return add_hashes(batch_hash([_stack(dataset, [i])]) for i in sequences[part::parts])
 
 
 def add_hashes(hashes: Iterable[str]) -> str:

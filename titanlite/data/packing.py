@@ -132,23 +132,37 @@ class PackedDataset:
             self._windows = {**dict(list(self._windows.items())[-1:]), block: order}
         return block * size + int(order[place])
 
+    def documents_in(self, index: int) -> list[int]:
+        """The documents that sequence `index` has tokens of, in its order.
+
+        Their numbers are those of the records, counted from 0 in the order of `corpus.files` and within each.
+        """
+        place = self.window(index)
+        if self.epochs is not None and place >= self._windows_with_targets(self.epochs):
+            return []
+        return [document for document, _, _ in self._parts(place * self.seq_len, self.seq_len + 1)]
+
     def _stream(self, start: int, length: int) -> NDArray[np.unsignedinteger]:
         """Tokens [start, start + length) of all epochs end to end; fewer at the end of finite data."""
+        return np.concatenate([self.corpus.tokens[begin:end] for _, begin, end in self._parts(start, length)])
+
+    def _parts(self, start: int, length: int) -> list[tuple[int, int, int]]:
+        """What `_stream` is made of: (document, first and end of its tokens in the corpus)."""
         parts = []
         epoch, within = divmod(start, self.tokens_per_epoch)
         while length > 0 and (self.epochs is None or epoch < self.epochs):
             order, starts = self._epoch(epoch)
             place = int(np.searchsorted(starts, within, side="right")) - 1
             while length > 0 and place < len(order):
-                document = order[place]
+                document = int(order[place])
                 begin = int(self.corpus.offsets[document]) + within - int(starts[place])
-                part = self.corpus.tokens[begin : min(begin + length, int(self.corpus.offsets[document + 1]))]
-                parts.append(part)
-                length -= len(part)
-                within += len(part)
+                end = min(begin + length, int(self.corpus.offsets[document + 1]))
+                parts.append((document, begin, end))
+                length -= end - begin
+                within += end - begin
                 place += 1
             epoch, within = epoch + 1, 0
-        return np.concatenate(parts)
+        return parts
 
     def _epoch(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(documents in order [n], stream position within the epoch at which each begins [n])."""

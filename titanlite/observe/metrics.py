@@ -29,7 +29,7 @@ class MetricsLog:
         self._file: int | None = None
         self._warned = False
 
-    def write(self, row: Mapping[str, float | int | str]) -> None:
+    def write(self, row: Mapping[str, Any]) -> None:
         """Append one row, all of it or nothing; it is in the file when this returns."""
         line = (json.dumps({name: json_value(value) for name, value in row.items()}, allow_nan=False) + "\n").encode()
         try:

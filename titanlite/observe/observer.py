@@ -46,14 +46,7 @@ class Observer:
         plan = plans.observe
         self.flops_per_token = flops_per_token(args, plans.batch.seq_len)
         self.peak = plan.peak_flops or (peak_flops(device_name(world.device)) if world.device.type == "cuda" else None)
-        self.meter = Meter(
-            plans.batch.tokens_per_step,
-            plans.batch.global_batch_size,
-            world.size,
-            self.flops_per_token,
-            self.peak,
-            plans.train.steps,
-        )
+        self.meter = self._new_meter()
         self._metrics: MetricsLog | None = None
         self._tensorboard: TensorBoard | None = None
         self._tracker: Tracker | None = None
@@ -91,10 +84,7 @@ class Observer:
                 device=device_name(self.world.device),
                 first_step=step,
             )
-        if plan.tensorboard_folder and (self.world.rank == 0 or not plan.rank_0_only):
-            folder = Path(plan.tensorboard_folder)
-            folder = folder if plan.rank_0_only else folder / f"rank_{self.world.rank}"
-            self._tensorboard = TensorBoard(folder, purge_step=step + 1)
+        self._open_tensorboard(step)
         if plan.wandb and self.world.rank == 0:
             config = loads(config_text(self.plans.config_toml))
             self._tracker = Tracker(Path(plan.dump_folder), config, plan.description, step + 1)
@@ -104,6 +94,36 @@ class Observer:
         self._ranks = RankWatch(self.world.device, model)
         self._garbage.start()
         self.meter.start()
+
+    def roll_back(self, step: int, plans: Plans) -> None:
+        """The run is at `step` steps done again: what was recorded after it goes. Weights & Biases keeps what it has.
+
+        plans: those of the start, perhaps with another number of steps.
+        """
+        assert plans.train.steps is not None
+        self.plans = plans
+        self._first_step = step + 1
+        if self._metrics:
+            self._metrics.truncate_after(step)
+        if self._tensorboard:
+            self._tensorboard.close()
+            self._open_tensorboard(step)
+        reset_peak(self.world.device)
+        self.meter = self._new_meter()
+
+    def _new_meter(self) -> Meter:
+        batch, steps = self.plans.batch, self.plans.train.steps
+        assert steps is not None
+        return Meter(
+            batch.tokens_per_step, batch.global_batch_size, self.world.size, self.flops_per_token, self.peak, steps
+        )
+
+    def _open_tensorboard(self, step: int) -> None:
+        plan = self.plans.observe
+        if plan.tensorboard_folder and (self.world.rank == 0 or not plan.rank_0_only):
+            folder = Path(plan.tensorboard_folder)
+            folder = folder if plan.rank_0_only else folder / f"rank_{self.world.rank}"
+            self._tensorboard = TensorBoard(folder, purge_step=step + 1)
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:

@@ -74,6 +74,7 @@ def start_report(
         ("length", _length(plans, tokens_per_epoch)),
         ("optimizer", _optimizer(plans)),
         ("schedule", _schedule(plans)),
+        *([("guard", _guard(plans))] if plans.guard.policy != "stop" or plans.guard.spike_sigmas else []),
         ("validation", _validation(plans)),
         ("checkpoints", _checkpoints(plans)),
         *((f"{name} to", where) for name, where in folders.items()),
@@ -257,6 +258,19 @@ def _schedule(plans: Plans) -> str:
     if plan.total_steps is not None:
         parts.append(f"{plan.total_steps:,} steps in all")
     return ", ".join(parts)
+
+
+def _guard(plans: Plans) -> str:
+    plan = plans.guard
+    bad = "a loss or gradient that is not finite"
+    if plan.spike_sigmas:
+        bad += f", or a loss {plan.spike_sigmas:g} deviations over the mean of the last {plan.window:,} good ones,"
+    most = f"{plan.max_skips:,} within {plan.window:,} steps at most"
+    return {
+        "stop": f"{bad} ends the run",
+        "skip": f"{bad} is skipped, {most}",
+        "rollback": f"{bad} takes the run back to the newest checkpoint, {most}",
+    }[plan.policy]
 
 
 def _validation(plans: Plans) -> str:

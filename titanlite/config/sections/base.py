@@ -21,4 +21,15 @@ DegreeOrRest = Literal[-1] | Degree
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1 - 2**20)]
 """Room for a million ranks to add their number to it and still give torch the 64-bit integer that it takes."""
 
+Step = Annotated[int, Field(ge=1)]
+
+StepRange = Annotated[str, Field(pattern=r"^[1-9][0-9]*-[1-9][0-9]*$")]
+"""First and last step, both included."""
+
 Ratio = Annotated[float, Field(ge=0, le=1)]
+
+
+def steps_of(item: int | str) -> tuple[int, int]:
+    """First and last step of a `Step` or `StepRange`."""
+    first, _, last = str(item).partition("-")
+    return int(first), int(last or first)

@@ -132,14 +132,21 @@ class Guard(Section):
 
     policy: Literal["stop", "skip", "rollback"] = Field(
         default="stop",
-        description="stop: end the run, weights untouched; skip: leave the step out; "
-        "rollback: go back to the newest checkpoint.",
+        description="stop: end the run, weights untouched; skip: leave that step's update out; rollback: go back to "
+        "the newest checkpoint, and on with the text after the bad step.",
     )
-    max_skips: int = Field(default=10, ge=0, description="Steps in a row that may be skipped before the run stops.")
+    max_skips: int = Field(
+        default=10,
+        ge=0,
+        description="Steps skipped, or rollbacks, within the last window steps; one more ends the run.",
+    )
     spike_sigmas: float = Field(
-        default=0.0, ge=0, description="A loss so many deviations above the window's mean counts as bad; 0: off."
+        default=0.0,
+        ge=0,
+        description="A loss so many standard deviations above the mean of the last window good ones counts as bad; 0: "
+        "off.",
     )
-    window: int = Field(default=100, ge=2, description="Steps of history that spike_sigmas looks at.")
+    window: int = Field(default=100, ge=2, description="Steps of history that max_skips and spike_sigmas look at.")
 
 
 class Stall(Section):

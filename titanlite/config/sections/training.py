@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from titanlite.config.sections.base import Degree, DegreeOrRest, Section, Seed
+from titanlite.config.sections.base import Degree, DegreeOrRest, Section, Seed, Step, StepRange
 
 
 class Training(Section):
@@ -183,7 +183,11 @@ class Data(Section):
         description="The thread of the validation batches stays between validations, with the first of them ready. "
         "Training's stays over epochs in any case.",
     )
-    skip_steps: list[int] = Field(default=[], description="Steps whose batches are passed over, as after a bad spot.")
+    skip_steps: list[Step | StepRange] = Field(
+        default=[],
+        description='Steps of the data order that are left out, as [120, "200-250"], after a bad spot. Step n is what '
+        "an undisturbed run of this global batch reads in its nth step.",
+    )
 
 
 class Validation(Section):
