@@ -85,6 +85,7 @@ def test_all_of_another_run_goes_on_bit_for_bit(pool: Pools, source: Path, tmp_p
     assert any("the text here begins at its first sequence" in line for line in other["loaded"].notices)
 
 
+@pytest.mark.slow
 def test_a_source_that_cannot_be_used_is_named(pool: Pools, source: Path, tmp_path: Path) -> None:
     def refused(path: Path, **settings: Any) -> str:
         plan = CheckpointPlan(initial_load_path=str(path), **settings)
@@ -124,6 +125,7 @@ def test_new_tensors_keep_their_initial_values(pool: Pools, source: Path, tmp_pa
     assert torch.equal(found["weights"]["norm.weight"], old.read("model.norm.weight"))
 
 
+@pytest.mark.slow
 def test_the_optimizer_is_left_out_once(pool: Pools, source: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     for name, content in _bytes(source).items():
@@ -144,6 +146,7 @@ def test_the_optimizer_is_left_out_once(pool: Pools, source: Path, tmp_path: Pat
     assert any("was left out when the run" in line for line in again["loaded"].notices)
 
 
+@pytest.mark.slow
 def test_a_part_of_the_optimizer_begins_anew(pool: Pools, source: Path, tmp_path: Path) -> None:
     plan = CheckpointPlan(
         initial_load_path=str(source),
@@ -165,6 +168,7 @@ def _state_after_load(world: World, folder: str, plan: CheckpointPlan) -> Tensor
     return {f"{n}.{k}": full(v) for n, p in model.named_parameters() for k, v in optimizer.state[p].items()}
 
 
+@pytest.mark.slow
 def test_weights_in_another_precision_are_converted(pool: Pools, source: Path, tmp_path: Path) -> None:
     old = Contents(source / "step-4")
     names = [name for name in old.manifest.tensors if name.startswith("model.")]

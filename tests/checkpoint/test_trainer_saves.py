@@ -90,6 +90,7 @@ def _scalars(folder: Path) -> dict[str, list[int]]:
     return {tag: [event.step for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
+@pytest.mark.slow
 def test_after_falling_back_no_step_is_recorded_twice(pool: Pools, tmp_path: Path) -> None:
     """Past two damaged checkpoints, and again when the attempt that went on from there is lost as well."""
     flags = ["--training.steps=8", "--checkpoint.interval=2", "--validation.freq=2", "--metrics.enable_tensorboard"]
@@ -108,6 +109,7 @@ def test_after_falling_back_no_step_is_recorded_twice(pool: Pools, tmp_path: Pat
         assert shown["validation_metrics/loss"] == [2, 4, 6, 8]
 
 
+@pytest.mark.slow
 def test_a_validation_that_was_owed_is_recorded_once(pool: Pools, tmp_path: Path) -> None:
     flags = ["--training.steps=4", "--checkpoint.interval=2", "--validation.freq=2"]
     pool(1).run(_owing, str(tmp_path), *flags)
