@@ -21,7 +21,7 @@ from titanlite.data.loader import add_hashes, step_hash
 from titanlite.data.packing import PackedDataset
 from titanlite.observe.flops import device_name
 from titanlite.parallel.world import World
-from titanlite.runs.ledger import config_changes, flat
+from titanlite.runs.ledger import toml_changes
 from titanlite.runs.provenance import config_text
 
 #: Plans whose every field changes how sums are rounded.
@@ -53,14 +53,9 @@ def _but(anew: list[str]) -> str:
 
 def config_lines(loaded: LoadedState | None, plans: Plans, told: Sequence[str]) -> list[str]:
     """How the config differs from that which the checkpoint to resume was written under, but for what is `told`."""
-    text = loaded.config.get("toml") if loaded is not None and loaded.origin == "resume" else None
-    if not isinstance(text, str):
+    if loaded is None or loaded.origin != "resume":
         return []
-    try:
-        before = dict(flat(loads(text)))
-    except TOMLDecodeError:
-        return []
-    changes = config_changes(before, dict(flat(loads(config_text(plans.config_toml)))))
+    changes = toml_changes(loaded.config.get("toml"), config_text(plans.config_toml))
     lines = [f"{key}: {change}" for key, change in changes.items()]
     return [
         f"config is not that of the checkpoint: {line}"

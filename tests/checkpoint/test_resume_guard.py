@@ -226,7 +226,9 @@ def test_the_hash_is_of_what_loaders_serve_on_any_number_of_ranks(
 def test_global_batch_and_text_need_their_word(pool: Pools, left: Path, tmp_path: Path) -> None:
     half = "--training.global_batch_size=4"
     refused = _resume(pool, 2, left, tmp_path / "a", half)["error"]
-    assert "global batch: 8 there, 4 here" in refused and "--checkpoint.allow_changes=global_batch" in refused
+    assert "global batch: 8 there, 4 here (training.global_batch_size = 8 keeps it)" in refused
+    assert "\n  in the config: " in refused and "training.global_batch_size: 8 -> 4" in refused
+    assert "--checkpoint.allow_changes=global_batch" in refused
     found = _resume(pool, 2, left, tmp_path / "b", half, "--checkpoint.allow_changes=global_batch")
     assert "resume verified" in _verdict(found) and "as allowed: global batch: 8 there, 4 here" in _verdict(found)
     assert any("config changed since attempt 1: training.global_batch_size: 8 -> 4" in line for line in found["said"])

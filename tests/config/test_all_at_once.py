@@ -38,6 +38,13 @@ def test_all_missing_files_are_named():
     assert wrong_keys(*flags, "--validation.enable")[2:] == ["validation.dataset_path"]
 
 
+def test_what_a_run_starts_from_must_be_there_until_it_has_a_checkpoint(tmp_path):
+    flags = ["--checkpoint.enable_checkpoint", "--checkpoint.initial_load_path=/a", f"--job.dump_folder={tmp_path}"]
+    assert wrong_keys(*flags) == ["checkpoint.initial_load_path"]
+    (tmp_path / "checkpoint" / "step-3").mkdir(parents=True)
+    assert checked_plans(flags, 1, training=True)[1].checkpoint.initial_load_path == "/a"
+
+
 FOUR_STAGES = """\
 [training]
 setps = 3

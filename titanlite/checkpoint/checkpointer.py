@@ -55,7 +55,7 @@ class Checkpointer:
         self._bad: dict[int, str] = {}
         self._resumed: int | None = None
         self._deleter = Deleter()
-        self._loading = Loading(plan, world, fingerprints, self._bad, self._deleter)
+        self._loading = Loading(plan, world, fingerprints, self._bad, self._deleter, self._config)
         self._origin: tuple[dict[str, str], dict[str, Any]] | None = None
         self._background: BackgroundSave | None = None
         if plan.async_mode != "disabled":

@@ -22,6 +22,7 @@ from titanlite.checkpoint.storage import INDEX, CheckedReader
 from titanlite.checkpoint.together import named, on_rank_0, quiet
 from titanlite.config.plans import CheckpointPlan
 from titanlite.parallel.world import World
+from titanlite.runs.ledger import toml_changes
 
 #: The tensor with all ranks' random generators.
 RNG = "rng.torch"
@@ -37,6 +38,8 @@ _THEN = {
     "global_batch": "the text goes on where it was, the learning rate goes on by steps",
     "model": "the tensors fit, the rest is as configured here",
 }
+#: Changes of the config that a refusal names.
+_KEYS = 8
 #: Entry of the train state → how it is kept as it was.
 _KEEP = {"global_batch": " (training.global_batch_size = {} keeps it)"}
 
@@ -82,7 +85,7 @@ class Loading:
     """Loads one run's checkpoints, or another's to start from. All ranks make one and call it alike.
 
     bad: step → why; where it notes steps of `plan.folder` that it finds to be damaged though manifest and sizes are
-    right. deleter: for what crashes have left.
+    right. deleter: for what crashes have left. config: of this run, as manifests hold it, to name what differs.
     """
 
     def __init__(
@@ -92,11 +95,13 @@ class Loading:
         fingerprints: dict[str, str],
         bad: dict[int, str] | None = None,
         deleter: Deleter | None = None,
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         self.plan = plan
         self.root = Path(plan.folder)
         self._world = world
         self._fingerprints = fingerprints
+        self._config = config or {}
         self._bad = {} if bad is None else bad
         self._source_bad: dict[int, str] = {}
         self._deleter = deleter or Deleter()
@@ -294,6 +299,10 @@ class Loading:
         words = {name: _word(name) for name in found}
         if missing := dict.fromkeys(word for word in words.values() if word not in self.plan.allow_changes):
             lines = "".join(f"\n  {name}: {difference}" for name, difference in found.items())
+            changes = toml_changes(manifest.config.get("toml"), self._config.get("toml"))
+            keys = [f"{key}: {change}" for key, change in changes.items()]
+            if keys:
+                lines += "\n  in the config: " + "; ".join(keys[:_KEYS]) + "; …" * (len(keys) > _KEYS)
             raise CheckpointError(
                 f"{choice.folder} is of another run:{lines}\n"
                 "Start this one elsewhere with another --checkpoint.folder or --job.dump_folder, or configure it as "

@@ -184,6 +184,16 @@ def config_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, 
     return {key: f"{shown(old, key)} -> {shown(new, key)}" for key in keys if old.get(key) != new.get(key)}
 
 
+def toml_changes(old: object, new: object) -> dict[str, str]:
+    """`config_changes` of two configs as TOML texts; none where either is no such text."""
+    if not (isinstance(old, str) and isinstance(new, str)):
+        return {}
+    try:
+        return config_changes(dict(flat(loads(old))), dict(flat(loads(new))))
+    except TOMLDecodeError:
+        return {}
+
+
 def flat(table: Mapping[str, Any], lead: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:
     """A TOML table's values by dotted key."""
     for name, value in table.items():
