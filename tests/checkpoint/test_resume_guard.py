@@ -75,6 +75,13 @@ def test_the_last_bit_counts_where_nothing_else_has_changed(tmp_path: Path) -> N
     assert not norm.verified
 
 
+def test_the_coarser_attempt_decides_what_is_rounding(tmp_path: Path) -> None:
+    path = tmp_path / FILE
+    state = _left(path, tolerance=2e-2)
+    assert _step(_again(path, state, setting={"dtype": "float32"}), 5, 2.51).verified
+    assert not _step(_again(path, state, setting={"dtype": "float32"}), 5, 2.6).verified
+
+
 def test_another_batch_is_named(tmp_path: Path) -> None:
     path = tmp_path / FILE
     state = _left(path)

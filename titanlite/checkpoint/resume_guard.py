@@ -173,7 +173,8 @@ class ResumeGuard:
             )
             gap = max(_relative(loss, then[0]), _relative(norm, then[1]))
             words = f"{shown}, then {then[0]:.9g} and {then[1]:.9g}: a relative difference of {gap:.1e}"
-            if gap <= self.tolerance and (differ or not self.exact):
+            # Of the two attempts the coarser one decides.
+            if gap <= max(self.tolerance, earlier.get("tolerance", 0.0)) and (differ or not self.exact):
                 why = differ or "kernels here are not deterministic"
                 found.append(f"{words}, which is rounding ({why})")
             else:
@@ -191,7 +192,8 @@ class ResumeGuard:
         loss, norm = numbers.tolist()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return
-        record = {"id": identity, "step": step, "loss": loss, "norm": norm, "setting": self.setting}
+        record: dict[str, Any] = {"id": identity, "step": step, "loss": loss, "norm": norm, "tolerance": self.tolerance}
+        record["setting"] = self.setting
         try:
             with open(self.file, "ab") as stream:
                 stream.write(b"\n" * _torn(self.file) + (json.dumps(record) + "\n").encode())
