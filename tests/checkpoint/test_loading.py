@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from tests.checkpoint.runs import PRINTS, RUN, flip, refusal, train
 from tests.pool import Pools
-from tests.training.harness import build_tiny, full, initial_weights, micro_batches
+from tests.training.harness import all_stages, build_tiny, full, initial_weights, micro_batches
 from titanlite.build import to_device
 from titanlite.checkpoint import Checkpointer
 from titanlite.checkpoint.contents import Contents
@@ -211,3 +211,21 @@ def test_dangerous_changes_need_their_word(pool: Pools, tmp_path: Path) -> None:
     loaded = pool(1).run(train, RUN, folder, 3, 3, prints=prints, expected=batch, plan=both)[0]["loaded"]
     assert len(loaded.changes) == 3 and sum("by checkpoint.allow_changes" in line for line in loaded.notices) == 2
     assert pool(1).run(train, RUN, folder, 4, 4, prints=prints, plan=both)[0]["loaded"].changes == ()
+
+
+def _stages_after_load(world: World, folder: str, plan: CheckpointPlan) -> Tensors:
+    model, optimizer, _ = build_tiny(world, replace(RUN, pipeline=2))
+    assert Checkpointer(replace(plan, folder=folder), world, PRINTS).load(model, optimizer) is not None
+    return all_stages(model, {n: full(p) for n, p in model.named_parameters()})
+
+
+@pytest.mark.slow
+def test_a_stage_of_a_pipeline_may_take_nothing(pool: Pools, source: Path, tmp_path: Path) -> None:
+    left_out = ("model.layers.1.*", "model.norm.*", "model.output.*")
+    plan = CheckpointPlan(initial_load_path=str(source), exclude_from_loading=left_out)
+    old, fresh = Contents(source / "step-4"), pool(2).run(initial_weights, RUN)[0]
+    for found in pool(2).run(_stages_after_load, str(tmp_path), plan):
+        assert found.keys() == fresh.keys()
+        for name, weight in found.items():
+            taken = name.startswith(("tok_embeddings.", "layers.0."))
+            assert torch.equal(weight, old.read(f"model.{name}") if taken else fresh[name]), name
