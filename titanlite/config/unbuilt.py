@@ -97,16 +97,7 @@ UNBUILT: dict[str, Unbuilt] = {
     **_feature("mixtures of sources", _always, "data.source", "validation.sources"),
     **_feature("streamed text", _mixes, "data.lanes", "data.shuffle_buffer"),
     **_feature("other packing", _always, "data.packing", "data.mask_documents"),
-    **_feature(
-        "this kind of checkpoint",
-        _checkpoints,
-        "checkpoint.interval_type",
-        "checkpoint.model_weights_only",
-        "checkpoint.export_dtype",
-        "checkpoint.last_save_in_hf",
-        "checkpoint.enable_first_step_checkpoint",
-    ),
-    **_feature("seed checkpoints", _always, "checkpoint.create_seed_checkpoint"),
+    **_feature("saving in Hugging Face's format", _checkpoints, "checkpoint.last_save_in_hf"),
     **_feature("starting from other weights", _always, "checkpoint.initial_load_in_hf"),
     **_feature("the estimate of memory", _always, "memory_estimation.enabled"),
     **_feature("the estimate of memory", _estimates, "memory_estimation.disable_fake_mode"),
@@ -135,6 +126,7 @@ def without_effect(config: JobConfig) -> list[str]:
     ]
     switches = {
         "checkpoint": dialect.checkpoint.enable_checkpoint,
+        "checkpoint.export_dtype": dialect.checkpoint.enable_checkpoint and dialect.checkpoint.model_weights_only,
         "checkpoint.keep_every": dialect.checkpoint.enable_checkpoint and dialect.checkpoint.keep_latest_k > 0,
         "checkpoint.initial_load_model_only": dialect.checkpoint.enable_checkpoint
         and dialect.checkpoint.initial_load_path is not None,
