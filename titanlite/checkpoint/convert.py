@@ -201,14 +201,22 @@ def _write_torch(work: _Work, file: Path) -> None:
 
 
 class _OneByOne(DefaultSavePlanner):
-    """Asks for each tensor when it is to be written; the state dictionary has them without memory."""
+    """Asks for each tensor when it is to be written; the state dictionary has them without memory.
+
+    DCP holds on to every tensor until the file is closed. So the memory of each is taken back when the next is asked
+    for: it is written by then.
+    """
 
     def __init__(self, read: Callable[[str], torch.Tensor]) -> None:
         super().__init__()
         self._read = read
+        self._written: torch.Tensor | None = None
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        return self._read(index.fqn)
+        if self._written is not None:
+            self._written.untyped_storage().resize_(0)
+        self._written = self._read(index.fqn).clone()  # what is read may be a part of a file in memory
+        return self._written
 
 
 def _write_checkpoint(work: _Work, partial: Path, root: Path) -> None:
