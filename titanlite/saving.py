@@ -97,7 +97,8 @@ class Saves:
         folder = self.checkpointer.save(0, model, optimizer, state)
         self.checkpointer.wait()
         logger.info(
-            f"seed checkpoint written to {folder}: the same config without create_seed_checkpoint starts from it"
+            f"seed checkpoint written to {folder}: the same config without "
+            "create_seed_checkpoint starts from it, on any number of ranks"
         )
 
     def save(

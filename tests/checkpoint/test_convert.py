@@ -75,6 +75,7 @@ def test_transformers_computes_the_same_logits(saved: dict[str, Path], tmp_path:
     assert convert(saved[shape], target, "hf", shard_bytes=(1 << 30) if shards == 1 else 60_000) == target
     files = sorted(path.name for path in target.iterdir())
     assert ("model.safetensors" in files) == (shards == 1) and ("model.safetensors.index.json" in files) == (shards > 1)
+    assert len({path.stat().st_mode for path in target.iterdir()}) == 1, "who may read the one may read the others"
     theirs = AutoModelForCausalLM.from_pretrained(target, dtype="auto").eval()
     assert theirs.dtype == torch.float32
     with torch.no_grad():

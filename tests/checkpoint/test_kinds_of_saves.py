@@ -81,7 +81,8 @@ BRIEF = ["--training.steps=2", "--checkpoint.interval=50"]
 def test_the_best_by_validation_is_saved_and_stays_across_a_restart(pool: Pools, tmp_path: Path) -> None:
     flags = ["--validation.enable", "--validation.freq=2", "--checkpoint.interval=100", "--checkpoint.keep_latest_k=1"]
     flags += ["--checkpoint.keep_best=1", "--optimizer.lr=0.3", "--lr_scheduler.total_steps=12"]
-    rows = pool(2).run(_run, str(tmp_path), "--training.steps=6", *flags)[0]["rows"]
+    said = pool(2).run(_run, str(tmp_path), "--training.steps=6", *flags)[0]["said"]
+    assert any("every 100 steps, when validation is among the best 1 and at the end" in line for line in said)
     rows = pool(2).run(_run, str(tmp_path), "--training.steps=12", *flags)[0]["rows"]
     losses = {row["step"]: row["validation_loss"] for row in rows if "validation_loss" in row}
     assert sorted(losses) == [2, 4, 6, 8, 10, 12]

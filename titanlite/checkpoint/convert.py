@@ -144,7 +144,11 @@ def _write_hf(work: _Work, folder: Path, shard_bytes: int) -> None:
     except ValueError as error:
         raise CheckpointError(f"{source.path}: {error}") from None
     types = {str(work.dtype_of(name)).removeprefix("torch.") for name in names}
+    if len(types) == 1:
+        config["dtype"] = config["torch_dtype"] = types.pop()  # the latter for `transformers` 4
     folder.mkdir()
+    (folder / HF_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    mode = (folder / HF_CONFIG).stat().st_mode
     shards = _shards(work, list(names), shard_bytes)
     total = sum(map(work.bytes_of, names))
     where, done = {}, 0
@@ -157,12 +161,10 @@ def _write_hf(work: _Work, folder: Path, shard_bytes: int) -> None:
             done += work.bytes_of(name)
             work.progress(done, total)
         save_file(tensors, folder / file, metadata={"format": "pt"})  # without it `transformers` refuses the file
+        (folder / file).chmod(mode)  # safetensors lets nobody else read it
     if len(shards) > 1:
         index_of = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         (folder / HF_INDEX).write_text(json.dumps(index_of, indent=2) + "\n", encoding="utf-8")
-    if len(types) == 1:
-        config["dtype"] = config["torch_dtype"] = types.pop()  # the latter for `transformers` 4
-    (folder / HF_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _shards(work: _Work, names: Sequence[str], shard_bytes: int) -> list[list[str]]:

@@ -97,8 +97,19 @@ UNBUILT: dict[str, Unbuilt] = {
     **_feature("mixtures of sources", _always, "data.source", "validation.sources"),
     **_feature("streamed text", _mixes, "data.lanes", "data.shuffle_buffer"),
     **_feature("other packing", _always, "data.packing", "data.mask_documents"),
-    **_feature("saving in Hugging Face's format", _checkpoints, "checkpoint.last_save_in_hf"),
-    **_feature("starting from other weights", _always, "checkpoint.initial_load_in_hf"),
+    **_feature(
+        "saving in Hugging Face's format",
+        _checkpoints,
+        "checkpoint.last_save_in_hf",
+        advice="leave it out, and run `titanlite checkpoint convert RUN TARGET --to hf` when the run has ended",
+    ),
+    **_feature(
+        "reading Hugging Face's format at the start",
+        _always,
+        "checkpoint.initial_load_in_hf",
+        advice="convert the folder with `titanlite checkpoint convert FOLDER TARGET --to checkpoint`, and give TARGET as "
+        "checkpoint.initial_load_path",
+    ),
     **_feature("the estimate of memory", _always, "memory_estimation.enabled"),
     **_feature("the estimate of memory", _estimates, "memory_estimation.disable_fake_mode"),
     **_feature(
