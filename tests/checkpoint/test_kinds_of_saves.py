@@ -21,6 +21,7 @@ from titanlite.config.errors import ConfigError
 from titanlite.config.load import load, load_file
 from titanlite.config.resolve import resolve, smallest_world
 from titanlite.config.unbuilt import refused, without_effect
+from titanlite.observe.tracker import ID_FILE
 from titanlite.parallel.world import World
 from titanlite.prepare import resolve_plans
 from titanlite.trainer import Trainer
@@ -93,7 +94,7 @@ def test_the_best_by_validation_is_saved_and_stays_across_a_restart(pool: Pools,
         assert read_manifest(root / f"step-{step}").validation_loss == losses[step]
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("mode", ["disabled", pytest.param("async", marks=pytest.mark.slow)])
 def test_last_save_holds_weights_only(pool: Pools, tmp_path: Path, mode: str) -> None:
     flags = ["--training.steps=4", "--checkpoint.interval=2", f"--checkpoint.async_mode={mode}"]
     pool(2).run(_run, str(tmp_path / "full"), *flags)
@@ -135,7 +136,7 @@ TP = "--training.tensor_parallel_degree=2"
     ("ranks", "degrees"),
     [
         (1, []),
-        (2, []),
+        pytest.param(2, [], marks=pytest.mark.slow),
         (2, [PP]),
         pytest.param(4, [PP], marks=pytest.mark.slow),
         pytest.param(4, [TP], marks=pytest.mark.slow),
@@ -191,6 +192,18 @@ def test_manifest_says_where_it_comes_from(pool: Pools, tmp_path: Path) -> None:
     assert manifest.environment["OMP_NUM_THREADS"] == "1" and manifest.environment["WORLD_SIZE"] == "1"
     assert manifest.config["model"]["family"] == "llama3" and manifest.config["model"]["dim"] == 64
     assert manifest.trackers == {} and manifest.git
+
+
+def _tracked(world: World, folder: str, *flags: str) -> None:
+    os.environ.update(WANDB_MODE="offline", WANDB__DISABLE_STATS="true")
+    _run(world, folder, *flags, "--metrics.enable_wandb")
+
+
+@pytest.mark.slow
+def test_manifest_names_the_run_at_weights_and_biases(pool: Pools, tmp_path: Path) -> None:
+    pool(1).run(_tracked, str(tmp_path), *BRIEF)
+    manifest = read_manifest(tmp_path / "checkpoint" / "step-2")
+    assert manifest.trackers == {"wandb": (tmp_path / ID_FILE).read_text().strip()}
 
 
 def test_keys_reach_the_plan() -> None:
