@@ -107,8 +107,8 @@ UNBUILT: dict[str, Unbuilt] = {
         "reading Hugging Face's format at the start",
         _always,
         "checkpoint.initial_load_in_hf",
-        advice="convert the folder with `titanlite checkpoint convert FOLDER TARGET --to checkpoint`, and give TARGET as "
-        "checkpoint.initial_load_path",
+        advice="convert the folder with `titanlite checkpoint convert FOLDER TARGET --to checkpoint`, and give TARGET "
+        "as checkpoint.initial_load_path",
     ),
     **_feature("the estimate of memory", _always, "memory_estimation.enabled"),
     **_feature("the estimate of memory", _estimates, "memory_estimation.disable_fake_mode"),
