@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,13 @@ import torch
 from torch import nn
 
 from titanlite.checkpoint import Checkpointer, CheckpointError
+from titanlite.checkpoint.grace import grace_warning
+from titanlite.checkpoint.manifest import parse_manifest, step_folder, steps_in
+from titanlite.checkpoint.schedule import SaveSchedule
+from titanlite.config.plans import CheckpointPlan
 from titanlite.observe.console import logger
 from titanlite.observe.stepline import human_time
+from titanlite.parallel.world import World
 from titanlite.preempt import GracefulStop
 
 #: What else wants to know of a checkpoint that is there: step, tokens seen, folder, seconds that it took.
@@ -26,13 +32,74 @@ class Saves:
     on_saved: called for each checkpoint that is there; with saves in the background on rank 0 only.
     """
 
-    def __init__(self, checkpointer: Checkpointer, on_saved: SavedHook) -> None:
+    def __init__(self, checkpointer: Checkpointer, schedule: SaveSchedule, world: World, on_saved: SavedHook) -> None:
         self.checkpointer = checkpointer
+        self._plan = checkpointer.plan
+        self._schedule = schedule
+        self._world = world
         self._on_saved = on_saved
+        #: Step and loss of the latest validation.
+        self._validation: tuple[int, float] | None = None
+        #: Whether it was said that a save takes too long for the grace period.
+        self._warned = False
         #: Step of the newest checkpoint that is surely there.
         self.newest: int | None = None
         #: Tokens seen at the step of each save that is under way in the background.
         self._under_way: dict[int, int] = {}
+
+    def warnings(self, steps: int) -> list[str]:
+        """What to tell on rank 0 before a run of so many steps begins."""
+        found = []
+        plan: CheckpointPlan = self._plan
+        if plan.weights_only:
+            found.append(
+                f"the last save, of step {steps}, will hold the weights only, as {plan.weights_only} "
+                "(checkpoint.model_weights_only): to train on later means to go back to the full checkpoint before it"
+            )
+        if self._world.rank == 0 and (known := self._latest_seconds()) is not None:
+            step, seconds = known
+            found += self._grace(seconds, f"the save of step {step}, by an earlier attempt,")
+        return found
+
+    def _latest_seconds(self) -> tuple[int, float] | None:
+        """Step and seconds of the newest save of a whole run's state; None where nothing tells."""
+        for step in reversed(steps_in(self.checkpointer.root)):
+            with contextlib.suppress(CheckpointError):
+                manifest = parse_manifest(step_folder(self.checkpointer.root, step))
+                if not manifest.weights_only:
+                    return None if manifest.seconds is None else (step, manifest.seconds)
+        return None
+
+    def _grace(self, seconds: float, what: str) -> list[str]:
+        text = "" if self._warned else grace_warning(seconds, what, os.environ)
+        self._warned = self._warned or bool(text)
+        return [text] if text else []
+
+    def validated(self, step: int, loss: float) -> None:
+        """The validation loss of the weights after `step`; a save of them records it."""
+        self._validation = step, loss
+
+    def _loss_of(self, step: int) -> float | None:
+        return self._validation[1] if self._validation and self._validation[0] == step else None
+
+    def due(self, step: int) -> bool:
+        """Whether to save after `step`; all ranks ask after every step."""
+        return self._schedule.due(step, self._loss_of(step))
+
+    def seed(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        """Write the checkpoint of a run that has not begun, as step 0. Raises CheckpointError if there are others."""
+        root = self.checkpointer.root
+        if there := steps_in(root):
+            raise CheckpointError(
+                f"checkpoint.create_seed_checkpoint = true, but {root} holds step-{there[-1]} already: give another "
+                "checkpoint.folder or job.dump_folder"
+            )
+        folder = self.checkpointer.save(0, model, optimizer, state)
+        self.checkpointer.wait()
+        logger.info(
+            f"seed checkpoint written to {folder}: the same config without "
+            "create_seed_checkpoint starts from it, on any number of ranks"
+        )
 
     def save(
         self,
@@ -41,21 +108,32 @@ class Saves:
         optimizer: torch.optim.Optimizer,
         state: dict[str, Any],
         *,
+        trackers: Mapping[str, str],
         stop: GracefulStop,
         final: bool,
         must: bool,
     ) -> bool:
         """Write the checkpoint of `step`; returns whether a rank was asked to stop while it was written.
 
-        state: of the loop, JSON-able, with its "tokens_seen". final: nothing is trained after it, so a save in the
-        background is waited for. must: raise CheckpointError when it fails; otherwise it is an error on the console,
-        and training goes on.
+        state: of the loop, JSON-able, with its "tokens_seen". trackers: service → id of the run there. final: nothing
+        is trained after it, so a save in the background is waited for. must: it is of the run's last step, and raises
+        CheckpointError when it fails; otherwise that is an error on the console, and training goes on.
         """
         started = time.perf_counter()
         stopping = False
+        self._schedule.begin(step)
+        done = must and not state.get("validation_owed")  # else a run still goes on from it
         try:
             self._under_way[step] = state["tokens_seen"]
-            folder = self.checkpointer.save(step, model, optimizer, state)
+            folder = self.checkpointer.save(
+                step,
+                model,
+                optimizer,
+                state,
+                weights_only=self._plan.weights_only if done else None,
+                validation_loss=self._loss_of(step),
+                trackers=trackers,
+            )
             if not final:
                 stopping = stop.agreed()  # asked while it was written: it need not be written again
             copied = time.perf_counter() - started
@@ -98,4 +176,7 @@ class Saves:
 
     def _note(self, step: int, folder: Path, seconds: float) -> None:
         self.newest = step
+        if self._world.rank == 0:
+            for text in self._grace(seconds, f"the save of step {step}"):
+                logger.warning(text)
         self._on_saved(step, self._under_way.pop(step), folder, seconds)

@@ -22,10 +22,12 @@ from titanlite.build import Parts, Text, build, fingerprints, parameter_counts, 
 from titanlite.checkpoint import Checkpointer, CheckpointError, LoadedState
 from titanlite.checkpoint.loading import LEFT_OUT
 from titanlite.checkpoint.resume_guard import Verdict
+from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.config.plans import Plans
 from titanlite.data.loader import Batch
 from titanlite.drift import measure_drift
 from titanlite.guard import BadStepError, FiniteGuard
+from titanlite.models.shapes import as_record
 from titanlite.observe.console import logger
 from titanlite.observe.flops import device_name
 from titanlite.observe.memory import total_memory_bytes
@@ -92,8 +94,9 @@ class Trainer:
         self.saves: Saves | None = None
         if plans.checkpoint.enable:
             prints = fingerprints(self.parts.args, text)
-            self.checkpointer = Checkpointer(plans.checkpoint, world, prints, {"toml": config_text(plans.config_toml)})
-            self.saves = Saves(self.checkpointer, self._saved)
+            about = {"toml": config_text(plans.config_toml), "model": as_record(plans.model.name, self.parts.args)}
+            self.checkpointer = Checkpointer(plans.checkpoint, world, prints, about)
+            self.saves = Saves(self.checkpointer, SaveSchedule(plans.checkpoint, world, prints), world, self._saved)
         self.resume_guard = starting.resume_guard(plans, world)
         self.observer = Observer(plans, world, self.parts.args)
 
@@ -112,6 +115,10 @@ class Trainer:
         was_collecting = gc.isenabled()
         try:
             self._set_determinism()
+            if self.saves is not None and self.plans.checkpoint.seed_only:
+                state = {"data": self.parts.loader.state_dict(), "tokens_seen": 0}
+                self.saves.seed(self.parts.model, self.parts.optimizer, state)
+                return
             self.resume()
             self.stop.at_once = False  # from here on there is something to lose
             if self._validation_owed:
@@ -268,7 +275,8 @@ class Trainer:
         if loaded is not None and loaded.train:
             self._go_on(loaded)
         gc.collect()  # before any time is measured
-        report = [*self.report(), *(loaded.notices if loaded else []), *self._begin_ledger(loaded)]
+        warnings = self.saves.warnings(self.steps) if self.saves else []
+        report = [*self.report(), *warnings, *(loaded.notices if loaded else []), *self._begin_ledger(loaded)]
         report += starting.config_lines(loaded, self.plans, report)
         report.append(starting.began(self.plans.checkpoint, loaded))
         self.observer.start(self.step, report, self.parts.model)
@@ -479,6 +487,8 @@ class Trainer:
             logger.info(f"validation at {self.step} was broken off; the run that goes on does it")
             return
         self._validation_owed = False
+        if self.saves is not None:
+            self.saves.validated(self.step, figures[0])
         self.observer.validation(self.step, *figures, time.perf_counter() - started)
 
     def save(self) -> None:
@@ -487,7 +497,7 @@ class Trainer:
         A save that fails in mid-run is reported and tried again at the next interval; at the end it raises.
         """
         is_last = self.step == self.steps or self._stopping
-        if self.saves is None or not (is_last or self.step % self.plans.checkpoint.interval == 0):
+        if self.saves is None or not (self.saves.due(self.step) or is_last):
             return
         self.stalls.phase("save")
         self.guard.check()  # this very step has not been looked at yet on a GPU
@@ -510,6 +520,7 @@ class Trainer:
                 self.parts.model,
                 self.parts.optimizer,
                 state,
+                trackers=self.observer.run_ids(),
                 stop=self.stop,
                 final=is_last,
                 must=self.step == self.steps,

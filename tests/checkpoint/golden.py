@@ -2,8 +2,8 @@
 
     python -m tests.checkpoint.golden FOLDER     # writes FOLDER/step-3 as this titanlite does
 
-golden/format-1 is of the time without hashes, golden/format-2 of the first one with them. A new format gets a folder of
-its own; those that are there are never written again.
+golden/format-1 is of the time without hashes, format-2 of the first one with them, format-3 of the first one that may
+hold weights only. A new format gets a folder of its own; those that are there are never written again.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from tests.pool import Pools
 from tests.training.harness import build_tiny
 from titanlite.checkpoint import Checkpointer, CheckpointError
 from titanlite.checkpoint.integrity import check_file, digest_of, file_digest, share
-from titanlite.checkpoint.manifest import find, read_manifest
+from titanlite.checkpoint.manifest import FORMAT, find, read_manifest
 from titanlite.checkpoint.storage import CheckedReader
 from titanlite.config.plans import CheckpointPlan
 from titanlite.parallel.world import World
@@ -194,7 +194,7 @@ def test_what_did_not_reach_the_disk_is_not_published(pool: Pools, tmp_path: Pat
 
 def test_manifest_says_where_it_comes_from(three_and_six: Path) -> None:
     manifest = read_manifest(three_and_six / "step-6")
-    assert manifest.format == 2
+    assert manifest.format == FORMAT
     assert manifest.versions["torch"] == torch.__version__.partition("+")[0] or manifest.versions["torch"]
     assert manifest.versions["python"] == ".".join(map(str, sys.version_info[:3]))
     assert len(manifest.git.get("commit", "")) == 40 or "unknown" in manifest.git

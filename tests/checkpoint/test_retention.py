@@ -72,8 +72,51 @@ def test_only_valid_ones_of_this_run_count_and_go(tmp_path: Path) -> None:
     # Newest three that count: 9, 3 (pinned, but it counts) and 2.
     assert [path.name for path in gone] == [".deleted-step-1"]
     assert steps_in(tmp_path) == [0, 2, 3, 4, 5, 6, 9]
-    gone = retire(tmp_path, 9, latest=1, keep=(2,), fingerprints=MANIFEST.fingerprints)
-    assert [path.name for path in gone] == [".deleted-step-4", ".deleted-step-5"], "2 is resumed from, 3 is pinned"
+    _write(tmp_path, 10, validation_loss=3.0)
+    gone = retire(tmp_path, 10, latest=1, keep=(2,), fingerprints=MANIFEST.fingerprints)
+    names = [".deleted-step-4", ".deleted-step-5", ".deleted-step-9"]
+    assert [path.name for path in gone] == names, "2 is resumed from, 3 is pinned"
+
+
+def test_the_last_that_is_known_to_be_good_stays(tmp_path: Path) -> None:
+    """Weights may be finite and the next loss is not: only what was trained on, or validated, is known to be good."""
+    _write(tmp_path, 1, 2, 3)
+    assert [path.name for path in retire(tmp_path, 3, latest=1)] == [".deleted-step-1"]
+    _write(tmp_path, 4, validation_loss=2.5)
+    assert [path.name for path in retire(tmp_path, 4, latest=1)] == [".deleted-step-2", ".deleted-step-3"]
+    _write(tmp_path, 5)
+    assert retire(tmp_path, 5, latest=1) == [] and steps_in(tmp_path) == [4, 5]
+
+
+@pytest.mark.parametrize(
+    ("milestones", "stay"),
+    [("powers_of_two", [1, 2, 4, 8, 16, 19, 20]), ((3, 7, 100), [3, 7, 19, 20]), ((), [19, 20])],
+)
+def test_milestones_stay(tmp_path: Path, milestones: Any, stay: list[int]) -> None:
+    _write(tmp_path, *range(21))
+    retire(tmp_path, 20, latest=2, milestones=milestones)
+    assert steps_in(tmp_path) == stay
+
+
+def test_the_best_by_validation_stay_by_what_the_manifests_say(tmp_path: Path) -> None:
+    for step, loss in enumerate([5.0, 3.0, 4.0, 2.0, None, 3.0, 9.0], start=1):
+        _write(tmp_path, step, validation_loss=loss)
+    _write(tmp_path, 8, validation_loss=0.1, fingerprints={"model": "another"})
+    _write(tmp_path, 9)
+    (tmp_path / "step-4" / "shard").unlink()  # the lowest, but nobody can load it
+    retire(tmp_path, 9, latest=2, best=2, fingerprints=MANIFEST.fingerprints)
+    assert steps_in(tmp_path) == [2, 6, 7, 8, 9], "of equal ones both have a place here: 3.0 and 3.0"
+    retire(tmp_path, 9, latest=2, best=1, fingerprints=MANIFEST.fingerprints)
+    assert steps_in(tmp_path) == [2, 7, 8, 9], "of equal ones the earlier"
+
+
+def test_weights_alone_take_no_place_and_stay(tmp_path: Path) -> None:
+    _write(tmp_path, 1, 2, 3)
+    _write(tmp_path, 4, weights_only=True)
+    assert retire(tmp_path, 4, latest=1) == [], "no run can go on from the newest: what it can go on from stays"
+    _write(tmp_path, 5, 6)
+    retire(tmp_path, 6, latest=2)
+    assert steps_in(tmp_path) == [4, 5, 6]
 
 
 def test_nothing_goes_while_the_new_one_is_not_whole(tmp_path: Path) -> None:
@@ -129,7 +172,7 @@ def slow(*args, **kwargs):
     print("deleted one", flush=True)
     time.sleep(60)
 os.unlink = slow
-gone = retire(Path(sys.argv[1]), 4, latest=1)
+gone = retire(Path(sys.argv[1]), 4, latest=2)
 deleter = Deleter()
 deleter.delete(gone)
 deleter.wait(99)
@@ -146,16 +189,16 @@ def test_killed_while_deleting_leaves_only_good_checkpoints(pool: Pools, tmp_pat
     process.send_signal(signal.SIGKILL)
     process.wait()
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == [".deleted-step-1", ".deleted-step-2", ".deleted-step-3", "step-4"]
-    assert [len(list(path.iterdir())) for path in leftovers(tmp_path)] == [2, 3, 3], "one file was gone"
+    assert names == [".deleted-step-1", ".deleted-step-2", "step-3", "step-4"]
+    assert [len(list(path.iterdir())) for path in leftovers(tmp_path)] == [2, 3], "one file was gone"
     manifest, passed = find(tmp_path)
     assert manifest is not None and manifest.step == 4 and passed == []
     pool(1).run(train, RUN, str(tmp_path), 5, 5)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-4", "step-5"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-3", "step-4", "step-5"]
 
 
 def test_a_name_taken_by_an_earlier_crash_is_no_obstacle(tmp_path: Path) -> None:
-    _write(tmp_path, 1, 2)
+    _write(tmp_path, 1, 2, validation_loss=1.0)
     (tmp_path / ".deleted-step-1").mkdir()
     (gone,) = retire(tmp_path, 2, latest=1)
     assert gone.name == ".deleted-step-1.1"

@@ -53,6 +53,8 @@ CONTEXT = {
     "stall.heartbeat": ["--stall.deadline_seconds=60"],
     "debug.deterministic_warn_only": ["--debug.deterministic"],
     "checkpoint.last_save_in_hf": ["--checkpoint.enable_checkpoint", "--checkpoint.model_weights_only"],
+    "checkpoint.export_dtype": ["--checkpoint.enable_checkpoint", "--checkpoint.model_weights_only"],
+    "checkpoint.keep_best": ["--checkpoint.enable_checkpoint", "--validation.enable"],
     "checkpoint.initial": ["--checkpoint.enable_checkpoint", "--checkpoint.initial_load_path=/x"],
 }
 

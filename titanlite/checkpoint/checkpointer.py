@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import os
 import shutil
 import time
 import uuid
@@ -21,7 +23,7 @@ from titanlite.checkpoint.loading import RNG as _RNG
 from titanlite.checkpoint.loading import LoadedState, Loading
 from titanlite.checkpoint.manifest import CheckpointError, Manifest, publish, step_folder
 from titanlite.checkpoint.retention import PARTIAL, Deleter, retire
-from titanlite.checkpoint.state import describe_all, gather, rng_state
+from titanlite.checkpoint.state import describe_all, gather, rng_state, weights
 from titanlite.checkpoint.storage import HashingWriter
 from titanlite.checkpoint.together import named as _named
 from titanlite.checkpoint.together import on_rank_0
@@ -56,6 +58,8 @@ class Checkpointer:
         self._resumed: int | None = None
         self._deleter = Deleter()
         self._loading = Loading(plan, world, fingerprints, self._bad, self._deleter, self._config)
+        #: When the latest save began, by `time.perf_counter`.
+        self._began = 0.0
         self._origin: tuple[dict[str, str], dict[str, Any]] | None = None
         self._background: BackgroundSave | None = None
         if plan.async_mode != "disabled":
@@ -64,21 +68,45 @@ class Checkpointer:
                 logger.info(f'checkpoint.async_mode: a {world.device.type} needs no page-locked memory, as "async"')
             self._background = BackgroundSave(pinned and world.device.type == "cuda")
 
-    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, train: dict[str, Any]) -> Path:
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        train: dict[str, Any],
+        *,
+        weights_only: str | None = None,
+        validation_loss: float | None = None,
+        trackers: Mapping[str, str] | None = None,
+    ) -> Path:
         """Write the checkpoint of `step`; returns its folder, published and durable.
 
-        train: JSON-able state of the loop. Raises CheckpointError, on all ranks, when any rank fails; nothing
-        half-written is then published.
+        train: JSON-able state of the loop. weights_only: leave out optimizer and generators, and save the weights as
+        this type, such as "bfloat16". validation_loss: of these weights, where it was measured; trackers: service →
+        id of the run there. Both are for the manifest.
+
+        Raises CheckpointError, on all ranks, when any rank fails; nothing half-written is then published.
 
         With `plan.async_mode` on it returns as soon as everything is copied; the folder comes into being later, and
         `poll` or `wait` tells. A save still under way is waited for first.
         """
         if self._background:
             self._background.prepare()
+        self._began = time.perf_counter()
         partial = self._on_rank_0(lambda: self._make_partial(step))
-        tensors: Tensors = gather(model, optimizer)
-        tensors[_RNG] = rng_state(self._world.device, self._world.size)
-        draft = self._draft(step, describe_all(tensors, model), train)
+        tensors: Tensors
+        if weights_only is None:
+            tensors = gather(model, optimizer)
+            tensors[_RNG] = rng_state(self._world.device, self._world.size)
+        else:
+            tensors = weights(model, weights_only)
+        draft = replace(
+            self._draft(step, describe_all(tensors, model), train),
+            weights_only=weights_only is not None,
+            dtype=weights_only or "",
+            validation_loss=validation_loss if validation_loss is not None and math.isfinite(validation_loss) else None,
+            trackers=dict(trackers or {}),
+        )
         final = step_folder(self.root, step)
         writer = HashingWriter(partial)
         if self._background:
@@ -187,6 +215,7 @@ class Checkpointer:
             created=time.time(),
             config=self._config,
             git=git,
+            environment=provenance.environment(os.environ),
         )
 
     def _publish(self, partial: Path, draft: Manifest, writer: HashingWriter) -> Path:
@@ -200,7 +229,8 @@ class Checkpointer:
                 f"{self.root}?"
             )
         hashes = {name: written.digest for name, written in writer.written.items()}
-        folder = publish(partial, self.root, replace(draft, files=files, hashes=hashes), self._bad)
+        manifest = replace(draft, files=files, hashes=hashes, seconds=round(time.perf_counter() - self._began, 3))
+        folder = publish(partial, self.root, manifest, self._bad)
         self._bad.pop(draft.step, None)
         try:
             self._deleter.delete(self._retire(draft.step))
@@ -212,7 +242,15 @@ class Checkpointer:
         keep = () if self._resumed is None else (self._resumed,)
         plan = self.plan
         return retire(
-            self.root, newest, plan.keep_latest_k, plan.keep_every, keep, tuple(self._bad), self._fingerprints
+            self.root,
+            newest,
+            plan.keep_latest_k,
+            plan.keep_every,
+            keep,
+            tuple(self._bad),
+            self._fingerprints,
+            plan.milestones,
+            plan.keep_best,
         )
 
     def _on_rank_0(self, action: Callable[[], T]) -> T:

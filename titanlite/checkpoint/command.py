@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from titanlite import exit_codes
 from titanlite.checkpoint.integrity import algorithm_of
@@ -30,7 +30,7 @@ _PATH = "the folder of a run or of its checkpoints"
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `checkpoint` with its own commands to argparse."""
     checkpoint = commands.add_parser(
-        "checkpoint", help="list, inspect, verify, compare and delete checkpoints", allow_abbrev=False
+        "checkpoint", help="list, inspect, verify, compare, convert and delete checkpoints", allow_abbrev=False
     )
     actions = checkpoint.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
@@ -85,6 +85,28 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     for side in ("left", "right"):
         diff.add_argument(side, type=Path, metavar="FOLDER", help="a checkpoint (step-N), or the newest valid one of")
+
+    conversion = add(
+        "convert",
+        _convert,
+        "its weights in another format",
+        "Write the weights in SOURCE to TARGET. SOURCE: a checkpoint (or the newest valid one of a folder), a folder "
+        "of Hugging Face's layout, or a file made with --to torch; checkpoints are compared with their hashes first. "
+        "TARGET appears when it is whole, and what is there is never overwritten. No GPU is needed, and memory for a "
+        "few tensors only.",
+    )
+    conversion.add_argument("source", type=Path, metavar="SOURCE", help="what to convert")
+    conversion.add_argument("target", type=Path, metavar="TARGET", help="where to")
+    conversion.add_argument(
+        "--to",
+        required=True,
+        choices=("hf", "torch", "checkpoint"),
+        help="hf: a folder with config.json and model.safetensors, for `transformers`; torch: one file for torch.load; "
+        "checkpoint: a checkpoint of weights only in the folder TARGET, for checkpoint.initial_load_path",
+    )
+    conversion.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="precision of the weights; as they are without it"
+    )
 
     rm = add(
         "rm",
@@ -179,12 +201,18 @@ def _facts(manifest: Manifest, entry: Entry) -> list[tuple[str, str]]:
     hashes = ", ".join(sorted({algorithm_of(digest) for digest in manifest.hashes.values()}))
     counts = [manifest.tensors[name][1] for name in manifest.tensors if name.startswith("model.")]
     numbers = sum(_product(shape) for shape in counts)
+    extra = list(manifest.trackers.items())
+    if manifest.validation_loss is not None:
+        extra.insert(0, ("validation", f"loss {manifest.validation_loss:.4f}"))
+    if manifest.weights_only:
+        extra.insert(0, ("holds", f"weights only{f', as {manifest.dtype}' if manifest.dtype else ''}"))
     return [
         ("state", f"{entry.words}{f': {entry.reason}' if entry.reason else ''}"),
         ("step", f"{manifest.step:,}"),
         ("written", f"{datetime.fromtimestamp(manifest.created):%Y-%m-%d %H:%M:%S} by {manifest.world_size} ranks"),
         ("size", f"{human_bytes(manifest.size)} in {len(manifest.files)} files"),
         ("model", f"{len(counts)} tensors, {numbers:,} parameters"),
+        *extra,
         ("format", f"{manifest.format}, {f'hashes by {hashes}' if hashes else 'without hashes'}"),
         ("versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())),
         *([("commit", commit)] if commit else []),
@@ -264,6 +292,45 @@ def _row(one: TensorDifference) -> tuple[str, str, str, str, str]:
     if not one.elements:
         return one.name, words, "0", "0", "0"
     return one.name, words, f"{one.elements:,}", f"{one.absolute:.3g}", f"{one.relative:.3g}"
+
+
+def _convert(arguments: argparse.Namespace, flags: Sequence[str], _style: object) -> str:
+    from titanlite.checkpoint.convert import convert
+
+    _refuse(flags)
+    started = time.perf_counter()
+    progress = _Progress(sys.stderr)
+    written = convert(arguments.source, arguments.target, arguments.to, arguments.dtype, progress.show)
+    progress.end()
+    files = [path for path in written.rglob("*") if path.is_file()] if written.is_dir() else [written]
+    size = human_bytes(sum(path.stat().st_size for path in files))
+    return f"{written}: {size} in {human_time(time.perf_counter() - started)}"
+
+
+class _Progress:
+    """How far a conversion has come: one line that is renewed on a terminal, elsewhere a line every ten seconds."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._terminal = stream.isatty()
+        self._every = 0.1 if self._terminal else 10.0
+        self._told = time.monotonic()
+        self._width = 0
+
+    def show(self, done: int, total: int) -> None:
+        """done, total: bytes."""
+        now = time.monotonic()
+        if now - self._told < self._every:
+            return
+        self._told = now
+        text = f"{human_bytes(done)} of {human_bytes(total)}"
+        self._stream.write(f"\r{text:<{self._width}}" if self._terminal else f"{text}\n")
+        self._width = len(text)
+        self._stream.flush()
+
+    def end(self) -> None:
+        if self._terminal and self._width:
+            self._stream.write(f"\r{'':<{self._width}}\r")
 
 
 def _rm(arguments: argparse.Namespace, flags: Sequence[str], _style: object) -> str:

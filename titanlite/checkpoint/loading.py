@@ -13,7 +13,16 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from titanlite.checkpoint.integrity import check_files, share
-from titanlite.checkpoint.manifest import CheckpointError, Manifest, find, is_valid, step_folder, step_of, steps_in
+from titanlite.checkpoint.manifest import (
+    CheckpointError,
+    Manifest,
+    check_resumable,
+    find,
+    is_valid,
+    step_folder,
+    step_of,
+    steps_in,
+)
 from titanlite.checkpoint.retention import Deleter, leftovers
 from titanlite.checkpoint.selection import GROUPS, groups_of, select
 from titanlite.checkpoint.shelf import root_of
@@ -226,6 +235,7 @@ class Loading:
         choice = None
         if manifest is not None:
             folder = step_folder(self.root, manifest.step)
+            check_resumable(manifest, folder)
             choice = _Choice(manifest, folder, "resume", _notices(passed, self.root, folder, manifest))
             choice.changes = self._check_run(choice, expected)
         else:
@@ -266,6 +276,8 @@ class Loading:
         if manifest is None:
             raise CheckpointError(f"{key}: {root} has no valid checkpoint" + "".join(f"\n  {line}" for line in passed))
         folder = step_folder(root, manifest.step)
+        if manifest.weights_only and not self.plan.initial_load_model_only:
+            raise CheckpointError(f"{key}: {folder} holds weights only: set checkpoint.initial_load_model_only = true")
         return _Choice(manifest, folder, "from", _notices(passed, root, folder, manifest))
 
     def _no_checkpoint(self, passed: list[str]) -> None:

@@ -3,7 +3,8 @@
 A folder `step-N` is a checkpoint only if its `manifest.json` can be read, is of a known format, carries the hash of its
 own contents, and every file it lists is there with its size. Anything else is named, with the reason, and never loaded.
 
-Format 2 has a hash of every file and of the manifest itself; format 1 had neither and is still read.
+Format 3 may hold weights only, and says where a run is recorded; format 2 has a hash of every file and of the manifest
+itself; format 1 had neither. All are read.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 from titanlite.checkpoint.integrity import algorithm_of, digest_of
 
-FORMAT = 2
+FORMAT = 3
 FILE = "manifest.json"
 #: A file of this name in a checkpoint's folder: whatever else is deleted, this checkpoint is not.
 PIN = "KEEP"
@@ -56,6 +57,18 @@ class Manifest:
     hashes: dict[str, str] = field(default_factory=dict)
     #: Commit of the checkout that wrote it, and whether that had changes.
     git: dict[str, Any] = field(default_factory=dict)
+    #: Variables of the environment that change what a run does (see `titanlite.runs.provenance`).
+    environment: dict[str, str] = field(default_factory=dict)
+    #: Where the run is recorded: service → id of the run there.
+    trackers: dict[str, str] = field(default_factory=dict)
+    #: Mean loss on the held-out text with these weights, where that was measured; finite.
+    validation_loss: float | None = None
+    #: No optimizer, no generators: a run cannot go on from it, but another one can start from it.
+    weights_only: bool = False
+    #: Type that the weights were converted to for it; "" where they are as they were trained.
+    dtype: str = ""
+    #: From the beginning of the save to this manifest; None: not measured.
+    seconds: float | None = None
     format: int = FORMAT
 
     def to_json(self) -> str:
@@ -171,6 +184,17 @@ def find(
         except CheckpointError as error:
             passed.append(str(error))
     return None, passed
+
+
+def check_resumable(manifest: Manifest, folder: Path) -> None:
+    """Raises CheckpointError for a checkpoint of weights only: no run can go on from it."""
+    if manifest.weights_only:
+        raise CheckpointError(
+            f"{folder} holds weights only (checkpoint.model_weights_only was true): a run cannot go on from it, for "
+            "there is no optimizer in it. If that run was to end there, it is done. To start another run from its "
+            "weights, give it another folder and name this one as checkpoint.initial_load_path; to train on in this "
+            "folder, move it away, and the newest full checkpoint is resumed"
+        )
 
 
 def sync_folder(folder: Path) -> None:

@@ -11,10 +11,13 @@ import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from threading import Thread
+from typing import Literal
 
 from titanlite.checkpoint.manifest import (
     CheckpointError,
+    Manifest,
     is_pinned,
+    is_valid,
     parse_manifest,
     read_manifest,
     step_folder,
@@ -28,16 +31,32 @@ PARTIAL = ".partial-"
 DELETED = ".deleted-"
 
 
-def surplus(steps: Sequence[int], latest: int, every: int = 0, keep: Collection[int] = ()) -> list[int]:
+#: Steps whose checkpoints stay for good: those of a list, or 1, 2, 4, 8, …
+Milestones = Literal["powers_of_two"] | tuple[int, ...]
+
+
+def is_milestone(step: int, milestones: Milestones) -> bool:
+    if milestones == "powers_of_two":
+        return step > 0 and step & (step - 1) == 0
+    return step in milestones
+
+
+def surplus(
+    steps: Sequence[int], latest: int, every: int = 0, keep: Collection[int] = (), milestones: Milestones = ()
+) -> list[int]:
     """Those of the valid checkpoints at `steps` that may go, ascending.
 
-    latest: how many of the newest stay; 0: all. every: multiples of it stay; 0: none for this reason. keep: stay too.
-    The newest is never among them.
+    latest: how many of the newest stay; 0: all. every: multiples of it stay; 0: none for this reason. keep: stay too,
+    and so do milestones. The newest is never among them.
     """
     if latest < 1:
         return []
     older = sorted(steps)[:-latest]
-    return [step for step in older if step not in keep and not (every and step % every == 0)]
+    return [
+        step
+        for step in older
+        if step not in keep and not (every and step % every == 0) and not is_milestone(step, milestones)
+    ]
 
 
 def retire(
@@ -48,17 +67,28 @@ def retire(
     keep: Collection[int] = (),
     known_bad: Collection[int] = (),
     fingerprints: dict[str, str] | None = None,
+    milestones: Milestones = (),
+    best: int = 0,
 ) -> list[Path]:
     """Rename what is no longer wanted now that the checkpoint of step `newest` is there; the folders to delete.
 
     Only checkpoints of this run (by `fingerprints`, None: any) up to that step are counted, and only such go. One whose
-    files are not whole takes no place among the latest; a folder without a good manifest stays for a person to look at.
+    files are not whole takes no place among the latest; a folder without a good manifest stays for a person to look at,
+    and so does one of weights only, which no run could go on from. best: how many of those with the lowest validation
+    loss stay.
+
+    The last one whose weights are known to give a finite loss stays. That is the newest if its loss was measured
+    (`Manifest.validation_loss`), else the one before it: the steps since then have shown it.
+
     Raises CheckpointError, and renames nothing, when the newest is not valid.
     """
     if latest < 1:
         return []
-    read_manifest(step_folder(root, newest))
-    valid = [newest]
+    head = read_manifest(step_folder(root, newest))
+    if head.weights_only:
+        return []
+    valid = {newest: head}
+    latest = max(latest, 1 if head.validation_loss is not None else 2)
     for step in reversed([step for step in steps_in(root) if step < newest and step not in known_bad]):
         # What stays counts only when it is whole; of what goes, no more than its manifest is read.
         read = read_manifest if len(valid) < latest else parse_manifest
@@ -66,16 +96,28 @@ def retire(
             manifest = read(step_folder(root, step))
         except CheckpointError:
             continue
-        if fingerprints is None or manifest.fingerprints == fingerprints:
-            valid.append(step)
+        if not manifest.weights_only and (fingerprints is None or manifest.fingerprints == fingerprints):
+            valid[step] = manifest
     gone = []
-    for step in surplus(valid, latest, every, keep):
+    for step in surplus(list(valid), latest, every, {*keep, *best_steps(root, valid, best)}, milestones):
         folder = step_folder(root, step)
         if not is_pinned(folder):
             gone.append(set_aside(folder))
     if gone:
         sync_folder(root)
     return gone
+
+
+def best_steps(root: Path, manifests: dict[int, Manifest], count: int) -> list[int]:
+    """The whole ones with the lowest validation loss, at most `count`, the best first; of equal ones the earlier."""
+    losses = sorted((m.validation_loss, step) for step, m in manifests.items() if m.validation_loss is not None)
+    found: list[int] = []
+    for _, step in losses:
+        if len(found) >= count:
+            break
+        if is_valid(step_folder(root, step)):
+            found.append(step)
+    return found
 
 
 def set_aside(folder: Path) -> Path:

@@ -54,7 +54,8 @@ class Entry:
 
     @property
     def words(self) -> str:
-        return f"{self.state}, pinned" if self.pinned else self.state
+        more = ", weights only" if self.manifest is not None and self.manifest.weights_only else ""
+        return f"{self.state}{more}{', pinned' if self.pinned else ''}"
 
 
 def root_of(path: Path) -> Path:
@@ -158,21 +159,29 @@ def remove(paths: Sequence[Path], force: bool = False, dry_run: bool = False) ->
             if entry.state == "partial":
                 raise CheckpointError(f"{entry.folder} may be a save under way: give --force when no run writes there")
         for root in dict.fromkeys(entry.folder.parent for entry in entries if entry.state == VALID):
-            _must_leave_one(root, [entry.folder for entry in entries])
+            _must_leave_one(root, [entry for entry in entries if entry.folder.parent == root])
     if not dry_run:
         for entry in entries:
             shutil.rmtree(set_aside(entry.folder))
     return entries
 
 
-def _must_leave_one(root: Path, going: Sequence[Path]) -> None:
-    """Raises CheckpointError unless a checkpoint that stays is good, by its hashes."""
+def _must_leave_one(root: Path, entries: Sequence[Entry]) -> None:
+    """Raises CheckpointError unless a checkpoint that stays is good, by its hashes.
+
+    Where one goes that a run can go on from, one of weights only does not do.
+    """
+    going = [entry.folder for entry in entries]
+    full = any(entry.manifest is not None and not entry.manifest.weights_only for entry in entries)
     reasons = []
     for step in reversed(steps_in(root)):
         folder = root / f"step-{step}"
         if folder in going:
             continue
         found = verify(folder)
+        if full and found.manifest is not None and found.manifest.weights_only:
+            reasons.append(f"\n  {folder} holds weights only")
+            continue
         if not found.problems:
             return
         reasons.append(f"\n  {found.problems[0]}")

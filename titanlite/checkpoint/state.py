@@ -34,11 +34,30 @@ def gather(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
     tensors = {f"model.{name}": plain(cast(torch.Tensor, t)) for name, t in get_model_state_dict(model).items()}
     if optimizer is None:
         return tensors
+    fresh = not optimizer.state
     state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+    if fresh:  # torch makes the state by a step of size zero, which is counted in it
+        for entry in optimizer.state.values():
+            for value in entry.values():
+                value.zero_()
     tensors.update(
         (f"optimizer.{name}", value) for name, value in state.items() if not name.startswith(_HYPERPARAMETERS)
     )
     return tensors  # without param_groups only tensors are left
+
+
+def weights(model: nn.Module, dtype: str) -> dict[str, torch.Tensor]:
+    """The weights alone, as `gather` names them; those in floating point as `dtype`, such as "bfloat16"."""
+    return {
+        f"model.{name}": converted(plain(cast(torch.Tensor, t)), dtype)
+        for name, t in get_model_state_dict(model).items()
+    }
+
+
+def converted(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    """A tensor in another precision, the same object where it has it; whole numbers stay what they are."""
+    wanted: torch.dtype = getattr(torch, dtype)
+    return tensor.to(wanted) if tensor.is_floating_point() and tensor.dtype != wanted else tensor
 
 
 def scatter(tensors: dict[str, torch.Tensor], model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:

@@ -40,6 +40,7 @@ def contradictions(config: JobConfig) -> list[Problem]:
     _guard(config, contradict)
     if d.training.compile and not d.compile.components:
         contradict("compile.components", "is empty, but training.compile = true", "training.compile")
+    _saves(config, contradict)
     if d.checkpoint.last_save_in_hf and not d.checkpoint.model_weights_only:
         contradict(
             "checkpoint.last_save_in_hf",
@@ -132,6 +133,26 @@ def _activations(config: JobConfig, contradict: Callable[..., None]) -> None:
             "moves what autograd saves, but what the per-op policy saves is held elsewhere, on the device: take "
             'mode = "full", "none", or selective_ac_option = "N"',
             "activation_checkpoint.selective_ac_option",
+        )
+
+
+def _saves(config: JobConfig, contradict: Callable[..., None]) -> None:
+    d = config.dialect
+    if d.checkpoint.keep_best and not d.validation.enable:
+        contradict(
+            "checkpoint.keep_best",
+            f"is {d.checkpoint.keep_best}, but there is no validation loss to judge by: it needs "
+            "validation.enable = true",
+            "validation.enable",
+        )
+    never = [step for step in d.checkpoint.milestones if isinstance(step, int) and step < 1]
+    if never:
+        contradict("checkpoint.milestones", f"holds {never[0]}: the first step is 1")
+    if d.checkpoint.create_seed_checkpoint and not d.checkpoint.enable_checkpoint:
+        contradict(
+            "checkpoint.create_seed_checkpoint",
+            "needs checkpoint.enable_checkpoint = true",
+            "checkpoint.enable_checkpoint",
         )
 
 

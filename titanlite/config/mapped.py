@@ -94,6 +94,11 @@ def checkpoint_plan(d: Dialect) -> plans.CheckpointPlan:
         enable=c.enable_checkpoint,
         folder=below(d.job.dump_folder, c.folder),
         interval=c.interval,
+        interval_type=c.interval_type,
+        milestones=c.milestones if isinstance(c.milestones, str) else tuple(c.milestones),
+        first_step=c.enable_first_step_checkpoint,
+        weights_only=c.export_dtype if c.model_weights_only else None,
+        seed_only=c.create_seed_checkpoint,
         start=c.start,
         load_step=None if c.load_step == -1 else c.load_step,
         exclude_from_loading=tuple(c.exclude_from_loading),
@@ -104,6 +109,7 @@ def checkpoint_plan(d: Dialect) -> plans.CheckpointPlan:
         verify=c.verify,
         keep_latest_k=c.keep_latest_k,
         keep_every=c.keep_every,
+        keep_best=c.keep_best,
         async_mode=c.async_mode,
     )
 

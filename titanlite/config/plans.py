@@ -275,7 +275,17 @@ class CheckpointPlan:
     enable: bool = False
     #: Absolute or working-directory-relative folder that holds step-N folders.
     folder: str = "./outputs/checkpoint"
+    #: Steps or seconds between saves.
     interval: int = 500
+    interval_type: Literal["steps", "seconds"] = "steps"
+    #: Saved as well, and never deleted: these steps, or 1, 2, 4, 8, …
+    milestones: Literal["powers_of_two"] | tuple[int, ...] = ()
+    #: Save after step 1 too.
+    first_step: bool = False
+    #: Type of the weights in the last save, which holds nothing else; None: it is as all others.
+    weights_only: Literal["float32", "bfloat16", "float16"] | None = None
+    #: Save step 0 and end.
+    seed_only: bool = False
     #: "resume-or-fresh": newest valid one or start new; "resume": must exist; "fresh": must not; "from": as the first,
     #: and there is an `initial_load_path`.
     start: Literal["resume-or-fresh", "resume", "fresh", "from"] = "resume-or-fresh"
@@ -295,6 +305,8 @@ class CheckpointPlan:
     #: The newest checkpoints that stay (0: all), and the steps whose multiples stay besides (0: none).
     keep_latest_k: int = 0
     keep_every: int = 0
+    #: So many with the lowest validation loss are saved when they come, and stay (0: none).
+    keep_best: int = 0
     #: "async": training goes on while a copy is written; "async_with_pinned_mem": the copy is page-locked.
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
 

@@ -110,6 +110,8 @@ def draft(
 
 def smallest_world(config: JobConfig) -> int:
     """The fewest ranks on which the degrees of parallelism fit."""
+    if config.dialect.checkpoint.create_seed_checkpoint:
+        return 1
     degrees = _degrees(config)
     reshard, shard = config.dialect.training.reshard_after_forward, "training.data_parallel_shard_degree"
     if isinstance(reshard, int) and degrees[shard] == -1:
@@ -210,6 +212,8 @@ class _Work:
     # Ranks and batches
 
     def mesh(self) -> plans.MeshPlan:
+        if self.config.dialect.checkpoint.create_seed_checkpoint:
+            return self.mesh_of_seed()
         degrees = _degrees(self.config)
         copies = self.config.dialect.training.data_parallel_type == "ddp"
         replicate_key, shard_key = list(degrees)[:2]
@@ -248,6 +252,17 @@ class _Work:
             tensor=degrees["training.tensor_parallel_degree"],
             pipeline=degrees["experimental.pipeline_parallel_degree"],
         )
+
+    def mesh_of_seed(self) -> plans.MeshPlan:
+        """A seed checkpoint holds whole tensors, which any mesh can load: one process makes it."""
+        if self.world_size > 1:
+            self.problem(
+                "checkpoint.create_seed_checkpoint",
+                f"is made by one process, and there are {self.world_size}",
+                "start it with `python train.py …` and the same config, whatever its degrees of parallelism",
+            )
+        self.notes.append("one process, whatever the degrees of parallelism: it makes a seed checkpoint and ends")
+        return plans.MeshPlan()
 
     def check_reshard(self, mesh: plans.MeshPlan) -> None:
         """`fully_shard` keeps the weights sharded over a factor of the ranks that share one copy of them."""

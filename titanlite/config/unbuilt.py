@@ -98,16 +98,18 @@ UNBUILT: dict[str, Unbuilt] = {
     **_feature("streamed text", _mixes, "data.lanes", "data.shuffle_buffer"),
     **_feature("other packing", _always, "data.packing", "data.mask_documents"),
     **_feature(
-        "this kind of checkpoint",
+        "saving in Hugging Face's format",
         _checkpoints,
-        "checkpoint.interval_type",
-        "checkpoint.model_weights_only",
-        "checkpoint.export_dtype",
         "checkpoint.last_save_in_hf",
-        "checkpoint.enable_first_step_checkpoint",
+        advice="leave it out, and run `titanlite checkpoint convert RUN TARGET --to hf` when the run has ended",
     ),
-    **_feature("seed checkpoints", _always, "checkpoint.create_seed_checkpoint"),
-    **_feature("starting from other weights", _always, "checkpoint.initial_load_in_hf"),
+    **_feature(
+        "reading Hugging Face's format at the start",
+        _always,
+        "checkpoint.initial_load_in_hf",
+        advice="convert the folder with `titanlite checkpoint convert FOLDER TARGET --to checkpoint`, and give TARGET "
+        "as checkpoint.initial_load_path",
+    ),
     **_feature("the estimate of memory", _always, "memory_estimation.enabled"),
     **_feature("the estimate of memory", _estimates, "memory_estimation.disable_fake_mode"),
     **_feature(
@@ -135,6 +137,7 @@ def without_effect(config: JobConfig) -> list[str]:
     ]
     switches = {
         "checkpoint": dialect.checkpoint.enable_checkpoint,
+        "checkpoint.export_dtype": dialect.checkpoint.enable_checkpoint and dialect.checkpoint.model_weights_only,
         "checkpoint.keep_every": dialect.checkpoint.enable_checkpoint and dialect.checkpoint.keep_latest_k > 0,
         "checkpoint.initial_load_model_only": dialect.checkpoint.enable_checkpoint
         and dialect.checkpoint.initial_load_path is not None,

@@ -9,7 +9,7 @@ import difflib
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 
 NORM_TYPES = ("rmsnorm", "layernorm", "np_layernorm", "fused_rmsnorm")
 
@@ -193,6 +193,25 @@ def resolve_args(
         args = replace(args, vocab_size=tokenizer_size)
     _check(args, tokenizer_size)
     return args
+
+
+def as_record(family: str, args: LlamaArgs) -> dict[str, typing.Any]:
+    """A model as JSON has it; `from_record` reads it."""
+    return {"family": family, **asdict(args)}
+
+
+def from_record(record: Mapping[str, typing.Any]) -> tuple[str, LlamaArgs]:
+    """Family and arguments. Raises ShapeError for what describes no model."""
+    values = dict(record)
+    family = values.pop("family", None)
+    if family not in SHAPES:
+        raise ShapeError(f"unknown model {family!r}; there are {', '.join(SHAPES)}")
+    checked = _checked_fields(LlamaArgs, values, where="model")
+    if missing := [name for name in ("dim", "n_layers", "n_heads") if name not in checked]:
+        raise ShapeError(f"model: {', '.join(missing)} is missing")
+    args = LlamaArgs(**checked)
+    _check(args, None)
+    return family, args
 
 
 def count_parameters(args: LlamaArgs) -> int:

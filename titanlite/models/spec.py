@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -63,8 +63,13 @@ class ModelSpec:
     #: State dictionaries to and from Hugging Face's names.
     to_hf: Callable[[Mapping[str, Tensor], LlamaArgs], dict[str, Tensor]]
     from_hf: Callable[[Mapping[str, Tensor], LlamaArgs], dict[str, Tensor]]
-    #: The content of Hugging Face's config.json.
+    #: Our parameter name → Hugging Face's, of every tensor that its files hold.
+    hf_names: Callable[[LlamaArgs], dict[str, str]]
+    #: (names in its files, arguments) → its name → ours.
+    names_from_hf: Callable[[Collection[str], LlamaArgs], dict[str, str]]
+    #: The content of Hugging Face's config.json, and the arguments that one describes.
     hf_config: Callable[[LlamaArgs], dict[str, Any]]
+    args_from_hf: Callable[[Mapping[str, Any]], LlamaArgs]
 
     def build_on_meta(self, args: LlamaArgs) -> nn.Module:
         """The module without memory."""
@@ -93,5 +98,8 @@ def get_spec(family: str) -> ModelSpec:
         pipeline_costs=plan.pipeline_costs,
         to_hf=hf.to_hf,
         from_hf=hf.from_hf,
+        hf_names=hf.hf_names,
+        names_from_hf=hf.names_from_hf,
         hf_config=hf.hf_config,
+        args_from_hf=hf.args_from_hf,
     )

@@ -214,6 +214,10 @@ class Observer:
     def saved(self, step: int, folder: Path, seconds: float) -> None:
         logger.info(f"checkpoint of step {step} written to {folder} in {human_time(seconds)}")
 
+    def run_ids(self) -> dict[str, str]:
+        """Where the run is recorded: service → id of the run there. Rank 0 knows."""
+        return {"wandb": self._tracker.run_id} if self._tracker and self._tracker.run_id else {}
+
     def finish(self, state: FinalState, step: int, reason: str = "") -> None:
         """Record how the run ended, after `step` steps. The first call counts."""
         self._failed = state not in ("done", "preempted")

@@ -285,4 +285,12 @@ def _checkpoints(plans: Plans) -> str:
     plan = plans.checkpoint
     if not plan.enable:
         return "off (checkpoint.enable_checkpoint): the trained weights are not kept"
-    return f"every {plan.interval:,} steps and at the end; start: {plan.start}"
+    when = f"every {plan.interval:,} {plan.interval_type}"
+    if plan.first_step:
+        when += ", after step 1"
+    if plan.milestones:
+        steps = "powers of two" if plan.milestones == "powers_of_two" else ", ".join(map(str, plan.milestones))
+        when += f", after steps {steps} (kept for good)"
+    if plan.keep_best:
+        when += f", when validation is among the best {plan.keep_best}"
+    return f"{when} and at the end; start: {plan.start}"

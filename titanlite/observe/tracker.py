@@ -39,6 +39,8 @@ class Tracker:
     def __init__(self, folder: Path, config: Mapping[str, Any], description: str = "", first_step: int = 1) -> None:
         self._folder, self._config, self._description = Path(folder), config, description
         self._resumed = first_step > 1
+        #: The id of the run at Weights & Biases; "" until the thread knows it.
+        self.run_id = ""
         self._rows: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(_QUEUE)
         self._exit_code = 0
         self._dropped = self._ended = False
@@ -103,9 +105,9 @@ class Tracker:
         self._ended = True
 
     def _begin(self) -> Any:
+        self.run_id = self._run_id()
         import wandb
 
-        run_id = self._run_id()
         # Silent, it does not ask for a login on the terminal either.
         wandb.setup(settings=wandb.Settings(silent=True))
         # Captured, each line of the log would wait for wandb on the thread that writes it.
@@ -121,7 +123,7 @@ class Tracker:
         if self._resumed:
             given["WANDB_RESUME"] = ("resume", "allow")
         ours: dict[str, Any] = {name: value for variable, (name, value) in given.items() if variable not in os.environ}
-        return wandb.init(id=run_id, config=dict(self._config), settings=settings, **ours)
+        return wandb.init(id=self.run_id, config=dict(self._config), settings=settings, **ours)
 
     def _run_id(self) -> str:
         """The id of the run that goes on, else a new one, which the folder keeps."""

@@ -20,6 +20,10 @@ class Checkpoint(Section):
     )
     interval_type: Literal["steps", "seconds"] = Field(default="steps", description="Unit of interval.")
     interval: int = Field(default=500, ge=1, description="Save every so many steps (or seconds), and at the end.")
+    milestones: Literal["powers_of_two"] | list[int] = Field(
+        default=[],
+        description="Save after these steps too, and keep them for good. powers_of_two: 1, 2, 4, 8, …; or a list.",
+    )
     start: Literal["resume-or-fresh", "resume", "fresh", "from"] = Field(
         default="resume-or-fresh",
         description="resume-or-fresh: the newest valid checkpoint if there is one; resume: there must be one; "
@@ -49,7 +53,10 @@ class Checkpoint(Section):
         description="Take only the weights from it and begin at step 0; false: go on at its step with all it holds.",
     )
     initial_load_in_hf: bool = Field(default=False, description="initial_load_path holds Hugging Face weights.")
-    model_weights_only: bool = Field(default=False, description="The last save holds weights only.")
+    model_weights_only: bool = Field(
+        default=False,
+        description="The last save holds weights only: for use elsewhere. No run can go on from it.",
+    )
     export_dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32", description="Precision of that last save."
     )
@@ -68,6 +75,11 @@ class Checkpoint(Section):
         default=0,
         ge=0,
         description="With keep_latest_k, also keep each checkpoint whose step is a multiple of this; 0: none.",
+    )
+    keep_best: int = Field(
+        default=0,
+        ge=0,
+        description="Save when the validation loss is among the lowest so many so far, and keep those; 0: none.",
     )
     verify: Literal["size", "hash"] = Field(
         default="hash",

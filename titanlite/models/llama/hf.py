@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from titanlite.models.llama.plan import block_names
-from titanlite.models.shapes import LlamaArgs
+from titanlite.models.shapes import LlamaArgs, RopeScaling
 
 _BLOCK_MODULES = {
     "attention.wq": "self_attn.q_proj",
@@ -37,6 +37,17 @@ def hf_names(args: LlamaArgs) -> dict[str, str]:
             names[f"{block}.{ours}.weight"] = f"model.{block}.{theirs}.weight"
     if not args.tied:
         names["output.weight"] = "lm_head.weight"
+    return names
+
+
+def names_from_hf(given: Collection[str], args: LlamaArgs) -> dict[str, str]:
+    """Hugging Face's name → ours, for the tensors among `given` that are weights; a tied model's head is not.
+
+    Raises ValueError if a parameter is missing or unknown.
+    """
+    names = {theirs: ours for ours, theirs in hf_names(args).items()}
+    known = {name for name in given if not _DERIVED.fullmatch(name)} - ({"lm_head.weight"} if args.tied else set())
+    _compare(set(names), known)
     return names
 
 
@@ -86,11 +97,11 @@ def unpermute(weight: Tensor, n_heads: int) -> Tensor:
 
 
 def hf_config(args: LlamaArgs) -> dict[str, Any]:
-    """Keyword arguments of `transformers.LlamaConfig` (5.x: RoPE under `rope_parameters`), also its config.json."""
+    """Keyword arguments of `transformers.LlamaConfig` (5: RoPE under `rope_parameters`; 4), also its config.json."""
     _needs_rmsnorm(args)
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": args.rope_theta}
+    scaling: dict[str, Any] = {"rope_type": "default"}
     if args.rope_scaling is not None:
-        rope |= {
+        scaling = {
             "rope_type": "llama3",
             "factor": args.rope_scaling.factor,
             "low_freq_factor": args.rope_scaling.low_freq_factor,
@@ -109,12 +120,68 @@ def hf_config(args: LlamaArgs) -> dict[str, Any]:
         "vocab_size": args.n_vocab,
         "hidden_act": "silu",
         "rms_norm_eps": args.norm_eps,
-        "rope_parameters": rope,
+        "rope_parameters": {**scaling, "rope_theta": args.rope_theta},
+        # Where `transformers` 4 looks: without it, it would take 10,000 without a word.
+        "rope_theta": args.rope_theta,
+        **({} if args.rope_scaling is None else {"rope_scaling": scaling}),
         "max_position_embeddings": args.max_seq_len,
         "tie_word_embeddings": args.tied,
         "attention_bias": False,
         "mlp_bias": False,
     }
+
+
+def args_from_hf(config: Mapping[str, Any]) -> LlamaArgs:
+    """The arguments that a config.json of Hugging Face describes, of `transformers` 5 or an older one.
+
+    Raises ValueError for a model that is no Llama of ours.
+    """
+    if config.get("model_type") != "llama":
+        raise ValueError(f"model_type is {config.get('model_type')!r}, and there is no such model here: only 'llama'")
+    for name, ours in _FIXED.items():
+        if config.get(name, ours) != ours:
+            raise ValueError(f"{name} is {config[name]!r}; the models here have {ours!r}")
+    try:
+        dim, heads = config["hidden_size"], config["num_attention_heads"]
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        args = LlamaArgs(
+            dim=dim,
+            n_layers=config["num_hidden_layers"],
+            n_heads=heads,
+            n_kv_heads=config.get("num_key_value_heads", heads),
+            ffn_dim=config["intermediate_size"],
+            vocab_size=config["vocab_size"],
+            norm_eps=config["rms_norm_eps"],
+            rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
+            rope_scaling=_scaling_from_hf(rope),
+            tied=config.get("tie_word_embeddings", False),
+            max_seq_len=config["max_position_embeddings"],
+        )
+    except KeyError as error:
+        raise ValueError(f"{error.args[0]} is missing") from None
+    if config.get("head_dim") not in (None, args.head_dim):
+        raise ValueError(
+            f"head_dim is {config['head_dim']}; here it is hidden_size / num_attention_heads = {dim // heads}"
+        )
+    return args
+
+
+#: What a config.json may only say as we do.
+_FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+
+
+def _scaling_from_hf(rope: Mapping[str, Any]) -> RopeScaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise ValueError(f"rope_type is {kind!r}; there is 'default' and 'llama3' here")
+    return RopeScaling(
+        factor=rope["factor"],
+        low_freq_factor=rope["low_freq_factor"],
+        high_freq_factor=rope["high_freq_factor"],
+        original_context=rope["original_max_position_embeddings"],
+    )
 
 
 def _adopt(

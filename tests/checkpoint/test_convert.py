@@ -1,0 +1,248 @@
+"""Weights in other formats: what `transformers` and torch read of them, and the way back."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.checkpoint.runs import PRINTS, flip
+from tests.pool import Pools
+from titanlite.checkpoint import Checkpointer, CheckpointError
+from titanlite.checkpoint.contents import Contents
+from titanlite.checkpoint.convert import convert
+from titanlite.checkpoint.manifest import read_manifest
+from titanlite.checkpoint.shelf import verify
+from titanlite.cli import main
+from titanlite.config.plans import CheckpointPlan
+from titanlite.models import LlamaArgs, get_spec
+from titanlite.models.shapes import RopeScaling, as_record
+from titanlite.parallel.world import World
+
+ARGS = LlamaArgs(dim=48, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=96, multiple_of=16, rope_theta=5e5)
+SCALED = RopeScaling(factor=8.0, original_context=16)
+SHAPES = {"plain": ARGS, "tied": replace(ARGS, tied=True), "scaled": replace(ARGS, rope_scaling=SCALED)}
+
+
+def _model(args: LlamaArgs) -> nn.Module:
+    torch.manual_seed(0)
+    model = get_spec("llama3").build(args)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2:
+            nn.init.normal_(parameter, std=0.3)
+        else:
+            nn.init.normal_(parameter, mean=1.0, std=0.1)
+        assert name
+    model.init_buffers()
+    return model.eval()
+
+
+def _save(world: World, folder: str, args: LlamaArgs, weights_only: str | None = None) -> None:
+    model = _model(args)
+    optimizer = torch.optim.AdamW(model.parameters())
+    about = {"model": as_record("llama3", args)}
+    checkpointer = Checkpointer(CheckpointPlan(enable=True, folder=folder), world, PRINTS, about)
+    checkpointer.save(7, model, optimizer, {"tokens_seen": 1}, weights_only=weights_only)
+    checkpointer.close()
+
+
+@pytest.fixture(scope="module")
+def saved(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint of each shape, by its name."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in SHAPES}
+    for name, folder in folders.items():
+        pool(1).run(_save, str(folder), SHAPES[name])
+    return {name: folder / "step-7" for name, folder in folders.items()}
+
+
+TOKENS = torch.arange(40).remainder(96)[None] * 7 % 96
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shards", [1, 3])
+def test_transformers_computes_the_same_logits(saved: dict[str, Path], tmp_path: Path, shape: str, shards: int) -> None:
+    from transformers import AutoModelForCausalLM
+
+    target = tmp_path / "hf"
+    assert convert(saved[shape], target, "hf", shard_bytes=(1 << 30) if shards == 1 else 60_000) == target
+    files = sorted(path.name for path in target.iterdir())
+    assert ("model.safetensors" in files) == (shards == 1) and ("model.safetensors.index.json" in files) == (shards > 1)
+    assert len({path.stat().st_mode for path in target.iterdir()}) == 1, "who may read the one may read the others"
+    theirs = AutoModelForCausalLM.from_pretrained(target, dtype="auto").eval()
+    assert theirs.dtype == torch.float32
+    with torch.no_grad():
+        ours, other = _model(SHAPES[shape])(TOKENS), theirs(TOKENS).logits
+    assert torch.linalg.norm(ours - other) / torch.linalg.norm(other) < 2e-6
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"], "nothing is left aside"
+
+
+def test_config_says_what_older_transformers_look_for(saved: dict[str, Path], tmp_path: Path) -> None:
+    config = json.loads((convert(saved["scaled"], tmp_path / "hf", "hf", "bfloat16") / "config.json").read_text())
+    assert config["rope_theta"] == 5e5 and config["rope_scaling"]["factor"] == 8.0
+    assert config["torch_dtype"] == "bfloat16"
+    # As `transformers` 4 writes it, without rope_parameters.
+    older = {name: value for name, value in config.items() if name not in ("rope_parameters", "dtype")}
+    spec = get_spec("llama3")
+    assert (
+        spec.args_from_hf(older)
+        == spec.args_from_hf(config)
+        == replace(SHAPES["scaled"], ffn_dim=SHAPES["scaled"].ffn_width, multiple_of=256)
+    )
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    contents = Contents(folder)
+    return {n.removeprefix("model."): contents.read(n) for n in contents.manifest.tensors if n.startswith("model.")}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("by", ["hf", "torch"])
+def test_there_and_back_is_equal_bit_for_bit(saved: dict[str, Path], tmp_path: Path, shape: str, by: Any) -> None:
+    between = convert(saved[shape], tmp_path / "between", by)
+    back = convert(between, tmp_path / "back", "checkpoint")
+    assert back.name == ("step-7" if by == "torch" else "step-0") and verify(back).problems == ()
+    manifest = read_manifest(back)
+    assert manifest.weights_only and manifest.dtype == ""
+    before, after = _weights(saved[shape]), _weights(back)
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    again = convert(back, tmp_path / "again", by)
+    if by == "hf":
+        assert (again / "model.safetensors").read_bytes() == (between / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("shape", ["plain", "tied"])
+def test_file_of_torch_loads_into_the_model(saved: dict[str, Path], tmp_path: Path, shape: str) -> None:
+    file = convert(saved[shape], tmp_path / "weights.pt", "torch", "bfloat16")
+    content = torch.load(file, weights_only=True)
+    model = _model(SHAPES[shape]).to(torch.bfloat16)
+    wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    model.load_state_dict(content["state_dict"])
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
+    assert content["step"] == 7
+    # Of a tied weight there is one copy.
+    assert file.stat().st_size < sum(p.numel() for p in model.parameters()) * 2 + 20_000
+
+
+def test_precision_changes_once_and_exactly(saved: dict[str, Path], tmp_path: Path) -> None:
+    half = convert(saved["plain"], tmp_path / "half", "checkpoint", "bfloat16")
+    assert read_manifest(half).dtype == "bfloat16"
+    assert {entry[0] for entry in read_manifest(half).tensors.values()} == {"bfloat16"}
+    before, after = _weights(saved["plain"]), _weights(half)
+    assert all(torch.equal(before[name].to(torch.bfloat16), after[name]) for name in before)
+    full = convert(half, tmp_path / "full", "hf", "float32")
+    from safetensors.torch import load_file
+
+    assert all(tensor.dtype == torch.float32 for tensor in load_file(full / "model.safetensors").values())
+
+
+def test_what_is_there_is_never_overwritten(saved: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    for to, name in (("torch", "file"), ("hf", "folder"), ("hf", "file")):
+        with pytest.raises(CheckpointError, match="is there already"):
+            convert(saved["plain"], tmp_path / name, to)  # type: ignore[arg-type]
+    convert(saved["plain"], tmp_path / "root", "checkpoint")
+    with pytest.raises(CheckpointError, match="step-7 is there already"):
+        convert(saved["plain"], tmp_path / "root", "checkpoint", "bfloat16")
+    with pytest.raises(CheckpointError, match="name the folder of checkpoints"):
+        convert(saved["plain"], tmp_path / "root" / "step-9", "checkpoint")
+    assert (tmp_path / "file").read_text() == "mine" and list((tmp_path / "folder").iterdir()) == []
+
+
+def _copy(saved: Path, to: Path) -> Path:
+    import shutil
+
+    return Path(shutil.copytree(saved, to / saved.name))
+
+
+def test_bad_sources_are_refused_and_leave_nothing(saved: dict[str, Path], tmp_path: Path) -> None:
+    damaged = _copy(saved["plain"], tmp_path / "damaged")
+    flip(damaged / "__0_0.distcp")
+    nameless = tmp_path / "golden"
+    cases: list[tuple[Path, str]] = [
+        (damaged, "has changed since it was written"),
+        (Path(__file__).parent / "golden" / "format-2", "does not say which model it is of"),
+        (nameless, "no such folder"),
+    ]
+    hf = convert(saved["plain"], tmp_path / "hf", "hf")
+    config = json.loads((hf / "config.json").read_text())
+    for number, (change, message) in enumerate(
+        [
+            ({"num_hidden_layers": 3}, "missing"),
+            ({"num_hidden_layers": 1}, "unknown"),
+            ({"vocab_size": 100}, "has the shape"),
+            ({"attention_bias": True}, "attention_bias is True"),
+            ({"model_type": "gpt2"}, "no such model here"),
+            ({"head_dim": 64}, "head_dim is 64"),
+            ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
+            ({"tie_word_embeddings": True}, "differs from the embedding"),
+        ]
+    ):
+        other = tmp_path / f"hf-{number}"
+        other.mkdir()
+        (other / "model.safetensors").symlink_to(hf / "model.safetensors")
+        (other / "config.json").write_text(json.dumps({**config, **change}))
+        cases.append((other, message))
+    file = tmp_path / "any.pt"
+    torch.save({"w": torch.zeros(2)}, file)
+    cases.append((file, "must hold"))
+    (tmp_path / "text.pt").write_text("no tensors")
+    cases.append((tmp_path / "text.pt", "is no file of tensors"))
+    (tmp_path / "out").mkdir()
+    for source, message in cases:
+        with pytest.raises(CheckpointError, match=message):
+            convert(source, tmp_path / "out" / "x", "torch")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_command_converts_and_says_what_it_wrote(
+    saved: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["checkpoint", "convert", str(saved["plain"]), str(tmp_path / "hf"), "--to", "hf", "--dtype=bfloat16"]
+    assert main(line) == 0
+    assert capsys.readouterr().out.startswith(f"{tmp_path / 'hf'}: ")
+    assert main(line) == 4
+    assert "is there already; it is not overwritten" in capsys.readouterr().err
+    assert main(["checkpoint", "convert", str(tmp_path / "hf"), str(tmp_path / "back"), "--to=checkpoint"]) == 0
+    assert main(["checkpoint", "ls", str(tmp_path / "back")]) == 0
+    assert "valid, weights only" in capsys.readouterr().out
+    assert main(["checkpoint", "inspect", str(tmp_path / "back")]) == 0
+    assert "weights only" in capsys.readouterr().out
+
+
+_LARGE = """
+import resource, sys
+from pathlib import Path
+import torch
+from titanlite.checkpoint.convert import convert
+source, target, to = sys.argv[1:]
+convert(Path(source), Path(target + ".warm"), to)
+used = int(open("/proc/self/statm").read().split()[5]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_DATA, (used + (96 << 20),) * 2)
+convert(Path(source + "-large"), Path(target), to, shard_bytes=16 << 20)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["hf", "torch", "checkpoint"])
+def test_memory_is_that_of_a_few_tensors(pool: Pools, tmp_path: Path, to: str) -> None:
+    """256 MB of weights are converted by a process that may take 96 MB for it."""
+    small, large = tmp_path / "model", tmp_path / "model-large"
+    args = LlamaArgs(dim=512, n_layers=18, n_heads=4, vocab_size=96)
+    for folder, shape in ((small, ARGS), (large, args)):
+        pool(1).run(_save, str(folder), shape, "float32")
+    # Freed tensors go back to the system at once, as those of a large model do, instead of staying in pieces.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
+    command = [sys.executable, "-c", _LARGE, str(small), str(tmp_path / "out"), to]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
