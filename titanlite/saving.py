@@ -180,3 +180,13 @@ class Saves:
             for text in self._grace(seconds, f"the save of step {step}"):
                 logger.warning(text)
         self._on_saved(step, self._under_way.pop(step), folder, seconds)
+
+
+def what_is_saved(saves: Saves | None, step: int) -> tuple[bool, str]:
+    """Whether a checkpoint of `step` is there, and in words what is, for a run that stops after that step."""
+    if saves is None:
+        return False, "checkpoints are off, nothing is saved"
+    if saves.newest == step:
+        return True, f"the checkpoint of step {step} is written, the same command goes on from there"
+    newest = "there is no checkpoint" if saves.newest is None else f"the newest is of step {saves.newest}"
+    return False, f"its checkpoint could not be written, {newest}"

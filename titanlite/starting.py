@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from titanlite._version import __version__
+from titanlite.build import Parts, Text, parameter_counts
 from titanlite.checkpoint.loading import LoadedState
 from titanlite.checkpoint.resume_guard import FILE, ResumeGuard
 from titanlite.checkpoint.selection import GROUPS
@@ -20,6 +23,11 @@ from titanlite.data.left_out import of_steps, take
 from titanlite.data.loader import add_hashes, step_hash
 from titanlite.data.packing import PackedDataset
 from titanlite.observe.flops import device_name
+from titanlite.observe.memory import total_memory_bytes
+from titanlite.observe.metrics import FILE as METRICS
+from titanlite.observe.observer import Observer
+from titanlite.observe.report import start_report
+from titanlite.parallel.pipeline import PipelineModel
 from titanlite.parallel.world import World
 from titanlite.runs.ledger import toml_changes
 from titanlite.runs.provenance import config_text
@@ -45,6 +53,42 @@ def began(plan: CheckpointPlan, loaded: LoadedState | None) -> str:
     if plan.initial_load_path is not None:
         why += "; so checkpoint.initial_load_path is not used"
     return f"resumed from step {loaded.step} in {plan.folder}{_but(anew)} ({why})"
+
+
+def nothing_to_do(plans: Plans, step: int) -> str:
+    """That the checkpoint is of the run's last step, and what to change to train on."""
+    key = "training.epochs" if plans.data.epochs else "training.steps (or training.tokens)"
+    return (
+        f"nothing to do: the checkpoint in {plans.checkpoint.folder} is of step {step} and the run has "
+        f"{plans.train.steps} steps. To train on, raise {key}; to start anew, give another --job.dump_folder or move "
+        "the checkpoints away"
+    )
+
+
+def report(plans: Plans, parts: Parts, text: Text, world: World, observer: Observer) -> list[str]:
+    """What is about to run, in lines."""
+    folders = {"metrics": str(Path(plans.observe.dump_folder) / METRICS)}
+    if plans.observe.tensorboard_folder:
+        folders["TensorBoard"] = plans.observe.tensorboard_folder
+    if plans.checkpoint.enable:
+        folders["checkpoints"] = plans.checkpoint.folder
+    return start_report(
+        plans,
+        parameters=parameter_counts(parts.spec.build_on_meta(parts.args)),
+        flops_per_token=observer.flops_per_token,
+        device=device_name(world.device),
+        world_size=world.size,
+        versions={"titanlite": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        tokenizer=plans.tokenizer.path or "bundled",
+        documents=text.train.documents,
+        tokens_per_epoch=text.train.tokens_per_epoch,
+        memory_bytes=total_memory_bytes(world.device),
+        peak_flops=observer.peak,
+        folders=folders,
+        kept=parts.kept,
+        float8=parts.float8,
+        stages=parts.model.layout if isinstance(parts.model, PipelineModel) else None,
+    )
 
 
 def _but(anew: list[str]) -> str:

@@ -5,47 +5,40 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import os
-import platform
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-import torch
 import torch.distributed as dist
 
 from titanlite import exit_codes, starting
-from titanlite._version import __version__
 from titanlite.bad_steps import BadSteps, Fetched, behind, explain, late_notices
-from titanlite.build import Parts, Text, build, fingerprints, parameter_counts, to_device
+from titanlite.build import Parts, Text, build, fingerprints, to_device
 from titanlite.checkpoint import Checkpointer, CheckpointError, LoadedState
 from titanlite.checkpoint.loading import LEFT_OUT
 from titanlite.checkpoint.resume_guard import Verdict
 from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.config.plans import Plans
 from titanlite.data.loader import Batch
+from titanlite.determinism import deterministic
 from titanlite.drift import measure_drift
 from titanlite.guard import BadStepError, FiniteGuard
 from titanlite.models.shapes import as_record
 from titanlite.observe.console import logger
 from titanlite.observe.flops import device_name
-from titanlite.observe.memory import total_memory_bytes
-from titanlite.observe.metrics import FILE
 from titanlite.observe.observer import Observer
 from titanlite.observe.profiles import Profiles
-from titanlite.observe.report import start_report
 from titanlite.observe.stalls import StallWatch
 from titanlite.optim.schedule import learning_rate
 from titanlite.parallel.fsdp import DTYPES
 from titanlite.parallel.init import seed_generators
-from titanlite.parallel.pipeline import PipelineModel
 from titanlite.parallel.world import World, patience, set_timeouts
 from titanlite.preempt import GracefulStop, Preempted
 from titanlite.runs import ledger
 from titanlite.runs.folder import FinalState
 from titanlite.runs.provenance import config_text
-from titanlite.saving import Saves
+from titanlite.saving import Saves, what_is_saved
 from titanlite.step import Duplicates, StepResult, train_step, unwatched, validate
 
 
@@ -108,13 +101,13 @@ class Trainer:
         """
         self.stalls.on_peer = lambda error: self._finish("failed", self._trained, error, str(error))
         nothing = contextlib.nullcontext()
-        with self.stop if self._owns_stop else nothing, self.stalls if self._owns_stalls else nothing:
+        stop, stalls = self.stop if self._owns_stop else nothing, self.stalls if self._owns_stalls else nothing
+        with stop, stalls, deterministic(self.plans.train):
             self._train()
 
     def _train(self) -> None:
         was_collecting = gc.isenabled()
         try:
-            self._set_determinism()
             if self.saves is not None and self.plans.checkpoint.seed_only:
                 state = {"data": self.parts.loader.state_dict(), "tokens_seen": 0}
                 self.saves.seed(self.parts.model, self.parts.optimizer, state)
@@ -164,7 +157,6 @@ class Trainer:
         finally:
             if was_collecting:
                 gc.enable()
-            torch.use_deterministic_algorithms(self._determinism_before[0], warn_only=self._determinism_before[1])
             self.close()
         logger.info(f"training done at step {self.step}")
 
@@ -237,15 +229,7 @@ class Trainer:
 
     def _preempted(self) -> Preempted:
         """How a run that was asked to stop stands. All ranks call it together."""
-        newest_step = None if self.saves is None else self.saves.newest
-        saved = newest_step == self.step
-        if saved:
-            kept = f"the checkpoint of step {self.step} is written, the same command goes on from there"
-        elif self.saves is None:
-            kept = "checkpoints are off, nothing is saved"
-        else:
-            newest = "there is no checkpoint" if newest_step is None else f"the newest is of step {newest_step}"
-            kept = f"its checkpoint could not be written, {newest}"
+        saved, kept = what_is_saved(self.saves, self.step)
         who = self.stop.who()
         level = logging.INFO if self.world.rank else logging.WARNING  # on the console once, in every log of a rank
         logger.log(level, f"stopped after step {self.step} by {who}: {kept}")
@@ -276,7 +260,12 @@ class Trainer:
             self._go_on(loaded)
         gc.collect()  # before any time is measured
         warnings = self.saves.warnings(self.steps) if self.saves else []
-        report = [*self.report(), *warnings, *(loaded.notices if loaded else []), *self._begin_ledger(loaded)]
+        report = [
+            *starting.report(self.plans, self.parts, self.text, self.world, self.observer),
+            *warnings,
+            *(loaded.notices if loaded else []),
+            *self._begin_ledger(loaded),
+        ]
         report += starting.config_lines(loaded, self.plans, report)
         report.append(starting.began(self.plans.checkpoint, loaded))
         self.observer.start(self.step, report, self.parts.model)
@@ -340,32 +329,6 @@ class Trainer:
             source=loaded.folder if loaded is not None and loaded.origin == "from" else None,
         )
         return lines
-
-    def report(self) -> list[str]:
-        """What is about to run, in lines."""
-        plans, parts, device = self.plans, self.parts, self.world.device
-        folders = {"metrics": str(Path(plans.observe.dump_folder) / FILE)}
-        if plans.observe.tensorboard_folder:
-            folders["TensorBoard"] = plans.observe.tensorboard_folder
-        if self.checkpointer:
-            folders["checkpoints"] = plans.checkpoint.folder
-        return start_report(
-            plans,
-            parameters=parameter_counts(parts.spec.build_on_meta(parts.args)),
-            flops_per_token=self.observer.flops_per_token,
-            device=device_name(device),
-            world_size=self.world.size,
-            versions={"titanlite": __version__, "torch": torch.__version__, "python": platform.python_version()},
-            tokenizer=plans.tokenizer.path or "bundled",
-            documents=self.text.train.documents,
-            tokens_per_epoch=self.text.train.tokens_per_epoch,
-            memory_bytes=total_memory_bytes(device),
-            peak_flops=self.observer.peak,
-            folders=folders,
-            kept=parts.kept,
-            float8=parts.float8,
-            stages=parts.model.layout if isinstance(parts.model, PipelineModel) else None,
-        )
 
     def _set_length(self, steps: int) -> None:
         """Another number of steps than was planned; a schedule of the run's length follows it."""
@@ -544,24 +507,7 @@ class Trainer:
         """torch's own generators; the weights and the data order have seeds of their own."""
         if self.plans.train.seed is not None:
             seed_generators(self.plans.train.seed, self.parts.mesh)
-        self._determinism_before = (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        )
-
-    def _set_determinism(self) -> None:
-        """Deterministic kernels for the time of `train`, if the plan asks for them."""
-        plan = self.plans.train
-        if plan.deterministic:
-            # cuBLAS is deterministic only with a fixed workspace, chosen before its first call.
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True, warn_only=plan.deterministic_warn_only)
 
     def _say_finished(self) -> None:
-        key = "training.epochs" if self.plans.data.epochs else "training.steps (or training.tokens)"
-        logger.info(
-            f"nothing to do: the checkpoint in {self.plans.checkpoint.folder} is of step {self.step} and the run has "
-            f"{self.steps} steps. To train on, raise {key}; to start anew, give another --job.dump_folder or move the "
-            "checkpoints away"
-        )
+        logger.info(starting.nothing_to_do(self.plans, self.step))
         self._finish("done", self.step)
