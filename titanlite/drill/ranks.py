@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 #: Of one start; a toy takes seconds, on a busy machine perhaps minutes.
 PATIENCE_SECONDS = 300.0
+#: For the other ranks to notice by themselves that one is gone.
+GRACE_SECONDS = 60.0
 _POLL_SECONDS = 0.005
 _PR_SET_PDEATHSIG = 1
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
@@ -147,14 +149,23 @@ class Ranks:
             time.sleep(_POLL_SECONDS)
         raise RanksError(f"rank {rank} did not stop\n{self.tail()}")
 
-    def wait(self, seconds: float = PATIENCE_SECONDS) -> list[int]:
-        """Exit codes by rank, negative for a signal. Raises RanksError, and kills them, when it takes too long."""
+    def wait(self, seconds: float = PATIENCE_SECONDS, grace: float = GRACE_SECONDS) -> list[int]:
+        """Exit codes by rank, negative for a signal. Raises RanksError, and kills them, when it takes too long.
+
+        grace: seconds that the others have once one has failed; then they are killed, as torchrun does.
+        """
         deadline = time.monotonic() + seconds
-        for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        if any(process.exitcode is None for process in self.processes):
-            self.kill()
-            raise RanksError(f"the run did not end within {seconds:.0f} s\n{self.tail()}")
+        failed: float | None = None
+        while any(process.exitcode is None for process in self.processes):
+            now = time.monotonic()
+            if failed is None and any(process.exitcode for process in self.processes):
+                failed = now
+            if failed is not None and now - failed > grace:
+                self.kill()
+            elif now > deadline:
+                self.kill()
+                raise RanksError(f"the run did not end within {seconds:.0f} s\n{self.tail()}")
+            time.sleep(_POLL_SECONDS)
         return [process.exitcode for process in self.processes]  # type: ignore[misc]
 
     def tail(self, lines: int = 12) -> str:
@@ -167,10 +178,11 @@ def train(
     console: Path,
     strike: Strike | None = None,
     seconds: float = PATIENCE_SECONDS,
+    grace: float = GRACE_SECONDS,
 ) -> tuple[list[int], str]:
     """One start to its end: exit codes by rank, and what was printed. Raises RanksError when there is no end."""
     with Ranks(arguments, count, console, strike) as ranks:
-        return ranks.wait(seconds), ranks.output()
+        return ranks.wait(seconds, grace), ranks.output()
 
 
 def _rank(arguments: list[str], variables: dict[str, str], console: str, strike: Strike | None) -> NoReturn:

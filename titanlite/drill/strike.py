@@ -97,7 +97,7 @@ class _Killer:
         self._deleting: int | None = None
         self._deleted = 0
         self._fsync = os.fsync
-        os.fsync = self.fsync  # the only call of a save that no audit event tells of
+        os.fsync = self.fsync  # type: ignore[assignment]  # the only call of a save that no audit event tells of
 
     def event(self, name: str, args: tuple[Any, ...]) -> None:
         """An audit hook: called before what it is about."""
@@ -182,7 +182,7 @@ def _signal_in_step(step: int, number: signal.Signals) -> None:
             os.kill(os.getpid(), number)
         return real(*args, **kwargs)
 
-    trainer.train_step = train_step  # type: ignore[assignment]
+    trainer.train_step = train_step
 
 
 def _spoil_gradient(step: int) -> None:
@@ -201,7 +201,7 @@ def _spoil_gradient(step: int) -> None:
         finally:
             hook.remove()
 
-    trainer.train_step = train_step  # type: ignore[assignment]
+    trainer.train_step = train_step
 
 
 def _record_batches(path: str) -> None:
