@@ -125,10 +125,10 @@ def test_no_space_in_the_last_save_is_no_success(tmp_path: Path, straight: Path,
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 6 MiB; two checkpoints of the tiny run fit, no third."""
+    """A file system of 10 MiB: four checkpoints of the tiny run fit."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(folder)], capture_output=True)
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=10m", "tmpfs", str(folder)], capture_output=True)
     if mount.returncode:
         pytest.skip("file systems cannot be mounted here")
     yield folder
