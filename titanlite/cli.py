@@ -18,6 +18,7 @@ from titanlite.config.load import load
 from titanlite.config.plans import MeshPlan, ModelPlan, Plans
 from titanlite.config.resolve import smallest_world
 from titanlite.config.unbuilt import unbuilt_notes, without_effect
+from titanlite.drill import command as drill_command
 from titanlite.ladder import command as ladder_command
 from titanlite.models.shapes import count_parameters
 from titanlite.prepare import checked_plans, model_args, resolve_plans
@@ -81,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     runs_command.add_commands(commands)
     checkpoint_command.add_commands(commands)
     ladder_command.add_command(commands)
+    drill_command.add_command(commands)
     return parser
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from titanlite.checkpoint import Checkpointer, CheckpointError
@@ -143,7 +145,9 @@ class Saves:
             self._under_way.pop(step, None)
             if must:
                 raise
-            logger.error(f"step {step}: NO CHECKPOINT WAS WRITTEN: {error}. Training goes on; tried again later")
+            level = logging.INFO if dist.get_rank() else logging.ERROR  # on the console once, in every log of a rank
+            told = f"step {step}: NO CHECKPOINT WAS WRITTEN: {error}. Training goes on; tried again later"
+            logger.log(level, told)
             return stopping
         if not self.checkpointer.in_background:
             self._note(step, folder, time.perf_counter() - started)

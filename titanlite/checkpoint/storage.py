@@ -34,27 +34,44 @@ class Written(NamedTuple):
 class _HashingStream:
     """A file open for writing whose bytes are hashed on their way. DCP only ever appends."""
 
-    def __init__(self, stream: BinaryIO) -> None:
+    def __init__(self, stream: BinaryIO, path: str) -> None:
         self._stream = stream
+        self._path = path
+        #: What the disk said when it took no more.
+        self.failure: OSError | None = None
         self._hash = new_hash()
         self._size = 0
 
     def write(self, data: bytes | memoryview) -> int:
         self._hash.update(data)
         self._size += memoryview(data).nbytes
-        return self._stream.write(data)
+        with self._named():
+            return self._stream.write(data)
 
     def tell(self) -> int:
         return self._size
 
     def flush(self) -> None:
-        self._stream.flush()
+        with self._named():
+            self._stream.flush()
 
     def fileno(self) -> int:
+        """For fsync: DCP asks for nothing else. It does not flush before, so the end of a file would not be synced."""
+        self.flush()
         return self._stream.fileno()
 
     def close(self) -> None:
-        self._stream.close()
+        with self._named():
+            self._stream.close()
+
+    @contextmanager
+    def _named(self) -> Generator[None, None, None]:
+        """Errors of writing do not say which file it was."""
+        try:
+            yield
+        except OSError as error:
+            self.failure = OSError(error.errno, error.strerror, self._path)
+            raise self.failure from None
 
     def written(self) -> Written:
         return Written(self._size, f"{ALGORITHM}:{self._hash.hexdigest()}")
@@ -70,8 +87,13 @@ class _HashingFileSystem(FileSystem):
         if mode != "wb":
             raise ValueError(f"{path} is written once, from its beginning, not opened as {mode!r}")
         with open(path, mode) as stream:
-            hashing = _HashingStream(cast(BinaryIO, stream))
-            yield cast(io.IOBase, hashing)
+            hashing = _HashingStream(cast(BinaryIO, stream), os.fspath(path))
+            try:
+                yield cast(io.IOBase, hashing)
+            except RuntimeError:
+                if hashing.failure is not None:
+                    raise hashing.failure from None  # torch.save complains of its position in the file instead
+                raise
         self.written[Path(path).name] = hashing.written()
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:

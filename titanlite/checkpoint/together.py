@@ -38,7 +38,8 @@ def named(doing: str) -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:
-        causes = {f"rank {rank}: {failure[0]!r}" for rank, failure in error.failures.items()}
+        failures = ((rank, failure[0]) for rank, failure in error.failures.items())
+        causes = {f"rank {rank}: {cause if isinstance(cause, OSError) else repr(cause)}" for rank, cause in failures}
         raise CheckpointError(f"{doing} failed: {'; '.join(sorted(causes))}") from error
 
 

@@ -1,0 +1,296 @@
+"""What saving and loading a checkpoint of about 1 GB costs: how long the loop stands, how fast bytes go, what memory.
+
+    python benchmarks/checkpoint_saves.py --folder /where/the/disk/is --out benchmarks/results/checkpoint_saves
+
+A Llama of 89 million float32 parameters with AdamW's moments is trained, saved and loaded by titanlite's own pieces, on
+one process and on two (gloo), a thread each. The modes take turns, so that a disk whose speed drifts moves them alike;
+medians are shown. Hashing is measured against the same save with a hash that does nothing, in the same process and in
+turn. Loads read what the system still has in memory: they measure titanlite, not the disk. "Blocked" is the time that
+`Checkpointer.save` keeps the loop; steps that are taken while a save is written are compared with steps alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+MODES = ("disabled", "async", "async_with_pinned_mem")
+SHAPE = {"dim": 768, "n_layers": 9, "n_heads": 12, "vocab_size": 16384, "max_seq_len": 128}
+TOKENS = (1, 32)
+
+
+class NoHash:
+    """Takes the place of a hash, to see what hashing costs."""
+
+    def update(self, data: bytes | memoryview, /) -> None: ...
+
+    def hexdigest(self) -> str:
+        return "0" * 64
+
+
+@contextmanager
+def hashing(on: bool) -> Any:
+    from titanlite.checkpoint import storage
+
+    real = storage.new_hash
+    if not on:
+        storage.new_hash = lambda *_: NoHash()  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        storage.new_hash = real
+
+
+def cell(folder: Path, repeats: int, dim: int) -> None:
+    """What each rank does; rank 0 prints a JSON object with what was measured."""
+    sys.path.insert(0, str(ROOT))
+    import torch
+    import torch.distributed as dist
+
+    from titanlite.build import build_model, to_device
+    from titanlite.checkpoint import Checkpointer
+    from titanlite.config.plans import CheckpointPlan, MeshPlan, OptimizerPlan, ShardPlan
+    from titanlite.data.loader import Batch
+    from titanlite.guard import FiniteGuard
+    from titanlite.models import LlamaArgs, get_spec
+    from titanlite.optim.optimizer import build_optimizer
+    from titanlite.parallel.world import World
+    from titanlite.step import train_step
+
+    with World.open() as world:
+        mesh = world.build_mesh(MeshPlan(dp_shard=world.size, world_size=world.size))
+        args = LlamaArgs(**{**SHAPE, "dim": dim})
+        shard = ShardPlan(param_dtype="float32")
+        model = build_model(get_spec("llama3"), args, mesh, shard, world.device, seed=0)
+        optimizer = build_optimizer(model.parameters(), OptimizerPlan(), world.device)
+        guard = FiniteGuard(world.device)
+        window = torch.randint(0, args.n_vocab, (TOKENS[0], TOKENS[1] + 1), generator=torch.Generator().manual_seed(0))
+        data = to_device([Batch(window[:, :-1].contiguous(), window[:, 1:].contiguous())], world.device)
+        step = 0
+
+        def train() -> float:
+            nonlocal step
+            step += 1
+            began = time.perf_counter()
+            train_step(model, optimizer, data, step=step, lr=1e-5, max_norm=1.0, guard=guard).loss.item()
+            dist.barrier()
+            return time.perf_counter() - began
+
+        def checkpointer(mode: str, verify: str = "hash") -> Any:
+            plan = CheckpointPlan(enable=True, folder=str(folder / mode), async_mode=mode, verify=verify)  # type: ignore[arg-type]
+            return Checkpointer(plan, world, {"model": "benchmark"})
+
+        for _ in range(3):
+            train()
+        savers = {mode: checkpointer(mode) for mode in MODES}
+        found: dict[str, list[dict[str, float]]] = {}
+        # One save of each kind is not counted: memory for copies is taken, the disk makes room.
+        for repeat in range(-1, repeats):
+            for mode in MODES:
+                for on in (True, False):
+                    train()
+                    alone = statistics.median(train() for _ in range(2))
+                    figures = _save(savers[mode], train, world, model, optimizer, on, step)
+                    published = Path(savers[mode].root) / f"step-{step - int(figures.pop('steps'))}"
+                    size = sum(path.stat().st_size for path in published.iterdir())
+                    figures |= {"step_alone": alone, "bytes": size}
+                    if on and mode == "disabled":
+                        for verify in ("hash", "size"):
+                            figures[f"load_{verify}"] = _load(checkpointer("disabled", verify), world, model, optimizer)
+                    dist.barrier()
+                    if world.rank == 0:
+                        shutil.rmtree(published)
+                        print(f"{mode}, hash {on}: {figures}", file=sys.stderr, flush=True)
+                    dist.barrier()
+                    if repeat >= 0:
+                        found.setdefault(f"{mode} {'hashed' if on else 'not hashed'}", []).append(figures)
+        for saver in savers.values():
+            saver.close()
+        if world.rank == 0:
+            print(json.dumps(found), flush=True)
+
+
+def _save(saver: Any, train: Any, world: Any, model: Any, optimizer: Any, on: bool, step: int) -> dict[str, float]:
+    """One save, with steps while it is written."""
+    import torch
+    import torch.distributed as dist
+
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _resident("VmRSS:")
+    dist.barrier()
+    with hashing(on):
+        began = time.perf_counter()
+        saver.save(step, model, optimizer, {})
+        blocked = time.perf_counter() - began
+        meanwhile = []
+        while _any(saver.in_flight):
+            meanwhile.append(train())
+        saver.wait()
+        ended = time.perf_counter() - began
+    outcome = saver.poll()
+    written = outcome.seconds if outcome else ended
+    memory = torch.tensor([_resident("VmHWM:"), _resident("VmHWM:") - before], dtype=torch.float64)
+    dist.all_reduce(memory)
+    figures = {"blocked": blocked, "written": written, "peak": memory[0].item(), "more": memory[1].item()}
+    if meanwhile:
+        figures["step_meanwhile"] = statistics.median(meanwhile)
+    return {**figures, "steps": float(len(meanwhile))}
+
+
+def _load(loader: Any, world: Any, model: Any, optimizer: Any) -> float:
+    import torch.distributed as dist
+
+    dist.barrier()
+    began = time.perf_counter()
+    loader.load(model, optimizer)
+    dist.barrier()
+    seconds = time.perf_counter() - began
+    loader.close()
+    return seconds
+
+
+def _any(mine: bool) -> bool:
+    """Whether it is so on any rank: all must take as many steps."""
+    import torch
+    import torch.distributed as dist
+
+    flag = torch.tensor(int(mine))
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return bool(flag)
+
+
+def _resident(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"no {key} in /proc/self/status")
+
+
+def measure(ranks: int, folder: Path, repeats: int, dim: int) -> dict[str, list[dict[str, float]]]:
+    """Start the ranks and wait for what they found."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
+    where = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
+    cell = ["--cell", json.dumps({"folder": str(folder), "repeats": repeats, "dim": dim})]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*launcher, *where, __file__, *cell], stdout=subprocess.PIPE, text=True, env=environment)
+    if done.returncode:
+        raise SystemExit(f"{ranks} ranks failed (see above)")
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+
+
+def median(rows: list[dict[str, float]], key: str) -> float:
+    return statistics.median(row[key] for row in rows if key in row)
+
+
+def ratio(ours: list[dict[str, float]], theirs: list[dict[str, float]], key: str) -> float:
+    """Median of the ratios of saves that were taken in the same round."""
+    return statistics.median(a[key] / b[key] for a, b in zip(ours, theirs, strict=True))
+
+
+def table(ranks: int, found: dict[str, list[dict[str, float]]]) -> list[str]:
+    lines = [
+        f"### {ranks} process{'es' if ranks > 1 else ''}",
+        "",
+        "| async_mode | loop blocked, s | of a foreground save | written after, s | GB/s | hashing costs | "
+        "memory at most, GB | more than before, GB | steps meanwhile take |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    base = found["disabled hashed"]
+    for mode in MODES:
+        rows, bare = found[f"{mode} hashed"], found[f"{mode} not hashed"]
+        gigabytes = median(rows, "bytes") / 1e9
+        longer = (
+            f"{statistics.median(r['step_meanwhile'] / r['step_alone'] for r in rows if 'step_meanwhile' in r):.2f} x"
+            if any("step_meanwhile" in r for r in rows)
+            else "–"
+        )
+        lines.append(
+            f"| {mode} | {median(rows, 'blocked'):.2f} | {ratio(rows, base, 'blocked'):.1%} | "
+            f"{median(rows, 'written'):.2f} | {gigabytes / median(rows, 'written'):.2f} | "
+            f"{ratio(rows, bare, 'written') - 1:+.1%} | {median(rows, 'peak') / 1e9:.2f} | "
+            f"{median(rows, 'more') / 1e9:.2f} | {longer} |"
+        )
+    gigabytes = median(base, "bytes") / 1e9
+    loads = {verify: median(base, f"load_{verify}") for verify in ("hash", "size")}
+    lines += [
+        "",
+        f"A load that verifies every byte: {loads['hash']:.2f} s, {gigabytes / loads['hash']:.2f} GB/s; with "
+        f'verify = "size": {loads["size"]:.2f} s, {gigabytes / loads["size"]:.2f} GB/s.',
+    ]
+    return lines
+
+
+def verdict(all_found: dict[int, dict[str, list[dict[str, float]]]]) -> list[str]:
+    lines = []
+    for ranks, found in all_found.items():
+        share = ratio(found["async hashed"], found["disabled hashed"], "blocked")
+        cost = ratio(found["disabled hashed"], found["disabled not hashed"], "written") - 1
+        for name, value in (("async blocks, of a foreground save", share), ("hashing costs, of a save", cost)):
+            lines.append(f"- {ranks} rank(s): {name}: {value:.1%} ({'under' if value < 0.1 else 'NOT under'} 10 %)")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help="where to save (default: the folder of temporary files)")
+    parser.add_argument("--repeats", type=int, default=5, help="counted saves of each kind")
+    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--dim", type=int, default=SHAPE["dim"], help="of the model: another size of checkpoint")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write FILE.md and FILE.json")
+    parser.add_argument("--cell", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.cell:
+        settings = json.loads(arguments.cell)
+        cell(Path(settings["folder"]), settings["repeats"], settings["dim"])
+        return
+    found = {}
+    for ranks in arguments.ranks:
+        with tempfile.TemporaryDirectory(prefix="checkpoint-saves-", dir=arguments.folder) as folder:
+            kind = subprocess.run(["stat", "-f", "-c", "%T", folder], capture_output=True, text=True).stdout.strip()
+            found[ranks] = measure(ranks, Path(folder), arguments.repeats, arguments.dim)
+    import torch
+
+    sys.path.insert(0, str(ROOT))
+    from titanlite.observe.flops import device_name
+    from titanlite.runs import provenance
+
+    gigabytes = median(next(iter(found.values()))["disabled hashed"], "bytes") / 1e9
+    head = (
+        f"{device_name(torch.device('cpu'))}, {os.cpu_count()} cores, Python {platform.python_version()}, torch "
+        f"{torch.__version__}; {gigabytes:.2f} GB per checkpoint, file system {kind}; medians of {arguments.repeats} "
+        "saves of each kind in turn, memory summed over ranks."
+    )
+    lines = [head]
+    for ranks, figures in found.items():
+        lines += ["", *table(ranks, figures)]
+    lines += ["", *verdict(found)]
+    print("\n".join(lines))
+    if arguments.out:
+        arguments.out.with_suffix(".md").write_text("\n".join(lines) + "\n")
+        record = {
+            "head": head,
+            "versions": provenance.versions(),
+            "shape": {**SHAPE, "dim": arguments.dim},
+            "found": found,
+        }
+        arguments.out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,370 @@
+"""A run that is killed again and again at random moments, and the question whether anyone could tell.
+
+    python benchmarks/crash_soak.py --kills 30 --out benchmarks/results/crash_soak
+
+A small Llama trains on real ranks (gloo) and saves often. At a random moment of its start or its training all ranks, or
+one of them, get SIGKILL; then the same command is given again. In some rounds a random bit of a random file of the
+newest checkpoint is changed in between. Each start must resume the newest good checkpoint, and at the end every step
+must have been trained once on the sequences of a run that nothing happened to, with its losses and its final weights,
+bit for bit. Half of the kills hit a run that saves in the foreground, half one that saves in the background. Exit
+status 1 when anything differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from titanlite.checkpoint.manifest import CheckpointError, read_manifest, step_folder, steps_in  # noqa: E402
+from titanlite.drill.ranks import Ranks, train  # noqa: E402
+from titanlite.drill.strike import Strike  # noqa: E402
+from titanlite.drill.text import write_text  # noqa: E402
+from titanlite.observe.metrics import read_metrics  # noqa: E402
+
+MODES = {"foreground": "disabled", "background": "async"}
+#: Share of the kills that come while the processes start, before the first step.
+IN_START = 0.15
+#: Share of the kills that hit one rank instead of all at once.
+ONE_RANK = 0.4
+#: Share of the rounds after which a bit of the newest checkpoint is changed.
+DAMAGED = 0.3
+FLAGS = [
+    "--job.config_file=debug_model.toml",
+    "--model.overrides.dim=64",
+    "--model.overrides.n_layers=2",
+    "--model.overrides.n_heads=4",
+    "--training.seq_len=32",
+    "--training.batch_size=1",
+    "--training.global_batch_size=4",
+    "--training.mixed_precision_param=float32",
+    "--metrics.log_freq=1",
+    "--no-validation.enable",
+    "--checkpoint.enable_checkpoint",
+    "--checkpoint.keep_latest_k=3",
+]
+
+
+class Wrong(Exception):
+    """The run that was killed is not the run that was not."""
+
+
+@dataclass
+class Tally:
+    """What was done to the runs of one kind, and what it cost."""
+
+    saves: str
+    kills: int = 0
+    kills_of_one_rank: int = 0
+    #: Kills while a save had begun and was not published.
+    kills_in_a_save: int = 0
+    kills_in_the_start: int = 0
+    corruptions: int = 0
+    corruptions_found: int = 0
+    starts: int = 0
+    runs_finished: int = 0
+    #: Steps that were trained again, for each kill after which no damage was done.
+    lost: list[int] = field(default_factory=list)
+    #: The same where the newest checkpoint was damaged too.
+    lost_with_damage: list[int] = field(default_factory=list)
+    #: Steps of finished runs that were left out, or recorded twice, or trained on other sequences.
+    data_lost: int = 0
+    tensors_unequal: int = 0
+    #: Seconds until the other ranks had ended by themselves.
+    others_gone: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Soak:
+    """One kind of saves, killed so many times."""
+
+    tally: Tally
+    mode: str
+    folder: Path
+    steps: int
+    interval: int
+    ranks: int
+    chance: random.Random
+    reference: Path
+    #: Seconds of the undisturbed run: until its first step, and of its steps.
+    startup: float
+    training: float
+    _lives: int = 0
+    #: Damaged steps that a start has told of, and how many folders of that step were set aside before; it will be one
+    #: more when the step is saved again.
+    _reported: dict[int, int] = field(default_factory=dict)
+
+    def go(self, kills: int) -> None:
+        while self.tally.kills < kills:
+            self._run(kills)
+
+    def _run(self, kills: int) -> None:
+        """One run from its first start to its end, killed until there were enough kills or it got through."""
+        self._lives += 1
+        run = self.folder / f"{self.mode}-{self._lives}"
+        run.mkdir()
+        self._reported.clear()
+        damaged: set[int] = set()
+        last_seen: tuple[int, bool] | None = None
+        while True:
+            expected = self._newest_good(run, damaged)
+            found = self._start(run, expected, last_seen, kills, damaged)
+            if found is None:
+                break
+            if self.chance.random() < DAMAGED:
+                self._damage(run, damaged)
+            last_seen = (found, bool(damaged))
+        self._compare(run)
+        self.tally.runs_finished += 1
+        shutil.rmtree(run)
+
+    def _start(
+        self, run: Path, expected: int, last: tuple[int, bool] | None, kills: int, damaged: set[int]
+    ) -> int | None:
+        """One start, killed if there are kills left; the last step it recorded, None when it came to its end."""
+        tally = self.tally
+        tally.starts += 1
+        with Ranks(self._flags(run), self.ranks, run / "console", Strike(batches=str(run / "batches"))) as ranks:
+            if tally.kills < kills and self.chance.random() < IN_START:
+                time.sleep(self.chance.uniform(0, self.startup))
+                began = "resumed from step" in ranks.output() or "a fresh run" in ranks.output()
+            else:
+                said = ranks.until(r"resumed from step (\d+)|a fresh run")
+                began = True
+                resumed = int(said.group(1) or 0)
+                if resumed != expected:
+                    raise Wrong(f"resumed from step {resumed}, and the newest good checkpoint is of {expected}")
+                if last is not None:
+                    (tally.lost_with_damage if last[1] else tally.lost).append(last[0] - resumed)
+                passed = {int(step) for step in re.findall(r"passed over: \S+/step-(\d+)\b", ranks.output())}
+                tally.corruptions_found += len(passed & damaged)
+                self._reported.update({step: self._set_aside(run, step) for step in passed & damaged})
+                damaged -= passed
+                if tally.kills < kills:
+                    time.sleep(self.chance.uniform(0, self.training / 3))
+            if tally.kills >= kills:
+                if (codes := ranks.wait()) != [0] * self.ranks:
+                    raise Wrong(f"an undisturbed end has exit codes {codes}\n{ranks.tail()}")
+                return None
+            if all(process.exitcode is not None for process in ranks.processes):
+                if (codes := ranks.wait()) != [0] * self.ranks:
+                    raise Wrong(f"it ended by itself with exit codes {codes}\n{ranks.tail()}")
+                return None
+            self._kill(run, ranks, began)
+        return self._last_step(run)
+
+    def _kill(self, run: Path, ranks: Ranks, began: bool) -> None:
+        tally, one = self.tally, self.chance.random() < ONE_RANK
+        victim = self.chance.randrange(self.ranks)
+        ranks.send(signal.SIGKILL, victim if one else None)
+        tally.kills += 1
+        tally.kills_of_one_rank += one
+        tally.kills_in_the_start += not began
+        if one and began:
+            killed = time.monotonic()
+            ranks.wait(60)
+            tally.others_gone.append(time.monotonic() - killed)
+        ranks.kill()
+        tally.kills_in_a_save += any((run / "checkpoint").glob(".partial-*"))
+        print(f"{tally.saves}: kill {tally.kills}", file=sys.stderr, flush=True)
+
+    def _flags(self, run: Path) -> list[str]:
+        return [*run_flags(run, self.steps, self.interval), f"--checkpoint.async_mode={MODES[self.mode]}"]
+
+    def _set_aside(self, run: Path, step: int) -> int:
+        return len(list((run / "checkpoint").glob(f"step-{step}.invalid-*")))
+
+    def _good(self, run: Path, damaged: set[int]) -> list[int]:
+        """Steps of published checkpoints that nobody has damaged."""
+        good = []
+        for step in steps_in(run / "checkpoint"):
+            if step in self._reported and self._set_aside(run, step) > self._reported[step]:
+                del self._reported[step]  # it was saved again
+            try:
+                read_manifest(step_folder(run / "checkpoint", step))
+            except CheckpointError:
+                continue
+            if step not in damaged and step not in self._reported:
+                good.append(step)
+        return good
+
+    def _newest_good(self, run: Path, damaged: set[int]) -> int:
+        return max(self._good(run, damaged), default=0)
+
+    def _damage(self, run: Path, damaged: set[int]) -> None:
+        """Change one bit of the newest checkpoint, if there is another good one."""
+        good = self._good(run, damaged)
+        if len(good) < 2:
+            return
+        folder = step_folder(run / "checkpoint", good[-1])
+        file = self.chance.choice(sorted(path for path in folder.iterdir() if path.stat().st_size))
+        content = bytearray(file.read_bytes())
+        content[self.chance.randrange(len(content))] ^= 1 << self.chance.randrange(8)
+        file.write_bytes(content)
+        damaged.add(good[-1])
+        self.tally.corruptions += 1
+
+    def _last_step(self, run: Path) -> int:
+        try:
+            return max((row["step"] for row in read_metrics(run / "metrics.jsonl")), default=0)
+        except FileNotFoundError:
+            return 0
+
+    def _compare(self, run: Path) -> None:
+        """Count what is not as in the run that nothing happened to."""
+        from titanlite.checkpoint.contents import Contents, compare
+
+        expected, found = records(self.reference), records(run)
+        steps = range(1, self.steps + 1)
+        unlike = {step for step in steps if found.get(step) != expected[step]}
+        ours, theirs = batches(run, self.ranks), batches(self.reference, self.ranks)
+        unlike |= {step for step in steps if any(a.get(step) != b[step] for a, b in zip(ours, theirs, strict=True))}
+        self.tally.data_lost += len(unlike)
+        sides = [Contents(folder / "checkpoint" / f"step-{self.steps}") for folder in (run, self.reference)]
+        self.tally.tensors_unequal += sum(1 for one in compare(*sides) if one.elements or not one.comparable)
+
+
+def run_flags(folder: Path, steps: int, interval: int) -> list[str]:
+    length = [f"--training.steps={steps}", f"--lr_scheduler.total_steps={steps}", f"--checkpoint.interval={interval}"]
+    text = folder.parent / "text.jsonl"
+    return [*FLAGS, *length, f"--training.dataset_path={text}", f"--job.dump_folder={folder}"]
+
+
+def records(run: Path) -> dict[int, list[tuple[Any, ...]]]:
+    """Step -> its rows in metrics.jsonl: one of each, if nothing is wrong."""
+    found: dict[int, list[tuple[Any, ...]]] = {}
+    for row in read_metrics(run / "metrics.jsonl"):
+        figures = tuple(row[key] for key in ("loss", "grad_norm", "lr", "tokens_seen"))
+        found.setdefault(row["step"], []).append(figures)
+    return found
+
+
+def batches(run: Path, ranks: int) -> list[dict[int, str]]:
+    """Step -> hash of the sequences it was trained on, by rank; the last time counts: it is what the weights hold."""
+    found = []
+    for rank in range(ranks):
+        mine: dict[int, str] = {}
+        for line in (run / f"batches.{rank}").read_text().splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue  # torn by a kill
+            mine[row["step"]] = row["batch"]
+        found.append(mine)
+    return found
+
+
+def table(tallies: list[Tally], interval: int) -> list[str]:
+    def worst(values: list[int]) -> str:
+        return f"{max(values)} (mean {sum(values) / len(values):.1f})" if values else "–"
+
+    lines = ["| | " + " | ".join(f"saves in the {t.saves}" for t in tallies) + " |", "|---" * (len(tallies) + 1) + "|"]
+    rows = {
+        "kills": [str(t.kills) for t in tallies],
+        "… of one rank, of all": [f"{t.kills_of_one_rank}, {t.kills - t.kills_of_one_rank}" for t in tallies],
+        "… in the start, in a save": [f"{t.kills_in_the_start}, {t.kills_in_a_save}" for t in tallies],
+        "bits flipped in the newest checkpoint": [str(t.corruptions) for t in tallies],
+        "… found by the next start": [str(t.corruptions_found) for t in tallies],
+        f"steps trained again after a kill, at most (saved every {interval})": [worst(t.lost) for t in tallies],
+        "… after a kill and a flipped bit": [worst(t.lost_with_damage) for t in tallies],
+        "seconds until the other ranks had ended, at most": [f"{max(t.others_gone, default=0):.1f}" for t in tallies],
+        "runs that came to their end": [str(t.runs_finished) for t in tallies],
+        "steps lost, doubled or trained on other sequences": [str(t.data_lost) for t in tallies],
+        "final tensors that differ from an undisturbed run": [str(t.tensors_unequal) for t in tallies],
+    }
+    return [*lines, *(f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows.items())]
+
+
+def wrong(tally: Tally, interval: int) -> list[str]:
+    """What should not be, in words."""
+    most = interval * (2 if MODES[tally.saves] == "async" else 1)
+    found = [f"{max(tally.lost)} steps lost by one kill"] if max(tally.lost, default=0) > most else []
+    if tally.corruptions_found != tally.corruptions:
+        found.append(f"{tally.corruptions - tally.corruptions_found} corruptions not found")
+    if tally.data_lost or tally.tensors_unequal:
+        found.append(f"{tally.data_lost} steps and {tally.tensors_unequal} tensors differ")
+    return [f"saves in the {tally.saves}: {line}" for line in found]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=200, help="of each run")
+    parser.add_argument("--interval", type=int, default=5, help="steps between saves")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write FILE.md and FILE.json")
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    chance = random.Random(arguments.seed)
+    tallies = [Tally(name) for name in MODES]
+    with tempfile.TemporaryDirectory(prefix="crash-soak-") as folder:
+        reference = Path(folder) / "undisturbed"
+        reference.mkdir()
+        write_text(Path(folder))
+        flags = run_flags(reference, arguments.steps, arguments.interval)
+        train(flags[:1] + ["--help"], 1, Path(folder) / "warm")  # torch is imported now
+        started = time.monotonic()
+        with Ranks(flags, arguments.ranks, reference / "console", Strike(batches=str(reference / "batches"))) as ranks:
+            ranks.until("a fresh run")
+            startup = time.monotonic() - started
+            codes = ranks.wait()
+            training = time.monotonic() - started - startup
+            if codes != [0] * arguments.ranks:
+                raise SystemExit(f"the undisturbed run failed: {codes}\n{ranks.tail()}")
+        for i, tally in enumerate(tallies):
+            half = arguments.kills // 2 + (i < arguments.kills % 2)
+            shape = (arguments.steps, arguments.interval, arguments.ranks)
+            Soak(tally, tally.saves, Path(folder), *shape, chance, reference, startup, training).go(half)
+    seconds = time.monotonic() - began
+    return report(arguments, tallies, seconds)
+
+
+def report(arguments: argparse.Namespace, tallies: list[Tally], seconds: float) -> int:
+    import torch
+
+    from titanlite.observe.flops import device_name
+    from titanlite.runs import provenance
+
+    device = device_name(torch.device("cpu"))
+    versions = provenance.versions()
+    head = (
+        f"{device}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}; "
+        f"{arguments.ranks} ranks, runs of {arguments.steps} steps, seed {arguments.seed}; {seconds:.0f} s for "
+        f"{sum(t.starts for t in tallies)} starts."
+    )
+    problems = [line for tally in tallies for line in wrong(tally, arguments.interval)]
+    verdict = ["**WRONG:** " + "; ".join(problems)] if problems else ["Nothing was lost, nothing came twice."]
+    lines = [head, "", *table(tallies, arguments.interval), "", *verdict]
+    print("\n".join(lines))
+    if arguments.out:
+        arguments.out.with_suffix(".md").write_text("\n".join(lines) + "\n")
+        record = {
+            "device": device,
+            "cores": os.cpu_count(),
+            "versions": versions,
+            "arguments": {k: v for k, v in vars(arguments).items() if k != "out"},
+            "seconds": seconds,
+            "tallies": [asdict(tally) for tally in tallies],
+            "wrong": problems,
+        }
+        arguments.out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

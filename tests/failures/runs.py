@@ -1,0 +1,68 @@
+"""Small runs of `train.py` whose ranks are real processes, and what is compared of them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from titanlite.checkpoint.contents import Contents, compare
+from titanlite.drill.text import write_text
+from titanlite.observe.metrics import read_metrics
+
+STEPS, INTERVAL = 8, 2
+TINY = [
+    "--job.config_file=debug_model.toml",
+    "--model.overrides.dim=32",
+    "--model.overrides.n_layers=1",
+    "--model.overrides.n_heads=2",
+    "--training.seq_len=16",
+    "--training.batch_size=1",
+    "--training.global_batch_size=4",
+    "--training.warmup_steps=2",
+    f"--training.steps={STEPS}",
+    f"--lr_scheduler.total_steps={STEPS}",
+    "--metrics.log_freq=1",
+    "--training.mixed_precision_param=float32",
+    "--no-validation.enable",
+    "--checkpoint.enable_checkpoint",
+    f"--checkpoint.interval={INTERVAL}",
+]
+
+
+_folder = tempfile.TemporaryDirectory(prefix="titanlite-failures-")
+
+
+@functools.cache
+def text() -> Path:
+    """A text that takes no time to read."""
+    return write_text(Path(_folder.name))
+
+
+def flags(folder: Path, *more: str) -> list[str]:
+    return [*TINY, f"--training.dataset_path={text()}", f"--job.dump_folder={folder}", *more]
+
+
+def rows(folder: Path) -> list[tuple[Any, ...]]:
+    """What metrics.jsonl has of each step, but for times and memory."""
+    found = read_metrics(folder / "metrics.jsonl")
+    return [(row["step"], row["loss"], row["grad_norm"], row["lr"], row["tokens_seen"]) for row in found]
+
+
+def batches(folder: Path, ranks: int) -> list[dict[int, str]]:
+    """Step -> hash of what it was trained on, by rank; of a step that was trained again, the last time."""
+    files = [folder / f"batches.{rank}" for rank in range(ranks)]
+    return [{(row := json.loads(line))["step"]: row["batch"] for line in f.read_text().splitlines()} for f in files]
+
+
+def unequal(left: Path, right: Path, step: int = STEPS) -> list[str]:
+    """Tensors of the checkpoints of a step that are not the same bit for bit in the two runs."""
+    sides = [Contents(folder / "checkpoint" / f"step-{step}") for folder in (left, right)]
+    assert sides[0].manifest.train == sides[1].manifest.train
+    return [one.name for one in compare(*sides) if one.elements or not one.comparable]
+
+
+def saved(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoint").iterdir())

@@ -1,0 +1,240 @@
+"""Failures that need whole processes and real files: other ranks, epochs, full disks, damage."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoint.runs import flip
+from tests.failures.runs import STEPS, batches, flags, rows, saved, unequal
+from titanlite import exit_codes
+from titanlite.checkpoint.contents import Contents
+from titanlite.checkpoint.manifest import is_valid, step_folder
+from titanlite.data.loader import add_hashes
+from titanlite.drill.ranks import train
+from titanlite.drill.strike import Strike
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight steps on two ranks that nothing happens to."""
+    folder = tmp_path_factory.mktemp("straight")
+    codes, text = train(flags(folder), 2, folder / "console", Strike(batches=str(folder / "batches")))
+    assert codes == [0, 0], text
+    return folder
+
+
+def _global_batches(folder: Path, ranks: int) -> dict[int, str]:
+    """Step -> hash of all sequences of it, whichever rank had them."""
+    by_rank = batches(folder, ranks)
+    return {step: add_hashes(mine[step] for mine in by_rank) for step in by_rank[0]}
+
+
+@pytest.mark.slow
+def test_saved_on_four_ranks_and_resumed_on_one_two_or_three(tmp_path: Path, straight: Path) -> None:
+    codes, text = train(flags(tmp_path / "four", "--training.steps=4"), 4, tmp_path / "console")
+    assert codes == [0] * 4, text
+    expected = _global_batches(straight, 2)
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        (folder / "checkpoint").symlink_to(tmp_path / "four" / "checkpoint")
+        record = Strike(batches=str(folder / "batches"))
+        codes, text = train(flags(folder, "--checkpoint.interval=100"), ranks, tmp_path / "console", record)
+        assert codes == [0] * ranks and "resumed from step 4" in text, text
+        assert _global_batches(folder, ranks) == {step: expected[step] for step in range(5, STEPS + 1)}
+        losses = {row[0]: row[1] for row in rows(folder)}
+        assert sorted(losses) == [5, 6, 7, 8]
+        for row in rows(straight)[4:]:
+            assert abs(losses[row[0]] - row[1]) < 5e-6
+        for file in step_folder(tmp_path / "four" / "checkpoint", STEPS).iterdir():
+            file.unlink()  # of the next number of ranks
+        step_folder(tmp_path / "four" / "checkpoint", STEPS).rmdir()
+    codes, text = train(flags(tmp_path / "four"), 3, tmp_path / "console")
+    assert codes == [exit_codes.CONFIG] * 3, text
+    assert "not a multiple of batch_size 1 * 3 data-parallel ranks" in text and "1, 2 or 4 data-parallel ranks" in text
+    assert "parameters" not in text, "before the model is built"
+
+
+@pytest.mark.slow
+def test_killed_in_every_epoch_each_sequence_is_still_trained_on_once_per_epoch(tmp_path: Path) -> None:
+    text = tmp_path / "text.jsonl"
+    lines = (json.dumps({"text": f"Number {n}, squared {n * n}.", "timestamp": "", "url": ""}) for n in range(24))
+    text.write_text("\n".join(lines))
+    epochs = ["--training.epochs=3", f"--training.dataset_path={text}", "--checkpoint.interval=1"]
+
+    def in_epochs(folder: Path) -> list[str]:
+        return [*(flag for flag in flags(folder) if not flag.startswith("--training.steps")), *epochs]
+
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    for folder in (whole, broken):
+        folder.mkdir()
+    codes, said = train(in_epochs(whole), 2, whole / "console", Strike(batches=str(whole / "batches")))
+    assert codes == [0, 0], said
+    steps = len(rows(whole))
+    expected = _global_batches(whole, 2)
+    assert steps >= 9 and len(set(expected.values())) == steps, "every epoch has an order of its own"
+    kills = [steps // 6, steps // 2, steps - steps // 6]  # in the first, the second and the third epoch
+    for step in kills:
+        strike = Strike("kill", step, 0, "rename", batches=str(broken / "batches"))
+        codes, said = train(in_epochs(broken), 2, broken / "console", strike)
+        assert codes[0] == -9, said
+    codes, said = train(in_epochs(broken), 2, broken / "console", Strike(batches=str(broken / "batches")))
+    assert codes == [0, 0] and f"resumed from step {kills[-1] - 1}" in said, said
+    assert _global_batches(broken, 2) == expected and rows(broken) == rows(whole)
+    assert unequal(broken, whole, steps) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_space_in_a_save(tmp_path: Path, straight: Path, mode: str, rank: int) -> None:
+    """No file may grow beyond 64 KiB while step 4 is saved."""
+    more = [f"--checkpoint.async_mode={mode}"]
+    codes, text = train(flags(tmp_path, *more), 2, tmp_path / "console", Strike("full", 4, rank))
+    assert codes == [0, 0], text
+    (told,) = re.findall(r".*NO CHECKPOINT WAS WRITTEN.*", text)
+    assert "step 4: " in told and f"rank {rank}: [Errno 27] File too large: '{tmp_path}" in told and "step-4" in told
+    assert f"__{rank}_0.distcp" in told and "Training goes on" in told
+    assert saved(tmp_path) == ["step-2", "step-6", "step-8"]
+    assert rows(tmp_path) == rows(straight) and unequal(tmp_path, straight) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_no_space_in_the_last_save_is_no_success(tmp_path: Path, straight: Path, mode: str) -> None:
+    more = [f"--checkpoint.async_mode={mode}"]
+    codes, text = train(flags(tmp_path, *more), 2, tmp_path / "console", Strike("full", STEPS, 1))
+    assert codes == [exit_codes.CHECKPOINT] * 2, text
+    assert re.search(r"error: saving .*step-8 failed: rank 1: .*File too large: .*__1_0.distcp", text), text
+    assert [name for name in saved(tmp_path) if name.startswith("step-")] == ["step-2", "step-4", "step-6"]
+    codes, text = train(flags(tmp_path, *more), 2, tmp_path / "console")
+    assert codes == [0, 0] and "resumed from step 6" in text
+    assert rows(tmp_path) == rows(straight) and unequal(tmp_path, straight) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 10 MiB: four checkpoints of the tiny run fit."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=10m", "tmpfs", str(folder)], capture_output=True)
+    if mount.returncode:
+        pytest.skip("file systems cannot be mounted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_keeps_what_is_on_it_and_is_used_again_when_there_is_space(
+    tmp_path: Path, straight: Path, small_disk: Path
+) -> None:
+    ballast = small_disk / "ballast"
+    folder = tmp_path / "run"
+    more = [f"--checkpoint.folder={small_disk}"]
+    codes, text = train(flags(folder, *more, "--training.steps=2"), 2, tmp_path / "console")
+    assert codes == [0, 0], text
+    with ballast.open("wb") as file, pytest.raises(OSError):
+        while True:
+            file.write(bytes(1 << 16))
+            file.flush()
+    codes, text = train(flags(folder, *more, "--training.steps=4"), 2, tmp_path / "console")
+    assert codes == [exit_codes.CHECKPOINT] * 2 and "No space left on device" in text, text
+    assert is_valid(small_disk / "step-2") and not (small_disk / "step-4").exists()
+    ballast.unlink()
+    codes, text = train(flags(folder, *more, "--checkpoint.keep_latest_k=1"), 2, tmp_path / "console")
+    assert codes == [0, 0] and "resumed from step 2" in text, text
+    assert rows(folder) == rows(straight)
+
+
+@pytest.mark.slow
+def test_damage_of_each_kind_is_named_and_the_one_before_is_used(tmp_path: Path, straight: Path) -> None:
+    damages = {
+        "__1_0.distcp": lambda path: flip(path, 0.7),
+        "__0_0.distcp": lambda path: path.write_bytes(path.read_bytes()[:-100]),
+        ".metadata": lambda path: path.unlink(),
+        "manifest.json": lambda path: path.unlink(),
+    }
+    codes, text = train(flags(tmp_path, "--training.steps=6"), 2, tmp_path / "console")
+    assert codes == [0, 0], text
+    for name, damage in damages.items():
+        newest = tmp_path / "checkpoint" / "step-6"
+        damage(newest / name)
+        codes, text = train(flags(tmp_path, "--training.steps=6"), 2, tmp_path / "console")
+        assert codes == [0, 0], text
+        assert "resumed from step 4" in text and f"passed over: {newest}" in text, name
+        assert name in text
+    assert saved(tmp_path) == ["step-2", "step-4", "step-6", *(f"step-6.invalid-{i}" for i in range(4))]
+    for step in (2, 4, 6):
+        flip(tmp_path / "checkpoint" / f"step-{step}" / "__0_0.distcp")
+    codes, text = train(flags(tmp_path, "--checkpoint.start=resume"), 2, tmp_path / "console")
+    assert codes == [exit_codes.CHECKPOINT] * 2 and "has no valid checkpoint" in text, text
+    assert all(f"step-{step}/__0_0.distcp has changed" in text for step in (2, 4, 6))
+
+
+FEATURES = [
+    "--activation_checkpoint.mode=full",
+    "--training.compile",
+    "--compile.backend=aot_eager",
+    "--float8.enable_float8_linear",
+    "--float8.emulate",
+    "--float8.enable_fsdp_float8_all_gather",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["on", "off"])
+def test_saved_with_features_on_and_loaded_with_them_off_and_the_reverse(tmp_path: Path, first: str) -> None:
+    """One step at a learning rate of zero after the load: its checkpoint holds the weights that were loaded."""
+    length, switched = ["--training.batch_size=2", "--optimizer.weight_decay=0"], {"on": FEATURES, "off": []}
+    then = "off" if first == "on" else "on"
+    two = [*length, "--training.steps=2", *switched[first]]
+    codes, text = train(flags(tmp_path, *two), 2, tmp_path / "console")
+    assert codes == [0, 0], text
+    three = [*length, "--training.steps=3", "--optimizer.lr=0", *switched[then]]
+    codes, text = train(flags(tmp_path, *three), 2, tmp_path / "console")
+    assert codes == [0, 0] and "resumed from step 2" in text, text
+    before, after = (Contents(step_folder(tmp_path / "checkpoint", step)) for step in (2, 3))
+    assert before.manifest.tensors == after.manifest.tensors, "the same names, types and shapes"
+    weights = [name for name in before.manifest.tensors if name.startswith("model.")]
+    assert len(weights) > 8 and "model.layers.0.attention.wq.weight" in weights
+    for name in weights:
+        assert torch.equal(before.read(name), after.read(name)), name
+
+
+@pytest.mark.soak
+def test_ten_starts_on_four_ranks_end_with_zero(tmp_path: Path) -> None:
+    """By torchrun, as a user starts them: gloo's threads must not abort a process that has done its work."""
+    for cycle in range(10):
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=4"),
+                *("--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "train.py"),
+                *flags(tmp_path / str(cycle), "--training.steps=3", "--checkpoint.async_mode=async"),
+            ],
+            cwd=ROOT,
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(ROOT),
+                "TITANLITE_EXIT_CODES": str(tmp_path / "c"),
+            },
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, f"cycle {cycle}: {done.stdout}{done.stderr}"
+        assert "terminate called" not in done.stderr and "Traceback" not in done.stderr
+        assert is_valid(step_folder(tmp_path / str(cycle) / "checkpoint", 3))
+    codes = [line.split()[1] for line in (tmp_path / "c").read_text().splitlines()]
+    assert codes == ["0"] * 40

@@ -1,0 +1,220 @@
+"""What happens to a rank from within, at a place that a signal from outside could not meet. No torch until then.
+
+The places of a save are found by what it does to files (Python's audit events and fsync), not by functions of the
+trainer's: it is the trainer as it is that dies there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+#: Places in a save at which a process can be killed, in their order; and what is on the disk then.
+STAGES = {
+    "before": "nothing yet",
+    "shard begun": "an empty folder of another name",
+    "shard half": "half of a shard",
+    "shards done": "all shards, no index",
+    "index half": "half of the index",
+    "manifest": "shards and index, no manifest",
+    "manifest half": "half of a manifest under another name",
+    "manifest named": "a whole manifest under another name",
+    "rename": "a whole checkpoint under another name",
+    "published": "the new checkpoint; the rename may not be durable",
+    "purge": "the new checkpoint, the old one still there",
+    "purge half": "the new checkpoint, half of the old one under another name",
+}
+#: The new checkpoint is there from this stage on.
+PUBLISHED = ("published", "purge", "purge half")
+
+
+@dataclass(frozen=True)
+class Strike:
+    """What is to happen to one rank.
+
+    kill: SIGKILL at `stage` of the save of `step`. full: no file may grow beyond `FULL_BYTES` during that save, as on a
+    full disk. nan: the gradient of `step` is not a number. die, term, pause: SIGKILL, SIGTERM or SIGSTOP when `step`
+    begins.
+    """
+
+    kind: Literal["none", "kill", "full", "nan", "die", "term", "pause"] = "none"
+    step: int = 0
+    rank: int = 0
+    stage: str = ""
+    #: Append a line for each step, {"step", "batch"} with the hash of this rank's batch, to FILE.rank; "" for none.
+    batches: str = ""
+
+
+_SIGNALS = {"die": signal.SIGKILL, "term": signal.SIGTERM, "pause": signal.SIGSTOP}
+#: Less than any shard of a toy, more than its records.
+FULL_BYTES = 1 << 16
+
+
+def arm(strike: Strike, rank: int) -> None:
+    """In the process of a rank, before it trains."""
+    if strike.batches:
+        _record_batches(f"{strike.batches}.{rank}")
+    if rank != strike.rank:
+        return
+    if strike.kind == "kill":
+        sys.addaudithook(_Killer(strike.stage, strike.step).event)
+    elif strike.kind == "full":
+        sys.addaudithook(_full_disk(strike.step))
+    elif strike.kind == "nan":
+        _spoil_gradient(strike.step)
+    elif strike.kind in _SIGNALS:
+        _signal_in_step(strike.step, _SIGNALS[strike.kind])
+
+
+def _die() -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("still alive")
+
+
+def _path(value: object) -> str:
+    """An audit event's argument as a path; empty where it is none, as a descriptor's number."""
+    return os.fsdecode(value) if isinstance(value, str | bytes | os.PathLike) else ""
+
+
+class _Killer:
+    """Kills this process at a stage of the save of one step."""
+
+    def __init__(self, stage: str, step: int) -> None:
+        if stage not in STAGES:
+            raise ValueError(f"no stage {stage!r}: there are {', '.join(STAGES)}")
+        self.stage = stage
+        self.partial, self.final = f".partial-step-{step}-", f"step-{step}"
+        self._root = ""
+        self._deleting: int | None = None
+        self._deleted = 0
+        self._fsync = os.fsync
+        os.fsync = self.fsync  # type: ignore[assignment]  # the only call of a save that no audit event tells of
+
+    def event(self, name: str, args: tuple[Any, ...]) -> None:
+        """An audit hook: called before what it is about."""
+        if name in ("os.mkdir", "open"):
+            self._opened(name, _path(args[0]))
+        elif name == "os.rename":
+            self._renamed(_path(args[0]), _path(args[1]))
+        elif name == "shutil.rmtree" and Path(_path(args[0])).name.startswith(".deleted-"):
+            self._deleting = threading.get_ident()
+        elif name == "os.remove" and self._deleting == threading.get_ident():
+            self._deleted += 1
+            if self._deleted == 2:
+                self._at("purge half")
+
+    def _at(self, stage: str) -> None:
+        if stage == self.stage:
+            _die()
+
+    def _opened(self, name: str, path: str) -> None:
+        if self._root and path == self._root:
+            self._at("published")  # the folder is opened to make the rename durable
+        if self.partial not in path:
+            return
+        file = os.path.basename(path)
+        if name == "os.mkdir":
+            self._at("before")
+        elif file.endswith(".distcp"):
+            self._at("shard begun")
+        elif file.startswith(".metadata"):
+            self._at("shards done")
+        elif file.startswith("manifest"):
+            self._at("manifest")
+
+    def _renamed(self, source: str, target: str) -> None:
+        name = os.path.basename(target)
+        if self.partial in target and name.startswith("manifest"):
+            self._at("manifest named")
+        elif name == self.final and self.partial in source:
+            self._at("rename")
+            self._root = os.path.dirname(target)
+        elif name.startswith(".deleted-"):
+            self._at("purge")
+
+    def fsync(self, file: Any) -> None:
+        descriptor = file if isinstance(file, int) else file.fileno()
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        name = os.path.basename(path)
+        for stage, there in (
+            ("shard half", name.endswith(".distcp")),
+            ("index half", name.startswith(".metadata")),
+            ("manifest half", name.startswith("manifest")),
+        ):
+            if there and stage == self.stage and self.partial in path:
+                os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
+                _die()
+        self._fsync(file)
+
+
+def _full_disk(step: int) -> Callable[[str, tuple[Any, ...]], None]:
+    """An audit hook under which files stop growing from the save of `step` on, until that of another step begins."""
+    mine = f".partial-step-{step}-"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # an error to handle, as a full disk's
+
+    def event(name: str, args: tuple[Any, ...]) -> None:
+        path = _path(args[0]) if name in ("os.mkdir", "open") else ""
+        if ".partial-step-" in path:
+            limit = FULL_BYTES if mine in path else soft
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+
+    return event
+
+
+def _signal_in_step(step: int, number: signal.Signals) -> None:
+    """A signal to this process when it has the data of `step`."""
+    from titanlite import trainer
+
+    real = trainer.train_step
+
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        if kwargs["step"] == step:
+            os.kill(os.getpid(), number)
+        return real(*args, **kwargs)
+
+    trainer.train_step = train_step
+
+
+def _spoil_gradient(step: int) -> None:
+    """The last of this rank's parameters gets a gradient of NaN in the backward of `step`."""
+    from titanlite import trainer
+
+    real = trainer.train_step
+
+    def train_step(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs["step"] != step:
+            return real(model, *args, **kwargs)
+        weight = list(model.parameters())[-1]
+        hook = weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.mul_(float("nan")))
+        try:
+            return real(model, *args, **kwargs)
+        finally:
+            hook.remove()
+
+    trainer.train_step = train_step
+
+
+def _record_batches(path: str) -> None:
+    """Write down what each step trains on."""
+    from titanlite import trainer
+    from titanlite.data.loader import batch_hash
+
+    real = trainer.train_step
+
+    def train_step(model: Any, optimizer: Any, batches: Any, **kwargs: Any) -> Any:
+        line = json.dumps({"step": kwargs["step"], "batch": batch_hash(batches)}) + "\n"
+        with contextlib.suppress(OSError), open(path, "a") as file:
+            file.write(line)
+        return real(model, optimizer, batches, **kwargs)
+
+    trainer.train_step = train_step  # type: ignore[assignment]
