@@ -115,27 +115,33 @@ def resume(stage: Stage) -> str:
     return f"{HALF} + {STEPS - HALF} steps are the {STEPS} of an undisturbed run, bit for bit"
 
 
-def _killed_in_a_save(stage: Stage, name: str, at: str, rank: int, newest: int, *more: str) -> None:
+def _killed_in_a_save(stage: Stage, name: str, at: str, rank: int, *more: str) -> None:
     run = stage.begin(name)
     struck = HALF + INTERVAL
     codes, text = stage.start(run, *more, strike=Strike("kill", struck, rank, at))
     check(codes[rank] == -signal.SIGKILL, f"the save of step {struck} did not come to {at!r}: exit codes {codes}", text)
+    newest = max(steps_in(run / "checkpoint"))
+    if at.startswith("purge"):
+        # An old one goes when a new one is known to be good, which may be a save later.
+        check(newest >= struck, f"the newest checkpoint is of step {newest}", text)
+    else:
+        check(newest == HALF, f"the newest checkpoint is of step {newest}, not {HALF}", text)
     stage.end(run, *more, resumed=newest)
     stage.same(run)
 
 
 def kill_shard(stage: Stage) -> str:
-    _killed_in_a_save(stage, "kill-shard", "shard half", stage.toy.ranks - 1, HALF)
+    _killed_in_a_save(stage, "kill-shard", "shard half", stage.toy.ranks - 1)
     return "killed while a shard was written: the checkpoint before is used, same end"
 
 
 def kill_rename(stage: Stage) -> str:
-    _killed_in_a_save(stage, "kill-rename", "rename", 0, HALF)
+    _killed_in_a_save(stage, "kill-rename", "rename", 0)
     return "killed before the finished checkpoint had its name: the one before is used, same end"
 
 
 def kill_purge(stage: Stage) -> str:
-    _killed_in_a_save(stage, "kill-purge", "purge half", 0, HALF + INTERVAL, "--checkpoint.keep_latest_k=1")
+    _killed_in_a_save(stage, "kill-purge", "purge half", 0, "--checkpoint.keep_latest_k=1")
     return "killed while old checkpoints were deleted: the new one is used, same end"
 
 
