@@ -55,9 +55,13 @@ stage "ruff format" "$TITANLITE_PYTHON" -m ruff format --check --quiet .
 stage "mypy" "$TITANLITE_PYTHON" -m mypy
 [ "$status" -eq 0 ] || printf '\nlint, formatting or types failed (see above); the tests run all the same\n'
 
+# Files go to two processes, each with ranks of its own. Whoever gives arguments may want a debugger, or one test.
+spread=(-n 2 --dist loadfile)
+[ "${#arguments[@]}" -eq 0 ] || spread=()
+
 # Last, so that pytest's closing line ends the output.
 printf '\n== pytest (%s)\n' "$tier"
-"$TITANLITE_PYTHON" -m pytest -m "$select" --durations=10 ${arguments[@]+"${arguments[@]}"} </dev/null
+"$TITANLITE_PYTHON" -m pytest -m "$select" --durations=10 ${spread[@]+"${spread[@]}"} ${arguments[@]+"${arguments[@]}"} </dev/null
 code=$?
 [ "$code" -eq 0 ] && exit "$status"
 exit "$code"

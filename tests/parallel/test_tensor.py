@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.pool import Pools
+from tests.pool import Pools, _free_port
 from tests.training.compare import LABELS, SEQ, TOKENS, WARM, relative
 from tests.training.harness import TINY, Run, build_tiny, initial_weights, micro_batches, train
 from tests.training.test_run import _losses, _run
@@ -377,8 +377,13 @@ def test_a_tokenizers_vocabulary_that_does_not_divide_ends_before_any_process_gr
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """2,304 entries; the model's other numbers are divisible by five."""
-    monkeypatch.setenv("WORLD_SIZE", "5")
-    monkeypatch.setenv("RANK", "0")
+    for name, value in {
+        "WORLD_SIZE": "5",
+        "RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+    }.items():
+        monkeypatch.setenv(name, value)
     shape = ["dim=320", "n_heads=10", "ffn_dim=320", "n_layers=1"]
     flags = [f"--model.overrides.{change}" for change in shape]
     code = run_app([f"{TENSOR}=5", "--training.seq_len=40", f"--job.dump_folder={tmp_path}", *flags])
