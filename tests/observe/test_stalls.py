@@ -398,7 +398,7 @@ def test_what_a_loader_raises_ends_all_ranks_and_is_the_last_that_is_read(tmp_pa
     assert seconds < 25
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_rank_that_raises_and_hangs_on_its_way_out_is_ended_too(tmp_path: Path) -> None:
     done, seconds = _torchrun(tmp_path, "raise and hang")
     assert done.returncode == exit_codes.ERROR
@@ -407,7 +407,7 @@ def test_a_rank_that_raises_and_hangs_on_its_way_out_is_ended_too(tmp_path: Path
     assert seconds < 28  # torchrun's own patience is 30
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", ["kill", "kill, unnoticed", "kill rank 0"])
 def test_a_killed_rank_is_named_by_those_that_are_left(tmp_path: Path, kind: str) -> None:
     """Also where no collective fails, and of rank 0 by rank 1."""
@@ -432,7 +432,7 @@ def test_a_killed_rank_is_named_by_those_that_are_left(tmp_path: Path, kind: str
     assert seconds < 60
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_of_rank_0_that_is_stopped_rank_1_tells(tmp_path: Path) -> None:
     done, _ = _torchrun(tmp_path, "stop rank 0", "--stall.deadline_seconds=2", "--stall.heartbeat_seconds=0.5")
     assert done.returncode == exit_codes.DONE, done.stderr

@@ -128,7 +128,7 @@ COLUMNS = {
     "compiled, by operation": Column(1, "SGD", {"training.compile": "true", **BY_OPERATION}, steps=4),
 }
 
-#: Cells of `./run_tests.sh`: every kind of row, every column. The whole table is in `--full`.
+#: Cells of `./run_tests.sh`: every kind of row, every column. The whole table is in `--soak`.
 QUICK = {
     ("fsdp 2", "at once"),
     ("fsdp 2", "compiled, by operation"),
@@ -144,6 +144,9 @@ QUICK = {
     ("pp 2, fsdp 2", "accumulated"),
     ("pp 2, tp 2", "accumulated"),
 }
+
+#: Of the rows beside the product, those of --full.
+SLOW = {"fsdp 2, freed", "tp 2, tied", "cp 2, tp 2", "pp 2, cp 2", "pp 2, fsdp 2, zero bubble"}
 
 ZERO_BUBBLE = ("pp 2, InterleavedZeroBubble", "pp 2, ZBVZeroBubble")
 #: Cells that the config refuses: what it says, and the key that it blames.
@@ -190,7 +193,7 @@ def run_of(plans: Plans, optimizer: str = "AdamW", steps: int = 20) -> Run:
 
 
 CELLS = [
-    pytest.param(row, column, id=f"{row} - {column}", marks=[] if (row, column) in QUICK else pytest.mark.slow)
+    pytest.param(row, column, id=f"{row} - {column}", marks=[] if (row, column) in QUICK else pytest.mark.soak)
     for row in ROWS
     for column in COLUMNS
     if (row, column) not in REFUSED
@@ -206,9 +209,13 @@ def test_a_cell_trains_as_transformers_does(references: References, row: str, co
     references.compare(run_of(plans_of(ROWS[row], cell), cell.optimizer, cell.steps), ROWS[row].ranks)
 
 
+def _mark(name: str) -> list[pytest.MarkDecorator]:
+    return [] if name == "1 rank" else [pytest.mark.slow if name in SLOW else pytest.mark.soak]
+
+
 @pytest.mark.parametrize(
     ("row", "accumulation"),
-    [pytest.param(*cell, id=name, marks=[] if name == "1 rank" else pytest.mark.slow) for name, cell in MORE.items()],
+    [pytest.param(*cell, id=name, marks=_mark(name)) for name, cell in MORE.items()],
 )
 def test_another_row_trains_as_transformers_does(references: References, row: Row, accumulation: int) -> None:
     references.compare(run_of(plans_of(row, Column(accumulation, "AdamW", {})), steps=8), row.ranks)
@@ -230,7 +237,7 @@ def bf16_alone(pool: Pools) -> dict[int, list[list[float]]]:
 
 
 @pytest.mark.parametrize(
-    "row", [name if name in ("fsdp 2", "tp 2") else pytest.param(name, marks=pytest.mark.slow) for name in ROWS]
+    "row", [name if name in ("fsdp 2", "tp 2") else pytest.param(name, marks=pytest.mark.soak) for name in ROWS]
 )
 def test_bf16_stays_within_the_spread_of_seeds(pool: Pools, bf16_alone: dict[int, list[list[float]]], row: str) -> None:
     """Mean distance of the losses from those on one rank: at most twice what another seed makes of them."""
