@@ -376,7 +376,7 @@ def _torchrun(tmp_path: Path, kind: str, *more: str) -> tuple[subprocess.Complet
     return done, time.time() - float((tmp_path / "struck").read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_what_a_loader_raises_ends_all_ranks_and_is_the_last_that_is_read(tmp_path: Path) -> None:
     """Rank 0 is where nothing tells it of the other's end, as in a collective of NCCL."""
     done, seconds = _torchrun(tmp_path, "raise")

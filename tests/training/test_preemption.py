@@ -119,7 +119,7 @@ def _strike_in(trainer: Trainer, where: str, strike: Callable[[], None]) -> None
     elif where == "save":
         assert trainer.checkpointer is not None
         write = trainer.checkpointer.save
-        trainer.checkpointer.save = lambda *args: (strike(), write(*args))[1]  # type: ignore[method-assign]
+        trainer.checkpointer.save = lambda *args, **kwargs: (strike(), write(*args, **kwargs))[1]  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")
@@ -515,9 +515,9 @@ def test_a_second_ctrl_c_ends_at_once_and_the_older_checkpoint_is_intact(tmp_pat
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "import titanlite.app as app, titanlite.trainer as trainer\n"
         "save = trainer.Checkpointer.save\n"
-        "def slowly(self, step, *rest):\n"
+        "def slowly(self, step, *rest, **more):\n"
         "    if step != 3: print('saving', flush=True); time.sleep(60)\n"
-        "    return save(self, step, *rest)\n"
+        "    return save(self, step, *rest, **more)\n"
         "trainer.Checkpointer.save = slowly\n"
         "if __name__ == '__main__': sys.exit(app.main())\n"
     )

@@ -301,7 +301,7 @@ def test_the_shipped_default_learns(tmp_path: Path) -> None:
     assert losses[1][0] - sum(last) / len(last) > 1.0
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_errors_reach_the_console_however_slow_the_rank_that_prints(tmp_path: Path) -> None:
     """torchrun ends all workers when the first one leaves: the silent ones must give rank 0 time to say why."""
     slow = tmp_path / "slow_rank_0.py"
