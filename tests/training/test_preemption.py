@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.data.test_background_training import TINY as SAVED_OFTEN
 from tests.pool import Pools
 from titanlite import exit_codes
 from titanlite.build import read_text
@@ -33,25 +34,8 @@ from titanlite.runs.lock import FILE as LOCK
 from titanlite.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
-TINY = [
-    "--model.overrides.dim=32",
-    "--model.overrides.n_layers=1",
-    "--model.overrides.n_heads=2",
-    "--training.seq_len=16",
-    "--training.batch_size=1",
-    "--training.global_batch_size=4",
-    "--training.warmup_steps=2",
-    "--lr_scheduler.total_steps=8",
-    "--metrics.log_freq=1",
-    "--training.mixed_precision_param=float32",
-    "--validation.enable",
-    "--validation.freq=4",
-    "--validation.steps=3",
-    "--validation.batch_size=2",
-    "--validation.seq_len=16",
-    "--checkpoint.enable_checkpoint",
-    "--checkpoint.interval=100",
-]
+#: The last one counts: no save but for a signal, and at the end.
+TINY = [*SAVED_OFTEN, "--checkpoint.interval=100"]
 
 
 def _losses(folder: Path) -> dict[tuple[int, str], float]:
