@@ -3,8 +3,8 @@
 A folder `step-N` is a checkpoint only if its `manifest.json` can be read, is of a known format, carries the hash of its
 own contents, and every file it lists is there with its size. Anything else is named, with the reason, and never loaded.
 
-Format 3 may hold weights only, and says where a run is recorded; format 2 has a hash of every file and of the manifest
-itself; format 1 had neither. All are read.
+Format 4 may hash files with XXH3; format 3 may hold weights only, and says where a run is recorded; format 2 has a hash
+of every file and of the manifest itself; format 1 had neither. All are read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from titanlite.checkpoint.integrity import algorithm_of, digest_of
 
-FORMAT = 3
+FORMAT = 4
 FILE = "manifest.json"
 #: A file of this name in a checkpoint's folder: whatever else is deleted, this checkpoint is not.
 PIN = "KEEP"
@@ -53,7 +53,7 @@ class Manifest:
     created: float
     #: The resolved configuration, for people and for `config diff`.
     config: dict[str, Any] = field(default_factory=dict)
-    #: File name -> hash of what was written, `sha256:…`; empty in format 1.
+    #: File name -> hash of what was written, `xxh3:…`; empty in format 1.
     hashes: dict[str, str] = field(default_factory=dict)
     #: Commit of the checkout that wrote it, and whether that had changes.
     git: dict[str, Any] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from titanlite.checkpoint.integrity import ALGORITHM, algorithm_of, digest_of, mismatch, new_hash
+from titanlite.checkpoint.integrity import ALGORITHM, FAST, algorithm_of, digest_of, mismatch, new_hash
 from titanlite.checkpoint.manifest import CheckpointError, Manifest
 
 #: DCP's index of which tensor lies where; a pickle.
@@ -39,7 +39,9 @@ class _HashingStream:
         self._path = path
         #: What the disk said when it took no more.
         self.failure: OSError | None = None
-        self._hash = new_hash()
+        #: The index is unpickled: whoever compares it wants to be certain of more than a sound disk.
+        self._algorithm = ALGORITHM if Path(path).name.startswith(INDEX) else FAST
+        self._hash = new_hash(self._algorithm)
         self._size = 0
 
     def write(self, data: bytes | memoryview) -> int:
@@ -74,7 +76,7 @@ class _HashingStream:
             raise self.failure from None
 
     def written(self) -> Written:
-        return Written(self._size, f"{ALGORITHM}:{self._hash.hexdigest()}")
+        return Written(self._size, f"{self._algorithm}:{self._hash.hexdigest()}")
 
 
 class _HashingFileSystem(FileSystem):
