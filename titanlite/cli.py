@@ -17,7 +17,7 @@ from titanlite.config.job import JobConfig
 from titanlite.config.load import load
 from titanlite.config.plans import MeshPlan, ModelPlan, Plans
 from titanlite.config.resolve import smallest_world
-from titanlite.config.unbuilt import unbuilt_notes, without_effect
+from titanlite.config.unbuilt import unbuilt_notes
 from titanlite.drill import command as drill_command
 from titanlite.ladder import command as ladder_command
 from titanlite.models.shapes import count_parameters
@@ -319,9 +319,6 @@ def _report(config: JobConfig, plans: Plans, why: str, style: Style) -> str:
     ]
     lines = [style.good("OK"), *(f"  {label:<14} {text}" for label, text in rows)]
     lines += [style.dim(f"  note: {note}") for note in plans.notes]
-    off = without_effect(config)
-    if off:
-        lines.append(style.dim(f"  note: no effect, as what they belong to is off: {', '.join(off)}"))
     lines += [style.warn(f"  warning: {warning}") for warning in plans.warnings]
     lines += [style.warn(f"  not there: {problem}") for problem in missing_files(config)]
     lines += [style.warn(f"  training will refuse: {note}") for note in unbuilt_notes(config)]

@@ -11,6 +11,7 @@ from titanlite.config.checks import contradictions, missing_files, missing_packa
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.job import JobConfig, independent
 from titanlite.config.load import read
+from titanlite.config.pipeline import SCHEDULES
 from titanlite.config.plans import ModelPlan, Plans
 from titanlite.config.resolve import draft, smallest_world
 from titanlite.config.unbuilt import refused
@@ -160,7 +161,9 @@ def _no_stages(config: JobConfig, plans: Plans) -> list[Problem]:
         divide(pipeline_costs(replace(args, vocab_size=args.vocab_size or 1), 1), plans.pipeline, plans.mesh.pipeline)
     except SplitError as error:
         key = points if plans.pipeline.split_points else degree
-        hint = "" if plans.pipeline.split_points else "take a smaller degree, or a schedule with one stage per rank"
+        several = SCHEDULES[plans.pipeline.schedule].stages != "one"
+        hint = "take a smaller degree" + (", or a schedule with one stage per rank" if several else "")
+        hint = "" if plans.pipeline.split_points else hint
         return [Problem(config.place(key), key, str(error), hint, about)]
     return []
 

@@ -110,7 +110,7 @@ def only(tmp_path: Path, text: str, *flags: str) -> Problem:
             "",
         ),
         (f"[data]\nseed = {2**63}\n", 2, "data.seed", "<= 9223372036853727231, got 9223372036854775808", ""),
-        ('[data]\nskip_steps = [1, "2"]\n', 2, "data.skip_steps", "an integer >= 1 or a string that matches", ""),
+        ('[data]\nskip_steps = [1, "2"]\n', 2, "data.skip_steps", "an integer >= 1 or steps as", ""),
         ("[model]\noverrides = 3\n", 2, "model.overrides", "expected a table, got 3", ""),
         (
             '[[data.source]]\npath = "a"\nweihgt = 1.0\n',

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.refusals import refusal
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
 from titanlite.config.plans import BatchPlan, Float8Plan, MeshPlan, PipelinePlan, Plans
@@ -162,9 +163,7 @@ TP2 = "--training.tensor_parallel_degree=2"
 def test_what_cannot_be_is_refused_before_anything_starts(
     flags: list[str], ranks: int, key: str | None, message: str
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
-        checked_plans([ON, *DEBUG, *flags], ranks, training=True)
-    (problem,) = caught.value.problems
+    problem = refusal([ON, *DEBUG, *flags], ranks)
     assert key is None or problem.key == f"float8.{key}"
     assert message in problem.message
     assert problem.hint or any(word in problem.message for word in ("needs", "training.", "take", "scaling is what"))
@@ -172,10 +171,18 @@ def test_what_cannot_be_is_refused_before_anything_starts(
     checked_plans([*DEBUG, *without], ranks, training=True)
 
 
+def test_settings_of_float8_that_is_off_are_a_warning_of_the_run() -> None:
+    """A run in bf16 that was meant to be one in float8 looks like any other."""
+    given = [GATHER, f"{F8}recipe_name=tensorwise"]
+    (warning,) = load_plans("debug_model.toml", 1, given).warnings
+    assert warning.startswith("products are not in float8 (float8.enable_float8_linear = false)")
+    assert warning.endswith("no effect: float8.enable_fsdp_float8_all_gather")
+    assert f"warning: {warning}" in _report(load_plans("debug_model.toml", 1, given))
+    assert load_plans("debug_model.toml", 1, [ON, *given]).warnings == ()
+
+
 def test_a_filter_that_names_nothing_tells_what_there_is() -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_plans("debug_model.toml", 1, [ON, f"{F8}filter_fqns=output,outptu"])
-    (problem,) = caught.value.problems
+    problem = refusal([ON, f"{F8}filter_fqns=output,outptu"])
     assert problem.where == "command line"
     assert problem.message == '"outptu" is part of no linear\'s name' and "nearest: output; " in problem.hint
     assert "wq" in problem.hint and "the head is output" in problem.hint

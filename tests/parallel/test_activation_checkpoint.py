@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.pool import Pools
+from tests.refusals import refusal
 from tests.training.harness import TINY, Run, batches, build_tiny, full, micro_batches, train
 from tests.training.test_run import TINY as TINY_RUN
 from tests.training.test_run import _losses, _run
@@ -632,22 +633,19 @@ def test_keys_reach_the_plan() -> None:
             "one block of each 9, but the model has 8",
         ),
         (["mode=selective", "selective_ac_option=op", "offload"], "offload", "held elsewhere"),
-        (["mode=selective", "selective_ac_option=0"], "selective_ac_option", ""),
-        (["mode=some"], "mode", ""),
-        (["memory_budget=1.5"], "memory_budget", ""),
+        (["mode=selective", "selective_ac_option=0"], "selective_ac_option", 'expected "op" or a number as "2", got'),
+        (["mode=some"], "mode", 'expected one of "none"'),
+        (["memory_budget=1.5"], "memory_budget", "<= 1"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(flags: list[str], key: str, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        checked_plans([f"--{AC}{flag}" for flag in flags], 1, training=True)
-    (problem,) = caught.value.problems
+    problem = refusal([f"--{AC}{flag}" for flag in flags])
     assert problem.key == AC + key and message in problem.message
 
 
 def test_a_budget_needs_the_model_to_be_compiled() -> None:
     flags = ["--activation_checkpoint.mode=budget", "--training.compile"]
-    with pytest.raises(ConfigError, match=r"needs model in compile\.components"):
-        checked_plans([*flags, "--compile.components=loss"], 1, training=False)
+    assert "needs model in compile.components" in refusal([*flags, "--compile.components=loss"]).message
     assert checked_plans(flags, 1, training=False)[1].activations.mode == "budget"
 
 

@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.pool import Pools, RankFailure
+from tests.refusals import refusal
 from tests.training.compare import LABELS, SEQ, TOKENS, WARM
 from tests.training.harness import (
     TINY,
@@ -24,7 +25,6 @@ from tests.training.harness import (
     train,
 )
 from tests.training.test_run import _run
-from titanlite.config.errors import ConfigError
 from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, PipelinePlan, ShardPlan
 from titanlite.guard import FiniteGuard
 from titanlite.loss import cross_entropy_sum
@@ -206,12 +206,20 @@ PP = f"--{KEY}degree"
 #: flags, ranks, the key to blame, and what is said of it
 REFUSED = {
     "unknown": ([f"{PP}=2", f"--{KEY}schedule=F1B"], 2, "schedule", 'no schedule "F1B"', "there are GPipe, 1F1B, Lo"),
+    "unknown and unused": ([f"--{KEY}schedule=F1B"], 2, "schedule", 'no schedule "F1B"', "nearest: 1F1B"),
     "too many stages": (
         [f"{PP}=4", f"--{KEY}schedule=Interleaved1F1B"],
         4,
         "degree",
         "6 blocks cannot be divided into 8 stages",
-        "take a smaller degree",
+        "take a smaller degree, or a schedule with one stage per rank",
+    ),
+    "more stages than blocks": (
+        [f"{PP}=8", "--training.batch_size=8"],
+        8,
+        "degree",
+        "6 blocks cannot",
+        "smaller degree",
     ),
     "no module": ([f"{PP}=2", f'--{KEY}split_points=["layers.9"]'], 2, "split_points", "'layers.9'", "layers.0 to "),
     "order": (
@@ -292,9 +300,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("flags", "ranks", "key", "said", "advice"), REFUSED.values(), ids=REFUSED)
 def test_a_pipeline_that_cannot_be_is_one_error(flags: list[str], ranks: int, key: str, said: str, advice: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_plans("debug_model.toml", ranks, flags)
-    (problem,) = caught.value.problems
+    problem = refusal(["--job.config_file=debug_model.toml", *flags], ranks)
     assert problem.key == (f"{KEY}{key}" if key else "training.gradient_sync")
     assert said in problem.message
     assert advice in problem.message + problem.hint

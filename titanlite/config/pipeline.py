@@ -67,8 +67,6 @@ def pipeline_problems(config: JobConfig, mesh: MeshPlan, accumulation: int) -> l
     accumulation: micro-batches of `training.batch_size` sequences per step and rank.
     """
     d, degree = config.dialect, mesh.pipeline
-    if degree == 1:
-        return []
     found: list[Problem] = []
 
     def problem(key: str, message: str, hint: str, *others: str) -> None:
@@ -79,7 +77,9 @@ def pipeline_problems(config: JobConfig, mesh: MeshPlan, accumulation: int) -> l
         name = d.experimental.pipeline_parallel_schedule
         close = f"nearest: {', '.join(names)}; " if (names := nearest(name, SCHEDULES, 3)) else ""
         problem(f"{_KEY}schedule", f"no schedule {quote(name)}", f"{close}there are {', '.join(SCHEDULES)}")
-    else:
+    if degree == 1:
+        return found
+    if schedule is not None:
         _stages(d, schedule, degree, problem)
         _microbatches(d, schedule, degree, accumulation, problem)
         if SCHEDULES[schedule].splits_backward:

@@ -17,7 +17,7 @@ from titanlite.config.job import JobConfig, independent
 from titanlite.config.pipeline import pipeline_plan, pipeline_problems
 from titanlite.config.schema import describe, quote, quote_key
 from titanlite.config.sections.base import Section
-from titanlite.config.unbuilt import implied_unbuilt
+from titanlite.config.unbuilt import implied_unbuilt, without_effect
 
 Shapes = Mapping[str, Mapping[str, object]]
 
@@ -69,6 +69,7 @@ def draft(
     pipeline = work.pipeline(mesh, batch)
     steps = work.steps(batch, total_sequences)
     schedule = work.schedule(steps)
+    work.name_idle_keys()
     d = config.dialect
     resolved = plans.Plans(
         model=work.model(),
@@ -158,6 +159,18 @@ class _Work:
             self.warnings.append(f"{key} = {value}, {self.config.source(key)}, is not built yet: it has no effect")
         if self.config.dialect.job.use_for_integration_test:
             self.warnings.append("job.use_for_integration_test has no effect")
+
+    def name_idle_keys(self) -> None:
+        """What was written but belongs to something that is off."""
+        idle = without_effect(self.config)
+        # Who asks for a detail of float8 means to have it, and a run in bf16 looks like any other.
+        if float8 := [key for key in idle if key.startswith("float8.")]:
+            self.warnings.append(
+                "products are not in float8 (float8.enable_float8_linear = false), and what is said of them has "
+                f"no effect: {', '.join(float8)}"
+            )
+        if rest := [key for key in idle if key not in float8]:
+            self.notes.append(f"no effect, as what they belong to is off: {', '.join(rest)}")
 
     # The model
 
@@ -315,10 +328,10 @@ class _Work:
         return plans.BatchPlan(micro, accumulation, total, training.seq_len, tokens)
 
     def pipeline(self, mesh: plans.MeshPlan, batch: plans.BatchPlan) -> plans.PipelinePlan:
-        if mesh.pipeline == 1:
-            return plans.PipelinePlan()
         found = pipeline_problems(self.config, mesh, batch.accumulation)
         self.problems += independent(found, self.earlier, self.config)
+        if mesh.pipeline == 1:
+            return plans.PipelinePlan()
         plan = pipeline_plan(self.config, mesh)
         total = plan.microbatches * batch.accumulation
         self.notes.append(

@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 
 from titanlite.config.dialect import Dialect
 from titanlite.config.errors import nearest
-from titanlite.config.sections.base import Section
+from titanlite.config.sections.base import InWords, Section
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,9 @@ def _describe_one(annotation: Any, metadata: tuple[Any, ...]) -> str:
         return "a table"
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return f"a table with {', '.join(annotation.model_fields)}"
+    for item in metadata:
+        if isinstance(item, InWords):
+            return item.text
     limits = _limits(metadata)
     return f"{_PLAIN[annotation]} {limits}" if limits else _PLAIN[annotation]
 
@@ -136,8 +139,6 @@ def _limits(metadata: tuple[Any, ...]) -> str:
             high = f"< {item.lt}"
         elif isinstance(item, annotated_types.MinLen):
             return "that is not empty"
-        elif getattr(item, "pattern", None):
-            return f"that matches {item.pattern}"
     return " and ".join(part for part in (low, high) if part)
 
 

@@ -97,7 +97,10 @@ def choice_problems(linears: Mapping[str, Size], choices: Sequence[Choice], plan
             hint += f"parts of names are {', '.join(components)}; the head is {HEAD}, and it always stays"
             found.append(Problem("", key, f"{quote(part)} is part of no linear's name", hint))
     if not found and not any(choice.converted for choice in choices):
-        reasons = "; ".join(f"{choice.kind}: {choice.reason}" for choice in choices)
+        by_reason: dict[str, list[str]] = {}
+        for choice in choices:
+            by_reason.setdefault(choice.reason, []).append(choice.kind)
+        reasons = "; ".join(f"{', '.join(kinds)} ({reason})" for reason, kinds in by_reason.items())
         message = f"leaves no product in float8: {reasons}"
         found.append(Problem("", "float8.enable_float8_linear", message, "convert something, or set it to false"))
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -11,6 +12,13 @@ class Section(BaseModel):
     """One `[section]`: nothing unknown, nothing converted (a string is never a number), nothing infinite."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+
+@dataclass(frozen=True)
+class InWords:
+    """What a pattern means, for people."""
+
+    text: str
 
 
 Degree = Annotated[int, Field(ge=1)]
@@ -23,8 +31,11 @@ Seed = Annotated[int, Field(ge=0, le=2**63 - 1 - 2**20)]
 
 Step = Annotated[int, Field(ge=1)]
 
-StepRange = Annotated[str, Field(pattern=r"^[1-9][0-9]*-[1-9][0-9]*$")]
+StepRange = Annotated[str, Field(pattern=r"^[1-9][0-9]*-[1-9][0-9]*$"), InWords('steps as "200-250"')]
 """First and last step, both included."""
+
+NthOrOp = Annotated[str, Field(pattern=r"^([1-9][0-9]*|op)$"), InWords('"op" or a number as "2"')]
+"""Every Nth block, or the policy by operation."""
 
 Ratio = Annotated[float, Field(ge=0, le=1)]
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from titanlite.config.sections.base import Ratio, Section
+from titanlite.config.sections.base import NthOrOp, Ratio, Section
 
 
 class RopeScaling(Section):
@@ -131,7 +131,7 @@ class ActivationCheckpoint(Section):
         description="What is recomputed. none: nothing; full: every block but its input; selective: see "
         "selective_ac_option; budget: the compiler's choice within memory_budget, needs training.compile.",
     )
-    selective_ac_option: Annotated[str, Field(pattern=r"^([1-9][0-9]*|op)$")] = Field(
+    selective_ac_option: NthOrOp = Field(
         default="2",
         description='selective: "N": every Nth block, whole; "op": in every block all but attention and every second '
         "matrix product.",

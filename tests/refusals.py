@@ -1,0 +1,23 @@
+"""What a config is refused for, before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from titanlite.config.errors import ConfigError, Problem
+from titanlite.prepare import checked_plans
+
+
+def refusals(flags: Sequence[str], ranks: int = 1) -> Sequence[Problem]:
+    """All that a training run of these flags on so many ranks is refused for; fails if it is not."""
+    with pytest.raises(ConfigError) as caught:
+        checked_plans(list(flags), ranks, training=True)
+    return caught.value.problems
+
+
+def refusal(flags: Sequence[str], ranks: int = 1) -> Problem:
+    """The one thing that it is refused for."""
+    (problem,) = refusals(flags, ranks)
+    return problem
