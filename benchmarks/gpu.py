@@ -6,10 +6,11 @@
 
 Each piece writes FOLDER/NAME.json when it is done and is not run again then, so the same command goes on where it was
 broken off; a ladder goes on with the runs it lacks. What is done is printed as tables and written to FOLDER/gpu.md.
-Pieces are started anew with --again, and when the sources have changed.
+Pieces are started anew with --again, and when the sources have changed; one that failed is tried again in any case.
 
 A piece takes the largest number of blocks of its model that fits: by the bytes of weights, gradients and optimizer
 state, then two fewer as long as a step runs out of memory. What does not run is in the table with its reason.
+Exit status: 0 when all that was asked for is done or not built yet, else 1.
 --toy runs every piece on tiny shapes, on a CPU too: that shows that the pieces work, and measures nothing.
 """
 
@@ -43,6 +44,10 @@ MFU_FORMULA = "6 (N - embedding) + 12 layers heads head_dim seq_len FLOPs per to
 
 class NotMeasured(Exception):
     """Why a piece has no figures here."""
+
+
+class Failed(NotMeasured):
+    """What went wrong in a piece that should have figures."""
 
 
 class OutOfTime(Exception):
@@ -158,7 +163,7 @@ def tests(bench: Bench) -> list[dict[str, Any]]:
     for file in files:
         name = str(file.relative_to(ROOT))
         done = bench.folder / "parts" / f"{name.replace('/', '.')}.json"
-        if not done.exists():
+        if not done.exists() or json.loads(done.read_text())["code"]:
             select = [] if file.parent.name == "gpu" else ["-k", "gpu or cuda or device"]
             log = bench.folder / "logs" / f"{name.replace('/', '.')}.log"
             code = bench.call([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", name, *select], log)
@@ -178,7 +183,7 @@ def modes(bench: Bench) -> list[dict[str, Any]]:
     command += ["--compile", "both"] if not bench.toy else ["--steps", "1"]
     code = bench.call(command, bench.folder / "logs" / "modes.log")
     if code:
-        raise NotMeasured(_last_line(bench.folder / "logs" / "modes.log"))
+        raise Failed(f"exit {code}: {_last_line(bench.folder / 'logs' / 'modes.log')}")
     return [{"what": "table", "value": "activation_modes.md"}]
 
 
@@ -186,6 +191,7 @@ def climb(bench: Bench, name: str) -> list[dict[str, Any]]:
     """One ladder, with as many blocks as fit."""
     setting = SETTINGS[name]
     flags = [*setting.flags, *(TOY_FLAGS if bench.toy else ())]
+    _refuse(setting, flags)
     layers = _fitting(bench, name, setting, flags)
     steps, warmup = (4, 2) if bench.toy else (setting.steps, setting.warmup)
     out = bench.folder / "ladders" / name
@@ -208,7 +214,7 @@ def climb(bench: Bench, name: str) -> list[dict[str, Any]]:
     log = bench.folder / "logs" / f"{name}.log"
     code = bench.call(command, log)
     if code:
-        raise NotMeasured(f"exit {code}: {_last_line(log)}")
+        raise Failed(f"exit {code}: {_last_line(log)}")
     return _ladder_rows(setting, flags, layers, json.loads((out / "ladder.json").read_text()), " ".join(command[1:]))
 
 
@@ -247,6 +253,19 @@ def _ladder_rows(
     return rows
 
 
+def _refuse(setting: Setting, flags: Sequence[str]) -> None:
+    """Raise NotMeasured where a feature is still to come, Failed where the config is refused for another reason."""
+    from titanlite.config.errors import ConfigError
+    from titanlite.prepare import load_plans
+
+    try:
+        load_plans(str(CONFIGS / setting.config), 1, list(flags))
+    except ConfigError as error:
+        to_come = all("is not built yet" in one.message for one in error.problems)
+        text = "; ".join(f"{one.key}: {one.message}" for one in error.problems)
+        raise (NotMeasured if to_come else Failed)(text) from None
+
+
 def _fitting(bench: Bench, name: str, setting: Setting, flags: Sequence[str]) -> int:
     """Blocks with which two steps run: as many as the model has, or as memory allows. Raises NotMeasured."""
     kept = bench.folder / "parts" / f"{name}.layers"
@@ -267,7 +286,7 @@ def _fitting(bench: Bench, name: str, setting: Setting, flags: Sequence[str]) ->
             kept.write_text(str(layers))
             return layers
         if "out of memory" not in log.read_text().lower():
-            raise NotMeasured(f"exit {code}: {_last_line(log)}")
+            raise Failed(f"exit {code}: {_last_line(log)}")
         layers -= 2
     raise NotMeasured("not even two blocks fit")
 
@@ -277,16 +296,12 @@ def _layers_by_state(setting: Setting, flags: Sequence[str]) -> int:
 
     import torch
 
-    from titanlite.config.errors import ConfigError
     from titanlite.models.shapes import count_parameters
     from titanlite.prepare import load_plans, model_args
 
     if not torch.cuda.is_available():
         raise NotMeasured("there is no GPU here")
-    try:
-        args = model_args(load_plans(str(CONFIGS / setting.config), 1, list(flags)).model)
-    except ConfigError as error:
-        raise NotMeasured("; ".join(f"{one.key}: {one.message}" for one in error.problems)) from None
+    args = model_args(load_plans(str(CONFIGS / setting.config), 1, list(flags)).model)
     free = torch.cuda.mem_get_info()[1] - SPARE
     layers = args.n_layers
     while layers > 1 and setting.state_bytes * count_parameters(replace(args, n_layers=layers)) > free:
@@ -361,7 +376,7 @@ def page(done: dict[str, dict[str, Any]], about: dict[str, Any]) -> str:
     for name, result in done.items():
         lines += ["", f"## {name}", ""]
         if "reason" in result:
-            lines.append(f"Not measured: {result['reason']}")
+            lines.append(f"{'Failed' if result['failed'] else 'Not measured'}: {result['reason']}")
         elif name in SETTINGS:
             lines += _ladder_table(result["rows"])
         else:
@@ -452,15 +467,16 @@ def run(bench: Bench, names: Sequence[str], again: bool) -> int:
             shutil.rmtree(bench.folder / "ladders" / name, ignore_errors=True)
             if name == "tests":
                 shutil.rmtree(bench.folder / "parts", ignore_errors=True)
-        if result.exists():
+        if result.exists() and not json.loads(result.read_text())["failed"]:
             print(f"{name}: done before", flush=True)
             continue
         print(f"{name}: running", flush=True)
         began = time.monotonic()
         try:
-            found: dict[str, Any] = {"rows": PIECES[name](bench)}
+            rows = PIECES[name](bench)
+            found: dict[str, Any] = {"rows": rows, "failed": any(row.get("code") for row in rows)}
         except NotMeasured as reason:
-            found = {"reason": str(reason)}
+            found = {"reason": str(reason), "failed": isinstance(reason, Failed)}
         except OutOfTime:
             print(f"{name}: the budget is spent; the same command goes on from here", flush=True)
             complete = False
@@ -473,7 +489,7 @@ def run(bench: Bench, names: Sequence[str], again: bool) -> int:
     text = page(done, about)
     (bench.folder / "gpu.md").write_text(text)
     print(f"\n{text}\nwritten: {bench.folder / 'gpu.md'} and a .json for each piece")
-    bad = [name for name, found in done.items() if any(row.get("code") for row in found.get("rows", []))]
+    bad = [name for name, found in done.items() if found["failed"]]
     return 0 if complete and not bad else 1
 
 

@@ -176,11 +176,17 @@ def test_compiled_training_is_eager_training_to_rounding(world: World) -> None:
     assert counters["stats"]["unique_graphs"] == 2, "a block and the loss"
 
 
-def test_compiled_recomputation_and_float8_run_together(world: World) -> None:
-    run = replace(RUN, shard=BF16, compile=COMPILED, activations=ActivationCheckpointPlan("op"))
-    plain = train_afresh(world, run)
+@pytest.mark.parametrize("float8", [False, pytest.param(True, marks=FLOAT8_HARDWARE)], ids=["bf16", "float8"])
+def test_compiled_recomputation_by_operation_computes_what_eager_steps_do(world: World, float8: bool) -> None:
+    run = replace(
+        float8_runs.RUN,
+        compile=COMPILED,
+        activations=ActivationCheckpointPlan("op"),
+        float8=Float8Plan(enable=float8, all_gather=float8, precompute=float8),
+    )
+    compiled = train_afresh(world, run)
     eager = train(world, replace(run, compile=CompilePlan()))
-    assert distance(plain.losses, eager.losses) < 0.05
+    assert distance(compiled.losses, eager.losses) < 0.05
 
 
 # Memory

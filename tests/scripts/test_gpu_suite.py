@@ -46,6 +46,23 @@ def test_what_is_not_built_is_all_that_keeps_a_setting_back() -> None:
     assert all("is not built yet" in problem.message for problem in caught.value.problems)
 
 
+def test_a_piece_that_failed_is_told_as_such_and_tried_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suite = _suite()
+    monkeypatch.setattr(
+        suite, "facts", lambda: {"device": "CPU", "driver and power limit": "", "cuda": "", "versions": {}}
+    )
+    odd = suite.Setting("llama3_8b.toml", 4, 2, 1, flags=("--model.overrides.n_heads=7",))
+    suite.SETTINGS["odd"] = odd
+    suite.PIECES = {"odd": lambda bench: suite.climb(bench, "odd")}
+    bench = suite.Bench(tmp_path / "gpu", False, float("inf"))
+    for _ in range(2):
+        assert suite.run(bench, ["odd"], False) == 1
+        said = capsys.readouterr().out
+        assert "odd: running" in said and "Failed: model: " in said and "n_heads = 7 does not divide dim = 4096" in said
+
+
 @pytest.mark.slow
 def test_pieces_that_are_done_are_kept_and_what_does_not_run_is_told(tmp_path: Path) -> None:
     command = ["benchmarks/gpu.sh", "machine", "kahan-8b", "--toy", "--out", str(tmp_path / "gpu")]
@@ -58,7 +75,7 @@ def test_pieces_that_are_done_are_kept_and_what_does_not_run_is_told(tmp_path: P
 
     first = run()
     assert "machine: running" in first and "copy within the device's memory" in first
-    assert "Not measured: exit 2: error: " in first and "is not built yet" in first
+    assert "Not measured: optimizer." in first and "is not built yet" in first
     found = json.loads((tmp_path / "gpu" / "machine.json").read_text())
     assert found["rows"][0]["value"] > 0 and found["versions"]["torch"] and found["sources"]
     second = run()
