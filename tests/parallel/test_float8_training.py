@@ -12,13 +12,16 @@ import torch
 from tests.parallel.float8_runs import (
     EMULATED,
     GATHERED,
+    LINEARS,
     PRECOMPUTED,
     RATES,
     RECIPES,
     RUN,
+    Seen,
     distance,
     spread,
 )
+from tests.parallel.test_compile import _whole
 from tests.pool import Pools
 from tests.training.harness import TINY, Run, build_tiny, micro_batches, run_stages, train, train_afresh
 from tests.training.test_run import _losses, _run
@@ -27,7 +30,7 @@ from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, Float8
 from titanlite.drift import Drift, measure_drift
 from titanlite.loss import cross_entropy_sum
 from titanlite.observe.diagnose import diagnose_nonfinite
-from titanlite.parallel.float8 import float8_linears
+from titanlite.parallel.float8 import float8_linears, high_precision
 from titanlite.parallel.tensor import tensor_loss
 from titanlite.parallel.world import World
 from titanlite.step import Duplicates
@@ -293,6 +296,20 @@ def test_drift_is_measured_against_the_model_without_float8(
     assert repeated[0] == repeated[1], "measuring leaves nothing behind"
 
 
+def _gathers(world: World, run: Run) -> int:
+    """All-gathers of DTensors in the pass in high precision."""
+    model, _, _ = build_tiny(world, run)
+    with torch.no_grad(), high_precision(model, torch.bfloat16), Seen() as seen:
+        model(micro_batches(run, 0, 0, 1)[0].tokens)
+    return seen.sent["all_gather_into_tensor"]
+
+
+def test_the_pass_in_high_precision_gathers_each_weight_once_over_fsdps_ranks(pool: Pools) -> None:
+    """And leaves the part of each tensor-parallel rank as it is."""
+    gathered, plain = (pool(4).run(_gathers, replace(RUN, float8=plan, tensor=2)) for plan in (GATHERED, EMULATED))
+    assert plain[0] > 0 and gathered == [count + LINEARS for count in plain]
+
+
 def test_drift_is_a_metric_and_changes_no_step(pool: Pools, tmp_path: Path) -> None:
     flags = [*_flags(True), "--training.steps=6", "--metrics.log_freq=1"]
     plain = pool(2).run(_run, str(tmp_path / "a"), *flags)[0]
@@ -305,6 +322,14 @@ def test_drift_is_a_metric_and_changes_no_step(pool: Pools, tmp_path: Path) -> N
         assert 0 < abs(row["float8_drift"]) < 0.05
         assert row["float8_drift_relative"] == pytest.approx(row["float8_drift"] / row["float8_exact_loss"])
     assert any(line.startswith("float8 drift at 2: ") for line in ours["said"])
+
+
+def test_measuring_compiles_nothing_again(pool: Pools, tmp_path: Path) -> None:
+    flags = [*_flags(True), "--training.steps=6", "--float8.drift_check=2"]
+    said = pool(2).run(_whole, str(tmp_path), *flags, "--training.compile", "--compile.backend=aot_eager")[0]["said"]
+    assert sum(line.startswith("float8 drift at ") for line in said) == 3
+    assert any("torch.compile made 2 graphs for training" in line for line in said)
+    assert not [line for line in said if "again" in line]
 
 
 # What is not finite

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.distributed.tensor.placement_types import Placement
 
@@ -207,15 +207,12 @@ def _exact(linear: nn.Linear, sharded: Tensor, dtype: torch.dtype) -> Tensor:
     weight = plain(sharded)
     assert isinstance(weight, DTensor)
     mesh, names = weight.device_mesh, weight.device_mesh.mesh_dim_names or ()
-    whole = cast(DTensor, weight.to(dtype)).full_tensor()
-    if "tp" not in names:
-        return whole
-    return distribute_tensor(whole, mesh["tp"], [_own(weight.placements[names.index("tp")])], src_data_rank=None)
-
-
-def _own(placement: Placement) -> Placement:
-    assert placement.is_shard(), "tensor parallelism divides every converted weight"
-    return placement
+    placements = dict(zip(names, weight.placements, strict=True))
+    # Rows over the ranks of FSDP, equal numbers of them (see `gather_problem`); tensor parallelism's part stays one.
+    over = [name for name in names if name != "tp"][-1]
+    parts = DTensor.from_local(weight.to_local().to(dtype), mesh[over], [Shard(0)])
+    whole = parts.full_tensor()
+    return DTensor.from_local(whole, mesh["tp"], [placements["tp"]]) if "tp" in placements else whole
 
 
 def _free(model: nn.Module) -> None:
