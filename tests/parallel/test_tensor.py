@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import subprocess
 import sys
+import warnings
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.pool import Pools, _free_port
+from tests.refusals import refusal
 from tests.training.compare import LABELS, SEQ, TOKENS, WARM, relative
 from tests.training.harness import TINY, Run, build_tiny, initial_weights, micro_batches, train
 from tests.training.test_run import _losses, _run
@@ -29,9 +33,8 @@ from titanlite.loss import cross_entropy_sum
 from titanlite.models import get_spec
 from titanlite.observe.diagnose import Finding, diagnose_nonfinite
 from titanlite.parallel.compile import compile_loss
-from titanlite.parallel.tensor import TensorParallelError, check_async, split, tensor_loss
+from titanlite.parallel.tensor import TensorParallelError, check_async, enable_async, split, tensor_loss
 from titanlite.parallel.world import World
-from titanlite.prepare import checked_plans
 from titanlite.step import Duplicates, train_step, validate
 
 RUN = Run(TOKENS, LABELS, WARM, accumulation=2, tensor=2)
@@ -345,31 +348,29 @@ def test_a_plan_that_does_not_fit_the_model_is_refused(pool: Pools) -> None:
     assert "are a DTensor" in plain
 
 
-def _refused(*flags: str, ranks: int = 6) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        checked_plans(list(flags), ranks, training=True)
-    return [str(problem) for problem in caught.value.problems]
+def _refused(*flags: str, ranks: int = 6) -> str:
+    return str(refusal(flags, ranks))
 
 
 TENSOR = "--training.tensor_parallel_degree"
 
 
 def test_what_the_ranks_cannot_share_is_refused_with_the_numbers() -> None:
-    (found,) = _refused(f"{TENSOR}=3", "--training.seq_len=2049")
+    found = _refused(f"{TENSOR}=3", "--training.seq_len=2049")
     assert (
         "is 3, which does not divide n_heads = 16 nor n_kv_heads = 16 nor the feed-forward's width = 768" not in found
     )
     assert "is 3, which does not divide n_heads = 16 nor n_kv_heads = 16" in found
     assert "these work: 1, 2, 4, 8, 16" in found
-    (found,) = _refused(f"{TENSOR}=2", "--training.seq_len=2047")
+    found = _refused(f"{TENSOR}=2", "--training.seq_len=2047")
     assert "training.seq_len: is 2047, and the sequence is divided over tensor_parallel 2 = 2 ranks" in found
     assert "these work: 2046 or 2048" in found
     flags = ["--validation.enable", "--validation.seq_len=2047"]
-    (found,) = _refused(f"{TENSOR}=2", *flags)
+    found = _refused(f"{TENSOR}=2", *flags)
     assert "validation.seq_len: is 2047" in found
-    (found,) = _refused(f"{TENSOR}=16", "--model.flavor=8B", ranks=16)
+    found = _refused(f"{TENSOR}=16", "--model.flavor=8B", ranks=16)
     assert "does not divide n_kv_heads = 8" in found and "these work: 1, 2, 4, 8" in found
-    (found,) = _refused(f"{TENSOR}=2", "--model.vocab_size=2305")
+    found = _refused(f"{TENSOR}=2", "--model.vocab_size=2305")
     assert "the vocabulary = 2,305" in found and "model.vocab_size = 2306 leaves 1 entries unused" in found
 
 
@@ -395,11 +396,11 @@ def test_a_tokenizers_vocabulary_that_does_not_divide_ends_before_any_process_gr
 
 def test_overlap_needs_inductor_and_gpus_that_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     overlap = [f"{TENSOR}=2", "--experimental.enable_async_tensor_parallel"]
-    (found,) = _refused(*overlap)
+    found = _refused(*overlap)
     assert "needs training.compile = true" in found
-    (found,) = _refused(*overlap, "--training.compile", '--compile.components=["loss"]')
+    found = _refused(*overlap, "--training.compile", '--compile.components=["loss"]')
     assert "needs model in compile.components" in found
-    (found,) = _refused(*overlap, "--training.compile", "--compile.backend=aot_eager")
+    found = _refused(*overlap, "--training.compile", "--compile.backend=aot_eager")
     assert 'needs compile.backend = "inductor", not "aot_eager"' in found
 
     def said(*args: Any) -> str:
@@ -423,8 +424,10 @@ from torch.distributed._symmetric_memory import _test_mode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from titanlite.config.plans import Float8Plan
 from titanlite.models import LlamaArgs, get_spec
 from titanlite.parallel.compile import compile_units
+from titanlite.parallel.float8 import convert
 from titanlite.parallel.tensor import ASYNC_OPTIONS, split
 
 dist.is_nccl_available = lambda: True  # inductor asks before it fuses
@@ -433,6 +436,8 @@ mesh = init_device_mesh("cpu", (2,))
 args = LlamaArgs(dim=64, n_layers=1, n_heads=4, vocab_size=64)
 spec = get_spec("llama3")
 model = spec.build(args)
+if sys.argv[2] == "float8":
+    convert(model, [f"layers.0.feed_forward.{w}" for w in ("w1", "w2", "w3")], Float8Plan(enable=True))
 split(model, spec.tensor_plan(args), mesh)
 module = model.get_submodule("layers.0.feed_forward")
 compile_units({"layers.0.feed_forward": module}, options=ASYNC_OPTIONS if sys.argv[1] == "on" else None)
@@ -452,14 +457,36 @@ with _test_mode(), torch.no_grad():
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("switch", ["on", "off"])
-def test_products_are_fused_with_their_traffic_if_asked(switch: str) -> None:
+@pytest.mark.parametrize(
+    ("switch", "products", "operators"),
+    [
+        ("on", "bf16", ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")),
+        ("on", "float8", ("fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter")),
+        ("off", "bf16", ()),
+    ],
+)
+def test_products_are_fused_with_their_traffic_if_asked(switch: str, products: str, operators: tuple[str, ...]) -> None:
     """What inductor makes of a feed-forward, for a GPU; a fake rank beside it."""
-    done = subprocess.run([sys.executable, "-c", _OVERLAP, switch], capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-c", _OVERLAP, switch, products]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    for op in ("symm_mem.fused_all_gather_matmul", "symm_mem.fused_matmul_reduce_scatter"):
-        assert (op in done.stdout) == (switch == "on"), done.stdout
+    found = set(re.findall(r"symm_mem\.(fused_\w+)", done.stdout))
+    assert found == set(operators), done.stdout
     assert "_c10d_functional.all_gather" not in done.stdout
+
+
+def _enabled(world: World) -> tuple[bool, bool]:
+    mesh = world.build_mesh(MeshPlan(2, tensor=2))["tp"]
+    name = mesh.get_group().group_name
+    before = is_symm_mem_enabled_for_group(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        enable_async(mesh)
+    return before, is_symm_mem_enabled_for_group(name)
+
+
+def test_ranks_that_share_products_get_memory_in_common_without_a_warning(pool: Pools) -> None:
+    assert pool(2).run(_enabled) == [(False, True)] * 2
 
 
 # Whole runs

@@ -11,6 +11,7 @@ one reduce-scatter after attention and feed-forward move what an all-reduce woul
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -212,4 +213,7 @@ def enable_async(mesh: DeviceMesh) -> None:
     """Give the ranks of a one-dimensional CUDA mesh the memory that compiled overlapping goes through."""
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
-    enable_symm_mem_for_group(mesh.get_group().group_name)
+    with warnings.catch_warnings():
+        # It says that nobody need call it; but inductor fuses for groups alone for which it was called.
+        warnings.simplefilter("ignore", FutureWarning)
+        enable_symm_mem_for_group(mesh.get_group().group_name)
