@@ -1,4 +1,4 @@
-"""Real gloo ranks for tests, kept alive between them: starting two costs seconds, reusing them milliseconds.
+"""Real gloo ranks for tests, kept alive between them: starting two costs a second, reusing them milliseconds.
 
     result = pool(2).run(function, *args)     # [function(world, *args) of rank 0, of rank 1]
 
@@ -25,6 +25,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from titanlite.drill.ranks import prepare
+
 
 class RankFailure(AssertionError):
     """One or more ranks raised or did not answer in time."""
@@ -36,11 +38,14 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
+def _serve(rank: int, size: int, port: int, pipe: Connection, environment: dict[str, str]) -> None:
     if sys.platform == "linux":  # a stopped process does not notice that its parent is gone
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    os.environ.clear()  # of the process that this one is a copy of
     os.environ.update(
+        environment,
+        OMP_NUM_THREADS="1",
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(size),
@@ -78,23 +83,17 @@ class RankPool:
         self._pipes: list[Connection] = []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        prepare()  # the ranks are copies of a process that has imported torch
+        context = multiprocessing.get_context("forkserver")
         port = _free_port()
-        threads = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = "1"
-        try:
-            for rank in range(self.size):
-                ours, theirs = context.Pipe()
-                process = context.Process(target=_serve, args=(rank, self.size, port, theirs), daemon=True)
-                process.start()
-                theirs.close()
-                self._processes.append(process)
-                self._pipes.append(ours)
-        finally:
-            if threads is None:
-                del os.environ["OMP_NUM_THREADS"]
-            else:
-                os.environ["OMP_NUM_THREADS"] = threads
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            arguments = (rank, self.size, port, theirs, dict(os.environ))
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 180, **kwargs: Any) -> list[Any]:
         """Call function(world, *args, **kwargs) on every rank; the results by rank."""
