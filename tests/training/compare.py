@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from tests.pool import Pools
-from tests.training.harness import Run, batches, initial_weights, train_afresh
+from tests.training.harness import Run, batches, initial_weights, train, train_afresh
 from tests.training.reference import Curve, train_reference
 from titanlite.models import LlamaArgs, get_spec
 
@@ -24,6 +25,7 @@ class References:
     def __init__(self, pool: Pools) -> None:
         self._pool = pool
         self._curves: dict[Any, Curve] = {}
+        self._seeds: dict[Any, list[list[float]]] = {}
 
     def of(self, run: Run) -> Curve:
         """The plain run on the same global batches from the same weights."""
@@ -41,6 +43,18 @@ class References:
                 max_norm=run.max_norm,
             )
         return self._curves[key]
+
+    def losses(self, run: Run, ranks: int) -> list[float]:
+        """Of a run on so many ranks."""
+        return self._pool(ranks).run(train, run)[0].losses
+
+    def seeds(self, run: Run) -> list[list[float]]:
+        """Losses of titanlite's own run on one rank, from the run's seed and from two others."""
+        alone = run.alone()
+        key = (alone.args, alone.shard, alone.accumulation, tuple(alone.rates))
+        if key not in self._seeds:
+            self._seeds[key] = [self.losses(replace(alone, seed=run.seed + i), 1) for i in range(3)]
+        return self._seeds[key]
 
     def compare(self, run: Run, ranks: int) -> None:
         """Gradients of every parameter, losses and norms of every step, weights after the last."""

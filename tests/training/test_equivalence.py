@@ -1,4 +1,4 @@
-"""Other shapes, and other units of sharding, train as `transformers` does. The splits are in test_grid.py."""
+"""Other shapes, and other units of sharding, train as `transformers` does. The splits are in grid.py."""
 
 from __future__ import annotations
 

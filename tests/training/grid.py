@@ -1,0 +1,244 @@
+"""Every way to divide the work, times every way to save memory and time: one table.
+
+A cell is a config: flags as a user gives them, over the default TOML. What the config takes trains as `transformers`
+does on one process; what it refuses is refused with its reason. test_grid.py runs the cells on one and two ranks,
+test_grid_of_four_ranks.py the others, so that two processes share the work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.training.compare import FLAT, GLOBAL_BATCH, LABELS, SEQ, TOKENS, WARM, References
+from tests.training.harness import Run
+from titanlite.config.pipeline import SCHEDULES
+from titanlite.config.plans import Plans
+from titanlite.prepare import load_plans, model_args
+
+#: Two blocks of grouped queries, as small as four ranks can share.
+MODEL = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 32, "max_seq_len": 64}
+SHARED = {
+    **{f"model.overrides.{key}": value for key, value in MODEL.items()},
+    "model.vocab_size": 192,
+    "training.seq_len": SEQ,
+    "training.global_batch_size": GLOBAL_BATCH,
+    "training.reshard_after_forward": "default",
+    "validation.enable": "false",
+    "compile.backend": "aot_eager",
+}
+
+FSDP = "training.data_parallel_shard_degree"
+REPLICAS = "training.data_parallel_replicate_degree"
+TP = "training.tensor_parallel_degree"
+CP = "experimental.context_parallel_degree"
+PP = "experimental.pipeline_parallel_degree"
+RESHARD = "training.reshard_after_forward"
+SYNC = "training.gradient_sync"
+SCHEDULE = "experimental.pipeline_parallel_schedule"
+SPLIT = "experimental.pipeline_parallel_split_points"
+LOSS_PARALLEL = "training.enable_loss_parallel"
+#: A pipeline cuts four blocks, two for each rank.
+FOUR = {"model.overrides.n_layers": 4}
+
+
+@dataclass(frozen=True)
+class Row:
+    """How the work is divided."""
+
+    ranks: int
+    flags: dict[str, Any]
+
+
+ROWS = {
+    "fsdp 2": Row(2, {FSDP: 2}),
+    "fsdp 4": Row(4, {FSDP: 4}),
+    "hsdp 2 x 2": Row(4, {REPLICAS: 2, FSDP: 2}),
+    "ddp 2": Row(2, {REPLICAS: 2, FSDP: 1}),
+    "tp 2": Row(2, {TP: 2}),
+    "tp 2, fsdp 2": Row(4, {TP: 2, FSDP: 2}),
+    "cp 2": Row(2, {CP: 2}),
+    "cp 2, fsdp 2": Row(4, {CP: 2, FSDP: 2}),
+    **{f"pp 2, {name}": Row(2, {PP: 2, SCHEDULE: name, **FOUR}) for name in SCHEDULES},
+    "pp 2, fsdp 2": Row(4, {PP: 2, FSDP: 2, **FOUR}),
+    "pp 2, tp 2": Row(4, {PP: 2, TP: 2, **FOUR}),
+}
+
+
+@dataclass(frozen=True)
+class Column:
+    """What each rank does with its part."""
+
+    accumulation: int
+    optimizer: str
+    flags: dict[str, Any]
+    #: What a rank does anew shows in the first steps already.
+    steps: int = 20
+
+
+#: Rows beside the product, with micro-batches per step.
+MORE = {
+    "1 rank": (Row(1, {}), 1),
+    "1 rank, four micro-batches": (Row(1, {}), 4),
+    "fsdp 2, freed": (Row(2, {FSDP: 2, RESHARD: "always", "training.prefetch": 1}), 2),
+    "fsdp 2, four micro-batches reduced each": (Row(2, {FSDP: 2, SYNC: "every"}), 4),
+    "fsdp 4, over 2": (Row(4, {FSDP: 4, RESHARD: 2}), 2),
+    "tp 2, whole logits": (Row(2, {TP: 2, LOSS_PARALLEL: "false"}), 2),
+    "tp 2, ddp 2": (Row(4, {TP: 2, REPLICAS: 2, FSDP: 1}), 2),
+    "tp 2, fsdp 2, freed": (Row(4, {TP: 2, FSDP: 2, RESHARD: "always", "training.prefetch": 1}), 2),
+    "tp 2, fsdp 2, reduced with each": (Row(4, {TP: 2, FSDP: 2, SYNC: "every"}), 2),
+    "tp 2, tied": (Row(2, {TP: 2, "model.overrides.tied": "true"}), 2),
+    "tp 2, fsdp 2, tied": (Row(4, {TP: 2, FSDP: 2, "model.overrides.tied": "true"}), 2),
+    "cp 4": (Row(4, {CP: 4}), 2),
+    "cp 2, reduced with each": (Row(2, {CP: 2, SYNC: "every"}), 2),
+    "cp 2, tied": (Row(2, {CP: 2, "model.overrides.tied": "true"}), 2),
+    "cp 2, one unit": (Row(2, {CP: 2, "training.fsdp_units": "root"}), 2),
+    "cp 2, fsdp 2, over 2": (Row(4, {CP: 2, FSDP: 2, RESHARD: 2, "training.prefetch": 1}), 2),
+    "cp 2, ddp 2": (Row(4, {CP: 2, REPLICAS: 2, FSDP: 1}), 2),
+    "cp 2, tp 2": (Row(4, {CP: 2, TP: 2}), 2),
+    "pp 4": (Row(4, {PP: 4, **FOUR}), 2),
+    "pp 4, stages without blocks": (Row(4, {PP: 4, SPLIT: '["layers.0","norm","output"]', **FOUR}), 2),
+    "pp 2, fsdp 2, gathered again": (Row(4, {PP: 2, FSDP: 2, RESHARD: "always", **FOUR}), 2),
+    "pp 2, fsdp 2, zero bubble": (Row(4, {PP: 2, FSDP: 2, SCHEDULE: "ZBVZeroBubble", **FOUR}), 2),
+    "pp 2, ddp 2": (Row(4, {PP: 2, REPLICAS: 2, FSDP: 1, **FOUR}), 2),
+    "pp 2, tp 2, zero bubble, whole logits": (
+        Row(4, {PP: 2, TP: 2, LOSS_PARALLEL: "false", SCHEDULE: "ZBVZeroBubble", **FOUR}),
+        2,
+    ),
+    "pp 2, cp 2": (Row(4, {PP: 2, CP: 2, **FOUR}), 2),
+    "pp 2, tp 2, fsdp 2": (Row(8, {PP: 2, TP: 2, FSDP: 2, **FOUR}), 2),
+    "pp 2, tp 2, cp 2": (Row(8, {PP: 2, TP: 2, CP: 2, SCHEDULE: "Interleaved1F1B", **FOUR}), 2),
+    "cp 2, tp 2, fsdp 2, recomputed": (Row(8, {CP: 2, TP: 2, FSDP: 2, "activation_checkpoint.mode": "full"}), 1),
+}
+
+MODE, OPTION = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
+BY_OPERATION = {MODE: "selective", OPTION: "op"}
+COLUMNS = {
+    # SGD adds no rounding of its own, so weights are held to 1e-6.
+    "at once": Column(1, "SGD", {}),
+    "accumulated": Column(2, "AdamW", {}),
+    "recomputed": Column(2, "AdamW", {MODE: "full"}, steps=4),
+    "every 2nd recomputed": Column(1, "SGD", {MODE: "selective", OPTION: "2"}, steps=4),
+    "by operation": Column(2, "AdamW", BY_OPERATION, steps=4),
+    "compiled": Column(2, "AdamW", {"training.compile": "true"}, steps=4),
+    "compiled, by operation": Column(1, "SGD", {"training.compile": "true", **BY_OPERATION}, steps=4),
+}
+
+#: Cells of `./run_tests.sh`: every kind of row, every column. The whole table is in `--soak`.
+QUICK = {
+    ("fsdp 2", "at once"),
+    ("fsdp 2", "compiled, by operation"),
+    ("fsdp 4", "accumulated"),
+    ("hsdp 2 x 2", "every 2nd recomputed"),
+    ("ddp 2", "recomputed"),
+    ("tp 2", "compiled"),
+    ("tp 2, fsdp 2", "by operation"),
+    ("cp 2", "accumulated"),
+    ("cp 2, fsdp 2", "recomputed"),
+    ("pp 2, 1F1B", "at once"),
+    ("pp 2, ZBVZeroBubble", "accumulated"),
+    ("pp 2, fsdp 2", "accumulated"),
+    ("pp 2, tp 2", "accumulated"),
+}
+
+#: Of the rows beside the product, those of --full.
+SLOW = {"fsdp 2, freed", "tp 2, tied", "cp 2, tp 2", "pp 2, cp 2", "pp 2, fsdp 2, zero bubble"}
+
+ZERO_BUBBLE = ("pp 2, InterleavedZeroBubble", "pp 2, ZBVZeroBubble")
+#: Cells that the config refuses: what it says, and the key that it blames.
+REFUSED = {
+    **{(row, "by operation"): (SCHEDULE, "run again only once") for row in ZERO_BUBBLE},
+    **{(row, "compiled"): (SCHEDULE, "would run twice or fail") for row in ZERO_BUBBLE},
+    **{(row, "compiled, by operation"): (SCHEDULE, "would run twice or fail") for row in ZERO_BUBBLE},
+}
+
+
+def plans_of(row: Row, column: Column) -> Plans:
+    """What the config makes of a cell. Raises ConfigError."""
+    data_ranks = row.ranks // (row.flags.get(TP, 1) * row.flags.get(CP, 1) * row.flags.get(PP, 1))
+    batch = {"training.batch_size": GLOBAL_BATCH // data_ranks // column.accumulation}
+    flags = {**SHARED, **batch, **row.flags, **column.flags}
+    return load_plans("debug_model.toml", row.ranks, [f"--{key}={value}" for key, value in flags.items()])
+
+
+def run_of(plans: Plans, optimizer: str = "AdamW", steps: int = 20) -> Run:
+    """The cell on dumped batches."""
+    mesh = plans.mesh
+    run = Run(
+        TOKENS,
+        LABELS,
+        (FLAT if optimizer == "SGD" else WARM)[:steps],
+        args=model_args(plans.model),
+        shard=plans.shard,
+        optimizer=optimizer,
+        accumulation=plans.batch.accumulation,
+        replicas=mesh.dp_replicate,
+        activations=plans.activations,
+        compile=plans.compile,
+        tensor=mesh.tensor,
+        loss_parallel=plans.tensor_parallel.loss_parallel,
+        context=mesh.context,
+        pipeline=mesh.pipeline,
+        schedule=plans.pipeline.schedule,
+        split_points=plans.pipeline.split_points,
+        pieces=plans.pipeline.microbatches,
+    )
+    assert run.mesh(mesh.world_size) == mesh and run.batch(mesh.world_size) == plans.batch
+    assert mesh.pipeline == 1 or run.pipeline_plan() == plans.pipeline
+    return run
+
+
+def cells(fewest: int, most: int) -> list[Any]:
+    """The cells of rows on so many ranks, as parameters of a test."""
+    return [
+        pytest.param(row, column, id=f"{row} - {column}", marks=[] if (row, column) in QUICK else pytest.mark.soak)
+        for row in ROWS
+        for column in COLUMNS
+        if (row, column) not in REFUSED and fewest <= ROWS[row].ranks <= most
+    ]
+
+
+def train_cell(references: References, row: str, column: str) -> None:
+    """Gradients of every parameter, losses and norms of each step, weights after the last, as in `transformers`."""
+    cell = COLUMNS[column]
+    references.compare(run_of(plans_of(ROWS[row], cell), cell.optimizer, cell.steps), ROWS[row].ranks)
+
+
+def more_rows(fewest: int, most: int) -> list[Any]:
+    """Those beside the product, with their micro-batches, as parameters of a test."""
+    return [
+        pytest.param(row, accumulation, id=name, marks=_mark(name))
+        for name, (row, accumulation) in MORE.items()
+        if fewest <= row.ranks <= most
+    ]
+
+
+def _mark(name: str) -> list[pytest.MarkDecorator]:
+    return [] if name == "1 rank" else [pytest.mark.slow if name in SLOW else pytest.mark.soak]
+
+
+def train_row(references: References, row: Row, accumulation: int) -> None:
+    references.compare(run_of(plans_of(row, Column(accumulation, "AdamW", {})), steps=8), row.ranks)
+
+
+def bf16_rows(fewest: int, most: int) -> list[Any]:
+    """As parameters of a test."""
+    return [
+        name if name in ("fsdp 2", "tp 2") else pytest.param(name, marks=pytest.mark.soak)
+        for name, row in ROWS.items()
+        if fewest <= row.ranks <= most
+    ]
+
+
+def train_in_bf16(references: References, row: str) -> None:
+    """Mean distance of the losses from those on one rank: at most twice what another seed makes of them."""
+    low = replace(ROWS[row], flags={**ROWS[row].flags, "training.mixed_precision_param": "bfloat16"})
+    run = run_of(plans_of(low, COLUMNS["accumulated"]), steps=8)
+    assert run.shard.param_dtype == "bfloat16"
+    plain, *others = map(torch.tensor, references.seeds(run))
+    spread = torch.stack([(plain - other).abs().mean() for other in others]).mean()
+    distance = (torch.tensor(references.losses(run, low.ranks)) - plain).abs().mean()
+    assert distance < 2 * spread, (distance, spread)
