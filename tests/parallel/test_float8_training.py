@@ -36,7 +36,7 @@ from titanlite.parallel.world import World
 from titanlite.step import Duplicates
 
 soak = pytest.mark.soak
-pytestmark = soak
+pytestmark = pytest.mark.slow
 FLOAT8 = replace(RUN, float8=EMULATED)
 FOUR = replace(TINY, n_layers=4)
 PIPELINE = ShardPlan(reshard_after_forward=False)
@@ -165,6 +165,7 @@ def test_what_is_recomputed_comes_out_the_same(pool: Pools, plan: Float8Plan, mo
     assert all(torch.equal(ours.weights[name], weight) for name, weight in plain.weights.items())
 
 
+@soak
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("mode", ["full", "op"])
 def test_what_is_recomputed_with_scaled_mm_comes_out_the_same(pool: Pools, recipe: Any, mode: Any) -> None:
@@ -177,6 +178,7 @@ def test_what_is_recomputed_with_scaled_mm_comes_out_the_same(pool: Pools, recip
 EAGER = CompilePlan(model=True, loss=True, backend="aot_eager")
 
 
+@soak
 @pytest.mark.parametrize(
     ("plan", "changes", "ranks"),
     [
@@ -230,6 +232,7 @@ def _flags(on: bool) -> list[str]:
     return [*SMALL, *ON] if on else [flag for flag in SMALL if "float8" not in flag]
 
 
+@soak
 def test_a_resumed_run_goes_on_bit_for_bit(pool: Pools, tmp_path: Path) -> None:
     straight = pool(2).run(_run, str(tmp_path / "a"), *_flags(True), "--training.steps=6")[0]["rows"]
     pool(2).run(_run, str(tmp_path / "b"), *_flags(True), "--training.steps=3")
@@ -237,6 +240,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(pool: Pools, tmp_path: Path) -> None:
     assert _losses(resumed) == _losses(straight)
 
 
+@soak
 @pytest.mark.parametrize("first", [True, False], ids=["float8 to bf16", "bf16 to float8"])
 def test_float8_can_be_switched_at_a_resume(pool: Pools, tmp_path: Path, first: bool) -> None:
     """What is resumed has the same weights: its next loss is that of the run that goes on, but for rounding."""
@@ -310,6 +314,7 @@ def test_the_pass_in_high_precision_gathers_each_weight_once_over_fsdps_ranks(po
     assert plain[0] > 0 and gathered == [count + LINEARS for count in plain]
 
 
+@soak
 def test_drift_is_a_metric_and_changes_no_step(pool: Pools, tmp_path: Path) -> None:
     flags = [*_flags(True), "--training.steps=6", "--metrics.log_freq=1"]
     plain = pool(2).run(_run, str(tmp_path / "a"), *flags)[0]
@@ -324,6 +329,7 @@ def test_drift_is_a_metric_and_changes_no_step(pool: Pools, tmp_path: Path) -> N
     assert any(line.startswith("float8 drift at 2: ") for line in ours["said"])
 
 
+@soak
 def test_measuring_compiles_nothing_again(pool: Pools, tmp_path: Path) -> None:
     flags = [*_flags(True), "--training.steps=6", "--float8.drift_check=2"]
     said = pool(2).run(_whole, str(tmp_path), *flags, "--training.compile", "--compile.backend=aot_eager")[0]["said"]
@@ -348,6 +354,7 @@ def _diagnosed(world: World, run: Run) -> str:
     return str(diagnose_nonfinite(model, [batch], loss_function=loss))
 
 
+@soak
 @pytest.mark.parametrize(
     ("plan", "tensor"), [(GATHERED, 1), (EMULATED, 2), (GATHERED, 2)], ids=["all-gather", "tp 2", "tp 2, all-gather"]
 )

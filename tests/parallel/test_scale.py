@@ -142,7 +142,7 @@ ALL_TOGETHER = {
 @pytest.mark.parametrize(
     ("layout", "flavor", "blocks"),
     [
-        pytest.param(*cell, id=name, marks=[] if name == "405B on 4,096" else pytest.mark.soak)
+        pytest.param(*cell, id=name, marks=[] if name == "405B on 4,096" else pytest.mark.slow)
         for name, cell in ALL_TOGETHER.items()
     ],
 )
