@@ -6,7 +6,8 @@ A Llama of 89 million float32 parameters with AdamW's moments is trained, saved 
 one process and on two (gloo), a thread each. The modes take turns, so that a disk whose speed drifts moves them alike;
 medians are shown. Hashing is measured against the same save with a hash that does nothing, in the same process and in
 turn. Loads read what the system still has in memory: they measure titanlite, not the disk. "Blocked" is the time that
-`Checkpointer.save` keeps the loop; steps that are taken while a save is written are compared with steps alone.
+`Checkpointer.save` and `await_copy` keep the loop; steps that are taken while a save is written are compared with steps
+alone.
 """
 
 from __future__ import annotations
@@ -85,11 +86,12 @@ def cell(folder: Path, repeats: int, dim: int) -> None:
         data = to_device([Batch(window[:, :-1].contiguous(), window[:, 1:].contiguous())], world.device)
         step = 0
 
-        def train() -> float:
+        def train(before_update: Any = None) -> float:
             nonlocal step
             step += 1
             began = time.perf_counter()
-            train_step(model, optimizer, data, step=step, lr=1e-5, max_norm=1.0, guard=guard).loss.item()
+            more = {"step": step, "lr": 1e-5, "max_norm": 1.0, "guard": guard, "before_update": before_update}
+            train_step(model, optimizer, data, **more).loss.item()
             dist.barrier()
             return time.perf_counter() - began
 
@@ -137,13 +139,21 @@ def _save(saver: Any, train: Any, world: Any, model: Any, optimizer: Any, on: bo
     Path("/proc/self/clear_refs").write_text("5")
     before = _resident("VmRSS:")
     dist.barrier()
+    blocked = 0.0
+
+    def await_copy() -> None:
+        nonlocal blocked
+        waiting = time.perf_counter()
+        saver.await_copy()
+        blocked += time.perf_counter() - waiting
+
     with hashing(on):
         began = time.perf_counter()
         saver.save(step, model, optimizer, {})
-        blocked = time.perf_counter() - began
+        blocked += time.perf_counter() - began
         meanwhile = []
         while _any(saver.in_flight):
-            meanwhile.append(train())
+            meanwhile.append(train(await_copy))
         saver.wait()
         ended = time.perf_counter() - began
     outcome = saver.poll()

@@ -32,10 +32,11 @@ class RankFailure(AssertionError):
     """One or more ranks raised or did not answer in time."""
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+        return int(probe.getsockname()[1])
 
 
 def _serve(rank: int, size: int, port: int, pipe: Connection, environment: dict[str, str]) -> None:
@@ -85,7 +86,7 @@ class RankPool:
     def _start(self) -> None:
         prepare()  # the ranks are copies of a process that has imported torch
         context = multiprocessing.get_context("forkserver")
-        port = _free_port()
+        port = free_port()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             arguments = (rank, self.size, port, theirs, dict(os.environ))

@@ -30,7 +30,7 @@ from titanlite.parallel.compile import CompileError, prepare_compile
 from titanlite.parallel.flight_recorder import is_of_collectives
 from titanlite.parallel.float8 import check_float8
 from titanlite.parallel.host_memory import keep_freed_memory
-from titanlite.parallel.meeting import MeetingError
+from titanlite.parallel.meeting import MeetingError, after_rank_0, leaving_word
 from titanlite.parallel.world import World, WorldError, env_int, join_store
 from titanlite.preempt import GracefulStop, Preempted
 from titanlite.prepare import checked_plans, resolve_plans
@@ -81,13 +81,17 @@ def _leave(code: int, words: str = "") -> NoReturn:
 def _run(argv: Sequence[str], stop: GracefulStop) -> int:
     stalls = StallWatch()
     try:
-        size = env_int("WORLD_SIZE", 1)
+        size, rank = env_int("WORLD_SIZE", 1), env_int("RANK", 0)
         config, plans = checked_plans(argv, size, training=True)
-        setup_console(env_int("RANK", 0), plans.observe.color)
+        setup_console(rank, plans.observe.color)
         store = join_store()  # before what takes longer on one rank than on another
-        prepare_compile(plans.compile)
-        check_float8(plans.float8)
-        with _lock(plans) if env_int("RANK", 0) == 0 else contextlib.nullcontext():
+        with leaving_word(store, rank, size), contextlib.ExitStack() as held:
+            prepare_compile(plans.compile)
+            check_float8(plans.float8)
+            if rank == 0:
+                held.enter_context(_lock(plans))
+            if store is not None:
+                after_rank_0(store, rank, size, plans.comm.init_timeout_seconds, plans.comm.meeting_seconds)
             text = read_text(plans)
             check_units(plans, text)
             check_tensor_parallel(plans, text)
@@ -145,12 +149,21 @@ def _end(message: str, code: int) -> int:
 
 @contextlib.contextmanager
 def _lock(plans: Plans) -> Iterator[None]:
-    """Hold the run's folder against other runs. Raises LockedError, and ConfigError where it cannot be written to."""
+    """Hold the run's folder against other runs, and that of its checkpoints where it lies elsewhere.
+
+    Raises LockedError, and ConfigError where one cannot be written to.
+    """
+    run, checkpoints = Path(plans.observe.dump_folder), Path(plans.checkpoint.folder)
+    folders = {"job.dump_folder": run}
+    local = plans.checkpoint.enable and "://" not in plans.checkpoint.folder
+    if local and not checkpoints.resolve().is_relative_to(run.resolve()):
+        folders["checkpoint.folder"] = checkpoints
     with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(RunLock(Path(plans.observe.dump_folder)))
-        except OSError as error:
-            raise _not_writable("job.dump_folder", Path(plans.observe.dump_folder), error) from None
+        for key, folder in folders.items():
+            try:
+                stack.enter_context(RunLock(folder, key))
+            except OSError as error:
+                raise _not_writable(key, folder, error) from None
         yield
 
 

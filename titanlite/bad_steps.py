@@ -29,6 +29,11 @@ from titanlite.observe.metrics import MetricsLog
 FILE = "guard.jsonl"
 
 
+#: A bad step so soon after a checkpoint that the run went back to, so often, on other text each time, is no fault of
+#: the text's.
+_SOON, _RETURNS = 10, 2
+
+
 class Fetched(NamedTuple):
     """What a step is trained on."""
 
@@ -48,6 +53,8 @@ class BadSteps:
     def __init__(self, folder: Path | None, dataset: PackedDataset, global_batch: int) -> None:
         self._log = None if folder is None else MetricsLog(folder / FILE)
         self._dataset, self._global_batch = dataset, global_batch
+        #: The checkpoint that the run went back to, and how often in a row it was soon after it that a step was bad.
+        self._back_to = (-1, 0)
 
     def skipped(self, bad: BadStepError, fetched: Fetched) -> None:
         """The update of this step was left out."""
@@ -62,6 +69,19 @@ class BadSteps:
         left_out = steps_text(data["next_sequence"], fetched.after["next_sequence"], self._global_batch)
         words = f". Rolled back to the checkpoint of step {step}, without the data of steps {left_out} from now on"
         self._note(bad, "rollback", fetched, words, back_to_step=step, left_out=left_out)
+        before, times = self._back_to
+        soon = bad.step - step <= _SOON
+        self._back_to = (step, (times if step == before else 0) + 1) if soon else (step, 0)
+
+    def distrust(self, bad: BadStepError, newest: int) -> str:
+        """Why the checkpoint of step `newest` is not to be gone back to for `bad`; "" if it is."""
+        step, times = self._back_to
+        if step != newest or times < _RETURNS or bad.step - newest > _SOON:
+            return ""
+        return (
+            f"its weights are not trusted: gone back to it {times} times, and each time a bad step came within {_SOON} "
+            f"steps, the last time step {bad.step}"
+        )
 
     def _note(self, bad: BadStepError, action: str, fetched: Fetched, words: str = "", **more: Any) -> None:
         if self._log is None:

@@ -29,6 +29,7 @@ from titanlite.observe.observer import Observer
 from titanlite.observe.report import start_report
 from titanlite.parallel.pipeline import PipelineModel
 from titanlite.parallel.world import World
+from titanlite.runs import ledger
 from titanlite.runs.ledger import toml_changes
 from titanlite.runs.provenance import config_text
 
@@ -95,7 +96,13 @@ def _but(anew: list[str]) -> str:
     return f", but with new {', '.join(anew)}" if anew else ""
 
 
-def config_lines(loaded: LoadedState | None, plans: Plans, told: Sequence[str]) -> list[str]:
+def words(loaded: LoadedState | None, plans: Plans, told: Sequence[str]) -> list[str]:
+    """The end of the start report: what is `told` besides, how the config differs, from where the run goes on."""
+    lines = [*(loaded.notices if loaded else []), *told]
+    return [*lines, *_config_lines(loaded, plans, lines), began(plans.checkpoint, loaded)]
+
+
+def _config_lines(loaded: LoadedState | None, plans: Plans, told: Sequence[str]) -> list[str]:
     """How the config differs from that which the checkpoint to resume was written under, but for what is `told`."""
     if loaded is None or loaded.origin != "resume":
         return []
@@ -106,6 +113,24 @@ def config_lines(loaded: LoadedState | None, plans: Plans, told: Sequence[str]) 
         for line in lines
         if not any(t.endswith(f" {line}") for t in told)
     ]
+
+
+def begin_ledger(
+    plans: Plans, world: World, loaded: LoadedState | None, step: int, tokens: int
+) -> tuple[ledger.Ledger, list[str]]:
+    """Note that an attempt starts at `step` steps and `tokens` tokens, on rank 0; what to tell of the one before."""
+    folder = Path(plans.observe.dump_folder)
+    return ledger.begin(
+        folder,
+        ledger.look_back(folder),
+        plans,
+        world_size=world.size,
+        device=device_name(world.device),
+        step=step,
+        tokens=tokens,
+        resumed=loaded is not None and loaded.origin == "resume",
+        source=loaded.folder if loaded is not None and loaded.origin == "from" else None,
+    )
 
 
 def with_other_skips(loaded: LoadedState, plans: Plans) -> LoadedState:

@@ -137,6 +137,7 @@ def train_step(
     loss_function: LossFunction = cross_entropy_sum,
     layer_norms: bool = False,
     pipeline: Pipeline | None = None,
+    before_update: Callable[[], None] | None = None,
     after_update: Callable[[], None] | None = None,
     stop: bool = False,
     phase: Callable[[str], object] = unwatched,
@@ -147,6 +148,7 @@ def train_step(
     duplicates: for what is summed over all ranks though some bring the same.
     layer_norms: also give the gradient norm of each layer; it travels with the others.
     pipeline: runs the stages of `model`, a `PipelineModel`, with a loss function of its own.
+    before_update: called when weights and moments are about to change (`Checkpointer.await_copy`).
     after_update: called when the weights are new (`titanlite.parallel.float8.ScalePrecompute`).
     stop: this rank was asked to stop; `guard.watch` then says so on all ranks. The step itself is done as ever.
     phase: called with the name of what begins (`StallWatch.phase`).
@@ -182,6 +184,8 @@ def train_step(
 
     ok = guard.gate(step, norm, loss, share, counts[1] > 0)
     torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(host))
+    if before_update is not None:
+        before_update()
     gated_step(optimizer, ok.to(host), lr)
     optimizer.zero_grad(set_to_none=True)
     if after_update is not None:

@@ -8,7 +8,7 @@ import logging
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -26,7 +26,6 @@ from titanlite.drift import measure_drift
 from titanlite.guard import BadStepError, FiniteGuard
 from titanlite.models.shapes import as_record
 from titanlite.observe.console import logger
-from titanlite.observe.flops import device_name
 from titanlite.observe.observer import Observer
 from titanlite.observe.profiles import Profiles
 from titanlite.observe.stalls import StallWatch
@@ -117,7 +116,8 @@ class Trainer:
             if self._validation_owed:
                 self.validate()
             if self.step >= self.steps and not self._stopping:
-                self._say_finished()
+                logger.info(starting.nothing_to_do(self.plans, self.step))
+                self._finish("done", self.step)
                 return
             gc.disable()  # collected on all ranks together instead: one rank's pause makes every other wait
             with Profiles(self.plans.profile, self.world.rank, self.world.device) as profiles:
@@ -193,7 +193,8 @@ class Trainer:
     def roll_back(self, bad: BadStepError) -> None:
         """Go back to the newest checkpoint, and on with the data behind the bad step. All ranks call it together.
 
-        Raises `bad` where the policy is another one, its budget is used up, or there is no checkpoint.
+        To the one before, where the newest has proved to be no better (`BadSteps.distrust`). Raises `bad` where the
+        policy is another one, its budget is used up, or there is no checkpoint.
         """
         if self.plans.guard.policy != "rollback" or self.checkpointer is None or self.saves is None:
             raise bad
@@ -202,7 +203,9 @@ class Trainer:
         with self.observer.pausing(), self.patience():
             self.saves.wait()
             try:
-                loaded = self.checkpointer.load_newest(self.parts.model, self.parts.optimizer)
+                loaded = self.checkpointer.load_newest(
+                    self.parts.model, self.parts.optimizer, lambda newest: self._bad_steps.distrust(bad, newest)
+                )
             except CheckpointError as error:
                 bad.explain(f'guard.policy = "rollback", but there is nothing to go back to: {error}')
                 raise bad from error
@@ -215,6 +218,8 @@ class Trainer:
         self._recent.clear()
         self._stopping = self._validation_owed = False  # a wish to stop is renewed with every step
         self.observer.roll_back(self.step, self.plans)
+        if self._ledger is not None:
+            self._ledger.saved(self.step, self.tokens_seen)  # what is kept, should the run end now
         self._bad_steps.rolled_back(bad, fetched, self.step, data)
         for notice in loaded.notices:
             logger.info(notice)
@@ -260,14 +265,8 @@ class Trainer:
             self._go_on(loaded)
         gc.collect()  # before any time is measured
         warnings = self.saves.warnings(self.steps) if self.saves else []
-        report = [
-            *starting.report(self.plans, self.parts, self.text, self.world, self.observer),
-            *warnings,
-            *(loaded.notices if loaded else []),
-            *self._begin_ledger(loaded),
-        ]
-        report += starting.config_lines(loaded, self.plans, report)
-        report.append(starting.began(self.plans.checkpoint, loaded))
+        report = starting.report(self.plans, self.parts, self.text, self.world, self.observer)
+        report += starting.words(loaded, self.plans, [*warnings, *self._begin_ledger(loaded)])
         self.observer.start(self.step, report, self.parts.model)
         self._tell(self.resume_guard.before_first_step())
         if self.parts.compile_watch is not None and self.step < self.steps:
@@ -316,18 +315,7 @@ class Trainer:
         self.stop.notice = ", then a checkpoint is written" if self.checkpointer else off
         if self.world.rank:
             return []
-        folder = Path(self.plans.observe.dump_folder)
-        self._ledger, lines = ledger.begin(
-            folder,
-            ledger.look_back(folder),
-            self.plans,
-            world_size=self.world.size,
-            device=device_name(self.world.device),
-            step=self.step,
-            tokens=self.tokens_seen,
-            resumed=loaded is not None and loaded.origin == "resume",
-            source=loaded.folder if loaded is not None and loaded.origin == "from" else None,
-        )
+        self._ledger, lines = starting.begin_ledger(self.plans, self.world, loaded, self.step, self.tokens_seen)
         return lines
 
     def _set_length(self, steps: int) -> None:
@@ -377,6 +365,7 @@ class Trainer:
                 layer_norms=self.observer.wants_layer_norms(self.step),
                 pipeline=self.parts.pipeline,
                 stop=self.stop.wanted,
+                before_update=self.checkpointer.await_copy if self.checkpointer else None,
                 after_update=self.parts.after_update,
                 phase=unwatched if compiles else self.stalls.phase,
             )
@@ -466,29 +455,33 @@ class Trainer:
         self.guard.check()  # this very step has not been looked at yet on a GPU
         self.tell_skipped()
         with self.observer.pausing(), self.patience():
-            state = {
-                "data": self.parts.loader.state_dict(),
-                "tokens_seen": self.tokens_seen,
-                "global_batch": self.plans.batch.global_batch_size,
-                "schedule_began": self._schedule_began,
-                LEFT_OUT: list(self.plans.checkpoint.exclude_from_loading),
-                **self.resume_guard.at_save(self.step, self._next_batch()),
-            }
-            if statistics := self.guard.state_dict():
-                state["guard"] = statistics
-            if self._validation_owed:
-                state["validation_owed"] = True
             asked = self.saves.save(
                 self.step,
                 self.parts.model,
                 self.parts.optimizer,
-                state,
+                self._loop_state(),
                 trackers=self.observer.run_ids(),
                 stop=self.stop,
                 final=is_last,
                 must=self.step == self.steps,
             )
         self._stopping = self._stopping or asked
+
+    def _loop_state(self) -> dict[str, Any]:
+        """What a checkpoint holds besides tensors. All ranks call it together."""
+        state = {
+            "data": self.parts.loader.state_dict(),
+            "tokens_seen": self.tokens_seen,
+            "global_batch": self.plans.batch.global_batch_size,
+            "schedule_began": self._schedule_began,
+            LEFT_OUT: list(self.plans.checkpoint.exclude_from_loading),
+            **self.resume_guard.at_save(self.step, self._next_batch()),
+        }
+        if statistics := self.guard.state_dict():
+            state["guard"] = statistics
+        if self._validation_owed:
+            state["validation_owed"] = True
+        return state
 
     def _saved(self, step: int, tokens: int, folder: Path, seconds: float) -> None:
         """The checkpoint of `step` is there."""
@@ -507,7 +500,3 @@ class Trainer:
         """torch's own generators; the weights and the data order have seeds of their own."""
         if self.plans.train.seed is not None:
             seed_generators(self.plans.train.seed, self.parts.mesh)
-
-    def _say_finished(self) -> None:
-        logger.info(starting.nothing_to_do(self.plans, self.step))
-        self._finish("done", self.step)

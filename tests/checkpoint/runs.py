@@ -52,7 +52,16 @@ def train(
         losses, draws, outcomes = [], [], []
         for step in range(first, last + 1):
             data = to_device(micro_batches(run, step - 1, rank, world.size), world.device)
-            result = train_step(model, optimizer, data, step=step, lr=run.rates[step - 1], max_norm=1.0, guard=guard)
+            result = train_step(
+                model,
+                optimizer,
+                data,
+                step=step,
+                lr=run.rates[step - 1],
+                max_norm=1.0,
+                guard=guard,
+                before_update=checkpointer.await_copy,
+            )
             losses.append(result.loss.item())
             if draw:
                 draws.append(torch.rand(()).item())

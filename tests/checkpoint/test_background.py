@@ -17,12 +17,15 @@ import torch.distributed as dist
 
 from tests.checkpoint.runs import PRINTS, RUN, train
 from tests.pool import Pools
-from tests.training.harness import build_tiny, full
+from tests.training.harness import build_tiny, full, micro_batches
+from titanlite.build import to_device
 from titanlite.checkpoint import Checkpointer, CheckpointError, checkpointer
 from titanlite.checkpoint.contents import Contents, compare
 from titanlite.checkpoint.manifest import find, steps_in
 from titanlite.config.plans import CheckpointPlan
+from titanlite.guard import FiniteGuard
 from titanlite.parallel.world import World, set_timeouts
+from titanlite.step import train_step
 
 ASYNC = CheckpointPlan(async_mode="async")
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,6 +86,74 @@ def test_the_copy_is_complete_before_weights_change(pool: Pools, tmp_path: Path)
     contents = Contents(tmp_path / "step-1")
     names = [name for name in contents.manifest.tensors if name.startswith("model.")]
     assert sorted(contents.read(name).sum().item() for name in names) == pytest.approx(sorted(before))
+
+
+def _copy_beside_the_next_step(world: World, folder: str) -> dict[str, Any]:
+    """Hold the copy back: what goes on meanwhile, what does not, and what was to be saved."""
+    model, optimizer, rank = build_tiny(world, RUN)
+    guard = FiniteGuard(world.device)
+    saver = Checkpointer(CheckpointPlan(enable=True, folder=folder, async_mode="async_with_pinned_mem"), world, PRINTS)
+    assert saver._background is not None
+    stager, held = saver._background._stager, threading.Event()
+    real, seen = stager.stage, {}
+    stager.stage = lambda tensors: (held.wait(60), real(tensors))[1]  # type: ignore[method-assign]
+
+    def step(number: int, before_update: Any) -> None:
+        data = to_device(micro_batches(RUN, number - 1, rank, world.size), world.device)
+        train_step(model, optimizer, data, step=number, lr=0.1, max_norm=1.0, guard=guard, before_update=before_update)
+
+    def before_update() -> None:
+        seen["held back"] = not held.is_set()  # forward and backward are done
+        threading.Timer(0.5, held.set).start()
+        saver.await_copy()
+        seen["awaited"] = held.is_set()
+
+    try:
+        step(1, saver.await_copy)
+        before = {name: full(p).clone() for name, p in model.named_parameters()}
+        saver.save(1, model, optimizer, {})
+        step(2, before_update)
+        saver.wait()
+    finally:
+        held.set()
+        saver.close()
+    moved = any(not torch.equal(full(p), before[name]) for name, p in model.named_parameters())
+    return {**seen, "moved": moved, "before": before}
+
+
+def test_the_copy_is_made_beside_forward_and_backward_and_awaited_before_the_update(
+    pool: Pools, tmp_path: Path
+) -> None:
+    found = pool(2).run(_copy_beside_the_next_step, str(tmp_path))
+    assert all(one["held back"] and one["awaited"] and one["moved"] for one in found)
+    contents = Contents(tmp_path / "step-1")
+    for name, weight in found[0]["before"].items():
+        assert torch.equal(contents.read(f"model.{name}"), weight), name
+
+
+def _copy_fails(world: World, folder: str) -> str:
+    model, optimizer, _ = build_tiny(world, RUN)
+    saver = Checkpointer(CheckpointPlan(enable=True, folder=folder, async_mode="async_with_pinned_mem"), world, PRINTS)
+    assert saver._background is not None
+
+    def full_up(_: Any) -> Any:
+        raise MemoryError("no host memory")
+
+    saver._background._stager.stage = full_up  # type: ignore[method-assign]
+    saver.save(1, model, optimizer, {})
+    saver.await_copy()  # not for ever
+    try:
+        saver.wait()
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        saver.close()
+    return ""
+
+
+def test_a_copy_that_fails_is_a_save_that_fails(pool: Pools, tmp_path: Path) -> None:
+    assert pool(2).run(_copy_fails, str(tmp_path)) == ["no host memory"] * 2
+    assert steps_in(tmp_path) == []
 
 
 def _fails_once(world: World, folder: str, bad_rank: int) -> dict[str, Any]:
@@ -193,23 +264,35 @@ def test_never_two_in_flight(pool: Pools, tmp_path: Path) -> None:
     assert steps_in(tmp_path) == [1, 2, 3]
 
 
-def _group_timeout(world: World, folder: str) -> tuple[float, float]:
-    """Seconds that the save's group and the default group wait after the first step has lowered timeouts."""
+def _group_timeouts(world: World, folder: str, mode: Any) -> list[float]:
+    """Seconds that groups wait after the first step has lowered timeouts: a save's, and the default one."""
     from torch.distributed.distributed_c10d import _get_default_group
 
-    saver = Checkpointer(CheckpointPlan(enable=True, folder=folder, async_mode="async"), world, PRINTS)
+    model, optimizer, _ = build_tiny(world, RUN)
+    saver = Checkpointer(CheckpointPlan(enable=True, folder=folder, async_mode=mode), world, PRINTS)
+    used: list[dist.ProcessGroup] = []
+    real = checkpointer.dcp.save
+
+    def save(*args: Any, process_group: dist.ProcessGroup, **kwargs: Any) -> Any:
+        used.append(process_group)
+        return real(*args, process_group=process_group, **kwargs)
+
+    checkpointer.dcp.save = save  # type: ignore[assignment]
     set_timeouts(77)
-    assert saver._background is not None
-    cpu = torch.device("cpu")
-    groups = saver._background._group, _get_default_group()
-    mine, default = (group._get_backend(cpu).options._timeout.total_seconds() for group in groups)
-    set_timeouts(120)
-    saver.close()
-    return mine, default
+    try:
+        saver.save(1, model, optimizer, {})
+        saver.wait()
+        groups = [group._get_backend(torch.device("cpu")) for group in (*used, _get_default_group())]
+        return [group.options._timeout.total_seconds() for group in groups]
+    finally:
+        checkpointer.dcp.save = real
+        set_timeouts(120)
+        saver.close()
 
 
-def test_a_slow_disk_is_not_taken_for_a_stuck_rank(pool: Pools, tmp_path: Path) -> None:
-    assert pool(2).run(_group_timeout, str(tmp_path)) == [(7200.0, 77.0)] * 2
+@pytest.mark.parametrize(("mode", "seconds"), [("async", 7200.0), ("disabled", 1800.0)])
+def test_a_slow_disk_is_not_taken_for_a_stuck_rank(pool: Pools, tmp_path: Path, mode: str, seconds: float) -> None:
+    assert pool(2).run(_group_timeouts, str(tmp_path), mode) == [[seconds, 77.0]] * 2
 
 
 _KILLED = """

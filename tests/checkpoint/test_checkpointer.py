@@ -11,6 +11,11 @@ import torch
 
 from tests.checkpoint.runs import PRINTS, RUN, refusal, train
 from tests.pool import Pools
+from tests.training.harness import build_tiny
+from titanlite.checkpoint import Checkpointer
+from titanlite.checkpoint.contents import Contents, compare
+from titanlite.config.plans import CheckpointPlan
+from titanlite.parallel.world import World
 
 
 def _equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
@@ -53,6 +58,49 @@ def test_other_rank_counts_continue_to_rounding(pool: Pools, tmp_path: Path, ran
     torch.testing.assert_close(resumed["losses"], straight["losses"][10:], rtol=0, atol=5e-6)
     assert any("written on 2 ranks" in line for line in resumed["loaded"].notices)
     assert resumed["loaded"].train == {"next_sequence": 80}
+
+
+#: Kinds of four ranks, each of which takes over from the one before it; the last one's checkpoint goes to the first.
+KINDS: dict[str, dict[str, Any]] = {
+    "fsdp": {},
+    "hsdp": {"replicas": 2},
+    "tensor": {"tensor": 2},
+    "pipeline": {"pipeline": 2},
+    "ddp": {"replicas": 4},
+    "tensor and pipeline": {"tensor": 2, "pipeline": 2},
+    "replicas and tensor": {"replicas": 2, "tensor": 2},
+    "whole": {"tensor": 4},
+}
+
+
+def _hand_on(world: World, source: str, target: str, kind: dict[str, Any], seed: int) -> int:
+    """Load what another kind has saved into a model with other weights, and save it again as it is."""
+    model, optimizer, _ = build_tiny(world, replace(RUN, **kind, seed=seed, args=replace(RUN.args, n_kv_heads=4)))
+    for folder, first in ((source, True), (target, False)):
+        checkpointer = Checkpointer(CheckpointPlan(enable=True, folder=folder), world, PRINTS)
+        if first:
+            loaded = checkpointer.load(model, optimizer)
+            assert loaded is not None
+        else:
+            checkpointer.save(loaded.step, model, optimizer, loaded.train)
+        checkpointer.close()
+    return loaded.step
+
+
+@pytest.mark.slow
+def test_weights_and_moments_pass_through_every_kind_of_sharding(pool: Pools, tmp_path: Path) -> None:
+    run = replace(RUN, args=replace(RUN.args, n_kv_heads=4))
+    pool(4).run(train, run, str(tmp_path / "origin"), 1, 2)
+    before = "origin"
+    for seed, (name, kind) in enumerate([*KINDS.items(), ("fsdp again", {})], start=20):
+        assert pool(4).run(_hand_on, str(tmp_path / before), str(tmp_path / name), kind, seed) == [2] * 4
+        before = name
+    sides = Contents(tmp_path / "origin" / "step-2"), Contents(tmp_path / before / "step-2")
+    found = [one for one in compare(*sides) if one.name != "rng.torch"]
+    assert sum(one.name.startswith("optimizer.") for one in found) > sum(one.name.startswith("model.") for one in found)
+    assert [one.name for one in found if one.elements or not one.comparable] == []
+    moments = [one.name for one in found if one.name.endswith("exp_avg_sq")]
+    assert moments and all(sides[0].read(name).abs().sum() > 0 for name in moments), "there was something to carry"
 
 
 def test_names_in_the_file_are_plain(pool: Pools, tmp_path: Path) -> None:

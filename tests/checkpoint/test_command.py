@@ -15,8 +15,9 @@ import torch
 from tests.checkpoint.runs import RUN, flip, train
 from tests.pool import Pools
 from titanlite import exit_codes
+from titanlite.checkpoint import command
 from titanlite.checkpoint.contents import Contents, compare
-from titanlite.checkpoint.manifest import find, steps_in
+from titanlite.checkpoint.manifest import REASON, find, parse_manifest, steps_in
 from titanlite.cli import main
 from titanlite.observe.stepline import human_bytes
 
@@ -49,6 +50,7 @@ def test_ls_shows_every_state(run: Path, capsys: pytest.CaptureFixture[str]) -> 
     (root / "step-2" / "KEEP").touch()
     shutil.copytree(root / "step-4", root / "step-6")  # renamed: its manifest says 4
     shutil.copytree(root / "step-4", root / "step-6.invalid-0")
+    (root / "step-6.invalid-0" / REASON).write_text("a bit has flipped\n")
     (root / ".partial-step-8-abc").mkdir()
     (root / ".deleted-step-1").mkdir()
     (root / "notes").mkdir()
@@ -62,7 +64,8 @@ def test_ls_shows_every_state(run: Path, capsys: pytest.CaptureFixture[str]) -> 
     ):
         assert f"  {state}  " in line, line
     assert lines[7].startswith("note: ") and "was renamed: its manifest is of step 4" in lines[7]
-    assert lines[8].startswith(f"{root}: ") and lines[8].endswith("newest valid: step-4")
+    assert lines[8] == "note: step-6.invalid-0: a bit has flipped"
+    assert lines[9].startswith(f"{root}: ") and lines[9].endswith("newest valid: step-4")
     size = sum(path.stat().st_size for path in (root / "step-4").iterdir())
     assert f" {human_bytes(size)} " in lines[3] and lines[3].split()[-3] == "2"
     listed = json.loads("\n".join(_lines(capsys, "ls", root, "--json")))
@@ -120,6 +123,19 @@ def test_verify(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "DAMAGED" in _lines(capsys, "verify", root / "step-4", code=exit_codes.CHECKPOINT)[0]
     (root / "step-2" / "manifest.json").unlink()
     assert "never finished" in _lines(capsys, "verify", root / "step-2", code=exit_codes.CHECKPOINT)[1]
+
+
+def test_verify_says_how_far_it_has_come(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_TELL_SECONDS", 0.0)
+    assert main(["checkpoint", "verify", str(run)]) == exit_codes.DONE
+    said = capsys.readouterr().err.splitlines()
+    for step in (2, 4):
+        folder = run / "checkpoint" / f"step-{step}"
+        lines = [line for line in said if line.startswith(f"{folder}: ")]
+        size = human_bytes(sum(parse_manifest(folder).files.values()))
+        assert len(lines) == 3 and lines[-1] == f"{folder}: {size} of {size}", "one for each file: they are small"
 
 
 def test_verify_of_an_old_one_says_what_it_cannot_know(capsys: pytest.CaptureFixture[str]) -> None:

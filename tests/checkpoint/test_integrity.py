@@ -18,11 +18,13 @@ import xxhash
 from tests.checkpoint.runs import RUN, flip, refusal, train
 from tests.pool import Pools
 from tests.training.harness import build_tiny
-from titanlite.checkpoint import Checkpointer, CheckpointError
+from tests.words import listening
+from titanlite.checkpoint import Checkpointer, CheckpointError, loading
 from titanlite.checkpoint.integrity import check_file, digest_of, file_digest, share
 from titanlite.checkpoint.manifest import FORMAT, find, read_manifest
 from titanlite.checkpoint.storage import CheckedReader
 from titanlite.config.plans import CheckpointPlan
+from titanlite.observe.stepline import human_bytes
 from titanlite.parallel.world import World
 
 
@@ -83,6 +85,26 @@ def test_one_flipped_bit_anywhere_leads_to_the_older_one(pool: Pools, folder: Pa
     assert found["step"] == 3
     assert "step-6" in found["notices"][0] and name in found["notices"][0]
     assert f"titanlite checkpoint verify {folder}" in found["notices"][1]
+
+
+def _load_aloud(world: World, folder: str) -> list[str]:
+    loading._TELL_SECONDS = 0.0
+    try:
+        with listening() as said:
+            _load(world, folder, CheckpointPlan())
+    finally:
+        loading._TELL_SECONDS = 10.0
+    return [line for line in said if line.startswith("comparing ")]
+
+
+def test_a_long_comparison_says_how_far_it_has_come(pool: Pools, three_and_six: Path) -> None:
+    folder = three_and_six / "step-6"
+    files = read_manifest(folder).files
+    for rank, said in enumerate(pool(2).run(_load_aloud, str(three_and_six))):
+        names = {*share(files, rank, 2), ".metadata"}
+        size = human_bytes(sum(files[name] for name in names))
+        assert len(said) == len(names)
+        assert said[-1] == f"comparing {folder} with its hashes: {size} of {size} of this rank's part"
 
 
 def test_the_rank_that_sees_the_damage_speaks_for_all(pool: Pools, folder: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from titanlite.checkpoint.integrity import digest_of
-from titanlite.checkpoint.manifest import CheckpointError, Manifest, find, publish, read_manifest, steps_in
+from titanlite.checkpoint.manifest import REASON, CheckpointError, Manifest, find, publish, read_manifest, steps_in
 
 MANIFEST = Manifest(
     step=5,
@@ -108,7 +108,9 @@ def test_invalid_one_is_moved_aside_not_deleted(tmp_path: Path) -> None:
     (folder / "shard").write_bytes(b"12")
     _write(tmp_path, 5)
     assert read_manifest(tmp_path / "step-5") == MANIFEST
-    assert (tmp_path / "step-5.invalid-0" / "shard").read_bytes() == b"12"
+    aside = tmp_path / "step-5.invalid-0"
+    assert (aside / "shard").read_bytes() == b"12"
+    assert (aside / REASON).read_text() == f"{folder / 'shard'} has 2 bytes, the manifest says 4\n"
     assert steps_in(tmp_path) == [5]
 
 
@@ -139,5 +141,6 @@ def test_known_damage_is_passed_over_and_moved_aside(tmp_path: Path) -> None:
     partial = tmp_path / ".partial-5"
     partial.mkdir()
     (partial / "shard").write_bytes(b"1234")
-    publish(partial, tmp_path, MANIFEST, known_bad={5})
+    publish(partial, tmp_path, MANIFEST, known_bad={5: "a hash differs"})
+    assert (tmp_path / "step-5.invalid-0" / REASON).read_text() == "a hash differs\n"
     assert (tmp_path / "step-5.invalid-0").is_dir() and find(tmp_path) == (MANIFEST, [])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.checkpoint.staging import DefaultStager
 
 from tests.checkpoint.runs import flip
 from tests.pool import Pools
@@ -54,6 +56,25 @@ def test_run_with_background_saves_equals_one_without(pool: Pools, tmp_path: Pat
         assert len(told) == 1
     longer = pool(2).run(_run, str(tmp_path / "async"), "--training.steps=8", *ASYNC[1:])[0]
     assert any("resumed from step 6" in line for line in longer["said"]) and longer["step"] == 8
+
+
+def _late_copies(world: World, folder: str, *flags: str) -> dict[str, Any]:
+    """A run whose copies for a save begin late: by then, a loop that does not wait for them has new weights."""
+    real = DefaultStager.stage
+    DefaultStager.stage = lambda *args: (time.sleep(0.7), real(*args))[1]  # type: ignore[method-assign]
+    try:
+        return _run(world, folder, *flags)
+    finally:
+        DefaultStager.stage = real  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+def test_a_run_waits_for_overlapped_copies_before_it_updates(pool: Pools, tmp_path: Path) -> None:
+    pool(2).run(_run, str(tmp_path / "sync"), *ASYNC[:2])
+    pool(2).run(_late_copies, str(tmp_path / "late"), *ASYNC[:2], "--checkpoint.async_mode=async_with_pinned_mem")
+    for step in (2, 4, 6):
+        sides = [Contents(tmp_path / kind / "checkpoint" / f"step-{step}") for kind in ("sync", "late")]
+        assert not any(one.elements for one in compare(*sides))
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.pool import Pools
+from tests.tiny import EIGHT_STEPS
 from titanlite import exit_codes
 from titanlite.build import read_text
 from titanlite.config.load import load_file
@@ -25,16 +26,7 @@ from titanlite.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = [
-    "--model.overrides.dim=32",
-    "--model.overrides.n_layers=1",
-    "--model.overrides.n_heads=2",
-    "--training.seq_len=16",
-    "--training.batch_size=1",
-    "--training.global_batch_size=4",
-    "--training.warmup_steps=2",
-    "--lr_scheduler.total_steps=8",
-    "--metrics.log_freq=1",
-    "--training.mixed_precision_param=float32",
+    *EIGHT_STEPS,
     "--validation.enable",
     "--validation.freq=4",
     "--validation.steps=3",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from titanlite.data import corpus as corpus_module
 from titanlite.data import load_tokenizer
 from titanlite.data.corpus import tokenize
 from titanlite.data.errors import DataError
-from titanlite.data.sources import BUNDLED, iter_records, list_files
+from titanlite.data.sources import BUNDLED, Record, iter_records, list_files
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, Tokenizer
 from titanlite.data.tokenizer.tiktoken_ranks import read_ranks
 
@@ -136,7 +137,8 @@ def test_no_records_is_an_error(tmp_path: Path, workers: int) -> None:
         tokenize([write(tmp_path / "a.jsonl", [])], TOKENIZER, TOKENIZER.vocab_size, workers)
 
 
-def _interrupt() -> None:
+def _interrupted(files: list[Path]) -> Iterator[Record]:
+    yield from itertools.islice(iter_records(files), 2)
     raise KeyboardInterrupt
 
 
@@ -149,17 +151,18 @@ def _worker_fails() -> Tokenizer:
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "progress", "error"),
-    [(lambda: TOKENIZER, _interrupt, KeyboardInterrupt), (_worker_fails, lambda: None, MemoryError)],
+    ("tokenizer", "read", "error"),
+    [(lambda: TOKENIZER, _interrupted, KeyboardInterrupt), (_worker_fails, iter_records, MemoryError)],
 )
 def test_threads_end_with_an_interrupt_or_an_error(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     tokenizer: Callable[[], Tokenizer],
-    progress: Callable[[], None],
+    read: Callable[[list[Path]], Iterator[Record]],
     error: type[BaseException],
 ) -> None:
     monkeypatch.setattr(corpus_module, "_CHUNK", 1)
+    monkeypatch.setattr(corpus_module, "iter_records", read)
     with pytest.raises(error):
-        tokenize([write(tmp_path / "a.jsonl", TEXTS)], tokenizer(), TOKENIZER.vocab_size, 3, progress)
+        tokenize([write(tmp_path / "a.jsonl", TEXTS)], tokenizer(), TOKENIZER.vocab_size, 3)
     assert tokenizing_threads() == []

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from tests.tiny import EIGHT_STEPS
 from titanlite.checkpoint.contents import Contents, compare
 from titanlite.drill.text import write_text
 from titanlite.observe.metrics import read_metrics
@@ -15,17 +16,8 @@ from titanlite.observe.metrics import read_metrics
 STEPS, INTERVAL = 8, 2
 TINY = [
     "--job.config_file=debug_model.toml",
-    "--model.overrides.dim=32",
-    "--model.overrides.n_layers=1",
-    "--model.overrides.n_heads=2",
-    "--training.seq_len=16",
-    "--training.batch_size=1",
-    "--training.global_batch_size=4",
-    "--training.warmup_steps=2",
+    *EIGHT_STEPS,
     f"--training.steps={STEPS}",
-    f"--lr_scheduler.total_steps={STEPS}",
-    "--metrics.log_freq=1",
-    "--training.mixed_precision_param=float32",
     "--no-validation.enable",
     "--checkpoint.enable_checkpoint",
     f"--checkpoint.interval={INTERVAL}",

@@ -106,9 +106,10 @@ def test_a_resume_is_exact(world: World, tmp_path: Path, mode: str) -> None:
         straight = train_and_save(world, SAVED, str(tmp_path / "straight"), 1, 6, every=3)
         first = train_and_save(world, SAVED, str(tmp_path / "parts"), 1, 3, every=3, plan=plan)
         rest = train_and_save(world, SAVED, str(tmp_path / "parts"), 4, 6, every=3, plan=plan)
+        train_and_save(world, SAVED, str(tmp_path / "on"), 1, 6, every=3, plan=plan)  # steps while step 3 is copied
     finally:
         torch.use_deterministic_algorithms(False)
     assert [*first["losses"], *rest["losses"]] == straight["losses"]
-    for step in (3, 6):
-        pair = (Contents(tmp_path / name / f"step-{step}") for name in ("parts", "straight"))
+    for name, step in (("parts", 3), ("parts", 6), ("on", 3)):
+        pair = (Contents(tmp_path / folder / f"step-{step}") for folder in (name, "straight"))
         assert not [one.name for one in compare(*pair) if one.elements or one.left != one.right]

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
+from tests.tiny import TWO_LAYERS
+
 ROOT = Path(__file__).parents[2]
 TINY = [
-    "--model.overrides.dim=64",
-    "--model.overrides.n_layers=2",
-    "--model.overrides.n_heads=4",
-    "--training.seq_len=32",
+    *TWO_LAYERS,
     "--training.batch_size=2",
     "--compile.backend=aot_eager",
 ]

@@ -27,6 +27,7 @@ from pathlib import Path
 import pyte
 import pytest
 
+from tests.tiny import TWO_LAYERS
 from titanlite.observe import live
 from titanlite.observe.console import colorize, console_handler, logger, setup_console
 from titanlite.observe.live import ROWS, LiveView, paint, progress, start_view, table
@@ -713,10 +714,7 @@ def test_the_log_of_the_rank_keeps_every_step_line(terminal: Terminal, tmp_path:
 
 
 TINY = [
-    "--model.overrides.dim=64",
-    "--model.overrides.n_layers=2",
-    "--model.overrides.n_heads=4",
-    "--training.seq_len=32",
+    *TWO_LAYERS,
     "--training.batch_size=1",
     "--training.global_batch_size=8",
     "--training.steps=12",

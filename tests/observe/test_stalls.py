@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import signal
@@ -11,8 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,13 +21,15 @@ import torch.distributed as dist
 
 from tests.pool import Pools
 from tests.training.test_run import TINY
+from tests.words import listening
 from titanlite import exit_codes
 from titanlite.build import read_text
+from titanlite.checkpoint.background import BackgroundSave
 from titanlite.config.plans import StallPlan
 from titanlite.data.background import Prefetcher
-from titanlite.observe.console import logger
+from titanlite.guard import LossSpikeError
 from titanlite.observe.stall_report import MAX_ROWS, RankState, table, verdict
-from titanlite.observe.stalls import THREAD, StallWatch
+from titanlite.observe.stalls import THREAD, StallWatch, _stack
 from titanlite.parallel.world import World
 from titanlite.prepare import load_plans
 from titanlite.runs.ledger import read_entries
@@ -89,19 +89,6 @@ def test_the_table_of_many_ranks_shows_the_culprit_and_counts_the_rest() -> None
     assert lines[-1] == f"  and {1000 - MAX_ROWS} more in forward of step 5"
 
 
-@contextmanager
-def _listening() -> Iterator[list[str]]:
-    said: list[str] = []
-    listener = logging.Handler()
-    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(listener)
-    logger.setLevel(logging.INFO)
-    try:
-        yield said
-    finally:
-        logger.removeHandler(listener)
-
-
 def _until(done: Callable[[], object]) -> None:
     deadline = time.monotonic() + LONG
     while not done() and time.monotonic() < deadline:
@@ -124,7 +111,7 @@ def _reports(said: list[str]) -> list[str]:
 
 
 def _sleep(world: World) -> list[str]:
-    with _listening() as said, StallWatch(QUICK, end=None) as stalls:
+    with listening() as said, StallWatch(QUICK, end=None) as stalls:
 
         def read_shard() -> None:
             if world.rank == 1:
@@ -158,7 +145,7 @@ def test_a_rank_that_sleeps_in_its_loader_is_named_with_its_stack(pool: Pools) -
 def _stop(world: World) -> list[str]:
     pids = [0] * world.size
     dist.all_gather_object(pids, os.getpid())
-    with _listening() as said, StallWatch(QUICK, end=None) as stalls:
+    with listening() as said, StallWatch(QUICK, end=None) as stalls:
 
         def wake() -> None:
             _until(lambda: _reports(said))
@@ -214,7 +201,7 @@ class _Slow:
 
 
 def test_one_process_alone_is_watched_too_and_the_thread_that_reads_is_shown() -> None:
-    with _listening() as said, StallWatch(QUICK, end=None) as stalls, Prefetcher(_Slow(stalls)) as batches:
+    with listening() as said, StallWatch(QUICK, end=None) as stalls, Prefetcher(_Slow(stalls)) as batches:
         for step in range(1, 5):
             stalls.phase("data", step)
             batches.next_step()
@@ -222,6 +209,35 @@ def test_one_process_alone_is_watched_too_and_the_thread_that_reads_is_shown() -
     (report,) = _reports(said)
     assert "_until < observe/test_stalls.py" in report and "_fetch" in report, "not only that it waits for a thread"
     assert "has been in data of step 3" in report
+
+
+def _wait_for_a_save(world: World) -> tuple[str, ...]:
+    """The stack that is shown of a rank which waits for a save in the background."""
+    main, told = threading.get_ident(), threading.Event()
+    saves = BackgroundSave(world.device)
+
+    def write_slowly(*_: Any) -> None:
+        told.wait(LONG)
+
+    def look() -> None:
+        _until(lambda: any("background.py" in frame for frame in _stack(main)[0]))
+        found.append(_stack(main)[0])
+        told.set()
+
+    found: list[tuple[str, ...]] = []
+    saves.start(1, Path("step-1"), {"weight": torch.ones(3)}, write_slowly)
+    looker = threading.Thread(target=look)
+    looker.start()
+    saves.wait()
+    looker.join()
+    saves.close()
+    return found[0]
+
+
+def test_who_waits_for_a_save_shows_the_thread_that_writes(pool: Pools) -> None:
+    (stack,) = pool(1).run(_wait_for_a_save)
+    assert any(frame.endswith(" write_slowly") for frame in stack[:4]), stack
+    assert any("checkpoint/background.py" in frame and frame.endswith(" wait") for frame in stack)
 
 
 def _raise(world: World) -> tuple[list[str], list[str], float, int]:
@@ -233,7 +249,7 @@ def _raise(world: World) -> tuple[list[str], list[str], float, int]:
             raise OSError(5, "Input/output error", "/data/shard-3")
 
     began = time.monotonic()
-    with _listening() as said:
+    with listening() as said:
         stalls = StallWatch(QUICK, logs="runs/logs", end=None)
         stalls.on_peer = lambda error: peers.append(f"{exit_codes.code_of(error)} {error}")
         try:
@@ -262,7 +278,7 @@ def test_what_one_rank_raises_is_told_on_rank_0(pool: Pools) -> None:
 
 def _raise_together(world: World, error: BaseException) -> tuple[list[str], float]:
     began = time.monotonic()
-    with _listening() as said, pytest.raises(type(error)), StallWatch(QUICK, end=os._exit) as stalls:
+    with listening() as said, pytest.raises(type(error)), StallWatch(QUICK, end=os._exit) as stalls:
         stalls.phase("data", 1)
         dist.barrier()
         raise error
@@ -273,6 +289,20 @@ def _raise_together(world: World, error: BaseException) -> tuple[list[str], floa
 def test_what_all_ranks_raise_ends_nobody_else(pool: Pools, error: BaseException) -> None:
     for said, took in pool(2).run(_raise_together, error):
         assert said == [] and took < LONG
+
+
+def _spike(world: World) -> list[str]:
+    """The guard stops all ranks; one of them takes its time."""
+    with listening() as said, pytest.raises(LossSpikeError), StallWatch(QUICK, end=os._exit):
+        dist.barrier()
+        if world.rank == 0:
+            time.sleep(2.5)  # longer than a rank is given to raise by itself what another has raised
+        raise LossSpikeError(7, 1.0, 9.0, 2.0, 0.1, 6.0)
+    return said
+
+
+def test_what_the_guard_raises_is_not_one_ranks_fault(pool: Pools) -> None:
+    assert pool(2).run(_spike) == [[], []]
 
 
 def _train(world: World, folder: str, *flags: str) -> list[str]:
@@ -289,7 +319,7 @@ def _train(world: World, folder: str, *flags: str) -> list[str]:
     phases: list[str] = []
     note = trainer.stalls.phase
     trainer.stalls.phase = lambda name, step=None: (phases.append(name), note(name, step))[1]  # type: ignore[method-assign]
-    with _listening() as said:
+    with listening() as said:
         trainer.train()
     return [" ".join(phases), *_reports(said)]
 
@@ -308,6 +338,7 @@ import os, signal, sys, threading, time
 from pathlib import Path
 from titanlite import app
 from titanlite.data.background import Prefetcher
+from titanlite.guard import LossSpikeError
 from titanlite.data.loader import TrainLoader
 from titanlite.observe.stalls import StallWatch
 from titanlite.trainer import Trainer

@@ -14,23 +14,20 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.pool import free_port
 from titanlite import exit_codes
 from titanlite.observe.console import logger
-from titanlite.parallel.meeting import MeetingError, come, connect, meet
+from titanlite.parallel.meeting import MeetingError, after_rank_0, come, connect, leaving_word, meet
 from titanlite.parallel.world import World
+from titanlite.preempt import Preempted
+from titanlite.runs.lock import RunLock
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST = socket.gethostname()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _come(size: int, *ranks: int) -> list[dist.Store]:
-    port = _free_port()
+    port = free_port()
     return [come(rank, size, ("127.0.0.1", port), is_master=rank == ranks[0]) for rank in ranks]
 
 
@@ -68,7 +65,7 @@ def test_a_rank_that_is_busy_gets_more_time_than_one_that_is_not_there(caplog: p
 
 
 def test_a_store_whose_process_ends_is_named() -> None:
-    port = _free_port()
+    port = free_port()
     serve = "import sys, torch.distributed as d; s = d.TCPStore('127.0.0.1', int(sys.argv[1]), is_master=True); input()"
     with subprocess.Popen([sys.executable, "-c", serve, str(port)], stdin=subprocess.PIPE) as server:
         store = come(1, 2, ("127.0.0.1", port), limit=90)
@@ -79,7 +76,7 @@ def test_a_store_whose_process_ends_is_named() -> None:
 
 
 def test_a_store_that_cannot_be_reached_is_named() -> None:
-    port = _free_port()
+    port = free_port()
     with pytest.raises(MeetingError, match=f"rank 1 on {HOST} cannot reach the store of the run at 127.0.0.1:{port} "):
         come(1, 2, ("127.0.0.1", port), limit=1)
 
@@ -89,6 +86,52 @@ def test_ranks_that_cannot_connect_are_told_which_interface_to_look_at() -> None
     with pytest.raises(MeetingError, match="all 2 ranks are there, but rank 0 on .*GLOO_SOCKET_IFNAME"):
         connect("gloo", store, 0, 2, limit=1)
     assert not dist.is_initialized()
+
+
+def test_what_a_rank_raises_before_the_meeting_ends_the_others_with_its_words() -> None:
+    """Rank 1 waits for the meeting already, rank 2 for rank 0; rank 3 comes to it later. Nobody waits for a limit."""
+    stores = _come(4, 0, 1, 2, 3)
+    raised: dict[int, str] = {}
+    seconds: dict[int, float] = {}
+
+    def attempt(rank: int, wait: Callable[[dist.Store, int, int, float, float], None]) -> None:
+        began = time.monotonic()
+        try:
+            with leaving_word(stores[rank], rank, 4):
+                wait(stores[rank], rank, 4, 90, 90)
+        except (MeetingError, OSError) as error:
+            raised[rank] = str(error)
+        seconds[rank] = time.monotonic() - began
+
+    def fail(*_: object) -> None:
+        time.sleep(0.3)
+        raise OSError("the folder is taken")
+
+    def late(store: dist.Store, rank: int, size: int, patience: float, limit: float) -> None:
+        time.sleep(1)
+        meet(store, rank, size, patience, limit)
+
+    waits = [fail, meet, after_rank_0, late]
+    _all(*(lambda rank=rank, wait=wait: attempt(rank, wait) for rank, wait in enumerate(waits)))
+    told = f"rank 0 ({HOST}, process {os.getpid()}) has ended: the folder is taken"
+    assert raised == {0: "the folder is taken", 1: told, 2: told, 3: told}
+    assert max(seconds.values()) < 30
+    assert seconds[0] > 0.7, "the one that serves the store stays until the last has read it"
+
+
+def test_ranks_that_fail_alike_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titanlite.parallel.meeting._HEARD_SECONDS", 60.0)
+    stores = _come(2, 0, 1)
+
+    def attempt(rank: int) -> None:
+        with pytest.raises(ValueError, match="no such file"), leaving_word(stores[rank], rank, 2):
+            raise ValueError("no such file")
+
+    began = time.monotonic()
+    _all(lambda: attempt(0), lambda: attempt(1))
+    with pytest.raises(Preempted), leaving_word(_come(2, 0, 1)[0], 0, 2):
+        raise Preempted("SIGTERM before the first step")  # a grace period is short: nobody is waited for
+    assert time.monotonic() - began < 30
 
 
 def test_one_process_alone_meets_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +145,7 @@ def test_one_process_alone_meets_nobody(monkeypatch: pytest.MonkeyPatch) -> None
 def test_train_py_without_its_peer_ends_as_a_lost_peer(tmp_path: Path) -> None:
     """Rank 1 of 2, whose rank 0 with the store is never started."""
     environment = {**os.environ, "RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": "1"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     script = tmp_path / "short.py"
     script.write_text(
         "import functools\n"
@@ -117,3 +160,23 @@ def test_train_py_without_its_peer_ends_as_a_lost_peer(tmp_path: Path) -> None:
     assert done.returncode == exit_codes.LOST_PEER, done.stderr
     assert done.stderr.splitlines()[-1].startswith(f"error: rank 1 on {HOST} cannot reach the store of the run at ")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_run_that_the_lock_refuses_ends_on_all_ranks_with_its_words(tmp_path: Path) -> None:
+    """Two ranks without torchrun, so nobody ends the one that waits but itself."""
+    environment = {**os.environ, "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, str(ROOT / "train.py"), f"--job.dump_folder={tmp_path}/run"]
+    with RunLock(tmp_path / "run"):
+        processes = [
+            subprocess.Popen(
+                command, env={**environment, "RANK": rank, "LOCAL_RANK": "0"}, stderr=subprocess.PIPE, text=True
+            )
+            for rank in ("0", "1")
+        ]
+        codes, errors = zip(*((p.wait(240), p.communicate()[1].splitlines()[-1]) for p in processes), strict=True)
+    assert codes == (exit_codes.CHECKPOINT, exit_codes.LOST_PEER)
+    refused = f"{tmp_path}/run belongs to a run that is alive: process {os.getpid()} on {HOST}"
+    assert errors[0].startswith(f"error: {refused}")
+    assert errors[1].startswith(f"error: rank 0 ({HOST}, process {processes[0].pid}) has ended: {refused}")

@@ -19,7 +19,7 @@ from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.pool import Pools, _free_port
+from tests.pool import Pools, free_port
 from tests.refusals import refusal
 from tests.training.compare import LABELS, SEQ, TOKENS, WARM, relative
 from tests.training.harness import TINY, Run, build_tiny, initial_weights, micro_batches, train
@@ -382,7 +382,7 @@ def test_a_tokenizers_vocabulary_that_does_not_divide_ends_before_any_process_gr
         "WORLD_SIZE": "5",
         "RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
     }.items():
         monkeypatch.setenv(name, value)
     shape = ["dim=320", "n_heads=10", "ffn_dim=320", "n_layers=1"]

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.words import listening
 from titanlite.config.load import load_file
 from titanlite.observe.console import logger
 from titanlite.runs import provenance
@@ -204,15 +205,9 @@ def test_a_broken_record_is_put_aside_and_training_goes_on(tmp_path: Path, start
 
 
 def test_a_folder_that_cannot_be_written_to_stops_nothing(tmp_path: Path, start: Start) -> None:
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
     (tmp_path / "file").write_text("")
-    try:
+    with listening() as messages:
         start(tmp_path / "file" / "run", heartbeat_seconds=0.01).finish("done", 40)
-    finally:
-        logger.removeHandler(handler)
     assert sum("without a record of the run" in message for message in messages) == 1
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.runs.conftest import training_row, write_metrics
+from tests.words import listening
 from titanlite.cli import main
-from titanlite.observe.console import logger
 from titanlite.prepare import checked_plans
 from titanlite.runs.ledger import FILE, Ledger, begin, look_back, read_entries
 
@@ -104,18 +103,17 @@ def test_a_torn_line_costs_only_itself(tmp_path: Path) -> None:
 
 
 def test_a_ledger_that_cannot_be_written_is_one_warning(tmp_path: Path) -> None:
-    messages: list[str] = []
-    listener = logging.Handler()
-    listener.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(listener)
     (tmp_path / FILE).mkdir()
-    try:
+    with listening() as messages:
         ledger, _ = _begin(tmp_path)
         ledger.saved(1, 1)
         ledger.end("done", 40, 40_000, 0)
-    finally:
-        logger.removeHandler(listener)
     assert len(messages) == 1 and f"cannot write {tmp_path / FILE}" in messages[0]
+
+
+def test_a_folder_that_is_not_there_yet_is_made(tmp_path: Path) -> None:
+    Ledger(tmp_path / "a" / "b" / FILE, 1, 0, 0, resumed=False).end("done", 40, 40_000, 0)
+    assert _last(tmp_path / "a" / "b")["state"] == "done"
 
 
 def test_secrets_of_the_environment_are_not_in_it(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -15,7 +14,10 @@ from typing import Any
 
 import pytest
 
-from titanlite.observe.console import logger
+from tests.words import listening
+from titanlite.app import _lock as _lock_of_run
+from titanlite.config.plans import Plans
+from titanlite.prepare import checked_plans
 from titanlite.runs.lock import FILE, LockedError, RunLock
 
 HOLDER = (
@@ -27,12 +29,8 @@ HOLDER = (
 
 @pytest.fixture
 def said() -> Iterator[list[str]]:
-    messages: list[str] = []
-    listener = logging.Handler()
-    listener.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(listener)
-    yield messages
-    logger.removeHandler(listener)
+    with listening() as messages:
+        yield messages
 
 
 def _holder(folder: Path) -> subprocess.Popen[str]:
@@ -188,3 +186,20 @@ def test_a_torn_lock_is_taken_over_when_it_is_old(tmp_path: Path) -> None:
     os.utime(tmp_path / FILE, (0, time.time() - 200))
     with RunLock(tmp_path):
         assert _lock(tmp_path)["process"]["id"] == os.getpid()
+
+
+def test_checkpoints_that_lie_elsewhere_are_locked_too(tmp_path: Path) -> None:
+    """Two runs with folders of their own, and checkpoints in one: each would take the other's saves for leftovers."""
+
+    def plans(run: str, *flags: str) -> Plans:
+        argv = [f"--job.dump_folder={tmp_path / run}", "--checkpoint.enable_checkpoint", *flags]
+        return checked_plans(argv, 1, training=False)[1]
+
+    shared = f"--checkpoint.folder={tmp_path / 'shared'}"
+    with _lock_of_run(plans("a", shared)):
+        with pytest.raises(LockedError, match=r"another --checkpoint\.folder"), _lock_of_run(plans("b", shared)):
+            pass
+        assert not (tmp_path / "b").exists(), "the lock of its own folder is given back"
+        with _lock_of_run(plans("b")), _lock_of_run(plans("c", shared, "--no-checkpoint.enable_checkpoint")):
+            assert (tmp_path / "b" / FILE).exists() and not (tmp_path / "b" / "checkpoint").exists()
+    assert list(tmp_path.iterdir()) == []

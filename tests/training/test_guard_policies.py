@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import random
 import statistics
@@ -19,17 +18,18 @@ from tests.observe.test_records import scalars
 from tests.pool import Pools
 from tests.training.harness import Run, all_stages, batches, build_tiny, full, micro_batches, run_stages, sequence_part
 from tests.training.test_run import TINY, _losses
+from tests.words import listening
 from titanlite import exit_codes
 from titanlite.build import read_text, to_device
 from titanlite.checkpoint.contents import Contents, compare
 from titanlite.config.plans import GuardPlan
 from titanlite.guard import BadStepError, FiniteGuard, LossSpikeError
 from titanlite.loss import cross_entropy_sum
-from titanlite.observe.console import logger
 from titanlite.observe.metrics import read_metrics
 from titanlite.parallel.tensor import tensor_loss
 from titanlite.parallel.world import World
 from titanlite.prepare import load_plans
+from titanlite.runs.ledger import read_entries
 from titanlite.step import Duplicates, train_step
 from titanlite.trainer import Trainer
 
@@ -239,18 +239,12 @@ def _run(world: World, folder: str, poison: dict[int, float], *flags: str) -> di
 
     for module in (model, model.get_submodule(W2)):
         module.register_forward_hook(spoil)
-    said: list[str] = []
-    listener = logging.Handler()
-    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(listener)
-    logger.setLevel(logging.INFO)
-    found: dict[str, Any] = {"said": said}
-    try:
-        trainer.train()
-    except BadStepError as error:
-        found.update(error=str(error), code=exit_codes.code_of(error), at=error.step)
-    finally:
-        logger.removeHandler(listener)
+    with listening() as said:
+        found: dict[str, Any] = {"said": said}
+        try:
+            trainer.train()
+        except BadStepError as error:
+            found.update(error=str(error), code=exit_codes.code_of(error), at=error.step)
     events = Path(folder) / "guard.jsonl"
     found["events"] = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
     found["documents"] = {str(n): text.train.documents_in(n) for n in range(12 * GLOBAL)}
@@ -352,6 +346,38 @@ def test_rollbacks_end_with_their_budget(pool: Pools, tmp_path: Path) -> None:
     ]
     assert found["code"] == exit_codes.GUARD
     assert "guard.max_skips = 2 within 6 steps (guard.window) is used up; bad were the steps 6, 6, 7" in found["error"]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_with_bad_weights_is_left_for_the_one_before(pool: Pools, tmp_path: Path) -> None:
+    """Whatever is read behind the checkpoint of step 4, step 5 or 6 is bad, until the run goes on from step 2."""
+    poison = dict.fromkeys((5, 7, 8), NAN)  # in the data order: each time another stretch
+    flags = ["--checkpoint.interval=2", "--training.steps=8", "--guard.policy=rollback"]
+    found = pool(2).run(_run, str(tmp_path), poison, *flags)[0]
+    assert [(e["step"], e["back_to_step"], e["left_out"]) for e in found["events"]] == [
+        (5, 4, "5"),
+        (6, 4, "5-7"),
+        (5, 2, "3-8"),
+    ]
+    assert found["step"] == 8 and [row["step"] for row in found["rows"]] == list(range(1, 9)), "no step twice"
+    root = tmp_path / "checkpoint"
+    why = (root / "step-4.invalid-0" / "invalid.txt").read_text()
+    assert "gone back to it 2 times" in why and "the last time step 5" in why
+    assert any("step-4 is now step-4.invalid-0: its weights are not trusted" in line for line in found["said"])
+    assert sorted(path.name for path in root.iterdir()) == ["step-2", "step-4", "step-4.invalid-0", "step-6", "step-8"]
+    assert _loop(root / "step-4")["data"] == {"next_sequence": 10 * GLOBAL, "left_out": [[2 * GLOBAL, 8 * GLOBAL]]}
+    (end,) = [entry for entry in read_entries(tmp_path) if entry["event"] == "end"]
+    assert (end["state"], end["saved_step"], end["lost_steps"]) == ("done", 8, 0)
+
+
+@pytest.mark.slow
+def test_the_only_checkpoint_is_gone_back_to_until_the_budget_is_used_up(pool: Pools, tmp_path: Path) -> None:
+    poison = dict.fromkeys(range(5, 13), NAN)
+    flags = ["--checkpoint.interval=4", "--training.steps=8", "--guard.policy=rollback", "--guard.max_skips=4"]
+    found = pool(2).run(_run, str(tmp_path), poison, *flags)[0]
+    assert [e.get("back_to_step") for e in found["events"]] == [4, 4, 4, 4, None]
+    assert found["code"] == exit_codes.GUARD and "guard.max_skips = 4" in found["error"]
+    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["step-4"]
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import signal
@@ -10,8 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +18,10 @@ import torch
 
 from tests.data.test_background_training import TINY as SAVED_OFTEN
 from tests.pool import Pools
+from tests.words import listening
 from titanlite import exit_codes
 from titanlite.build import read_text
 from titanlite.config.load import load_file
-from titanlite.observe.console import logger
 from titanlite.observe.metrics import read_metrics
 from titanlite.parallel.world import World
 from titanlite.preempt import GracefulStop, Preempted
@@ -45,19 +43,6 @@ def _losses(folder: Path) -> dict[tuple[int, str], float]:
     }
 
 
-@contextmanager
-def _listening() -> Iterator[list[str]]:
-    said: list[str] = []
-    listener = logging.Handler()
-    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(listener)
-    logger.setLevel(logging.INFO)
-    try:
-        yield said
-    finally:
-        logger.removeHandler(listener)
-
-
 def _run(world: World, folder: str, where: str, step: int, rank: int, number: int, *flags: str) -> dict[str, Any]:
     """Train; a signal comes to one rank in the given place of a step (0: never). How that ended."""
     plans = resolve_plans(load_file("debug_model.toml", [*TINY, f"--job.dump_folder={folder}", *flags]), world.size)
@@ -74,7 +59,7 @@ def _run(world: World, folder: str, where: str, step: int, rank: int, number: in
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs in its background
     handlers = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
     ended: Preempted | None = None
-    with _listening() as said:
+    with listening() as said:
         try:
             trainer.train()
         except Preempted as caught:
@@ -176,7 +161,7 @@ def _validated_batches(world: World, folder: str, *flags: str) -> dict[str, Any]
             os.kill(os.getpid(), signal.SIGTERM)
 
     trainer.parts.model.register_forward_pre_hook(count)
-    with _listening() as said, pytest.raises(Preempted):
+    with listening() as said, pytest.raises(Preempted):
         trainer.train()
     return {"rank": world.rank, "batches": batches, "said": said}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -14,13 +13,14 @@ import pytest
 import torch
 
 from tests.pool import Pools
+from tests.tiny import TWO_LAYERS
+from tests.words import listening
 from titanlite import exit_codes
 from titanlite.build import read_text
 from titanlite.checkpoint import CheckpointError
 from titanlite.config.load import load_file
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER
 from titanlite.guard import NonFiniteError
-from titanlite.observe.console import logger
 from titanlite.observe.metrics import read_metrics
 from titanlite.parallel.world import World
 from titanlite.prepare import resolve_plans
@@ -28,10 +28,7 @@ from titanlite.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = [
-    "--model.overrides.dim=64",
-    "--model.overrides.n_layers=2",
-    "--model.overrides.n_heads=4",
-    "--training.seq_len=32",
+    *TWO_LAYERS,
     "--training.batch_size=1",
     "--training.global_batch_size=8",
     "--training.warmup_steps=3",
@@ -54,18 +51,12 @@ def _run(world: World, folder: str, *flags: str) -> dict[str, Any]:
     text = read_text(plans)
     if plans.train.steps is None:
         plans = resolve_plans(config, world.size, text.train.total_sequences)
-    said: list[str] = []
-    listener = logging.Handler()
-    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(listener)
-    logger.setLevel(logging.INFO)
-    try:
-        trainer = Trainer(plans, world, text)
-        trainer.train()
-    except (CheckpointError, NonFiniteError) as error:
-        return {"error": str(error)}
-    finally:
-        logger.removeHandler(listener)
+    with listening() as said:
+        try:
+            trainer = Trainer(plans, world, text)
+            trainer.train()
+        except (CheckpointError, NonFiniteError) as error:
+            return {"error": str(error)}
     return {"said": said, "rows": read_metrics(Path(folder) / "metrics.jsonl"), "step": trainer.step}
 
 

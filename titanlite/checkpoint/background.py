@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,8 @@ from titanlite.parallel.world import PATIENT
 
 #: A save in the background holds nobody up, so its ranks may wait for each other for long.
 _TIMEOUT = timedelta(hours=2)
+#: Name of the thread, as `threading.enumerate` and reports of stalls show it.
+THREAD = "titanlite-save"
 Tensors = dict[str, torch.Tensor]
 
 
@@ -36,20 +39,25 @@ class Outcome:
 class BackgroundSave:
     """At most one save at a time, in a thread of this rank. All ranks make one together and call it alike.
 
-    pinned: copy into page-locked host memory, which is quicker from a GPU. Host memory for one copy of this rank's
-    part of a checkpoint is taken with the first save and kept.
+    device: where the tensors are. overlap: the copy is made in the thread too, while the forward and backward pass of
+    the next step go on, from a GPU into page-locked memory; call `await_copy` before the tensors change. Host memory
+    for one copy of this rank's part of a checkpoint is taken with the first save and kept.
     """
 
-    def __init__(self, pinned: bool) -> None:
+    def __init__(self, device: torch.device, overlap: bool = False) -> None:
+        self._overlap = overlap
+        self._beside = overlap and device.type == "cuda"
+        self._copied = Event()
+        self._copied.set()
         self._stager = DefaultStager(
             StagingOptions(
-                use_pinned_memory=pinned,
+                use_pinned_memory=self._beside,
                 use_shared_memory=False,
                 use_async_staging=False,
-                use_non_blocking_copy=pinned,
+                use_non_blocking_copy=False,  # whoever copies has nothing to do meanwhile
             )
         )
-        self._group = _new_group()
+        self._group = new_group(_TIMEOUT)
         self._thread: Thread | None = None
         self._outcome: Outcome | None = None
         self._news: deque[Outcome] = deque()
@@ -63,25 +71,51 @@ class BackgroundSave:
     ) -> None:
         """Copy the tensors, then call `write(copies, group)` in a thread. What it raises is in the outcome.
 
-        The copy is complete when this returns: the tensors may change.
+        When this returns, or with `overlap` when `await_copy` does, the copy is complete: the tensors may change.
         """
         assert not self.in_flight, "the save before this one has not been waited for"
         started = time.perf_counter()
-        staged = self._stager.stage(tensors)
-        assert isinstance(staged, dict)
+        copy = self._copy_of(tensors)
         self._outcome = None
+        staged = None if self._overlap else copy()
+        self._copied.clear()
 
         def run() -> None:
             problem = ""
             try:
-                write(staged, self._group)
+                try:
+                    copies = copy() if staged is None else staged
+                finally:
+                    self._copied.set()
+                write(copies, self._group)
             except BaseException as error:  # DCP's own is none of Exception's, and nobody is above to see it
                 problem = str(error) or repr(error)
             self._outcome = Outcome(step, folder, time.perf_counter() - started, problem)
             self._news.append(self._outcome)
 
-        self._thread = Thread(target=run, name="titanlite-save", daemon=True)
+        self._thread = Thread(target=run, name=THREAD, daemon=True)
         self._thread.start()
+
+    def _copy_of(self, tensors: Tensors) -> Callable[[], Tensors]:
+        """What copies the tensors as they are now, also if it is called by another thread."""
+        if not self._beside:
+            return lambda: cast(Tensors, self._stager.stage(tensors))
+        # The thread's copies run beside the kernels of the next step, but after those that were issued so far.
+        stream, written = torch.cuda.Stream(), torch.cuda.Event()
+        written.record()
+
+        def copy() -> Tensors:
+            with torch.cuda.stream(stream):
+                stream.wait_event(written)
+                copies = cast(Tensors, self._stager.stage(tensors))
+            stream.synchronize()
+            return copies
+
+        return copy
+
+    def await_copy(self) -> None:
+        """Until the tensors of the latest save may change: at once, but for `overlap`."""
+        self._copied.wait()
 
     def poll(self) -> Outcome | None:
         """The outcome of a save that has ended, each told once, in their order; None when there is no other."""
@@ -103,7 +137,7 @@ class BackgroundSave:
         dist.all_gather_object(failed, outcome is not None and bool(outcome.problem))
         if any(failed):
             dist.destroy_process_group(self._group)
-            self._group = _new_group()
+            self._group = new_group(_TIMEOUT)
 
     def close(self) -> None:
         """Release memory and group; of a save still in flight (the run failed) they are left to the process's end."""
@@ -112,7 +146,8 @@ class BackgroundSave:
             dist.destroy_process_group(self._group)
 
 
-def _new_group() -> dist.ProcessGroup:
-    group = dist.new_group(backend="gloo", timeout=_TIMEOUT, group_desc=PATIENT)
+def new_group(timeout: timedelta) -> dist.ProcessGroup:
+    """A group for what ranks agree on in a save, on the host, whose timeout nobody lowers. All ranks call it."""
+    group = dist.new_group(backend="gloo", timeout=timeout, group_desc=PATIENT)
     assert isinstance(group, dist.ProcessGroup)
     return group

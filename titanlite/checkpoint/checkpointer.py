@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import os
@@ -10,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,10 +20,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from titanlite.checkpoint.background import BackgroundSave, Outcome, Tensors
+from titanlite.checkpoint.background import BackgroundSave, Outcome, Tensors, new_group
 from titanlite.checkpoint.loading import RNG as _RNG
 from titanlite.checkpoint.loading import LoadedState, Loading
-from titanlite.checkpoint.manifest import CheckpointError, Manifest, publish, step_folder
+from titanlite.checkpoint.manifest import CheckpointError, Manifest, find, move_aside, publish, step_folder
 from titanlite.checkpoint.retention import PARTIAL, Deleter, retire
 from titanlite.checkpoint.state import describe_all, gather, rng_state, weights
 from titanlite.checkpoint.storage import HashingWriter
@@ -35,6 +37,8 @@ from titanlite.runs import provenance
 
 #: Seconds that a run which is ending waits for old checkpoints to be deleted; the next start goes on with it.
 _DELETE_SECONDS = 3.0
+#: How much longer than another a rank may write in the foreground: the run stands, so this is not for ever.
+_SAVE_TIMEOUT = timedelta(minutes=30)
 T = TypeVar("T")
 
 
@@ -62,11 +66,10 @@ class Checkpointer:
         self._began = 0.0
         self._origin: tuple[dict[str, str], dict[str, Any]] | None = None
         self._background: BackgroundSave | None = None
+        #: Of saves in the foreground, made by the first one: a slow disk is not a stuck rank.
+        self._group: dist.ProcessGroup | None = None
         if plan.async_mode != "disabled":
-            pinned = plan.async_mode == "async_with_pinned_mem"
-            if pinned and world.device.type != "cuda":
-                logger.info(f'checkpoint.async_mode: a {world.device.type} needs no page-locked memory, as "async"')
-            self._background = BackgroundSave(pinned and world.device.type == "cuda")
+            self._background = BackgroundSave(world.device, overlap=plan.async_mode == "async_with_pinned_mem")
 
     def save(
         self,
@@ -87,11 +90,14 @@ class Checkpointer:
 
         Raises CheckpointError, on all ranks, when any rank fails; nothing half-written is then published.
 
-        With `plan.async_mode` on it returns as soon as everything is copied; the folder comes into being later, and
-        `poll` or `wait` tells. A save still under way is waited for first.
+        With `plan.async_mode` on it returns as soon as everything is copied ("async_with_pinned_mem": before that, see
+        `await_copy`); the folder comes into being later, and `poll` or `wait` tells. A save still under way is waited
+        for first.
         """
         if self._background:
             self._background.prepare()
+        elif self._group is None:
+            self._group = new_group(_SAVE_TIMEOUT)
         self._began = time.perf_counter()
         partial = self._on_rank_0(lambda: self._make_partial(step))
         tensors: Tensors
@@ -120,8 +126,16 @@ class Checkpointer:
             self._background.start(step, final, tensors, write)
             return final
         with _quiet(), _named(f"saving {final}"):
-            dcp.save(tensors, storage_writer=writer)
+            dcp.save(tensors, storage_writer=writer, process_group=self._group)
         return self._on_rank_0(lambda: self._publish(partial, draft, writer))
+
+    def await_copy(self) -> None:
+        """Call it before weights or moments change, in every step, where `plan.async_mode` is "async_with_pinned_mem":
+        the copy for a save is made beside the forward and backward pass that follow it. Returns at once if there is
+        none under way.
+        """
+        if self._background:
+            self._background.await_copy()
 
     @property
     def in_background(self) -> bool:
@@ -160,6 +174,9 @@ class Checkpointer:
         """End the threads. A save under way is not waited for: call `wait` before, while all ranks are well."""
         if self._background:
             self._background.close()
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
         self._deleter.wait(_DELETE_SECONDS)
 
     def load(
@@ -177,16 +194,47 @@ class Checkpointer:
             self._resumed = loaded.step
         return loaded
 
-    def load_newest(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> LoadedState:
+    def load_newest(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        distrust: Callable[[int], str] | None = None,
+    ) -> LoadedState:
         """Go back to the newest good checkpoint of this run, whatever `plan` says of the start.
+
+        distrust: asked on rank 0, with the step of the newest one, why it is not to be used ("": it is); then the one
+        before is loaded, if there is one that can be, and the newest is moved aside with the reason.
 
         Raises CheckpointError, on all ranks, when there is none.
         """
         plan = replace(self.plan, start="resume", load_step=None)
-        loaded = Loading(plan, self._world, self._fingerprints, self._bad, self._deleter).load(model, optimizer)
+        loading = Loading(plan, self._world, self._fingerprints, self._bad, self._deleter)
+        left = self._on_rank_0(lambda: self._distrusted(distrust)) if distrust else None
+        loaded = None
+        if left is not None:
+            with contextlib.suppress(CheckpointError):
+                loaded = loading.load(model, optimizer)
+            step, moved = left, loaded is not None
+            self._on_rank_0(lambda: self._leave(step, moved))
+        loaded = loaded or loading.load(model, optimizer)
         assert loaded is not None, "a start from nothing was not allowed"
         self._resumed = loaded.step
         return loaded
+
+    def _distrusted(self, distrust: Callable[[int], str]) -> int | None:
+        """On rank 0: the newest checkpoint's step, from now on one that is passed over; None where it is trusted."""
+        newest, _ = find(self.root, known_bad=self._bad)
+        reason = distrust(newest.step) if newest is not None else ""
+        if newest is None or not reason:
+            return None
+        self._bad[newest.step] = reason
+        return newest.step
+
+    def _leave(self, step: int, moved: bool) -> None:
+        """On rank 0: done with the distrusted one; without another it is as good as before."""
+        reason = self._bad.pop(step)
+        if moved:
+            move_aside(step_folder(self.root, step), reason)
 
     def _make_partial(self, step: int) -> Path:
         self.root.mkdir(parents=True, exist_ok=True)
@@ -255,4 +303,4 @@ class Checkpointer:
 
     def _on_rank_0(self, action: Callable[[], T]) -> T:
         """Run on rank 0 only; every rank gets its result, or its error."""
-        return on_rank_0(self._world, action)
+        return on_rank_0(self._world, action, self._group)

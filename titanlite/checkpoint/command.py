@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 import time
@@ -14,7 +15,18 @@ from typing import TYPE_CHECKING, Any, TextIO
 from titanlite import exit_codes
 from titanlite.checkpoint.integrity import algorithm_of
 from titanlite.checkpoint.manifest import CheckpointError, Manifest, parse_manifest, step_folder, steps_in
-from titanlite.checkpoint.shelf import VALID, Entry, Verdict, checkpoint_of, look, remove, root_of, shelf, verify
+from titanlite.checkpoint.shelf import (
+    INVALID,
+    VALID,
+    Entry,
+    Verdict,
+    checkpoint_of,
+    look,
+    remove,
+    root_of,
+    shelf,
+    verify,
+)
 from titanlite.observe.stepline import human_bytes, human_time
 from titanlite.runs.table import Table, render
 
@@ -24,6 +36,8 @@ if TYPE_CHECKING:
 Answer = tuple[str, int]
 #: Exit status of `diff`, as that of the program of that name.
 DIFFERENT = 1
+#: How often something long says how far it has come where there is no terminal.
+_TELL_SECONDS = 10.0
 _PATH = "the folder of a run or of its checkpoints"
 
 
@@ -138,7 +152,12 @@ def _ls(arguments: argparse.Namespace, flags: Sequence[str], _style: object) -> 
         for entry in entries
     ]
     table = Table(("checkpoint", "state", "size", "ranks", "age"), rows, left=(0, 1))
-    notes = [f"note: {entry.reason}" for entry in entries if entry.reason]
+    # The reason of an invalid one names its files; that of one that was renamed since names them by the old name.
+    notes = [
+        f"note: {entry.reason if entry.state == INVALID else f'{entry.folder.name}: {entry.reason}'}"
+        for entry in entries
+        if entry.reason
+    ]
     valid = [entry for entry in entries if entry.state == VALID]
     newest = f"newest valid: {valid[-1].folder.name}" if valid else "none is valid"
     total = f"{root}: {human_bytes(sum(entry.size for entry in entries))}, {newest}"
@@ -241,10 +260,12 @@ def _verify(arguments: argparse.Namespace, flags: Sequence[str], _style: object)
         raise CheckpointError(f"{', '.join(map(str, arguments.paths))}: no checkpoints there")
     lines: list[str] = []
     bad = 0
-    for folder in dict.fromkeys(folders):
-        verdict = verify(folder)
-        bad += bool(verdict.problems)
-        lines += _verdict_lines(verdict)
+    folders = list(dict.fromkeys(folders))
+    with _Progress(sys.stderr) as progress:
+        for folder in folders:
+            verdict = verify(folder, functools.partial(progress.show, f"{folder}: "))
+            bad += bool(verdict.problems)
+            lines += _verdict_lines(verdict)
     if bad:
         lines.append(
             f"{bad} of {len(folders)} damaged: bring the files back from a copy, or delete it with "
@@ -299,43 +320,47 @@ def _convert(arguments: argparse.Namespace, flags: Sequence[str], _style: object
 
     _refuse(flags)
     started = time.perf_counter()
-    progress = _Progress(sys.stderr)
-    written = convert(arguments.source, arguments.target, arguments.to, arguments.dtype, progress.show)
-    progress.end()
+    with _Progress(sys.stderr) as progress:
+        show = functools.partial(progress.show, "")
+        written = convert(arguments.source, arguments.target, arguments.to, arguments.dtype, show)
     files = [path for path in written.rglob("*") if path.is_file()] if written.is_dir() else [written]
     size = human_bytes(sum(path.stat().st_size for path in files))
     return f"{written}: {size} in {human_time(time.perf_counter() - started)}"
 
 
 class _Progress:
-    """How far a conversion has come: one line that is renewed on a terminal, elsewhere a line every ten seconds."""
+    """How far something long has come: one line that is renewed on a terminal, elsewhere a line every ten seconds."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._terminal = stream.isatty()
-        self._every = 0.1 if self._terminal else 10.0
+        self._every = 0.1 if self._terminal else _TELL_SECONDS
         self._told = time.monotonic()
         self._width = 0
 
-    def show(self, done: int, total: int) -> None:
-        """done, total: bytes."""
+    def show(self, what: str, done: int, total: int) -> None:
+        """what: is done, to be put before the numbers. done, total: bytes."""
         now = time.monotonic()
         if now - self._told < self._every:
             return
         self._told = now
-        text = f"{human_bytes(done)} of {human_bytes(total)}"
+        text = f"{what}{human_bytes(done)} of {human_bytes(total)}"
         self._stream.write(f"\r{text:<{self._width}}" if self._terminal else f"{text}\n")
         self._width = len(text)
         self._stream.flush()
 
-    def end(self) -> None:
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         if self._terminal and self._width:
             self._stream.write(f"\r{'':<{self._width}}\r")
 
 
 def _rm(arguments: argparse.Namespace, flags: Sequence[str], _style: object) -> str:
     _refuse(flags)
-    gone = remove(arguments.paths, arguments.force, arguments.dry_run)
+    with _Progress(sys.stderr) as progress:
+        gone = remove(arguments.paths, arguments.force, arguments.dry_run, progress.show)
     did = "would delete" if arguments.dry_run else "deleted"
     lines = [f"{did} {entry.folder}: {entry.words}, {human_bytes(entry.size)}" for entry in gone]
     freed = human_bytes(sum(entry.size for entry in gone))

@@ -93,7 +93,7 @@ def convert(
         raise CheckpointError(f"{target}: name the folder of checkpoints; step-N in it is made")
     if to != "checkpoint" and os.path.lexists(target):
         raise CheckpointError(f"{target} is there already; it is not overwritten")
-    work = _Work(open_source(path), dtype, progress)
+    work = _Work(open_source(path, progress), dtype, progress)
     final = step_folder(target, work.source.step) if to == "checkpoint" else target
     if os.path.lexists(final):
         raise CheckpointError(f"{final} is there already; it is not overwritten")

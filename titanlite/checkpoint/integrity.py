@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -23,6 +24,8 @@ ALGORITHM = "sha256"
 _DIGITS = {"xxh3": 32, "sha256": 64, "blake2b": 64}
 #: Bytes that are read at a time.
 _BLOCK = 4 << 20
+#: Told how many bytes of how many are done; in any thread, one at a time.
+Progress = Callable[[int, int], None]
 #: Files of one rank that are read at the same time; hashing runs outside of Python's lock.
 _THREADS = 4
 
@@ -60,14 +63,15 @@ def algorithm_of(digest: str) -> str:
     return algorithm
 
 
-def file_digest(path: Path, algorithm: str = ALGORITHM) -> str:
-    """The hash of a file's contents. Raises OSError."""
+def file_digest(path: Path, algorithm: str = ALGORITHM, read: Callable[[int], None] = lambda count: None) -> str:
+    """The hash of a file's contents; `read` is told of each piece's bytes. Raises OSError."""
     found = new_hash(algorithm)
     block = bytearray(_BLOCK)
     view = memoryview(block)
     with open(path, "rb", buffering=0) as stream:
         while count := stream.readinto(block):
             found.update(view[:count])
+            read(count)
     return f"{algorithm}:{found.hexdigest()}"
 
 
@@ -80,15 +84,17 @@ def _short(digest: str) -> str:
     return f"{digest[: digest.find(':') + 17]}…"
 
 
-def check_file(path: Path, size: int, digest: str | None) -> str | None:
-    """What is wrong with a file; None when nothing is. digest: None where only the size is known."""
+def check_file(
+    path: Path, size: int, digest: str | None, read: Callable[[int], None] = lambda count: None
+) -> str | None:
+    """What is wrong with a file; None when nothing is. digest: None where only the size is known. read: as above."""
     try:
         found = os.stat(path).st_size
         if found != size:
             return f"{path} has {found} bytes, the manifest says {size}"
         if digest is None:
             return None
-        now = file_digest(path, algorithm_of(digest))
+        now = file_digest(path, algorithm_of(digest), read)
     except FileNotFoundError:
         return f"{path} is missing"
     except OSError as error:
@@ -96,14 +102,27 @@ def check_file(path: Path, size: int, digest: str | None) -> str | None:
     return None if now == digest else mismatch(path, digest, now)
 
 
-def check_files(folder: Path, manifest: Manifest, names: Sequence[str] | None = None) -> list[str]:
+def check_files(
+    folder: Path, manifest: Manifest, names: Sequence[str] | None = None, progress: Progress = lambda done, total: None
+) -> list[str]:
     """What is wrong with some files of a checkpoint (None: all), a line each; empty when they are as written."""
     names = sorted(manifest.files) if names is None else names
     if not names:
         return []
+    total = sum(manifest.files[name] for name in names)
+    done, lock = 0, threading.Lock()
+
+    def read(count: int) -> None:
+        nonlocal done
+        with lock:
+            done += count
+            progress(done, total)
+
+    def check(name: str) -> str | None:
+        return check_file(folder / name, manifest.files[name], manifest.hashes.get(name), read)
+
     with ThreadPoolExecutor(min(_THREADS, len(names)), thread_name_prefix="titanlite-verify") as pool:
-        found = pool.map(lambda name: check_file(folder / name, manifest.files[name], manifest.hashes.get(name)), names)
-        return [problem for problem in found if problem]
+        return [problem for problem in pool.map(check, names) if problem]
 
 
 def share(files: Mapping[str, int], rank: int, ranks: int) -> list[str]:

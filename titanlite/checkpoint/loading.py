@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,8 @@ from titanlite.checkpoint.state import describe, describe_all, gather, rng_state
 from titanlite.checkpoint.storage import INDEX, CheckedReader
 from titanlite.checkpoint.together import named, on_rank_0, quiet
 from titanlite.config.plans import CheckpointPlan
+from titanlite.observe.console import logger
+from titanlite.observe.stepline import human_bytes
 from titanlite.parallel.world import World
 from titanlite.runs.ledger import toml_changes
 
@@ -47,6 +50,8 @@ _THEN = {
     "global_batch": "the text goes on where it was, the learning rate goes on by steps",
     "model": "the tensors fit, the rest is as configured here",
 }
+#: How often it is said how far the comparison with the hashes has come.
+_TELL_SECONDS = 10.0
 #: Changes of the config that a refusal names.
 _KEYS = 8
 #: Entry of the train state → how it is kept as it was.
@@ -214,7 +219,16 @@ class Loading:
         if INDEX in manifest.files and INDEX not in names:
             names.append(INDEX)  # every rank unpickles it
         found: list[list[str]] = [[] for _ in range(self._world.size)]
-        dist.all_gather_object(found, check_files(folder, manifest, names))
+        told = time.monotonic()
+
+        def progress(done: int, total: int) -> None:
+            nonlocal told
+            if time.monotonic() - told >= _TELL_SECONDS:
+                told = time.monotonic()
+                part = " of this rank's part" if self._world.size > 1 else ""
+                logger.info(f"comparing {folder} with its hashes: {human_bytes(done)} of {human_bytes(total)}{part}")
+
+        dist.all_gather_object(found, check_files(folder, manifest, names, progress))
         problems = sorted({problem for part in found for problem in part})
         if not problems:
             return None

@@ -9,20 +9,24 @@ of every file and of the manifest itself; format 1 had neither. All are read.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from titanlite.checkpoint.integrity import algorithm_of, digest_of
+from titanlite.observe.console import logger
 
 FORMAT = 4
 FILE = "manifest.json"
 #: A file of this name in a checkpoint's folder: whatever else is deleted, this checkpoint is not.
 PIN = "KEEP"
+#: In a folder that was moved aside: why.
+REASON = "invalid.txt"
 _STEP = re.compile(r"step-(\d+)")
 #: The manifest's entry with the hash of all the others.
 _DIGEST = "digest"
@@ -206,11 +210,11 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def publish(written: Path, root: Path, manifest: Manifest, known_bad: Container[int] = ()) -> Path:
+def publish(written: Path, root: Path, manifest: Manifest, known_bad: Mapping[int, str] | None = None) -> Path:
     """Write the manifest into the folder `written`, then give it its final name. One rank only.
 
-    A folder of that name that is not valid, or whose step is in `known_bad`, is moved aside, never overwritten; a
-    valid one is kept and raises CheckpointError.
+    A folder of that name that is not valid, or whose step is in `known_bad`, is moved aside with the reason, never
+    overwritten; a valid one is kept and raises CheckpointError.
     """
     final = step_folder(root, manifest.step)
     temporary = written / (FILE + ".part")
@@ -221,13 +225,28 @@ def publish(written: Path, root: Path, manifest: Manifest, known_bad: Container[
     os.replace(temporary, written / FILE)
     sync_folder(written)
     if final.exists():
-        if manifest.step not in known_bad and is_valid(final):
-            raise CheckpointError(f"{final} already holds a valid checkpoint; it is not overwritten")
-        aside = next(p for i in range(10**6) if not (p := root / f"{final.name}.invalid-{i}").exists())
-        final.rename(aside)
+        reason = (known_bad or {}).get(manifest.step)
+        if reason is None:
+            try:
+                read_manifest(final)
+            except CheckpointError as error:
+                reason = str(error)
+            else:
+                raise CheckpointError(f"{final} already holds a valid checkpoint; it is not overwritten")
+        move_aside(final, reason)
     written.rename(final)
     sync_folder(root)
     return final
+
+
+def move_aside(folder: Path, reason: str) -> Path:
+    """Give a checkpoint that is not to be loaded the name `step-N.invalid-K`, and say there why. The new path."""
+    with contextlib.suppress(OSError):
+        (folder / REASON).write_text(f"{reason}\n", encoding="utf-8")
+    aside = next(p for i in range(10**6) if not (p := folder.with_name(f"{folder.name}.invalid-{i}")).exists())
+    folder.rename(aside)
+    logger.warning(f"{folder} is now {aside.name}: {reason}")
+    return aside
 
 
 def is_valid(folder: Path) -> bool:

@@ -64,6 +64,7 @@ class SaveSchedule:
             self.begin(step)
         elif step <= self._asked:  # the run was taken back to an earlier step
             self._paced, self._meeting = (step, self._clock()), step + 1
+            self._losses.clear()  # one of them may have been left behind, and its step will be saved anew
         self._asked = step
         if is_milestone(step, plan.milestones) or (plan.first_step and step == 1):
             return True

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from titanlite.checkpoint.integrity import check_files
+from titanlite.checkpoint.integrity import Progress, check_files
 from titanlite.checkpoint.manifest import (
     FILE,
     PIN,
+    REASON,
     CheckpointError,
     Manifest,
     find,
@@ -102,6 +104,8 @@ def look(folder: Path) -> Entry:
             manifest = read_manifest(folder)
         except CheckpointError as error:
             state, reason = INVALID, str(error)
+    elif (folder / REASON).is_file():
+        reason = (folder / REASON).read_text(encoding="utf-8", errors="replace").rstrip()
     try:
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         written = manifest.created if manifest else folder.stat().st_mtime
@@ -128,21 +132,28 @@ class Verdict:
     strangers: tuple[str, ...] = ()
 
 
-def verify(folder: Path) -> Verdict:
+def verify(folder: Path, progress: Progress = lambda done, total: None) -> Verdict:
     """Read every file of a checkpoint and compare with its manifest."""
     started = time.perf_counter()
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:
         return Verdict(folder, (str(error),), None, time.perf_counter() - started)
-    problems = tuple(check_files(folder, manifest))
-    ours = {*manifest.files, FILE, PIN}
+    problems = tuple(check_files(folder, manifest, progress=progress))
+    ours = {*manifest.files, FILE, PIN, REASON}
     strangers = tuple(sorted(path.name for path in folder.iterdir() if path.name not in ours))
     return Verdict(folder, problems, manifest, time.perf_counter() - started, strangers)
 
 
-def remove(paths: Sequence[Path], force: bool = False, dry_run: bool = False) -> list[Entry]:
+def remove(
+    paths: Sequence[Path],
+    force: bool = False,
+    dry_run: bool = False,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> list[Entry]:
     """Delete folders of checkpoints; what was (or, with `dry_run`, would be) deleted.
+
+    progress: told, of those that stay, what is read to be sure that it is good: what, bytes done, of how many.
 
     Raises CheckpointError, before anything is deleted, for what is no checkpoint's folder and, unless `force`, for
     pinned ones, for saves that may be under way, and when no good checkpoint would be left where there was one.
@@ -159,14 +170,14 @@ def remove(paths: Sequence[Path], force: bool = False, dry_run: bool = False) ->
             if entry.state == "partial":
                 raise CheckpointError(f"{entry.folder} may be a save under way: give --force when no run writes there")
         for root in dict.fromkeys(entry.folder.parent for entry in entries if entry.state == VALID):
-            _must_leave_one(root, [entry for entry in entries if entry.folder.parent == root])
+            _must_leave_one(root, [entry for entry in entries if entry.folder.parent == root], progress)
     if not dry_run:
         for entry in entries:
             shutil.rmtree(set_aside(entry.folder))
     return entries
 
 
-def _must_leave_one(root: Path, entries: Sequence[Entry]) -> None:
+def _must_leave_one(root: Path, entries: Sequence[Entry], progress: Callable[[str, int, int], None]) -> None:
     """Raises CheckpointError unless a checkpoint that stays is good, by its hashes.
 
     Where one goes that a run can go on from, one of weights only does not do.
@@ -178,7 +189,7 @@ def _must_leave_one(root: Path, entries: Sequence[Entry]) -> None:
         folder = root / f"step-{step}"
         if folder in going:
             continue
-        found = verify(folder)
+        found = verify(folder, functools.partial(progress, f"{folder}: "))
         if full and found.manifest is not None and found.manifest.weights_only:
             reasons.append(f"\n  {folder} holds weights only")
             continue

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from titanlite.checkpoint.contents import Contents
-from titanlite.checkpoint.integrity import check_files
+from titanlite.checkpoint.integrity import Progress, check_files
 from titanlite.checkpoint.manifest import CheckpointError, Manifest
 from titanlite.checkpoint.shelf import checkpoint_of
 from titanlite.models import LlamaArgs, get_spec
@@ -44,8 +44,8 @@ class Source:
     manifest: Manifest | None = None
 
 
-def open_source(path: Path) -> Source:
-    """What `path` holds, by what lies there; of a checkpoint every byte is compared with its hashes first.
+def open_source(path: Path, progress: Progress = lambda done, total: None) -> Source:
+    """What `path` holds, by what lies there; of a checkpoint every byte is compared with its hashes first (`progress`).
 
     Raises CheckpointError when it holds no weights, or others than those of the model that it describes.
     """
@@ -54,7 +54,7 @@ def open_source(path: Path) -> Source:
     elif (path / HF_CONFIG).is_file():
         source = _hf_folder(path)
     else:
-        source = _checkpoint(checkpoint_of(path))
+        source = _checkpoint(checkpoint_of(path), progress)
     _check(source)
     return source
 
@@ -81,7 +81,7 @@ def _check(source: Source) -> None:
         raise CheckpointError(f"{source.path} does not hold the weights of its model:\n  {listed}{more}")
 
 
-def _checkpoint(folder: Path) -> Source:
+def _checkpoint(folder: Path, progress: Progress) -> Source:
     contents = Contents(folder)
     manifest = contents.manifest
     record = manifest.config.get("model")
@@ -90,7 +90,7 @@ def _checkpoint(folder: Path) -> Source:
             f"{folder} does not say which model it is of: it was written before checkpoints did, or by a program that "
             'gave no config = {"model": titanlite.models.shapes.as_record(…)}. Resume the run, and convert its next one'
         )
-    if problems := check_files(folder, manifest):
+    if problems := check_files(folder, manifest, progress=progress):
         raise CheckpointError("\n  ".join([f"{folder} is damaged:", *problems]))
     family, args = _described(folder, record)
     tensors = {n.removeprefix(_WEIGHTS): e for n, e in manifest.tensors.items() if n.startswith(_WEIGHTS)}

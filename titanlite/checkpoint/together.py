@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import TypeVar, cast
 
+import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from titanlite.checkpoint.manifest import CheckpointError
@@ -15,8 +17,11 @@ from titanlite.parallel.world import World
 T = TypeVar("T")
 
 
-def on_rank_0(world: World, action: Callable[[], T]) -> T:
-    """Run on rank 0 only; every rank gets its result, or its error as a CheckpointError."""
+def on_rank_0(world: World, action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Run on rank 0 only; every rank gets its result, or its error as a CheckpointError.
+
+    group: of all ranks, by which they wait for it; None: the default one.
+    """
     result: T | None = None
     problem: str | None = None
     if world.rank == 0:
@@ -26,7 +31,9 @@ def on_rank_0(world: World, action: Callable[[], T]) -> T:
             problem = str(error)
         except Exception as error:  # the other ranks are waiting for an answer, whatever happened here
             problem = repr(error)
-    result, problem = cast("tuple[T, str | None]", world.agree((result, problem)))
+    answer = [(result, problem)]
+    dist.broadcast_object_list(answer, src=0, group=group, device=torch.device("cpu"))
+    result, problem = cast("tuple[T, str | None]", answer[0])
     if problem is not None:
         raise CheckpointError(problem)
     return result

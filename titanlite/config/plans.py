@@ -307,7 +307,7 @@ class CheckpointPlan:
     keep_every: int = 0
     #: So many with the lowest validation loss are saved when they come, and stay (0: none).
     keep_best: int = 0
-    #: "async": training goes on while a copy is written; "async_with_pinned_mem": the copy is page-locked.
+    #: "async": training goes on while a copy is written; "async_with_pinned_mem": while it is made, too; page-locked.
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
 
 

@@ -61,18 +61,11 @@ class _Chunk(NamedTuple):
     error: DataError | None
 
 
-def tokenize(
-    files: list[Path],
-    tokenizer: Tokenizer,
-    vocab_size: int,
-    workers: int = 0,
-    progress: Callable[[], None] = lambda: None,
-) -> Corpus:
+def tokenize(files: list[Path], tokenizer: Tokenizer, vocab_size: int, workers: int = 0) -> Corpus:
     """Read and tokenize whole files.
 
     Args:
         workers: threads that tokenize, besides this one that reads; 0: this one does both. The result is the same.
-        progress: called after every piece of text, several times a second.
 
     Raises DataError for the first record in file order that is damaged or has a token id at or over `vocab_size` (the
     model's), naming file, line and id.
@@ -96,7 +89,6 @@ def tokenize(
     for tokens, counts in _in_order(encode, _chunks(files, digest.update), workers):
         parts.append(tokens)
         lengths += counts
-        progress()
     return Corpus(
         tokens=np.concatenate(parts),
         offsets=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]),

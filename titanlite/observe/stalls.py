@@ -35,7 +35,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from titanlite import exit_codes
 from titanlite.config.plans import StallPlan
-from titanlite.guard import NonFiniteError
+from titanlite.guard import BadStepError
 from titanlite.observe.console import console_handler
 from titanlite.observe.stall_report import End, RankState, process_state, table, verdict
 from titanlite.parallel.flight_recorder import is_of_collectives
@@ -46,7 +46,7 @@ logger = logging.getLogger("titanlite")
 #: Name of the thread, as `threading.enumerate` and a debugger show it.
 THREAD = "titanlite-stalls"
 #: Phases that may take as long as a first step.
-PATIENT = frozenset({"start", "compile", "validate", "save", "end"})
+PATIENT = frozenset({"start", "compile", "validate", "save", "rollback", "end"})
 
 _POLL_SECONDS = 0.5
 #: At most, over all ranks.
@@ -68,9 +68,9 @@ _TOLD_SECONDS = 4.0
 _UNWIND_SECONDS = 7.0
 _TEXT = 2000
 _FRAMES, _DEPTH = 12, 60
-#: Threads whose stack says more than that of a main thread that waits for them.
-_WORKERS = ("titanlite-prefetch",)
-_TOGETHER = (Preempted, NonFiniteError, KeyboardInterrupt, SystemExit, GeneratorExit)
+#: File in which a main thread waits for another one → that thread, whose stack says more.
+_WORKERS = {"data/background.py": "titanlite-prefetch", "checkpoint/background.py": "titanlite-save"}
+_TOGETHER = (Preempted, BadStepError, KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 class PeerError(RuntimeError):
@@ -425,10 +425,11 @@ def _stack(thread: int) -> tuple[tuple[str, ...], bool]:
     frames = sys._current_frames()
     own = _innermost(frames.get(thread))
     waits = any(_is_collective(frame, index) for index, frame in enumerate(own[:8]))
-    if any(frame.f_code.co_filename.endswith("background.py") for frame in own[:4]):
-        for other in threading.enumerate():
-            if other.name in _WORKERS and other.ident in frames:
-                own = [*_innermost(frames[other.ident])[: _FRAMES // 2], *own]
+    files = [Path(frame.f_code.co_filename).as_posix() for frame in own[:4]]
+    worker = next((name for end, name in _WORKERS.items() if any(file.endswith(end) for file in files)), None)
+    for other in threading.enumerate():
+        if other.name == worker and other.ident in frames:
+            own = [*_innermost(frames[other.ident])[: _FRAMES // 2], *own]
     told = [frame for index, frame in enumerate(own) if not index or "/torch/" not in frame.f_code.co_filename]
     return tuple(_frame(f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in told[:_FRAMES]), waits
 

@@ -1,15 +1,20 @@
 """Where the ranks of a run meet: within a minute all are there, or it is said who is missing and what it may be.
 
-store = come(rank, size)                 # as soon as the process is up
-...                                      # read the text, which may take longer on one node than on another
-meet(store, rank, size, patience=300)    # all are ready for collectives
+store = come(rank, size)                     # as soon as the process is up
+with leaving_word(store, rank, size):        # who ends before all are there says why, and the others end too
+    ...                                      # rank 0 takes the run's folder
+    after_rank_0(store, rank, size, patience=300)
+    ...                                      # read the text, which may take longer on one node than on another
+    meet(store, rank, size, patience=300)    # all are ready for collectives
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -18,7 +23,10 @@ from titanlite.observe.console import logger
 
 #: The longest that a rank waits for the others' processes, and for connections to them.
 LIMIT_SECONDS = 60
+#: The longest that a rank which ends waits for the others to read why: it may be the one that serves the store.
+_HEARD_SECONDS = 5.0
 _NAMED = 8
+_TEXT = 2000
 
 
 class MeetingError(RuntimeError):
@@ -57,10 +65,61 @@ def meet(store: dist.Store, rank: int, size: int, patience: float, limit: float 
     """Wait until all ranks call this.
 
     Raises MeetingError when a process has not come within `limit` seconds, or one that has is not ready within
-    `patience` seconds. Costs the store two reads of a counter per rank and tenth of a second, fewer from 200 ranks on.
+    `patience` seconds, and at once when one has ended (`leaving_word`). Costs the store two reads of a counter per rank
+    and tenth of a second, fewer from 200 ranks on.
+    """
+
+    def all_ready() -> bool:
+        return store.add("ready", 0) >= size
+
+    with _named(rank):
+        store.set(f"ready/{rank}", "")
+        store.add("ready", 1)
+        _wait(store, rank, size, all_ready, lambda: _not_ready(store, size), "preparing its text", patience, limit)
+
+
+def after_rank_0(store: dist.Store, rank: int, size: int, patience: float, limit: float = LIMIT_SECONDS) -> None:
+    """Wait until rank 0 has come here, which itself does not wait. Raises MeetingError as `meet` does."""
+    with _named(rank):
+        if rank == 0:
+            store.set("first", "")
+        else:
+            late = "rank 0 does not have the run's folder"
+            _wait(store, rank, size, lambda: store.check(["first"]), lambda: late, "waiting for it", patience, limit)
+
+
+@contextlib.contextmanager
+def leaving_word(store: dist.Store | None, rank: int, size: int) -> Iterator[None]:
+    """Around all that comes before `meet`: what a rank raises there ends the others too, with its words.
+
+    Later on others look after that (`titanlite.observe.stalls`). store: None for one process alone.
     """
     try:
-        _meet(store, rank, size, patience, limit)
+        yield
+    except BaseException as error:
+        if store is not None and not isinstance(error, MeetingError) and not dist.is_initialized():
+            # A signal leaves no time to wait for others; most likely it has reached them as well.
+            seconds = _HEARD_SECONDS if isinstance(error, Exception) else 0.0
+            with contextlib.suppress(dist.DistError):
+                _give_up(store, rank, size, str(error) or type(error).__name__, seconds)
+        raise
+
+
+def _give_up(store: dist.Store, rank: int, size: int, reason: str, seconds: float) -> None:
+    store.set("over", f"rank {rank} ({socket.gethostname()}, process {os.getpid()}) has ended: {reason}"[:_TEXT])
+    store.set("first", "")
+    store.add("ready", size)  # ends every wait
+    store.add("heard", 1)
+    until = time.monotonic() + seconds
+    while store.add("heard", 0) < size and time.monotonic() < until:
+        time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def _named(rank: int) -> Iterator[None]:
+    """Failures of the store as what they mean."""
+    try:
+        yield
     except dist.DistError as error:
         raise MeetingError(
             f"rank {rank} on {socket.gethostname()} lost the store of the run while it waited for the others: the "
@@ -68,23 +127,33 @@ def meet(store: dist.Store, rank: int, size: int, patience: float, limit: float 
         ) from None
 
 
-def _meet(store: dist.Store, rank: int, size: int, patience: float, limit: float) -> None:
-    store.set(f"ready/{rank}", "")
-    store.add("ready", 1)
+def _wait(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    done: Callable[[], bool],
+    late: Callable[[], str],
+    doing: str,
+    patience: float,
+    limit: float,
+) -> None:
     began = said = time.monotonic()
-    while store.add("ready", 0) < size:
+    while not done():
         now = time.monotonic()
         if now - began > limit and store.add("came", 0) < size:
             raise MeetingError(_not_there(store, size, limit))
         if now - began > patience:
             raise MeetingError(
-                f"{_not_ready(store, size)} after {patience:.0f} s (comm.init_timeout_seconds): it is still preparing "
-                "its text, or has ended since it came; see its output"
+                f"{late()} after {patience:.0f} s (comm.init_timeout_seconds): it is still {doing}, or has ended since "
+                "it came; see its output"
             )
         if rank == 0 and now - said > limit:
             said = now
-            logger.warning(f"{_not_ready(store, size)} after {now - began:.0f} s; the others wait")
+            logger.warning(f"{late()} after {now - began:.0f} s; the others wait")
         time.sleep(max(0.1, size / 2000))
+    if store.check(["over"]):
+        store.add("heard", 1)
+        raise MeetingError(store.get("over").decode())
 
 
 def connect(backend: str, store: dist.Store, rank: int, size: int, limit: float = LIMIT_SECONDS) -> None:

@@ -97,8 +97,9 @@ class Ledger:
         )
 
     def write(self, entry: Mapping[str, Any]) -> None:
-        """Append one line, durable when this returns."""
+        """Append one line, durable when this returns. The folder is made where there is none."""
         try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             try:
                 size = os.fstat(file).st_size

@@ -38,12 +38,20 @@ class RunLock:
             train()
 
     One left behind is taken over, with a line in the log: on this machine when the process is gone, else (another
-    machine, another container) when nobody renews it for `dead_seconds`, which are waited for.
+    machine, another container) when nobody renews it for `dead_seconds`, which are waited for. key: of the config, that
+    names the folder.
     Raises LockedError when another run is alive, and OSError when the folder cannot be written to.
     """
 
-    def __init__(self, folder: Path, renew_seconds: float = RENEW_SECONDS, dead_seconds: float = DEAD_SECONDS) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        key: str = "job.dump_folder",
+        renew_seconds: float = RENEW_SECONDS,
+        dead_seconds: float = DEAD_SECONDS,
+    ) -> None:
         self.path = Path(folder) / FILE
+        self._key = key
         self._renew_seconds, self._dead_seconds = renew_seconds, dead_seconds
         #: Tells this hold from any other, of this process too.
         self._token = secrets.token_hex(8)
@@ -105,7 +113,7 @@ class RunLock:
         if alive:
             raise LockedError(
                 f"{self.path.parent} belongs to a run that is alive: {_words(holder)}. Wait for its end or stop it, or "
-                f"give this run another --job.dump_folder. If there is no such run, delete {self.path}"
+                f"give this run another --{self._key}. If there is no such run, delete {self.path}"
             )
         # Two may have found it dead: a rename moves one file once, and what it moved tells who was first.
         aside = self.path.with_name(f".{FILE}.dead.{self._token}")

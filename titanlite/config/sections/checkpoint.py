@@ -65,8 +65,8 @@ class Checkpoint(Section):
     enable_first_step_checkpoint: bool = Field(default=False, description="Save after step 1 too, to test the storage.")
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = Field(
         default="disabled",
-        description="Write while training goes on, from a copy in host memory; with_pinned_mem: page-locked memory, "
-        "which GPUs copy into faster.",
+        description="Write while training goes on, from a copy in host memory; with_pinned_mem: copied beside the "
+        "next step's forward and backward pass, on GPUs into page-locked memory.",
     )
     keep_latest_k: int = Field(
         default=0, ge=0, description="Keep the newest k checkpoints; 0: all. Pinned ones (a file KEEP inside) stay."
