@@ -3,7 +3,8 @@
     python -m tests.checkpoint.golden FOLDER     # writes FOLDER/step-3 as this titanlite does
 
 golden/format-1 is of the time without hashes, format-2 of the first one with them, format-3 of the first one that may
-hold weights only, format-4 of the first one that hashes tensors with XXH3. A new format gets a folder of its own; those that are there are never written again.
+hold weights only, format-4 of the first one that hashes tensors with XXH3. A new format gets a folder of its own; those
+that are there are never written again.
 """
 
 from __future__ import annotations
