@@ -103,6 +103,8 @@ def test_without_an_earlier_step_there_is_nothing_to_compare(tmp_path: Path) -> 
     third = _again(path, state)  # and that step is remembered for the attempt after it
     assert third.before_first_step() is None and _step(third, 5, 2.5).verified
     assert ResumeGuard(path, 0, HERE).before_first_step() is None, "a fresh run has nothing to say"
+    told = _step(_again(path, ResumeGuard(path, 0, HERE).at_save(4, "abc")), 5, 2.5)
+    assert told is not None and "no earlier attempt has left figures" in told.text, "a loop that asks after steps only"
 
 
 def test_figures_belong_to_one_save(tmp_path: Path) -> None:

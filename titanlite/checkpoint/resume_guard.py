@@ -119,10 +119,10 @@ class ResumeGuard:
         if self._rank:
             return None
         self._write_what_came()
-        verdict = None
-        if self._loaded is not None:
+        verdict = self.before_first_step()  # a loop that has not asked then is told now
+        if self._loaded is not None and self._earlier is not None:
             loaded, self._loaded = self._loaded, None
-            if step == loaded.step + 1 and self._earlier is not None:
+            if step == loaded.step + 1:
                 verdict = self._compare(loaded, self._earlier, *_numbers(loss, norm).tolist())
         if self._next is not None and step >= self._next[0]:
             (expected, identity), self._next = self._next, None
