@@ -113,6 +113,9 @@ def test_check_refuses_numbers_that_make_no_decoder(capsys):
 def test_settings_of_what_is_off_are_named(capsys):
     out = run(capsys, "config", "check", "--checkpoint.interval=5", "--validation.freq=3")[1]
     assert "note: no effect, as what they belong to is off: validation.freq, checkpoint.interval" in out
+    # The shipped file says itself, two lines above, that checkpoints are off; and a path's text may have a name.
+    assert "no effect" not in run(capsys, "config", "check", "debug_model.toml")[1]
+    assert "no effect" not in run(capsys, "config", "check", "llama3_8b.toml")[1]
     out = run(capsys, "config", "check", "--no-metrics.rank_0_only")[1]
     assert "no effect, as what they belong to is off: metrics.rank_0_only" in out
     assert (

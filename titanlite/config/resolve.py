@@ -162,7 +162,7 @@ class _Work:
 
     def name_idle_keys(self) -> None:
         """What was written but belongs to something that is off."""
-        idle = without_effect(self.config)
+        idle = [key for key in without_effect(self.config) if not self._off_beside(key)]
         # Who asks for a detail of float8 means to have it, and a run in bf16 looks like any other.
         if float8 := [key for key in idle if key.startswith("float8.")]:
             self.warnings.append(
@@ -171,6 +171,13 @@ class _Work:
             )
         if rest := [key for key in idle if key not in float8]:
             self.notes.append(f"no effect, as what they belong to is off: {', '.join(rest)}")
+
+    def _off_beside(self, key: str) -> bool:
+        """Whether the file that has a key also says that its section is off: who reads one reads the other."""
+        section = key.partition(".")[0]
+        switch = {"checkpoint": "enable_checkpoint", "validation": "enable"}.get(section)
+        here, there = self.config.source(key), self.config.source(f"{section}.{switch}")
+        return here.kind == there.kind == "file" and here.file == there.file
 
     # The model
 

@@ -133,7 +133,10 @@ def without_effect(config: JobConfig) -> list[str]:
     off = [
         key
         for key, entry in UNBUILT.items()
-        if config.is_given(key) and config.value(key) != keys()[key].default and not entry.used(dialect)
+        if config.is_given(key)
+        and config.value(key) != keys()[key].default
+        and not entry.used(dialect)
+        and key != "training.dataset"  # with a path of one's own it is the name of that text
     ]
     switches = {
         "checkpoint": dialect.checkpoint.enable_checkpoint,
