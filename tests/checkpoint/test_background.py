@@ -309,6 +309,7 @@ sys.exit(titanlite.app.run(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_killed_while_writing_leaves_nothing_that_loads(tmp_path: Path) -> None:
     from tests.training.test_run import TINY
 

@@ -54,6 +54,7 @@ def _slow(world: World, folder: str, *flags: str) -> list[tuple[int, float]]:
     return begun[1:]  # the first is the beginning of the first interval
 
 
+@pytest.mark.slow
 def test_saves_by_the_clock(pool: Pools, tmp_path: Path) -> None:
     flags = ["--training.steps=9", "--checkpoint.interval_type=seconds", "--checkpoint.interval=1"]
     here, there = pool(2).run(_slow, str(tmp_path), *flags)
@@ -79,6 +80,7 @@ def test_milestones_and_the_first_step(pool: Pools, tmp_path: Path) -> None:
 BRIEF = ["--training.steps=2", "--checkpoint.interval=50"]
 
 
+@pytest.mark.slow
 def test_the_best_by_validation_is_saved_and_stays_across_a_restart(pool: Pools, tmp_path: Path) -> None:
     flags = ["--validation.enable", "--validation.freq=2", "--checkpoint.interval=100", "--checkpoint.keep_latest_k=1"]
     flags += ["--checkpoint.keep_best=1", "--optimizer.lr=0.3", "--lr_scheduler.total_steps=12"]
@@ -137,7 +139,7 @@ TP = "--training.tensor_parallel_degree=2"
     [
         (1, []),
         pytest.param(2, [], marks=pytest.mark.slow),
-        (2, [PP]),
+        pytest.param(2, [PP], marks=pytest.mark.slow),
         pytest.param(4, [PP], marks=pytest.mark.slow),
         pytest.param(4, [TP], marks=pytest.mark.slow),
     ],
@@ -170,6 +172,7 @@ def _hurried(world: World, folder: str, grace: str, *flags: str) -> list[str]:
         del os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
 
 
+@pytest.mark.slow
 def test_a_save_too_slow_for_the_grace_period_is_told_once_and_at_the_next_start(pool: Pools, tmp_path: Path) -> None:
     flags = ["--checkpoint.interval=1"]
     (told,) = [

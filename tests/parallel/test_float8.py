@@ -280,6 +280,7 @@ def _python(code: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_torchao_is_imported_only_for_float8_and_quietly() -> None:
     code = """
 import sys, torch

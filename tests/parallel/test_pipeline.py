@@ -43,7 +43,7 @@ FULL = ShardPlan("float32", reshard_after_forward=False)
 RUN = Run(TOKENS, LABELS, WARM, args=ARGS, shard=FULL, accumulation=2, pipeline=2)
 
 
-slow = pytest.mark.soak
+soak = pytest.mark.soak
 
 
 def _placement(world: World, run: Run) -> tuple[dict[str, torch.Tensor], int, int, list[str]]:
@@ -117,7 +117,7 @@ def _communication(world: World, run: Run) -> Counter[str]:
 
 
 @pytest.mark.parametrize(
-    "schedule", [pytest.param("1F1B", marks=pytest.mark.slow), pytest.param("ZBVZeroBubble", marks=slow)]
+    "schedule", [pytest.param("1F1B", marks=pytest.mark.slow), pytest.param("ZBVZeroBubble", marks=soak)]
 )
 def test_weights_are_gathered_and_gradients_reduced_once_for_all_micro_batches(pool: Pools, schedule: str) -> None:
     """Units: four blocks, the embedding, norm with head. Four micro-batches; in a V ranks meet twice on the way."""
@@ -140,7 +140,7 @@ def test_sharding_that_loses_gradients_is_refused() -> None:
     assert keep_gathered(ShardPlan(reshard_after_forward=True), PipelinePlan("1F1B", 2)).reshard_after_forward is True
 
 
-@slow
+@soak
 def test_what_the_config_refuses_for_zero_bubble_does_fail() -> None:
     """The day that one of them works the refusal can go."""
     own = Pools()  # its ranks are of no use afterwards
@@ -338,7 +338,9 @@ def _numbers(rows: list[dict[str, Any]]) -> list[tuple[int, float]]:
     return [(row["step"], value) for row in rows for key, value in row.items() if key in ("loss", "validation_loss")]
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", pytest.param("ZBVZeroBubble", marks=slow)])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param("1F1B", marks=pytest.mark.slow), pytest.param("ZBVZeroBubble", marks=soak)]
+)
 def test_a_run_goes_from_two_ranks_to_one_and_back(pool: Pools, tmp_path: Path, schedule: str) -> None:
     """Losses, validation and optimizer state: step 3 to 6 depend on the moments that a checkpoint holds."""
     flags = [*FLAGS, f"{PP}=2", f"--{KEY}schedule={schedule}"]

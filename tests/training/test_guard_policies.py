@@ -293,6 +293,7 @@ SPIKES = ["--guard.spike_sigmas=6", "--guard.window=6", "--guard.max_skips=2"]
 SHORT = ["--checkpoint.interval=4", "--training.steps=12", *SPIKES]
 
 
+@pytest.mark.slow
 def test_a_rollback_is_the_run_that_left_the_stretch_out(pool: Pools, tmp_path: Path) -> None:
     rolled, plain = tmp_path / "rolled", tmp_path / "plain"
     board = "--metrics.enable_tensorboard"

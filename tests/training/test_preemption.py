@@ -223,6 +223,7 @@ def _gradients(world: World, stop: bool) -> list[torch.Tensor]:
     return [*figures, *(full(p) for p in model.parameters())]
 
 
+@pytest.mark.slow
 def test_the_wish_changes_no_number_and_one_of_four_ranks_is_enough(pool: Pools) -> None:
     for with_wish, without in zip(pool(4).run(_gradients, True), pool(4).run(_gradients, False), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(with_wish, without, strict=True))
@@ -292,6 +293,7 @@ def test_in_another_thread_nothing_is_installed_and_a_request_counts() -> None:
     assert found == [True, True, "the budget is used up", ["a"]]
 
 
+@pytest.mark.slow
 def test_a_process_stuck_outside_python_ends_on_the_second_ctrl_c() -> None:
     """The main thread waits in C and never comes to a handler of Python's; the thread ends the process."""
     code = (

@@ -147,6 +147,7 @@ def test_epochs_end_where_the_text_ends(pool: Pools, tmp_path: Path) -> None:
         assert abs(loss - other[0]) < 5e-6 and abs(norm - other[1]) < 1e-4 * norm
 
 
+@pytest.mark.slow
 def test_validation_weighs_tokens_not_ranks(pool: Pools, tmp_path: Path) -> None:
     """A full pass over documents of very unequal length: the same tokens and the same loss on any number of ranks."""
     text = tmp_path / "held_out.jsonl"
@@ -323,6 +324,7 @@ def test_a_folder_that_cannot_be_written_ends_the_run_early(tmp_path: Path) -> N
     assert "job.dump_folder: cannot write to" in refused.stderr and "Traceback" not in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_run_in_epochs_goes_on_with_another_batch_size(pool: Pools, tmp_path: Path) -> None:
     """The rest of the text is served, no more and no less, whatever the size of earlier steps."""
     text = tmp_path / "text.jsonl"
