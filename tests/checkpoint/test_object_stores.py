@@ -238,6 +238,7 @@ def test_four_and_four_equal_eight_bit_for_bit(pool: Pools, bucket: s3.Bucket, t
     assert leftovers(StorePath(bucket.root)) == []
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks(pool: Pools, written: s3.Bucket, tmp_path: Path) -> None:
     plan = CheckpointPlan(initial_load_path=written.root, initial_load_model_only=False)
     straight = pool(2).run(train, RUN, str(tmp_path / "a"), 1, 8)[0]
@@ -346,6 +347,7 @@ def test_a_second_run_is_refused_and_a_dead_one_is_taken_over(bucket: s3.Bucket,
     assert bucket.objects() == {}
 
 
+@pytest.mark.slow
 def test_a_lock_of_another_machine_is_watched(bucket: s3.Bucket, root: StorePath) -> None:
     key = "run/checkpoint/run.lock-0123"
     bucket.write(key, _holder(space="another"))
@@ -368,7 +370,8 @@ def test_a_lock_of_another_machine_is_watched(bucket: s3.Bucket, root: StorePath
         assert key not in bucket.objects()
 
 
-def test_two_that_start_together_never_both_go_on(root: StorePath) -> None:
+def test_two_that_start_together_never_both_go_on(root: StorePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titanlite.checkpoint.store_lock._BACK_SECONDS", 0.3)
     held, most = 0, 0
     guard = threading.Lock()
 
@@ -455,6 +458,7 @@ def _model(world: World, folder: str) -> None:
     saver.close()
 
 
+@pytest.mark.slow
 def test_weights_are_converted_out_of_a_store_and_into_it(
     pool: Pools, bucket: s3.Bucket, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -53,6 +53,7 @@ class StoreLock:
 
     def __enter__(self) -> StoreLock:
         try:
+            _locks(self._root)  # what is wrong with the store is better said of the URL than of a lock there
             for _ in range(_TRIES):
                 if self._take():
                     break
