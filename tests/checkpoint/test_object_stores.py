@@ -278,7 +278,8 @@ def _refused_save(world: World, folder: str, mode: str) -> tuple[str, list[str]]
     return said, [type(saver.root).__name__]
 
 
-@pytest.mark.parametrize("mode", ["disabled", pytest.param("async", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_a_refused_save_is_told_and_leaves_nothing(pool: Pools, bucket: s3.Bucket, mode: str) -> None:
     def decide(method: str, path: str) -> s3.Answer | None:
         denied = method in ("PUT", "POST") and "/step-2/__1_" in path
@@ -292,6 +293,7 @@ def test_a_refused_save_is_told_and_leaves_nothing(pool: Pools, bucket: s3.Bucke
     assert not bucket.objects("run/checkpoint/step-2/")
 
 
+@pytest.mark.slow
 def test_a_busy_store_is_asked_again(pool: Pools, bucket: s3.Bucket) -> None:
     """The first requests of each kind get SlowDown, in saving and in loading."""
     refused: dict[str, int] = {}
@@ -310,6 +312,7 @@ def test_a_busy_store_is_asked_again(pool: Pools, bucket: s3.Bucket) -> None:
     assert refused["PUT shard"] > 1 and refused["PUT manifest"] > 1 and refused["GET shard"] > 1
 
 
+@pytest.mark.slow
 def test_a_store_that_fails_while_it_is_read_is_no_reason_for_an_older_one(pool: Pools, written: s3.Bucket) -> None:
     def decide(method: str, path: str) -> s3.Answer | None:
         broken = method == "GET" and "/step-4/__1_" in path
