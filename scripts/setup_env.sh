@@ -56,7 +56,7 @@ _venv_is_ready() {
 # it is not installed. From / because a source tree in the working directory is not an installation.
 _missing_modules() {
     local modules="titanlite torch torchao datasets numpy pydantic tiktoken sentencepiece rich tensorboard"
-    [ "$2" = dev ] && modules="$modules pytest ruff mypy hypothesis pyte transformers tokenizers matplotlib"
+    [ "$2" = dev ] && modules="$modules pytest ruff mypy hypothesis pyte transformers tokenizers matplotlib s3fs moto flask_cors"
     # shellcheck disable=SC2086  # the module names are separate words
     (cd / && "$1" -c '
 import importlib.util, sys

@@ -19,6 +19,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from titanlite import exit_codes
 from titanlite.build import check_tensor_parallel, check_units, read_text
 from titanlite.checkpoint import CheckpointError
+from titanlite.checkpoint.place import StorePath, place
+from titanlite.checkpoint.store_lock import StoreLock, check_reachable
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.plans import Plans
 from titanlite.data.errors import DataError
@@ -151,12 +153,12 @@ def _end(message: str, code: int) -> int:
 def _lock(plans: Plans) -> Iterator[None]:
     """Hold the run's folder against other runs, and that of its checkpoints where it lies elsewhere.
 
-    Raises LockedError, and ConfigError where one cannot be written to.
+    Raises LockedError; ConfigError where a folder cannot be written to, CheckpointError where a store cannot be used.
     """
-    run, checkpoints = Path(plans.observe.dump_folder), Path(plans.checkpoint.folder)
+    run, checkpoints = Path(plans.observe.dump_folder), place(plans.checkpoint.folder)
     folders = {"job.dump_folder": run}
-    local = plans.checkpoint.enable and "://" not in plans.checkpoint.folder
-    if local and not checkpoints.resolve().is_relative_to(run.resolve()):
+    local = plans.checkpoint.enable and isinstance(checkpoints, Path)
+    if isinstance(checkpoints, Path) and local and not checkpoints.resolve().is_relative_to(run.resolve()):
         folders["checkpoint.folder"] = checkpoints
     with contextlib.ExitStack() as stack:
         for key, folder in folders.items():
@@ -164,6 +166,10 @@ def _lock(plans: Plans) -> Iterator[None]:
                 stack.enter_context(RunLock(folder, key))
             except OSError as error:
                 raise _not_writable(key, folder, error) from None
+        if plans.checkpoint.enable and plans.checkpoint.initial_load_path is not None:
+            check_reachable("checkpoint.initial_load_path", place(plans.checkpoint.initial_load_path))
+        if plans.checkpoint.enable and isinstance(checkpoints, StorePath):
+            stack.enter_context(StoreLock(checkpoints))
         yield
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from titanlite import exit_codes
 from titanlite.checkpoint import command as checkpoint_command
 from titanlite.checkpoint.manifest import CheckpointError
+from titanlite.checkpoint.place import StoreError
 from titanlite.config.checks import missing_files
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.explain import Style, explain_all, explain_key
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_codes.CONFIG
-    except CheckpointError as error:
+    except (CheckpointError, StoreError) as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_codes.CHECKPOINT
     text, code = result if isinstance(result, tuple) else (result, exit_codes.DONE)

@@ -7,7 +7,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import nn
 from titanlite.checkpoint import Checkpointer, CheckpointError
 from titanlite.checkpoint.grace import grace_warning
 from titanlite.checkpoint.manifest import parse_manifest, step_folder, steps_in
+from titanlite.checkpoint.place import Place, StoreError
 from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.config.plans import CheckpointPlan
 from titanlite.observe.console import logger
@@ -25,7 +25,7 @@ from titanlite.parallel.world import World
 from titanlite.preempt import GracefulStop
 
 #: What else wants to know of a checkpoint that is there: step, tokens seen, folder, seconds that it took.
-SavedHook = Callable[[int, int, Path, float], None]
+SavedHook = Callable[[int, int, Place, float], None]
 
 
 class Saves:
@@ -65,11 +65,12 @@ class Saves:
 
     def _latest_seconds(self) -> tuple[int, float] | None:
         """Step and seconds of the newest save of a whole run's state; None where nothing tells."""
-        for step in reversed(steps_in(self.checkpointer.root)):
-            with contextlib.suppress(CheckpointError):
-                manifest = parse_manifest(step_folder(self.checkpointer.root, step))
-                if not manifest.weights_only:
-                    return None if manifest.seconds is None else (step, manifest.seconds)
+        with contextlib.suppress(StoreError):
+            for step in reversed(steps_in(self.checkpointer.root)):
+                with contextlib.suppress(CheckpointError):
+                    manifest = parse_manifest(step_folder(self.checkpointer.root, step))
+                    if not manifest.weights_only:
+                        return None if manifest.seconds is None else (step, manifest.seconds)
         return None
 
     def _grace(self, seconds: float, what: str) -> list[str]:
@@ -178,7 +179,7 @@ class Saves:
                 self.checkpointer.wait()
             self.tell()
 
-    def _note(self, step: int, folder: Path, seconds: float) -> None:
+    def _note(self, step: int, folder: Place, seconds: float) -> None:
         self.newest = step
         if self._world.rank == 0:
             for text in self._grace(seconds, f"the save of step {step}"):

@@ -17,6 +17,7 @@ from titanlite.bad_steps import BadSteps, Fetched, behind, explain, late_notices
 from titanlite.build import Parts, Text, build, fingerprints, to_device
 from titanlite.checkpoint import Checkpointer, CheckpointError, LoadedState
 from titanlite.checkpoint.loading import LEFT_OUT
+from titanlite.checkpoint.place import Place
 from titanlite.checkpoint.resume_guard import Verdict
 from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.config.plans import Plans
@@ -483,7 +484,7 @@ class Trainer:
             state["validation_owed"] = True
         return state
 
-    def _saved(self, step: int, tokens: int, folder: Path, seconds: float) -> None:
+    def _saved(self, step: int, tokens: int, folder: Place, seconds: float) -> None:
         """The checkpoint of `step` is there."""
         self.observer.saved(step, folder, seconds)
         if self._ledger is not None:

@@ -1,4 +1,4 @@
-"""Checkpoints: written aside by `torch.distributed.checkpoint`, then published with a manifest by one rename.
+"""Checkpoints: written aside by `torch.distributed.checkpoint`, published by one rename, or in a store by its manifest.
 
 What needs torch is imported when it is first used: `titanlite checkpoint` lists and verifies without it.
 """

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from threading import Event, Thread
 from typing import cast
 
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from titanlite.checkpoint.place import Place
 from titanlite.parallel.world import PATIENT
 
 #: A save in the background holds nobody up, so its ranks may wait for each other for long.
@@ -29,7 +29,7 @@ class Outcome:
     """How a save in the background ended."""
 
     step: int
-    folder: Path
+    folder: Place
     #: From the beginning of its copy to its end.
     seconds: float
     #: Why there is no checkpoint; "" when there is one.
@@ -67,7 +67,7 @@ class BackgroundSave:
         return self._thread is not None and self._thread.is_alive()
 
     def start(
-        self, step: int, folder: Path, tensors: Tensors, write: Callable[[Tensors, dist.ProcessGroup], None]
+        self, step: int, folder: Place, tensors: Tensors, write: Callable[[Tensors, dist.ProcessGroup], None]
     ) -> None:
         """Copy the tensors, then call `write(copies, group)` in a thread. What it raises is in the outcome.
 

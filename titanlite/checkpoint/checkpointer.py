@@ -6,13 +6,10 @@ import contextlib
 import copy
 import math
 import os
-import shutil
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -24,9 +21,11 @@ from titanlite.checkpoint.background import BackgroundSave, Outcome, Tensors, ne
 from titanlite.checkpoint.loading import RNG as _RNG
 from titanlite.checkpoint.loading import LoadedState, Loading
 from titanlite.checkpoint.manifest import CheckpointError, Manifest, find, move_aside, publish, step_folder
-from titanlite.checkpoint.retention import PARTIAL, Deleter, retire
+from titanlite.checkpoint.place import Place, place, sizes
+from titanlite.checkpoint.retention import Deleter, begin, retire
 from titanlite.checkpoint.state import describe_all, gather, rng_state, weights
 from titanlite.checkpoint.storage import HashingWriter
+from titanlite.checkpoint.store_lock import Fence
 from titanlite.checkpoint.together import named as _named
 from titanlite.checkpoint.together import on_rank_0
 from titanlite.checkpoint.together import quiet as _quiet
@@ -53,7 +52,7 @@ class Checkpointer:
         self, plan: CheckpointPlan, world: World, fingerprints: dict[str, str], config: dict[str, Any] | None = None
     ) -> None:
         self.plan = plan
-        self.root = Path(plan.folder)
+        self.root = place(plan.folder)
         self._world = world
         self._fingerprints = fingerprints
         self._config = config or {}
@@ -61,6 +60,7 @@ class Checkpointer:
         self._bad: dict[int, str] = {}
         self._resumed: int | None = None
         self._deleter = Deleter()
+        self._fence = Fence(self.root)
         self._loading = Loading(plan, world, fingerprints, self._bad, self._deleter, self._config)
         #: When the latest save began, by `time.perf_counter`.
         self._began = 0.0
@@ -81,7 +81,7 @@ class Checkpointer:
         weights_only: str | None = None,
         validation_loss: float | None = None,
         trackers: Mapping[str, str] | None = None,
-    ) -> Path:
+    ) -> Place:
         """Write the checkpoint of `step`; returns its folder, published and durable.
 
         train: JSON-able state of the loop. weights_only: leave out optimizer and generators, and save the weights as
@@ -189,6 +189,7 @@ class Checkpointer:
         Raises CheckpointError, on all ranks, before anything is changed, when the checkpoint is of another run or does
         not fit the model, or when there are checkpoints and none is good.
         """
+        self._on_rank_0(self._fence.look)
         loaded = self._loading.load(model, optimizer, expected)
         if loaded is not None and loaded.origin == "resume":
             self._resumed = loaded.step
@@ -236,14 +237,9 @@ class Checkpointer:
         if moved:
             move_aside(step_folder(self.root, step), reason)
 
-    def _make_partial(self, step: int) -> Path:
-        self.root.mkdir(parents=True, exist_ok=True)
-        for stale in self.root.glob(f"{PARTIAL}*"):
-            shutil.rmtree(stale, ignore_errors=True)  # left by a save that failed or was killed; its space is needed
-        # Another name each time: what is left of an earlier one may still be being deleted.
-        partial = self.root / f"{PARTIAL}step-{step}-{uuid.uuid4().hex[:8]}"
-        partial.mkdir()
-        return partial
+    def _make_partial(self, step: int) -> Place:
+        self._fence.look()
+        return begin(self.root, step, self._bad, self._deleter)
 
     def _draft(self, step: int, tensors: dict[str, list[Any]], train: dict[str, Any]) -> Manifest:
         """The manifest as far as it is known before anything is written."""
@@ -266,9 +262,10 @@ class Checkpointer:
             environment=provenance.environment(os.environ),
         )
 
-    def _publish(self, partial: Path, draft: Manifest, writer: HashingWriter) -> Path:
+    def _publish(self, partial: Place, draft: Manifest, writer: HashingWriter) -> Place:
         """On rank 0, when all ranks have written: the folder gets its name, older ones go. Raises CheckpointError."""
-        there = {path.name: path.stat().st_size for path in partial.iterdir()}
+        self._fence.look()
+        there = sizes(partial)
         files = {name: written.size for name, written in writer.written.items()}
         if there != files:
             wrong = sorted(name for name in {*there, *files} if there.get(name) != files.get(name))
@@ -286,7 +283,7 @@ class Checkpointer:
             logger.warning(f"older checkpoints were not deleted: {error}")
         return folder
 
-    def _retire(self, newest: int) -> list[Path]:
+    def _retire(self, newest: int) -> list[Place]:
         keep = () if self._resumed is None else (self._resumed,)
         plan = self.plan
         return retire(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from titanlite import exit_codes
 from titanlite.checkpoint.integrity import algorithm_of
 from titanlite.checkpoint.manifest import CheckpointError, Manifest, parse_manifest, step_folder, steps_in
+from titanlite.checkpoint.place import Place, place, sizes
 from titanlite.checkpoint.shelf import (
     INVALID,
     VALID,
@@ -38,7 +39,7 @@ Answer = tuple[str, int]
 DIFFERENT = 1
 #: How often something long says how far it has come where there is no terminal.
 _TELL_SECONDS = 10.0
-_PATH = "the folder of a run or of its checkpoints"
+_PATH = "the folder of a run or of its checkpoints, or a URL such as s3://bucket/run/checkpoint"
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -67,7 +68,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "too); invalid: the reason stands below; set aside: an invalid one that a later save of its step made way "
         "for; partial: a save under way or cut short; pinned: holds a file KEEP, and no run deletes it.",
     )
-    ls.add_argument("path", nargs="?", type=Path, default=Path("outputs"), metavar="FOLDER", help=_PATH)
+    ls.add_argument("path", nargs="?", type=place, default=Path("outputs"), metavar="FOLDER", help=_PATH)
     ls.add_argument("--json", action="store_true", help="print a JSON list, one object per folder")
 
     inspect = add(
@@ -76,7 +77,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "what one holds: step, run, files, tensors",
         "Show what a checkpoint's manifest says: where it comes from, its files with their hashes, its tensors.",
     )
-    inspect.add_argument("path", type=Path, metavar="FOLDER", help="a checkpoint (step-N), or the newest valid one of")
+    inspect.add_argument("path", type=place, metavar="FOLDER", help="a checkpoint (step-N), or the newest valid one of")
     inspect.add_argument("--config", action="store_true", help="print the config of the run that wrote it, as TOML")
     inspect.add_argument("--json", action="store_true", help="print the manifest as it is")
 
@@ -87,7 +88,9 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "Read every file of the checkpoints and compare it with the hash taken when it was written.",
         f"{exit_codes.CHECKPOINT} when one is damaged, ",
     )
-    check.add_argument("paths", nargs="+", type=Path, metavar="FOLDER", help="checkpoints (step-N), or folders of them")
+    check.add_argument(
+        "paths", nargs="+", type=place, metavar="FOLDER", help="checkpoints (step-N), or folders of them"
+    )
 
     diff = add(
         "diff",
@@ -98,7 +101,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         f"{DIFFERENT} when they differ, ",
     )
     for side in ("left", "right"):
-        diff.add_argument(side, type=Path, metavar="FOLDER", help="a checkpoint (step-N), or the newest valid one of")
+        diff.add_argument(side, type=place, metavar="FOLDER", help="a checkpoint (step-N), or the newest valid one of")
 
     conversion = add(
         "convert",
@@ -109,8 +112,8 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "TARGET appears when it is whole, and what is there is never overwritten. No GPU is needed, and memory for a "
         "few tensors only.",
     )
-    conversion.add_argument("source", type=Path, metavar="SOURCE", help="what to convert")
-    conversion.add_argument("target", type=Path, metavar="TARGET", help="where to")
+    conversion.add_argument("source", type=place, metavar="SOURCE", help="what to convert")
+    conversion.add_argument("target", type=place, metavar="TARGET", help="where to")
     conversion.add_argument(
         "--to",
         required=True,
@@ -130,7 +133,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "saves that may be under way, and what would leave no good checkpoint behind (one of those that stay is read "
         "in full to be sure).",
     )
-    rm.add_argument("paths", nargs="+", type=Path, metavar="FOLDER", help="checkpoints: .../step-N")
+    rm.add_argument("paths", nargs="+", type=place, metavar="FOLDER", help="checkpoints: .../step-N")
     rm.add_argument("--force", action="store_true", help="delete what would be refused")
     rm.add_argument("--dry-run", action="store_true", help="delete nothing, tell what would be")
 
@@ -249,7 +252,7 @@ def _product(shape: Sequence[int]) -> int:
 
 def _verify(arguments: argparse.Namespace, flags: Sequence[str], _style: object) -> Answer:
     _refuse(flags)
-    folders: list[Path] = []
+    folders: list[Place] = []
     for path in arguments.paths:
         if steps_in(path) or not path.name.startswith("step-"):
             root = root_of(path)
@@ -323,8 +326,7 @@ def _convert(arguments: argparse.Namespace, flags: Sequence[str], _style: object
     with _Progress(sys.stderr) as progress:
         show = functools.partial(progress.show, "")
         written = convert(arguments.source, arguments.target, arguments.to, arguments.dtype, show)
-    files = [path for path in written.rglob("*") if path.is_file()] if written.is_dir() else [written]
-    size = human_bytes(sum(path.stat().st_size for path in files))
+    size = human_bytes(sum(sizes(written).values()) if written.is_dir() else written.stat().st_size)
     return f"{written}: {size} in {human_time(time.perf_counter() - started)}"
 
 

@@ -6,7 +6,6 @@ import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from titanlite.checkpoint.manifest import CheckpointError, Manifest, read_manifest
+from titanlite.checkpoint.place import Place
 from titanlite.checkpoint.storage import CheckedReader
 
 #: Elements that are compared at a time, in float64.
@@ -41,7 +41,7 @@ class TensorDifference:
 class Contents:
     """Reads the tensors of one checkpoint, one at a time."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Place) -> None:
         """Raises CheckpointError when it is not a valid checkpoint."""
         self.folder = folder
         self.manifest: Manifest = read_manifest(folder)

@@ -10,6 +10,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,7 +21,9 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from titanlite.checkpoint import store
 from titanlite.checkpoint.manifest import CheckpointError, Manifest, publish, step_folder, step_of, sync_folder
+from titanlite.checkpoint.place import Place, StorePath
 from titanlite.checkpoint.sources import (
     HF_CONFIG,
     HF_INDEX,
@@ -73,28 +76,31 @@ class _Work:
 
 
 def convert(
-    path: Path,
-    target: Path,
+    path: Place,
+    target: Place,
     to: Format,
     dtype: str | None = None,
     progress: Progress = lambda done, total: None,
     shard_bytes: int = SHARD_BYTES,
-) -> Path:
+) -> Place:
     """Write the weights in `path` to `target` in another format; returns what was written.
 
     path: one of our checkpoints (or a folder of them), a Hugging Face folder, or a file that `to = "torch"` wrote.
     target: a folder of Hugging Face's layout, a file for `torch.load`, or a folder of checkpoints in which the new one,
-    of weights only, becomes `step-N`. It appears under its name when it is whole, and nothing there is overwritten.
+    of weights only, becomes `step-N`; that one may be in a store. It appears under its name when it is whole, and
+    nothing there is overwritten.
     dtype: of tensors in floating point, such as "bfloat16"; None: as they are.
 
     Raises CheckpointError.
     """
     if to == "checkpoint" and step_of(target) is not None:
         raise CheckpointError(f"{target}: name the folder of checkpoints; step-N in it is made")
+    if isinstance(target, StorePath):
+        return _into_store(path, target, to, dtype, progress)
     if to != "checkpoint" and os.path.lexists(target):
         raise CheckpointError(f"{target} is there already; it is not overwritten")
     work = _Work(open_source(path, progress), dtype, progress)
-    final = step_folder(target, work.source.step) if to == "checkpoint" else target
+    final = target / f"step-{work.source.step}" if to == "checkpoint" else target
     if os.path.lexists(final):
         raise CheckpointError(f"{final} is there already; it is not overwritten")
     try:
@@ -113,6 +119,30 @@ def convert(
             if aside.is_dir():
                 shutil.rmtree(aside, ignore_errors=True)
             aside.unlink(missing_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{final} cannot be written: {error}") from error
+    return final
+
+
+def _into_store(path: Place, target: StorePath, to: Format, dtype: str | None, progress: Progress) -> Place:
+    if to != "checkpoint":
+        raise CheckpointError(f"{target}: --to {to} writes to this machine; copy it to the store afterwards")
+    work = _Work(open_source(path, progress), dtype, progress)
+    final = step_folder(target, work.source.step)
+    try:
+        for left in store.unfinished(target):
+            if store.folder_of(left) == final:
+                way = f"`titanlite checkpoint rm --force {left}` deletes it when nothing writes there"
+                raise CheckpointError(f"{left} is a save under way or cut short: {way}")
+        if final.exists():
+            raise CheckpointError(f"{final} is there already; it is not overwritten")
+        mark = store.begin(target / final.name)
+        try:
+            _write_checkpoint(work, final, target)
+        except BaseException:
+            with suppress(OSError):
+                store.delete(mark)
+            raise
     except OSError as error:
         raise CheckpointError(f"{final} cannot be written: {error}") from error
     return final
@@ -221,7 +251,7 @@ class _OneByOne(DefaultSavePlanner):
         return self._written
 
 
-def _write_checkpoint(work: _Work, partial: Path, root: Path) -> None:
+def _write_checkpoint(work: _Work, partial: Place, root: Place) -> None:
     source, started = work.source, time.perf_counter()
     partial.mkdir()
     with torch.device("meta"):

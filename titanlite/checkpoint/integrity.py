@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
+
+from titanlite.checkpoint.place import Place, StoreError
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.manifest import Manifest
@@ -63,19 +63,19 @@ def algorithm_of(digest: str) -> str:
     return algorithm
 
 
-def file_digest(path: Path, algorithm: str = ALGORITHM, read: Callable[[int], None] = lambda count: None) -> str:
+def file_digest(path: Place, algorithm: str = ALGORITHM, read: Callable[[int], None] = lambda count: None) -> str:
     """The hash of a file's contents; `read` is told of each piece's bytes. Raises OSError."""
     found = new_hash(algorithm)
     block = bytearray(_BLOCK)
     view = memoryview(block)
-    with open(path, "rb", buffering=0) as stream:
+    with path.open("rb", buffering=0) as stream:
         while count := stream.readinto(block):
             found.update(view[:count])
             read(count)
     return f"{algorithm}:{found.hexdigest()}"
 
 
-def mismatch(path: Path, expected: str, found: str) -> str:
+def mismatch(path: Place, expected: str, found: str) -> str:
     """Why a file cannot be used."""
     return f"{path} has changed since it was written: {_short(expected)} in the manifest, {_short(found)} found"
 
@@ -85,11 +85,14 @@ def _short(digest: str) -> str:
 
 
 def check_file(
-    path: Path, size: int, digest: str | None, read: Callable[[int], None] = lambda count: None
+    path: Place, size: int, digest: str | None, read: Callable[[int], None] = lambda count: None
 ) -> str | None:
-    """What is wrong with a file; None when nothing is. digest: None where only the size is known. read: as above."""
+    """What is wrong with a file; None when nothing is. digest: None where only the size is known. read: as above.
+
+    Raises StoreError when a store cannot be asked, which says nothing of the file.
+    """
     try:
-        found = os.stat(path).st_size
+        found = path.stat().st_size
         if found != size:
             return f"{path} has {found} bytes, the manifest says {size}"
         if digest is None:
@@ -97,15 +100,20 @@ def check_file(
         now = file_digest(path, algorithm_of(digest), read)
     except FileNotFoundError:
         return f"{path} is missing"
+    except StoreError:
+        raise
     except OSError as error:
         return f"{path} cannot be read: {error.strerror or error}"
     return None if now == digest else mismatch(path, digest, now)
 
 
 def check_files(
-    folder: Path, manifest: Manifest, names: Sequence[str] | None = None, progress: Progress = lambda done, total: None
+    folder: Place, manifest: Manifest, names: Sequence[str] | None = None, progress: Progress = lambda done, total: None
 ) -> list[str]:
-    """What is wrong with some files of a checkpoint (None: all), a line each; empty when they are as written."""
+    """What is wrong with some files of a checkpoint (None: all), a line each; empty when they are as written.
+
+    Raises StoreError as `check_file` does.
+    """
     names = sorted(manifest.files) if names is None else names
     if not names:
         return []

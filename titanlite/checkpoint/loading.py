@@ -24,6 +24,7 @@ from titanlite.checkpoint.manifest import (
     step_of,
     steps_in,
 )
+from titanlite.checkpoint.place import Place, StoreError, place
 from titanlite.checkpoint.retention import Deleter, leftovers
 from titanlite.checkpoint.selection import GROUPS, groups_of, select
 from titanlite.checkpoint.shelf import root_of
@@ -69,7 +70,7 @@ class LoadedState:
     #: Newer folders that were passed over, and other things to tell, a line each.
     notices: list[str] = field(default_factory=list)
     #: What was loaded.
-    folder: Path = Path()
+    folder: Place = Path()
     #: "resume": of this run; "from": `initial_load_path`, of another one.
     origin: Literal["resume", "from"] = "resume"
     #: Names of `titanlite.checkpoint.selection.GROUPS` that were not taken.
@@ -89,7 +90,7 @@ class _Choice:
     """Of rank 0: what to load."""
 
     manifest: Manifest
-    folder: Path
+    folder: Place
     origin: Literal["resume", "from"]
     notices: list[str]
     changes: list[str] = field(default_factory=list)
@@ -112,7 +113,7 @@ class Loading:
         config: Mapping[str, Any] | None = None,
     ) -> None:
         self.plan = plan
-        self.root = Path(plan.folder)
+        self.root = place(plan.folder)
         self._world = world
         self._fingerprints = fingerprints
         self._config = config or {}
@@ -213,12 +214,14 @@ class Loading:
         )
         return None
 
-    def _verify(self, folder: Path, manifest: Manifest) -> str | None:
-        """What is wrong with a checkpoint's contents, the same answer on all ranks; each reads a part of the files."""
+    def _verify(self, folder: Place, manifest: Manifest) -> str | None:
+        """What is wrong with a checkpoint's contents, the same answer on all ranks; each reads a part of the files.
+
+        Raises CheckpointError, on all of them, when one of them cannot read: to take an older one would lose steps.
+        """
         names = share(manifest.files, self._world.rank, self._world.size) if self.plan.verify == "hash" else []
         if INDEX in manifest.files and INDEX not in names:
             names.append(INDEX)  # every rank unpickles it
-        found: list[list[str]] = [[] for _ in range(self._world.size)]
         told = time.monotonic()
 
         def progress(done: int, total: int) -> None:
@@ -228,8 +231,16 @@ class Loading:
                 part = " of this rank's part" if self._world.size > 1 else ""
                 logger.info(f"comparing {folder} with its hashes: {human_bytes(done)} of {human_bytes(total)}{part}")
 
-        dist.all_gather_object(found, check_files(folder, manifest, names, progress))
-        problems = sorted({problem for part in found for problem in part})
+        mine: tuple[list[str], str]
+        try:
+            mine = check_files(folder, manifest, names, progress), ""
+        except StoreError as error:
+            mine = [], f"rank {self._world.rank} cannot read {error}"
+        found = [mine] * self._world.size
+        dist.all_gather_object(found, mine)
+        if unread := sorted(words for _, words in found if words):
+            raise CheckpointError("; ".join(unread))
+        problems = sorted({problem for part, _ in found for problem in part})
         if not problems:
             return None
         more = f" (and {len(problems) - 1} more of its files)" if len(problems) > 1 else ""
@@ -255,7 +266,7 @@ class Loading:
         else:
             self._no_checkpoint(passed)
             if plan.initial_load_path is not None:
-                choice = self._choose_source(Path(plan.initial_load_path))
+                choice = self._choose_source(place(plan.initial_load_path))
         self._deleter.delete(leftovers(self.root))
         return choice
 
@@ -268,24 +279,21 @@ class Loading:
                 f"never overwritten: move step-{', step-'.join(map(str, newer))} to another folder first"
             )
 
-    def _choose_source(self, path: Path) -> _Choice:
+    def _choose_source(self, path: Place) -> _Choice:
         """The checkpoint that `initial_load_path` means. Raises CheckpointError; it is only ever read."""
         key = "checkpoint.initial_load_path"
         step = step_of(path)
-        if step is not None:
-            if not path.is_dir():
-                raise CheckpointError(f"{key}: there is no folder {path}")
-            root = path.parent
-        else:
-            try:
-                root = root_of(path)
-            except CheckpointError as error:
-                raise CheckpointError(f"{key}: {error}") from None
+        try:
+            root = path.parent if step is not None else root_of(path)
+            if step is not None and not path.is_dir():
+                raise CheckpointError(f"there is no folder {path}")
+        except (CheckpointError, StoreError) as error:
+            raise CheckpointError(f"{key}: {error}") from None
         if step is not None and step in self._source_bad:
             raise CheckpointError(f"{key}: {self._source_bad[step]}")
         try:
             manifest, passed = find(root, step, self._source_bad)
-        except CheckpointError as error:
+        except (CheckpointError, StoreError) as error:
             raise CheckpointError(f"{key}: {error}") from None
         if manifest is None:
             raise CheckpointError(f"{key}: {root} has no valid checkpoint" + "".join(f"\n  {line}" for line in passed))
@@ -345,7 +353,7 @@ def _word(name: str) -> str:
     return "data" if name == "data order" else name.replace(" ", "_")
 
 
-def _notices(passed: list[str], root: Path, folder: Path, manifest: Manifest) -> list[str]:
+def _notices(passed: list[str], root: Place, folder: Place, manifest: Manifest) -> list[str]:
     notices = [f"passed over: {reason}" for reason in passed]
     if passed:
         notices.append(f"`titanlite checkpoint verify {root}` tells all that is wrong there")

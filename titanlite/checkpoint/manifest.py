@@ -13,12 +13,14 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
+from titanlite.checkpoint import store
 from titanlite.checkpoint.integrity import algorithm_of, digest_of
+from titanlite.checkpoint.place import Place, StoreError, StorePath, sizes
 from titanlite.observe.console import logger
 
 FORMAT = 4
@@ -90,47 +92,60 @@ def _digest(content: dict[str, Any]) -> str:
     return digest_of(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
-def step_folder(root: Path, step: int) -> Path:
+@overload
+def step_folder(root: Path, step: int) -> Path: ...
+@overload
+def step_folder(root: Place, step: int) -> Place: ...
+def step_folder(root: Place, step: int) -> Place:
     return root / f"step-{step}"
 
 
-def step_of(folder: Path) -> int | None:
+def step_of(folder: Place) -> int | None:
     """The step that a folder's name says; None for a name that no checkpoint has."""
     match = _STEP.fullmatch(folder.name)
     return int(match.group(1)) if match else None
 
 
-def steps_in(root: Path) -> list[int]:
+def steps_in(root: Place) -> list[int]:
     """Steps of all folders named like checkpoints in `root`, ascending; foreign names are left alone."""
-    if not root.is_dir():
-        return []
-    return sorted(step for entry in root.iterdir() if (step := step_of(entry)) is not None and entry.is_dir())
+    return sorted(step for entry in folders_in(root) if (step := step_of(entry)) is not None)
 
 
-def is_pinned(folder: Path) -> bool:
+def folders_in(root: Place) -> Sequence[Place]:
+    """The folders in `root`; none where it is not there. In a store without what saves and deletions have left."""
+    if isinstance(root, StorePath):
+        return store.folders(root)
+    return [entry for entry in root.iterdir() if entry.is_dir()] if root.is_dir() else []
+
+
+def is_pinned(folder: Place) -> bool:
     return (folder / PIN).exists()
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Place) -> Manifest:
     """The manifest of a valid checkpoint folder. Raises CheckpointError with the reason when it is not one."""
     manifest = parse_manifest(folder)
+    there = sizes(folder)
     for name, size in manifest.files.items():
-        try:
-            found = (folder / name).stat().st_size
-        except OSError:
-            raise CheckpointError(f"{folder / name} is missing") from None
-        if found != size:
-            raise CheckpointError(f"{folder / name} has {found} bytes, the manifest says {size}")
+        if name not in there:
+            raise CheckpointError(f"{folder / name} is missing")
+        if there[name] != size:
+            raise CheckpointError(f"{folder / name} has {there[name]} bytes, the manifest says {size}")
     return manifest
 
 
-def parse_manifest(folder: Path) -> Manifest:
-    """The manifest alone: what it lists is not looked at. Raises CheckpointError when it cannot be believed."""
+def parse_manifest(folder: Place) -> Manifest:
+    """The manifest alone: what it lists is not looked at. Raises CheckpointError when it cannot be believed.
+
+    Raises StoreError when a store cannot be asked: nothing is known of the checkpoint then, not that it is bad either.
+    """
     path = folder / FILE
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no {FILE}: it was never finished") from None
+    except StoreError:
+        raise
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     if not isinstance(raw, dict) or type(raw.get("format")) is not int:
@@ -161,7 +176,7 @@ def parse_manifest(folder: Path) -> Manifest:
 
 
 def find(
-    root: Path, step: int | None = None, known_bad: Mapping[int, str] | None = None
+    root: Place, step: int | None = None, known_bad: Mapping[int, str] | None = None
 ) -> tuple[Manifest | None, list[str]]:
     """The checkpoint to load from `root`: that of `step`, or the newest valid one.
 
@@ -190,7 +205,7 @@ def find(
     return None, passed
 
 
-def check_resumable(manifest: Manifest, folder: Path) -> None:
+def check_resumable(manifest: Manifest, folder: Place) -> None:
     """Raises CheckpointError for a checkpoint of weights only: no run can go on from it."""
     if manifest.weights_only:
         raise CheckpointError(
@@ -201,8 +216,10 @@ def check_resumable(manifest: Manifest, folder: Path) -> None:
         )
 
 
-def sync_folder(folder: Path) -> None:
-    """Make a folder's entries durable: without it a crash may lose the rename itself."""
+def sync_folder(folder: Place) -> None:
+    """Make a folder's entries durable: without it a crash may lose the rename itself. In a store they are at once."""
+    if isinstance(folder, StorePath):
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -210,13 +227,20 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def publish(written: Path, root: Path, manifest: Manifest, known_bad: Mapping[int, str] | None = None) -> Path:
+def publish(written: Place, root: Place, manifest: Manifest, known_bad: Mapping[int, str] | None = None) -> Place:
     """Write the manifest into the folder `written`, then give it its final name. One rank only.
 
     A folder of that name that is not valid, or whose step is in `known_bad`, is moved aside with the reason, never
-    overwritten; a valid one is kept and raises CheckpointError.
+    overwritten; a valid one is kept and raises CheckpointError. In a store the folder has its name already (`begin`).
     """
     final = step_folder(root, manifest.step)
+    if isinstance(written, StorePath):
+        try:
+            store.publish(written, manifest.to_json())
+        except FileExistsError:
+            raise CheckpointError(f"{written} holds a checkpoint meanwhile; it is not overwritten") from None
+        return final
+    assert isinstance(root, Path) and isinstance(final, Path)
     temporary = written / (FILE + ".part")
     with open(temporary, "w", encoding="utf-8") as stream:
         stream.write(manifest.to_json())
@@ -224,32 +248,41 @@ def publish(written: Path, root: Path, manifest: Manifest, known_bad: Mapping[in
         os.fsync(stream.fileno())
     os.replace(temporary, written / FILE)
     sync_folder(written)
-    if final.exists():
-        reason = (known_bad or {}).get(manifest.step)
-        if reason is None:
-            try:
-                read_manifest(final)
-            except CheckpointError as error:
-                reason = str(error)
-            else:
-                raise CheckpointError(f"{final} already holds a valid checkpoint; it is not overwritten")
-        move_aside(final, reason)
+    make_way(final, (known_bad or {}).get(manifest.step))
     written.rename(final)
     sync_folder(root)
     return final
 
 
-def move_aside(folder: Path, reason: str) -> Path:
+def make_way(final: Place, reason: str | None) -> None:
+    """Move aside what has a checkpoint's name. Raises CheckpointError where it is valid and there is no `reason`."""
+    if not final.exists():
+        return
+    if reason is None:
+        try:
+            read_manifest(final)
+        except CheckpointError as error:
+            reason = str(error)
+        else:
+            raise CheckpointError(f"{final} already holds a valid checkpoint; it is not overwritten")
+    move_aside(final, reason)
+
+
+def move_aside(folder: Place, reason: str) -> Place:
     """Give a checkpoint that is not to be loaded the name `step-N.invalid-K`, and say there why. The new path."""
-    with contextlib.suppress(OSError):
-        (folder / REASON).write_text(f"{reason}\n", encoding="utf-8")
-    aside = next(p for i in range(10**6) if not (p := folder.with_name(f"{folder.name}.invalid-{i}")).exists())
-    folder.rename(aside)
+    aside: Place
+    if isinstance(folder, StorePath):
+        aside = store.move_aside(folder, REASON, reason)
+    else:
+        with contextlib.suppress(OSError):
+            (folder / REASON).write_text(f"{reason}\n", encoding="utf-8")
+        aside = next(p for i in range(10**6) if not (p := folder.with_name(f"{folder.name}.invalid-{i}")).exists())
+        folder.rename(aside)
     logger.warning(f"{folder} is now {aside.name}: {reason}")
     return aside
 
 
-def is_valid(folder: Path) -> bool:
+def is_valid(folder: Place) -> bool:
     """Whether a folder is a checkpoint, by its manifest and the sizes of its files."""
     try:
         read_manifest(folder)

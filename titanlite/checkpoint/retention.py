@@ -8,28 +8,33 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Collection, Sequence
-from pathlib import Path
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from threading import Thread
 from typing import Literal
 
+from titanlite.checkpoint import store
 from titanlite.checkpoint.manifest import (
     CheckpointError,
     Manifest,
     is_pinned,
     is_valid,
+    make_way,
     parse_manifest,
     read_manifest,
     step_folder,
     steps_in,
     sync_folder,
 )
+from titanlite.checkpoint.place import Place, StorePath
 
 #: A save that was not finished.
-PARTIAL = ".partial-"
+PARTIAL = store.PARTIAL
 #: A checkpoint that is being deleted.
-DELETED = ".deleted-"
-
+DELETED = store.DELETED
+#: Seconds that a save waits for deletions where names are not changed before.
+_SETTLE_SECONDS = 300.0
 
 #: Steps whose checkpoints stay for good: those of a list, or 1, 2, 4, 8, …
 Milestones = Literal["powers_of_two"] | tuple[int, ...]
@@ -60,7 +65,7 @@ def surplus(
 
 
 def retire(
-    root: Path,
+    root: Place,
     newest: int,
     latest: int,
     every: int = 0,
@@ -69,7 +74,7 @@ def retire(
     fingerprints: dict[str, str] | None = None,
     milestones: Milestones = (),
     best: int = 0,
-) -> list[Path]:
+) -> list[Place]:
     """Rename what is no longer wanted now that the checkpoint of step `newest` is there; the folders to delete.
 
     Only checkpoints of this run (by `fingerprints`, None: any) up to that step are counted, and only such go. One whose
@@ -108,7 +113,7 @@ def retire(
     return gone
 
 
-def best_steps(root: Path, manifests: dict[int, Manifest], count: int) -> list[int]:
+def best_steps(root: Place, manifests: dict[int, Manifest], count: int) -> list[int]:
     """The whole ones with the lowest validation loss, at most `count`, the best first; of equal ones the earlier."""
     losses = sorted((m.validation_loss, step) for step, m in manifests.items() if m.validation_loss is not None)
     found: list[int] = []
@@ -120,8 +125,33 @@ def best_steps(root: Path, manifests: dict[int, Manifest], count: int) -> list[i
     return found
 
 
-def set_aside(folder: Path) -> Path:
-    """Give a folder a name that no checkpoint has; that name."""
+def begin(root: Place, step: int, known_bad: Mapping[int, str], deleter: Deleter) -> Place:
+    """The folder to write the checkpoint of `step` into, which is none before `publish`. One rank only.
+
+    Raises CheckpointError in a store, where the folder has its name from the beginning, when there is a valid one.
+    """
+    if isinstance(root, StorePath):
+        # What goes may have the names of what comes.
+        if not deleter.wait(_SETTLE_SECONDS):
+            raise CheckpointError(f"{root}: old checkpoints are still being deleted; nothing is written meanwhile")
+        final = root / f"step-{step}"
+        store.tidy(root)
+        make_way(final, known_bad.get(step))
+        store.begin(final)
+        return final
+    root.mkdir(parents=True, exist_ok=True)
+    for stale in root.glob(f"{PARTIAL}*"):
+        shutil.rmtree(stale, ignore_errors=True)  # left by a save that failed or was killed; its space is needed
+    # Another name each time: what is left of an earlier one may still be being deleted.
+    partial = root / f"{PARTIAL}step-{step}-{uuid.uuid4().hex[:8]}"
+    partial.mkdir()
+    return partial
+
+
+def set_aside(folder: Place) -> Place:
+    """Give a folder a name that no checkpoint has; that name. In a store that of a mark, see there."""
+    if isinstance(folder, StorePath):
+        return store.set_aside(folder)
     name = f"{DELETED}{folder.name.lstrip('.')}"
     names = (folder.with_name(f"{name}.{i}" if i else name) for i in range(10**6))
     aside = next(path for path in names if not path.exists())
@@ -129,8 +159,10 @@ def set_aside(folder: Path) -> Path:
     return aside
 
 
-def leftovers(root: Path) -> list[Path]:
-    """Folders of saves and deletions that a crash has cut short."""
+def leftovers(root: Place) -> Sequence[Place]:
+    """Folders of saves and deletions that a crash has cut short; in a store their marks."""
+    if isinstance(root, StorePath):
+        return store.leftovers(root)
     return sorted([*root.glob(f"{PARTIAL}*"), *root.glob(f"{DELETED}*")])
 
 
@@ -140,20 +172,30 @@ class Deleter:
     def __init__(self) -> None:
         self._threads: list[Thread] = []
 
-    def delete(self, folders: Sequence[Path]) -> None:
+    def delete(self, folders: Sequence[Place]) -> None:
         """What cannot be deleted stays, under its name, for the next start."""
         if folders:
             thread = Thread(target=_delete, args=(list(folders),), name="titanlite-delete", daemon=True)
             thread.start()
             self._threads = [t for t in self._threads if t.is_alive()] + [thread]
 
-    def wait(self, seconds: float) -> None:
-        """Until all is deleted, at most so long."""
+    def wait(self, seconds: float) -> bool:
+        """Until all is deleted, at most so long; whether it is."""
         deadline = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
 
-def _delete(folders: list[Path]) -> None:
+def _delete(folders: list[Place]) -> None:
     for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):
+            delete(folder, ignore_errors=True)
+
+
+def delete(folder: Place, ignore_errors: bool = False) -> None:
+    """Delete what `set_aside` or `leftovers` has named. Raises OSError; with `ignore_errors` all that goes, goes."""
+    if isinstance(folder, StorePath):
+        store.delete(folder)
+    else:
+        shutil.rmtree(folder, ignore_errors=ignore_errors)

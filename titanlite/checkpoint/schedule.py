@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import cast
 
 from titanlite.checkpoint.manifest import CheckpointError, parse_manifest, step_folder, steps_in
+from titanlite.checkpoint.place import place
 from titanlite.checkpoint.retention import is_milestone
 from titanlite.config.plans import CheckpointPlan
 from titanlite.parallel.world import World
@@ -107,7 +107,7 @@ class SaveSchedule:
 
     def _is_among_best(self, loss: float) -> bool:
         """Whether fewer than `plan.keep_best` checkpoints of this run have a loss that is as low."""
-        root = Path(self.plan.folder)
+        root = place(self.plan.folder)
         lower = 0
         for step in steps_in(root):
             if step not in self._losses:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import re
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from titanlite.checkpoint import store
 from titanlite.checkpoint.integrity import Progress, check_files
 from titanlite.checkpoint.manifest import (
     FILE,
@@ -18,12 +17,14 @@ from titanlite.checkpoint.manifest import (
     CheckpointError,
     Manifest,
     find,
+    folders_in,
     is_pinned,
     read_manifest,
     step_of,
     steps_in,
 )
-from titanlite.checkpoint.retention import DELETED, PARTIAL, set_aside
+from titanlite.checkpoint.place import Place, StorePath, place
+from titanlite.checkpoint.retention import DELETED, PARTIAL, delete, set_aside
 
 VALID, INVALID = "valid", "invalid"
 _ASIDE = re.compile(r"step-(\d+)\.invalid-\d+")
@@ -36,7 +37,7 @@ _IN_RUN = "checkpoint"
 class Entry:
     """One folder among the checkpoints."""
 
-    folder: Path
+    folder: Place
     #: "valid", "invalid", "set aside" (an invalid one that a later save of its step made way for), "partial" (a save
     #: under way or cut short) or "being deleted".
     state: str
@@ -60,19 +61,20 @@ class Entry:
         return f"{self.state}{more}{', pinned' if self.pinned else ''}"
 
 
-def root_of(path: Path) -> Path:
+def root_of(path: Place) -> Place:
     """The folder of checkpoints that is meant: `path`, or `checkpoint` in it. Raises CheckpointError."""
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such folder")
-    for root in (path, path / _IN_RUN):
+    roots: tuple[Place, Place] = (path, path / _IN_RUN)
+    for root in roots:
         if root.is_dir() and any(map(_state_by_name, root.iterdir())):
             return root
     raise CheckpointError(f"{path} holds no checkpoints, nor does a folder {_IN_RUN!r} in it: name a run or its folder")
 
 
-def checkpoint_of(path: Path) -> Path:
+def checkpoint_of(path: Place | str) -> Place:
     """The checkpoint that is meant: `path`, or the newest valid one of its folder. Raises CheckpointError."""
-    path = Path(path)
+    path = place(path)
     if step_of(path) is not None or (path / FILE).is_file():
         if not path.is_dir():
             raise CheckpointError(f"{path}: no such checkpoint")
@@ -84,7 +86,7 @@ def checkpoint_of(path: Path) -> Path:
     return root / f"step-{manifest.step}"
 
 
-def _state_by_name(folder: Path) -> str | None:
+def _state_by_name(folder: Place) -> str | None:
     """What a folder's name says of it; None for what is none of ours."""
     if step_of(folder) is not None:
         return VALID
@@ -95,7 +97,7 @@ def _state_by_name(folder: Path) -> str | None:
     return "being deleted" if folder.name.startswith(DELETED) else None
 
 
-def look(folder: Path) -> Entry:
+def look(folder: Place) -> Entry:
     """What a folder is, by its name, its manifest and the sizes of its files."""
     state = _state_by_name(folder) or INVALID
     manifest, reason = None, ""
@@ -107,16 +109,26 @@ def look(folder: Path) -> Entry:
     elif (folder / REASON).is_file():
         reason = (folder / REASON).read_text(encoding="utf-8", errors="replace").rstrip()
     try:
-        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        written = manifest.created if manifest else folder.stat().st_mtime
+        size, written = _content(folder)
+        written = manifest.created if manifest else written
     except FileNotFoundError:  # it is being written or deleted right now
         size, written = 0, time.time()
     return Entry(folder, state, reason, is_pinned(folder), manifest, size, written)
 
 
-def shelf(root: Path) -> list[Entry]:
+def _content(folder: Place) -> tuple[int, float]:
+    """Bytes, and the time of the latest change."""
+    if isinstance(folder, StorePath):
+        return store.content(folder)
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return size, folder.stat().st_mtime
+
+
+def shelf(root: Place) -> list[Entry]:
     """All that a folder of checkpoints holds, by step."""
-    folders = [path for path in root.iterdir() if path.is_dir() and _state_by_name(path)]
+    folders = [path for path in folders_in(root) if _state_by_name(path)]
+    if isinstance(root, StorePath):
+        folders += store.unfinished(root)
     return sorted(map(look, folders), key=lambda entry: (entry.step, entry.folder.name))
 
 
@@ -124,7 +136,7 @@ def shelf(root: Path) -> list[Entry]:
 class Verdict:
     """What a full reading of a checkpoint has found."""
 
-    folder: Path
+    folder: Place
     problems: tuple[str, ...]
     manifest: Manifest | None
     seconds: float
@@ -132,7 +144,7 @@ class Verdict:
     strangers: tuple[str, ...] = ()
 
 
-def verify(folder: Path, progress: Progress = lambda done, total: None) -> Verdict:
+def verify(folder: Place, progress: Progress = lambda done, total: None) -> Verdict:
     """Read every file of a checkpoint and compare with its manifest."""
     started = time.perf_counter()
     try:
@@ -146,7 +158,7 @@ def verify(folder: Path, progress: Progress = lambda done, total: None) -> Verdi
 
 
 def remove(
-    paths: Sequence[Path],
+    paths: Sequence[Place],
     force: bool = False,
     dry_run: bool = False,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
@@ -159,8 +171,8 @@ def remove(
     pinned ones, for saves that may be under way, and when no good checkpoint would be left where there was one.
     """
     entries = []
-    for path in dict.fromkeys(Path(path).resolve() for path in paths):
-        if not path.is_dir() or _state_by_name(path) is None:
+    for path in dict.fromkeys(place(path).resolve() for path in paths):
+        if not (path.is_dir() or store.is_mark(path)) or _state_by_name(path) is None:
             raise CheckpointError(f"{path} is no folder of a checkpoint (step-N)")
         entries.append(look(path))
     if not force:
@@ -173,11 +185,11 @@ def remove(
             _must_leave_one(root, [entry for entry in entries if entry.folder.parent == root], progress)
     if not dry_run:
         for entry in entries:
-            shutil.rmtree(set_aside(entry.folder))
+            delete(set_aside(entry.folder))
     return entries
 
 
-def _must_leave_one(root: Path, entries: Sequence[Entry], progress: Callable[[str, int, int], None]) -> None:
+def _must_leave_one(root: Place, entries: Sequence[Entry], progress: Callable[[str, int, int], None]) -> None:
     """Raises CheckpointError unless a checkpoint that stays is good, by its hashes.
 
     Where one goes that a run can go on from, one of weights only does not do.

@@ -13,6 +13,7 @@ import torch
 from titanlite.checkpoint.contents import Contents
 from titanlite.checkpoint.integrity import Progress, check_files
 from titanlite.checkpoint.manifest import CheckpointError, Manifest
+from titanlite.checkpoint.place import Place, StorePath
 from titanlite.checkpoint.shelf import checkpoint_of
 from titanlite.models import LlamaArgs, get_spec
 from titanlite.models.shapes import ShapeError, from_record
@@ -29,7 +30,7 @@ _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float
 class Source:
     """The weights of one model, under our names. `read(name)` gives a whole tensor on the CPU."""
 
-    path: Path
+    path: Place
     #: "checkpoint", "hf" or "torch".
     kind: str
     family: str
@@ -44,12 +45,16 @@ class Source:
     manifest: Manifest | None = None
 
 
-def open_source(path: Path, progress: Progress = lambda done, total: None) -> Source:
+def open_source(path: Place, progress: Progress = lambda done, total: None) -> Source:
     """What `path` holds, by what lies there; of a checkpoint every byte is compared with its hashes first (`progress`).
 
     Raises CheckpointError when it holds no weights, or others than those of the model that it describes.
     """
-    if path.is_file():
+    if isinstance(path, StorePath):
+        if path.is_file() or (path / HF_CONFIG).is_file():
+            raise CheckpointError(f"{path}: only checkpoints are read from a store; copy it to this machine first")
+        source = _checkpoint(checkpoint_of(path), progress)
+    elif path.is_file():
         source = _torch_file(path)
     elif (path / HF_CONFIG).is_file():
         source = _hf_folder(path)
@@ -81,7 +86,7 @@ def _check(source: Source) -> None:
         raise CheckpointError(f"{source.path} does not hold the weights of its model:\n  {listed}{more}")
 
 
-def _checkpoint(folder: Path, progress: Progress) -> Source:
+def _checkpoint(folder: Place, progress: Progress) -> Source:
     contents = Contents(folder)
     manifest = contents.manifest
     record = manifest.config.get("model")
@@ -107,7 +112,7 @@ def _checkpoint(folder: Path, progress: Progress) -> Source:
     )
 
 
-def _described(path: Path, record: Mapping[str, Any]) -> tuple[str, LlamaArgs]:
+def _described(path: Place, record: Mapping[str, Any]) -> tuple[str, LlamaArgs]:
     try:
         return from_record(record)
     except (ShapeError, TypeError) as error:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import pickle
+import uuid
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import FileSystemBase
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
@@ -19,9 +22,12 @@ from torch.futures import Future
 
 from titanlite.checkpoint.integrity import ALGORITHM, FAST, algorithm_of, digest_of, mismatch, new_hash
 from titanlite.checkpoint.manifest import CheckpointError, Manifest
+from titanlite.checkpoint.place import Place, StoreError, StorePath
 
 #: DCP's index of which tensor lies where; a pickle.
 INDEX = ".metadata"
+#: Objects of a store whose latest bytes are kept while others are read.
+_READERS = 4
 
 
 class Written(NamedTuple):
@@ -71,6 +77,9 @@ class _HashingStream:
         """Errors of writing do not say which file it was."""
         try:
             yield
+        except StoreError as error:
+            self.failure = error
+            raise
         except OSError as error:
             self.failure = OSError(error.errno, error.strerror, self._path)
             raise self.failure from None
@@ -79,37 +88,93 @@ class _HashingStream:
         return Written(self._size, f"{self._algorithm}:{self._hash.hexdigest()}")
 
 
-class _HashingFileSystem(FileSystem):
+class _Files(FileSystemBase):
+    """What DCP asks of files, of a folder or a store alike. DCP takes a place for what it can give back alone."""
+
     def __init__(self) -> None:
+        #: What was fetched ahead serves the next tensor, too, where tensors are read one by one.
+        self._readers = functools.lru_cache(_READERS)(StorePath.reader)
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Generator[io.IOBase, None, None]:
+        if isinstance(path, StorePath) and mode == "rb":
+            yield self._readers(path)
+            return
+        with path.open(mode) as stream:
+            yield stream
+
+    def concat_path(self, path: Any, suffix: str) -> Any:
+        return path / suffix
+
+    def init_path(self, path: Any) -> Any:
+        return path
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        path.rename(new_path)
+
+    def mkdir(self, path: Any) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def exists(self, path: Any) -> bool:
+        return bool(path.exists())
+
+    def rm_file(self, path: Any) -> None:
+        path.unlink()
+
+
+class _HashingFiles(_Files):
+    def __init__(self) -> None:
+        super().__init__()
         #: Name in the folder → what was written, of the files of this rank.
         self.written: dict[str, Written] = {}
 
     @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+    def create_stream(self, path: Any, mode: str) -> Generator[io.IOBase, None, None]:
         if mode != "wb":
             raise ValueError(f"{path} is written once, from its beginning, not opened as {mode!r}")
-        with open(path, mode) as stream:
-            hashing = _HashingStream(cast(BinaryIO, stream), os.fspath(path))
+        with path.open(mode) as stream:
+            hashing = _HashingStream(cast(BinaryIO, stream), str(path))
             try:
                 yield cast(io.IOBase, hashing)
             except RuntimeError:
                 if hashing.failure is not None:
                     raise hashing.failure from None  # torch.save complains of its position in the file instead
                 raise
-        self.written[Path(path).name] = hashing.written()
+        self.written[path.name] = hashing.written()
 
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+    def rename(self, path: Any, new_path: Any) -> None:
         super().rename(path, new_path)
-        self.written[Path(new_path).name] = self.written.pop(Path(path).name)
+        self.written[new_path.name] = self.written.pop(path.name)
 
 
 class HashingWriter(FileSystemWriter):
     """Each rank hashes what it writes; after `dcp.save`, `written` holds the files of all ranks on rank 0."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, sync_files=True)
+    def __init__(self, folder: Place) -> None:
+        super().__init__(str(folder), sync_files=isinstance(folder, Path))
         self.written: dict[str, Written] = {}
-        self.fs = self._own = _HashingFileSystem()
+        self._own = _HashingFiles()
+        self.fs = cast(Any, self._own)
+        self.path = cast(Any, folder)
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """It is pickled into the index, which nothing of ours may be needed to read."""
+        return self.path if isinstance(self.path, Path) else str(self.path)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """In a store other names each time: a client given up may still send what it had begun."""
+        plans = super().prepare_global_plan(plans)
+        if isinstance(self.path, Path):
+            return plans
+        attempt = uuid.uuid4().hex[:8]
+        return [
+            replace(p, storage_data=replace(p.storage_data, prefix=f"{p.storage_data.prefix}{attempt}_")) for p in plans
+        ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         # What a rank returns here DCP brings to rank 0: the hashes travel as one entry more.
@@ -128,11 +193,20 @@ class HashingWriter(FileSystemWriter):
 class CheckedReader(FileSystemReader):
     """Reads a checkpoint; its index is compared with the manifest before it is unpickled."""
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        super().__init__(folder)
+    def __init__(self, folder: Place, manifest: Manifest) -> None:
+        super().__init__(str(folder))
+        self.fs = cast(Any, _Files())
+        self.path = cast(Any, folder)
         self._index = folder / INDEX
         self._expected = manifest.hashes.get(INDEX)
         self._metadata: Metadata | None = None
+
+    def _slice_file(self, file: Any, sinfo: Any) -> Any:
+        """From a store a tensor's bytes at once: torch begins to read at their end."""
+        if isinstance(self.path, Path):
+            return super()._slice_file(file, sinfo)
+        file.seek(sinfo.offset)
+        return io.BytesIO(file.read(sinfo.length))
 
     def read_metadata(self) -> Metadata:
         """There is no index per rank to ask for. Raises CheckpointError when it is not the one that was written."""

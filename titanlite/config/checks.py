@@ -10,6 +10,7 @@ from titanlite.config.errors import Problem
 from titanlite.config.job import JobConfig
 from titanlite.config.schema import quote
 from titanlite.config.sections.base import steps_of
+from titanlite.config.urls import is_url, url_problem
 
 
 def contradictions(config: JobConfig) -> list[Problem]:
@@ -263,18 +264,36 @@ def missing_files(config: JobConfig) -> list[Problem]:
     return [
         Problem(config.place(key), key, f"no file or folder {quote(config.value(key))}")
         for key in named
-        if config.value(key) is not None and not os.path.exists(config.value(key))
+        if config.value(key) is not None and not is_url(config.value(key)) and not os.path.exists(config.value(key))
     ]
 
 
 def _has_checkpoints(config: JobConfig) -> bool:
-    """Whether the folder that the run saves in looks as if it held some."""
+    """Whether the folder that the run saves in looks as if it held some; a store is not asked here."""
+    if is_url(config.dialect.checkpoint.folder):
+        return True
     folder = os.path.join(config.dialect.job.dump_folder, config.dialect.checkpoint.folder)
     return os.path.isdir(folder) and any(name.startswith("step-") for name in os.listdir(folder))
 
 
 def missing_packages(config: JobConfig) -> list[Problem]:
     """Optional packages that a key needs and that are not installed here."""
+    return _missing_wandb(config) + unusable_urls(config)
+
+
+def unusable_urls(config: JobConfig) -> list[Problem]:
+    """Stores of checkpoints that cannot be reached from here whatever they hold."""
+    found = []
+    for key in (
+        ("checkpoint.folder", "checkpoint.initial_load_path") if config.value("checkpoint.enable_checkpoint") else ()
+    ):
+        url = config.value(key)
+        if url is not None and is_url(url) and (problem := url_problem(url)) is not None:
+            found.append(Problem(config.place(key), key, f"{quote(url)} {problem[0]}", problem[1]))
+    return found
+
+
+def _missing_wandb(config: JobConfig) -> list[Problem]:
     key = "metrics.enable_wandb"
     spec = importlib.util.find_spec("wandb") if config.value(key) else None
     # A folder of that name, as wandb itself makes one in the working directory, is found too, but has no origin.

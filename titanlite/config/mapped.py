@@ -7,14 +7,15 @@ import os
 from titanlite.config import plans
 from titanlite.config.dialect import Dialect
 from titanlite.config.sections.base import steps_of
+from titanlite.config.urls import is_url
 
 #: Of the time after which collectives fail: when it is reported that they wait, with some time left for the report.
 _STALL_SHARE = 0.6
 
 
 def below(dump_folder: str, folder: str) -> str:
-    """A folder of the run: below `dump_folder`, unless absolute."""
-    return os.path.join(dump_folder, folder)
+    """A folder of the run: below `dump_folder`, unless it is absolute or a URL."""
+    return folder if is_url(folder) else os.path.join(dump_folder, folder)
 
 
 def data_plan(d: Dialect) -> plans.DataPlan:

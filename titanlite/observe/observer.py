@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,9 @@ from titanlite.parallel.world import World
 from titanlite.runs.folder import FinalState, RunRecord, begin
 from titanlite.runs.provenance import config_text
 from titanlite.step import StepResult
+
+if TYPE_CHECKING:
+    from titanlite.checkpoint.place import Place
 
 
 class Observer:
@@ -211,7 +214,7 @@ class Observer:
         row = {"float8_loss": drift.float8, "float8_exact_loss": drift.exact}
         self._write(step, {**row, "float8_drift": drift.difference, "float8_drift_relative": drift.relative})
 
-    def saved(self, step: int, folder: Path, seconds: float) -> None:
+    def saved(self, step: int, folder: Place, seconds: float) -> None:
         logger.info(f"checkpoint of step {step} written to {folder} in {human_time(seconds)}")
 
     def run_ids(self) -> dict[str, str]:

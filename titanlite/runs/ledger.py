@@ -16,7 +16,7 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titanlite.config.plans import Plans
 from titanlite.config.scan import TOMLDecodeError, loads
@@ -26,6 +26,9 @@ from titanlite.runs import provenance
 from titanlite.runs.attempts import timestamp
 from titanlite.runs.folder import CONFIG
 from titanlite.runs.table import Table, render
+
+if TYPE_CHECKING:
+    from titanlite.checkpoint.place import Place
 
 FILE = "attempts.jsonl"
 #: The end of a metrics.jsonl in which its newest row is looked for.
@@ -125,7 +128,7 @@ def begin(
     step: int,
     tokens: int,
     resumed: bool,
-    source: Path | None = None,
+    source: Place | None = None,
 ) -> tuple[Ledger, list[str]]:
     """Record that an attempt starts at `step` steps and `tokens` tokens; also lines to tell a person.
 

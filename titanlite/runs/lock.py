@@ -107,13 +107,13 @@ class RunLock:
         holder = _read(self.path)
         if not holder and not self.path.exists():
             return
-        alive = _is_alive(holder)
+        alive = is_alive(holder)
         if alive is None:
             alive = self._is_renewed(holder)
         if alive:
             raise LockedError(
-                f"{self.path.parent} belongs to a run that is alive: {_words(holder)}. Wait for its end or stop it, or "
-                f"give this run another --{self._key}. If there is no such run, delete {self.path}"
+                f"{self.path.parent} belongs to a run that is alive: {words_of(holder)}. Wait for its end or stop it, "
+                f"or give this run another --{self._key}. If there is no such run, delete {self.path}"
             )
         # Two may have found it dead: a rename moves one file once, and what it moved tells who was first.
         aside = self.path.with_name(f".{FILE}.dead.{self._token}")
@@ -126,9 +126,9 @@ class RunLock:
             with suppress(OSError):
                 os.link(aside, self.path)
             aside.unlink(missing_ok=True)
-            raise LockedError(f"{self.path.parent} was taken at this moment by another run: {_words(moved)}")
+            raise LockedError(f"{self.path.parent} was taken at this moment by another run: {words_of(moved)}")
         aside.unlink(missing_ok=True)
-        logger.warning(f"the lock of a run that has died is taken over: {_words(holder)}")
+        logger.warning(f"the lock of a run that has died is taken over: {words_of(holder)}")
 
     def _is_renewed(self, holder: dict[str, Any]) -> bool:
         """Watch a lock whose process cannot be looked for: True as soon as it is renewed, or if it is gone."""
@@ -138,7 +138,7 @@ class RunLock:
             return False
         wait = self._dead_seconds - age
         logger.warning(
-            f"{self.path} is held by another machine or container: {_words(holder)}. Watching for up to {wait:.0f} s "
+            f"{self.path} is held by another machine or container: {words_of(holder)}. Watching for up to {wait:.0f} s "
             "whether it is alive"
         )
         deadline = time.monotonic() + wait
@@ -166,7 +166,7 @@ class RunLock:
             try:
                 holder = _read(self.path)
                 if holder.get("token") != self._token:
-                    who = f"taken over: {_words(holder)}" if holder else "deleted"
+                    who = f"taken over: {words_of(holder)}" if holder else "deleted"
                     logger.error(f"{self.path} was {who}. Two runs may be writing into {self.path.parent}: stop one")
                     return
                 os.utime(self.path)
@@ -174,7 +174,7 @@ class RunLock:
                 continue  # a file system that is away for a while
 
 
-def _is_alive(holder: dict[str, Any]) -> bool | None:
+def is_alive(holder: dict[str, Any]) -> bool | None:
     """Whether the holder's process runs; None where that cannot be looked up from here."""
     process = holder.get("process")
     if not isinstance(process, dict) or not process.get("space") or process["space"] != process_space():
@@ -198,7 +198,7 @@ def _time(path: Path) -> float | None:
         return None
 
 
-def _words(holder: dict[str, Any]) -> str:
+def words_of(holder: dict[str, Any]) -> str:
     process = holder.get("process")
     pid = process.get("id") if isinstance(process, dict) else None
     if pid is None:

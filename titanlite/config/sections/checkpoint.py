@@ -16,7 +16,9 @@ class Checkpoint(Section):
         default=False, description="Save checkpoints, and resume from the newest valid one."
     )
     folder: str = Field(
-        default="checkpoint", min_length=1, description="job.dump_folder/folder/step-N, unless absolute."
+        default="checkpoint",
+        min_length=1,
+        description="job.dump_folder/folder/step-N, unless absolute; or a URL of an object store: s3://bucket/folder.",
     )
     interval_type: Literal["steps", "seconds"] = Field(default="steps", description="Unit of interval.")
     interval: int = Field(default=500, ge=1, description="Save every so many steps (or seconds), and at the end.")
@@ -46,7 +48,7 @@ class Checkpoint(Section):
         default=None,
         min_length=1,
         description="Checkpoint (step-N, or a folder or run with some: the newest good one) of any run, to start from "
-        "while this one has none of its own.",
+        "while this one has none of its own. A folder or a URL.",
     )
     initial_load_model_only: bool = Field(
         default=True,

@@ -1,0 +1,51 @@
+"""URLs of object stores in keys that else name a folder. No fsspec here: a config is read without it."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+#: Package that fsspec needs for a store, where that is not fsspec itself.
+_PACKAGES = {
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "abfs": "adlfs",
+    "abfss": "adlfs",
+    "az": "adlfs",
+}
+_EXTRA = {"s3fs": "'titanlite[s3]'"}
+
+
+def is_url(text: str) -> bool:
+    """`s3://bucket/run`, in contrast to a path."""
+    return _URL.match(text) is not None
+
+
+def package_of(scheme: str) -> str:
+    """How to install what a store needs."""
+    package = _PACKAGES.get(scheme)
+    return f"pip install {_EXTRA.get(package, package)}" if package else "the one that fsspec names for it"
+
+
+def url_problem(url: str) -> tuple[str, str] | None:
+    """Why checkpoints cannot lie there, and what to do about it; None when nothing is known against it."""
+    scheme = url.partition("://")[0].lower()
+    if scheme == "file":
+        return None
+    if not url.partition("://")[2].strip("/"):
+        return "names no bucket", f"{scheme}://bucket/folder"
+    if scheme == "memory":
+        return "is the memory of one process, which no other one sees", "name a folder or a store, such as s3://"
+    package = _PACKAGES.get(scheme)
+    if package is not None:
+        if importlib.util.find_spec(package) is None:
+            return f"needs the package {package}, which is not installed", package_of(scheme)
+        return None
+    from fsspec.registry import known_implementations  # torch brings it along
+
+    if scheme not in known_implementations:
+        return f"is of no kind that is known here: {scheme}", "name a folder, or a URL such as s3://bucket/folder"
+    return None
