@@ -181,6 +181,29 @@ def test_of_many_that_find_it_dead_one_takes_it(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_who_died_while_taking_over_is_in_nobodys_way(tmp_path: Path) -> None:
+    with _holder(tmp_path) as process:
+        process.kill()
+    dead = _lock(tmp_path)
+    claim = tmp_path / f".{FILE}.dead.{dead['token']}"
+    claim.write_text(json.dumps({**dead, "token": "claimant"}))
+    with RunLock(tmp_path):
+        assert _lock(tmp_path)["process"]["id"] == os.getpid() and not claim.exists()
+
+
+def test_who_is_taking_over_is_named(tmp_path: Path) -> None:
+    with _holder(tmp_path) as process:
+        process.kill()
+    dead = _lock(tmp_path)
+    with RunLock(tmp_path / "other"):
+        alive = _lock(tmp_path / "other")
+    claim = tmp_path / f".{FILE}.dead.{dead['token']}"
+    claim.write_text(json.dumps(alive))
+    with pytest.raises(LockedError, match=f"being taken at this moment by another run: process {os.getpid()} on"):
+        RunLock(tmp_path).__enter__()
+    assert _lock(tmp_path) == dead
+
+
 def test_a_torn_lock_is_taken_over_when_it_is_old(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text("{")
     os.utime(tmp_path / FILE, (0, time.time() - 200))

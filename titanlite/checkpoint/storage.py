@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+from torch.utils.serialization import config as serialization
 
 from titanlite.checkpoint.integrity import ALGORITHM, FAST, algorithm_of, digest_of, mismatch, new_hash
 from titanlite.checkpoint.manifest import CheckpointError, Manifest
@@ -177,8 +178,11 @@ class HashingWriter(FileSystemWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        # Each file has a hash; torch's own checksums within it cost as much as all the rest of a save's computing.
+        with cast(Any, serialization).patch("save.compute_crc32", False):
+            results: list[Any] = super().write_data(plan, planner).value()
         # What a rank returns here DCP brings to rank 0: the hashes travel as one entry more.
-        results: list[Any] = [*super().write_data(plan, planner).value(), self._own.written]
+        results = [*results, self._own.written]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future

@@ -82,18 +82,22 @@ class RunLock:
 
     def _create(self) -> bool:
         """Make the file; False when there is one."""
+        return self._write_new(self.path)
+
+    def _write_new(self, path: Path) -> bool:
+        """Write who this is to a file that must not exist; False when it does."""
         holder = {"token": self._token, "host": socket.gethostname(), "process": this_process(), "since": timestamp()}
         # Written aside, so that nobody ever reads half of it; a link fails where there is a file, on NFS too.
         aside = self.path.with_name(f".{FILE}.{self._token}")
         try:
             aside.write_text(json.dumps(holder) + "\n")
             try:
-                os.link(aside, self.path)
+                os.link(aside, path)
             except FileExistsError:
                 return False
             except OSError:  # a file system without links
                 try:
-                    file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+                    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
                 except FileExistsError:
                     return False
                 with os.fdopen(file, "w") as stream:
@@ -115,19 +119,24 @@ class RunLock:
                 f"{self.path.parent} belongs to a run that is alive: {words_of(holder)}. Wait for its end or stop it, "
                 f"or give this run another --{self._key}. If there is no such run, delete {self.path}"
             )
-        # Two may have found it dead: a rename moves one file once, and what it moved tells who was first.
-        aside = self.path.with_name(f".{FILE}.dead.{self._token}")
-        try:
-            os.rename(self.path, aside)
-        except FileNotFoundError:
+        # Several may have found it dead: only who holds the claim on this very lock deletes it, and nobody writes it.
+        claim = self.path.with_name(f".{FILE}.dead.{holder.get('token', '')}")
+        if not self._write_new(claim):
+            other = _read(claim)
+            if is_alive(other) is False:  # died in the moment between
+                claim.unlink(missing_ok=True)
+            elif other:
+                raise LockedError(
+                    f"{self.path.parent} is being taken at this moment by another run: {words_of(other)}. If there is "
+                    f"no such run, delete {claim}"
+                )
             return
-        moved = _read(aside)
-        if moved.get("token") != holder.get("token"):
-            with suppress(OSError):
-                os.link(aside, self.path)
-            aside.unlink(missing_ok=True)
-            raise LockedError(f"{self.path.parent} was taken at this moment by another run: {words_of(moved)}")
-        aside.unlink(missing_ok=True)
+        try:
+            if _read(self.path).get("token") != holder.get("token"):
+                return  # somebody else was quicker; look again
+            self.path.unlink(missing_ok=True)
+        finally:
+            claim.unlink(missing_ok=True)
         logger.warning(f"the lock of a run that has died is taken over: {words_of(holder)}")
 
     def _is_renewed(self, holder: dict[str, Any]) -> bool:
