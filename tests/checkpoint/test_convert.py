@@ -233,7 +233,7 @@ convert(Path(source + "-large"), Path(target), to, shard_bytes=16 << 20)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("to", ["hf", "torch", "checkpoint"])
 def test_memory_is_that_of_a_few_tensors(pool: Pools, tmp_path: Path, to: str) -> None:
     """256 MB of weights are converted by a process that may take 96 MB for it."""

@@ -139,9 +139,9 @@ TP = "--training.tensor_parallel_degree=2"
     [
         (1, []),
         pytest.param(2, [], marks=pytest.mark.slow),
-        pytest.param(2, [PP], marks=pytest.mark.slow),
-        pytest.param(4, [PP], marks=pytest.mark.slow),
-        pytest.param(4, [TP], marks=pytest.mark.slow),
+        pytest.param(2, [PP], marks=pytest.mark.soak),
+        pytest.param(4, [PP], marks=pytest.mark.soak),
+        pytest.param(4, [TP], marks=pytest.mark.soak),
     ],
 )
 def test_a_run_from_the_seed_is_a_fresh_run_bit_for_bit(
@@ -172,7 +172,7 @@ def _hurried(world: World, folder: str, grace: str, *flags: str) -> list[str]:
         del os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_save_too_slow_for_the_grace_period_is_told_once_and_at_the_next_start(pool: Pools, tmp_path: Path) -> None:
     flags = ["--checkpoint.interval=1"]
     (told,) = [

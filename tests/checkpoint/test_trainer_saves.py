@@ -41,7 +41,7 @@ def _one_failing(world: World, folder: str, *flags: str) -> dict[str, Any]:
         checkpointer.HashingWriter = real  # type: ignore[misc]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_run_with_background_saves_equals_one_without(pool: Pools, tmp_path: Path) -> None:
     there = pool(2).run(_run, str(tmp_path / "sync"), *ASYNC[:2])[0]
     here = pool(2).run(_run, str(tmp_path / "async"), *ASYNC)[0]

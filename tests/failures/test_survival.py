@@ -66,7 +66,7 @@ def test_saved_on_four_ranks_and_resumed_on_one_two_or_three(tmp_path: Path, str
     assert "parameters" not in text, "before the model is built"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_killed_in_every_epoch_each_sequence_is_still_trained_on_once_per_epoch(tmp_path: Path) -> None:
     text = tmp_path / "text.jsonl"
     lines = (json.dumps({"text": f"Number {n}, squared {n * n}.", "timestamp": "", "url": ""}) for n in range(24))
@@ -144,10 +144,16 @@ def test_a_disk_that_is_full_keeps_what_is_on_it_and_is_used_again_when_there_is
     more = [f"--checkpoint.folder={small_disk}"]
     codes, text = train(flags(folder, *more, "--training.steps=2"), 2, tmp_path / "console")
     assert codes == [0, 0], text
+    room = small_disk / "room"
+    room.write_bytes(bytes(1 << 16))
     with ballast.open("wb") as file, pytest.raises(OSError):
         while True:
             file.write(bytes(1 << 16))
             file.flush()
+    codes, text = train(flags(folder, *more, "--training.steps=4"), 2, tmp_path / "console")
+    assert codes == [exit_codes.CONFIG, exit_codes.LOST_PEER], "not even a lock can be written: found before any work"
+    assert text.count("cannot write to") == 2 and "No space left on device" in text, text
+    room.unlink()
     codes, text = train(flags(folder, *more, "--training.steps=4"), 2, tmp_path / "console")
     assert codes == [exit_codes.CHECKPOINT] * 2 and "No space left on device" in text, text
     assert is_valid(small_disk / "step-2") and not (small_disk / "step-4").exists()
@@ -192,7 +198,7 @@ FEATURES = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("first", ["on", "off"])
 def test_saved_with_features_on_and_loaded_with_them_off_and_the_reverse(tmp_path: Path, first: str) -> None:
     """One step at a learning rate of zero after the load: its checkpoint holds the weights that were loaded."""

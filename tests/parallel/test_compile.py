@@ -315,7 +315,7 @@ def _tensors(checkpoint: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_run_resumes_with_and_without_compiling(pool: Pools, tmp_path: Path) -> None:
     plain = [flag for flag in COMPILED if "compile" not in flag]
     eager = pool(1).run(_whole, str(tmp_path / "eager"), "--training.steps=6", *plain)[0]

@@ -322,7 +322,7 @@ def test_a_rollback_is_the_run_that_left_the_stretch_out(pool: Pools, tmp_path: 
     assert any("Rolled back to the checkpoint of step 4, without the data of steps 5-6" in s for s in found["said"])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_that_rolled_back_resumes_exactly(pool: Pools, tmp_path: Path) -> None:
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     flags = [*SHORT, "--guard.policy=rollback"]
@@ -388,7 +388,7 @@ def test_without_a_checkpoint_there_is_nothing_to_go_back_to(pool: Pools, tmp_pa
     assert "nothing to go back to" in found["error"] and "has no valid checkpoint" in found["error"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_spike_is_found_alike_after_a_resume(pool: Pools, tmp_path: Path) -> None:
     """The window is needed for it: six losses of which four are from before the resume."""
     flags = [*SHORT, "--guard.policy=skip", "--checkpoint.interval=12"]
