@@ -338,7 +338,8 @@ def _numbers(rows: list[dict[str, Any]]) -> list[tuple[int, float]]:
     return [(row["step"], value) for row in rows for key, value in row.items() if key in ("loss", "validation_loss")]
 
 
-@pytest.mark.parametrize("schedule", [pytest.param("1F1B", marks=soak), pytest.param("ZBVZeroBubble", marks=soak)])
+@soak
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
 def test_a_run_goes_from_two_ranks_to_one_and_back(pool: Pools, tmp_path: Path, schedule: str) -> None:
     """Losses, validation and optimizer state: step 3 to 6 depend on the moments that a checkpoint holds."""
     flags = [*FLAGS, f"{PP}=2", f"--{KEY}schedule={schedule}"]
