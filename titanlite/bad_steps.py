@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from titanlite.build import Parts
 from titanlite.config.plans import DataPlan, ShardPlan
 from titanlite.data.left_out import merged, of_steps, take
-from titanlite.data.loader import Batch, late
+from titanlite.data.loader import late
 from titanlite.data.packing import PackedDataset
+from titanlite.feed import Fetched
 from titanlite.guard import BadStepError, NonFiniteError
 from titanlite.observe.console import logger
 from titanlite.observe.diagnose import diagnose_nonfinite
@@ -32,16 +33,6 @@ FILE = "guard.jsonl"
 #: A bad step so soon after a checkpoint that the run went back to, so often, on other text each time, is no fault of
 #: the text's.
 _SOON, _RETURNS = 10, 2
-
-
-class Fetched(NamedTuple):
-    """What a step is trained on."""
-
-    #: This rank's micro-batches, on its device.
-    batches: list[Batch]
-    #: The loader's state before and after they were fetched.
-    before: dict[str, Any]
-    after: dict[str, Any]
 
 
 class BadSteps:

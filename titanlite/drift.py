@@ -10,9 +10,12 @@ from torch import nn
 
 from titanlite.loss import cross_entropy_sum
 from titanlite.parallel.float8 import high_precision, uncompiled
+from titanlite.parallel.fsdp import DTYPES
 from titanlite.step import Duplicates, validate
 
 if TYPE_CHECKING:
+    from titanlite.build import Parts
+    from titanlite.config.plans import Plans
     from titanlite.data.loader import Batch
     from titanlite.parallel.compile import LossFunction
     from titanlite.parallel.pipeline import Pipeline
@@ -52,3 +55,22 @@ def measure_drift(
     with high_precision(model, dtype):
         high, _ = validate(model, batches, device, loss_function, duplicates, pipeline)
     return Drift(*torch.stack([low, high]).tolist())
+
+
+class DriftCheck:
+    """`measure_drift` of a run, every `float8.drift_check` steps; never without float8."""
+
+    def __init__(self, plans: Plans, parts: Parts, device: torch.device, duplicates: Duplicates) -> None:
+        self._every = plans.float8.drift_check if plans.float8.enable else 0
+        self._dtype = DTYPES[plans.shard.param_dtype]
+        self._parts, self._device, self._duplicates = parts, device, duplicates
+
+    def due(self, step: int) -> bool:
+        return bool(self._every) and step % self._every == 0
+
+    def measure(self, batches: Iterable[Batch]) -> Drift:
+        """All ranks call it together."""
+        parts = self._parts
+        return measure_drift(
+            parts.model, batches, self._device, self._dtype, parts.loss, self._duplicates, parts.pipeline
+        )

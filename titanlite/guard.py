@@ -140,12 +140,16 @@ class FiniteGuard:
         if self.plan.spike_sigmas:
             self._window = LossWindow(self.plan.window, self.plan.spike_sigmas, device)
         #: What the latest `gate` saw, in the order of `_read`; of a sticky flag, what set it.
-        self._record = torch.zeros(8, dtype=torch.float64, device=device)
+        self._record = torch.zeros(9, dtype=torch.float64, device=device)
         #: Whether there is anything to read in it: a bad step, or a wish to stop.
         self._news = self._tripped
         self._unread = False
         self._pending: tuple[torch.Tensor, torch.cuda.Event] | None = None
         self._wish = False
+        #: Nothing updates any more: a rank had no data for a step.
+        self._void = self._tripped
+        #: The first such step, once it is known.
+        self.void_step: int | None = None
         #: Bad steps that count against the budget, and those of them that nobody has asked for.
         self._spent: list[int] = []
         self._skipped: list[BadStepError] = []
@@ -157,25 +161,30 @@ class FiniteGuard:
         loss: torch.Tensor,
         share: torch.Tensor,
         stop: torch.Tensor | None = None,
+        void: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """May this step update the weights? A 0-dim bool on the device, equal on all ranks.
 
         norm, loss: reduced over ranks; share: this rank's part of the loss (0-dim tensors on the device).
         stop: 0-dim bool, equal on all ranks: one was asked to stop. It changes nothing here; `watch` tells.
+        void: 0-dim bool, equal on all ranks: one had no data for this step. It and all after it change nothing, and are
+        not judged; `watch` tells, and `void_step` is then the first.
         """
-        good = torch.isfinite(norm) & torch.isfinite(loss)
+        if void is not None:
+            self._void = self._void | void
+        good = (torch.isfinite(norm) & torch.isfinite(loss)) | self._void
         kind = (~good).double() * _NOT_FINITE
         mean = deviation = self._zero
         if self._window is not None:
             spike, mean, deviation = self._window.judge(loss)
-            spike = spike & good
+            spike = spike & good & ~self._void
             kind, good = kind + spike.double() * _SPIKE, good & ~spike
-        ok = good & ~self._tripped
+        ok = good & ~self._tripped & ~self._void
         if self._window is not None:
             self._window.add(loss, ok)
         wish = self._zero if stop is None else stop
         number = torch.full_like(self._zero, step)
-        now = torch.stack([t.double() for t in (number, norm, loss, share, kind, wish, mean, deviation)])
+        now = torch.stack([t.double() for t in (number, norm, loss, share, kind, wish, mean, deviation, self._void)])
         self._record = torch.where(self._tripped, self._record, now)
         if self.plan.policy != "skip":
             self._tripped = self._tripped | ~good
@@ -235,6 +244,7 @@ class FiniteGuard:
         """
         spent = self._spent
         self._tripped = torch.zeros_like(self._tripped)
+        self._void, self.void_step = self._tripped, None
         self._pending, self._unread, self._wish = None, False, False
         if self._window is not None:
             self._window.fill([])
@@ -267,8 +277,10 @@ class FiniteGuard:
             self._read(record)
 
     def _read(self, record: torch.Tensor) -> None:
-        step, norm, loss, share, kind, wish, mean, deviation = record.tolist()
+        step, norm, loss, share, kind, wish, mean, deviation, void = record.tolist()
         self._wish = self._wish or bool(wish)
+        if void and self.void_step is None:
+            self.void_step = int(step)
         if kind == _FINE:
             return
         bad: BadStepError

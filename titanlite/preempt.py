@@ -18,7 +18,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -111,9 +111,13 @@ class GracefulStop:
         """
         return _Vote(self.wanted).result()
 
-    def until_agreed(self, items: Iterable[T]) -> Interruptible[T]:
-        """`items`, up to one after all ranks know that one was asked to stop. Each rank must bring as many."""
-        return Interruptible(self, items)
+    def until_agreed(self, items: Iterable[T], void: Callable[[], bool] | None = None) -> Interruptible[T]:
+        """`items`, up to one after all ranks know that one was asked to stop. Each rank must bring as many.
+
+        void: whether the latest item of this rank stands for one that it does not have, which a rank that was asked
+        to stop may bring: then the items count as broken off even if that was the last.
+        """
+        return Interruptible(self, items, void)
 
     def who(self) -> str:
         """Which ranks were asked by what, as "SIGTERM on every rank". Call it on all ranks together."""
@@ -217,9 +221,9 @@ class GracefulStop:
 class Interruptible(Generic[T]):
     """See `GracefulStop.until_agreed`. `broken_off` tells afterwards whether items were left out."""
 
-    def __init__(self, stop: GracefulStop, items: Iterable[T]) -> None:
+    def __init__(self, stop: GracefulStop, items: Iterable[T], void: Callable[[], bool] | None = None) -> None:
         self.broken_off = False
-        self._stop, self._items = stop, items
+        self._stop, self._items, self._void = stop, items, void
 
     def __iter__(self) -> Iterator[T]:
         vote: _Vote | None = None
@@ -230,10 +234,11 @@ class Interruptible(Generic[T]):
                 if vote is not None and vote.result():
                     self.broken_off = True
                     return
-                vote = _Vote(self._stop.wanted)
+                vote = _Vote(self._stop.wanted, self._void is not None and self._void())
                 yield item
             if vote is not None:
                 vote.result()
+                self.broken_off = vote.void
         finally:
             if (close := getattr(iterator, "close", None)) is not None:
                 close()
@@ -242,11 +247,11 @@ class Interruptible(Generic[T]):
 class _Vote:
     """One question to all ranks, on its way."""
 
-    def __init__(self, wanted: bool) -> None:
+    def __init__(self, wanted: bool, void: bool = False) -> None:
         import torch
         import torch.distributed as dist
 
-        self._answer: torch.Tensor = torch.tensor([wanted], dtype=torch.int32)
+        self._answer: torch.Tensor = torch.tensor([wanted, void], dtype=torch.int32)
         alone = not dist.is_initialized()
         self._work = None if alone else dist.all_reduce(self._answer, op=dist.ReduceOp.MAX, async_op=True)
 
@@ -254,4 +259,9 @@ class _Vote:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        return bool(self._answer)
+        return bool(self._answer[0])
+
+    @property
+    def void(self) -> bool:
+        """Whether a rank said so, after `result`."""
+        return bool(self._answer[1])

@@ -46,6 +46,9 @@ class Saves:
         self._warned = False
         #: Step of the newest checkpoint that is surely there.
         self.newest: int | None = None
+        #: Step of the latest save that was begun and did not fail then, or that the run goes on from; alike on all
+        #: ranks.
+        self.there: int | None = None
         #: Tokens seen at the step of each save that is under way in the background.
         self._under_way: dict[int, int] = {}
 
@@ -122,6 +125,8 @@ class Saves:
         is trained after it, so a save in the background is waited for. must: it is of the run's last step, and raises
         CheckpointError when it fails; otherwise that is an error on the console, and training goes on.
         """
+        if step == self.there and self._is_written(step):
+            return False
         started = time.perf_counter()
         stopping = False
         self._schedule.begin(step)
@@ -137,6 +142,7 @@ class Saves:
                 validation_loss=self._loss_of(step),
                 trackers=trackers,
             )
+            self.there = step
             if not final:
                 stopping = stop.agreed()  # asked while it was written: it need not be written again
             copied = time.perf_counter() - started
@@ -159,6 +165,18 @@ class Saves:
             logger.info(f"checkpoint of step {step} copied in {human_time(copied)}, now it is being written")
         self.tell()
         return stopping
+
+    def _is_written(self, step: int) -> bool:
+        """Whether the save of `step`, begun before, has become a checkpoint. All ranks call it together."""
+        if self.checkpointer.in_background:
+            try:
+                self.checkpointer.wait()
+            except CheckpointError:
+                return False
+            finally:
+                self.tell()
+            self.newest = step
+        return True
 
     def tell(self) -> None:
         """What became of saves in the background, on rank 0. A failed one is tried again with the next that is due."""
@@ -189,6 +207,8 @@ class Saves:
 
 def what_is_saved(saves: Saves | None, step: int) -> tuple[bool, str]:
     """Whether a checkpoint of `step` is there, and in words what is, for a run that stops after that step."""
+    if step == 0:
+        return True, "no step was done, nothing is lost"
     if saves is None:
         return False, "checkpoints are off, nothing is saved"
     if saves.newest == step:

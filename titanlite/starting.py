@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from titanlite.checkpoint.selection import GROUPS
 from titanlite.config.plans import CheckpointPlan, Plans
 from titanlite.config.scan import TOMLDecodeError, loads
 from titanlite.config.sections.base import steps_of
+from titanlite.data.background import Patience
 from titanlite.data.left_out import of_steps, take
 from titanlite.data.loader import add_hashes, step_hash
 from titanlite.data.packing import PackedDataset
@@ -35,6 +37,9 @@ from titanlite.runs.provenance import config_text
 
 #: Plans whose every field changes how sums are rounded.
 _ROUNDING = ("mesh", "tensor_parallel", "pipeline", "shard", "float8", "activations", "compile")
+#: Name of the thread that reads what is only to be hashed.
+READER = "titanlite-next-batch"
+_POLL_SECONDS = 0.5
 _WORDS = {"optimizer": "optimizer", "lr_scheduler": "schedule", "dataloader": "text", "rng": "random generators"}
 
 
@@ -151,17 +156,37 @@ def with_other_skips(loaded: LoadedState, plans: Plans) -> LoadedState:
     return replace(loaded, changes=(*loaded.changes, "data.skip_steps"))
 
 
-def next_batch(dataset: PackedDataset, plans: Plans, state: Mapping[str, Any], world: World) -> str | None:
+def next_batch(
+    dataset: PackedDataset,
+    plans: Plans,
+    state: Mapping[str, Any],
+    world: World,
+    give_up: Callable[[], bool] = lambda: False,
+) -> str | None:
     """Hash of the global batch that comes next by a loader's state; the same on any number of ranks.
 
-    All ranks call it together, each hashes a part. None where the data end.
+    All ranks call it together, each hashes a part. None where the data end, or a rank's part has not come some seconds
+    after `give_up` says that it is not to be waited for any longer.
     """
     size = plans.batch.global_batch_size
     left_out = of_steps(plans.data.skip_steps, size)
-    part = step_hash(dataset, state["next_sequence"], size, world.rank, world.size, left_out)
+    found: list[str | None] = []
+
+    def read() -> None:
+        found.append(step_hash(dataset, state["next_sequence"], size, world.rank, world.size, left_out))
+
+    # In a thread: a save must not wait for storage that does not answer.
+    reader = threading.Thread(target=read, name=READER, daemon=True)
+    reader.start()
+    patience = Patience(give_up)
+    reader.join(_POLL_SECONDS)
+    while reader.is_alive() and not patience.ended():
+        reader.join(_POLL_SECONDS)
+    part = found[0] if found else None
     parts: list[str | None] = [None] * world.size
     dist.all_gather_object(parts, part)
-    return add_hashes([found for found in parts if found is not None]) if part is not None else None
+    whole = [part for part in parts if part is not None]
+    return add_hashes(whole) if len(whole) == world.size else None
 
 
 def rounding_setting(plans: Plans, device: torch.device) -> dict[str, str]:

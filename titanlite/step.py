@@ -140,6 +140,7 @@ def train_step(
     before_update: Callable[[], None] | None = None,
     after_update: Callable[[], None] | None = None,
     stop: bool = False,
+    void: bool = False,
     phase: Callable[[str], object] = unwatched,
 ) -> StepResult:
     """One optimizer step on the global batch of which `micro_batches` is this rank's part, on the model's device.
@@ -151,6 +152,7 @@ def train_step(
     before_update: called when weights and moments are about to change (`Checkpointer.await_copy`).
     after_update: called when the weights are new (`titanlite.parallel.float8.ScalePrecompute`).
     stop: this rank was asked to stop; `guard.watch` then says so on all ranks. The step itself is done as ever.
+    void: this rank has no data: what it brings stands for nothing, and the step changes nothing on any rank.
     phase: called with the name of what begins (`StallWatch.phase`).
     Issues two collectives besides FSDP's: the token count, and the norm together with the loss. Nothing waits for the
     device, unless gradients are in host memory: then the optimizer does.
@@ -160,7 +162,7 @@ def train_step(
     # The wish to stop travels with the counts and not with the loss: the sum of whole numbers is exact, however it is
     # ordered, so no float depends on it. (Through the store one would have to name a step that no rank has begun, and
     # nothing bounds how late a rank reads it.) That several ranks bring the same does no harm: any is enough.
-    counts = torch.stack([local_tokens, torch.full_like(local_tokens, stop)])
+    counts = torch.stack([local_tokens, *(torch.full_like(local_tokens, flag) for flag in (stop, void))])
     dist.all_reduce(counts)
     tokens = counts[0]
     tokens.div_(duplicates.tokens, rounding_mode="floor")
@@ -182,7 +184,7 @@ def train_step(
     loss, norm = sums[0], sums[1].sqrt()
     local_loss = share * tokens / local_tokens.clamp(min=1)
 
-    ok = guard.gate(step, norm, loss, share, counts[1] > 0)
+    ok = guard.gate(step, norm, loss, share, *(counts[1:] > 0))
     torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(host))
     if before_update is not None:
         before_update()

@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from titanlite import exit_codes, starting
-from titanlite.bad_steps import BadSteps, Fetched, behind, explain, late_notices
-from titanlite.build import Parts, Text, build, fingerprints, to_device
+from titanlite.bad_steps import BadSteps, behind, explain, late_notices
+from titanlite.build import Parts, Text, build, fingerprints
 from titanlite.checkpoint import Checkpointer, CheckpointError, LoadedState
 from titanlite.checkpoint.loading import LEFT_OUT
 from titanlite.checkpoint.place import Place
@@ -23,7 +23,8 @@ from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.config.plans import Plans
 from titanlite.data.loader import Batch
 from titanlite.determinism import deterministic
-from titanlite.drift import measure_drift
+from titanlite.drift import DriftCheck
+from titanlite.feed import Feed
 from titanlite.guard import BadStepError, FiniteGuard
 from titanlite.models.shapes import as_record
 from titanlite.observe.console import logger
@@ -31,7 +32,6 @@ from titanlite.observe.observer import Observer
 from titanlite.observe.profiles import Profiles
 from titanlite.observe.stalls import StallWatch
 from titanlite.optim.schedule import learning_rate
-from titanlite.parallel.fsdp import DTYPES
 from titanlite.parallel.init import seed_generators
 from titanlite.parallel.world import World, patience, set_timeouts
 from titanlite.preempt import GracefulStop, Preempted
@@ -63,8 +63,6 @@ class Trainer:
         self.steps = plans.train.steps
         self.step = 0
         self._trained = 0
-        #: What the latest two steps were trained on: what is found bad is one of them.
-        self._recent: dict[int, Fetched] = {}
         self.tokens_seen = 0
         self._timeouts_lowered = False
         self._closed = False
@@ -79,8 +77,10 @@ class Trainer:
         self._schedule_began = 0
         self._ledger: ledger.Ledger | None = None
         self.parts: Parts = build(plans, world, text)
+        self.feed = Feed(self.parts.loader, self.parts.validation, self.stop, plans, world.device)
         self._seed()
         self.guard = FiniteGuard(world.device, plans.guard)
+        self.drift = DriftCheck(plans, self.parts, world.device, self.duplicates)
         folder = Path(plans.observe.dump_folder) if world.rank == 0 else None
         self._bad_steps = BadSteps(folder, text.train, plans.batch.global_batch_size)
         self.checkpointer: Checkpointer | None = None
@@ -143,8 +143,8 @@ class Trainer:
                     with self.patience():
                         self.saves.wait()
                 with self.patience():
-                    explain(error, self.parts, self._recent[error.step], self.plans.shard)
-                self._bad_steps.stopped(error, self._recent[error.step])
+                    explain(error, self.parts, self.feed.recent[error.step], self.plans.shard)
+                self._bad_steps.stopped(error, self.feed.recent[error.step])
             finally:
                 self._finish("stopped", error.step - 1, error, str(error))
                 self.close()
@@ -169,6 +169,8 @@ class Trainer:
             self.watch_compilation("training")
             self._stopping = self.guard.watch()
             self.tell_skipped()
+            if self.take_back():
+                break
             self.stalls.phase("log")
             self._trained = self.step
             self.after_first_step()
@@ -183,13 +185,38 @@ class Trainer:
             self.validate()
             self.save()
         self.stalls.phase("end")
+        self.settle()
+        if self.guard.void_step is not None:
+            self.save()
+
+    def settle(self) -> bool:
+        """Learn what became of all steps so far; on a GPU the latest is not known yet. As `take_back` otherwise."""
         self.guard.check()
         self.tell_skipped()
+        return self.take_back()
 
     def tell_skipped(self) -> None:
         """Report the steps that the guard has left out since the last call."""
         for bad in self.guard.skipped():
-            self._bad_steps.skipped(bad, self._recent[bad.step])
+            self._bad_steps.skipped(bad, self.feed.recent[bad.step])
+
+    def take_back(self) -> bool:
+        """Stand before the step for which a rank had no data (see `titanlite.feed`), which changed nothing, and stop.
+
+        Whether there was one to take back, alike on all ranks.
+        """
+        void = self.guard.void_step
+        if void is None or self.step < void:
+            return False
+        told = self._trained >= void  # on a GPU, where it is known a step later
+        self.tokens_seen -= (self.step - void + 1) * self.plans.batch.tokens_per_step
+        self.step = self._trained = void - 1
+        self._stopping = True
+        self.feed.take_back(void)
+        self.resume_guard.forget()
+        if told:
+            self.observer.roll_back(self.step, self.plans)
+        return True
 
     def roll_back(self, bad: BadStepError) -> None:
         """Go back to the newest checkpoint, and on with the data behind the bad step. All ranks call it together.
@@ -210,13 +237,13 @@ class Trainer:
             except CheckpointError as error:
                 bad.explain(f'guard.policy = "rollback", but there is nothing to go back to: {error}')
                 raise bad from error
-        fetched = self._recent[bad.step]
+        fetched = self.feed.recent[bad.step]
         data = {"next_sequence": 0} if "dataloader" in loaded.left_out else loaded.train["data"]
         train = {**loaded.train, "data": behind(data, fetched)}
         self._stand_at(replace(loaded, train=train, left_out=loaded.left_out - {"dataloader"}))
         self.guard.rewind(loaded.train.get("guard"))
         self.resume_guard.forget()
-        self._recent.clear()
+        self.feed.recent.clear()
         self._stopping = self._validation_owed = False  # a wish to stop is renewed with every step
         self.observer.roll_back(self.step, self.plans)
         if self._ledger is not None:
@@ -290,7 +317,7 @@ class Trainer:
         """Stand where a checkpoint was written; its tensors are loaded already."""
         self.step = self._trained = loaded.step
         if loaded.origin == "resume" and self.saves is not None:
-            self.saves.newest = loaded.step
+            self.saves.newest = self.saves.there = loaded.step
         self._schedule_began = int(loaded.train.get("schedule_began", 0))
         if "lr_scheduler" in loaded.left_out:
             self._schedule_began = loaded.step
@@ -303,7 +330,8 @@ class Trainer:
 
     def _next_batch(self) -> str | None:
         """Hash of the global batch of the next step; all ranks compute it together."""
-        return starting.next_batch(self.text.train, self.plans, self.parts.loader.state_dict(), self.world)
+        state = self.feed.state_dict()
+        return starting.next_batch(self.text.train, self.plans, state, self.world, lambda: self.stop.wanted)
 
     def _tell(self, verdict: Verdict | None) -> None:
         """Whether a run that was resumed goes on as the attempt before did."""
@@ -340,11 +368,8 @@ class Trainer:
     def train_one(self) -> StepResult:
         """Fetch this rank's micro-batches and take one optimizer step."""
         self.stalls.phase("data", self.step)
-        before = self.parts.loader.state_dict()
         with self.observer.waiting_for_data():
-            batches = to_device(self.parts.loader.next_step(), self.world.device)
-        self._recent[self.step] = Fetched(batches, before, self.parts.loader.state_dict())
-        self._recent.pop(self.step - 2, None)
+            batches = self.feed.step(self.step)
         self.tokens_seen += self.plans.batch.tokens_per_step
         self.measure_drift(batches[0])
         watch = self.parts.compile_watch
@@ -366,6 +391,7 @@ class Trainer:
                 layer_norms=self.observer.wants_layer_norms(self.step),
                 pipeline=self.parts.pipeline,
                 stop=self.stop.wanted,
+                void=self.feed.void,
                 before_update=self.checkpointer.await_copy if self.checkpointer else None,
                 after_update=self.parts.after_update,
                 phase=unwatched if compiles else self.stalls.phase,
@@ -373,22 +399,11 @@ class Trainer:
 
     def measure_drift(self, batch: Batch) -> None:
         """What float8 changes in the loss of this rank's micro-batch, every `float8.drift_check` steps."""
-        plan = self.plans.float8
-        if not (plan.enable and plan.drift_check) or self.step % plan.drift_check:
-            return
-        dtype = DTYPES[self.plans.shard.param_dtype]
-        self.stalls.phase("validate")
-        with self.observer.pausing():
-            drift = measure_drift(
-                self.parts.model,
-                [batch],
-                self.world.device,
-                dtype,
-                self.parts.loss,
-                self.duplicates,
-                self.parts.pipeline,
-            )
-        self.observer.drift(self.step, drift)
+        if self.drift.due(self.step):
+            self.stalls.phase("validate")
+            with self.observer.pausing():
+                drift = self.drift.measure([batch])
+            self.observer.drift(self.step, drift)
 
     def _shield(self) -> contextlib.AbstractContextManager[None]:
         """Around what may compile: compilers must outlive the SIGTERM that torchrun sends to a worker's group."""
@@ -414,7 +429,7 @@ class Trainer:
         """Mean loss on the held-out text, every `validation.freq` steps and at the end."""
         plan = self.plans.validation
         due = self.step % plan.freq == 0 or self.step >= self.steps or self._validation_owed
-        if self.parts.validation is None or not due:
+        if self.parts.validation is None or not due or self.settle():
             return
         self._validation_owed = True  # until it is done; the run that goes on catches up on it
         if self._stopping:
@@ -423,7 +438,7 @@ class Trainer:
         started = time.perf_counter()
         watch = self.parts.compile_watch
         compiles = watch is not None and not watch.is_warm("validation")
-        batches = self.stop.until_agreed(self.parts.validation)
+        batches = self.stop.until_agreed(self.feed.validation(), lambda: self.feed.void)
         with self.observer.pausing(), self._shield(), self.patience() if compiles else contextlib.nullcontext():
             loss, tokens = validate(
                 self.parts.model,
@@ -450,11 +465,11 @@ class Trainer:
         A save that fails in mid-run is reported and tried again at the next interval; at the end it raises.
         """
         is_last = self.step == self.steps or self._stopping
-        if self.saves is None or not (self.saves.due(self.step) or is_last):
+        if self.saves is None or self.step == 0 or not (self.saves.due(self.step) or is_last):
             return
         self.stalls.phase("save")
-        self.guard.check()  # this very step has not been looked at yet on a GPU
-        self.tell_skipped()
+        if self.settle():
+            return  # the loop ends, and saves what is left
         with self.observer.pausing(), self.patience():
             asked = self.saves.save(
                 self.step,
@@ -471,7 +486,7 @@ class Trainer:
     def _loop_state(self) -> dict[str, Any]:
         """What a checkpoint holds besides tensors. All ranks call it together."""
         state = {
-            "data": self.parts.loader.state_dict(),
+            "data": self.feed.state_dict(),
             "tokens_seen": self.tokens_seen,
             "global_batch": self.plans.batch.global_batch_size,
             "schedule_began": self._schedule_began,
