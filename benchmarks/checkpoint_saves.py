@@ -4,9 +4,9 @@
 
 A Llama of 89 million float32 parameters with AdamW's moments is trained, saved and loaded by titanlite's own pieces, on
 one process and on two (gloo), a thread each. The modes take turns, so that a disk whose speed drifts moves them alike;
-medians are shown. Hashing is measured against the same save with a hash that does nothing, in the same process and in
-turn. Loads read what the system still has in memory: they measure titanlite, not the disk. "Blocked" is the time that
-`Checkpointer.save` and `await_copy` keep the loop; steps that are taken while a save is written are compared with steps
+medians are shown. Hashing is timed within the saves: a file's bytes are hashed before they are written. Loads read what
+the system still has in memory: they measure titanlite, not the disk. "Blocked" is the time that `Checkpointer.save` and
+`await_copy` keep the loop; steps that are taken while a save is written are compared with steps
 alone.
 """
 
@@ -34,25 +34,31 @@ SHAPE = {"dim": 768, "n_layers": 9, "n_heads": 12, "vocab_size": 16384, "max_seq
 TOKENS = (1, 32)
 
 
-class NoHash:
-    """Takes the place of a hash, to see what hashing costs."""
+class TimedHash:
+    """A hash, and how long it takes: what writes waits for it."""
 
-    def __init__(self, algorithm: str) -> None:
-        self._digits = 32 if algorithm == "xxh3" else 64
+    #: Of all hashes of this process since it was last set.
+    seconds = 0.0
 
-    def update(self, data: bytes | memoryview, /) -> None: ...
+    def __init__(self, real: Any) -> None:
+        self._real = real
+
+    def update(self, data: bytes | memoryview, /) -> None:
+        began = time.perf_counter()
+        self._real.update(data)
+        TimedHash.seconds += time.perf_counter() - began
 
     def hexdigest(self) -> str:
-        return "0" * self._digits
+        return self._real.hexdigest()
 
 
 @contextmanager
-def hashing(on: bool) -> Any:
+def timed_hashes() -> Any:
     from titanlite.checkpoint import storage
 
     real = storage.new_hash
-    if not on:
-        storage.new_hash = NoHash  # type: ignore[assignment]
+    storage.new_hash = lambda algorithm: TimedHash(real(algorithm))  # type: ignore[assignment]
+    TimedHash.seconds = 0.0
     try:
         yield
     finally:
@@ -106,34 +112,33 @@ def cell(folder: Path, repeats: int, dim: int) -> None:
         # One save of each kind is not counted: memory for copies is taken, the disk makes room.
         for repeat in range(-1, repeats):
             for mode in MODES:
-                for on in (True, False):
-                    train()
-                    alone = statistics.median(train() for _ in range(2))
-                    figures = _save(savers[mode], train, world, model, optimizer, on, step)
-                    published = Path(savers[mode].root) / f"step-{step - int(figures.pop('steps'))}"
-                    size = sum(path.stat().st_size for path in published.iterdir())
-                    figures |= {"step_alone": alone, "bytes": size}
-                    dist.barrier()
-                    if world.rank == 0:
-                        shutil.rmtree(published)
-                        print(f"{mode}, hash {on}: {figures}", file=sys.stderr, flush=True)
-                    dist.barrier()
-                    if repeat >= 0:
-                        found.setdefault(f"{mode} {'hashed' if on else 'not hashed'}", []).append(figures)
+                train()
+                alone = statistics.median(train() for _ in range(2))
+                figures = _save(savers[mode], train, world, model, optimizer, step)
+                published = Path(savers[mode].root) / f"step-{step - int(figures.pop('steps'))}"
+                size = sum(path.stat().st_size for path in published.iterdir())
+                figures |= {"step_alone": alone, "bytes": size}
+                dist.barrier()
+                if world.rank == 0:
+                    shutil.rmtree(published)
+                    print(f"{mode}: {figures}", file=sys.stderr, flush=True)
+                dist.barrier()
+                if repeat >= 0:
+                    found.setdefault(mode, []).append(figures)
         # At the end: a load gives the optimizer new tensors, for which the next background save takes new memory.
         savers["disabled"].save(step, model, optimizer, {})
         for repeat in range(-1, repeats):
             for verify in ("hash", "size"):
                 seconds = _load(checkpointer("disabled", verify), world, model, optimizer)
                 if repeat >= 0:
-                    found["disabled hashed"][repeat][f"load_{verify}"] = seconds
+                    found["disabled"][repeat][f"load_{verify}"] = seconds
         for saver in savers.values():
             saver.close()
         if world.rank == 0:
             print(json.dumps(found), flush=True)
 
 
-def _save(saver: Any, train: Any, world: Any, model: Any, optimizer: Any, on: bool, step: int) -> dict[str, float]:
+def _save(saver: Any, train: Any, world: Any, model: Any, optimizer: Any, step: int) -> dict[str, float]:
     """One save, with steps while it is written."""
     import torch
     import torch.distributed as dist
@@ -152,7 +157,7 @@ def _save(saver: Any, train: Any, world: Any, model: Any, optimizer: Any, on: bo
         saver.await_copy()
         blocked += time.perf_counter() - waiting
 
-    with hashing(on):
+    with timed_hashes():
         began = time.perf_counter()
         saver.save(step, model, optimizer, {})
         blocked += time.perf_counter() - began
@@ -165,7 +170,10 @@ def _save(saver: Any, train: Any, world: Any, model: Any, optimizer: Any, on: bo
     written = outcome.seconds if outcome else ended
     memory = torch.tensor([_resident("VmHWM:"), _resident("VmHWM:") - before], dtype=torch.float64)
     dist.all_reduce(memory)
+    hashing = torch.tensor(TimedHash.seconds)
+    dist.all_reduce(hashing, dist.ReduceOp.MAX)
     figures = {"blocked": blocked, "written": written, "peak": memory[0].item(), "more": memory[1].item()}
+    figures["hashing"] = hashing.item()
     if meanwhile:
         figures["step_meanwhile"] = statistics.median(meanwhile)
     return {**figures, "steps": float(len(meanwhile))}
@@ -216,22 +224,21 @@ def median(rows: list[dict[str, float]], key: str) -> float:
     return statistics.median(row[key] for row in rows if key in row)
 
 
-def ratio(ours: list[dict[str, float]], theirs: list[dict[str, float]], key: str) -> float:
-    """Median of the ratios of saves that were taken in the same round."""
-    return statistics.median(a[key] / b[key] for a, b in zip(ours, theirs, strict=True))
+def share_of_hashing(rows: list[dict[str, float]]) -> float:
+    return statistics.median(row["hashing"] / row["written"] for row in rows)
 
 
 def table(ranks: int, found: dict[str, list[dict[str, float]]]) -> list[str]:
     lines = [
         f"### {ranks} process{'es' if ranks > 1 else ''}",
         "",
-        "| async_mode | loop blocked, s | of a foreground save | written after, s | GB/s | hashing costs | "
+        "| async_mode | loop blocked, s | of a foreground save | written after, s | GB/s | of that hashing | "
         "memory at most, GB | more than before, GB | steps meanwhile take |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    base = found["disabled hashed"]
+    base = found["disabled"]
     for mode in MODES:
-        rows, bare = found[f"{mode} hashed"], found[f"{mode} not hashed"]
+        rows = found[mode]
         gigabytes = median(rows, "bytes") / 1e9
         longer = (
             f"{statistics.median(r['step_meanwhile'] / r['step_alone'] for r in rows if 'step_meanwhile' in r):.2f} x"
@@ -239,9 +246,9 @@ def table(ranks: int, found: dict[str, list[dict[str, float]]]) -> list[str]:
             else "–"
         )
         lines.append(
-            f"| {mode} | {median(rows, 'blocked'):.2f} | {ratio(rows, base, 'blocked'):.1%} | "
+            f"| {mode} | {median(rows, 'blocked'):.2f} | {median(rows, 'blocked') / median(base, 'blocked'):.1%} | "
             f"{median(rows, 'written'):.2f} | {gigabytes / median(rows, 'written'):.2f} | "
-            f"{ratio(rows, bare, 'written') - 1:+.1%} | {median(rows, 'peak') / 1e9:.2f} | "
+            f"{share_of_hashing(rows):.1%} | {median(rows, 'peak') / 1e9:.2f} | "
             f"{median(rows, 'more') / 1e9:.2f} | {longer} |"
         )
     gigabytes = median(base, "bytes") / 1e9
@@ -257,9 +264,9 @@ def table(ranks: int, found: dict[str, list[dict[str, float]]]) -> list[str]:
 def verdict(all_found: dict[int, dict[str, list[dict[str, float]]]]) -> list[str]:
     lines = []
     for ranks, found in all_found.items():
-        share = ratio(found["async hashed"], found["disabled hashed"], "blocked")
-        cost = ratio(found["disabled hashed"], found["disabled not hashed"], "written") - 1
-        for name, value in (("async blocks, of a foreground save", share), ("hashing costs, of a save", cost)):
+        base = median(found["disabled"], "blocked")
+        shares = {f"{mode} blocks, of a foreground save": median(found[mode], "blocked") / base for mode in MODES[1:]}
+        for name, value in {**shares, "hashing, of a foreground save": share_of_hashing(found["disabled"])}.items():
             lines.append(f"- {ranks} rank(s): {name}: {value:.1%} ({'under' if value < 0.1 else 'NOT under'} 10 %)")
     return lines
 
@@ -288,7 +295,7 @@ def main() -> None:
     from titanlite.observe.flops import device_name
     from titanlite.runs import provenance
 
-    gigabytes = median(next(iter(found.values()))["disabled hashed"], "bytes") / 1e9
+    gigabytes = median(next(iter(found.values()))["disabled"], "bytes") / 1e9
     head = (
         f"{device_name(torch.device('cpu'))}, {os.cpu_count()} cores, Python {platform.python_version()}, torch "
         f"{torch.__version__}; {gigabytes:.2f} GB per checkpoint, file system {kind}; medians of {arguments.repeats} "
