@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,18 +39,6 @@ from titanlite.runs.lock import LockedError
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARD = b"1234"
-
-
-@pytest.fixture(scope="session")
-def server() -> Iterator[int]:
-    with s3.serving() as port:
-        yield port
-
-
-@pytest.fixture
-def bucket(server: int, monkeypatch: pytest.MonkeyPatch) -> s3.Bucket:
-    s3.use(monkeypatch, s3.environment(server))
-    return s3.new_bucket(server)
 
 
 @pytest.fixture
