@@ -67,7 +67,12 @@ def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """
     if mesh["cp"].size() > 1:
         shard_mesh = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
-        return mesh["dp_replicate", "dp_shard_cp"] if mesh["dp_replicate"].size() > 1 else shard_mesh
+        # Named slices of what was flattened are deprecated; this is what torch offers in their place.
+        return (
+            DeviceMesh._concatenate([mesh["dp_replicate"], shard_mesh])
+            if mesh["dp_replicate"].size() > 1
+            else shard_mesh
+        )
     return mesh["dp_replicate", "dp_shard"] if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"]
 
 
