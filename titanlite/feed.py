@@ -8,7 +8,7 @@ of it there, and save what they had before it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +35,8 @@ class Fetched(NamedTuple):
 class Feed:
     """What one rank trains on and validates with, while it is not asked to stop in vain.
 
-    loader, validation: where the batches come from; their `give_up` is set. stop: whether this rank was asked to stop.
+    loader, validation: where the batches come from; their `give_up` is set. asked: whether this rank or another was
+    asked to stop. stop: says by what.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Feed:
         loader: Prefetcher,
         validation: ValidationPrefetcher | None,
         stop: GracefulStop,
+        asked: Callable[[], bool],
         plans: Plans,
         device: torch.device,
     ) -> None:
@@ -54,9 +56,9 @@ class Feed:
         #: This rank has waited in vain, and has no data any more.
         self.void = False
         self._taken_back: dict[str, Any] | None = None
-        loader.give_up = lambda: stop.wanted
+        loader.give_up = asked
         if validation is not None:
-            validation.give_up = lambda: stop.wanted
+            validation.give_up = asked
 
     def step(self, number: int) -> list[Batch]:
         """This rank's micro-batches of the next step, on its device; waits for them, but see `void`."""
@@ -94,9 +96,8 @@ class Feed:
 
     def _tell(self, what: str, error: DataNotReadyError) -> None:
         self.void = True
-        logger.warning(
-            f"{self._stop.reason} while this rank waited for text for {what}: {error}. All ranks leave it out"
-        )
+        reason = self._stop.reason or "another rank was asked to stop"
+        logger.warning(f"{reason} while this rank waited for text for {what}: {error}. All ranks leave it out")
 
 
 def _nothing(rows: int, length: int) -> Batch:

@@ -80,6 +80,8 @@ class GracefulStop:
         self.at_once = at_once
         #: Added to what is said when a signal comes: what will be saved.
         self.notice = ""
+        #: A signal has come, also where the main thread is busy outside Python and has not taken note of it.
+        self.heard = False
         self._arrivals = _Arrivals()
         self._requested = ""
         self._before: dict[int, Any] = {}
@@ -114,8 +116,8 @@ class GracefulStop:
     def until_agreed(self, items: Iterable[T], void: Callable[[], bool] | None = None) -> Interruptible[T]:
         """`items`, up to one after all ranks know that one was asked to stop. Each rank must bring as many.
 
-        void: whether the latest item of this rank stands for one that it does not have, which a rank that was asked
-        to stop may bring: then the items count as broken off even if that was the last.
+        void: whether the latest item of this rank stands for one that it does not have, so that the items count as
+        broken off even if that was the last.
         """
         return Interruptible(self, items, void)
 
@@ -200,6 +202,7 @@ class GracefulStop:
                 if byte[0] not in SIGNALS:
                     continue
                 name = signal.Signals(byte[0]).name
+                self.heard = True
                 first = arrivals.first is None
                 if arrivals.is_second(byte[0]):
                     self._leave_soon(f"{name} again: ending at once", exit_codes.INTERRUPTED)
@@ -244,6 +247,11 @@ class Interruptible(Generic[T]):
                 close()
 
 
+def any_rank(mine: bool) -> bool:
+    """Whether it is so on any rank: the same answer on all, which call this together."""
+    return _Vote(mine).result()
+
+
 class _Vote:
     """One question to all ranks, on its way."""
 
@@ -259,9 +267,9 @@ class _Vote:
         if self._work is not None:
             self._work.wait()
             self._work = None
-        return bool(self._answer[0])
+        return bool(self._answer.any())
 
     @property
     def void(self) -> bool:
-        """Whether a rank said so, after `result`."""
+        """Whether a rank has no item, after `result`."""
         return bool(self._answer[1])

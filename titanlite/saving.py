@@ -46,9 +46,10 @@ class Saves:
         self._warned = False
         #: Step of the newest checkpoint that is surely there.
         self.newest: int | None = None
-        #: Step of the latest save that was begun and did not fail then, or that the run goes on from; alike on all
-        #: ranks.
-        self.there: int | None = None
+        #: Step of the latest save that did not fail when it was begun, and of that which the run goes on from; alike on
+        #: all ranks.
+        self._begun: int | None = None
+        self._loaded: int | None = None
         #: Tokens seen at the step of each save that is under way in the background.
         self._under_way: dict[int, int] = {}
 
@@ -118,15 +119,15 @@ class Saves:
         stop: GracefulStop,
         final: bool,
         must: bool,
+        proven: bool = True,
     ) -> bool:
         """Write the checkpoint of `step`; returns whether a rank was asked to stop while it was written.
 
         state: of the loop, JSON-able, with its "tokens_seen". trackers: service → id of the run there. final: nothing
         is trained after it, so a save in the background is waited for. must: it is of the run's last step, and raises
-        CheckpointError when it fails; otherwise that is an error on the console, and training goes on.
+        CheckpointError when it fails; otherwise that is an error on the console, and training goes on. proven: as in
+        `Checkpointer.save`.
         """
-        if step == self.there and self._is_written(step):
-            return False
         started = time.perf_counter()
         stopping = False
         self._schedule.begin(step)
@@ -141,8 +142,9 @@ class Saves:
                 weights_only=self._plan.weights_only if done else None,
                 validation_loss=self._loss_of(step),
                 trackers=trackers,
+                proven=proven,
             )
-            self.there = step
+            self._begun = step
             if not final:
                 stopping = stop.agreed()  # asked while it was written: it need not be written again
             copied = time.perf_counter() - started
@@ -166,9 +168,14 @@ class Saves:
         self.tell()
         return stopping
 
-    def _is_written(self, step: int) -> bool:
-        """Whether the save of `step`, begun before, has become a checkpoint. All ranks call it together."""
-        if self.checkpointer.in_background:
+    def stand_at(self, step: int) -> None:
+        """The run goes on from its checkpoint of `step`."""
+        self.newest = self._loaded = step
+        self._begun = None
+
+    def has(self, step: int) -> bool:
+        """Whether there is a checkpoint of `step` already; one on its way is waited for. All ranks call it together."""
+        if step == self._begun and self.checkpointer.in_background:
             try:
                 self.checkpointer.wait()
             except CheckpointError:
@@ -176,7 +183,7 @@ class Saves:
             finally:
                 self.tell()
             self.newest = step
-        return True
+        return step in (self._begun, self._loaded)
 
     def tell(self) -> None:
         """What became of saves in the background, on rank 0. A failed one is tried again with the next that is due."""

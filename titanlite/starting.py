@@ -24,6 +24,7 @@ from titanlite.data.background import Patience
 from titanlite.data.left_out import of_steps, take
 from titanlite.data.loader import add_hashes, step_hash
 from titanlite.data.packing import PackedDataset
+from titanlite.observe.console import logger
 from titanlite.observe.flops import device_name
 from titanlite.observe.memory import total_memory_bytes
 from titanlite.observe.metrics import FILE as METRICS
@@ -64,10 +65,17 @@ def began(plan: CheckpointPlan, loaded: LoadedState | None) -> str:
 def nothing_to_do(plans: Plans, step: int) -> str:
     """That the checkpoint is of the run's last step, and what to change to train on."""
     key = "training.epochs" if plans.data.epochs else "training.steps (or training.tokens)"
+    weights = ""
+    if plans.checkpoint.weights_only:
+        weights = (
+            ". If the weights alone were wanted of it (checkpoint.model_weights_only) and it holds more: `titanlite "
+            f"checkpoint convert {plans.checkpoint.folder}/step-{step} TARGET --to hf "
+            f"--dtype {plans.checkpoint.weights_only}`"
+        )
     return (
         f"nothing to do: the checkpoint in {plans.checkpoint.folder} is of step {step} and the run has "
         f"{plans.train.steps} steps. To train on, raise {key}; to start anew, give another --job.dump_folder or move "
-        "the checkpoints away"
+        f"the checkpoints away{weights}"
     )
 
 
@@ -173,7 +181,10 @@ def next_batch(
     found: list[str | None] = []
 
     def read() -> None:
-        found.append(step_hash(dataset, state["next_sequence"], size, world.rank, world.size, left_out))
+        try:
+            found.append(step_hash(dataset, state["next_sequence"], size, world.rank, world.size, left_out))
+        except Exception as error:  # the step itself will say so; a save is complete without the hash
+            logger.warning(f"the next batch cannot be hashed, so a resume will not compare it: {error}")
 
     # In a thread: a save must not wait for storage that does not answer.
     reader = threading.Thread(target=read, name=READER, daemon=True)

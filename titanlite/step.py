@@ -184,7 +184,9 @@ def train_step(
     loss, norm = sums[0], sums[1].sqrt()
     local_loss = share * tokens / local_tokens.clamp(min=1)
 
-    ok = guard.gate(step, norm, loss, share, *(counts[1:] > 0))
+    stops, voids = counts[1:] > 0
+    ok = guard.gate(step, norm, loss, share, stops, voids)
+    loss = torch.where(voids, math.nan, loss)  # of a step that does not count nobody should see a figure
     torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(host))
     if before_update is not None:
         before_update()

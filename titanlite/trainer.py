@@ -34,7 +34,7 @@ from titanlite.observe.stalls import StallWatch
 from titanlite.optim.schedule import learning_rate
 from titanlite.parallel.init import seed_generators
 from titanlite.parallel.world import World, patience, set_timeouts
-from titanlite.preempt import GracefulStop, Preempted
+from titanlite.preempt import GracefulStop, Preempted, any_rank
 from titanlite.runs import ledger
 from titanlite.runs.folder import FinalState
 from titanlite.runs.provenance import config_text
@@ -63,6 +63,8 @@ class Trainer:
         self.steps = plans.train.steps
         self.step = 0
         self._trained = 0
+        #: Steps left out since a save, and the step of that.
+        self._skipped = self._saved_at = 0
         self.tokens_seen = 0
         self._timeouts_lowered = False
         self._closed = False
@@ -77,7 +79,8 @@ class Trainer:
         self._schedule_began = 0
         self._ledger: ledger.Ledger | None = None
         self.parts: Parts = build(plans, world, text)
-        self.feed = Feed(self.parts.loader, self.parts.validation, self.stop, plans, world.device)
+        self.stalls.wanted = lambda: self.stop.wanted or self.stop.heard
+        self.feed = Feed(self.parts.loader, self.parts.validation, self.stop, self._asked, plans, world.device)
         self._seed()
         self.guard = FiniteGuard(world.device, plans.guard)
         self.drift = DriftCheck(plans, self.parts, world.device, self.duplicates)
@@ -198,6 +201,7 @@ class Trainer:
     def tell_skipped(self) -> None:
         """Report the steps that the guard has left out since the last call."""
         for bad in self.guard.skipped():
+            self._skipped += 1
             self._bad_steps.skipped(bad, self.feed.recent[bad.step])
 
     def take_back(self) -> bool:
@@ -225,6 +229,9 @@ class Trainer:
         policy is another one, its budget is used up, or there is no checkpoint.
         """
         if self.plans.guard.policy != "rollback" or self.checkpointer is None or self.saves is None:
+            raise bad
+        if any_rank(self.feed.void):
+            bad.explain("There is no going back: a rank that was asked to stop waits for its text in vain")
             raise bad
         self.guard.spend(bad)
         self.stalls.phase("rollback")
@@ -315,9 +322,10 @@ class Trainer:
 
     def _stand_at(self, loaded: LoadedState) -> None:
         """Stand where a checkpoint was written; its tensors are loaded already."""
-        self.step = self._trained = loaded.step
+        self.step = self._trained = self._saved_at = loaded.step
+        self._skipped = 0
         if loaded.origin == "resume" and self.saves is not None:
-            self.saves.newest = self.saves.there = loaded.step
+            self.saves.stand_at(loaded.step)
         self._schedule_began = int(loaded.train.get("schedule_began", 0))
         if "lr_scheduler" in loaded.left_out:
             self._schedule_began = loaded.step
@@ -330,8 +338,11 @@ class Trainer:
 
     def _next_batch(self) -> str | None:
         """Hash of the global batch of the next step; all ranks compute it together."""
-        state = self.feed.state_dict()
-        return starting.next_batch(self.text.train, self.plans, state, self.world, lambda: self.stop.wanted)
+        return starting.next_batch(self.text.train, self.plans, self.feed.state_dict(), self.world, self._asked)
+
+    def _asked(self) -> bool:
+        """Whether a rank was asked to stop, as far as this one knows: what hangs is not waited for then."""
+        return self.stop.wanted or self._stopping or self.stalls.wished
 
     def _tell(self, verdict: Verdict | None) -> None:
         """Whether a run that was resumed goes on as the attempt before did."""
@@ -401,6 +412,7 @@ class Trainer:
         """What float8 changes in the loss of this rank's micro-batch, every `float8.drift_check` steps."""
         if self.drift.due(self.step):
             self.stalls.phase("validate")
+            self.guard.check()  # on a GPU the step before is still under way, and would be paid for in the pause
             with self.observer.pausing():
                 drift = self.drift.measure([batch])
             self.observer.drift(self.step, drift)
@@ -468,8 +480,8 @@ class Trainer:
         if self.saves is None or self.step == 0 or not (self.saves.due(self.step) or is_last):
             return
         self.stalls.phase("save")
-        if self.settle():
-            return  # the loop ends, and saves what is left
+        if self.settle() or self.saves.has(self.step):
+            return  # a step was taken back: the loop ends and saves what is left, if it is not there
         with self.observer.pausing(), self.patience():
             asked = self.saves.save(
                 self.step,
@@ -480,7 +492,10 @@ class Trainer:
                 stop=self.stop,
                 final=is_last,
                 must=self.step == self.steps,
+                # Weights that make every step bad must not push out the last that did not.
+                proven=self.step - self._saved_at > self._skipped,
             )
+        self._saved_at, self._skipped = self.step, 0
         self._stopping = self._stopping or asked
 
     def _loop_state(self) -> dict[str, Any]:

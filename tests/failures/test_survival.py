@@ -117,7 +117,7 @@ def test_no_space_in_the_last_save_is_no_success(tmp_path: Path, straight: Path,
     codes, text = train(flags(tmp_path, *more), 2, tmp_path / "console", Strike("full", STEPS, 1))
     assert codes == [exit_codes.CHECKPOINT] * 2, text
     assert re.search(r"error: saving .*step-8 failed: rank 1: .*File too large: .*__1_0.distcp", text), text
-    assert [name for name in saved(tmp_path) if name.startswith("step-")] == ["step-2", "step-4", "step-6"]
+    assert saved(tmp_path) == ["step-2", "step-4", "step-6"], "what was half-written takes no space"
     codes, text = train(flags(tmp_path, *more), 2, tmp_path / "console")
     assert codes == [0, 0] and "resumed from step 6" in text
     assert rows(tmp_path) == rows(straight) and unequal(tmp_path, straight) == []

@@ -22,7 +22,9 @@ from tests.words import listening
 from titanlite import exit_codes
 from titanlite.build import read_text, to_device
 from titanlite.checkpoint.contents import Contents, compare
+from titanlite.checkpoint.manifest import steps_in
 from titanlite.config.plans import GuardPlan
+from titanlite.drift import Drift
 from titanlite.guard import BadStepError, FiniteGuard, LossSpikeError
 from titanlite.loss import cross_entropy_sum
 from titanlite.observe.metrics import read_metrics
@@ -446,3 +448,55 @@ def test_a_step_after_a_rollback_is_not_taken_for_the_one_after_the_checkpoint(p
     resumed = pool(1).run(_run, str(tmp_path), {}, *flags, "--training.steps=6")[0]
     (verdict,) = [line for line in resumed["said"] if "verified" in line.lower()]
     assert verdict.startswith("resume verified at step 4") and "no earlier attempt has left figures" in verdict
+
+
+@pytest.mark.slow
+def test_weights_that_make_every_step_bad_do_not_push_out_the_last_good_ones(pool: Pools, tmp_path: Path) -> None:
+    """The steps after 4 are all skipped, whatever the text: what is saved then was never proven."""
+    flags = ["--training.steps=9", "--guard.policy=skip", "--guard.max_skips=9", "--checkpoint.interval=2"]
+    poison = dict.fromkeys(range(5, 12), NAN)
+    found = pool(2).run(_run, str(tmp_path), poison, *flags, "--checkpoint.keep_latest_k=2")[0]
+    assert [event["step"] for event in found["events"]] == [5, 6, 7, 8, 9]
+    assert steps_in(tmp_path / "checkpoint") == [2, 4, 6, 8, 9], "2 is the newest of which later steps were good"
+
+
+class _Late(FiniteGuard):
+    """Tells of a step when the next is under way, as on a GPU."""
+
+    behind: torch.Tensor | None = None
+
+    def watch(self) -> bool:
+        record, self.behind = self.behind, self._record.clone() if self._unread else None
+        self._unread = False
+        if record is not None:
+            self._read(record)
+        return False
+
+    def check(self) -> None:
+        self.behind = None
+        super().check()
+
+
+def _drifts(world: World, folder: str) -> list[bool]:
+    """At each measurement of drift, whether nothing is under way any more that its pause would pay for."""
+    flags = [*TINY, "--no-validation.enable", f"--job.dump_folder={folder}", "--training.steps=3"]
+    plans = load_plans("debug_model.toml", world.size, flags)
+    trainer = Trainer(plans, world, read_text(plans))
+    guard = trainer.guard = _Late(world.device, plans.guard)
+    settled: list[bool] = []
+
+    class Drifts:
+        def due(self, step: int) -> bool:
+            return True
+
+        def measure(self, batches: Any) -> Drift:
+            settled.append(guard.behind is None)
+            return Drift(1.0, 1.0)
+
+    trainer.drift = Drifts()  # type: ignore[assignment]
+    trainer.train()
+    return settled
+
+
+def test_drift_is_measured_when_the_step_before_is_done(pool: Pools, tmp_path: Path) -> None:
+    assert pool(1).run(_drifts, str(tmp_path)) == [[True] * 3]

@@ -60,9 +60,12 @@ class _Late(FiniteGuard):
         super().check()
 
 
-def _run(world: World, folder: str, hang: tuple[str, int, int] | None, late: bool, *flags: str) -> dict[str, Any]:
+def _run(
+    world: World, folder: str, hang: tuple[str, int, int] | None, late: bool, *flags: str, signalled: int | None = None
+) -> dict[str, Any]:
     """Train. hang: where ("text", "validation", or "loader": the text for steps alone), the rank whose storage hangs,
-    the first sequence that it does not give. The signal comes when that is waited for."""
+    the first sequence that it does not give. The signal comes when that is waited for, to that rank or to `signalled`.
+    """
     background._LAST_CHANCE = 1.0
     plans = resolve_plans(load_file("debug_model.toml", [*TINY, f"--job.dump_folder={folder}", *flags]), world.size)
     text = read_text(plans)
@@ -70,6 +73,15 @@ def _run(world: World, folder: str, hang: tuple[str, int, int] | None, late: boo
     if late:
         trainer.guard = _Late(world.device, plans.guard)
     asked, comes = [0.0], threading.Event()
+    waits_in_vain = Path(folder) / "waits"
+    if signalled == world.rank:
+
+        def hear() -> None:
+            while not waits_in_vain.exists():
+                time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        threading.Thread(target=hear, daemon=True).start()
     if hang is not None and hang[1] == world.rank:
         dataset: Any = text.validation if hang[0] == "validation" else text.train
         read = dataset.sequence
@@ -77,7 +89,10 @@ def _run(world: World, folder: str, hang: tuple[str, int, int] | None, late: boo
         def strike() -> None:
             if not asked[0]:
                 asked[0] = time.monotonic()
-                os.kill(os.getpid(), signal.SIGTERM)
+                if signalled is None:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                else:
+                    waits_in_vain.touch()
 
         def sequence(index: int) -> Any:
             reads = threading.current_thread().name == READER
@@ -90,7 +105,9 @@ def _run(world: World, folder: str, hang: tuple[str, int, int] | None, late: boo
         dataset.sequence = sequence
         waits = trainer.parts.validation if hang[0] == "validation" else trainer.parts.loader
         assert waits is not None
-        waits.give_up = lambda: (strike(), trainer.stop.wanted)[1]  # asked while data are waited for
+        give_up = waits.give_up
+        assert give_up is not None
+        waits.give_up = lambda: (strike(), give_up())[1]  # asked while data are waited for
     ended: Preempted | None = None
     with listening() as said:
         try:
@@ -171,8 +188,22 @@ def test_a_rank_that_waits_in_vain_does_not_keep_the_others(
     assert (next_batch is None) == (where == "text"), "reading for its hash hangs too"
     for ended in pool(2).run(_run, str(tmp_path), None, False, *flags):
         assert (ended["step"], ended["code"]) == (8, exit_codes.DONE)
+        assert not [line for line in ended["said"] if "NOT VERIFIED" in line]
     if flags[:1] in ([], ["--checkpoint.interval=1"]):
         assert _figures(tmp_path) == straight
+
+
+@pytest.mark.parametrize("where", ["loader", pytest.param("validation", marks=pytest.mark.slow)])
+def test_the_signal_may_come_to_another_rank(pool: Pools, tmp_path: Path, where: str) -> None:
+    """No collective can tell the one that waits, before which all others wait."""
+    hang = (where, 1, 12 if where == "loader" else 0)
+    last = 3 if where == "loader" else 4
+    for rank, ended in enumerate(pool(2).run(_run, str(tmp_path), hang, False, signalled=0)):
+        assert (ended["step"], ended["saved"], ended["code"]) == (last, True, exit_codes.PREEMPTED), ended["said"]
+        assert ended["reason"].startswith(f"SIGTERM on rank 0: the checkpoint of step {last} is written")
+        assert ended["seconds"] < IN_TIME
+        told = [line for line in ended["said"] if line.startswith("another rank was asked to stop while this rank")]
+        assert len(told) == (rank == 1)
 
 
 @pytest.mark.slow

@@ -127,14 +127,14 @@ class BackgroundSave:
             self._thread.join()
         return self._outcome
 
-    def prepare(self) -> None:
+    def prepare(self, group: dist.ProcessGroup) -> None:
         """Before another save, on all ranks: wait for the last one, and meet anew when it has failed anywhere.
 
-        A group whose communication has failed once is of no further use.
+        group: by which they learn of that. A group whose communication has failed once is of no further use.
         """
         outcome = self.wait()
         failed: list[bool] = [False] * dist.get_world_size()
-        dist.all_gather_object(failed, outcome is not None and bool(outcome.problem))
+        dist.all_gather_object(failed, outcome is not None and bool(outcome.problem), group)
         if any(failed):
             dist.destroy_process_group(self._group)
             self._group = new_group(_TIMEOUT)

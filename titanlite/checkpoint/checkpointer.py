@@ -7,9 +7,10 @@ import copy
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ from titanlite.checkpoint.loading import RNG as _RNG
 from titanlite.checkpoint.loading import LoadedState, Loading
 from titanlite.checkpoint.manifest import CheckpointError, Manifest, find, move_aside, publish, step_folder
 from titanlite.checkpoint.place import Place, place, sizes
-from titanlite.checkpoint.retention import Deleter, begin, retire
+from titanlite.checkpoint.retention import Deleter, begin, retire, set_aside
 from titanlite.checkpoint.state import describe_all, gather, rng_state, weights
 from titanlite.checkpoint.storage import HashingWriter
 from titanlite.checkpoint.store_lock import Fence
@@ -66,7 +67,7 @@ class Checkpointer:
         self._began = 0.0
         self._origin: tuple[dict[str, str], dict[str, Any]] | None = None
         self._background: BackgroundSave | None = None
-        #: Of saves in the foreground, made by the first one: a slow disk is not a stuck rank.
+        #: In which ranks wait for each other around a save, made by the first one: a slow disk is not a stuck rank.
         self._group: dist.ProcessGroup | None = None
         if plan.async_mode != "disabled":
             self._background = BackgroundSave(world.device, overlap=plan.async_mode == "async_with_pinned_mem")
@@ -81,12 +82,14 @@ class Checkpointer:
         weights_only: str | None = None,
         validation_loss: float | None = None,
         trackers: Mapping[str, str] | None = None,
+        proven: bool = True,
     ) -> Place:
         """Write the checkpoint of `step`; returns its folder, published and durable.
 
         train: JSON-able state of the loop. weights_only: leave out optimizer and generators, and save the weights as
         this type, such as "bfloat16". validation_loss: of these weights, where it was measured; trackers: service →
-        id of the run there. Both are for the manifest.
+        id of the run there. Both are for the manifest. proven: the weights of the save before have been used since, and
+        found good; otherwise no checkpoint goes for this one.
 
         Raises CheckpointError, on all ranks, when any rank fails; nothing half-written is then published.
 
@@ -94,10 +97,10 @@ class Checkpointer:
         `await_copy`); the folder comes into being later, and `poll` or `wait` tells. A save still under way is waited
         for first.
         """
-        if self._background:
-            self._background.prepare()
-        elif self._group is None:
+        if self._group is None:
             self._group = new_group(_SAVE_TIMEOUT)
+        if self._background:
+            self._background.prepare(self._group)
         self._began = time.perf_counter()
         partial = self._on_rank_0(lambda: self._make_partial(step))
         tensors: Tensors
@@ -118,16 +121,30 @@ class Checkpointer:
         if self._background:
 
             def write(copies: Tensors, group: dist.ProcessGroup) -> None:
-                with _named(f"saving {final}"):
-                    dcp.save(copies, storage_writer=writer, process_group=group)
-                if self._world.rank == 0:
-                    self._publish(partial, draft, writer)
+                with self._cleared(partial):
+                    with _named(f"saving {final}"):
+                        dcp.save(copies, storage_writer=writer, process_group=group)
+                    if self._world.rank == 0:
+                        self._publish(partial, draft, writer, proven)
 
             self._background.start(step, final, tensors, write)
             return final
-        with _quiet(), _named(f"saving {final}"):
-            dcp.save(tensors, storage_writer=writer, process_group=self._group)
-        return self._on_rank_0(lambda: self._publish(partial, draft, writer))
+        with self._cleared(partial):
+            with _quiet(), _named(f"saving {final}"):
+                dcp.save(tensors, storage_writer=writer, process_group=self._group)
+            return self._on_rank_0(lambda: self._publish(partial, draft, writer, proven))
+
+    @contextlib.contextmanager
+    def _cleared(self, partial: Place) -> Iterator[None]:
+        """What a save that fails has written goes at once: its space may be what the run needs to go on."""
+        try:
+            yield
+        except BaseException:
+            # In a store what is to come may have the same names: the next save or start tidies there.
+            if self._world.rank == 0 and isinstance(partial, Path) and partial.exists():
+                with contextlib.suppress(OSError):
+                    self._deleter.delete([set_aside(partial)])
+            raise
 
     def await_copy(self) -> None:
         """Call it before weights or moments change, in every step, where `plan.async_mode` is "async_with_pinned_mem":
@@ -262,7 +279,7 @@ class Checkpointer:
             environment=provenance.environment(os.environ),
         )
 
-    def _publish(self, partial: Place, draft: Manifest, writer: HashingWriter) -> Place:
+    def _publish(self, partial: Place, draft: Manifest, writer: HashingWriter, proven: bool) -> Place:
         """On rank 0, when all ranks have written: the folder gets its name, older ones go. Raises CheckpointError."""
         self._fence.look()
         there = sizes(partial)
@@ -277,6 +294,8 @@ class Checkpointer:
         manifest = replace(draft, files=files, hashes=hashes, seconds=round(time.perf_counter() - self._began, 3))
         folder = publish(partial, self.root, manifest, self._bad)
         self._bad.pop(draft.step, None)
+        if not proven:
+            return folder
         try:
             self._deleter.delete(self._retire(draft.step))
         except (CheckpointError, OSError) as error:

@@ -122,8 +122,9 @@ class ResumeGuard:
         verdict = self.before_first_step()  # a loop that has not asked then is told now
         if self._loaded is not None and self._earlier is not None:
             loaded, self._loaded = self._loaded, None
-            if step == loaded.step + 1:
-                verdict = self._compare(loaded, self._earlier, *_numbers(loss, norm).tolist())
+            numbers = _numbers(loss, norm).tolist()
+            if step == loaded.step + 1 and math.isfinite(numbers[0]):  # else it was no step, or it ends the run
+                verdict = self._compare(loaded, self._earlier, *numbers)
         if self._next is not None and step >= self._next[0]:
             (expected, identity), self._next = self._next, None
             if step == expected:

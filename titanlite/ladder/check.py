@@ -65,7 +65,8 @@ def refuse_own(flags: Sequence[str]) -> None:
 
 def common_flags(config: str, flags: Sequence[str], steps: int, ranks: int) -> list[str]:
     """What is equal in all runs: their length, one seed, the learning rate of the config's own first steps."""
-    found = [f"--training.steps={steps}", "--metrics.log_freq=1", *(f"--{key}=false" for key in _OFF)]
+    found = [f"--training.steps={steps}", "--metrics.log_freq=1", "--float8.drift_check=0"]
+    found += [f"--{key}=false" for key in _OFF]
     base, _ = read([f"--job.config_file={config}", *flags])
     if base.value("checkpoint.start") == "resume":
         found.append("--checkpoint.start=resume-or-fresh")

@@ -101,6 +101,9 @@ class StallWatch:
 
     Attributes:
         verdict: the sentence that names the culprit, once there is one.
+        wanted: asked now and then whether this rank was asked to stop; the others then hear of it (`wished`), also
+            where no collective can tell them.
+        wished: a rank was asked to stop.
         on_peer: called in another thread with a PeerError before `end`, to record how the run ended.
     """
 
@@ -115,6 +118,8 @@ class StallWatch:
         self.logs, self.traces = logs, traces
         self.verdict = ""
         self.on_peer: Callable[[PeerError], None] | None = None
+        self.wanted: Callable[[], bool] | None = None
+        self.wished = self._wish_told = False
         self._end = end
         self._host = socket.gethostname()
         self._now = (0, 0, "start", time.monotonic())
@@ -265,6 +270,9 @@ class StallWatch:
         if now >= self._next_beat:
             self._next_beat = now + self._heartbeat
             self._publish()
+        if self.wanted is not None and not self._wish_told and self.wanted():
+            self._wish_told = True
+            self._alarm("wish", self._state())
         self._hear()
         if self.rank <= 1 and self.plan.deadline_seconds and not self._last[0] and self._peer is None:
             self._watch(now)
@@ -278,6 +286,8 @@ class StallWatch:
                     self._asked = time.monotonic()
                     self._store.set(f"answer/{number}/{self.rank}", self._state(asked=True).dump())
                     self._store.add(f"answers/{number}", 1)
+                elif kind == "wish":
+                    self.wished = True
                 elif (state := RankState.load(text)).rank != self.rank and self._peer is None:
                     self._peer = state
 
