@@ -2,6 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+import titanlite
+
+
+def _kept_tokens() -> str:
+    """The flag with which all runs of all tests share the tokens of the bundled text.
+
+    Reading it anew takes each rank of each run longer than a tiny run trains. Other code that reads has other tokens.
+    """
+    digest = hashlib.sha256()
+    for source in sorted((Path(titanlite.__file__).parent / "data").rglob("*.py")):
+        digest.update(source.read_bytes())
+    folder = Path(tempfile.gettempdir()) / f"titanlite-tests-{os.getuid()}" / f"tokens-{digest.hexdigest()[:12]}"
+    return f"--data.token_cache={folder}"
+
+
+KEPT_TOKENS = _kept_tokens()
+
 
 def size(dim: int, layers: int, heads: int, seq_len: int) -> list[str]:
     """The debug model at this size."""
@@ -10,6 +32,7 @@ def size(dim: int, layers: int, heads: int, seq_len: int) -> list[str]:
         f"--model.overrides.n_layers={layers}",
         f"--model.overrides.n_heads={heads}",
         f"--training.seq_len={seq_len}",
+        KEPT_TOKENS,
     ]
 
 

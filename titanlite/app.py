@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,6 +22,7 @@ from titanlite.checkpoint.store_lock import StoreLock, check_reachable
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.plans import Plans
 from titanlite.data.errors import DataError
+from titanlite.entry import end, leave
 from titanlite.guard import BadStepError
 from titanlite.models.shapes import ShapeError
 from titanlite.observe.console import logger, setup_console
@@ -41,10 +40,6 @@ from titanlite.runs.logs import FOLDER as LOGS
 from titanlite.runs.logs import rank_log
 from titanlite.trainer import Trainer
 
-_SECONDS_TO_SPEAK = 3.0
-#: Names the file in which `titanlite.torchrun` wants the workers' exit codes.
-EXIT_CODES_VARIABLE = "TITANLITE_EXIT_CODES"
-
 
 def run(argv: Sequence[str]) -> int:
     """Train as the command line says; returns the exit code (see `titanlite.exit_codes`).
@@ -56,28 +51,6 @@ def run(argv: Sequence[str]) -> int:
     # Around everything: when the first worker has ended torchrun sends SIGTERM to the rest, which must not die of it.
     with GracefulStop(at_once=True) as stop:
         return _run(argv, stop)
-
-
-def _report_code(code: int, words: str) -> None:
-    """Leave this worker's exit code where the launcher looks for it: torchrun does not pass it on.
-
-    words: of an error that nobody foresaw.
-    """
-    path = os.environ.get(EXIT_CODES_VARIABLE)
-    if path:
-        with contextlib.suppress(OSError), open(path, "a") as file:
-            told = f" {json.dumps(words)}" if words else ""
-            file.write(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} {code}{told}\n")
-
-
-def _leave(code: int, words: str = "") -> NoReturn:
-    """End this process here and now."""
-    _report_code(code, words)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # gloo's threads sometimes abort a finished process at interpreter exit; everything of ours is closed by now, or
-    # cannot be closed.
-    os._exit(code)
 
 
 def _run(argv: Sequence[str], stop: GracefulStop) -> int:
@@ -101,7 +74,7 @@ def _run(argv: Sequence[str], stop: GracefulStop) -> int:
                 plans = resolve_plans(config, size, text.train.total_sequences)
             _make_folders(plans)
             folder = Path(plans.observe.dump_folder)
-            stalls = StallWatch(plans.stall, logs=str(folder / LOGS), traces=plans.comm.trace_folder, end=_leave)
+            stalls = StallWatch(plans.stall, logs=str(folder / LOGS), traces=plans.comm.trace_folder, end=leave)
             with World.open(plans.comm, store=store) as world, rank_log(folder, world.rank), stalls:
                 if world.device.type == "cpu":
                     keep_freed_memory()
@@ -109,11 +82,11 @@ def _run(argv: Sequence[str], stop: GracefulStop) -> int:
                     _show_config(plans)
                 Trainer(plans, world, text, stop, stalls).train()
     except (ConfigError, DataError, ShapeError, WorldError) as error:
-        return _end(str(error), exit_codes.CONFIG)
+        return end(str(error), exit_codes.CONFIG)
     except MeetingError as error:
-        return _end(str(error), exit_codes.LOST_PEER)
+        return end(str(error), exit_codes.LOST_PEER)
     except (CheckpointError, LockedError) as error:
-        return _end(str(error), exit_codes.CHECKPOINT)
+        return end(str(error), exit_codes.CHECKPOINT)
     except (Preempted, KeyboardInterrupt) as error:
         if not getattr(error, "together", False) and os.environ.get("LOCAL_RANK", "0") == "0":  # else it is logged
             print(f"stopped: {str(error) or 'second Ctrl-C'}", file=sys.stderr, flush=True)
@@ -122,31 +95,17 @@ def _run(argv: Sequence[str], stop: GracefulStop) -> int:
         if os.environ.get("TORCHDYNAMO_VERBOSE", "0") != "0":
             traceback.print_exc()
         advice = "TORCHDYNAMO_VERBOSE=1 shows torch's own report, training.compile = false trains without"
-        return _end(f"{error}\n{advice}", exit_codes.CONFIG)
+        return end(f"{error}\n{advice}", exit_codes.CONFIG)
     except BadStepError as error:
         kept = f"checkpoints are in {plans.checkpoint.folder}" if plans.checkpoint.enable else "checkpoints are off"
-        return _end(f"stopped: {error}; {kept}", exit_codes.GUARD)
+        return end(f"stopped: {error}; {kept}", exit_codes.GUARD)
     except RuntimeError as error:
         if not is_of_collectives(error):
             raise
         logs = Path(plans.observe.dump_folder) / LOGS
         unknown = f"Another rank has ended, hangs or cannot be reached: see who in {logs}"
-        return _end(f"a collective failed: {error}\n{stalls.verdict or unknown}", exit_codes.LOST_PEER)
+        return end(f"a collective failed: {error}\n{stalls.verdict or unknown}", exit_codes.LOST_PEER)
     return exit_codes.DONE
-
-
-def _end(message: str, code: int) -> int:
-    """Print why the run ends, once per node: its ranks all have the same to say.
-
-    The first worker to leave makes torchrun end the others, so those that do not print give the one that does time.
-    """
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"error: {message}", file=sys.stderr, flush=True)
-    else:
-        time.sleep(_SECONDS_TO_SPEAK)
-        # Still here: the one that prints had nothing to say, so this went wrong on this rank alone.
-        print(f"error: [rank {os.environ.get('RANK')}] {message}", file=sys.stderr, flush=True)
-    return code
 
 
 @contextlib.contextmanager
@@ -203,7 +162,7 @@ def _show_config(plans: Plans) -> None:
 
 
 def main() -> NoReturn:
-    """The whole process of one rank: `train.py`, or `-m titanlite.app` where there is no checkout."""
+    """The whole process of one rank: the rest of `train.py`, or `-m titanlite.app` where there is no checkout."""
     words = ""
     try:
         code = record(run)(sys.argv[1:]) or 0
@@ -214,7 +173,7 @@ def main() -> NoReturn:
         if os.environ.get("WORLD_SIZE", "1") != "1":  # what is read last should say where this is from
             words = f"rank {os.environ.get('RANK')} on {socket.gethostname()}: {words}"
             print(f"error: {words}", file=sys.stderr)
-    _leave(code, words)
+    leave(code, words)
 
 
 if __name__ == "__main__":

@@ -23,10 +23,10 @@ import torch
 
 from tests.pool import Pools
 from tests.training.test_run import TINY
-from titanlite.app import _SECONDS_TO_SPEAK
 from titanlite.build import read_text
 from titanlite.config.errors import ConfigError
 from titanlite.config.scan import loads
+from titanlite.entry import SECONDS_TO_SPEAK
 from titanlite.models.shapes import SHAPES
 from titanlite.observe import tracker
 from titanlite.observe.console import logger, setup_console
@@ -300,7 +300,7 @@ def test_a_failed_run_ends_before_the_launcher_does_so(
         logger.handlers[:] = handlers
     release.set()
     os.close(master)
-    assert 1.5 <= took < _SECONDS_TO_SPEAK, "each of them was waited for, as long as there is time"
+    assert 1.5 <= took < SECONDS_TO_SPEAK, "each of them was waited for, as long as there is time"
 
 
 def _hanging(world: World, folder: str) -> tuple[int, float]:

@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from tests.pool import Pools
-from tests.tiny import TWO_LAYERS
+from tests.tiny import KEPT_TOKENS, TWO_LAYERS
 from tests.words import listening
 from titanlite import exit_codes
 from titanlite.build import read_text
 from titanlite.checkpoint import CheckpointError
 from titanlite.config.load import load_file
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER
+from titanlite.drill.ranks import train
 from titanlite.guard import NonFiniteError
 from titanlite.observe.metrics import read_metrics
 from titanlite.parallel.world import World
@@ -184,6 +185,7 @@ def _train_py(*flags: str, ranks: int = 0, **variables: str) -> subprocess.Compl
 
 
 def test_wrong_config_exits_2_without_a_traceback(tmp_path: Path) -> None:
+    """By `train.py` itself, and before it imports torch, which takes longer than all the rest."""
     wrong = _train_py("--job.config_file=debug_model.toml", "--training.setps=3", "--model.flavor=debugmodle")
     assert wrong.returncode == exit_codes.CONFIG
     assert "training.setps" in wrong.stderr and "training.steps" in wrong.stderr and "Traceback" not in wrong.stderr
@@ -193,6 +195,13 @@ def test_wrong_config_exits_2_without_a_traceback(tmp_path: Path) -> None:
     lost = _train_py("--job.config_file=debug_model.toml", f"--training.dataset_path={tmp_path}/nothing")
     assert lost.returncode == exit_codes.CONFIG and f"{tmp_path}/nothing" in lost.stderr
     assert "Traceback" not in lost.stderr
+    code = (
+        "import sys, titanlite.entry as entry; sys.argv = ['train.py', '--training.setps=3']\n"
+        "entry.leave = lambda code: sys.exit(code + 40 * ('torch' in sys.modules))\n"
+        "entry.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == exit_codes.CONFIG and "training.setps" in done.stderr
 
 
 @pytest.mark.slow
@@ -227,7 +236,7 @@ def test_torchrun_trains_and_writes_what_it_says(tmp_path: Path) -> None:
 def test_custom_loop_trains(tmp_path: Path) -> None:
     source = ROOT / "examples" / "custom_loop.py"
     assert len(source.read_text().splitlines()) <= 40
-    small = ["--training.steps=16", "--training.seq_len=64", "--training.batch_size=2", "--optimizer.lr=4e-3"]
+    small = [KEPT_TOKENS, "--training.steps=16", "--training.seq_len=64", "--training.batch_size=2", "--optimizer.lr=4e-3"]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(source), *small],
         cwd=tmp_path,
@@ -244,12 +253,12 @@ def test_custom_loop_trains(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_each_way_to_stop_has_its_exit_code(tmp_path: Path) -> None:
     flags = ["--job.config_file=debug_model.toml", *TINY, f"--job.dump_folder={tmp_path}", "--training.steps=6"]
-    diverged = _train_py(*flags, "--optimizer.lr=1e30", "--checkpoint.interval=1")
-    assert diverged.returncode == exit_codes.GUARD, diverged.stderr
-    assert "The update was not applied" in diverged.stderr and "Traceback" not in diverged.stderr
-    resume = _train_py(*flags, "--checkpoint.start=resume", "--checkpoint.folder=nothing")
-    assert resume.returncode == exit_codes.CHECKPOINT
-    assert "has no valid checkpoint" in resume.stderr and "Traceback" not in resume.stderr
+    codes, said = train([*flags, "--optimizer.lr=1e30", "--checkpoint.interval=1"], 1, tmp_path / "diverged")
+    assert codes == [exit_codes.GUARD], said
+    assert "The update was not applied" in said and "Traceback" not in said
+    codes, said = train([*flags, "--checkpoint.start=resume", "--checkpoint.folder=nothing"], 1, tmp_path / "resume")
+    assert codes == [exit_codes.CHECKPOINT]
+    assert "has no valid checkpoint" in said and "Traceback" not in said
 
 
 def _garbage(world: World, folder: str) -> tuple[list[int], bool, bool]:
@@ -319,9 +328,10 @@ def test_errors_reach_the_console_however_slow_the_rank_that_prints(tmp_path: Pa
 
 def test_a_folder_that_cannot_be_written_ends_the_run_early(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
-    refused = _train_py("--job.config_file=debug_model.toml", f"--job.dump_folder={tmp_path}/file/outputs")
-    assert refused.returncode == exit_codes.CONFIG
-    assert "job.dump_folder: cannot write to" in refused.stderr and "Traceback" not in refused.stderr
+    flags = ["--job.config_file=debug_model.toml", f"--job.dump_folder={tmp_path}/file/outputs"]
+    codes, said = train(flags, 1, tmp_path / "console")
+    assert codes == [exit_codes.CONFIG]
+    assert "job.dump_folder: cannot write to" in said and "Traceback" not in said
 
 
 @pytest.mark.slow
