@@ -38,6 +38,9 @@ setup_env dev
 
 # One thread per process: the tests start ranks of their own, and two threads each on busy cores are many times slower.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# Byte code is kept, whatever the environment says: else each of many processes compiles titanlite for itself, and pytest
+# rewrites the asserts of all tests in every run.
+unset PYTHONDONTWRITEBYTECODE
 status=0
 
 stage() {
@@ -55,8 +58,9 @@ stage "ruff format" "$TITANLITE_PYTHON" -m ruff format --check --quiet .
 stage "mypy" "$TITANLITE_PYTHON" -m mypy
 [ "$status" -eq 0 ] || printf '\nlint, formatting or types failed (see above); the tests run all the same\n'
 
-# Files go to two processes, each with ranks of its own. Whoever gives arguments may want a debugger, or one test.
-spread=(-n 2 --dist loadfile)
+# Files go to two processes, each with ranks of its own, the long ones first (tests/conftest.py). Whoever gives arguments
+# may want a debugger, or one test.
+spread=(-n 2 --dist loadfile --no-loadscope-reorder)
 [ "${#arguments[@]}" -eq 0 ] || spread=()
 
 # Last, so that pytest's closing line ends the output.

@@ -17,6 +17,12 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files whose tests use ranks take long and go first: two processes that share the files end together then."""
+    ranked = {item.path for item in items if "pool" in getattr(item, "fixturenames", ())}
+    items.sort(key=lambda item: item.path not in ranked)
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pools]:
     """`pool(n)`: n real gloo ranks. See tests/pool.py."""

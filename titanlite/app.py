@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import socket
 import sys
@@ -164,6 +165,7 @@ def _show_config(plans: Plans) -> None:
 def main() -> NoReturn:
     """The whole process of one rank: the rest of `train.py`, or `-m titanlite.app` where there is no checkout."""
     words = ""
+    gc.freeze()  # what is imported is never garbage, and half a million objects take a while to look through
     try:
         code = record(run)(sys.argv[1:]) or 0
     except Exception as error:

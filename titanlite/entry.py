@@ -1,4 +1,4 @@
-"""The process of one rank: `train.py`. A wrong config is told at once, before torch is imported, which takes seconds."""
+"""The process of one rank: `train.py`. A wrong config is told at once: importing torch takes seconds."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def test_precomputed_scales_are_the_ones_found_weight_by_weight(pool: Pools) -> 
     assert ranks[0] == ranks[1] and len(set(ranks[0][0])) == LINEARS
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_precomputing_changes_no_weight(pool: Pools, replicas: int) -> None:
     run = replace(RUN, replicas=replicas)
     with_it, without = (pool(2).run(train, replace(run, float8=p))[0] for p in (PRECOMPUTED, GATHERED))
@@ -187,12 +187,18 @@ def test_precomputing_changes_no_weight(pool: Pools, replicas: int) -> None:
     assert all(torch.equal(with_it.weights[name], weight) for name, weight in without.weights.items())
 
 
-def test_gathering_in_float8_agrees_with_gathering_in_high_precision(pool: Pools) -> None:
+@pytest.mark.parametrize(
+    ("shard", "tolerance"),
+    [(FP32, 1e-5), pytest.param(ShardPlan(), 2e-2, marks=pytest.mark.slow)],
+    ids=["float32", "bfloat16"],
+)
+def test_gathering_in_float8_agrees_with_gathering_in_high_precision(
+    pool: Pools, shard: ShardPlan, tolerance: float
+) -> None:
     """In fp32 there is nothing to lose between the weights and their rounding to float8."""
-    for shard, tolerance in ((FP32, 1e-5), (ShardPlan(), 2e-2)):
-        run = replace(RUN, shard=shard)
-        on, off = (pool(2).run(train, replace(run, float8=p))[0].losses for p in (GATHERED, EMULATED))
-        torch.testing.assert_close(torch.tensor(on), torch.tensor(off), rtol=0, atol=tolerance)
+    run = replace(RUN, shard=shard)
+    on, off = (pool(2).run(train, replace(run, float8=p))[0].losses for p in (GATHERED, EMULATED))
+    torch.testing.assert_close(torch.tensor(on), torch.tensor(off), rtol=0, atol=tolerance)
 
 
 # Weights and names

@@ -168,7 +168,7 @@ def test_all_parallelisms_together_divide_the_largest_models(
     ("rank", "rows", "weights"),
     [
         (0, 251, 137_808_400),  # ceil(128,256 / 512) rows of the embedding
-        (510, 246, 137_726_480),
+        pytest.param(510, 246, 137_726_480, marks=pytest.mark.slow),
         (511, 0, 133_696_016),
     ],
 )

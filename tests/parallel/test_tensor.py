@@ -45,6 +45,7 @@ def _remade(mode: str) -> ActivationCheckpointPlan:
     return ActivationCheckpointPlan(mode)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow  # the grid's compiled cell of two ranks is quick
 def test_compiled_halves_of_blocks_have_the_gradients_of_plain_ones(pool: Pools) -> None:
     """The embedding's above all, which a graph of a whole block gets wrong."""
     short = replace(RUN, rates=WARM[:2])
@@ -181,7 +182,7 @@ _ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
     [
         pytest.param(RUN, 0, 3, id="plain"),
         pytest.param(replace(RUN, loss_parallel=False), 1, 0, id="gathered logits"),
-        pytest.param(replace(RUN, compile=EAGER), 0, 3, id="compiled"),
+        pytest.param(replace(RUN, compile=EAGER), 0, 3, id="compiled", marks=pytest.mark.slow),
         pytest.param(replace(RUN, compile=replace(EAGER, loss=True)), 0, 3, id="loss too", marks=pytest.mark.soak),
     ],
 )

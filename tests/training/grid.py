@@ -142,7 +142,7 @@ QUICK = {
     ("pp 2, 1F1B", "at once"),
     ("pp 2, ZBVZeroBubble", "accumulated"),
     ("pp 2, fsdp 2", "accumulated"),
-    ("pp 2, tp 2", "accumulated"),
+    ("pp 2, tp 2", "at once"),
 }
 
 ZERO_BUBBLE = ("pp 2, InterleavedZeroBubble", "pp 2, ZBVZeroBubble")

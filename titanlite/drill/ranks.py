@@ -55,7 +55,7 @@ def prepare() -> None:
     before = {name: os.environ.get(name) for name in added}
     os.environ.update(added)
     try:
-        multiprocessing.get_context("forkserver").set_forkserver_preload(["titanlite.app", "titanlite.drill.strike"])
+        multiprocessing.get_context("forkserver").set_forkserver_preload(["titanlite.drill.preload"])
         forkserver.ensure_running()
     finally:
         for name, value in before.items():
