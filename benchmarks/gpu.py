@@ -246,6 +246,7 @@ def _ladder_rows(
                 "seq_len": plans.batch.seq_len,
                 "sequences": plans.batch.global_batch_size,
                 "activation_checkpoint": plans.activations.mode,
+                "loss_chunks": plans.loss.chunks,
                 "flops_per_token": per_token,
                 "command": command,
             }
@@ -393,6 +394,7 @@ def _ladder_table(rows: list[dict[str, Any]]) -> list[str]:
     lines = [
         f"{first['parameters']:,} parameters ({first['layers']} blocks), {first['sequences']} sequences of "
         f"{first['seq_len']} tokens, activation checkpointing {first['activation_checkpoint']}, "
+        f"loss in {first['loss_chunks']} {'pieces' if first['loss_chunks'] > 1 else 'piece'}, "
         f"{first['state_bytes_per_parameter']} bytes of state per parameter; {MFU_FORMULA}.",
         "",
         "| level | tokens/s | ratio | TFLOP/s | MFU % of bf16's peak | memory GiB | loss | largest difference |",

@@ -21,6 +21,7 @@ from titanlite.config.plans import (
     BatchPlan,
     CompilePlan,
     Float8Plan,
+    LossPlan,
     PipelinePlan,
     Plans,
     ShardPlan,
@@ -31,7 +32,7 @@ from titanlite.data.left_out import of_steps
 from titanlite.data.loader import Batch, TrainLoader, ValidationLoader
 from titanlite.data.packing import PackedDataset, build_dataset, build_validation_dataset
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
-from titanlite.loss import cross_entropy_sum
+from titanlite.loss import chunk_head, cross_entropy_sum
 from titanlite.models import LlamaArgs, ModelSpec, get_spec
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.activation_checkpoint import Kept, checkpoint_activations, trace_block
@@ -94,12 +95,13 @@ def build_model(
     tensor: TensorParallelPlan = TensorParallelPlan(),  # noqa: B008 (immutable)
     pipeline: PipelinePlan = PipelinePlan(),  # noqa: B008 (immutable)
     float8: Float8Plan = Float8Plan(),  # noqa: B008 (immutable)
+    loss: LossPlan = LossPlan(),  # noqa: B008 (immutable)
 ) -> nn.Module:
     """The sharded model on `device` with its initial weights; no rank ever holds a full copy.
 
     Of a pipeline: this rank's stages, in a `PipelineModel`.
     """
-    model = lay_out(spec, args, mesh, plan, device, compile_plan, activations, tensor, pipeline, float8)
+    model = lay_out(spec, args, mesh, plan, device, compile_plan, activations, tensor, pipeline, float8, loss)
 
     def initialize(part: nn.Module) -> None:
         init_weights(part, lambda name: spec.init_rule(name, args), seed, device)
@@ -122,6 +124,7 @@ def lay_out(
     tensor: TensorParallelPlan = TensorParallelPlan(),  # noqa: B008 (immutable)
     pipeline: PipelinePlan = PipelinePlan(),  # noqa: B008 (immutable)
     float8: Float8Plan = Float8Plan(),  # noqa: B008 (immutable)
+    loss: LossPlan = LossPlan(),  # noqa: B008 (immutable)
 ) -> nn.Module:
     """This rank's part of the model on the meta device: cut, divided and sharded, but without memory or weights.
 
@@ -141,6 +144,8 @@ def lay_out(
         layout = divide(spec.pipeline_costs(args, args.max_seq_len), pipeline, mesh["pp"].size())
         parts = cut(whole, layout, mesh.get_local_rank("pp"))
     for part in parts.values():
+        if loss.chunks > 1:
+            chunk_head(part, loss.chunks)
         _parallelize(part, spec, args, mesh, units, plan, device, compile_plan, activations, tensor, float8)
     return parts[0] if mesh["pp"].size() == 1 else PipelineModel(parts, layout, mesh)
 
@@ -324,6 +329,7 @@ def build(plans: Plans, world: World, text: Text) -> Parts:
         plans.tensor_parallel,
         plans.pipeline,
         plans.float8,
+        plans.loss,
     )
     world.cover_groups()
     pipeline = None

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.guard import FiniteGuard
-from titanlite.loss import count_valid, cross_entropy_sum
+from titanlite.loss import batch_loss, count_valid, cross_entropy_sum
 from titanlite.optim.optimizer import gated_step
 from titanlite.parallel.fsdp import set_gradient_sync
 from titanlite.parallel.pipeline import PipelineModel
@@ -62,7 +62,7 @@ def forward_backward(
     for index, batch in enumerate(micro_batches):
         set_gradient_sync(model, sync_every or index == len(micro_batches) - 1)
         phase("forward")
-        loss = loss_function(model(batch.tokens), batch.labels) / tokens
+        loss = batch_loss(model, batch.tokens, batch.labels, loss_function) / tokens
         phase("backward")
         loss.backward()
         share += loss.detach()
@@ -215,7 +215,7 @@ def validate(
     model.eval()
     for batch in batches:
         tokens, labels = (t.to(device, non_blocking=True) for t in batch)
-        sums[0] += pipeline.loss_sum(tokens, labels) if pipeline else loss_function(model(tokens), labels)
+        sums[0] += pipeline.loss_sum(tokens, labels) if pipeline else batch_loss(model, tokens, labels, loss_function)
         sums[1] += count_valid(labels)
     model.train()
     dist.all_reduce(sums)

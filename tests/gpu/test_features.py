@@ -204,3 +204,23 @@ def test_snapshots_are_written_on_the_cycle_and_when_memory_runs_out(tmp_path: P
     snapshot = pickle.loads((tmp_path / "iteration_2" / "rank0_memory_snapshot.pickle").read_bytes())
     sizes = [event["size"] for trace in snapshot["device_traces"] for event in trace if event["action"] == "alloc"]
     assert sizes.count(2**22) >= 2
+
+
+# The loss in chunks
+
+
+def test_a_loss_in_chunks_never_has_all_logits(world: World) -> None:
+    vocab, chunks = 32768, 8
+    tokens, labels = batches(2, 8, 512, vocab)
+    args = replace(TINY, vocab_size=vocab, max_seq_len=512)
+    losses, peaks = [], []
+    for count in (1, chunks):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        run = Run(tokens, labels, [1e-3] * 2, args=args, shard=BF16, loss_chunks=count)
+        losses.append(train(world, run).losses)
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
+    logits = 4 * 8 * 512 * vocab
+    # Their probabilities and two gradients of them in float32, less a chunk's.
+    assert peaks[0] - peaks[1] > 2 * logits * (chunks - 1) / chunks

@@ -183,6 +183,7 @@ def run_of(plans: Plans, optimizer: str = "AdamW", steps: int = 20) -> Run:
         schedule=plans.pipeline.schedule,
         split_points=plans.pipeline.split_points,
         pieces=plans.pipeline.microbatches,
+        loss_chunks=plans.loss.chunks,
     )
     assert run.mesh(mesh.world_size) == mesh and run.batch(mesh.world_size) == plans.batch
     assert mesh.pipeline == 1 or run.pipeline_plan() == plans.pipeline

@@ -16,6 +16,7 @@ from titanlite.config.plans import (
     BatchPlan,
     CompilePlan,
     Float8Plan,
+    LossPlan,
     MeshPlan,
     OptimizerPlan,
     PipelinePlan,
@@ -69,6 +70,8 @@ class Run:
     split_points: tuple[str, ...] = ()
     pieces: int = 2
     float8: Float8Plan = Float8Plan()
+    #: Pieces of the tokens in which the loss is computed.
+    loss_chunks: int = 1
 
     def mesh(self, ranks: int) -> MeshPlan:
         """The degrees on so many ranks; those left over share the weights."""
@@ -130,6 +133,7 @@ def build_tiny(world: World, run: Run) -> tuple[torch.nn.Module, torch.optim.Opt
         TensorParallelPlan(run.loss_parallel),
         run.pipeline_plan(),
         run.float8,
+        LossPlan(run.loss_chunks),
     )
     if run.optimizer == "SGD":
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

@@ -37,6 +37,7 @@ def contradictions(config: JobConfig) -> list[Problem]:
         )
     _async_tensor(config, contradict)
     _float8(config, contradict)
+    _loss_chunks(config, contradict)
     _stall(config, contradict)
     _guard(config, contradict)
     if d.training.compile and not d.compile.components:
@@ -210,6 +211,23 @@ def _float8(config: JobConfig, contradict: Callable[..., None]) -> None:
             f"does not work with training.reshard_after_forward = {d.training.reshard_after_forward}: torch keeps no "
             'weights gathered in float8 sharded over fewer ranks. "default", "always" and "never" work',
             "training.reshard_after_forward",
+        )
+
+
+def _loss_chunks(config: JobConfig, contradict: Callable[..., None]) -> None:
+    """A piece of the loss holds a token at least."""
+    t, e = config.dialect.training, config.dialect.experimental
+    rows = max(t.batch_size // (e.pipeline_parallel_microbatches or e.pipeline_parallel_degree), 1)
+    length = max(t.seq_len // e.context_parallel_degree, 1)
+    if t.loss_chunks > rows * length:
+        contradict(
+            "training.loss_chunks",
+            f"is {t.loss_chunks}, but a rank computes the loss of {rows * length} tokens at once ({rows} sequence"
+            f"{'s' if rows > 1 else ''} x {length} tokens): take so many pieces at most",
+            "training.batch_size",
+            "training.seq_len",
+            "experimental.pipeline_parallel_microbatches",
+            "experimental.context_parallel_degree",
         )
 
 

@@ -181,6 +181,14 @@ class CompilePlan:
 
 
 @dataclass(frozen=True)
+class LossPlan:
+    """How the loss is computed."""
+
+    #: Pieces of a micro-batch's tokens, one after the other, of which one alone has logits; 1: all at once.
+    chunks: int = 1
+
+
+@dataclass(frozen=True)
 class ActivationCheckpointPlan:
     """What is recomputed in the backward instead of being kept."""
 
@@ -387,6 +395,7 @@ class Plans:
     float8: Float8Plan = field(default_factory=Float8Plan)
     activations: ActivationCheckpointPlan = field(default_factory=ActivationCheckpointPlan)
     compile: CompilePlan = field(default_factory=CompilePlan)
+    loss: LossPlan = field(default_factory=LossPlan)
     optimizer: OptimizerPlan = field(default_factory=OptimizerPlan)
     schedule: SchedulePlan = field(default_factory=SchedulePlan)
     train: TrainPlan = field(default_factory=TrainPlan)

@@ -86,6 +86,7 @@ def draft(
         float8=mapped.float8_plan(d),
         activations=work.activations(shapes),
         compile=mapped.compile_plan(d),
+        loss=plans.LossPlan(d.training.loss_chunks),
         optimizer=mapped.optimizer_plan(d),
         schedule=schedule,
         train=plans.TrainPlan(

@@ -171,6 +171,8 @@ def _scaled(base: JobConfig, degrees: dict[str, int], left: int, compiled: bool,
         values["training.fsdp_min_params"] = 1000
     if d.training.prefetch:
         values["training.prefetch"] = 1
+    if d.training.loss_chunks > 1:
+        values["training.loss_chunks"] = 2
     if d.data.source:
         values["data.source"] = []
     if d.validation.sources:

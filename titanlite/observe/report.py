@@ -60,6 +60,7 @@ def start_report(
         ("sharding", _sharding(plans, total, device)),
         ("compile", _compile(plans)),
         *([("activations", _activations(plans, kept, device))] if kept else []),
+        *([("loss", _loss(plans))] if plans.loss.chunks > 1 else []),
         ("tokenizer", tokenizer),
         ("data", _data(plans, documents, tokens_per_epoch)),
         (
@@ -187,6 +188,14 @@ def _compile(plans: Plans) -> str:
     unit = "each block" if plans.mesh.tensor == 1 else "attention and feed-forward of each block"
     parts = [text for text, on in ((unit, plan.model), ("the loss", plan.loss)) if on]
     return f"{' and '.join(parts)}, backend {plan.backend}" if parts else "off"
+
+
+def _loss(plans: Plans) -> str:
+    count = tokens(plans.batch, plans.mesh, plans.pipeline)
+    return (
+        f"head and cross-entropy in {plans.loss.chunks} pieces of {-(-count // plans.loss.chunks):,} tokens, one after "
+        "the other"
+    )
 
 
 def _activations(plans: Plans, kept: Kept, device: str) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from titanlite.config.pipeline import SCHEDULES
 from titanlite.config.plans import PipelinePlan, ShardPlan
+from titanlite.loss import in_chunks
 from titanlite.parallel.pipeline_split import Layout
 
 if TYPE_CHECKING:
@@ -140,6 +141,8 @@ class Pipeline:
         self._tokens = torch.ones((), device=device)
         count = len(model.layout.stages)
         self._has_first, self._has_last = 0 in model.stages, count - 1 in model.stages
+        #: The last stage is given labels, and gives the loss.
+        self._chunked = self._has_last and in_chunks(model.stages[count - 1])
         stages = [self._stage(number, count) for number in model.stages]
         self._schedule = get_schedule_class(plan.schedule)(
             stages[0] if SCHEDULES[plan.schedule].stages == "one" else stages,
@@ -156,19 +159,23 @@ class Pipeline:
         shape = piece.rows, piece.seq_len
         tokens = torch.empty(shape, dtype=torch.int64, device="meta")
         logits = torch.empty(*shape, piece.vocab, dtype=piece.dtype, device="meta")
+        result = torch.empty((), device="meta") if self._chunked else logits
         return PipelineStage(
             self._model.stages[number],
             number,
             count,
             self._device,
             input_args=(tokens if first else piece.hidden(*shape, "meta").requires_grad_(),),
-            output_args=((logits if last else piece.hidden(*shape, "meta")).requires_grad_(),),
+            output_args=((result if last else piece.hidden(*shape, "meta")).requires_grad_(),),
             group=self._model.group,
         )
 
-    def _share(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """A piece's share of the step's loss."""
-        return self._loss(logits, labels) / self._tokens
+    def _share(self, output: Tensor, labels: Tensor) -> Tensor:
+        """A piece's share of the step's loss, from what the last stage gives."""
+        return self._of_output(output, labels) / self._tokens
+
+    def _of_output(self, output: Tensor, labels: Tensor) -> Tensor:
+        return output if self._chunked else self._loss(output, labels)
 
     def forward_backward(self, micro_batches: Sequence[Batch], tokens: Tensor) -> Tensor:
         """Accumulate gradients of the step's loss; returns this rank's share of it (0-dim, detached).
@@ -181,7 +188,7 @@ class Pipeline:
         labels = torch.cat([b.labels for b in micro_batches]) if self._has_last else None
         losses: list[Tensor] | None = [] if self._has_last else None
         rows = sum(len(b.tokens) for b in micro_batches)
-        keywords = self._keywords(rows, self._piece.seq_len)
+        keywords = self._keywords(rows, self._piece.seq_len, labels)
         self._schedule.step(*inputs, target=labels, losses=losses, return_outputs=False, **keywords)
         return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=self._device)
 
@@ -199,9 +206,9 @@ class Pipeline:
             inputs = self._inputs(number, pieces, local)
             local = []
             for x, y in zip(inputs, labels.chunk(self._pieces), strict=True):
-                out = stage(x, **self._keywords(*y.shape))
+                out = stage(x, **self._keywords(len(y), y.size(1), y))
                 if number + 1 == len(self._model.layout.stages):
-                    total += self._loss(out, y)
+                    total += self._of_output(out, y)
                 elif number + 1 in self._model.stages:
                     local.append(out)
                 else:
@@ -234,5 +241,9 @@ class Pipeline:
         """The rank in the world that has a stage."""
         return dist.get_global_rank(self._model.group, self._model.layout.ranks[number])
 
-    def _keywords(self, rows: int, seq_len: int) -> dict[str, Tensor]:
-        return {} if self._positions is None else {"positions": self._positions(seq_len).expand(rows, -1)}
+    def _keywords(self, rows: int, seq_len: int, labels: Tensor | None) -> dict[str, Any]:
+        """For every stage of this rank, of which all but the last pass over the labels."""
+        keywords: dict[str, Any] = {"labels": labels, "loss": self._loss} if self._chunked else {}
+        if self._positions is not None:
+            keywords["positions"] = self._positions(seq_len).expand(rows, -1)
+        return keywords

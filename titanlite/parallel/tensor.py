@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from titanlite.config.errors import ConfigError, Problem
+from titanlite.loss import ChunkedHead
 from titanlite.parallel.compile import LossFunction
 from titanlite.parallel.float8 import float8_style, input_cast, is_float8, sends_float8
 
@@ -49,7 +50,8 @@ def split(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, shard_log
         gather:    no weights of its own; the first argument comes from a `sequence` module and is made whole.
         colwise:   a linear's outputs; input whole, output a plain tensor of this rank's features.
         rowwise:   a linear's inputs; input as colwise leaves it, output divided by sequence.
-        head:      as colwise, from an input divided by sequence to logits, a DTensor for `tensor_loss`.
+        head:      as colwise, from an input divided by sequence to logits, a DTensor for `tensor_loss`; one that
+                   computes the loss itself (`titanlite.loss.chunk_head`) gives them to that.
     mesh: one-dimensional. shard_logits: logits stay divided by vocabulary; else every rank gets all of them.
 
     Modules that shared a parameter still do. Raises TensorParallelError for an unknown kind, or if the plan leaves a
@@ -61,7 +63,7 @@ def split(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, shard_log
     styles = {
         name: float8_style(kind, _SEQUENCE, mesh)
         if kind in ("colwise", "rowwise") and is_float8(modules[name])
-        else _style(kind, shard_logits)
+        else _style(kind, shard_logits, isinstance(modules[name], ChunkedHead))
         for name, kind in kinds.items()
         if kind != "gather"
     }
@@ -85,7 +87,15 @@ def split(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, shard_log
         raise TensorParallelError(f"the plan of tensor parallelism covers no module with {', '.join(left)}")
 
 
-def _style(kind: str, shard_logits: bool) -> ParallelStyle:
+class _ChunkedHead(ColwiseParallel):
+    """The weights of a head that makes its input whole, and of it logits, by itself: chunk by chunk."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        (module.logits,) = self.output_layouts  # type: ignore[assignment]
+        return distribute_module(module, device_mesh, self._partition_linear_fn)
+
+
+def _style(kind: str, shard_logits: bool, chunked: bool) -> ParallelStyle:
     if kind == "embedding":
         return RowwiseParallel(input_layouts=Replicate(), output_layouts=_SEQUENCE)
     if kind == "sequence":
@@ -96,6 +106,8 @@ def _style(kind: str, shard_logits: bool) -> ParallelStyle:
         return RowwiseParallel(output_layouts=_SEQUENCE)
     if kind == "head":
         output = Shard(-1) if shard_logits else Replicate()
+        if chunked:
+            return _ChunkedHead(output_layouts=output)
         return ColwiseParallel(input_layouts=_SEQUENCE, output_layouts=output, use_local_output=False)
     known = "embedding, sequence, gather, colwise, rowwise, head"
     raise TensorParallelError(f"tensor parallelism knows no way {kind!r} to divide a module; there are {known}")

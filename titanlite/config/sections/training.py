@@ -66,6 +66,12 @@ class Training(Section):
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Precision of the weights themselves, which the optimizer updates."
     )
+    loss_chunks: int = Field(
+        default=1,
+        ge=1,
+        description="Head and cross-entropy take a micro-batch's tokens in so many pieces, and the logits of one alone "
+        "are in memory. 1: all at once.",
+    )
     compile: bool = Field(default=False, description="torch.compile, per block, and the loss.")
     gc_freq: int = Field(default=50, ge=1, description="Collect garbage on all ranks together every so many steps.")
     seed: Seed | None = Field(

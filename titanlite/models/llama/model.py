@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -127,11 +128,19 @@ class Llama(nn.Module):
         self.output = nn.Linear(args.dim, args.n_vocab, bias=False)
         self._tie()
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None, doc_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        doc_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> Tensor:
         """Logits [batch, seq, vocab], in the parameters' dtype.
 
         tokens: [batch, seq] int64. positions: [batch, seq] int64, rows of the RoPE tables; None: 0, 1, 2, …
         doc_ids: [batch, seq] int; a token sees only tokens of its own document; None: one document.
+        labels, loss: for a head that computes the loss itself (`titanlite.loss.chunk_head`), which is then returned.
         Raises ValueError if the sequence is longer than the RoPE tables.
 
         A pipeline stage is a model whose other modules are None or gone: without an embedding it takes the hidden
@@ -146,7 +155,9 @@ class Llama(nn.Module):
             for block in self.layers.values():
                 x = block(x, rotation, mask)
         x = x if self.norm is None else self.norm(x)
-        return x if self.output is None else self.output(x)
+        if self.output is None:
+            return x
+        return self.output(x) if labels is None else self.output(x, labels, loss)
 
     def init_buffers(self) -> None:
         """Recompute what `to_empty` leaves as garbage and no checkpoint holds: the RoPE tables."""

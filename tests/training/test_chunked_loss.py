@@ -1,0 +1,417 @@
+"""A loss in chunks: the numbers of the whole one, the logits of a piece, and not a product or a collective more."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.parallel.test_compile import _listen
+from tests.parallel.test_fsdp import GATHER, SUM, Sent, Wire
+from tests.pool import Pools
+from tests.refusals import refusal
+from tests.training.compare import LABELS, TOKENS, WARM, References, relative
+from tests.training.grid import (
+    CP,
+    FOUR,
+    FSDP,
+    LOSS_PARALLEL,
+    MODE,
+    PP,
+    REPLICAS,
+    RESHARD,
+    SCHEDULE,
+    SPLIT,
+    SYNC,
+    TP,
+    Column,
+    Row,
+    plans_of,
+    run_of,
+)
+from tests.training.harness import TINY, Run, build_tiny, micro_batches, run_stages, sequence_part
+from titanlite.config.errors import ConfigError
+from titanlite.config.load import load
+from titanlite.config.plans import Plans, ShardPlan
+from titanlite.config.resolve import resolve
+from titanlite.drill.shrink import shrink
+from titanlite.guard import FiniteGuard
+from titanlite.loss import ChunkedHead, batch_loss, chunk_head, cross_entropy_sum
+from titanlite.models.llama.model import Llama
+from titanlite.observe.console import logger
+from titanlite.observe.diagnose import Finding, diagnose_nonfinite
+from titanlite.parallel.compile import CompileWatch, compile_loss
+from titanlite.parallel.tensor import tensor_loss
+from titanlite.parallel.world import World
+from titanlite.step import Duplicates, train_step, validate
+
+IGNORE = -100
+BATCH, SEQ, VOCAB, DIM = 4, 32, 192, 64
+
+
+def _model(tied: bool = False, **sizes: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return Llama(replace(TINY, tied=tied, **sizes))
+
+
+def _batch(rows: int = BATCH, vocab: int = VOCAB) -> tuple[Tensor, Tensor]:
+    """The last half has no target at all: of two chunks or more, one is nothing but padding."""
+    generator = torch.Generator().manual_seed(1)
+    tokens, labels = torch.randint(0, vocab, (2, rows, SEQ), generator=generator)
+    labels[rows // 2 :] = IGNORE
+    labels[0, 3:7] = IGNORE
+    return tokens, labels
+
+
+def _chunked(model: nn.Module, chunks: int) -> nn.Module:
+    model = copy.deepcopy(model)
+    chunk_head(model, chunks)
+    return model
+
+
+def _gradients(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[float, dict[str, Tensor]]:
+    loss = batch_loss(model, *batch, cross_entropy_sum) / 37
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+# One process, no sharding
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 7, BATCH * SEQ, 1000])
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+def test_loss_and_every_gradient_are_those_of_the_whole(chunks: int, tied: bool) -> None:
+    whole, batch = _model(tied), _batch()
+    parts = _chunked(whole, chunks)
+    expected, gradients = _gradients(whole, batch)
+    loss, ours = _gradients(parts, batch)
+    assert loss == pytest.approx(expected, rel=1e-6)
+    assert ours.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert relative(ours[name], gradient) < 1e-6, name
+
+
+def test_without_gradients_it_is_the_loss_alone_and_without_labels_the_logits() -> None:
+    whole, (tokens, labels) = _model(), _batch()
+    parts = _chunked(whole, 3)
+    with torch.no_grad(), FlopCounterMode(display=False) as flops:
+        loss = batch_loss(parts, tokens, labels, cross_entropy_sum)
+        logits = parts(tokens)
+    assert not loss.requires_grad
+    head = 2 * tokens.numel() * DIM * VOCAB
+    assert flops.get_flop_counts()["Llama.output"] == {torch.ops.aten.mm: 2 * head}  # of the loss, and of the logits
+    torch.testing.assert_close(logits, whole(tokens))
+    torch.testing.assert_close(loss, cross_entropy_sum(logits, labels))
+
+
+def test_names_and_weights_stay_what_they_are() -> None:
+    whole = _model()
+    parts = _chunked(whole, 4)
+    assert isinstance(parts.get_submodule("output"), ChunkedHead)
+    ours, theirs = parts.state_dict(), whole.state_dict()
+    assert list(ours) == list(theirs) and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("frozen", ["the head", "all but the head"])
+def test_what_needs_no_gradient_is_not_differentiated(frozen: str) -> None:
+    batch = _batch()
+    flops = {}
+    for chunks in (1, 3):
+        model = _model() if chunks == 1 else _chunked(_model(), chunks)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad = (name == "output.weight") != (frozen == "the head")
+        with FlopCounterMode(display=False) as counter:
+            _, gradients = _gradients(model, batch)
+        flops[chunks] = counter.get_total_flops()
+        assert ("output.weight" in gradients) == (frozen != "the head")
+    assert flops[3] == flops[1]
+
+
+def test_no_product_is_computed_twice() -> None:
+    flops, calls = {}, {}
+    for chunks in (1, 4):
+        model = _model() if chunks == 1 else _chunked(_model(), chunks)
+        with FlopCounterMode(display=False) as counter:
+            _gradients(model, _batch())
+        flops[chunks] = counter.get_total_flops()
+        calls[chunks] = counter.get_flop_counts()["Global"].keys()
+    assert flops[4] == flops[1] > 3 * 2 * BATCH * SEQ * DIM * VOCAB
+
+
+class _Memory(TorchDispatchMode):
+    """Bytes of the largest tensor that an operator makes, and of all that live at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = self.peak = 0
+        self._made: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in (leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)):
+            storage = tensor.untyped_storage()
+            self._made.setdefault(StorageWeakRef(storage), storage.nbytes())
+            self.largest = max(self.largest, storage.nbytes())
+        self._made = {ref: size for ref, size in self._made.items() if not ref.expired()}
+        self.peak = max(self.peak, sum(self._made.values()))
+        return out
+
+
+def test_only_the_logits_of_one_chunk_exist_at_a_time() -> None:
+    """Forward and backward of a head with 48 KiB of hidden states and 512 KiB of weights."""
+    vocab, rows, chunks = 2048, 48, 8
+    batch, sizes = _batch(rows, vocab), {"vocab_size": vocab}
+    seen = {}
+    for count in (1, chunks):
+        model = _model(**sizes) if count == 1 else _chunked(_model(**sizes), count)
+        with _Memory() as memory:
+            _gradients(model, batch)
+        seen[count] = memory
+    logits = 4 * rows * SEQ * vocab
+    assert seen[1].largest == logits and seen[chunks].largest == logits // chunks
+    # Logits, what the loss saves, and their gradients in the loss's backward: three times as many bytes.
+    saved = seen[1].peak - seen[chunks].peak
+    assert saved > 2 * logits * (chunks - 1) / chunks, (saved / logits, seen[1].peak / logits)
+
+
+def test_in_bf16_gradients_are_as_near_to_float32_as_those_of_the_whole() -> None:
+    exact, batch = _model(vocab_size=512), _batch(rows=16, vocab=512)
+    low = copy.deepcopy(exact).to(torch.bfloat16)
+    with torch.no_grad():  # the same weights in both
+        for ours, theirs in zip(exact.parameters(), low.parameters(), strict=True):
+            ours.copy_(theirs)
+    _, expected = _gradients(exact, batch)
+
+    def distance(gradients: dict[str, Tensor]) -> list[float]:
+        return [relative(gradients[name].float(), expected[name]) for name in ("output.weight", "norm.weight")]
+
+    _, whole = _gradients(copy.deepcopy(low), batch)
+    for chunks in (2, 16):
+        _, parts = _gradients(_chunked(low, chunks), batch)
+        assert parts["output.weight"].dtype == torch.bfloat16
+        assert all(a < 1.25 * b for a, b in zip(distance(parts), distance(whole), strict=True)), chunks
+
+
+def test_a_compiled_loss_has_a_graph_for_each_of_two_sizes_and_is_not_compiled_again() -> None:
+    torch._dynamo.reset()
+    shapes: list[tuple[int, ...]] = []
+    said: list[tuple[str, str]] = []
+    handler = _listen(said)
+
+    def backend(module: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        shapes.append(tuple(inputs[0].shape))
+        return module.forward
+
+    try:
+        whole, batch = _model(), _batch()
+        parts = _chunked(whole, 3)  # 128 tokens: 43, 43, 42
+        loss = compile_loss(cross_entropy_sum, backend)
+        watch = CompileWatch([], [cross_entropy_sum], "eager")
+        expected, gradients = _gradients(whole, batch)
+        for step in (1, 2):
+            parts.zero_grad(set_to_none=True)
+            found = batch_loss(parts, *batch, loss) / 37
+            found.backward()
+            watch.after(step, "training")
+        assert found.item() == pytest.approx(expected, rel=1e-6)
+        assert all(relative(p.grad, gradients[n]) < 1e-6 for n, p in parts.named_parameters() if p.grad is not None)
+        assert shapes == [(1, 43, VOCAB), (1, 42, VOCAB)]
+        assert [level for level, _ in said] == ["INFO"] and "made 2 graphs for training" in said[0][1]
+    finally:
+        logger.removeHandler(handler)
+        torch._dynamo.reset()
+
+
+def test_a_head_that_cannot_do_it_is_refused() -> None:
+    with pytest.raises(ValueError, match="0 chunks"):
+        chunk_head(_model(), 0)
+    model = _model()
+    model.output = nn.Linear(DIM, VOCAB)
+    with pytest.raises(ValueError, match=r"without bias, and this is Linear.*before fully_shard"):
+        chunk_head(model, 2)
+
+
+# Ranks
+
+CHUNKS = "training.loss_chunks"
+ZERO_BUBBLE = {PP: 2, SCHEDULE: "ZBVZeroBubble", **FOUR}
+TIED = {"model.overrides.tied": "true"}
+COMPILED = {"training.compile": "true", "compile.components": '["loss"]'}
+slow = pytest.mark.slow
+
+
+def _row(name: str, ranks: int, accumulation: int, flags: dict[str, Any], *marks: Any) -> Any:
+    return pytest.param(Row(ranks, {CHUNKS: 3, **flags}), accumulation, id=name, marks=marks)
+
+
+ROWS = [
+    _row("fsdp 2, accumulated", 2, 2, {FSDP: 2}),
+    _row("fsdp 2, freed, tied, more chunks than one needs", 2, 1, {FSDP: 2, RESHARD: "always", **TIED, CHUNKS: 100}),
+    _row("fsdp 2, one unit, freed", 2, 2, {FSDP: 2, RESHARD: "always", "training.fsdp_units": "root"}, slow),
+    _row("fsdp 2, linears, ahead", 2, 1, {FSDP: 2, "training.fsdp_units": "Linear", "training.prefetch": 2}, slow),
+    _row("fsdp 2, reduced with each", 2, 2, {FSDP: 2, SYNC: "every", MODE: "full"}, slow),
+    _row("fsdp 2, compiled", 2, 1, {FSDP: 2, "training.compile": "true"}, slow),
+    _row("1 rank", 1, 1, {}, slow),
+    _row("ddp 2", 2, 1, {REPLICAS: 2, FSDP: 1}, slow),
+    _row("hsdp 2 x 2", 4, 1, {REPLICAS: 2, FSDP: 2}, slow),
+    _row("tp 2", 2, 1, {TP: 2}),
+    _row("tp 2, whole logits", 2, 1, {TP: 2, LOSS_PARALLEL: "false"}),
+    _row("tp 2, tied, accumulated", 2, 2, {TP: 2, **TIED}, slow),
+    _row("tp 2, compiled", 2, 1, {TP: 2, "training.compile": "true"}, slow),
+    _row("tp 2, fsdp 2, freed", 4, 1, {TP: 2, FSDP: 2, RESHARD: "always"}, slow),
+    _row("cp 2", 2, 1, {CP: 2}),
+    _row("pp 2, 1F1B", 2, 1, {PP: 2, **FOUR}),
+    _row("pp 2, zero bubble", 2, 2, ZERO_BUBBLE),
+    _row("pp 2, zero bubble, loss compiled", 2, 1, {**ZERO_BUBBLE, **COMPILED}, slow),
+    _row("pp 2, head alone", 2, 1, {PP: 2, SPLIT: '["output"]', **FOUR}, slow),
+    _row("pp 2, GPipe", 2, 1, {PP: 2, SCHEDULE: "GPipe", **FOUR}, slow),
+    _row("pp 2, fsdp 2, zero bubble", 4, 1, {**ZERO_BUBBLE, FSDP: 2}, slow),
+    _row("pp 2, tp 2", 4, 1, {PP: 2, TP: 2, **FOUR}, slow),
+    _row("pp 2, tp 2, zero bubble, whole logits", 4, 1, {**ZERO_BUBBLE, TP: 2, LOSS_PARALLEL: "false"}, slow),
+    _row("pp 2, cp 2", 4, 1, {PP: 2, CP: 2, **FOUR}, slow),
+]
+
+
+@pytest.mark.parametrize(("row", "accumulation"), ROWS)
+def test_it_trains_as_transformers_does(references: References, row: Row, accumulation: int) -> None:
+    run = run_of(plans_of(row, Column(accumulation, "AdamW", {})), steps=3)
+    assert run.loss_chunks == row.flags[CHUNKS]
+    references.compare(run, row.ranks)
+
+
+def _step(world: World, run: Run) -> tuple[list[Sent], dict[str, int], int]:
+    """A later step: what c10d sent but for counts, loss and norm, DTensor's collectives, and calls of the loss."""
+    model, optimizer, rank = build_tiny(world, run)
+    calls = [0]
+
+    def counting(logits: Tensor, labels: Tensor) -> Tensor:
+        calls[0] += 1
+        return cross_entropy_sum(logits, labels)
+
+    plan = run.mesh(world.size)
+    loss = tensor_loss(counting) if plan.tensor > 1 else counting
+    data = sequence_part(run, micro_batches(run, 0, rank, plan.dp_degree), world.rank)
+    guard, seen = FiniteGuard(world.device), []
+    duplicates = Duplicates(plan.tensor, plan.tensor)
+
+    def take(step: int) -> None:
+        common = {"lr": 1e-3, "max_norm": 1.0, "guard": guard, "duplicates": duplicates, "loss_function": loss}
+        train_step(model, optimizer, data, step=step, **common)
+
+    take(1)  # FSDP sets itself up
+    calls[0] = 0
+    with Wire(seen.append):
+        take(2)
+    counted = calls[0]
+    with torch.profiler.profile() as profile:
+        take(3)
+    names = [event.name.removeprefix("_c10d_functional::") for event in profile.events()]
+    tensor = {kind: names.count(kind) for kind in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")}
+    return [sent for sent in seen if sent.name != SUM or sent.bytes_in > 16], tensor, counted
+
+
+RUN = Run(TOKENS, LABELS, WARM)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        replace(RUN, accumulation=2),
+        replace(RUN, shard=ShardPlan("float32", reshard_after_forward=True), args=replace(TINY, tied=True)),
+        replace(RUN, shard=ShardPlan("float32", reshard_after_forward=True, units="root")),
+        replace(RUN, context=2),
+    ],
+    ids=["fsdp, accumulated", "fsdp, freed, tied", "fsdp, freed, one unit", "cp"],
+)
+def test_weights_are_gathered_and_gradients_reduced_as_often_as_for_the_whole(pool: Pools, run: Run) -> None:
+    whole, parts = (pool(2).run(_step, replace(run, loss_chunks=n)) for n in (1, 4))
+    for (expected, expected_too, calls), (seen, seen_too, more_calls) in zip(whole, parts, strict=True):
+        assert more_calls == 4 * calls > 0
+        assert (seen, seen_too) == (expected, expected_too) and GATHER in {sent.name for sent in seen}
+
+
+@pytest.mark.parametrize("loss_parallel", [True, False], ids=["sharded logits", "gathered"])
+def test_tensor_parallel_ranks_gather_hidden_states_and_reduce_their_gradient_once(
+    pool: Pools, loss_parallel: bool
+) -> None:
+    run = replace(RUN, tensor=2, loss_parallel=loss_parallel)
+    whole, parts = (pool(2).run(_step, replace(run, loss_chunks=n)) for n in (1, 4))
+    for (_, expected, _), (_, seen, calls) in zip(whole, parts, strict=True):
+        assert calls == 4 and expected["reduce_scatter_tensor"] > 0
+        # Of each chunk the largest logits, the sums of exponentials and the labels' logits, or else all logits.
+        more = {"all_reduce": 3 * 3} if loss_parallel else {"all_gather_into_tensor": 3}
+        assert seen == dict(Counter(expected) + Counter(more))
+
+
+def _validation(world: World, run: Run) -> float:
+    model, _, rank = build_tiny(world, run)
+    plan = run.mesh(world.size)
+    loss = tensor_loss(cross_entropy_sum) if plan.tensor > 1 else cross_entropy_sum
+    data = sequence_part(run, micro_batches(run, 0, rank, plan.dp_degree), world.rank)
+    duplicates = Duplicates(plan.tensor * plan.pipeline, plan.tensor)
+    mean, _ = validate(model, data, world.device, loss, duplicates, run_stages(model, run, world, loss))
+    return mean.item()
+
+
+@pytest.mark.parametrize(
+    "run",
+    [RUN, replace(RUN, tensor=2), replace(RUN, pipeline=2, schedule="ZBVZeroBubble", args=replace(TINY, n_layers=4))],
+    ids=["fsdp", "tp", "pp"],
+)
+def test_validation_gives_the_same_loss(pool: Pools, run: Run) -> None:
+    whole, parts = (pool(2).run(_validation, replace(run, loss_chunks=n))[0] for n in (1, 3))
+    assert parts == pytest.approx(whole, rel=1e-6)
+
+
+def _diagnosis(world: World) -> Finding:
+    run = replace(RUN, loss_chunks=3, accumulation=2)
+    model, _, rank = build_tiny(world, run)
+    factor = float("inf") if world.rank == 1 else 1.0
+    data = micro_batches(run, 0, rank, world.size)
+    return diagnose_nonfinite(model, data, loss_function=lambda *args: cross_entropy_sum(*args) * factor)
+
+
+def test_a_loss_that_is_not_finite_is_the_heads(pool: Pools) -> None:
+    assert pool(2).run(_diagnosis)[0] == Finding("forward", "output", (1,), 0)
+
+
+# The config
+
+
+def test_the_key_reaches_the_plan_and_a_toy() -> None:
+    assert Plans().loss.chunks == 1
+    assert resolve(load(["--training.loss_chunks=8"]), world_size=1).loss.chunks == 8
+    any_file = Path(__file__)  # nobody reads it here
+    assert shrink("debug_model.toml", ["--training.loss_chunks=500"], any_file).plans.loss.chunks == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "message"),
+    [
+        ([], 1, r"is 99, but a rank computes the loss of 64 tokens at once \(2 sequences x 32 tokens\)"),
+        (["--experimental.context_parallel_degree=2"], 2, r"of 32 tokens at once \(2 sequences x 16 tokens\)"),
+        (["--experimental.pipeline_parallel_degree=2"], 2, r"of 32 tokens at once \(1 sequence x 32 tokens\)"),
+    ],
+)
+def test_more_chunks_than_tokens_are_refused(flags: list[str], ranks: int, message: str) -> None:
+    size = ["--training.batch_size=2", "--training.seq_len=32", "--training.loss_chunks=99"]
+    problem = refusal([*size, *flags], ranks)
+    assert problem.key == "training.loss_chunks"
+    assert re.search(message, problem.message)
+
+
+def test_no_chunk_at_all_is_refused() -> None:
+    with pytest.raises(ConfigError, match="training.loss_chunks: expected an integer >= 1, got 0"):
+        load(["--training.loss_chunks=0"])
