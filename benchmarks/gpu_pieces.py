@@ -1,0 +1,108 @@
+"""The pieces of benchmarks/gpu.py that are no ladders: the device itself, its tests, activation checkpointing."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks import activation_modes
+from benchmarks.gpu_bench import ROOT, Bench, Failed, Result, last_line, write_json
+
+PROBE = ROOT / "benchmarks" / "gpu_probe.py"
+
+
+def probe(bench: Bench, *arguments: str) -> Any:
+    """What gpu_probe.py says, which runs in a process of its own. Raises Failed, OutOfTime."""
+    log = bench.folder / "logs" / f"{arguments[0]}.log"
+    code = bench.call([sys.executable, str(PROBE), *arguments], log)
+    if code:
+        raise Failed(f"exit {code}: {last_line(log)}")
+    return json.loads(log.read_text().splitlines()[-1])
+
+
+def machine(bench: Bench) -> Result:
+    """What this device reaches: large products, and copies within its memory."""
+    return Result(probe(bench, "measure", *(["--toy"] if bench.toy else [])))
+
+
+#: Tests of other folders that need a GPU, and what selects them.
+OTHER_TESTS = ("tests/parallel/test_activation_checkpoint.py", "tests/observe/test_meter.py")
+SELECT = ("-k", "gpu or cuda or device")
+
+
+def tests(bench: Bench) -> Result:
+    """The GPU tests, file by file; those that need no GPU are run elsewhere."""
+    files = [str(file.relative_to(ROOT)) for file in sorted((ROOT / "tests" / "gpu").glob("test_*.py"))]
+    return test_files(bench, [*((name, ()) for name in files), *((name, SELECT) for name in OTHER_TESTS)])
+
+
+def test_files(bench: Bench, files: list[tuple[str, tuple[str, ...]]]) -> Result:
+    """Run each file of tests that has not passed yet. A test run in which every test is skipped shows nothing."""
+    found = []
+    for name, select in files:
+        label = name.replace("/", ".")
+        done = bench.folder / "parts" / "tests" / f"{label}.json"
+        if not done.exists() or json.loads(done.read_text())["code"]:
+            log = bench.folder / "logs" / f"{label}.log"
+            code = bench.call([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", name, *select], log)
+            lines = log.read_text(errors="replace").splitlines()
+            failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+            write_json(
+                done,
+                {"what": name, "value": lines[-1].strip("= ") if lines else "", "code": code, "failed": failed},
+            )
+        found.append(json.loads(done.read_text()))
+    problems = [f"{row['what']}: exit {row['code']}" for row in found if row["code"]]
+    if not any(re.search(r"\b\d+ passed", row["value"]) for row in found if row["what"] not in OTHER_TESTS):
+        problems.append("no GPU test passed: they were skipped, or failed")
+    return Result(found, problems)
+
+
+Cell = tuple[str, bool]
+
+
+def cells(gpu: bool, toy: bool) -> list[Cell]:
+    """Modes of activation checkpointing, and whether they are compiled."""
+    eager = [*activation_modes.EAGER, *(activation_modes.OFFLOADED if gpu else ())]
+    compiled = [] if toy else list(activation_modes.COMPILED)
+    return [*((mode, False) for mode in eager), *((mode, True) for mode in compiled)]
+
+
+def modes_command(bench: Bench, cell: Cell, out: Path) -> list[str]:
+    """One cell, measured alone."""
+    return [
+        *(sys.executable, "benchmarks/activation_modes.py", "--out", str(out)),
+        *("--modes", cell[0], "--compile", "on" if cell[1] else "off"),
+        *(("--steps", "1", "--layers", "2", "--seq", "64", "--dim", "64") if bench.toy else ()),
+    ]
+
+
+def modes(bench: Bench) -> Result:
+    """Activation checkpointing, eager and compiled, mode by mode; what is measured is not measured again."""
+    rows, problems, shape, device = [], [], None, ""
+    for mode, compiled in cells(bool(bench.about.get("gpu")), bench.toy):
+        name = f"{mode.replace(', ', '-').replace(' ', '-')}-{'compiled' if compiled else 'eager'}"
+        kept, log = bench.folder / "parts" / "modes" / f"{name}.json", bench.folder / "logs" / f"modes-{name}.log"
+        if not kept.exists():
+            aside = bench.folder / "modes-aside"
+            code = bench.call(modes_command(bench, (mode, compiled), aside), log)
+            if code:
+                problems.append(f"{name}: exit {code}: {last_line(log)}")
+                continue
+            write_json(kept, json.loads(aside.with_suffix(".json").read_text()))
+        report = json.loads(kept.read_text())
+        shape, device = activation_modes.Shape(**report["shape"]), report["device"]
+        rows += [activation_modes.Row(**row) for row in report["rows"]]
+    if shape is None:
+        raise Failed("; ".join(problems))
+    lines = [
+        f"{device}; dim {shape.dim}, {shape.layers} layers, {shape.heads} heads, vocabulary {shape.vocab:,}, "
+        f"{shape.batch} x {shape.seq} tokens, {shape.dtype}; one mode after the other.",
+        "",
+        *activation_modes.table(rows, shape),
+    ]
+    (bench.folder / "activation_modes.md").write_text("\n".join(lines) + "\n")
+    return Result([{"what": "table", "value": "activation_modes.md", "lines": lines}], problems)
