@@ -83,7 +83,10 @@ def main() -> int:
     if arguments.list:
         for name, piece in PIECES.items():
             setting = SETTINGS.get(name)
-            about = f"{setting.config} {' '.join(setting.flags)}" if setting else (piece.__doc__ or "")
+            about = piece.__doc__ or ""
+            if setting:
+                blocks = f"{setting.layers} blocks" if setting.layers else "as many blocks as fit"
+                about = f"{setting.config}, {blocks}, {setting.steps} steps {' '.join(setting.flags)}".rstrip()
             print(f"{name:<10}  {about}")
         return 0
     if unknown := [name for name in arguments.pieces if name not in PIECES]:

@@ -104,5 +104,9 @@ def modes(bench: Bench) -> Result:
         "",
         *activation_modes.table(rows, shape),
     ]
+    eager = [row.losses for row in rows if not row.compiled]
+    if len(eager) > 1:
+        verdict = "equal" if all(losses == eager[0] for losses in eager) else "DIFFERENT"
+        lines += ["", f"Losses of the {len(eager)} eager modes, bit for bit: {verdict}."]
     (bench.folder / "activation_modes.md").write_text("\n".join(lines) + "\n")
     return Result([{"what": "table", "value": "activation_modes.md", "lines": lines}], problems)

@@ -251,6 +251,11 @@ def test_the_final_loss_decides(figure: Any, verdict: str) -> None:
     assert gpu_page.judge(target, {"loss-8b": {"rows": [row]}}) == verdict
 
 
+def test_the_published_page_names_every_target() -> None:
+    text = suite.RESULTS.with_suffix(".md").read_text()
+    assert not [one.about for one in gpu_page.TARGETS if f"- {one.about} ({one.piece})" not in text]
+
+
 def test_a_loss_that_is_no_number_is_no_small_difference() -> None:
     runs = [{"level": level, "repeat": 1, "losses": {"9": loss}} for level, loss in (("compile", 5.0), ("x", "nan"))]
     assert gpu_ladder.final_difference({"steps": 9, "runs": runs}, "x") == float("inf")
@@ -332,7 +337,10 @@ def test_modes_are_kept_one_by_one(bench: Bench, monkeypatch: pytest.MonkeyPatch
     broken.clear()
     ran.clear()
     assert suite.run(bench, ["modes"]) == 0 and ran == [("full", False), ("full", True)]
-    assert "| off | full |" in (bench.folder / "gpu.md").read_text()
+    text = (bench.folder / "gpu.md").read_text()
+    assert "| off | full |" in text and "Losses of the 6 eager modes, bit for bit: equal." in text
+    ran.clear()
+    assert suite.run(bench, ["modes"], again=True) == 0 and ran == gpu_pieces.cells(True, False)
 
 
 def test_tests_that_are_all_skipped_show_nothing(bench: Bench, tmp_path: Path) -> None:
