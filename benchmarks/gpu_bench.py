@@ -69,7 +69,12 @@ class Bench:
         with open(log, "w") as stream:
             # A session of its own: a Ctrl-C comes to us alone. The command would take ours for a second one.
             process = subprocess.Popen(
-                command, cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                cwd=ROOT,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_heed_interrupts,
             )
             try:
                 return process.wait(None if self.deadline == float("inf") else max(self.left, 0.1))
@@ -79,6 +84,11 @@ class Bench:
             except BaseException:
                 _end(process)
                 raise
+
+
+def _heed_interrupts() -> None:
+    """A shell that starts us in the background has SIGINT ignored, also in all that we start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -45,7 +45,7 @@ def bench(tmp_path: Path) -> Bench:
 # Ends.
 
 #: Starts a process in a session of its own, as a ladder starts torchrun, and needs a moment to end it.
-ORDERLY = 'setsid sleep 600 & pid=$!; trap "sleep 1; kill $pid; exit 130" INT; echo $pid > "$0"; wait'
+ORDERLY = 'setsid sleep 600 & pid=$!; trap "sleep 1; kill $pid; echo > $0.ended; exit 130" INT; echo $pid > "$0"; wait'
 #: Does not end when asked.
 STUBBORN = 'trap "" INT; setsid sleep 600 & echo $! > "$0"; wait; sleep 600'
 
@@ -68,7 +68,7 @@ def test_a_spent_budget_leaves_no_process_behind(tmp_path: Path, monkeypatch: py
     bench = Bench(tmp_path, False, time.monotonic() + 2)
     with pytest.raises(OutOfTime):
         bench.call(["bash", "-c", ORDERLY, str(tmp_path / "pid")], tmp_path / "log")
-    assert _gone(int((tmp_path / "pid").read_text()))
+    assert _gone(int((tmp_path / "pid").read_text())) and (tmp_path / "pid.ended").exists()
 
 
 def test_what_does_not_end_is_killed_with_all_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,8 +80,12 @@ def test_what_does_not_end_is_killed_with_all_that_it_started(tmp_path: Path, mo
     assert _gone(int((tmp_path / "pid").read_text()))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_lets_the_command_end_its_own_children(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "background"), [(signal.SIGINT, False), (signal.SIGTERM, False), (signal.SIGTERM, True)]
+)
+def test_a_signal_lets_the_command_end_its_own_children(
+    tmp_path: Path, number: signal.Signals, background: bool
+) -> None:
     waiting = f"""
 import sys
 from pathlib import Path
@@ -95,7 +99,10 @@ try:
 except Stopped as stop:
     sys.exit(128 + stop.number)
 """
-    process = subprocess.Popen([sys.executable, "-c", waiting], cwd=ROOT, env={**CLI, "PYTHONPATH": str(ROOT)})
+    # A script that starts it with `&` has SIGINT ignored in it.
+    shell = ["bash", "-c", 'trap "" INT; exec "$@"', "bash"] if background else []
+    command = [*shell, sys.executable, "-c", waiting]
+    process = subprocess.Popen(command, cwd=ROOT, env={**CLI, "PYTHONPATH": str(ROOT)})
     try:
         pid_file = tmp_path / "pid"
         deadline = time.monotonic() + 120
@@ -103,7 +110,7 @@ except Stopped as stop:
             time.sleep(0.05)
         process.send_signal(number)
         assert process.wait(120) == 128 + number
-        assert _gone(int(pid_file.read_text()))
+        assert _gone(int(pid_file.read_text())) and (tmp_path / "pid.ended").exists()
     finally:
         process.kill()
         process.wait()
