@@ -242,7 +242,7 @@ def test_page_judges_each_target(bench: Bench, calls: list[tuple[int, list[str]]
     # 1.6 times the default, and yet too slow.
     assert "- float8-all-gather: at least 1.30 x the speed of compiled bf16 (ladder-8b): missed (1.23)" in text
     assert text.count("not measured") == 3
-    assert "| float8 | 17,000 | 1.70 | 1.31 |" in text and "16 bytes of state per parameter" in text
+    assert "| float8 | 17,000 | 1.70 | 1.31 |" in text and "loss in 8 pieces, 16 bytes of state per parameter" in text
     published = json.loads((bench.folder.parent / "published.json").read_text())
     assert [one["verdict"] for one in published["targets"]].count("not measured") == 3
     assert published["pieces"]["ladder-8b"]["rows"][0]["tokens_per_second"] == 10000
