@@ -319,7 +319,7 @@ def _step(world: World, run: Run) -> tuple[list[Sent], dict[str, int], int]:
         take(3)
     names = [event.name.removeprefix("_c10d_functional::") for event in profile.events()]
     tensor = {kind: names.count(kind) for kind in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")}
-    return [sent for sent in seen if sent.name != SUM or sent.bytes_in > 16], tensor, counted
+    return [sent for sent in seen if sent.name != SUM or sent.bytes_in > 24], tensor, counted
 
 
 RUN = Run(TOKENS, LABELS, WARM)
