@@ -33,7 +33,7 @@ class Fetched(NamedTuple):
 
 
 class Feed:
-    """What one rank trains on and validates with, while it is not asked to stop in vain.
+    """What one rank trains on and validates with.
 
     loader, validation: where the batches come from; their `give_up` is set. asked: whether this rank or another was
     asked to stop. stop: says by what.

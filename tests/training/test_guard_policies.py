@@ -16,7 +16,17 @@ import torch
 from tests.observe.test_diagnose import W2
 from tests.observe.test_records import scalars
 from tests.pool import Pools
-from tests.training.harness import Run, all_stages, batches, build_tiny, full, micro_batches, run_stages, sequence_part
+from tests.training.harness import (
+    LateGuard,
+    Run,
+    all_stages,
+    batches,
+    build_tiny,
+    full,
+    micro_batches,
+    run_stages,
+    sequence_part,
+)
 from tests.training.test_run import TINY, _losses
 from tests.words import listening
 from titanlite import exit_codes
@@ -466,29 +476,12 @@ def test_weights_that_make_every_step_bad_do_not_push_out_the_last_good_ones(poo
     assert steps_in(tmp_path / "checkpoint") == [2, 4, 6, 8, 9], "2 is the newest of which later steps were good"
 
 
-class _Late(FiniteGuard):
-    """Tells of a step when the next is under way, as on a GPU."""
-
-    behind: torch.Tensor | None = None
-
-    def watch(self) -> bool:
-        record, self.behind = self.behind, self._record.clone() if self._unread else None
-        self._unread = False
-        if record is not None:
-            self._read(record)
-        return False
-
-    def check(self) -> None:
-        self.behind = None
-        super().check()
-
-
 def _drifts(world: World, folder: str) -> list[bool]:
     """At each measurement of drift, whether nothing is under way any more that its pause would pay for."""
     flags = [*TINY, "--no-validation.enable", f"--job.dump_folder={folder}", "--training.steps=3"]
     plans = load_plans("debug_model.toml", world.size, flags)
     trainer = Trainer(plans, world, read_text(plans))
-    guard = trainer.guard = _Late(world.device, plans.guard)
+    guard = trainer.guard = LateGuard(world.device, plans.guard)
     settled: list[bool] = []
 
     class Drifts:

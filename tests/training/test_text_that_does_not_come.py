@@ -14,7 +14,7 @@ import torch
 
 from tests.data.test_background_training import TINY as SAVED_OFTEN
 from tests.pool import Pools
-from tests.training.harness import Run, batches, build_tiny, full, micro_batches
+from tests.training.harness import LateGuard, Run, batches, build_tiny, full, micro_batches
 from tests.words import listening
 from titanlite import exit_codes
 from titanlite.build import read_text, to_device
@@ -40,26 +40,6 @@ TINY = [*SAVED_OFTEN, "--checkpoint.interval=100", "--training.steps=8"]
 IN_TIME = 20.0
 
 
-class _Late(FiniteGuard):
-    """Tells of a step when the next is under way, as it does on a GPU."""
-
-    _before: torch.Tensor | None = None
-
-    def watch(self) -> bool:
-        record, self._before = self._before, self._record.clone() if self._unread else None
-        self._unread = False
-        if record is not None:
-            self._read(record)
-        wish, self._wish = self._wish, False
-        return wish
-
-    def check(self) -> None:
-        record, self._before = self._before, None
-        if record is not None:
-            self._read(record)
-        super().check()
-
-
 def _run(
     world: World, folder: str, hang: tuple[str, int, int] | None, late: bool, *flags: str, signalled: int | None = None
 ) -> dict[str, Any]:
@@ -71,7 +51,7 @@ def _run(
     text = read_text(plans)
     trainer = Trainer(plans, world, text)
     if late:
-        trainer.guard = _Late(world.device, plans.guard)
+        trainer.guard = LateGuard(world.device, plans.guard)
     asked, comes = [0.0], threading.Event()
     waits_in_vain = Path(folder) / "waits"
     if signalled == world.rank:

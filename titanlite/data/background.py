@@ -38,7 +38,7 @@ _T = TypeVar("_T")
 
 
 class Patience:
-    """Whether to wait on: until some seconds after `give_up` has first said no."""
+    """Whether to wait on: until some seconds after `give_up` has first said yes."""
 
     def __init__(self, give_up: GiveUp) -> None:
         self._give_up, self._until = give_up, math.inf

@@ -161,6 +161,7 @@ class StallWatch:
         self._beats = 0
         self._next_beat = self._next_look = 0.0
         self._alarms = 0
+        self.wished = self._wish_told = False
         self._asked = 0.0
         #: Beats of other ranks, and when each was first seen.
         self._heard: dict[int, tuple[str, float]] = {}
