@@ -4,10 +4,10 @@
 
 A Llama of 89 million float32 parameters with AdamW's moments is trained, saved and loaded by titanlite's own pieces, on
 one process and on two (gloo), a thread each. The modes take turns, so that a disk whose speed drifts moves them alike;
-medians are shown. Hashing is timed within the saves: a file's bytes are hashed before they are written. Loads read what
-the system still has in memory: they measure titanlite, not the disk. "Blocked" is the time that `Checkpointer.save` and
-`await_copy` keep the loop; steps that are taken while a save is written are compared with steps
-alone.
+medians are shown. Hashing is timed within the saves: a file's bytes are hashed before they are written; and so is
+reading back. That and loads read what the system still has in memory: they measure titanlite, not the disk. "Blocked"
+is the time that `Checkpointer.save` and `await_copy` keep the loop; steps that are taken while a save is written are
+compared with steps alone.
 """
 
 from __future__ import annotations
@@ -63,6 +63,26 @@ def timed_hashes() -> Any:
         yield
     finally:
         storage.new_hash = real
+
+
+@contextmanager
+def timed_reading_back() -> Any:
+    """Gives a list that comes to hold the seconds of each comparison."""
+    from titanlite.checkpoint import checkpointer
+
+    real, found = checkpointer.compare_what_was_saved, []
+
+    def timed(*arguments: Any) -> Any:
+        began = time.perf_counter()
+        problem = real(*arguments)
+        found.append(time.perf_counter() - began)
+        return problem
+
+    checkpointer.compare_what_was_saved = timed
+    try:
+        yield found
+    finally:
+        checkpointer.compare_what_was_saved = real
 
 
 def cell(folder: Path, repeats: int, dim: int) -> None:
@@ -157,7 +177,7 @@ def _save(saver: Any, train: Any, world: Any, model: Any, optimizer: Any, step: 
         saver.await_copy()
         blocked += time.perf_counter() - waiting
 
-    with timed_hashes():
+    with timed_hashes(), timed_reading_back() as read_back:
         began = time.perf_counter()
         saver.save(step, model, optimizer, {})
         blocked += time.perf_counter() - began
@@ -173,7 +193,7 @@ def _save(saver: Any, train: Any, world: Any, model: Any, optimizer: Any, step: 
     hashing = torch.tensor(TimedHash.seconds)
     dist.all_reduce(hashing, dist.ReduceOp.MAX)
     figures = {"blocked": blocked, "written": written, "peak": memory[0].item(), "more": memory[1].item()}
-    figures["hashing"] = hashing.item()
+    figures["hashing"], figures["read_back"] = hashing.item(), sum(read_back)
     if meanwhile:
         figures["step_meanwhile"] = statistics.median(meanwhile)
     return {**figures, "steps": float(len(meanwhile))}
@@ -224,8 +244,9 @@ def median(rows: list[dict[str, float]], key: str) -> float:
     return statistics.median(row[key] for row in rows if key in row)
 
 
-def share_of_hashing(rows: list[dict[str, float]]) -> float:
-    return statistics.median(row["hashing"] / row["written"] for row in rows)
+def share(rows: list[dict[str, float]], of: str) -> float:
+    """Of the seconds until a checkpoint was there."""
+    return statistics.median(row[of] / row["written"] for row in rows)
 
 
 def table(ranks: int, found: dict[str, list[dict[str, float]]]) -> list[str]:
@@ -233,8 +254,8 @@ def table(ranks: int, found: dict[str, list[dict[str, float]]]) -> list[str]:
         f"### {ranks} process{'es' if ranks > 1 else ''}",
         "",
         "| async_mode | loop blocked, s | of a foreground save | written after, s | GB/s | of that hashing | "
-        "memory at most, GB | more than before, GB | steps meanwhile take |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "of that reading back | memory at most, GB | more than before, GB | steps meanwhile take |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     base = found["disabled"]
     for mode in MODES:
@@ -248,7 +269,7 @@ def table(ranks: int, found: dict[str, list[dict[str, float]]]) -> list[str]:
         lines.append(
             f"| {mode} | {median(rows, 'blocked'):.2f} | {median(rows, 'blocked') / median(base, 'blocked'):.1%} | "
             f"{median(rows, 'written'):.2f} | {gigabytes / median(rows, 'written'):.2f} | "
-            f"{share_of_hashing(rows):.1%} | {median(rows, 'peak') / 1e9:.2f} | "
+            f"{share(rows, 'hashing'):.1%} | {share(rows, 'read_back'):.1%} | {median(rows, 'peak') / 1e9:.2f} | "
             f"{median(rows, 'more') / 1e9:.2f} | {longer} |"
         )
     gigabytes = median(base, "bytes") / 1e9
@@ -266,7 +287,7 @@ def verdict(all_found: dict[int, dict[str, list[dict[str, float]]]]) -> list[str
     for ranks, found in all_found.items():
         base = median(found["disabled"], "blocked")
         shares = {f"{mode} blocks, of a foreground save": median(found[mode], "blocked") / base for mode in MODES[1:]}
-        for name, value in {**shares, "hashing, of a foreground save": share_of_hashing(found["disabled"])}.items():
+        for name, value in {**shares, "hashing, of a foreground save": share(found["disabled"], "hashing")}.items():
             lines.append(f"- {ranks} rank(s): {name}: {value:.1%} ({'under' if value < 0.1 else 'NOT under'} 10 %)")
     return lines
 

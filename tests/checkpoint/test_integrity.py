@@ -20,7 +20,7 @@ from tests.checkpoint.runs import RUN, flip, refusal, train
 from tests.pool import Pools
 from tests.training.harness import build_tiny
 from tests.words import listening
-from titanlite.checkpoint import Checkpointer, CheckpointError, loading
+from titanlite.checkpoint import Checkpointer, CheckpointError, comparing
 from titanlite.checkpoint.integrity import check_file, digest_of, file_digest, share
 from titanlite.checkpoint.manifest import FORMAT, find, read_manifest
 from titanlite.checkpoint.storage import CheckedReader
@@ -97,12 +97,12 @@ def test_one_flipped_bit_anywhere_leads_to_the_older_one(pool: Pools, folder: Pa
 
 
 def _load_aloud(world: World, folder: str) -> list[str]:
-    loading._TELL_SECONDS = 0.0
+    comparing._TELL_SECONDS = 0.0
     try:
         with listening() as said:
             _load(world, folder, CheckpointPlan())
     finally:
-        loading._TELL_SECONDS = 10.0
+        comparing._TELL_SECONDS = 10.0
     return [line for line in said if line.startswith("comparing ")]
 
 
@@ -205,13 +205,13 @@ def _save_over_a_bad_disk(world: World, folder: str) -> str:
     """A save where a file of rank 1 is cut after it was written and before the manifest is."""
     model, optimizer, _ = build_tiny(world, RUN)
     checkpointer = Checkpointer(CheckpointPlan(enable=True, folder=folder), world, {})
-    publish = checkpointer._publish
+    written = checkpointer._written
 
-    def after_damage(partial: Path, *rest: Any) -> Path:
+    def after_damage(partial: Path, *rest: Any) -> Any:
         os.truncate(partial / "__1_0.distcp", 100)
-        return publish(partial, *rest)
+        return written(partial, *rest)
 
-    checkpointer._publish = after_damage  # type: ignore[method-assign]
+    checkpointer._written = after_damage  # type: ignore[method-assign]
     try:
         checkpointer.save(1, model, optimizer, {})
     except CheckpointError as error:

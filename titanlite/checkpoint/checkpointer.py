@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from titanlite.checkpoint.background import BackgroundSave, Outcome, Tensors, new_group
+from titanlite.checkpoint.comparing import compare_what_was_saved
 from titanlite.checkpoint.loading import RNG as _RNG
 from titanlite.checkpoint.loading import LoadedState, Loading
 from titanlite.checkpoint.manifest import CheckpointError, Manifest, find, move_aside, publish, step_folder
@@ -124,15 +125,14 @@ class Checkpointer:
                 with self._cleared(partial):
                     with _named(f"saving {final}"):
                         dcp.save(copies, storage_writer=writer, process_group=group)
-                    if self._world.rank == 0:
-                        self._publish(partial, draft, writer, proven)
+                    self._finish(partial, draft, writer, proven, group)
 
             self._background.start(step, final, tensors, write)
             return final
         with self._cleared(partial):
             with _quiet(), _named(f"saving {final}"):
                 dcp.save(tensors, storage_writer=writer, process_group=self._group)
-            return self._on_rank_0(lambda: self._publish(partial, draft, writer, proven))
+            return self._finish(partial, draft, writer, proven, self._group)
 
     @contextlib.contextmanager
     def _cleared(self, partial: Place) -> Iterator[None]:
@@ -279,9 +279,23 @@ class Checkpointer:
             environment=provenance.environment(os.environ),
         )
 
-    def _publish(self, partial: Place, draft: Manifest, writer: HashingWriter, proven: bool) -> Place:
-        """On rank 0, when all ranks have written: the folder gets its name, older ones go. Raises CheckpointError."""
-        self._fence.look()
+    def _finish(
+        self, partial: Place, draft: Manifest, writer: HashingWriter, proven: bool, group: dist.ProcessGroup
+    ) -> Place:
+        """When all ranks have written: what was written is read back, the folder gets its name, older ones go.
+
+        Raises CheckpointError, on all ranks; then there is no new checkpoint, and none has gone.
+        """
+        files, hashes = on_rank_0(self._world, lambda: self._written(partial, writer), group)
+        manifest = replace(draft, files=files, hashes=hashes)
+        if self.plan.verify_saves:
+            problem = compare_what_was_saved(partial, manifest, self._world, group)
+            if problem is not None:
+                raise CheckpointError(f"what was written could not be read back: {problem}")
+        return on_rank_0(self._world, lambda: self._publish(partial, manifest, proven), group)
+
+    def _written(self, partial: Place, writer: HashingWriter) -> tuple[dict[str, int], dict[str, str]]:
+        """On rank 0: name → bytes, and name → hash, of all files of a save. Raises CheckpointError."""
         there = sizes(partial)
         files = {name: written.size for name, written in writer.written.items()}
         if there != files:
@@ -290,14 +304,18 @@ class Checkpointer:
                 f"{partial} does not hold what was written to it ({', '.join(wrong[:3])}): do all nodes see the same "
                 f"{self.root}?"
             )
-        hashes = {name: written.digest for name, written in writer.written.items()}
-        manifest = replace(draft, files=files, hashes=hashes, seconds=round(time.perf_counter() - self._began, 3))
+        return files, {name: written.digest for name, written in writer.written.items()}
+
+    def _publish(self, partial: Place, manifest: Manifest, proven: bool) -> Place:
+        """On rank 0: the folder gets its name, older ones go. Raises CheckpointError."""
+        self._fence.look()
+        manifest = replace(manifest, seconds=round(time.perf_counter() - self._began, 3))
         folder = publish(partial, self.root, manifest, self._bad)
-        self._bad.pop(draft.step, None)
+        self._bad.pop(manifest.step, None)
         if not proven:
             return folder
         try:
-            self._deleter.delete(self._retire(draft.step))
+            self._deleter.delete(self._retire(manifest.step))
         except (CheckpointError, OSError) as error:
             logger.warning(f"older checkpoints were not deleted: {error}")
         return folder

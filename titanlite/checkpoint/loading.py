@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from titanlite.checkpoint.integrity import check_files, share
+from titanlite.checkpoint.comparing import compare_to_load
 from titanlite.checkpoint.manifest import (
     CheckpointError,
     Manifest,
@@ -29,11 +27,9 @@ from titanlite.checkpoint.retention import Deleter, leftovers
 from titanlite.checkpoint.selection import GROUPS, groups_of, select
 from titanlite.checkpoint.shelf import root_of
 from titanlite.checkpoint.state import describe, describe_all, gather, rng_state, scatter, set_rng_state
-from titanlite.checkpoint.storage import INDEX, CheckedReader
+from titanlite.checkpoint.storage import CheckedReader
 from titanlite.checkpoint.together import named, on_rank_0, quiet
 from titanlite.config.plans import CheckpointPlan
-from titanlite.observe.console import logger
-from titanlite.observe.stepline import human_bytes
 from titanlite.parallel.world import World
 from titanlite.runs.ledger import toml_changes
 
@@ -51,8 +47,6 @@ _THEN = {
     "global_batch": "the text goes on where it was, the learning rate goes on by steps",
     "model": "the tensors fit, the rest is as configured here",
 }
-#: How often it is said how far the comparison with the hashes has come.
-_TELL_SECONDS = 10.0
 #: Changes of the config that a refusal names.
 _KEYS = 8
 #: Entry of the train state → how it is kept as it was.
@@ -146,7 +140,7 @@ class Loading:
         wanted = describe_all(tensors, model)
         convert = choice.origin == "from"
         selection = select(saved, wanted, exclude, self.plan.allow_missing, convert, str(folder))
-        if (problem := self._verify(folder, manifest)) is not None:
+        if (problem := compare_to_load(folder, manifest, self._world, self.plan.verify == "hash")) is not None:
             (self._bad if choice.origin == "resume" else self._source_bad)[manifest.step] = problem
             return None
         chosen = {name: tensor for name, tensor in tensors.items() if name in selection.load}
@@ -213,38 +207,6 @@ class Loading:
             "devices: the data order goes on exactly, the random generators start anew"
         )
         return None
-
-    def _verify(self, folder: Place, manifest: Manifest) -> str | None:
-        """What is wrong with a checkpoint's contents, the same answer on all ranks; each reads a part of the files.
-
-        Raises CheckpointError, on all of them, when one of them cannot read: to take an older one would lose steps.
-        """
-        names = share(manifest.files, self._world.rank, self._world.size) if self.plan.verify == "hash" else []
-        if INDEX in manifest.files and INDEX not in names:
-            names.append(INDEX)  # every rank unpickles it
-        told = time.monotonic()
-
-        def progress(done: int, total: int) -> None:
-            nonlocal told
-            if time.monotonic() - told >= _TELL_SECONDS:
-                told = time.monotonic()
-                part = " of this rank's part" if self._world.size > 1 else ""
-                logger.info(f"comparing {folder} with its hashes: {human_bytes(done)} of {human_bytes(total)}{part}")
-
-        mine: tuple[list[str], str]
-        try:
-            mine = check_files(folder, manifest, names, progress), ""
-        except StoreError as error:
-            mine = [], f"rank {self._world.rank} cannot read {error}"
-        found = [mine] * self._world.size
-        dist.all_gather_object(found, mine)
-        if unread := sorted(words for _, words in found if words):
-            raise CheckpointError("; ".join(unread))
-        problems = sorted({problem for part, _ in found for problem in part})
-        if not problems:
-            return None
-        more = f" (and {len(problems) - 1} more of its files)" if len(problems) > 1 else ""
-        return problems[0] + more
 
     def _choose(self, expected: Mapping[str, Any]) -> _Choice | None:
         """On rank 0: which checkpoint to load, by `plan.start`, `plan.load_step` and `plan.initial_load_path`."""

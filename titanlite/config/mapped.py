@@ -108,6 +108,7 @@ def checkpoint_plan(d: Dialect) -> plans.CheckpointPlan:
         initial_load_path=c.initial_load_path,
         initial_load_model_only=c.initial_load_model_only,
         verify=c.verify,
+        verify_saves=c.verify_saves,
         keep_latest_k=c.keep_latest_k,
         keep_every=c.keep_every,
         keep_best=c.keep_best,

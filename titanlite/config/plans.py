@@ -310,6 +310,8 @@ class CheckpointPlan:
     initial_load_model_only: bool = True
     #: "hash": every byte is compared with what was written before it is loaded; "size": lengths of files only.
     verify: Literal["size", "hash"] = "hash"
+    #: What was saved is read back and compared before it is published.
+    verify_saves: bool = True
     #: The newest checkpoints that stay (0: all), and the steps whose multiples stay besides (0: none).
     keep_latest_k: int = 0
     keep_every: int = 0

@@ -88,3 +88,8 @@ class Checkpoint(Section):
         description="What is checked before a checkpoint is loaded. hash: every byte is as it was written; size: every "
         "file is there and as long as it was.",
     )
+    verify_saves: bool = Field(
+        default=True,
+        description="Read each checkpoint back and compare it with its hashes before it gets its name and older ones "
+        "go; without it, its files' lengths are compared.",
+    )
