@@ -17,7 +17,14 @@ from titanlite.config.resolve import draft, smallest_world
 from titanlite.config.unbuilt import refused
 from titanlite.models.llama.plan import linears, pipeline_costs, tensor_plan
 from titanlite.models.shapes import SHAPES, LlamaArgs, ShapeError, resolve_args
-from titanlite.parallel.float8_choice import choice_problems, choose, gather_problem, token_problem
+from titanlite.parallel.float8_choice import (
+    choice_problems,
+    choose,
+    gather_problem,
+    recipe_problem,
+    token_problem,
+    wide_filters,
+)
 from titanlite.parallel.pipeline_split import SplitError, divide
 
 
@@ -71,7 +78,9 @@ def _draft(
         # A batch that cannot be cut says nothing about the model, though both depend on the degree.
         known = [p for p in [*earlier, *problems] if p.key != "experimental.pipeline_parallel_microbatches"]
         problems += independent(_no_stages(config, plans), known, config)
-        problems += independent(_float8(config, plans), known, config)
+        unfit, warnings = _float8(config, plans)
+        problems += independent(unfit, known, config)
+        plans = replace(plans, warnings=(*plans.warnings, *warnings))
     return plans, problems
 
 
@@ -168,11 +177,16 @@ def _no_stages(config: JobConfig, plans: Plans) -> list[Problem]:
     return []
 
 
-def _float8(config: JobConfig, plans: Plans) -> list[Problem]:
-    """Products that float8 units cannot take, filters that name nothing, and a plan that leaves no product to them."""
+def _float8(config: JobConfig, plans: Plans) -> tuple[list[Problem], list[str]]:
+    """Products that float8 units cannot take, filters that name nothing, and a plan that leaves no product to them.
+
+    Also what to warn of: filters that name more than they seem to.
+    """
     plan, mesh = plans.float8, plans.mesh
     if not plan.enable:
-        return []
+        return [], []
+    if (problem := recipe_problem(plan)) is not None:
+        return [replace(problem, where=config.place(problem.key), about=(problem.key, "float8.recipe_name"))], []
     args = model_args(plans.model)
     args = replace(args, vocab_size=args.vocab_size or 1)  # the head is not converted, whatever its size
     sizes = linears(args)
@@ -186,7 +200,8 @@ def _float8(config: JobConfig, plans: Plans) -> list[Problem]:
         found.append(replace(problem, about=("float8.enable_float8_linear", *lengths)))
     if plan.all_gather and (problem := gather_problem(choices, mesh.weight_shards)) is not None:
         found.append(replace(problem, about=("float8", *_SHAPE, *degrees, "training.data_parallel_shard_degree")))
-    return [replace(p, where=config.place(p.key), about=p.about or about[p.key]) for p in found]
+    found = [replace(p, where=config.place(p.key), about=p.about or about[p.key]) for p in found]
+    return found, wide_filters(sizes, plan)
 
 
 def model_args(plan: ModelPlan, tokenizer_size: int | None = None) -> LlamaArgs:

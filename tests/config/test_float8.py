@@ -63,12 +63,14 @@ def test_all_but_the_head_is_converted() -> None:
         ("attention", "layers.0.attention.wq", True),
         ("attention.wq", "layers.0.attention.wq", True),
         ("layers.1", "layers.1.attention.wq", True),
-        ("layers.1", "layers.10.attention.wq", False),
-        ("w", "layers.0.attention.wq", False),
+        ("layers.1", "layers.10.attention.wq", True),
+        ("layers.1.", "layers.10.attention.wq", False),
+        ("w", "layers.0.attention.wq", True),
         ("layers.0.wq", "layers.0.attention.wq", False),
+        ("", "layers.0.attention.wq", False),
     ],
 )
-def test_a_filter_is_whole_components_of_a_name(part: str, name: str, is_part: bool) -> None:
+def test_a_filter_is_any_part_of_a_name(part: str, name: str, is_part: bool) -> None:
     assert matches(part, name) is is_part
 
 
@@ -81,6 +83,37 @@ def test_what_is_filtered_or_small_or_odd_stays_and_says_why() -> None:
     odd = choices(args=resolve_args("llama3", "8B", {"ffn_dim": 1000}))
     assert odd["feed_forward.w1"].reason == "N = 1000 is not a multiple of 16"
     assert odd["feed_forward.w2"].reason == "K = 1000 is not a multiple of 16"
+
+
+def test_a_filter_that_cuts_a_number_is_a_warning() -> None:
+    """`layers.1` reads as one layer, and is in the names of eleven."""
+    flags = ["--model.overrides.n_layers=20", ON, f"{F8}filter_fqns=layers.1,w2,layers.7"]
+    (warning,) = load_plans("debug_model.toml", 1, flags).warnings
+    assert warning == (
+        'float8.filter_fqns: "layers.1" is also part of layers.10, layers.11, layers.12 and 7 more, which stay in high '
+        'precision too; "layers.1." is not'
+    )
+    assert load_plans("debug_model.toml", 1, [*flags, f"{F8}filter_fqns=layers.1.,w2,layers.2.attention"]).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("flavor", "recipe", "kept"),
+    [
+        ("8B", "tensorwise", ["attention.wk", "attention.wv"]),
+        ("8B", "rowwise", ["attention.wk", "attention.wv"]),
+        ("3.1-70B", "tensorwise", []),
+        ("3.1-70B", "rowwise", ["attention.wk", "attention.wv"]),
+    ],
+)
+def test_auto_filter_small_kn_keeps_what_is_too_small_for_the_recipe(flavor: str, recipe: Any, kept: list[str]) -> None:
+    flags = [f"--model.flavor={flavor}", ON, f"{F8}filter_fqns=w2,auto_filter_small_kn", f"{F8}recipe_name={recipe}"]
+    plan = load_plans("debug_model.toml", 1, flags).float8
+    assert plan.keep == ("w2",) and plan.skip_small
+    found = choices(plan, resolve_args("llama3", flavor))
+    assert [kind for kind, choice in found.items() if choice.reason.startswith("auto_filter_small_kn")] == kept
+    if kept:
+        assert found["attention.wk"].reason == f"auto_filter_small_kn: too small to gain by {recipe}"
+    assert found["feed_forward.w2"].reason == "float8.filter_fqns: w2" and found["attention.wq"].converted
 
 
 def test_sizes_count_as_tensor_parallelism_leaves_them() -> None:
@@ -144,6 +177,14 @@ TP2 = "--training.tensor_parallel_degree=2"
         ([f"{F8}filter_fqns=wq,wz"], 1, "filter_fqns", '"wz" is part of no linear\'s name'),
         ([f"{F8}filter_fqns=attention,feed_forward"], 1, "enable_float8_linear", "leaves no product in float8"),
         ([f"{F8}min_features=65"], 1, "enable_float8_linear", "below float8.min_features = 65"),
+        (
+            [f"{F8}recipe_name=rowwise_with_gw_hp", f"{F8}filter_fqns=auto_filter_small_kn"],
+            1,
+            "filter_fqns",
+            'does not work with float8.recipe_name = "rowwise_with_gw_hp": torchao has no sizes for it',
+        ),
+        ([f"{F8}filter_fqns=auto_filter_small_kn"], 1, "enable_float8_linear", "too small to gain by tensorwise"),
+        ([f'{F8}filter_fqns=[""]'], 1, "filter_fqns", '"" is part of no linear'),
         (["--training.seq_len=20"], 1, "enable_float8_linear", "2 sequences x 20 tokens = 40"),
         (
             ["--training.seq_len=48", "--training.batch_size=1", "--experimental.context_parallel_degree=2"],
@@ -186,6 +227,7 @@ def test_a_filter_that_names_nothing_tells_what_there_is() -> None:
     assert problem.where == "command line"
     assert problem.message == '"outptu" is part of no linear\'s name' and "nearest: output; " in problem.hint
     assert "wq" in problem.hint and "the head is output" in problem.hint
+    assert "nearest: auto_filter_small_kn; " in refusal([ON, f"{F8}filter_fqns=auto_filter_small"]).hint
 
 
 @pytest.mark.parametrize("batch", [4, 8])

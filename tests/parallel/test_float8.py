@@ -33,12 +33,14 @@ from titanlite.build import to_device
 from titanlite.checkpoint.state import gather
 from titanlite.config.plans import ActivationCheckpointPlan, Float8Plan, ShardPlan
 from titanlite.guard import FiniteGuard
-from titanlite.models import get_spec
+from titanlite.models import get_spec, resolve_args
+from titanlite.models.spec import Size
 from titanlite.parallel.activation_checkpoint import trace_block
 from titanlite.parallel.activation_offload import offload
-from titanlite.parallel.float8 import ScalePrecompute, convert, float8_linears, forget_scales, plain
-from titanlite.parallel.float8_choice import choose, converted_names
+from titanlite.parallel.float8 import ScalePrecompute, convert, float8_linears, forget_scales, is_float8, plain
+from titanlite.parallel.float8_choice import Choice, choose, converted_names, too_small
 from titanlite.parallel.world import World
+from titanlite.prepare import load_plans
 from titanlite.step import train_step
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,6 +109,63 @@ def test_converting_again_or_a_name_that_is_not_there_changes_nothing() -> None:
     assert convert(model, ["layers.0.attention.wq", "layers.9.attention.wq"], EMULATED) == ["layers.0.attention.wq"]
     assert len(float8_linears(model)) == 1
     assert type(model.get_submodule("layers.0.attention.wk")) is nn.Linear
+
+
+OLDER = """\
+[model]
+name = "llama3"
+flavor = "8B"
+converters = "float8"
+[float8]
+filter_fqns = "output,attention.wk,layers.1.,auto_filter_small_kn"
+"""
+LATER = """\
+[model]
+name = "llama3"
+flavor = "8B"
+converters = ["quantize.linear.float8"]
+[quantize.linear.float8]
+recipe_name = "rowwise"
+filter_fqns = ["output", "layers.1", "w3", "auto_filter_small_kn"]
+"""
+
+
+@pytest.mark.parametrize(("text", "recipe"), [(OLDER, "tensorwise"), (LATER, "rowwise")], ids=["older", "later"])
+def test_files_of_torchtitan_convert_what_they_do_there(text: str, recipe: Any, tmp_path: Path) -> None:
+    """Against the filter that torchtitan takes from torchao, on twelve blocks as wide as Llama 3 8B's."""
+    from torchao.float8 import Float8LinearConfig, _auto_filter_for_recipe, convert_to_float8_training
+
+    (tmp_path / "run.toml").write_text(text)
+    plan = load_plans(str(tmp_path / "run.toml"), 1).float8
+    assert plan.enable and plan.recipe == recipe and plan.skip_small
+    args = resolve_args("llama3", "8B", {"n_layers": 12})
+    choices = choose(SPEC.linears(args), plan)
+    ours, theirs = SPEC.build_on_meta(args), SPEC.build_on_meta(args)
+    convert(ours, converted_names(choices), plan)
+    filters = ["output", "attention.wk", "layers.1."] if text is OLDER else ["output", "layers.1", "w3"]
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    convert_to_float8_training(theirs, config=config, module_filter_fn=_auto_filter_for_recipe(recipe, filters))
+    names = [[name for name, m in model.named_modules() if is_float8(m)] for model in (ours, theirs)]
+    assert names[0] == names[1] == converted_names_in_order(ours, choices)
+    # Of seven linears wk and wv stay by size; of one block all do, or of three, whose numbers begin with 1.
+    assert len(names[0]) == (11 * 5 if text is OLDER else 9 * 4)
+
+
+def converted_names_in_order(model: nn.Module, choices: list[Choice]) -> list[str]:
+    wanted = converted_names(choices)
+    return [name for name, _ in model.named_modules() if name in wanted]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_sizes_too_small_to_gain_are_torchaos(recipe: Any) -> None:
+    from torchao.float8 import _auto_filter_for_recipe
+
+    wanted = _auto_filter_for_recipe(recipe, [])
+    sides = [16, 1008, 1024, 1040, 2032, 2048, 2064, 4080, 4096, 4112, 16384]
+    with torch.device("meta"):
+        for size in (Size(k, n) for k in sides for n in sides):
+            linear = nn.Linear(size.in_features, size.out_features)
+            assert too_small(size, recipe) is not wanted(linear, "w"), size
 
 
 # What is gathered

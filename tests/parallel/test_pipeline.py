@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.pool import Pools, RankFailure
 from tests.refusals import refusal
-from tests.training.compare import LABELS, SEQ, TOKENS, WARM
+from tests.training.compare import LABELS, SEQ, TOKENS, WARM, relative
 from tests.training.harness import (
     TINY,
     Run,
@@ -130,6 +130,27 @@ def test_weights_are_gathered_and_gradients_reduced_once_for_all_micro_batches(p
         again = replace(run, shard=ShardPlan("float32", reshard_after_forward=True))
         gathers = [rank["_allgather_base_"] for rank in pool(4).run(_communication, again)]
         assert min(gathers) > 4 * 3
+
+
+@pytest.mark.parametrize(
+    ("schedule", "points", "chunks"),
+    [
+        ("1F1B", ("output",), 1),
+        pytest.param("1F1B", ("output",), 3, marks=pytest.mark.slow),
+        pytest.param("Interleaved1F1B", ("layers.2", "norm", "output"), 1, marks=pytest.mark.slow),
+    ],
+    ids=["norm before the cut", "loss in chunks", "norm by itself"],
+)
+def test_a_stage_may_end_with_the_norm_where_ranks_share_products(
+    pool: Pools, schedule: str, points: tuple[str, ...], chunks: int
+) -> None:
+    run = replace(RUN, rates=WARM[:2], schedule=schedule, split_points=points, tensor=2, loss_chunks=chunks)
+    plain = pool(1).run(train, replace(run.alone(), loss_chunks=1))[0]
+    ours = pool(4).run(train, run)[0]
+    assert ours.losses == pytest.approx(plain.losses, abs=5e-6)
+    assert ours.gradients.keys() == plain.gradients.keys()
+    for name, gradient in plain.gradients.items():
+        assert relative(ours.gradients[name], gradient) < 1e-6, name
 
 
 def test_sharding_that_loses_gradients_is_refused() -> None:

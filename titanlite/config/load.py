@@ -15,7 +15,7 @@ from titanlite.config.entries import Entry, command_line_entries, file_entries, 
 from titanlite.config.errors import ConfigError, Problem, Source, nearest
 from titanlite.config.foreign import FOREIGN
 from titanlite.config.job import EXCLUSIVE, JobConfig, independent
-from titanlite.config.names import ALIASES, LATER_DEFAULTS, REFUSED_VALUES, VALUE_NAMES, MicrobatchSize, Unfit
+from titanlite.config.names import ALIASES, LATER_DEFAULTS, REFUSED_VALUES, VALUE_NAMES, MicrobatchSize, Unfit, listed
 from titanlite.config.scan import loads
 from titanlite.config.schema import check_value, keys, quote, sections
 
@@ -185,6 +185,7 @@ class _Builder:
             self.later = Source("file", entry.source.file, entry.source.line, name)
         source = Source(entry.source.kind, entry.source.file, entry.source.line, name)
         try:
+            value = listed(name, value)
             if alias and alias.convert:
                 value = alias.convert(value)
         except Unfit as error:

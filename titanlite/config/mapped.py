@@ -7,6 +7,7 @@ import os
 from titanlite.config import plans
 from titanlite.config.dialect import Dialect
 from titanlite.config.sections.base import steps_of
+from titanlite.config.sections.model import AUTO_FILTER
 from titanlite.config.urls import is_url
 
 #: Of the time after which collectives fail: when it is reported that they wait, with some time left for the report.
@@ -44,10 +45,11 @@ def float8_plan(d: Dialect) -> plans.Float8Plan:
         recipe=section.recipe_name,
         all_gather=section.enable_fsdp_float8_all_gather,
         precompute=section.precompute_float8_dynamic_scale_for_fsdp,
-        keep=tuple(section.filter_fqns),
+        keep=tuple(part for part in section.filter_fqns if part != AUTO_FILTER),
         emulate=section.emulate,
         min_features=section.min_features,
         drift_check=section.drift_check,
+        skip_small=AUTO_FILTER in section.filter_fqns,
     )
 
 

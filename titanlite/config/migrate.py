@@ -20,7 +20,7 @@ from titanlite.config.foreign import FOREIGN
 from titanlite.config.job import JobConfig
 from titanlite.config.layout import Block, Item, Layout, Remark, parse
 from titanlite.config.load import find_config, read_text
-from titanlite.config.names import ALIASES, LATER_DEFAULTS, REFUSED_VALUES, VALUE_NAMES, MicrobatchSize, Unfit
+from titanlite.config.names import ALIASES, LATER_DEFAULTS, REFUSED_VALUES, VALUE_NAMES, MicrobatchSize, Unfit, listed
 from titanlite.config.scan import loads
 from titanlite.config.schema import base, check_value, keys, members, quote, quote_key
 from titanlite.config.unbuilt import implied_unbuilt
@@ -246,10 +246,10 @@ class _Rewriter:
             return _Fate("gone", reason=_unknown(name, Source("file", self.file, line)))
         alias = ALIASES.get(name)
         canonical = alias.canonical if alias else name
-        new = value
+        new = listed(name, value)
         try:
             if alias and alias.convert:
-                new = alias.convert(value)
+                new = alias.convert(new)
         except Unfit as error:
             return _Fate("gone", reason=str(error))
         if isinstance(new, MicrobatchSize):

@@ -192,6 +192,24 @@ ALIASES: dict[str, Alias] = {
     ]
 }
 
+_COMMA_KEYS = ("float8.filter_fqns", "experimental.pipeline_parallel_split_points", "checkpoint.exclude_from_loading")
+COMMA_LISTS = frozenset(
+    [
+        "model.converters",
+        *_COMMA_KEYS,
+        *(alias.name for alias in ALIASES.values() if alias.canonical in _COMMA_KEYS and alias.convert is None),
+    ]
+)
+"""Names of lists of strings that files of other versions also write as one string, with commas between its words."""
+
+
+def listed(name: str, value: Any) -> Any:
+    """A value as it was meant: one string with commas as the list of its words, under a name of `COMMA_LISTS`."""
+    if name not in COMMA_LISTS or not isinstance(value, str):
+        return value
+    return [word.strip() for word in value.split(",") if word.strip()]
+
+
 VALUE_NAMES: dict[tuple[str, str], str] = {("activation_checkpoint.mode", "memory_budget"): "budget"}
 """(key, later value) → the value here."""
 

@@ -123,7 +123,7 @@ class Float8Plan:
     all_gather: bool = False
     #: The scales of those weights are computed together, after each update.
     precompute: bool = False
-    #: Whole components of names of linears that stay as they are.
+    #: Linears with any of these in their names stay as they are.
     keep: tuple[str, ...] = ()
     #: The same rounded numbers, multiplied in float32.
     emulate: bool = False
@@ -131,6 +131,8 @@ class Float8Plan:
     min_features: int = 0
     #: Steps between measurements of what float8 changes in the loss; 0: none.
     drift_check: int = 0
+    #: Linears that are too small to gain by the recipe stay as they are.
+    skip_small: bool = False
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 from titanlite.config.dialect import Dialect
 from titanlite.config.foreign import FOREIGN
-from titanlite.config.names import ALIASES, VALUE_NAMES, Alias
+from titanlite.config.names import ALIASES, COMMA_LISTS, VALUE_NAMES, Alias
 from titanlite.config.schema import NOT_IN_FILES, keys
 from titanlite.config.unbuilt import UNBUILT
 
@@ -43,6 +43,9 @@ def json_schema() -> Schema:
             _find(found, key)["description"] += f" Not built yet: {UNBUILT[key].feature}."
     for (key, later), value in VALUE_NAMES.items():
         _accept_later_value(_find(found, key), later, value)
+    for key in keys():
+        if key in COMMA_LISTS:
+            _accept_commas(_find(found, key))
     for alias in ALIASES.values():
         _place(found, alias.name, _alias(found, alias))
     for name, foreign in FOREIGN.items():
@@ -98,6 +101,8 @@ def _alias(schema: Schema, alias: Alias) -> Schema:
         values = {k: v for k, v in _find(schema, alias.canonical).items() if k not in ("default", "description")}
     else:
         values = TypeAdapter(alias.annotation).json_schema()
+        if alias.name in COMMA_LISTS:
+            _accept_commas(values)
     age = "Later" if alias.later else "Older"
     relation = "" if alias.convert is None else f" ({alias.relation})"
     return {"description": f"{age} name of {alias.canonical}{relation}.", "deprecated": True, **values}
@@ -107,6 +112,12 @@ def _accept_later_value(schema: Schema, later: str, value: str) -> None:
     old = {"const": later, "deprecated": True, "description": f'Later name of "{value}".'}
     own = {name: schema.pop(name) for name in ("enum", "type") if name in schema}
     schema["anyOf"] = [own, old]
+
+
+def _accept_commas(schema: Schema) -> None:
+    one = {"type": "string", "deprecated": True, "description": "The list as one string, with commas."}
+    own = {name: schema.pop(name) for name in ("type", "items") if name in schema}
+    schema["anyOf"] = [own, one]
 
 
 def _place(schema: Schema, name: str, entry: Schema) -> None:

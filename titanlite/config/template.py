@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable
 
 from titanlite.config.foreign import FOREIGN
-from titanlite.config.names import LATER_DEFAULTS, VALUE_NAMES, MicrobatchSize, later_names
+from titanlite.config.names import COMMA_LISTS, LATER_DEFAULTS, VALUE_NAMES, MicrobatchSize, later_names
 from titanlite.config.schema import NOT_IN_FILES, Key, keys, quote, sections
 from titanlite.config.unbuilt import UNBUILT
 
@@ -80,6 +80,7 @@ def _row(key: Key) -> tuple[str, ...]:
         _code(alias.name) + (f" ({alias.relation})" if alias.convert is not None else "")
         for alias in later_names(key.name)
     ]
+    names += ["one string with commas"] if key.name in COMMA_LISTS else []
     names += [f"{_code(later)} for {_code(value)}" for (name, later), value in VALUE_NAMES.items() if name == key.name]
     return (_code(key.field) + mark, key.expected, _value(key.default), key.description, ", ".join(names))
 

@@ -14,6 +14,7 @@ from titanlite.config.load import read
 from titanlite.config.names import ALIASES
 from titanlite.config.plans import Plans
 from titanlite.config.schema import quote
+from titanlite.config.sections.model import AUTO_FILTER
 from titanlite.prepare import checked_plans
 
 #: Steps of a whole run, of its first half, and between saves.
@@ -161,7 +162,9 @@ def _scaled(base: JobConfig, degrees: dict[str, int], left: int, compiled: bool,
             notes.append('activation_checkpoint.mode is "full": a budget needs the compiler')
     if d.float8.enable_float8_linear:
         values["float8.emulate"] = True
-        values["float8.filter_fqns"] = [name for name in d.float8.filter_fqns if not any(map(str.isdigit, name))]
+        # Layers that the toy may lack, and sizes that it has not.
+        named = [name for name in d.float8.filter_fqns if not any(map(str.isdigit, name))]
+        values["float8.filter_fqns"] = [name for name in named if name != AUTO_FILTER]
         values["float8.min_features"] = 0
         notes.append("float8 is emulated")
     if isinstance(d.training.reshard_after_forward, int):

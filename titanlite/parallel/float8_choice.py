@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from titanlite.config.errors import Problem, nearest
 from titanlite.config.plans import BatchPlan, Float8Plan, MeshPlan, PipelinePlan
 from titanlite.config.schema import quote
+from titanlite.config.sections.model import AUTO_FILTER
 from titanlite.models.spec import Size
 
 #: What float8 units want every dimension of a product to be a multiple of.
@@ -19,6 +20,13 @@ MULTIPLE = 16
 HEAD = "output"
 
 _LAYER = re.compile(r"^\w+\.\d+\.")
+
+#: The sizes K and N up to which both hold, by recipe, are too small to gain by it: torchao's, measured on H100s (its
+#: `_auto_filter_for_recipe`, which a test compares). inf: whatever the size.
+_SMALL = {
+    "tensorwise": ((4096, 1024),),
+    "rowwise": ((math.inf, 2048), (1024, math.inf), (2048, 4096)),
+}
 
 
 @dataclass(frozen=True)
@@ -68,12 +76,49 @@ def _reason(name: str, size: Size, local: Size, plan: Float8Plan) -> str:
         return f"{' and '.join(odd)} is not a multiple of {MULTIPLE}"
     if min(size.in_features, size.out_features) < plan.min_features:
         return f"below float8.min_features = {plan.min_features}"
+    if plan.skip_small and too_small(size, plan.recipe):
+        return f"{AUTO_FILTER}: too small to gain by {plan.recipe}"
     return ""
 
 
 def matches(part: str, name: str) -> bool:
-    """Whether `part` is one or more whole components of `name`: `layers.1` is in `layers.1.w`, not in `layers.10.w`."""
-    return f".{part}." in f".{name}."
+    """Whether `part` is in `name`, at any place: `layers.1` is in `layers.1.w` and in `layers.10.w`."""
+    return bool(part) and part in name
+
+
+def too_small(size: Size, recipe: str) -> bool:
+    """Whether float8 costs a linear more than it saves. Raises KeyError for a recipe whose sizes nobody measured."""
+    return any(size.in_features <= k and size.out_features <= n for k, n in _SMALL[recipe])
+
+
+def recipe_problem(plan: Float8Plan) -> Problem | None:
+    """A recipe of whose sizes nothing is known, where they are asked for."""
+    if not plan.skip_small or plan.recipe in _SMALL:
+        return None
+    return Problem(
+        "",
+        "float8.filter_fqns",
+        f"{quote(AUTO_FILTER)} does not work with float8.recipe_name = {quote(plan.recipe)}: torchao has no sizes for it",
+        "leave it out; float8.min_features = 4096 keeps what has fewer input or output features",
+    )
+
+
+def wide_filters(linears: Iterable[str], plan: Float8Plan) -> list[str]:
+    """What to say of filters that end within a number of some names, and at its end of others."""
+    names, found = list(linears), []
+    for part in plan.keep:
+        if not part[-1:].isdigit():
+            continue
+        whole = any(re.search(rf"{re.escape(part)}(?!\d)", name) for name in names)
+        cut = [m.group() for name in names if (m := re.search(rf"^.*?{re.escape(part)}\d+", name))]
+        others = list(dict.fromkeys(cut))
+        if whole and others:
+            shown = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+            found.append(
+                f"float8.filter_fqns: {quote(part)} is also part of {shown}, which stay in high precision too; "
+                f"{quote(part + '.')} is not"
+            )
+    return found
 
 
 def converted_names(choices: Iterable[Choice]) -> list[str]:
@@ -93,7 +138,7 @@ def choice_problems(linears: Mapping[str, Size], choices: Sequence[Choice], plan
     for part in plan.keep:
         if not any(matches(part, name) for name in linears):
             components = list(dict.fromkeys(c for name in linears for c in name.split(".") if not c.isdigit()))
-            hint = "".join(f"nearest: {name}; " for name in nearest(part, components))
+            hint = "".join(f"nearest: {name}; " for name in nearest(part, [*components, AUTO_FILTER]))
             hint += f"parts of names are {', '.join(components)}; the head is {HEAD}, and it always stays"
             found.append(Problem("", key, f"{quote(part)} is part of no linear's name", hint))
     if not found and not any(choice.converted for choice in choices):

@@ -44,9 +44,11 @@ class TensorParallelError(ValueError):
 def split(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, shard_logits: bool = True) -> None:
     """Divide the weights of `model` over the ranks of `mesh` in place, and its activations with them.
 
-    plan: name of a module → how it is divided; those that this model lacks (another pipeline stage's) are passed over.
+    plan: name of a module, in the order they run → how it is divided; those that this model lacks (another pipeline
+    stage's) are passed over.
         embedding: rows of the table; tokens whole, output divided by sequence.
-        sequence:  a normalisation; weights whole, input and output divided by sequence.
+        sequence:  a normalisation; weights whole, input and output divided by sequence, the output a DTensor: plain if
+                   it is the model's last module, since what one pipeline stage sends to the next is.
         gather:    no weights of its own; the first argument comes from a `sequence` module and is made whole.
         colwise:   a linear's outputs; input whole, output a plain tensor of this rank's features.
         rowwise:   a linear's inputs; input as colwise leaves it, output divided by sequence.
@@ -63,7 +65,7 @@ def split(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, shard_log
     styles = {
         name: float8_style(kind, _SEQUENCE, mesh)
         if kind in ("colwise", "rowwise") and is_float8(modules[name])
-        else _style(kind, shard_logits, isinstance(modules[name], ChunkedHead))
+        else _style(kind, shard_logits, isinstance(modules[name], ChunkedHead), last=name == next(reversed(kinds)))
         for name, kind in kinds.items()
         if kind != "gather"
     }
@@ -95,11 +97,11 @@ class _ChunkedHead(ColwiseParallel):
         return distribute_module(module, device_mesh, self._partition_linear_fn)
 
 
-def _style(kind: str, shard_logits: bool, chunked: bool) -> ParallelStyle:
+def _style(kind: str, shard_logits: bool, chunked: bool, last: bool) -> ParallelStyle:
     if kind == "embedding":
         return RowwiseParallel(input_layouts=Replicate(), output_layouts=_SEQUENCE)
     if kind == "sequence":
-        return SequenceParallel(sequence_dim=_SEQUENCE.dim)
+        return SequenceParallel(sequence_dim=_SEQUENCE.dim, use_local_output=last)
     if kind == "colwise":
         return ColwiseParallel()
     if kind == "rowwise":

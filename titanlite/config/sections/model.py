@@ -159,6 +159,10 @@ class Compile(Section):
     )
 
 
+AUTO_FILTER = "auto_filter_small_kn"
+"""An entry of float8.filter_fqns that is no part of a name: layers too small to gain by the recipe stay."""
+
+
 class Float8(Section):
     """Matrix products in float8, through torchao."""
 
@@ -180,8 +184,8 @@ class Float8(Section):
     )
     filter_fqns: list[str] = Field(
         default=[],
-        description="Layers that stay in high precision: one or more whole components of their names, as "
-        "attention.wk or layers.0. The head stays in any case.",
+        description="Layers that stay in high precision: any part of their full names, as attention.wk. The head stays "
+        f"in any case. {AUTO_FILTER}: also those that are too small to gain, by torchao's sizes.",
     )
     emulate: bool = Field(
         default=False, description="Multiply the rounded numbers in float32, on hardware without float8; for tests."
