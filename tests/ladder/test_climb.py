@@ -228,6 +228,7 @@ def test_two_ladders_do_not_share_a_folder(ladder: Climb, tmp_path: Path) -> Non
         code, _, err = ladder()
         other.communicate("\n")
     assert code == 2 and "another `titanlite ladder` is at work there" in err
+    assert not list((tmp_path / "out").iterdir()), "nothing of its own in what the other has"
 
 
 def test_without_matplotlib_the_table_still_comes(

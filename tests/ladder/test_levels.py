@@ -188,6 +188,65 @@ def test_mistakes_on_the_command_line_end_it_before_anything_is_written(
     assert not list(tmp_path.iterdir())
 
 
+def _tree(folder: Path) -> dict[str, bytes | None]:
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+
+
+AMPERE = Machine("cuda", "A100 (made up)", 2, ("A100 has compute capability 8.0", "set it to false"))
+#: words, machine, what is said
+REFUSED: dict[str, tuple[list[str], Machine, str]] = {
+    "config": (["--training.batchsize", "3"], Machine("cpu", "CPU", 0), "training.batchsize: unknown key"),
+    "a level": (["--skip", "compile"], AMPERE, "A100 has compute capability 8.0"),
+    "ranks": (["--ranks", "3"], AMPERE, "this machine shows 2 GPUs"),
+    "numbers": (["--metrics.log_freq", "5"], Machine("cpu", "CPU", 0), "logs no stretch of steps"),
+}
+
+
+@pytest.mark.parametrize("there", ["nothing", "a folder", "levels", "a ladder"])
+@pytest.mark.parametrize(("words", "machine", "said"), REFUSED.values(), ids=REFUSED)
+def test_a_ladder_that_is_refused_leaves_everything_as_it_was(
+    words: list[str],
+    machine: Machine,
+    said: str,
+    there: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("titanlite.ladder.process.probe", lambda: machine)
+    (tmp_path / "base.toml").write_text('[compile]\nbackend = "aot_eager"\n')
+    (tmp_path / "more.toml").write_text('[activation_checkpoint]\nmode = "full"\n')
+    folder = tmp_path / "outputs" / "ladder" / "base"
+    if there != "nothing":
+        folder.mkdir(parents=True)
+    if there == "levels":
+        write_levels(make_levels(CONFIGS / "debug_model.toml", []), folder / "levels")
+    elif there == "a ladder":
+        write_levels(make_levels(tmp_path / "base.toml", []), folder / "levels")
+        (folder / "ladder.json").write_text('{"inputs": {"steps": 6}}')
+    before = _tree(tmp_path)
+    sizes = ["--steps", "5", "--warmup", "4", "--repeats", "1"]
+    assert main(["ladder", "base.toml", "--overlay", "more=more.toml", *sizes, *words]) == 2
+    assert said in capsys.readouterr().err
+    assert _tree(tmp_path) == before
+
+
+def test_a_ladder_of_other_inputs_is_left_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("titanlite.ladder.process.probe", lambda: Machine("cpu", "CPU", 0))
+    (tmp_path / "base.toml").write_text('[compile]\nbackend = "aot_eager"\n')
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "ladder.json").write_text('{"inputs": {"steps": 6}}')
+    before = _tree(tmp_path)
+    words = ["--steps", "5", "--warmup", "1", "--out", str(tmp_path / "out")]
+    assert main(["ladder", str(tmp_path / "base.toml"), *words]) == 2
+    err = capsys.readouterr().err
+    assert "holds another ladder:" in err and "steps: 6 there, 5 now" in err
+    assert _tree(tmp_path) == before
+
+
 def test_help_names_the_levels(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["ladder", "--help"])

@@ -79,15 +79,19 @@ class Ladder:
         self._source = source_hash()
         self._inputs = self._find_inputs()
 
+    def begin(self) -> None:
+        """Take up what the folder has already. Raises LadderError when it is another ladder's."""
+        self._refuse_another()
+        slots = in_turn(self.planned, self.repeats)
+        self.finished = {slot.folder: done for slot in slots if (done := self._done(slot)) is not None}
+
     def climb(self) -> tuple[Report, int]:
-        """Make the runs that are missing; the report and the exit code.
+        """Make the runs that are missing after `begin`; the report and the exit code.
 
         What was measured is written after every run, so an error or a signal costs the run it came in. Raises
-        LadderError when the folder holds another ladder.
+        LadderError when nothing can be written.
         """
         slots = in_turn(self.planned, self.repeats)
-        self._refuse_another()
-        self.finished = {slot.folder: done for slot in slots if (done := self._done(slot)) is not None}
         missing = [slot for slot in slots if slot.folder not in self.finished]
         if self.finished:
             _say(f"{len(self.finished)} of {len(slots)} runs are in {self.out} already")

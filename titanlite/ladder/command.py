@@ -92,8 +92,10 @@ def _run(arguments: argparse.Namespace, flags: list[str], _style: object) -> tup
     levels = make_levels(config, [overlay(words) for words in arguments.overlay])
     chosen = _chosen(levels, arguments.skip)
     out = arguments.out or Path("outputs", "ladder", config.stem)
-    with _alone(out, levels):
-        ladder = _plan(arguments, flags, config, levels, chosen, out)
+    with _alone(out):
+        with _files(levels, out):
+            ladder = _plan(arguments, flags, config, levels, chosen, out)
+            ladder.begin()
         report, code = ladder.climb()
         written, why = ladder.finish(report)
     if why:
@@ -130,29 +132,63 @@ def _chosen(levels: Sequence[Level], skip: Sequence[str]) -> list[Level]:
 
 
 @contextlib.contextmanager
-def _alone(out: Path, levels: Sequence[Level]) -> Iterator[None]:
-    """The folder for this ladder alone while it is measured, with the files of its levels in it. Raises LadderError."""
+def _alone(out: Path) -> Iterator[None]:
+    """The folder for this ladder alone while it is measured; made, and gone again if nothing came of it.
+
+    Raises LadderError.
+    """
+    made = [folder for folder in (out, *out.parents) if not folder.exists()]
+    try:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            raise LadderError(f"{out} exists and is no ladder's folder; name another --out") from None
+        except OSError as error:
+            raise LadderError(f"cannot write to {out}: {error.strerror or error}; name another with --out") from None
+        folder = os.open(out, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise LadderError(f"{out}: another `titanlite ladder` is at work there") from None
+            yield
+        finally:
+            os.close(folder)
+    finally:
+        with contextlib.suppress(OSError):  # there is something in it
+            for path in made:
+                path.rmdir()
+
+
+@contextlib.contextmanager
+def _files(levels: Sequence[Level], out: Path) -> Iterator[None]:
+    """The files of the levels below `out`, taken back if what is done with them raises. Raises LadderError."""
     from titanlite.ladder.climb import LEVELS, read_state
 
+    folder = out / LEVELS
     state = read_state(out)
-    if state is None and out.exists() and (not out.is_dir() or {path.name for path in out.iterdir()} - {LEVELS}):
+    if state is None and {path.name for path in out.iterdir()} - {LEVELS}:
         raise LadderError(f"{out} exists and is no ladder's folder; name another --out")
+    paths = [folder / level.file for level in levels]
+    before = {path: path.read_bytes() if path.is_file() else None for path in paths}
     if state is not None:
-        for level in levels:
-            path = out / LEVELS / level.file
-            if path.is_file() and path.read_text(encoding="utf-8") != level.text:
+        for path, level in zip(paths, levels, strict=True):
+            if before[path] not in (None, level.text.encode()):
                 raise LadderError(f"{out} holds another ladder: {path} is of another config; name another --out")
-    write_levels(levels, out / LEVELS)
-    folder = os.open(out, os.O_RDONLY)
+    made = not folder.exists()
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(folder)
-        raise LadderError(f"{out}: another `titanlite ladder` is at work there") from None
-    try:
+        write_levels(levels, folder)
         yield
-    finally:
-        os.close(folder)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for path, content in before.items():
+                if content is None:
+                    path.unlink(missing_ok=True)
+                else:
+                    path.write_bytes(content)
+            if made:
+                folder.rmdir()
+        raise
 
 
 def _plan(
