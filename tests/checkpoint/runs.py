@@ -13,6 +13,7 @@ from titanlite.build import to_device
 from titanlite.checkpoint import Checkpointer, CheckpointError
 from titanlite.config.plans import CheckpointPlan
 from titanlite.guard import FiniteGuard
+from titanlite.parallel.float8 import ScalePrecompute
 from titanlite.parallel.world import World
 from titanlite.step import train_step
 
@@ -42,6 +43,7 @@ def train(
     every: also save after so many steps. plan: other settings than the defaults. state: also in the train state.
     """
     model, optimizer, rank = build_tiny(world, run)
+    after_update = ScalePrecompute(model, world.build_mesh(run.mesh(world.size))) if run.float8.precompute else None
     torch.manual_seed(100 + world.rank)
     plan = replace(plan or CheckpointPlan(), enable=True, folder=folder, start=start, load_step=load_step)  # type: ignore[arg-type]
     checkpointer = Checkpointer(plan, world, prints)
@@ -61,6 +63,7 @@ def train(
                 max_norm=1.0,
                 guard=guard,
                 before_update=checkpointer.await_copy,
+                after_update=after_update,
             )
             losses.append(result.loss.item())
             if draw:

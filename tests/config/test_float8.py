@@ -93,7 +93,9 @@ def test_a_filter_that_cuts_a_number_is_a_warning() -> None:
         'float8.filter_fqns: "layers.1" is also part of layers.10, layers.11, layers.12 and 7 more, which stay in high '
         'precision too; "layers.1." is not'
     )
-    assert load_plans("debug_model.toml", 1, [*flags, f"{F8}filter_fqns=layers.1.,w2,layers.2.attention"]).warnings == ()
+    assert (
+        load_plans("debug_model.toml", 1, [*flags, f"{F8}filter_fqns=layers.1.,w2,layers.2.attention"]).warnings == ()
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.tiny import TWO_LAYERS
+from tests.pool import Pools
+from tests.tiny import TWO_LAYERS, size
+from titanlite.build import read_text
+from titanlite.cli import main
+from titanlite.ladder import climb, process
+from titanlite.ladder.levels import RUNGS
+from titanlite.parallel.world import World
+from titanlite.prepare import checked_plans, load_plans
+from titanlite.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -72,16 +81,53 @@ def test_levels_start_from_the_same_weights_and_read_the_same_text(tmp_path: Pat
         assert ("torch.compile made" in (run / "console.log").read_text()) == (level == "compile")
 
 
+def _train(world: World, arguments: list[str]) -> None:
+    """One run of a ladder, on ranks that are there already."""
+    _, plans = checked_plans(arguments, world.size, training=True)
+    try:
+        Trainer(plans, world, read_text(plans)).train()
+    finally:
+        torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_all_four_levels_train_in_the_pool(
+    pool: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command without torchrun: every level's own file, trained by real ranks."""
+
+    def run(command: list[str], console: Path, _: object) -> int:
+        pool(1).run(_train, command[command.index("titanlite.app") + 1 :], timeout=600)
+        return 0
+
+    monkeypatch.setattr(climb, "run", run)
+    monkeypatch.setattr(process, "probe", lambda: process.Machine("cpu", "CPU (made up)", 0))
+    words = [*TINY, *size(64, 1, 4, 16), "--compile.backend=eager", "--out", str(tmp_path)]
+    words += ["--ranks", "1", "--steps", "3", "--warmup", "1", "--repeats", "1"]
+    assert main(["ladder", str(ROOT / "train_configs" / "debug_model.toml"), *words]) == 0
+    _check_four(record(tmp_path), capsys.readouterr().out)
+    for level in RUNGS:
+        plans = load_plans(str(tmp_path / "runs" / f"{level.name}-1" / "config.toml"), 1)
+        on = level.name.startswith("float8")
+        assert plans.compile.model is (level.name != "default")
+        assert plans.float8.enable is plans.float8.emulate is on
+        assert plans.float8.all_gather is plans.float8.precompute is (level.name == "float8-all-gather")
+
+
 @pytest.mark.soak
 def test_all_four_levels_run_on_a_cpu_with_float8_emulated(tmp_path: Path) -> None:
     done = ladder(tmp_path, "--steps", "3", "--warmup", "1", "--repeats", "1", "--out", "out")
-    losses = {run["level"]: run["losses"] for run in record(tmp_path / "out")["runs"]}
+    _check_four(record(tmp_path / "out"), done.stdout)
+
+
+def _check_four(found: dict[str, Any], said: str) -> None:
+    losses = {run["level"]: run["losses"] for run in found["runs"]}
     assert list(losses) == ["default", "compile", "float8", "float8-all-gather"]
     for level in ("float8", "float8-all-gather"):
         assert losses[level]["1"] == pytest.approx(losses["default"]["1"], abs=0.02)  # the same weights and text
         assert losses[level]["3"] == pytest.approx(losses["default"]["3"], abs=0.05)
         assert losses[level]["1"] != losses["compile"]["1"]  # and yet other products
-    assert "float8 is emulated in float8, float8-all-gather: their speed means nothing" in done.stdout
+    assert "float8 is emulated in float8, float8-all-gather: their speed means nothing" in said
 
 
 @pytest.mark.soak

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,13 +11,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.training.harness import TINY, Run, build_tiny, micro_batches
+from tests.checkpoint.runs import train as train_and_save
+from tests.training.harness import TINY, Run, build_tiny, micro_batches, run_stages
 from titanlite.build import data_parallel_rank, to_device
 from titanlite.config.plans import Float8Plan, ShardPlan
+from titanlite.drift import Drift, measure_drift
 from titanlite.guard import FiniteGuard
+from titanlite.loss import cross_entropy_sum
 from titanlite.parallel.float8 import ScalePrecompute
+from titanlite.parallel.tensor import tensor_loss
 from titanlite.parallel.world import World
-from titanlite.step import train_step
+from titanlite.step import Duplicates, train_step
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 EMULATED = Float8Plan(enable=True, emulate=True)
@@ -99,3 +104,50 @@ def spread(plain: list[float], others: list[list[float]]) -> float:
 def distance(a: list[float], b: list[float]) -> float:
     """Mean over steps."""
     return (torch.tensor(a) - torch.tensor(b)).abs().mean().item()
+
+
+def gathered_types(world: World, run: Run) -> dict[str, str]:
+    """How weights look while their block computes."""
+    model, _, rank = build_tiny(world, run)
+    found: dict[str, str] = {}
+
+    def look(name: str) -> Any:
+        def hook(module: Any, *_: Any) -> None:
+            found[name] = str(getattr(module.weight, "_data", module.weight).dtype).removeprefix("torch.")
+
+        return hook
+
+    for name in ("layers.0.attention.wq", "layers.0.attention_norm", "output"):
+        model.get_submodule(name).register_forward_hook(look(name))
+    model(micro_batches(run, 0, rank, world.size)[0].tokens.to(world.device))
+    return found
+
+
+def drift_of(world: World, run: Run) -> tuple[Drift, float, list[float], list[float]]:
+    """What is measured of the initial weights, their loss without float8, and the losses measured first and again."""
+    plan = run.mesh(world.size)
+    duplicates = Duplicates(plan.tensor * plan.pipeline, plan.tensor)
+    loss = tensor_loss(cross_entropy_sum) if plan.tensor > 1 else cross_entropy_sum
+    mesh = world.build_mesh(plan)
+    (batch,) = to_device(micro_batches(run, 0, data_parallel_rank(mesh), plan.dp_degree), world.device)
+
+    def measure(run: Run, model: torch.nn.Module) -> Drift:
+        pipeline = run_stages(model, run, world, loss)
+        return measure_drift(model, [batch], world.device, torch.bfloat16, loss, duplicates, pipeline)
+
+    # Not converted, both passes are the same, and its initial weights are those of the converted one.
+    exact = measure(replace(run, float8=Float8Plan()), build_tiny(world, replace(run, float8=Float8Plan()))[0])
+    assert exact.difference == 0
+    model, _, _ = build_tiny(world, run)
+    first = measure(run, model)
+    again = measure(run, model)
+    return first, exact.exact, [first.float8], [again.float8]
+
+
+def resumed(world: World, run: Run, folder: str) -> tuple[dict[str, Any], list[float]]:
+    """Six steps without a break, and the losses of six that were saved and resumed after the third."""
+    straight = train_and_save(world, run, f"{folder}/straight", 1, 6, every=3)
+    parts = [train_and_save(world, run, f"{folder}/parts", *steps) for steps in ((1, 3), (4, 6))]
+    for name, tensor in straight["weights"].items():
+        assert torch.equal(parts[1]["weights"][name], tensor), name
+    return straight, parts[0]["losses"] + parts[1]["losses"]

@@ -24,6 +24,7 @@ from tests.parallel.float8_runs import (
     RECIPES,
     RUN,
     TOTAL,
+    gathered_types,
     watch_step,
 )
 from tests.parallel.test_activation_checkpoint import Shelf
@@ -182,28 +183,11 @@ def test_converted_weights_are_gathered_as_half_the_bytes_of_bf16(pool: Pools) -
         assert seen.products["input e4m3fn", "weight e4m3fn"] == LINEARS
 
 
-def _gathered_types(world: World, run: Run) -> dict[str, str]:
-    """How weights look while their block computes."""
-    model, _, rank = build_tiny(world, run)
-    found: dict[str, str] = {}
-
-    def look(name: str) -> Any:
-        def hook(module: Any, *_: Any) -> None:
-            found[name] = str(getattr(module.weight, "_data", module.weight).dtype).removeprefix("torch.")
-
-        return hook
-
-    for name in ("layers.0.attention.wq", "layers.0.attention_norm", "output"):
-        model.get_submodule(name).register_forward_hook(look(name))
-    model(micro_batches(run, 0, rank, world.size)[0].tokens)
-    return found
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_is_gathered_is_e4m3(pool: Pools, ranks: int) -> None:
     rest = {"layers.0.attention_norm": "bfloat16", "output": "bfloat16"}
     for plan, dtype in ((EMULATED, "bfloat16"), (GATHERED, "float8_e4m3fn")):
-        found = pool(ranks).run(_gathered_types, replace(RUN, float8=plan))[0]
+        found = pool(ranks).run(gathered_types, replace(RUN, float8=plan))[0]
         assert found == {"layers.0.attention.wq": dtype, **rest}
 
 

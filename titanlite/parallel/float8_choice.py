@@ -98,7 +98,8 @@ def recipe_problem(plan: Float8Plan) -> Problem | None:
     return Problem(
         "",
         "float8.filter_fqns",
-        f"{quote(AUTO_FILTER)} does not work with float8.recipe_name = {quote(plan.recipe)}: torchao has no sizes for it",
+        f"{quote(AUTO_FILTER)} does not work with float8.recipe_name = {quote(plan.recipe)}: torchao has no sizes for "
+        "it",
         "leave it out; float8.min_features = 4096 keeps what has fewer input or output features",
     )
 
