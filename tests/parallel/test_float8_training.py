@@ -27,17 +27,15 @@ from tests.parallel.float8_runs import (
 )
 from tests.parallel.test_compile import _whole
 from tests.pool import Pools
-from tests.training.harness import TINY, Run, build_tiny, micro_batches, run_stages, train, train_afresh
+from tests.training.harness import TINY, Run, build_tiny, micro_batches, train, train_afresh
 from tests.training.test_run import _losses, _run
 from titanlite.build import data_parallel_rank
 from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, Float8Plan, ShardPlan
-from titanlite.drift import Drift, measure_drift
 from titanlite.loss import cross_entropy_sum
 from titanlite.observe.diagnose import diagnose_nonfinite
 from titanlite.parallel.float8 import float8_linears, high_precision
 from titanlite.parallel.tensor import tensor_loss
 from titanlite.parallel.world import World
-from titanlite.step import Duplicates
 
 soak = pytest.mark.soak
 pytestmark = pytest.mark.slow
