@@ -118,8 +118,8 @@ def test_a_smaller_budget_keeps_less_and_computes_the_same(world: World, float8:
     found = {share: _budgeted(world, share, plan) for share in (1.0, 0.5, 0.0)}
     peaks = {share: peak for share, (peak, _) in found.items()}
     assert peaks[0.0] < peaks[1.0] and peaks[0.5] <= peaks[1.0], peaks
-    # Another graph rounds otherwise. Where that moves a scale of float8, all of its tensor is rounded otherwise: by up to
-    # an eighth of each number in a gradient.
+    # Another graph rounds otherwise. Where that moves a scale of float8, all of its tensor is rounded anew: by up to an
+    # eighth of each number in a gradient.
     within = 0.3 if float8 else 0.05
     for share in (0.5, 0.0):
         for name, gradient in found[1.0][1].items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from tests.training.harness import (
     run_stages,
     train,
 )
+from tests.training.reference import Curve
 from tests.training.test_run import _run
 from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, PipelinePlan, ShardPlan
 from titanlite.guard import FiniteGuard
@@ -132,6 +134,13 @@ def test_weights_are_gathered_and_gradients_reduced_once_for_all_micro_batches(p
         assert min(gathers) > 4 * 3
 
 
+def _train_without_views(world: World, run: Run) -> Curve:
+    """FSDP warns of stages that give a view, which the next operation in place would take from under its hooks."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*returned a view tensor")
+        return train(world, run)
+
+
 @pytest.mark.parametrize(
     ("schedule", "points", "chunks"),
     [
@@ -146,7 +155,7 @@ def test_a_stage_may_end_with_the_norm_where_ranks_share_products(
 ) -> None:
     run = replace(RUN, rates=WARM[:2], schedule=schedule, split_points=points, tensor=2, loss_chunks=chunks)
     plain = pool(1).run(train, replace(run.alone(), loss_chunks=1))[0]
-    ours = pool(4).run(train, run)[0]
+    ours = pool(4).run(_train_without_views, run)[0]
     assert ours.losses == pytest.approx(plain.losses, abs=5e-6)
     assert ours.gradients.keys() == plain.gradients.keys()
     for name, gradient in plain.gradients.items():

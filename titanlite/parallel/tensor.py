@@ -62,10 +62,11 @@ def split(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, shard_log
     shared = _shared_parameters(model)
     modules = dict(model.named_modules())
     kinds = {name: kind for name, kind in plan.items() if name in modules}
+    last = next(reversed(kinds), "")
     styles = {
         name: float8_style(kind, _SEQUENCE, mesh)
         if kind in ("colwise", "rowwise") and is_float8(modules[name])
-        else _style(kind, shard_logits, isinstance(modules[name], ChunkedHead), last=name == next(reversed(kinds)))
+        else _style(kind, shard_logits, isinstance(modules[name], ChunkedHead), last=name == last)
         for name, kind in kinds.items()
         if kind != "gather"
     }
@@ -78,7 +79,7 @@ def split(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, shard_log
             # Cast before it travels, if all products that take it are in float8.
             cast = bool(takers) and all(is_float8(modules[taker]) for taker in takers) and sends_float8(mesh)
             module.__class__ = _gathering(cls, takers[0].removeprefix(f"{name}.") if cast else "")
-        elif kind == "embedding":
+        elif kind == "embedding" or (kind == "sequence" and name == last):
             # The plain tensor is a view of a DTensor, and `fully_shard` warns of modules that return views.
             module.register_forward_hook(lambda module, args, output: output.clone())
     for first, *others in shared:
