@@ -126,7 +126,8 @@ def _check_four(found: dict[str, Any], said: str) -> None:
     for level in ("float8", "float8-all-gather"):
         assert losses[level]["1"] == pytest.approx(losses["default"]["1"], abs=0.02)  # the same weights and text
         assert losses[level]["3"] == pytest.approx(losses["default"]["3"], abs=0.05)
-        assert losses[level]["1"] != losses["compile"]["1"]  # and yet other products
+        # And yet other products; by then, as the first step of a small model may show none.
+        assert losses[level]["3"] != losses["compile"]["3"]
     assert "float8 is emulated in float8, float8-all-gather: their speed means nothing" in said
 
 
