@@ -248,7 +248,7 @@ class Soak:
         if len(good) < 2:
             return
         folder = step_folder(self._root(run), good[-1])
-        file = self.chance.choice(sorted(path for path in folder.iterdir() if path.stat().st_size))  # type: ignore[type-var]
+        file = self.chance.choice(sorted(path for path in folder.iterdir() if path.stat().st_size))
         content = bytearray(file.read_bytes())
         content[self.chance.randrange(len(content))] ^= 1 << self.chance.randrange(8)
         file.write_bytes(content)
