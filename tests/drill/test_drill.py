@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,12 @@ def failures(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
     return dict(re.findall(r"^FAIL +(\S+) +[\d.]+ s  (.*)", done.stderr, re.MULTILINE))
 
 
+def kept(done: subprocess.CompletedProcess[str]) -> Path:
+    """Where the runs are that did not go as they must."""
+    (folder,) = re.findall(r"with all they printed in console.log: (\S+)", done.stderr)
+    return Path(folder)
+
+
 @pytest.mark.slow
 def test_what_is_broken_fails_and_its_runs_are_kept(tmp_path: Path) -> None:
     """A copy of titanlite that loads without looking at what it loads, and forgets the place in the text."""
@@ -89,9 +96,9 @@ def test_what_is_broken_fails_and_its_runs_are_kept(tmp_path: Path) -> None:
     assert list(told) == ["resume", "flipped-bit"]
     assert "have other numbers than in the run that nothing happened to" in told["resume"]
     assert "resumed from step 4, not 2" in told["flipped-bit"]
-    (kept,) = re.findall(r"with all they printed in console.log: (\S+)", done.stderr)
-    assert "resumed from step 4" in (Path(kept) / "resume" / "console.log").read_text()
+    assert "resumed from step 4" in (kept(done) / "resume" / "console.log").read_text()
     assert done.stdout == "0 of 2 as it must be\n"
+    shutil.rmtree(kept(done))
 
 
 @pytest.mark.slow
@@ -106,12 +113,14 @@ def test_what_nobody_tells_or_makes_up_for_fails(tmp_path: Path) -> None:
     }
     names = ["sigterm-validation", "loader-raises", "loader-hangs", "background-save"]
     only = [word for name in names for word in ("--only", name)]
-    told = failures(drill(*only, package=broken(tmp_path, changes)))
+    done = drill(*only, package=broken(tmp_path, changes))
+    told = failures(done)
     assert list(told) == names
     assert told["sigterm-validation"] == "steps [4] have other numbers than in the run that nothing happened to"
     assert told["loader-raises"].startswith("rank 0 did not say that rank 1 raised in its loader")
     assert told["loader-hangs"].startswith("not rank 1 in data of step 6 was named")
     assert told["background-save"].startswith("the failed save was not told")
+    shutil.rmtree(kept(done))
 
 
 @pytest.mark.slow
@@ -122,7 +131,9 @@ def test_a_guard_that_does_not_guard_fails(tmp_path: Path) -> None:
         "trainer.py": ('"data": behind(data, fetched)', '"data": data'),
     }
     only = ["--only", "nan-skip", "--only", "nan-rollback"]
-    told = failures(drill(*only, package=broken(tmp_path, changes)))
+    done = drill(*only, package=broken(tmp_path, changes))
+    told = failures(done)
     assert list(told) == ["nan-skip", "nan-rollback"]
     assert told["nan-skip"].startswith(f"it ended with {[exit_codes.GUARD] * 2}")
     assert told["nan-rollback"] == "steps [5, 6, 7, 8] have other numbers than in the run nan-left-out"
+    shutil.rmtree(kept(done))
