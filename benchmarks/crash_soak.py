@@ -1,18 +1,20 @@
 """A run that is killed again and again at random moments, and the question whether anyone could tell.
 
-    python benchmarks/crash_soak.py --kills 30 --out benchmarks/results/crash_soak
+    python benchmarks/crash_soak.py --kills 40 --out benchmarks/results/crash_soak
 
 A small Llama trains on real ranks (gloo) and saves often. At a random moment of its start or its training all ranks, or
 one of them, get SIGKILL; then the same command is given again. In some rounds a random bit of a random file of the
 newest checkpoint is changed in between. Each start must resume the newest good checkpoint, and at the end every step
 must have been trained once on the sequences of a run that nothing happened to, with its losses and its final weights,
-bit for bit. Half of the kills hit a run that saves in the foreground, half one that saves in the background. Exit
-status 1 when anything differs.
+bit for bit. The kills are shared out among kinds of saves: in the foreground, in the background, with the copy in the
+background too, and to an object store (a server of moto's on loopback, which `--kinds store` needs). Exit status 1 when
+anything differs.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -23,6 +25,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,12 +34,32 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest, step_folder, steps_in  # noqa: E402
+from titanlite.checkpoint.place import Place, StorePath  # noqa: E402
 from titanlite.drill.ranks import Ranks, train  # noqa: E402
 from titanlite.drill.strike import Strike  # noqa: E402
 from titanlite.drill.text import write_text  # noqa: E402
 from titanlite.observe.metrics import read_metrics  # noqa: E402
 
-MODES = {"foreground": "disabled", "background": "async"}
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of saves."""
+
+    title: str
+    #: checkpoint.async_mode
+    mode: str
+    #: To an object store.
+    store: bool = False
+
+
+KINDS = {
+    "foreground": Kind("saves in the foreground", "disabled"),
+    "background": Kind("saves in the background", "async"),
+    "pinned": Kind("copied in the background too", "async_with_pinned_mem"),
+    "store": Kind("in the background to an object store", "async", store=True),
+}
+#: Seconds after a kill in which a store may still carry out what it was asked before.
+_STORE_SETTLES = 1.0
 #: Share of the kills that come while the processes start, before the first step.
 IN_START = 0.15
 #: Share of the kills that hit one rank instead of all at once.
@@ -65,9 +88,9 @@ class Wrong(Exception):
 
 @dataclass
 class Tally:
-    """What was done to the runs of one kind, and what it cost."""
+    """What was done to the runs of one kind of saves, by its name in `KINDS`, and what it cost."""
 
-    saves: str
+    kind: str
     kills: int = 0
     kills_of_one_rank: int = 0
     #: Kills while a save had begun and was not published.
@@ -93,8 +116,9 @@ class Soak:
     """One kind of saves, killed so many times."""
 
     tally: Tally
-    mode: str
     folder: Path
+    #: Where checkpoints go: a bucket's URL, or "" for the runs' own folders.
+    bucket: str
     steps: int
     interval: int
     ranks: int
@@ -115,7 +139,7 @@ class Soak:
     def _run(self, kills: int) -> None:
         """One run from its first start to its end, killed until there were enough kills or it got through."""
         self._lives += 1
-        run = self.folder / f"{self.mode}-{self._lives}"
+        run = self.folder / f"{self.tally.kind}-{self._lives}"
         run.mkdir()
         self._reported.clear()
         damaged: set[int] = set()
@@ -179,23 +203,36 @@ class Soak:
             ranks.wait(60)
             tally.others_gone.append(time.monotonic() - killed)
         ranks.kill()
-        tally.kills_in_a_save += any((run / "checkpoint").glob(".partial-*"))
-        print(f"{tally.saves}: kill {tally.kills}", file=sys.stderr, flush=True)
+        if self.bucket:
+            time.sleep(_STORE_SETTLES)
+        tally.kills_in_a_save += any(name.startswith(".partial-") for name in self._there(run))
+        print(f"{tally.kind}: kill {tally.kills}", file=sys.stderr, flush=True)
+
+    def _root(self, run: Path) -> Place:
+        return StorePath(f"{self.bucket}/{run.name}") if self.bucket else run / "checkpoint"
+
+    def _there(self, run: Path) -> list[str]:
+        """Names of what lies where its checkpoints are."""
+        root = self._root(run)
+        return [path.name for path in root.iterdir()] if root.is_dir() else []
 
     def _flags(self, run: Path) -> list[str]:
-        return [*run_flags(run, self.steps, self.interval), f"--checkpoint.async_mode={MODES[self.mode]}"]
+        mode = KINDS[self.tally.kind].mode
+        where = [f"--checkpoint.folder={self._root(run)}"] if self.bucket else []
+        return [*run_flags(run, self.steps, self.interval), f"--checkpoint.async_mode={mode}", *where]
 
     def _set_aside(self, run: Path, step: int) -> int:
-        return len(list((run / "checkpoint").glob(f"step-{step}.invalid-*")))
+        return sum(name.startswith(f"step-{step}.invalid-") for name in self._there(run))
 
     def _good(self, run: Path, damaged: set[int]) -> list[int]:
         """Steps of published checkpoints that nobody has damaged."""
         good = []
-        for step in steps_in(run / "checkpoint"):
+        root = self._root(run)
+        for step in steps_in(root):
             if step in self._reported and self._set_aside(run, step) > self._reported[step]:
                 del self._reported[step]  # it was saved again
             try:
-                read_manifest(step_folder(run / "checkpoint", step))
+                read_manifest(step_folder(root, step))
             except CheckpointError:
                 continue
             if step not in damaged and step not in self._reported:
@@ -210,7 +247,7 @@ class Soak:
         good = self._good(run, damaged)
         if len(good) < 2:
             return
-        folder = step_folder(run / "checkpoint", good[-1])
+        folder = step_folder(self._root(run), good[-1])
         file = self.chance.choice(sorted(path for path in folder.iterdir() if path.stat().st_size))
         content = bytearray(file.read_bytes())
         content[self.chance.randrange(len(content))] ^= 1 << self.chance.randrange(8)
@@ -234,7 +271,8 @@ class Soak:
         ours, theirs = batches(run, self.ranks), batches(self.reference, self.ranks)
         unlike |= {step for step in steps if any(a.get(step) != b[step] for a, b in zip(ours, theirs, strict=True))}
         self.tally.data_lost += len(unlike)
-        sides = [Contents(folder / "checkpoint" / f"step-{self.steps}") for folder in (run, self.reference)]
+        roots = self._root(run), self.reference / "checkpoint"
+        sides = [Contents(step_folder(root, self.steps)) for root in roots]
         self.tally.tensors_unequal += sum(1 for one in compare(*sides) if one.elements or not one.comparable)
 
 
@@ -272,7 +310,7 @@ def table(tallies: list[Tally], interval: int) -> list[str]:
     def worst(values: list[int]) -> str:
         return f"{max(values)} (mean {sum(values) / len(values):.1f})" if values else "–"
 
-    lines = ["| | " + " | ".join(f"saves in the {t.saves}" for t in tallies) + " |", "|---" * (len(tallies) + 1) + "|"]
+    lines = ["| | " + " | ".join(KINDS[t.kind].title for t in tallies) + " |", "|---" * (len(tallies) + 1) + "|"]
     rows = {
         "kills": [str(t.kills) for t in tallies],
         "… of one rank, of all": [f"{t.kills_of_one_rank}, {t.kills - t.kills_of_one_rank}" for t in tallies],
@@ -291,18 +329,19 @@ def table(tallies: list[Tally], interval: int) -> list[str]:
 
 def wrong(tally: Tally, interval: int) -> list[str]:
     """What should not be, in words."""
-    most = interval * (2 if MODES[tally.saves] == "async" else 1)
+    most = interval * (1 if KINDS[tally.kind].mode == "disabled" else 2)
     found = [f"{max(tally.lost)} steps lost by one kill"] if max(tally.lost, default=0) > most else []
     if tally.corruptions_found != tally.corruptions:
         found.append(f"{tally.corruptions - tally.corruptions_found} corruptions not found")
     if tally.data_lost or tally.tensors_unequal:
         found.append(f"{tally.data_lost} steps and {tally.tensors_unequal} tensors differ")
-    return [f"saves in the {tally.saves}: {line}" for line in found]
+    return [f"{KINDS[tally.kind].title}: {line}" for line in found]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--kills", type=int, default=40, help="of all kinds of saves together")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of saves")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=200, help="of each run")
     parser.add_argument("--interval", type=int, default=5, help="steps between saves")
@@ -311,8 +350,9 @@ def main() -> int:
     arguments = parser.parse_args()
     began = time.monotonic()
     chance = random.Random(arguments.seed)
-    tallies = [Tally(name) for name in MODES]
-    with tempfile.TemporaryDirectory(prefix="crash-soak-") as folder:
+    tallies = [Tally(name) for name in arguments.kinds]
+    with tempfile.TemporaryDirectory(prefix="crash-soak-") as folder, contextlib.ExitStack() as stack:
+        buckets = {name: stack.enter_context(bucket()) for name in arguments.kinds if KINDS[name].store}
         reference = Path(folder) / "undisturbed"
         reference.mkdir()
         write_text(Path(folder))
@@ -327,11 +367,22 @@ def main() -> int:
             if codes != [0] * arguments.ranks:
                 raise SystemExit(f"the undisturbed run failed: {codes}\n{ranks.tail()}")
         for i, tally in enumerate(tallies):
-            half = arguments.kills // 2 + (i < arguments.kills % 2)
+            share = arguments.kills // len(tallies) + (i < arguments.kills % len(tallies))
             shape = (arguments.steps, arguments.interval, arguments.ranks)
-            Soak(tally, tally.saves, Path(folder), *shape, chance, reference, startup, training).go(half)
+            url = buckets.get(tally.kind, "")
+            Soak(tally, Path(folder), url, *shape, chance, reference, startup, training).go(share)
     seconds = time.monotonic() - began
     return report(arguments, tallies, seconds)
+
+
+@contextlib.contextmanager
+def bucket() -> Iterator[str]:
+    """The URL of an empty bucket of a server that lives as long as the block; to be entered before any rank starts."""
+    from tests.checkpoint import s3
+
+    with s3.serving() as port:
+        os.environ.update(s3.environment(port))
+        yield f"s3://{s3.new_bucket(port).name}"
 
 
 def report(arguments: argparse.Namespace, tallies: list[Tally], seconds: float) -> int:

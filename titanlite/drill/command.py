@@ -16,14 +16,16 @@ from titanlite import exit_codes
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.explain import Style
 from titanlite.config.load import find_config, read
-from titanlite.drill.faults import REHEARSALS, Failed, Rehearsal, Stage, chosen
+from titanlite.drill.faults import REHEARSALS, Rehearsal, chosen
 from titanlite.drill.ranks import RanksError, prepare
 from titanlite.drill.shrink import Toy, shrink
+from titanlite.drill.stage import Failed, Stage
 from titanlite.drill.text import write_text
 from titanlite.ladder.process import Stopped, stoppable
 
 _DESCRIPTION = """\
-Rehearse what may happen to a run: kills, damaged checkpoints, full disks, signals, a gradient that is not a number.
+Rehearse what may happen to a run: kills, damaged checkpoints, full disks, signals, a gradient that is not a number, a
+loader that raises or hangs.
 CONFIG is trained at toy size (small layers, 8 steps, the bundled text) with its own features and kinds of parallelism,
 on CPU processes in a temporary folder; each fault strikes such a run, and what comes of it is compared bit for bit with
 a run that nothing happened to."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,96 +15,18 @@ from titanlite import exit_codes
 from titanlite.checkpoint.manifest import is_valid, step_folder, steps_in
 from titanlite.drill.compare import unequal_tensors
 from titanlite.drill.ranks import Ranks, train
-from titanlite.drill.shrink import HALF, INTERVAL, STEPS, Toy
-from titanlite.drill.strike import Strike
-from titanlite.observe.metrics import read_metrics
+from titanlite.drill.shrink import HALF, INTERVAL, STEPS
+from titanlite.drill.stage import Stage, check, console, records, went_on
+from titanlite.drill.strike import LOADER_ERROR, Strike
 
 #: Relative; another number of ranks adds up in another order.
 _ROUNDING = {"float32": 1e-4, "bfloat16": 5e-2}
-
-
-class Failed(Exception):
-    """A rehearsal did not go as it must; the text says what was wrong."""
-
-
-@dataclass
-class Stage:
-    """Where the rehearsals of one drill play: a run without harm, and the first half of one, to begin from."""
-
-    toy: Toy
-    folder: Path
-    consoles: list[Path] = field(default_factory=list)
-
-    @property
-    def whole(self) -> Path:
-        return self.folder / "undisturbed"
-
-    @property
-    def half(self) -> Path:
-        return self.folder / "half"
-
-    def make_reference(self) -> None:
-        """Raises Failed when the toy does not even train."""
-        self.end(self.whole)
-        self.end(self.half, f"--training.steps={HALF}")
-        for run, last in ((self.whole, STEPS), (self.half, HALF)):
-            check(last in steps_in(run / "checkpoint"), f"a run without harm wrote no checkpoint of step {last}")
-
-    def begin(self, name: str) -> Path:
-        """A run folder with the first half in it."""
-        run = self.folder / name
-        shutil.copytree(self.half, run)
-        return run
-
-    def start(self, run: Path, *more: str, strike: Strike | None = None, alone: bool = False) -> tuple[list[int], str]:
-        """One start to its end: exit codes by rank, and what was printed."""
-        arguments = self.toy.alone if alone else self.toy.arguments
-        run.mkdir(exist_ok=True)
-        return train(
-            [*arguments, f"--job.dump_folder={run}", *more], 1 if alone else self.toy.ranks, console(run), strike
-        )
-
-    def end(self, run: Path, *more: str, resumed: int | None = None) -> str:
-        """A start without harm that must come to its end; what was printed. resumed: the step it must go on from."""
-        codes, text = self.start(run, *more)
-        check(codes == [exit_codes.DONE] * len(codes), f"a start without harm ended with {codes}", text)
-        if resumed is not None:
-            went_on(text, resumed)
-        return text
-
-    def same(self, run: Path) -> None:
-        """Raises Failed unless a run is, step by step and bit by bit, the one that nothing happened to."""
-        ours, theirs = records(run), records(self.whole)
-        kinds = [(step, *(name for name, _ in figures)) for step, *figures in ours]
-        twice = sorted({kind[0] for kind in kinds if kinds.count(kind) > 1})
-        check(not twice, f"metrics.jsonl has steps {twice} more than once")
-        unlike = sorted({step for step, *_ in set(ours) ^ set(theirs)})
-        check(not unlike, f"steps {unlike} have other numbers than in the run that nothing happened to")
-        names = unequal_tensors(step_folder(run / "checkpoint", STEPS), step_folder(self.whole / "checkpoint", STEPS))
-        check(not names, f"{len(names)} tensors differ at the end, {', '.join(names[:3])} among them")
-
-
-def console(run: Path) -> Path:
-    return run / "console.log"
-
-
-def check(fine: bool, problem: str, text: str = "") -> None:
-    """Raises Failed with the problem, and with the last lines of an output."""
-    if not fine:
-        last = "".join(f"\n    {line}" for line in text.splitlines()[-6:])
-        raise Failed(problem + (":" + last if last else ""))
-
-
-def went_on(text: str, step: int) -> None:
-    found = re.findall(r"resumed from step (\d+)", text)
-    check(found == [str(step)], f"the next start resumed from step {', '.join(found) or 'none'}, not {step}", text)
-
-
-def records(run: Path) -> list[tuple[Any, ...]]:
-    """The rows of metrics.jsonl, a step's and its validation's, but for times and memory."""
-    kept = ("loss", "grad_norm", "lr", "tokens_seen", "validation_loss", "validation_tokens")
-    rows = read_metrics(run / "metrics.jsonl")
-    return [(row["step"], *((key, row[key]) for key in kept if key in row)) for row in rows]
+#: In which a rank that raises is to have ended all; on a busy machine, in as long as two starts take.
+_END_SECONDS = 10.0
+#: Without progress until it is reported who hangs; less where the config's collectives wait less.
+_STALL_SECONDS = 5.0
+#: A checkpoint that only a signal asks for.
+_NO_SAVES = "--checkpoint.interval=1000"
 
 
 def resume(stage: Stage) -> str:
@@ -226,6 +147,61 @@ def sigterm(stage: Stage) -> str:
     return f"SIGTERM to one rank: all saved step {last} with exit code {exit_codes.PREEMPTED}, same end"
 
 
+def sigterm_validation(stage: Stage) -> str:
+    run, victim = stage.new("sigterm-validation"), stage.toy.ranks - 1
+    codes, text = stage.start(run, _NO_SAVES, strike=Strike("term in validation", HALF, victim))
+    check(set(codes) == {exit_codes.PREEMPTED}, f"it ended with {codes}, not {exit_codes.PREEMPTED}", text)
+    check(f"validation at {HALF} was broken off" in text, f"the validation of step {HALF} was not broken off", text)
+    there = steps_in(run / "checkpoint")
+    check(there[-1:] == [HALF], f"there are checkpoints of the steps {there}, the last one is not of {HALF}", text)
+    stage.end(run, resumed=HALF)
+    stage.same(run)
+    return f"broken off, step {HALF} saved with exit code {exit_codes.PREEMPTED}, done by the next start, same end"
+
+
+def loader_raises(stage: Stage) -> str:
+    run, victim, step = stage.begin("loader-raises"), stage.toy.ranks - 1, HALF + 2
+    mark = run / "struck"
+    codes, text = stage.start(run, strike=Strike("raise", step, victim, mark=str(mark)))
+    check(mark.exists(), f"no text was read for step {step}: exit codes {codes}", text)
+    seconds = time.time() - mark.stat().st_mtime
+    check(codes[victim] == exit_codes.ERROR, f"the rank that raised ended with {codes[victim]}", text)
+    others = codes[:victim]
+    check(all(code == exit_codes.LOST_PEER for code in others), f"the other ranks ended with {others}", text)
+    said = rf"ERROR: rank {victim} \(.+\) raised in data of step {step}, at .*: all ranks end"
+    check(re.search(said, text) is not None, f"rank 0 did not say that rank {victim} raised in its loader", text)
+    last = text.splitlines()[-1]
+    check(LOADER_ERROR in last, f"the last line is not what rank {victim} raised", text)
+    most = max(_END_SECONDS, 2 * stage.start_seconds)
+    check(seconds <= most, f"it took {seconds:.0f} s until all had ended, more than {most:.0f}", text)
+    stage.end(run, resumed=HALF)
+    stage.same(run)
+    codes_told = f"exit code {exit_codes.ERROR}, the others' {exit_codes.LOST_PEER}"
+    return f"rank {victim} named, its error the last line, all had ended in {seconds:.1f} s ({codes_told}), same end"
+
+
+def loader_hangs(stage: Stage) -> str:
+    run, victim, step = stage.begin("loader-hangs"), stage.toy.ranks - 1, HALF + 2
+    mark = run / "struck"
+    deadline = max(_STALL_SECONDS, stage.start_seconds)  # on a busy machine every step takes a while
+    deadline = min(deadline, stage.toy.plans.comm.train_timeout_seconds / 2)
+    beat = min(stage.toy.plans.stall.heartbeat_seconds, deadline / 2)
+    more = [f"--stall.deadline_seconds={deadline:.3f}", f"--stall.heartbeat_seconds={beat:.3f}"]
+    arguments = [*stage.toy.arguments, f"--job.dump_folder={run}", *more]
+    with Ranks(arguments, stage.toy.ranks, console(run), Strike("hang", step, victim, mark=str(mark))) as ranks:
+        report = ranks.until(r"no progress for \d+ s:\n((?:  .*\n)+)(.*)\n")
+        mark.unlink(missing_ok=True)  # and so ends it
+        table, sentence = report.groups()
+        named = rf"rank {victim} \(.+\) has been in data of step {step} for "
+        check(re.match(named, sentence) is not None, f"not rank {victim} in data of step {step} was named", report[0])
+        row = rf"^ +{victim} +\S+ +{step} +data "
+        check(re.search(row, table, re.MULTILINE) is not None, f"the table has no rank {victim} in data", report[0])
+        codes = ranks.wait()
+        check(codes == [exit_codes.DONE] * len(codes), f"when it went on, the run ended with {codes}", ranks.output())
+    stage.same(run)
+    return f"rank {victim} named, in data of step {step}, after {deadline:.0f} s without progress; it goes on, same end"
+
+
 def second_run(stage: Stage) -> str:
     run = stage.begin("second-run")
     arguments = [*stage.toy.arguments, f"--job.dump_folder={run}"]
@@ -253,26 +229,90 @@ def dead_lock(stage: Stage) -> str:
     return "the lock of a killed run is taken over, same end"
 
 
-def nan_gradient(stage: Stage) -> str:
-    run = stage.begin("nan-gradient")
-    codes, text = stage.start(run, strike=Strike("nan", HALF + 1, stage.toy.ranks - 1))
+def _bad_step(stage: Stage, name: str, policy: str, step: int, *more: str) -> tuple[Path, list[int], str]:
+    """A run from the first half on with NaN in one rank's gradient, under a policy; its exit codes and output."""
+    run = stage.begin(name)
+    flags = [f"--guard.policy={policy}", "--guard.max_skips=1", *more]
+    return run, *stage.start(run, *flags, strike=Strike("nan", step, stage.toy.ranks - 1))
+
+
+def _policy(stage: Stage, name: str) -> str:
+    own = stage.toy.plans.guard.policy == name
+    return f'guard.policy = "{name}"{", as in this config" if own else ""}'
+
+
+def _bad_rows(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "guard.jsonl").read_text().splitlines()]
+
+
+def nan_stop(stage: Stage) -> str:
+    run, codes, text = _bad_step(stage, "nan-stop", "stop", HALF + 1)
     check(set(codes) == {exit_codes.GUARD}, f"it ended with {codes}, not {exit_codes.GUARD}", text)
     check(max(steps_in(run / "checkpoint")) == HALF, "a checkpoint was written after the bad step", text)
     stage.end(run, resumed=HALF)
     stage.same(run)
-    return f"NaN in one rank's gradient: stopped with exit code {exit_codes.GUARD}, weights untouched, same end"
+    return f"{_policy(stage, 'stop')}: exit code {exit_codes.GUARD}, weights untouched, same end"
+
+
+def nan_skip(stage: Stage) -> str:
+    bad = HALF + 1
+    every = ["--checkpoint.interval=1", "--checkpoint.keep_latest_k=0"]
+    run, codes, text = _bad_step(stage, "nan-skip", "skip", bad, *every)
+    check(codes == [exit_codes.DONE] * len(codes), f"it ended with {codes}", text)
+    rows = [(row["step"], row["action"]) for row in _bad_rows(run)]
+    check(rows == [(bad, "skip")], f"guard.jsonl has {rows}", text)
+    before, struck, after, end = (step_folder(run / "checkpoint", step) for step in (HALF, bad, bad + 1, STEPS))
+    changed = unequal_tensors(before, struck)
+    check(not changed, f"the bad step changed {len(changed)} tensors, {', '.join(changed[:3])} among them", text)
+    check(bool(unequal_tensors(struck, after)), f"step {bad + 1} changed nothing", text)
+    steps = [step for step, *figures in records(run) if "loss" in dict(figures)]
+    check(steps == list(range(1, STEPS + 1)) and is_valid(end), f"metrics.jsonl has the steps {steps}", text)
+    return f"{_policy(stage, 'skip')}: step {bad} changed no weight or moment, the run goes on to its end"
+
+
+def nan_rollback(stage: Stage) -> str:
+    bad = HALF + 2
+    run, codes, text = _bad_step(stage, "nan-rollback", "rollback", bad)
+    check(codes == [exit_codes.DONE] * len(codes), f"it ended with {codes}", text)
+    rows = [(row["step"], row["action"], row.get("back_to_step"), row.get("left_out")) for row in _bad_rows(run)]
+    own = [f"{first}-{last}" for first, last in stage.toy.plans.data.skip_steps]
+    # Steps of the data order, which are others than the run's where the config leaves out some of its own.
+    stretch = rows[0][-1] if own and rows else f"{HALF + 1}-{bad}"
+    check(rows == [(bad, "rollback", HALF, stretch)], f"guard.jsonl has {rows}", text)
+    # What it must be now: a run that goes on from that checkpoint and was told to leave the stretch out.
+    other = stage.begin("nan-left-out")
+    stage.end(other, f"--data.skip_steps={json.dumps([*own, stretch])}", resumed=HALF)
+    stage.same(run, other)
+    return f"{_policy(stage, 'rollback')}: back to step {HALF}, then as if text {stretch} had been left out"
+
+
+def _no_space(stage: Stage, run: Path, *more: str) -> str:
+    """A run through one save that does not fit; what was printed."""
+    struck, victim = HALF + INTERVAL, stage.toy.ranks - 1
+    codes, text = stage.start(run, *more, strike=Strike("full", struck, victim))
+    check(codes == [exit_codes.DONE] * len(codes), f"it ended with {codes}", text)
+    told = re.search(rf"step {struck}: NO CHECKPOINT WAS WRITTEN: .*rank {victim}: .*", text)
+    check(told is not None, "the failed save was not told", text)
+    there = [step for step in steps_in(run / "checkpoint") if is_valid(step_folder(run / "checkpoint", step))]
+    wanted = struck not in there and HALF in there and STEPS in there
+    check(wanted, f"there are checkpoints of the steps {there}", text)
+    stage.same(run)
+    return text
 
 
 def full_disk(stage: Stage) -> str:
-    run = stage.begin("full-disk")
-    struck = HALF + INTERVAL
-    codes, text = stage.start(run, strike=Strike("full", struck, stage.toy.ranks - 1))
-    check(codes == [exit_codes.DONE] * len(codes), f"it ended with {codes}", text)
-    check(f"step {struck}: NO CHECKPOINT WAS WRITTEN" in text, "the failed save was not told", text)
-    there = [step for step in steps_in(run / "checkpoint") if is_valid(step_folder(run / "checkpoint", step))]
-    check(struck not in there and STEPS in there, f"there are checkpoints of the steps {there}", text)
-    stage.same(run)
+    _no_space(stage, stage.begin("full-disk"))
     return "a save that does not fit is told, training goes on, the next one is there"
+
+
+def background_save(stage: Stage) -> str:
+    own = stage.toy.plans.checkpoint.async_mode
+    mode = "async" if own == "disabled" else own
+    flags = [f"--checkpoint.async_mode={mode}", "--checkpoint.keep_latest_k=2"]
+    text = _no_space(stage, stage.new("background-save"), *flags)
+    begun = text.find(f"checkpoint of step {HALF + INTERVAL} copied in ")
+    check(0 <= begun < text.find("NO CHECKPOINT WAS WRITTEN"), "the save was not in the background", text)
+    return f'async_mode = "{mode}": told, step {HALF} stays, training goes on, the next save is there'
 
 
 def other_ranks(stage: Stage) -> str:
@@ -319,10 +359,16 @@ REHEARSALS = (
     Rehearsal("missing-manifest", "the newest checkpoint has no manifest", missing_manifest),
     Rehearsal("none-left", "no checkpoint is good, and a resume is demanded", none_left),
     Rehearsal("sigterm", "SIGTERM to one rank", sigterm),
+    Rehearsal("sigterm-validation", "SIGTERM to one rank in a validation", sigterm_validation),
+    Rehearsal("loader-raises", "an error in one rank's loader", loader_raises, least_ranks=2),
+    Rehearsal("loader-hangs", "storage that does not answer one rank's loader", loader_hangs),
     Rehearsal("second-run", "another run is started in the same folder", second_run),
     Rehearsal("dead-lock", "a killed run has left its lock", dead_lock),
-    Rehearsal("nan-gradient", "a gradient that is not a number on one rank", nan_gradient),
+    Rehearsal("nan-stop", 'a gradient that is not a number on one rank, guard.policy = "stop"', nan_stop),
+    Rehearsal("nan-skip", 'the same, guard.policy = "skip"', nan_skip),
+    Rehearsal("nan-rollback", 'the same, guard.policy = "rollback"', nan_rollback),
     Rehearsal("full-disk", "no space for a save", full_disk),
+    Rehearsal("background-save", "no space for a save in the background", background_save),
     Rehearsal("other-ranks", "resume on one rank", other_ranks, least_ranks=2),
 )
 

@@ -118,7 +118,6 @@ def _sizes(base: JobConfig, text: Path, degrees: dict[str, int], left: int) -> d
         "metrics.enable_wandb": False,
         "profiling.enable_profiling": False,
         "profiling.enable_memory_snapshot": False,
-        "guard.policy": "stop",
         "job.print_config": False,
         "job.save_config_file": None,
     }

@@ -7,13 +7,15 @@ trainer's: it is the trainer as it is that dies there.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import resource
 import signal
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -42,21 +44,26 @@ class Strike:
     """What is to happen to one rank.
 
     kill: SIGKILL at `stage` of the save of `step`. full: no file may grow beyond `FULL_BYTES` during that save, as on a
-    full disk. nan: the gradient of `step` is not a number. die, term, pause: SIGKILL, SIGTERM or SIGSTOP when `step`
-    begins.
+    full disk. nan: the gradient of `step` is not a number, once. die, term, pause: SIGKILL, SIGTERM or SIGSTOP when
+    `step` begins. term in validation: SIGTERM when the validation after `step` begins. raise, hang: the loader raises
+    `LOADER_ERROR`, or does not return, where it reads the text of `step`.
     """
 
-    kind: Literal["none", "kill", "full", "nan", "die", "term", "pause"] = "none"
+    kind: Literal["none", "kill", "full", "nan", "die", "term", "pause", "term in validation", "raise", "hang"] = "none"
     step: int = 0
     rank: int = 0
     stage: str = ""
     #: Append a line for each step, {"step", "batch"} with the hash of this rank's batch, to FILE.rank; "" for none.
     batches: str = ""
+    #: A file that a loader makes when it raises or hangs; it hangs for as long as there is this file.
+    mark: str = ""
 
 
 _SIGNALS = {"die": signal.SIGKILL, "term": signal.SIGTERM, "pause": signal.SIGSTOP}
 #: Less than any shard of a toy, more than its records.
 FULL_BYTES = 1 << 16
+#: What a loader raises.
+LOADER_ERROR = "[Errno 5] Input/output error: 'a shard of the drill'"
 
 
 def arm(strike: Strike, rank: int) -> None:
@@ -71,6 +78,10 @@ def arm(strike: Strike, rank: int) -> None:
         sys.addaudithook(_full_disk(strike.step))
     elif strike.kind == "nan":
         _spoil_gradient(strike.step)
+    elif strike.kind == "term in validation":
+        _signal_in_validation(strike.step, signal.SIGTERM)
+    elif strike.kind in ("raise", "hang"):
+        _break_loader(strike.step, Path(strike.mark), raises=strike.kind == "raise")
     elif strike.kind in _SIGNALS:
         _signal_in_step(strike.step, _SIGNALS[strike.kind])
 
@@ -185,15 +196,60 @@ def _signal_in_step(step: int, number: signal.Signals) -> None:
     trainer.train_step = train_step
 
 
+def _signal_in_validation(step: int, number: signal.Signals) -> None:
+    """A signal to this process when it is to fetch the first batch of the validation after `step`."""
+    from titanlite.trainer import Trainer
+
+    real = Trainer.validate
+
+    def validate(self: Trainer) -> None:
+        batches = self.feed.validation
+
+        def struck() -> Iterator[Any]:
+            os.kill(os.getpid(), number)
+            yield from batches()
+
+        if self.step == step:
+            self.feed.validation = struck  # type: ignore[method-assign]
+        try:
+            real(self)
+        finally:
+            self.feed.validation = batches  # type: ignore[method-assign]
+
+    Trainer.validate = validate  # type: ignore[method-assign]
+
+
+def _break_loader(step: int, mark: Path, raises: bool) -> None:
+    """What reads this rank's text, ahead of the training or not, raises or hangs at `step`."""
+    from titanlite.data.left_out import count
+    from titanlite.data.loader import TrainLoader
+
+    real = TrainLoader.next_step
+
+    def next_step(self: TrainLoader) -> Any:
+        served = self.position - count(0, self.position, self.left_out)
+        if served // self.batch.global_batch_size + 1 == step:
+            mark.touch()
+            if raises:
+                raise OSError(errno.EIO, "Input/output error", "a shard of the drill")
+            while mark.exists():
+                time.sleep(0.05)
+        return real(self)
+
+    TrainLoader.next_step = next_step  # type: ignore[method-assign]
+
+
 def _spoil_gradient(step: int) -> None:
-    """The last of this rank's parameters gets a gradient of NaN in the backward of `step`."""
+    """The last of this rank's parameters gets a gradient of NaN in the first backward of `step`."""
     from titanlite import trainer
 
-    real = trainer.train_step
+    real, done = trainer.train_step, False
 
     def train_step(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs["step"] != step:
+        nonlocal done
+        if kwargs["step"] != step or done:
             return real(model, *args, **kwargs)
+        done = True
         weight = list(model.parameters())[-1]
         hook = weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.mul_(float("nan")))
         try:
