@@ -51,11 +51,13 @@ def test_kinds_of_parallelism_are_kept_at_degree_two_as_far_as_ranks_go() -> Non
 def test_features_stay_as_they_are() -> None:
     flags = ["--checkpoint.async_mode=async", "--activation_checkpoint.mode=full", "--optimizer.name=Adam"]
     flags += ["--training.gradient_sync=every", "--float8.enable_float8_linear", "--guard.policy=rollback"]
-    flags += ["--float8.filter_fqns=attention.wk,layers.30.,auto_filter_small_kn"]
+    flags += ["--checkpoint.milestones=[1, 5]"]
+    flags += ["--float8.filter_fqns=attention.wk,w2,layers.30.,auto_filter_small_kn"]
     toy = shrink("llama3_8b.toml", flags).plans
     assert toy.checkpoint.async_mode == "async" and toy.activations.mode == "full" and toy.optimizer.name == "Adam"
     assert toy.shard.gradient_sync == "every" and toy.guard.policy == "rollback"
-    assert toy.float8.keep == ("attention.wk",) and not toy.float8.skip_small
+    assert toy.float8.keep == ("attention.wk", "w2") and not toy.float8.skip_small
+    assert toy.checkpoint.milestones == ()
     assert toy.float8.enable and toy.float8.emulate and toy.shard.param_dtype == "bfloat16"
     grouped = dict(toy.model.overrides)
     assert (grouped["n_heads"], grouped["n_kv_heads"]) == (4, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,7 +163,7 @@ def _scaled(base: JobConfig, degrees: dict[str, int], left: int, compiled: bool,
     if d.float8.enable_float8_linear:
         values["float8.emulate"] = True
         # Layers that the toy may lack, and sizes that it has not.
-        named = [name for name in d.float8.filter_fqns if not any(map(str.isdigit, name))]
+        named = [name for name in d.float8.filter_fqns if not re.search(r"(^|\.)\d", name)]
         values["float8.filter_fqns"] = [name for name in named if name != AUTO_FILTER]
         values["float8.min_features"] = 0
         notes.append("float8 is emulated")
@@ -175,6 +176,8 @@ def _scaled(base: JobConfig, degrees: dict[str, int], left: int, compiled: bool,
         values["training.prefetch"] = 1
     if d.training.loss_chunks > 1:
         values["training.loss_chunks"] = 2
+    if isinstance(d.checkpoint.milestones, list):
+        values["checkpoint.milestones"] = []  # one among so few steps would be a save where none is expected
     if d.data.source:
         values["data.source"] = []
     if d.validation.sources:
