@@ -205,13 +205,13 @@ def _save_over_a_bad_disk(world: World, folder: str) -> str:
     """A save where a file of rank 1 is cut after it was written and before the manifest is."""
     model, optimizer, _ = build_tiny(world, RUN)
     checkpointer = Checkpointer(CheckpointPlan(enable=True, folder=folder), world, {})
-    written = checkpointer._written
+    written = checkpointer._sizes_and_hashes
 
     def after_damage(partial: Path, *rest: Any) -> Any:
         os.truncate(partial / "__1_0.distcp", 100)
         return written(partial, *rest)
 
-    checkpointer._written = after_damage  # type: ignore[method-assign]
+    checkpointer._sizes_and_hashes = after_damage  # type: ignore[method-assign]
     try:
         checkpointer.save(1, model, optimizer, {})
     except CheckpointError as error:

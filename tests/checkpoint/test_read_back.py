@@ -38,7 +38,7 @@ def _save_thrice(world: World, folder: str, mode: AsyncMode, verify_saves: bool)
     model, optimizer, _ = build_tiny(world, RUN)
     plan = CheckpointPlan(enable=True, folder=folder, async_mode=mode, keep_latest_k=1, verify_saves=verify_saves)
     saver = Checkpointer(plan, world, PRINTS)
-    written, said = saver._written, []
+    written, said = saver._sizes_and_hashes, []
     try:
         for step in (1, 2, 3):
 
@@ -48,7 +48,7 @@ def _save_thrice(world: World, folder: str, mode: AsyncMode, verify_saves: bool)
                     _damage(partial)
                 return found
 
-            saver._written = on_a_bad_disk  # type: ignore[method-assign]
+            saver._sizes_and_hashes = on_a_bad_disk  # type: ignore[method-assign]
             try:
                 # A validated one needs none before it to stay.
                 saver.save(step, model, optimizer, {}, validation_loss=1.0)
@@ -108,6 +108,44 @@ def _who_reads_what(world: World, folder: str) -> list[str]:
         comparing.check_files = real
         saver.close()
     return read
+
+
+@pytest.mark.parametrize(("hosts", "each"), [(2, 1), (2, 8), (4, 8), (3, 2)])
+def test_another_host_reads_what_one_wrote(hosts: int, each: int) -> None:
+    ranks = hosts * each
+    readers = [comparing.reader_of(writer, ranks) for writer in range(ranks)]
+    assert sorted(readers) == list(range(ranks)), "as much for each"
+    assert all(writer // each != reader // each for writer, reader in enumerate(readers))
+
+
+def _cannot_read(world: World, folder: str, mode: AsyncMode) -> str:
+    """What a save says of which rank 1 cannot read anything back."""
+    model, optimizer, _ = build_tiny(world, RUN)
+    saver = Checkpointer(CheckpointPlan(enable=True, folder=folder, async_mode=mode), world, PRINTS)
+    real = comparing.check_files
+
+    def check_files(*arguments: Any) -> list[str]:
+        if world.rank == 1:
+            raise RuntimeError("can't start new thread")
+        return real(*arguments)
+
+    comparing.check_files = check_files  # type: ignore[assignment]
+    try:
+        saver.save(1, model, optimizer, {})
+        saver.wait()
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        comparing.check_files = real
+        saver.close()
+    return "saved"
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_rank_that_fails_alone_keeps_none_waiting(pool: Pools, tmp_path: Path, mode: AsyncMode) -> None:
+    for said in pool(2).run(_cannot_read, str(tmp_path), mode):
+        assert "rank 1 cannot read" in said and "can't start new thread" in said
+    assert steps_in(tmp_path) == []
 
 
 def test_all_is_read_once_and_by_another_rank(pool: Pools, tmp_path: Path) -> None:

@@ -188,6 +188,13 @@ def test_later_default_of_a_feature_not_built_yet_is_a_comment_so_that_the_file_
     assert any("keep_latest_k = 10, as a comment" in change.text for change in migration.changes)
 
 
+def test_a_list_as_one_string_is_written_as_a_list():
+    text = '[model]\nconverters = "float8"\n\n[float8]\nfilter_fqns = "output, attention.wk"  # small\n'
+    done = migrate_text(text, "old.toml").text
+    assert 'filter_fqns = ["output", "attention.wk"]  # small' in done and '"output, ' not in done
+    assert "enable_float8_linear = true" in done
+
+
 def test_file_without_later_names_is_left_to_the_letter():
     text = 'training.steps=3 # x\nmodel = { name="llama3" }\n\n\n[optimizer]\n\tlr   = 1e-3'
     migration = migrate_text(text, Path("run.toml"))

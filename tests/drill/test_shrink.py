@@ -111,3 +111,8 @@ def test_the_command_without_torch_lists_faults_and_refuses_what_is_wrong(capsys
     ]:
         assert main(["drill", *words]) == exit_codes.CONFIG, words
         assert said in capsys.readouterr().err, words
+
+
+def test_there_is_a_validation_for_a_signal_to_come_in() -> None:
+    toy = shrink("llama3_8b.toml", ["--no-validation.enable"])
+    assert toy.plans.validation.enable and any(line.startswith("validation is on") for line in toy.notes)

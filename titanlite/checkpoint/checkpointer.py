@@ -286,16 +286,21 @@ class Checkpointer:
 
         Raises CheckpointError, on all ranks; then there is no new checkpoint, and none has gone.
         """
-        files, hashes = on_rank_0(self._world, lambda: self._written(partial, writer), group)
+        files, hashes, writers = on_rank_0(self._world, lambda: self._sizes_and_hashes(partial, writer), group)
         manifest = replace(draft, files=files, hashes=hashes)
         if self.plan.verify_saves:
-            problem = compare_what_was_saved(partial, manifest, self._world, group)
+            problem = compare_what_was_saved(partial, manifest, writers, self._world, group)
             if problem is not None:
                 raise CheckpointError(f"what was written could not be read back: {problem}")
         return on_rank_0(self._world, lambda: self._publish(partial, manifest, proven), group)
 
-    def _written(self, partial: Place, writer: HashingWriter) -> tuple[dict[str, int], dict[str, str]]:
-        """On rank 0: name → bytes, and name → hash, of all files of a save. Raises CheckpointError."""
+    def _sizes_and_hashes(
+        self, partial: Place, writer: HashingWriter
+    ) -> tuple[dict[str, int], dict[str, str], dict[str, int]]:
+        """On rank 0, of all files of a save: name → bytes, name → hash, name → rank that wrote it.
+
+        Raises CheckpointError when the folder holds others.
+        """
         there = sizes(partial)
         files = {name: written.size for name, written in writer.written.items()}
         if there != files:
@@ -304,7 +309,7 @@ class Checkpointer:
                 f"{partial} does not hold what was written to it ({', '.join(wrong[:3])}): do all nodes see the same "
                 f"{self.root}?"
             )
-        return files, {name: written.digest for name, written in writer.written.items()}
+        return files, {name: written.digest for name, written in writer.written.items()}, writer.writers
 
     def _publish(self, partial: Place, manifest: Manifest, proven: bool) -> Place:
         """On rank 0: the folder gets its name, older ones go. Raises CheckpointError."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 import torch.distributed as dist
 
@@ -32,15 +33,17 @@ def compare_to_load(folder: Place, manifest: Manifest, world: World, every_byte:
 
 
 def compare_what_was_saved(
-    folder: Place, manifest: Manifest, world: World, group: dist.ProcessGroup | None
+    folder: Place, manifest: Manifest, writers: Mapping[str, int], world: World, group: dist.ProcessGroup
 ) -> str | None:
-    """As `compare_to_load`, right after a save, where group is of all ranks and carries what they tell each other.
-
-    Most files are read by a rank half the world away from the one that wrote them: on another host, if there is more
-    than one, whose memory does not hold what the disks do not.
-    """
-    names = share(manifest.files, (world.rank + world.size // 2) % world.size, world.size)
+    """As `compare_to_load`, right after a save. writers: name → rank; group: by which all ranks tell each other."""
+    names = [name for name, writer in writers.items() if reader_of(writer, world.size) == world.rank]
     return _compare(folder, manifest, names, world, group)
+
+
+def reader_of(writer: int, ranks: int) -> int:
+    """The rank that reads what `writer` has written: on another host, if there is more than one, whose memory does not
+    hold what the disks do not."""
+    return (writer + ranks // 2) % ranks
 
 
 def _compare(
@@ -51,6 +54,8 @@ def _compare(
         mine = check_files(folder, manifest, names, _told(folder, world)), ""
     except StoreError as error:
         mine = [], f"rank {world.rank} cannot read {error}"
+    except Exception as error:  # the others wait for this rank's answer, whatever happened here
+        mine = [], f"rank {world.rank} cannot read {folder}: {error!r}"
     found = [mine] * world.size
     dist.all_gather_object(found, mine, group)
     if unread := sorted(words for _, words in found if words):

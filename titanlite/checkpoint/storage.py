@@ -153,11 +153,13 @@ class _HashingFiles(_Files):
 
 
 class HashingWriter(FileSystemWriter):
-    """Each rank hashes what it writes; after `dcp.save`, `written` holds the files of all ranks on rank 0."""
+    """Each rank hashes what it writes; after `dcp.save`, `written` and `writers` hold all ranks' files on rank 0."""
 
     def __init__(self, folder: Place) -> None:
         super().__init__(str(folder), sync_files=isinstance(folder, Path))
         self.written: dict[str, Written] = {}
+        #: Name in the folder → rank, on rank 0 alike.
+        self.writers: dict[str, int] = {}
         self._own = _HashingFiles()
         self.fs = cast(Any, self._own)
         self.path = cast(Any, folder)
@@ -188,10 +190,13 @@ class HashingWriter(FileSystemWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        for result in results:
-            self.written.update(cast("dict[str, Written]", result.pop()))
+        for rank, result in enumerate(results):
+            written = cast("dict[str, Written]", result.pop())
+            self.written.update(written)
+            self.writers.update(dict.fromkeys(written, rank))
         super().finish(metadata, results)
         self.written.update(self._own.written)
+        self.writers.update(dict.fromkeys(self._own.written, 0))
 
 
 class CheckedReader(FileSystemReader):

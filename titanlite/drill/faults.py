@@ -172,7 +172,7 @@ def loader_raises(stage: Stage) -> str:
     check(re.search(said, text) is not None, f"rank 0 did not say that rank {victim} raised in its loader", text)
     last = text.splitlines()[-1]
     check(LOADER_ERROR in last, f"the last line is not what rank {victim} raised", text)
-    most = max(_END_SECONDS, 2 * stage.start_seconds)
+    most = max(_END_SECONDS, 2 * stage.half_run_seconds)
     check(seconds <= most, f"it took {seconds:.0f} s until all had ended, more than {most:.0f}", text)
     stage.end(run, resumed=HALF)
     stage.same(run)
@@ -183,7 +183,7 @@ def loader_raises(stage: Stage) -> str:
 def loader_hangs(stage: Stage) -> str:
     run, victim, step = stage.begin("loader-hangs"), stage.toy.ranks - 1, HALF + 2
     mark = run / "struck"
-    deadline = max(_STALL_SECONDS, stage.start_seconds)  # on a busy machine every step takes a while
+    deadline = max(_STALL_SECONDS, stage.half_run_seconds)  # on a busy machine every step takes a while
     deadline = min(deadline, stage.toy.plans.comm.train_timeout_seconds / 2)
     beat = min(stage.toy.plans.stall.heartbeat_seconds, deadline / 2)
     more = [f"--stall.deadline_seconds={deadline:.3f}", f"--stall.heartbeat_seconds={beat:.3f}"]

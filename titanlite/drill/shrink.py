@@ -178,6 +178,9 @@ def _scaled(base: JobConfig, degrees: dict[str, int], left: int, compiled: bool,
         values["training.loss_chunks"] = 2
     if isinstance(d.checkpoint.milestones, list):
         values["checkpoint.milestones"] = []  # one among so few steps would be a save where none is expected
+    if not d.validation.enable:
+        values["validation.enable"] = True
+        notes.append("validation is on: one of the faults strikes in it")
     if d.data.source:
         values["data.source"] = []
     if d.validation.sources:

@@ -63,7 +63,8 @@ _SIGNALS = {"die": signal.SIGKILL, "term": signal.SIGTERM, "pause": signal.SIGST
 #: Less than any shard of a toy, more than its records.
 FULL_BYTES = 1 << 16
 #: What a loader raises.
-LOADER_ERROR = "[Errno 5] Input/output error: 'a shard of the drill'"
+_LOADER_FAILURE = (errno.EIO, "Input/output error", "a shard of the drill")
+LOADER_ERROR = str(OSError(*_LOADER_FAILURE))
 
 
 def arm(strike: Strike, rank: int) -> None:
@@ -231,7 +232,7 @@ def _break_loader(step: int, mark: Path, raises: bool) -> None:
         if served // self.batch.global_batch_size + 1 == step:
             mark.touch()
             if raises:
-                raise OSError(errno.EIO, "Input/output error", "a shard of the drill")
+                raise OSError(*_LOADER_FAILURE)
             while mark.exists():
                 time.sleep(0.05)
         return real(self)

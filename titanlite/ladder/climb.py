@@ -86,7 +86,7 @@ class Ladder:
         self.finished = {slot.folder: done for slot in slots if (done := self._done(slot)) is not None}
 
     def climb(self) -> tuple[Report, int]:
-        """Make the runs that are missing after `begin`; the report and the exit code.
+        """Make the runs that are missing after `begin`, which is called first; the report and the exit code.
 
         What was measured is written after every run, so an error or a signal costs the run it came in. Raises
         LadderError when nothing can be written.

@@ -139,25 +139,25 @@ def _alone(out: Path) -> Iterator[None]:
     """
     made = [folder for folder in (out, *out.parents) if not folder.exists()]
     try:
+        out.mkdir(parents=True, exist_ok=True)
+        folder = os.open(out, os.O_RDONLY | os.O_DIRECTORY)
+    except (FileExistsError, NotADirectoryError):
+        raise LadderError(f"{out} exists and is no ladder's folder; name another --out") from None
+    except OSError as error:
+        raise LadderError(f"cannot write to {out}: {error.strerror or error}; name another with --out") from None
+    try:
         try:
-            out.mkdir(parents=True, exist_ok=True)
-        except FileExistsError:
-            raise LadderError(f"{out} exists and is no ladder's folder; name another --out") from None
-        except OSError as error:
-            raise LadderError(f"cannot write to {out}: {error.strerror or error}; name another with --out") from None
-        folder = os.open(out, os.O_RDONLY)
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise LadderError(f"{out}: another `titanlite ladder` is at work there") from None
         try:
-            try:
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise LadderError(f"{out}: another `titanlite ladder` is at work there") from None
             yield
         finally:
-            os.close(folder)
+            with contextlib.suppress(OSError):  # there is something in it
+                for path in made:
+                    path.rmdir()  # while it is locked: who opens it next has another
     finally:
-        with contextlib.suppress(OSError):  # there is something in it
-            for path in made:
-                path.rmdir()
+        os.close(folder)
 
 
 @contextlib.contextmanager
@@ -167,26 +167,33 @@ def _files(levels: Sequence[Level], out: Path) -> Iterator[None]:
 
     folder = out / LEVELS
     state = read_state(out)
-    if state is None and {path.name for path in out.iterdir()} - {LEVELS}:
-        raise LadderError(f"{out} exists and is no ladder's folder; name another --out")
     paths = [folder / level.file for level in levels]
-    before = {path: path.read_bytes() if path.is_file() else None for path in paths}
+    try:
+        if state is None and {path.name for path in out.iterdir()} - {LEVELS}:
+            raise LadderError(f"{out} exists and is no ladder's folder; name another --out")
+        before = {path: path.read_bytes() if path.is_file() else None for path in paths}
+    except OSError as error:
+        raise LadderError(f"cannot read {error.filename or out}: {error.strerror or error}") from None
     if state is not None:
         for path, level in zip(paths, levels, strict=True):
             if before[path] not in (None, level.text.encode()):
                 raise LadderError(f"{out} holds another ladder: {path} is of another config; name another --out")
     made = not folder.exists()
     try:
-        write_levels(levels, folder)
+        try:
+            write_levels(levels, folder)
+        except OSError as error:
+            raise LadderError(f"cannot write to {folder}: {error.strerror or error}; name another --out") from None
         yield
     except BaseException:
-        with contextlib.suppress(OSError):
-            for path, content in before.items():
+        for path, content in before.items():
+            with contextlib.suppress(OSError):
                 if content is None:
                     path.unlink(missing_ok=True)
-                else:
+                elif path.read_bytes() != content:
                     path.write_bytes(content)
-            if made:
+        if made:
+            with contextlib.suppress(OSError):
                 folder.rmdir()
         raise
 
