@@ -127,12 +127,11 @@ COLUMNS = {
     "compiled, by operation": Column(1, "SGD", {"training.compile": "true", **BY_OPERATION}, steps=4),
 }
 
-#: Cells of `./run_tests.sh`: every kind of row, every column. The whole table is in `--full`, but for graphs of four
-#: ranks without the policy by operation: `--soak` has them.
+#: Cells of `./run_tests.sh`: every kind of parallelism, every column. The whole table is in `--full`, but for graphs of
+#: four ranks without the policy by operation: `--soak` has them.
 QUICK = {
     ("fsdp 2", "at once"),
     ("fsdp 2", "compiled, by operation"),
-    ("fsdp 4", "accumulated"),
     ("hsdp 2 x 2", "every 2nd recomputed"),
     ("ddp 2", "recomputed"),
     ("tp 2", "compiled"),
@@ -141,8 +140,6 @@ QUICK = {
     ("cp 2, fsdp 2", "recomputed"),
     ("pp 2, 1F1B", "at once"),
     ("pp 2, ZBVZeroBubble", "accumulated"),
-    ("pp 2, fsdp 2", "accumulated"),
-    ("pp 2, tp 2", "at once"),
 }
 
 ZERO_BUBBLE = ("pp 2, InterleavedZeroBubble", "pp 2, ZBVZeroBubble")
@@ -231,7 +228,7 @@ def train_row(references: References, row: Row, accumulation: int) -> None:
 def bf16_rows(fewest: int, most: int) -> list[Any]:
     """As parameters of a test."""
     return [
-        name if name in ("fsdp 2", "tp 2") else pytest.param(name, marks=pytest.mark.slow)
+        name if name == "fsdp 2" else pytest.param(name, marks=pytest.mark.slow)
         for name, row in ROWS.items()
         if fewest <= row.ranks <= most
     ]

@@ -104,7 +104,7 @@ def _train(world: World, run: Run, value: float | None) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("implementation", "values"),
     [
-        ("fused", (float("nan"), float("inf"))),
+        pytest.param("fused", (float("nan"), float("inf")), marks=pytest.mark.slow),
         ("foreach", (float("nan"),)),
         pytest.param("for-loop", (float("nan"),), marks=pytest.mark.slow),
     ],

@@ -118,7 +118,11 @@ def test_one_rank_computes_in_the_same_precision_as_many(pool: Pools) -> None:
         }
 
 
-@pytest.mark.parametrize("shard", [ShardPlan("float32"), ShardPlan(), ShardPlan("bfloat16", "bfloat16")], ids=str)
+@pytest.mark.parametrize(
+    "shard",
+    [ShardPlan("float32"), ShardPlan(), pytest.param(ShardPlan("bfloat16", "bfloat16"), marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_every_parameter_moves(pool: Pools, shard: ShardPlan) -> None:
     """Norm weights near 1 would stand still in bf16 weights: updates of 1e-3 are below their spacing."""
     tokens, labels = batches(50, 4, 16, 192)
