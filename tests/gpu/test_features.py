@@ -13,6 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.gpu.peak import peak_and_gradients
 from tests.parallel import float8_runs
 from tests.parallel.float8_runs import LINEARS, RATES, RECIPES, distance, spread
 from tests.training.compare import LABELS, TOKENS, WARM
@@ -144,17 +145,7 @@ def test_each_mode_keeps_less_and_computes_the_same(world: World) -> None:
         "none, offload": ActivationCheckpointPlan(offload=True),
     }.items():
         run = Run(tokens, labels, [1e-3], args=args, shard=BF16, activations=plan)
-        model, _, rank = build_tiny(world, run)
-        data = to_device(micro_batches(run, 0, rank, world.size), world.device)
-        for _ in range(2):
-            model.zero_grad()
-            torch.cuda.synchronize()
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            model(data[0].tokens).float().logsumexp(-1).sum().backward()
-            peaks[name] = torch.cuda.max_memory_allocated() - before
-        gradients[name] = {n: p.grad.full_tensor().clone() for n, p in model.named_parameters()}  # type: ignore[union-attr]
-        del model, data
+        peaks[name], gradients[name] = peak_and_gradients(world, run)
     assert peaks["full"] < peaks["every 2nd"] < peaks["none"] and peaks["by operation"] < peaks["none"]
     assert peaks["none, offload"] < peaks["none"]
     for name, ours in gradients.items():

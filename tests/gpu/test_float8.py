@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from tests.checkpoint.runs import RUN as SAVED
+from tests.gpu.peak import peak_and_gradients
 from tests.gpu.test_features import COMPILED, FLOAT8_HARDWARE
 from tests.parallel.float8_runs import RATES, RUN, distance, drift_of, gathered_types, resumed
 from tests.parallel.test_compile import _whole
-from tests.training.harness import TINY, Run, batches, build_tiny, micro_batches, train
-from titanlite.build import to_device
+from tests.training.harness import TINY, Run, batches, train
 from titanlite.checkpoint.contents import Contents, compare
 from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, Float8Plan, ShardPlan
 from titanlite.parallel.world import World
@@ -98,18 +98,9 @@ def _budgeted(world: World, share: float, float8: Float8Plan) -> tuple[int, dict
         float8=float8,
     )
     torch._dynamo.reset()
-    model, _, rank = build_tiny(world, run)
-    data = to_device(micro_batches(run, 0, rank, world.size), world.device)
-    for _ in range(2):
-        model.zero_grad()
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        model(data[0].tokens).float().logsumexp(-1).sum().backward()
-        peak = torch.cuda.max_memory_allocated() - before
-    gradients = {n: p.grad.full_tensor().clone() for n, p in model.named_parameters()}  # type: ignore[union-attr]
+    found = peak_and_gradients(world, run)
     torch._dynamo.reset()
-    return peak, gradients
+    return found
 
 
 @pytest.mark.parametrize("float8", [False, pytest.param(True, marks=FLOAT8_HARDWARE)], ids=["bf16", "float8"])
