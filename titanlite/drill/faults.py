@@ -21,7 +21,7 @@ from titanlite.drill.strike import LOADER_ERROR, Strike
 
 #: Relative; another number of ranks adds up in another order.
 _ROUNDING = {"float32": 1e-4, "bfloat16": 5e-2}
-#: In which a rank that raises is to have ended all; on a busy machine, in as long as two starts take.
+#: In which a rank that raises is to have ended all; on a busy machine, in as long as two half runs take.
 _END_SECONDS = 10.0
 #: Without progress until it is reported who hangs; less where the config's collectives wait less.
 _STALL_SECONDS = 5.0
