@@ -35,7 +35,7 @@ from benchmarks.gpu_bench import ROOT, Bench, Failed, NotMeasured, OutOfTime, Re
 from benchmarks.gpu_ladder import SETTINGS, climb, kept_layers
 from benchmarks.gpu_page import COMMAND, page, targets
 from benchmarks.gpu_pieces import machine, modes, probe, tests
-from titanlite.ladder.process import Stopped, stoppable
+from titanlite.tools.processes import Stopped, stoppable
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 

@@ -87,7 +87,7 @@ def climb(bench: Bench, name: str) -> Result:
         print(f"{name}: {problems[-1]}; again with {layers - 2} blocks", flush=True)
         layers -= 2
         keep_layers(bench, name, layers)
-    state = out / "ladder.json"
+    state = out / "benchmark.json"
     if not state.exists():
         raise Failed("; ".join(problems) or f"no {state}")
     ladder = json.loads(state.read_text())
@@ -138,10 +138,10 @@ def _what_failed(log: Path, out: Path) -> tuple[str | None, str]:
 def ladder_command(
     bench: Bench, setting: Setting, flags: Sequence[str], layers: int, out: Path, skip: Sequence[str]
 ) -> list[str]:
-    """`titanlite ladder` on one rank."""
+    """`titanlite benchmark` on one rank."""
     steps, warmup = (4, 2) if bench.toy else (setting.steps, setting.warmup)
     return [
-        *(sys.executable, "-m", "titanlite.cli", "ladder", str(CONFIGS / setting.config)),
+        *(sys.executable, "-m", "titanlite.cli", "benchmark", str(CONFIGS / setting.config)),
         *("--ranks", "1", "--out", str(out), "--steps", str(steps), "--warmup", str(warmup)),
         *("--repeats", str(1 if bench.toy else setting.repeats)),
         *(word for level in skip for word in ("--skip", level)),
@@ -239,7 +239,7 @@ def ladder_rows(
     rows = []
     for level in ladder["levels"]:
         name, speed = level["level"], level["tokens_per_second"]
-        values = ladder["inputs"]["config"].get(name, {})
+        values = ladder["config"].get(name, {})
         float8 = values.get("float8.enable_float8_linear", False)
         rows.append(
             {

@@ -20,11 +20,11 @@ from titanlite.config.plans import MeshPlan, ModelPlan, Plans
 from titanlite.config.resolve import smallest_world
 from titanlite.config.unbuilt import unbuilt_notes
 from titanlite.drill import command as drill_command
-from titanlite.ladder import command as ladder_command
 from titanlite.models.shapes import count_parameters
 from titanlite.prepare import checked_plans, model_args, resolve_plans
 from titanlite.runs import command as runs_command
 from titanlite.runs.attempts import RunError
+from titanlite.tools import benchmark
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_config(commands)
     runs_command.add_commands(commands)
     checkpoint_command.add_commands(commands)
-    ladder_command.add_command(commands)
+    benchmark.add_command(commands)
     drill_command.add_command(commands)
     return parser
 

@@ -90,7 +90,7 @@ def test_a_signal_lets_the_command_end_its_own_children(
 import sys
 from pathlib import Path
 from benchmarks.gpu_bench import Bench
-from titanlite.ladder.process import Stopped, stoppable
+from titanlite.tools.processes import Stopped, stoppable
 try:
     with stoppable():
         Bench(Path({str(tmp_path)!r}), False, float("inf")).call(
@@ -117,9 +117,9 @@ except Stopped as stop:
 
 
 def test_patience_is_longer_than_a_ladders() -> None:
-    from titanlite.ladder import process
+    from titanlite.tools import processes
 
-    assert gpu_bench.PATIENCE_SECONDS >= process._PATIENCE_SECONDS + 10
+    assert gpu_bench.PATIENCE_SECONDS >= processes.GRACE_SECONDS + 10
 
 
 # Settings.
@@ -137,9 +137,9 @@ def test_settings_are_the_published_ones(name: str, dim: int, seq_len: int, sequ
 
 
 def test_levels_are_the_ladders() -> None:
-    from titanlite.ladder.levels import RUNGS
+    from titanlite.tools.benchmark_levels import LEVELS
 
-    assert tuple(rung.name for rung in RUNGS) == gpu_ladder.LEVELS
+    assert tuple(level.name for level in LEVELS) == gpu_ladder.LEVELS
 
 
 def test_what_is_not_built_is_all_that_keeps_a_setting_back() -> None:
@@ -192,8 +192,8 @@ for level in speeds:
 config = {one["level"]: {"float8.enable_float8_linear": "float8" in one["level"], "float8.recipe_name": "tensorwise",
                          "activation_checkpoint.mode": "full"} for one in levels}
 os.makedirs(out, exist_ok=True)
-with open(f"{out}/ladder.json", "w") as file:
-    json.dump({"steps": 25, "levels": levels, "runs": runs, "inputs": {"config": config}}, file)
+with open(f"{out}/benchmark.json", "w") as file:
+    json.dump({"steps": 25, "levels": levels, "runs": runs, "config": config}, file)
 sys.exit(code)
 """
 

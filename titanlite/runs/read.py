@@ -226,16 +226,17 @@ def _with_total(rows: Iterator[dict[str, float]]) -> Iterator[Row]:
 
 def _config(path: Path) -> dict[str, Any] | None:
     try:
-        return dict(_flat(loads(path.read_text(encoding="utf-8"))))
+        return dict(flat(loads(path.read_text(encoding="utf-8"))))
     except FileNotFoundError:
         return None
     except (TOMLDecodeError, UnicodeDecodeError) as error:
         raise RunError(f"{path}: not TOML ({error}); mend it, or rename it to compare without it") from None
 
 
-def _flat(table: Mapping[str, Any], lead: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:
+def flat(table: Mapping[str, Any], lead: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:
+    """The values of nested tables by dotted name."""
     for name, value in table.items():
         if isinstance(value, dict):
-            yield from _flat(value, (*lead, name))
+            yield from flat(value, (*lead, name))
         else:
             yield ".".join((*lead, name)), value

@@ -1,4 +1,4 @@
-"""The arithmetic of a ladder on made-up metrics, and the order of its runs."""
+"""Figures of a benchmark from made-up metrics, and the order of its runs."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from typing import Any, cast
 import pytest
 
 from tests.runs.conftest import training_row, write_metrics
-from titanlite.ladder.check import Planned
-from titanlite.ladder.climb import in_turn
-from titanlite.ladder.figures import Measured, counted, logged_steps, measure, summarize
-from titanlite.ladder.levels import Level
 from titanlite.runs.read import read_run
+from titanlite.tools.benchmark import in_turn
+from titanlite.tools.benchmark_levels import Level, Planned
+from titanlite.tools.benchmark_report import RunFigures, after_warmup, measure, summarize
 
 
-def made(level: str, repeat: int, speed: float, losses: dict[int, float] | None = None, **more: Any) -> Measured:
-    return Measured(level, repeat, speed, more.get("mfu"), more.get("memory"), losses or {1: 5.0})
+def made(level: str, repeat: int, speed: float, losses: dict[int, float] | None = None, **more: Any) -> RunFigures:
+    return RunFigures(level, repeat, speed, more.get("mfu"), more.get("memory"), losses or {1: 5.0})
 
 
 def test_the_warm_up_is_left_out_of_speed_and_mfu_and_not_of_memory_and_losses(tmp_path: Path) -> None:
@@ -35,11 +34,10 @@ def test_the_warm_up_is_left_out_of_speed_and_mfu_and_not_of_memory_and_losses(t
 
 
 def test_a_row_whose_window_begins_in_the_warm_up_does_not_count() -> None:
-    rows = [{"step": float(step)} for step in logged_steps(25, 10)]
-    assert [row["step"] for row in rows] == [1, 10, 20, 25]
-    assert [row["step"] for row in counted(rows, 5)] == [20, 25]
-    assert [row["step"] for row in counted(rows, 10)] == [20, 25]
-    assert [row["step"] for row in counted(rows, 11)] == [25]
+    rows = [{"step": float(step)} for step in (1, 10, 20, 25)]
+    assert [row["step"] for row in after_warmup(rows, 5)] == [20, 25]
+    assert [row["step"] for row in after_warmup(rows, 10)] == [20, 25]
+    assert [row["step"] for row in after_warmup(rows, 11)] == [25]
 
 
 def test_ratios_are_taken_repeat_by_repeat() -> None:
@@ -65,7 +63,7 @@ def test_losses_differ_by_the_largest_difference_at_equal_steps() -> None:
     measured = [made("default", 1, 1, base), made("default", 2, 1, {**base, 2: 7.25})]
     measured += [made("compile", 1, 1, {1: 8.0, 2: 6.5, 3: 6.125, 4: 99.0}), made("compile", 2, 1, base)]
     measured += [made("other", 1, 1, {1: 2.0})]
-    default, compiled, other = summarize(["default", "compile", "other"], measured, unlike=["other"])
+    default, compiled, other = summarize(["default", "compile", "other"], measured, not_comparable=["other"])
     assert default.loss_difference is None and default.loss_spread == 0.25
     assert compiled.loss_difference == 0.5  # and 0.25 in the second repeat
     assert default.loss == 6.0 and compiled.loss == pytest.approx((99 + 6) / 2)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -17,25 +15,22 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.ladder.stand_in import SPEEDS
+from tests.tools.stand_in import SPEEDS
 from titanlite.cli import main
-from titanlite.ladder import climb, process
-from titanlite.ladder.climb import source_hash as climb_source_hash
 from titanlite.runs.plots import COLORS
+from titanlite.tools import benchmark as command
+from titanlite.tools import benchmark_levels, processes
 
 ROOT = Path(__file__).parents[2]
-Climb = Callable[..., tuple[int, str, str]]
-STAND_IN = [sys.executable, str(ROOT / "tests" / "ladder" / "stand_in.py")]
-
-pytestmark = pytest.mark.soak
+Benchmark = Callable[..., tuple[int, str, str]]
+STAND_IN = [sys.executable, str(ROOT / "tests" / "tools" / "stand_in.py")]
 
 
 @pytest.fixture
-def ladder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Climb:
-    """`ladder(*words)`: three levels, three repeats of six steps in out/; exit code, output, errors."""
-    monkeypatch.setattr(climb, "launch", lambda ranks, arguments: [*STAND_IN, *arguments])
-    monkeypatch.setattr(process, "probe", lambda: process.Machine("cpu", "CPU (made up)", 0))
-    monkeypatch.setattr(climb, "source_hash", lambda: "as it was")  # somebody may be at work on the files
+def benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Benchmark:
+    """`benchmark(*words)`: three levels, three repeats of six steps in out/; exit code, output, errors."""
+    monkeypatch.setattr(command, "training_command", lambda ranks, arguments: [*STAND_IN, *arguments])
+    monkeypatch.setattr(benchmark_levels, "probe", lambda: benchmark_levels.Machine("cpu", "CPU (made up)", 0))
     monkeypatch.setenv("STAND_IN_LOG", str(tmp_path / "log"))
     (tmp_path / "more.toml").write_text('[activation_checkpoint]\nmode = "full"\n')
     (tmp_path / "base.toml").write_text('[compile]\nbackend = "aot_eager"\n[training]\nsteps = 100\n')
@@ -43,7 +38,7 @@ def ladder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     def run(*words: str) -> tuple[int, str, str]:
         skipped = ("--skip", "float8", "--skip", "float8-all-gather", "--overlay", f"more={tmp_path}/more.toml")
         size = ("--steps", "6", "--warmup", "2", "--out", str(tmp_path / "out"))
-        code = main(["ladder", str(tmp_path / "base.toml"), *size, *skipped, *words])
+        code = main(["benchmark", str(tmp_path / "base.toml"), *size, *skipped, *words])
         return code, *capsys.readouterr()
 
     return run
@@ -56,8 +51,9 @@ def log(tmp_path: Path) -> list[str]:
 ORDER = ["default-1", "compile-1", "more-1", "compile-2", "more-2", "default-2", "more-3", "default-3", "compile-3"]
 
 
-def test_levels_take_turns_and_the_table_has_medians_and_ratios(ladder: Climb, tmp_path: Path) -> None:
-    code, out, err = ladder()
+@pytest.mark.soak
+def test_levels_take_turns_and_the_table_has_medians_and_ratios(benchmark: Benchmark, tmp_path: Path) -> None:
+    code, out, err = benchmark()
     assert code == 0, err
     assert log(tmp_path) == ORDER
     rows = {
@@ -69,25 +65,26 @@ def test_levels_take_turns_and_the_table_has_medians_and_ratios(ladder: Climb, t
     assert rows["compile"][-5:] == ["8.4010", "0.001", "3", "of", "3"]
     assert rows["more"][1:3] == ["500", "0.50"] and rows["more"][-4] == "0.002"
     said = [line[9:] for line in err.splitlines()]
-    assert said[0].startswith("run 1 of 9: default, repeat 1 begins; its output: ")
-    assert said[1].startswith("run 1 of 9: default, repeat 1: 2,000 tokens/s, loss 8.4000, in ")
+    assert said[0].startswith("run 1 of 9: default, repeat 1 starts; its output: ")
+    assert said[1].startswith("run 1 of 9: default, repeat 1: 2,000 tokens/s, loss 8.4000; about ")
     assert " left" in said[1] and " left" not in said[-1] and len(said) == 18
 
 
-def test_what_is_written(ladder: Climb, tmp_path: Path) -> None:
-    _, out, _ = ladder("--repeats", "1")
+@pytest.mark.slow
+def test_what_is_written(benchmark: Benchmark, tmp_path: Path) -> None:
+    _, out, _ = benchmark("--repeats", "1")
     folder = tmp_path / "out"
     assert sorted(path.name for path in folder.iterdir()) == [
-        *("ladder.json", "ladder.md", "levels", "losses.png", "runs", "throughput.png")
+        *("benchmark.json", "benchmark.md", "levels", "losses.png", "runs", "throughput.png")
     ]
     assert out.endswith(f"written: {', '.join(str(folder / n) for n in FILES)}\n")
-    found = json.loads((folder / "ladder.json").read_text())
+    found = json.loads((folder / "benchmark.json").read_text())
     assert [line["level"] for line in found["levels"]] == ["default", "compile", "more"]
     assert found["levels"][1]["ratio"] == [1.5, 1.5, 1.5] and found["levels"][1]["tokens_per_second"] == 3000
-    assert found["hardware"] == {"device": "CPU (made up)", "ranks": 2, "cores": os.cpu_count()}
+    assert found["hardware"] == {"device": "CPU (made up)", "world_size": 2, "cores": os.cpu_count()}
     assert found["versions"]["torch"] and found["command"][0] == "titanlite"
     assert found["runs"][0]["losses"]["6"] == pytest.approx(8.4)
-    page = (folder / "ladder.md").read_text()
+    page = (folder / "benchmark.md").read_text()
     assert "| compile | 3,000 | 1.50 (1.50–1.50) | – | 2.50 | 8.4010 | 0.001 | 1 of 1 |" in page
     assert "![losses](losses.png)" in page and f"more: {tmp_path}/more.toml over default" in page
     # A bar as long as its speed: compile's, the fastest, three times that of more.
@@ -101,91 +98,85 @@ def test_what_is_written(ladder: Climb, tmp_path: Path) -> None:
     assert Image.open(folder / "losses.png").size[0] > 500
 
 
-FILES = ("ladder.md", "ladder.json", "losses.png", "throughput.png")
+FILES = ("benchmark.md", "benchmark.json", "losses.png", "throughput.png")
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_stops_it_with_its_last_words_and_what_was_measured_stays(
-    ladder: Climb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    benchmark: Benchmark, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STAND_IN_FAIL", "more-1")
-    code, out, err = ladder()
+    code, out, err = benchmark()
     assert code == 1 and log(tmp_path) == ORDER[:3]
     assert "run 3 of 9: more, repeat 1 failed with exit code 3. Its last lines:" in err
     assert "    error: the cat sat on the keyboard\n" in err and "--skip more leaves it out" in err
     assert "0 of 3" in out and "2,000" in out
-    assert len(json.loads((tmp_path / "out" / "ladder.json").read_text())["runs"]) == 2
+    assert len(json.loads((tmp_path / "out" / "benchmark.json").read_text())["runs"]) == 2
 
     monkeypatch.delenv("STAND_IN_FAIL")
-    code, _, err = ladder()
+    code, _, err = benchmark()
     assert code == 0 and "2 of 9 runs are in" in err
     assert log(tmp_path) == [*ORDER[:3], *ORDER[2:]]
 
 
-def test_a_level_that_fails_can_be_left_out_of_what_goes_on_and_come_again_as_it_was(
-    ladder: Climb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.soak
+def test_a_level_that_fails_can_be_left_out_and_come_again(
+    benchmark: Benchmark, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STAND_IN_FAIL", "more-1")
-    assert ladder("--repeats", "1")[0] == 1
-    assert ladder("--repeats", "1", "--skip", "more")[0] == 0 and log(tmp_path) == ORDER[:3]
+    assert benchmark("--repeats", "1")[0] == 1
+    assert benchmark("--repeats", "1", "--skip", "more")[0] == 0 and log(tmp_path) == ORDER[:3]
     monkeypatch.delenv("STAND_IN_FAIL")
-    (tmp_path / "more.toml").write_text('[activation_checkpoint]\nmode = "selective"\n')
-    code, _, err = ladder("--repeats", "1")
-    assert code == 2 and 'config more activation_checkpoint.mode: "full" there, "selective" now' in err
-    (tmp_path / "more.toml").write_text('[activation_checkpoint]\nmode = "full"\n')
-    assert ladder("--repeats", "1")[0] == 0 and log(tmp_path) == [*ORDER[:3], "more-1"]
+    assert benchmark("--repeats", "1")[0] == 0 and log(tmp_path) == [*ORDER[:3], "more-1"]
 
 
-def test_finished_runs_are_kept_and_only_the_missing_ones_made(ladder: Climb, tmp_path: Path) -> None:
-    assert ladder("--repeats", "1")[0] == 0
-    assert ladder("--repeats", "1", "--warmup", "3")[0] == 0  # only counts other steps
+@pytest.mark.soak
+def test_finished_runs_are_kept_and_only_the_missing_ones_made(benchmark: Benchmark, tmp_path: Path) -> None:
+    assert benchmark("--repeats", "1")[0] == 0
+    assert benchmark("--repeats", "1", "--warmup", "3")[0] == 0  # only counts other steps
     assert log(tmp_path) == ORDER[:3]
-    assert ladder("--repeats", "2")[0] == 0
+    assert benchmark("--repeats", "2")[0] == 0
     assert log(tmp_path) == ORDER[:6]
 
 
-def test_a_folder_of_other_inputs_is_refused_with_what_differs(ladder: Climb, tmp_path: Path) -> None:
-    assert ladder("--repeats", "1")[0] == 0
-    code, out, err = ladder("--repeats", "1", "--optimizer.lr=0.5")
-    assert code == 2 and out == ""
-    assert "holds another ladder:" in err and "config default optimizer.lr: 0.0008 there, 0.5 now" in err
-    (tmp_path / "base.toml").rename(tmp_path / "other.toml")
-    code = main(["ladder", str(tmp_path / "other.toml"), "--out", str(tmp_path / "out")])
-    assert code == 2 and str(tmp_path / "base.toml") in (tmp_path / "out" / "levels" / "default.toml").read_text()
-    assert log(tmp_path) == ORDER[:3]
-
-
-def test_runs_of_another_version_of_the_code_are_no_part_of_it(
-    ladder: Climb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("flag", "torch", "difference"),
+    [
+        ("--optimizer.lr=0.5", "", "optimizer.lr: 0.0008 there, 0.5 now"),
+        ("--ranks=1", "", "ranks: 2 there, 1 now"),
+        ("--repeats=1", "2.0", 'version of torch: "2.0" there'),
+    ],
+)
+@pytest.mark.slow
+def test_runs_of_another_benchmark_are_refused_with_the_differences(
+    flag: str, torch: str, difference: str, benchmark: Benchmark, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert re.fullmatch("[0-9a-f]{16}", climb_source_hash())
-    assert ladder("--repeats", "1")[0] == 0
-    versions = iter(["as it was", *["another"] * 99])
-    monkeypatch.setattr(climb, "source_hash", lambda: next(versions))
-    assert "titanlite's own files changed while it ran" in ladder("--repeats", "1")[1]
-    code, _, err = ladder("--repeats", "1")
-    assert code == 2 and 'titanlite\'s files: "as it was" there, "another" now' in err
+    if torch:
+        monkeypatch.setenv("STAND_IN_TORCH", torch)
+    first = ("--repeats", "1", "--skip", "more", "--skip", "compile")
+    code, _, err = benchmark(*first) if not torch else benchmark("--repeats", "1")
+    assert (code == 0 and log(tmp_path) == ["default-1"]) or torch, err
+    made = log(tmp_path)
+    code, out, err = benchmark(*first, flag)
+    assert code == 2 and out == ""
+    assert "is a run of another benchmark:" in err and difference in err
+    assert log(tmp_path) == made
 
 
-def test_a_folder_of_something_else_is_refused(ladder: Climb, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.md").write_text("mine")
-    code, _, err = ladder()
-    assert code == 2 and "exists and is no ladder's folder; name another --out" in err
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.md"]
-
-
-def test_other_text_or_weights_are_not_compared_by_loss(ladder: Climb, tmp_path: Path) -> None:
+@pytest.mark.soak
+def test_other_text_or_weights_are_not_compared_by_loss(benchmark: Benchmark, tmp_path: Path) -> None:
     (tmp_path / "more.toml").write_text("[training]\nglobal_batch_size = 32\n[data]\nseed = 5\n")
-    code, out, _ = ladder("--repeats", "1")
+    code, out, _ = benchmark("--repeats", "1")
     assert code == 0
     assert "more differs from default in order of the text, sequences per step: losses not compared" in out
-    levels = json.loads((tmp_path / "out" / "ladder.json").read_text())["levels"]
+    levels = json.loads((tmp_path / "out" / "benchmark.json").read_text())["levels"]
     assert levels[2]["loss_difference"] is None and levels[1]["loss_difference"] == pytest.approx(0.001)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.soak
 def test_a_signal_ends_the_run_at_work_and_keeps_the_others(
-    number: signal.Signals, ladder: Climb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals, benchmark: Benchmark, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STAND_IN_HANG", "compile-1")
 
@@ -197,7 +188,7 @@ def test_a_signal_ends_the_run_at_work_and_keeps_the_others(
     sender = threading.Thread(target=send)
     sender.start()
     began = time.monotonic()
-    code, out, err = ladder()
+    code, out, err = benchmark()
     sender.join()
     assert time.monotonic() - began < 30
     assert code == 128 + number and f"stopped by {number.name}" in err
@@ -205,7 +196,7 @@ def test_a_signal_ends_the_run_at_work_and_keeps_the_others(
     assert all((tmp_path / "out" / name).exists() for name in FILES)
     assert not _alive(f"{tmp_path}/out/runs/compile-1")
     monkeypatch.delenv("STAND_IN_HANG")
-    assert ladder()[0] == 0 and log(tmp_path) == [*ORDER[:2], *ORDER[1:]]
+    assert benchmark()[0] == 0 and log(tmp_path) == [*ORDER[:2], *ORDER[1:]]
 
 
 def _alive(words: str) -> list[str]:
@@ -219,28 +210,17 @@ def _alive(words: str) -> list[str]:
     return found
 
 
-def test_two_ladders_do_not_share_a_folder(ladder: Climb, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    hold = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX); print(1, flush=True)"
-    command = [sys.executable, "-c", f"{hold}; input()", str(tmp_path / "out")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None and other.stdout.readline()
-        code, _, err = ladder()
-        other.communicate("\n")
-    assert code == 2 and "another `titanlite ladder` is at work there" in err
-    assert not list((tmp_path / "out").iterdir()), "nothing of its own in what the other has"
-
-
+@pytest.mark.soak
 def test_without_matplotlib_the_table_still_comes(
-    ladder: Climb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    benchmark: Benchmark, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    code, out, err = ladder("--repeats", "1")
+    code, out, err = benchmark("--repeats", "1")
     assert (
         code == 0 and "losses.png and throughput.png are not drawn" in err and "pip install 'titanlite[plots]'" in err
     )
-    assert "png" not in (tmp_path / "out" / "ladder.md").read_text() and out.endswith("ladder.json\n")
+    assert "png" not in (tmp_path / "out" / "benchmark.md").read_text() and out.endswith("benchmark.json\n")
 
 
 def test_torchruns_account_of_a_failure_is_left_out(tmp_path: Path) -> None:
@@ -250,5 +230,5 @@ def test_torchruns_account_of_a_failure_is_left_out(tmp_path: Path) -> None:
         "E1121 12:00:00.456000 4242 torch/distributed/elastic/multiprocessing/api.py:984] failed (exitcode: 1)\n"
         "Traceback (most recent call last):\n  ...\n"
     )
-    assert process.last_lines(tmp_path / "console") == ["step: 1", "error: out of cats"]
-    assert process.last_lines(tmp_path / "nosuch") == []
+    assert processes.last_lines(tmp_path / "console") == ["step: 1", "error: out of cats"]
+    assert processes.last_lines(tmp_path / "nosuch") == []

@@ -1,8 +1,8 @@
 """A trainer without torch: it writes the records of a run with made-up figures.
 
-The ladder starts it as a process, so all that is tested around it (order, failure, signals, resume) is real.
+The benchmark starts it as a process, so order, failure, signals and resume are real.
 Environment: STAND_IN_LOG, a file that gets the name of each run; STAND_IN_FAIL, a run that prints and fails;
-STAND_IN_HANG, one that waits until it is ended.
+STAND_IN_HANG, one that waits until it is ended; STAND_IN_TORCH, the version of torch that it records.
 """
 
 from __future__ import annotations
@@ -13,9 +13,13 @@ import sys
 import time
 from pathlib import Path
 
+from titanlite.prepare import checked_plans
+from titanlite.runs import provenance
+
 #: Tokens per second and rank; each repeat on this machine is half as fast as the one before.
 SPEEDS = {"default": 1000.0, "compile": 1500.0, "more": 500.0}
 RANKS = 2
+DEVICE = "CPU (made up)"
 
 
 def main() -> None:
@@ -47,7 +51,11 @@ def main() -> None:
             }
         )
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    attempt = {"state": "done", "first_step": 0, "steps": steps}
+    _, plans = checked_plans(sys.argv[1:], RANKS, training=True)
+    (folder / "config.toml").write_text(plans.config_toml)
+    versions = provenance.versions()
+    attempt = {"state": "done", "first_step": 0, "steps": steps, "step": steps, "world_size": RANKS, "device": DEVICE}
+    attempt["versions"] = {**versions, "torch": os.environ.get("STAND_IN_TORCH", versions["torch"])}
     (folder / "run.json").write_text(json.dumps({"format": 1, "attempts": [attempt]}))
 
 

@@ -1,4 +1,4 @@
-"""Ladders of real training runs on CPU ranks."""
+"""Benchmarks of real training runs on CPU ranks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from tests.pool import Pools
 from tests.tiny import TWO_LAYERS, size
 from titanlite.build import read_text
 from titanlite.cli import main
-from titanlite.ladder import climb, process
-from titanlite.ladder.levels import RUNGS
 from titanlite.parallel.world import World
 from titanlite.prepare import checked_plans, load_plans
+from titanlite.tools import benchmark as command
+from titanlite.tools import benchmark_levels
+from titanlite.tools.benchmark_levels import LEVELS
 from titanlite.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +33,7 @@ TINY = [
 NO_FLOAT8 = ["--skip", "float8", "--skip", "float8-all-gather"]
 
 
-def ladder(folder: Path, *words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+def benchmark(folder: Path, *words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
     """The real command, in a process of its own, from `folder`."""
     command = [sys.executable, "-m", "titanlite.cli", "ladder", str(ROOT / "train_configs" / "debug_model.toml")]
     found = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
@@ -43,15 +44,15 @@ def ladder(folder: Path, *words: str, code: int = 0) -> subprocess.CompletedProc
 
 
 def record(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "ladder.json").read_text())
+    return json.loads((folder / "benchmark.json").read_text())
 
 
 @pytest.mark.slow
 def test_one_level_trains_for_real(tmp_path: Path) -> None:
     words = ["--skip", "compile", *NO_FLOAT8, "--steps", "3", "--warmup", "1", "--repeats", "1", "--ranks", "1"]
-    done = ladder(tmp_path, *words)
-    (run,) = record(tmp_path / "outputs" / "ladder" / "debug_model")["runs"]
-    rows = (tmp_path / "outputs/ladder/debug_model/runs/default-1/metrics.jsonl").read_text().splitlines()
+    done = benchmark(tmp_path, *words)
+    (run,) = record(tmp_path / "outputs" / "benchmark" / "debug_model")["runs"]
+    rows = (tmp_path / "outputs/benchmark/debug_model/runs/default-1/metrics.jsonl").read_text().splitlines()
     losses = {str(row["step"]): row["loss"] for row in map(json.loads, rows)}
     assert run["losses"] == losses and len(losses) == 3 and 7.5 < losses["1"] < 8.5
     assert run["tokens_per_second"] > 0
@@ -64,7 +65,7 @@ def test_levels_start_from_the_same_weights_and_read_the_same_text(tmp_path: Pat
     (tmp_path / "full.toml").write_text('[activation_checkpoint]\nmode = "full"\n')
     (tmp_path / "seed.toml").write_text("[data]\nseed = 1\n")
     overlays = ["--overlay", "full=full.toml", "--overlay", "seed=seed.toml"]
-    done = ladder(tmp_path, *NO_FLOAT8, *overlays, "--steps", "4", "--warmup", "1", "--repeats", "1", "--out", "out")
+    done = benchmark(tmp_path, *NO_FLOAT8, *overlays, "--steps", "4", "--warmup", "1", "--repeats", "1", "--out", "out")
     found = record(tmp_path / "out")
     losses = {run["level"]: run["losses"] for run in found["runs"]}
     assert list(losses) == ["default", "compile", "full", "seed"]
@@ -100,13 +101,13 @@ def test_all_four_levels_train_in_the_pool(
         pool(1).run(_train, command[command.index("titanlite.app") + 1 :], timeout=600)
         return 0
 
-    monkeypatch.setattr(climb, "run", run)
-    monkeypatch.setattr(process, "probe", lambda: process.Machine("cpu", "CPU (made up)", 0))
+    monkeypatch.setattr(command, "run", run)
+    monkeypatch.setattr(benchmark_levels, "probe", lambda: benchmark_levels.Machine("cpu", "CPU (made up)", 0))
     words = [*TINY, *size(64, 1, 4, 16), "--compile.backend=eager", "--out", str(tmp_path)]
     words += ["--ranks", "1", "--steps", "3", "--warmup", "1", "--repeats", "1"]
-    assert main(["ladder", str(ROOT / "train_configs" / "debug_model.toml"), *words]) == 0
+    assert main(["benchmark", str(ROOT / "train_configs" / "debug_model.toml"), *words]) == 0
     _check_four(record(tmp_path), capsys.readouterr().out)
-    for level in RUNGS:
+    for level in LEVELS:
         plans = load_plans(str(tmp_path / "runs" / f"{level.name}-1" / "config.toml"), 1)
         on = level.name.startswith("float8")
         assert plans.compile.model is (level.name != "default")
@@ -116,7 +117,7 @@ def test_all_four_levels_train_in_the_pool(
 
 @pytest.mark.soak
 def test_all_four_levels_run_on_a_cpu_with_float8_emulated(tmp_path: Path) -> None:
-    done = ladder(tmp_path, "--steps", "3", "--warmup", "1", "--repeats", "1", "--out", "out")
+    done = benchmark(tmp_path, "--steps", "3", "--warmup", "1", "--repeats", "1", "--out", "out")
     _check_four(record(tmp_path / "out"), done.stdout)
 
 
@@ -128,7 +129,7 @@ def _check_four(found: dict[str, Any], said: str) -> None:
         assert losses[level]["3"] == pytest.approx(losses["default"]["3"], abs=0.05)
         # And yet other products; by then, as the first step of a small model may show none.
         assert losses[level]["3"] != losses["compile"]["3"]
-    assert "float8 is emulated in float8, float8-all-gather: their speed means nothing" in said
+    assert "float8 is emulated in float8, float8-all-gather: compare their losses, not their speed" in said
 
 
 @pytest.mark.soak
@@ -136,7 +137,7 @@ def test_a_run_that_fails_shows_what_its_ranks_said(tmp_path: Path) -> None:
     """A learning rate that overflows: the guard stops the second level, the first one's figures stay."""
     (tmp_path / "wild.toml").write_text("[optimizer]\nlr = 1e30\n")
     words = ["--skip", "compile", *NO_FLOAT8, "--overlay", "wild=wild.toml", "--out", "out"]
-    done = ladder(tmp_path, *words, "--steps", "6", "--warmup", "1", "--repeats", "1", code=1)
+    done = benchmark(tmp_path, *words, "--steps", "6", "--warmup", "1", "--repeats", "1", code=1)
     assert "wild, repeat 1 failed with exit code 1. Its last lines:" in done.stderr
     assert re.search(r"^    error: stopped: .*not finite", done.stderr, re.MULTILINE)
     assert "torch/distributed/elastic" not in done.stderr and "ChildFailedError" not in done.stderr

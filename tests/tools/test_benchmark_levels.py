@@ -11,10 +11,19 @@ import torch
 from titanlite.cli import main
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load_file
-from titanlite.ladder.check import check_levels, common_flags, refuse_own
-from titanlite.ladder.levels import RUNGS, SWITCHES, LadderError, make_levels, overlay, write_levels
-from titanlite.ladder.process import Machine, probe
 from titanlite.observe.flops import device_name
+from titanlite.tools.benchmark_levels import (
+    LEVELS,
+    SWITCHES,
+    BenchmarkError,
+    Machine,
+    check_levels,
+    common_flags,
+    make_levels,
+    probe,
+    refuse_own_keys,
+    write_levels,
+)
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "train_configs"
@@ -49,16 +58,16 @@ def test_each_level_adds_to_the_one_below(tmp_path: Path) -> None:
     (tmp_path / "base.toml").write_text("[training]\ncompile = true\n[float8]\nenable_float8_linear = true\n")
     write_levels(make_levels(tmp_path / "base.toml", []), tmp_path / "levels")
     on: list[str] = []
-    for rung in RUNGS:
-        config = load_file(tmp_path / "levels" / f"{rung.name}.toml")
-        on += rung.adds
+    for level in LEVELS:
+        config = load_file(tmp_path / "levels" / f"{level.name}.toml")
+        on += level.adds
         assert [key for key in SWITCHES if config.value(key)] == on
 
 
 def test_an_overlay_lies_over_the_first_level(tmp_path: Path) -> None:
     (tmp_path / "base.toml").write_text("[training]\ncompile = true\nseq_len = 64\n")
     (tmp_path / "over.toml").write_text('[activation_checkpoint]\nmode = "full"\n[training]\nseq_len = 32\n')
-    write_levels(make_levels(tmp_path / "base.toml", [overlay(f"full={tmp_path}/over.toml")]), tmp_path / "levels")
+    write_levels(make_levels(tmp_path / "base.toml", [f"full={tmp_path}/over.toml"]), tmp_path / "levels")
     config = load_file(tmp_path / "levels" / "full.toml")
     assert (config.value("training.compile"), config.value("training.seq_len")) == (False, 32)
     assert config.value("activation_checkpoint.mode") == "full"
@@ -82,26 +91,26 @@ def test_the_runs_are_the_first_steps_of_the_configs_own_schedule(tmp_path: Path
 @pytest.mark.parametrize(
     ("flag", "advice"),
     [
-        ("--training.steps=5", "--steps says"),
-        ("--training.tokens=500", "--steps says"),
+        ("--training.steps=5", "use --steps"),
+        ("--training.tokens=500", "use --steps"),
         ("--job.dump_folder=x", "--out names"),
-        ("--training.compile", "what the levels differ in"),
-        ("--compile.enable=true", "what the levels differ in"),
-        ("--checkpoint.enable_checkpoint", "keep no checkpoints"),
+        ("--training.compile", "the levels differ in this key"),
+        ("--compile.enable=true", "the levels differ in this key"),
+        ("--checkpoint.enable_checkpoint", "save no checkpoints"),
     ],
 )
 def test_flags_of_what_the_ladder_decides_are_refused(flag: str, advice: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        refuse_own(["--optimizer.lr=1e-3", flag])
+        refuse_own_keys(["--optimizer.lr=1e-3", flag])
     assert flag[2:].partition("=")[0] in str(caught.value) and advice in str(caught.value)
     assert len(caught.value.problems) == 1
 
 
 def check(tmp_path: Path, text: str, *overlays: str) -> Any:
     (tmp_path / "base.toml").write_text(text)
-    levels = make_levels(tmp_path / "base.toml", [overlay(words) for words in overlays])
+    levels = make_levels(tmp_path / "base.toml", overlays)
     levels = [level for level in levels if not level.name.startswith("float8")]
-    write_levels(make_levels(tmp_path / "base.toml", [overlay(words) for words in overlays]), tmp_path / "levels")
+    write_levels(make_levels(tmp_path / "base.toml", overlays), tmp_path / "levels")
     common = common_flags(str(tmp_path / "levels" / "default.toml"), [], 5, ranks=2)
     return check_levels(levels, tmp_path / "levels", common, 2, Machine("cpu", "CPU (made up)", 0))
 
@@ -110,7 +119,7 @@ def test_all_that_is_wrong_with_levels_is_said_at_once_with_the_way_out(tmp_path
     (tmp_path / "wrong.toml").write_text("[training]\nseq_len = 0\nstepz = 4\n")
     (tmp_path / "unbuilt.toml").write_text("[experimental]\nenable_compiled_autograd = true\n")
     overlays = [f"{name}={tmp_path / name}.toml" for name in ("wrong", "unbuilt")]
-    with pytest.raises(LadderError) as caught:
+    with pytest.raises(BenchmarkError) as caught:
         check(tmp_path, '[compile]\nbackend = "aot_eager"\n', *overlays)
     said = str(caught.value)
     assert said.startswith("2 of 4 levels cannot run; nothing was started\n  level wrong:\n")
@@ -121,14 +130,14 @@ def test_all_that_is_wrong_with_levels_is_said_at_once_with_the_way_out(tmp_path
 
 
 def test_what_is_wrong_with_the_config_itself_is_said_once(tmp_path: Path) -> None:
-    with pytest.raises(LadderError) as caught:
-        check(tmp_path, '[training]\nbatchsize = 3\n[compile]\nbackend = "nosuch"\n')
-    said = str(caught.value)
-    assert said.count("batchsize") == 1 and "  all levels:\n" in said and "--skip" not in said
+    with pytest.raises(ConfigError) as caught:
+        check(tmp_path, "[training]\nbatchsize = 3\n")
+    (problem,) = caught.value.problems
+    assert problem.key == "training.batchsize"
 
 
 def test_what_this_machine_lacks_is_found_before_the_first_run(tmp_path: Path) -> None:
-    with pytest.raises(LadderError) as caught:
+    with pytest.raises(BenchmarkError) as caught:
         check(tmp_path, '[compile]\nbackend = "nosuch"\n')
     said = str(caught.value)
     assert 'level compile:\n    compile.backend: torch has no backend "nosuch"' in said
@@ -141,15 +150,17 @@ def test_gpus_without_float8_are_found_before_the_first_run_and_cpus_emulate_it(
     write_levels(levels, tmp_path / "levels")
     common = common_flags(str(tmp_path / "levels" / "default.toml"), [], 5, ranks=2)
     old = Machine("cuda", "A100 (made up)", 2, ("A100 has compute capability 8.0", "set it to false"))
-    with pytest.raises(LadderError) as caught:
+    with pytest.raises(BenchmarkError) as caught:
         check_levels(levels, tmp_path / "levels", common, 2, old)
     problem = "    float8.enable_float8_linear: A100 has compute capability 8.0\n        set it to false"
     assert str(caught.value).count(problem) == 2
     assert str(caught.value).endswith("--skip float8 --skip float8-all-gather")
     new = check_levels(levels, tmp_path / "levels", common, 2, Machine("cuda", "H100 (made up)", 2))
-    assert [one.emulates for one in new] == [False] * 4 and new[3].plans.float8.precompute
+    assert [one.plans.float8.enable and one.plans.float8.emulate for one in new] == [False] * 4 and new[
+        3
+    ].plans.float8.precompute
     cpu = check_levels(levels, tmp_path / "levels", common, 2, Machine("cpu", "CPU (made up)", 0))
-    assert [one.emulates for one in cpu] == [False, False, True, True]
+    assert [one.plans.float8.enable and one.plans.float8.emulate for one in cpu] == [False, False, True, True]
 
 
 def test_this_machine_is_what_torch_sees() -> None:
@@ -167,14 +178,14 @@ def test_this_machine_is_what_torch_sees() -> None:
         (["debug_model.toml", "--repeats", "0"], "--repeats 0: expected at least 1"),
         (
             ["debug_model.toml", "--skip", "compiled"],
-            "--skip compiled: there is no such level; there are default, comp",
+            "--skip compiled: unknown level; the levels are default, comp",
         ),
-        (["debug_model.toml", *(w for rung in RUNGS for w in ("--skip", rung.name))], "--skip leaves no level"),
+        (["debug_model.toml", *(w for level in LEVELS for w in ("--skip", level.name))], "--skip leaves no level"),
         (["debug_model.toml", "--overlay", "x.toml"], "--overlay x.toml: expected NAME=FILE.toml"),
         (["debug_model.toml", "--overlay", "../x=x.toml"], "expected NAME=FILE.toml"),
         (["debug_model.toml", "--overlay", "x=nosuch.toml"], "there is no file nosuch.toml"),
         (["debug_model.toml", "--overlay", "compile={config}"], "there is a level compile already"),
-        (["debug_model.toml", "--training.compile"], "training.compile: is not to be set here"),
+        (["debug_model.toml", "--training.compile"], "training.compile: cannot be set here"),
     ],
 )
 def test_mistakes_on_the_command_line_end_it_before_anything_is_written(
@@ -182,7 +193,7 @@ def test_mistakes_on_the_command_line_end_it_before_anything_is_written(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = [word.replace("{config}", str(CONFIGS / "debug_model.toml")) for word in words]
-    assert main(["ladder", *words]) == 2
+    assert main(["benchmark", *words]) == 2
     out, err = capsys.readouterr()
     assert out == "" and message in err
     assert not list(tmp_path.iterdir())
@@ -193,66 +204,46 @@ def _tree(folder: Path) -> dict[str, bytes | None]:
 
 
 AMPERE = Machine("cuda", "A100 (made up)", 2, ("A100 has compute capability 8.0", "set it to false"))
-#: words, machine, what is said
+#: words, machine, message
 REFUSED: dict[str, tuple[list[str], Machine, str]] = {
     "config": (["--training.batchsize", "3"], Machine("cpu", "CPU", 0), "training.batchsize: unknown key"),
     "a level": (["--skip", "compile"], AMPERE, "A100 has compute capability 8.0"),
-    "ranks": (["--ranks", "3"], AMPERE, "this machine shows 2 GPUs"),
-    "numbers": (["--metrics.log_freq", "5"], Machine("cpu", "CPU", 0), "logs no stretch of steps"),
+    "ranks": (["--ranks", "3"], AMPERE, "this machine has 2"),
+    "numbers": (["--metrics.log_freq", "5"], Machine("cpu", "CPU", 0), "logs no steps between"),
 }
 
 
-@pytest.mark.parametrize("there", ["nothing", "a folder", "levels", "a ladder"])
+@pytest.mark.parametrize("there", [False, True], ids=["no folder", "files of another benchmark"])
 @pytest.mark.parametrize(("words", "machine", "said"), REFUSED.values(), ids=REFUSED)
-def test_a_ladder_that_is_refused_leaves_everything_as_it_was(
+def test_a_refused_benchmark_writes_nothing(
     words: list[str],
     machine: Machine,
     said: str,
-    there: str,
+    there: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("titanlite.ladder.process.probe", lambda: machine)
+    monkeypatch.setattr("titanlite.tools.benchmark_levels.probe", lambda: machine)
     (tmp_path / "base.toml").write_text('[compile]\nbackend = "aot_eager"\n')
     (tmp_path / "more.toml").write_text('[activation_checkpoint]\nmode = "full"\n')
-    folder = tmp_path / "outputs" / "ladder" / "base"
-    if there != "nothing":
-        folder.mkdir(parents=True)
-    if there == "levels":
-        write_levels(make_levels(CONFIGS / "debug_model.toml", []), folder / "levels")
-    elif there == "a ladder":
-        write_levels(make_levels(tmp_path / "base.toml", []), folder / "levels")
-        (folder / "ladder.json").write_text('{"inputs": {"steps": 6}}')
+    if there:
+        write_levels(make_levels(CONFIGS / "debug_model.toml", []), tmp_path / "outputs/benchmark/base/levels")
     before = _tree(tmp_path)
     sizes = ["--steps", "5", "--warmup", "4", "--repeats", "1"]
-    assert main(["ladder", "base.toml", "--overlay", "more=more.toml", *sizes, *words]) == 2
+    assert main(["benchmark", "base.toml", "--overlay", "more=more.toml", *sizes, *words]) == 2
     assert said in capsys.readouterr().err
     assert _tree(tmp_path) == before
 
 
-def test_a_ladder_of_other_inputs_is_left_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("titanlite.ladder.process.probe", lambda: Machine("cpu", "CPU", 0))
-    (tmp_path / "base.toml").write_text('[compile]\nbackend = "aot_eager"\n')
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "ladder.json").write_text('{"inputs": {"steps": 6}}')
-    before = _tree(tmp_path)
-    words = ["--steps", "5", "--warmup", "1", "--out", str(tmp_path / "out")]
-    assert main(["ladder", str(tmp_path / "base.toml"), *words]) == 2
-    err = capsys.readouterr().err
-    assert "holds another ladder:" in err and "steps: 6 there, 5 now" in err
-    assert _tree(tmp_path) == before
-
-
-def test_help_names_the_levels(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", ["benchmark", "ladder"])
+def test_help_names_the_levels(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["ladder", "--help"])
+        main(["benchmark", "--help"])
     out = capsys.readouterr().out
     for words in (
-        *(rung.name for rung in RUNGS),
+        *(level.name for level in LEVELS),
         "--skip LEVEL",
         "--overlay NAME=FILE.toml",
         "Exit status",

@@ -1,0 +1,1 @@
+"""Commands of `titanlite` beside training. Training never imports them."""
