@@ -35,6 +35,15 @@ def contradictions(config: JobConfig) -> list[Problem]:
             f'is {d.training.prefetch}, but training.fsdp_units = "root" gathers everything at once',
             "training.fsdp_units",
         )
+    p = d.profiling
+    if p.enable_profiling and p.profile_freq < p.profiler_warmup + p.profiler_active:
+        contradict(
+            "profiling.profile_freq",
+            f"is {p.profile_freq}, shorter than profiling.profiler_warmup {p.profiler_warmup} + "
+            f"profiling.profiler_active {p.profiler_active}",
+            "profiling.profiler_warmup",
+            "profiling.profiler_active",
+        )
     _async_tensor(config, contradict)
     _float8(config, contradict)
     _loss_chunks(config, contradict)
