@@ -65,7 +65,8 @@ def test_values_with_both_sources(capsys):
     ]
     assert main(["config", "diff", left, right]) == 1
     out = capsys.readouterr().out
-    assert out.startswith("--- a.toml\n+++ b.toml\nmodel.overrides.n_layers\n  - 2  a.toml:5\n  + 3  b.toml:3\n")
+    assert out.startswith('--- a.toml\n+++ b.toml\nmodel.flavor\n  - "debugmodel"  default\n')
+    assert "\nmodel.overrides.n_layers\n  - 2  a.toml:5\n  + 3  b.toml:3\n" in out
 
 
 def test_another_way_to_say_the_length_of_the_run():

@@ -8,7 +8,6 @@ from typing import Any
 
 from titanlite.config.schema import keys, quote
 
-
 _DELAYED = "delayed scaling is gone from torchao; dynamic scaling is what it has"
 
 
@@ -274,12 +273,13 @@ LATER_DEFAULTS: dict[str, Any] = {
 LATER_FLAVORS: dict[str, tuple[str, str]] = {
     "debugmodel": (
         "3.1-debugmodel",
-        "6 layers and RoPE scaled by 8. Its vocabulary is the tokenizer's: model.vocab_size = 2048 gives theirs",
+        "6 layers and RoPE scaled by 8. The vocabulary is the tokenizer's, not 2048",
     ),
     "8B": ("3.1-8B", "RoPE scaled by 8"),
     "70B": ("3.1-70B", "RoPE scaled by 8"),
+    "405B": ("3.1-405B", "RoPE scaled by 8"),
 }
-"""Flavor of llama3 in a file of the later dialect → the flavor here, and what tells it from the one of that name."""
+"""Flavor of llama3 in a file of the later dialect → the flavor here, and what it is."""
 
 AUTUMN_2024 = frozenset(
     f"{section}.{field}"

@@ -66,7 +66,7 @@ def markdown() -> str:
         _table(("key", "default there", "default here"), [_later_default(key) for key in LATER_DEFAULTS]),
         "In such a file these flavors of `llama3` are those of torchtitan 0.2.x:",
         _table(
-            ("flavor there", "flavor here", "difference to the flavor of that name"),
+            ("flavor there", "flavor here", "what it is"),
             [(_code(there), _code(here), text) for there, (here, text) in LATER_FLAVORS.items()],
         ),
         "## Keys of other trainers without effect here",

@@ -48,7 +48,7 @@ class Model(Section):
     vocab_size: int | None = Field(
         default=None,
         ge=1,
-        description="Vocabulary entries. None: the flavor's (the tokenizer's, for debugmodel and 3.1-debugmodel). A tokenizer with more "
+        description="Vocabulary entries. None: the flavor's (the tokenizer's, for debug models). A tokenizer with more "
         "is an error.",
     )
 
