@@ -44,11 +44,13 @@ def test_values_with_both_sources(capsys):
     right = write("b.toml", 'job.extends = ["base.toml"]\n[model.overrides]\nn_layers = 3\n')
     write("base.toml", "\n\n[compile]\nenable = false\n[training]\nsteps = 6\n[checkpoint]\nkeep_latest_k = 2\n")
     assert found(left, right) == [
+        ("model.flavor", ('"debugmodel"', "default"), ('"3.1-debugmodel"', 'default of dialect "2026" (base.toml:4)')),
         ("model.overrides.n_layers", ("2", "a.toml:5"), ("3", "b.toml:3")),
         ('model.overrides."odd key"', ("1", "a.toml:6"), ("(not set)", "")),
         ("training.steps", ("5", "a.toml:2"), ("6", "base.toml:6")),
         ("training.compile", ("true", "a.toml:3"), ("false", "base.toml:4, as compile.enable")),
         ("optimizer.implementation", ("none", "default"), ('"fused"', 'default of dialect "2026" (base.toml:4)')),
+        ("lr_scheduler.style", ('"titan"', "default"), ('"titan-0.2"', 'default of dialect "2026" (base.toml:4)')),
         ("checkpoint.keep_latest_k", ("0", "default"), ("2", "base.toml:8")),
         (
             "metrics.enable_color_printing",
@@ -63,7 +65,8 @@ def test_values_with_both_sources(capsys):
     ]
     assert main(["config", "diff", left, right]) == 1
     out = capsys.readouterr().out
-    assert out.startswith("--- a.toml\n+++ b.toml\nmodel.overrides.n_layers\n  - 2  a.toml:5\n  + 3  b.toml:3\n")
+    assert out.startswith('--- a.toml\n+++ b.toml\nmodel.flavor\n  - "debugmodel"  default\n')
+    assert "\nmodel.overrides.n_layers\n  - 2  a.toml:5\n  + 3  b.toml:3\n" in out
 
 
 def test_another_way_to_say_the_length_of_the_run():

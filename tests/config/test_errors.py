@@ -279,6 +279,8 @@ def test_wrong_flag_is_named(flags, key, message):
         (["--guard.policy=skip", "--guard.max_skips=100"], "guard.max_skips"),
         (["--data.skip_steps=3,250-200"], "data.skip_steps"),
         (["--debug.deterministic_warn_only"], "debug.deterministic_warn_only"),
+        (["--profiling.enable_profiling", "--profiling.profiler_active=8"], "profiling.profiler_active"),
+        (["--profiling.enable_profiling", "--profiling.profile_freq=3"], "profiling.profile_freq"),
         (["--model.vocab_size=64", "--model.overrides.vocab_size=128"], "model.vocab_size"),
         (["--model.overrides.norm_type=layernorm"], "model.overrides.norm_type"),
         (["--model.rope_scaling=8", "--model.overrides.rope_scaling=4"], "model.overrides.rope_scaling"),

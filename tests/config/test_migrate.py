@@ -94,7 +94,7 @@ enable_color_printing = false  # logs go to a file
 
 [model]
 name = "llama3"
-flavor = "8B"
+flavor = "3.1-8B"
 # from the hub
 tokenizer_path = "./assets/hf/Llama-3.1-8B"
 
@@ -109,6 +109,7 @@ implementation = "fused"  # default of the later dialect
 [lr_scheduler]
 decay_ratio = 0.8
 min_lr_factor = 0.1
+style = "titan-0.2"  # default of the later dialect
 
 [training]
 batch_size = 4
@@ -174,7 +175,7 @@ def test_a_file_of_2025_is_rewritten_to_the_letter(all_built):
 def test_what_was_done_is_listed_in_the_order_of_the_file():
     migration = migrate_text(LLAMA_8B, Path("run.toml"))
     report = migration.report("run.toml").splitlines()
-    assert report[0] == "run.toml: 15 rewritten, 3 without equivalent, 2 defaults written out"
+    assert report[0] == "run.toml: 16 rewritten, 3 without equivalent, 3 defaults written out"
     assert "  run.toml:9: metrics.disable_color_printing = true -> metrics.enable_color_printing = false" in report
     assert "  run.toml:27: training.local_batch_size = 4 -> training.batch_size = 4" in report
     lines = [int(line.split(":")[1]) for line in report[1:]]

@@ -63,6 +63,7 @@ for _alias in ALIASES.values():
 for _name, _foreign in FOREIGN.items():
     CHOICES[_name] = [(_name, value) for value in _foreign.off]
 CHOICES["job.dialect"] = [("job.dialect", "2026"), ("job.dialect", "2024")]
+CHOICES["model.flavor"] += [("model.flavor", flavor) for flavor in ("debugmodel", "8B", "70B", "405B")]
 CHOICES["model.overrides"] = [("model.overrides.n_layers", 4), ("model.overrides.rope_theta", 1e4)]
 RENAMED = sorted({alias.canonical for alias in ALIASES.values()} | set(FOREIGN) | {"job.dialect"})
 

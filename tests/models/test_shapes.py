@@ -67,6 +67,7 @@ def test_counts_follow_the_norm(norm_type: str) -> None:
         ("llama2", "1B", 2048, 18, 16),
         ("llama2", "26B", 5120, 80, 40),
         ("llama3", "debugmodel", 256, 8, 16),
+        ("llama3", "3.1-debugmodel", 256, 6, 16),
     ],
 )
 def test_small_flavors(family: str, flavor: str, dim: int, n_layers: int, n_heads: int) -> None:
@@ -80,6 +81,7 @@ def test_rope_scaling_belongs_to_3_1_and_3_2_only() -> None:
         "debugmodel": None,
         "8B": None,
         "70B": None,
+        "3.1-debugmodel": 8.0,
         "3.1-8B": 8.0,
         "3.1-70B": 8.0,
         "405B": 8.0,

@@ -45,6 +45,18 @@ def test_one_step_of_each_cycle_is_recorded_by_every_rank(pool: Pools, tmp_path:
         assert operations.count("c10d::allreduce_") == 2 + 1, "the step's two, and the logger's"
 
 
+def test_a_trace_holds_the_active_steps_of_a_cycle_and_no_others(tmp_path: Path) -> None:
+    plan = ProfilePlan(trace_folder=str(tmp_path), freq=4, warmup=1, active=3)
+    with Profiles(plan, 0, torch.device("cpu")) as profiles:
+        for step in range(1, 10):
+            torch.ones(step).neg()
+            profiles.step(step)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iteration_4", "iteration_8"]
+    trace = json.loads((tmp_path / "iteration_8" / "rank0_trace.json").read_text())
+    negations = [event for event in trace["traceEvents"] if event["name"] == "aten::neg"]
+    assert [event["args"]["Input Dims"][0] for event in negations] == [[6], [7], [8]]
+
+
 def test_no_profile_unless_asked(pool: Pools, tmp_path: Path) -> None:
     pool(1).run(_train, str(tmp_path), "--training.steps=6")
     assert not (tmp_path / "profile_traces").exists()

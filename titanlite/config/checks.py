@@ -35,6 +35,7 @@ def contradictions(config: JobConfig) -> list[Problem]:
             f'is {d.training.prefetch}, but training.fsdp_units = "root" gathers everything at once',
             "training.fsdp_units",
         )
+    _profiler(config, contradict)
     _async_tensor(config, contradict)
     _float8(config, contradict)
     _loss_chunks(config, contradict)
@@ -63,6 +64,19 @@ def contradictions(config: JobConfig) -> list[Problem]:
     if d.model.rope_scaling is not None and "rope_scaling" in d.model.overrides:
         contradict("model.overrides.rope_scaling", "is set by model.rope_scaling already", "model.rope_scaling")
     return found
+
+
+def _profiler(config: JobConfig, contradict: Callable[..., None]) -> None:
+    """A cycle holds its warm-up and the steps recorded."""
+    p = config.dialect.profiling
+    if p.enable_profiling and p.profile_freq < p.profiler_warmup + p.profiler_active:
+        keys = [f"profiling.{name}" for name in ("profile_freq", "profiler_warmup", "profiler_active")]
+        contradict(
+            next((key for key in keys if config.is_given(key)), keys[0]),
+            f"a cycle of profiling.profile_freq = {p.profile_freq} steps is shorter than profiling.profiler_warmup "
+            f"{p.profiler_warmup} + profiling.profiler_active {p.profiler_active}",
+            *keys,
+        )
 
 
 def _start(config: JobConfig, contradict: Callable[..., None]) -> None:

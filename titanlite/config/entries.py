@@ -59,11 +59,17 @@ def file_entries(text: str, file: str) -> tuple[list[Entry], list[Problem]]:
         tree = loads(text)
     except TOMLDecodeError as error:
         return [], [Problem(file, "", f"broken TOML: {error}", about=("job.config_file",))]
+    if other := foreign.trainer_of(tree):
+        trainer, marks = other
+        message = f"is a file of {trainer}, not of titanlite or torchtitan: it has {', '.join(marks)}"
+        return [], [Problem(file, "", message, _REWRITE, about=("job.config_file",))]
     lines = key_lines(text)
     entries: list[Entry] = []
     problems: list[Problem] = []
+    strange = 0
 
     def visit(path: tuple[str, ...], value: Any) -> None:
+        nonlocal strange
         name = ".".join(quote_key(part) for part in path)
         source = Source("file", file, lines.get(path))
         table = len(path) == 2 and name in keys() and keys()[name].is_table
@@ -78,11 +84,20 @@ def file_entries(text: str, file: str) -> tuple[list[Entry], list[Problem]]:
         elif name in known_sections():
             problems.append(Problem(source.place, name, f"is a section, not a value; got {quote(value)}"))
         else:
+            strange += len(value) if isinstance(value, dict) else 1
             problems.append(unknown(name, source, is_section=isinstance(value, dict) and len(path) == 1))
 
     for part, item in tree.items():
         visit((part,), item)
+    if strange > max(len(entries), _SLIPS):
+        message = f"is no file of titanlite or torchtitan: {strange} of its {strange + len(entries)} keys are unknown"
+        problems.insert(0, Problem(f"{file}:1", "", message, _REWRITE, about=("job.config_file",)))
     return entries, problems
+
+
+_SLIPS = 5
+"""Unknown keys that a file of this dialect may have, however few others it has."""
+_REWRITE = "write it anew with the keys of `titanlite config explain`"
 
 
 def unknown(name: str, source: Source, is_section: bool = False) -> Problem:

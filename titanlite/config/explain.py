@@ -7,7 +7,7 @@ from titanlite.config.entries import unknown
 from titanlite.config.errors import COMMAND_LINE, ConfigError, Problem
 from titanlite.config.foreign import FOREIGN
 from titanlite.config.job import JobConfig
-from titanlite.config.names import ALIASES, LATER_DEFAULTS, MicrobatchSize, later_names
+from titanlite.config.names import ALIASES, LATER_DEFAULTS, LATER_FLAVORS, MicrobatchSize, later_names
 from titanlite.config.schema import Key, keys, quote, sections
 from titanlite.config.unbuilt import UNBUILT
 
@@ -90,6 +90,9 @@ def explain_key(config: JobConfig, name: str, style: Style) -> str:
         later = LATER_DEFAULTS[canonical]
         text = f"a micro-batch size of {later.size}" if isinstance(later, MicrobatchSize) else quote(later)
         rows.append(("dialect 2026", f"default {text}, for a file that says so or uses later names of older keys"))
+    if canonical == "model.flavor":
+        text = ", ".join(f"{quote(there)} is {quote(here)}" for there, (here, _) in LATER_FLAVORS.items())
+        rows.append(("dialect 2026", f"of llama3 {text}, in such a file"))
     for other in later_names(canonical):
         rows.append(("also", f"{other.name} ({other.relation})"))
     if canonical in UNBUILT:

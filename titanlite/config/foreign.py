@@ -1,11 +1,12 @@
-"""Keys of the later versions for things titanlite does not do.
+"""Keys of the later versions for things titanlite does not do, and names that show the file of another trainer.
 
-They are accepted with the value that means "off", so that a file which only spells out defaults still loads,
+The keys are accepted with the value that means "off", so that a file which only spells out defaults still loads,
 and refused with the reason otherwise.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,8 @@ _MX = "MX formats are not part of titanlite; float8.* is what it has"
 _GROUPED = "quantised grouped products (mixtures of experts) are not part of titanlite"
 _PIPELINE = "stages are set by experimental.pipeline_parallel_split_points"
 _CP = "context parallelism has this way only"
+_MOE_BALANCE = "mixtures of experts have no forced balance here"
+_VALIDATION_TEXT = "data.num_workers, prefetch, pin_memory and persistent_workers are for the validation text too"
 _AC = "activation checkpointing takes torch's own choice here"
 
 FOREIGN: dict[str, Foreign] = {
@@ -61,7 +64,13 @@ FOREIGN: dict[str, Foreign] = {
     "model.print_after_conversion": Foreign((False,), "printing the model is not part of a run"),
     "optimizer.early_step_in_backward": Foreign((False,), "it contradicts gradient clipping and the finite guard"),
     "training.gc_debug": Foreign((False,), "collecting at every step is training.gc_freq = 1"),
-    "debug.moe_force_load_balance": Foreign((False,), "mixtures of experts have no forced balance here"),
+    "debug.moe_force_load_balance": Foreign((False,), _MOE_BALANCE),
+    "training.debug_moe_force_load_balance": Foreign((False,), _MOE_BALANCE),
+    "checkpoint.enable_ft_dataloader_checkpoints": Foreign((True, False), _TORCHFT),
+    "validation.dataloader.num_workers": Foreign((0,), _VALIDATION_TEXT),
+    "validation.dataloader.persistent_workers": Foreign((False,), _VALIDATION_TEXT),
+    "validation.dataloader.pin_memory": Foreign((False,), _VALIDATION_TEXT),
+    "validation.dataloader.prefetch_factor": Foreign((2,), _VALIDATION_TEXT),
     "checkpoint.load_only": Foreign((False,), "a run that may not save is checkpoint.interval beyond its last step"),
     "checkpoint.initial_load_in_hf_quantized": Foreign((False,), "quantised weights cannot start a training run"),
     "activation_checkpoint.early_stop": Foreign((False,), _AC),
@@ -75,11 +84,33 @@ FOREIGN: dict[str, Foreign] = {
     "parallelism.context_parallel_rotate_method": Foreign(("allgather",), _CP),
     "parallelism.context_parallel_load_balancer": Foreign(("headtail",), _CP),
     "parallelism.expert_tensor_parallel_degree": Foreign((1,), "experts are not divided by tensor parallelism"),
+    "parallelism.expert_parallel_comm_backend": Foreign(("standard",), "expert parallelism is not built"),
+    "parallelism.pipeline_parallel_expert_parallel_overlap": Foreign(
+        (True, False), "without expert parallelism there is nothing to overlap"
+    ),
     "parallelism.pipeline_parallel_layers_per_stage": Foreign((0,), _PIPELINE),
     "parallelism.pipeline_parallel_first_stage_less_layers": Foreign((1,), _PIPELINE),
     "parallelism.pipeline_parallel_last_stage_less_layers": Foreign((1,), _PIPELINE),
     "parallelism.pipeline_parallel_schedule_csv": Foreign(("",), "schedules are named, not read from a file"),
 }
+
+
+OTHER_TRAINERS: dict[str, tuple[str, ...]] = {
+    "flame": ("model.config", "training.context_len", "training.varlen", "training.skip_nan_inf"),
+    "KempnerForge": ("[train]", "[scheduler]", "[distributed]"),
+}
+"""Trainer → sections and keys that its files have and no torchtitan file has; two of them are a sign."""
+
+
+def trainer_of(tree: Mapping[str, Any]) -> tuple[str, list[str]] | None:
+    """The other trainer whose file a parsed TOML file looks like, and the names that say so."""
+    tables = {name: table for name, table in tree.items() if isinstance(table, dict)}
+    names = {f"[{name}]" for name in tables} | {f"{name}.{key}" for name, table in tables.items() for key in table}
+    for trainer, marks in OTHER_TRAINERS.items():
+        found = [mark for mark in marks if mark in names]
+        if len(found) > 1:
+            return trainer, found
+    return None
 
 
 def annotation(name: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,20 @@ from titanlite.config import foreign
 from titanlite.config.checks import contradictions
 from titanlite.config.dialect import Dialect
 from titanlite.config.entries import Entry, command_line_entries, file_entries, table_of
-from titanlite.config.errors import ConfigError, Problem, Source, nearest
+from titanlite.config.errors import DEFAULT, ConfigError, Problem, Source, nearest
 from titanlite.config.foreign import FOREIGN
 from titanlite.config.job import EXCLUSIVE, JobConfig, independent
-from titanlite.config.names import ALIASES, LATER_DEFAULTS, REFUSED_VALUES, VALUE_NAMES, MicrobatchSize, Unfit, listed
+from titanlite.config.names import (
+    ALIASES,
+    LATER_DEFAULTS,
+    LATER_FLAVORS,
+    REFUSED_VALUES,
+    VALUE_NAMES,
+    VALUE_NOTES,
+    MicrobatchSize,
+    Unfit,
+    listed,
+)
 from titanlite.config.scan import loads
 from titanlite.config.schema import check_value, keys, quote, sections
 
@@ -192,6 +202,8 @@ class _Builder:
             self.problems.append(Problem(place, name, str(error), about=(canonical,)))
             return None
         if isinstance(value, str):
+            if (canonical, value) in VALUE_NOTES:
+                self.notes.append(f"{place}: {VALUE_NOTES[canonical, value]}")
             value = VALUE_NAMES.get((canonical, value), value)
             if (canonical, value) in REFUSED_VALUES:
                 reason = REFUSED_VALUES[canonical, value]
@@ -257,7 +269,7 @@ class _Builder:
         return config
 
     def apply_later_defaults(self) -> None:
-        """Give a file of the later dialect the defaults it expects, for what no layer says."""
+        """Give a file of the later dialect the model and the defaults it expects, for what no layer says."""
         said = self.values.get("job.dialect")
         if said is not None:
             sign = said.source if said.value == "2026" else None
@@ -266,6 +278,7 @@ class _Builder:
             sign = self.later
             why = f"uses the later name {sign.written}" if sign else ""
         if sign is None:
+            self.note_scaled_405b()
             return
         if said is None:
             self.values["job.dialect"] = _Value("2026", Source("dialect", sign.file, sign.line))
@@ -274,6 +287,35 @@ class _Builder:
             self.values[key] = _Value(LATER_DEFAULTS[key], Source("dialect", sign.file, sign.line))
         if taken:
             self.notes.append(f"{sign.place} {why}: later defaults for {', '.join(taken)}")
+        if "lr_scheduler.style" in taken:
+            self.notes.append('the warm-up of torchtitan 0.2.x is n / W at step n: lr_scheduler.style = "titan-0.2"')
+        self.apply_later_flavor(sign)
+
+    def apply_later_flavor(self, sign: Source) -> None:
+        """Take the flavor of llama3 that the later versions mean by a name; sign: what shows the file's dialect."""
+        written = self.values.get("model.flavor", _Value(keys()["model.flavor"].default, DEFAULT))
+        if not self.is_llama3() or written.value not in LATER_FLAVORS:
+            return
+        flavor, difference = LATER_FLAVORS[written.value]
+        source = Source("dialect", sign.file, sign.line)
+        if written.source.file == sign.file or written.source.kind == "command line":
+            source = replace(written.source, written=f"model.flavor = {quote(written.value)}")
+        self.values["model.flavor"] = _Value(flavor, source)
+        self.notes.append(f"model.flavor {quote(written.value)} of torchtitan 0.2.x is {quote(flavor)}: {difference}")
+
+    def note_scaled_405b(self) -> None:
+        flavor = self.values.get("model.flavor")
+        scaling = {"model.rope_scaling", "model.overrides.rope_scaling"} & set(self.values)
+        if flavor is not None and flavor.value == "405B" and self.is_llama3() and not scaling:
+            self.notes.append(
+                'model.flavor "405B" is Llama 3.1: RoPE scaled by 8. torchtitan of autumn 2024 trained it without: '
+                'model.rope_scaling = "none"'
+            )
+
+    def is_llama3(self) -> bool:
+        """Whether the model is of the family llama3, which is the default."""
+        name = self.values.get("model.name")
+        return name is None or name.value == "llama3"
 
     def apply_microbatch_size(self) -> list[Problem]:
         """Turn a micro-batch size into the count of micro-batches, now that the batch size is settled."""

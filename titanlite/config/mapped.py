@@ -136,6 +136,8 @@ def profile_plan(d: Dialect) -> plans.ProfilePlan:
         trace_folder=below(job.dump_folder, traces) if profiling.enable_profiling else None,
         snapshot_folder=below(job.dump_folder, snapshots) if profiling.enable_memory_snapshot else None,
         freq=profiling.profile_freq,
+        warmup=profiling.profiler_warmup,
+        active=profiling.profiler_active,
     )
 
 

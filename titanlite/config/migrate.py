@@ -205,7 +205,7 @@ class _Rewriter:
                     leaf.fate = _Fate("drop", leaf.fate.canonical)
                 taken.add(leaf.fate.canonical)
             self._note(leaf)
-        for key in LATER_DEFAULTS:
+        for key in (*LATER_DEFAULTS, "model.flavor"):
             source = self.before.source(key)
             if source.kind == "dialect" and source.file == self.file:
                 self._note_default(key, source)
@@ -243,6 +243,8 @@ class _Rewriter:
         if name not in known_names():
             if name in known_sections():
                 return _KEEP  # A value for a section: a mistake, reported as such.
+            if name.startswith("model."):
+                return _KEEP  # What decides the model is never left out: a mistake, reported as such.
             return _Fate("gone", reason=_unknown(name, Source("file", self.file, line)))
         alias = ALIASES.get(name)
         canonical = alias.canonical if alias else name
@@ -254,6 +256,8 @@ class _Rewriter:
             return _Fate("gone", reason=str(error))
         if isinstance(new, MicrobatchSize):
             return _Fate("move", canonical, self.before.value(canonical), True)
+        if name == "model.flavor":
+            new = self.before.value(name)
         if isinstance(new, str):
             new = VALUE_NAMES.get((canonical, new), new)
             if (canonical, new) in REFUSED_VALUES:

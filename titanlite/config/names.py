@@ -8,6 +8,8 @@ from typing import Any
 
 from titanlite.config.schema import keys, quote
 
+_DELAYED = "delayed scaling is gone from torchao; dynamic scaling is what it has"
+
 
 class Unfit(ValueError):
     """A value that does not fit the other name; the text says what was expected."""
@@ -61,6 +63,14 @@ def _microbatch_size(value: Any) -> MicrobatchSize:
     return MicrobatchSize(value)
 
 
+def _fp8_linear(value: Any) -> bool:
+    if value == "delayed":
+        raise Unfit(_DELAYED)
+    if value not in ("", "dynamic"):
+        raise Unfit(f'expected "" or "dynamic", got {quote(value)}')
+    return bool(value)
+
+
 _FLOAT8_CONVERTERS = ("float8", "quantize.linear.float8")
 
 
@@ -88,6 +98,10 @@ def _split_points(value: Any) -> list[str]:
 
 def _same(canonical: str, *names: str) -> list[Alias]:
     return [Alias(name, canonical) for name in names]
+
+
+def _older(canonical: str, *names: str) -> list[Alias]:
+    return [Alias(name, canonical, later=False) for name in names]
 
 
 def _inverted(canonical: str, *names: str) -> list[Alias]:
@@ -118,6 +132,16 @@ _SIZE = "a size instead of a count: the batch size divided by it"
 ALIASES: dict[str, Alias] = {
     alias.name: alias
     for alias in [
+        *_older("experimental.pipeline_parallel_degree", "training.pipeline_parallel_degree"),
+        *_older("float8.enable_float8_linear", "training.enable_float8_linear"),
+        Alias(
+            "training.fp8_linear",
+            "float8.enable_float8_linear",
+            _fp8_linear,
+            str,
+            'true for "dynamic", false for ""',
+            later=False,
+        ),
         *_same("training.batch_size", "training.local_batch_size"),
         *_same("training.warmup_steps", "lr_scheduler.warmup_steps"),
         *_same("training.compile", "compile.enable"),
@@ -125,7 +149,7 @@ ALIASES: dict[str, Alias] = {
         *_same("training.tensor_parallel_degree", "parallelism.tensor_parallel_degree"),
         *_same("training.data_parallel_replicate_degree", "parallelism.data_parallel_replicate_degree"),
         *_same("training.data_parallel_shard_degree", "parallelism.data_parallel_shard_degree"),
-        Alias("training.data_parallel_degree", "training.data_parallel_shard_degree", later=False),
+        *_older("training.data_parallel_shard_degree", "training.data_parallel_degree"),
         *_inverted(
             "training.enable_loss_parallel", "parallelism.disable_loss_parallel", "training.disable_loss_parallel"
         ),
@@ -188,7 +212,11 @@ ALIASES: dict[str, Alias] = {
             for field in ("num_workers", "persistent_workers", "pin_memory")
         ),
         *_same("data.prefetch", "training.dataloader.prefetch_factor"),
-        *_same("training.reshard_after_forward", "parallelism.fsdp_reshard_after_forward"),
+        *_same(
+            "training.reshard_after_forward",
+            "parallelism.fsdp_reshard_after_forward",
+            "training.fsdp_reshard_after_forward",
+        ),
     ]
 }
 
@@ -210,10 +238,18 @@ def listed(name: str, value: Any) -> Any:
     return [word.strip() for word in value.split(",") if word.strip()]
 
 
-VALUE_NAMES: dict[tuple[str, str], str] = {("activation_checkpoint.mode", "memory_budget"): "budget"}
-"""(key, later value) → the value here."""
+VALUE_NAMES: dict[tuple[str, str], str] = {
+    ("activation_checkpoint.mode", "memory_budget"): "budget",
+    ("model.norm_type", "compiled_rmsnorm"): "rmsnorm",
+    ("training.dataset", "c4_mini"): "c4_test",
+}
+"""(key, other value) → the value here."""
 
-_DELAYED = "delayed scaling is gone from torchao; dynamic scaling is what it has"
+VALUE_NOTES: dict[tuple[str, str], str] = {
+    ("training.dataset", "c4_mini"): "c4_mini does not travel with titanlite: c4_test is read instead",
+}
+"""(key, other value) → how the value here differs from what was meant."""
+
 _FLOAT16 = "float16 needs loss scaling, which titanlite does not do; take bfloat16"
 REFUSED_VALUES: dict[tuple[str, str], str] = {
     ("float8.scaling_type_input", "delayed"): _DELAYED,
@@ -230,8 +266,20 @@ LATER_DEFAULTS: dict[str, Any] = {
     "optimizer.implementation": "fused",
     "metrics.enable_color_printing": True,
     "experimental.pipeline_parallel_microbatches": MicrobatchSize(1),
+    "lr_scheduler.style": "titan-0.2",
 }
 """Defaults that a file of the later dialect expects where they differ."""
+
+LATER_FLAVORS: dict[str, tuple[str, str]] = {
+    "debugmodel": (
+        "3.1-debugmodel",
+        "6 layers and RoPE scaled by 8. The vocabulary is the tokenizer's, not 2048",
+    ),
+    "8B": ("3.1-8B", "RoPE scaled by 8"),
+    "70B": ("3.1-70B", "RoPE scaled by 8"),
+    "405B": ("3.1-405B", "RoPE scaled by 8"),
+}
+"""Flavor of llama3 in a file of the later dialect → the flavor here, and what it is."""
 
 AUTUMN_2024 = frozenset(
     f"{section}.{field}"

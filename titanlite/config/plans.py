@@ -236,8 +236,9 @@ class SchedulePlan:
     min_lr_factor: float = 0.0
     #: Hard floor of the learning rate itself, applied after the warm-up (None: no such floor).
     min_lr: float | None = None
-    #: "titan": (n + 1) / (warmup + 1), decay over total - warmup; "fsdp": n / warmup, cosine over total.
-    style: Literal["titan", "fsdp"] = "titan"
+    #: "titan": (n + 1) / (warmup + 1), decay over total - warmup; "titan-0.2": the same with (n + 1) / warmup;
+    #: "fsdp": n / warmup with the step itself counted, cosine over total.
+    style: Literal["titan", "titan-0.2", "fsdp"] = "titan"
 
 
 @dataclass(frozen=True)
@@ -380,8 +381,10 @@ class ProfilePlan:
     trace_folder: str | None = None
     #: Folder of CUDA memory snapshots; None: none.
     snapshot_folder: str | None = None
-    #: Steps of a cycle.
+    #: Steps of a cycle, and of those: in which the profiler runs without recording, and in which it records.
     freq: int = 10
+    warmup: int = 3
+    active: int = 1
 
 
 @dataclass(frozen=True)

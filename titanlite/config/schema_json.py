@@ -109,7 +109,7 @@ def _alias(schema: Schema, alias: Alias) -> Schema:
 
 
 def _accept_later_value(schema: Schema, later: str, value: str) -> None:
-    old = {"const": later, "deprecated": True, "description": f'Later name of "{value}".'}
+    old = {"const": later, "deprecated": True, "description": f'Another name of "{value}".'}
     own = {name: schema.pop(name) for name in ("enum", "type") if name in schema}
     schema["anyOf"] = [own, old]
 

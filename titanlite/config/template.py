@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable
 
 from titanlite.config.foreign import FOREIGN
-from titanlite.config.names import COMMA_LISTS, LATER_DEFAULTS, VALUE_NAMES, MicrobatchSize, later_names
+from titanlite.config.names import COMMA_LISTS, LATER_DEFAULTS, LATER_FLAVORS, VALUE_NAMES, MicrobatchSize, later_names
 from titanlite.config.schema import NOT_IN_FILES, Key, keys, quote, sections
 from titanlite.config.unbuilt import UNBUILT
 
@@ -64,6 +64,11 @@ def markdown() -> str:
         'For a file that says `[job] dialect = "2026"`, or that uses a later name of a key which has an older one, '
         "unless something says otherwise:",
         _table(("key", "default there", "default here"), [_later_default(key) for key in LATER_DEFAULTS]),
+        "In such a file these flavors of `llama3` are those of torchtitan 0.2.x:",
+        _table(
+            ("flavor there", "flavor here", "what it is"),
+            [(_code(there), _code(here), text) for there, (here, text) in LATER_FLAVORS.items()],
+        ),
         "## Keys of other trainers without effect here",
         "Accepted with a value that switches them off, refused with the reason otherwise.",
         _table(

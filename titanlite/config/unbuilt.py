@@ -162,6 +162,8 @@ def without_effect(config: JobConfig) -> list[str]:
         "metrics.rank_0_only": dialect.metrics.enable_tensorboard,
         "profiling.save_traces_folder": dialect.profiling.enable_profiling,
         "profiling.save_memory_snapshot_folder": dialect.profiling.enable_memory_snapshot,
+        "profiling.profiler_warmup": dialect.profiling.enable_profiling,
+        "profiling.profiler_active": dialect.profiling.enable_profiling,
         "guard.max_skips": dialect.guard.policy != "stop",
         "guard.window": dialect.guard.policy != "stop" or dialect.guard.spike_sigmas > 0,
         "profiling.profile_freq": dialect.profiling.enable_profiling or dialect.profiling.enable_memory_snapshot,

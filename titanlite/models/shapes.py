@@ -133,6 +133,7 @@ def _shapes() -> dict[str, Mapping[str, LlamaArgs]]:
     }
     for size in ("8B", "70B"):
         llama3[f"3.1-{size}"] = replace(llama3[size], rope_scaling=RopeScaling(factor=8.0))
+    llama3["3.1-debugmodel"] = replace(llama3["debugmodel"], n_layers=6, rope_scaling=RopeScaling(factor=8.0))
     llama3["3.1-405B"] = llama3["405B"] = _llama3(
         16384, 126, 128, n_kv_heads=8, ffn_dim_multiplier=1.2, multiple_of=4096, rope_scaling=RopeScaling(factor=8.0)
     )

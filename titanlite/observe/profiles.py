@@ -15,8 +15,6 @@ from titanlite.config.plans import ProfilePlan
 from titanlite.observe.console import logger
 from titanlite.observe.stepline import human_time
 
-#: Steps of a cycle in which the profiler runs without recording, and in which it records.
-WARM_UP, ACTIVE = 3, 1
 #: Allocations kept in a memory snapshot.
 _ENTRIES = 100_000
 
@@ -24,7 +22,7 @@ _ENTRIES = 100_000
 class Profiles:
     """Records what `plan` asks for while it is entered; call `step` after every training step.
 
-    Time: torch.profiler traces in `iteration_N/rankR_trace.json`, N the step recorded, for Perfetto or
+    Time: torch.profiler traces in `iteration_N/rankR_trace.json`, N the last step recorded, for Perfetto or
     chrome://tracing. Memory: CUDA's allocations in `iteration_N/rankR_memory_snapshot.pickle`, for
     pytorch.org/memory_viz, every `freq` steps and when memory runs out (the error goes on).
     """
@@ -42,7 +40,9 @@ class Profiles:
                 activities.append(torch.profiler.ProfilerActivity.CUDA)
             self._profiler = torch.profiler.profile(
                 activities=activities,
-                schedule=torch.profiler.schedule(wait=plan.freq - WARM_UP - ACTIVE, warmup=WARM_UP, active=ACTIVE),
+                schedule=torch.profiler.schedule(
+                    wait=plan.freq - plan.warmup - plan.active, warmup=plan.warmup, active=plan.active
+                ),
                 on_trace_ready=self._write_trace,
                 record_shapes=True,
             )
@@ -62,7 +62,7 @@ class Profiles:
                 self._write_snapshot("_out_of_memory")
             torch.cuda.memory._record_memory_history(enabled=None)
         if self._profiler:
-            # A cycle that was cut short is dropped: its trace would show less than a step.
+            # A cycle that was cut short is dropped: its trace would lack steps.
             with contextlib.suppress(RuntimeError):
                 self._profiler.on_trace_ready = None
                 self._profiler.stop()

@@ -1,7 +1,8 @@
 """The learning rate as a pure function of the step: nothing to save, nothing to drift on resume.
 
-Two conventions. "titan" (torchtitan, autumn 2024): with n = step - 1 steps done, the warm-up is
-(n + 1) / (W + 1) and the decay reaches its floor at the schedule's end. "fsdp" (AWS FSDP samples): with n = step,
+Three conventions. "titan" (torchtitan, autumn 2024): with n = step - 1 steps done, the warm-up is
+(n + 1) / (W + 1) and the decay reaches its floor at the schedule's end. "titan-0.2" (torchtitan 0.2.x,
+components/lr_scheduler.py): the same decay after a warm-up of (n + 1) / W. "fsdp" (AWS FSDP samples): with n = step,
 the warm-up is n / W and the decay's progress is (n - W) / T, divided by the whole length T.
 """
 
@@ -44,7 +45,7 @@ def lr_factor(plan: SchedulePlan, step: int) -> float:
         return _decay(plan.decay_type, min(progress, 1.0), plan.min_lr_factor)
     done = step - 1
     if done < warmup:
-        return (done + 1) / (warmup + 1)
+        return step / warmup if plan.style == "titan-0.2" else step / (warmup + 1)
     decay_steps = plan.decay_steps if plan.decay_steps is not None else total - warmup - plan.plateau_steps
     start = total - decay_steps if plan.decay_steps is not None else warmup + plan.plateau_steps
     if done < start or decay_steps <= 0:

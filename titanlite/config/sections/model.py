@@ -48,7 +48,7 @@ class Model(Section):
     vocab_size: int | None = Field(
         default=None,
         ge=1,
-        description="Vocabulary entries. None: the flavor's (the tokenizer's, for debugmodel). A tokenizer with more "
+        description="Vocabulary entries. None: the flavor's (the tokenizer's, for debug models). A tokenizer with more "
         "is an error.",
     )
 
@@ -94,9 +94,10 @@ class Optimizer(Section):
 class LrScheduler(Section):
     """The learning rate over the run. The warm-up in steps is training.warmup_steps."""
 
-    style: Literal["titan", "fsdp"] = Field(
+    style: Literal["titan", "titan-0.2", "fsdp"] = Field(
         default="titan",
         description='Whose formulas. "titan": warm-up (n + 1) / (warmup + 1), then a decay that ends at the last step. '
+        '"titan-0.2", as torchtitan 0.2.x: the same with a warm-up of (n + 1) / warmup. '
         '"fsdp": as the AWS FSDP samples: warm-up n / warmup, then a decay of the peak over the whole schedule '
         "(lr / 2 * (1 + cos(pi * k / total)) k steps after the warm-up), cut off at min_lr.",
     )

@@ -21,8 +21,8 @@ class Job(Section):
     )
     dialect: Literal["2024", "2026"] = Field(
         default="2024",
-        description='Whose defaults a file expects: "2026" gives it the defaults of the later names. A file that uses '
-        "a later name of an older key says so by that. Only a file can say it, not the command line.",
+        description='Whose defaults and models a file expects: "2026" gives it those of torchtitan 0.2.x. A file that '
+        "uses a later name of an older key says so by that. Only a file can say it, not the command line.",
     )
     dump_folder: str = Field(default="./outputs", min_length=1, description="Root of everything a run writes.")
     description: str = Field(default="", description="Logged when the run starts.")
@@ -45,8 +45,12 @@ class Profiling(Section):
         default="profile_traces", min_length=1, description="Trace folder, below job.dump_folder."
     )
     profile_freq: int = Field(
-        default=10, ge=5, description="Length of a cycle in steps: wait, 3 of warm-up, 1 recorded."
+        default=10, ge=1, description="Length of a cycle in steps: wait, profiler_warmup, profiler_active."
     )
+    profiler_warmup: int = Field(
+        default=3, ge=0, description="Steps of a cycle in which the profiler runs without recording."
+    )
+    profiler_active: int = Field(default=1, ge=1, description="Steps recorded at the end of a cycle, in one trace.")
     enable_memory_snapshot: bool = Field(
         default=False,
         description="CUDA allocator history, also dumped when memory runs out; the error is raised again.",

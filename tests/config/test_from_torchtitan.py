@@ -1,0 +1,352 @@
+"""Files with the keys and values of torchtitan's own give its models, schedules and batches.
+
+docs/from-torchtitan.md shows the same as a table (`python tests/config/test_from_torchtitan.py --write` renews it).
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from titanlite.cli import main
+from titanlite.config.load import read_text
+from titanlite.config.migrate import migrate_text
+from titanlite.config.names import LATER_FLAVORS
+from titanlite.config.plans import Plans
+from titanlite.models import SHAPES, LlamaArgs
+from titanlite.optim.schedule import learning_rate
+from titanlite.prepare import checked_plans, model_args, resolve_plans
+
+PAGE = Path(__file__).parents[2] / "docs" / "from-torchtitan.md"
+TABLE = re.compile(r"(<!-- files: .*? -->\n)(.*?)(<!-- /files -->)", re.DOTALL)
+HERE = Path("run.toml")
+
+
+@dataclass(frozen=True)
+class Original:
+    """What a file trains in torchtitan."""
+
+    family: str
+    flavor: str
+    dim: int
+    layers: int
+    rope_factor: float | None
+    gpus: int
+    batch: int
+    seq_len: int
+    lr: float
+    warmup: int
+    steps: int
+    tensor: int = 1
+    decay: int | None = None
+
+    def rate(self, step: int, *, later: bool) -> float:
+        """Learning rate of a step, counted from 1, as torchtitan computes it from the steps before."""
+        before, total, warmup = step - 1, self.steps, self.warmup
+        if not later:  # train.py of autumn 2024: linear_warmup_linear_decay
+            if before < warmup:
+                return self.lr * (before + 1) / (warmup + 1)
+            left = (total - warmup) - (before - warmup)
+            return self.lr * (1 - ((total - warmup) - left) / (total - warmup))
+        # 0.2.2, components/lr_scheduler.py: linear_warmup_stable_decay, with a virtual step after the last
+        decay = total - warmup if self.decay is None else min(self.decay, total - warmup)
+        held = warmup + (total + 1 - warmup - decay)
+        if before < warmup:
+            return self.lr * (before + 1) / warmup
+        return self.lr * (1.0 if before < held else 1 - (before + 1 - held) / decay)
+
+
+AUTUMN = {
+    "debug_model": Original("llama3", "debugmodel", 256, 8, None, 8, 8, 2048, 8e-4, 2, 10),
+    "llama2_7b": Original("llama2", "7B", 4096, 32, None, 64, 8, 2048, 3e-4, 200, 1000),
+    "llama2_13b": Original("llama2", "13B", 5120, 40, None, 64, 2, 4096, 3e-4, 200, 1000),
+    "llama2_70b": Original("llama2", "70B", 8192, 80, None, 64, 16, 4096, 1.5e-4, 200, 1000, 8),
+    "llama3_8b": Original("llama3", "8B", 4096, 32, None, 64, 1, 8192, 3e-4, 200, 1000),
+    "llama3_70b": Original("llama3", "70B", 8192, 80, None, 64, 8, 8192, 1.5e-4, 200, 1000, 8),
+    "llama3_405b": Original("llama3", "405B", 16384, 126, None, 128, 2, 8192, 8e-5, 600, 3000, 8),
+}
+LATER = {
+    "debug_model": Original("llama3", "debugmodel", 256, 6, 8.0, 8, 8, 2048, 8e-4, 2, 10, decay=8),
+    "llama3_8b": Original("llama3", "8B", 4096, 32, 8.0, 64, 1, 8192, 3e-4, 200, 1000),
+    "llama3_70b": Original("llama3", "70B", 8192, 80, 8.0, 64, 8, 8192, 1.5e-4, 200, 1000, 8),
+    "llama3_405b": Original("llama3", "405B", 16384, 126, 8.0, 128, 2, 8192, 8e-5, 600, 3000, 8),
+}
+CELLS = [("2024", name) for name in AUTUMN] + [("0.2.x", name) for name in LATER]
+
+
+def original(version: str, name: str) -> Original:
+    return AUTUMN[name] if version == "2024" else LATER[name]
+
+
+def text(version: str, name: str) -> str:
+    o, float8 = original(version, name), "true" if name.endswith("405b") else "false"
+    profiler, mode = ("profiler_active = 10\nprofiler_warmup = 0", "none" if o.layers < 10 else "full")
+    if version == "2024":
+        return f"""
+[profiling]
+enable_profiling = true
+profile_freq = 100
+[metrics]
+enable_color_printing = true
+[model]
+name = "{o.family}"
+flavor = "{o.flavor}"
+norm_type = "rmsnorm"
+[optimizer]
+name = "AdamW"
+lr = {o.lr!r}
+[training]
+batch_size = {o.batch}
+seq_len = {o.seq_len}
+warmup_steps = {o.warmup}
+max_norm = 1.0
+steps = {o.steps}
+data_parallel_replicate_degree = 1
+data_parallel_shard_degree = -1
+tensor_parallel_degree = {o.tensor}
+compile = {float8}
+dataset = "c4"
+[experimental]
+context_parallel_degree = 1
+pipeline_parallel_degree = 1
+[checkpoint]
+enable_checkpoint = false
+interval_type = "steps"
+model_weights_only = false
+[activation_checkpoint]
+mode = "{mode}"
+[float8]
+enable_float8_linear = {float8}
+"""
+    return f"""
+[job]
+print_config = false
+[profiling]
+enable_profiling = true
+profile_freq = 100
+{profiler}
+[metrics]
+disable_color_printing = false
+[model]
+name = "{o.family}"
+flavor = "{o.flavor}"
+converters = {'["float8"]' if float8 == "true" else "[]"}
+[optimizer]
+lr = {o.lr!r}
+eps = 1e-8
+[lr_scheduler]
+warmup_steps = {o.warmup}
+{"" if o.decay is None else f"decay_ratio = {o.decay / o.steps}"}
+decay_type = "linear"
+min_lr_factor = 0.0
+[training]
+local_batch_size = {o.batch}
+seq_len = {o.seq_len}
+steps = {o.steps}
+dataset = "c4"
+[parallelism]
+data_parallel_replicate_degree = 1
+data_parallel_shard_degree = -1
+tensor_parallel_degree = {o.tensor}
+pipeline_parallel_degree = 1
+expert_parallel_comm_backend = "standard"
+[checkpoint]
+enable = false
+last_save_model_only = true
+enable_ft_dataloader_checkpoints = true
+[activation_checkpoint]
+mode = "{mode}"
+[compile]
+enable = {float8}
+components = ["model", "loss"]
+[quantize.linear.float8]
+filter_fqns = ["output"]
+[validation]
+enable = false
+[validation.dataloader]
+num_workers = 0
+"""
+
+
+def plans_of(toml: str, gpus: int) -> Plans:
+    config, problems = read_text(toml, HERE)
+    assert problems == []
+    return resolve_plans(config, gpus)
+
+
+def trained(plans: Plans) -> tuple[object, ...]:
+    """What must not depend on a file's spelling."""
+    return plans.model, plans.batch, plans.schedule, plans.optimizer, plans.mesh, plans.profile, plans.float8
+
+
+@pytest.mark.parametrize(("version", "name"), CELLS)
+def test_a_file_of_torchtitan_gives_its_model_schedule_and_batch(version: str, name: str) -> None:
+    o, later = original(version, name), version != "2024"
+    plans = plans_of(text(version, name), o.gpus)
+    args = model_args(plans.model)
+    assert (args.dim, args.n_layers) == (o.dim, o.layers)
+    scaling = SHAPES["llama3"]["3.1-8B"].rope_scaling if o.rope_factor else None
+    if (version, name) == ("2024", "llama3_405b"):  # on purpose: published with scaling, and a note says so
+        assert args.rope_scaling is not None and any('"405B" is Llama 3.1' in note for note in plans.notes)
+        without = text(version, name).replace("[model]", '[model]\nrope_scaling = "none"')
+        args = model_args(plans_of(without, o.gpus).model)
+    assert args.rope_scaling == scaling
+    assert args.rope_theta == (1e4 if o.family == "llama2" else 5e5)
+    assert plans.batch.global_batch_size == o.batch * o.gpus // o.tensor
+    assert plans.batch.tokens_per_step == plans.batch.global_batch_size * o.seq_len
+    for step in {1, 2, o.warmup - 1, o.warmup, o.warmup + 1, o.warmup + 2, o.steps // 2, o.steps - 1, o.steps} - {0}:
+        wanted = o.rate(step, later=later)
+        assert learning_rate(plans.schedule, plans.optimizer.lr, step) == pytest.approx(wanted, rel=1e-12), step
+
+
+@pytest.mark.parametrize(("version", "name"), CELLS)
+def test_the_saved_config_and_the_migrated_file_train_the_same(version: str, name: str) -> None:
+    toml, gpus = text(version, name), original(version, name).gpus
+    plans = plans_of(toml, gpus)
+    for again in (plans.config_toml, migrate_text(toml, HERE).text):
+        assert trained(plans_of(again, gpus)) == trained(plans)
+
+
+def test_a_run_from_a_later_file_says_at_its_start_what_that_means() -> None:
+    notes = "\n".join(plans_of(text("0.2.x", "debug_model"), 8).notes)
+    assert 'model.flavor "debugmodel" of torchtitan 0.2.x is "3.1-debugmodel": 6 layers and RoPE scaled by 8' in notes
+    assert 'the warm-up of torchtitan 0.2.x is n / W at step n: lr_scheduler.style = "titan-0.2"' in notes
+    assert not any("0.2.x" in note for note in plans_of(text("2024", "debug_model"), 8).notes)
+
+
+@pytest.mark.parametrize("name", [name for name in AUTUMN if name != "llama3_405b"])
+def test_a_file_of_may_2024_is_one_of_that_autumn(name: str) -> None:
+    autumn = text("2024", name)
+    may = re.sub(r"\[experimental\][^\[]*|\[float8\][^\[]*|data_parallel_replicate_degree = 1\n", "", autumn)
+    may = may.replace("data_parallel_shard_degree = -1", "data_parallel_degree = -1\npipeline_parallel_degree = 1")
+    may = may.replace("compile = false", 'fp8_linear = ""\ncompile = false')
+    gpus = original("2024", name).gpus
+    assert trained(plans_of(may, gpus)) == trained(plans_of(autumn, gpus))
+    mini = plans_of(may.replace('"c4"', '"c4_mini"'), gpus)
+    assert mini.data.dataset == "c4_test"
+    assert any(note.endswith("c4_mini does not travel with titanlite: c4_test is read instead") for note in mini.notes)
+
+
+def test_flavors_of_the_later_dialect_are_what_their_notes_say() -> None:
+    for there, (here, difference) in LATER_FLAVORS.items():
+        older, later = SHAPES["llama3"][there], SHAPES["llama3"][here]
+        assert later.rope_scaling is not None and f"RoPE scaled by {later.rope_scaling.factor:g}" in difference
+        assert (older.n_layers != later.n_layers) == (f"{later.n_layers} layers" in difference)
+        assert replace(later, n_layers=older.n_layers, rope_scaling=older.rope_scaling) == older
+
+
+def test_what_a_person_says_of_the_model_wins_over_the_file_s_dialect(tmp_path: Path) -> None:
+    def args(model: str, *flags: str) -> LlamaArgs:
+        (tmp_path / "run.toml").write_text(f'[job]\ndialect = "2026"\n[model]\n{model}\n')
+        argv = [f"--job.config_file={tmp_path / 'run.toml'}", *flags]
+        return model_args(checked_plans(argv, training=False)[1].model)
+
+    assert args('rope_scaling = "none"\noverrides.n_layers = 8') == args(
+        'name = "llama3"\nflavor = "debugmodel"\nrope_scaling = "none"\noverrides.n_layers = 8'
+    )
+    assert args('rope_scaling = "none"').rope_scaling is None
+    assert args("overrides.n_layers = 8").n_layers == 8
+    assert args("", "--model.flavor=8B") == args('flavor = "8B"') == args('flavor = "3.1-8B"')
+    assert args('name = "llama2"').n_layers == 8
+
+
+def test_a_later_file_over_an_older_one_keeps_its_model_when_it_is_migrated(tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text('[model]\nflavor = "8B"\n')
+    top = 'job.extends = ["base.toml"]\n[training]\nlocal_batch_size = 4\n'
+    config, _ = read_text(top, tmp_path / "run.toml")
+    assert config.value("model.flavor") == "3.1-8B"
+    migrated = migrate_text(top, tmp_path / "run.toml").text
+    assert 'flavor = "3.1-8B"' in migrated
+    assert read_text(migrated, tmp_path / "run.toml")[0].value("model.flavor") == "3.1-8B"
+
+
+FLAME = """
+[model]
+config = "some/transformer"
+[training]
+batch_size = 32
+context_len = 2048
+gradient_accumulation_steps = 1
+skip_nan_inf = true
+steps = 20480
+[optimizer]
+lr = 3e-4
+"""
+KEMPNER = """
+[model]
+dim = 256
+n_layers = 4
+vocab_size = 32000
+[train]
+batch_size = 4
+max_steps = 100
+[optimizer]
+lr = 3e-4
+[scheduler]
+warmup_steps = 10
+[distributed]
+dp_shard = -1
+"""
+STRANGE = "[model]\n" + "".join(f"a{n} = 1\n" for n in range(6)) + 'norm_type = "rmsnorm"\n[optimizer]\nlr = 1e-4\n'
+
+
+@pytest.mark.parametrize("command", ["check", "migrate", "train"])
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        (FLAME, "is a file of flame, not of titanlite or torchtitan: it has model.config, training.context_len"),
+        (KEMPNER, "is a file of KempnerForge, not of titanlite or torchtitan: it has [train], [scheduler]"),
+        (STRANGE, "is no file of titanlite or torchtitan: 6 of its 8 keys are unknown"),
+    ],
+)
+def test_a_file_of_another_trainer_is_refused_as_such(toml, message, command, tmp_path, capsys) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(toml)
+    if command == "train":
+        with pytest.raises(ValueError, match=re.escape(message)):
+            checked_plans([f"--job.config_file={path}"], training=True)
+        return
+    assert main(["config", command, str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert ("unknown key" in err) == (toml is STRANGE and command == "check"), "nothing but the reason"
+
+
+def test_migrate_never_leaves_out_what_decides_the_model() -> None:
+    with pytest.raises(ValueError, match=r"run.toml:2: model.dim: unknown key"):
+        migrate_text("[model]\ndim = 256\n[training]\nlocal_batch_size = 4\n", HERE)
+
+
+def table() -> str:
+    """One row for each file, from what titanlite makes of it."""
+    heads = ["version", "file", "GPUs", "model here", "layers", "RoPE scaling", "sequences x tokens per step"]
+    lines = [[*heads, "warm-up", "lr at steps 1 and 2", "decay"], ["---"] * 10]
+    for version, name in CELLS:
+        o = original(version, name)
+        plans = plans_of(text(version, name), o.gpus)
+        args, s = model_args(plans.model), plans.schedule
+        scaling = f"{args.rope_scaling.factor:g}" if args.rope_scaling else "no"
+        scaling += " (there: no)" if (version, name) == ("2024", "llama3_405b") else ""
+        form = f"n / {s.warmup_steps}" if s.style == "titan-0.2" else f"n / {s.warmup_steps + 1}"
+        rates = ", ".join(f"{learning_rate(s, plans.optimizer.lr, step):.3e}" for step in (1, 2))
+        decay = s.decay_steps if s.decay_steps is not None else s.total_steps - s.warmup_steps
+        model = f"`{plans.model.name}` `{plans.model.flavor}`"
+        batch = f"{plans.batch.global_batch_size} x {plans.batch.seq_len}"
+        warmup = f"{form} at step n"
+        row = [version, f"`{name}.toml`", str(o.gpus), model, str(args.n_layers), scaling, batch, warmup, rates]
+        lines.append([*row, f"{s.decay_type}, last {decay} of {s.total_steps}"])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def test_the_table_of_files_equals_the_code() -> None:
+    match = TABLE.search(PAGE.read_text())
+    assert match and match[2] == table(), "run: python tests/config/test_from_torchtitan.py --write"
+
+
+if __name__ == "__main__" and "--write" in sys.argv:
+    PAGE.write_text(TABLE.sub(lambda match: match[1] + table() + match[3], PAGE.read_text()))
