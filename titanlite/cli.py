@@ -12,6 +12,7 @@ from titanlite.checkpoint import command as checkpoint_command
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.place import StoreError
 from titanlite.config.checks import missing_files
+from titanlite.config.entries import begins_option, names_key
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.explain import Style, explain_all, explain_key
 from titanlite.config.job import JobConfig
@@ -66,10 +67,8 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         if word == "--aws-fsdp":
             # Its value is made of what looks like flags.
             word = f"{word}={next(words, '')}"
-        if word.startswith("-"):
-            name = word.lstrip("-").partition("=")[0]
-            is_flag = "." in name or name in ("config_file", "config-file")
-            part = flags if is_flag else ours
+        if begins_option(word):
+            part = flags if names_key(word) else ours
         part.append(word)
     return ours, flags
 

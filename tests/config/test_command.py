@@ -176,6 +176,24 @@ def test_flags_and_their_words_are_kept_from_argparse():
     assert flags == ["--training.steps", "5", "--no-data.shuffle", "--a.b", "x", "y"]
 
 
+def test_a_value_may_begin_with_a_minus(capsys):
+    flag = ["--training.data_parallel_shard_degree", "-1"]
+    config = "debug_model.toml"
+    # As run_llama_train.sh does it: options of the command come behind the flags.
+    status, out, _ = run(capsys, "config", "check", config, *flag, "--world-size", "2")
+    assert status == 0 and "2 (--world-size), data_parallel_shard 2" in out
+    out = run(capsys, "config", "explain", config, "--lr_scheduler.min_lr_factor", "-0.5", *flag)[2]
+    assert "min_lr_factor: expected a number >= 0 and <= 1, got -0.5" in out
+    out = run(capsys, "config", "explain", config, *flag)[1]
+    assert "data_parallel_shard_degree = -1  command line" in out
+    # Each gets as far as its own check of names.
+    assert "there is no fault 'x'" in run(capsys, "drill", config, *flag, "--only", "x")[2]
+    assert "--skip x: there is no such level" in run(capsys, "ladder", config, *flag, "--skip", "x")[2]
+    with pytest.raises(SystemExit):
+        main(["config", "check", config, *flag, "-h"])
+    assert "usage: titanlite config check" in capsys.readouterr().out
+
+
 def test_help_names_the_commands(capsys):
     for words in (["--help"], ["config", "--help"], ["config", "check", "-h"], ["config", "explain", "-h"]):
         with pytest.raises(SystemExit) as caught:
