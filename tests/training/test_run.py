@@ -226,7 +226,7 @@ def test_torchrun_trains_and_writes_what_it_says(tmp_path: Path) -> None:
         "--job.config_file=debug_model.toml", *TINY, f"--job.dump_folder={tmp_path}", "--training.steps=4", ranks=2
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("step:  4") == 1, "only rank 0 prints"
+    assert done.stdout.count("step:  4") == done.stdout.count("config: ") == 1, "only rank 0 prints"
     assert "training done at step 4" in done.stdout
     assert (tmp_path / "checkpoint" / "step-4" / "manifest.json").is_file()
     assert len(_losses(read_metrics(tmp_path / "metrics.jsonl"))) == 4
@@ -332,6 +332,16 @@ def test_a_folder_that_cannot_be_written_ends_the_run_early(tmp_path: Path) -> N
     codes, said = train(flags, 1, tmp_path / "console")
     assert codes == [exit_codes.CONFIG]
     assert "job.dump_folder: cannot write to" in said and "Traceback" not in said
+
+
+def test_a_run_says_which_config_it_is(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    nowhere = f"--job.dump_folder={tmp_path}/file/outputs"  # so the run ends before it trains
+    _, said = train([nowhere], 1, tmp_path / "defaults")
+    defaults = f"(llama3 debugmodel, 10,000 steps, folder {tmp_path}/file/outputs)"
+    assert f"no --job.config_file is given: this run has the defaults and your flags {defaults}" in said
+    _, said = train([nowhere, "--job.config_file=debug_model.toml"], 1, tmp_path / "file's")
+    assert "config: train_configs/debug_model.toml" in said and "is given" not in said
 
 
 @pytest.mark.slow
