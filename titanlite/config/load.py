@@ -86,7 +86,7 @@ def config_folders() -> list[Path]:
 
 def find_config(path: str) -> Path | None:
     """The file that a name on the command line means, or None."""
-    direct = Path(path)
+    direct = Path(os.path.expanduser(path))
     if direct.exists() or direct.name != path:
         return direct if direct.exists() else None
     return next((folder / path for folder in config_folders() if (folder / path).is_file()), None)
@@ -145,7 +145,8 @@ class _Builder:
         for entry in entries:
             if entry.name == "job.extends" and not check_value(keys()["job.extends"], entry.value):
                 for base in entry.value:
-                    self.read(path.parent / base, base, (*chain, path.resolve()), entry.source.place)
+                    file = path.parent / os.path.expanduser(base)
+                    self.read(file, base, (*chain, path.resolve()), entry.source.place)
         self.files.append(_short(path))
         self.lay(entries, file=path)
 
