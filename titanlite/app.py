@@ -177,12 +177,12 @@ def _show_config(plans: Plans) -> None:
         logger.info(f"config written to {path}")
 
 
-def main() -> NoReturn:
-    """The whole process of one rank: the rest of `train.py`, or `-m titanlite.app` where there is no checkout."""
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """The whole process of one rank, its config already checked by `titanlite.entry`. argv: None is the process's."""
     words = ""
     gc.freeze()  # what is imported is never garbage, and half a million objects take a while to look through
     try:
-        code = record(run)(sys.argv[1:]) or 0
+        code = record(run)(sys.argv[1:] if argv is None else argv) or 0
     except Exception as error:
         traceback.print_exc()
         code = exit_codes.ERROR

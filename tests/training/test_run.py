@@ -173,15 +173,15 @@ def test_earlier_metrics_are_kept_not_mixed(pool: Pools, tmp_path: Path) -> None
     assert read_metrics(tmp_path / "metrics-1.jsonl") == first
 
 
-def _train_py(*flags: str, ranks: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable]
-    if ranks:
-        launcher += ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--rdzv_backend=c10d"]
-        launcher += ["--rdzv_endpoint=localhost:0"]
+def _python(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
     return subprocess.run(
-        [*launcher, "train.py", *flags], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )
+
+
+def _train_py(*flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return _python("train.py", *flags, **variables)
 
 
 def test_wrong_config_exits_2_without_a_traceback(tmp_path: Path) -> None:
@@ -221,10 +221,19 @@ def test_a_model_that_cannot_be_compiled_is_an_error_of_one_screen(tmp_path: Pat
     assert end["exit_code"] == exit_codes.CONFIG and end["step"] == 0
 
 
-def test_torchrun_trains_and_writes_what_it_says(tmp_path: Path) -> None:
-    done = _train_py(
-        "--job.config_file=debug_model.toml", *TINY, f"--job.dump_folder={tmp_path}", "--training.steps=4", ranks=2
-    )
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["-m", "titanlite", "train", "debug_model.toml", "--nproc-per-node", "2"],
+        pytest.param([*TORCHRUN, "train.py", "--job.config_file=debug_model.toml"], marks=pytest.mark.slow),
+    ],
+    ids=["titanlite", "torchrun"],
+)
+def test_two_ranks_train_and_write_what_they_say(command: list[str], tmp_path: Path) -> None:
+    done = _python(*command, *TINY, f"--job.dump_folder={tmp_path}", "--training.steps=4")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("step:  4") == done.stdout.count("config: ") == 1, "only rank 0 prints"
     assert "training done at step 4" in done.stdout

@@ -47,7 +47,8 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     checkpoint = commands.add_parser(
         "checkpoint", help="list, inspect, verify, compare, convert and delete checkpoints", allow_abbrev=False
     )
-    actions = checkpoint.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    checkpoint.set_defaults(run=lambda *_: checkpoint.format_help().rstrip())
+    actions = checkpoint.add_subparsers(title="commands", metavar="COMMAND")
 
     def add(name: str, run: Any, help: str, description: str, code: str = "") -> argparse.ArgumentParser:
         parser = actions.add_parser(

@@ -81,7 +81,7 @@ def load_file(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Jo
 
 def config_folders() -> list[Path]:
     """Where configs given by a bare name are looked up, after the working directory."""
-    return [Path("train_configs"), Path(__file__).resolve().parents[2] / "train_configs"]
+    return [Path("train_configs"), Path(__file__).resolve().parents[1] / "train_configs"]
 
 
 def find_config(path: str) -> Path | None:
