@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+import titanlite
 from titanlite.cli import main, split_flags
 from titanlite.config.load import find_config
 from titanlite.config.schema import keys
@@ -200,6 +203,17 @@ def test_help_names_the_commands(capsys):
             main(words)
         assert caught.value.code == 0
     assert "KEY|FILE" in capsys.readouterr().out
+
+
+def test_without_a_command_it_helps_and_tells_its_version(capsys):
+    status, out, err = run(capsys)
+    assert (status, err) == (0, "") and out.startswith("usage: titanlite ")
+    assert all(f"\n    {name}" in out for name in ("train", "config", "runs", "checkpoint", "drill"))
+    assert run(capsys, "checkpoint")[1].startswith("usage: titanlite checkpoint ")
+    assert "migrate" in run(capsys, "config")[1]
+    done = subprocess.run([sys.executable, "-m", "titanlite", "--version"], capture_output=True, text=True)
+    versions = rf"titanlite {titanlite.__version__}, torch {re.escape(metadata.version('torch'))}, python 3\.\d+\.\d+\n"
+    assert done.returncode == 0 and re.fullmatch(versions, done.stdout)
 
 
 _TIMED = "import sys; from titanlite.cli import main; main(sys.argv[1:]); print('torch' in sys.modules)"

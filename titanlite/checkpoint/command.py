@@ -28,6 +28,7 @@ from titanlite.checkpoint.shelf import (
     shelf,
     verify,
 )
+from titanlite.config.errors import ConfigError, Problem
 from titanlite.observe.stepline import human_bytes, human_time
 from titanlite.runs.table import Table, render
 
@@ -372,4 +373,4 @@ def _rm(arguments: argparse.Namespace, flags: Sequence[str], _style: object) -> 
 
 def _refuse(flags: Sequence[str]) -> None:
     if flags:
-        raise CheckpointError(f"{flags[0]} is a config key; this command reads checkpoints and takes none")
+        raise ConfigError([Problem("command line", flags[0], "is a config key; this command takes none")])
