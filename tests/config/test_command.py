@@ -216,6 +216,17 @@ def test_without_a_command_it_helps_and_tells_its_version(capsys):
     assert done.returncode == 0 and re.fullmatch(versions, done.stdout)
 
 
+def test_ranks_that_cannot_be_started_are_refused(capsys, monkeypatch):
+    train = ["train", "debug_model.toml", "--nproc-per-node"]
+    assert run(capsys, *train, "0")[::2] == (2, ERROR.format("expected an integer >= 1, got 0"))
+    refused = run(capsys, *train, "3", "--training.data_parallel_shard_degree", "2")
+    assert refused[0] == 2 and "which is not the world size 3" in refused[2]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    assert run(capsys, *train, "2")[::2] == (2, ERROR.format("torchrun has started this process already"))
+
+
+ERROR = "1 problem in the config:\n  command line: --nproc-per-node: {}\n"
+
 _TIMED = "import sys; from titanlite.cli import main; main(sys.argv[1:]); print('torch' in sys.modules)"
 
 

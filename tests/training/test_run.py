@@ -239,6 +239,8 @@ def test_two_ranks_train_and_write_what_they_say(command: list[str], tmp_path: P
     assert "training done at step 4" in done.stdout
     assert (tmp_path / "checkpoint" / "step-4" / "manifest.json").is_file()
     assert len(_losses(read_metrics(tmp_path / "metrics.jsonl"))) == 4
+    environment = json.loads((tmp_path / "run.json").read_text())["attempts"][0]["environment"]
+    assert environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") == ("300" if "titanlite" in command else None)
 
 
 @pytest.mark.slow
