@@ -21,6 +21,7 @@ from titanlite.checkpoint import CheckpointError
 from titanlite.checkpoint.place import StorePath, place
 from titanlite.checkpoint.store_lock import StoreLock, check_reachable
 from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.job import JobConfig
 from titanlite.config.plans import Plans
 from titanlite.data.errors import DataError
 from titanlite.entry import end, leave
@@ -60,6 +61,8 @@ def _run(argv: Sequence[str], stop: GracefulStop) -> int:
         size, rank = env_int("WORLD_SIZE", 1), env_int("RANK", 0)
         config, plans = checked_plans(argv, size, training=True)
         setup_console(rank, plans.observe.color)
+        if rank == 0:
+            _name_config(config, plans)
         store = join_store()  # before what takes longer on one rank than on another
         with leaving_word(store, rank, size), contextlib.ExitStack() as held:
             prepare_compile(plans.compile)
@@ -107,6 +110,18 @@ def _run(argv: Sequence[str], stop: GracefulStop) -> int:
         unknown = f"Another rank has ended, hangs or cannot be reached: see who in {logs}"
         return end(f"a collective failed: {error}\n{stalls.verdict or unknown}", exit_codes.LOST_PEER)
     return exit_codes.DONE
+
+
+def _name_config(config: JobConfig, plans: Plans) -> None:
+    """Log which files the config is of; a run of mere defaults is seldom meant."""
+    if config.files:
+        logger.info(f"config: {', '.join(config.files)}")
+        return
+    steps = f"{plans.data.epochs} epochs" if plans.train.steps is None else f"{plans.train.steps:,} steps"
+    logger.warning(
+        f"no --job.config_file is given: this run has the defaults and your flags ({plans.model.name} "
+        f"{plans.model.flavor}, {steps}, folder {plans.observe.dump_folder}); train_configs/ has configs to start from"
+    )
 
 
 @contextlib.contextmanager
@@ -162,12 +177,12 @@ def _show_config(plans: Plans) -> None:
         logger.info(f"config written to {path}")
 
 
-def main() -> NoReturn:
-    """The whole process of one rank: the rest of `train.py`, or `-m titanlite.app` where there is no checkout."""
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """The whole process of one rank, its config already checked by `titanlite.entry`. argv: None is the process's."""
     words = ""
     gc.freeze()  # what is imported is never garbage, and half a million objects take a while to look through
     try:
-        code = record(run)(sys.argv[1:]) or 0
+        code = record(run)(sys.argv[1:] if argv is None else argv) or 0
     except Exception as error:
         traceback.print_exc()
         code = exit_codes.ERROR

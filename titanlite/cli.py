@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
+import platform
+import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
-from titanlite import exit_codes
+from titanlite import __version__, entry, exit_codes
 from titanlite.checkpoint import command as checkpoint_command
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.place import StoreError
 from titanlite.config.checks import missing_files
+from titanlite.config.entries import begins_option, names_key
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.explain import Style, explain_all, explain_key
 from titanlite.config.job import JobConfig
@@ -66,10 +71,8 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         if word == "--aws-fsdp":
             # Its value is made of what looks like flags.
             word = f"{word}={next(words, '')}"
-        if word.startswith("-"):
-            name = word.lstrip("-").partition("=")[0]
-            is_flag = "." in name or name in ("config_file", "config-file")
-            part = flags if is_flag else ours
+        if begins_option(word):
+            part = flags if names_key(word) else ours
         part.append(word)
     return ours, flags
 
@@ -78,7 +81,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="titanlite", description="Train Llama-family models from one TOML file.", allow_abbrev=False
     )
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    parser.add_argument("--version", action="store_true", help="print the versions of titanlite, torch and Python")
+    parser.set_defaults(run=lambda arguments, *_: _versions() if arguments.version else parser.format_help().rstrip())
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    _add_train(commands)
     _add_config(commands)
     runs_command.add_commands(commands)
     checkpoint_command.add_commands(commands)
@@ -93,9 +99,54 @@ _FLAGS = (
 )
 
 
+def _versions() -> str:
+    """Read from the records of the installation: importing torch takes seconds."""
+    try:
+        torch = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        torch = "is not installed"
+    return f"titanlite {__version__}, torch {torch}, python {platform.python_version()}"
+
+
+def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    train = commands.add_parser(
+        "train",
+        help="train a model on this machine",
+        description="Train a config, as train.py does: one rank in this process, or N ranks with --nproc-per-node. A "
+        "process that torchrun starts is one of its ranks: torchrun --nproc_per_node 8 -m titanlite train CONFIG",
+        epilog=f"{_FLAGS} Exit status: docs/reliability.md lists it.",
+        allow_abbrev=False,
+    )
+    train.add_argument("file", nargs="?", metavar="CONFIG", help="TOML file; also looked up in train_configs/")
+    train.add_argument("--nproc-per-node", type=int, metavar="N", help="start N ranks on this machine with torchrun")
+    train.set_defaults(run=_train)
+
+
+def _train(arguments: argparse.Namespace, flags: list[str], _: Style) -> NoReturn:
+    argv = _with_file(arguments.file, flags)
+    ranks = arguments.nproc_per_node
+    if ranks is None:
+        entry.main(argv)
+    if ranks < 1 or "TORCHELASTIC_RUN_ID" in os.environ:
+        why = f"expected an integer >= 1, got {ranks}" if ranks < 1 else "torchrun has started this process already"
+        raise ConfigError([Problem("command line", "--nproc-per-node", why)])
+    checked_plans(argv, ranks, training=True)
+    # torchrun would die of SIGUSR1, by which schedulers announce a time limit. Its workers listen to it.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    torchrun = [sys.executable, "-m", "titanlite.torchrun", "--nproc_per_node", str(ranks)]
+    rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
+    os.execv(sys.executable, [*torchrun, *rendezvous, "-m", "titanlite", "train", *argv])
+
+
+def _with_file(file: str | None, flags: list[str]) -> list[str]:
+    """The command line of `train.py` for a config file and flags."""
+    return [*([f"--job.config_file={file}"] if file else []), *flags]
+
+
 def _add_config(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     config = commands.add_parser("config", help="check, explain, compare and migrate config files", allow_abbrev=False)
-    actions = config.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    config.set_defaults(run=lambda *_: config.format_help().rstrip())
+    actions = config.add_subparsers(title="commands", metavar="COMMAND")
 
     check = actions.add_parser(
         "check",
@@ -263,9 +314,8 @@ def _explain(arguments: argparse.Namespace, flags: list[str], style: Style) -> s
 
 
 def _check(arguments: argparse.Namespace, flags: list[str], style: Style) -> str:
-    argv = [*([f"--job.config_file={arguments.file}"] if arguments.file else []), *flags]
     world_size, why = _world_size(arguments.world_size)
-    config, plans = checked_plans(argv, world_size, training=arguments.strict)
+    config, plans = checked_plans(_with_file(arguments.file, flags), world_size, training=arguments.strict)
     return _report(config, plans, why, style)
 
 

@@ -1,4 +1,4 @@
-"""The process of one rank: `train.py`. A wrong config is told at once: importing torch takes seconds."""
+"""The process of one rank. A wrong config is told before the import of torch, which takes seconds."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ SECONDS_TO_SPEAK = 3.0
 EXIT_CODES_VARIABLE = "TITANLITE_EXIT_CODES"
 
 
-def main() -> NoReturn:
-    """Train as the command line says; ends the process."""
-    if (code := refused(sys.argv[1:])) is not None:
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Train as the command line says (None: that of the process); ends the process."""
+    argv = sys.argv[1:] if argv is None else argv
+    if (code := refused(argv)) is not None:
         leave(code)
     from titanlite import app
 
-    app.main()
+    app.main(argv)
 
 
 def refused(argv: Sequence[str]) -> int | None:

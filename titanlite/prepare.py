@@ -72,8 +72,9 @@ def _draft(
     plans, problems = draft(
         config, world_size=world_size, shapes=SHAPES, total_sequences=total_sequences, earlier=earlier
     )
-    problems += independent(_no_decoder(config, plans.model), [*earlier, *problems], config)
-    if not any(problem.key == "model" for problem in problems):
+    no_decoder = _no_decoder(config, plans.model)
+    problems += independent(no_decoder, [*earlier, *problems], config)
+    if not no_decoder:
         problems += independent(_undivided(config, plans), [*earlier, *problems], config)
         # A batch that cannot be cut says nothing about the model, though both depend on the degree.
         known = [p for p in [*earlier, *problems] if p.key != "experimental.pipeline_parallel_microbatches"]
@@ -101,10 +102,6 @@ def _no_decoder(config: JobConfig, plan: ModelPlan) -> list[Problem]:
 
 def _undivided(config: JobConfig, plans: Plans) -> list[Problem]:
     """What tensor parallelism cannot divide, with the places of the keys to blame."""
-    try:
-        args = model_args(plans.model)
-    except ShapeError:
-        return []  # the model's name or its numbers are wrong, and known to be
     shape = [*_SHAPE, "training.tensor_parallel_degree"]
     lengths = ["training.tensor_parallel_degree", "experimental.context_parallel_degree"]
     return [
@@ -113,7 +110,7 @@ def _undivided(config: JobConfig, plans: Plans) -> list[Problem]:
             where=config.place(problem.key),
             about=tuple(shape if problem.key in shape else [problem.key, *lengths]),
         )
-        for problem in undivided(args, plans)
+        for problem in undivided(model_args(plans.model), plans)
     ]
 
 

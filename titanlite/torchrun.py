@@ -44,6 +44,8 @@ def _last_restart(text: str) -> list[tuple[int, str]]:
 
 def main() -> NoReturn:
     """Run torchrun in this process. Never returns."""
+    # How long workers have for their last checkpoint after SIGTERM; torchrun's own 30 seconds are short for that.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
     with tempfile.TemporaryDirectory(prefix="titanlite-codes-") as folder:
         told = Path(folder) / "codes"
         os.environ[VARIABLE] = str(told)

@@ -80,8 +80,8 @@ def test_ls_of_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "holds no checkpoints" in said
     (said,) = _lines(capsys, "ls", tmp_path / "none", code=exit_codes.CHECKPOINT)
     assert "no such folder" in said
-    (said,) = _lines(capsys, "ls", tmp_path, "--training.steps=3", code=exit_codes.CHECKPOINT)
-    assert "--training.steps=3 is a config key" in said
+    said = _lines(capsys, "ls", tmp_path, "--training.steps=3", code=exit_codes.CONFIG)
+    assert said[1:] == ["  command line: --training.steps=3: is a config key; this command takes none"]
 
 
 def test_inspect(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

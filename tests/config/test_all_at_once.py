@@ -45,6 +45,30 @@ def test_what_a_run_starts_from_must_be_there_until_it_has_a_checkpoint(tmp_path
     assert checked_plans(flags, 1, training=True)[1].checkpoint.initial_load_path == "/a"
 
 
+@pytest.mark.parametrize(
+    ("model", "key"),
+    [
+        ("--model.name=lama3", "model.name"),
+        ("--model.flavor=8b", "model.flavor"),
+        ("--model.overrides.n_layers=1.5", "model.overrides.n_layers"),
+        ("--model.overrides.multiple_of=0", "model"),
+        ("--model.overrides.ffn_dim_multiplier=inf", "model.overrides.ffn_dim_multiplier"),
+    ],
+)
+@pytest.mark.parametrize(
+    "other",
+    [
+        "--experimental.pipeline_parallel_degree=2",
+        "--training.tensor_parallel_degree=2",
+        "--experimental.context_parallel_degree=2",
+        "--float8.enable_float8_linear",
+    ],
+)
+def test_a_wrong_model_is_one_problem_whatever_divides_it(model, key, other):
+    for training in (False, True):
+        assert wrong_keys(model, other, world_size=None, training=training) == [key]
+
+
 FOUR_STAGES = """\
 [training]
 setps = 3

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+import titanlite
 from titanlite.cli import main, split_flags
 from titanlite.config.load import find_config
 from titanlite.config.schema import keys
@@ -176,6 +179,24 @@ def test_flags_and_their_words_are_kept_from_argparse():
     assert flags == ["--training.steps", "5", "--no-data.shuffle", "--a.b", "x", "y"]
 
 
+def test_a_value_may_begin_with_a_minus(capsys):
+    flag = ["--training.data_parallel_shard_degree", "-1"]
+    config = "debug_model.toml"
+    # As run_llama_train.sh does it: options of the command come behind the flags.
+    status, out, _ = run(capsys, "config", "check", config, *flag, "--world-size", "2")
+    assert status == 0 and "2 (--world-size), data_parallel_shard 2" in out
+    out = run(capsys, "config", "explain", config, "--lr_scheduler.min_lr_factor", "-0.5", *flag)[2]
+    assert "min_lr_factor: expected a number >= 0 and <= 1, got -0.5" in out
+    out = run(capsys, "config", "explain", config, *flag)[1]
+    assert "data_parallel_shard_degree = -1  command line" in out
+    # Each gets as far as its own check of names.
+    assert "there is no fault 'x'" in run(capsys, "drill", config, *flag, "--only", "x")[2]
+    assert "--skip x: there is no such level" in run(capsys, "ladder", config, *flag, "--skip", "x")[2]
+    with pytest.raises(SystemExit):
+        main(["config", "check", config, *flag, "-h"])
+    assert "usage: titanlite config check" in capsys.readouterr().out
+
+
 def test_help_names_the_commands(capsys):
     for words in (["--help"], ["config", "--help"], ["config", "check", "-h"], ["config", "explain", "-h"]):
         with pytest.raises(SystemExit) as caught:
@@ -183,6 +204,28 @@ def test_help_names_the_commands(capsys):
         assert caught.value.code == 0
     assert "KEY|FILE" in capsys.readouterr().out
 
+
+def test_without_a_command_it_helps_and_tells_its_version(capsys):
+    status, out, err = run(capsys)
+    assert (status, err) == (0, "") and out.startswith("usage: titanlite ")
+    assert all(f"\n    {name}" in out for name in ("train", "config", "runs", "checkpoint", "drill"))
+    assert run(capsys, "checkpoint")[1].startswith("usage: titanlite checkpoint ")
+    assert "migrate" in run(capsys, "config")[1]
+    done = subprocess.run([sys.executable, "-m", "titanlite", "--version"], capture_output=True, text=True)
+    versions = rf"titanlite {titanlite.__version__}, torch {re.escape(metadata.version('torch'))}, python 3\.\d+\.\d+\n"
+    assert done.returncode == 0 and re.fullmatch(versions, done.stdout)
+
+
+def test_ranks_that_cannot_be_started_are_refused(capsys, monkeypatch):
+    train = ["train", "debug_model.toml", "--nproc-per-node"]
+    assert run(capsys, *train, "0")[::2] == (2, ERROR.format("expected an integer >= 1, got 0"))
+    refused = run(capsys, *train, "3", "--training.data_parallel_shard_degree", "2")
+    assert refused[0] == 2 and "which is not the world size 3" in refused[2]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    assert run(capsys, *train, "2")[::2] == (2, ERROR.format("torchrun has started this process already"))
+
+
+ERROR = "1 problem in the config:\n  command line: --nproc-per-node: {}\n"
 
 _TIMED = "import sys; from titanlite.cli import main; main(sys.argv[1:]); print('torch' in sys.modules)"
 

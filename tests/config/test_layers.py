@@ -9,6 +9,7 @@ import pytest
 from titanlite.config.diff import differences, side
 from titanlite.config.load import find_config, load, load_file
 from titanlite.config.plans import Plans
+from titanlite.config.resolve import resolve
 from titanlite.config.schema import keys
 from titanlite.prepare import load_plans
 
@@ -210,3 +211,21 @@ def test_help_prints_the_usage_and_exits_0(capsys):
         load(["--help"])
     assert caught.value.code == 0
     assert "titanlite config explain" in capsys.readouterr().out
+
+
+def test_a_leading_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "base.toml").write_text('[training]\ndataset_path = "~/text"\n')
+    (tmp_path / "run.toml").write_text(
+        '[job]\nextends = ["~/base.toml"]\ndump_folder = "~/runs"\nsave_config_file = "~/all.toml"\n'
+        '[checkpoint]\nenable_checkpoint = true\nfolder = "~/kept"\n'
+        'initial_load_path = "s3://~/x"\n[metrics]\nenable_tensorboard = true\n'
+    )
+    config = load(["--job.config_file=~/run.toml", "--model.tokenizer_path=~/a~/t.model", "--metrics.save_tb_folder=~"])
+    plans = resolve(config, world_size=1)
+    home = str(tmp_path)
+    assert plans.observe.dump_folder == f"{home}/runs" and plans.comm.trace_folder == f"{home}/runs/comm_traces"
+    assert plans.checkpoint.folder == f"{home}/kept" and plans.checkpoint.initial_load_path == "s3://~/x"
+    assert plans.data.path == f"{home}/text" and plans.tokenizer.path == f"{home}/a~/t.model"
+    assert plans.observe.save_config_file == f"{home}/all.toml" and plans.observe.tensorboard_folder == home
+    assert f'dump_folder = "{home}/runs"' in plans.config_toml

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
@@ -11,6 +12,7 @@ from titanlite.config.resolve import resolve, smallest_world
 from titanlite.config.unbuilt import UNBUILT, Unbuilt, unbuilt_keys, unbuilt_notes
 from titanlite.config.unbuilt import refused as refused_unbuilt
 from titanlite.models import SHAPES
+from titanlite.optim.optimizer import build_optimizer
 
 
 def plans(*flags: str, world_size: int = 1, sequences: int | None = None) -> Plans:
@@ -306,6 +308,14 @@ def test_setting_of_a_feature_that_is_off_refuses_nothing():
     assert refused_unbuilt(load(flags)) == []
     problems = refused_unbuilt(load(["--optimizer.name=AnyPrecisionAdamW", "--optimizer.kahan=true"]))
     assert [problem.key for problem in problems] == ["optimizer.name", "optimizer.kahan"]
+
+
+@pytest.mark.parametrize("name", ["Muon", "AnyPrecisionAdamW"])
+def test_an_optimizer_that_is_not_built_keeps_its_name_and_is_refused(name):
+    plan = plans(f"--optimizer.name={name}").optimizer
+    assert plan.name == name
+    with pytest.raises(ConfigError, match=f'optimizer.name: "{name}" is not built yet\n.*take AdamW or Adam'):
+        build_optimizer([torch.nn.Parameter(torch.zeros(2))], plan, torch.device("cpu"))
 
 
 def test_streamed_text_is_unbuilt_unless_a_path_is_given():

@@ -164,7 +164,7 @@ def test_rope_scaling_as_a_toml_file_may_say_it() -> None:
         ({"n_kv_heads": 3}, "n_kv_heads = 3 does not divide n_heads = 16"),
         ({"dim": 240}, "dim / n_heads = 15 is odd"),
         ({"n_layers": 0}, "n_layers must be positive, got 0"),
-        ({"ffn_dim": -1}, "ffn_width must be positive, got -1"),
+        ({"ffn_dim": -1}, "ffn_dim must be positive, got -1"),
         ({"n_layers": 2.0}, "n_layers must be int, got 2.0"),
         ({"n_layers": True}, "n_layers must be int, got True"),
         ({"tied": 1}, "tied must be bool, got 1"),

@@ -1,9 +1,16 @@
+import importlib.metadata
+import os
+import shutil
 import subprocess
 import sys
+import zipfile
+from pathlib import Path
 
 import pytest
 
 import titanlite
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_importing_the_package_is_quick_and_loads_no_torch() -> None:
@@ -21,3 +28,53 @@ def test_rooms_are_attributes_and_nothing_else_is() -> None:
     assert titanlite.config.__name__ == "titanlite.config" and "observe" in dir(titanlite)
     with pytest.raises(AttributeError, match="no attribute 'modles'"):
         _ = titanlite.modles
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what a wheel of this tree installs."""
+    source, site = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
+    for name in ("titanlite", "train_configs"):
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, str(site)], cwd=source, check=True, capture_output=True)
+    (wheel,) = site.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(site)
+    return site
+
+
+def from_wheel(site: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """`titanlite` of the wheel, in a folder that holds nothing of ours."""
+    environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    empty = site / "empty"
+    empty.mkdir(exist_ok=True)
+    return subprocess.run(
+        [sys.executable, "-m", "titanlite", *words], cwd=empty, env=environment, capture_output=True, text=True
+    )
+
+
+def test_the_wheel_has_configs_schema_and_types(installed: Path) -> None:
+    ours = {path.name for path in (ROOT / "train_configs").iterdir()}
+    assert {path.name for path in (installed / "titanlite" / "train_configs").iterdir()} == ours
+    assert "titanlite.schema.json" in ours and (installed / "titanlite" / "py.typed").is_file()
+    (distribution,) = importlib.metadata.distributions(path=[str(installed)])
+    assert [(e.name, e.value) for e in distribution.entry_points] == [("titanlite", "titanlite.cli:main")]
+
+
+def test_a_config_of_the_wheel_is_found_by_its_name(installed: Path) -> None:
+    done = from_wheel(installed, "config", "check", "llama3_8b_level2_compile.toml", "--world-size", "8")
+    assert done.returncode == 0, done.stderr
+    assert f"{installed}/titanlite/train_configs/llama3_8b_level2_compile.toml" in done.stdout
+    done = from_wheel(installed, "train", "debug_modle.toml", "--nproc-per-node", "2")
+    assert done.returncode == 2 and "nearest in train_configs/: debug_model.toml" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_wheel_trains(installed: Path, tmp_path: Path) -> None:
+    tiny = ["--training.steps=1", "--training.seq_len=32", "--model.overrides.n_layers=1", "--no-validation.enable"]
+    done = from_wheel(installed, "train", "debug_model.toml", *tiny, f"--job.dump_folder={tmp_path}/run")
+    assert done.returncode == 0, done.stderr
+    assert f"config: {installed}/titanlite/" in done.stdout and "training done at step 1" in done.stdout
+    assert "titanlite" in (tmp_path / "run" / "run.json").read_text()

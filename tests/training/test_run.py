@@ -173,15 +173,15 @@ def test_earlier_metrics_are_kept_not_mixed(pool: Pools, tmp_path: Path) -> None
     assert read_metrics(tmp_path / "metrics-1.jsonl") == first
 
 
-def _train_py(*flags: str, ranks: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable]
-    if ranks:
-        launcher += ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--rdzv_backend=c10d"]
-        launcher += ["--rdzv_endpoint=localhost:0"]
+def _python(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
     return subprocess.run(
-        [*launcher, "train.py", *flags], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )
+
+
+def _train_py(*flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return _python("train.py", *flags, **variables)
 
 
 def test_wrong_config_exits_2_without_a_traceback(tmp_path: Path) -> None:
@@ -221,15 +221,26 @@ def test_a_model_that_cannot_be_compiled_is_an_error_of_one_screen(tmp_path: Pat
     assert end["exit_code"] == exit_codes.CONFIG and end["step"] == 0
 
 
-def test_torchrun_trains_and_writes_what_it_says(tmp_path: Path) -> None:
-    done = _train_py(
-        "--job.config_file=debug_model.toml", *TINY, f"--job.dump_folder={tmp_path}", "--training.steps=4", ranks=2
-    )
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["-m", "titanlite", "train", "debug_model.toml", "--nproc-per-node", "2"],
+        pytest.param([*TORCHRUN, "train.py", "--job.config_file=debug_model.toml"], marks=pytest.mark.slow),
+    ],
+    ids=["titanlite", "torchrun"],
+)
+def test_two_ranks_train_and_write_what_they_say(command: list[str], tmp_path: Path) -> None:
+    done = _python(*command, *TINY, f"--job.dump_folder={tmp_path}", "--training.steps=4")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("step:  4") == 1, "only rank 0 prints"
+    assert done.stdout.count("step:  4") == done.stdout.count("config: ") == 1, "only rank 0 prints"
     assert "training done at step 4" in done.stdout
     assert (tmp_path / "checkpoint" / "step-4" / "manifest.json").is_file()
     assert len(_losses(read_metrics(tmp_path / "metrics.jsonl"))) == 4
+    environment = json.loads((tmp_path / "run.json").read_text())["attempts"][0]["environment"]
+    assert environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") == ("300" if "titanlite" in command else None)
 
 
 @pytest.mark.slow
@@ -332,6 +343,16 @@ def test_a_folder_that_cannot_be_written_ends_the_run_early(tmp_path: Path) -> N
     codes, said = train(flags, 1, tmp_path / "console")
     assert codes == [exit_codes.CONFIG]
     assert "job.dump_folder: cannot write to" in said and "Traceback" not in said
+
+
+def test_a_run_says_which_config_it_is(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    nowhere = f"--job.dump_folder={tmp_path}/file/outputs"  # so the run ends before it trains
+    _, said = train([nowhere], 1, tmp_path / "defaults")
+    defaults = f"(llama3 debugmodel, 10,000 steps, folder {tmp_path}/file/outputs)"
+    assert f"no --job.config_file is given: this run has the defaults and your flags {defaults}" in said
+    _, said = train([nowhere, "--job.config_file=debug_model.toml"], 1, tmp_path / "file's")
+    assert "config: train_configs/debug_model.toml" in said and "is given" not in said
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from titanlite.checkpoint.shelf import (
     shelf,
     verify,
 )
+from titanlite.config.errors import ConfigError, Problem
 from titanlite.observe.stepline import human_bytes, human_time
 from titanlite.runs.table import Table, render
 
@@ -47,7 +48,8 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     checkpoint = commands.add_parser(
         "checkpoint", help="list, inspect, verify, compare, convert and delete checkpoints", allow_abbrev=False
     )
-    actions = checkpoint.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    checkpoint.set_defaults(run=lambda *_: checkpoint.format_help().rstrip())
+    actions = checkpoint.add_subparsers(title="commands", metavar="COMMAND")
 
     def add(name: str, run: Any, help: str, description: str, code: str = "") -> argparse.ArgumentParser:
         parser = actions.add_parser(
@@ -371,4 +373,4 @@ def _rm(arguments: argparse.Namespace, flags: Sequence[str], _style: object) -> 
 
 def _refuse(flags: Sequence[str]) -> None:
     if flags:
-        raise CheckpointError(f"{flags[0]} is a config key; this command reads checkpoints and takes none")
+        raise ConfigError([Problem("command line", flags[0], "is a config key; this command takes none")])

@@ -148,6 +148,17 @@ def _suggest(section: str, field: str) -> tuple[str, tuple[str, ...]]:
     ), ()
 
 
+def begins_option(word: str) -> bool:
+    """Whether a word of a command line begins an option. Other words, as `-1`, are values."""
+    return word.startswith("--") or word == "-h"
+
+
+def names_key(option: str) -> bool:
+    """Whether an option is a `--section.key` flag, right or wrong, and none of the command's own."""
+    name = option.removeprefix("--").partition("=")[0]
+    return "." in name or name in _CONFIG_FILE
+
+
 def command_line_entries(argv: Sequence[str]) -> tuple[list[Entry], list[Problem]]:
     """The values of `--section.key value`, `--section.key=value`, `--no-section.key` and `--section.no_key`.
 
@@ -159,13 +170,13 @@ def command_line_entries(argv: Sequence[str]) -> tuple[list[Entry], list[Problem
     while position < len(argv):
         word = argv[position]
         position += 1
-        if not word.startswith("--") or word == "--":
+        if not begins_option(word) or word == "--":
             problems.append(Problem("command line", "", f"unexpected word {quote(word)}", _FORM))
             continue
         flag, equals, attached = word[2:].partition("=")
         words = [attached] if equals else []
         if not equals:
-            while position < len(argv) and not argv[position].startswith("--"):
+            while position < len(argv) and not begins_option(argv[position]):
                 words.append(argv[position])
                 position += 1
         name, negated = _flag_name(flag)
@@ -187,6 +198,7 @@ def command_line_entries(argv: Sequence[str]) -> tuple[list[Entry], list[Problem
     return list(entries.values()), problems
 
 
+_CONFIG_FILE = ("config_file", "config-file")
 _FORM = "flags are --section.key value; lists are a,b"
 
 
@@ -196,7 +208,7 @@ class _BadWords(ValueError):
 
 def _flag_name(flag: str) -> tuple[str | None, bool]:
     """The key that a flag names, and whether it is negated; None for an unknown one."""
-    if flag in ("config_file", "config-file"):
+    if flag in _CONFIG_FILE:
         return "job.config_file", False
     if table_of(flag):
         return flag, False

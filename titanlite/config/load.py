@@ -91,12 +91,12 @@ def load_file(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Jo
 
 def config_folders() -> list[Path]:
     """Where configs given by a bare name are looked up, after the working directory."""
-    return [Path("train_configs"), Path(__file__).resolve().parents[2] / "train_configs"]
+    return [Path("train_configs"), Path(__file__).resolve().parents[1] / "train_configs"]
 
 
 def find_config(path: str) -> Path | None:
     """The file that a name on the command line means, or None."""
-    direct = Path(path)
+    direct = Path(os.path.expanduser(path))
     if direct.exists() or direct.name != path:
         return direct if direct.exists() else None
     return next((folder / path for folder in config_folders() if (folder / path).is_file()), None)
@@ -155,7 +155,8 @@ class _Builder:
         for entry in entries:
             if entry.name == "job.extends" and not check_value(keys()["job.extends"], entry.value):
                 for base in entry.value:
-                    self.read(path.parent / base, base, (*chain, path.resolve()), entry.source.place)
+                    file = path.parent / os.path.expanduser(base)
+                    self.read(file, base, (*chain, path.resolve()), entry.source.place)
         self.files.append(_short(path))
         self.lay(entries, file=path)
 

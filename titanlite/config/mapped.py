@@ -66,8 +66,7 @@ def compile_plan(d: Dialect) -> plans.CompilePlan:
 def optimizer_plan(d: Dialect) -> plans.OptimizerPlan:
     optimizer, training = d.optimizer, d.training
     return plans.OptimizerPlan(
-        # Names that are not built yet are refused before anything is built from a plan.
-        name="Adam" if optimizer.name == "Adam" else "AdamW",
+        name=optimizer.name,
         lr=optimizer.lr,
         beta1=optimizer.beta1,
         beta2=optimizer.beta2,

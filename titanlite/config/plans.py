@@ -207,7 +207,8 @@ class ActivationCheckpointPlan:
 
 @dataclass(frozen=True)
 class OptimizerPlan:
-    name: Literal["AdamW", "Adam"] = "AdamW"
+    #: `titanlite.optim` builds AdamW and Adam, and refuses the others.
+    name: Literal["AdamW", "Adam", "AnyPrecisionAdamW", "Muon"] = "AdamW"
     lr: float = 8e-4
     beta1: float = 0.9
     beta2: float = 0.95

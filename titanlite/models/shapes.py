@@ -6,6 +6,7 @@ No torch here, so that the config can be checked without it.
 from __future__ import annotations
 
 import difflib
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -238,16 +239,18 @@ def flops_per_token(args: LlamaArgs, seq_len: int) -> int:
 def _check(args: LlamaArgs, tokenizer_size: int | None) -> None:
     """Refuse numbers that make no decoder, all of them at once."""
     wrong = []
-    for name in ("dim", "n_layers", "n_heads", "kv_heads", "ffn_width", "multiple_of", "vocab_size", "max_seq_len"):
+    for name in ("dim", "n_layers", "n_heads", "kv_heads", "ffn_dim", "multiple_of", "vocab_size", "max_seq_len"):
         value = getattr(args, name)
         if value is not None and value < 1:
             wrong.append(f"{name} must be positive, got {value}")
     for name in ("norm_eps", "rope_theta", "ffn_dim_multiplier"):
-        if not getattr(args, name) > 0:
+        if not 0 < getattr(args, name) < math.inf:
             wrong.append(f"{name} must be positive, got {getattr(args, name)}")
     if args.norm_type not in NORM_TYPES:
         wrong.append(f"norm_type must be one of {', '.join(NORM_TYPES)}, got {args.norm_type!r}")
     if not wrong:
+        if args.ffn_width < 1:
+            wrong.append(f"ffn_width must be positive, got {args.ffn_width}")
         if args.dim % args.n_heads:
             wrong.append(f"n_heads = {args.n_heads} does not divide dim = {args.dim}")
         elif args.head_dim % 2:

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.plans import OptimizerPlan
+from titanlite.config.schema import quote
 
 _CLASSES = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}
 
@@ -18,7 +20,12 @@ def build_optimizer(
     """The optimizer of the plan. Its learning rate is set before every step (see `titanlite.optim.schedule`).
 
     All parameters are in one group with one weight decay, norms included, as in Llama 2's and torchtitan's training.
+
+    Raises ConfigError for an optimizer that is not built yet.
     """
+    if plan.name not in _CLASSES:
+        advice = f"take {' or '.join(_CLASSES)}"
+        raise ConfigError([Problem("", "optimizer.name", f"{quote(plan.name)} is not built yet", advice)])
     implementation = plan.implementation or ("fused" if device.type == "cuda" else "foreach")
     return _CLASSES[plan.name](
         parameters,

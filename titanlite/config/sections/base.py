@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 
 class Section(BaseModel):
@@ -20,6 +21,9 @@ class InWords:
 
     text: str
 
+
+Location = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A file or folder; a leading `~` means the home folder, as in a shell."""
 
 Degree = Annotated[int, Field(ge=1)]
 """Ranks along one dimension of the mesh."""

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from titanlite.config.sections.base import Section
+from titanlite.config.sections.base import Location, Section
 
 
 class Checkpoint(Section):
@@ -15,7 +15,7 @@ class Checkpoint(Section):
     enable_checkpoint: bool = Field(
         default=False, description="Save checkpoints, and resume from the newest valid one."
     )
-    folder: str = Field(
+    folder: Location = Field(
         default="checkpoint",
         min_length=1,
         description="job.dump_folder/folder/step-N, unless absolute; or a URL of an object store: s3://bucket/folder.",
@@ -44,7 +44,7 @@ class Checkpoint(Section):
     allow_changes: list[Literal["model", "tokenizer", "data", "global_batch"]] = Field(
         default=[], description="What may differ from the run that wrote the checkpoint; otherwise it is refused."
     )
-    initial_load_path: str | None = Field(
+    initial_load_path: Location | None = Field(
         default=None,
         min_length=1,
         description="Checkpoint (step-N, or a folder or run with some: the newest good one) of any run, to start from "

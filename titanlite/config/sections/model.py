@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from titanlite.config.sections.base import NthOrOp, Ratio, Section
+from titanlite.config.sections.base import Location, NthOrOp, Ratio, Section
 
 
 class RopeScaling(Section):
@@ -30,7 +30,7 @@ class Model(Section):
         description="Every normalisation of the model: rmsnorm (fused_rmsnorm is the same module: torch runs it as one "
         "kernel where it can), layernorm with a weight and no bias, or np_layernorm, without parameters.",
     )
-    tokenizer_path: str | None = Field(
+    tokenizer_path: Location | None = Field(
         default=None,
         min_length=1,
         description="Tokenizer: a tiktoken rank file (original/tokenizer.model of Llama 3), a sentencepiece model "
@@ -153,7 +153,7 @@ class Compile(Section):
     backend: str = Field(
         default="inductor", min_length=1, description="Backend of torch.compile, by torch's name for it."
     )
-    cache_dir: str | None = Field(
+    cache_dir: Location | None = Field(
         default=None,
         min_length=1,
         description="Folder of inductor's cache. None: $TORCHINDUCTOR_CACHE_DIR, else ~/.cache/titanlite/inductor.",

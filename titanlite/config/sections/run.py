@@ -6,13 +6,13 @@ from typing import Literal
 
 from pydantic import Field
 
-from titanlite.config.sections.base import Section
+from titanlite.config.sections.base import Location, Section
 
 
 class Job(Section):
     """What this run is and where it writes."""
 
-    config_file: str | None = Field(
+    config_file: Location | None = Field(
         default=None,
         description="The TOML file. A bare name that is not in the working directory is looked up in train_configs/.",
     )
@@ -24,10 +24,10 @@ class Job(Section):
         description='Whose defaults and models a file expects: "2026" gives it those of torchtitan 0.2.x. A file that '
         "uses a later name of an older key says so by that. Only a file can say it, not the command line.",
     )
-    dump_folder: str = Field(default="./outputs", min_length=1, description="Root of everything a run writes.")
+    dump_folder: Location = Field(default="./outputs", min_length=1, description="Root of everything a run writes.")
     description: str = Field(default="", description="Logged when the run starts.")
     print_config: bool = Field(default=False, description="Print the whole resolved config when the run starts.")
-    save_config_file: str | None = Field(
+    save_config_file: Location | None = Field(
         default=None,
         min_length=1,
         description="Write the whole resolved config as TOML to this file, below job.dump_folder unless absolute.",
@@ -41,7 +41,7 @@ class Profiling(Section):
     """Traces of time and memory."""
 
     enable_profiling: bool = Field(default=False, description="torch.profiler traces, one per rank.")
-    save_traces_folder: str = Field(
+    save_traces_folder: Location = Field(
         default="profile_traces", min_length=1, description="Trace folder, below job.dump_folder."
     )
     profile_freq: int = Field(
@@ -55,7 +55,7 @@ class Profiling(Section):
         default=False,
         description="CUDA allocator history, also dumped when memory runs out; the error is raised again.",
     )
-    save_memory_snapshot_folder: str = Field(
+    save_memory_snapshot_folder: Location = Field(
         default="memory_snapshot", min_length=1, description="Snapshot folder, below job.dump_folder."
     )
 
@@ -77,7 +77,7 @@ class Metrics(Section):
         'pipes get plain lines either way, and so does log_style = "fsdp".',
     )
     enable_tensorboard: bool = Field(default=False, description="Write TensorBoard events.")
-    save_tb_folder: str = Field(
+    save_tb_folder: Location = Field(
         default="tb", min_length=1, description="TensorBoard folder, below job.dump_folder; a dated subfolder is added."
     )
     enable_wandb: bool = Field(

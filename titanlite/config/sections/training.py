@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from titanlite.config.sections.base import Degree, DegreeOrRest, Section, Seed, Step, StepRange
+from titanlite.config.sections.base import Degree, DegreeOrRest, Location, Section, Seed, Step, StepRange
 
 
 class Training(Section):
@@ -15,7 +15,7 @@ class Training(Section):
     dataset: Literal["c4", "c4_test"] = Field(
         default="c4_test", description="Text by name: c4_test travels with titanlite, c4 is streamed from its hub."
     )
-    dataset_path: str | None = Field(
+    dataset_path: Location | None = Field(
         default=None,
         min_length=1,
         description="Local file or folder of C4-format records, used instead of the named text.",
@@ -167,7 +167,7 @@ class Data(Section):
         description="Threads per rank that tokenize text, at the start. None: as many as there are cores for each "
         "rank, 8 at most. 0: the main thread alone. The tokens are the same.",
     )
-    token_cache: str = Field(
+    token_cache: Location = Field(
         default="auto",
         min_length=1,
         description="Folder of tokenized text, shared by the ranks of a node and by later runs; best on a local disk. "
@@ -209,7 +209,7 @@ class Validation(Section):
     dataset: Literal["c4_validation", "c4_test"] = Field(
         default="c4_validation", description="Text by name: the held-out part, or what training reads."
     )
-    dataset_path: str | None = Field(
+    dataset_path: Location | None = Field(
         default=None, min_length=1, description="Local file or folder of C4-format records to validate on."
     )
     sources: list[DataSource] = Field(default=[], description="Array of tables: several texts, each with its own loss.")

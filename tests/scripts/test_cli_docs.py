@@ -1,0 +1,75 @@
+"""docs/cli.md says what the command has, and how each of its commands ends."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+
+from titanlite import exit_codes
+from titanlite.cli import _parser, main
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+ROWS = {
+    row[1]: (row[2], row[3])
+    for row in re.finditer(r"^\| `titanlite ([a-z ]+)` \| (.*) \| (.*) \|$", (DOCS / "cli.md").read_text(), re.M)
+}
+CODES = {value for name, value in vars(exit_codes).items() if name.isupper()}
+
+
+def codes(command: str) -> set[int]:
+    return set(map(int, re.findall(r"(?:^|, )(\d+)", ROWS[command][0])))
+
+
+def commands(parser: argparse.ArgumentParser, name: str = "") -> dict[str, argparse.ArgumentParser]:
+    """All commands that have none below them, by their words."""
+    below = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    if not below:
+        return {name: parser}
+    return {k: v for word, p in below[0].choices.items() for k, v in commands(p, f"{name} {word}".strip()).items()}
+
+
+def test_the_table_has_every_command_and_which_has_json() -> None:
+    parsers = commands(_parser())
+    assert set(ROWS) == set(parsers)
+    for name, parser in parsers.items():
+        assert ("--json" in parser.format_help()) == (not ROWS[name][1].startswith("–")), name
+
+
+def test_the_documented_codes_are_those_of_the_code() -> None:
+    table = (DOCS / "reliability.md").read_text().partition("## Exit codes")[2].partition("\n## ")[0]
+    assert {int(code) for code in re.findall(r"^\| (\d+) \|", table, re.M)} == CODES
+    assert all(codes(command) <= CODES for command in ROWS)
+    assert codes("train") == CODES - {exit_codes.ERROR}
+
+
+def test_every_command_that_the_docs_name_is_there() -> None:
+    known = {*ROWS, *(name.partition(" ")[0] for name in ROWS), "launch"}  # launch: to come, and called so
+    for page in [*DOCS.glob("*.md"), DOCS.parent / "README.md"]:
+        text = page.read_text()
+        examples = "".join(re.findall(r"```.*?```", text, re.S))
+        found = re.findall(r"`titanlite ([a-z]+)(?: ([a-z]+))?", text)
+        found += re.findall(r"^\$? ?(?:.venv/bin/)?titanlite ([a-z]+)(?: ([a-z]+))?", examples, re.M)
+        for group, word in found:
+            name = f"{group} {word}".strip() if group in ("config", "checkpoint") else group
+            assert name in known, f"{page.name}: titanlite {name}"
+
+
+@pytest.mark.parametrize("command", sorted(set(ROWS) - {"checkpoint convert"}))  # convert first imports torch
+def test_what_is_not_there_ends_with_a_documented_code(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = {
+        "train": ["/no.toml", "--nproc-per-node=2"],
+        "config diff": ["/no.toml", "/no.toml"],
+        "config schema": ["--no.key"],
+        "config template": ["--no.key"],
+        "checkpoint diff": ["/no", "/no"],
+    }.get(command, ["/no.toml"])
+    code = main([*command.split(), *words])
+    assert code == (exit_codes.CHECKPOINT if command.startswith("checkpoint") else exit_codes.CONFIG)
+    assert code in codes(command)
+    out, err = capsys.readouterr()
+    assert out == "" and ("/no" in err or "--no.key" in err)
+    if command.startswith("checkpoint"):
+        assert main([*command.split(), *words, "--training.steps", "3"]) == exit_codes.CONFIG
