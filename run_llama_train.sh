@@ -97,7 +97,7 @@ launch=("$TITANLITE_PYTHON" -m titanlite.torchrun
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 # How long workers have for their last checkpoint after SIGTERM; torchrun's own 30 seconds are short for that.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
-# SIGUSR1, with which schedulers announce a time limit, would end torchrun and leave its workers as orphans; ignored
+# SIGUSR1, with which schedulers announce a time limit, would kill torchrun before it can tell how its workers ended; ignored
 # here, it is ignored until a worker listens to it.
 trap '' USR1
 exec "${launch[@]}"

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from titanlite import exit_codes
 from titanlite.config.errors import ConfigError
+from titanlite.parent import stop_with_torchrun
 from titanlite.prepare import checked_plans
 
 SECONDS_TO_SPEAK = 3.0
@@ -21,6 +22,7 @@ EXIT_CODES_VARIABLE = "TITANLITE_EXIT_CODES"
 
 def main() -> NoReturn:
     """Train as the command line says; ends the process."""
+    stop_with_torchrun()
     if (code := refused(sys.argv[1:])) is not None:
         leave(code)
     from titanlite import app
