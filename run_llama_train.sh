@@ -95,7 +95,7 @@ launch=("$TITANLITE_PYTHON" -m titanlite.torchrun
     "${output[@]}"
     "$root/train.py" --job.config_file "$config" "$@")
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-# SIGUSR1, with which schedulers announce a time limit, would end torchrun and leave its workers as orphans; ignored
+# SIGUSR1, with which schedulers announce a time limit, would kill torchrun before it can tell how its workers ended; ignored
 # here, it is ignored until a worker listens to it.
 trap '' USR1
 exec "${launch[@]}"

@@ -12,13 +12,11 @@ and the pools together would keep half a core busy doing nothing.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import multiprocessing
 import os
 import signal
 import socket
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -26,6 +24,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from titanlite.drill.ranks import prepare
+from titanlite.parent import end_with_parent
 
 
 class RankFailure(AssertionError):
@@ -40,9 +39,7 @@ def free_port() -> int:
 
 
 def _serve(rank: int, size: int, port: int, pipe: Connection, environment: dict[str, str]) -> None:
-    if sys.platform == "linux":  # a stopped process does not notice that its parent is gone
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)  # a stopped process does not notice that its parent is gone
     os.environ.clear()  # of the process that this one is a copy of
     os.environ.update(
         environment,

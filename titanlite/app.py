@@ -35,6 +35,7 @@ from titanlite.parallel.float8 import check_float8
 from titanlite.parallel.host_memory import keep_freed_memory
 from titanlite.parallel.meeting import MeetingError, after_rank_0, leaving_word
 from titanlite.parallel.world import World, WorldError, env_int, join_store
+from titanlite.parent import stop_with_torchrun
 from titanlite.preempt import GracefulStop, Preempted
 from titanlite.prepare import checked_plans, resolve_plans
 from titanlite.runs.lock import LockedError, RunLock
@@ -194,4 +195,5 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 if __name__ == "__main__":
+    stop_with_torchrun()
     main()

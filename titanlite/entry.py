@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from titanlite import exit_codes
 from titanlite.config.errors import ConfigError
+from titanlite.parent import stop_with_torchrun
 from titanlite.prepare import checked_plans
 
 SECONDS_TO_SPEAK = 3.0
@@ -22,6 +23,7 @@ EXIT_CODES_VARIABLE = "TITANLITE_EXIT_CODES"
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Train as the command line says (None: that of the process); ends the process."""
     argv = sys.argv[1:] if argv is None else argv
+    stop_with_torchrun()
     if (code := refused(argv)) is not None:
         leave(code)
     from titanlite import app

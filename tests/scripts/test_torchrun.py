@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,36 @@ def test_what_the_last_restart_said_is_kept_for_the_end() -> None:
     told = '0 1 "rank 0: first"\n1 7 ""\n1 1 "rank 1 on a: OSError: a\\nb"\n1 1 "rank 2: third"\n'
     assert last_words(told) == "rank 1 on a: OSError: a\nb"
     assert last_words("0 7\n") == last_words("") == ""
+
+
+#: A worker that says that it was asked to stop, and its launcher.
+WORKER = """
+import os, signal, time
+from titanlite.parent import stop_with_torchrun
+signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b"asked to stop"), os._exit(0)))
+stop_with_torchrun()
+os.write(1, b"ready")
+time.sleep(20)
+"""
+LAUNCHER = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {WORKER!r}]); time.sleep(20)"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
+def test_a_worker_is_asked_to_stop_when_its_torchrun_is_killed() -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHELASTIC_RUN_ID": "x"}
+    with subprocess.Popen([sys.executable, "-c", LAUNCHER], env=env, stdout=subprocess.PIPE) as launcher:
+        assert launcher.stdout is not None and launcher.stdout.read(5) == b"ready"
+        launcher.kill()
+        assert launcher.stdout.read() == b"asked to stop"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
+def test_a_parent_that_ends_before_the_kernel_knows_is_noticed() -> None:
+    script = "import os, signal; from titanlite.parent import end_with_parent; os.getppid = iter([7, 1]).__next__; "
+    done = subprocess.run(
+        [sys.executable, "-c", f"{script}end_with_parent(signal.SIGTERM)"], env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == -signal.SIGTERM
 
 
 @pytest.mark.soak

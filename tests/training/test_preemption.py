@@ -441,6 +441,19 @@ def test_a_killed_rank_is_a_lost_peer_to_the_other_and_the_next_start_says_what_
     assert "a collective failed" in text and "titanlite/trainer.py" not in text
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
+def test_workers_of_a_killed_torchrun_save_and_stop_and_the_next_start_goes_on(tmp_path: Path) -> None:
+    launch = Launch(tmp_path / "run", *LONG)  # no save before the stop's own: torchrun's store is gone then
+    launch.until("step:  3")
+    launch.process.kill()
+    text = launch.end(timeout=60)  # the workers hold the pipe
+    assert launch.worker_codes() == [exit_codes.PREEMPTED] * 2, text
+    step = int(re.findall(r"stopped after step (\d+) by SIGTERM on every rank: the checkpoint", text)[0])
+    again = Launch(tmp_path / "run", f"--training.steps={step + 1}", "--no-validation.enable")
+    assert f"resumed from step {step}" in again.end() and again.process.returncode == 0
+
+
 @pytest.mark.soak
 def test_a_killed_run_leaves_a_lock_and_no_end_and_the_next_start_takes_over(tmp_path: Path) -> None:
     launch = Launch(tmp_path / "run", *LONG, "--checkpoint.interval=5", ranks=0)

@@ -8,7 +8,6 @@ codes, an output of its own. No torch here.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import re
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import titanlite
 from titanlite.drill.strike import Strike, arm
+from titanlite.parent import end_with_parent
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess
@@ -32,7 +32,6 @@ PATIENCE_SECONDS = 300.0
 #: For the other ranks to notice by themselves that one is gone.
 GRACE_SECONDS = 60.0
 _POLL_SECONDS = 0.005
-_PR_SET_PDEATHSIG = 1
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -188,8 +187,7 @@ def train(
 def _rank(arguments: list[str], variables: dict[str, str], console: str, strike: Strike | None) -> NoReturn:
     """The life of one rank, in its own process."""
     os.setsid()  # Ctrl-C at the terminal is for the rehearsal, which then ends its ranks
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)
     output = os.open(console, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(output, 1)
     os.dup2(output, 2)
