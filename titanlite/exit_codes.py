@@ -36,9 +36,9 @@ def code_of(error: BaseException) -> int:
     from titanlite.models.shapes import ShapeError
     from titanlite.observe.stalls import PeerError
     from titanlite.parallel.compile import CompileError
+    from titanlite.parallel.environment import WorldError
     from titanlite.parallel.flight_recorder import is_of_collectives
     from titanlite.parallel.meeting import MeetingError
-    from titanlite.parallel.world import WorldError
     from titanlite.preempt import Preempted
     from titanlite.runs.lock import LockedError
 
