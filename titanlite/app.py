@@ -30,11 +30,12 @@ from titanlite.models.shapes import ShapeError
 from titanlite.observe.console import logger, setup_console
 from titanlite.observe.stalls import StallWatch
 from titanlite.parallel.compile import CompileError, prepare_compile
+from titanlite.parallel.environment import read_environment
 from titanlite.parallel.flight_recorder import is_of_collectives
 from titanlite.parallel.float8 import check_float8
 from titanlite.parallel.host_memory import keep_freed_memory
 from titanlite.parallel.meeting import MeetingError, after_rank_0, leaving_word
-from titanlite.parallel.world import World, WorldError, env_int, join_store
+from titanlite.parallel.world import World, WorldError, join_store
 from titanlite.parent import stop_with_torchrun
 from titanlite.preempt import GracefulStop, Preempted
 from titanlite.prepare import checked_plans, resolve_plans
@@ -59,7 +60,8 @@ def run(argv: Sequence[str]) -> int:
 def _run(argv: Sequence[str], stop: GracefulStop) -> int:
     stalls = StallWatch()
     try:
-        size, rank = env_int("WORLD_SIZE", 1), env_int("RANK", 0)
+        ranks = read_environment()
+        size, rank = ranks.size, ranks.rank
         config, plans = checked_plans(argv, size, training=True)
         setup_console(rank, plans.observe.color)
         if rank == 0:

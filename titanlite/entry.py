@@ -1,3 +1,4 @@
+"""The process of one rank: `train.py`. What is wrong is told before torch is imported, which takes seconds."""
 """The process of one rank. A wrong config is told before the import of torch, which takes seconds."""
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import NoReturn
 
 from titanlite import exit_codes
 from titanlite.config.errors import ConfigError
+from titanlite.parallel.environment import WorldError, read_environment
 from titanlite.parent import stop_with_torchrun
 from titanlite.prepare import checked_plans
 
@@ -32,13 +34,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def refused(argv: Sequence[str]) -> int | None:
-    """Tell what is wrong with the config and return the exit code; None where nothing is."""
-    size = os.environ.get("WORLD_SIZE", "1")
-    if not size.isdecimal():  # there is a word for that where the ranks meet
-        return None
+    """Tell what is wrong with the environment or the config and return the exit code; None where nothing is."""
     try:
-        checked_plans(argv, int(size), training=True)
-    except ConfigError as error:
+        checked_plans(argv, read_environment().size, training=True)
+    except (ConfigError, WorldError) as error:
         return end(str(error), exit_codes.CONFIG)
     return None
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 DONE = 0
 #: An error nobody foresaw; its traceback is in the output.
 ERROR = 1
-#: The configuration, or a file it names, is wrong, or the model cannot be compiled. Nothing was trained.
+#: The configuration, a file it names or the launcher's variables are wrong, the port of rank 0 is taken, or the model
+#: cannot be compiled. Nothing was trained.
 CONFIG = 2
 #: The guard stopped the run: a loss or a gradient was not finite, or a loss jumped. No bad update was applied.
 GUARD = 3
@@ -36,9 +37,9 @@ def code_of(error: BaseException) -> int:
     from titanlite.models.shapes import ShapeError
     from titanlite.observe.stalls import PeerError
     from titanlite.parallel.compile import CompileError
+    from titanlite.parallel.environment import WorldError
     from titanlite.parallel.flight_recorder import is_of_collectives
     from titanlite.parallel.meeting import MeetingError
-    from titanlite.parallel.world import WorldError
     from titanlite.preempt import Preempted
     from titanlite.runs.lock import LockedError
 

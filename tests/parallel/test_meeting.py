@@ -17,6 +17,7 @@ import torch.distributed as dist
 from tests.pool import free_port
 from titanlite import exit_codes
 from titanlite.observe.console import logger
+from titanlite.parallel.environment import WorldError
 from titanlite.parallel.meeting import MeetingError, after_rank_0, come, connect, leaving_word, meet
 from titanlite.parallel.world import World
 from titanlite.preempt import Preempted
@@ -79,6 +80,30 @@ def test_a_store_that_cannot_be_reached_is_named() -> None:
     port = free_port()
     with pytest.raises(MeetingError, match=f"rank 1 on {HOST} cannot reach the store of the run at 127.0.0.1:{port} "):
         come(1, 2, ("127.0.0.1", port), limit=1)
+
+
+def test_a_rank_0_that_starts_late_is_waited_for() -> None:
+    port = free_port()
+    serve = threading.Timer(0.5, lambda: kept.append(come(0, 2, ("127.0.0.1", port), is_master=True)))
+    kept: list[dist.Store] = []
+    serve.start()
+    kept.append(come(1, 2, ("127.0.0.1", port), limit=90))
+    serve.join()
+    assert kept[0].add("came", 0) == 2
+
+
+def test_a_port_that_a_silent_program_holds_is_named_in_time() -> None:
+    """Rank 0 cannot open it; the others connect to it and get no answer."""
+    server = socket.create_server(("127.0.0.1", 0))
+    address = server.getsockname()
+    server.detach()  # open as long as this process: torch goes on waiting for it
+    with pytest.raises(WorldError, match=f"rank 0 on {HOST} cannot open port {address[1]} .*: address already in use"):
+        come(0, 2, address, is_master=True, limit=90)
+    began = time.monotonic()
+    told = f"rank 1 on {HOST} gets no answer from the store of the run at 127.0.0.1:{address[1]} "
+    with pytest.raises(MeetingError, match=f"{told}.*something else listens there"):
+        come(1, 2, address, limit=1)
+    assert time.monotonic() - began < 10
 
 
 def test_ranks_that_cannot_connect_are_told_which_interface_to_look_at() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from tests.pool import Pools
+from titanlite import exit_codes
 from titanlite.config.plans import MeshPlan
+from titanlite.parallel.environment import Environment, read_environment
 from titanlite.parallel.world import World, WorldError, patience, set_timeouts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,24 +79,75 @@ def test_degrees_that_do_not_fit_are_refused(pool: Pools) -> None:
     assert pool(2).run(_wrong_mesh) == ["dp_shard 3 = 3, but there are 2 ranks"] * 2
 
 
-@pytest.mark.parametrize(
-    ("environment", "message"),
-    [
-        ({"WORLD_SIZE": "2"}, "RANK is not"),
-        ({"WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR is not"),
-        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost"}, "MASTER_PORT is not"),
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', expected a whole number"),
-    ],
-)
-def test_half_described_worlds_are_named(
-    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], message: str
+_TWO = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+_WRONG = [
+    (
+        {"WORLD_SIZE": "2"},
+        "3 environment variables are wrong:\n  RANK is not set, but WORLD_SIZE is: start with torchrun",
+    ),
+    ({"RANK": "1"}, "environment variable WORLD_SIZE is not set, but RANK is"),
+    (_TWO | {"MASTER_ADDR": ""}, "MASTER_ADDR is not set, but WORLD_SIZE is: set it to the host of rank 0"),
+    (_TWO | {"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', expected a whole number of at least 1"),
+    (_TWO | {"WORLD_SIZE": "0"}, "WORLD_SIZE is '0', expected a whole number of at least 1"),
+    (_TWO | {"RANK": "2"}, "RANK is '2', expected a whole number from 0 to 1: WORLD_SIZE is 2"),
+    (_TWO | {"RANK": "-1"}, "RANK is '-1', expected a whole number from 0 to 1: WORLD_SIZE is 2"),
+    (
+        _TWO | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"},
+        "LOCAL_RANK is '1', expected a whole number from 0 to 0: LOCAL_",
+    ),
+    (_TWO | {"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE is '8', expected a whole number from 1 to 2"),
+    (_TWO | {"RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK is not set, but LOCAL_WORLD_SIZE is"),
+    (_TWO | {"MASTER_PORT": "99999"}, "MASTER_PORT is '99999', expected a whole number from 1 to 65535"),
+    (_TWO | {"MASTER_PORT": "0"}, "MASTER_PORT is '0', expected a whole number from 1 to 65535"),
+]
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None]:
+    """Sets the variables of a rank, and no others."""
+
+    def put(variables: dict[str, str]) -> None:
+        for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return put
+
+
+@pytest.mark.parametrize(("variables", "message"), _WRONG)
+def test_wrong_environments_are_named(
+    environment: Callable[[dict[str, str]], None], variables: dict[str, str], message: str
 ) -> None:
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(WorldError, match=message), World.open(device_type="cpu"):
+    environment(variables)
+    with pytest.raises(WorldError) as told, World.open(device_type="cpu"):
         pass
+    assert message in str(told.value)
+
+
+def test_environments_as_launchers_set_them_are_read(environment: Callable[[dict[str, str]], None]) -> None:
+    environment({})
+    assert read_environment() == Environment(0, 1, 0, 1, None)
+    environment({"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": "0"})  # nobody needs the port
+    assert read_environment() == Environment(0, 1, 0, 1, None)
+    environment(_TWO | {"WORLD_SIZE": "16", "RANK": "9", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"})
+    assert read_environment() == Environment(9, 16, 1, 8, ("localhost", 29500))
+    environment(_TWO | {"RANK": "1", "LOCAL_RANK": "0"})  # two nodes with a rank each
+    assert read_environment() == Environment(1, 2, 0, 1, ("localhost", 29500))
+
+
+def test_train_py_tells_a_wrong_environment_without_torch(
+    environment: Callable[[dict[str, str]], None], tmp_path: Path
+) -> None:
+    environment(_TWO | {"RANK": "2"})
+    code = (
+        "import sys; from titanlite import entry; code = entry.refused(sys.argv[1:]); "
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    command = [sys.executable, "-c", code, f"--job.dump_folder={tmp_path}"]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    told = "error: environment variable RANK is '2', expected a whole number from 0 to 1: WORLD_SIZE is 2\n"
+    assert (done.returncode, done.stderr) == (exit_codes.CONFIG, told)
 
 
 _RESTARTS = """

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -20,11 +22,13 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from titanlite.observe.console import logger
+from titanlite.parallel.environment import WorldError
 
 #: The longest that a rank waits for the others' processes, and for connections to them.
 LIMIT_SECONDS = 60
 #: The longest that a rank which ends waits for the others to read why: it may be the one that serves the store.
 _HEARD_SECONDS = 5.0
+_RETRY_SECONDS = 0.2
 _NAMED = 8
 _TEXT = 2000
 
@@ -36,21 +40,13 @@ class MeetingError(RuntimeError):
 def come(
     rank: int, size: int, address: tuple[str, int], is_master: bool = False, limit: float = LIMIT_SECONDS
 ) -> dist.Store:
-    """Connect to the run's TCP store, and leave a word there that this process is up. Raises MeetingError.
+    """Connect to the run's TCP store, and leave a word there that this process is up.
 
-    address: host and port of the store. is_master: this process serves it. limit: seconds.
+    address: host and port of the store. is_master: this process serves it. limit: seconds for something to listen
+    there, and as many for it to answer. Raises MeetingError; WorldError when the port is taken that this process is to
+    serve at.
     """
-    host, port = address
-    try:
-        tcp = dist.TCPStore(
-            host, port, size, is_master=is_master, timeout=timedelta(seconds=limit), wait_for_workers=False
-        )
-    except (dist.DistError, OSError) as error:
-        raise MeetingError(
-            f"rank {rank} on {socket.gethostname()} cannot reach the store of the run at {host}:{port} (MASTER_ADDR, "
-            f"MASTER_PORT) within {limit:.0f} s: the process that serves it has not started or has ended, the name "
-            f"means another host here, or a firewall is between ({_first_line(error)})"
-        ) from None
+    tcp = _open_store(rank, size, address, is_master, limit)
     run = os.environ.get("TORCHELASTIC_RUN_ID", "titanlite")
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     # The agent's store survives a restart of the workers, so each attempt needs keys of its own: without the prefix a
@@ -59,6 +55,58 @@ def come(
     store.set(f"came/{rank}", f"{socket.gethostname()}, process {os.getpid()}")
     store.add("came", 1)
     return store
+
+
+def _open_store(rank: int, size: int, address: tuple[str, int], is_master: bool, limit: float) -> dist.TCPStore:
+    host, port = address
+    who, where = f"rank {rank} on {socket.gethostname()}", f"{host}:{port} (MASTER_ADDR, MASTER_PORT)"
+    if not is_master and (reason := _nobody_listens(address, limit)):
+        raise MeetingError(
+            f"{who} cannot reach the store of the run at {where} within {limit:.0f} s: the process that serves it has "
+            f"not started or has ended, the name means another host here, or a firewall is between ({reason})"
+        )
+    made: queue.SimpleQueue[dist.TCPStore | Exception] = queue.SimpleQueue()
+
+    def make() -> None:
+        try:
+            seconds = timedelta(seconds=limit)
+            made.put(dist.TCPStore(host, port, size, is_master, timeout=seconds, wait_for_workers=False))
+        except Exception as error:
+            made.put(error)
+
+    # In a thread, because torch waits without end for an answer from what listens there.
+    threading.Thread(target=make, name="store", daemon=True).start()
+    try:
+        store = made.get(timeout=limit)
+    except queue.Empty:
+        store = TimeoutError("silence")
+    if not isinstance(store, Exception):
+        return store
+    reason = _first_line(store)
+    if "failed to listen" in reason:
+        raise WorldError(
+            f"{who} cannot open port {port} (MASTER_PORT) for the other ranks: {reason.rpartition('message: ')[2]}. "
+            "If another program or run listens there, end it, or set another MASTER_PORT on all ranks"
+        ) from None
+    raise MeetingError(
+        f"{who} gets no answer from the store of the run at {where} within {limit:.0f} s: something else listens "
+        f"there, or MASTER_ADDR is not the host of rank 0. Set a free MASTER_PORT on all ranks ({reason})"
+    ) from None
+
+
+def _nobody_listens(address: tuple[str, int], limit: float) -> str:
+    """Wait until something listens there: rank 0 may start late. Returns why nothing does, or an empty string."""
+    until = time.monotonic() + limit
+    while True:
+        left = until - time.monotonic()
+        try:
+            socket.create_connection(address, timeout=max(left, 0.1)).close()
+            return ""
+        except (OSError, UnicodeError) as error:  # UnicodeError: a name that no host can have
+            reason = str(error)
+        if left < _RETRY_SECONDS:
+            return reason
+        time.sleep(_RETRY_SECONDS)
 
 
 def meet(store: dist.Store, rank: int, size: int, patience: float, limit: float = LIMIT_SECONDS) -> None:

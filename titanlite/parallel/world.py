@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
 from titanlite.config.plans import CommPlan, MeshPlan
+from titanlite.parallel.environment import WorldError, read_environment
 from titanlite.parallel.flight_recorder import recording
 from titanlite.parallel.meeting import LIMIT_SECONDS, come, connect, meet
 
@@ -28,41 +29,18 @@ MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 PATIENT = "titanlite_patient"
 
 
-class WorldError(RuntimeError):
-    """The environment's description of the ranks is incomplete or contradicts itself."""
-
-
-def env_int(name: str, default: int | None = None) -> int:
-    """A whole number from the environment. Raises WorldError when it is another thing, or missing without a default."""
-    text = os.environ.get(name)
-    if text is None:
-        if default is None:
-            raise WorldError(
-                f"WORLD_SIZE is set but {name} is not: start with torchrun (or ./run_llama_train.sh), "
-                "or unset WORLD_SIZE for one process"
-            )
-        return default
-    try:
-        return int(text)
-    except ValueError:
-        raise WorldError(f"environment variable {name} is {text!r}, expected a whole number") from None
-
-
 def join_store(limit: float = LIMIT_SECONDS) -> dist.Store | None:
     """The run's key-value store, at which the process groups meet; None for one process alone.
 
     Call it as soon as the process is up: from then on the others know that this rank is coming (see meeting.py). Raises
-    WorldError when the environment is incomplete, MeetingError when the store cannot be reached within `limit` seconds.
+    WorldError when the environment is wrong or rank 0 cannot open MASTER_PORT, MeetingError when the store cannot be
+    reached within `limit` seconds, or what listens there does not answer within as many.
     """
-    size = env_int("WORLD_SIZE", 1)
-    if size == 1 or dist.is_initialized():
+    ranks = read_environment(need_address=not dist.is_initialized())
+    if ranks.address is None:
         return None
-    rank = env_int("RANK")
-    host = os.environ.get("MASTER_ADDR")
-    if host is None:
-        raise WorldError("WORLD_SIZE is set but MASTER_ADDR is not: start with torchrun (or ./run_llama_train.sh)")
     agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return come(rank, size, (host, env_int("MASTER_PORT")), rank == 0 and not agent_store, limit)
+    return come(ranks.rank, ranks.size, ranks.address, ranks.rank == 0 and not agent_store, limit)
 
 
 @dataclass(frozen=True)
@@ -88,20 +66,19 @@ class World:
         """Enter the world that the environment (torchrun's variables) describes; one process without them.
 
         device_type: "cpu" or "cuda"; by default CUDA when this machine has it. store: what `join_store` gave.
-        Raises WorldError when the environment is incomplete, MeetingError when another rank does not come within a
+        Raises WorldError when the environment is wrong, MeetingError when another rank does not come within a
         minute, or cannot be reached.
         """
         comm = comm or CommPlan()
         device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-        size = env_int("WORLD_SIZE", 1)
-        rank = env_int("RANK", 0 if size == 1 else None)
-        local_rank = env_int("LOCAL_RANK", rank)
+        ranks = read_environment(need_address=not dist.is_initialized())
+        rank, local_rank, size = ranks.rank, ranks.local_rank, ranks.size
         if device_type == "cuda":
-            ranks_here = max(env_int("LOCAL_WORLD_SIZE", 1), local_rank + 1)
-            if ranks_here > torch.cuda.device_count():
+            gpus = torch.cuda.device_count()
+            if ranks.local_size > gpus:
                 raise WorldError(
-                    f"{ranks_here} ranks on {socket.gethostname()}, which shows {torch.cuda.device_count()} GPUs: each "
-                    "rank needs one of its own. Start fewer ranks per node"
+                    f"{ranks.local_size} ranks on {socket.gethostname()}, which shows {gpus} GPUs: each rank needs "
+                    "one of its own. Start fewer ranks per node"
                 )
             device = torch.device("cuda", local_rank)
             torch.cuda.set_device(device)

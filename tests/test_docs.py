@@ -1,0 +1,68 @@
+"""The pages of docs/ are listed, their links lead somewhere, and the messages they explain are this program's."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+
+
+@cache
+def _prose(page: Path) -> str:
+    """The page without its code: a bracket there is no link."""
+    text = re.sub(r"^( *)```.*?^\1```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"`[^`\n]*`", lambda code: re.sub(r"[\[\]()<>|]", "", code[0]), text)
+
+
+@cache
+def _anchors(page: Path) -> set[str]:
+    """What `#...` may name on a page, by GitHub's rule."""
+    seen: Counter[str] = Counter()
+    found = set()
+    for title in re.findall(r"^#+ +(.+?) *$", _prose(page), re.MULTILINE):
+        slug = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+        found.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
+        seen[slug] += 1
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", _prose(page)):
+        if re.match(r"https?://|mailto:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        if not file.exists() or (anchor and anchor not in _anchors(file)):
+            broken.append(target)
+    assert not broken, f"{page.relative_to(ROOT)}: {broken}"
+
+
+def test_the_index_lists_every_page() -> None:
+    listed = re.findall(r"^- \[[^]]+\]\(([a-z0-9-]+\.md)\): \S", (DOCS / "README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(page.name for page in DOCS.glob("*.md") if page.name != "README.md")
+
+
+def test_messages_in_troubleshooting_are_in_the_code() -> None:
+    """The first column of the tables of messages has them in backticks, `…` where a name or a number stands."""
+    strings = [path.read_text() for path in (ROOT / "run_llama_train.sh", ROOT / "scripts" / "setup_env.sh")]
+    for path in (ROOT / "titanlite").rglob("*.py"):
+        tree = ast.walk(ast.parse(path.read_text()))
+        strings += [node.value for node in tree if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    source = "\0".join(strings)
+    tables = (DOCS / "troubleshooting.md").read_text().split("| message | cause | fix |\n|---|---|---|\n")[1:]
+    cells = [row.split(" | ")[0] for table in tables for row in table.partition("\n\n")[0].splitlines()]
+    messages = [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
+    assert len(messages) > 30
+    parts = [part.strip() for message in messages for part in message.split("…")]
+    unknown = [part for part in parts if part not in source]
+    assert not unknown
