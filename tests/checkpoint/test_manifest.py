@@ -61,14 +61,14 @@ def test_newest_by_number_not_by_name(tmp_path: Path) -> None:
         (lambda f: _edit(f, digest=None), "is damaged: its contents have the hash"),
         (lambda f: _edit(f, format=1), "it cannot be of format 1"),
         (lambda f: _edit(f, format=0), "it cannot be of format 0"),
-        (lambda f: _sign(f, files=None), "damaged"),
-        (lambda f: _sign(f, files={"../shard": 4}), "is no file of it"),
-        (lambda f: _sign(f, hashes={}), "not every file has a hash"),
-        (lambda f: _sign(f, hashes={"shard": "crc32:1234"}), "unknown hash 'crc32'"),
-        (lambda f: _sign(f, hashes={"shard": "sha256:1234"}), "is no digest"),
-        (lambda f: _sign(f, hashes={"shard": "xxh3:" + 64 * "0"}), "is no digest"),
-        (lambda f: _sign(f, surprise=1), "damaged"),
-        (lambda f: _sign(f, step=4), "renamed"),
+        (lambda f: sign(f, files=None), "damaged"),
+        (lambda f: sign(f, files={"../shard": 4}), "is no file of it"),
+        (lambda f: sign(f, hashes={}), "not every file has a hash"),
+        (lambda f: sign(f, hashes={"shard": "crc32:1234"}), "unknown hash 'crc32'"),
+        (lambda f: sign(f, hashes={"shard": "sha256:1234"}), "is no digest"),
+        (lambda f: sign(f, hashes={"shard": "xxh3:" + 64 * "0"}), "is no digest"),
+        (lambda f: sign(f, surprise=1), "damaged"),
+        (lambda f: sign(f, step=4), "renamed"),
     ],
 )
 def test_damaged_newest_is_named_and_the_one_before_is_used(tmp_path: Path, damage, reason: str) -> None:  # type: ignore[no-untyped-def]
@@ -85,7 +85,7 @@ def _edit(folder: Path, **changes: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def _sign(folder: Path, **changes: object) -> None:
+def sign(folder: Path, **changes: object) -> None:
     """Change a manifest as a wrong program would: its hash is right."""
     _edit(folder, **changes)
     path = folder / "manifest.json"
