@@ -186,3 +186,12 @@ def test_known_damage_is_passed_over_and_moved_aside(tmp_path: Path) -> None:
     publish(partial, tmp_path, MANIFEST, known_bad={5: "a hash differs"})
     assert (tmp_path / "step-5.invalid-0" / REASON).read_text() == "a hash differs\n"
     assert (tmp_path / "step-5.invalid-0").is_dir() and find(tmp_path) == (MANIFEST, [])
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    partial = tmp_path / ".partial-5"
+    partial.mkdir()
+    (partial / "manifest.json.part").symlink_to("/dev/full")
+    with pytest.raises(CheckpointError, match=f"{partial}/manifest.json.part cannot be written: No space left on"):
+        publish(partial, tmp_path, MANIFEST)
+    assert steps_in(tmp_path) == []

@@ -307,10 +307,13 @@ def publish(written: Place, root: Place, manifest: Manifest, known_bad: Mapping[
         return final
     assert isinstance(root, Path) and isinstance(final, Path)
     temporary = written / (FILE + ".part")
-    with open(temporary, "w", encoding="utf-8") as stream:
-        stream.write(manifest.to_json())
-        stream.flush()
-        os.fsync(stream.fileno())
+    try:
+        with open(temporary, "w", encoding="utf-8") as stream:
+            stream.write(manifest.to_json())
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as error:  # of a full disk, without a name
+        raise CheckpointError(f"{temporary} cannot be written: {error.strerror or error}") from error
     os.replace(temporary, written / FILE)
     sync_folder(written)
     make_way(final, (known_bad or {}).get(manifest.step))
