@@ -168,8 +168,8 @@ def remove(
     progress: told, of those that stay, what is read to be sure that it is good: what, bytes done, of how many.
 
     Raises CheckpointError, before anything is deleted, for what is no checkpoint's folder and, unless `force`, for
-    pinned ones, for saves that may be under way, and when no good checkpoint would be left where there was one. One that
-    is pinned meanwhile stays, and raises then.
+    pinned ones, for saves that may be under way, and when no good checkpoint would be left where there was one.
+    One that is pinned meanwhile stays, and raises then.
     """
     entries = []
     for path in dict.fromkeys(place(path).resolve() for path in paths):
