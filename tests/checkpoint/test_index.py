@@ -19,6 +19,8 @@ from tests.checkpoint.test_manifest import sign
 from tests.pool import Pools
 from titanlite import exit_codes
 from titanlite.checkpoint import Checkpointer, CheckpointError
+from titanlite.checkpoint.contents import Contents
+from titanlite.checkpoint.convert import convert
 from titanlite.checkpoint.integrity import check_files, digest_of
 from titanlite.checkpoint.manifest import parse_manifest
 from titanlite.checkpoint.storage import CheckedReader
@@ -97,6 +99,33 @@ def test_code_in_an_index_never_runs(
     for text in (*said, str(refused.value)):
         assert f"{folder}/.metadata cannot be used: it names io.open" in text
     assert not marker.exists()
+
+
+def test_code_in_a_file_of_tensors_never_runs(tmp_path: Path) -> None:
+    """Torch refuses it; this is to notice if a way to read such a file stops asking it to."""
+    marker, file = tmp_path / "ran", tmp_path / "weights.pt"
+    torch.save({"state_dict": _Touch(marker)}, file)
+    with pytest.raises(CheckpointError, match="is no file of tensors"):
+        convert(file, tmp_path / "out", "checkpoint")
+    folder = _copy(tmp_path)
+    (folder / "__0_0.distcp").write_bytes(data := file.read_bytes())
+    raw = json.loads((folder / "manifest.json").read_text())
+    sign(
+        folder,
+        files={**raw["files"], "__0_0.distcp": len(data)},
+        hashes={**raw["hashes"], "__0_0.distcp": digest_of(data)},
+    )
+
+    def all_there(index: Metadata) -> None:
+        for place in index.storage_data.values():
+            place.offset, place.length = 0, len(data)
+
+    contents = Contents(_edited(folder, all_there))
+    with pytest.raises(CheckpointError, match="WeightsUnpickler error"):
+        contents.read("model.output.weight")
+    assert not marker.exists()
+    torch.load(file, weights_only=False)["state_dict"].close()
+    assert marker.exists(), "the payload would work"
 
 
 class _Raw:
