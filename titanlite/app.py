@@ -129,21 +129,27 @@ def _name_config(config: JobConfig, plans: Plans) -> None:
 
 @contextlib.contextmanager
 def _lock(plans: Plans) -> Iterator[None]:
-    """Hold the run's folder against other runs, and that of its checkpoints where it lies elsewhere.
+    """Hold the run's folder against other runs, and that of its checkpoints, wherever it lies.
 
-    Raises LockedError; ConfigError where a folder cannot be written to, CheckpointError where a store cannot be used.
+    Raises LockedError; ConfigError where the run's folder cannot be written to or holds the checkpoints among its logs,
+    CheckpointError where that of the checkpoints, or a store, cannot be used.
     """
     run, checkpoints = Path(plans.observe.dump_folder), place(plans.checkpoint.folder)
     folders = {"job.dump_folder": run}
-    local = plans.checkpoint.enable and isinstance(checkpoints, Path)
-    if isinstance(checkpoints, Path) and local and not checkpoints.resolve().is_relative_to(run.resolve()):
-        folders["checkpoint.folder"] = checkpoints
+    if plans.checkpoint.enable and isinstance(checkpoints, Path):
+        real = Path(os.path.realpath(checkpoints))  # two paths may lead to one folder
+        if real.is_relative_to(os.path.realpath(run / LOGS)):
+            reason = f"{str(checkpoints)!r} lies in {str(run / LOGS)!r}, where the logs of this run are"
+            raise ConfigError([Problem("", "checkpoint.folder", reason, "name another folder")])
+        if real != Path(os.path.realpath(run)):
+            folders["checkpoint.folder"] = real
     with contextlib.ExitStack() as stack:
         for key, folder in folders.items():
             try:
                 stack.enter_context(RunLock(folder, key))
             except OSError as error:
-                raise _not_writable(key, folder, error) from None
+                problem = _not_writable(key, folder, error)
+                raise CheckpointError(str(problem)) if key == "checkpoint.folder" else problem from None
         if plans.checkpoint.enable and plans.checkpoint.initial_load_path is not None:
             check_reachable("checkpoint.initial_load_path", place(plans.checkpoint.initial_load_path))
         if plans.checkpoint.enable and isinstance(checkpoints, StorePath):
@@ -152,7 +158,8 @@ def _lock(plans: Plans) -> Iterator[None]:
 
 
 def _not_writable(key: str, folder: Path, error: OSError) -> ConfigError:
-    reason = f"cannot write to {str(folder)!r}: {error.strerror}"
+    why = "it is a file" if folder.is_file() else error.strerror
+    reason = f"cannot write to {str(folder)!r}: {why}"
     return ConfigError([Problem("", key, reason, "name a folder that you may write to")])
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from titanlite._version import __version__
 from titanlite.build import Parts, Text, parameter_counts
 from titanlite.checkpoint.loading import LoadedState
+from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.resume_guard import FILE, ResumeGuard
 from titanlite.checkpoint.selection import GROUPS
 from titanlite.config.plans import CheckpointPlan, Plans
@@ -42,6 +43,21 @@ _ROUNDING = ("mesh", "tensor_parallel", "pipeline", "shard", "float8", "activati
 READER = "titanlite-next-batch"
 _POLL_SECONDS = 0.5
 _WORDS = {"optimizer": "optimizer", "lr_scheduler": "schedule", "dataloader": "text", "rng": "random generators"}
+
+#: Entries of a checkpoint's train state, and their types.
+_STATE = {"tokens_seen": int, "data": dict, "schedule_began": int, "guard": dict}
+
+
+def check_state(loaded: LoadedState) -> None:
+    """Raises CheckpointError unless a checkpoint says, in its train state, where the run goes on."""
+    needed = {"tokens_seen", "data"} - ({"data"} if "dataloader" in loaded.left_out else set())
+    for name, kind in _STATE.items():
+        value = loaded.train.get(name)
+        if type(value) is not kind and (name in needed or name in loaded.train):
+            raise CheckpointError(
+                f"{loaded.folder} does not say where its run goes on: {name} in its train state is {value!r:.60}. Only "
+                "its weights can be used: name it as checkpoint.initial_load_path of another run"
+            )
 
 
 def began(plan: CheckpointPlan, loaded: LoadedState | None) -> str:

@@ -296,7 +296,8 @@ class Trainer:
         if self.checkpointer is not None:
             expected = {"global_batch": self.plans.batch.global_batch_size}
             loaded = self.checkpointer.load(self.parts.model, self.parts.optimizer, expected)
-        if loaded is not None and loaded.train:
+        if loaded is not None and (loaded.origin == "resume" or loaded.step or loaded.train):
+            starting.check_state(loaded)
             self._go_on(loaded)
         gc.collect()  # before any time is measured
         warnings = self.saves.warnings(self.steps) if self.saves else []

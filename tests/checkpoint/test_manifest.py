@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,18 @@ from pathlib import Path
 import pytest
 
 from titanlite.checkpoint.integrity import digest_of
-from titanlite.checkpoint.manifest import REASON, CheckpointError, Manifest, find, publish, read_manifest, steps_in
+from titanlite.checkpoint.manifest import (
+    FORMAT,
+    REASON,
+    CheckpointError,
+    Manifest,
+    NewerFormatError,
+    find,
+    is_valid,
+    publish,
+    read_manifest,
+    steps_in,
+)
 
 MANIFEST = Manifest(
     step=5,
@@ -56,19 +68,31 @@ def test_newest_by_number_not_by_name(tmp_path: Path) -> None:
         (lambda f: (f / "manifest.json").write_text("[]"), "not a titanlite manifest"),
         (lambda f: (f / "shard").write_bytes(b"123"), "has 3 bytes, the manifest says 4"),
         (lambda f: (f / "shard").unlink(), "shard is missing"),
-        (lambda f: _edit(f, format=99), "format 99"),
+        (lambda f: (f / "manifest.json").write_text("[" * 100_000), "cannot be read: maximum recursion depth"),
+        (lambda f: _edit(f, config=functools.reduce(lambda x, _: [x], range(400), [])), "not a titanlite manifest"),
         (lambda f: _edit(f, train={"next_sequence": 41}), "is damaged: its contents have the hash"),
         (lambda f: _edit(f, digest=None), "is damaged: its contents have the hash"),
         (lambda f: _edit(f, format=1), "it cannot be of format 1"),
         (lambda f: _edit(f, format=0), "it cannot be of format 0"),
-        (lambda f: _sign(f, files=None), "damaged"),
-        (lambda f: _sign(f, files={"../shard": 4}), "is no file of it"),
-        (lambda f: _sign(f, hashes={}), "not every file has a hash"),
-        (lambda f: _sign(f, hashes={"shard": "crc32:1234"}), "unknown hash 'crc32'"),
-        (lambda f: _sign(f, hashes={"shard": "sha256:1234"}), "is no digest"),
-        (lambda f: _sign(f, hashes={"shard": "xxh3:" + 64 * "0"}), "is no digest"),
-        (lambda f: _sign(f, surprise=1), "damaged"),
-        (lambda f: _sign(f, step=4), "renamed"),
+        (lambda f: sign(f, files=None), "files is not dict[str, int]"),
+        (lambda f: sign(f, fingerprints=[]), "fingerprints is not dict[str, str]"),
+        (lambda f: sign(f, fingerprints={"model": 1}), "fingerprints is not dict[str, str]"),
+        (lambda f: sign(f, train=[]), "train is not dict[str, Any]"),
+        (lambda f: sign(f, step=6.0), "step is not int"),
+        (lambda f: sign(f, world_size=True), "world_size is not int"),
+        (lambda f: sign(f, weights_only="no"), "weights_only is not bool"),
+        (lambda f: sign(f, validation_loss=float("nan")), "validation_loss is not float | None"),
+        (lambda f: sign(f, created=1e300), "created = 1e+300 is no time"),
+        (lambda f: sign(f, created=10**400), "is damaged"),
+        (lambda f: sign(f, tensors={"w": ["float32", [2.5]]}), "the tensor w has no type and shape"),
+        (lambda f: sign(f, tensors={"w": ["float32"]}), "the tensor w has no type and shape"),
+        (lambda f: sign(f, files={"../shard": 4}), "is no file of it"),
+        (lambda f: sign(f, hashes={}), "not every file has a hash"),
+        (lambda f: sign(f, hashes={"shard": "crc32:1234"}), "unknown hash 'crc32'"),
+        (lambda f: sign(f, hashes={"shard": "sha256:1234"}), "is no digest"),
+        (lambda f: sign(f, hashes={"shard": "xxh3:" + 64 * "0"}), "is no digest"),
+        (lambda f: sign(f, surprise=1), "damaged"),
+        (lambda f: sign(f, step=4), "renamed"),
     ],
 )
 def test_damaged_newest_is_named_and_the_one_before_is_used(tmp_path: Path, damage, reason: str) -> None:  # type: ignore[no-untyped-def]
@@ -79,13 +103,31 @@ def test_damaged_newest_is_named_and_the_one_before_is_used(tmp_path: Path, dama
     assert len(passed) == 1 and reason in passed[0] and "step-6" in passed[0]
 
 
+def test_one_of_a_newer_format_is_neither_passed_over_nor_moved(tmp_path: Path) -> None:
+    """Its run would lose steps in silence, and the checkpoint its name."""
+    _write(tmp_path, 5)
+    _edit(_write(tmp_path, 6), format=FORMAT + 1)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "step-6").iterdir()}
+    for use in (
+        lambda: find(tmp_path),
+        lambda: find(tmp_path, 6),
+        lambda: is_valid(tmp_path / "step-6"),
+        lambda: _write(tmp_path, 6),
+    ):
+        with pytest.raises(NewerFormatError, match=f"step-6/manifest.json has format {FORMAT + 1}.* upgrade titanlite"):
+            use()
+    assert {path.name: path.read_bytes() for path in (tmp_path / "step-6").iterdir()} == before
+    assert steps_in(tmp_path) == [5, 6] and not list(tmp_path.glob("*.invalid*"))
+    assert find(tmp_path, 5)[0] is not None
+
+
 def _edit(folder: Path, **changes: object) -> None:
     """Change a manifest as a bad disk would."""
     path = folder / "manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def _sign(folder: Path, **changes: object) -> None:
+def sign(folder: Path, **changes: object) -> None:
     """Change a manifest as a wrong program would: its hash is right."""
     _edit(folder, **changes)
     path = folder / "manifest.json"
@@ -144,3 +186,12 @@ def test_known_damage_is_passed_over_and_moved_aside(tmp_path: Path) -> None:
     publish(partial, tmp_path, MANIFEST, known_bad={5: "a hash differs"})
     assert (tmp_path / "step-5.invalid-0" / REASON).read_text() == "a hash differs\n"
     assert (tmp_path / "step-5.invalid-0").is_dir() and find(tmp_path) == (MANIFEST, [])
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    partial = tmp_path / ".partial-5"
+    partial.mkdir()
+    (partial / "manifest.json.part").symlink_to("/dev/full")
+    with pytest.raises(CheckpointError, match=f"{partial}/manifest.json.part cannot be written: No space left on"):
+        publish(partial, tmp_path, MANIFEST)
+    assert steps_in(tmp_path) == []

@@ -198,6 +198,22 @@ def test_retention(bucket: s3.Bucket, root: StorePath) -> None:
     assert {key.split("/")[2] for key in bucket.objects()} == {"step-2", "step-3", "step-5", "step-6"}
 
 
+def test_a_pin_that_comes_at_the_last_moment_counts(
+    bucket: s3.Bucket, root: StorePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _write(root, 1, 2, 3)
+    manifest, unlink = bucket.read("run/checkpoint/step-1/manifest.json"), StorePath.unlink
+
+    def pinned_before(path: StorePath, missing_ok: bool = False) -> None:
+        if path == root / "step-1" / "manifest.json":
+            bucket.write("run/checkpoint/step-1/KEEP", b"")
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(StorePath, "unlink", pinned_before)
+    assert retire(root, 3, latest=2) == [] and leftovers(root) == []
+    assert bucket.read("run/checkpoint/step-1/manifest.json") == manifest and steps_in(root) == [1, 2, 3]
+
+
 # On ranks
 
 

@@ -21,6 +21,7 @@ from tests.pool import Pools
 from titanlite.checkpoint.integrity import digest_of
 from titanlite.checkpoint.manifest import CheckpointError, find, publish, steps_in
 from titanlite.checkpoint.retention import Deleter, leftovers, retire, surplus
+from titanlite.checkpoint.shelf import remove
 from titanlite.config.plans import CheckpointPlan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,6 +77,36 @@ def test_only_valid_ones_of_this_run_count_and_go(tmp_path: Path) -> None:
     gone = retire(tmp_path, 10, latest=1, keep=(2,), fingerprints=MANIFEST.fingerprints)
     names = [".deleted-step-4", ".deleted-step-5", ".deleted-step-9"]
     assert [path.name for path in gone] == names, "2 is resumed from, 3 is pinned"
+
+
+def test_a_pin_that_comes_at_the_last_moment_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look and the new name: the checkpoint gets its own name back, by retention and by `rm`."""
+    _write(tmp_path, 1, 2, 3)
+    rename = Path.rename
+
+    def pinned_before(folder: Path, target: Path) -> Path:
+        if folder.name == "step-1":
+            (folder / "KEEP").touch()
+        return rename(folder, target)
+
+    monkeypatch.setattr(Path, "rename", pinned_before)
+    assert retire(tmp_path, 3, latest=2) == []
+    assert find(tmp_path, 1)[0] is not None and not leftovers(tmp_path)
+    (tmp_path / "step-1" / "KEEP").unlink()
+    with pytest.raises(CheckpointError, match="step-1 was pinned at this moment: it stays"):
+        remove([tmp_path / "step-1"])
+    assert steps_in(tmp_path) == [1, 2, 3] and not leftovers(tmp_path)
+
+
+def test_a_step_that_is_a_link_goes_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+    root, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    _write(root, 1, 2, 3)
+    (root / "step-1").rename(elsewhere)
+    (root / "step-1").symlink_to(elsewhere)
+    deleter = Deleter()
+    deleter.delete(retire(root, 3, latest=2))
+    assert deleter.wait(10) and sorted(path.name for path in root.iterdir()) == ["step-2", "step-3"]
+    assert sorted(path.name for path in elsewhere.iterdir()) == ["manifest.json", "shard"]
 
 
 def test_the_last_that_is_known_to_be_good_stays(tmp_path: Path) -> None:

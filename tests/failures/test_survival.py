@@ -151,7 +151,9 @@ def test_a_disk_that_is_full_keeps_what_is_on_it_and_is_used_again_when_there_is
             file.write(bytes(1 << 16))
             file.flush()
     codes, text = train(flags(folder, *more, "--training.steps=4"), 2, tmp_path / "console")
-    assert codes == [exit_codes.CONFIG, exit_codes.LOST_PEER], "not even a lock can be written: found before any work"
+    assert codes == [exit_codes.CHECKPOINT, exit_codes.LOST_PEER], (
+        "not even a lock can be written: found before any work"
+    )
     assert text.count("cannot write to") == 2 and "No space left on device" in text, text
     room.unlink()
     codes, text = train(flags(folder, *more, "--training.steps=4"), 2, tmp_path / "console")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -16,6 +18,8 @@ import pytest
 
 from tests.words import listening
 from titanlite.app import _lock as _lock_of_run
+from titanlite.checkpoint import CheckpointError
+from titanlite.config.errors import ConfigError
 from titanlite.config.plans import Plans
 from titanlite.prepare import checked_plans
 from titanlite.runs.lock import FILE, LockedError, RunLock
@@ -214,15 +218,49 @@ def test_a_torn_lock_is_taken_over_when_it_is_old(tmp_path: Path) -> None:
 def test_checkpoints_that_lie_elsewhere_are_locked_too(tmp_path: Path) -> None:
     """Two runs with folders of their own, and checkpoints in one: each would take the other's saves for leftovers."""
 
-    def plans(run: str, *flags: str) -> Plans:
-        argv = [f"--job.dump_folder={tmp_path / run}", "--checkpoint.enable_checkpoint", *flags]
-        return checked_plans(argv, 1, training=False)[1]
-
+    plans = functools.partial(_plans, tmp_path)
     shared = f"--checkpoint.folder={tmp_path / 'shared'}"
     with _lock_of_run(plans("a", shared)):
         with pytest.raises(LockedError, match=r"another --checkpoint\.folder"), _lock_of_run(plans("b", shared)):
             pass
         assert not (tmp_path / "b").exists(), "the lock of its own folder is given back"
         with _lock_of_run(plans("b")), _lock_of_run(plans("c", shared, "--no-checkpoint.enable_checkpoint")):
-            assert (tmp_path / "b" / FILE).exists() and not (tmp_path / "b" / "checkpoint").exists()
+            assert (tmp_path / "b" / FILE).exists() and (tmp_path / "b" / "checkpoint" / FILE).exists()
     assert list(tmp_path.iterdir()) == []
+
+
+def _plans(root: Path, run: str, *flags: str) -> Plans:
+    argv = [f"--job.dump_folder={root / run}", "--checkpoint.enable_checkpoint", *flags]
+    return checked_plans(argv, 1, training=False)[1]
+
+
+def test_checkpoints_in_the_folder_of_a_live_run_are_locked(tmp_path: Path) -> None:
+    """Another run that saves there would resume the live one's checkpoint, and each would delete the other's."""
+    (tmp_path / "link").symlink_to(tmp_path / "a" / "checkpoint")
+    (tmp_path / "real").mkdir()
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "checkpoint").symlink_to(tmp_path / "real")
+    with _lock_of_run(_plans(tmp_path, "a")), _lock_of_run(_plans(tmp_path, "c")):
+        for folder in ("a/checkpoint", "link", "a", "real"):
+            other = _plans(tmp_path, "b", f"--checkpoint.folder={tmp_path / folder}")
+            with pytest.raises(LockedError, match=r"another --checkpoint\.folder"), _lock_of_run(other):
+                pytest.fail(f"two runs hold {folder}")
+    with _lock_of_run(_plans(tmp_path, "a", "--checkpoint.folder=.")):
+        assert [path.name for path in (tmp_path / "a").iterdir()] == [FILE], "its own lock is not in its way"
+
+
+def test_a_folder_of_checkpoints_that_cannot_be_is_found_at_the_start(tmp_path: Path) -> None:
+    run = tmp_path / "a"
+    run.mkdir()
+    (run / "checkpoint").write_text("a file")
+    for folder, why in ((run / "checkpoint", "it is a file"), (run / "checkpoint" / "x", "Not a directory")):
+        said = f"checkpoint.folder: cannot write to '{folder}': {why}"
+        plans = _plans(tmp_path, "a", f"--checkpoint.folder={folder}")
+        with pytest.raises(CheckpointError, match=re.escape(said)), _lock_of_run(plans):
+            pytest.fail("it was not looked at")
+    (tmp_path / "link").symlink_to(run / "logs")
+    for flag in ("logs/checkpoint", "logs", tmp_path / "link" / "checkpoint"):
+        plans = _plans(tmp_path, "a", f"--checkpoint.folder={flag}")
+        with pytest.raises(ConfigError, match=r"checkpoint\.folder: .*, where the logs of"), _lock_of_run(plans):
+            pytest.fail("it was not looked at")
+    assert [path.name for path in run.iterdir()] == ["checkpoint"]

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.checkpoint.test_manifest import sign
 from tests.pool import Pools
 from tests.tiny import KEPT_TOKENS, TWO_LAYERS
 from tests.words import listening
 from titanlite import exit_codes
 from titanlite.build import read_text
 from titanlite.checkpoint import CheckpointError
+from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.load import load_file
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER
 from titanlite.drill.ranks import train
@@ -109,6 +111,23 @@ def test_finished_run_says_how_to_go_on(pool: Pools, tmp_path: Path) -> None:
     assert again["step"] == 2 and len(_losses(again["rows"])) == 2
     (line,) = [line for line in again["said"] if "nothing to do" in line]
     assert "is of step 2 and the run has 2 steps" in line and "raise training.steps" in line
+
+
+def test_a_checkpoint_that_does_not_say_where_the_run_stood_is_refused(pool: Pools, tmp_path: Path) -> None:
+    """To begin at step 1, in the folder of a run and with its weights, would look like success."""
+    pool(1).run(_run, str(tmp_path), "--training.steps=1")
+    folder = tmp_path / "checkpoint" / "step-1"
+    good = read_manifest(folder).train
+    for train_state, name in [({}, "tokens_seen"), ({**good, "data": 3}, "data"), ({**good, "left_out": 3}, None)]:
+        sign(folder, train=train_state)
+        found = pool(1).run(_run, str(tmp_path), "--training.steps=1")[0]
+        if name:
+            assert f"{folder} does not say where its run goes on: {name} in its train state" in found["error"]
+        else:
+            assert found["step"] == 1
+    sign(folder, train={})
+    whole = [f"--checkpoint.initial_load_path={folder}", "--no-checkpoint.initial_load_model_only"]
+    assert "does not say where" in pool(1).run(_run, str(tmp_path / "other"), *whole)[0]["error"]
 
 
 def test_other_text_tokenizer_order_or_model_is_refused(pool: Pools, tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 
+from titanlite.checkpoint.index import INDEX
 from titanlite.checkpoint.integrity import Progress, check_files, share
 from titanlite.checkpoint.manifest import CheckpointError, Manifest
 from titanlite.checkpoint.place import Place, StoreError
-from titanlite.checkpoint.storage import INDEX
 from titanlite.observe.console import logger
 from titanlite.observe.stepline import human_bytes
 from titanlite.parallel.world import World
@@ -22,7 +22,7 @@ _TELL_SECONDS = 10.0
 def compare_to_load(folder: Place, manifest: Manifest, world: World, every_byte: bool) -> str | None:
     """What is wrong with a checkpoint's contents, the same answer on all ranks; None when nothing is.
 
-    Each rank reads its share of the files, and the index, which all will unpickle; without every_byte that alone.
+    Each rank reads its share of the files, and the index, which all will read; without every_byte that alone.
 
     Raises CheckpointError, on all of them, when one of them cannot read, which says nothing of the checkpoint.
     """

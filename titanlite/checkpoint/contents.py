@@ -46,6 +46,7 @@ class Contents:
         self.folder = folder
         self.manifest: Manifest = read_manifest(folder)
         self._reader = CheckedReader(folder, self.manifest)
+        self._reader.read_metadata()
 
     def read(self, name: str) -> torch.Tensor:
         """A whole tensor, on the CPU. Raises CheckpointError when it cannot be read."""

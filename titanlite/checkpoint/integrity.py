@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from titanlite.checkpoint.index import INDEX, index_problem
 from titanlite.checkpoint.place import Place, StoreError
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def check_files(
 ) -> list[str]:
     """What is wrong with some files of a checkpoint (None: all), a line each; empty when they are as written.
 
-    Raises StoreError as `check_file` does.
+    An index must fit the manifest too. Raises StoreError as `check_file` does.
     """
     names = sorted(manifest.files) if names is None else names
     if not names:
@@ -127,7 +128,8 @@ def check_files(
             progress(done, total)
 
     def check(name: str) -> str | None:
-        return check_file(folder / name, manifest.files[name], manifest.hashes.get(name), read)
+        problem = check_file(folder / name, manifest.files[name], manifest.hashes.get(name), read)
+        return index_problem(folder / name, manifest) if problem is None and name == INDEX else problem
 
     with ThreadPoolExecutor(min(_THREADS, len(names)), thread_name_prefix="titanlite-verify") as pool:
         return [problem for problem in pool.map(check, names) if problem]

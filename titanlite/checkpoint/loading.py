@@ -180,7 +180,8 @@ class Loading:
         """
         given = list(self.plan.exclude_from_loading)
         if choice.origin == "resume":
-            before = choice.manifest.train.get(LEFT_OUT, [])
+            before = choice.manifest.train.get(LEFT_OUT)
+            before = before if isinstance(before, list) else []
             now = [entry for entry in given if entry not in before]
             if done := [entry for entry in given if entry in before]:
                 choice.notices.append(

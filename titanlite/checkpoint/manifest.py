@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
+import types
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, get_args, get_origin, get_type_hints, overload
 
 from titanlite.checkpoint import store
 from titanlite.checkpoint.integrity import algorithm_of, digest_of
@@ -32,10 +34,29 @@ REASON = "invalid.txt"
 _STEP = re.compile(r"step-(\d+)")
 #: The manifest's entry with the hash of all the others.
 _DIGEST = "digest"
+#: All that a manifest of format 1 had.
+_FORMAT_1 = {
+    "format",
+    "step",
+    "world_size",
+    "created",
+    "files",
+    "tensors",
+    "train",
+    "fingerprints",
+    "versions",
+    "config",
+}
+#: Levels of lists and dictionaries in a manifest: none that was ever written comes near.
+_DEEPEST = 50
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be saved, loaded, or belongs to another run; the message says what to do."""
+
+
+class NewerFormatError(CheckpointError):
+    """A later titanlite wrote the checkpoint: nobody here may pass over it, or put another in its place."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +106,9 @@ class Manifest:
     def size(self) -> int:
         """Bytes of all its files, without the manifest."""
         return sum(self.files.values())
+
+
+_TYPES = get_type_hints(Manifest)
 
 
 def _digest(content: dict[str, Any]) -> str:
@@ -137,6 +161,7 @@ def read_manifest(folder: Place) -> Manifest:
 def parse_manifest(folder: Place) -> Manifest:
     """The manifest alone: what it lists is not looked at. Raises CheckpointError when it cannot be believed.
 
+    Raises NewerFormatError for one of a later titanlite.
     Raises StoreError when a store cannot be asked: nothing is known of the checkpoint then, not that it is bad either.
     """
     path = folder / FILE
@@ -146,33 +171,71 @@ def parse_manifest(folder: Place) -> Manifest:
         raise CheckpointError(f"{folder} has no {FILE}: it was never finished") from None
     except StoreError:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
-    if not isinstance(raw, dict) or type(raw.get("format")) is not int:
+    if not isinstance(raw, dict) or type(raw.get("format")) is not int or _is_deep(raw):
         raise CheckpointError(f"{path} is not a titanlite manifest")
     if raw["format"] > FORMAT:
-        raise CheckpointError(f"{path} has format {raw['format']}; this titanlite reads up to {FORMAT}: upgrade it")
+        raise NewerFormatError(
+            f"{path} has format {raw['format']}; this titanlite reads up to {FORMAT}: upgrade titanlite, or move "
+            f"{folder.name} to another folder"
+        )
     digest = raw.pop(_DIGEST, None)
     if raw["format"] > 1 and digest != (now := _digest(raw)):
         raise CheckpointError(f"{path} is damaged: its contents have the hash {now}, and it says {digest}")
     try:
-        if raw["format"] < 1 or (raw["format"] == 1 and (digest or "hashes" in raw)):
+        if raw["format"] < 1 or (raw["format"] == 1 and (digest or not raw.keys() <= _FORMAT_1)):
             raise ValueError(f"it cannot be of format {raw['format']}")
         manifest = Manifest(**raw)
+        _check_types(manifest)
         named = step_folder(folder.parent, manifest.step).name
-        for name, size in manifest.files.items():
-            if not isinstance(size, int) or Path(name).name != name:
-                raise ValueError(f"{name!r}: {size!r} is no file of it")
+        for name in manifest.files:
+            if Path(name).name != name:
+                raise ValueError(f"{name!r} is no file of it")
         if manifest.format > 1:
             if manifest.hashes.keys() != manifest.files.keys():
                 raise ValueError("not every file has a hash")
             for digest in manifest.hashes.values():
                 algorithm_of(digest)
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
     if folder.name != named:
         raise CheckpointError(f"{folder} was renamed: its manifest is of step {manifest.step}")
     return manifest
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(_DEEPEST):
+        level = [
+            v for one in level for v in (one.values() if isinstance(one, dict) else one) if type(v) in (dict, list)
+        ]
+    return bool(level)
+
+
+def _check_types(manifest: Manifest) -> None:
+    """Raises ValueError for what has another type than its field, or cannot be."""
+    for name, kind in _TYPES.items():
+        if not _is(getattr(manifest, name), kind):
+            raise ValueError(f"{name} is not {Manifest.__annotations__[name]}")
+    for name, entry in manifest.tensors.items():
+        if len(entry) != 2 or not isinstance(entry[0], str) or not _is(entry[1], list[int]):
+            raise ValueError(f"the tensor {name} has no type and shape: {entry!r:.80}")
+    if not 0 <= manifest.created < 1e11:
+        raise ValueError(f"created = {manifest.created} is no time")
+
+
+def _is(value: Any, kind: Any) -> bool:
+    """Whether a value read from JSON is of a type, to its depth; a number in floating point must be finite."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is types.UnionType:
+        return any(_is(value, one) for one in inner)
+    if origin is not None:  # dict[str, …] or list[…]
+        items = value.values() if isinstance(value, dict) else value
+        return type(value) is origin and all(_is(item, inner[-1]) for item in items)
+    if kind is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    return kind is Any or type(value) is kind
 
 
 def find(
@@ -182,7 +245,7 @@ def find(
 
     known_bad: steps whose contents were found to be wrong, with the reason.
     Returns it (None if there is none) and the reasons why newer ones were passed over. With `step` given, raises
-    CheckpointError when that one is not valid.
+    CheckpointError when that one is not valid. Raises NewerFormatError rather than pass over such a one.
     """
     known_bad = known_bad or {}
     steps = steps_in(root)
@@ -200,6 +263,8 @@ def find(
             continue
         try:
             return read_manifest(step_folder(root, candidate)), passed
+        except NewerFormatError:
+            raise
         except CheckpointError as error:
             passed.append(str(error))
     return None, passed
@@ -242,10 +307,13 @@ def publish(written: Place, root: Place, manifest: Manifest, known_bad: Mapping[
         return final
     assert isinstance(root, Path) and isinstance(final, Path)
     temporary = written / (FILE + ".part")
-    with open(temporary, "w", encoding="utf-8") as stream:
-        stream.write(manifest.to_json())
-        stream.flush()
-        os.fsync(stream.fileno())
+    try:
+        with open(temporary, "w", encoding="utf-8") as stream:
+            stream.write(manifest.to_json())
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as error:  # of a full disk, without a name
+        raise CheckpointError(f"{temporary} cannot be written: {error.strerror or error}") from error
     os.replace(temporary, written / FILE)
     sync_folder(written)
     make_way(final, (known_bad or {}).get(manifest.step))
@@ -255,12 +323,17 @@ def publish(written: Place, root: Place, manifest: Manifest, known_bad: Mapping[
 
 
 def make_way(final: Place, reason: str | None) -> None:
-    """Move aside what has a checkpoint's name. Raises CheckpointError where it is valid and there is no `reason`."""
+    """Move aside what has a checkpoint's name. Raises CheckpointError where it is valid and there is no `reason`.
+
+    Raises NewerFormatError too.
+    """
     if not final.exists():
         return
     if reason is None:
         try:
             read_manifest(final)
+        except NewerFormatError:
+            raise
         except CheckpointError as error:
             reason = str(error)
         else:
@@ -283,9 +356,11 @@ def move_aside(folder: Place, reason: str) -> Place:
 
 
 def is_valid(folder: Place) -> bool:
-    """Whether a folder is a checkpoint, by its manifest and the sizes of its files."""
+    """Whether a folder is a checkpoint, by its manifest and the sizes of its files. Raises NewerFormatError."""
     try:
         read_manifest(folder)
+    except NewerFormatError:
+        raise
     except CheckpointError:
         return False
     return True

@@ -11,11 +11,13 @@ import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from threading import Thread
 from typing import Literal
 
 from titanlite.checkpoint import store
 from titanlite.checkpoint.manifest import (
+    FILE,
     CheckpointError,
     Manifest,
     is_pinned,
@@ -105,9 +107,8 @@ def retire(
             valid[step] = manifest
     gone = []
     for step in surplus(list(valid), latest, every, {*keep, *best_steps(root, valid, best)}, milestones):
-        folder = step_folder(root, step)
-        if not is_pinned(folder):
-            gone.append(set_aside(folder))
+        if (aside := take(step_folder(root, step))) is not None:
+            gone.append(aside)
     if gone:
         sync_folder(root)
     return gone
@@ -141,11 +142,30 @@ def begin(root: Place, step: int, known_bad: Mapping[int, str], deleter: Deleter
         return final
     root.mkdir(parents=True, exist_ok=True)
     for stale in root.glob(f"{PARTIAL}*"):
-        shutil.rmtree(stale, ignore_errors=True)  # left by a save that failed or was killed; its space is needed
+        delete(stale, ignore_errors=True)  # left by a save that failed or was killed; its space is needed
     # Another name each time: what is left of an earlier one may still be being deleted.
     partial = root / f"{PARTIAL}step-{step}-{uuid.uuid4().hex[:8]}"
     partial.mkdir()
     return partial
+
+
+def take(folder: Place) -> Place | None:
+    """As `set_aside`, but None where the checkpoint is pinned, also at the last moment: then it stays, or is back."""
+    if is_pinned(folder):
+        return None
+    manifest = None
+    if isinstance(folder, StorePath):
+        with suppress(FileNotFoundError):
+            manifest = (folder / FILE).read_bytes()
+    aside = set_aside(folder)
+    if not is_pinned(folder if isinstance(folder, StorePath) else aside):
+        return aside
+    if isinstance(aside, StorePath):
+        store.put_back(aside, manifest)
+    else:
+        assert isinstance(folder, Path)
+        aside.rename(folder)
+    return None
 
 
 def set_aside(folder: Place) -> Place:
@@ -197,5 +217,7 @@ def delete(folder: Place, ignore_errors: bool = False) -> None:
     """Delete what `set_aside` or `leftovers` has named. Raises OSError; with `ignore_errors` all that goes, goes."""
     if isinstance(folder, StorePath):
         store.delete(folder)
+    elif folder.is_symlink():  # what it leads to is not ours
+        folder.unlink()
     else:
         shutil.rmtree(folder, ignore_errors=ignore_errors)

@@ -24,7 +24,7 @@ from titanlite.checkpoint.manifest import (
     steps_in,
 )
 from titanlite.checkpoint.place import Place, StorePath, place
-from titanlite.checkpoint.retention import DELETED, PARTIAL, delete, set_aside
+from titanlite.checkpoint.retention import DELETED, PARTIAL, delete, set_aside, take
 
 VALID, INVALID = "valid", "invalid"
 _ASIDE = re.compile(r"step-(\d+)\.invalid-\d+")
@@ -169,6 +169,7 @@ def remove(
 
     Raises CheckpointError, before anything is deleted, for what is no checkpoint's folder and, unless `force`, for
     pinned ones, for saves that may be under way, and when no good checkpoint would be left where there was one.
+    One that is pinned meanwhile stays, and raises then.
     """
     entries = []
     for path in dict.fromkeys(place(path).resolve() for path in paths):
@@ -185,7 +186,10 @@ def remove(
             _must_leave_one(root, [entry for entry in entries if entry.folder.parent == root], progress)
     if not dry_run:
         for entry in entries:
-            delete(set_aside(entry.folder))
+            aside = set_aside(entry.folder) if force else take(entry.folder)
+            if aside is None:
+                raise CheckpointError(f"{entry.folder} was pinned at this moment: it stays")
+            delete(aside)
     return entries
 
 

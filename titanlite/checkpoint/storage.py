@@ -1,11 +1,10 @@
-"""How `torch.distributed.checkpoint` reaches files: hashed as they are written, checked before they are unpickled."""
+"""How `torch.distributed.checkpoint` reaches files: hashed as they are written, checked before they are read."""
 
 from __future__ import annotations
 
 import functools
 import io
 import os
-import pickle
 import uuid
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -13,20 +12,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
+import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystemBase
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.filesystem import FileSystemBase, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.utils.serialization import config as serialization
 
+from titanlite.checkpoint.index import INDEX, Index, read_index
 from titanlite.checkpoint.integrity import ALGORITHM, FAST, algorithm_of, digest_of, mismatch, new_hash
 from titanlite.checkpoint.manifest import CheckpointError, Manifest
 from titanlite.checkpoint.place import Place, StoreError, StorePath
 
-#: DCP's index of which tensor lies where; a pickle.
-INDEX = ".metadata"
 #: Objects of a store whose latest bytes are kept while others are read.
 _READERS = 4
 
@@ -46,7 +52,7 @@ class _HashingStream:
         self._path = path
         #: What the disk said when it took no more.
         self.failure: OSError | None = None
-        #: The index is unpickled: whoever compares it wants to be certain of more than a sound disk.
+        #: The index decides how the rest is read: its hash is to hold against more than a bad disk.
         self._algorithm = ALGORITHM if Path(path).name.startswith(INDEX) else FAST
         self._hash = new_hash(self._algorithm)
         self._size = 0
@@ -200,14 +206,14 @@ class HashingWriter(FileSystemWriter):
 
 
 class CheckedReader(FileSystemReader):
-    """Reads a checkpoint; its index is compared with the manifest before it is unpickled."""
+    """Reads a checkpoint; its index is compared with the manifest and read as data, without running what it names."""
 
     def __init__(self, folder: Place, manifest: Manifest) -> None:
         super().__init__(str(folder))
         self.fs = cast(Any, _Files())
         self.path = cast(Any, folder)
         self._index = folder / INDEX
-        self._expected = manifest.hashes.get(INDEX)
+        self._manifest = manifest
         self._metadata: Metadata | None = None
 
     def _slice_file(self, file: Any, sinfo: Any) -> Any:
@@ -220,17 +226,36 @@ class CheckedReader(FileSystemReader):
     def read_metadata(self) -> Metadata:
         """There is no index per rank to ask for. Raises CheckpointError when it is not the one that was written."""
         if self._metadata is None:
+            if INDEX not in self._manifest.files:
+                raise CheckpointError(f"{self._index} is not in the manifest")
             try:
                 data = self._index.read_bytes()
             except OSError as error:
                 raise CheckpointError(f"{self._index} cannot be read: {error.strerror or error}") from None
-            if self._expected is not None:
-                found = digest_of(data, algorithm_of(self._expected))
-                if found != self._expected:
-                    raise CheckpointError(mismatch(self._index, self._expected, found))
-            self._metadata = cast(Metadata, pickle.loads(data))
-        if getattr(self._metadata, "storage_meta", None) is None:
-            self._metadata.storage_meta = StorageMeta()
-        assert self._metadata.storage_meta is not None
-        self._metadata.storage_meta.load_id = self.load_id
+            expected = self._manifest.hashes.get(INDEX)
+            if expected is not None and (found := digest_of(data, algorithm_of(expected))) != expected:
+                raise CheckpointError(mismatch(self._index, expected, found))
+            try:
+                self._metadata = _metadata(read_index(data, self._manifest))
+            except ValueError as error:
+                raise CheckpointError(f"{self._index} cannot be used: {error}") from None
+        self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return self._metadata
+
+
+def _metadata(index: Index) -> Metadata:
+    """The index as DCP wants it. Raises ValueError for a type that torch does not have."""
+    dtypes = {tensor.dtype: getattr(torch, tensor.dtype, None) for tensor in index.tensors.values()}
+    for name, dtype in dtypes.items():
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"torch has no type {name}")
+    tensors: dict[str, Any] = {
+        name: TensorStorageMetadata(
+            TensorProperties(cast(torch.dtype, dtypes[tensor.dtype])),
+            torch.Size(tensor.shape),
+            [ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)) for offset, shape in tensor.chunks],
+        )
+        for name, tensor in index.tensors.items()
+    }
+    places = {MetadataIndex(p.name, p.offset, p.number): _StorageInfo(p.file, p.start, p.length) for p in index.pieces}
+    return Metadata(tensors, storage_data=places)

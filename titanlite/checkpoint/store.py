@@ -105,6 +105,15 @@ def set_aside(folder: StorePath) -> StorePath:
     return mark
 
 
+def put_back(mark: StorePath, manifest: bytes | None) -> None:
+    """Undo `set_aside`, as long as nothing was deleted; None: there was no manifest."""
+    folder = folder_of(mark)
+    assert folder is not None, mark
+    if manifest is not None:
+        (folder / _MARKER).write_new(manifest)
+    mark.unlink(missing_ok=True)
+
+
 def delete(mark: StorePath) -> None:
     """What a mark is about, then the mark; the mark alone where the folder is a checkpoint."""
     folder = folder_of(mark)

@@ -46,7 +46,8 @@ def named(doing: str) -> Iterator[None]:
         yield
     except CheckpointException as error:
         failures = ((rank, failure[0]) for rank, failure in error.failures.items())
-        causes = {f"rank {rank}: {cause if isinstance(cause, OSError) else repr(cause)}" for rank, cause in failures}
+        told = (OSError, CheckpointError)
+        causes = {f"rank {rank}: {cause if isinstance(cause, told) else repr(cause)}" for rank, cause in failures}
         raise CheckpointError(f"{doing} failed: {'; '.join(sorted(causes))}") from error
 
 

@@ -1,0 +1,212 @@
+"""An index is a pickle from whoever wrote the checkpoint: it is read as data, whatever the manifest says of it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+
+from tests.checkpoint.golden import HERE, PRINTS, make
+from tests.checkpoint.test_manifest import sign
+from tests.pool import Pools
+from titanlite import exit_codes
+from titanlite.checkpoint import Checkpointer, CheckpointError
+from titanlite.checkpoint.contents import Contents
+from titanlite.checkpoint.convert import convert
+from titanlite.checkpoint.integrity import check_files, digest_of
+from titanlite.checkpoint.manifest import parse_manifest
+from titanlite.checkpoint.storage import CheckedReader
+from titanlite.cli import main
+from titanlite.config.plans import CheckpointPlan
+from titanlite.parallel.world import World
+
+
+class _Touch:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (str(self.path), "w")
+
+
+def _put(folder: Path, index: object) -> Path:
+    """Write another index into a checkpoint, with a manifest that is right about it."""
+    data = index if isinstance(index, bytes) else pickle.dumps(index)
+    (folder / ".metadata").write_bytes(data)
+    raw = json.loads((folder / "manifest.json").read_text())
+    raw["files"][".metadata"] = len(data)
+    if raw["format"] > 1:
+        raw["hashes"][".metadata"] = digest_of(data)
+        sign(folder, files=raw["files"], hashes=raw["hashes"])
+    else:
+        (folder / "manifest.json").write_text(json.dumps(raw))
+    return folder
+
+
+def _copy(root: Path, format: int = 4) -> Path:
+    return shutil.copytree(HERE / f"format-{format}" / "step-3", root / "step-3")
+
+
+def _edited(folder: Path, edit: Callable[[Metadata], object]) -> Path:
+    """A checkpoint whose index was changed by `edit`."""
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    edit(index)
+    return _put(folder, index)
+
+
+def _refusal(world: World, plan: CheckpointPlan) -> str:
+    model, optimizer = make()
+    with pytest.raises(CheckpointError) as refused:
+        Checkpointer(plan, world, PRINTS).load(model, optimizer)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("format", [1, 4])
+def test_code_in_an_index_never_runs(
+    pool: Pools, tmp_path: Path, format: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    marker = tmp_path / "ran"
+    payload = pickle.dumps(_Touch(marker))
+    pickle.loads(payload).close()
+    assert marker.exists(), "the payload would work"
+    marker.unlink()
+
+    folder = _put(_copy(tmp_path / "bad", format), payload)
+    good = HERE / "format-4" / "step-3"
+    plans = (
+        CheckpointPlan(folder=str(folder.parent)),
+        CheckpointPlan(folder=str(tmp_path / "new"), start="from", initial_load_path=str(folder)),
+    )
+    said = [pool(1).run(_refusal, plan)[0] for plan in plans]
+    commands = ["diff", folder, good], ["diff", good, folder], ["verify", folder]
+    commands += (["convert", folder, tmp_path / "out", "--to", "torch"],)
+    for command in commands:
+        assert main(["checkpoint", *map(str, command)]) == exit_codes.CHECKPOINT
+        said.append("".join(capsys.readouterr()))
+    reader = CheckedReader(folder, parse_manifest(folder))
+    with pytest.raises(CheckpointError) as refused:
+        reader.read_metadata()
+    for text in (*said, str(refused.value)):
+        assert f"{folder}/.metadata cannot be used: it names io.open" in text
+    assert not marker.exists()
+
+
+def test_code_in_a_file_of_tensors_never_runs(tmp_path: Path) -> None:
+    """Torch refuses it; this is to notice if a way to read such a file stops asking it to."""
+    marker, file = tmp_path / "ran", tmp_path / "weights.pt"
+    torch.save({"state_dict": _Touch(marker)}, file)
+    with pytest.raises(CheckpointError, match="is no file of tensors"):
+        convert(file, tmp_path / "out", "checkpoint")
+    folder = _copy(tmp_path)
+    (folder / "__0_0.distcp").write_bytes(data := file.read_bytes())
+    raw = json.loads((folder / "manifest.json").read_text())
+    sign(
+        folder,
+        files={**raw["files"], "__0_0.distcp": len(data)},
+        hashes={**raw["hashes"], "__0_0.distcp": digest_of(data)},
+    )
+
+    def all_there(index: Metadata) -> None:
+        for place in index.storage_data.values():
+            place.offset, place.length = 0, len(data)
+
+    contents = Contents(_edited(folder, all_there))
+    with pytest.raises(CheckpointError, match="WeightsUnpickler error"):
+        contents.read("model.output.weight")
+    assert not marker.exists()
+    torch.load(file, weights_only=False)["state_dict"].close()
+    assert marker.exists(), "the payload would work"
+
+
+class _Raw:
+    """Pickled as the class or function that torch has under this name."""
+
+    def __init__(self, what: Any, *arguments: Any) -> None:
+        self.what, self.arguments = what, arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.what, self.arguments
+
+
+def _first(entries: dict[Any, Any]) -> Any:
+    return next(iter(entries.values()))
+
+
+@pytest.mark.parametrize(
+    ("edit", "reason"),
+    [
+        (
+            lambda i: setattr(_first(i.storage_data), "relative_path", "../../elsewhere/x"),
+            "'../../elsewhere/x', which",
+        ),
+        (
+            lambda i: setattr(_first(i.storage_data), "relative_path", "/etc/passwd"),
+            "'/etc/passwd', which is",
+        ),
+        (lambda i: setattr(_first(i.storage_data), "length", 1 << 40), "lies outside of __0_0.distcp"),
+        (lambda i: setattr(_first(i.storage_data), "offset", -1), "lies outside of __0_0.distcp"),
+        (lambda i: setattr(_first(i.storage_data), "transform_descriptors", ["zstd"]), "is transformed"),
+        # DCP would unpickle the bytes of such an entry without any check.
+        (
+            lambda i: i.state_dict_metadata.update(more=BytesStorageMetadata()),
+            "names torch.distributed.checkpoint.metadata.BytesS",
+        ),
+        (lambda i: i.state_dict_metadata.popitem(), "its tensors are not those of the manifest"),
+        (lambda i: setattr(_first(i.state_dict_metadata), "size", torch.Size([2])), "its tensors are not"),
+        (lambda i: setattr(i, "planner_data", _Raw(torch.hub.load, "x", "y")), "it names torch.hub.load"),
+        (lambda i: setattr(i, "planner_data", _Raw(functools.partial, print)), "it names functools.partial"),
+        (lambda i: setattr(i, "storage_data", None), "it is no index of torch.distributed.checkpoint"),
+    ],
+)
+def test_an_index_that_does_not_fit_is_refused_with_the_reason(tmp_path: Path, edit: Any, reason: str) -> None:
+    folder = _edited(_copy(tmp_path), edit)
+    manifest = parse_manifest(folder)
+    (problem,) = check_files(folder, manifest)
+    assert problem.startswith(f"{folder}/.metadata cannot be used: ") and reason in problem
+    with pytest.raises(CheckpointError, match=r"\.metadata cannot be used"):
+        CheckedReader(folder, manifest).read_metadata()
+
+
+def test_an_index_cannot_change_classes_of_torch(tmp_path: Path) -> None:
+    """A pickle may set attributes of what it names: of a class, for the rest of the process."""
+    target = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
+    folder = _put(_copy(tmp_path), target + b"(N(X\x04\x00\x00\x00evilI1\ndtb.")
+    assert check_files(folder, parse_manifest(folder)) and not hasattr(Metadata, "evil")
+    pickle.loads((folder / ".metadata").read_bytes())
+    assert hasattr(Metadata, "evil"), "the payload would work"
+    del Metadata.evil  # type: ignore[attr-defined]
+
+
+def test_an_index_that_the_manifest_does_not_list_is_not_read(tmp_path: Path) -> None:
+    folder = _copy(tmp_path)
+    raw = json.loads((folder / "manifest.json").read_text())
+    files, hashes = ({k: v for k, v in raw[name].items() if k != ".metadata"} for name in ("files", "hashes"))
+    sign(folder, files=files, hashes=hashes)
+    with pytest.raises(CheckpointError, match=r"\.metadata is not in the manifest"):
+        CheckedReader(folder, parse_manifest(folder)).read_metadata()
+
+
+@pytest.mark.parametrize("format", [2, 3, 4])
+def test_a_newer_checkpoint_does_not_become_one_without_hashes(tmp_path: Path, format: int) -> None:
+    """Its manifest is written anew, as format 1 would have it; the index still says who wrote it."""
+    folder = _copy(tmp_path, format)
+    old = json.loads((HERE / "format-1" / "step-3" / "manifest.json").read_text())
+    raw = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({**{name: raw[name] for name in old}, "format": 1}))
+    (problem,) = check_files(folder, parse_manifest(folder))
+    assert "it is newer than format 1, of which its manifest is: the hashes were taken out" in problem
+    with pytest.raises(CheckpointError, match="newer than format 1"):
+        CheckedReader(folder, parse_manifest(folder)).read_metadata()
+    (folder / "manifest.json").write_text(json.dumps({**raw, "format": 1, "digest": None, "hashes": {}}))
+    with pytest.raises(CheckpointError, match="it cannot be of format 1"):
+        parse_manifest(folder)
