@@ -166,16 +166,22 @@ def main() -> NoReturn:
     """The whole process of one rank: the rest of `train.py`, or `-m titanlite.app` where there is no checkout."""
     words = ""
     gc.freeze()  # what is imported is never garbage, and half a million objects take a while to look through
-    try:
-        code = record(run)(sys.argv[1:]) or 0
-    except Exception as error:
-        traceback.print_exc()
-        code = exit_codes.ERROR
-        words = f"{type(error).__name__}: {error}"
-        if os.environ.get("WORLD_SIZE", "1") != "1":  # what is read last should say where this is from
-            words = f"rank {os.environ.get('RANK')} on {socket.gethostname()}: {words}"
-            print(f"error: {words}", file=sys.stderr)
-    leave(code, words)
+    with GracefulStop(
+        at_once=True
+    ) as stop:  # to the very end: what comes when the run is done does not change its code
+        try:
+            code = record(_run)(sys.argv[1:], stop) or 0
+        except (Preempted, KeyboardInterrupt) as error:  # it came before `_run` looked, or while that was ending
+            code = exit_codes.code_of(error)
+        except Exception as error:
+            traceback.print_exc()
+            code = exit_codes.ERROR
+            words = f"{type(error).__name__}: {error}"
+            if os.environ.get("WORLD_SIZE", "1") != "1":  # what is read last should say where this is from
+                words = f"rank {os.environ.get('RANK')} on {socket.gethostname()}: {words}"
+                print(f"error: {words}", file=sys.stderr)
+        stop.at_once = False
+        leave(code, words)
 
 
 if __name__ == "__main__":

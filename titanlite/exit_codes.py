@@ -12,7 +12,8 @@ DONE = 0
 ERROR = 1
 #: The configuration, or a file it names, is wrong, or the model cannot be compiled. Nothing was trained.
 CONFIG = 2
-#: The guard stopped the run: a loss or a gradient was not finite, or a loss jumped. No bad update was applied.
+#: The guard stopped the run: a loss, a gradient or the weights were not finite, or a loss jumped. No bad update was
+#: applied but where the weights are named.
 GUARD = 3
 #: A folder or checkpoint cannot be used: another run is alive in it or it belongs to one, or none in it is valid.
 CHECKPOINT = 4

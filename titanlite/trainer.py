@@ -173,7 +173,8 @@ class Trainer:
             self.step += 1
             result = self.train_one()
             self.watch_compilation("training")
-            self._stopping = self.guard.watch()
+            # Other ranks learn of a wish with the next step's counts; a rank alone need not wait for that.
+            self._stopping = self.guard.watch() or (self.world.size == 1 and self.stop.wanted)
             self.tell_skipped()
             if self.take_back():
                 break
@@ -269,6 +270,7 @@ class Trainer:
 
     def _finish(self, state: FinalState, step: int, error: BaseException | None = None, reason: str = "") -> None:
         """Record how the run ended after `step` steps. The first call counts."""
+        self.stop.when, self.stop.notice = "the run is ending already", ""
         self.observer.finish(state, step, reason)
         if self._ledger is not None:
             tokens = self.tokens_seen - (self.step - step) * self.plans.batch.tokens_per_step
@@ -353,6 +355,9 @@ class Trainer:
         """Note on rank 0 that an attempt starts; what to tell of the one before."""
         off = ". CHECKPOINTS ARE OFF: nothing will be saved"
         self.stop.notice = ", then a checkpoint is written" if self.checkpointer else off
+        if self.world.size > 1:  # on a GPU the answer is read a step later
+            within = "within two steps" if self.world.device.type == "cuda" else "after this step or the next"
+            self.stop.when = f"all ranks stop {within}"
         if self.world.rank:
             return []
         self._ledger, lines = starting.begin_ledger(self.plans, self.world, loaded, self.step, self.tokens_seen)
