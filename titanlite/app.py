@@ -26,7 +26,7 @@ from titanlite.data.errors import DataError
 from titanlite.entry import end, leave
 from titanlite.guard import BadStepError
 from titanlite.models.shapes import ShapeError
-from titanlite.observe.console import logger, setup_console
+from titanlite.observe.console import escape, logger, setup_console
 from titanlite.observe.stalls import StallWatch
 from titanlite.parallel.compile import CompileError, prepare_compile
 from titanlite.parallel.flight_recorder import is_of_collectives
@@ -179,7 +179,7 @@ def main() -> NoReturn:
             words = f"{type(error).__name__}: {error}"
             if os.environ.get("WORLD_SIZE", "1") != "1":  # what is read last should say where this is from
                 words = f"rank {os.environ.get('RANK')} on {socket.gethostname()}: {words}"
-                print(f"error: {words}", file=sys.stderr)
+                print(escape(f"error: {words}"), file=sys.stderr)
         stop.at_once = False
         leave(code, words)
 

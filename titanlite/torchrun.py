@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from titanlite import exit_codes
 from titanlite.entry import EXIT_CODES_VARIABLE, leave_on_signals
+from titanlite.observe.console import escape
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -82,7 +83,7 @@ def main() -> NoReturn:
     if failure is not None and code in (exit_codes.ERROR, exit_codes.LOST_PEER):
         print(failure, file=sys.stderr, end="")
     if words and code == exit_codes.ERROR:  # below the summary, where it is read
-        print(f"error: {words}", file=sys.stderr)
+        print(escape(f"error: {words}"), file=sys.stderr)
     sys.exit(code)
 
 

@@ -22,6 +22,7 @@ from titanlite.drill.shrink import Toy, shrink
 from titanlite.drill.stage import Failed, Stage
 from titanlite.drill.text import write_text
 from titanlite.ladder.process import Stopped, stoppable
+from titanlite.observe.console import escape
 
 _DESCRIPTION = """\
 Rehearse what may happen to a run: kills, damaged checkpoints, full disks, signals, a gradient that is not a number, a
@@ -159,4 +160,4 @@ def _played(rehearsal: Rehearsal, stage: Stage) -> tuple[bool, str]:
 
 def _say(text: str) -> None:
     """Progress, on standard error: standard output is the result's."""
-    print(text, file=sys.stderr, flush=True)
+    print(escape(text), file=sys.stderr, flush=True)

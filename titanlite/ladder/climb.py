@@ -19,6 +19,7 @@ from titanlite.ladder.figures import Measured, measure, summarize
 from titanlite.ladder.levels import LadderError
 from titanlite.ladder.process import Machine, Stopped, environment, last_lines, launch, run, stoppable
 from titanlite.ladder.report import STATE, Report, save_pages, save_state
+from titanlite.observe.console import escape
 from titanlite.observe.metrics import json_value
 from titanlite.observe.stepline import human_time
 from titanlite.runs import provenance
@@ -124,7 +125,8 @@ class Ladder:
         if code or done is None or measured is None:
             why = f"failed with exit code {code}" if code else f"left no metrics of {self.steps} steps in {folder}"
             _say(f"{label} {why}. Its last lines:")
-            print("\n".join(f"    {line}" for line in last_lines(folder / CONSOLE)), file=sys.stderr, flush=True)
+            lines = escape("\n".join(f"    {line}" for line in last_lines(folder / CONSOLE)))
+            print(lines, file=sys.stderr, flush=True)
             _say(
                 f"all of its output: {folder / CONSOLE}; the same command tries it again, "
                 f"--skip {slot.name} leaves it out"
@@ -305,4 +307,4 @@ def source_hash() -> str:
 
 def _say(text: str) -> None:
     """A line of progress, on standard error: standard output is the table's."""
-    print(f"{datetime.now():%H:%M:%S} {text}", file=sys.stderr, flush=True)
+    print(f"{datetime.now():%H:%M:%S} {escape(text)}", file=sys.stderr, flush=True)

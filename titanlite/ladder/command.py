@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import find_config, read
 from titanlite.ladder.levels import RUNGS, LadderError, Level, make_levels, overlay, write_levels
+from titanlite.observe.console import escape
 
 if TYPE_CHECKING:
     from titanlite.ladder.climb import Ladder
@@ -99,7 +100,7 @@ def _run(arguments: argparse.Namespace, flags: list[str], _style: object) -> tup
         report, code = ladder.climb()
         written, why = ladder.finish(report)
     if why:
-        print(why, file=sys.stderr)
+        print(escape(why), file=sys.stderr)
     return f"\n{text(report, sys.stdout.isatty())}\n\nwritten: {', '.join(map(str, written))}", code
 
 
