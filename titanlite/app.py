@@ -27,7 +27,7 @@ from titanlite.data.errors import DataError
 from titanlite.entry import end, leave
 from titanlite.guard import BadStepError
 from titanlite.models.shapes import ShapeError
-from titanlite.observe.console import logger, setup_console
+from titanlite.observe.console import escape, logger, setup_console
 from titanlite.observe.stalls import StallWatch
 from titanlite.parallel.compile import CompileError, prepare_compile
 from titanlite.parallel.environment import read_environment
@@ -191,16 +191,20 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """The whole process of one rank, its config already checked by `titanlite.entry`. argv: None is the process's."""
     words = ""
     gc.freeze()  # what is imported is never garbage, and half a million objects take a while to look through
-    try:
-        code = record(run)(sys.argv[1:] if argv is None else argv) or 0
-    except Exception as error:
-        traceback.print_exc()
-        code = exit_codes.ERROR
-        words = f"{type(error).__name__}: {error}"
-        if os.environ.get("WORLD_SIZE", "1") != "1":  # what is read last should say where this is from
-            words = f"rank {os.environ.get('RANK')} on {socket.gethostname()}: {words}"
-            print(f"error: {words}", file=sys.stderr)
-    leave(code, words)
+    with GracefulStop(at_once=True) as stop:  # to the very end: a signal after the run does not change its code
+        try:
+            code = record(_run)(sys.argv[1:] if argv is None else argv, stop) or 0
+        except (Preempted, KeyboardInterrupt) as error:  # it came before `_run` looked, or while that was ending
+            code = exit_codes.code_of(error)
+        except Exception as error:
+            traceback.print_exc()
+            code = exit_codes.ERROR
+            words = f"{type(error).__name__}: {error}"
+            if os.environ.get("WORLD_SIZE", "1") != "1":  # what is read last should say where this is from
+                words = f"rank {os.environ.get('RANK')} on {socket.gethostname()}: {words}"
+                print(escape(f"error: {words}"), file=sys.stderr)
+        stop.at_once = False
+        leave(code, words)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from titanlite.config.resolve import smallest_world
 from titanlite.config.unbuilt import unbuilt_notes
 from titanlite.drill import command as drill_command
 from titanlite.models.shapes import count_parameters
+from titanlite.observe.console import escape
 from titanlite.prepare import checked_plans, model_args, resolve_plans
 from titanlite.runs import command as runs_command
 from titanlite.runs.attempts import RunError
@@ -40,18 +41,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         result = arguments.run(arguments, flags, style)
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        print(escape(str(error)), file=sys.stderr)
         return exit_codes.CONFIG
     except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(escape(f"error: {error}"), file=sys.stderr)
         return exit_codes.CONFIG
     except (CheckpointError, StoreError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(escape(f"error: {error}"), file=sys.stderr)
         return exit_codes.CHECKPOINT
     text, code = result if isinstance(result, tuple) else (result, exit_codes.DONE)
     try:
         if text:
-            print(text, flush=True)
+            # In a pipe it may be a file to be kept as it is.
+            print(escape(text, colors=True) if sys.stdout.isatty() else text, flush=True)
     except BrokenPipeError:
         # A pager or `head` has seen enough; without this Python complains again while it shuts down.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -270,7 +272,7 @@ def _migrate(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple
             raise ConfigError([Problem("command line", "--aws-fsdp", "takes no file, and no --in-place or --check")])
         _no_flags(flags)
         migration = migrate_arguments(arguments.aws_fsdp)
-        print(migration.report("--aws-fsdp"), file=sys.stderr)
+        print(escape(migration.report("--aws-fsdp")), file=sys.stderr)
         return migration.text.removesuffix("\n"), exit_codes.DONE
     _no_flags(flags)
     if not arguments.file or (arguments.in_place and arguments.check):
@@ -283,7 +285,7 @@ def _migrate(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple
     if arguments.in_place:
         kept = f"\nthe old file is {write_in_place(path, migration.text)}" if migration.changes else ""
         return report + kept, exit_codes.DONE
-    print(report, file=sys.stderr)
+    print(escape(report), file=sys.stderr)
     return migration.text.removesuffix("\n"), exit_codes.DONE
 
 

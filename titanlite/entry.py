@@ -1,21 +1,19 @@
-"""The process of one rank: `train.py`. What is wrong is told before torch is imported, which takes seconds."""
-"""The process of one rank. A wrong config is told before the import of torch, which takes seconds."""
+"""The process of one rank: `train.py`. It checks environment and config before it imports torch, which takes seconds."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
+from types import FrameType
 from typing import NoReturn
 
 from titanlite import exit_codes
-from titanlite.config.errors import ConfigError
-from titanlite.parallel.environment import WorldError, read_environment
 from titanlite.parent import stop_with_torchrun
-from titanlite.prepare import checked_plans
 
 SECONDS_TO_SPEAK = 3.0
 #: Names the file in which `titanlite.torchrun` wants the workers' exit codes.
@@ -25,6 +23,7 @@ EXIT_CODES_VARIABLE = "TITANLITE_EXIT_CODES"
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Train as the command line says (None: that of the process); ends the process."""
     argv = sys.argv[1:] if argv is None else argv
+    leave_on_signals(signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
     stop_with_torchrun()
     if (code := refused(argv)) is not None:
         leave(code)
@@ -33,8 +32,31 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     app.main(argv)
 
 
+def leave_on_signals(*numbers: signal.Signals) -> None:
+    """These signals end the process at once with exit code 5, while it only imports: nothing is lost yet.
+
+    What listens later (`GracefulStop`, torchrun) replaces it.
+    """
+    with contextlib.suppress(OSError), open(os.environ.get(EXIT_CODES_VARIABLE, os.devnull), "a"):
+        pass  # the launcher sees by the file that this worker will tell how it ends
+    for number in numbers:
+        if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:  # as `GracefulStop` does
+            signal.signal(number, _leave_now)
+
+
+def _leave_now(number: int, frame: FrameType | None) -> None:
+    report_code(exit_codes.PREEMPTED)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        os.write(2, f"stopped: {signal.Signals(number).name} before the first step\n".encode())
+    os._exit(exit_codes.PREEMPTED)
+
+
 def refused(argv: Sequence[str]) -> int | None:
     """Tell what is wrong with the environment or the config and return the exit code; None where nothing is."""
+    from titanlite.config.errors import ConfigError
+    from titanlite.parallel.environment import WorldError, read_environment
+    from titanlite.prepare import checked_plans
+
     try:
         checked_plans(argv, read_environment().size, training=True)
     except (ConfigError, WorldError) as error:
@@ -47,6 +69,9 @@ def end(message: str, code: int) -> int:
 
     The first worker to leave makes torchrun end the others, so those that do not print give the one that does time.
     """
+    from titanlite.observe.console import escape
+
+    message = escape(message)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"error: {message}", file=sys.stderr, flush=True)
     else:
@@ -58,7 +83,7 @@ def end(message: str, code: int) -> int:
 
 def leave(code: int, words: str = "") -> NoReturn:
     """End this process here and now. words: of an error that nobody foresaw."""
-    _report_code(code, words)
+    report_code(code, words)
     sys.stdout.flush()
     sys.stderr.flush()
     # gloo's threads sometimes abort a finished process at interpreter exit; everything of ours is closed by now, or
@@ -66,7 +91,7 @@ def leave(code: int, words: str = "") -> NoReturn:
     os._exit(code)
 
 
-def _report_code(code: int, words: str) -> None:
+def report_code(code: int, words: str = "") -> None:
     """Leave this worker's exit code where the launcher looks for it: torchrun does not pass it on."""
     path = os.environ.get(EXIT_CODES_VARIABLE)
     if path:

@@ -13,7 +13,8 @@ ERROR = 1
 #: The configuration, a file it names or the launcher's variables are wrong, the port of rank 0 is taken, or the model
 #: cannot be compiled. Nothing was trained.
 CONFIG = 2
-#: The guard stopped the run: a loss or a gradient was not finite, or a loss jumped. No bad update was applied.
+#: The guard stopped the run: a loss, a gradient or the weights were not finite, or a loss jumped. No bad update was
+#: applied but where the weights are named.
 GUARD = 3
 #: A folder or checkpoint cannot be used: another run is alive in it or it belongs to one, or none in it is valid.
 CHECKPOINT = 4

@@ -11,10 +11,12 @@ there: no step waits for the host, and no collective is added. The host learns o
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from titanlite.config.plans import GuardPlan
 
@@ -28,13 +30,15 @@ _FINE, _NOT_FINITE, _SPIKE = range(3)
 class BadStepError(RuntimeError):
     """The guard found a step bad. Its update was not applied.
 
-    step, loss, norm: of that step, over all ranks. ranks: where the loss was not finite.
+    step, loss, norm: of that step, over all ranks. ranks: where the loss was not finite. done: the last step whose
+    update the weights hold.
     """
 
     kind = "bad"
 
     def __init__(self, step: int, norm: float, loss: float, why: str, ranks: list[int] | None = None) -> None:
         self.step, self.norm, self.loss, self.ranks = step, norm, loss, ranks or []
+        self.done = step - 1
         super().__init__(
             f"step {step}: loss {loss:.6g}, gradient norm {norm:.6g}: {why}. The update was not applied: the weights "
             f"are those after step {step - 1}"
@@ -77,6 +81,44 @@ class LossSpikeError(BadStepError):
             f"the loss jumped over {self.limit:.6g} = {mean:.6g} + {sigmas:g} * {deviation:.3g}, mean and deviation of "
             "the good steps before it",
         )
+
+
+class WeightsError(BadStepError):
+    """The weights, or what the optimizer keeps for them, are not finite. No later step can mend them.
+
+    step: where this was found. where: as `find_nonfinite` returns it.
+    """
+
+    kind = "weights not finite"
+
+    def __init__(self, step: int, done: int, where: str, then: str) -> None:
+        super().__init__(step, math.nan, math.nan, "")
+        self.done = done
+        self.args = (f"step {step}: {where} is not finite after step {done}. {then}",)
+
+
+@torch.no_grad()
+def find_nonfinite(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None = None) -> str:
+    """The first tensor that holds a NaN or an infinity, with the ranks that have one; "" when all are finite.
+
+    All ranks of `group` call it together with their own parts, and get the same answer. Each device makes one pass
+    over its tensors and is read once.
+    """
+    devices: dict[torch.device, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point():
+            part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            devices.setdefault(part.device, {})[name] = part
+    mine = ""
+    for parts in devices.values():
+        # A sum needs no memory and keeps every NaN and infinity. It may also overflow: then the tensor itself decides.
+        sums = torch.stack([part.sum(dtype=torch.float32) for part in parts.values()])
+        suspects = (part for part, fine in zip(parts.items(), sums.isfinite().tolist(), strict=True) if not fine)
+        mine = mine or next((name for name, part in suspects if not part.isfinite().all()), "")
+    found = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group)
+    ranks = [rank for rank, name in enumerate(found) if name]
+    return f"{found[ranks[0]]} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else ""
 
 
 class LossWindow:

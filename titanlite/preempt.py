@@ -23,6 +23,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from titanlite import exit_codes
+from titanlite.entry import report_code
 from titanlite.observe.console import logger
 
 if TYPE_CHECKING:
@@ -78,7 +79,8 @@ class GracefulStop:
 
     def __init__(self, at_once: bool = False) -> None:
         self.at_once = at_once
-        #: Added to what is said when a signal comes: what will be saved.
+        #: What is said when a signal comes: when the loop stops, and after that what will be saved.
+        self.when = "stopping as soon as this step is done"
         self.notice = ""
         #: A signal has come, also where the main thread is busy outside Python and has not taken note of it.
         self.heard = False
@@ -211,13 +213,14 @@ class GracefulStop:
                 elif first:
                     # Usually all ranks get one. Where a rank gets it alone, rank 0 tells of it at the end of the step.
                     level = logging.WARNING if os.environ.get("RANK", "0") == "0" else logging.INFO
-                    logger.log(level, f"{name}: stopping as soon as this step is done{self.notice}")
+                    logger.log(level, f"{name}: {self.when}{self.notice}")
         finally:
             os.close(pipe)
 
     def _leave_soon(self, words: str, code: int) -> None:
         logger.warning(words)
         if not self._left.wait(_UNWIND_SECONDS):
+            report_code(code)
             os._exit(code)
 
 

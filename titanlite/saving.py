@@ -22,7 +22,7 @@ from titanlite.config.plans import CheckpointPlan
 from titanlite.observe.console import logger
 from titanlite.observe.stepline import human_time
 from titanlite.parallel.world import World
-from titanlite.preempt import GracefulStop
+from titanlite.preempt import GracefulStop, Preempted
 
 #: What else wants to know of a checkpoint that is there: step, tokens seen, folder, seconds that it took.
 SavedHook = Callable[[int, int, Place, float], None]
@@ -212,7 +212,16 @@ class Saves:
         self._on_saved(step, self._under_way.pop(step), folder, seconds)
 
 
-def what_is_saved(saves: Saves | None, step: int) -> tuple[bool, str]:
+def preempted(saves: Saves | None, stop: GracefulStop, step: int) -> Preempted:
+    """How a run stands that was asked to stop and has, after `step`. All ranks call it together."""
+    saved, kept = _what_is_saved(saves, step)
+    who = stop.who()
+    level = logging.INFO if dist.get_rank() else logging.WARNING  # on the console once, in every log of a rank
+    logger.log(level, f"stopped after step {step} by {who}: {kept}")
+    return Preempted(f"{who}: {kept}", step, saved, together=True)
+
+
+def _what_is_saved(saves: Saves | None, step: int) -> tuple[bool, str]:
     """Whether a checkpoint of `step` is there, and in words what is, for a run that stops after that step."""
     if step == 0:
         return True, "no step was done, nothing is lost"

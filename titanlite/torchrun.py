@@ -1,27 +1,35 @@
 """torchrun that ends with its workers' exit code: python -m titanlite.torchrun [torchrun's arguments]
 
-torchrun itself ends with 1 whatever the workers returned. They leave their codes in a file (`titanlite.app`).
+torchrun itself ends with 1 whatever the workers returned. They leave their codes in a file (`titanlite.entry`).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import tempfile
 import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from torch.distributed.run import main as torchrun
-
 from titanlite import exit_codes
+from titanlite.entry import EXIT_CODES_VARIABLE, leave_on_signals
+from titanlite.observe.console import escape
 
-VARIABLE = "TITANLITE_EXIT_CODES"
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def after_signal(text: str | None) -> int:
+    """The exit code when torchrun was asked to stop. text: as `worst` takes it; None: no worker had begun."""
+    if text is None:
+        return exit_codes.PREEMPTED
+    return worst(text) or (exit_codes.DONE if text else exit_codes.ERROR)
 
 
 def worst(text: str) -> int | None:
-    """One code of many. None where nothing is told.
+    """One code of many. None where nothing is told, or all workers are done.
 
     text: lines of "restart code", with what there is to say of it as a JSON string behind. The last restart counts.
     A rank that lost its peers tells less than one that has a reason of its own.
@@ -46,26 +54,38 @@ def main() -> NoReturn:
     """Run torchrun in this process. Never returns."""
     # How long workers have for their last checkpoint after SIGTERM; torchrun's own 30 seconds are short for that.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
+    leave_on_signals(*_SIGNALS)  # until torchrun listens; SIGUSR1 it must go on to ignore where it does
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.run import main as torchrun
+
     with tempfile.TemporaryDirectory(prefix="titanlite-codes-") as folder:
         told = Path(folder) / "codes"
-        os.environ[VARIABLE] = str(told)
+        os.environ[EXIT_CODES_VARIABLE] = str(told)
         failure: str | None = None
         code = exit_codes.DONE
+        stopped = False
         try:
             torchrun()
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else exit_codes.ERROR * bool(end.code)
-        except BaseException:  # its own for failed workers and for signals are of several kinds
+        except BaseException as error:  # its own for failed workers and for signals are of several kinds
             code, failure = exit_codes.ERROR, traceback.format_exc()
+            stopped = isinstance(error, (SignalException, KeyboardInterrupt))
+        for number in _SIGNALS:  # the workers have ended, and their code stands
+            signal.signal(number, signal.SIG_IGN)
+        text = told.read_text() if told.exists() else None
         words = ""
-        if code and told.exists():
-            code = worst(told.read_text()) or code
-            words = last_words(told.read_text())
+        if stopped:
+            code = after_signal(text)
+        elif code and text is not None:
+            code = worst(text) or code
+        if code:
+            words = last_words(text or "")
     # What the workers have explained needs no summary of the launcher's; a killed one explains nothing.
     if failure is not None and code in (exit_codes.ERROR, exit_codes.LOST_PEER):
         print(failure, file=sys.stderr, end="")
     if words and code == exit_codes.ERROR:  # below the summary, where it is read
-        print(f"error: {words}", file=sys.stderr)
+        print(escape(f"error: {words}"), file=sys.stderr)
     sys.exit(code)
 
 

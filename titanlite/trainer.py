@@ -20,12 +20,13 @@ from titanlite.checkpoint.loading import LEFT_OUT
 from titanlite.checkpoint.place import Place
 from titanlite.checkpoint.resume_guard import Verdict
 from titanlite.checkpoint.schedule import SaveSchedule
+from titanlite.checkpoint.state import gather
 from titanlite.config.plans import Plans
 from titanlite.data.loader import Batch
 from titanlite.determinism import deterministic
 from titanlite.drift import DriftCheck
 from titanlite.feed import Feed
-from titanlite.guard import BadStepError, FiniteGuard
+from titanlite.guard import BadStepError, FiniteGuard, NonFiniteError, WeightsError, find_nonfinite
 from titanlite.models.shapes import as_record
 from titanlite.observe.console import logger
 from titanlite.observe.observer import Observer
@@ -38,7 +39,7 @@ from titanlite.preempt import GracefulStop, Preempted, any_rank
 from titanlite.runs import ledger
 from titanlite.runs.folder import FinalState
 from titanlite.runs.provenance import config_text
-from titanlite.saving import Saves, what_is_saved
+from titanlite.saving import Saves, preempted
 from titanlite.step import Duplicates, StepResult, train_step, unwatched, validate
 
 
@@ -81,7 +82,8 @@ class Trainer:
         self.parts: Parts = build(plans, world, text)
         self.stalls.wanted = lambda: self.stop.wanted or self.stop.heard
         self.feed = Feed(self.parts.loader, self.parts.validation, self.stop, self._asked, plans, world.device)
-        self._seed()
+        if plans.train.seed is not None:  # of torch's own generators; the weights and the data order have their own
+            seed_generators(plans.train.seed, self.parts.mesh)
         self.guard = FiniteGuard(world.device, plans.guard)
         self.drift = DriftCheck(plans, self.parts, world.device, self.duplicates)
         folder = Path(plans.observe.dump_folder) if world.rank == 0 else None
@@ -132,7 +134,7 @@ class Trainer:
                     except BadStepError as bad:
                         self.roll_back(bad)
             if self._stopping and (self.step < self.steps or self._validation_owed):
-                raise self._preempted()
+                raise preempted(self.saves, self.stop, self.step)
             self._finish("done", self.step)
         except Preempted as end:
             self._finish("preempted", self._trained, end, str(end))
@@ -145,11 +147,12 @@ class Trainer:
                 if self.saves is not None:
                     with self.patience():
                         self.saves.wait()
-                with self.patience():
-                    explain(error, self.parts, self.feed.recent[error.step], self.plans.shard)
-                self._bad_steps.stopped(error, self.feed.recent[error.step])
+                if (fetched := self.feed.recent.get(error.step)) is not None:  # None: a seed, which no step made
+                    with self.patience():
+                        explain(error, self.parts, fetched, self.plans.shard)
+                    self._bad_steps.stopped(error, fetched)
             finally:
-                self._finish("stopped", error.step - 1, error, str(error))
+                self._finish("stopped", error.done, error, str(error))
                 self.close()
                 dist.barrier()  # all ranks are here; who leaves first has the others ended before they have said why
             raise
@@ -170,7 +173,8 @@ class Trainer:
             self.step += 1
             result = self.train_one()
             self.watch_compilation("training")
-            self._stopping = self.guard.watch()
+            # Other ranks learn of a wish with the next step's counts; a rank alone need not wait for that.
+            self._stopping = self.guard.watch() or (self.world.size == 1 and self.stop.wanted)
             self.tell_skipped()
             if self.take_back():
                 break
@@ -199,9 +203,14 @@ class Trainer:
         return self.take_back()
 
     def tell_skipped(self) -> None:
-        """Report the steps that the guard has left out since the last call."""
+        """Report the steps that the guard has left out since the last call.
+
+        Raises WeightsError when the weights themselves are not finite: every later step would be left out too.
+        """
         for bad in self.guard.skipped():
             self._skipped += 1
+            if isinstance(bad, NonFiniteError) and (where := find_nonfinite(gather(self.parts.model))):
+                raise WeightsError(bad.step, bad.done, where, "Skipping steps cannot mend that")
             self._bad_steps.skipped(bad, self.feed.recent[bad.step])
 
     def take_back(self) -> bool:
@@ -261,19 +270,12 @@ class Trainer:
 
     def _finish(self, state: FinalState, step: int, error: BaseException | None = None, reason: str = "") -> None:
         """Record how the run ended after `step` steps. The first call counts."""
+        self.stop.when, self.stop.notice = "the run is ending already", ""
         self.observer.finish(state, step, reason)
         if self._ledger is not None:
             tokens = self.tokens_seen - (self.step - step) * self.plans.batch.tokens_per_step
             code = exit_codes.DONE if error is None else exit_codes.code_of(error)
             self._ledger.end(state, step, tokens, code, reason)
-
-    def _preempted(self) -> Preempted:
-        """How a run that was asked to stop stands. All ranks call it together."""
-        saved, kept = what_is_saved(self.saves, self.step)
-        who = self.stop.who()
-        level = logging.INFO if self.world.rank else logging.WARNING  # on the console once, in every log of a rank
-        logger.log(level, f"stopped after step {self.step} by {who}: {kept}")
-        return Preempted(f"{who}: {kept}", self.step, saved, together=True)
 
     def close(self) -> None:
         """End the threads and files of the run; what cannot be closed does not keep the rest open."""
@@ -354,6 +356,9 @@ class Trainer:
         """Note on rank 0 that an attempt starts; what to tell of the one before."""
         off = ". CHECKPOINTS ARE OFF: nothing will be saved"
         self.stop.notice = ", then a checkpoint is written" if self.checkpointer else off
+        if self.world.size > 1:  # on a GPU the answer is read a step later
+            within = "within two steps" if self.world.device.type == "cuda" else "after this step or the next"
+            self.stop.when = f"all ranks stop {within}"
         if self.world.rank:
             return []
         self._ledger, lines = starting.begin_ledger(self.plans, self.world, loaded, self.step, self.tokens_seen)
@@ -527,8 +532,3 @@ class Trainer:
         if not self._timeouts_lowered:
             return contextlib.nullcontext()
         return patience(comm.init_timeout_seconds, comm.train_timeout_seconds)
-
-    def _seed(self) -> None:
-        """torch's own generators; the weights and the data order have seeds of their own."""
-        if self.plans.train.seed is not None:
-            seed_generators(self.plans.train.seed, self.parts.mesh)

@@ -7,9 +7,11 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 
+from titanlite import cli
 from titanlite.config.load import load_file
 from titanlite.config.plans import ObservePlan, Plans, TrainPlan
 from titanlite.config.resolve import resolve
@@ -24,6 +26,8 @@ from titanlite.observe.stepline import (
     human_time,
     titan_line,
 )
+from titanlite.runs.logs import rank_log
+from titanlite.runs.table import Table, render
 
 FIGURES = StepFigures(
     step=1990,
@@ -177,6 +181,49 @@ def test_colours_only_where_wanted(
     assert ANSI.sub("", painted) == line
     console.warning("careful")
     assert bool(ANSI.search(stream.getvalue())) is colored
+
+
+#: A title of the terminal, red to the end, a line gone, the C1 form of an escape; then what may stay.
+HOSTILE = "a\x1b]0;owned\x07b\x1b[31mc\rd\x9b2Je\x7f\tf\r\ng é"
+HARMLESS = "a\\x1b]0;owned\\x07b\\x1b[31mc\\x0dd\\x9b2Je\\x7f\tf\r\ng é"
+
+
+@pytest.mark.parametrize("color", [True, False])
+def test_the_log_holds_no_control_characters_but_our_colours(
+    console: logging.Logger, tmp_path: Path, color: bool
+) -> None:
+    stream = io.StringIO()
+    setup_console(0, color, stream)
+    with rank_log(tmp_path, 0):
+        console.info(f"reading {HOSTILE}")
+        console.error(HOSTILE)
+        console.info(colorize(titan_line(FIGURES)), extra={"figures": FIGURES})
+    shown = stream.getvalue()
+    painted = f"\033[31mERROR: {HARMLESS}\033[0m" if color else f"ERROR: {HARMLESS}"
+    assert f"reading {HARMLESS}\n" in shown and f"{painted}\n" in shown
+    assert len(ANSI.findall(shown)) == (20 if color else 0), "the error's and the nine fields', on and off"
+    log = (tmp_path / "logs" / "rank_0.log").read_bytes().decode()
+    assert HARMLESS.replace("\\x1b[31m", "") in log and titan_line(FIGURES) in log and "\x1b" not in log
+
+
+def test_commands_show_foreign_names_without_control_characters(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for terminal in (True, False):
+        drawn = render(Table((HOSTILE, "state"), [("x\x1b[2Jy", "done")], title="t\x07"), terminal)
+        assert "x\\x1b[2Jy" in drawn and "a\\x1b]0;owned\\x07b" in drawn and "t\\x07" in drawn
+        assert not re.search(r"\x1b(?!\[[0-9;]*m)|\x07", drawn)
+    file = tmp_path / "a\x1b]0;owned\x07.toml"
+    assert cli.main(["checkpoint", "inspect", str(file)]) == 4
+    told = capsys.readouterr().err
+    assert "a\\x1b]0;owned\\x07.toml" in told and "\x1b" not in told
+    file.write_text("")
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert cli.main(["config", "check", str(file)]) == 0
+    assert isinstance(sys.stdout, Terminal)
+    shown = sys.stdout.getvalue()
+    assert "a\\x1b]0;owned\\x07.toml" in shown and "\x1b]" not in shown
+    assert "\x1b[" in shown, "our colours stay"
 
 
 def report(plans: Plans, device: str = "CPU (some model)", peak_flops: float | None = None) -> list[str]:

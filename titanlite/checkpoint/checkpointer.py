@@ -32,6 +32,7 @@ from titanlite.checkpoint.together import named as _named
 from titanlite.checkpoint.together import on_rank_0
 from titanlite.checkpoint.together import quiet as _quiet
 from titanlite.config.plans import CheckpointPlan
+from titanlite.guard import WeightsError, find_nonfinite
 from titanlite.observe.console import logger
 from titanlite.parallel.world import World
 from titanlite.runs import provenance
@@ -93,7 +94,8 @@ class Checkpointer:
         id of the run there. Both are for the manifest. proven: the weights of the save before have been used since, and
         found good; otherwise no checkpoint goes for this one.
 
-        Raises CheckpointError, on all ranks, when any rank fails; nothing half-written is then published.
+        Raises CheckpointError, on all ranks, when any rank fails; nothing half-written is then published. Raises
+        WeightsError, on all ranks and before anything is written, when a weight or a moment is not finite.
 
         With `plan.async_mode` on it returns as soon as everything is copied ("async_with_pinned_mem": before that, see
         `await_copy`); the folder comes into being later, and `poll` or `wait` tells. A save still under way is waited
@@ -102,13 +104,14 @@ class Checkpointer:
         if self._background:
             self._background.prepare(self._group)
         self._began = time.perf_counter()
+        tensors: Tensors = gather(model, optimizer) if weights_only is None else weights(model, weights_only)
+        if where := find_nonfinite(tensors, self._group):
+            if weights_only and not find_nonfinite(gather(model), self._group):
+                raise CheckpointError(f"{where} does not fit {weights_only}: choose another checkpoint.export_dtype")
+            raise WeightsError(step, step, where, "No checkpoint is written")
         partial = self._on_rank_0(lambda: self._make_partial(step))
-        tensors: Tensors
         if weights_only is None:
-            tensors = gather(model, optimizer)
             tensors[_RNG] = rng_state(self._world.device, self._world.size)
-        else:
-            tensors = weights(model, weights_only)
         draft = replace(
             self._draft(step, describe_all(tensors, model), train),
             weights_only=weights_only is not None,

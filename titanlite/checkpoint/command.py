@@ -29,6 +29,7 @@ from titanlite.checkpoint.shelf import (
     verify,
 )
 from titanlite.config.errors import ConfigError, Problem
+from titanlite.observe.console import escape
 from titanlite.observe.stepline import human_bytes, human_time
 from titanlite.runs.table import Table, render
 
@@ -348,7 +349,7 @@ class _Progress:
         if now - self._told < self._every:
             return
         self._told = now
-        text = f"{what}{human_bytes(done)} of {human_bytes(total)}"
+        text = f"{escape(what)}{human_bytes(done)} of {human_bytes(total)}"
         self._stream.write(f"\r{text:<{self._width}}" if self._terminal else f"{text}\n")
         self._width = len(text)
         self._stream.flush()

@@ -30,6 +30,7 @@ from titanlite.checkpoint.state import describe, describe_all, gather, rng_state
 from titanlite.checkpoint.storage import CheckedReader
 from titanlite.checkpoint.together import named, on_rank_0, quiet
 from titanlite.config.plans import CheckpointPlan
+from titanlite.guard import find_nonfinite
 from titanlite.parallel.world import World
 from titanlite.runs.ledger import toml_changes
 
@@ -93,7 +94,7 @@ class _Choice:
 class Loading:
     """Loads one run's checkpoints, or another's to start from. All ranks make one and call it alike.
 
-    bad: step → why; where it notes steps of `plan.folder` that it finds to be damaged though manifest and sizes are
+    bad: step → why; where it notes steps of `plan.folder` whose contents are of no use though manifest and sizes are
     right. deleter: for what crashes have left. config: of this run, as manifests hold it, to name what differs.
     """
 
@@ -128,7 +129,7 @@ class Loading:
                 return loaded
 
     def _try(self, choice: _Choice, model: nn.Module, optimizer: torch.optim.Optimizer) -> LoadedState | None:
-        """Load what was chosen; None when its files turn out to be damaged, which is noted."""
+        """Load what was chosen; None when its files are damaged or its weights are not finite, which is noted."""
         manifest, folder, notices = choice.manifest, choice.folder, choice.notices
         exclude = self._exclude(choice)
         left_out = groups_of(exclude)
@@ -140,8 +141,9 @@ class Loading:
         wanted = describe_all(tensors, model)
         convert = choice.origin == "from"
         selection = select(saved, wanted, exclude, self.plan.allow_missing, convert, str(folder))
+        bad = self._bad if choice.origin == "resume" else self._source_bad
         if (problem := compare_to_load(folder, manifest, self._world, self.plan.verify == "hash")) is not None:
-            (self._bad if choice.origin == "resume" else self._source_bad)[manifest.step] = problem
+            bad[manifest.step] = problem
             return None
         chosen = {name: tensor for name, tensor in tensors.items() if name in selection.load}
         rng = None if "rng" in left_out else self._generators(manifest, notices)
@@ -150,6 +152,12 @@ class Loading:
         for name in tensors.keys() - chosen.keys():
             if name.startswith("optimizer."):  # to have something to load into, it was given a step
                 tensors[name].zero_()
+        if where := find_nonfinite(tensors):
+            bad[manifest.step] = (
+                f"{folder} holds what is not finite ({where}), and no run can go on from it: "
+                f"`titanlite checkpoint rm {folder}` deletes it"
+            )
+            return None
         scatter(tensors, model, whole_optimizer)
         if rng is not None:
             set_rng_state(rng, self._world.device)

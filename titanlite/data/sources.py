@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
+import os
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,6 +16,10 @@ from typing import NamedTuple
 
 from titanlite.data.errors import DataError
 
+logger = logging.getLogger("titanlite")
+
+#: Empty files that a warning names.
+_NAMED = 3
 _ASSETS = Path(__file__).parent / "assets"
 
 #: Text that travels with titanlite, by data set name.
@@ -34,7 +40,7 @@ class Record(NamedTuple):
 
 
 def source_files(dataset: str, path: str | None, section: str = "training") -> list[Path]:
-    """The files of a data set in the order in which they are read (by name).
+    """The files of a data set in the order in which they are read (by name). Rank 0 warns of those without a byte.
 
     Args:
         dataset: a name in `BUNDLED`, or `c4` for files of that format elsewhere.
@@ -57,7 +63,14 @@ def source_files(dataset: str, path: str | None, section: str = "training") -> l
                 f'set {section}.dataset_path to local C4 files, or use the bundled "c4_test"'
             )
         return list_files(BUNDLED[dataset])
-    return list_files(Path(path), f"{section}.dataset_path")
+    files = list_files(Path(path), f"{section}.dataset_path")
+    empty = [file for file in files if file.stat().st_size == 0]
+    if empty and len(empty) < len(files):  # where all are empty, reading refuses them
+        names = ", ".join(map(str, empty[:_NAMED])) + f" and {len(empty) - _NAMED} more" * (len(empty) > _NAMED)
+        level = logging.INFO if os.environ.get("RANK", "0") != "0" else logging.WARNING
+        count = f"{len(empty)} of {len(files)} files"
+        logger.log(level, f"{section}.dataset_path: {count} are empty (0 bytes) and bring no text: {names}")
+    return files
 
 
 def list_files(path: Path, key: str = "training.dataset_path") -> list[Path]:

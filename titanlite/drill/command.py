@@ -21,6 +21,7 @@ from titanlite.drill.ranks import RanksError, prepare
 from titanlite.drill.shrink import Toy, shrink
 from titanlite.drill.stage import Failed, Stage
 from titanlite.drill.text import write_text
+from titanlite.observe.console import escape
 from titanlite.tools.processes import Stopped, stoppable
 
 _DESCRIPTION = """\
@@ -159,4 +160,4 @@ def _played(rehearsal: Rehearsal, stage: Stage) -> tuple[bool, str]:
 
 def _say(text: str) -> None:
     """Progress, on standard error: standard output is the result's."""
-    print(text, file=sys.stderr, flush=True)
+    print(escape(text), file=sys.stderr, flush=True)

@@ -31,6 +31,10 @@ FIELD_COLORS = {
     "left": "90",
 }
 _LEVEL_COLORS = {logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "31"}
+#: C0 and C1 but for tab and line ends: a terminal may obey them.
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
+#: Codes for colours, and for nothing else.
+_COLOR = re.compile(r"(\x1b\[[0-9;]*m)")
 _FIELD = re.compile(rf"(?<!\S)({'|'.join(FIELD_COLORS)}): +\S+")
 
 
@@ -80,6 +84,8 @@ class ConsoleHandler(_StreamHandler):
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
+        if not hasattr(record, "figures"):  # of a step line, which holds numbers, and colours of our own
+            text = escape(text)
         if record.levelno >= logging.WARNING:
             text = f"{record.levelname}: {text}"
         if self.rank:
@@ -88,6 +94,16 @@ class ConsoleHandler(_StreamHandler):
             text = f"\033[{_LEVEL_COLORS[record.levelno]}m{text}{_RESET}"
         stamp = logging.Formatter().formatTime(record, "%Y-%m-%d %H:%M:%S")
         return f"{stamp} {text}"
+
+
+def escape(text: str, colors: bool = False) -> str:
+    """The text with control characters written as `\\x1b`: a terminal obeys none that a name or a document holds.
+
+    Tabs and line ends stay. colors: codes for colours stay, too.
+    """
+    parts = _COLOR.split(text) if colors else [text]
+    parts[::2] = [_CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", part) for part in parts[::2]]
+    return "".join(parts)
 
 
 def _wants_color(stream: TextIO) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from titanlite.observe.console import logger
+from titanlite.observe.console import escape, logger
 from titanlite.preempt import Preempted
 
 FOLDER = "logs"
@@ -33,7 +33,7 @@ class RankLog(logging.FileHandler):
         self._warned = False
 
     def format(self, record: logging.LogRecord) -> str:
-        return _ESCAPE.sub("", super().format(record))
+        return escape(_ESCAPE.sub("", super().format(record)))
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not self._warned:

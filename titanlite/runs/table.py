@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+from titanlite.observe.console import escape
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -21,7 +23,9 @@ class Table:
 
 
 def render(table: Table, terminal: bool) -> str:
-    """The table as text without a final line end."""
+    """The table as text without a final line end. Control characters in it are escaped."""
+    columns, *rows = [[escape(text) for text in row] for row in (table.columns, *table.rows)]
+    table = replace(table, columns=columns, rows=rows, title=escape(table.title))
     return _rich(table) if terminal else _plain(table)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from titanlite import exit_codes
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import find_config, read
+from titanlite.observe.console import escape
 from titanlite.observe.metrics import json_value
 from titanlite.observe.stepline import human_time
 from titanlite.runs import provenance
@@ -237,7 +238,7 @@ class Benchmark:
         if code or done is None or figures is None:
             why = f"failed with exit code {code}" if code else f"left no metrics of {self.steps} steps in {folder}"
             _log(f"{label} {why}. Its last lines:")
-            print("\n".join(f"    {line}" for line in last_lines(console)), file=sys.stderr, flush=True)
+            print(escape("\n".join(f"    {line}" for line in last_lines(console))), file=sys.stderr, flush=True)
             _log(f"the whole output: {console}; the same command tries again, --skip {slot.name} leaves it out")
             return None
         self.finished[slot.folder] = done
@@ -340,4 +341,4 @@ def _plain(value: Any) -> Any:
 
 def _log(text: str) -> None:
     """Write a line of progress to standard error: standard output holds the table."""
-    print(f"{datetime.now():%H:%M:%S} {text}", file=sys.stderr, flush=True)
+    print(f"{datetime.now():%H:%M:%S} {escape(text)}", file=sys.stderr, flush=True)
