@@ -226,17 +226,19 @@ class SchedulePlan:
     #: Length of the schedule in steps (not necessarily of the run).
     #: None only while `training.epochs` waits for the text to be counted.
     total_steps: int | None = 10000
-    warmup_steps: int = 200
+    #: A fraction is possible under style "fsdp".
+    warmup_steps: float = 200
     decay_type: Literal["constant", "linear", "cosine", "sqrt", "exponential"] = "linear"
     #: Steps of the decay at the end of the schedule; None: all that follow the warm-up.
     decay_steps: int | None = None
-    #: Steps held at the peak between warm-up and decay.
-    plateau_steps: int = 0
+    #: Steps held at the peak between warm-up and decay; None: no plateau.
+    plateau_steps: float | None = None
     #: Floor as a fraction of the peak.
     min_lr_factor: float = 0.0
     #: Hard floor of the learning rate itself, applied after the warm-up (None: no such floor).
     min_lr: float | None = None
-    #: "titan": (n + 1) / (warmup + 1), decay over total - warmup; "fsdp": n / warmup, cosine over total.
+    #: "titan": (n + 1) / (warmup + 1), decay over total - warmup; "fsdp": n / warmup, decay over total, or after
+    #: a plateau over what is left.
     style: Literal["titan", "fsdp"] = "titan"
 
 
