@@ -58,7 +58,7 @@ def forward_backward(
     loss_function: `cross_entropy_sum`, or what computes the same (compiled).
     phase: as in `train_step`.
     """
-    share = torch.zeros((), device=tokens.device)
+    share = torch.zeros((), dtype=torch.float32, device=tokens.device)
     for index, batch in enumerate(micro_batches):
         set_gradient_sync(model, sync_every or index == len(micro_batches) - 1)
         phase("forward")
@@ -98,7 +98,7 @@ def total_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     for tensor in tensors:
         pieces += tensor.reshape(-1).split(_NORM_PIECE) if tensor.device.type == "cpu" else [tensor]
     if not pieces:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32)
     norms = torch.stack(torch._foreach_norm(pieces, 2, torch.float32))
     return torch.linalg.vector_norm(norms, dtype=torch.float64).float()
 
@@ -112,7 +112,7 @@ def square_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> tor
     for parameter in parameters:
         by_copies.setdefault(_copies(parameter), []).append(parameter)
     shares = [total_norm(local_gradients(group)).to(device).square() / copies for copies, group in by_copies.items()]
-    return torch.stack(shares).sum() if shares else torch.zeros((), device=device)
+    return torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float32, device=device)
 
 
 def _copies(parameter: nn.Parameter) -> int:

@@ -22,7 +22,7 @@ from titanlite.checkpoint.resume_guard import Verdict
 from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.config.plans import Plans
 from titanlite.data.loader import Batch
-from titanlite.determinism import deterministic
+from titanlite.determinism import deterministic, environment
 from titanlite.drift import DriftCheck
 from titanlite.feed import Feed
 from titanlite.guard import BadStepError, FiniteGuard
@@ -32,6 +32,7 @@ from titanlite.observe.observer import Observer
 from titanlite.observe.profiles import Profiles
 from titanlite.observe.stalls import StallWatch
 from titanlite.optim.schedule import learning_rate
+from titanlite.parallel.compile import CACHE_VARIABLE
 from titanlite.parallel.init import seed_generators
 from titanlite.parallel.world import World, patience, set_timeouts
 from titanlite.preempt import GracefulStop, Preempted, any_rank
@@ -78,7 +79,10 @@ class Trainer:
         #: Steps done when the learning rate's schedule began.
         self._schedule_began = 0
         self._ledger: ledger.Ledger | None = None
-        self.parts: Parts = build(plans, world, text)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(environment(CACHE_VARIABLE))
+            self.parts: Parts = build(plans, world, text)
+            self._environment = stack.pop_all()  # until `close`; where the build fails, until here
         self.stalls.wanted = lambda: self.stop.wanted or self.stop.heard
         self.feed = Feed(self.parts.loader, self.parts.validation, self.stop, self._asked, plans, world.device)
         self._seed()
@@ -280,7 +284,7 @@ class Trainer:
         if self._closed:
             return
         self._closed = True
-        with contextlib.ExitStack() as stack:
+        with self._environment as stack:
             if self.checkpointer is not None:
                 stack.callback(self.checkpointer.close)
             if self.parts.validation is not None:
