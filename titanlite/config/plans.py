@@ -346,6 +346,8 @@ class StallPlan:
     patience_seconds: float = 180.0
     #: How often a rank says where it is.
     heartbeat_seconds: float = 2.0
+    #: The longest deadline of a run of slow steps: before collectives time out.
+    latest_seconds: float = 80.0
 
 
 @dataclass(frozen=True)
