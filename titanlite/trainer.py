@@ -307,6 +307,9 @@ class Trainer:
         report = starting.report(self.plans, self.parts, self.text, self.world, self.observer)
         report += starting.words(loaded, self.plans, [*warnings, *self._begin_ledger(loaded)])
         self.observer.start(self.step, report, self.parts.model)
+        changed = starting.schedule_change(loaded, self.plans, self._schedule_began) if loaded else None
+        if changed and not self.world.rank:
+            logger.warning(changed)
         self._tell(self.resume_guard.before_first_step())
         if self.parts.compile_watch is not None and self.step < self.steps:
             self.parts.compile_watch.start()
@@ -509,6 +512,7 @@ class Trainer:
             "tokens_seen": self.tokens_seen,
             "global_batch": self.plans.batch.global_batch_size,
             "schedule_began": self._schedule_began,
+            starting.SCHEDULE: starting.schedule_record(self.plans),
             LEFT_OUT: list(self.plans.checkpoint.exclude_from_loading),
             **self.resume_guard.at_save(self.step, self._next_batch()),
         }

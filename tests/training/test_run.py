@@ -111,6 +111,20 @@ def test_finished_run_says_how_to_go_on(pool: Pools, tmp_path: Path) -> None:
     assert again["step"] == 2 and len(_losses(again["rows"])) == 2
     (line,) = [line for line in again["said"] if "nothing to do" in line]
     assert "is of step 2 and the run has 2 steps" in line and "raise training.steps" in line
+    assert not any("schedule changed" in line for line in again["said"])
+
+
+def test_resume_says_how_the_learning_rate_changed(pool: Pools, tmp_path: Path) -> None:
+    pool(1).run(_run, str(tmp_path), "--training.steps=6", "--lr_scheduler.total_steps=6", "--optimizer.lr=1e-3")
+    longer = ["--training.steps=7", "--lr_scheduler.total_steps=10", "--optimizer.lr=2e-3"]
+    found = pool(1).run(_run, str(tmp_path), *longer)[0]
+    (line,) = [line for line in found["said"] if "schedule changed" in line]
+    # Warm-up 3: 6 of 10 steps done are 3 of the 7 of the decay.
+    assert line == (
+        "the learning-rate schedule changed since step 6: total steps 6 -> 10, peak 0.001 -> 0.002; "
+        "learning rate of step 7: 0 -> 0.00114; lr_scheduler.total_steps = 6 keeps the old length"
+    )
+    assert _losses(found["rows"])[7][2] == pytest.approx(2e-3 * 4 / 7)
 
 
 def test_other_text_tokenizer_order_or_model_is_refused(pool: Pools, tmp_path: Path) -> None:
