@@ -351,7 +351,7 @@ def _report(config: JobConfig, plans: Plans, why: str, style: Style) -> str:
     batch, schedule, steps = plans.batch, plans.schedule, plans.train.steps
     length = f"{plans.data.epochs} epochs" if steps is None else f"{steps:,}"
     tokens = "" if steps is None else f", {steps * batch.tokens_per_step:,} tokens"
-    rate = f"{plans.optimizer.lr:g}, warm-up {schedule.warmup_steps} steps, then {schedule.decay_type}"
+    rate = f"{plans.optimizer.lr:g}, warm-up {schedule.warmup_steps:.10g} steps, then {schedule.decay_type}"
     rows = [
         ("model", f"{plans.model.name} {plans.model.flavor}, {_size(plans.model)}"),
         ("ranks", f"{plans.mesh.world_size} ({why}), {_degrees(plans.mesh)}"),

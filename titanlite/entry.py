@@ -1,4 +1,4 @@
-"""The process of one rank: `train.py`. It checks environment and config before it imports torch, which takes seconds."""
+"""The process of one rank: `train.py`. It checks environment and config before the import of torch: seconds saved."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ class _ChunkedLoss(torch.autograd.Function):
         chunks: int,
         wanted: tuple[bool, bool],
     ) -> Tensor:
-        total = torch.zeros((), device=x.device)
+        total = torch.zeros((), dtype=torch.float32, device=x.device)
         of_x = torch.empty_like(x) if wanted[0] else None
         # In float32, so that a chunk's part is not rounded away in the sum of all.
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None

@@ -31,12 +31,15 @@ from titanlite.observe.memory import total_memory_bytes
 from titanlite.observe.metrics import FILE as METRICS
 from titanlite.observe.observer import Observer
 from titanlite.observe.report import start_report
+from titanlite.optim.schedule import learning_rate
 from titanlite.parallel.pipeline import PipelineModel
 from titanlite.parallel.world import World
 from titanlite.runs import ledger
 from titanlite.runs.ledger import toml_changes
 from titanlite.runs.provenance import config_text
 
+#: Entry of the train state: see `schedule_record`.
+SCHEDULE = "schedule"
 #: Plans whose every field changes how sums are rounded.
 _ROUNDING = ("mesh", "tensor_parallel", "pipeline", "shard", "float8", "activations", "compile")
 #: Name of the thread that reads what is only to be hashed.
@@ -142,6 +145,45 @@ def _config_lines(loaded: LoadedState | None, plans: Plans, told: Sequence[str])
         for line in lines
         if not any(t.endswith(f" {line}") for t in told)
     ]
+
+
+def schedule_record(plans: Plans) -> dict[str, Any]:
+    """What the learning rate of every step follows from, for a checkpoint."""
+    return {**asdict(plans.schedule), "peak": plans.optimizer.lr}
+
+
+def schedule_change(loaded: LoadedState, plans: Plans, began: int) -> str | None:
+    """How the learning rate goes on otherwise than in the run that wrote the checkpoint; None where it does not.
+
+    began: steps done when the schedule began.
+    """
+    before, now = loaded.train.get(SCHEDULE), schedule_record(plans)
+    if loaded.origin != "resume" or "lr_scheduler" in loaded.left_out or not isinstance(before, dict):
+        return None
+    changed = {name: before[name] for name, value in now.items() if name in before and before[name] != value}
+    peak = changed.get("peak", plans.optimizer.lr)
+    schedule = replace(plans.schedule, **{name: value for name, value in changed.items() if name != "peak"})
+
+    def rates(step: int) -> tuple[float, float]:
+        new = learning_rate(plans.schedule, plans.optimizer.lr, step - began)
+        return learning_rate(schedule, peak, step - began), new
+
+    coming = range(loaded.step + 1, (plans.train.steps or 0) + 1)
+    if not any(old != new for old, new in map(rates, coming[:: max(len(coming) // 1000, 1)])):
+        return None
+    words = [f"{name.replace('_', ' ')} {_number(old)} -> {_number(now[name])}" for name, old in changed.items()]
+    old, new = rates(loaded.step + 1)
+    keep = ""
+    if "total_steps" in changed:
+        keep = f"; lr_scheduler.total_steps = {changed['total_steps']} keeps the old length"
+    return (
+        f"the learning-rate schedule changed since step {loaded.step}: {', '.join(words)}; "
+        f"learning rate of step {loaded.step + 1}: {old:.3g} -> {new:.3g}{keep}"
+    )
+
+
+def _number(value: object) -> str:
+    return f"{value:.10g}" if isinstance(value, int | float) else str(value).lower()
 
 
 def begin_ledger(

@@ -23,7 +23,7 @@ from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.checkpoint.state import gather
 from titanlite.config.plans import Plans
 from titanlite.data.loader import Batch
-from titanlite.determinism import deterministic
+from titanlite.determinism import deterministic, environment
 from titanlite.drift import DriftCheck
 from titanlite.feed import Feed
 from titanlite.guard import BadStepError, FiniteGuard, NonFiniteError, WeightsError, find_nonfinite
@@ -33,6 +33,7 @@ from titanlite.observe.observer import Observer
 from titanlite.observe.profiles import Profiles
 from titanlite.observe.stalls import StallWatch
 from titanlite.optim.schedule import learning_rate
+from titanlite.parallel.compile import CACHE_VARIABLE
 from titanlite.parallel.init import seed_generators
 from titanlite.parallel.world import World, patience, set_timeouts
 from titanlite.preempt import GracefulStop, Preempted, any_rank
@@ -79,7 +80,10 @@ class Trainer:
         #: Steps done when the learning rate's schedule began.
         self._schedule_began = 0
         self._ledger: ledger.Ledger | None = None
-        self.parts: Parts = build(plans, world, text)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(environment(CACHE_VARIABLE))
+            self.parts: Parts = build(plans, world, text)
+            self._environment = stack.pop_all()  # until `close`; where the build fails, until here
         self.stalls.wanted = lambda: self.stop.wanted or self.stop.heard
         self.feed = Feed(self.parts.loader, self.parts.validation, self.stop, self._asked, plans, world.device)
         if plans.train.seed is not None:  # of torch's own generators; the weights and the data order have their own
@@ -282,7 +286,7 @@ class Trainer:
         if self._closed:
             return
         self._closed = True
-        with contextlib.ExitStack() as stack:
+        with self._environment as stack:
             if self.checkpointer is not None:
                 stack.callback(self.checkpointer.close)
             if self.parts.validation is not None:
@@ -306,6 +310,9 @@ class Trainer:
         report = starting.report(self.plans, self.parts, self.text, self.world, self.observer)
         report += starting.words(loaded, self.plans, [*warnings, *self._begin_ledger(loaded)])
         self.observer.start(self.step, report, self.parts.model)
+        changed = starting.schedule_change(loaded, self.plans, self._schedule_began) if loaded else None
+        if changed and not self.world.rank:
+            logger.warning(changed)
         self._tell(self.resume_guard.before_first_step())
         if self.parts.compile_watch is not None and self.step < self.steps:
             self.parts.compile_watch.start()
@@ -511,6 +518,7 @@ class Trainer:
             "tokens_seen": self.tokens_seen,
             "global_batch": self.plans.batch.global_batch_size,
             "schedule_began": self._schedule_began,
+            starting.SCHEDULE: starting.schedule_record(self.plans),
             LEFT_OUT: list(self.plans.checkpoint.exclude_from_loading),
             **self.resume_guard.at_save(self.step, self._next_batch()),
         }

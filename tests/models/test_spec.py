@@ -106,6 +106,21 @@ def test_weights_of_another_model_are_refused() -> None:
         spec.hf_config(resolve_args("llama3", "8B", {"norm_type": "layernorm"}))
 
 
+@pytest.mark.parametrize(
+    ("family", "flavor", "trained", "context"),
+    [
+        ("llama2", "7B", 2048, 4096),
+        ("llama3", "8B", 2048, 8192),
+        ("llama3", "8B", 16384, 16384),
+        ("llama3", "3.1-8B", 8192, 131072),
+        ("llama3", "3.2-1B", 8192, 131072),
+    ],
+)
+def test_exported_config_has_the_context_of_the_model(family: str, flavor: str, trained: int, context: int) -> None:
+    args = resolve_args(family, flavor, max_seq_len=trained)
+    assert get_spec(family).hf_config(args)["max_position_embeddings"] == context
+
+
 def meta_rotation(x: Tensor, theta: float = 1e4) -> Tensor:
     """RoPE as Meta's code writes it: neighbouring pairs as complex numbers. x: [heads, seq, head_dim]."""
     half = torch.arange(0, x.size(-1), 2).float() / x.size(-1)

@@ -211,6 +211,19 @@ def test_one_process_alone_is_watched_too_and_the_thread_that_reads_is_shown() -
     assert "has been in data of step 3" in report
 
 
+def test_slow_steps_are_not_reported_and_a_stall_among_them_is() -> None:
+    plan = replace(QUICK, deadline_seconds=0.1)
+    with listening() as said, StallWatch(plan, end=None) as stalls:
+        stalls._poll = 0.05
+        for step in range(1, 5):
+            stalls.phase("forward", step)
+            time.sleep(0.3)
+        assert not _reports(said)
+        _until(lambda: _reports(said))
+        assert stalls._state().seconds > 3 * 0.3
+    assert "has been in forward of step 4" in _reports(said)[0]
+
+
 def _wait_for_a_save(world: World) -> tuple[str, ...]:
     """The stack that is shown of a rank which waits for a save in the background."""
     main, told = threading.get_ident(), threading.Event()

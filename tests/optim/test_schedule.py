@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
+from titanlite.config.aws_fsdp import migrate_arguments
+from titanlite.config.load import read_text
 from titanlite.config.plans import SchedulePlan
+from titanlite.config.resolve import resolve
 from titanlite.optim.schedule import ScheduleError, learning_rate, lr_factor
 
 
@@ -69,3 +73,36 @@ def test_warmup_as_long_as_the_run_divides_by_nothing() -> None:
 def test_unknown_length_is_an_error() -> None:
     with pytest.raises(ScheduleError, match="length"):
         lr_factor(SchedulePlan(total_steps=None), 1)
+
+
+def _aws(style: str, step: int, total: int, warmup: float, plateau: float, peak: float, floor: float) -> float:
+    """The formulas of the AWS FSDP samples. warmup, plateau: shares of the run, as their arguments are."""
+    w, p = warmup * total, plateau * total
+    if step <= w:
+        return peak * step / w
+    k = min(step, total - w) - w
+    rate = {
+        "linear": peak * (total - k) / total,
+        "cosine": peak / 2 * (math.cos(math.pi * k / total) + 1),
+        "exponential": peak * math.exp(-0.693 * k / total),
+        "plateau": peak if step <= w + p else peak * (total - step) / (total - w - p),
+        "constant": peak,
+    }[style]
+    return max(rate, floor)
+
+
+@pytest.mark.parametrize(("warmup", "floor"), [(0.0032, 1e-5), (0.4, 0.0)])
+@pytest.mark.parametrize(
+    ("style", "plateau"),
+    [("linear", 0), ("cosine", 0), ("exponential", 0), ("constant", 0), ("plateau", 0.4), ("plateau", 0.0)],
+)
+def test_every_step_of_a_run_of_the_aws_samples(style: str, plateau: float, warmup: float, floor: float) -> None:
+    arguments = f"--max_steps=1003 --lr=1e-4 --lr_decay_style={style} --warmup={warmup} --min_lr={floor}"
+    if style == "plateau":
+        arguments += f" --plateau={plateau}"
+    config, problems = read_text(migrate_arguments(arguments).text, Path("run.toml"))
+    assert not problems
+    plans = resolve(config, world_size=1)
+    here = [learning_rate(plans.schedule, plans.optimizer.lr, step) for step in range(1, 1004)]
+    there = [_aws(style, step, 1003, warmup, plateau, 1e-4, floor) for step in range(1, 1004)]
+    assert here == pytest.approx(there, rel=1e-12, abs=1e-18)

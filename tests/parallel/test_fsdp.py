@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.pool import Pools
-from tests.training.harness import TINY, Run, batches, build_tiny, micro_batches
+from tests.training.harness import TINY, Run, batches, build_tiny, micro_batches, train
 from titanlite.build import to_device
 from titanlite.config.plans import MeshPlan, ShardPlan
 from titanlite.guard import FiniteGuard
@@ -296,25 +296,30 @@ class Odd(nn.Module):
         return self.head(x)
 
 
-def _own_model(world: World, prefetch: int) -> tuple[float, int]:
-    """Largest difference of a gradient from the plain model's, and the all-gathers of a step."""
+def _own_model(world: World, prefetch: int, average: bool = False, replicas: int = 1) -> tuple[float, int]:
+    """Largest difference of a gradient from the plain model's, and the all-gathers of a step.
+
+    average: the ranks' losses are means over their own tokens; the plain model's over all tokens.
+    """
     torch.manual_seed(0)
     plain, ours = Odd(), Odd()
     ours.load_state_dict(plain.state_dict())
     units = units_by_class(ours, ["Sequential", "Embedding"])
     plan = ShardPlan(param_dtype="float32", reshard_after_forward=True, prefetch=prefetch)
-    shard(ours, units, world.build_mesh(MeshPlan(world.size, 1, world.size)), plan)
+    mesh = world.build_mesh(MeshPlan(world.size, replicas, world.size // replicas))
+    shard(ours, units, mesh, plan, average)
     tokens = torch.arange(26).view(2, 13) % 13
-    plain(tokens).logsumexp(-1).sum().backward()
+    reduce = torch.mean if average else torch.sum
+    reduce(plain(tokens).logsumexp(-1)).backward()
     seen: list[Sent] = []
     with Wire(seen.append):
-        ours(tokens[world.rank :: world.size]).logsumexp(-1).sum().backward()
+        reduce(ours(tokens[world.rank :: world.size]).logsumexp(-1)).backward()
     expected = {name: p.grad for name, p in plain.named_parameters()}
     worst = 0.0
     for name, parameter in ours.named_parameters():
         assert isinstance(parameter.grad, DTensor) and expected[name] is not None
         worst = max(worst, (parameter.grad.full_tensor() - expected[name]).abs().max().item())
-    return worst, _counts(seen)[GATHER]
+    return worst, _counts(seen).get(GATHER, 0)
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -322,6 +327,30 @@ def test_a_model_of_ones_own_is_sharded_by_its_classes(pool: Pools, prefetch: in
     for worst, gathers in pool(2).run(_own_model, prefetch):
         assert worst < 1e-5
         assert gathers == 2 * 4  # three layers, and embedding with head
+
+
+@pytest.mark.parametrize("replicas", [1, 2], ids=["FSDP", "DDP"])
+def test_averaged_gradients_are_those_of_one_process(pool: Pools, replicas: int) -> None:
+    for worst, _ in pool(2).run(_own_model, 0, True, replicas):
+        assert worst < 1e-6  # of gradients up to 0.1
+
+
+def _curve(world: World, run: Run, dtype: torch.dtype) -> tuple[list[float], set[torch.dtype]]:
+    """Losses of a run under a default dtype of torch, and the dtypes of its weights afterwards."""
+    torch.set_default_dtype(dtype)
+    try:
+        curve = train(world, run)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return curve.losses, {weight.dtype for weight in curve.weights.values()}
+
+
+def test_weights_are_float32_whatever_torchs_default_is(pool: Pools) -> None:
+    tokens, labels = batches(2, 8, 16, 192)
+    run = Run(tokens, labels, [1e-3, 1e-3])
+    (usual, _), (low, dtypes) = (pool(1).run(_curve, run, d)[0] for d in (torch.float32, torch.bfloat16))
+    assert dtypes == {torch.float32}
+    assert low == usual
 
 
 def test_offload_is_for_accelerators() -> None:

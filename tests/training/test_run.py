@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from titanlite.config.load import load_file
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER
 from titanlite.drill.ranks import train
 from titanlite.guard import NonFiniteError
+from titanlite.loss import cross_entropy_sum
 from titanlite.observe.metrics import read_metrics
-from titanlite.parallel.world import World
+from titanlite.parallel.world import World, WorldError
 from titanlite.prepare import resolve_plans
 from titanlite.trainer import Trainer
 
@@ -111,6 +113,20 @@ def test_finished_run_says_how_to_go_on(pool: Pools, tmp_path: Path) -> None:
     assert again["step"] == 2 and len(_losses(again["rows"])) == 2
     (line,) = [line for line in again["said"] if "nothing to do" in line]
     assert "is of step 2 and the run has 2 steps" in line and "raise training.steps" in line
+    assert not any("schedule changed" in line for line in again["said"])
+
+
+def test_resume_says_how_the_learning_rate_changed(pool: Pools, tmp_path: Path) -> None:
+    pool(1).run(_run, str(tmp_path), "--training.steps=6", "--lr_scheduler.total_steps=6", "--optimizer.lr=1e-3")
+    longer = ["--training.steps=7", "--lr_scheduler.total_steps=10", "--optimizer.lr=2e-3"]
+    found = pool(1).run(_run, str(tmp_path), *longer)[0]
+    (line,) = [line for line in found["said"] if "schedule changed" in line]
+    # Warm-up 3: 6 of 10 steps done are 3 of the 7 of the decay.
+    assert line == (
+        "the learning-rate schedule changed since step 6: total steps 6 -> 10, peak 0.001 -> 0.002; "
+        "learning rate of step 7: 0 -> 0.00114; lr_scheduler.total_steps = 6 keeps the old length"
+    )
+    assert _losses(found["rows"])[7][2] == pytest.approx(2e-3 * 4 / 7)
 
 
 def test_a_checkpoint_that_does_not_say_where_the_run_stood_is_refused(pool: Pools, tmp_path: Path) -> None:
@@ -392,20 +408,31 @@ def test_a_run_in_epochs_goes_on_with_another_batch_size(pool: Pools, tmp_path: 
     assert (attempt["state"], attempt["steps"]) == ("done", rest["step"])
 
 
-def test_determinism_ends_with_the_run(pool: Pools, tmp_path: Path) -> None:
-    assert pool(1).run(_deterministic, str(tmp_path)) == [(True, False)]
+def test_what_a_run_sets_for_the_process_ends_with_it(pool: Pools, tmp_path: Path) -> None:
+    during, after, failed, before = pool(1).run(_set_for_the_process, str(tmp_path))[0]
+    assert during == {(True, ":4096:8", f"{tmp_path}/cache")}
+    assert after == failed == before
 
 
-def _deterministic(world: World, folder: str) -> tuple[bool, bool]:
-    """Whether kernels were deterministic in a step, and whether they still are after the run."""
-    config = load_file("debug_model.toml", [*TINY, f"--job.dump_folder={folder}", "--debug.deterministic"])
-    plans = resolve_plans(config, world.size)
-    trainer = Trainer(plans, world, read_text(plans))
+def _set_for_the_process(world: World, folder: str) -> tuple[set[Any], Any, Any, Any]:
+    """Determinism, cuBLAS's workspace and inductor's folder: in a step, after the run, after a failed build, before."""
+
+    def now() -> tuple[bool, str | None, str | None]:
+        variables = (os.environ.get(name) for name in ("CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_CACHE_DIR"))
+        return torch.are_deterministic_algorithms_enabled(), *variables
+
+    flags = [f"--job.dump_folder={folder}", "--debug.deterministic", f"--compile.cache_dir={folder}/cache"]
+    plans = resolve_plans(load_file("debug_model.toml", [*TINY, *flags]), world.size)
+    plans = replace(plans, compile=replace(plans.compile, loss=True))
+    text, before = read_text(plans), now()
+    trainer = Trainer(plans, world, text)
+    trainer.parts.loss = cross_entropy_sum  # not to wait for the compiler
     trainer.steps = 1
-    seen: list[bool] = []
-    hook = trainer.parts.model.register_forward_hook(
-        lambda *_: seen.append(torch.are_deterministic_algorithms_enabled())
-    )
+    seen: set[Any] = set()
+    hook = trainer.parts.model.register_forward_hook(lambda *_: seen.add(now()))
     trainer.train()
     hook.remove()
-    return all(seen) and bool(seen), torch.are_deterministic_algorithms_enabled()
+    after = now()
+    with pytest.raises(WorldError):
+        Trainer(replace(plans, mesh=replace(plans.mesh, world_size=2, dp_shard=2)), world, text)
+    return seen, after, now(), before

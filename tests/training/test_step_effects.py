@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from titanlite.build import to_device
 from titanlite.config.plans import ShardPlan
 from titanlite.guard import FiniteGuard
 from titanlite.parallel.world import World
-from titanlite.step import train_step
+from titanlite.step import total_norm, train_step
 
 TOKENS, LABELS = batches(1, 8, 16, 192)
 
@@ -162,3 +163,11 @@ def test_a_step_reads_nothing_back_from_the_device(pool: Pools) -> None:
     # Fused is the default on GPUs; the others read the guard's flag, and their step counts, which are on the CPU.
     assert pool(2).run(_host_reads, replace(run, implementation="fused")) == [0, 0]
     assert pool(2).run(_host_reads, replace(run, implementation="foreach"))[0] > 0, "the counter counts"
+
+
+@pytest.mark.parametrize(("dtype", "elements"), [(torch.float32, 2**28), (torch.bfloat16, 2**27)])
+def test_norm_of_a_large_cpu_tensor_loses_no_small_squares(dtype: torch.dtype, elements: int) -> None:
+    # Equal elements are the worst case: each square is rounded alike. Random ones are right to 2e-7 (fp32).
+    gradient = torch.full((elements,), 1e-3, dtype=dtype)
+    exact = gradient[0].item() * math.sqrt(elements)
+    assert total_norm([gradient]).item() == pytest.approx(exact, rel=6e-5)

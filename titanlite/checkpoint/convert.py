@@ -173,6 +173,8 @@ def _write_hf(work: _Work, folder: Path, shard_bytes: int) -> None:
         config = spec.hf_config(source.args)
     except ValueError as error:
         raise CheckpointError(f"{source.path}: {error}") from None
+    if source.kind == "hf":
+        config["max_position_embeddings"] = source.args.max_seq_len  # as it says itself
     types = {str(work.dtype_of(name)).removeprefix("torch.") for name in names}
     if len(types) == 1:
         config["dtype"] = config["torch_dtype"] = types.pop()  # the latter for `transformers` 4

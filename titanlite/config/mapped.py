@@ -10,8 +10,10 @@ from titanlite.config.sections.base import steps_of
 from titanlite.config.sections.model import AUTO_FILTER
 from titanlite.config.urls import is_url
 
-#: Of the time after which collectives fail: when it is reported that they wait, with some time left for the report.
+#: Of the time after which collectives fail: when it is reported that they wait.
 _STALL_SHARE = 0.6
+#: The same where steps are slow: with enough time left for the report.
+_LATEST_SHARE = 0.8
 
 
 def below(dump_folder: str, folder: str) -> str:
@@ -123,6 +125,7 @@ def stall_plan(d: Dialect) -> plans.StallPlan:
         deadline = share * d.comm.train_timeout_seconds
     return plans.StallPlan(
         deadline_seconds=deadline,
+        latest_seconds=_LATEST_SHARE * d.comm.train_timeout_seconds,
         patience_seconds=max(deadline, share * d.comm.init_timeout_seconds),
         heartbeat_seconds=min(d.stall.heartbeat_seconds, deadline / 2) if deadline else d.stall.heartbeat_seconds,
     )

@@ -227,18 +227,19 @@ class SchedulePlan:
     #: Length of the schedule in steps (not necessarily of the run).
     #: None only while `training.epochs` waits for the text to be counted.
     total_steps: int | None = 10000
-    warmup_steps: int = 200
+    #: A fraction is possible under style "fsdp".
+    warmup_steps: float = 200
     decay_type: Literal["constant", "linear", "cosine", "sqrt", "exponential"] = "linear"
     #: Steps of the decay at the end of the schedule; None: all that follow the warm-up.
     decay_steps: int | None = None
-    #: Steps held at the peak between warm-up and decay.
-    plateau_steps: int = 0
+    #: Steps held at the peak between warm-up and decay; None: no plateau.
+    plateau_steps: float | None = None
     #: Floor as a fraction of the peak.
     min_lr_factor: float = 0.0
     #: Hard floor of the learning rate itself, applied after the warm-up (None: no such floor).
     min_lr: float | None = None
     #: "titan": (n + 1) / (warmup + 1), decay over total - warmup; "titan-0.2": the same with (n + 1) / warmup;
-    #: "fsdp": n / warmup with the step itself counted, cosine over total.
+    #: "fsdp": n / warmup with the step itself counted, decay over total, or after a plateau over what is left.
     style: Literal["titan", "titan-0.2", "fsdp"] = "titan"
 
 
@@ -346,6 +347,8 @@ class StallPlan:
     patience_seconds: float = 180.0
     #: How often a rank says where it is.
     heartbeat_seconds: float = 2.0
+    #: The longest deadline of a run of slow steps: before collectives time out.
+    latest_seconds: float = 80.0
 
 
 @dataclass(frozen=True)

@@ -394,13 +394,12 @@ class _Work:
         }
         if total is None:
             warmup = 0 if s.warmup_ratio is not None else training.warmup_steps
-            return plans.SchedulePlan(
-                total_steps=None, warmup_steps=warmup, decay_steps=s.decay_steps, plateau_steps=0, **shape
-            )
+            return plans.SchedulePlan(total_steps=None, warmup_steps=warmup, decay_steps=s.decay_steps, **shape)
+        whole = (lambda steps: steps) if s.style == "fsdp" else round  # the AWS samples take fractions of steps
         warmup = training.warmup_steps
         if s.warmup_ratio is not None:
-            warmup = round(s.warmup_ratio * total)
-            self.notes.append(f"warm-up = {warmup} steps: warmup_ratio {s.warmup_ratio} * {total} steps")
+            warmup = whole(s.warmup_ratio * total)
+            self.notes.append(f"warm-up = {warmup:.10g} steps: warmup_ratio {s.warmup_ratio} * {total} steps")
         if warmup > total:
             self.warnings.append(f"the warm-up of {warmup} steps is shortened to {total}: the schedule is no longer")
             warmup = total
@@ -414,12 +413,12 @@ class _Work:
                 f"less {warmup} of warm-up"
             )
             decay = total - warmup
-        plateau = 0
+        plateau = None
         if s.plateau_ratio is not None:
-            plateau = round(s.plateau_ratio * total)
-            self.notes.append(f"plateau = {plateau} steps: plateau_ratio {s.plateau_ratio} * {total} steps")
+            plateau = whole(s.plateau_ratio * total)
+            self.notes.append(f"plateau = {plateau:.10g} steps: plateau_ratio {s.plateau_ratio} * {total} steps")
             if plateau > total - warmup:
-                self.warnings.append(f"the plateau of {plateau} steps is shortened to {total - warmup}")
+                self.warnings.append(f"the plateau of {plateau:.10g} steps is shortened to {total - warmup:.10g}")
                 plateau = total - warmup
         return plans.SchedulePlan(
             total_steps=total, warmup_steps=warmup, decay_steps=decay, plateau_steps=plateau, **shape

@@ -99,6 +99,13 @@ class LlamaArgs:
         return -(-width // self.multiple_of) * self.multiple_of
 
     @property
+    def context(self) -> int:
+        """Tokens of context of the published models with this RoPE, or `max_seq_len` where that is more."""
+        if self.rope_scaling is not None:
+            return max(self.max_seq_len, 16 * self.rope_scaling.original_context)  # 131072 of Llama 3.1 and 3.2
+        return max(self.max_seq_len, {1e4: 4096, 5e5: 8192}.get(self.rope_theta, 0))  # Llama 2, Llama 3
+
+    @property
     def n_vocab(self) -> int:
         """`vocab_size`, or a ShapeError while it is still to be taken from a tokenizer."""
         if self.vocab_size is None:

@@ -72,11 +72,11 @@ class ModelSpec:
     args_from_hf: Callable[[Mapping[str, Any]], LlamaArgs]
 
     def build_on_meta(self, args: LlamaArgs) -> nn.Module:
-        """The module without memory."""
+        """The module without memory, in float32 whatever torch's default dtype is: the masters of mixed precision."""
         import torch
 
         with torch.device("meta"):
-            return self.build(args)
+            return self.build(args).float()
 
 
 def get_spec(family: str) -> ModelSpec:

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from titanlite.loss import count_valid, cross_entropy_sum
-from titanlite.step import forward_backward, local_gradients
+from titanlite.step import forward_backward, local_gradients, total_norm
 
 if TYPE_CHECKING:
     from titanlite.data.loader import Batch
@@ -128,7 +128,7 @@ def _first(model: nn.Module, watch: _Watch, loss_is_finite: bool) -> Finding:
     if (finding := _agree("reduction", spoilt)) is not None:
         return finding
     largest = max(((_peak(found), name) for name, found in gradients.items()), default=(0.0, ""))
-    square = sum(torch.nn.utils.get_total_norm(found).float().square().item() for found in gradients.values())
+    square = sum(total_norm(found).square().item() for found in gradients.values())
     others: list[tuple[tuple[float, str], float]] = _gather((largest, square))
     # In float32, as the step itself adds them up.
     if not math.isfinite(torch.tensor(sum(square for _, square in others), dtype=torch.float32).item()):

@@ -253,9 +253,9 @@ def _optimizer(plans: Plans) -> str:
 
 def _schedule(plans: Plans) -> str:
     plan = plans.schedule
-    parts = [f"warm-up {plan.warmup_steps:,} steps"]
+    parts = [f"warm-up {plan.warmup_steps:,.10g} steps"]
     if plan.plateau_steps:
-        parts.append(f"plateau {plan.plateau_steps:,} steps")
+        parts.append(f"plateau {plan.plateau_steps:,.10g} steps")
     if plan.decay_type == "constant":
         parts.append("then constant")
     else:

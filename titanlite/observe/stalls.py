@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import socket
 import sys
@@ -47,6 +48,9 @@ logger = logging.getLogger("titanlite")
 THREAD = "titanlite-stalls"
 #: Phases that may take as long as a first step.
 PATIENT = frozenset({"start", "compile", "validate", "save", "rollback", "end"})
+
+#: A phase is reported when it takes so many times as long as the longest step, if the deadline is shorter.
+_SLOW = 3.0
 
 _POLL_SECONDS = 0.5
 #: At most, over all ranks.
@@ -88,9 +92,9 @@ class StallWatch:
 
     Enter it on all ranks, after the group was made. When a rank makes no progress for the plan's deadline, or its
     process is gone, rank 0 logs a table of all ranks and a sentence that names the culprit; nothing is ended by that.
-    When an exception leaves the block on one rank alone, the others end within seconds,
-    with `exit_codes.LOST_PEER`, and the last that rank 0 logs is that exception. What a stop or the guard raises on all
-    ranks is no such thing, nor is a collective that failed: for that the table is logged.
+    The deadline is longer where steps are slow (`_limit`). When an exception leaves the block on one rank alone, the
+    others end within seconds, with `exit_codes.LOST_PEER`, and the last that rank 0 logs is that exception. What a stop
+    or the guard raises on all ranks is no such thing, nor is a collective that failed: for that the table is logged.
 
     Args:
         plan: deadlines in seconds.
@@ -124,6 +128,9 @@ class StallWatch:
         self._host = socket.gethostname()
         self._now = (0, 0, "start", time.monotonic())
         self._first_step: int | None = None
+        #: Steps done; seconds of the present one and of the longest, without the phases in PATIENT.
+        self._steps = 0
+        self._seconds = self._longest = 0.0
         self._thread: threading.Thread | None = None
 
     def phase(self, name: str, step: int | None = None) -> None:
@@ -131,13 +138,21 @@ class StallWatch:
 
         Costs about half a microsecond. step: number of the step where another one begins.
         """
-        old, place, _, _ = self._now
+        old, place, before, since = self._now
+        now = time.monotonic()
+        if before not in PATIENT:
+            self._seconds += now - since
         if step is None or step == old:
-            self._now = (old, place + 1, name, time.monotonic())
+            self._now = (old, place + 1, name, now)
+            return
+        if self._first_step is None:
+            self._first_step = step
         else:
-            if self._first_step is None:
-                self._first_step = step
-            self._now = (step, 0, name, time.monotonic())
+            self._steps += 1
+            # The first step allocates and warms up: it tells how long the second may take, no more.
+            self._longest = self._seconds if self._steps <= 2 else max(self._longest, self._seconds)
+        self._seconds = 0.0
+        self._now = (step, 0, name, now)
 
     def __enter__(self) -> StallWatch:
         together = dist.is_initialized()
@@ -311,8 +326,7 @@ class StallWatch:
                 logger.warning(f"rank {self.rank} goes on, in {phase} of step {step}")
                 self._stalled, self.verdict = None, ""
             return
-        patient = phase in PATIENT or step == self._first_step
-        limit = self.plan.patience_seconds if patient else self.plan.deadline_seconds
+        limit = self._limit(step, phase)
         if self.rank:
             limit += _DEPUTY_SECONDS
             if self._asked >= since:
@@ -321,6 +335,13 @@ class StallWatch:
         if dead or age > limit:
             self._stalled = since
             self._report(dead or f"no progress for {age:.0f} s")
+
+    def _limit(self, step: int, phase: str) -> float:
+        """Seconds that a phase may take before it is reported."""
+        if phase in PATIENT or step == self._first_step:
+            return self.plan.patience_seconds
+        latest = self.plan.latest_seconds if self.size > 1 else math.inf  # alone, no collective times out
+        return max(self.plan.deadline_seconds, min(_SLOW * self._longest, latest))
 
     def _dead(self, now: float) -> str:
         """Looks, once in a heartbeat, for ranks whose process is gone, or that were not heard of for some."""

@@ -15,15 +15,18 @@ from titanlite.config.plans import ShardPlan
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def shard(model: nn.Module, units: Sequence[Sequence[str]], mesh: DeviceMesh, plan: ShardPlan) -> None:
+def shard(
+    model: nn.Module, units: Sequence[Sequence[str]], mesh: DeviceMesh, plan: ShardPlan, average: bool = False
+) -> None:
     """Apply `fully_shard` to each unit (names of modules gathered together), then to the root, in place.
 
     units: in the order they last run (see `titanlite.parallel.units`); tied modules must share one, since a parameter
     belongs to one unit only. What is in none belongs to the root.
     mesh: of `World.build_mesh`. World size 1 is sharded too, so mixed precision is the same everywhere.
 
-    Gradients are *summed* over ranks, not averaged: the loss is already divided by the global number of
-    valid tokens. gloo has no pre-multiplied sum, which a divide factor alone would ask for.
+    average: whether gradients are the mean over the ranks of `fsdp_mesh`, as with DDP. By default they are their *sum*,
+    which `train_step` needs: its loss is already divided by the number of valid tokens on all ranks. With a loss that
+    each rank averages over its own tokens, the sum is as many times too large as there are ranks: set average=True.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[plan.param_dtype],
@@ -52,8 +55,9 @@ def shard(model: nn.Module, units: Sequence[Sequence[str]], mesh: DeviceMesh, pl
         fully_shard(model, mesh=dp_mesh, mp_policy=policy)
     if plan.prefetch and dp_mesh.size(-1) > 1:
         _prefetch(model, groups, plan.prefetch)
-    if mesh.size() == 1:
-        return  # nothing is reduced, and dividing by 1.0 would copy every gradient once more
+    if mesh.size() == 1 or average:
+        return  # on one rank nothing is reduced, and dividing by 1.0 would copy every gradient once more
+    # gloo has no pre-multiplied sum, which a divide factor alone would ask for.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

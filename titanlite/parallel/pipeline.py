@@ -138,7 +138,7 @@ class Pipeline:
         self._model, self._piece, self._device, self._loss = model, piece, device, loss
         self._pieces = plan.microbatches
         self._positions = positions
-        self._tokens = torch.ones((), device=device)
+        self._tokens = torch.ones((), dtype=torch.float32, device=device)
         count = len(model.layout.stages)
         self._has_first, self._has_last = 0 in model.stages, count - 1 in model.stages
         #: The last stage is given labels, and gives the loss.
@@ -190,7 +190,9 @@ class Pipeline:
         rows = sum(len(b.tokens) for b in micro_batches)
         keywords = self._keywords(rows, self._piece.seq_len, labels)
         self._schedule.step(*inputs, target=labels, losses=losses, return_outputs=False, **keywords)
-        return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=self._device)
+        return (
+            torch.stack(losses).detach().sum() if losses else torch.zeros((), dtype=torch.float32, device=self._device)
+        )
 
     @torch.no_grad()
     def loss_sum(self, tokens: Tensor, labels: Tensor) -> Tensor:
@@ -199,7 +201,7 @@ class Pipeline:
         tokens, labels: [any number of sequences, seq] int64, on the device; the same on all ranks of the pipeline.
         """
         pieces = tokens.chunk(self._pieces)
-        total = torch.zeros((), device=self._device)
+        total = torch.zeros((), dtype=torch.float32, device=self._device)
         sent: list[tuple[dist.Work | None, Tensor]] = []
         local: list[Tensor] = []  # from a stage to the next one on the same rank
         for number, stage in self._model.stages.items():

@@ -99,7 +99,8 @@ class LrScheduler(Section):
         description='Whose formulas. "titan": warm-up (n + 1) / (warmup + 1), then a decay that ends at the last step. '
         '"titan-0.2", as torchtitan 0.2.x: the same with a warm-up of (n + 1) / warmup. '
         '"fsdp": as the AWS FSDP samples: warm-up n / warmup, then a decay of the peak over the whole schedule '
-        "(lr / 2 * (1 + cos(pi * k / total)) k steps after the warm-up), cut off at min_lr.",
+        "(lr / 2 * (1 + cos(pi * k / total)) k steps after the warm-up), cut off at min_lr. With a plateau the decay "
+        "ends at 0 with the schedule. A warm-up or plateau given as a ratio may end within a step.",
     )
     warmup_ratio: Ratio | None = Field(
         default=None, description="Warm-up as a share of the schedule, instead of training.warmup_steps."

@@ -160,8 +160,9 @@ class Stall(Section):
         default=None,
         ge=0,
         description="Report where every rank is after so long without progress, less than comm.train_timeout_seconds. "
-        "None: 0.6 of that; 0: only when a rank has ended. Start, compilation, saves and validation have 0.6 of "
-        "comm.init_timeout_seconds, or this if it is more.",
+        "None: 0.6 of that; 0: only when a rank has ended. Where steps are slow it is three times the longest so far, "
+        "at most 0.8 of comm.train_timeout_seconds on several ranks. Start, compilation, saves and validation have 0.6 "
+        "of comm.init_timeout_seconds, or this if it is more.",
     )
     heartbeat_seconds: float = Field(
         default=2.0,

@@ -124,7 +124,7 @@ def hf_config(args: LlamaArgs) -> dict[str, Any]:
         # Where `transformers` 4 looks: without it, it would take 10,000 without a word.
         "rope_theta": args.rope_theta,
         **({} if args.rope_scaling is None else {"rope_scaling": scaling}),
-        "max_position_embeddings": args.max_seq_len,
+        "max_position_embeddings": args.context,
         "tie_word_embeddings": args.tied,
         "attention_bias": False,
         "mlp_bias": False,
