@@ -191,7 +191,7 @@ def test_a_value_may_begin_with_a_minus(capsys):
     assert "data_parallel_shard_degree = -1  command line" in out
     # Each gets as far as its own check of names.
     assert "there is no fault 'x'" in run(capsys, "drill", config, *flag, "--only", "x")[2]
-    assert "--skip x: there is no such level" in run(capsys, "ladder", config, *flag, "--skip", "x")[2]
+    assert "--skip x: unknown level" in run(capsys, "benchmark", config, *flag, "--skip", "x")[2]
     with pytest.raises(SystemExit):
         main(["config", "check", config, *flag, "-h"])
     assert "usage: titanlite config check" in capsys.readouterr().out
