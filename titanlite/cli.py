@@ -22,6 +22,7 @@ from titanlite.config.unbuilt import unbuilt_notes
 from titanlite.drill import command as drill_command
 from titanlite.ladder import command as ladder_command
 from titanlite.models.shapes import count_parameters
+from titanlite.observe.console import wants_color
 from titanlite.prepare import checked_plans, model_args, resolve_plans
 from titanlite.runs import command as runs_command
 from titanlite.runs.attempts import RunError
@@ -31,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (see `titanlite.exit_codes`)."""
     ours, flags = split_flags(sys.argv[1:] if argv is None else argv)
     arguments = _parser().parse_args(ours)
-    style = Style(sys.stdout.isatty() and "NO_COLOR" not in os.environ)
+    style = Style(wants_color(sys.stdout))
     try:
         result = arguments.run(arguments, flags, style)
     except ConfigError as error:

@@ -7,14 +7,18 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
+from pathlib import Path
 
 import pytest
+import torch
 
+from titanlite.cli import main
 from titanlite.config.load import load_file
 from titanlite.config.plans import ObservePlan, Plans, TrainPlan
 from titanlite.config.resolve import resolve
 from titanlite.models.shapes import SHAPES
 from titanlite.observe.console import colorize, console_handler, logger, setup_console
+from titanlite.observe.observer import Observer
 from titanlite.observe.report import start_report
 from titanlite.observe.stepline import (
     StepFigures,
@@ -24,6 +28,8 @@ from titanlite.observe.stepline import (
     human_time,
     titan_line,
 )
+from titanlite.parallel.world import World
+from titanlite.runs.logs import rank_log
 
 FIGURES = StepFigures(
     step=1990,
@@ -179,6 +185,22 @@ def test_colours_only_where_wanted(
     assert bool(ANSI.search(stream.getvalue())) is colored
 
 
+@pytest.mark.parametrize("color", [None, True])
+def test_a_dumb_terminal_gets_no_escape_codes(
+    console: logging.Logger, monkeypatch: pytest.MonkeyPatch, color: bool | None
+) -> None:
+    """Not with FORCE_COLOR and metrics.enable_color_printing either."""
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    out = Terminal()
+    setup_console(0, color, out)
+    console.warning("careful")
+    console.info(colorize(titan_line(FIGURES)))
+    monkeypatch.setattr(sys, "stdout", out)
+    assert main(["config", "explain", "train_configs/debug_model.toml"]) == 0
+    assert "careful" in out.getvalue() and "training.steps" in out.getvalue() and "\033" not in out.getvalue()
+
+
 def report(plans: Plans, device: str = "CPU (some model)", peak_flops: float | None = None) -> list[str]:
     return start_report(
         plans,
@@ -220,6 +242,33 @@ def test_the_report_says_nothing_twice() -> None:
         assert any(note.startswith(said) for note in plans.notes) or said == "accumulation"
         assert not any(line.startswith(f"note: {said}") for line in lines)
     assert "8 sequences = 4 per micro-batch x 1 micro-batches x 2 data-parallel ranks" in "\n".join(lines)
+
+
+def test_the_report_is_wrapped_between_words_and_its_warnings_have_their_level(
+    console: logging.Logger, tmp_path: Path
+) -> None:
+    """On the console in 80 columns where it is no terminal; whole, with the level, in the log of the rank."""
+    lines = [*report(Plans(warnings=("some " * 20 + "word",))), "resumed from /a/folder/" + "of/long/names/" * 5]
+    plan = ObservePlan(dump_folder=str(tmp_path), progress=False)
+    world = World(0, 0, 1, torch.device("cpu"))
+    out = io.StringIO()
+    setup_console(0, stream=out)
+    observer = Observer(Plans(observe=plan), world, replace(SHAPES["llama3"]["debugmodel"], vocab_size=512))
+    with rank_log(tmp_path, 0):
+        observer.start(0, lines)
+    observer.close()
+    shown = out.getvalue().splitlines()
+    assert all(len(line) <= 80 for line in shown if "/long/" not in line) and len(shown) > len(lines)
+    assert [word for line in shown for word in line[20:].split()] == " ".join(lines).replace(
+        "warning:", "WARNING:"
+    ).split()
+    (first,) = [n for n, line in enumerate(shown) if line[20:].startswith("checkpoints")]
+    column = len(lines[0]) - len(lines[0].split("  ", 1)[1].lstrip())
+    assert shown[first + 1][: 20 + column].isspace() and shown[first + 1][20 + column] != " ", "below the text"
+    written = (tmp_path / "logs" / "rank_0.log").read_text()
+    for line in lines:
+        level, text = ("WARNING", line[9:]) if line.startswith("warning: ") else ("INFO", line)
+        assert f" {level} {text}\n" in written
 
 
 def test_a_run_counted_in_epochs_says_so_before_its_text_is_counted() -> None:

@@ -92,6 +92,18 @@ def test_an_attempt_that_resumed_and_saved_nothing_loses_only_its_own(tmp_path: 
     assert (end["saved_step"], end["lost_steps"], end["lost_tokens"]) == (20, 3, 3_000)
 
 
+def test_a_finished_run_without_checkpoints_lost_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ledger, _ = _begin(tmp_path)
+    write_metrics(tmp_path, [training_row(30, 7.0)])
+    ledger.end("done", 30, 30_720, 0)
+    assert (_last(tmp_path)["lost_steps"], _last(tmp_path)["lost_tokens"]) == (0, 0)
+    text = (tmp_path / FILE).read_text()
+    for recorded in (text, text.replace('"lost_tokens": 0', '"lost_tokens": 30720')):  # the second as it once was
+        (tmp_path / FILE).write_text(recorded)
+        assert main(["runs", str(tmp_path), "--attempts"]) == 0
+        assert capsys.readouterr().out.splitlines()[2].split()[-3:] == ["30", "–", "0"]
+
+
 def test_a_torn_line_costs_only_itself(tmp_path: Path) -> None:
     _begin(tmp_path)[0].end("done", 40, 40_000, 0)
     with open(tmp_path / FILE, "a") as file:

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import sys
+import textwrap
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 if TYPE_CHECKING:
@@ -31,6 +32,10 @@ FIELD_COLORS = {
     "left": "90",
 }
 _LEVEL_COLORS = {logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "31"}
+#: Characters of a time stamp and the space after it.
+_STAMP = 20
+#: The name of a line of the start report, and the spaces up to its text.
+_NAME = re.compile(r" {0,2}\S{1,20}( \S{1,20}){0,3} {2,}")
 _FIELD = re.compile(rf"(?<!\S)({'|'.join(FIELD_COLORS)}): +\S+")
 
 
@@ -50,13 +55,14 @@ class View(Protocol):
 class ConsoleHandler(_StreamHandler):
     """Log lines of one rank. `color` says whether escape codes may go to the stream.
 
+    A record with `wrap` (`extra={"wrap": True}`) is broken between words at the terminal's width.
     While there is a `view`, a record with `figures` (`extra={"figures": StepFigures(...)}`) goes there, not to a line.
     """
 
     def __init__(self, rank: int, color: bool | None, stream: TextIO | None) -> None:
         self.given = stream
         super().__init__(sys.stdout if stream is None else stream)
-        self.color = _wants_color(self.target()) if color is None else color
+        self.color = (wants_color(self.target()) if color is None else color) and not is_dumb()
         self.rank = rank
         self.view: View | None = None
         self.setLevel(logging.INFO if rank == 0 else logging.WARNING)
@@ -84,15 +90,42 @@ class ConsoleHandler(_StreamHandler):
             text = f"{record.levelname}: {text}"
         if self.rank:
             text = f"[rank {self.rank}] {text}"
+        if getattr(record, "wrap", False):
+            text = _wrapped(text, _columns(self.target()))
         if self.color and record.levelno in _LEVEL_COLORS:
             text = f"\033[{_LEVEL_COLORS[record.levelno]}m{text}{_RESET}"
         stamp = logging.Formatter().formatTime(record, "%Y-%m-%d %H:%M:%S")
         return f"{stamp} {text}"
 
 
-def _wants_color(stream: TextIO) -> bool:
-    """A terminal, unless NO_COLOR; FORCE_COLOR where a launcher passes our pipe on to a terminal."""
-    if os.environ.get("NO_COLOR"):
+def _wrapped(text: str, columns: int) -> str:
+    """`name  text` in lines of at most `columns`, broken between words; later ones begin below `text`."""
+    name = _NAME.match(text)
+    return textwrap.fill(
+        text,
+        max(columns - _STAMP, 40),
+        subsequent_indent=" " * (name.end() if name else 2),
+        break_long_words=False,
+        break_on_hyphens=False,
+    ).replace("\n", "\n" + " " * _STAMP)
+
+
+def _columns(stream: TextIO) -> int:
+    """Of the terminal; 80 where the stream is none, or does not know."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except (AttributeError, OSError, ValueError):
+        return 80
+
+
+def is_dumb() -> bool:
+    """Whether the terminal takes no escape codes."""
+    return os.environ.get("TERM") == "dumb"
+
+
+def wants_color(stream: TextIO) -> bool:
+    """A terminal, unless NO_COLOR or a dumb one; FORCE_COLOR where a launcher passes our pipe on to a terminal."""
+    if os.environ.get("NO_COLOR") or is_dumb():
         return False
     return bool(os.environ.get("FORCE_COLOR")) or stream.isatty()
 
@@ -101,7 +134,7 @@ def setup_console(rank: int, color: bool | None = None, stream: TextIO | None = 
     """Send the `titanlite` logger to `stream` (None: standard output). A second call replaces the first.
 
     Rank 0 shows INFO and up, others WARNING and up. color: None means on a terminal, unless NO_COLOR or
-    FORCE_COLOR say otherwise.
+    FORCE_COLOR say otherwise. With TERM=dumb there are none.
     """
     for handler in _handlers():
         logger.removeHandler(handler)

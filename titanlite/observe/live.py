@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
-from titanlite.observe.console import FIELD_COLORS, ConsoleHandler, View, console_handler
+from titanlite.observe.console import FIELD_COLORS, ConsoleHandler, View, console_handler, is_dumb
 from titanlite.observe.stepline import StepFigures, human_time
 
 #: Logged steps in the table, on a terminal that is high enough.
@@ -146,7 +146,7 @@ def _is_watched(stream: TextIO) -> bool:
 
     Containers are given terminals too, whose drawings would fill a file; those have no size, or say where they are.
     """
-    if not _is_terminal(stream) or os.environ.get("TERM", "") in ("", "dumb"):
+    if not _is_terminal(stream) or is_dumb() or not os.environ.get("TERM"):
         return False
     if os.environ.get("CI") or os.environ.get("KUBERNETES_SERVICE_HOST"):
         return False

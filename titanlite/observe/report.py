@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from titanlite.parallel.float8_choice import Choice
     from titanlite.parallel.pipeline_split import Layout
 
+#: How a line begins that is to be logged at level WARNING.
+WARNING = "warning: "
 #: Beginnings of the notes of `resolve` that lines of the report say already.
 _SAID = ("global batch = ", "accumulation = ", "tokens per step = ", "data_parallel_shard = ")
 
@@ -87,10 +89,10 @@ def start_report(
         lines.append(f"note: no MFU is shown: the peak of {device} is not known here; metrics.peak_tflops sets it")
     if float8 and not plans.compile.model and not is_cpu(device):
         lines.append(
-            "warning: float8 without training.compile is slower than bf16: scaling and rounding then run as kernels of "
+            f"{WARNING}float8 without training.compile is slower than bf16: scaling and rounding then run as kernels of "
             "their own, which take longer than the products save. Set training.compile = true"
         )
-    return lines + [f"warning: {warning}" for warning in plans.warnings]
+    return lines + [f"{WARNING}{warning}" for warning in plans.warnings]
 
 
 def _peak(plans: Plans, peak_flops: float | None) -> str:

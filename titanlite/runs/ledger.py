@@ -84,6 +84,8 @@ class Ledger:
         if self._ended:
             return
         self._ended = True
+        # What a finished run did is never done again, also where it keeps no checkpoint.
+        kept = (step, tokens) if state == "done" else self._kept
         self.write(
             {
                 "event": "end",
@@ -94,8 +96,8 @@ class Ledger:
                 "reason": reason,
                 "step": step,
                 "saved_step": self._saved_step,
-                "lost_steps": max(step - self._kept[0], 0),
-                "lost_tokens": max(tokens - self._kept[1], 0),
+                "lost_steps": max(step - kept[0], 0),
+                "lost_tokens": max(tokens - kept[1], 0),
             }
         )
 
@@ -225,7 +227,8 @@ def attempts_text(folder: Path, terminal: bool) -> str:
                 _shown(end.get("exit_code")),
                 _shown(end.get("step")),
                 _shown(end.get("saved_step")),
-                _shown(end.get("lost_tokens", lost.get("tokens"))),
+                # Records of before say of a finished run without checkpoints that it lost everything.
+                _shown(0 if end.get("state") == "done" else end.get("lost_tokens", lost.get("tokens"))),
             ]
         )
         if end.get("reason"):
