@@ -11,6 +11,7 @@ from titanlite import exit_codes
 from titanlite.checkpoint import command as checkpoint_command
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.place import StoreError
+from titanlite.config.advice import counted
 from titanlite.config.checks import missing_files
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.explain import Style, explain_all, explain_key
@@ -298,22 +299,22 @@ def _degrees(plan: MeshPlan) -> str:
 
 def _report(config: JobConfig, plans: Plans, why: str, style: Style) -> str:
     batch, schedule, steps = plans.batch, plans.schedule, plans.train.steps
-    length = f"{plans.data.epochs} epochs" if steps is None else f"{steps:,}"
+    length = counted(plans.data.epochs or 0, "epochs") if steps is None else f"{steps:,}"
     tokens = "" if steps is None else f", {steps * batch.tokens_per_step:,} tokens"
-    rate = f"{plans.optimizer.lr:g}, warm-up {schedule.warmup_steps} steps, then {schedule.decay_type}"
+    rate = f"{plans.optimizer.lr:g}, warm-up {counted(schedule.warmup_steps, 'steps')}, then {schedule.decay_type}"
     rows = [
         ("model", f"{plans.model.name} {plans.model.flavor}, {_size(plans.model)}"),
         ("ranks", f"{plans.mesh.world_size} ({why}), {_degrees(plans.mesh)}"),
         (
             "batch",
-            f"{batch.global_batch_size} sequences of {batch.seq_len} tokens, "
-            f"{batch.accumulation} micro-batches of {batch.micro_batch_size} per rank",
+            f"{counted(batch.global_batch_size, 'sequences')} of {batch.seq_len} tokens, "
+            f"{counted(batch.accumulation, 'micro-batches')} of {batch.micro_batch_size} per rank",
         ),
         ("steps", f"{length}{tokens}"),
         ("learning rate", rate),
         (
             "checkpoints",
-            f"every {plans.checkpoint.interval} steps in {plans.checkpoint.folder}"
+            f"every {counted(plans.checkpoint.interval, plans.checkpoint.interval_type)} in {plans.checkpoint.folder}"
             if plans.checkpoint.enable
             else "none",
         ),

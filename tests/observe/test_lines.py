@@ -29,6 +29,7 @@ from titanlite.observe.stepline import (
     titan_line,
 )
 from titanlite.parallel.world import World
+from titanlite.prepare import load_plans
 from titanlite.runs.logs import rank_log
 
 FIGURES = StepFigures(
@@ -227,7 +228,7 @@ def test_the_report_states_the_derived_numbers() -> None:
     assert "tok_embeddings 1,000, layers 5,000, norm 10, output 1,000" in text
     assert "16,384 = 8 sequences x 2,048 tokens" in text
     assert "10,000 steps, 163,840,000 tokens = 1e+03 epochs" in text
-    assert "2 x CPU (some model), 2.0 GiB" in text and "dp_replicate 1 x dp_shard 1 = 1 ranks" in text
+    assert "2 x CPU (some model), 2.0 GiB" in text and "dp_replicate 1 x dp_shard 1 = 1 rank\n" in text
     assert "out/metrics.jsonl" in text
     assert lines[-2:] == ["note: because", "warning: careful"]
     column = lines[1].index("torch 2.13.0")
@@ -241,7 +242,7 @@ def test_the_report_says_nothing_twice() -> None:
     for said in ("tokens per step", "global batch", "data_parallel_shard", "accumulation"):
         assert any(note.startswith(said) for note in plans.notes) or said == "accumulation"
         assert not any(line.startswith(f"note: {said}") for line in lines)
-    assert "8 sequences = 4 per micro-batch x 1 micro-batches x 2 data-parallel ranks" in "\n".join(lines)
+    assert "8 sequences = 4 per micro-batch x 1 micro-batch x 2 data-parallel ranks" in "\n".join(lines)
 
 
 def test_the_report_is_wrapped_between_words_and_its_warnings_have_their_level(
@@ -269,6 +270,19 @@ def test_the_report_is_wrapped_between_words_and_its_warnings_have_their_level(
     for line in lines:
         level, text = ("WARNING", line[9:]) if line.startswith("warning: ") else ("INFO", line)
         assert f" {level} {text}\n" in written
+
+
+def test_one_of_a_kind_is_told_in_the_singular() -> None:
+    flags = ["--training.steps=1", "--training.batch_size=1", "--training.warmup_steps=1", "--validation.steps=1"]
+    flags += ["--validation.freq=1", "--checkpoint.enable_checkpoint", "--checkpoint.interval=1"]
+    plans = load_plans("debug_model.toml", 1, [*flags, "--validation.enable", "--training.global_batch_size=1"])
+    text = "\n".join([*report(plans), *plans.notes])
+    for said in (
+        "every 1 step and at the end, 1 batch of",
+        "1 sequence = 1 per micro-batch x 1 micro-batch x 1 data-pa",
+    ):
+        assert said in text
+    assert not re.search(r"(?<![\d.,])1 [a-z-]+(?<!s)s\b", text)
 
 
 def test_a_run_counted_in_epochs_says_so_before_its_text_is_counted() -> None:

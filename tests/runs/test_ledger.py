@@ -80,9 +80,7 @@ def test_a_killed_attempt_has_no_end_and_the_next_start_says_what_was_lost(tmp_p
     _, lines = _begin(tmp_path, step=20, tokens=20_000)
     start = _last(tmp_path)
     assert start["after"] == "killed" and start["lost"] == {"attempt": 1, "steps": 11, "tokens": 11_000}
-    assert lines == [
-        "attempt 1 was killed: at least 11 steps (11,000 tokens) of it are lost, by the last row of its metrics"
-    ]
+    assert lines == ["attempt 1 was killed and lost at least 11 steps (11,000 tokens), by the last row of its metrics"]
 
 
 def test_an_attempt_that_resumed_and_saved_nothing_loses_only_its_own(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titanlite.config.advice import counted
 from titanlite.config.plans import Plans
 from titanlite.config.scan import TOMLDecodeError, loads
 from titanlite.observe.console import logger
@@ -163,8 +164,8 @@ def begin(
         lost_steps, lost_tokens = max(before.step - step, 0), max(before.tokens - tokens, 0)
         entry["lost"] = {"attempt": before.attempts, "steps": lost_steps, "tokens": lost_tokens}
         lines.append(
-            f"attempt {before.attempts} was killed: at least {lost_steps:,} steps ({lost_tokens:,} tokens) of it are "
-            "lost, by the last row of its metrics"
+            f"attempt {before.attempts} was killed and lost at least {counted(lost_steps, 'steps')} "
+            f"({lost_tokens:,} tokens), by the last row of its metrics"
         )
     lines += [f"config changed since attempt {before.attempts}: {key}: {change}" for key, change in changes.items()]
     ledger.write(entry)
