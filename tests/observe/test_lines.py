@@ -148,7 +148,7 @@ def test_an_error_of_the_view_does_not_reach_the_training(
     console: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Broken:
-        def add(self, figures: StepFigures) -> None:
+        def add(self, figures: StepFigures, line: str) -> None:
             raise ValueError("no such terminal")
 
     setup_console(0, stream=io.StringIO())

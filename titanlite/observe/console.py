@@ -45,8 +45,8 @@ class View(Protocol):
     def tick(self, step: int) -> None:
         """After every step."""
 
-    def add(self, figures: StepFigures) -> None:
-        """After a logged step, in place of its line."""
+    def add(self, figures: StepFigures, line: str) -> None:
+        """After a logged step; its line is written when the view no longer shows the step."""
 
     def close(self, seconds: float = 2.0) -> None:
         """No more is shown, and the log is plain lines again. Waits so long for a terminal that takes nothing."""
@@ -56,7 +56,7 @@ class ConsoleHandler(_StreamHandler):
     """Log lines of one rank. `color` says whether escape codes may go to the stream.
 
     A record with `wrap` (`extra={"wrap": True}`) is broken between words at the terminal's width.
-    While there is a `view`, a record with `figures` (`extra={"figures": StepFigures(...)}`) goes there, not to a line.
+    While there is a `view`, a record with `figures` (`extra={"figures": StepFigures(...)}`) goes there first.
     """
 
     def __init__(self, rank: int, color: bool | None, stream: TextIO | None) -> None:
@@ -80,7 +80,7 @@ class ConsoleHandler(_StreamHandler):
             super().emit(record)
             return
         try:
-            view.add(figures)
+            view.add(figures, self.format(record))
         except Exception:
             self.handleError(record)
 
