@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.build import Parts
+from titanlite.config.advice import counted
 from titanlite.config.plans import DataPlan, ShardPlan
 from titanlite.data.left_out import merged, of_steps, take
 from titanlite.data.loader import late
@@ -70,8 +71,8 @@ class BadSteps:
         if step != newest or times < _RETURNS or bad.step - newest > _SOON:
             return ""
         return (
-            f"its weights are not trusted: gone back to it {times} times, and each time a bad step came within {_SOON} "
-            f"steps, the last time step {bad.step}"
+            f"its weights are not trusted: gone back to it {counted(times, 'times')}, and each time a bad step "
+            f"came within {counted(_SOON, 'steps')}, the last time step {bad.step}"
         )
 
     def _note(self, bad: BadStepError, action: str, fetched: Fetched, words: str = "", **more: Any) -> None:

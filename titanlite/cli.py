@@ -15,6 +15,7 @@ from titanlite import __version__, entry, exit_codes
 from titanlite.checkpoint import command as checkpoint_command
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.place import StoreError
+from titanlite.config.advice import counted
 from titanlite.config.checks import missing_files
 from titanlite.config.entries import begins_option, names_key
 from titanlite.config.errors import ConfigError, Problem
@@ -26,7 +27,7 @@ from titanlite.config.resolve import smallest_world
 from titanlite.config.unbuilt import unbuilt_notes
 from titanlite.drill import command as drill_command
 from titanlite.models.shapes import count_parameters
-from titanlite.observe.console import escape
+from titanlite.observe.console import escape, wants_color
 from titanlite.prepare import checked_plans, model_args, resolve_plans
 from titanlite.runs import command as runs_command
 from titanlite.runs.attempts import RunError
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (see `titanlite.exit_codes`)."""
     ours, flags = split_flags(sys.argv[1:] if argv is None else argv)
     arguments = _parser().parse_args(ours)
-    style = Style(sys.stdout.isatty() and "NO_COLOR" not in os.environ)
+    style = Style(wants_color(sys.stdout))
     try:
         result = arguments.run(arguments, flags, style)
     except ConfigError as error:
@@ -349,22 +350,22 @@ def _degrees(plan: MeshPlan) -> str:
 
 def _report(config: JobConfig, plans: Plans, why: str, style: Style) -> str:
     batch, schedule, steps = plans.batch, plans.schedule, plans.train.steps
-    length = f"{plans.data.epochs} epochs" if steps is None else f"{steps:,}"
+    length = counted(plans.data.epochs or 0, "epochs") if steps is None else f"{steps:,}"
     tokens = "" if steps is None else f", {steps * batch.tokens_per_step:,} tokens"
-    rate = f"{plans.optimizer.lr:g}, warm-up {schedule.warmup_steps:.10g} steps, then {schedule.decay_type}"
+    rate = f"{plans.optimizer.lr:g}, warm-up {counted(schedule.warmup_steps, 'steps')}, then {schedule.decay_type}"
     rows = [
         ("model", f"{plans.model.name} {plans.model.flavor}, {_size(plans.model)}"),
         ("ranks", f"{plans.mesh.world_size} ({why}), {_degrees(plans.mesh)}"),
         (
             "batch",
-            f"{batch.global_batch_size} sequences of {batch.seq_len} tokens, "
-            f"{batch.accumulation} micro-batches of {batch.micro_batch_size} per rank",
+            f"{counted(batch.global_batch_size, 'sequences')} of {batch.seq_len} tokens, "
+            f"{counted(batch.accumulation, 'micro-batches')} of {batch.micro_batch_size} per rank",
         ),
         ("steps", f"{length}{tokens}"),
         ("learning rate", rate),
         (
             "checkpoints",
-            f"every {plans.checkpoint.interval} steps in {plans.checkpoint.folder}"
+            f"every {counted(plans.checkpoint.interval, plans.checkpoint.interval_type)} in {plans.checkpoint.folder}"
             if plans.checkpoint.enable
             else "none",
         ),

@@ -20,6 +20,7 @@ from titanlite.checkpoint.place import Place, StoreError
 from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.config.plans import CheckpointPlan
 from titanlite.observe.console import logger
+from titanlite.observe.report import WARNING
 from titanlite.observe.stepline import human_time
 from titanlite.parallel.world import World
 from titanlite.preempt import GracefulStop, Preempted
@@ -64,7 +65,8 @@ class Saves:
             )
         if self._world.rank == 0 and (known := self._latest_seconds()) is not None:
             step, seconds = known
-            found += self._grace(seconds, f"the save of step {step}, by an earlier attempt,")
+            told = self._grace(seconds, f"the save of step {step}, by an earlier attempt,")
+            found += [f"{WARNING}{text}" for text in told]
         return found
 
     def _latest_seconds(self) -> tuple[int, float] | None:

@@ -18,6 +18,7 @@ from titanlite.checkpoint.loading import LoadedState
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.resume_guard import FILE, ResumeGuard
 from titanlite.checkpoint.selection import GROUPS
+from titanlite.config.advice import counted
 from titanlite.config.plans import CheckpointPlan, Plans
 from titanlite.config.scan import TOMLDecodeError, loads
 from titanlite.config.sections.base import steps_of
@@ -93,8 +94,8 @@ def nothing_to_do(plans: Plans, step: int) -> str:
         )
     return (
         f"nothing to do: the checkpoint in {plans.checkpoint.folder} is of step {step} and the run has "
-        f"{plans.train.steps} steps. To train on, raise {key}; to start anew, give another --job.dump_folder or move "
-        f"the checkpoints away{weights}"
+        f"{counted(plans.train.steps or 0, 'steps')}. To train on, raise {key}; to start anew, give another "
+        f"--job.dump_folder or move the checkpoints away{weights}"
     )
 
 

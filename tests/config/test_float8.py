@@ -192,7 +192,7 @@ TP2 = "--training.tensor_parallel_degree=2"
             ["--training.seq_len=48", "--training.batch_size=1", "--experimental.context_parallel_degree=2"],
             2,
             "enable_float8_linear",
-            "1 sequences x 24 tokens on each of 2 context-parallel ranks = 24",
+            "1 sequence x 24 tokens on each of 2 context-parallel ranks = 24",
         ),
         ([GATHER], 48, "enable_fsdp_float8_all_gather", "divide over the 48 ranks that share them"),
         (

@@ -135,14 +135,14 @@ def test_accumulation_follows_from_the_global_batch():
     [
         (4, 30, 3, ["global_batch_size = 24 or 36", "batch_size = 1, 2, 5 or 10 on 3 ranks"]),
         (4, 28, 3, ["global_batch_size = 24 or 36", "1 or 7 data-parallel ranks with batch_size 4"]),
-        (8, 4, 1, ["global_batch_size = 8", "batch_size = 1, 2 or 4 on 1 ranks"]),
+        (8, 4, 1, ["global_batch_size = 8", "batch_size = 1, 2 or 4 on 1 rank"]),
         (5, 7, 2, ["global_batch_size = 10"]),
     ],
 )
 def test_batch_that_cannot_be_split_names_numbers_that_work(micro, wanted, ranks, works):
     problem = refused(f"--training.batch_size={micro}", f"--training.global_batch_size={wanted}", world_size=ranks)
     assert problem.key == "training.global_batch_size"
-    assert f"is {wanted}, not a multiple of batch_size {micro} * {ranks} data-parallel ranks" in problem.message
+    assert f"is {wanted}, not a multiple of batch_size {micro} * {ranks} data-parallel rank" in problem.message
     assert problem.hint == "these work: " + "; ".join(works)
 
 

@@ -138,7 +138,7 @@ def test_finite_data_end_for_all_ranks_at_once(corpus: Corpus) -> None:
         assert ((last.labels != IGNORE).any(dim=1)).tolist() == [loader.rank < 2, False, False]
         assert loader.steps_left == 0
         for _ in range(2):
-            with pytest.raises(EndOfData, match=r"1 epoch\(s\) of 599 tokens are served"):
+            with pytest.raises(EndOfData, match=r"1 epoch of 599 tokens are served"):
                 loader.next_step()
 
 

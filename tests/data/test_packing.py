@@ -93,7 +93,7 @@ def test_last_sequence_is_padded_with_labels_of_no_weight(corpus: Corpus) -> Non
     tokens, labels = dataset.sequence(5)
     assert labels.tolist() == [*range(502, 600), IGNORE, IGNORE]
     assert tokens.tolist() == [*range(501, 600), corpus.pad_id]
-    with pytest.raises(EndOfData, match=r"1 epoch\(s\) of this text hold 6 sequences"):
+    with pytest.raises(EndOfData, match=r"this text has 6 sequences in 1 epoch$"):
         dataset.sequence(6)
 
 

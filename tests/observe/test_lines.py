@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+import torch
 
 from titanlite import cli
 from titanlite.config.load import load_file
@@ -17,6 +18,7 @@ from titanlite.config.plans import ObservePlan, Plans, TrainPlan
 from titanlite.config.resolve import resolve
 from titanlite.models.shapes import SHAPES
 from titanlite.observe.console import colorize, console_handler, logger, setup_console
+from titanlite.observe.observer import Observer
 from titanlite.observe.report import start_report
 from titanlite.observe.stepline import (
     StepFigures,
@@ -26,6 +28,8 @@ from titanlite.observe.stepline import (
     human_time,
     titan_line,
 )
+from titanlite.parallel.world import World
+from titanlite.prepare import load_plans
 from titanlite.runs.logs import rank_log
 from titanlite.runs.table import Table, render
 
@@ -145,7 +149,7 @@ def test_an_error_of_the_view_does_not_reach_the_training(
     console: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Broken:
-        def add(self, figures: StepFigures) -> None:
+        def add(self, figures: StepFigures, line: str) -> None:
             raise ValueError("no such terminal")
 
     setup_console(0, stream=io.StringIO())
@@ -226,6 +230,22 @@ def test_commands_show_foreign_names_without_control_characters(
     assert "\x1b[" in shown, "our colours stay"
 
 
+@pytest.mark.parametrize("color", [None, True])
+def test_a_dumb_terminal_gets_no_escape_codes(
+    console: logging.Logger, monkeypatch: pytest.MonkeyPatch, color: bool | None
+) -> None:
+    """Not with FORCE_COLOR and metrics.enable_color_printing either."""
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    out = Terminal()
+    setup_console(0, color, out)
+    console.warning("careful")
+    console.info(colorize(titan_line(FIGURES)))
+    monkeypatch.setattr(sys, "stdout", out)
+    assert cli.main(["config", "explain", "train_configs/debug_model.toml"]) == 0
+    assert "careful" in out.getvalue() and "training.steps" in out.getvalue() and "\033" not in out.getvalue()
+
+
 def report(plans: Plans, device: str = "CPU (some model)", peak_flops: float | None = None) -> list[str]:
     return start_report(
         plans,
@@ -252,7 +272,7 @@ def test_the_report_states_the_derived_numbers() -> None:
     assert "tok_embeddings 1,000, layers 5,000, norm 10, output 1,000" in text
     assert "16,384 = 8 sequences x 2,048 tokens" in text
     assert "10,000 steps, 163,840,000 tokens = 1e+03 epochs" in text
-    assert "2 x CPU (some model), 2.0 GiB" in text and "dp_replicate 1 x dp_shard 1 = 1 ranks" in text
+    assert "2 x CPU (some model), 2.0 GiB" in text and "dp_replicate 1 x dp_shard 1 = 1 rank\n" in text
     assert "out/metrics.jsonl" in text
     assert lines[-2:] == ["note: because", "warning: careful"]
     column = lines[1].index("torch 2.13.0")
@@ -266,7 +286,47 @@ def test_the_report_says_nothing_twice() -> None:
     for said in ("tokens per step", "global batch", "data_parallel_shard", "accumulation"):
         assert any(note.startswith(said) for note in plans.notes) or said == "accumulation"
         assert not any(line.startswith(f"note: {said}") for line in lines)
-    assert "8 sequences = 4 per micro-batch x 1 micro-batches x 2 data-parallel ranks" in "\n".join(lines)
+    assert "8 sequences = 4 per micro-batch x 1 micro-batch x 2 data-parallel ranks" in "\n".join(lines)
+
+
+def test_the_report_is_wrapped_between_words_and_its_warnings_have_their_level(
+    console: logging.Logger, tmp_path: Path
+) -> None:
+    """On the console in 80 columns where it is no terminal; whole, with the level, in the log of the rank."""
+    lines = [*report(Plans(warnings=("some " * 20 + "word",))), "resumed from /a/folder/" + "of/long/names/" * 5]
+    plan = ObservePlan(dump_folder=str(tmp_path), progress=False)
+    world = World(0, 0, 1, torch.device("cpu"))
+    out = io.StringIO()
+    setup_console(0, stream=out)
+    observer = Observer(Plans(observe=plan), world, replace(SHAPES["llama3"]["debugmodel"], vocab_size=512))
+    with rank_log(tmp_path, 0):
+        observer.start(0, lines)
+    observer.close()
+    shown = out.getvalue().splitlines()
+    assert all(len(line) <= 80 for line in shown if "/long/" not in line) and len(shown) > len(lines)
+    assert [word for line in shown for word in line[20:].split()] == " ".join(lines).replace(
+        "warning:", "WARNING:"
+    ).split()
+    (first,) = [n for n, line in enumerate(shown) if line[20:].startswith("checkpoints")]
+    column = len(lines[0]) - len(lines[0].split("  ", 1)[1].lstrip())
+    assert shown[first + 1][: 20 + column].isspace() and shown[first + 1][20 + column] != " ", "below the text"
+    written = (tmp_path / "logs" / "rank_0.log").read_text()
+    for line in lines:
+        level, text = ("WARNING", line[9:]) if line.startswith("warning: ") else ("INFO", line)
+        assert f" {level} {text}\n" in written
+
+
+def test_one_of_a_kind_is_told_in_the_singular() -> None:
+    flags = ["--training.steps=1", "--training.batch_size=1", "--training.warmup_steps=1", "--validation.steps=1"]
+    flags += ["--validation.freq=1", "--checkpoint.enable_checkpoint", "--checkpoint.interval=1"]
+    plans = load_plans("debug_model.toml", 1, [*flags, "--validation.enable", "--training.global_batch_size=1"])
+    text = "\n".join([*report(plans), *plans.notes])
+    for said in (
+        "every 1 step and at the end, 1 batch of",
+        "1 sequence = 1 per micro-batch x 1 micro-batch x 1 data-pa",
+    ):
+        assert said in text
+    assert not re.search(r"(?<![\d.,])1 [a-z-]+(?<!s)s\b", text)
 
 
 def test_a_run_counted_in_epochs_says_so_before_its_text_is_counted() -> None:

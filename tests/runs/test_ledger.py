@@ -80,9 +80,7 @@ def test_a_killed_attempt_has_no_end_and_the_next_start_says_what_was_lost(tmp_p
     _, lines = _begin(tmp_path, step=20, tokens=20_000)
     start = _last(tmp_path)
     assert start["after"] == "killed" and start["lost"] == {"attempt": 1, "steps": 11, "tokens": 11_000}
-    assert lines == [
-        "attempt 1 was killed: at least 11 steps (11,000 tokens) of it are lost, by the last row of its metrics"
-    ]
+    assert lines == ["attempt 1 was killed and lost at least 11 steps (11,000 tokens), by the last row of its metrics"]
 
 
 def test_an_attempt_that_resumed_and_saved_nothing_loses_only_its_own(tmp_path: Path) -> None:
@@ -90,6 +88,18 @@ def test_an_attempt_that_resumed_and_saved_nothing_loses_only_its_own(tmp_path: 
     ledger.end("failed", 23, 23_000, 7, "RuntimeError")
     end = _last(tmp_path)
     assert (end["saved_step"], end["lost_steps"], end["lost_tokens"]) == (20, 3, 3_000)
+
+
+def test_a_finished_run_without_checkpoints_lost_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ledger, _ = _begin(tmp_path)
+    write_metrics(tmp_path, [training_row(30, 7.0)])
+    ledger.end("done", 30, 30_720, 0)
+    assert (_last(tmp_path)["lost_steps"], _last(tmp_path)["lost_tokens"]) == (0, 0)
+    text = (tmp_path / FILE).read_text()
+    for recorded in (text, text.replace('"lost_tokens": 0', '"lost_tokens": 30720')):  # the second as it once was
+        (tmp_path / FILE).write_text(recorded)
+        assert main(["runs", str(tmp_path), "--attempts"]) == 0
+        assert capsys.readouterr().out.splitlines()[2].split()[-3:] == ["30", "–", "0"]
 
 
 def test_a_torn_line_costs_only_itself(tmp_path: Path) -> None:

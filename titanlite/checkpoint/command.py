@@ -28,6 +28,7 @@ from titanlite.checkpoint.shelf import (
     shelf,
     verify,
 )
+from titanlite.config.advice import counted
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.observe.console import escape
 from titanlite.observe.stepline import human_bytes, human_time
@@ -231,12 +232,13 @@ def _facts(manifest: Manifest, entry: Entry) -> list[tuple[str, str]]:
         extra.insert(0, ("validation", f"loss {manifest.validation_loss:.4f}"))
     if manifest.weights_only:
         extra.insert(0, ("holds", f"weights only{f', as {manifest.dtype}' if manifest.dtype else ''}"))
+    ranks = counted(manifest.world_size, "ranks")
     return [
         ("state", f"{entry.words}{f': {entry.reason}' if entry.reason else ''}"),
         ("step", f"{manifest.step:,}"),
-        ("written", f"{datetime.fromtimestamp(manifest.created):%Y-%m-%d %H:%M:%S} by {manifest.world_size} ranks"),
-        ("size", f"{human_bytes(manifest.size)} in {len(manifest.files)} files"),
-        ("model", f"{len(counts)} tensors, {numbers:,} parameters"),
+        ("written", f"{datetime.fromtimestamp(manifest.created):%Y-%m-%d %H:%M:%S} by {ranks}"),
+        ("size", f"{human_bytes(manifest.size)} in {counted(len(manifest.files), 'files')}"),
+        ("model", f"{counted(len(counts), 'tensors')}, {numbers:,} parameters"),
         *extra,
         ("format", f"{manifest.format}, {f'hashes by {hashes}' if hashes else 'without hashes'}"),
         ("versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())),
@@ -286,7 +288,7 @@ def _verdict_lines(verdict: Verdict) -> list[str]:
     assert verdict.manifest is not None
     manifest = verdict.manifest
     checked = "hashes are right" if manifest.hashes else "sizes are right; it is of a time without hashes"
-    size = f"{len(manifest.files)} files, {human_bytes(manifest.size)}, {human_time(verdict.seconds)}"
+    size = f"{counted(len(manifest.files), 'files')}, {human_bytes(manifest.size)}, {human_time(verdict.seconds)}"
     found = [f"{verdict.folder}: {checked} ({size})"]
     if verdict.strangers:
         found.append(f"  not of the checkpoint: {', '.join(verdict.strangers)}")

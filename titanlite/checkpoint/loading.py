@@ -29,6 +29,7 @@ from titanlite.checkpoint.shelf import root_of
 from titanlite.checkpoint.state import describe, describe_all, gather, rng_state, scatter, set_rng_state
 from titanlite.checkpoint.storage import CheckedReader
 from titanlite.checkpoint.together import named, on_rank_0, quiet
+from titanlite.config.advice import counted
 from titanlite.config.plans import CheckpointPlan
 from titanlite.guard import find_nonfinite
 from titanlite.parallel.world import World
@@ -212,8 +213,8 @@ class Loading:
         if manifest.tensors.get(RNG) == describe({RNG: rng})[RNG]:
             return rng
         notices.append(
-            f"written on {manifest.world_size} ranks, loaded on {self._world.size} with {self._world.device.type} "
-            "devices: the data order goes on exactly, the random generators start anew"
+            f"written on {counted(manifest.world_size, 'ranks')}, loaded on {self._world.size} with "
+            f"{self._world.device.type} devices: the data order goes on exactly, the random generators start anew"
         )
         return None
 

@@ -27,10 +27,16 @@ def batch_advice(wanted: int, micro: int, ranks: int) -> str:
     below_it, above_it = wanted // at_once * at_once, math.ceil(wanted / at_once) * at_once
     options = [f"global_batch_size = {' or '.join(str(n) for n in (below_it, above_it) if n)}"]
     if wanted % ranks == 0:
-        options.append(f"batch_size = {some(divisors(wanted // ranks))} on {ranks} ranks")
+        options.append(f"batch_size = {some(divisors(wanted // ranks))} on {counted(ranks, 'ranks')}")
     if wanted % micro == 0:
         options.append(f"{some(divisors(wanted // micro))} data-parallel ranks with batch_size {micro}")
     return "these work: " + "; ".join(options)
+
+
+def counted(number: float, nouns: str) -> str:
+    """A number and what is counted, given in the plural: `1 step`, `2,000 steps`, `1 batch` for "batches"."""
+    shown = f"{number:,.10g}" if isinstance(number, float) else f"{number:,}"
+    return f"{shown} {nouns if number != 1 else nouns.removesuffix('es' if nouns.endswith('ches') else 's')}"
 
 
 def some(numbers: list[int]) -> str:

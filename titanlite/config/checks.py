@@ -6,6 +6,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 
+from titanlite.config.advice import counted
 from titanlite.config.errors import Problem
 from titanlite.config.job import JobConfig
 from titanlite.config.schema import quote
@@ -236,8 +237,8 @@ def _loss_chunks(config: JobConfig, contradict: Callable[..., None]) -> None:
     if t.loss_chunks > rows * length:
         contradict(
             "training.loss_chunks",
-            f"is {t.loss_chunks}, but a rank computes the loss of {rows * length} tokens at once ({rows} sequence"
-            f"{'s' if rows > 1 else ''} x {length} tokens): take so many pieces at most",
+            f"is {t.loss_chunks}, but a rank computes the loss of {counted(rows * length, 'tokens')} at once ("
+            f"{counted(rows, 'sequences')} x {counted(length, 'tokens')}): take so many pieces at most",
             "training.batch_size",
             "training.seq_len",
             "experimental.pipeline_parallel_microbatches",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from titanlite.config import mapped, plans
-from titanlite.config.advice import batch_advice, choices, divisors, some
+from titanlite.config.advice import batch_advice, choices, counted, divisors, some
 from titanlite.config.context import context_problems
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.job import JobConfig, independent
@@ -249,7 +249,7 @@ class _Work:
             divisors = "".join(f" / {part}" for part in equation)
             why = ' (data_parallel_type = "ddp")' if copies else ""
             self.notes.append(
-                f"{names[open_key]} = {rest}: the ranks left over, {self.world_size} ranks{divisors}{why}"
+                f"{names[open_key]} = {rest}: the ranks left over, {counted(self.world_size, 'ranks')}{divisors}{why}"
             )
         elif open_key is not None or product != self.world_size:
             relation = "which does not divide" if open_key is not None else "which is not"
@@ -259,9 +259,9 @@ class _Work:
                 given[-1] if given else shard_key,
                 f"the degrees do not fit the ranks: {' * '.join(equation) or 'all degrees 1'} = {product}, {relation} "
                 f"the world size {self.world_size}",
-                f"run on {product} ranks, or on a multiple of it"
+                f"run on {counted(product, 'ranks')}, or on a multiple of it"
                 if open_key is not None
-                else f"run on {product} ranks, or {all_left} for the ranks left over",
+                else f"run on {counted(product, 'ranks')}, or {all_left} for the ranks left over",
                 [*degrees, "training.data_parallel_type"],
             )
         replicate, shard = max(degrees[replicate_key], 1), max(degrees[shard_key], 1)
@@ -315,24 +315,28 @@ class _Work:
         at_once = micro * ranks
         if wanted == -1:
             accumulation = 1
-            self.notes.append(f"global batch = {at_once} sequences: batch_size {micro} * {ranks} data-parallel ranks")
+            self.notes.append(
+                f"global batch = {counted(at_once, 'sequences')}: batch_size {micro} * "
+                f"{counted(ranks, 'data-parallel ranks')}"
+            )
         else:
             accumulation = max(wanted // at_once, 1)
             if wanted % at_once:
                 self.problem(
                     "training.global_batch_size",
-                    f"is {wanted}, not a multiple of batch_size {micro} * {ranks} data-parallel ranks = {at_once}",
+                    f"is {wanted}, not a multiple of batch_size {micro} * "
+                    f"{counted(ranks, 'data-parallel ranks')} = {at_once}",
                     batch_advice(wanted, micro, ranks),
                     ["training.batch_size", "training.data_parallel_type", *_degrees(self.config)],
                 )
             else:
                 self.notes.append(
-                    f"accumulation = {accumulation} micro-batches: global_batch_size {wanted} / "
-                    f"(batch_size {micro} * {ranks} data-parallel ranks)"
+                    f"accumulation = {counted(accumulation, 'micro-batches')}: global_batch_size {wanted} / "
+                    f"(batch_size {micro} * {counted(ranks, 'data-parallel ranks')})"
                 )
         total = at_once * accumulation
         tokens = total * training.seq_len
-        self.notes.append(f"tokens per step = {tokens:,}: {total} sequences * seq_len {training.seq_len}")
+        self.notes.append(f"tokens per step = {tokens:,}: {counted(total, 'sequences')} * seq_len {training.seq_len}")
         return plans.BatchPlan(micro, accumulation, total, training.seq_len, tokens)
 
     def pipeline(self, mesh: plans.MeshPlan, batch: plans.BatchPlan) -> plans.PipelinePlan:
@@ -361,14 +365,14 @@ class _Work:
             return steps
         if training.epochs is not None:
             if total_sequences is None:
-                self.notes.append(f"steps follow from {training.epochs} epochs once the text is counted")
+                self.notes.append(f"steps follow from {counted(training.epochs, 'epochs')} once the text is counted")
                 return None
             left_out = self._left_out(batch.global_batch_size, total_sequences)
             steps = math.ceil((total_sequences - left_out) / batch.global_batch_size)
             less = f" less {left_out} left out (data.skip_steps)" if left_out else ""
             self.notes.append(
-                f"steps = {steps}: {total_sequences} sequences in {training.epochs} epochs{less} / "
-                f"{batch.global_batch_size} sequences per step, rounded up"
+                f"steps = {steps}: {counted(total_sequences, 'sequences')} in {counted(training.epochs, 'epochs')}"
+                f"{less} / {counted(batch.global_batch_size, 'sequences')} per step, rounded up"
             )
             return steps
         return training.steps
@@ -399,26 +403,32 @@ class _Work:
         warmup = training.warmup_steps
         if s.warmup_ratio is not None:
             warmup = whole(s.warmup_ratio * total)
-            self.notes.append(f"warm-up = {warmup:.10g} steps: warmup_ratio {s.warmup_ratio} * {total} steps")
+            self.notes.append(f"warm-up = {counted(warmup, 'steps')}: warmup_ratio {s.warmup_ratio} * {total} steps")
         if warmup > total:
-            self.warnings.append(f"the warm-up of {warmup} steps is shortened to {total}: the schedule is no longer")
+            self.warnings.append(
+                f"the warm-up of {counted(warmup, 'steps')} is shortened to {total}: the schedule is no longer"
+            )
             warmup = total
         decay = s.decay_steps
         if s.decay_ratio is not None:
             decay = round(s.decay_ratio * total)
-            self.notes.append(f"decay = the last {decay} steps: decay_ratio {s.decay_ratio} * {total} steps")
+            self.notes.append(
+                f"decay = the last {counted(decay, 'steps')}: decay_ratio {s.decay_ratio} * {total} steps"
+            )
         if decay is not None and decay > total - warmup:
             self.warnings.append(
-                f"the decay of {decay} steps is shortened to {total - warmup}: the {total} steps of the schedule "
-                f"less {warmup} of warm-up"
+                f"the decay of {counted(decay, 'steps')} is shortened to {total - warmup}: the {total} steps of the "
+                f"schedule less {warmup} of warm-up"
             )
             decay = total - warmup
         plateau = None
         if s.plateau_ratio is not None:
             plateau = whole(s.plateau_ratio * total)
-            self.notes.append(f"plateau = {plateau:.10g} steps: plateau_ratio {s.plateau_ratio} * {total} steps")
+            self.notes.append(f"plateau = {counted(plateau, 'steps')}: plateau_ratio {s.plateau_ratio} * {total} steps")
             if plateau > total - warmup:
-                self.warnings.append(f"the plateau of {plateau:.10g} steps is shortened to {total - warmup:.10g}")
+                self.warnings.append(
+                    f"the plateau of {counted(plateau, 'steps')} is shortened to {total - warmup:.10g}"
+                )
                 plateau = total - warmup
         return plans.SchedulePlan(
             total_steps=total, warmup_steps=warmup, decay_steps=decay, plateau_steps=plateau, **shape

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from titanlite.config.advice import counted
 from titanlite.config.plans import BatchPlan
 from titanlite.data import left_out as stretches
 from titanlite.data.errors import DataError, EndOfData
@@ -98,9 +99,8 @@ class TrainLoader:
         and raise EndOfData after it, on all ranks at the same step.
         """
         if self.steps_left == 0:
-            raise EndOfData(
-                f"the data end: {self.dataset.epochs} epoch(s) of {self.dataset.tokens_per_epoch:,} tokens are served"
-            )
+            epochs = counted(self.dataset.epochs or 0, "epochs")
+            raise EndOfData(f"the data end: {epochs} of {self.dataset.tokens_per_epoch:,} tokens are served")
         size = self.batch.micro_batch_size
         step = stretches.take(self._position, self.batch.global_batch_size, self.left_out)
         indexes = step[(self.rank - step[0]) % self.dp_degree :: self.dp_degree]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from titanlite.config.advice import counted
 from titanlite.config.plans import DataPlan, ValidationPlan
 from titanlite.data.corpus import Corpus
 from titanlite.data.errors import DataError, EndOfData
@@ -104,7 +105,8 @@ class PackedDataset:
             raise IndexError(f"sequence {index}: indexes start at 0")
         total = self.total_sequences
         if total is not None and index >= total:
-            raise EndOfData(f"sequence {index}: {self.epochs} epoch(s) of this text hold {total} sequences")
+            epochs = counted(self.epochs or 0, "epochs")
+            raise EndOfData(f"sequence {index}: this text has {counted(total, 'sequences')} in {epochs}")
         place = self.window(index)
         if self.epochs is not None and place >= self._windows_with_targets(self.epochs):
             return self.padding()

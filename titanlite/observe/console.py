@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import sys
+import textwrap
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 if TYPE_CHECKING:
@@ -35,6 +36,10 @@ _LEVEL_COLORS = {logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
 #: Codes for colours, and for nothing else.
 _COLOR = re.compile(r"(\x1b\[[0-9;]*m)")
+#: Characters of a time stamp and the space after it.
+_STAMP = 20
+#: The name of a line of the start report, and the spaces up to its text.
+_NAME = re.compile(r" {0,2}\S{1,20}( \S{1,20}){0,3} {2,}")
 _FIELD = re.compile(rf"(?<!\S)({'|'.join(FIELD_COLORS)}): +\S+")
 
 
@@ -44,8 +49,8 @@ class View(Protocol):
     def tick(self, step: int) -> None:
         """After every step."""
 
-    def add(self, figures: StepFigures) -> None:
-        """After a logged step, in place of its line."""
+    def add(self, figures: StepFigures, line: str) -> None:
+        """After a logged step; its line is written when the view no longer shows the step."""
 
     def close(self, seconds: float = 2.0) -> None:
         """No more is shown, and the log is plain lines again. Waits so long for a terminal that takes nothing."""
@@ -54,13 +59,14 @@ class View(Protocol):
 class ConsoleHandler(_StreamHandler):
     """Log lines of one rank. `color` says whether escape codes may go to the stream.
 
-    While there is a `view`, a record with `figures` (`extra={"figures": StepFigures(...)}`) goes there, not to a line.
+    A record with `wrap` (`extra={"wrap": True}`) is broken between words at the terminal's width.
+    While there is a `view`, a record with `figures` (`extra={"figures": StepFigures(...)}`) goes there first.
     """
 
     def __init__(self, rank: int, color: bool | None, stream: TextIO | None) -> None:
         self.given = stream
         super().__init__(sys.stdout if stream is None else stream)
-        self.color = _wants_color(self.target()) if color is None else color
+        self.color = (wants_color(self.target()) if color is None else color) and not is_dumb()
         self.rank = rank
         self.view: View | None = None
         self.setLevel(logging.INFO if rank == 0 else logging.WARNING)
@@ -78,7 +84,7 @@ class ConsoleHandler(_StreamHandler):
             super().emit(record)
             return
         try:
-            view.add(figures)
+            view.add(figures, self.format(record))
         except Exception:
             self.handleError(record)
 
@@ -90,6 +96,8 @@ class ConsoleHandler(_StreamHandler):
             text = f"{record.levelname}: {text}"
         if self.rank:
             text = f"[rank {self.rank}] {text}"
+        if getattr(record, "wrap", False):
+            text = _wrapped(text, _columns(self.target()))
         if self.color and record.levelno in _LEVEL_COLORS:
             text = f"\033[{_LEVEL_COLORS[record.levelno]}m{text}{_RESET}"
         stamp = logging.Formatter().formatTime(record, "%Y-%m-%d %H:%M:%S")
@@ -106,9 +114,34 @@ def escape(text: str, colors: bool = False) -> str:
     return "".join(parts)
 
 
-def _wants_color(stream: TextIO) -> bool:
-    """A terminal, unless NO_COLOR; FORCE_COLOR where a launcher passes our pipe on to a terminal."""
-    if os.environ.get("NO_COLOR"):
+def _wrapped(text: str, columns: int) -> str:
+    """`name  text` in lines of at most `columns`, broken between words; later ones begin below `text`."""
+    name = _NAME.match(text)
+    return textwrap.fill(
+        text,
+        max(columns - _STAMP, 40),
+        subsequent_indent=" " * (name.end() if name else 2),
+        break_long_words=False,
+        break_on_hyphens=False,
+    ).replace("\n", "\n" + " " * _STAMP)
+
+
+def _columns(stream: TextIO) -> int:
+    """Of the terminal; 80 where the stream is none, or does not know."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except (AttributeError, OSError, ValueError):
+        return 80
+
+
+def is_dumb() -> bool:
+    """Whether the terminal takes no escape codes."""
+    return os.environ.get("TERM") == "dumb"
+
+
+def wants_color(stream: TextIO) -> bool:
+    """A terminal, unless NO_COLOR or a dumb one; FORCE_COLOR where a launcher passes our pipe on to a terminal."""
+    if os.environ.get("NO_COLOR") or is_dumb():
         return False
     return bool(os.environ.get("FORCE_COLOR")) or stream.isatty()
 
@@ -117,7 +150,7 @@ def setup_console(rank: int, color: bool | None = None, stream: TextIO | None = 
     """Send the `titanlite` logger to `stream` (None: standard output). A second call replaces the first.
 
     Rank 0 shows INFO and up, others WARNING and up. color: None means on a terminal, unless NO_COLOR or
-    FORCE_COLOR say otherwise.
+    FORCE_COLOR say otherwise. With TERM=dumb there are none.
     """
     for handler in _handlers():
         logger.removeHandler(handler)

@@ -1,5 +1,6 @@
 """The live view of a terminal: a table of the last logged steps and a progress line, below the lines of the log.
 
+A step that leaves the table becomes a line of the log, so that it can be scrolled back to. At the end the table stays.
 The cursor stays where the next line of the log goes; the view lies below it. So whoever writes to the terminal, a
 library or another process, writes above the view, and what it overwrites is drawn again. A resized terminal may fold
 the rows: they still lie below the cursor, and everything there is erased with the next drawing.
@@ -18,7 +19,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
-from titanlite.observe.console import FIELD_COLORS, ConsoleHandler, View, console_handler
+from titanlite.config.advice import counted
+from titanlite.observe.console import FIELD_COLORS, ConsoleHandler, View, console_handler, is_dumb
 from titanlite.observe.stepline import StepFigures, human_time
 
 #: Logged steps in the table, on a terminal that is high enough.
@@ -146,7 +148,7 @@ def _is_watched(stream: TextIO) -> bool:
 
     Containers are given terminals too, whose drawings would fill a file; those have no size, or say where they are.
     """
-    if not _is_terminal(stream) or os.environ.get("TERM", "") in ("", "dumb"):
+    if not _is_terminal(stream) or is_dumb() or not os.environ.get("TERM"):
         return False
     if os.environ.get("CI") or os.environ.get("KUBERNETES_SERVICE_HOST"):
         return False
@@ -170,7 +172,8 @@ class LiveView:
         self._blocks = "━─" if _can_encode(self._stream, "━─") else "#-"
         self._step, self._steps = done, steps
         self._clock, self._began, self._due = clock, clock(), clock() + _SECONDS_BETWEEN
-        self._figures: tuple[StepFigures, ...] = ()
+        #: Of the table: figures, and the line that the step becomes when it leaves.
+        self._shown: tuple[tuple[StepFigures, str], ...] = ()
         self._open = True
         self._pen = _Pen(handler, self._frame)
         self._guard = _start_guard(self._pen.fd)
@@ -183,15 +186,18 @@ class LiveView:
             self._due = now + _SECONDS_BETWEEN
             self._pen.draw()
 
-    def add(self, figures: StepFigures) -> None:
-        """After a logged step, with its figures."""
-        self._figures = (*self._figures, figures)[-ROWS:]
+    def add(self, figures: StepFigures, line: str) -> None:
+        """After a logged step, with its figures and its line."""
+        steps = (*self._shown, (figures, line))
+        self._shown = steps[-ROWS:]
+        for _, text in steps[:-ROWS]:
+            self._pen.say(f"{text}\n".encode(self._stream.encoding, "replace"))
         self.tick(figures.step)
 
     def close(self, seconds: float = 2.0) -> None:
         """Leave the last state on the screen as plain text, and the cursor below it."""
         if self._open:
-            rows = self._rows() if self._figures else []
+            rows = self._rows(ROWS) if self._shown else []
             self._open = False
             self._pen.close("".join(f"\r\n{row}" for row in rows) + ("\r\n" if rows else ""), seconds)
         if self._handler.view is self:
@@ -201,12 +207,14 @@ class LiveView:
                 self._guard.communicate(b"closed\n", timeout=seconds)
             self._guard = None
 
-    def _rows(self) -> list[str]:
+    def _rows(self, most: int | None = None) -> list[str]:
+        """Title, at most so many steps (None: as many as the terminal has room for), progress."""
         columns, lines = _size(self._pen.fd)
         columns -= 1  # a full row would leave the cursor between two lines
-        figures = self._figures
+        most = max(min(ROWS, lines // 2 - 2), 0) if most is None else most
+        figures = [figures for figures, _ in self._shown]
         last = figures[-1] if figures else None
-        figures = figures[max(len(figures) - max(min(ROWS, lines // 2 - 2), 0), 0) :]
+        figures = figures[max(len(figures) - most, 0) :]
         rows = table(figures, columns) if figures else []
         rows.append(progress(last, self._step, self._steps, self._time(last), columns, self._blocks))
         return [paint(row, columns, self._handler.color) for row in rows]
@@ -237,7 +245,7 @@ class _Guest:
     def tick(self, step: int) -> None:
         pass
 
-    def add(self, figures: StepFigures) -> None:
+    def add(self, figures: StepFigures, line: str) -> None:
         pass
 
     def close(self, seconds: float = 2.0) -> None:
@@ -334,7 +342,7 @@ class _Pen:
                     break
                 text = b"".join(self._said)
                 if self._dropped:
-                    text = b"(%d lines dropped: the terminal took none)\n" % self._dropped + text
+                    text = f"({counted(self._dropped, 'lines')} dropped: the terminal took none)\n".encode() + text
                 draw = self._drawing or b"\n" in text
                 self._said.clear()
                 self._bytes = self._dropped = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -25,6 +26,7 @@ from titanlite.observe.memory import MemoryReading, read_memory, reset_peak
 from titanlite.observe.meter import Meter, Rates
 from titanlite.observe.metrics import FILE, MetricsLog
 from titanlite.observe.ranks import RankFigures, RankWatch
+from titanlite.observe.report import WARNING
 from titanlite.observe.stepline import StepFigures, fsdp_line, human_time, titan_line
 from titanlite.observe.tensorboard import TensorBoard, tags
 from titanlite.observe.tracker import Tracker
@@ -69,7 +71,10 @@ class Observer:
         model: what will be trained; on GPUs the time of its head tells how fast each of them is.
         """
         for line in report:
-            logger.info(line)
+            # Every rank has the report in its own log; the console is told of a warning once.
+            warns = line.startswith(WARNING) and self.world.rank == 0
+            level, text = (logging.WARNING, line.removeprefix(WARNING)) if warns else (logging.INFO, line)
+            logger.log(level, text, extra={"wrap": True})
         self._first_step = step + 1
         plan = self.plans.observe
         if self.world.rank == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from titanlite.config.advice import counted
 from titanlite.config.plans import Plans
 from titanlite.observe.flops import is_cpu
 from titanlite.observe.stepline import human_bytes, human_count
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from titanlite.parallel.float8_choice import Choice
     from titanlite.parallel.pipeline_split import Layout
 
+#: How a line begins that is to be logged at level WARNING.
+WARNING = "warning: "
 #: Beginnings of the notes of `resolve` that lines of the report say already.
 _SAID = ("global batch = ", "accumulation = ", "tokens per step = ", "data_parallel_shard = ")
 
@@ -65,12 +68,12 @@ def start_report(
         ("data", _data(plans, documents, tokens_per_epoch)),
         (
             "global batch",
-            f"{batch.global_batch_size:,} sequences = {batch.micro_batch_size} per micro-batch x "
-            f"{batch.accumulation} micro-batches x {mesh.dp_degree} data-parallel ranks",
+            f"{counted(batch.global_batch_size, 'sequences')} = {batch.micro_batch_size} per micro-batch x "
+            f"{counted(batch.accumulation, 'micro-batches')} x {counted(mesh.dp_degree, 'data-parallel ranks')}",
         ),
         (
             "tokens per step",
-            f"{batch.tokens_per_step:,} = {batch.global_batch_size:,} sequences x {batch.seq_len:,} tokens",
+            f"{batch.tokens_per_step:,} = {counted(batch.global_batch_size, 'sequences')} x {batch.seq_len:,} tokens",
         ),
         ("length", _length(plans, tokens_per_epoch)),
         ("optimizer", _optimizer(plans)),
@@ -87,10 +90,10 @@ def start_report(
         lines.append(f"note: no MFU is shown: the peak of {device} is not known here; metrics.peak_tflops sets it")
     if float8 and not plans.compile.model and not is_cpu(device):
         lines.append(
-            "warning: float8 without training.compile is slower than bf16: scaling and rounding then run as kernels of "
-            "their own, which take longer than the products save. Set training.compile = true"
+            f"{WARNING}float8 without training.compile is slower than bf16: scaling and rounding then run as kernels "
+            "of their own, which take longer than the products save. Set training.compile = true"
         )
-    return lines + [f"warning: {warning}" for warning in plans.warnings]
+    return lines + [f"{WARNING}{warning}" for warning in plans.warnings]
 
 
 def _peak(plans: Plans, peak_flops: float | None) -> str:
@@ -115,7 +118,7 @@ def _float8(plans: Plans, choices: Sequence[Choice]) -> list[tuple[str, str]]:
     m = tokens(plans.batch, plans.mesh, plans.pipeline)
     parts.append(f"M = {m:,} tokens in a product of one rank")
     if plan.drift_check:
-        parts.append(f"drift measured every {plan.drift_check:,} steps")
+        parts.append(f"drift measured every {counted(plan.drift_check, 'steps')}")
     rows = [("float8", "; ".join(parts))]
     for choice in choices:
         what = "in float8" if choice.converted else f"kept: {choice.reason}"
@@ -135,7 +138,7 @@ def _mesh(plans: Plans) -> str:
         plan = plans.tensor_parallel
         how = f"; loss on {'sharded' if plan.loss_parallel else 'gathered'} logits"
         how += "; tensor-parallel traffic overlaps with products" if plan.asynchronous else ""
-    return f"{' x '.join(shown)} = {mesh.world_size} ranks{how}"
+    return f"{' x '.join(shown)} = {counted(mesh.world_size, 'ranks')}{how}"
 
 
 def _pipeline(plans: Plans, layout: Layout) -> str:
@@ -205,9 +208,9 @@ def _activations(plans: Plans, kept: Kept, device: str) -> str:
     if plan.mode == "op":
         text = f"by operation: each block saves {_runs(kept.forward, kept.saved)}"
     elif kept.recomputing:
-        text = f"{kept.recomputing} of {kept.blocks} blocks keep only their input"
+        text = f"{kept.recomputing} of {counted(kept.blocks, 'blocks')} keep only their input"
     else:
-        text, amount = "all kept", f"{human_bytes(every_byte)} in {kept.blocks} blocks per micro-batch"
+        text, amount = "all kept", f"{human_bytes(every_byte)} in {counted(kept.blocks, 'blocks')} per micro-batch"
     if kept.recomputing:
         again = {kind: times for kind, times in kept.recomputed.items() if times}
         text += (
@@ -232,15 +235,16 @@ def _runs(forward: Mapping[str, int], some: Mapping[str, int]) -> str:
 def _data(plans: Plans, documents: int, tokens_per_epoch: int) -> str:
     plan = plans.data
     order = f"shuffled with seed {plan.seed}" if plan.shuffle else "in file order"
-    return f"{plan.path or plan.dataset}: {documents:,} documents, {tokens_per_epoch:,} tokens per epoch, {order}"
+    size = f"{counted(documents, 'documents')}, {tokens_per_epoch:,} tokens per epoch"
+    return f"{plan.path or plan.dataset}: {size}, {order}"
 
 
 def _length(plans: Plans, tokens_per_epoch: int) -> str:
     if plans.train.steps is None:
-        return f"{plans.data.epochs} epochs"
+        return counted(plans.data.epochs or 0, "epochs")
     tokens = plans.train.steps * plans.batch.tokens_per_step
-    epochs = f" = {tokens / tokens_per_epoch:.3g} epochs" if tokens_per_epoch else ""
-    return f"{plans.train.steps:,} steps, {tokens:,} tokens{epochs}"
+    epochs = f" = {tokens / tokens_per_epoch:.3g} epochs".replace(" 1 epochs", " 1 epoch") if tokens_per_epoch else ""
+    return f"{counted(plans.train.steps, 'steps')}, {tokens:,} tokens{epochs}"
 
 
 def _optimizer(plans: Plans) -> str:
@@ -253,19 +257,19 @@ def _optimizer(plans: Plans) -> str:
 
 def _schedule(plans: Plans) -> str:
     plan = plans.schedule
-    parts = [f"warm-up {plan.warmup_steps:,.10g} steps"]
+    parts = [f"warm-up {counted(plan.warmup_steps, 'steps')}"]
     if plan.plateau_steps:
-        parts.append(f"plateau {plan.plateau_steps:,.10g} steps")
+        parts.append(f"plateau {counted(plan.plateau_steps, 'steps')}")
     if plan.decay_type == "constant":
         parts.append("then constant")
     else:
-        over = "" if plan.decay_steps is None else f" over the last {plan.decay_steps:,} steps"
+        over = "" if plan.decay_steps is None else f" over the last {counted(plan.decay_steps, 'steps')}"
         floor = plan.min_lr_factor * plans.optimizer.lr
         if plan.min_lr is not None:
             floor = max(floor, plan.min_lr)
         parts.append(f"{plan.decay_type} decay{over} to {floor:g}")
     if plan.total_steps is not None:
-        parts.append(f"{plan.total_steps:,} steps in all")
+        parts.append(f"{counted(plan.total_steps, 'steps')} in all")
     return ", ".join(parts)
 
 
@@ -274,7 +278,7 @@ def _guard(plans: Plans) -> str:
     bad = "a loss or gradient that is not finite"
     if plan.spike_sigmas:
         bad += f", or a loss {plan.spike_sigmas:g} deviations over the mean of the last {plan.window:,} good ones,"
-    most = f"{plan.max_skips:,} within {plan.window:,} steps at most"
+    most = f"{plan.max_skips:,} within {counted(plan.window, 'steps')} at most"
     return {
         "stop": f"{bad} ends the run",
         "skip": f"{bad} is skipped, {most}",
@@ -286,15 +290,15 @@ def _validation(plans: Plans) -> str:
     plan = plans.validation
     if not plan.enable:
         return "off"
-    size = "all of" if plan.steps == -1 else f"{plan.steps:,} batches of"
-    return f"every {plan.freq:,} steps and at the end, {size} {plan.path or plan.dataset}"
+    size = "all of" if plan.steps == -1 else f"{counted(plan.steps, 'batches')} of"
+    return f"every {counted(plan.freq, 'steps')} and at the end, {size} {plan.path or plan.dataset}"
 
 
 def _checkpoints(plans: Plans) -> str:
     plan = plans.checkpoint
     if not plan.enable:
         return "off (checkpoint.enable_checkpoint): the trained weights are not kept"
-    when = f"every {plan.interval:,} {plan.interval_type}"
+    when = f"every {counted(plan.interval, plan.interval_type)}"
     if plan.first_step:
         when += ", after step 1"
     if plan.milestones:

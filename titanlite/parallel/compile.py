@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from titanlite.config.advice import counted
 from titanlite.config.errors import ConfigError, Problem, nearest
 from titanlite.config.plans import CompilePlan
 from titanlite.config.schema import quote
@@ -220,7 +221,7 @@ class CompileWatch:
             seconds = sum(m.duration_us or 0 for m in entries) / 1e6
             cached = sum(bool(m.inductor_fx_local_cache_hit_count) for m in graphs)
             found = f", {cached} of them found in the cache" if self._backend == "inductor" else ""
-            count = f"{len(graphs)} graph{'' if len(graphs) == 1 else 's'}"
+            count = counted(len(graphs), "graphs")
             logger.info(f"torch.compile made {count} for {phase} in {seconds:.1f} s{found}")
             return
         for m in graphs:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from titanlite.config.advice import counted
 from titanlite.config.errors import Problem, nearest
 from titanlite.config.plans import BatchPlan, Float8Plan, MeshPlan, PipelinePlan
 from titanlite.config.schema import quote
@@ -159,7 +160,7 @@ def token_problem(batch: BatchPlan, mesh: MeshPlan, pipeline: PipelinePlan) -> P
         return None
     length = batch.seq_len // mesh.context
     rows = batch.micro_batch_size // pipeline.microbatches
-    by = [f"{rows} sequences" if pipeline.microbatches == 1 else f"{rows} sequences of a pipeline micro-batch"]
+    by = [counted(rows, "sequences") + (" of a pipeline micro-batch" if pipeline.microbatches > 1 else "")]
     by.append(f"{length} tokens" + (f" on each of {mesh.context} context-parallel ranks" if mesh.context > 1 else ""))
     fitting = MULTIPLE // math.gcd(MULTIPLE, length) * pipeline.microbatches
     return Problem(

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titanlite.config.advice import counted
 from titanlite.config.plans import Plans
 from titanlite.config.scan import TOMLDecodeError, loads
 from titanlite.observe.console import logger
@@ -84,6 +85,8 @@ class Ledger:
         if self._ended:
             return
         self._ended = True
+        # What a finished run did is never done again, also where it keeps no checkpoint.
+        kept = (step, tokens) if state == "done" else self._kept
         self.write(
             {
                 "event": "end",
@@ -94,8 +97,8 @@ class Ledger:
                 "reason": reason,
                 "step": step,
                 "saved_step": self._saved_step,
-                "lost_steps": max(step - self._kept[0], 0),
-                "lost_tokens": max(tokens - self._kept[1], 0),
+                "lost_steps": max(step - kept[0], 0),
+                "lost_tokens": max(tokens - kept[1], 0),
             }
         )
 
@@ -161,8 +164,8 @@ def begin(
         lost_steps, lost_tokens = max(before.step - step, 0), max(before.tokens - tokens, 0)
         entry["lost"] = {"attempt": before.attempts, "steps": lost_steps, "tokens": lost_tokens}
         lines.append(
-            f"attempt {before.attempts} was killed: at least {lost_steps:,} steps ({lost_tokens:,} tokens) of it are "
-            "lost, by the last row of its metrics"
+            f"attempt {before.attempts} was killed and lost at least {counted(lost_steps, 'steps')} "
+            f"({lost_tokens:,} tokens), by the last row of its metrics"
         )
     lines += [f"config changed since attempt {before.attempts}: {key}: {change}" for key, change in changes.items()]
     ledger.write(entry)
@@ -225,7 +228,8 @@ def attempts_text(folder: Path, terminal: bool) -> str:
                 _shown(end.get("exit_code")),
                 _shown(end.get("step")),
                 _shown(end.get("saved_step")),
-                _shown(end.get("lost_tokens", lost.get("tokens"))),
+                # Records of before say of a finished run without checkpoints that it lost everything.
+                _shown(0 if end.get("state") == "done" else end.get("lost_tokens", lost.get("tokens"))),
             ]
         )
         if end.get("reason"):
