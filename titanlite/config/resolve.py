@@ -405,16 +405,14 @@ class _Work:
             warmup = whole(s.warmup_ratio * total)
             self.notes.append(f"warm-up = {counted(warmup, 'steps')}: warmup_ratio {s.warmup_ratio} * {total} steps")
         if warmup > total:
-            self.warnings.append(
-                f"the warm-up of {counted(warmup, 'steps')} is shortened to {total}: the schedule is no longer"
-            )
+            long = counted(warmup, "steps")
+            self.warnings.append(f"the warm-up of {long} is shortened to {total}: the schedule is no longer")
             warmup = total
         decay = s.decay_steps
         if s.decay_ratio is not None:
             decay = round(s.decay_ratio * total)
-            self.notes.append(
-                f"decay = the last {counted(decay, 'steps')}: decay_ratio {s.decay_ratio} * {total} steps"
-            )
+            last = counted(decay, "steps")
+            self.notes.append(f"decay = the last {last}: decay_ratio {s.decay_ratio} * {total} steps")
         if decay is not None and decay > total - warmup:
             self.warnings.append(
                 f"the decay of {counted(decay, 'steps')} is shortened to {total - warmup}: the {total} steps of the "
@@ -424,11 +422,10 @@ class _Work:
         plateau = None
         if s.plateau_ratio is not None:
             plateau = whole(s.plateau_ratio * total)
-            self.notes.append(f"plateau = {counted(plateau, 'steps')}: plateau_ratio {s.plateau_ratio} * {total} steps")
+            long = counted(plateau, "steps")
+            self.notes.append(f"plateau = {long}: plateau_ratio {s.plateau_ratio} * {total} steps")
             if plateau > total - warmup:
-                self.warnings.append(
-                    f"the plateau of {counted(plateau, 'steps')} is shortened to {total - warmup:.10g}"
-                )
+                self.warnings.append(f"the plateau of {long} is shortened to {total - warmup:.10g}")
                 plateau = total - warmup
         return plans.SchedulePlan(
             total_steps=total, warmup_steps=warmup, decay_steps=decay, plateau_steps=plateau, **shape
