@@ -113,7 +113,7 @@ _install() {
         _say "making .venv with $_BASE ($_BASE_VERSION), once"
         echo unfinished >"$_STAMP"
         find "$_VENV/" -mindepth 1 -maxdepth 1 ! -name 'titanlite.*' -exec rm -rf {} +
-        "$_BASE" -m venv "$_VENV" || _die "$_BASE -m venv failed."
+        "$_BASE" -m venv "$(cd "$_VENV" && pwd -P)" || _die "$_BASE -m venv failed."
     fi
     # A user-wide `pip --user` setting cannot work in a virtual environment.
     export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_USER=0
@@ -121,7 +121,7 @@ _install() {
     if ! { [ -n "$uv" ] && _pip_settings_for_uv "$python" && _install_with "$uv" pip install --python "$python"; }; then
         _say "uv cannot be used here; pip installs the same, which takes longer"
         _install_with "$python" -m pip install || _die "the installation failed; the lines above say why." \
-            "The same command starts over. pip's own settings hold: a proxy, a mirror (pip config list)."
+            "Is there a network, and space on the disk? pip's settings hold (pip config list). The same command starts over."
     fi
     # Writes the byte code of what is imported, which else each process of the first run makes for itself.
     env -u PYTHONDONTWRITEBYTECODE "$python" -c 'import torch, titanlite.app' || _die "titanlite cannot be imported."

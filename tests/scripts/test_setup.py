@@ -35,6 +35,7 @@ case "$1 $2" in
         exit "${FAKE_CHECK:-0}" ;;
     "-m venv")
         echo "venv" >>"$CALLS"
+        [ ! -L "$3" ] || exit 1 # as the real one
         mkdir -p "$3/bin"
         cat "$0" >"$3/bin/python"
         chmod +x "$3/bin/python"
@@ -274,11 +275,17 @@ def test_which_pythons_fit(tmp_path: Path, version: tuple[int, int]) -> None:
         assert done.stdout == f"{name} {state if name in ('3.10', '3.13') else 'other'}\n", done.stderr
 
 
-def test_a_folder_that_cannot_be_written_to_is_named(machine: Machine) -> None:
+def test_a_folder_that_cannot_be_written_to_is_named_and_a_link_to_another_is_used(
+    machine: Machine, tmp_path: Path
+) -> None:
     machine.python()
     (machine.root / ".venv").write_text("a file")
     refused = machine.run("run_llama_train.sh")
     assert refused.returncode == 1 and f"cannot write to {machine.root}/.venv" in refused.stderr
+    (machine.root / ".venv").unlink()
+    (other := tmp_path / "other disk").mkdir()
+    (machine.root / ".venv").symlink_to(other, target_is_directory=True)  # to another disk
+    assert machine.run("run_llama_train.sh").returncode == 0 and (other / "bin" / "python").exists()
 
 
 def test_an_explicit_python_of_another_version_replaces_the_environment(machine: Machine) -> None:
