@@ -1,14 +1,10 @@
 # shellcheck shell=bash
-# Finds or makes the Python environment of titanlite. run_llama_train.sh and run_tests.sh source it and call
-#
-#     setup_env run      # what training needs; `setup_env dev`: what the tests need, too
-#
-# which sets $TITANLITE_PYTHON to the first of these and puts its folder at the head of PATH:
+# `setup_env run` (for training) or `setup_env dev` (for the tests, too) sets $TITANLITE_PYTHON to the first of
 #   1. the active environment ($VIRTUAL_ENV, $CONDA_PREFIX), if titanlite is installed there;
 #   2. .venv in this repository, if its stamp says that it is complete and up to date (no Python is started for that);
 #   3. `python` or `python3` on PATH, if titanlite is installed there (a container image);
-#   4. .venv, made or updated under constraints.txt by uv, or by pip where uv cannot be used.
-# Keep it fit for bash 3.2 (macOS).
+#   4. .venv, made or updated under constraints.txt by uv, or by pip where uv cannot be used;
+# and puts its folder at the head of PATH. To be sourced; bash 3.2 (macOS) is enough.
 
 TITANLITE_ROOT="${TITANLITE_ROOT:-$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)}"
 _VENV="$TITANLITE_ROOT/.venv"
@@ -30,15 +26,19 @@ _use_if_installed() {
     missing="$(cd / && "$1" -c 'import sys; from importlib.util import find_spec
 print(*(name for name in sys.argv[1:] if find_spec(name) is None))' $modules 2>/dev/null)" || return 1
     case " $missing " in *" titanlite "*) return 1 ;; esac
-    [ -n "$missing" ] || { _say "using $1"; _use "$1"; return; }
-    _say "$1 has titanlite, but lacks $missing. Using .venv instead;" "to use yours: pip install -c constraints.txt -e '.[dev]'"
-    return 1
+    if [ -n "$missing" ]; then
+        _say "$1 has titanlite, but lacks $missing. Using .venv instead;" "to use yours: pip install -c constraints.txt -e '.[dev]'"
+        return 1
+    fi
+    _say "using $1"
+    _use "$1"
 }
 
 # Sets _BASE and _BASE_VERSION: the interpreter that .venv is made with.
 _find_base() {
     local candidate answer found="" bare=""
-    if [ -n "${PYTHON:-}" ]; then set -- "$PYTHON"; else set -- python3 python python3.13 python3.12 python3.11 python3.10; fi
+    set -- python3 python python3.13 python3.12 python3.11 python3.10
+    [ -z "${PYTHON:-}" ] || set -- "$PYTHON"
     for candidate in "$@"; do
         answer="$("$candidate" -c 'import sys
 state = "fits" if (3, 10) <= sys.version_info < (3, 14) else "other"
@@ -95,12 +95,8 @@ _pip_settings_for_uv() {
     export UV_INDEX_STRATEGY="${UV_INDEX_STRATEGY:-unsafe-best-match}"
 }
 
-# Installs $1 with the command that follows. The build uses the pinned setuptools.
-_install_with() {
-    local what="$1"
-    shift
-    "$@" -c constraints.txt setuptools && "$@" -c constraints.txt --no-build-isolation -e "$what"
-}
+# Installs $what with a command. The build uses the pinned setuptools.
+_install_with() { "$@" -c constraints.txt setuptools && "$@" -c constraints.txt --no-build-isolation -e "$what"; }
 
 _install() {
     local extras="$1" what=. began=$SECONDS python="$_VENV/bin/python" version uv
@@ -110,7 +106,6 @@ _install() {
     if "$python" -c '' 2>/dev/null && ! grep -qsx unfinished "$_STAMP" && [ "${_BASE_VERSION:-$version}" = "$version" ]; then
         _say "bringing .venv up to date"
         [ ! -f "$_STAMP" ] || echo unfinished >"$_STAMP"
-        "$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip
     else
         [ -f "$_STAMP" ] || [ ! -f "$_VENV/pyvenv.cfg" ] || _die ".venv is of another Python, and somebody else made it." \
             "Remove it, or activate an environment that has titanlite."
@@ -118,15 +113,15 @@ _install() {
         _say "making .venv with $_BASE ($_BASE_VERSION), once"
         echo unfinished >"$_STAMP"
         find "$_VENV/" -mindepth 1 -maxdepth 1 ! -name 'titanlite.*' -exec rm -rf {} +
-        "$_BASE" -m venv "$_VENV" || _die "$_BASE -m venv failed."
+        "$_BASE" -m venv "$(cd "$_VENV" && pwd -P)" || _die "$_BASE -m venv failed."
     fi
     # A user-wide `pip --user` setting cannot work in a virtual environment.
     export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_USER=0
     uv="$(command -v uv)" || { "$python" -m pip install -q -c constraints.txt uv && uv="$_VENV/bin/uv"; }
-    if ! { [ -n "$uv" ] && _pip_settings_for_uv "$python" && _install_with "$what" "$uv" pip install --python "$python"; }; then
+    if ! { [ -n "$uv" ] && _pip_settings_for_uv "$python" && _install_with "$uv" pip install --python "$python"; }; then
         _say "uv cannot be used here; pip installs the same, which takes longer"
-        _install_with "$what" "$python" -m pip install || _die "the installation failed; the lines above say why." \
-            "The same command starts over. pip's own settings hold: a proxy, a mirror (pip config list)."
+        _install_with "$python" -m pip install || _die "the installation failed; the lines above say why." \
+            "Is there a network, and space on the disk? pip's settings hold (pip config list). The same command starts over."
     fi
     # Writes the byte code of what is imported, which else each process of the first run makes for itself.
     env -u PYTHONDONTWRITEBYTECODE "$python" -c 'import torch, titanlite.app' || _die "titanlite cannot be imported."

@@ -1,5 +1,6 @@
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -78,3 +79,15 @@ def test_the_wheel_trains(installed: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert f"config: {installed}/titanlite/" in done.stdout and "training done at step 1" in done.stdout
     assert "titanlite" in (tmp_path / "run" / "run.json").read_text()
+
+
+def test_what_is_installed_for_training_is_imported_somewhere_and_looked_for_in_an_active_environment() -> None:
+    listed = re.search(r"^dependencies = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S)
+    assert listed is not None
+    needed = set(re.findall(r'^ +"([a-z]+)', listed[1], re.M))
+    code = "".join(path.read_text() for path in (ROOT / "titanlite").rglob("*.py"))
+    assert needed >= {"torch", "numpy"}
+    assert not {name for name in needed if not re.search(rf"^ *(import|from) (torch\.utils\.)?{name}\b", code, re.M)}
+    script = (ROOT / "scripts" / "setup_env.sh").read_text()
+    looked_for = re.search(r'^_RUN_MODULES="(.*)"', script, re.M)
+    assert looked_for is not None and set(looked_for[1].split()) == needed - {"tomli"} | {"titanlite"}

@@ -433,11 +433,9 @@ class _Work:
 
     def shard(self, mesh: plans.MeshPlan) -> plans.ShardPlan:
         training = self.config.dialect.training
-        reshard: bool | int | None
-        if isinstance(training.reshard_after_forward, int):
-            reshard = training.reshard_after_forward
-        else:
-            reshard = {"default": None, "always": True, "never": False}[training.reshard_after_forward]
+        words: dict[str | int, bool | None] = {"default": None, "always": True, "never": False}
+        given = training.reshard_after_forward
+        reshard: bool | int | None = given if isinstance(given, int) else words[given]
         if mesh.pipeline > 1:
             gathered = mesh.dp_shard * mesh.context > 1
             if reshard is None:
