@@ -328,6 +328,7 @@ def test_killed_while_writing_leaves_nothing_that_loads(tmp_path: Path) -> None:
     assert any("all is written" in line for line in process.stdout)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    (partial,) = (tmp_path / "checkpoint").iterdir()
+    partial, lock = sorted((tmp_path / "checkpoint").iterdir())
+    assert lock.name == "run.lock", "the next start takes it over"
     assert partial.name.startswith(".partial-step-2-") and (partial / "__0_0.distcp").stat().st_size > 100_000
     assert find(tmp_path / "checkpoint") == (None, [])
