@@ -158,7 +158,7 @@ def _lock(plans: Plans) -> Iterator[None]:
 
 
 def _not_writable(key: str, folder: Path, error: OSError) -> ConfigError:
-    why = "it is a file" if folder.is_file() else error.strerror
+    why = "it is a file" if os.path.isfile(folder) else error.strerror
     reason = f"cannot write to {str(folder)!r}: {why}"
     return ConfigError([Problem("", key, reason, "name a folder that you may write to")])
 

@@ -38,7 +38,6 @@ from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.activation_checkpoint import Kept, checkpoint_activations, trace_block
 from titanlite.parallel.compile import CompileWatch, LossFunction, compile_loss, compile_units, prepare_compile
 from titanlite.parallel.context import PartLoader, PartPasses, Share, apply_context_parallel
-from titanlite.parallel.environment import read_environment
 from titanlite.parallel.float8 import ScalePrecompute, convert
 from titanlite.parallel.float8_choice import Choice, choose, converted_names
 from titanlite.parallel.fsdp import DTYPES, offloads, shard
@@ -47,7 +46,7 @@ from titanlite.parallel.pipeline import Piece, Pipeline, PipelineModel, cut, kee
 from titanlite.parallel.pipeline_split import divide
 from titanlite.parallel.tensor import ASYNC_OPTIONS, check_async, enable_async, split, tensor_loss
 from titanlite.parallel.units import Unit, UnitError, choose_units
-from titanlite.parallel.world import World
+from titanlite.parallel.world import World, this_rank
 from titanlite.prepare import model_args, undivided
 
 
@@ -232,7 +231,7 @@ def check_tensor_parallel(plans: Plans, text: Text) -> None:
         raise ConfigError(problems)
     if plans.tensor_parallel.asynchronous:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
-        check_async(plans.mesh.tensor, device_type, read_environment(need_address=False).local_size)
+        check_async(plans.mesh.tensor, device_type, this_rank().local_size)
 
 
 def check_units(plans: Plans, text: Text) -> None:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+STOPPING = "stopping as soon as this step is done"
 #: What comes sooner after the first is the same wish on another way: a scheduler signals torchrun and its workers.
 _APART_SECONDS = 1.0
 #: What a process that is to end at once gets for cleaning up. It may hang in a collective, where nothing interrupts it.
@@ -80,7 +81,7 @@ class GracefulStop:
     def __init__(self, at_once: bool = False) -> None:
         self.at_once = at_once
         #: What is said when a signal comes: when the loop stops, and after that what will be saved.
-        self.when = "stopping as soon as this step is done"
+        self.when = STOPPING
         self.notice = ""
         #: A signal has come, also where the main thread is busy outside Python and has not taken note of it.
         self.heard = False

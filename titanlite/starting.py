@@ -170,10 +170,13 @@ def schedule_change(loaded: LoadedState, plans: Plans, began: int) -> str | None
         return learning_rate(schedule, peak, step - began), new
 
     coming = range(loaded.step + 1, (plans.train.steps or 0) + 1)
-    if not any(old != new for old, new in map(rates, coming[:: max(len(coming) // 1000, 1)])):
-        return None
-    words = [f"{name.replace('_', ' ')} {_number(old)} -> {_number(now[name])}" for name, old in changed.items()]
-    old, new = rates(loaded.step + 1)
+    try:
+        if not any(old != new for old, new in map(rates, coming[:: max(len(coming) // 1000, 1)])):
+            return None
+        old, new = rates(loaded.step + 1)
+    except (TypeError, ValueError, KeyError):  # of a later version, or damaged: it only serves this comparison
+        return f"the learning-rate schedule in {loaded.folder} cannot be compared with this run's: {changed!r:.200}"
+    words = [f"{name.replace('_', ' ')} {_number(then)} -> {_number(now[name])}" for name, then in changed.items()]
     keep = ""
     if "total_steps" in changed:
         keep = f"; lr_scheduler.total_steps = {changed['total_steps']} keeps the old length"

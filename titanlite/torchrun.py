@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
@@ -28,13 +29,16 @@ def after_signal(text: str | None) -> int:
     return worst(text) or (exit_codes.DONE if text else exit_codes.ERROR)
 
 
-def worst(text: str) -> int | None:
+def worst(text: str, failed: Iterable[int] = ()) -> int | None:
     """One code of many. None where nothing is told, or all workers are done.
 
     text: lines of "restart code", with what there is to say of it as a JSON string behind. The last restart counts.
-    A rank that lost its peers tells less than one that has a reason of its own.
+    A rank that lost its peers tells less than one that has a reason of its own. failed: exit codes of the workers that
+    failed first, as torchrun saw them. torchrun stops the others by SIGTERM, so their code 5 is no reason.
     """
     codes = {code for code, _ in _last_restart(text)} - {exit_codes.DONE}
+    if any(code < 0 or code in (exit_codes.ERROR, exit_codes.LOST_PEER) for code in failed):
+        codes.discard(exit_codes.PREEMPTED)
     reasons = codes - {exit_codes.LOST_PEER, exit_codes.ERROR}
     return min(reasons or codes, default=None)
 
@@ -56,6 +60,7 @@ def main() -> NoReturn:
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
     leave_on_signals(*_SIGNALS)  # until torchrun listens; SIGUSR1 it must go on to ignore where it does
     from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
     with tempfile.TemporaryDirectory(prefix="titanlite-codes-") as folder:
@@ -64,6 +69,7 @@ def main() -> NoReturn:
         failure: str | None = None
         code = exit_codes.DONE
         stopped = False
+        failed: list[int] = []
         try:
             torchrun()
         except SystemExit as end:
@@ -71,6 +77,8 @@ def main() -> NoReturn:
         except BaseException as error:  # its own for failed workers and for signals are of several kinds
             code, failure = exit_codes.ERROR, traceback.format_exc()
             stopped = isinstance(error, (SignalException, KeyboardInterrupt))
+            if isinstance(error, ChildFailedError):
+                failed = [failure.exitcode for failure in error.failures.values()]
         for number in _SIGNALS:  # the workers have ended, and their code stands
             signal.signal(number, signal.SIG_IGN)
         text = told.read_text() if told.exists() else None
@@ -78,7 +86,7 @@ def main() -> NoReturn:
         if stopped:
             code = after_signal(text)
         elif code and text is not None:
-            code = worst(text) or code
+            code = worst(text, failed) or code
         if code:
             words = last_words(text or "")
     # What the workers have explained needs no summary of the launcher's; a killed one explains nothing.

@@ -36,7 +36,7 @@ from titanlite.optim.schedule import learning_rate
 from titanlite.parallel.compile import CACHE_VARIABLE
 from titanlite.parallel.init import seed_generators
 from titanlite.parallel.world import World, patience, set_timeouts
-from titanlite.preempt import GracefulStop, Preempted, any_rank
+from titanlite.preempt import STOPPING, GracefulStop, Preempted, any_rank
 from titanlite.runs import ledger
 from titanlite.runs.folder import FinalState
 from titanlite.runs.provenance import config_text
@@ -363,9 +363,9 @@ class Trainer:
         """Note on rank 0 that an attempt starts; what to tell of the one before."""
         off = ". CHECKPOINTS ARE OFF: nothing will be saved"
         self.stop.notice = ", then a checkpoint is written" if self.checkpointer else off
-        if self.world.size > 1:  # on a GPU the answer is read a step later
-            within = "within two steps" if self.world.device.type == "cuda" else "after this step or the next"
-            self.stop.when = f"all ranks stop {within}"
+        # On a GPU the answer is read a step later.
+        within = "within two steps" if self.world.device.type == "cuda" else "after this step or the next"
+        self.stop.when = f"all ranks stop {within}" if self.world.size > 1 else STOPPING
         if self.world.rank:
             return []
         self._ledger, lines = starting.begin_ledger(self.plans, self.world, loaded, self.step, self.tokens_seen)

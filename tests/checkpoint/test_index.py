@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import json
 import pickle
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, Metadata
 
 from tests.checkpoint.golden import HERE, PRINTS, make
 from tests.checkpoint.test_manifest import sign
@@ -69,6 +70,15 @@ def _refusal(world: World, plan: CheckpointPlan) -> str:
     with pytest.raises(CheckpointError) as refused:
         Checkpointer(plan, world, PRINTS).load(model, optimizer)
     return str(refused.value)
+
+
+def test_an_index_of_an_early_python_3_11_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It pickles members of an enum as `getattr(class, name)`."""
+    index = pickle.loads((_copy(tmp_path) / ".metadata").read_bytes())
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", enum.pickle_by_enum_name)
+    data = pickle.dumps(index)
+    assert b"getattr" in data
+    assert check_files(_put(tmp_path / "step-3", data), parse_manifest(tmp_path / "step-3")) == []
 
 
 @pytest.mark.parametrize("format", [1, 4])

@@ -15,13 +15,13 @@ from titanlite.checkpoint.manifest import (
     REASON,
     CheckpointError,
     Manifest,
-    NewerFormatError,
     find,
     is_valid,
     publish,
     read_manifest,
     steps_in,
 )
+from titanlite.checkpoint.shelf import remove, shelf
 
 MANIFEST = Manifest(
     step=5,
@@ -113,12 +113,15 @@ def test_one_of_a_newer_format_is_neither_passed_over_nor_moved(tmp_path: Path) 
         lambda: find(tmp_path, 6),
         lambda: is_valid(tmp_path / "step-6"),
         lambda: _write(tmp_path, 6),
+        lambda: remove([tmp_path / "step-6"]),
     ):
-        with pytest.raises(NewerFormatError, match=f"step-6/manifest.json has format {FORMAT + 1}.* upgrade titanlite"):
+        with pytest.raises(CheckpointError, match=f"step-6/manifest.json has format {FORMAT + 1}.* upgrade titanlite"):
             use()
     assert {path.name: path.read_bytes() for path in (tmp_path / "step-6").iterdir()} == before
     assert steps_in(tmp_path) == [5, 6] and not list(tmp_path.glob("*.invalid*"))
     assert find(tmp_path, 5)[0] is not None
+    states = {entry.folder.name: entry.state for entry in shelf(tmp_path)}
+    assert (states["step-5"], states["step-6"]) == ("valid", "newer format")
 
 
 def _edit(folder: Path, **changes: object) -> None:

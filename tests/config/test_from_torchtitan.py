@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from titanlite.cli import main
-from titanlite.config.load import read_text
+from titanlite.config.errors import ConfigError
+from titanlite.config.load import load, read_text
 from titanlite.config.migrate import migrate_text
 from titanlite.config.names import LATER_FLAVORS
 from titanlite.config.plans import Plans
@@ -346,6 +347,12 @@ def table() -> str:
 def test_the_table_of_files_equals_the_code() -> None:
     match = TABLE.search(PAGE.read_text())
     assert match and match[2] == table(), "run: python tests/config/test_from_torchtitan.py --write"
+
+
+@pytest.mark.parametrize("flavor", ["debugmodel_flex_attn", "debugmodel_varlen_attn", "8B_flex", "8B_varlen"])
+def test_a_flavor_with_other_attention_is_refused_with_the_reason(flavor: str) -> None:
+    with pytest.raises(ConfigError, match=f'"{flavor}" is not supported: attention within each document'):
+        load([f"--model.flavor={flavor}"])
 
 
 if __name__ == "__main__" and "--write" in sys.argv:

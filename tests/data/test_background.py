@@ -156,7 +156,7 @@ def test_data_end_for_all_ranks_at_the_same_step(corpus: Corpus, ranks: int) -> 
                 batches.next_step()
                 assert batches.steps_left == left
             for _ in range(2):
-                with pytest.raises(EndOfData, match=r"1 epoch\(s\) of 599 tokens are served"):
+                with pytest.raises(EndOfData, match=r"1 epochs? of 599 tokens are served"):
                     batches.next_step()
 
 

@@ -292,13 +292,18 @@ def test_the_report_says_nothing_twice() -> None:
 def test_the_report_is_wrapped_between_words_and_its_warnings_have_their_level(
     console: logging.Logger, tmp_path: Path
 ) -> None:
-    """On the console in 80 columns where it is no terminal; whole, with the level, in the log of the rank."""
+    """In 80 columns on a terminal; whole in a pipe, and with the level in the log of the rank."""
     lines = [*report(Plans(warnings=("some " * 20 + "word",))), "resumed from /a/folder/" + "of/long/names/" * 5]
     plan = ObservePlan(dump_folder=str(tmp_path), progress=False)
     world = World(0, 0, 1, torch.device("cpu"))
-    out = io.StringIO()
-    setup_console(0, stream=out)
+    pipe, out = io.StringIO(), Terminal()
     observer = Observer(Plans(observe=plan), world, replace(SHAPES["llama3"]["debugmodel"], vocab_size=512))
+    setup_console(0, stream=pipe)
+    observer.start(0, lines)
+    assert [line[20:] for line in pipe.getvalue().splitlines()] == [
+        line.replace("warning:", "WARNING:") for line in lines
+    ]
+    setup_console(0, False, out)
     with rank_log(tmp_path, 0):
         observer.start(0, lines)
     observer.close()

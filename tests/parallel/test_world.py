@@ -136,6 +136,12 @@ def test_environments_as_launchers_set_them_are_read(environment: Callable[[dict
     assert read_environment() == Environment(1, 2, 0, 1, ("localhost", 29500))
 
 
+def test_a_group_that_exists_needs_no_variables(environment: Callable[[dict[str, str]], None]) -> None:
+    for variables in ({"LOCAL_RANK": "1"}, {"RANK": "1", "LOCAL_RANK": "1", "MASTER_PORT": "x"}):
+        environment(variables)
+        assert read_environment(joined=(1, 2)) == Environment(1, 2, 1, 2, None)
+
+
 def test_train_py_tells_a_wrong_environment_without_torch(
     environment: Callable[[dict[str, str]], None], tmp_path: Path
 ) -> None:

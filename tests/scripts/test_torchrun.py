@@ -32,6 +32,41 @@ def test_which_code_stands_for_all(told: str, code: int | None) -> None:
     assert worst(told) == code
 
 
+@pytest.mark.parametrize(
+    ("failed", "told", "code"),
+    [
+        ([1], "0 5\n", None),
+        ([-9], "0 5\n0 5\n", None),
+        ([7], "0 7\n0 5\n", 7),
+        ([1], '0 1 "words"\n0 5\n', 1),
+        ([5], "0 5\n0 7\n", 5),
+        ([3], "0 3\n0 5\n", 3),
+    ],
+)
+def test_a_worker_that_torchrun_stops_after_another_failed_was_not_preempted(
+    failed: list[int], told: str, code: int | None
+) -> None:
+    """Code 5 means that the same command goes on: a wrapper would start a broken installation for ever."""
+    assert worst(told, failed) == code
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_during_imports_is_an_error(tmp_path: Path) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text(
+        "import os, signal, time\n"
+        "from titanlite.entry import leave_on_signals\n"
+        "leave_on_signals(signal.SIGTERM)\n"
+        "time.sleep(1)\n"
+        "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
+        "time.sleep(60)\n"
+    )
+    command = [sys.executable, "-m", "titanlite.torchrun", "--nproc_per_node=2", str(script)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and "exitcode  : -9" in done.stderr, done.stderr
+
+
 def test_what_the_last_restart_said_is_kept_for_the_end() -> None:
     told = '0 1 "rank 0: first"\n1 7 ""\n1 1 "rank 1 on a: OSError: a\\nb"\n1 1 "rank 2: third"\n'
     assert last_words(told) == "rank 1 on a: OSError: a\nb"

@@ -98,7 +98,7 @@ def test_all_four_levels_train_in_the_pool(
     """The command without torchrun: every level's own file, trained by real ranks."""
 
     def run(command: list[str], console: Path, _: object) -> int:
-        pool(1).run(_train, command[command.index("titanlite.app") + 1 :], timeout=600)
+        pool(1).run(_train, command[command.index("train") + 1 :], timeout=600)
         return 0
 
     monkeypatch.setattr(command, "run", run)

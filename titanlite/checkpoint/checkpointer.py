@@ -71,7 +71,7 @@ class Checkpointer:
         self._background: BackgroundSave | None = None
         #: In which ranks wait for each other around a save: a slow disk is not a stuck rank. Made now, because a save
         #: must succeed also when torchrun, whose store a new group needs, has been killed.
-        self._group = new_group(_SAVE_TIMEOUT)
+        self._group: dist.ProcessGroup | None = new_group(_SAVE_TIMEOUT)
         if plan.async_mode != "disabled":
             self._background = BackgroundSave(world.device, overlap=plan.async_mode == "async_with_pinned_mem")
 
@@ -101,6 +101,7 @@ class Checkpointer:
         `await_copy`); the folder comes into being later, and `poll` or `wait` tells. A save still under way is waited
         for first.
         """
+        assert self._group is not None, "closed"
         if self._background:
             self._background.prepare(self._group)
         self._began = time.perf_counter()
@@ -193,7 +194,9 @@ class Checkpointer:
         """End the threads. A save under way is not waited for: call `wait` before, while all ranks are well."""
         if self._background:
             self._background.close()
-        dist.destroy_process_group(self._group)
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
         self._deleter.wait(_DELETE_SECONDS)
 
     def load(

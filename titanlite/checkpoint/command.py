@@ -18,6 +18,7 @@ from titanlite.checkpoint.manifest import CheckpointError, Manifest, parse_manif
 from titanlite.checkpoint.place import Place, place, sizes
 from titanlite.checkpoint.shelf import (
     INVALID,
+    NEWER,
     VALID,
     Entry,
     Verdict,
@@ -161,7 +162,7 @@ def _ls(arguments: argparse.Namespace, flags: Sequence[str], _style: object) -> 
     table = Table(("checkpoint", "state", "size", "ranks", "age"), rows, left=(0, 1))
     # The reason of an invalid one names its files; that of one that was renamed since names them by the old name.
     notes = [
-        f"note: {entry.reason if entry.state == INVALID else f'{entry.folder.name}: {entry.reason}'}"
+        f"note: {entry.reason if entry.state in (INVALID, NEWER) else f'{entry.folder.name}: {entry.reason}'}"
         for entry in entries
         if entry.reason
     ]

@@ -23,6 +23,7 @@ _KNOWN = {
     ("torch.serialization", "_get_layout"),
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),  # Python 3.13
+    ("builtins", "getattr"),  # members of an enum, as Python 3.11.0 to 3.11.3 writes them; a record here, never called
 }
 _DTYPE = re.compile(r"(b?float|u?int|complex|bool)\w*")
 #: Where format 1 wrote a checkpoint: the number at the end is of a process. Later formats have eight digits there.

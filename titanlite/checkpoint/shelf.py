@@ -16,6 +16,7 @@ from titanlite.checkpoint.manifest import (
     REASON,
     CheckpointError,
     Manifest,
+    NewerFormatError,
     find,
     folders_in,
     is_pinned,
@@ -26,7 +27,7 @@ from titanlite.checkpoint.manifest import (
 from titanlite.checkpoint.place import Place, StorePath, place
 from titanlite.checkpoint.retention import DELETED, PARTIAL, delete, set_aside, take
 
-VALID, INVALID = "valid", "invalid"
+VALID, INVALID, NEWER = "valid", "invalid", "newer format"
 _ASIDE = re.compile(r"step-(\d+)\.invalid-\d+")
 _STEP_WITHIN = re.compile(r"step-(\d+)")
 #: In the folder of a run, unless `checkpoint.folder` says otherwise.
@@ -38,8 +39,8 @@ class Entry:
     """One folder among the checkpoints."""
 
     folder: Place
-    #: "valid", "invalid", "set aside" (an invalid one that a later save of its step made way for), "partial" (a save
-    #: under way or cut short) or "being deleted".
+    #: "valid", "invalid", "newer format" (of a later titanlite), "set aside" (an invalid one that a later save of its
+    #: step made way for), "partial" (a save under way or cut short) or "being deleted".
     state: str
     #: Why it is not valid.
     reason: str = ""
@@ -105,7 +106,7 @@ def look(folder: Place) -> Entry:
         try:
             manifest = read_manifest(folder)
         except CheckpointError as error:
-            state, reason = INVALID, str(error)
+            state, reason = NEWER if isinstance(error, NewerFormatError) else INVALID, str(error)
     elif (folder / REASON).is_file():
         reason = (folder / REASON).read_text(encoding="utf-8", errors="replace").rstrip()
     try:
@@ -180,6 +181,8 @@ def remove(
         for entry in entries:
             if entry.pinned:
                 raise CheckpointError(f"{entry.folder} is pinned: remove its file {PIN} first, or give --force")
+            if entry.state == NEWER:
+                raise CheckpointError(f"{entry.reason}. It may be good: give --force to delete it all the same")
             if entry.state == "partial":
                 raise CheckpointError(f"{entry.folder} may be a save under way: give --force when no run writes there")
         for root in dict.fromkeys(entry.folder.parent for entry in entries if entry.state == VALID):

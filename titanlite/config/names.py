@@ -258,6 +258,10 @@ REFUSED_VALUES: dict[tuple[str, str], str] = {
     ("training.mixed_precision_param", "float16"): _FLOAT16,
     ("training.mixed_precision_reduce", "float16"): _FLOAT16,
     ("training.dtype", "float16"): _FLOAT16,
+    **{
+        ("model.flavor", flavor): "attention within each document (data.mask_documents) is not built yet"
+        for flavor in ("debugmodel_flex_attn", "debugmodel_varlen_attn", "8B_flex", "8B_varlen")
+    },
 }
 """(key, value) → why a value that other trainers know is not taken."""
 

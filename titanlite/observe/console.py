@@ -59,7 +59,7 @@ class View(Protocol):
 class ConsoleHandler(_StreamHandler):
     """Log lines of one rank. `color` says whether escape codes may go to the stream.
 
-    A record with `wrap` (`extra={"wrap": True}`) is broken between words at the terminal's width.
+    A record with `wrap` (`extra={"wrap": True}`) is broken between words at a terminal's width.
     While there is a `view`, a record with `figures` (`extra={"figures": StepFigures(...)}`) goes there first.
     """
 
@@ -96,7 +96,7 @@ class ConsoleHandler(_StreamHandler):
             text = f"{record.levelname}: {text}"
         if self.rank:
             text = f"[rank {self.rank}] {text}"
-        if getattr(record, "wrap", False):
+        if getattr(record, "wrap", False) and self.target().isatty():
             text = _wrapped(text, _columns(self.target()))
         if self.color and record.levelno in _LEVEL_COLORS:
             text = f"\033[{_LEVEL_COLORS[record.levelno]}m{text}{_RESET}"
@@ -127,7 +127,7 @@ def _wrapped(text: str, columns: int) -> str:
 
 
 def _columns(stream: TextIO) -> int:
-    """Of the terminal; 80 where the stream is none, or does not know."""
+    """Columns of the terminal; 80 if it does not know."""
     try:
         return os.get_terminal_size(stream.fileno()).columns or 80
     except (AttributeError, OSError, ValueError):

@@ -29,11 +29,11 @@ class Environment:
     address: tuple[str, int] | None
 
 
-def read_environment(need_address: bool = True) -> Environment:
+def read_environment(joined: tuple[int, int] | None = None) -> Environment:
     """RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; one process without them.
 
-    need_address: False where a process group exists already. Raises WorldError, which names everything that is wrong
-    and what to do.
+    joined: rank and size of a process group that exists already; only the two about this node are read then. Raises
+    WorldError, which names everything that is wrong and what to do.
     """
     problems: list[str] = []
 
@@ -52,14 +52,18 @@ def read_environment(need_address: bool = True) -> Environment:
         return low
 
     alone = os.environ.get("RANK", "0").strip() == "0"
-    size = number("WORLD_SIZE", 1 if alone else None, 1, _NO_LIMIT, "the number of ranks", "RANK")
+    if joined is None:
+        size = number("WORLD_SIZE", 1 if alone else None, 1, _NO_LIMIT, "the number of ranks", "RANK")
+    else:
+        rank, size = joined
     if not problems:  # the others are measured by it
         local_size = number("LOCAL_WORLD_SIZE", size, 1, size, f"the ranks of this node, of {size} in all (WORLD_SIZE)")
-        rank = number("RANK", 0 if size == 1 else None, 0, size - 1, f"WORLD_SIZE is {size}")
+        if joined is None:
+            rank = number("RANK", 0 if size == 1 else None, 0, size - 1, f"WORLD_SIZE is {size}")
         by = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in os.environ else "WORLD_SIZE"
         local_rank = number("LOCAL_RANK", rank, 0, local_size - 1, f"{by} is {local_size}", by)
         host, port = os.environ.get("MASTER_ADDR", "").strip(), 0
-        if size > 1 and need_address:
+        if size > 1 and joined is None:
             if not host:
                 problems.append("MASTER_ADDR is not set, but WORLD_SIZE is: set it to the host of rank 0")
             port = number("MASTER_PORT", None, 1, 65535, "a free port of the host of rank 0")

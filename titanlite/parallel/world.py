@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
 from titanlite.config.plans import CommPlan, MeshPlan
-from titanlite.parallel.environment import WorldError, read_environment
+from titanlite.parallel.environment import Environment, WorldError, read_environment
 from titanlite.parallel.flight_recorder import recording
 from titanlite.parallel.meeting import LIMIT_SECONDS, come, connect, meet
 
@@ -29,6 +29,11 @@ MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 PATIENT = "titanlite_patient"
 
 
+def this_rank() -> Environment:
+    """This process among the ranks: of the process group that exists, else by the environment. Raises WorldError."""
+    return read_environment((dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None)
+
+
 def join_store(limit: float = LIMIT_SECONDS) -> dist.Store | None:
     """The run's key-value store, at which the process groups meet; None for one process alone.
 
@@ -36,7 +41,9 @@ def join_store(limit: float = LIMIT_SECONDS) -> dist.Store | None:
     WorldError when the environment is wrong or rank 0 cannot open MASTER_PORT, MeetingError when the store cannot be
     reached within `limit` seconds, or what listens there does not answer within as many.
     """
-    ranks = read_environment(need_address=not dist.is_initialized())
+    if dist.is_initialized():
+        return None
+    ranks = read_environment()
     if ranks.address is None:
         return None
     agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -71,7 +78,7 @@ class World:
         """
         comm = comm or CommPlan()
         device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-        ranks = read_environment(need_address=not dist.is_initialized())
+        ranks = this_rank()
         rank, local_rank, size = ranks.rank, ranks.local_rank, ranks.size
         if device_type == "cuda":
             gpus = torch.cuda.device_count()
@@ -85,7 +92,7 @@ class World:
         else:
             device = torch.device("cpu")
         if dist.is_initialized():
-            yield cls(dist.get_rank(), local_rank, dist.get_world_size(), device)
+            yield cls(rank, local_rank, size, device)
             return
         timeout = timedelta(seconds=comm.init_timeout_seconds)
         with recording(comm, device, size):

@@ -53,7 +53,17 @@ def stoppable() -> Iterator[None]:
 def training_command(ranks: int, arguments: Sequence[str]) -> list[str]:
     """The command line of a training run with `ranks` processes on this machine."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
-    return [*torchrun, "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", "-m", "titanlite.app", *arguments]
+    return [
+        *torchrun,
+        "--rdzv_backend",
+        "c10d",
+        "--rdzv_endpoint",
+        "localhost:0",
+        "-m",
+        "titanlite",
+        "train",
+        *arguments,
+    ]
 
 
 def training_environment(device_type: str) -> dict[str, str]:

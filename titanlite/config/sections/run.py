@@ -181,7 +181,7 @@ class Launch(Section):
     )
     instance_type: str = Field(default="", description="Kind of machine, as the cluster calls it.")
     image: str = Field(default="", description="Container image.")
-    shared_dir: str = Field(default="", description="Folder that all machines see.")
+    shared_dir: Location = Field(default="", description="Folder that all machines see.")
     time_limit: str = Field(default="", description="Longest run, as hours:minutes:seconds.")
     queue: str = Field(default="", description="Queue or partition.")
     environment: dict[str, str] = Field(default={}, description="Table of environment variables for every process.")

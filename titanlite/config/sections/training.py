@@ -138,7 +138,7 @@ class Parallelism(Section):
 class DataSource(Section):
     """One `[[data.source]]`: text, and its share of the mixture."""
 
-    path: str = Field(min_length=1, description="File, folder or hub id.")
+    path: Location = Field(min_length=1, description="File, folder or hub id.")
     format: Literal["auto", "json", "parquet", "text", "tokens"] = Field(default="auto", description="Kind of file.")
     text_key: str = Field(default="text", min_length=1, description="Field of a record that holds the text.")
     weight: float = Field(default=1.0, gt=0, description="Share of the mixture, relative to the other sources.")
