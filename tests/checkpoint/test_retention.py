@@ -98,13 +98,17 @@ def test_a_pin_that_comes_at_the_last_moment_counts(tmp_path: Path, monkeypatch:
     assert steps_in(tmp_path) == [1, 2, 3] and not leftovers(tmp_path)
 
 
-def test_a_step_that_is_a_link_goes_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_hand", [False, True], ids=["retention", "rm"])
+def test_a_step_that_is_a_link_goes_and_what_it_leads_to_stays(tmp_path: Path, by_hand: bool) -> None:
     root, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     _write(root, 1, 2, 3)
     (root / "step-1").rename(elsewhere)
     (root / "step-1").symlink_to(elsewhere)
     deleter = Deleter()
-    deleter.delete(retire(root, 3, latest=2))
+    if by_hand:
+        remove([root / "step-1"])
+    else:
+        deleter.delete(retire(root, 3, latest=2))
     assert deleter.wait(10) and sorted(path.name for path in root.iterdir()) == ["step-2", "step-3"]
     assert sorted(path.name for path in elsewhere.iterdir()) == ["manifest.json", "shard"]
 

@@ -158,6 +158,13 @@ def verify(folder: Place, progress: Progress = lambda done, total: None) -> Verd
     return Verdict(folder, problems, manifest, time.perf_counter() - started, strangers)
 
 
+def _resolved(path: Place) -> Place:
+    """An absolute path; of a checkpoint that is a link the link itself, not the folder that it names."""
+    path = place(path)
+    is_link = not isinstance(path, StorePath) and path.is_symlink()
+    return path.parent.resolve() / path.name if is_link else path.resolve()
+
+
 def remove(
     paths: Sequence[Place],
     force: bool = False,
@@ -173,7 +180,7 @@ def remove(
     One that is pinned meanwhile stays, and raises then.
     """
     entries = []
-    for path in dict.fromkeys(place(path).resolve() for path in paths):
+    for path in dict.fromkeys(map(_resolved, paths)):
         if not (path.is_dir() or store.is_mark(path)) or _state_by_name(path) is None:
             raise CheckpointError(f"{path} is no folder of a checkpoint (step-N)")
         entries.append(look(path))
