@@ -20,6 +20,7 @@ from titanlite.build import check_tensor_parallel, check_units, read_text
 from titanlite.checkpoint import CheckpointError
 from titanlite.checkpoint.place import StorePath, place
 from titanlite.checkpoint.store_lock import StoreLock, check_reachable
+from titanlite.config.advice import counted
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.job import JobConfig
 from titanlite.config.plans import Plans
@@ -116,20 +117,21 @@ def _run(argv: Sequence[str], stop: GracefulStop) -> int:
 
 
 def _name_config(config: JobConfig, plans: Plans) -> None:
-    """Log which files the config is of; a run of mere defaults is seldom meant."""
+    """Log the config files; warn if there is none, since a run with defaults alone is rarely intended."""
     if config.files:
         logger.info(f"config: {', '.join(config.files)}")
         return
-    steps = f"{plans.data.epochs} epochs" if plans.train.steps is None else f"{plans.train.steps:,} steps"
+    steps = plans.train.steps
+    length = counted(plans.data.epochs or 0, "epochs") if steps is None else counted(steps, "steps")
     logger.warning(
         f"no --job.config_file is given: this run has the defaults and your flags ({plans.model.name} "
-        f"{plans.model.flavor}, {steps}, folder {plans.observe.dump_folder}); train_configs/ has configs to start from"
+        f"{plans.model.flavor}, {length}, folder {plans.observe.dump_folder}); train_configs/ has configs to start from"
     )
 
 
 @contextlib.contextmanager
 def _lock(plans: Plans) -> Iterator[None]:
-    """Hold the run's folder against other runs, and that of its checkpoints, wherever it lies.
+    """Lock the run's folder and the real path of its checkpoint folder against other runs.
 
     Raises LockedError; ConfigError where the run's folder cannot be written to or holds the checkpoints among its logs,
     CheckpointError where that of the checkpoints, or a store, cannot be used.

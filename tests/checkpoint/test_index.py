@@ -1,4 +1,4 @@
-"""An index is a pickle from whoever wrote the checkpoint: it is read as data, whatever the manifest says of it."""
+"""The index of a checkpoint is a pickle from another program: it is read as data, with any manifest."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_an_index_that_the_manifest_does_not_list_is_not_read(tmp_path: Path) ->
 
 @pytest.mark.parametrize("format", [2, 3, 4])
 def test_a_newer_checkpoint_does_not_become_one_without_hashes(tmp_path: Path, format: int) -> None:
-    """Its manifest is written anew, as format 1 would have it; the index still says who wrote it."""
+    """The manifest is rewritten as format 1; the index still shows the newer writer."""
     folder = _copy(tmp_path, format)
     old = json.loads((HERE / "format-1" / "step-3" / "manifest.json").read_text())
     raw = json.loads((folder / "manifest.json").read_text())

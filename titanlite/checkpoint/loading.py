@@ -130,7 +130,7 @@ class Loading:
                 return loaded
 
     def _try(self, choice: _Choice, model: nn.Module, optimizer: torch.optim.Optimizer) -> LoadedState | None:
-        """Load what was chosen; None when its files are damaged or its weights are not finite, which is noted."""
+        """Load the chosen checkpoint. Return None, and note the reason, if its files or weights are bad."""
         manifest, folder, notices = choice.manifest, choice.folder, choice.notices
         exclude = self._exclude(choice)
         left_out = groups_of(exclude)

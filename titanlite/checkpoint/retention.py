@@ -217,7 +217,7 @@ def delete(folder: Place, ignore_errors: bool = False) -> None:
     """Delete what `set_aside` or `leftovers` has named. Raises OSError; with `ignore_errors` all that goes, goes."""
     if isinstance(folder, StorePath):
         store.delete(folder)
-    elif folder.is_symlink():  # what it leads to is not ours
+    elif folder.is_symlink():  # its target belongs to someone else
         folder.unlink()
     else:
         shutil.rmtree(folder, ignore_errors=ignore_errors)

@@ -97,7 +97,7 @@ def file_entries(text: str, file: str) -> tuple[list[Entry], list[Problem]]:
 
 _SLIPS = 5
 """Unknown keys that a file of this dialect may have, however few others it has."""
-_REWRITE = "write it anew with the keys of `titanlite config explain`"
+_REWRITE = "rewrite it with the keys that `titanlite config explain` lists"
 
 
 def unknown(name: str, source: Source, is_section: bool = False) -> Problem:

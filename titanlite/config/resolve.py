@@ -312,27 +312,23 @@ class _Work:
     def batch(self, mesh: plans.MeshPlan) -> plans.BatchPlan:
         training, ranks = self.config.dialect.training, mesh.dp_degree
         micro, wanted = training.batch_size, training.global_batch_size
-        at_once = micro * ranks
+        at_once, width = micro * ranks, counted(ranks, "data-parallel ranks")
         if wanted == -1:
             accumulation = 1
-            self.notes.append(
-                f"global batch = {counted(at_once, 'sequences')}: batch_size {micro} * "
-                f"{counted(ranks, 'data-parallel ranks')}"
-            )
+            self.notes.append(f"global batch = {counted(at_once, 'sequences')}: batch_size {micro} * {width}")
         else:
             accumulation = max(wanted // at_once, 1)
             if wanted % at_once:
                 self.problem(
                     "training.global_batch_size",
-                    f"is {wanted}, not a multiple of batch_size {micro} * "
-                    f"{counted(ranks, 'data-parallel ranks')} = {at_once}",
+                    f"is {wanted}, not a multiple of batch_size {micro} * {width} = {at_once}",
                     batch_advice(wanted, micro, ranks),
                     ["training.batch_size", "training.data_parallel_type", *_degrees(self.config)],
                 )
             else:
                 self.notes.append(
                     f"accumulation = {counted(accumulation, 'micro-batches')}: global_batch_size {wanted} / "
-                    f"(batch_size {micro} * {counted(ranks, 'data-parallel ranks')})"
+                    f"(batch_size {micro} * {width})"
                 )
         total = at_once * accumulation
         tokens = total * training.seq_len

@@ -72,7 +72,7 @@ class ModelSpec:
     args_from_hf: Callable[[Mapping[str, Any]], LlamaArgs]
 
     def build_on_meta(self, args: LlamaArgs) -> nn.Module:
-        """The module without memory, in float32 whatever torch's default dtype is: the masters of mixed precision."""
+        """Build the module on the meta device, in float32 (the masters of mixed precision) with every default dtype."""
         import torch
 
         with torch.device("meta"):
