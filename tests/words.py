@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from titanlite.observe.console import logger
+from titanlite.utils import logger
 
 
 @contextmanager

@@ -20,19 +20,18 @@ from titanlite.build import check_tensor_parallel, check_units, read_text
 from titanlite.checkpoint import CheckpointError
 from titanlite.checkpoint.place import StorePath, place
 from titanlite.checkpoint.store_lock import StoreLock, check_reachable
-from titanlite.config.advice import counted
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.job import JobConfig
 from titanlite.config.plans import Plans
 from titanlite.data.errors import DataError
 from titanlite.entry import end, leave
+from titanlite.exit_codes import is_of_collectives
 from titanlite.guard import BadStepError
 from titanlite.models.shapes import ShapeError
-from titanlite.observe.console import escape, logger, setup_console
+from titanlite.observe.console import setup_console
 from titanlite.observe.stalls import StallWatch
 from titanlite.parallel.compile import CompileError, prepare_compile
 from titanlite.parallel.environment import read_environment
-from titanlite.parallel.flight_recorder import is_of_collectives
 from titanlite.parallel.float8 import check_float8
 from titanlite.parallel.host_memory import keep_freed_memory
 from titanlite.parallel.meeting import MeetingError, after_rank_0, leaving_word
@@ -44,6 +43,7 @@ from titanlite.runs.lock import LockedError, RunLock
 from titanlite.runs.logs import FOLDER as LOGS
 from titanlite.runs.logs import rank_log
 from titanlite.trainer import Trainer
+from titanlite.utils import counted, escape, logger
 
 
 def run(argv: Sequence[str]) -> int:

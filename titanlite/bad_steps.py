@@ -16,16 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.build import Parts
-from titanlite.config.advice import counted
 from titanlite.config.plans import DataPlan, ShardPlan
 from titanlite.data.left_out import merged, of_steps, take
 from titanlite.data.loader import late
 from titanlite.data.packing import PackedDataset
 from titanlite.feed import Fetched
 from titanlite.guard import BadStepError, NonFiniteError
-from titanlite.observe.console import logger
 from titanlite.observe.diagnose import diagnose_nonfinite
 from titanlite.observe.metrics import MetricsLog
+from titanlite.utils import counted, logger
 
 #: Name of the file below `job.dump_folder`.
 FILE = "guard.jsonl"

@@ -15,7 +15,6 @@ from titanlite import __version__, entry, exit_codes
 from titanlite.checkpoint import command as checkpoint_command
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.place import StoreError
-from titanlite.config.advice import counted
 from titanlite.config.checks import missing_files
 from titanlite.config.entries import begins_option, names_key
 from titanlite.config.errors import ConfigError, Problem
@@ -27,11 +26,12 @@ from titanlite.config.resolve import smallest_world
 from titanlite.config.unbuilt import unbuilt_notes
 from titanlite.drill import command as drill_command
 from titanlite.models.shapes import count_parameters
-from titanlite.observe.console import escape, wants_color
+from titanlite.observe.console import wants_color
 from titanlite.prepare import checked_plans, model_args, resolve_plans
 from titanlite.runs import command as runs_command
 from titanlite.runs.attempts import RunError
 from titanlite.tools import benchmark
+from titanlite.utils import counted, escape
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -69,7 +69,7 @@ def end(message: str, code: int) -> int:
 
     The first worker to leave makes torchrun end the others, so those that do not print give the one that does time.
     """
-    from titanlite.observe.console import escape
+    from titanlite.utils import escape
 
     message = escape(message)
     if os.environ.get("LOCAL_RANK", "0") == "0":

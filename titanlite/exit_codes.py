@@ -6,6 +6,8 @@ workers' code; the last line of the run's attempts.jsonl has it too.
 
 from __future__ import annotations
 
+import re
+
 #: Everything that was asked for is done.
 DONE = 0
 #: An error nobody foresaw; its traceback is in the output.
@@ -29,31 +31,23 @@ LOST_PEER = 7
 INTERRUPTED = 130
 
 
-def code_of(error: BaseException) -> int:
-    """The exit code of a run that ended by `error`."""
-    from titanlite.checkpoint import CheckpointError
-    from titanlite.config.errors import ConfigError
-    from titanlite.data.errors import DataError
-    from titanlite.guard import BadStepError
-    from titanlite.models.shapes import ShapeError
-    from titanlite.observe.stalls import PeerError
-    from titanlite.parallel.compile import CompileError
-    from titanlite.parallel.environment import WorldError
-    from titanlite.parallel.flight_recorder import is_of_collectives
-    from titanlite.parallel.meeting import MeetingError
-    from titanlite.preempt import Preempted
-    from titanlite.runs.lock import LockedError
+#: gloo's errors are plain RuntimeErrors, as are those of wrong shapes: only the text tells them apart.
+_OF_COLLECTIVES = re.compile(r"gloo|time[d-]?[ -]?out|connection|collective", re.IGNORECASE)
 
-    if isinstance(error, Preempted):
-        return PREEMPTED if error.saved else PREEMPTED_UNSAVED
-    kinds: dict[int, tuple[type[BaseException], ...]] = {
-        CONFIG: (CompileError, ConfigError, DataError, ShapeError, WorldError),
-        GUARD: (BadStepError,),
-        CHECKPOINT: (CheckpointError, LockedError),
-        LOST_PEER: (PeerError, MeetingError),
-        INTERRUPTED: (KeyboardInterrupt,),
-    }
-    known = next((code for code, types in kinds.items() if isinstance(error, types)), None)
-    if known is not None:
-        return known
-    return LOST_PEER if is_of_collectives(error) else ERROR
+
+def is_of_collectives(error: BaseException) -> bool:
+    """Whether a collective failed: another rank has ended, hangs or cannot be reached."""
+    # torch.distributed's own errors, by name: this module must not import torch.
+    if any(kind.__name__ == "DistError" and kind.__module__.startswith("torch.") for kind in type(error).__mro__):
+        return True
+    return type(error) is RuntimeError and _OF_COLLECTIVES.search(str(error)) is not None
+
+
+def code_of(error: BaseException) -> int:
+    """Return the exit code of a run that ends by `error`; titanlite's own errors carry it as `exit_code`."""
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    code = getattr(error, "exit_code", None)
+    if code is None:
+        return LOST_PEER if is_of_collectives(error) else ERROR
+    return int(code)

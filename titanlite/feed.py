@@ -18,8 +18,8 @@ from titanlite.config.plans import Plans
 from titanlite.data.background import DataNotReadyError, Prefetcher, ValidationPrefetcher
 from titanlite.data.loader import Batch
 from titanlite.data.packing import IGNORE
-from titanlite.observe.console import logger
 from titanlite.preempt import GracefulStop
+from titanlite.utils import logger
 
 
 class Fetched(NamedTuple):

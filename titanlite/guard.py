@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from titanlite import exit_codes
 from titanlite.config.plans import GuardPlan
 
 #: Least standard deviation that counts, as a share of the mean: losses that hardly vary would make of rounding a spike.
@@ -33,6 +34,8 @@ class BadStepError(RuntimeError):
     step, loss, norm: of that step, over all ranks. ranks: where the loss was not finite. done: the last step whose
     update the weights hold.
     """
+
+    exit_code = exit_codes.GUARD
 
     kind = "bad"
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from titanlite import exit_codes
 from titanlite.entry import report_code
-from titanlite.observe.console import logger
+from titanlite.utils import logger
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +48,10 @@ class Preempted(BaseException):
     def __init__(self, reason: str, step: int = 0, saved: bool = True, together: bool = False) -> None:
         super().__init__(reason)
         self.step, self.saved, self.together = step, saved, together
+
+    @property
+    def exit_code(self) -> int:
+        return exit_codes.PREEMPTED if self.saved else exit_codes.PREEMPTED_UNSAVED
 
 
 class _Arrivals:

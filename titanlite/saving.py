@@ -19,11 +19,10 @@ from titanlite.checkpoint.manifest import parse_manifest, step_folder, steps_in
 from titanlite.checkpoint.place import Place, StoreError
 from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.config.plans import CheckpointPlan
-from titanlite.observe.console import logger
 from titanlite.observe.report import WARNING
-from titanlite.observe.stepline import human_time
 from titanlite.parallel.world import World
 from titanlite.preempt import GracefulStop, Preempted
+from titanlite.utils import human_time, logger
 
 #: What else wants to know of a checkpoint that is there: step, tokens seen, folder, seconds that it took.
 SavedHook = Callable[[int, int, Place, float], None]

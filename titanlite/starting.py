@@ -18,7 +18,6 @@ from titanlite.checkpoint.loading import LoadedState
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.resume_guard import FILE, ResumeGuard
 from titanlite.checkpoint.selection import GROUPS
-from titanlite.config.advice import counted
 from titanlite.config.plans import CheckpointPlan, Plans
 from titanlite.config.scan import TOMLDecodeError, loads
 from titanlite.config.sections.base import steps_of
@@ -26,7 +25,6 @@ from titanlite.data.background import Patience
 from titanlite.data.left_out import of_steps, take
 from titanlite.data.loader import add_hashes, step_hash
 from titanlite.data.packing import PackedDataset
-from titanlite.observe.console import logger
 from titanlite.observe.flops import device_name
 from titanlite.observe.memory import total_memory_bytes
 from titanlite.observe.metrics import FILE as METRICS
@@ -38,6 +36,7 @@ from titanlite.parallel.world import World
 from titanlite.runs import ledger
 from titanlite.runs.ledger import toml_changes
 from titanlite.runs.provenance import config_text
+from titanlite.utils import counted, logger
 
 #: Entry of the train state: see `schedule_record`.
 SCHEDULE = "schedule"

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from titanlite import exit_codes
 from titanlite.entry import EXIT_CODES_VARIABLE, leave_on_signals
-from titanlite.observe.console import escape
+from titanlite.utils import escape
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 

@@ -28,7 +28,6 @@ from titanlite.drift import DriftCheck
 from titanlite.feed import Feed
 from titanlite.guard import BadStepError, FiniteGuard, NonFiniteError, WeightsError, find_nonfinite
 from titanlite.models.shapes import as_record
-from titanlite.observe.console import logger
 from titanlite.observe.observer import Observer
 from titanlite.observe.profiles import Profiles
 from titanlite.observe.stalls import StallWatch
@@ -42,6 +41,7 @@ from titanlite.runs.folder import FinalState
 from titanlite.runs.provenance import config_text
 from titanlite.saving import Saves, preempted
 from titanlite.step import Duplicates, StepResult, train_step, unwatched, validate
+from titanlite.utils import logger
 
 
 class Trainer:

@@ -19,7 +19,7 @@ from titanlite.checkpoint import command
 from titanlite.checkpoint.contents import Contents, compare
 from titanlite.checkpoint.manifest import REASON, find, parse_manifest, steps_in
 from titanlite.cli import main
-from titanlite.observe.stepline import human_bytes
+from titanlite.utils import human_bytes
 
 
 @pytest.fixture(scope="module")

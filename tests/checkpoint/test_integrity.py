@@ -25,8 +25,8 @@ from titanlite.checkpoint.integrity import check_file, digest_of, file_digest, s
 from titanlite.checkpoint.manifest import FORMAT, find, read_manifest
 from titanlite.checkpoint.storage import CheckedReader
 from titanlite.config.plans import CheckpointPlan
-from titanlite.observe.stepline import human_bytes
 from titanlite.parallel.world import World
+from titanlite.utils import human_bytes
 
 
 @pytest.fixture(scope="module")

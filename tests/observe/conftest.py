@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.observe.terminal import Terminal
-from titanlite.observe.console import console_handler, logger
+from titanlite.observe.console import console_handler
+from titanlite.utils import logger
 
 
 @pytest.fixture

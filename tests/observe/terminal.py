@@ -15,9 +15,10 @@ from collections.abc import Iterator, Sequence
 
 import pyte
 
-from titanlite.observe.console import colorize, console_handler, logger, setup_console
+from titanlite.observe.console import colorize, console_handler, setup_console
 from titanlite.observe.live import LiveView
 from titanlite.observe.stepline import StepFigures, titan_line
+from titanlite.utils import logger
 
 
 def figures(step: int, steps: int = 60) -> StepFigures:

@@ -17,21 +17,14 @@ from titanlite.config.load import load_file
 from titanlite.config.plans import ObservePlan, Plans, TrainPlan
 from titanlite.config.resolve import resolve
 from titanlite.models.shapes import SHAPES
-from titanlite.observe.console import colorize, console_handler, logger, setup_console
+from titanlite.observe.console import colorize, console_handler, setup_console
 from titanlite.observe.observer import Observer
 from titanlite.observe.report import start_report
-from titanlite.observe.stepline import (
-    StepFigures,
-    fsdp_line,
-    human_bytes,
-    human_count,
-    human_time,
-    titan_line,
-)
+from titanlite.observe.stepline import StepFigures, fsdp_line, titan_line
 from titanlite.parallel.world import World
 from titanlite.prepare import load_plans
 from titanlite.runs.logs import rank_log
-from titanlite.runs.table import Table, render
+from titanlite.utils import Table, human_bytes, human_count, human_time, logger, render
 
 FIGURES = StepFigures(
     step=1990,

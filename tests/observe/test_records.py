@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from titanlite.observe import tensorboard
-from titanlite.observe.console import logger
 from titanlite.observe.metrics import MetricsLog, read_metrics
 from titanlite.observe.tensorboard import TAGS, TensorBoard, tags
+from titanlite.utils import logger
 
 
 @pytest.fixture

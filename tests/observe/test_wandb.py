@@ -29,7 +29,7 @@ from titanlite.config.scan import loads
 from titanlite.entry import SECONDS_TO_SPEAK
 from titanlite.models.shapes import SHAPES
 from titanlite.observe import tracker
-from titanlite.observe.console import logger, setup_console
+from titanlite.observe.console import setup_console
 from titanlite.observe.live import start_view
 from titanlite.observe.metrics import read_metrics
 from titanlite.observe.observer import Observer
@@ -38,6 +38,7 @@ from titanlite.observe.tracker import ID_FILE, Tracker
 from titanlite.parallel.world import World
 from titanlite.prepare import load_plans
 from titanlite.trainer import Trainer
+from titanlite.utils import logger
 
 
 @pytest.fixture

@@ -35,7 +35,6 @@ from titanlite.config.resolve import resolve
 from titanlite.guard import FiniteGuard
 from titanlite.models import SHAPES, get_spec
 from titanlite.observe.report import start_report
-from titanlite.observe.stepline import human_bytes
 from titanlite.parallel.activation_checkpoint import (
     ATTENTION,
     MATMULS,
@@ -50,6 +49,7 @@ from titanlite.parallel.activation_offload import CudaHost, offload
 from titanlite.parallel.world import World
 from titanlite.prepare import checked_plans
 from titanlite.step import train_step
+from titanlite.utils import human_bytes
 
 CPU = torch.device("cpu")
 SPEC = get_spec("llama3")

@@ -30,7 +30,6 @@ from titanlite.data.loader import Batch
 from titanlite.guard import FiniteGuard
 from titanlite.loss import cross_entropy_sum
 from titanlite.models import get_spec
-from titanlite.observe.console import logger
 from titanlite.parallel.activation_checkpoint import checkpoint_activations
 from titanlite.parallel.compile import (
     CACHE_VARIABLE,
@@ -44,6 +43,7 @@ from titanlite.parallel.compile import (
 from titanlite.parallel.world import World
 from titanlite.prepare import checked_plans
 from titanlite.step import train_step, validate
+from titanlite.utils import logger
 
 STEPS, SEQ = 20, 32
 TOKENS, LABELS = batches(STEPS, 8, SEQ, 192)

@@ -16,12 +16,12 @@ import torch.distributed as dist
 
 from tests.pool import free_port
 from titanlite import exit_codes
-from titanlite.observe.console import logger
 from titanlite.parallel.environment import WorldError
 from titanlite.parallel.meeting import MeetingError, after_rank_0, come, connect, leaving_word, meet
 from titanlite.parallel.world import World
 from titanlite.preempt import Preempted
 from titanlite.runs.lock import RunLock
+from titanlite.utils import logger
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST = socket.gethostname()

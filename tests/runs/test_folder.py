@@ -16,12 +16,12 @@ import pytest
 
 from tests.words import listening
 from titanlite.config.load import load_file
-from titanlite.observe.console import logger
 from titanlite.runs import provenance
 from titanlite.runs.attempts import DEAD_SECONDS, read_attempts, seconds, state_of
 from titanlite.runs.folder import RunRecord, begin
 from titanlite.runs.logs import rank_log
 from titanlite.runs.read import read_run
+from titanlite.utils import logger
 
 Start = Callable[..., RunRecord]
 

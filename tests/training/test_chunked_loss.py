@@ -50,12 +50,12 @@ from titanlite.drill.shrink import shrink
 from titanlite.guard import FiniteGuard
 from titanlite.loss import ChunkedHead, batch_loss, chunk_head, cross_entropy_sum
 from titanlite.models.llama.model import Llama
-from titanlite.observe.console import logger
 from titanlite.observe.diagnose import Finding, diagnose_nonfinite
 from titanlite.parallel.compile import CompileWatch, compile_loss
 from titanlite.parallel.tensor import tensor_loss
 from titanlite.parallel.world import World
 from titanlite.step import Duplicates, train_step, validate
+from titanlite.utils import logger
 
 IGNORE = -100
 BATCH, SEQ, VOCAB, DIM = 4, 32, 192, 64

@@ -33,9 +33,9 @@ from titanlite.checkpoint.together import on_rank_0
 from titanlite.checkpoint.together import quiet as _quiet
 from titanlite.config.plans import CheckpointPlan
 from titanlite.guard import WeightsError, find_nonfinite
-from titanlite.observe.console import logger
 from titanlite.parallel.world import World
 from titanlite.runs import provenance
+from titanlite.utils import logger
 
 #: Seconds that a run which is ending waits for old checkpoints to be deleted; the next start goes on with it.
 _DELETE_SECONDS = 3.0

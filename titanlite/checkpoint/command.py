@@ -29,11 +29,8 @@ from titanlite.checkpoint.shelf import (
     shelf,
     verify,
 )
-from titanlite.config.advice import counted
 from titanlite.config.errors import ConfigError, Problem
-from titanlite.observe.console import escape
-from titanlite.observe.stepline import human_bytes, human_time
-from titanlite.runs.table import Table, render
+from titanlite.utils import Table, counted, escape, human_bytes, human_time, render
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.contents import TensorDifference

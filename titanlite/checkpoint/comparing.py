@@ -11,9 +11,8 @@ from titanlite.checkpoint.index import INDEX
 from titanlite.checkpoint.integrity import Progress, check_files, share
 from titanlite.checkpoint.manifest import CheckpointError, Manifest
 from titanlite.checkpoint.place import Place, StoreError
-from titanlite.observe.console import logger
-from titanlite.observe.stepline import human_bytes
 from titanlite.parallel.world import World
+from titanlite.utils import human_bytes, logger
 
 #: How often it is said how far the comparison with the hashes has come.
 _TELL_SECONDS = 10.0

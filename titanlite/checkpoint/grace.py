@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from titanlite.observe.stepline import human_time
+from titanlite.utils import human_time
 
 #: Names the seconds that torchrun waits for its workers after SIGTERM.
 VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"

@@ -29,11 +29,11 @@ from titanlite.checkpoint.shelf import root_of
 from titanlite.checkpoint.state import describe, describe_all, gather, rng_state, scatter, set_rng_state
 from titanlite.checkpoint.storage import CheckedReader
 from titanlite.checkpoint.together import named, on_rank_0, quiet
-from titanlite.config.advice import counted
 from titanlite.config.plans import CheckpointPlan
 from titanlite.guard import find_nonfinite
 from titanlite.parallel.world import World
 from titanlite.runs.ledger import toml_changes
+from titanlite.utils import counted
 
 #: The tensor with all ranks' random generators.
 RNG = "rng.torch"

@@ -20,10 +20,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints, overload
 
+from titanlite import exit_codes
 from titanlite.checkpoint import store
 from titanlite.checkpoint.integrity import algorithm_of, digest_of
 from titanlite.checkpoint.place import Place, StoreError, StorePath, sizes
-from titanlite.observe.console import logger
+from titanlite.utils import logger
 
 FORMAT = 4
 FILE = "manifest.json"
@@ -53,6 +54,8 @@ _DEEPEST = 50
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be saved, loaded, or belongs to another run; the message says what to do."""
+
+    exit_code = exit_codes.CHECKPOINT
 
 
 class NewerFormatError(CheckpointError):

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from titanlite.checkpoint.loading import LoadedState
-from titanlite.observe.console import logger
+from titanlite.utils import logger
 
 #: Name of the file in a run's folder.
 FILE = "resume.jsonl"

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from titanlite.checkpoint.manifest import CheckpointError
-from titanlite.runs.table import Table, render
+from titanlite.utils import Table, render
 
 #: Parts of a checkpoint by name: weights, the optimizer's state, the step that the schedule began at, the place in the
 #: text, torch's random generators.

@@ -18,9 +18,9 @@ from typing import Any
 
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.place import Place, StoreError, StorePath, modified
-from titanlite.observe.console import logger
 from titanlite.runs.attempts import this_process, timestamp
 from titanlite.runs.lock import DEAD_SECONDS, RENEW_SECONDS, LockedError, is_alive, words_of
+from titanlite.utils import logger
 
 _NAME = "run.lock-"
 _POLL_SECONDS = 2.0

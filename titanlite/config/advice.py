@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 
 from titanlite.config.errors import nearest
+from titanlite.utils import counted
 
 
 def choices(word: str, known: Iterable[str]) -> str:
@@ -31,12 +32,6 @@ def batch_advice(wanted: int, micro: int, ranks: int) -> str:
     if wanted % micro == 0:
         options.append(f"{some(divisors(wanted // micro))} data-parallel ranks with batch_size {micro}")
     return "these work: " + "; ".join(options)
-
-
-def counted(number: float, nouns: str) -> str:
-    """A number and what is counted, given in the plural: `1 step`, `2,000 steps`, `1 batch` for "batches"."""
-    shown = f"{number:,.10g}" if isinstance(number, float) else f"{number:,}"
-    return f"{shown} {nouns if number != 1 else nouns.removesuffix('es' if nouns.endswith('ches') else 's')}"
 
 
 def some(numbers: list[int]) -> str:

@@ -6,12 +6,12 @@ import importlib.util
 import os
 from collections.abc import Callable
 
-from titanlite.config.advice import counted
 from titanlite.config.errors import Problem
 from titanlite.config.job import JobConfig
 from titanlite.config.schema import quote
 from titanlite.config.sections.base import steps_of
 from titanlite.config.urls import is_url, url_problem
+from titanlite.utils import counted
 
 
 def contradictions(config: JobConfig) -> list[Problem]:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from titanlite import exit_codes
+
 
 @dataclass(frozen=True)
 class Source:
@@ -63,6 +65,8 @@ class Problem:
 
 class ConfigError(ValueError):
     """Everything that is wrong with a config. `str()` of it is the report for the user."""
+
+    exit_code = exit_codes.CONFIG
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems: Sequence[Problem] = tuple(sorted(dict.fromkeys(problems), key=_by_place))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from titanlite.config import mapped, plans
-from titanlite.config.advice import batch_advice, choices, counted, divisors, some
+from titanlite.config.advice import batch_advice, choices, divisors, some
 from titanlite.config.context import context_problems
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.job import JobConfig, independent
@@ -18,6 +18,7 @@ from titanlite.config.pipeline import pipeline_plan, pipeline_problems
 from titanlite.config.schema import describe, quote, quote_key
 from titanlite.config.sections.base import Section
 from titanlite.config.unbuilt import implied_unbuilt, without_effect
+from titanlite.utils import counted
 
 Shapes = Mapping[str, Mapping[str, object]]
 

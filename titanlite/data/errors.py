@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from titanlite import exit_codes
+
 
 class DataError(ValueError):
     """Bad data: the message names the file (and record or line) and says what to do."""
+
+    exit_code = exit_codes.CONFIG
 
 
 class EndOfData(Exception):  # noqa: N818 - an end, not an error, like StopIteration

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from titanlite.config.advice import counted
 from titanlite.config.plans import BatchPlan
 from titanlite.data import left_out as stretches
 from titanlite.data.errors import DataError, EndOfData
 from titanlite.data.packing import PackedDataset
+from titanlite.utils import counted
 
 _HASH_BITS = 128
 

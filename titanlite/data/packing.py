@@ -15,7 +15,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from titanlite.config.advice import counted
 from titanlite.config.plans import DataPlan, ValidationPlan
 from titanlite.data.corpus import Corpus
 from titanlite.data.errors import DataError, EndOfData
@@ -23,6 +22,7 @@ from titanlite.data.order import epoch_order
 from titanlite.data.sources import source_files
 from titanlite.data.token_cache import load_corpus
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.utils import counted
 
 #: Label of a position that is no target.
 IGNORE = -100

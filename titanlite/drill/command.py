@@ -21,8 +21,8 @@ from titanlite.drill.ranks import RanksError, prepare
 from titanlite.drill.shrink import Toy, shrink
 from titanlite.drill.stage import Failed, Stage
 from titanlite.drill.text import write_text
-from titanlite.observe.console import escape
 from titanlite.tools.processes import Stopped, stoppable
+from titanlite.utils import escape
 
 _DESCRIPTION = """\
 Rehearse what may happen to a run: kills, damaged checkpoints, full disks, signals, a gradient that is not a number, a

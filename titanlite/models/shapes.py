@@ -12,11 +12,15 @@ import typing
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 
+from titanlite import exit_codes
+
 NORM_TYPES = ("rmsnorm", "layernorm", "np_layernorm", "fused_rmsnorm")
 
 
 class ShapeError(ValueError):
     """Numbers that make no decoder, or a name that no family has; the message says which."""
+
+    exit_code = exit_codes.CONFIG
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ import sys
 import textwrap
 from typing import TYPE_CHECKING, Protocol, TextIO
 
+from titanlite.utils import escape, logger
+
 if TYPE_CHECKING:
     from titanlite.observe.stepline import StepFigures
 
     _StreamHandler = logging.StreamHandler[TextIO]
 else:
     _StreamHandler = logging.StreamHandler  # on Python 3.10 it takes no subscript
-
-logger: logging.Logger = logging.getLogger("titanlite")
 
 _RESET = "\033[0m"
 #: Key of the step line -> ANSI colour.
@@ -32,10 +32,6 @@ FIELD_COLORS = {
     "left": "90",
 }
 _LEVEL_COLORS = {logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "31"}
-#: C0 and C1 but for tab and line ends: a terminal may obey them.
-_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
-#: Codes for colours, and for nothing else.
-_COLOR = re.compile(r"(\x1b\[[0-9;]*m)")
 #: Characters of a time stamp and the space after it.
 _STAMP = 20
 #: The name of a line of the start report, and the spaces up to its text.
@@ -102,16 +98,6 @@ class ConsoleHandler(_StreamHandler):
             text = f"\033[{_LEVEL_COLORS[record.levelno]}m{text}{_RESET}"
         stamp = logging.Formatter().formatTime(record, "%Y-%m-%d %H:%M:%S")
         return f"{stamp} {text}"
-
-
-def escape(text: str, colors: bool = False) -> str:
-    """The text with control characters written as `\\x1b`: a terminal obeys none that a name or a document holds.
-
-    Tabs and line ends stay. colors: codes for colours stay, too.
-    """
-    parts = _COLOR.split(text) if colors else [text]
-    parts[::2] = [_CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", part) for part in parts[::2]]
-    return "".join(parts)
 
 
 def _wrapped(text: str, columns: int) -> str:

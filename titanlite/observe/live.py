@@ -19,9 +19,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
-from titanlite.config.advice import counted
 from titanlite.observe.console import FIELD_COLORS, ConsoleHandler, View, console_handler, is_dumb
-from titanlite.observe.stepline import StepFigures, human_time
+from titanlite.observe.stepline import StepFigures
+from titanlite.utils import counted, human_time
 
 #: Logged steps in the table, on a terminal that is high enough.
 ROWS = 8

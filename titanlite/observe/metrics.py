@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from titanlite.observe.console import logger
+from titanlite.utils import logger
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from titanlite.config.plans import Plans
 from titanlite.config.scan import loads
 from titanlite.drift import Drift
 from titanlite.models.shapes import flops_per_token
-from titanlite.observe.console import View, colorize, logger
+from titanlite.observe.console import View, colorize
 from titanlite.observe.flops import device_name, peak_flops
 from titanlite.observe.garbage import GarbageClock
 from titanlite.observe.live import start_view
@@ -27,13 +27,14 @@ from titanlite.observe.meter import Meter, Rates
 from titanlite.observe.metrics import FILE, MetricsLog
 from titanlite.observe.ranks import RankFigures, RankWatch
 from titanlite.observe.report import WARNING
-from titanlite.observe.stepline import StepFigures, fsdp_line, human_time, titan_line
+from titanlite.observe.stepline import StepFigures, fsdp_line, titan_line
 from titanlite.observe.tensorboard import TensorBoard, tags
 from titanlite.observe.tracker import Tracker
 from titanlite.parallel.world import World
 from titanlite.runs.folder import FinalState, RunRecord, begin
 from titanlite.runs.provenance import config_text
 from titanlite.step import StepResult
+from titanlite.utils import human_time, logger
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.place import Place

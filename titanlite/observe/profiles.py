@@ -12,8 +12,7 @@ from types import TracebackType
 import torch
 
 from titanlite.config.plans import ProfilePlan
-from titanlite.observe.console import logger
-from titanlite.observe.stepline import human_time
+from titanlite.utils import human_time, logger
 
 #: Allocations kept in a memory snapshot.
 _ENTRIES = 100_000

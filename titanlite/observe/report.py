@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from titanlite.config.advice import counted
 from titanlite.config.plans import Plans
 from titanlite.observe.flops import is_cpu
-from titanlite.observe.stepline import human_bytes, human_count
 from titanlite.parallel.float8_choice import tokens
+from titanlite.utils import counted, human_bytes, human_count
 
 if TYPE_CHECKING:
     from titanlite.parallel.activation_checkpoint import Kept

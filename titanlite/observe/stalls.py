@@ -36,10 +36,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from titanlite import exit_codes
 from titanlite.config.plans import StallPlan
+from titanlite.exit_codes import is_of_collectives
 from titanlite.guard import BadStepError
 from titanlite.observe.console import console_handler
 from titanlite.observe.stall_report import End, RankState, process_state, table, verdict
-from titanlite.parallel.flight_recorder import is_of_collectives
 from titanlite.preempt import Preempted
 
 logger = logging.getLogger("titanlite")
@@ -79,6 +79,8 @@ _TOGETHER = (Preempted, BadStepError, KeyboardInterrupt, SystemExit, GeneratorEx
 
 class PeerError(RuntimeError):
     """Another rank has raised, and this one ends because of it."""
+
+    exit_code = exit_codes.LOST_PEER
 
 
 def _leave(code: int) -> None:

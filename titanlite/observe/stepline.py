@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 
+from titanlite.utils import human_count, human_time
+
 
 @dataclass(frozen=True)
 class StepFigures:
@@ -56,33 +58,3 @@ def fsdp_line(f: StepFigures, now: datetime) -> str:
         f"{now:%Y-%m-%d %H:%M:%S} I [train.py:103] Batch {f.step} Loss: {f.loss:.5f}, "
         f"Speed: {f.samples_per_second:.2f} samples/sec, lr: {f.lr:.6f}"
     )
-
-
-def human_count(n: float) -> str:
-    """`999`, `12.3M`, `1.2T`: one decimal from a thousand on."""
-    if abs(n) < 1000:
-        return f"{n:g}"
-    for unit in "KMB":
-        n /= 1000
-        if abs(n) < 999.95:
-            return f"{n:.1f}{unit}"
-    return f"{n / 1000:.1f}T"
-
-
-def human_bytes(n: float) -> str:
-    """`512 B`, `1.5 GiB`: powers of 1024, one decimal from a KiB on."""
-    if abs(n) < 1024:
-        return f"{n:g} B"
-    for unit in ("KiB", "MiB", "GiB"):
-        n /= 1024
-        if abs(n) < 1023.95:
-            return f"{n:.1f} {unit}"
-    return f"{n / 1024:.1f} TiB"
-
-
-def human_time(seconds: float) -> str:
-    """`3.2s` below a minute, then `0:04:05`, `1:23:45`, `127:00:00`: hours, minutes, seconds."""
-    if seconds < 59.95:
-        return f"{seconds:.1f}s"
-    whole = round(seconds)
-    return f"{whole // 3600}:{whole % 3600 // 60:02}:{whole % 60:02}"

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from titanlite.observe.console import logger
+from titanlite.utils import logger
 
 #: Key of metrics.jsonl -> tag.
 TAGS: Mapping[str, str] = MappingProxyType(

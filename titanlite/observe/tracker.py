@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from titanlite.observe.console import logger
+from titanlite.utils import logger
 
 #: Holds the id of the run at Weights & Biases, below the run's folder.
 ID_FILE = "wandb-run-id"

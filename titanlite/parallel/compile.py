@@ -22,11 +22,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from titanlite.config.advice import counted
+from titanlite import exit_codes
 from titanlite.config.errors import ConfigError, Problem, nearest
 from titanlite.config.plans import CompilePlan
 from titanlite.config.schema import quote
-from titanlite.observe.console import logger
+from titanlite.utils import counted, logger
 
 #: logits [batch, seq, vocab], labels [batch, seq] → a scalar.
 LossFunction = Callable[[Tensor, Tensor], Tensor]
@@ -39,6 +39,8 @@ CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 class CompileError(RuntimeError):
     """Something cannot be compiled as one graph; the message names it."""
+
+    exit_code = exit_codes.CONFIG
 
 
 def prepare_compile(plan: CompilePlan, device_type: str | None = None) -> None:

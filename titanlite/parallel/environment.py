@@ -6,12 +6,16 @@ import os
 import re
 from dataclasses import dataclass
 
+from titanlite import exit_codes
+
 _WHOLE = re.compile(r"\s*-?\d{1,9}\s*")
 _NO_LIMIT = 10**9
 
 
 class WorldError(RuntimeError):
     """The environment's description of the ranks is incomplete, contradicts itself or cannot be used."""
+
+    exit_code = exit_codes.CONFIG
 
 
 @dataclass(frozen=True)

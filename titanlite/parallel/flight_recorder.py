@@ -9,7 +9,6 @@ import ast
 import logging
 import os
 import pickle
-import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.config.plans import CommPlan
+from titanlite.exit_codes import is_of_collectives
 
 logger = logging.getLogger("titanlite")
 
@@ -29,9 +29,6 @@ _ON_TIMEOUT: tuple[str, ...] = ("TORCH_NCCL_DUMP_ON_TIMEOUT",)
 
 #: Longest wait for the records of other ranks.
 _PATIENCE_SECONDS = 5.0
-
-#: gloo's errors are bare RuntimeErrors, as are those of wrong shapes; what they say tells them apart.
-_OF_COLLECTIVES = re.compile(r"gloo|time[d-]?[ -]?out|connection|collective", re.IGNORECASE)
 
 
 @contextmanager
@@ -61,13 +58,6 @@ def recording(plan: CommPlan, device: torch.device, size: int) -> Iterator[None]
         raise  # the environment stays: NCCL's watchdog may be about to read it
     for name in ours:
         os.environ.pop(name, None)
-
-
-def is_of_collectives(error: BaseException) -> bool:
-    """Whether an error says that a collective failed: a peer has ended, hangs, or cannot be reached."""
-    return isinstance(error, dist.DistError) or (
-        type(error) is RuntimeError and _OF_COLLECTIVES.search(str(error)) is not None
-    )
 
 
 def write_record(path: Path) -> None:

@@ -7,12 +7,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from titanlite.config.advice import counted
 from titanlite.config.errors import Problem, nearest
 from titanlite.config.plans import BatchPlan, Float8Plan, MeshPlan, PipelinePlan
 from titanlite.config.schema import quote
 from titanlite.config.sections.model import AUTO_FILTER
 from titanlite.models.spec import Size
+from titanlite.utils import counted
 
 #: What float8 units want every dimension of a product to be a multiple of.
 MULTIPLE = 16

@@ -21,8 +21,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from titanlite.observe.console import logger
+from titanlite import exit_codes
 from titanlite.parallel.environment import WorldError
+from titanlite.utils import logger
 
 #: The longest that a rank waits for the others' processes, and for connections to them.
 LIMIT_SECONDS = 60
@@ -35,6 +36,8 @@ _TEXT = 2000
 
 class MeetingError(RuntimeError):
     """A rank has not come, or cannot be reached."""
+
+    exit_code = exit_codes.LOST_PEER
 
 
 def come(

@@ -12,11 +12,10 @@ from typing import Any, Literal
 
 from titanlite.observe.metrics import FILE as METRICS
 from titanlite.observe.metrics import json_value
-from titanlite.observe.stepline import human_time
 from titanlite.runs.attempts import RunError
 from titanlite.runs.list import NONE, last, state_words
 from titanlite.runs.read import Row, Run, read_run
-from titanlite.runs.table import Table, render
+from titanlite.utils import Table, human_time, render
 
 #: Equal steps at which losses are shown.
 STEPS_SHOWN = 5

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titanlite.config.plans import Plans
-from titanlite.observe.console import logger
 from titanlite.runs import provenance
 from titanlite.runs.attempts import (
     FILE,
@@ -32,6 +31,7 @@ from titanlite.runs.attempts import (
     this_process,
     timestamp,
 )
+from titanlite.utils import logger
 
 CONFIG = "config.toml"
 DIFF = "git.diff"

@@ -18,15 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlite.config.advice import counted
 from titanlite.config.plans import Plans
 from titanlite.config.scan import TOMLDecodeError, loads
-from titanlite.observe.console import logger
 from titanlite.observe.metrics import FILE as METRICS
 from titanlite.runs import provenance
 from titanlite.runs.attempts import timestamp
 from titanlite.runs.folder import CONFIG
-from titanlite.runs.table import Table, render
+from titanlite.utils import Table, counted, logger, render
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.place import Place

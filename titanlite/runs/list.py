@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.observe.metrics import json_value
-from titanlite.observe.stepline import human_time
 from titanlite.runs.read import Run, find_runs, glance
-from titanlite.runs.table import Table, render
+from titanlite.utils import Table, human_time, render
 
 NONE = "–"
 _STATE_WORDS = {"stopped": "stopped by guard"}

@@ -17,8 +17,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from titanlite.observe.console import logger
+from titanlite import exit_codes
 from titanlite.runs.attempts import process_space, process_start, this_process, timestamp
+from titanlite.utils import logger
 
 FILE = "run.lock"
 RENEW_SECONDS = 15.0
@@ -29,6 +30,8 @@ _POLL_SECONDS = 0.5
 
 class LockedError(RuntimeError):
     """Another run holds the folder; the text names it and says what to do."""
+
+    exit_code = exit_codes.CHECKPOINT
 
 
 class RunLock:

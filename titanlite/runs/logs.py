@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from titanlite.observe.console import escape, logger
 from titanlite.preempt import Preempted
+from titanlite.utils import escape, logger
 
 FOLDER = "logs"
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*m")

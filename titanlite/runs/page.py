@@ -11,7 +11,7 @@ from typing import Any
 from titanlite.observe.metrics import json_value
 from titanlite.runs.compare import Comparison, tables
 from titanlite.runs.plots import Chart, Curve, Point
-from titanlite.runs.table import Table
+from titanlite.utils import Table
 
 _WIDTH, _HEIGHT = 960, 380
 _TOP, _BOTTOM = 14, 46

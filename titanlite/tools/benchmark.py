@@ -17,18 +17,16 @@ from typing import Any
 from titanlite import exit_codes
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import find_config, read
-from titanlite.observe.console import escape
 from titanlite.observe.metrics import json_value
-from titanlite.observe.stepline import human_time
 from titanlite.runs import provenance
 from titanlite.runs.attempts import RunError
 from titanlite.runs.plots import PlotsMissing
 from titanlite.runs.read import Run, read_run
-from titanlite.runs.table import render
 from titanlite.tools import benchmark_levels
 from titanlite.tools import benchmark_report as report
 from titanlite.tools.benchmark_levels import LEVELS, BenchmarkError, Machine, Planned, task_differences, without_folder
 from titanlite.tools.processes import Stopped, last_lines, run, stoppable, training_command, training_environment
+from titanlite.utils import escape, human_time, render
 
 _RESULTS, _PAGE, _LOSSES, _SPEEDS = "benchmark.json", "benchmark.md", "losses.png", "throughput.png"
 

@@ -11,7 +11,7 @@ from statistics import median
 from titanlite.runs.list import NONE, number
 from titanlite.runs.plots import COLORS, charts, draw_png
 from titanlite.runs.read import Row, Run
-from titanlite.runs.table import Table
+from titanlite.utils import Table
 
 
 @dataclass(frozen=True)

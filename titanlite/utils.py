@@ -1,0 +1,138 @@
+"""Helpers for every room: logger, numbers for people, tables, atomic files. It imports nothing of titanlite."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+logger: logging.Logger = logging.getLogger("titanlite")
+
+#: Control characters (C0 and C1) except tab and line ends: a terminal may obey them.
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
+#: Colour codes.
+_COLOR = re.compile(r"(\x1b\[[0-9;]*m)")
+
+
+def escape(text: str, colors: bool = False) -> str:
+    """The text with control characters written as `\\x1b`: a terminal obeys none that a name or a document holds.
+
+    Tabs and line ends stay. colors: codes for colours stay, too.
+    """
+    parts = _COLOR.split(text) if colors else [text]
+    parts[::2] = [_CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", part) for part in parts[::2]]
+    return "".join(parts)
+
+
+def counted(number: float, nouns: str) -> str:
+    """A number and what is counted, given in the plural: `1 step`, `2,000 steps`, `1 batch` for "batches"."""
+    shown = f"{number:,.10g}" if isinstance(number, float) else f"{number:,}"
+    return f"{shown} {nouns if number != 1 else nouns.removesuffix('es' if nouns.endswith('ches') else 's')}"
+
+
+def human_count(n: float) -> str:
+    """`999`, `12.3M`, `1.2T`: one decimal from a thousand on."""
+    if abs(n) < 1000:
+        return f"{n:g}"
+    for unit in "KMB":
+        n /= 1000
+        if abs(n) < 999.95:
+            return f"{n:.1f}{unit}"
+    return f"{n / 1000:.1f}T"
+
+
+def human_bytes(n: float) -> str:
+    """`512 B`, `1.5 GiB`: powers of 1024, one decimal from a KiB on."""
+    if abs(n) < 1024:
+        return f"{n:g} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        n /= 1024
+        if abs(n) < 1023.95:
+            return f"{n:.1f} {unit}"
+    return f"{n / 1024:.1f} TiB"
+
+
+def human_time(seconds: float) -> str:
+    """`3.2s` below a minute, then `0:04:05`, `1:23:45`, `127:00:00`: hours, minutes, seconds."""
+    if seconds < 59.95:
+        return f"{seconds:.1f}s"
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole % 3600 // 60:02}:{whole % 60:02}"
+
+
+def atomic_write(path: Path, data: bytes | str) -> None:
+    """Write a whole file or nothing: a reader sees the old content or the new, also after a crash of the machine."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(aside, "wb") as stream:
+            stream.write(data.encode() if isinstance(data, str) else data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(aside, path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+@dataclass(frozen=True)
+class Table:
+    """`rows` hold one text per column; `left` are the columns aligned to the left."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: Sequence[int] = (0,)
+    title: str = ""
+
+
+def render(table: Table, terminal: bool) -> str:
+    """The table as text without a final line end. Control characters in it are escaped."""
+    columns, *rows = [[escape(text) for text in row] for row in (table.columns, *table.rows)]
+    table = replace(table, columns=columns, rows=rows, title=escape(table.title))
+    return _rich(table) if terminal else _plain(table)
+
+
+def _plain(table: Table) -> str:
+    lines = [table.columns, *table.rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(table.columns))]
+
+    def align(i: int, text: str) -> str:
+        return text.ljust(widths[i]) if i in table.left else text.rjust(widths[i])
+
+    body = ["  ".join(align(i, text) for i, text in enumerate(line)).rstrip() for line in lines]
+    return "\n".join([table.title, *body] if table.title else body)
+
+
+def _rich(table: Table) -> str:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    drawn = RichTable(title=table.title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for i, name in enumerate(table.columns):
+        drawn.add_column(Text(name), justify="left" if i in table.left else "right", overflow="fold")
+    for row in table.rows:
+        drawn.add_row(*map(_cell, row))
+    console = Console()
+    with console.capture() as capture:
+        console.print(drawn)
+    return "\n".join(line for line in capture.get().splitlines() if line.strip())
+
+
+_STATE_COLORS = {
+    **{"running": "blue", "done": "green", "died": "red", "failed": "red"},
+    **{"stopped by guard": "yellow", "preempted": "yellow"},
+}
+
+
+def _cell(text: str) -> Text:
+    from rich.text import Text
+
+    return Text(text, style=_STATE_COLORS.get(text, ""))
