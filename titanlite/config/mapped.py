@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from typing import TypeVar
 
 from titanlite.config import plans
 from titanlite.config.dialect import Dialect
-from titanlite.config.sections.base import steps_of
+from titanlite.config.sections.base import Section, steps_of
 from titanlite.config.sections.model import AUTO_FILTER
 from titanlite.config.urls import is_url
+
+S = TypeVar("S", bound=Section)
 
 #: Of the time after which collectives fail: when it is reported that they wait.
 _STALL_SHARE = 0.6
@@ -19,6 +22,28 @@ _LATEST_SHARE = 0.8
 def below(dump_folder: str, folder: str) -> str:
     """A folder of the run: below `dump_folder`, unless it is absolute or a URL."""
     return folder if is_url(folder) else os.path.join(dump_folder, folder)
+
+
+def resolved(d: Dialect) -> Dialect:
+    """The sections with what depends on other sections filled in: folders below `job.dump_folder`, validation's sizes."""
+    root, training, validation = d.job.dump_folder, d.training, d.validation
+
+    def with_folders(section: S, *names: str) -> S:
+        return section.model_copy(update={n: below(root, v) for n in names if (v := getattr(section, n)) is not None})
+
+    sizes = {
+        "batch_size": training.batch_size if validation.batch_size is None else validation.batch_size,
+        "seq_len": training.seq_len if validation.seq_len is None else validation.seq_len,
+    }
+    return d.model_copy(
+        update={
+            "job": with_folders(d.job, "save_config_file"),
+            "checkpoint": with_folders(d.checkpoint, "folder"),
+            "metrics": with_folders(d.metrics, "save_tb_folder"),
+            "profiling": with_folders(d.profiling, "save_traces_folder", "save_memory_snapshot_folder"),
+            "validation": validation.model_copy(update=sizes),
+        }
+    )
 
 
 def data_plan(d: Dialect) -> plans.DataPlan:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from titanlite.config.dialect import Dialect
+
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -395,6 +397,8 @@ class ProfilePlan:
 class Plans:
     """One run, resolved."""
 
+    #: The sections themselves, with folders joined and what other sections decide filled in.
+    config: Dialect = field(default_factory=Dialect)
     model: ModelPlan = field(default_factory=ModelPlan)
     tokenizer: TokenizerPlan = field(default_factory=TokenizerPlan)
     data: DataPlan = field(default_factory=DataPlan)

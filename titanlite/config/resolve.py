@@ -73,6 +73,7 @@ def draft(
     work.name_idle_keys()
     d = config.dialect
     resolved = plans.Plans(
+        config=mapped.resolved(d),
         model=work.model(),
         tokenizer=work.tokenizer(),
         data=mapped.data_plan(d),
