@@ -25,7 +25,7 @@ def below(dump_folder: str, folder: str) -> str:
 
 
 def resolved(d: Dialect) -> Dialect:
-    """The sections with what depends on other sections filled in: folders below `job.dump_folder`, validation's sizes."""
+    """The sections, with folders joined to `job.dump_folder` and the sizes of validation filled in."""
     root, training, validation = d.job.dump_folder, d.training, d.validation
 
     def with_folders(section: S, *names: str) -> S:

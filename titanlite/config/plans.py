@@ -398,7 +398,7 @@ class Plans:
     """One run, resolved."""
 
     #: The sections themselves, with folders joined and what other sections decide filled in.
-    config: Dialect = field(default_factory=Dialect)
+    config: Dialect = field(default_factory=Dialect, compare=False)
     model: ModelPlan = field(default_factory=ModelPlan)
     tokenizer: TokenizerPlan = field(default_factory=TokenizerPlan)
     data: DataPlan = field(default_factory=DataPlan)
