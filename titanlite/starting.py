@@ -33,9 +33,8 @@ from titanlite.observe.report import start_report
 from titanlite.optim.schedule import learning_rate
 from titanlite.parallel.pipeline import PipelineModel
 from titanlite.parallel.world import World
-from titanlite.runs import ledger
-from titanlite.runs.ledger import toml_changes
-from titanlite.runs.provenance import config_text
+from titanlite.runs import record
+from titanlite.runs.provenance import config_changes, config_text
 from titanlite.utils import counted, logger
 
 #: Entry of the train state: see `schedule_record`.
@@ -138,7 +137,7 @@ def _config_lines(loaded: LoadedState | None, plans: Plans, told: Sequence[str])
     """How the config differs from that which the checkpoint to resume was written under, but for what is `told`."""
     if loaded is None or loaded.origin != "resume":
         return []
-    changes = toml_changes(loaded.config.get("toml"), config_text(plans.config_toml))
+    changes = config_changes(loaded.config.get("toml"), config_text(plans.config_toml))
     lines = [f"{key}: {change}" for key, change in changes.items()]
     return [
         f"config is not that of the checkpoint: {line}"
@@ -189,17 +188,17 @@ def _number(value: object) -> str:
     return f"{value:.10g}" if isinstance(value, int | float) else str(value).lower()
 
 
-def begin_ledger(
+def begin_record(
     plans: Plans, world: World, loaded: LoadedState | None, step: int, tokens: int
-) -> tuple[ledger.Ledger, list[str]]:
-    """Note that an attempt starts at `step` steps and `tokens` tokens, on rank 0; what to tell of the one before."""
-    folder = Path(plans.observe.dump_folder)
-    return ledger.begin(
-        folder,
-        ledger.look_back(folder),
-        plans,
-        world_size=world.size,
+) -> tuple[record.AttemptRecord, list[str]]:
+    """Record on rank 0 that an attempt starts at `step` steps and `tokens` tokens; also lines about the one before."""
+    return record.begin(
+        Path(plans.observe.dump_folder),
+        config_toml=plans.config_toml,
+        steps=plans.train.steps or 0,
+        ranks=world.size,
         device=device_name(world.device),
+        description=plans.observe.description,
         step=step,
         tokens=tokens,
         resumed=loaded is not None and loaded.origin == "resume",

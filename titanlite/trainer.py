@@ -36,9 +36,8 @@ from titanlite.parallel.compile import CACHE_VARIABLE
 from titanlite.parallel.init import seed_generators
 from titanlite.parallel.world import World, patience, set_timeouts
 from titanlite.preempt import STOPPING, GracefulStop, Preempted, any_rank
-from titanlite.runs import ledger
-from titanlite.runs.folder import FinalState
 from titanlite.runs.provenance import config_text
+from titanlite.runs.record import AttemptRecord, FinalState
 from titanlite.saving import Saves, preempted
 from titanlite.step import Duplicates, StepResult, train_step, unwatched, validate
 from titanlite.utils import logger
@@ -79,7 +78,7 @@ class Trainer:
         self._validation_owed = False
         #: Steps done when the learning rate's schedule began.
         self._schedule_began = 0
-        self._ledger: ledger.Ledger | None = None
+        self._record: AttemptRecord | None = None
         with contextlib.ExitStack() as stack:
             stack.enter_context(environment(CACHE_VARIABLE))
             self.parts: Parts = build(plans, world, text)
@@ -266,8 +265,8 @@ class Trainer:
         self.feed.recent.clear()
         self._stopping = self._validation_owed = False  # a wish to stop is renewed with every step
         self.observer.roll_back(self.step, self.plans)
-        if self._ledger is not None:
-            self._ledger.saved(self.step, self.tokens_seen)  # what is kept, should the run end now
+        if self._record is not None:
+            self._record.saved(self.step, self.tokens_seen)  # what is kept, should the run end now
         self._bad_steps.rolled_back(bad, fetched, self.step, data)
         for notice in loaded.notices:
             logger.info(notice)
@@ -275,11 +274,11 @@ class Trainer:
     def _finish(self, state: FinalState, step: int, error: BaseException | None = None, reason: str = "") -> None:
         """Record how the run ended after `step` steps. The first call counts."""
         self.stop.when, self.stop.notice = "the run is ending already", ""
-        self.observer.finish(state, step, reason)
-        if self._ledger is not None:
+        self.observer.finish(state)
+        if self._record is not None:
             tokens = self.tokens_seen - (self.step - step) * self.plans.batch.tokens_per_step
             code = exit_codes.DONE if error is None else exit_codes.code_of(error)
-            self._ledger.end(state, step, tokens, code, reason)
+            self._record.end(state, step, tokens, code, reason)
 
     def close(self) -> None:
         """End the threads and files of the run; what cannot be closed does not keep the rest open."""
@@ -308,7 +307,7 @@ class Trainer:
         gc.collect()  # before any time is measured
         warnings = self.saves.warnings(self.steps) if self.saves else []
         report = starting.report(self.plans, self.parts, self.text, self.world, self.observer)
-        report += starting.words(loaded, self.plans, [*warnings, *self._begin_ledger(loaded)])
+        report += starting.words(loaded, self.plans, [*warnings, *self._begin_record(loaded)])
         self.observer.start(self.step, report, self.parts.model)
         changed = starting.schedule_change(loaded, self.plans, self._schedule_began) if loaded else None
         if changed and not self.world.rank:
@@ -359,7 +358,7 @@ class Trainer:
         if verdict is not None:
             logger.log(logging.INFO if verdict.verified else logging.WARNING, verdict.text)
 
-    def _begin_ledger(self, loaded: LoadedState | None) -> list[str]:
+    def _begin_record(self, loaded: LoadedState | None) -> list[str]:
         """Note on rank 0 that an attempt starts; what to tell of the one before."""
         off = ". CHECKPOINTS ARE OFF: nothing will be saved"
         self.stop.notice = ", then a checkpoint is written" if self.checkpointer else off
@@ -368,7 +367,7 @@ class Trainer:
         self.stop.when = f"all ranks stop {within}" if self.world.size > 1 else STOPPING
         if self.world.rank:
             return []
-        self._ledger, lines = starting.begin_ledger(self.plans, self.world, loaded, self.step, self.tokens_seen)
+        self._record, lines = starting.begin_record(self.plans, self.world, loaded, self.step, self.tokens_seen)
         return lines
 
     def _set_length(self, steps: int) -> None:
@@ -531,8 +530,8 @@ class Trainer:
     def _saved(self, step: int, tokens: int, folder: Place, seconds: float) -> None:
         """The checkpoint of `step` is there."""
         self.observer.saved(step, folder, seconds)
-        if self._ledger is not None:
-            self._ledger.saved(step, tokens)
+        if self._record is not None:
+            self._record.saved(step, tokens)
 
     def patience(self) -> contextlib.AbstractContextManager[None]:
         """For what may take as long as the first step: its timeouts, where they were lowered since."""

@@ -23,19 +23,20 @@ from tests.failures.runs import flags, rows
 from tests.pool import Pools
 from tests.training.harness import build_tiny
 from titanlite import exit_codes
+from titanlite.app import _lock
 from titanlite.checkpoint import Checkpointer, CheckpointError, store
 from titanlite.checkpoint.contents import Contents, compare
 from titanlite.checkpoint.integrity import digest_of
 from titanlite.checkpoint.manifest import find, publish, read_manifest, step_folder, steps_in
 from titanlite.checkpoint.place import StoreError, StorePath, place, sizes
 from titanlite.checkpoint.retention import Deleter, begin, leftovers, retire
-from titanlite.checkpoint.store_lock import Fence, StoreLock
 from titanlite.cli import main
 from titanlite.config.load import load
 from titanlite.config.plans import CheckpointPlan
 from titanlite.config.resolve import resolve
 from titanlite.parallel.world import World
-from titanlite.runs.lock import LockedError
+from titanlite.prepare import checked_plans
+from titanlite.runs.lock import LockedError, RunLock
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARD = b"1234"
@@ -329,88 +330,46 @@ def test_a_store_that_fails_while_it_is_read_is_no_reason_for_an_older_one(pool:
 # Two runs
 
 
-def _holder(**process: Any) -> bytes:
-    return json.dumps({"host": "elsewhere", "since": "then", "process": {"id": 1, "started": 1, **process}}).encode()
-
-
-def test_a_second_run_is_refused_and_a_dead_one_is_taken_over(bucket: s3.Bucket, root: StorePath) -> None:
-    with (
-        StoreLock(root),
-        pytest.raises(LockedError, match=f"{root} belongs to a run that is alive: process {os.getpid()}"),
-    ):
-        StoreLock(root).__enter__()
+def test_a_url_is_locked_by_one_run_and_a_dead_one_is_taken_over(bucket: s3.Bucket, root: StorePath) -> None:
+    with RunLock(root), pytest.raises(LockedError, match=f"{root} belongs .* process {os.getpid()} on"), RunLock(root):
+        pytest.fail("two hold it")
     assert bucket.objects() == {}
     code = (
-        "import sys, os, signal; from titanlite.checkpoint.store_lock import StoreLock; "
+        "import sys, os, signal; from titanlite.runs.lock import RunLock; "
         "from titanlite.checkpoint.place import StorePath; "
-        "StoreLock(StorePath(sys.argv[1])).__enter__(); os.kill(os.getpid(), signal.SIGKILL)"
+        "RunLock(StorePath(sys.argv[1])).__enter__(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     environment = {**os.environ, **bucket.environment, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", code, str(root)], env=environment, timeout=300)
-    assert len(bucket.objects("run/checkpoint/run.lock-")) == 1
-    with StoreLock(root) as lock:
-        assert list(bucket.objects()) == [lock.path.key.partition("/")[2]]
+    assert list(bucket.objects()) == ["run/checkpoint/run.lock"]
+    with RunLock(root):
+        assert list(bucket.objects()) == ["run/checkpoint/run.lock"]
     assert bucket.objects() == {}
 
 
-@pytest.mark.slow
-def test_a_lock_of_another_machine_is_watched(bucket: s3.Bucket, root: StorePath) -> None:
-    key = "run/checkpoint/run.lock-0123"
-    bucket.write(key, _holder(space="another"))
-    renewed = threading.Event()
-
-    def renew() -> None:
-        while not renewed.wait(1.0):
-            bucket.write(key, _holder(space="another"))
-
-    thread = threading.Thread(target=renew)
-    thread.start()
-    try:
-        with pytest.raises(LockedError, match="process 1 on elsewhere"):
-            StoreLock(root, dead_seconds=60.0).__enter__()
-    finally:
-        renewed.set()
-        thread.join()
-    time.sleep(1.1)  # the store tells whole seconds
-    with StoreLock(root, dead_seconds=0.5):
-        assert key not in bucket.objects()
-
-
-def test_two_that_start_together_never_both_go_on(root: StorePath, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titanlite.checkpoint.store_lock._BACK_SECONDS", 0.3)
-    held, most = 0, 0
-    guard = threading.Lock()
+def test_of_runs_that_start_together_one_goes_on(bucket: s3.Bucket, root: StorePath) -> None:
+    gate, over = threading.Barrier(4), threading.Event()
+    outcomes: list[str] = []
 
     def run() -> None:
-        nonlocal held, most
+        gate.wait()
         try:
-            with StoreLock(root):
-                with guard:
-                    held += 1
-                    most = max(most, held)
-                time.sleep(0.2)
-                with guard:
-                    held -= 1
+            with RunLock(root):
+                outcomes.append("held")
+                over.wait(60)
         except LockedError:
-            pass
+            outcomes.append("refused")
 
     threads = [threading.Thread(target=run) for _ in range(4)]
     for thread in threads:
         thread.start()
+    deadline = time.monotonic() + 60
+    while len(outcomes) < 4 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    over.set()
     for thread in threads:
         thread.join()
-    assert most <= 1
-
-
-def test_a_run_that_was_taken_for_dead_publishes_nothing_more(bucket: s3.Bucket, root: StorePath) -> None:
-    with StoreLock(root, renew_seconds=0.2) as lock:
-        fence = Fence(root)
-        fence.look()
-        bucket.delete(lock.path.key.partition("/")[2])
-        bucket.write("run/checkpoint/run.lock-other", _holder(space="another"))
-        with pytest.raises(CheckpointError, match="was taken over by another run: process 1 on elsewhere"):
-            fence.look()
-    assert list(bucket.objects()) == ["run/checkpoint/run.lock-other"], "and it does not come back"
+    assert sorted(outcomes) == ["held", "refused", "refused", "refused"] and bucket.objects() == {}
 
 
 # The command
@@ -485,20 +444,24 @@ def test_weights_are_converted_out_of_a_store_and_into_it(
 
 
 def test_no_such_bucket_no_access_no_server(
-    server: int, root: StorePath, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    server: int, root: StorePath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(
-        CheckpointError, match="checkpoint.folder: s3://no-such-bucket/.*there is no bucket s3://no-such-b"
-    ):
-        StoreLock(StorePath("s3://no-such-bucket/run")).__enter__()
+    def start(url: str) -> str:
+        argv = [f"--job.dump_folder={tmp_path}", "--checkpoint.enable_checkpoint", f"--checkpoint.folder={url}"]
+        with pytest.raises(CheckpointError) as refused, _lock(checked_plans(argv, 1, training=False)[1]):
+            pytest.fail("it was not looked at")
+        return str(refused.value)
+
+    said = start("s3://no-such-bucket/run")
+    assert said == "checkpoint.folder: s3://no-such-bucket/run: there is no bucket s3://no-such-bucket"
     (said,) = _lines(capsys, "ls", "s3://no-such-bucket/run", code=exit_codes.CHECKPOINT)
     assert said == "error: s3://no-such-bucket/run: there is no bucket s3://no-such-bucket"
     (said,) = _lines(capsys, "ls", f"{root}/none", code=exit_codes.CHECKPOINT)
     assert said == f"error: {root}/none: no such folder"
 
     s3.use(monkeypatch, {"AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{s3.free_port()}", "AWS_MAX_ATTEMPTS": "1"})
-    with pytest.raises(CheckpointError, match=f"checkpoint.folder: {root}.*the store cannot be reached"):
-        StoreLock(root).__enter__()
+    said = start(str(root))
+    assert said.startswith(f"checkpoint.folder: {root}: the store cannot be reached")
 
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
@@ -577,7 +540,7 @@ def test_killed_between_the_shards_and_the_manifest(bucket: s3.Bucket, tmp_path:
     assert again.returncode == 0, said
     assert f"resumed from step 4 in {bucket.root}" in said and "resume verified at step 4" in said
     assert steps_in(StorePath(bucket.root)) == [2, 4, 6, 8] and leftovers(StorePath(bucket.root)) == []
-    assert not bucket.objects("run/checkpoint/run.lock-")
+    assert not bucket.objects("run/checkpoint/run.lock")
     straight = s3.new_bucket(bucket.port)
     other = _torchrun(straight, bucket.port, tmp_path / "straight")
     said, _ = other.communicate(timeout=600)

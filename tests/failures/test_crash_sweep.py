@@ -13,7 +13,7 @@ from titanlite import exit_codes
 from titanlite.checkpoint.manifest import steps_in
 from titanlite.drill.ranks import train
 from titanlite.drill.strike import PUBLISHED, STAGES, Strike
-from titanlite.runs.ledger import read_entries
+from titanlite.runs.record import read_entries
 
 STRUCK = 4
 KEEP = "--checkpoint.keep_latest_k=1"

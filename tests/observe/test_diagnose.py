@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from titanlite.loss import cross_entropy_sum
 from titanlite.observe.diagnose import Finding, diagnose_nonfinite
 from titanlite.parallel.world import World
 from titanlite.prepare import load_plans
+from titanlite.runs.record import read_attempts
 from titanlite.step import forward_backward, train_step
 from titanlite.trainer import Trainer
 
@@ -209,5 +209,5 @@ def test_the_guards_error_says_where_it_came_from(pool: Pools, tmp_path: Path) -
     assert first == second
     assert first.startswith("step 3: loss nan") and "not finite on rank 1" in first
     assert f"first not finite: the output of {W2}, in the forward pass (rank 1, micro-batch 1)" in first
-    (attempt,) = json.loads((tmp_path / "run.json").read_text())["attempts"]
+    (attempt,) = read_attempts(tmp_path)
     assert attempt["state"] == "stopped" and attempt["reason"] == first

@@ -32,7 +32,7 @@ from titanlite.observe.stall_report import MAX_ROWS, RankState, table, verdict
 from titanlite.observe.stalls import THREAD, StallWatch, _stack
 from titanlite.parallel.world import World
 from titanlite.prepare import load_plans
-from titanlite.runs.ledger import read_entries
+from titanlite.runs.record import read_entries
 from titanlite.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -41,7 +41,7 @@ from titanlite.observe.metrics import read_metrics
 from titanlite.parallel.tensor import tensor_loss
 from titanlite.parallel.world import World
 from titanlite.prepare import load_plans
-from titanlite.runs.ledger import read_entries
+from titanlite.runs.record import read_entries
 from titanlite.step import Duplicates, train_step
 from titanlite.trainer import Trainer
 

@@ -25,7 +25,7 @@ from titanlite.guard import FiniteGuard, WeightsError, find_nonfinite
 from titanlite.loss import cross_entropy_sum
 from titanlite.parallel.world import World
 from titanlite.prepare import load_plans
-from titanlite.runs.ledger import read_entries
+from titanlite.runs.record import read_entries
 from titanlite.step import Duplicates, train_step
 from titanlite.trainer import Trainer
 

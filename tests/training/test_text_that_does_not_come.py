@@ -29,7 +29,7 @@ from titanlite.observe.metrics import read_metrics
 from titanlite.parallel.world import World
 from titanlite.preempt import Preempted
 from titanlite.prepare import resolve_plans
-from titanlite.runs.ledger import read_entries
+from titanlite.runs.record import read_entries
 from titanlite.starting import READER
 from titanlite.step import train_step
 from titanlite.trainer import Trainer

@@ -27,7 +27,6 @@ from titanlite.checkpoint.place import Place, place, sizes
 from titanlite.checkpoint.retention import Deleter, begin, retire, set_aside
 from titanlite.checkpoint.state import describe_all, gather, rng_state, weights
 from titanlite.checkpoint.storage import HashingWriter
-from titanlite.checkpoint.store_lock import Fence
 from titanlite.checkpoint.together import named as _named
 from titanlite.checkpoint.together import on_rank_0
 from titanlite.checkpoint.together import quiet as _quiet
@@ -35,6 +34,7 @@ from titanlite.config.plans import CheckpointPlan
 from titanlite.guard import WeightsError, find_nonfinite
 from titanlite.parallel.world import World
 from titanlite.runs import provenance
+from titanlite.runs.lock import OwnershipCheck
 from titanlite.utils import logger
 
 #: Seconds that a run which is ending waits for old checkpoints to be deleted; the next start goes on with it.
@@ -63,7 +63,7 @@ class Checkpointer:
         self._bad: dict[int, str] = {}
         self._resumed: int | None = None
         self._deleter = Deleter()
-        self._fence = Fence(self.root)
+        self._owner = OwnershipCheck(self.root)
         self._loading = Loading(plan, world, fingerprints, self._bad, self._deleter, self._config)
         #: When the latest save began, by `time.perf_counter`.
         self._began = 0.0
@@ -209,7 +209,7 @@ class Checkpointer:
         Raises CheckpointError, on all ranks, before anything is changed, when the checkpoint is of another run or does
         not fit the model, or when there are checkpoints and none is good.
         """
-        self._on_rank_0(self._fence.look)
+        self._on_rank_0(self._owner.look)
         loaded = self._loading.load(model, optimizer, expected)
         if loaded is not None and loaded.origin == "resume":
             self._resumed = loaded.step
@@ -258,7 +258,7 @@ class Checkpointer:
             move_aside(step_folder(self.root, step), reason)
 
     def _make_partial(self, step: int) -> Place:
-        self._fence.look()
+        self._owner.look()
         return begin(self.root, step, self._bad, self._deleter)
 
     def _draft(self, step: int, tensors: dict[str, list[Any]], train: dict[str, Any]) -> Manifest:
@@ -316,7 +316,7 @@ class Checkpointer:
 
     def _publish(self, partial: Place, manifest: Manifest, proven: bool) -> Place:
         """On rank 0: the folder gets its name, older ones go. Raises CheckpointError."""
-        self._fence.look()
+        self._owner.look()
         manifest = replace(manifest, seconds=round(time.perf_counter() - self._began, 3))
         folder = publish(partial, self.root, manifest, self._bad)
         self._bad.pop(manifest.step, None)

@@ -32,7 +32,7 @@ from titanlite.checkpoint.together import named, on_rank_0, quiet
 from titanlite.config.plans import CheckpointPlan
 from titanlite.guard import find_nonfinite
 from titanlite.parallel.world import World
-from titanlite.runs.ledger import toml_changes
+from titanlite.runs.provenance import config_changes
 from titanlite.utils import counted
 
 #: The tensor with all ranks' random generators.
@@ -305,7 +305,7 @@ class Loading:
         words = {name: _word(name) for name in found}
         if missing := dict.fromkeys(word for word in words.values() if word not in self.plan.allow_changes):
             lines = "".join(f"\n  {name}: {difference}" for name, difference in found.items())
-            changes = toml_changes(manifest.config.get("toml"), self._config.get("toml"))
+            changes = config_changes(manifest.config.get("toml"), self._config.get("toml"))
             keys = [f"{key}: {change}" for key, change in changes.items()]
             if keys:
                 lines += "\n  in the config: " + "; ".join(keys[:_KEYS]) + "; …" * (len(keys) > _KEYS)

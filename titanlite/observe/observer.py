@@ -31,7 +31,6 @@ from titanlite.observe.stepline import StepFigures, fsdp_line, titan_line
 from titanlite.observe.tensorboard import TensorBoard, tags
 from titanlite.observe.tracker import Tracker
 from titanlite.parallel.world import World
-from titanlite.runs.folder import FinalState, RunRecord, begin
 from titanlite.runs.provenance import config_text
 from titanlite.step import StepResult
 from titanlite.utils import human_time, logger
@@ -60,7 +59,6 @@ class Observer:
         self._garbage = GarbageClock()
         self._logs = 0
         self._failed = True
-        self._run: RunRecord | None = None
         self._view: View | None = None
         self._first_step = 1
         #: The validation that a run which goes on owes is recorded already: an attempt since then was lost.
@@ -86,13 +84,6 @@ class Observer:
             self._metrics = MetricsLog(path)
             self._metrics.truncate_after(step)
             self._validated = self._metrics.has(step, "validation_loss")
-            self._run = begin(
-                path.parent,
-                self.plans,
-                world_size=self.world.size,
-                device=device_name(self.world.device),
-                first_step=step,
-            )
         self._open_tensorboard(step)
         if plan.wandb and self.world.rank == 0:
             config = loads(config_text(self.plans.config_toml))
@@ -227,11 +218,9 @@ class Observer:
         """Where the run is recorded: service → id of the run there. Rank 0 knows."""
         return {"wandb": self._tracker.run_id} if self._tracker and self._tracker.run_id else {}
 
-    def finish(self, state: FinalState, step: int, reason: str = "") -> None:
-        """Record how the run ended, after `step` steps. The first call counts."""
+    def finish(self, state: str) -> None:
+        """Note the state at the end: a run that failed is closed faster."""
         self._failed = state not in ("done", "preempted")
-        if self._run:
-            self._run.finish(state, step, reason)
 
     def close(self) -> None:
         """End what shows and writes. Of a run that failed, within two seconds: other ranks leave after three."""

@@ -1,4 +1,4 @@
-"""The comparison as one HTML file: tables, and curves to read values from; nothing is fetched from anywhere."""
+"""The comparison as one HTML file with tables and curves that show their values; it fetches nothing."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from html import escape
+from itertools import groupby
 from typing import Any
 
 from titanlite.observe.metrics import json_value
-from titanlite.runs.compare import Comparison, tables
-from titanlite.runs.plots import Chart, Curve, Point
+from titanlite.tools.compare import Comparison, tables
+from titanlite.tools.plots import Chart, Curve, Point
 from titanlite.utils import Table
 
 _WIDTH, _HEIGHT = 960, 380
 _TOP, _BOTTOM = 14, 46
-#: Of a character of the axes' numbers, at most.
+#: Maximum width of a character of the axes' numbers, in pixels.
 _CHARACTER = 8.5
-#: Curves of at most so many points get a mark on each.
+#: Curves with at most so many points get a mark on each.
 _MARKED = 200
 
 _STYLE = """
@@ -42,14 +43,14 @@ output { font-variant-numeric: tabular-nums; font-weight: 600; margin-left: .3re
 _SCRIPT = """
 const all = (query, from = document) => [...from.querySelectorAll(query)];
 const boxes = all("input[data-run]");
-const switched = () => boxes.forEach(box =>
+const update = () => boxes.forEach(box =>
   all(`[data-of="${box.dataset.run}"]`).forEach(part => part.toggleAttribute("hidden", !box.checked)));
-boxes.forEach(box => box.onchange = switched);
+boxes.forEach(box => box.onchange = update);
 all("button").forEach(button => button.onclick = () => {
   boxes.forEach(box => box.checked = button.value === "all");
-  switched();
+  update();
 });
-switched();  // a browser may remember what was switched off
+update();  // a browser may remember unchecked boxes
 const number = value => typeof value === "number" ? value.toLocaleString("en", {maximumSignificantDigits: 6}) : value;
 JSON.parse(document.getElementById("curves").textContent).forEach((chart, n) => {
   const plot = document.getElementById(`plot-${n}`), line = plot.querySelector(".at");
@@ -81,7 +82,7 @@ JSON.parse(document.getElementById("curves").textContent).forEach((chart, n) => 
 
 
 def render_page(comparison: Comparison, charts: Sequence[Chart], written: str) -> str:
-    """The page. written: when, in words."""
+    """Return the page. written: its time as text."""
     title = escape(" and ".join(comparison.labels) if len(comparison.labels) < 3 else f"{len(comparison.labels)} runs")
     overview, figures, *differences = tables(comparison)
     finite = [chart for chart in charts if any(math.isfinite(value) for c in chart.curves for _, value in c.points)]
@@ -118,12 +119,12 @@ def _table(table: Table) -> str:
 
 
 def _json(value: Any) -> str:
-    """JSON that may stand in a script element."""
+    """Return JSON that is safe inside a script element."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def _switches(chart: Chart) -> str:
-    """A check box for each run, which shows and hides it in all charts."""
+    """Return a check box for each run, which shows and hides it in all charts."""
     boxes = "\n".join(
         f'<label><input type="checkbox" data-run="{curve.run}" checked> {_sample(curve)}{escape(curve.label)}</label>'
         for curve in chart.curves
@@ -143,7 +144,7 @@ def _stroke(curve: Curve) -> str:
 
 
 class _Plot:
-    """A chart with at least one finite value, and where its values stand on the page."""
+    """A chart with at least one finite value, and the positions of its values on the page."""
 
     def __init__(self, chart: Chart) -> None:
         self.chart = chart
@@ -156,7 +157,7 @@ class _Plot:
         left = 12 + _CHARACTER * max(len(_tick(value)) for value in self._lines)
         self._right = _WIDTH - 4 - _CHARACTER * len(_tick(x1)) / 2
         across, up = (self._right - left) / (x1 - x0), (_HEIGHT - _TOP - _BOTTOM) / (y1 - y0)
-        #: Factor and summand that make pixels of a step and of a value.
+        #: Factor and summand that turn a step, and a value, into pixels.
         self._x, self._y = (across, left - across * x0), (-up, _HEIGHT - _BOTTOM + up * y0)
 
     def html(self, n: int) -> str:
@@ -172,7 +173,7 @@ class _Plot:
         )
 
     def data(self) -> dict[str, Any]:
-        """What the script reads: points of each curve, and how they are placed. Values not finite are texts."""
+        """Return the points of each curve and their scales for the script. Values that are not finite are texts."""
         curves = [
             {"run": curve.run, "points": [(step, json_value(value)) for step, value in curve.points]}
             for curve in self.chart.curves
@@ -197,8 +198,8 @@ class _Plot:
         out.append(f'<text x="{(left + self._right) / 2:.1f}" y="{_HEIGHT - 6}" text-anchor="middle">step</text>')
         for curve in self.chart.curves:
             out.append(f'<g data-of="{curve.run}">')
-            for stretch in _finite_stretches(curve.points):
-                places = [self._place(point) for point in stretch]
+            for part in _finite_parts(curve.points):
+                places = [self._place(point) for point in part]
                 out.append(f'<polyline {_stroke(curve)} points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in places)}"/>')
                 if curve.validation or len(curve.points) <= _MARKED:
                     size = f'r="{4 if curve.validation else 2.4}" fill="{curve.color}"'
@@ -211,20 +212,15 @@ def _tick(value: float) -> str:
     return f"{value:,.10g}"
 
 
-def _finite_stretches(points: Sequence[Point]) -> Iterator[list[Point]]:
-    stretch: list[Point] = []
-    for point in points:
-        if math.isfinite(point[1]):
-            stretch.append(point)
-        elif stretch:
-            yield stretch
-            stretch = []
-    if stretch:
-        yield stretch
+def _finite_parts(points: Sequence[Point]) -> Iterator[list[Point]]:
+    """Yield the parts of a curve between values that are not finite."""
+    for finite, part in groupby(points, key=lambda point: math.isfinite(point[1])):
+        if finite:
+            yield list(part)
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:
-    """About `count` round numbers at equal distances; the first is at or below `low`, the last at or above `high`."""
+    """Return about `count` round numbers at equal distances, the first at most `low`, the last at least `high`."""
     if high <= low:
         room = abs(low) * 0.1 or 1.0
         low, high = low - room, high + room

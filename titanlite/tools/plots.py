@@ -1,4 +1,4 @@
-"""The curves of several runs: as points, as a PNG (matplotlib, the extra `plots`)."""
+"""The curves of several runs, as points and as a PNG (matplotlib, the extra `plots`)."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from pathlib import Path
 
 from titanlite.runs.read import Run
 
-#: Okabe and Ito's colours (jfly.uni-koeln.de/color), told apart by colour-blind readers, on white and on black; then
-#: six that are far from these and from each other in CIELAB.
+#: Okabe and Ito's colours (jfly.uni-koeln.de/color), which colour-blind readers can distinguish, on white and on black;
+#: then six that are far from these and from each other in CIELAB.
 COLORS = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"),
     *("#6000e0", "#00c000", "#e000c0", "#606000", "#c00040", "#6060e0"),
 )
-#: Dashes (pixels drawn, pixels left out, …) of training and of validation; the second pair is for runs that repeat a
-#: colour.
+#: Dashes (pixels drawn, pixels skipped, …) of training and of validation; the second pair is for runs whose colour
+#: repeats.
 _DASHES = (((), (6, 4)), ((14, 3, 2, 3), (2, 3)))
-#: Later curves are drawn over earlier ones and are thinner, so that equal curves can be told from a single one.
+#: Later curves are drawn over earlier ones and are thinner, so that equal curves do not look like a single one.
 _WIDTHS = (3.2, 2.2, 1.6)
-#: Points of a curve that are drawn.
+#: Maximum number of points of a curve.
 POINTS = 1500
 
 Point = tuple[float, float]
 
 
 class PlotsMissing(ImportError):
-    """matplotlib is not there; the text names the extra."""
+    """matplotlib is not installed; the text names the extra."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Curve:
     #: Of the line, in pixels.
     width: float = _WIDTHS[0]
     dash: tuple[int, ...] = ()
-    #: Held-out loss, whose points are marked.
+    #: Validation loss; its points are marked.
     validation: bool = False
 
 
@@ -56,7 +56,7 @@ class Chart:
 
 
 def charts(runs: Sequence[Run], labels: Sequence[str]) -> list[Chart]:
-    """The loss chart and, where the runs say it, that of the speed."""
+    """Return the loss chart and, where the runs record it, the speed chart."""
     losses: list[Curve] = []
     speeds: list[Curve] = []
     for i, (run, label) in enumerate(zip(runs, labels, strict=True)):
@@ -74,37 +74,32 @@ def charts(runs: Sequence[Run], labels: Sequence[str]) -> list[Chart]:
 
 
 def thin(points: Sequence[Point], limit: int = POINTS) -> tuple[Point, ...]:
-    """At most about `limit` points; of each stretch the lowest and the highest stay, so that no spike is lost.
+    """Return at most about `limit` points: of each group the lowest and the highest, so that no spike is lost.
 
-    So does one that is not finite: the curve is broken there.
+    A point that is not finite stays too: the curve has a gap there.
     """
     if len(points) <= limit:
         return tuple(points)
     size = math.ceil(2 * len(points) / limit)
     kept: list[Point] = []
     for begin in range(0, len(points), size):
-        stretch = points[begin : begin + size]
-        odd = [p for p in stretch if not math.isfinite(p[1])][:1]
-        finite = [p for p in stretch if math.isfinite(p[1])]
-        ends = [min(finite, key=_value), max(finite, key=_value)] if finite else []
-        kept += sorted({*ends, *odd}, key=lambda p: p[0])
+        group = points[begin : begin + size]
+        gap = [p for p in group if not math.isfinite(p[1])][:1]
+        finite = sorted((p for p in group if math.isfinite(p[1])), key=lambda p: p[1])
+        kept += sorted({*finite[:1], *finite[-1:], *gap}, key=lambda p: p[0])
     return tuple(kept)
 
 
-def _value(point: Point) -> float:
-    return point[1]
-
-
 def draw_png(found: Sequence[Chart], path: Path) -> None:
-    """All charts below each other in one picture. Raises PlotsMissing without matplotlib, OSError."""
+    """Draw all charts below each other in one picture. Raises PlotsMissing without matplotlib, OSError."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise PlotsMissing(
             f"matplotlib is needed to draw it ({error}); install it with: pip install 'titanlite[plots]'"
         ) from None
-    # A Figure of its own, not pyplot: no display, and no state that a caller's own plots would share.
-    # The legend has a line per curve below the charts: names may be as long as folders.
+    # A Figure, not pyplot: it needs no display and shares no state with a caller's plots.
+    # The legend is below the charts, with a line per curve: names may be as long as folders.
     names = [textwrap.fill(curve.label, 100) for curve in found[0].curves]
     lines = sum(name.count("\n") + 1 for name in names)
     figure = Figure(figsize=(10, 4.2 * len(found) + 0.24 * lines + 0.2), dpi=110, layout="constrained")
