@@ -27,9 +27,9 @@ from titanlite.data.errors import DataError
 from titanlite.entry import end, leave
 from titanlite.exit_codes import is_of_collectives
 from titanlite.guard import BadStepError
+from titanlite.metrics.console import setup_console
+from titanlite.metrics.watchdog import StallWatch
 from titanlite.models.shapes import ShapeError
-from titanlite.observe.console import setup_console
-from titanlite.observe.stalls import StallWatch
 from titanlite.parallel.compile import CompileError, prepare_compile
 from titanlite.parallel.environment import read_environment
 from titanlite.parallel.float8 import check_float8

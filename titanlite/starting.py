@@ -25,11 +25,11 @@ from titanlite.data.background import Patience
 from titanlite.data.left_out import of_steps, take
 from titanlite.data.loader import add_hashes, step_hash
 from titanlite.data.packing import PackedDataset
-from titanlite.observe.flops import device_name
-from titanlite.observe.memory import total_memory_bytes
-from titanlite.observe.metrics import FILE as METRICS
-from titanlite.observe.observer import Observer
-from titanlite.observe.report import start_report
+from titanlite.metrics.flops import device_name
+from titanlite.metrics.jsonl import FILE as METRICS
+from titanlite.metrics.memory import total_memory_bytes
+from titanlite.metrics.observer import Observer
+from titanlite.metrics.startup_report import start_report
 from titanlite.optim.schedule import learning_rate
 from titanlite.parallel.pipeline import PipelineModel
 from titanlite.parallel.world import World

@@ -24,13 +24,13 @@ from titanlite.checkpoint.state import gather
 from titanlite.config.plans import Plans
 from titanlite.data.loader import Batch
 from titanlite.determinism import deterministic, environment
-from titanlite.drift import DriftCheck
 from titanlite.feed import Feed
 from titanlite.guard import BadStepError, FiniteGuard, NonFiniteError, WeightsError, find_nonfinite
+from titanlite.metrics.float8_error import DriftCheck
+from titanlite.metrics.observer import Observer
+from titanlite.metrics.profiler import Profiles
+from titanlite.metrics.watchdog import StallWatch
 from titanlite.models.shapes import as_record
-from titanlite.observe.observer import Observer
-from titanlite.observe.profiles import Profiles
-from titanlite.observe.stalls import StallWatch
 from titanlite.optim.schedule import learning_rate
 from titanlite.parallel.compile import CACHE_VARIABLE
 from titanlite.parallel.init import seed_generators

@@ -14,9 +14,9 @@ from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
 from titanlite.config.plans import BatchPlan, Float8Plan, MeshPlan, PipelinePlan, Plans
 from titanlite.config.unbuilt import without_effect
+from titanlite.metrics.startup_report import start_report
 from titanlite.models import SHAPES, get_spec, resolve_args
 from titanlite.models.spec import Size
-from titanlite.observe.report import start_report
 from titanlite.parallel.float8 import check_float8
 from titanlite.parallel.float8_choice import Choice, choose, converted_names, matches, tokens
 from titanlite.prepare import checked_plans, load_plans

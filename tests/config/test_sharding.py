@@ -16,7 +16,7 @@ from titanlite.config.load import load
 from titanlite.config.plans import Plans, ShardPlan
 from titanlite.config.resolve import resolve
 from titanlite.config.unbuilt import without_effect
-from titanlite.observe.report import start_report
+from titanlite.metrics.startup_report import start_report
 
 
 def plans(*flags: str, world_size: int = 4) -> Plans:

@@ -9,7 +9,7 @@ import pytest
 
 from titanlite.config.errors import ConfigError
 from titanlite.config.plans import StallPlan
-from titanlite.observe.stalls import StallWatch
+from titanlite.metrics.watchdog import StallWatch
 from titanlite.prepare import load_plans
 
 

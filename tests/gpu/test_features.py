@@ -21,7 +21,7 @@ from tests.training.harness import TINY, Run, batches, build_tiny, micro_batches
 from titanlite.build import to_device
 from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, Float8Plan, ProfilePlan, ShardPlan
 from titanlite.guard import FiniteGuard
-from titanlite.observe.profiles import Profiles
+from titanlite.metrics.profiler import Profiles
 from titanlite.parallel.world import World
 from titanlite.step import train_step
 

@@ -13,7 +13,7 @@ from tests.training import test_text_that_does_not_come as hanging
 from tests.words import listening
 from titanlite import exit_codes
 from titanlite.config.plans import StallPlan
-from titanlite.observe.stalls import StallWatch
+from titanlite.metrics.watchdog import StallWatch
 from titanlite.parallel.world import World
 
 STEPS = "--training.steps=8"

@@ -15,9 +15,9 @@ from tests.checkpoint.runs import train as train_and_save
 from tests.training.harness import TINY, Run, build_tiny, micro_batches, run_stages
 from titanlite.build import data_parallel_rank, to_device
 from titanlite.config.plans import Float8Plan, ShardPlan
-from titanlite.drift import Drift, measure_drift
 from titanlite.guard import FiniteGuard
 from titanlite.loss import cross_entropy_sum
+from titanlite.metrics.float8_error import Drift, measure_drift
 from titanlite.parallel.float8 import ScalePrecompute
 from titanlite.parallel.tensor import tensor_loss
 from titanlite.parallel.world import World

@@ -33,8 +33,8 @@ from titanlite.config.load import load
 from titanlite.config.plans import ActivationCheckpointPlan, Plans, ShardPlan
 from titanlite.config.resolve import resolve
 from titanlite.guard import FiniteGuard
+from titanlite.metrics.startup_report import start_report
 from titanlite.models import SHAPES, get_spec
-from titanlite.observe.report import start_report
 from titanlite.parallel.activation_checkpoint import (
     ATTENTION,
     MATMULS,

@@ -13,7 +13,7 @@ from tests.pool import Pools
 from tests.training.test_run import TINY
 from titanlite.build import read_text
 from titanlite.config.plans import ProfilePlan
-from titanlite.observe.profiles import Profiles
+from titanlite.metrics.profiler import Profiles
 from titanlite.parallel.world import World
 from titanlite.prepare import load_plans
 from titanlite.trainer import Trainer

@@ -25,7 +25,7 @@ from titanlite.data import background
 from titanlite.data.background import DataNotReadyError, Prefetcher
 from titanlite.data.loader import Batch
 from titanlite.guard import FiniteGuard
-from titanlite.observe.metrics import read_metrics
+from titanlite.metrics.jsonl import read_metrics
 from titanlite.parallel.world import World
 from titanlite.preempt import Preempted
 from titanlite.prepare import resolve_plans

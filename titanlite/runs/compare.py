@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from titanlite.observe.metrics import FILE as METRICS
-from titanlite.observe.metrics import json_value
+from titanlite.metrics.jsonl import FILE as METRICS
+from titanlite.metrics.jsonl import json_value
 from titanlite.runs.attempts import RunError
 from titanlite.runs.list import NONE, last, state_words
 from titanlite.runs.read import Row, Run, read_run

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.config.plans import Plans
 from titanlite.config.scan import TOMLDecodeError, loads
-from titanlite.observe.metrics import FILE as METRICS
+from titanlite.metrics.jsonl import FILE as METRICS
 from titanlite.runs import provenance
 from titanlite.runs.attempts import timestamp
 from titanlite.runs.folder import CONFIG

@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from titanlite.observe.metrics import json_value
+from titanlite.metrics.jsonl import json_value
 from titanlite.runs.read import Run, find_runs, glance
 from titanlite.utils import Table, human_time, render
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
-from titanlite.observe.metrics import json_value
+from titanlite.metrics.jsonl import json_value
 from titanlite.runs.compare import Comparison, tables
 from titanlite.runs.plots import Chart, Curve, Point
 from titanlite.utils import Table

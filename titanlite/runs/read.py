@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config.scan import TOMLDecodeError, loads
-from titanlite.observe.metrics import FILE as METRICS
-from titanlite.observe.metrics import read_metrics
+from titanlite.metrics.jsonl import FILE as METRICS
+from titanlite.metrics.jsonl import read_metrics
 from titanlite.runs.attempts import FILE, RunError, read_attempts, seconds, state_of
 from titanlite.runs.folder import CONFIG
 

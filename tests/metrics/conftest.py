@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.observe.terminal import Terminal
-from titanlite.observe.console import console_handler
+from tests.metrics.terminal import Terminal
+from titanlite.metrics.console import console_handler
 from titanlite.utils import logger
 
 

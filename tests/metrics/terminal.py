@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 
 import pyte
 
-from titanlite.observe.console import colorize, console_handler, setup_console
-from titanlite.observe.live import LiveView
-from titanlite.observe.stepline import StepFigures, titan_line
+from titanlite.metrics.console import colorize, console_handler, setup_console
+from titanlite.metrics.live import LiveView
+from titanlite.metrics.stepline import StepFigures, titan_line
 from titanlite.utils import logger
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from titanlite.observe import tensorboard
-from titanlite.observe.metrics import MetricsLog, read_metrics
-from titanlite.observe.tensorboard import TAGS, TensorBoard, tags
+from titanlite.metrics import tensorboard
+from titanlite.metrics.jsonl import MetricsLog, read_metrics
+from titanlite.metrics.tensorboard import TAGS, TensorBoard, tags
 from titanlite.utils import logger
 
 
@@ -141,8 +141,8 @@ def test_a_disk_that_fills_up_tears_no_row(tmp_path: Path) -> None:
     script = f"""
 import resource, signal
 from pathlib import Path
-from titanlite.observe.console import setup_console
-from titanlite.observe.metrics import MetricsLog
+from titanlite.metrics.console import setup_console
+from titanlite.metrics.jsonl import MetricsLog
 setup_console(0)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))

@@ -28,8 +28,8 @@ from titanlite.checkpoint.background import BackgroundSave
 from titanlite.config.plans import StallPlan
 from titanlite.data.background import Prefetcher
 from titanlite.guard import LossSpikeError
-from titanlite.observe.stall_report import MAX_ROWS, RankState, table, verdict
-from titanlite.observe.stalls import THREAD, StallWatch, _stack
+from titanlite.metrics.stall_report import MAX_ROWS, RankState, table, verdict
+from titanlite.metrics.watchdog import THREAD, StallWatch, _stack
 from titanlite.parallel.world import World
 from titanlite.prepare import load_plans
 from titanlite.runs.ledger import read_entries
@@ -207,7 +207,7 @@ def test_one_process_alone_is_watched_too_and_the_thread_that_reads_is_shown() -
             batches.next_step()
         _until(lambda: _reports(said))
     (report,) = _reports(said)
-    assert "_until < observe/test_stalls.py" in report and "_fetch" in report, "not only that it waits for a thread"
+    assert "_until < metrics/test_stalls.py" in report and "_fetch" in report, "not only that it waits for a thread"
     assert "has been in data of step 3" in report
 
 
@@ -282,7 +282,7 @@ def test_what_one_rank_raises_is_told_on_rank_0(pool: Pools) -> None:
     (text,) = said
     host = re.escape(socket.gethostname())
     first, last = text.splitlines()
-    assert re.match(rf"rank 1 \({host}, process \d+\) raised in data of step 2, at observe/test_stalls.py:\d+ ", first)
+    assert re.match(rf"rank 1 \({host}, process \d+\) raised in data of step 2, at metrics/test_stalls.py:\d+ ", first)
     assert first.endswith("read_shard: all ranks end. Its traceback is in runs/logs/rank_1.log")
     assert last == "OSError: [Errno 5] Input/output error: '/data/shard-3'"
     assert len(peers) == 1 and peers[0].startswith(f"{exit_codes.LOST_PEER} rank 1 (") and took < LONG
@@ -353,7 +353,7 @@ from titanlite import app
 from titanlite.data.background import Prefetcher
 from titanlite.guard import LossSpikeError
 from titanlite.data.loader import TrainLoader
-from titanlite.observe.stalls import StallWatch
+from titanlite.metrics.watchdog import StallWatch
 from titanlite.trainer import Trainer
 kind, folder = sys.argv[1], Path(sys.argv[2])
 rank, asked, read = os.environ["RANK"], 0, 0

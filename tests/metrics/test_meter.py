@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from titanlite.metrics.flops import device_name, is_cpu, peak_flops
+from titanlite.metrics.memory import read_memory, reset_peak, total_memory_bytes
+from titanlite.metrics.throughput import Meter
 from titanlite.models.shapes import SHAPES
-from titanlite.observe.flops import device_name, is_cpu, peak_flops
-from titanlite.observe.memory import read_memory, reset_peak, total_memory_bytes
-from titanlite.observe.meter import Meter
 
 CPU = torch.device("cpu")
 EXPECTED_PEAKS = [

@@ -16,20 +16,20 @@ from torch import nn
 
 from titanlite.config.plans import Plans
 from titanlite.config.scan import loads
-from titanlite.drift import Drift
+from titanlite.metrics.console import View, colorize
+from titanlite.metrics.float8_error import Drift
+from titanlite.metrics.flops import device_name, peak_flops
+from titanlite.metrics.garbage import GarbageClock
+from titanlite.metrics.jsonl import FILE, MetricsLog
+from titanlite.metrics.live import start_view
+from titanlite.metrics.memory import MemoryReading, read_memory, reset_peak
+from titanlite.metrics.startup_report import WARNING
+from titanlite.metrics.stepline import StepFigures, fsdp_line, titan_line
+from titanlite.metrics.stragglers import RankFigures, RankWatch
+from titanlite.metrics.tensorboard import TensorBoard, tags
+from titanlite.metrics.throughput import Meter, Rates
+from titanlite.metrics.wandb import Tracker
 from titanlite.models.shapes import flops_per_token
-from titanlite.observe.console import View, colorize
-from titanlite.observe.flops import device_name, peak_flops
-from titanlite.observe.garbage import GarbageClock
-from titanlite.observe.live import start_view
-from titanlite.observe.memory import MemoryReading, read_memory, reset_peak
-from titanlite.observe.meter import Meter, Rates
-from titanlite.observe.metrics import FILE, MetricsLog
-from titanlite.observe.ranks import RankFigures, RankWatch
-from titanlite.observe.report import WARNING
-from titanlite.observe.stepline import StepFigures, fsdp_line, titan_line
-from titanlite.observe.tensorboard import TensorBoard, tags
-from titanlite.observe.tracker import Tracker
 from titanlite.parallel.world import World
 from titanlite.runs.folder import FinalState, RunRecord, begin
 from titanlite.runs.provenance import config_text

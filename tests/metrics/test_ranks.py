@@ -13,9 +13,9 @@ import torch
 from tests.pool import Pools
 from tests.training.test_run import TINY
 from titanlite.build import read_text
-from titanlite.observe.garbage import GarbageClock
-from titanlite.observe.metrics import read_metrics
-from titanlite.observe.ranks import LOGS_IN_A_ROW, RankWatch, thread_seconds
+from titanlite.metrics.garbage import GarbageClock
+from titanlite.metrics.jsonl import read_metrics
+from titanlite.metrics.stragglers import LOGS_IN_A_ROW, RankWatch, thread_seconds
 from titanlite.parallel.world import World
 from titanlite.prepare import load_plans
 from titanlite.trainer import Trainer

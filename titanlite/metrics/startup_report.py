@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from titanlite.config.plans import Plans
-from titanlite.observe.flops import is_cpu
+from titanlite.metrics.flops import is_cpu
 from titanlite.parallel.float8_choice import tokens
 from titanlite.utils import counted, human_bytes, human_count
 

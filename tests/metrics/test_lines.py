@@ -16,11 +16,11 @@ from titanlite import cli
 from titanlite.config.load import load_file
 from titanlite.config.plans import ObservePlan, Plans, TrainPlan
 from titanlite.config.resolve import resolve
+from titanlite.metrics.console import colorize, console_handler, setup_console
+from titanlite.metrics.observer import Observer
+from titanlite.metrics.startup_report import start_report
+from titanlite.metrics.stepline import StepFigures, fsdp_line, titan_line
 from titanlite.models.shapes import SHAPES
-from titanlite.observe.console import colorize, console_handler, setup_console
-from titanlite.observe.observer import Observer
-from titanlite.observe.report import start_report
-from titanlite.observe.stepline import StepFigures, fsdp_line, titan_line
 from titanlite.parallel.world import World
 from titanlite.prepare import load_plans
 from titanlite.runs.logs import rank_log

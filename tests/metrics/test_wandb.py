@@ -27,14 +27,14 @@ from titanlite.build import read_text
 from titanlite.config.errors import ConfigError
 from titanlite.config.scan import loads
 from titanlite.entry import SECONDS_TO_SPEAK
+from titanlite.metrics import wandb as tracker
+from titanlite.metrics.console import setup_console
+from titanlite.metrics.jsonl import read_metrics
+from titanlite.metrics.live import start_view
+from titanlite.metrics.observer import Observer
+from titanlite.metrics.tensorboard import TensorBoard, tags
+from titanlite.metrics.wandb import ID_FILE, Tracker
 from titanlite.models.shapes import SHAPES
-from titanlite.observe import tracker
-from titanlite.observe.console import setup_console
-from titanlite.observe.live import start_view
-from titanlite.observe.metrics import read_metrics
-from titanlite.observe.observer import Observer
-from titanlite.observe.tensorboard import TensorBoard, tags
-from titanlite.observe.tracker import ID_FILE, Tracker
 from titanlite.parallel.world import World
 from titanlite.prepare import load_plans
 from titanlite.trainer import Trainer

@@ -38,8 +38,8 @@ from titanlite import exit_codes
 from titanlite.config.plans import StallPlan
 from titanlite.exit_codes import is_of_collectives
 from titanlite.guard import BadStepError
-from titanlite.observe.console import console_handler
-from titanlite.observe.stall_report import End, RankState, process_state, table, verdict
+from titanlite.metrics.console import console_handler
+from titanlite.metrics.stall_report import End, RankState, process_state, table, verdict
 from titanlite.preempt import Preempted
 
 logger = logging.getLogger("titanlite")

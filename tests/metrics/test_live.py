@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.observe.terminal import Clock, Terminal, figures, log_step, show, step_lines, texts
-from titanlite.observe.console import setup_console
-from titanlite.observe.live import ROWS, LiveView, paint, progress, start_view, table
+from tests.metrics.terminal import Clock, Terminal, figures, log_step, show, step_lines, texts
+from titanlite.metrics.console import setup_console
+from titanlite.metrics.live import ROWS, LiveView, paint, progress, start_view, table
 from titanlite.runs.logs import RankLog
 from titanlite.utils import logger
 

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.observe.terminal import Clock, Terminal, log_step, show, texts
+from tests.metrics.terminal import Clock, Terminal, log_step, show, texts
 from tests.tiny import TWO_LAYERS
-from titanlite.observe import live
-from titanlite.observe.console import console_handler, setup_console
-from titanlite.observe.live import LiveView, start_view
+from titanlite.metrics import live
+from titanlite.metrics.console import console_handler, setup_console
+from titanlite.metrics.live import LiveView, start_view
 from titanlite.utils import logger
 
 pytestmark = pytest.mark.usefixtures("clean_console")
@@ -270,10 +270,10 @@ def test_a_forked_child_leaves_the_view_alone(terminal: Terminal) -> None:
 
 KILLED = """
 import os, sys, time
-from tests.observe.terminal import log_step
-from titanlite.observe.console import setup_console
+from tests.metrics.terminal import log_step
+from titanlite.metrics.console import setup_console
 from titanlite.utils import logger
-from titanlite.observe.live import start_view
+from titanlite.metrics.live import start_view
 setup_console(0)
 logger.info("kept")
 start_view(0, 60)

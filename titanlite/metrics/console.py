@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 from titanlite.utils import escape, logger
 
 if TYPE_CHECKING:
-    from titanlite.observe.stepline import StepFigures
+    from titanlite.metrics.stepline import StepFigures
 
     _StreamHandler = logging.StreamHandler[TextIO]
 else:
@@ -40,7 +40,7 @@ _FIELD = re.compile(rf"(?<!\S)({'|'.join(FIELD_COLORS)}): +\S+")
 
 
 class View(Protocol):
-    """What stands below the log lines of a terminal; see `titanlite.observe.live`."""
+    """What stands below the log lines of a terminal; see `titanlite.metrics.live`."""
 
     def tick(self, step: int) -> None:
         """After every step."""

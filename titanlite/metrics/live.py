@@ -19,8 +19,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
-from titanlite.observe.console import FIELD_COLORS, ConsoleHandler, View, console_handler, is_dumb
-from titanlite.observe.stepline import StepFigures
+from titanlite.metrics.console import FIELD_COLORS, ConsoleHandler, View, console_handler, is_dumb
+from titanlite.metrics.stepline import StepFigures
 from titanlite.utils import counted, human_time
 
 #: Logged steps in the table, on a terminal that is high enough.
