@@ -89,7 +89,7 @@ def serve(shape: Shape, plan: dict[str, Any], compiled: bool) -> None:
     from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, MeshPlan, OptimizerPlan, ShardPlan
     from titanlite.data.loader import Batch
     from titanlite.guard import FiniteGuard
-    from titanlite.metrics.memory import reset_peak
+    from titanlite.metrics.throughput import reset_peak
     from titanlite.models import LlamaArgs, get_spec
     from titanlite.optim.optimizer import build_optimizer
     from titanlite.parallel.activation_checkpoint import trace_block
@@ -170,7 +170,7 @@ def _resident(key: str) -> int:
 
 
 def _name(device: Any) -> str:
-    from titanlite.metrics.flops import device_name
+    from titanlite.metrics.throughput import device_name
 
     return device_name(device)
 

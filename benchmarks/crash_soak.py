@@ -388,7 +388,7 @@ def bucket() -> Iterator[str]:
 def report(arguments: argparse.Namespace, tallies: list[Tally], seconds: float) -> int:
     import torch
 
-    from titanlite.metrics.flops import device_name
+    from titanlite.metrics.throughput import device_name
     from titanlite.runs import provenance
 
     device = device_name(torch.device("cpu"))

@@ -28,7 +28,7 @@ from titanlite.build import build_model, to_device
 from titanlite.config.plans import LossPlan, MeshPlan, OptimizerPlan, ShardPlan
 from titanlite.data.loader import Batch
 from titanlite.guard import FiniteGuard
-from titanlite.metrics.flops import device_name
+from titanlite.metrics.throughput import device_name
 from titanlite.models import LlamaArgs, get_spec
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.world import World

@@ -1,9 +1,9 @@
 """The live view of a terminal: a table of the last logged steps and a progress line, below the lines of the log.
 
-A step that leaves the table becomes a line of the log, so that it can be scrolled back to. At the end the table stays.
-The cursor stays where the next line of the log goes; the view lies below it. So whoever writes to the terminal, a
-library or another process, writes above the view, and what it overwrites is drawn again. A resized terminal may fold
-the rows: they still lie below the cursor, and everything there is erased with the next drawing.
+A step that leaves the table becomes a line of the log, so you can scroll back to it. At the end the table stays.
+The cursor stays where the next line of the log goes, and the view lies below it. So a library or another process that
+writes to the terminal writes above the view, and the next drawing restores the rows that it overwrote. A resized
+terminal may fold the rows: they still lie below the cursor, and the next drawing erases everything there.
 """
 
 from __future__ import annotations
@@ -11,30 +11,23 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
-from titanlite.metrics.console import FIELD_COLORS, ConsoleHandler, View, console_handler, is_dumb
-from titanlite.metrics.stepline import StepFigures
-from titanlite.utils import counted, human_time
+from titanlite.metrics.console import FIELD_COLORS, ConsoleHandler, StepFigures, console_handler, is_dumb
+from titanlite.utils import human_time
 
 #: Logged steps in the table, on a terminal that is high enough.
 ROWS = 8
 _SECONDS_BETWEEN = 0.1
-#: What may wait for a terminal that takes nothing; then the oldest lines are dropped. Ten thousand lines, about.
-_WAITING_BYTES = 1 << 20
-#: How long a line may wait to be written; once it was too long, later ones do not until the terminal takes something.
+#: The longest wait for a terminal that takes no line. While some text still waits, further lines wait no longer.
 _LINE_SECONDS = 0.5
-_LONGEST_BAR, _SHORTEST_BAR = 40, 10
-_GAP = 2
+_LONGEST_BAR, _SHORTEST_BAR, _GAP = 40, 10, 2
 
-_ERASE_BELOW = "\033[J"
-_ERASE_RIGHT = "\033[K"
+_ERASE_BELOW, _ERASE_RIGHT = "\033[J", "\033[K"
 _SAVE_CURSOR, _RESTORE_CURSOR = "\0337", "\0338"
 #: Down one line in the same column; on the last line the screen scrolls.
 _DOWN = "\033D"
@@ -48,28 +41,26 @@ def _number(value: float) -> str:
     return f"{value:.3e}" if abs(value) >= 1e5 else f"{value:.4f}"
 
 
-def _memory(f: StepFigures) -> str:
-    return f"{f.memory_gib:.2f} GiB" + ("" if f.memory_percent is None else f" ({f.memory_percent:.0f}%)")
-
-
-#: Key, title, text of a cell; the first two are never left out.
-_COLUMNS: tuple[tuple[str, str, Callable[[StepFigures], str]], ...] = (
-    ("step", "step", lambda f: f"{f.step:,}"),
-    ("loss", "loss", lambda f: _number(f.loss)),
-    ("grad_norm", "grad norm", lambda f: _number(f.norm)),
-    ("lr", "lr", lambda f: f"{f.lr:.2e}"),
-    ("tps", "tokens/s", lambda f: f"{round(f.tps):,}"),
-    ("mfu", "mfu", lambda f: "" if f.mfu is None else f"{f.mfu:.1f}%"),
-    ("memory", "memory", _memory),
-)
-#: What a narrow terminal does without, first to last.
+#: Key -> title, and text of a cell. Narrow terminals leave out the optional ones, first to last.
+_COLUMNS: dict[str, tuple[str, Callable[[StepFigures], str]]] = {
+    "step": ("step", lambda f: f"{f.step:,}"),
+    "loss": ("loss", lambda f: _number(f.loss)),
+    "grad_norm": ("grad norm", lambda f: _number(f.norm)),
+    "lr": ("lr", lambda f: f"{f.lr:.2e}"),
+    "tps": ("tokens/s", lambda f: f"{round(f.tps):,}"),
+    "mfu": ("mfu", lambda f: "" if f.mfu is None else f"{f.mfu:.1f}%"),
+    "memory": (
+        "memory",
+        lambda f: f"{f.memory_gib:.2f} GiB" + ("" if f.memory_percent is None else f" ({f.memory_percent:.0f}%)"),
+    ),
+}
 _OPTIONAL_COLUMNS = ("lr", "grad_norm", "mfu", "memory", "tps")
 _OPTIONAL_FIELDS = ("memory", "tps", "loss", "left")
 
 
 def table(figures: Sequence[StepFigures], columns: int) -> list[_Row]:
-    """A title row and one row per step, as many columns as have room."""
-    cells = {key: [title, *map(text, figures)] for key, title, text in _COLUMNS}
+    """Return a title row and one row per step, with as many columns as fit."""
+    cells = {key: [title, *map(text, figures)] for key, (title, text) in _COLUMNS.items()}
     if not any(cells["mfu"][1:]):
         del cells["mfu"]
     widths = {key: max(8, *map(len, column)) for key, column in cells.items()}
@@ -81,21 +72,20 @@ def table(figures: Sequence[StepFigures], columns: int) -> list[_Row]:
 
 
 def progress(last: StepFigures | None, step: int, steps: int, time_text: str, columns: int, blocks: str = "━─") -> _Row:
-    """`120/600 ━━━──────── 20%  loss 5.1234  5,123 tokens/s  0.43 GiB  left 0:04:05`, or what has room of it.
+    """Return `120/600 ━━━──────── 20%  loss 5.1234  5,123 tokens/s  0.43 GiB  left 0:04:05`, or what fits of it.
 
-    blocks: the characters of what is done and of what is left.
+    blocks: the characters of the done part and of the rest.
     """
-    fields = {}
+    fields = {} if last is None else {key: _COLUMNS[key][1](last) for key in ("loss", "tps", "memory")}
     if last is not None:
-        fields = {"loss": f"loss {_number(last.loss)}", "tps": f"{round(last.tps):,} tokens/s", "memory": _memory(last)}
+        fields |= {"loss": f"loss {fields['loss']}", "tps": f"{fields['tps']} tokens/s"}
     if time_text:
         fields["left"] = time_text
     share = step / steps
     counter, percent = f"{step:,}/{steps:,} ", f" {int(100 * share)}%"
     room = columns - len(counter) - len(percent)
     shown = _fitting({key: len(text) + _GAP for key, text in fields.items()}, room - _SHORTEST_BAR, _OPTIONAL_FIELDS)
-    room -= sum(len(fields[key]) + _GAP for key in shown)
-    bar = max(min(room, _LONGEST_BAR), 0)
+    bar = max(min(room - sum(len(fields[key]) + _GAP for key in shown), _LONGEST_BAR), 0)
     done = int(bar * share)
     row = [("step", counter), ("loss", blocks[0] * done), (_GREY, blocks[1] * (bar - done)), ("", percent)]
     for key in shown:
@@ -104,17 +94,16 @@ def progress(last: StepFigures | None, step: int, steps: int, time_text: str, co
 
 
 def _fitting(widths: Mapping[str, int], room: int, optional: Sequence[str]) -> list[str]:
-    """The keys that have room together, after leaving out `optional` ones in their order."""
+    """Return the keys that fit together, after leaving out `optional` ones in their order."""
     shown = dict(widths)
     for key in optional:
-        if sum(shown.values()) <= room:
-            break
-        shown.pop(key, None)
+        if sum(shown.values()) > room:
+            shown.pop(key, None)
     return list(shown)
 
 
 def paint(row: _Row, columns: int, color: bool) -> str:
-    """The row as text, at most `columns` wide."""
+    """Return the row as text, at most `columns` wide."""
     text = ""
     for key, part in row:
         part, columns = part[:columns], columns - len(part[:columns])
@@ -123,262 +112,153 @@ def paint(row: _Row, columns: int, color: bool) -> str:
     return text
 
 
-def start_view(done: int, steps: int) -> View | None:
-    """Show the view of a run of `steps` steps, `done` of them done, where `setup_console` logs to a terminal.
+def start_view(done: int, steps: int) -> LiveView | None:
+    """Show the view of a run of `steps` steps, `done` of them done, where `setup_console` logs to a person's terminal.
 
-    Of several ranks on one terminal, rank 0 draws it. None: no such terminal.
+    Return None elsewhere. Ranks may share a terminal: rank 0 draws, the others only erase the view before their lines.
     """
-    handler = console_handler()
-    if handler is None or not _is_watched(handler.target()):
+    handler, environment = console_handler(), os.environ
+    # Containers get terminals too, whose drawings would fill a file. Those have no size, or say where they are.
+    if is_dumb() or not environment.get("TERM") or environment.get("CI") or environment.get("KUBERNETES_SERVICE_HOST"):
         return None
-    handler.view = _Guest(handler) if handler.rank else LiveView(handler, done, steps)
+    if handler is None or not _is_terminal(stream := handler.target()):
+        return None
+    with contextlib.suppress(OSError):  # it has gone, or this user may not open it
+        if os.get_terminal_size(stream.fileno()) != (0, 0):
+            handler.view = LiveView(handler, done, steps)
     return handler.view
 
 
 def _is_terminal(stream: TextIO) -> bool:
-    """Whether text for the stream may as well be written to its descriptor, and that is a terminal."""
     try:
         return isinstance(stream, io.TextIOWrapper) and stream.isatty()
     except (OSError, ValueError):
         return False
 
 
-def _is_watched(stream: TextIO) -> bool:
-    """Whether the stream ends on a terminal that can move its cursor and that a person looks at.
-
-    Containers are given terminals too, whose drawings would fill a file; those have no size, or say where they are.
-    """
-    if not _is_terminal(stream) or is_dumb() or not os.environ.get("TERM"):
-        return False
-    if os.environ.get("CI") or os.environ.get("KUBERNETES_SERVICE_HOST"):
-        return False
-    try:
-        return os.get_terminal_size(stream.fileno()) != (0, 0)
-    except OSError:
-        return False
-
-
 class LiveView:
-    """The view on the console's terminal.
+    """Draws the view on the console's terminal. What the log, sys.stdout and sys.stderr say there goes above it.
 
-    `tick` and `add` belong to the training thread; other threads may print meanwhile. Nothing raises because of the
-    terminal: one that is gone ends the view. One that takes nothing is written to later.
+    The training thread calls `tick` and `add`; other threads may print meanwhile. Training never waits for the
+    terminal: one that takes nothing (Ctrl-S, a connection that sleeps) gets its text later, in order.
     """
 
     def __init__(
         self, handler: ConsoleHandler, done: int, steps: int, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._handler, self._stream = handler, handler.target()
-        self._blocks = "━─" if _can_encode(self._stream, "━─") else "#-"
+        # Opened again: on a duplicate, O_NONBLOCK would hold for every process that shares the terminal.
+        self._fd = os.open(os.ttyname(self._stream.fileno()), os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK)
+        self._lock = threading.RLock()
+        self._waiting = bytearray()
         self._step, self._steps = done, steps
         self._clock, self._began, self._due = clock, clock(), clock() + _SECONDS_BETWEEN
-        #: Of the table: figures, and the line that the step becomes when it leaves.
+        #: Figures of a step, and the line that the step becomes when it leaves the table.
         self._shown: tuple[tuple[StepFigures, str], ...] = ()
-        self._open = True
-        self._pen = _Pen(handler, self._frame)
-        self._guard = _start_guard(self._pen.fd)
-        self._pen.draw()
+        self._draws = handler.rank == 0
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            if _is_terminal(stream) and os.fstat(stream.fileno()).st_rdev == os.fstat(self._fd).st_rdev:
+                stream.flush()
+                setattr(sys, name, _Redirect(stream, self))
+        self._draw()
 
     def tick(self, step: int) -> None:
-        """After every step; draws at most ten times a second. Costs a clock call when nothing is due."""
+        """Call after every step; draws at most ten times a second. Costs a clock call when no drawing is due."""
         self._step = step
         if (now := self._clock()) >= self._due:
             self._due = now + _SECONDS_BETWEEN
-            self._pen.draw()
+            self._draw()
 
     def add(self, figures: StepFigures, line: str) -> None:
-        """After a logged step, with its figures and its line."""
+        """Show a logged step. Its line is written when the step leaves the table."""
         steps = (*self._shown, (figures, line))
         self._shown = steps[-ROWS:]
         for _, text in steps[:-ROWS]:
-            self._pen.say(f"{text}\n".encode(self._stream.encoding, "replace"))
+            self.print(f"{text}\n")
         self.tick(figures.step)
 
+    def print(self, text: str) -> None:
+        """Write text above the view. A part of a line (a progress bar of another program) stays at the cursor."""
+        with self._lock:
+            if "\n" not in text:
+                self._write(text)
+            else:
+                self._write(_ERASE_BELOW + text, 0 if self._waiting else _LINE_SECONDS)
+                self._draw()
+
     def close(self, seconds: float = 2.0) -> None:
-        """Leave the last state on the screen as plain text, and the cursor below it."""
-        if self._open:
-            rows = self._rows(ROWS) if self._shown else []
-            self._open = False
-            self._pen.close("".join(f"\r\n{row}" for row in rows) + ("\r\n" if rows else ""), seconds)
-        if self._handler.view is self:
-            self._handler.view = None
-        if self._guard is not None:
-            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-                self._guard.communicate(b"closed\n", timeout=seconds)
-            self._guard = None
+        """Leave the last state on the screen as plain text, the cursor below it. Wait for the terminal at most so long.
+
+        If the terminal does not take all of it in time, later text still goes through here, so that nothing blocks.
+        """
+        rows = self._rows(ROWS) if self._draws and self._shown else []
+        self._draws, self._shown = False, ()
+        last = "".join(f"\r\n{row}" for row in rows) + "\r\n" * bool(rows)
+        if self._handler.view is not self or not self._write(_ERASE_BELOW + last, seconds):
+            return
+        self._handler.view = None
+        for name in ("stdout", "stderr"):
+            stream = getattr(sys, name)
+            if isinstance(stream, _Redirect) and stream.view is self:
+                setattr(sys, name, stream.stream)
+
+    def _draw(self) -> None:
+        """Draw the view, unless older text still waits for the terminal."""
+        with self._lock, contextlib.suppress(Exception):  # no error of the view may cost a line or a step
+            if self._write("") and self._draws:
+                rows = self._rows()
+                # Make room first, by scrolling where the cursor is too low, so that the saved position stays right.
+                frame = _DOWN * len(rows) + f"\033[{len(rows)}A{_SAVE_CURSOR}{_ERASE_RIGHT}"
+                frame += "".join(f"\r\n{row}{_ERASE_RIGHT}" for row in rows)
+                self._write(frame + _ERASE_BELOW + _RESTORE_CURSOR, _SECONDS_BETWEEN)
+
+    def _write(self, text: str, seconds: float = 0.0) -> bool:
+        """Write the bytes that wait, then the text, for at most so long; return whether all is written."""
+        deadline = time.monotonic() + seconds
+        with self._lock:
+            self._waiting += text.encode(self._stream.encoding, "replace")
+            while self._waiting:
+                try:
+                    del self._waiting[: os.write(self._fd, self._waiting)]
+                except BlockingIOError:
+                    if time.monotonic() >= deadline:
+                        return False
+                    time.sleep(0.005)
+                except OSError:  # the terminal is gone
+                    self._waiting.clear()
+            return True
 
     def _rows(self, most: int | None = None) -> list[str]:
-        """Title, at most so many steps (None: as many as the terminal has room for), progress."""
-        columns, lines = _size(self._pen.fd)
+        """Return title, at most so many steps (None: as many as the terminal has room for), and progress."""
+        columns, lines = 80, 24
+        with contextlib.suppress(OSError):
+            columns, lines = os.get_terminal_size(self._fd)
         columns -= 1  # a full row would leave the cursor between two lines
         most = max(min(ROWS, lines // 2 - 2), 0) if most is None else most
         figures = [figures for figures, _ in self._shown]
-        last = figures[-1] if figures else None
+        last, left = figures[-1] if figures else None, ""
         figures = figures[max(len(figures) - most, 0) :]
+        if self._step >= self._steps:
+            left = f"took {human_time(self._clock() - self._began)}"
+        elif last is not None and last.seconds_left is not None:
+            left = f"left {human_time(last.seconds_left * (self._steps - self._step) / (self._steps - last.step))}"
+        blocks = "━─" if "━".encode(self._stream.encoding, "replace") != b"?" else "#-"
         rows = table(figures, columns) if figures else []
-        rows.append(progress(last, self._step, self._steps, self._time(last), columns, self._blocks))
+        rows.append(progress(last, self._step, self._steps, left, columns, blocks))
         return [paint(row, columns, self._handler.color) for row in rows]
 
-    def _time(self, last: StepFigures | None) -> str:
-        if self._step >= self._steps:
-            return f"took {human_time(self._clock() - self._began)}"
-        if last is None or last.seconds_left is None:
-            return ""
-        return f"left {human_time(last.seconds_left * (self._steps - self._step) / (self._steps - last.step))}"
 
-    def _frame(self) -> str:
-        if not self._open:
-            return ""
-        rows = self._rows()
-        # Room first, by scrolling where the cursor is too low, so that the saved position stays right.
-        frame = _DOWN * len(rows) + f"\033[{len(rows)}A{_SAVE_CURSOR}{_ERASE_RIGHT}"
-        frame += "".join(f"\r\n{row}{_ERASE_RIGHT}" for row in rows)
-        return frame + _ERASE_BELOW + _RESTORE_CURSOR
+class _Redirect:
+    """A stream of the terminal while a view is shown: its text goes above the view."""
 
-
-class _Guest:
-    """Another rank on the terminal of rank 0's view: erases it before it writes; rank 0 draws it again."""
-
-    def __init__(self, handler: ConsoleHandler) -> None:
-        self._handler, self._pen = handler, _Pen(handler, str)
-
-    def tick(self, step: int) -> None:
-        pass
-
-    def add(self, figures: StepFigures, line: str) -> None:
-        pass
-
-    def close(self, seconds: float = 2.0) -> None:
-        """An exception may be on its way to the terminal."""
-        if self._handler.view is self:
-            self._handler.view = None
-            self._pen.close("", seconds)
-
-
-class _Pen:
-    """A thread that writes to the console's terminal what this process says there, and a frame below it.
-
-    From here to `close` the console's stream, sys.stdout and sys.stderr lead to it where they are that terminal. So a
-    terminal that takes nothing (Ctrl-S, a connection that sleeps) holds nobody up for long. Lines keep their order;
-    frames are only drawn when no line waits.
-    """
-
-    def __init__(self, handler: ConsoleHandler, frame: Callable[[], str]) -> None:
-        self._handler, self._frame = handler, frame
-        stream = handler.target()
-        self._encoding = stream.encoding
-        self.fd = os.dup(stream.fileno())  # the stream's own may be closed, and then be that of another file
-        self.process = os.getpid()
-        self._said: deque[bytes] = deque()
-        self._bytes = self._dropped = 0
-        self._drawing = self._writing = self._stuck = self._ended = self._gone = False
-        self._change = threading.Condition()
-        self._thread = threading.Thread(target=self._work, name="titanlite-terminal", daemon=True)
-        self._thread.start()
-        if handler.given is not None:
-            handler.given = self._passage(handler.given)
-        sys.stdout, sys.stderr = self._passage(sys.stdout), self._passage(sys.stderr)
-
-    def _passage(self, stream: TextIO) -> Any:
-        if not _is_terminal(stream) or os.fstat(stream.fileno()).st_rdev != os.fstat(self.fd).st_rdev:
-            return stream
-        stream.flush()
-        return _Passage(stream, self)
-
-    def say(self, text: bytes, seconds: float = _LINE_SECONDS) -> None:
-        """Have it written. A whole line is written when this returns, if the terminal takes it in time."""
-        with self._change:
-            self._said.append(text)
-            self._bytes += len(text)
-            while self._bytes > _WAITING_BYTES and len(self._said) > 1:
-                oldest = self._said.popleft()
-                self._bytes -= len(oldest)
-                self._dropped += oldest.count(b"\n")
-            self._change.notify_all()
-        if b"\n" in text:
-            self.flush(0 if self._stuck else seconds)
-
-    def draw(self) -> None:
-        """Have the frame drawn, unless another thread is here just now: a later one will do."""
-        if self._change.acquire(blocking=False):
-            try:
-                self._drawing = True
-                self._change.notify_all()
-            finally:
-                self._change.release()
-
-    def flush(self, seconds: float) -> bool:
-        """Wait until all is written, at most so long; whether it is."""
-        if threading.current_thread() is self._thread:
-            return True
-        with self._change:
-            done = self._change.wait_for(lambda: not (self._said or self._drawing or self._writing), seconds)
-            self._stuck = not done
-        return done
-
-    def close(self, last: str, seconds: float) -> None:
-        """Erase the frame, write `last`, and give the streams back.
-
-        Where the terminal took not all of it in time they lead here on, so that nothing waits for it or goes before.
-        """
-        self.say((_ERASE_BELOW + last).encode(self._encoding, "replace"), 0)
-        if not self.flush(seconds):
-            return
-        for place, name in ((self._handler, "given"), (sys, "stdout"), (sys, "stderr")):
-            stream = getattr(place, name)
-            if isinstance(stream, _Passage) and stream.pen is self:
-                setattr(place, name, stream.stream)
-        with self._change:
-            self._ended = True
-            self._change.notify_all()
-
-    def _work(self) -> None:
-        while True:
-            with self._change:
-                self._writing = self._stuck = False
-                self._change.notify_all()
-                self._change.wait_for(lambda: self._said or self._drawing or self._ended)
-                if self._ended and not self._said:
-                    break
-                text = b"".join(self._said)
-                if self._dropped:
-                    text = f"({counted(self._dropped, 'lines')} dropped: the terminal took none)\n".encode() + text
-                draw = self._drawing or b"\n" in text
-                self._said.clear()
-                self._bytes = self._dropped = 0
-                self._drawing, self._writing = False, True
-            self._write(_ERASE_BELOW.encode() + text if b"\n" in text else text)
-            if draw and not self._said:
-                self._write(self._drawn())
-        os.close(self.fd)
-
-    def _drawn(self) -> bytes:
-        try:
-            return self._frame().encode(self._encoding, "replace")
-        except Exception:  # the lines are worth more than the view
-            self._frame = str
-            return b""
-
-    def _write(self, data: bytes) -> None:
-        while data and not self._gone:
-            try:
-                data = data[os.write(self.fd, data) :]
-            except BlockingIOError:  # somebody made the terminal so
-                time.sleep(0.05)
-            except OSError:
-                self._gone = True
-
-
-class _Passage:
-    """A stream of the terminal while a view is shown: what is written there goes above it."""
-
-    def __init__(self, stream: TextIO, pen: _Pen) -> None:
-        self.stream, self.pen = stream, pen
+    def __init__(self, stream: TextIO, view: LiveView) -> None:
+        self.stream, self.view, self._process = stream, view, os.getpid()
 
     def write(self, text: str) -> int:
-        if os.getpid() != self.pen.process:  # a forked child has neither the thread nor any business with the view
+        if os.getpid() != self._process:  # a forked child must not touch the view
             return self.stream.write(text)
-        self.pen.say(text.encode(self.stream.encoding, self.stream.errors or "strict"))
+        self.view.print(text)
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -386,34 +266,3 @@ class _Passage:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
-
-
-def _start_guard(terminal: int) -> subprocess.Popen[bytes] | None:
-    """A process that erases the view when this one is killed: what is said after that would be written into it."""
-    try:
-        return subprocess.Popen(
-            ["/bin/sh", "-c", "read -r word || printf '\\033[J'"],
-            stdin=subprocess.PIPE,
-            stdout=terminal,
-            stderr=subprocess.DEVNULL,  # the terminal may be gone too
-            start_new_session=True,  # a signal to this process's group is not for it
-        )
-    except OSError:
-        return None
-
-
-def _can_encode(stream: TextIO, text: str) -> bool:
-    try:
-        text.encode(stream.encoding)
-    except (LookupError, UnicodeError, AttributeError, TypeError):
-        return False
-    return True
-
-
-def _size(terminal: int) -> tuple[int, int]:
-    """Columns and lines; a terminal that does not know them counts as 80 x 24."""
-    try:
-        columns, lines = os.get_terminal_size(terminal)
-    except OSError:
-        columns, lines = 0, 0
-    return columns or 80, lines or 24

@@ -1,11 +1,11 @@
-"""Which rank the others wait for: each rank's own work, without the time that it waits for others.
+"""Find the rank that the others wait for, by each rank's own work without the time that it waits for others.
 
-Ranks of a synchronous run all take the same time for a step, and a rank that is late in one collective makes every
-other wait there. So step times tell nothing; what tells is how long a rank would take alone.
+Ranks of a synchronous run all take the same time for a step: a rank that is late in one collective makes every other
+rank wait there. So step times tell nothing; the time that a rank would take alone does.
 
-On a CPU that is the time its training thread ran or stood in line for a core (Linux keeps both; waiting in a collective
-is neither), and its waiting for data. On a GPU it is the waiting for data, and the time the model's head took on the
-device for the latest micro-batch: all ranks multiply the same matrices there, and nothing is communicated.
+On a CPU that is the CPU time of its training thread (waiting in a collective takes none) plus its waiting for data. On
+a GPU it is the waiting for data, and the time that the model's head took on the device for the latest micro-batch: all
+ranks multiply the same matrices there, without communication.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median_low
 
 import torch
 from torch import nn
 
-#: A rank this far behind the median, in percent, in so many logs in a row, is worth a warning.
+#: A rank so far behind the median, in percent, in so many logs in a row is reported in a warning.
 BEHIND_PERCENT = 20.0
 LOGS_IN_A_ROW = 5
 #: Logs between two warnings about the same rank.
@@ -28,32 +27,23 @@ _LOGS_BETWEEN = 50
 
 
 @dataclass(frozen=True)
-class RankFigures:
-    """Ranks compared, over the steps since the last log."""
+class RankComparison:
+    """The ranks' times over the steps since the last log."""
 
     slowest: int
     fastest: int
-    #: Seconds per step that the slowest rank's own work takes longer than the median rank's, and that in percent.
+    #: Seconds per step by which the slowest rank's own work exceeds the median rank's, and that in percent.
     lag_seconds: float
     lag_percent: float
-    #: Seconds per step of each rank's own work, and of its waiting for data within it.
+    #: Seconds per step of each rank's own work, and of its waiting for data, which is a part of it.
     own: tuple[float, ...]
     data: tuple[float, ...]
 
 
-def thread_seconds() -> float:
-    """Seconds that the calling thread has run or waited for a core; where Linux does not tell, that it has run."""
-    try:
-        ran, queued = map(int, Path("/proc/thread-self/schedstat").read_text().split()[:2])
-    except (OSError, ValueError):
-        return time.thread_time()
-    return (ran + queued) / 1e9 if ran else time.thread_time()
+class StragglerDetector:
+    """Measures this rank's own times between logs, and compares those of all ranks. Costs a few clock calls per step.
 
-
-class RankWatch:
-    """Keeps this rank's own times between logs. Costs two clock calls and two reads of /proc per step.
-
-    device: of this rank. model: with its head as `output`; without one a GPU is only watched for its data.
+    device: of this rank. model: with its head as `output`; without one only the data waits of a GPU's rank are known.
     """
 
     def __init__(self, device: torch.device, model: nn.Module | None = None) -> None:
@@ -63,7 +53,7 @@ class RankWatch:
         self._paused = False
         self._last: int | None = None
         self._times = 0
-        self._begin()
+        self._begin_window()
 
     def step_done(self) -> None:
         """Call after each step."""
@@ -71,40 +61,42 @@ class RankWatch:
 
     @contextmanager
     def data_wait(self) -> Iterator[None]:
-        """What happens inside is waiting for data, all of it."""
-        began, worked = time.perf_counter(), self._thread()
+        """Count the time inside as waiting for data."""
+        began, worked = time.perf_counter(), time.thread_time()
         try:
             yield
         finally:
             if not self._paused:
                 self._data += time.perf_counter() - began
-                self._left_out += self._thread() - worked
+                self._excluded += time.thread_time() - worked
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """What happens inside is no part of a step. May be nested."""
+        """Leave the time inside out of the step. May be nested."""
         outer, self._paused = self._paused, True
-        worked = self._thread()
+        worked = time.thread_time()
         try:
             yield
         finally:
             self._paused = outer
             if not outer:
-                self._left_out += self._thread() - worked
+                self._excluded += time.thread_time() - worked
 
     def read(self) -> tuple[float, float]:
-        """This rank's work and its waiting for data, in seconds per step since the last reading; begins a new window.
+        """Return this rank's work and data waits, in seconds per step since the last reading; begin a new window.
 
         On a GPU the work is a sample to compare with those of other ranks, and reading it waits for the device.
         """
         steps = max(self._steps, 1)
-        work = self._head.seconds() if self._head else (self._thread() - self._began - self._left_out) / steps
+        work = (time.thread_time() - self._began - self._excluded) / steps
+        if self._cuda:
+            work = self._head.seconds() if self._head else 0.0
         data = self._data / steps
-        self._begin()
+        self._begin_window()
         return max(work, 0.0), data
 
-    def compare(self, work: Sequence[float], data: Sequence[float], seconds_per_step: float) -> RankFigures | None:
-        """The ranks' readings compared; None for a rank alone, or where there is nothing to compare."""
+    def compare(self, work: Sequence[float], data: Sequence[float], seconds_per_step: float) -> RankComparison | None:
+        """Compare the readings of all ranks; None for a rank alone, or where all readings are zero."""
         if len(work) < 2:
             return None
         if self._cuda:
@@ -117,37 +109,34 @@ class RankWatch:
             return None
         slowest = own.index(max(own))
         lag = own[slowest] - middle
-        return RankFigures(slowest, own.index(min(own)), lag, 100 * lag / middle, tuple(own), tuple(data))
+        return RankComparison(slowest, own.index(min(own)), lag, 100 * lag / middle, tuple(own), tuple(data))
 
-    def warning(self, figures: RankFigures) -> str | None:
-        """What to tell of the rank that has been behind in every one of the latest logs; call it with each log."""
-        behind = figures.slowest if figures.lag_percent > BEHIND_PERCENT else None
+    def warning(self, ranks: RankComparison) -> str | None:
+        """Return a warning about a rank that was behind in each of the latest logs. Call it with each log."""
+        behind = ranks.slowest if ranks.lag_percent > BEHIND_PERCENT else None
         self._times = self._times + 1 if behind == self._last else 1
         self._last = behind
-        if behind is None or (self._times - LOGS_IN_A_ROW) % _LOGS_BETWEEN or self._times < LOGS_IN_A_ROW:
+        if behind is None or self._times < LOGS_IN_A_ROW or (self._times - LOGS_IN_A_ROW) % _LOGS_BETWEEN:
             return None
-        own, data = figures.own[behind], figures.data[behind]
         return (
-            f"rank {behind} is behind, and the others wait for it: its own work takes {own:.3g} s a step, "
-            f"{figures.lag_percent:.0f} % more than the median rank's, {data:.3g} s of it waiting for data "
-            f"({self._times} logs in a row)"
+            f"rank {behind} is behind, and the others wait for it: its own work takes {ranks.own[behind]:.3g} s a "
+            f"step, {ranks.lag_percent:.0f} % more than the median rank's, {ranks.data[behind]:.3g} s of it waiting "
+            f"for data ({self._times} logs in a row)"
         )
 
     def close(self) -> None:
+        """Remove the hooks from the model."""
         if self._head:
             self._head.remove()
 
-    def _thread(self) -> float:
-        return 0.0 if self._cuda else thread_seconds()
-
-    def _begin(self) -> None:
-        self._began = self._thread()
-        self._left_out = self._data = 0.0
+    def _begin_window(self) -> None:
+        self._began = time.thread_time()
+        self._excluded = self._data = 0.0
         self._steps = 0
 
 
 class _HeadTimer:
-    """Time on the GPU of the latest forward pass of one module. Two events, recorded anew each time."""
+    """Measures the latest forward pass of one module on the GPU, with two events that are recorded again each time."""
 
     def __init__(self, module: nn.Module) -> None:
         self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
