@@ -291,8 +291,8 @@ class HangWatchdog:
         with self._lock:
             if (calls := self._store.add("calls", 0)) == self._calls:
                 return
-            self._calls = calls
             self._publish()
+            self._calls = calls
             if self._peer is None and self._store.check(["raised"]):
                 state = RankState.load(self._store.get("raised").decode())
                 self._peer = None if state.rank == self.rank else state
