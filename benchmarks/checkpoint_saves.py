@@ -313,7 +313,7 @@ def main() -> None:
     import torch
 
     sys.path.insert(0, str(ROOT))
-    from titanlite.observe.flops import device_name
+    from titanlite.metrics.throughput import device_name
     from titanlite.runs import provenance
 
     gigabytes = median(next(iter(found.values()))["disabled"], "bytes") / 1e9

@@ -38,7 +38,7 @@ from titanlite.checkpoint.place import Place, StorePath  # noqa: E402
 from titanlite.drill.ranks import Ranks, train  # noqa: E402
 from titanlite.drill.strike import Strike  # noqa: E402
 from titanlite.drill.text import write_text  # noqa: E402
-from titanlite.observe.metrics import read_metrics  # noqa: E402
+from titanlite.metrics.jsonl import read_metrics  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -388,7 +388,7 @@ def bucket() -> Iterator[str]:
 def report(arguments: argparse.Namespace, tallies: list[Tally], seconds: float) -> int:
     import torch
 
-    from titanlite.observe.flops import device_name
+    from titanlite.metrics.throughput import device_name
     from titanlite.runs import provenance
 
     device = device_name(torch.device("cpu"))

@@ -26,9 +26,9 @@ from titanlite.data.errors import DataError
 from titanlite.entry import end, leave
 from titanlite.exit_codes import is_of_collectives
 from titanlite.guard import BadStepError
+from titanlite.metrics.console import setup_console
+from titanlite.metrics.watchdog import HangWatchdog
 from titanlite.models.shapes import ShapeError
-from titanlite.observe.console import setup_console
-from titanlite.observe.stalls import StallWatch
 from titanlite.parallel.compile import CompileError, prepare_compile
 from titanlite.parallel.environment import read_environment
 from titanlite.parallel.float8 import check_float8
@@ -58,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _run(argv: Sequence[str], stop: GracefulStop) -> int:
-    stalls = StallWatch()
+    stalls = HangWatchdog()
     try:
         ranks = read_environment()
         size, rank = ranks.size, ranks.rank
@@ -81,7 +81,9 @@ def _run(argv: Sequence[str], stop: GracefulStop) -> int:
                 plans = resolve_plans(config, size, text.train.total_sequences)
             _make_folders(plans)
             folder = Path(plans.observe.dump_folder)
-            stalls = StallWatch(plans.stall, logs=str(folder / LOGS), traces=plans.comm.trace_folder, end=leave)
+            stalls = HangWatchdog(
+                plans.config.stall, plans.config.comm, str(folder / LOGS), traces=plans.comm.trace_folder, end=leave
+            )
             with World.open(plans.comm, store=store) as world, rank_log(folder, world.rank), stalls:
                 if world.device.type == "cpu":
                     keep_freed_memory()

@@ -25,8 +25,8 @@ from titanlite.config.plans import MeshPlan, ModelPlan, Plans
 from titanlite.config.resolve import smallest_world
 from titanlite.config.unbuilt import unbuilt_notes
 from titanlite.drill import command as drill_command
+from titanlite.metrics.console import wants_color
 from titanlite.models.shapes import count_parameters
-from titanlite.observe.console import wants_color
 from titanlite.prepare import checked_plans, model_args, resolve_plans
 from titanlite.runs.read import RunError
 from titanlite.tools import benchmark, compare, runs

@@ -19,7 +19,7 @@ from titanlite.checkpoint.manifest import parse_manifest, step_folder, steps_in
 from titanlite.checkpoint.place import Place, StoreError
 from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.config.plans import CheckpointPlan
-from titanlite.observe.report import WARNING
+from titanlite.metrics.startup_report import WARNING
 from titanlite.parallel.world import World
 from titanlite.preempt import GracefulStop, Preempted
 from titanlite.utils import human_time, logger

@@ -24,15 +24,16 @@ from titanlite.checkpoint.state import gather
 from titanlite.config.plans import Plans
 from titanlite.data.loader import Batch
 from titanlite.determinism import deterministic, environment
-from titanlite.drift import DriftCheck
 from titanlite.feed import Feed
 from titanlite.guard import BadStepError, FiniteGuard, NonFiniteError, WeightsError, find_nonfinite
+from titanlite.metrics.float8_error import Float8ErrorCheck
+from titanlite.metrics.observer import Observer
+from titanlite.metrics.profiler import Profiler
+from titanlite.metrics.watchdog import HangWatchdog
 from titanlite.models.shapes import as_record
-from titanlite.observe.observer import Observer
-from titanlite.observe.profiles import Profiles
-from titanlite.observe.stalls import StallWatch
 from titanlite.optim.schedule import learning_rate
 from titanlite.parallel.compile import CACHE_VARIABLE
+from titanlite.parallel.fsdp import DTYPES
 from titanlite.parallel.init import seed_generators
 from titanlite.parallel.world import World, patience, set_timeouts
 from titanlite.preempt import STOPPING, GracefulStop, Preempted, any_rank
@@ -57,7 +58,7 @@ class Trainer:
         world: World,
         text: Text,
         stop: GracefulStop | None = None,
-        stalls: StallWatch | None = None,
+        stalls: HangWatchdog | None = None,
     ) -> None:
         assert plans.train.steps is not None, "plans are resolved without the text's length"
         self.plans, self.world, self.text = plans, world, text
@@ -71,7 +72,7 @@ class Trainer:
         self._closed = False
         self.stop = stop or GracefulStop()
         self._owns_stop = stop is None
-        self.stalls = stalls or StallWatch(plans.stall, end=None)
+        self.stalls = stalls or HangWatchdog(plans.config.stall, plans.config.comm, end=None)
         self._owns_stalls = stalls is None
         #: All ranks know that one was asked to stop: the step under way is the last.
         self._stopping = False
@@ -83,12 +84,12 @@ class Trainer:
             stack.enter_context(environment(CACHE_VARIABLE))
             self.parts: Parts = build(plans, world, text)
             self._environment = stack.pop_all()  # until `close`; where the build fails, until here
-        self.stalls.wanted = lambda: self.stop.wanted or self.stop.heard
         self.feed = Feed(self.parts.loader, self.parts.validation, self.stop, self._asked, plans, world.device)
         if plans.train.seed is not None:  # of torch's own generators; the weights and the data order have their own
             seed_generators(plans.train.seed, self.parts.mesh)
         self.guard = FiniteGuard(world.device, plans.guard)
-        self.drift = DriftCheck(plans, self.parts, world.device, self.duplicates)
+        dtype = DTYPES[plans.config.training.mixed_precision_param]
+        self.drift = Float8ErrorCheck(plans.config.float8, dtype, self.parts, world.device, self.duplicates)
         folder = Path(plans.observe.dump_folder) if world.rank == 0 else None
         self._bad_steps = BadSteps(folder, text.train, plans.batch.global_batch_size)
         self.checkpointer: Checkpointer | None = None
@@ -129,7 +130,7 @@ class Trainer:
                 self._finish("done", self.step)
                 return
             gc.disable()  # collected on all ranks together instead: one rank's pause makes every other wait
-            with Profiles(self.plans.profile, self.world.rank, self.world.device) as profiles:
+            with Profiler(self.plans.config.profiling, self.world.rank, self.world.device) as profiles:
                 while True:
                     try:
                         self._take_steps(profiles)
@@ -170,7 +171,7 @@ class Trainer:
             self.close()
         logger.info(f"training done at step {self.step}")
 
-    def _take_steps(self, profiles: Profiles) -> None:
+    def _take_steps(self, profiles: Profiler) -> None:
         """Train to the last step, or to the one after which all ranks stop. Raises BadStepError."""
         while self.step < self.steps and not self._stopping:
             self.step += 1
@@ -351,7 +352,7 @@ class Trainer:
 
     def _asked(self) -> bool:
         """Whether a rank was asked to stop, as far as this one knows: what hangs is not waited for then."""
-        return self.stop.wanted or self._stopping or self.stalls.wished
+        return self.stop.wanted or self._stopping
 
     def _tell(self, verdict: Verdict | None) -> None:
         """Whether a run that was resumed goes on as the attempt before did."""

@@ -21,7 +21,7 @@ from titanlite.config.errors import ConfigError
 from titanlite.config.load import load, load_file
 from titanlite.config.resolve import resolve, smallest_world
 from titanlite.config.unbuilt import refused, without_effect
-from titanlite.observe.tracker import ID_FILE
+from titanlite.metrics.wandb import ID_FILE
 from titanlite.parallel.world import World
 from titanlite.prepare import resolve_plans
 from titanlite.trainer import Trainer

@@ -11,7 +11,7 @@ from typing import Any
 from tests.tiny import EIGHT_STEPS
 from titanlite.checkpoint.contents import Contents, compare
 from titanlite.drill.text import write_text
-from titanlite.observe.metrics import read_metrics
+from titanlite.metrics.jsonl import read_metrics
 
 STEPS, INTERVAL = 8, 2
 TINY = [

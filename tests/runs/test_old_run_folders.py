@@ -15,7 +15,7 @@ import pytest
 
 from tests.runs.fixtures.make import RUNS, UNDISTURBED
 from titanlite.cli import main
-from titanlite.observe.metrics import read_metrics
+from titanlite.metrics.jsonl import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 ARCHIVE = Path(__file__).parent / "fixtures" / "runs.tar.xz"

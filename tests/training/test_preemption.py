@@ -22,7 +22,7 @@ from tests.words import listening
 from titanlite import exit_codes
 from titanlite.build import read_text
 from titanlite.config.load import load_file
-from titanlite.observe.metrics import read_metrics
+from titanlite.metrics.jsonl import read_metrics
 from titanlite.parallel.world import World
 from titanlite.preempt import GracefulStop, Preempted
 from titanlite.prepare import resolve_plans

@@ -26,7 +26,7 @@ from titanlite.data.tokenizer import BUNDLED_TOKENIZER
 from titanlite.drill.ranks import train
 from titanlite.guard import NonFiniteError
 from titanlite.loss import cross_entropy_sum
-from titanlite.observe.metrics import read_metrics
+from titanlite.metrics.jsonl import read_metrics
 from titanlite.parallel.world import World, WorldError
 from titanlite.prepare import resolve_plans
 from titanlite.runs.record import read_attempts

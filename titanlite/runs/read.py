@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from titanlite import exit_codes
 from titanlite.config.scan import TOMLDecodeError
-from titanlite.observe.metrics import FILE as METRICS
-from titanlite.observe.metrics import read_metrics
+from titanlite.metrics.jsonl import FILE as METRICS
+from titanlite.metrics.jsonl import read_metrics
 from titanlite.runs.lock import last_sign_of_life
 from titanlite.runs.provenance import config_values
 from titanlite.runs.record import CONFIG, FILE, OLD_FILE, Attempt, read_attempts

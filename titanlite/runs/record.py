@@ -26,7 +26,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from titanlite.observe.metrics import FILE as METRICS
+from titanlite.metrics.jsonl import FILE as METRICS
 from titanlite.runs import provenance
 from titanlite.utils import atomic_write, counted, logger, timestamp
 

@@ -17,7 +17,7 @@ from typing import Any
 from titanlite import exit_codes
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import find_config, read
-from titanlite.observe.metrics import json_value
+from titanlite.metrics.jsonl import json_value
 from titanlite.runs import provenance
 from titanlite.runs.read import Run, RunError, read_run
 from titanlite.tools import benchmark_levels

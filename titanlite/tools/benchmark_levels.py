@@ -131,7 +131,7 @@ _PROBE = """
 import json, torch
 from titanlite.config.errors import ConfigError
 from titanlite.config.plans import Float8Plan
-from titanlite.observe.flops import device_name
+from titanlite.metrics.throughput import device_name
 gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
 lacking = None
 if gpus:

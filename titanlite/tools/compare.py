@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from titanlite.observe.metrics import FILE as METRICS
-from titanlite.observe.metrics import json_value
+from titanlite.metrics.jsonl import FILE as METRICS
+from titanlite.metrics.jsonl import json_value
 from titanlite.runs.read import Row, Run, RunError, read_run
 from titanlite.runs.record import Attempt
 from titanlite.tools.runs import NONE, last, number, refuse_keys, state_words, to_json

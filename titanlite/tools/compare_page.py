@@ -9,7 +9,7 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
-from titanlite.observe.metrics import json_value
+from titanlite.metrics.jsonl import json_value
 from titanlite.tools.compare import Comparison, tables
 from titanlite.tools.plots import Chart, Curve, Point
 from titanlite.utils import Table

@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from titanlite.observe.metrics import json_value
+from titanlite.metrics.jsonl import json_value
 from titanlite.runs.read import Run, RunError, find_runs, read_run
 from titanlite.runs.record import Attempt, read_attempts, read_entries
 from titanlite.utils import Table, human_time, render

@@ -1,6 +1,6 @@
-"""Where a loss or gradient that is not finite came from: the step is run again, and every module is watched.
+"""Find where a loss or gradient that is not finite came from: run the step again, and check what every module computes.
 
-Costs one more step, and nothing before it is needed.
+This costs one more step after the bad one, and nothing before it.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
 Stage = Literal["weights", "forward", "loss", "backward", "reduction", "norm", "nowhere"]
 
-#: Weights that are named in full.
+#: Parameters that a message names.
 _NAMED = 5
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What was the first to be not finite (NaN or an infinity) when a step was run again; equal on all ranks."""
+    """What was not finite (NaN or an infinity) first when a step was run again; equal on all ranks."""
 
-    #: weights: it was there before the step. forward, backward: a module made it. loss: all activations are finite, the
-    #: loss is not. reduction: gradients became so when they were summed over micro-batches and ranks.
+    #: weights: they were not finite before the step. forward, backward: a module computed it. loss: all activations are
+    #: finite, the loss is not. reduction: gradients became so when they were summed over micro-batches and ranks.
     #: norm: all gradients are finite, the sum of their squares is not. nowhere: the second time all was finite.
     stage: Stage
     #: Name of the module; "" is the model itself. None where no single module is to blame.
@@ -47,7 +47,7 @@ class Finding:
     ranks: tuple[int, ...] = ()
     #: Number of the micro-batch, from 0; None where all of them are involved.
     micro_batch: int | None = None
-    #: "output": what the module gives. "inside": what it hands to one of its own modules, named in `before`.
+    #: "output": a result of the module. "inside": a value that it passes to one of its own modules, `before`.
     kind: Literal["output", "inside"] = "output"
     before: str | None = None
     #: The parameters that are not finite (weights), or whose gradients are not (reduction), or the one with the largest
@@ -61,16 +61,16 @@ class Finding:
         named = ", ".join(self.parameters[:_NAMED])
         if len(self.parameters) > _NAMED:
             named += f" and {len(self.parameters) - _NAMED} more"
-        module, before = self.module or "the model", self.before or "the model"
-        if self.stage == "forward" and self.kind == "inside":
-            return f"first not finite: what {module} hands to {before}, in the forward pass ({where})"
-        if self.stage == "backward" and self.kind == "inside":
-            return f"first not finite: the gradient that {module} hands to {before} ({where})"
+        module, inside = self.module or "the model", f"hands to {self.before or 'the model'}"
+        if self.kind == "inside":
+            forward, backward = f"what {module} {inside}", f"the gradient that {module} {inside}"
+        else:
+            forward, backward = f"the output of {module}", f"the gradient with respect to the input of {module}"
         return {
             "weights": f"not finite before the step: the weights {named} ({where})",
-            "forward": f"first not finite: the output of {module}, in the forward pass ({where})",
+            "forward": f"first not finite: {forward}, in the forward pass ({where})",
             "loss": f"first not finite: the loss itself; every module's output is finite ({where})",
-            "backward": f"first not finite: the gradient with respect to the input of {module} ({where})",
+            "backward": f"first not finite: {backward} ({where})",
             "reduction": f"first not finite: the gradients of {named}, when they were summed ({where})",
             "norm": "every gradient is finite, but the sum of their squares overflows; "
             f"the largest is that of {named} ({where})",
@@ -93,43 +93,39 @@ def diagnose_nonfinite(
     holds are lost.
     """
     model.zero_grad(set_to_none=True)
-    spoilt = tuple(name for name, p in model.named_parameters() if not _finite(p))
-    if (found := _agree("weights", spoilt)) is not None:
+    if found := _parameter_finding("weights", [name for name, p in model.named_parameters() if not _finite(p)]):
         return found
     tokens = torch.stack([count_valid(batch.labels) for batch in micro_batches]).sum()
     dist.all_reduce(tokens)
     tokens.clamp_(min=1)
-    watch = _Watch(model)
-    with watch.hooks(), torch.compiler.set_stance("force_eager"):
+    recorder = _Recorder(model)
+    with recorder.hooks(), torch.compiler.set_stance("force_eager"):
         share = forward_backward(model, micro_batches, tokens, sync_every, loss_function)
     try:
-        return _first(model, watch, bool(share.isfinite()))
+        return _first(model, recorder, bool(share.isfinite()))
     finally:
         model.zero_grad(set_to_none=True)
 
 
-def _first(model: nn.Module, watch: _Watch, loss_is_finite: bool) -> Finding:
+def _first(model: nn.Module, recorder: _Recorder, loss_is_finite: bool) -> Finding:
     # Every rank runs the same modules in the same order, so the number of an event means the same on all.
-    shared: list[dict[Stage, _Event]] = _gather(watch.first())
+    shared: list[dict[Stage, _Event]] = _gather(recorder.first_events())
     stages: tuple[Stage, ...] = ("forward", "backward")
     for stage in stages:
-        events = {rank: found[stage] for rank, found in enumerate(shared) if stage in found}
-        if events:
-            first = min(events.values(), key=lambda event: (event.micro_batch, event.number))
-            same = (first.micro_batch, first.number)
-            ranks = tuple(rank for rank, event in events.items() if (event.micro_batch, event.number) == same)
-            return Finding(stage, first.module, ranks, first.micro_batch, first.kind, first.before)
+        if events := {rank: found[stage] for rank, found in enumerate(shared) if stage in found}:
+            first = min(events.values(), key=lambda event: event.order)
+            ranks = tuple(rank for rank, event in events.items() if event.order == first.order)
+            return Finding(stage, first.module, ranks, first.order[0], first.kind, first.before)
         if stage == "forward":
             losses: list[bool] = _gather(loss_is_finite)
             if not all(losses):
                 return Finding("loss", None, tuple(rank for rank, finite in enumerate(losses) if not finite))
     gradients = {name: local_gradients([p]) for name, p in model.named_parameters()}
-    spoilt = tuple(name for name, found in gradients.items() if not all(map(_finite, found)))
-    if (finding := _agree("reduction", spoilt)) is not None:
-        return finding
-    largest = max(((_peak(found), name) for name, found in gradients.items()), default=(0.0, ""))
-    square = sum(total_norm(found).square().item() for found in gradients.values())
-    others: list[tuple[tuple[float, str], float]] = _gather((largest, square))
+    if found := _parameter_finding("reduction", [name for name, g in gradients.items() if not all(map(_finite, g))]):
+        return found
+    peaks = ((max((t.abs().max().item() for t in g if t.numel()), default=0.0), name) for name, g in gradients.items())
+    square = sum(total_norm(g).square().item() for g in gradients.values())
+    others: list[tuple[tuple[float, str], float]] = _gather((max(peaks, default=(0.0, "")), square))
     # In float32, as the step itself adds them up.
     if not math.isfinite(torch.tensor(sum(square for _, square in others), dtype=torch.float32).item()):
         rank = max(range(len(others)), key=lambda r: others[r][0])
@@ -137,18 +133,12 @@ def _first(model: nn.Module, watch: _Watch, loss_is_finite: bool) -> Finding:
     return Finding("nowhere")
 
 
-def _peak(tensors: Sequence[torch.Tensor]) -> float:
-    return max((t.abs().max().item() for t in tensors if t.numel()), default=0.0)
-
-
-def _agree(stage: Stage, mine: tuple[str, ...]) -> Finding | None:
-    """A finding about parameters, if any rank has some."""
-    names: list[tuple[str, ...]] = _gather(mine)
+def _parameter_finding(stage: Stage, mine: Sequence[str]) -> Finding | None:
+    """Return a finding about parameters, if any rank names some."""
+    names: list[Sequence[str]] = _gather(mine)
     ranks = tuple(rank for rank, found in enumerate(names) if found)
-    if not ranks:
-        return None
     order = dict.fromkeys(name for found in names for name in found)
-    return Finding(stage, None, ranks, parameters=tuple(order))
+    return Finding(stage, None, ranks, parameters=tuple(order)) if ranks else None
 
 
 def _gather(value: Any) -> list[Any]:
@@ -164,53 +154,51 @@ def _finite(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _Event:
-    """Something of this rank's run that was not finite."""
+    """A value of this rank's run that was not finite."""
 
-    stage: Stage
-    micro_batch: int
-    #: How many were noted before it in this stage of the micro-batch.
-    number: int
+    #: Micro-batch, and number of values that were checked before it in this stage of the micro-batch.
+    order: tuple[int, int]
     module: str
     kind: Literal["output", "inside"]
     before: str | None
 
 
 @dataclass
-class _Passing:
-    """A tensor on its way: the modules that gave it and that took it, innermost and outermost in the order of time."""
+class _TensorTrace:
+    """The modules that returned and that received a tensor, innermost and outermost in the order of time."""
 
-    givers: list[str] = field(default_factory=list)
-    takers: list[str] = field(default_factory=list)
+    producers: list[str] = field(default_factory=list)
+    consumers: list[str] = field(default_factory=list)
 
-    def event(self, stage: Stage, micro_batch: int, number: int) -> _Event:
-        """What it means that this tensor (backward: its gradient) was the first that is not finite."""
+    def event(self, stage: Stage, order: tuple[int, int]) -> _Event:
+        """Return the event that this tensor (backward: its gradient) was the first that is not finite."""
         if stage == "forward":
-            if self.givers:
-                return _Event(stage, micro_batch, number, self.givers[0], "output", None)
-            taker = self.takers[0]
-            return _Event(stage, micro_batch, number, _parent(taker), "inside", taker)
-        if self.takers:
-            # Modules inside others take it too, and made the gradient; several side by side add theirs up.
-            inner = [name for name in self.takers if not any(_holds(name, other) for other in self.takers)]
-            return _Event(stage, micro_batch, number, ", ".join(dict.fromkeys(inner)), "output", None)
-        giver = self.givers[-1]
-        return _Event(stage, micro_batch, number, _parent(giver) if giver else "the loss", "inside", giver)
+            if self.producers:
+                return _Event(order, self.producers[0], "output", None)
+            consumer = self.consumers[0]
+            return _Event(order, _parent(consumer), "inside", consumer)
+        if self.consumers:
+            # Modules inside others receive it too, and made the gradient; several side by side add theirs up.
+            inner = [name for name in self.consumers if not any(_contains(name, other) for other in self.consumers)]
+            return _Event(order, ", ".join(dict.fromkeys(inner)), "output", None)
+        producer = self.producers[-1]
+        return _Event(order, _parent(producer) if producer else "the loss", "inside", producer)
 
 
-class _Watch:
-    """Hooks on every module; notes in order what goes in and out. The device is read once, by `first`."""
+class _Recorder:
+    """Hooks on every module that check its inputs and outputs in order. The device is read once, by `first_events`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._flags: list[tuple[Stage, int, int, _Passing, torch.Tensor]] = []
-        self._passing = WeakTensorKeyDictionary()
+        self._checks: list[tuple[Stage, tuple[int, int], _TensorTrace, torch.Tensor]] = []
+        self._traces = WeakTensorKeyDictionary()
         self._micro_batch = -1
         self._numbers: Counter[Stage] = Counter()
         self._in_forward = False
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
-        """Watch what the model does inside."""
+        """Record the passes of the model inside."""
         handles: list[RemovableHandle] = []
         for name, module in self._model.named_modules():
             plain = ".".join(part for part in name.split(".") if not part.startswith("_"))  # without wrappers
@@ -222,13 +210,13 @@ class _Watch:
             for handle in handles:
                 handle.remove()
 
-    def first(self) -> dict[Stage, _Event]:
-        """The first of this rank that was not finite, by stage."""
-        finite = torch.stack([flag for *_, flag in self._flags]).tolist() if self._flags else []
+    def first_events(self) -> dict[Stage, _Event]:
+        """Return this rank's first value that was not finite, by stage."""
+        finite = torch.stack([flag for *_, flag in self._checks]).tolist() if self._checks else []
         found: dict[Stage, _Event] = {}
-        for (stage, micro_batch, number, passing, _), fine in zip(self._flags, finite, strict=True):
+        for (stage, order, trace, _), fine in zip(self._checks, finite, strict=True):
             if not fine and stage not in found:
-                found[stage] = passing.event(stage, micro_batch, number)
+                found[stage] = trace.event(stage, order)
         return found
 
     def _before(self, name: str) -> Any:
@@ -240,7 +228,7 @@ class _Watch:
             elif self._in_forward:  # not when activation checkpointing runs a module again
                 for tensor in _tensors((args, kwargs)):
                     if tensor.requires_grad:  # a mask or a table may hold infinities on purpose
-                        self._meet(tensor).takers.append(name)
+                        self._trace(tensor).consumers.append(name)
 
         return hook
 
@@ -248,32 +236,29 @@ class _Watch:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if self._in_forward:
                 for tensor in _tensors(output):
-                    self._meet(tensor).givers.append(name)
+                    self._trace(tensor).producers.append(name)
             if module is self._model:
                 self._in_forward = False
 
         return hook
 
-    def _meet(self, tensor: torch.Tensor) -> _Passing:
-        """The record of a tensor; one that comes by for the first time is looked at, and so will be its gradient."""
-        passing: _Passing | None = self._passing.get(tensor)
-        if passing is None:
-            passing = self._passing[tensor] = _Passing()
-            self._look("forward", self._micro_batch, passing, tensor)
+    def _trace(self, tensor: torch.Tensor) -> _TensorTrace:
+        """Return the record of a tensor. A new one is checked, and its gradient will be."""
+        trace: _TensorTrace | None = self._traces.get(tensor)
+        if trace is None:
+            trace = self._traces[tensor] = _TensorTrace()
+            self._check("forward", self._micro_batch, trace, tensor)
             if tensor.requires_grad:
-                tensor.register_hook(self._on_gradient(self._micro_batch, passing))
-        return passing
+                micro_batch, made = self._micro_batch, trace
+                tensor.register_hook(lambda gradient: self._check("backward", micro_batch, made, gradient))
+        return trace
 
-    def _on_gradient(self, micro_batch: int, passing: _Passing) -> Any:
-        return lambda gradient: self._look("backward", micro_batch, passing, gradient)
-
-    def _look(self, stage: Stage, micro_batch: int, passing: _Passing, tensor: torch.Tensor) -> None:
+    def _check(self, stage: Stage, micro_batch: int, trace: _TensorTrace, tensor: torch.Tensor) -> None:
         local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-        # Of a float8 tensor of torchao its numbers: NaN if the scale or anything before it was not finite.
+        # A float8 tensor of torchao holds NaN if the scale or anything before it was not finite.
         local = local._data.float() if hasattr(local, "_data") else local
-        number = self._numbers[stage]
+        self._checks.append((stage, (micro_batch, self._numbers[stage]), trace, local.isfinite().all()))
         self._numbers[stage] += 1
-        self._flags.append((stage, micro_batch, number, passing, local.isfinite().all()))
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -284,6 +269,6 @@ def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _holds(name: str, other: str) -> bool:
-    """Whether module `other` lies inside module `name`."""
+def _contains(name: str, other: str) -> bool:
+    """Return whether module `other` lies inside module `name`."""
     return other != name and (not name or other.startswith(f"{name}."))

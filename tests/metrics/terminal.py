@@ -1,4 +1,4 @@
-"""A pseudo-terminal for tests of the live view; pyte says what a person would see there."""
+"""A pseudo-terminal for tests of the live view; pyte shows its screen."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from collections.abc import Iterator, Sequence
 
 import pyte
 
-from titanlite.observe.console import colorize, console_handler, setup_console
-from titanlite.observe.live import LiveView
-from titanlite.observe.stepline import StepFigures, titan_line
+from titanlite.metrics.console import StepFigures, colorize, console_handler, setup_console, titan_line
+from titanlite.metrics.live import LiveView
 from titanlite.utils import logger
 
 
@@ -38,12 +37,12 @@ def figures(step: int, steps: int = 60) -> StepFigures:
 
 
 def log_step(step: int) -> None:
-    """What the observer does with a logged step."""
+    """Log a step as the observer does."""
     logger.info(colorize(titan_line(figures(step))), extra={"figures": figures(step)})
 
 
 class Terminal:
-    """A pseudo-terminal: `stream` is the program's end, `screen` what the other end shows."""
+    """`stream` is the program's end, `screen` what the other end shows."""
 
     def __init__(self, columns: int = 100, lines: int = 30) -> None:
         self.master, self.end = os.openpty()
@@ -52,36 +51,27 @@ class Terminal:
         self._emulator = pyte.ByteStream(self.screen)
         self.sent = b""
         self.resize(columns, lines)
-        # A terminal takes what is written at any time: its kernel buffer holds but a few drawings.
+        # A terminal takes text at any time: its kernel buffer holds but a few drawings.
         self._arrived: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._taking, self._gone = threading.Lock(), threading.Event()
+        self._gone = threading.Event()
         self._reader = threading.Thread(target=self._take, daemon=True)
         self._reader.start()
 
     def _take(self) -> None:
         while not self._gone.is_set():
-            with self._taking:
-                if select.select([self.master], [], [], 0.01)[0]:
-                    self._arrived.put(os.read(self.master, 65536))
+            if select.select([self.master], [], [], 0.01)[0]:
+                self._arrived.put(os.read(self.master, 65536))
 
     def resize(self, columns: int, lines: int) -> None:
         fcntl.ioctl(self.end, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
         self.screen.resize(lines, columns)
 
-    def read(self, wait: float = 0.03) -> bytes:
-        """What was sent since, once nothing more comes; the screen shows it."""
-        if (handler := console_handler()) and isinstance(handler.view, LiveView):
-            handler.view._pen.flush(2)
+    def read(self, wait: float = 0.05) -> bytes:
+        """Return the text sent since, once nothing more comes; the screen shows it."""
         new = b""
-        while True:
-            try:
+        with contextlib.suppress(queue.Empty):
+            while True:
                 new += self._arrived.get(timeout=wait)
-            except queue.Empty:
-                with self._taking:
-                    if self._arrived.empty() and (
-                        self._gone.is_set() or not select.select([self.master], [], [], 0)[0]
-                    ):
-                        break
         self._emulator.feed(new)
         self.sent += new
         return new
@@ -91,7 +81,7 @@ class Terminal:
         self._emulator.feed(data)
 
     def rows(self) -> list[str]:
-        """Everything that can be seen or scrolled back to, without empty rows at the end."""
+        """Return all rows that can be seen or scrolled back to, without empty rows at the end."""
         self.read()
         above = ["".join(row[x].data for x in range(self.screen.columns)) for row in self.screen.history.top]
         rows = [row.rstrip() for row in [*above, *self.screen.display]]
@@ -100,18 +90,14 @@ class Terminal:
         return rows
 
     def colors(self, text: str) -> set[str]:
-        """Foreground colours of the characters of `text`, where it stands last on the screen."""
+        """Return the foreground colours of the characters of `text`, where it stands last on the screen."""
         y = max(n for n, row in enumerate(self.screen.display) if text in row)
         x = self.screen.display[y].index(text)
         return {self.screen.buffer[y][x + n].fg for n, char in enumerate(text) if char != " "}
 
     @contextlib.contextmanager
-    def stopped(self, how: str = "Ctrl-S") -> Iterator[None]:
-        """Inside, the terminal takes nothing; asleep, it takes until its buffer is full."""
-        if how == "asleep":
-            with self._taking:
-                yield
-            return
+    def stopped(self) -> Iterator[None]:
+        """Inside, the terminal takes nothing, as after Ctrl-S."""
         termios.tcflow(self.end, termios.TCOOFF)
         try:
             yield
@@ -119,7 +105,7 @@ class Terminal:
             termios.tcflow(self.end, termios.TCOON)
 
     def hang_up(self) -> None:
-        """The other end is gone: whoever writes gets an error."""
+        """Close the other end: writing gives an error."""
         self._gone.set()
         self._reader.join()
         os.close(self.master)
@@ -148,7 +134,7 @@ def show(terminal: Terminal, steps: int = 60, clock: Clock | None = None) -> Liv
 
 
 def texts(rows: Sequence[str]) -> list[str]:
-    """Log lines without their time stamps."""
+    """Return log lines without their time stamps."""
     return [row[20:] if re.match(r"\d{4}-\d\d-\d\d \d\d:", row) else row for row in rows]
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import logging
-import math
 import os
 import struct
 import sys
@@ -23,40 +21,23 @@ import torch
 
 from tests.pool import Pools
 from tests.training.test_run import TINY
+from tests.words import listening
 from titanlite.build import read_text
 from titanlite.config.errors import ConfigError
 from titanlite.config.scan import loads
 from titanlite.entry import SECONDS_TO_SPEAK
+from titanlite.metrics import background_writer
+from titanlite.metrics.console import setup_console
+from titanlite.metrics.jsonl import read_metrics
+from titanlite.metrics.live import start_view
+from titanlite.metrics.observer import Observer
+from titanlite.metrics.tensorboard import TensorBoard, tags
+from titanlite.metrics.wandb import ID_FILE, WandbWriter
 from titanlite.models.shapes import SHAPES
-from titanlite.observe import tracker
-from titanlite.observe.console import setup_console
-from titanlite.observe.live import start_view
-from titanlite.observe.metrics import read_metrics
-from titanlite.observe.observer import Observer
-from titanlite.observe.tensorboard import TensorBoard, tags
-from titanlite.observe.tracker import ID_FILE, Tracker
 from titanlite.parallel.world import World
 from titanlite.prepare import load_plans
 from titanlite.trainer import Trainer
 from titanlite.utils import logger
-
-
-@pytest.fixture
-def said() -> Iterator[list[tuple[int, str]]]:
-    """Level and text of what the `titanlite` logger says."""
-    messages: list[tuple[int, str]] = []
-    handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: messages.append((record.levelno, record.getMessage()))  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    yield messages
-    logger.removeHandler(handler)
-    logger.setLevel(level)
-
-
-def warnings(said: list[tuple[int, str]]) -> list[str]:
-    return [text for level, text in said if level >= logging.WARNING]
 
 
 @pytest.fixture(autouse=True)
@@ -65,17 +46,12 @@ def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-# What wandb keeps of a run offline: records in blocks of 32 KiB, as LevelDB logs are made, each one a protobuf message.
-
-
 def _chunks(data: bytes) -> Iterator[bytes]:
+    """The records of wandb's file of an offline run: in blocks of 32 KiB, as LevelDB logs are made."""
     record, at = b"", 7
     while at + 7 <= len(data):
         left = 32768 - at % 32768
-        if left < 7:
-            at += left
-            continue
-        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        length, kind = struct.unpack("<HB", data[at + 4 : at + 7]) if left >= 7 else (0, 0)
         if kind == 0:
             at += left
             continue
@@ -87,7 +63,7 @@ def _chunks(data: bytes) -> Iterator[bytes]:
 
 
 def offline(folder: Path) -> dict[str, Any]:
-    """The run in the one offline folder below `folder`: who it is, its config, its history by step."""
+    """The run in the one offline folder below `folder`: its names, config, and history by step."""
     from wandb.proto import wandb_internal_pb2 as messages
 
     (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
@@ -107,7 +83,7 @@ def offline(folder: Path) -> dict[str, Any]:
 
 
 def _train(world: World, folder: str, steps: int) -> None:
-    # As little as can be of what is not the numbers: this machine's load, its packages.
+    # Without other contents: this machine's load, its packages.
     os.environ.update(WANDB_MODE="offline", WANDB__DISABLE_STATS="true", WANDB_PROJECT="llamas")
     flags = [*TINY, f"--job.dump_folder={folder}", f"--training.steps={steps}", "--metrics.enable_wandb"]
     flags += ["--validation.freq=2", "--metrics.log_freq=2", "--metrics.layer_norms=1", "--job.description=a test"]
@@ -144,7 +120,7 @@ def test_an_offline_run_holds_the_rows_of_metrics_jsonl(pool: Pools, tmp_path: P
 class Backend(types.ModuleType):
     """Stands in for wandb where the library itself cannot be made to fail."""
 
-    def __init__(self, log: Callable[..., None] = lambda *_, **__: None, init: Callable[[], None] = lambda: None):
+    def __init__(self, log: Callable[..., Any] = lambda *_, **__: None, init: Callable[[], Any] = lambda: None):
         super().__init__("wandb")
         self.begun: list[dict[str, Any]] = []
         self.rows: list[tuple[int, dict[str, float]]] = []
@@ -181,7 +157,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Backend], Backend]:
 def test_a_resumed_run_goes_on_under_its_id_and_a_new_one_does_not(tmp_path: Path, install: Any) -> None:
     backend = install(Backend())
     for first_step in (1, 11, 1):
-        Tracker(tmp_path, {"a": {"b": 1}}, "words", first_step).close()
+        WandbWriter(tmp_path, {"a": {"b": 1}}, "words", first_step).close()
     first, resumed, fresh = backend.begun
     assert first["id"] == resumed["id"] != fresh["id"]
     assert resumed["resume"] == "allow" and "resume" not in first and "resume" not in fresh
@@ -196,70 +172,59 @@ def test_the_environment_goes_before(tmp_path: Path, install: Any, monkeypatch: 
     for name in ("PROJECT", "NAME", "NOTES", "DIR", "RESUME"):
         monkeypatch.setenv(f"WANDB_{name}", "theirs")
     monkeypatch.setenv("WANDB_RUN_ID", "mine")
-    Tracker(tmp_path, {}, first_step=11).close()
+    WandbWriter(tmp_path, {}, first_step=11).close()
     (given,) = backend.begun
     assert given["id"] == "mine" and not {"project", "name", "notes", "dir", "resume"} & set(given)
     assert (tmp_path / ID_FILE).read_text().strip() == "mine"
 
 
-def test_rows_arrive_in_order_and_a_failed_run_is_marked(tmp_path: Path, install: Any) -> None:
+def test_rows_arrive_in_order_and_a_failed_run_is_marked_once(tmp_path: Path, install: Any) -> None:
     backend = install(Backend())
-    board = Tracker(tmp_path, {})
+    board = WandbWriter(tmp_path, {})
     for step in range(1, 101):
-        board.write(step, {"loss": float(step), "norm": math.nan})
+        board.write(step, {"loss": float(step)})
     board.close(failed=True)
-    assert [step for step, _ in backend.rows] == list(range(1, 101)) and backend.rows[9][1]["loss"] == 10.0
-    assert backend.exits == [1]
     board.close()
-    assert backend.exits == [1], "closed once"
+    assert backend.rows == [(step, {"loss": float(step)}) for step in range(1, 101)] and backend.exits == [1]
 
 
 def _raise(*_: Any, **__: Any) -> None:
     raise ConnectionError("no route")
 
 
-@pytest.mark.parametrize("broken", [{"init": _raise}, {"log": _raise}], ids=["at its start", "at a row"])
+@pytest.mark.parametrize("broken", [{"init": _raise}, {"log": _raise}, None], ids=["start", "a row", "no library"])
 def test_an_error_ends_it_with_one_warning(
-    tmp_path: Path, install: Any, said: list[tuple[int, str]], broken: dict[str, Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: dict[str, Any] | None
 ) -> None:
-    install(Backend(**broken))
-    board = Tracker(tmp_path, {})
-    for step in range(100):
-        board.write(step, {"loss": 1.0})
-        time.sleep(0.001)
-    board.close()
-    (warning,) = warnings(said)
-    assert "off from here on (ConnectionError: no route)" in warning
-
-
-def test_no_library_costs_one_warning(
-    tmp_path: Path, said: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    board = Tracker(tmp_path, {})
-    board.write(1, {"loss": 1.0})
-    board.close()
-    (warning,) = warnings(said)
-    assert "wandb" in warning
+    monkeypatch.setitem(sys.modules, "wandb", None if broken is None else Backend(**broken))
+    with listening() as said:
+        board = WandbWriter(tmp_path, {})
+        for step in range(100):
+            board.write(step, {"loss": 1.0})
+            time.sleep(0.001)
+        board.close()
+    (warning,) = [text for text in said if "off from here on" in text]
+    assert ("wandb" if broken is None else "(ConnectionError: no route)") in warning
 
 
 @pytest.mark.parametrize("where", ["init", "log"])
 def test_a_back_end_that_hangs_stops_neither_writing_nor_closing(
-    tmp_path: Path, install: Any, said: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch, where: str
+    tmp_path: Path, install: Any, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    monkeypatch.setattr(tracker, "_CLOSE_SECONDS", 0.2)
-    monkeypatch.setattr(tracker, "_QUEUE", 50)
+    monkeypatch.setattr(background_writer, "_CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(background_writer, "_QUEUE", 50)
     release = threading.Event()
-    backend = install(Backend(**{where: lambda *_: bool(release.wait(60))}))
-    board = Tracker(tmp_path, {})
-    began = time.perf_counter()
-    for step in range(10_000):
-        board.write(step, {"loss": 1.0, "lr": 2.0})
-    wrote = time.perf_counter()
-    board.close()
-    closed = time.perf_counter()
+    backend = install(Backend(**{where: lambda *_: release.wait(60)}))
+    with listening() as said:
+        board = WandbWriter(tmp_path, {})
+        began = time.perf_counter()
+        for step in range(10_000):
+            board.write(step, {"loss": 1.0, "lr": 2.0})
+        wrote = time.perf_counter()
+        board.close()
+        closed = time.perf_counter()
     assert wrote - began < 2 and 0.2 <= closed - wrote < 5
-    behind, late = warnings(said)
+    behind, late = said[-2:]
     assert "does not keep up: 50 rows wait" in behind and "did not end within 0.2 s" in late
     board.write(10_001, {"loss": 1.0})
     release.set()
@@ -275,14 +240,14 @@ def test_a_failed_run_ends_before_the_launcher_does_so(
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     release = threading.Event()
-    install(Backend(init=lambda: bool(release.wait(60))))
+    install(Backend(init=lambda: release.wait(60)))
     monkeypatch.setenv("TERM", "xterm")
     for name in ("CI", "KUBERNETES_SERVICE_HOST"):
         monkeypatch.delenv(name, raising=False)
     plans = load_plans("debug_model.toml", 1, TINY)
     args = replace(SHAPES["llama3"]["debugmodel"], vocab_size=512)
     watched = Observer(plans, World(0, 0, 1, torch.device("cpu")), args)
-    watched._tracker, watched._tensorboard = Tracker(tmp_path, {}), TensorBoard(tmp_path / "tb", purge_step=1)
+    watched._tracker, watched._tensorboard = WandbWriter(tmp_path, {}), TensorBoard(tmp_path / "tb", purge_step=1)
     monkeypatch.setattr(RecordWriter, "write", lambda *_: release.wait(60))
     watched._tensorboard.write(1, {"lr": 1.0})
     handlers = logger.handlers[:]
@@ -304,11 +269,11 @@ def test_a_failed_run_ends_before_the_launcher_does_so(
     assert 1.5 <= took < SECONDS_TO_SPEAK, "each of them was waited for, as long as there is time"
 
 
-def _hanging(world: World, folder: str) -> tuple[int, float]:
+def _hanging(world: World, folder: str) -> tuple[int, int]:
     """A whole run with a back end that never answers."""
     stuck = threading.Event()
-    sys.modules["wandb"] = Backend(init=lambda: bool(stuck.wait(60)))
-    tracker._CLOSE_SECONDS = 0.2
+    sys.modules["wandb"] = Backend(init=lambda: stuck.wait(60))
+    background_writer._CLOSE_SECONDS = 0.2
     flags = [*TINY, f"--job.dump_folder={folder}", "--training.steps=5", "--no-checkpoint.enable_checkpoint"]
     plans = load_plans("debug_model.toml", world.size, [*flags, "--no-validation.enable"])
     # Not by its key: that asks for the installed package.
@@ -319,7 +284,7 @@ def _hanging(world: World, folder: str) -> tuple[int, float]:
     finally:
         stuck.set()
         del sys.modules["wandb"]
-        tracker._CLOSE_SECONDS = 10.0
+        background_writer._CLOSE_SECONDS = 10.0
     return trainer.step, len(read_metrics(Path(folder) / "metrics.jsonl"))
 
 
@@ -327,17 +292,16 @@ def test_a_run_with_a_back_end_that_hangs_is_complete(pool: Pools, tmp_path: Pat
     assert pool(1).run(_hanging, str(tmp_path)) == [(5, 5)]
 
 
-def test_without_the_package_the_key_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
+@pytest.mark.parametrize("folder", [False, True], ids=["missing", "a folder of its name"])
+def test_without_the_package_the_key_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: bool) -> None:
+    """wandb leaves a folder `wandb` in the working directory, which Python finds as a package without a file."""
+    if folder:
+        (tmp_path / "wandb").mkdir()
+        monkeypatch.delitem(sys.modules, "wandb", raising=False)
+        monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    else:
+        monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match=r"metrics\.enable_wandb.*needs the package wandb.*\n?.*titanlite\[wandb\]"):
         load_plans("debug_model.toml", 1, ["--metrics.enable_wandb"])
-    assert not load_plans("debug_model.toml", 1).observe.wandb
-
-
-def test_a_folder_of_its_name_is_not_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """wandb leaves a folder `wandb` in the working directory, which Python finds as a package without a file."""
-    (tmp_path / "wandb").mkdir()
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    with pytest.raises(ConfigError, match="needs the package wandb"):
-        load_plans("debug_model.toml", 1, ["--metrics.enable_wandb"])
+    if not folder:
+        assert not load_plans("debug_model.toml", 1).observe.wandb

@@ -1,12 +1,23 @@
+"""Rates, peaks of devices, memory and garbage collection."""
+
 from __future__ import annotations
+
+import gc
+import time
 
 import pytest
 import torch
 
-from titanlite.models.shapes import SHAPES
-from titanlite.observe.flops import device_name, is_cpu, peak_flops
-from titanlite.observe.memory import read_memory, reset_peak, total_memory_bytes
-from titanlite.observe.meter import Meter
+from titanlite.metrics.throughput import (
+    GCTimer,
+    Throughput,
+    device_name,
+    is_cpu,
+    peak_flops,
+    read_memory,
+    reset_peak,
+    total_memory_bytes,
+)
 
 CPU = torch.device("cpu")
 EXPECTED_PEAKS = [
@@ -40,26 +51,28 @@ class Clock:
         return self.now
 
 
-def make_meter(peak: float | None = 989e12, world_size: int = 1, total_steps: int = 100) -> tuple[Clock, Meter]:
+def make_throughput(
+    peak: float | None = 989e12, world_size: int = 1, total_steps: int = 100
+) -> tuple[Clock, Throughput]:
     clock = Clock()
-    meter = Meter(8192, 4, world_size, 58_000_000_000, peak, total_steps, clock)
+    rate = Throughput(8192, 4, world_size, 58_000_000_000, peak, total_steps, clock)
     clock.now += 1000  # building takes its time; nothing of it may be counted
-    meter.start()
-    return clock, meter
+    rate.start()
+    return clock, rate
 
 
 def test_rates_count_data_waits_and_leave_pauses_out() -> None:
-    clock, meter = make_meter(world_size=2)
+    clock, rate = make_throughput(world_size=2)
     for _ in range(4):
-        with meter.data_wait():
+        with rate.data_wait():
             clock.now += 0.5
         clock.now += 1.5
-        meter.step_done()
-    with meter.pause():
+        rate.step_done()
+    with rate.pause():
         clock.now += 30
-        with meter.data_wait(), meter.pause():
+        with rate.data_wait(), rate.pause():
             clock.now += 30
-    rates = meter.read(4)
+    rates = rate.read(4)
     assert rates.seconds_per_step == pytest.approx(2.0)
     assert rates.tps == pytest.approx(2048)
     assert rates.samples_per_second == pytest.approx(2.0)
@@ -69,13 +82,13 @@ def test_rates_count_data_waits_and_leave_pauses_out() -> None:
 
 
 def test_a_reading_begins_a_new_window() -> None:
-    clock, meter = make_meter()
+    clock, rate = make_throughput()
     for step, seconds in enumerate([8.0, 2.0, 4.0], start=1):
-        with meter.data_wait():
+        with rate.data_wait():
             clock.now += seconds / 4
         clock.now += seconds * 3 / 4
-        meter.step_done()
-        rates = meter.read(step)
+        rate.step_done()
+        rates = rate.read(step)
         assert rates.tps == pytest.approx(8192 / seconds)
         assert rates.data_seconds == pytest.approx(seconds / 4)
 
@@ -83,57 +96,47 @@ def test_a_reading_begins_a_new_window() -> None:
 def test_published_utilisation_of_llama3_8b_on_h100() -> None:
     clock = Clock()
     per_token = 6 * (8_030_261_248 - 128_256 * 4096) + 12 * 32 * 4096 * 8192
-    assert "8B" in SHAPES["llama3"]
-    meter = Meter(6785, 1, 1, per_token, peak_flops("NVIDIA H100 80GB HBM3"), 10, clock)
+    rate = Throughput(6785, 1, 1, per_token, peak_flops("NVIDIA H100 80GB HBM3"), 10, clock)
     clock.now += 1
-    meter.step_done()
-    assert meter.read(1).mfu == pytest.approx(39.73, abs=0.005)
+    rate.step_done()
+    assert rate.read(1).mfu == pytest.approx(39.73, abs=0.005)
 
 
-def test_the_slow_first_step_does_not_enter_the_time_left() -> None:
-    clock, meter = make_meter(peak=None)
+def test_neither_the_first_nor_a_single_slow_step_enters_the_time_left() -> None:
+    clock, rate = make_throughput(peak=None)
     clock.now += 60
-    meter.step_done()
-    first = meter.read(1)
+    rate.step_done()
+    first = rate.read(1)
     assert first.mfu is None and first.seconds_left is None
     for step, seconds in ((2, 1.0), (3, 1.0), (4, 9.0), (5, 1.0)):
         clock.now += seconds
-        meter.step_done()
-        rates = meter.read(step)
-        assert rates.seconds_left == pytest.approx(100 - step)  # nor does a single slow one, for long
-
-
-def test_the_first_step_is_left_out_of_a_longer_first_window_too() -> None:
-    clock, meter = make_meter()
+        rate.step_done()
+        assert rate.read(step).seconds_left == pytest.approx(100 - step)
+    clock, rate = make_throughput()  # a longer first window
     for seconds in (60.0, 2.0, 2.0):
         clock.now += seconds
-        meter.step_done()
-    rates = meter.read(3)
-    assert rates.seconds_per_step == pytest.approx(64 / 3)
-    assert rates.seconds_left == pytest.approx(97 * 2.0)
+        rate.step_done()
+    rates = rate.read(3)
+    assert rates.seconds_per_step == pytest.approx(64 / 3) and rates.seconds_left == pytest.approx(97 * 2.0)
 
 
 def test_only_the_last_fifty_steps_tell_the_time_left() -> None:
-    clock, meter = make_meter(total_steps=1000)
+    clock, rate = make_throughput(total_steps=1000)
     for step in range(1, 301):
         clock.now += 5.0 if step <= 240 else 1.0
-        meter.step_done()
+        rate.step_done()
         if step % 20 == 0:
-            left = meter.read(step).seconds_left
+            left = rate.read(step).seconds_left
     assert left == pytest.approx(700.0)
 
 
-def test_nothing_is_left_at_the_end() -> None:
-    clock, meter = make_meter(total_steps=1)
-    clock.now += 5
-    meter.step_done()
-    assert meter.read(1).seconds_left == 0.0
-
-
-def test_a_reading_without_steps_is_an_error() -> None:
-    _, meter = make_meter()
+def test_nothing_is_left_at_the_end_and_a_reading_needs_a_step() -> None:
+    clock, rate = make_throughput(total_steps=1)
     with pytest.raises(ValueError, match="no step"):
-        meter.read(0)
+        rate.read(0)
+    clock.now += 5
+    rate.step_done()
+    assert rate.read(1).seconds_left == 0.0
 
 
 @pytest.mark.parametrize(("name", "peak"), EXPECTED_PEAKS)
@@ -172,3 +175,22 @@ def test_cuda_memory_is_the_peak_since_the_last_reset() -> None:
     after = read_memory(device)
     assert after.gib < 0.1 and after.reserved_gib is not None and after.reserved_gib >= 1.0
     assert not is_cpu(device_name(device))
+
+
+def test_garbage_collection_is_timed() -> None:
+    timer = GCTimer()
+    gc.collect()
+    assert timer.read() == 0.0, "not before it is started"
+    timer.start()
+    rings = [[] for _ in range(200_000)]
+    for ring in rings:
+        ring.append(ring)  # type: ignore[arg-type]
+    del rings, ring
+    timer.read()
+    began = time.perf_counter()
+    gc.collect()
+    took = time.perf_counter() - began
+    assert 0.5 * took < timer.read() <= took
+    timer.close()
+    gc.collect()
+    assert timer.read() == 0.0 and not any(getattr(c, "__self__", None) is timer for c in gc.callbacks)

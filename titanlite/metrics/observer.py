@@ -16,20 +16,25 @@ from torch import nn
 
 from titanlite.config.plans import Plans
 from titanlite.config.scan import loads
-from titanlite.drift import Drift
+from titanlite.metrics.console import StepFigures, colorize, fsdp_line, titan_line
+from titanlite.metrics.float8_error import Float8Error
+from titanlite.metrics.jsonl import FILE, MetricsLog
+from titanlite.metrics.live import LiveView, start_view
+from titanlite.metrics.startup_report import WARNING
+from titanlite.metrics.stragglers import RankComparison, StragglerDetector
+from titanlite.metrics.tensorboard import TensorBoard, tags
+from titanlite.metrics.throughput import (
+    GCTimer,
+    MemoryReading,
+    Rates,
+    Throughput,
+    device_name,
+    peak_flops,
+    read_memory,
+    reset_peak,
+)
+from titanlite.metrics.wandb import WandbWriter
 from titanlite.models.shapes import flops_per_token
-from titanlite.observe.console import View, colorize
-from titanlite.observe.flops import device_name, peak_flops
-from titanlite.observe.garbage import GarbageClock
-from titanlite.observe.live import start_view
-from titanlite.observe.memory import MemoryReading, read_memory, reset_peak
-from titanlite.observe.meter import Meter, Rates
-from titanlite.observe.metrics import FILE, MetricsLog
-from titanlite.observe.ranks import RankFigures, RankWatch
-from titanlite.observe.report import WARNING
-from titanlite.observe.stepline import StepFigures, fsdp_line, titan_line
-from titanlite.observe.tensorboard import TensorBoard, tags
-from titanlite.observe.tracker import Tracker
 from titanlite.parallel.world import World
 from titanlite.runs.provenance import config_text
 from titanlite.step import StepResult
@@ -54,12 +59,12 @@ class Observer:
         self.meter = self._new_meter()
         self._metrics: MetricsLog | None = None
         self._tensorboard: TensorBoard | None = None
-        self._tracker: Tracker | None = None
-        self._ranks = RankWatch(world.device)
-        self._garbage = GarbageClock()
+        self._tracker: WandbWriter | None = None
+        self._ranks = StragglerDetector(world.device)
+        self._garbage = GCTimer()
         self._logs = 0
         self._failed = True
-        self._view: View | None = None
+        self._view: LiveView | None = None
         self._first_step = 1
         #: The validation that a run which goes on owes is recorded already: an attempt since then was lost.
         self._validated = False
@@ -87,11 +92,11 @@ class Observer:
         self._open_tensorboard(step)
         if plan.wandb and self.world.rank == 0:
             config = loads(config_text(self.plans.config_toml))
-            self._tracker = Tracker(Path(plan.dump_folder), config, plan.description, step + 1)
+            self._tracker = WandbWriter(Path(plan.dump_folder), config, plan.description, step + 1)
         if plan.progress and plan.log_style == "titan":
             self._view = start_view(step, self.plans.train.steps or 0)
         reset_peak(self.world.device)
-        self._ranks = RankWatch(self.world.device, model)
+        self._ranks = StragglerDetector(self.world.device, model)
         self._garbage.start()
         self.meter.start()
 
@@ -111,10 +116,10 @@ class Observer:
         reset_peak(self.world.device)
         self.meter = self._new_meter()
 
-    def _new_meter(self) -> Meter:
+    def _new_meter(self) -> Throughput:
         batch, steps = self.plans.batch, self.plans.train.steps
         assert steps is not None
-        return Meter(
+        return Throughput(
             batch.tokens_per_step, batch.global_batch_size, self.world.size, self.flops_per_token, self.peak, steps
         )
 
@@ -202,7 +207,7 @@ class Observer:
         if not (self._validated and step < self._first_step):
             self._write(step, {"validation_loss": loss, "validation_tokens": tokens, "validation_seconds": seconds})
 
-    def drift(self, step: int, drift: Drift) -> None:
+    def drift(self, step: int, drift: Float8Error) -> None:
         """What float8 changes in the loss, with the weights that this step starts from."""
         logger.info(
             f"float8 drift at {step}: loss {drift.float8:.5f}, in high precision {drift.exact:.5f}: "
@@ -251,7 +256,7 @@ class Observer:
         garbage_seconds: float,
         rates: Rates,
         memory: MemoryReading,
-        ranks: RankFigures | None,
+        ranks: RankComparison | None,
         layer_norms: Mapping[str, float],
     ) -> None:
         row = {

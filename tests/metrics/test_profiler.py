@@ -12,8 +12,8 @@ import torch
 from tests.pool import Pools
 from tests.training.test_run import TINY
 from titanlite.build import read_text
-from titanlite.config.plans import ProfilePlan
-from titanlite.observe.profiles import Profiles
+from titanlite.config.sections.run import Profiling
+from titanlite.metrics.profiler import Profiler
 from titanlite.parallel.world import World
 from titanlite.prepare import load_plans
 from titanlite.trainer import Trainer
@@ -46,8 +46,11 @@ def test_one_step_of_each_cycle_is_recorded_by_every_rank(pool: Pools, tmp_path:
 
 
 def test_a_trace_holds_the_active_steps_of_a_cycle_and_no_others(tmp_path: Path) -> None:
-    plan = ProfilePlan(trace_folder=str(tmp_path), freq=4, warmup=1, active=3)
-    with Profiles(plan, 0, torch.device("cpu")) as profiles:
+    folder = str(tmp_path)
+    config = Profiling(
+        enable_profiling=True, save_traces_folder=folder, profile_freq=4, profiler_warmup=1, profiler_active=3
+    )
+    with Profiler(config, 0, torch.device("cpu")) as profiles:
         for step in range(1, 10):
             torch.ones(step).neg()
             profiles.step(step)
@@ -68,8 +71,9 @@ def test_a_full_disk_costs_the_trace_not_the_run(pool: Pools, tmp_path: Path) ->
 
 
 def test_errors_pass_through(tmp_path: Path) -> None:
-    plan = ProfilePlan(trace_folder=str(tmp_path), snapshot_folder=str(tmp_path), freq=5)
-    with pytest.raises(torch.OutOfMemoryError), Profiles(plan, 0, torch.device("cpu")) as profiles:
+    folders = {"save_traces_folder": str(tmp_path), "save_memory_snapshot_folder": str(tmp_path)}
+    config = Profiling(enable_profiling=True, enable_memory_snapshot=True, profile_freq=5, **folders)
+    with pytest.raises(torch.OutOfMemoryError), Profiler(config, 0, torch.device("cpu")) as profiles:
         profiles.step(1)
         raise torch.OutOfMemoryError("as on a GPU")
     assert not list(tmp_path.iterdir()), "a cycle cut short leaves no trace"

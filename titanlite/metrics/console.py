@@ -1,4 +1,4 @@
-"""The log of a run, on standard output: rank 0 says everything, other ranks only warnings, with their rank."""
+"""The log on standard output (rank 0 logs everything, other ranks only warnings), and the step line. No torch here."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import os
 import re
 import sys
 import textwrap
-from typing import TYPE_CHECKING, Protocol, TextIO
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, TextIO
 
-from titanlite.utils import escape, logger
+from titanlite.utils import escape, human_count, human_time, logger
 
 if TYPE_CHECKING:
-    from titanlite.observe.stepline import StepFigures
+    from titanlite.metrics.live import LiveView
 
     _StreamHandler = logging.StreamHandler[TextIO]
 else:
@@ -34,29 +36,72 @@ FIELD_COLORS = {
 _LEVEL_COLORS = {logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "31"}
 #: Characters of a time stamp and the space after it.
 _STAMP = 20
-#: The name of a line of the start report, and the spaces up to its text.
+#: The name of a line of the startup report, and the spaces up to its text.
 _NAME = re.compile(r" {0,2}\S{1,20}( \S{1,20}){0,3} {2,}")
 _FIELD = re.compile(rf"(?<!\S)({'|'.join(FIELD_COLORS)}): +\S+")
 
 
-class View(Protocol):
-    """What stands below the log lines of a terminal; see `titanlite.observe.live`."""
+@dataclass(frozen=True)
+class StepFigures:
+    """The values of a step line."""
 
-    def tick(self, step: int) -> None:
-        """After every step."""
+    step: int
+    #: Mean loss in nats per valid token over all ranks.
+    loss: float
+    #: Gradient norm before clipping.
+    norm: float
+    lr: float
+    memory_gib: float
+    #: Percent of the device's memory; None where that is unknown.
+    memory_percent: float | None
+    #: Tokens per second and device.
+    tps: float
+    #: Model FLOPs utilisation in percent; None for a device whose peak is unknown.
+    mfu: float | None
+    #: Tokens trained on since the run began, over all ranks.
+    tokens_seen: int
+    seconds_left: float | None
+    #: Sequences per second over all devices.
+    samples_per_second: float
 
-    def add(self, figures: StepFigures, line: str) -> None:
-        """After a logged step; its line is written when the view no longer shows the step."""
 
-    def close(self, seconds: float = 2.0) -> None:
-        """No more is shown, and the log is plain lines again. Waits so long for a terminal that takes nothing."""
+def titan_line(f: StepFigures) -> str:
+    """Return `step: 1990  loss:  3.4370  memory: 68.57GiB(86.69%)  tps: 6,785  mfu: 39.73%`, then our own fields.
+
+    Other tools read this line: fields keep their order and form, new ones go to the end.
+    """
+    percent = "" if f.memory_percent is None else f"({f.memory_percent:.2f}%)"
+    fields = [
+        f"step: {f.step:2}",
+        f"loss: {f.loss:7.4f}",
+        f"memory: {f.memory_gib:5.2f}GiB{percent}",
+        f"tps: {round(f.tps):,}",
+    ]
+    if f.mfu is not None:
+        fields.append(f"mfu: {f.mfu:.2f}%")
+    fields += [f"grad_norm: {f.norm:.4f}", f"lr: {f.lr:.2e}", f"tokens: {human_count(f.tokens_seen)}"]
+    if f.seconds_left is not None:
+        fields.append(f"left: {human_time(f.seconds_left)}")
+    return "  ".join(fields)
+
+
+def fsdp_line(f: StepFigures, now: datetime) -> str:
+    """Return the line of the AWS FSDP samples, which HyperPod's monitors look for; whole, with its own time stamp.
+
+    `train.py:103` is what those samples print; parsers of such logs expect a file and a line there.
+    """
+    return (
+        f"{now:%Y-%m-%d %H:%M:%S} I [train.py:103] Batch {f.step} Loss: {f.loss:.5f}, "
+        f"Speed: {f.samples_per_second:.2f} samples/sec, lr: {f.lr:.6f}"
+    )
 
 
 class ConsoleHandler(_StreamHandler):
-    """Log lines of one rank. `color` says whether escape codes may go to the stream.
+    """Writes the log lines of one rank. `color` says whether escape codes may go to the stream.
 
     A record with `wrap` (`extra={"wrap": True}`) is broken between words at a terminal's width.
-    While there is a `view`, a record with `figures` (`extra={"figures": StepFigures(...)}`) goes there first.
+    While there is a `view`, lines go through it, and a record with `figures` (`extra={"figures": StepFigures(...)}`) is
+    shown in its table first.
     """
 
     def __init__(self, rank: int, color: bool | None, stream: TextIO | None) -> None:
@@ -64,29 +109,31 @@ class ConsoleHandler(_StreamHandler):
         super().__init__(sys.stdout if stream is None else stream)
         self.color = (wants_color(self.target()) if color is None else color) and not is_dumb()
         self.rank = rank
-        self.view: View | None = None
+        self.view: LiveView | None = None
         self.setLevel(logging.INFO if rank == 0 else logging.WARNING)
         self.setFormatter(logging.Formatter("%(message)s"))
 
     def target(self) -> TextIO:
-        """Where lines go now."""
+        """Return the stream that lines go to now: a notebook or a test may have replaced sys.stdout."""
         return sys.stdout if self.given is None else self.given
 
     def emit(self, record: logging.LogRecord) -> None:
-        # Whoever replaces sys.stdout later (a notebook, a test) means our lines too.
         self.stream = self.target()
-        view, figures = self.view, getattr(record, "figures", None)
-        if view is None or figures is None:
+        if self.view is None:
             super().emit(record)
             return
         try:
-            view.add(figures, self.format(record))
+            text, figures = self.format(record), getattr(record, "figures", None)
+            if figures is None:
+                self.view.print(f"{text}\n")
+            else:
+                self.view.add(figures, text)
         except Exception:
             self.handleError(record)
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
-        if not hasattr(record, "figures"):  # of a step line, which holds numbers, and colours of our own
+        if not hasattr(record, "figures"):  # a step line holds only numbers, and our own colours
             text = escape(text)
         if record.levelno >= logging.WARNING:
             text = f"{record.levelname}: {text}"
@@ -101,7 +148,7 @@ class ConsoleHandler(_StreamHandler):
 
 
 def _wrapped(text: str, columns: int) -> str:
-    """`name  text` in lines of at most `columns`, broken between words; later ones begin below `text`."""
+    """Break `name  text` between words into lines of at most `columns`; later lines begin below `text`."""
     name = _NAME.match(text)
     return textwrap.fill(
         text,
@@ -113,7 +160,7 @@ def _wrapped(text: str, columns: int) -> str:
 
 
 def _columns(stream: TextIO) -> int:
-    """Columns of the terminal; 80 if it does not know."""
+    """Return the columns of the terminal; 80 if it does not know."""
     try:
         return os.get_terminal_size(stream.fileno()).columns or 80
     except (AttributeError, OSError, ValueError):
@@ -121,12 +168,15 @@ def _columns(stream: TextIO) -> int:
 
 
 def is_dumb() -> bool:
-    """Whether the terminal takes no escape codes."""
+    """Return whether the terminal takes no escape codes."""
     return os.environ.get("TERM") == "dumb"
 
 
 def wants_color(stream: TextIO) -> bool:
-    """A terminal, unless NO_COLOR or a dumb one; FORCE_COLOR where a launcher passes our pipe on to a terminal."""
+    """Return True for a terminal, unless NO_COLOR is set or it is dumb; also with FORCE_COLOR.
+
+    FORCE_COLOR is for launchers that pass our pipe on to a terminal.
+    """
     if os.environ.get("NO_COLOR") or is_dumb():
         return False
     return bool(os.environ.get("FORCE_COLOR")) or stream.isatty()
@@ -147,14 +197,14 @@ def setup_console(rank: int, color: bool | None = None, stream: TextIO | None = 
 
 
 def colorize(line: str) -> str:
-    """The step line with each field in the colour of its key, where `setup_console` decided for colours."""
+    """Return the step line with each field in the colour of its key, where `setup_console` chose colours."""
     if not any(handler.color for handler in _handlers()):
         return line
     return _FIELD.sub(lambda match: f"\033[{FIELD_COLORS[match[1]]}m{match[0]}{_RESET}", line)
 
 
 def console_handler() -> ConsoleHandler | None:
-    """The handler of `setup_console`, if that was called."""
+    """Return the handler of `setup_console`, if that was called."""
     return next(iter(_handlers()), None)
 
 

@@ -16,7 +16,7 @@ from titanlite.build import read_text, to_device
 from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, ShardPlan
 from titanlite.guard import FiniteGuard, NonFiniteError
 from titanlite.loss import cross_entropy_sum
-from titanlite.observe.diagnose import Finding, diagnose_nonfinite
+from titanlite.metrics.nan_finder import Finding, diagnose_nonfinite
 from titanlite.parallel.world import World
 from titanlite.prepare import load_plans
 from titanlite.runs.record import read_attempts

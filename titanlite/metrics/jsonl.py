@@ -1,7 +1,7 @@
-"""metrics.jsonl: one JSON object per line, written as it happens.
+"""metrics.jsonl: one JSON object per line, written at once. No torch here.
 
-Numbers that are not finite stand as the strings "nan", "inf" and "-inf": JSON has no such numbers, and Python's
-`float()` reads these.
+Numbers that are not finite are the strings "nan", "inf" and "-inf": JSON has no such numbers, and Python's `float()`
+reads these.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from titanlite.utils import logger
+from titanlite.utils import atomic_write, logger
 
 T = TypeVar("T")
 
@@ -22,7 +22,7 @@ FILE = "metrics.jsonl"
 
 
 class MetricsLog:
-    """Appends rows to `path`. What cannot be written (disk full) is lost with one warning; training never stops."""
+    """Appends rows to `path`. Rows that cannot be written (disk full) are lost with one warning; training goes on."""
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
@@ -30,7 +30,7 @@ class MetricsLog:
         self._warned = False
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one row, all of it or nothing; it is in the file when this returns."""
+        """Append one whole row, or nothing; it is in the file when this returns."""
         line = (json.dumps({name: json_value(value) for name, value in row.items()}, allow_nan=False) + "\n").encode()
         try:
             if self._file is None:
@@ -43,36 +43,28 @@ class MetricsLog:
             self._warn(error)
 
     def truncate_after(self, step: int) -> None:
-        """Drop rows of steps after `step`, so that a resumed run writes none twice; a torn line goes too. Atomic.
+        """Drop rows of steps after `step`, and a torn line, so that a resumed run writes none twice. Atomic.
 
         Rows without a step are kept.
         """
         try:
             content = self.path.read_bytes()
-            lines = content.splitlines()
-            kept = [line for line in lines if (row := _parse(line)) is not None and _step(row) <= step]
-            new = b"".join(line + b"\n" for line in kept)
-            if new == content:
-                return
-            self.close()
-            aside = self.path.with_name(f"{self.path.name}.tmp")
-            with open(aside, "wb") as file:
-                file.write(new)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(aside, self.path)
+            rows = ((line, _parse(line)) for line in content.splitlines())
+            new = b"".join(line + b"\n" for line, row in rows if row is not None and _step(row) <= step)
+            if new != content:
+                self.close()
+                atomic_write(self.path, new)
         except FileNotFoundError:
             return
         except OSError as error:
             self._warn(error)
 
     def has(self, step: int, name: str) -> bool:
-        """Whether a row of `step` with this number is there."""
+        """Return whether the file has a row of `step` with this number."""
         try:
-            lines = self.path.read_bytes().splitlines()
+            rows = [_parse(line) for line in self.path.read_bytes().splitlines()]
         except OSError:
             return False
-        rows = (_parse(line) for line in lines)
         return any(row is not None and row.get("step") == step and name in row for row in rows)
 
     def close(self) -> None:
@@ -88,19 +80,21 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; a torn last line, as a killed run may leave, is skipped.
+    """Return the rows of a metrics.jsonl, without a torn last line, as a killed run may leave one.
 
     Raises ValueError naming file and line where any other line is not a JSON object.
     """
     lines = Path(path).read_bytes().splitlines()
-    rows: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, 1):
-        row = _parse(line)
-        if row is not None:
-            rows.append(row)
-        elif number < len(lines):
+    rows = [_parse(line) for line in lines]
+    for number, row in enumerate(rows[:-1], 1):
+        if row is None:
             raise ValueError(f"{path}:{number}: not a JSON object; delete the line to read the others")
-    return rows
+    return [row for row in rows if row is not None]
+
+
+def json_value(value: T) -> T | str:
+    """Return `value`, or its text where it is a float that JSON has no form for: "nan", "inf", "-inf"."""
+    return str(float(value)) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
@@ -114,8 +108,3 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 def _step(row: Mapping[str, Any]) -> float:
     step = row.get("step")
     return step if isinstance(step, int | float) else -math.inf
-
-
-def json_value(value: T) -> T | str:
-    """`value`, or its text where it is a float that JSON has no form for: "nan", "inf", "-inf"."""
-    return str(float(value)) if isinstance(value, float) and not math.isfinite(value) else value
