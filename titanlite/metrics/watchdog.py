@@ -35,19 +35,20 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from titanlite import exit_codes
+from titanlite.callbacks import SLOW_PHASES
 from titanlite.config.plans import StallPlan
 from titanlite.exit_codes import is_of_collectives
 from titanlite.guard import BadStepError
 from titanlite.metrics.console import console_handler
 from titanlite.metrics.stall_report import End, RankState, process_state, table, verdict
-from titanlite.preempt import Preempted
+from titanlite.signals import StopRequested
 
 logger = logging.getLogger("titanlite")
 
 #: Name of the thread, as `threading.enumerate` and a debugger show it.
 THREAD = "titanlite-stalls"
 #: Phases that may take as long as a first step.
-PATIENT = frozenset({"start", "compile", "validate", "save", "rollback", "end"})
+PATIENT = SLOW_PHASES | {"start"}
 
 #: A phase is reported when it takes so many times as long as the longest step, if the deadline is shorter.
 _SLOW = 3.0
@@ -74,7 +75,7 @@ _TEXT = 2000
 _FRAMES, _DEPTH = 12, 60
 #: File in which a main thread waits for another one → that thread, whose stack says more.
 _WORKERS = {"data/background.py": "titanlite-prefetch", "checkpoint/background.py": "titanlite-save"}
-_TOGETHER = (Preempted, BadStepError, KeyboardInterrupt, SystemExit, GeneratorExit)
+_TOGETHER = (StopRequested, BadStepError, KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 class PeerError(RuntimeError):
@@ -483,7 +484,7 @@ def _is_collective(frame: FrameType, index: int) -> bool:
     if index:
         return False
     return any(part in path for part in ("torch/distributed/fsdp/", "torch/distributed/pipelining/")) or (
-        path.endswith("titanlite/preempt.py") and frame.f_code.co_name == "result"
+        path.endswith("titanlite/signals.py") and frame.f_code.co_name == "result"
     )
 
 

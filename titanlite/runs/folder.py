@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from titanlite.config.plans import Plans
 from titanlite.runs import provenance
 from titanlite.runs.attempts import (
     FILE,
@@ -90,8 +89,10 @@ class RunRecord:
 
 def begin(
     folder: Path,
-    plans: Plans,
+    toml: str,
     *,
+    steps: int | None,
+    description: str = "",
     world_size: int,
     device: str,
     first_step: int = 0,
@@ -100,14 +101,15 @@ def begin(
 ) -> RunRecord:
     """Record in `folder` that a run begins or, at `first_step` steps done, goes on. Call it on rank 0 only.
 
-    device: its name, for people. argv: the command with the program's name, None: `sys.argv`.
+    toml: the resolved config. steps: of the whole run. device: its name, for people. argv: the command with the
+    program's name, None: `sys.argv`.
     """
     attempts = _earlier(folder / FILE)
     git = provenance.git_state()
     record = dict(git.record)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _keep(folder, CONFIG, "config", provenance.config_text(plans.config_toml).encode(), attempts)
+        _keep(folder, CONFIG, "config", provenance.config_text(toml).encode(), attempts)
         _keep(folder, DIFF, "diff", git.diff, attempts)
     except OSError as error:
         logger.warning(f"cannot write to {folder}: {error}. Training goes on; config or git.diff of this run is lost")
@@ -117,8 +119,8 @@ def begin(
         "started": now,
         "heartbeat": now,
         "first_step": first_step,
-        "steps": plans.train.steps,
-        "description": plans.observe.description,
+        "steps": steps,
+        "description": description,
         "command": provenance.command(sys.argv if argv is None else argv),
         "working_folder": os.getcwd(),
         "config": CONFIG,

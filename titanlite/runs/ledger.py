@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanlite.config.plans import Plans
 from titanlite.config.scan import TOMLDecodeError, loads
 from titanlite.metrics.jsonl import FILE as METRICS
 from titanlite.runs import provenance
@@ -122,7 +121,7 @@ class Ledger:
 def begin(
     folder: Path,
     before: Before,
-    plans: Plans,
+    toml: str,
     *,
     world_size: int,
     device: str,
@@ -133,12 +132,13 @@ def begin(
 ) -> tuple[Ledger, list[str]]:
     """Record that an attempt starts at `step` steps and `tokens` tokens; also lines to tell a person.
 
-    Call it on rank 0 only. before: of `look_back`. source: another run's checkpoint that it begins with.
+    Call it on rank 0 only. before: of `look_back`. toml: the resolved config. source: another run's checkpoint that
+    it begins with.
     """
     began = f"resumed from step {step}" if resumed else "fresh" if source is None else f"from {source}"
     changes = {}
     if before.config is not None:
-        now = dict(flat(loads(provenance.config_text(plans.config_toml))))
+        now = dict(flat(loads(provenance.config_text(toml))))
         changes = config_changes(before.config, now)
     ledger = Ledger(folder / FILE, before.attempts + 1, step, tokens, resumed)
     entry: dict[str, Any] = {

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from titanlite.preempt import Preempted
+from titanlite.signals import StopRequested
 from titanlite.utils import escape, logger
 
 FOLDER = "logs"
@@ -57,7 +57,7 @@ def rank_log(folder: Path, rank: int) -> Iterator[None]:
     handler.handle(_line(logging.INFO, f"rank {rank} begins, process {os.getpid()}"))
     try:
         yield
-    except Preempted as end:
+    except StopRequested as end:
         handler.handle(_line(logging.INFO, f"rank {rank} ends: {end}"))
         raise
     except BaseException:
