@@ -111,7 +111,7 @@ def run(argv: Sequence[str], stop: StopSignal | None = None, checked: tuple[JobC
                 prepare_compile(plans.compile)
                 check_float8(plans.float8)
                 if rank == 0:
-                    held.enter_context(_lock(folder, config.checkpoint, folder / LOGS))
+                    held.enter_context(_lock(folder, config.checkpoint))
                 if store is not None:
                     after_rank_0(store, rank, size, plans.comm.init_timeout_seconds, plans.comm.meeting_seconds)
                 datasets = read_datasets(plans)
@@ -198,7 +198,7 @@ def _log_files(files: Sequence[str], model: Model, length: str, folder: Path) ->
 
 
 @contextlib.contextmanager
-def _lock(run_folder: Path, section: Checkpoint, logs: Path) -> Iterator[None]:
+def _lock(run_folder: Path, section: Checkpoint) -> Iterator[None]:
     """Lock the run's folder and the real path of its checkpoint folder against other runs.
 
     Raises LockedError; ConfigError where the run's folder cannot be written to or holds the checkpoints among its logs,
@@ -208,8 +208,9 @@ def _lock(run_folder: Path, section: Checkpoint, logs: Path) -> Iterator[None]:
     from titanlite.checkpoint.place import StorePath, place
     from titanlite.checkpoint.store_lock import StoreLock, check_reachable
     from titanlite.runs.lock import RunLock
+    from titanlite.runs.logs import FOLDER as LOGS
 
-    checkpoints, folders = place(section.folder), {"job.dump_folder": run_folder}
+    checkpoints, folders, logs = place(section.folder), {"job.dump_folder": run_folder}, run_folder / LOGS
     if section.enable_checkpoint and isinstance(checkpoints, Path):
         real = Path(os.path.realpath(checkpoints))  # two paths may lead to one folder
         if real.is_relative_to(os.path.realpath(logs)):

@@ -51,11 +51,7 @@ class StartReport(Callback):
         loaded, rank = trainer.loaded, trainer.parts.world.rank
         notices = list(self._notices(trainer))
         changes = self._config_changes(loaded, notices)
-        for line in [*self._report(trainer), *notices, *changes, began(self._checkpoint, loaded)]:
-            # Every rank has the report in its own log; the console shows a warning once.
-            warns = line.startswith(WARNING) and not rank
-            level, text = (logging.WARNING, line.removeprefix(WARNING)) if warns else (logging.INFO, line)
-            logger.log(level, text, extra={"wrap": True})
+        log_lines([*self._report(trainer), *notices, *changes, began(self._checkpoint, loaded)], rank)
         change = schedule_change(loaded, trainer.parts.learning_rate, trainer.steps) if loaded else None
         if change and not rank:
             logger.warning(change)
@@ -108,6 +104,14 @@ class StartReport(Callback):
             f"{counted(steps, 'steps')}. To train on, raise {key}; to start anew, give another --job.dump_folder or "
             f"move the checkpoints away{weights}"
         )
+
+
+def log_lines(lines: Sequence[str], rank: int) -> None:
+    """Log a report. Every rank has it in its own log; the console shows a warning once."""
+    for line in lines:
+        warns = line.startswith(WARNING) and not rank
+        level, text = (logging.WARNING, line.removeprefix(WARNING)) if warns else (logging.INFO, line)
+        logger.log(level, text, extra={"wrap": True})
 
 
 def began(section: Checkpoint, loaded: LoadedState | None) -> str:

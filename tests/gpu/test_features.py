@@ -16,14 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.gpu.peak import peak_and_gradients
 from tests.parallel import float8_runs
 from tests.parallel.float8_runs import LINEARS, RATES, RECIPES, distance, spread
+from tests.steps import train_step
 from tests.training.compare import LABELS, TOKENS, WARM
 from tests.training.harness import TINY, Run, batches, build_tiny, micro_batches, train, train_afresh
-from titanlite.build import to_device
 from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, Float8Plan, ProfilePlan, ShardPlan
+from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.metrics.profiler import Profiles
 from titanlite.parallel.world import World
-from titanlite.step import train_step
 
 BF16 = ShardPlan(param_dtype="bfloat16")
 RUN = Run(TOKENS, LABELS, WARM)

@@ -10,20 +10,18 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-import torch
 
 from titanlite import cli
 from titanlite.config.load import load_file
 from titanlite.config.plans import ObservePlan, Plans, TrainPlan
 from titanlite.config.resolve import resolve
 from titanlite.metrics.console import colorize, console_handler, setup_console
-from titanlite.metrics.observer import Observer
 from titanlite.metrics.startup_report import start_report
 from titanlite.metrics.stepline import StepFigures, fsdp_line, titan_line
 from titanlite.models.shapes import SHAPES
-from titanlite.parallel.world import World
 from titanlite.prepare import load_plans
 from titanlite.runs.logs import rank_log
+from titanlite.start_report import log_lines
 from titanlite.utils import Table, human_bytes, human_count, human_time, logger, render
 
 FIGURES = StepFigures(
@@ -287,19 +285,15 @@ def test_the_report_is_wrapped_between_words_and_its_warnings_have_their_level(
 ) -> None:
     """In 80 columns on a terminal; whole in a pipe, and with the level in the log of the rank."""
     lines = [*report(Plans(warnings=("some " * 20 + "word",))), "resumed from /a/folder/" + "of/long/names/" * 5]
-    plan = ObservePlan(dump_folder=str(tmp_path), progress=False)
-    world = World(0, 0, 1, torch.device("cpu"))
     pipe, out = io.StringIO(), Terminal()
-    observer = Observer(Plans(observe=plan), world, replace(SHAPES["llama3"]["debugmodel"], vocab_size=512))
     setup_console(0, stream=pipe)
-    observer.start(0, lines)
+    log_lines(lines, 0)
     assert [line[20:] for line in pipe.getvalue().splitlines()] == [
         line.replace("warning:", "WARNING:") for line in lines
     ]
     setup_console(0, False, out)
     with rank_log(tmp_path, 0):
-        observer.start(0, lines)
-    observer.close()
+        log_lines(lines, 0)
     shown = out.getvalue().splitlines()
     assert all(len(line) <= 80 for line in shown if "/long/" not in line) and len(shown) > len(lines)
     assert [word for line in shown for word in line[20:].split()] == " ".join(lines).replace(

@@ -80,8 +80,8 @@ def test_a_run_begun_anew_in_the_folder_is_not_mixed_with_the_one_before(tmp_pat
 def test_a_killed_run_shows_as_died_and_the_next_attempt_writes_it_down(tmp_path: Path, start: Start) -> None:
     code = (
         "import os, sys, time; from pathlib import Path\n"
-        "from titanlite.config.plans import Plans; from titanlite.runs.folder import begin\n"
-        "begin(Path(sys.argv[1]), Plans(), world_size=1, device='x')\n"
+        "from titanlite.runs.folder import begin\n"
+        "begin(Path(sys.argv[1]), '', steps=9, world_size=1, device='x')\n"
         "print('ready', flush=True); time.sleep(60)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
@@ -238,8 +238,6 @@ def test_each_rank_logs_into_a_file_of_its_own_with_its_last_words(tmp_path: Pat
 
 
 def test_begin_takes_the_command_from_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from titanlite.config.plans import Plans
-
     monkeypatch.setattr(sys, "argv", ["train.py", "--training.steps", "5"])
-    begin(tmp_path, Plans(), world_size=1, device="x").finish("done", 5)
+    begin(tmp_path, "", steps=9, world_size=1, device="x").finish("done", 5)
     assert json.loads((tmp_path / "run.json").read_text())["attempts"][0]["command"] == sys.argv

@@ -22,7 +22,7 @@ def _begin(folder: Path, *flags: str, step: int = 0, tokens: int = 0) -> tuple[L
     found = begin(
         folder,
         look_back(folder),
-        plans,
+        plans.config_toml,
         world_size=2,
         device="CPU (made up)",
         step=step,

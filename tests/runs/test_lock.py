@@ -11,16 +11,17 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.words import listening
-from titanlite.app import _lock as _lock_of_run
 from titanlite.checkpoint import CheckpointError
 from titanlite.config.errors import ConfigError
 from titanlite.config.plans import Plans
+from titanlite.main import _lock as _lock_run
 from titanlite.prepare import checked_plans
 from titanlite.runs.lock import FILE, LockedError, RunLock
 
@@ -227,6 +228,10 @@ def test_checkpoints_that_lie_elsewhere_are_locked_too(tmp_path: Path) -> None:
         with _lock_of_run(plans("b")), _lock_of_run(plans("c", shared, "--no-checkpoint.enable_checkpoint")):
             assert (tmp_path / "b" / FILE).exists() and (tmp_path / "b" / "checkpoint" / FILE).exists()
     assert list(tmp_path.iterdir()) == []
+
+
+def _lock_of_run(plans: Plans) -> AbstractContextManager[None]:
+    return _lock_run(Path(plans.config.job.dump_folder), plans.config.checkpoint)
 
 
 def _plans(root: Path, run: str, *flags: str) -> Plans:

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tests.pool import Pools
+from tests.steps import train_step
 from tests.training.harness import Run, batches, build_tiny, full, micro_batches
-from titanlite.build import to_device
+from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard, NonFiniteError
 from titanlite.parallel.world import World
-from titanlite.step import train_step
 
 TOKENS, LABELS = batches(6, 4, 16, 192)
 RUN = Run(TOKENS, LABELS, [3e-3] * 6)
@@ -53,7 +53,7 @@ def _poisoned(world: World, run: Run, where: str, value: float) -> dict[str, Any
         states.append(_state(model, optimizer))
         if error is None:
             try:
-                guard.watch()
+                guard.poll()
             except NonFiniteError as caught:
                 error = caught
     assert error is not None
@@ -105,7 +105,7 @@ def _zero_probability(world: World) -> dict[str, Any]:
     model.register_forward_hook(forbid)
     result = train_step(model, optimizer, data, step=1, lr=3e-3, max_norm=1.0, guard=guard)
     try:
-        guard.watch()
+        guard.poll()
     except NonFiniteError as error:
-        return {"norm_is_finite": bool(result.norm.isfinite()), "step": error.step}
+        return {"norm_is_finite": bool(result.grad_norm.isfinite()), "step": error.step}
     raise AssertionError("not caught")

@@ -16,6 +16,7 @@ import torch
 from tests.metrics.test_diagnose import W2
 from tests.metrics.test_records import scalars
 from tests.pool import Pools
+from tests.steps import train_step
 from tests.training.harness import (
     LateGuard,
     Run,
@@ -30,10 +31,11 @@ from tests.training.harness import (
 from tests.training.test_run import TINY, _losses
 from tests.words import listening
 from titanlite import exit_codes
-from titanlite.build import read_text, to_device
+from titanlite.build import build
 from titanlite.checkpoint.contents import Contents, compare
 from titanlite.checkpoint.manifest import steps_in
 from titanlite.config.plans import GuardPlan
+from titanlite.data.loader import to_device
 from titanlite.guard import BadStepError, FiniteGuard, LossSpikeError
 from titanlite.loss import cross_entropy_sum
 from titanlite.metrics.float8_error import Drift
@@ -42,7 +44,7 @@ from titanlite.parallel.tensor import tensor_loss
 from titanlite.parallel.world import World
 from titanlite.prepare import load_plans
 from titanlite.runs.ledger import read_entries
-from titanlite.step import Duplicates, train_step
+from titanlite.step import ReplicationFactors
 from titanlite.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -68,7 +70,7 @@ def _train(world: World, run: Run, value: float | None) -> dict[str, Any]:
     model, optimizer, rank = build_tiny(world, run)
     plan = run.mesh(world.size)
     loss = tensor_loss(cross_entropy_sum) if plan.tensor > 1 else cross_entropy_sum
-    guard = FiniteGuard(world.device, GuardPlan("skip", max_skips=1))
+    guard = FiniteGuard(world.device, "skip", max_skips=1)
     poison = False
 
     def spoil(module: Any, inputs: Any, out: torch.Tensor) -> torch.Tensor:
@@ -91,11 +93,11 @@ def _train(world: World, run: Run, value: float | None) -> dict[str, Any]:
             lr=3e-3,
             max_norm=1.0,
             guard=guard,
-            duplicates=Duplicates(plan.tensor * plan.pipeline, plan.tensor),
+            factors=ReplicationFactors(plan.tensor * plan.pipeline, plan.tensor),
             loss_function=loss,
             pipeline=run_stages(model, run, world, loss) if plan.pipeline > 1 else None,
         )
-        guard.watch()
+        guard.poll()
         skipped += [(bad.step, bad.ranks) for bad in guard.skipped()]
         states.append(_state(model, optimizer))
     return {"states": [all_stages(model, state) for state in states], "skipped": skipped}
@@ -143,7 +145,7 @@ def _feed(guard: FiniteGuard, step: int, loss: float) -> bool:
     """One step with this loss; whether it may update."""
     value = torch.tensor(loss)
     ok = bool(guard.gate(step, torch.tensor(1.0), value, value))
-    guard.watch()
+    guard.poll()
     return ok
 
 
@@ -157,7 +159,7 @@ def _noisy(seed: int, steps: int) -> list[float]:
 @pytest.mark.parametrize(("sigmas", "window"), [(3.0, 12), (1.5, 7), (6.0, 30)])
 def test_spikes_are_those_of_the_formula(sigmas: float, window: int) -> None:
     """Against mean and sample deviation of Python's own over the last losses that were not flagged."""
-    guard = FiniteGuard(CPU, GuardPlan("skip", 149, sigmas, 150))
+    guard = FiniteGuard(CPU, "skip", 149, sigmas, 150)
     guard._window = type(guard._window)(window, sigmas, CPU)  # type: ignore[misc]
     kept: list[float] = []
     flagged = []
@@ -176,7 +178,7 @@ def test_spikes_are_those_of_the_formula(sigmas: float, window: int) -> None:
 
 
 def test_losses_that_hardly_vary_make_no_spike_of_rounding() -> None:
-    guard = FiniteGuard(CPU, GuardPlan(spike_sigmas=3.0, window=4))
+    guard = FiniteGuard(CPU, spike_sigmas=3.0, window=4)
     for step in range(1, 20):
         assert _feed(guard, step, 2.0 + 1e-6 * (step % 2))
     assert _feed(guard, 20, 2.005)
@@ -185,12 +187,12 @@ def test_losses_that_hardly_vary_make_no_spike_of_rounding() -> None:
 
 
 def test_without_spike_sigmas_any_finite_loss_is_good() -> None:
-    guard = FiniteGuard(CPU, GuardPlan(window=2))
+    guard = FiniteGuard(CPU, window=2)
     assert all(_feed(guard, step, loss) for step, loss in enumerate([1.0, 1.0, 1.0, 1e30], 1))
 
 
 def _nan_between(world: World) -> tuple[list[bool], list[float]]:
-    guard = FiniteGuard(world.device, GuardPlan("skip", 5, 4.0, 4))
+    guard = FiniteGuard(world.device, "skip", 5, 4.0, 4)
     losses = [2.0, 2.1, float("nan"), 1.9, float("inf"), 2.0, 9.0, 2.05, float("-inf"), 2.0, 9.0]
     return [_feed(guard, step, loss) for step, loss in enumerate(losses, 1)], guard.state_dict()["losses"]
 
@@ -221,13 +223,13 @@ def test_statistics_survive_json_and_decide_alike_to_the_last_bit() -> None:
 
 
 def test_the_budget_is_of_the_last_steps() -> None:
-    guard = FiniteGuard(CPU, GuardPlan("skip", 2, 4.0, 10))
+    guard = FiniteGuard(CPU, "skip", 2, 4.0, 10)
     bad_steps = (18, 22, 29, 33, 37)
     for step in range(1, 37):
         assert _feed(guard, step, 9.0 if step in bad_steps else 2.0) == (step not in bad_steps)
     saved = json.loads(json.dumps(guard.state_dict()))
     assert saved["bad_steps"] == [29, 33]
-    guard = FiniteGuard(CPU, GuardPlan("skip", 2, 4.0, 10))
+    guard = FiniteGuard(CPU, "skip", 2, 4.0, 10)
     guard.load_state_dict(saved)
     with pytest.raises(BadStepError) as caught:
         _feed(guard, 37, 9.0)
@@ -247,7 +249,7 @@ def _run(world: World, folder: str, poison: dict[int, float], *flags: str) -> di
     given = [*TINY, "--no-validation.enable", f"--job.dump_folder={folder}"]
     plans = load_plans("debug_model.toml", world.size, [*given, *flags])
     text = read_text(plans)
-    trainer = Trainer(plans, world, text)
+    trainer = Trainer(build(plans, world, text))
     model = trainer.parts.model
 
     def spoil(module: Any, inputs: Any, out: torch.Tensor) -> torch.Tensor:
@@ -449,7 +451,7 @@ def _in_epochs(world: World, folder: str, *flags: str) -> tuple[int, int]:
     config = load_file("debug_model.toml", [*TINY, "--no-validation.enable", f"--job.dump_folder={folder}", *flags])
     text = read_text(resolve_plans(config, world.size))
     plans = resolve_plans(config, world.size, text.train.total_sequences)
-    trainer = Trainer(plans, world, text)
+    trainer = Trainer(build(plans, world, text))
     trainer.train()
     assert plans.train.steps is not None
     return plans.train.steps, trainer.step
@@ -480,7 +482,7 @@ def _drifts(world: World, folder: str) -> list[bool]:
     """At each measurement of drift, whether nothing is under way any more that its pause would pay for."""
     flags = [*TINY, "--no-validation.enable", f"--job.dump_folder={folder}", "--training.steps=3"]
     plans = load_plans("debug_model.toml", world.size, flags)
-    trainer = Trainer(plans, world, read_text(plans))
+    trainer = Trainer(build(plans, world))
     guard = trainer.guard = LateGuard(world.device, plans.guard)
     settled: list[bool] = []
 

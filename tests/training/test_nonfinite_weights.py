@@ -12,21 +12,23 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.pool import Pools
+from tests.steps import train_step
 from tests.training.harness import Run, batches, build_tiny, micro_batches, run_stages
 from tests.training.test_run import TINY
 from tests.words import listening
 from titanlite import exit_codes
-from titanlite.build import read_text, to_device
+from titanlite.build import build
 from titanlite.checkpoint import Checkpointer, CheckpointError, checkpointer
 from titanlite.checkpoint.contents import Contents
 from titanlite.checkpoint.manifest import steps_in
 from titanlite.config.plans import CheckpointPlan
+from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard, WeightsError, find_nonfinite
 from titanlite.loss import cross_entropy_sum
 from titanlite.parallel.world import World
 from titanlite.prepare import load_plans
 from titanlite.runs.ledger import read_entries
-from titanlite.step import Duplicates, train_step
+from titanlite.step import ReplicationFactors
 from titanlite.trainer import Trainer
 
 TOKENS, LABELS = batches(1, 4, 16, 192)
@@ -75,7 +77,7 @@ def _saves(world: World, folder: str, run: Run, mode: Any) -> list[str]:
         lr=3e-3,
         max_norm=1.0,
         guard=FiniteGuard(world.device),
-        duplicates=Duplicates(mesh.pipeline),
+        factors=ReplicationFactors(mesh.pipeline),
         pipeline=run_stages(model, run, world, cross_entropy_sum) if mesh.pipeline > 1 else None,
     )
     saver = Checkpointer(CheckpointPlan(enable=True, folder=folder, async_mode=mode), world, {})
@@ -135,7 +137,7 @@ def _run(world: World, folder: str, spoilt: int, *flags: str, checked: bool = Tr
     """
     given = [*TINY, "--no-validation.enable", "--training.steps=8", f"--job.dump_folder={folder}", *flags]
     plans = load_plans("debug_model.toml", world.size, given)
-    trainer = Trainer(plans, world, read_text(plans))
+    trainer = Trainer(build(plans, world))
     left = [spoilt]
 
     def spoil(*_: Any) -> None:

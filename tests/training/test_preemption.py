@@ -20,15 +20,15 @@ from tests.data.test_background_training import TINY as SAVED_OFTEN
 from tests.pool import Pools
 from tests.words import listening
 from titanlite import exit_codes
-from titanlite.build import read_text
+from titanlite.build import build
 from titanlite.config.load import load_file
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.parallel.world import World
-from titanlite.preempt import GracefulStop, Preempted
 from titanlite.prepare import resolve_plans
 from titanlite.runs.attempts import read_attempts
 from titanlite.runs.ledger import read_entries
 from titanlite.runs.lock import FILE as LOCK
+from titanlite.signals import StopRequested, StopSignal
 from titanlite.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +46,7 @@ def _losses(folder: Path) -> dict[tuple[int, str], float]:
 def _run(world: World, folder: str, where: str, step: int, rank: int, number: int, *flags: str) -> dict[str, Any]:
     """Train; a signal comes to one rank in the given place of a step (0: never). How that ended."""
     plans = resolve_plans(load_file("debug_model.toml", [*TINY, f"--job.dump_folder={folder}", *flags]), world.size)
-    trainer = Trainer(plans, world, read_text(plans))
+    trainer = Trainer(build(plans, world))
 
     struck: list[int] = []
 
@@ -58,11 +58,11 @@ def _run(world: World, folder: str, where: str, step: int, rank: int, number: in
     _strike_in(trainer, where, strike)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs in its background
     handlers = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
-    ended: Preempted | None = None
+    ended: StopRequested | None = None
     with listening() as said:
         try:
             trainer.train()
-        except Preempted as caught:
+        except StopRequested as caught:
             ended = caught
     assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == handlers
     assert not [t.name for t in threading.enumerate() if t.name in ("titanlite-prefetch", "titanlite-heartbeat")]
@@ -151,7 +151,7 @@ def test_a_validation_is_broken_off_within_two_batches(pool: Pools, tmp_path: Pa
 
 def _validated_batches(world: World, folder: str, *flags: str) -> dict[str, Any]:
     plans = resolve_plans(load_file("debug_model.toml", [*TINY, f"--job.dump_folder={folder}", *flags]), world.size)
-    trainer = Trainer(plans, world, read_text(plans))
+    trainer = Trainer(build(plans, world))
     batches = 0
 
     def count(model: torch.nn.Module, _: Any) -> None:
@@ -161,7 +161,7 @@ def _validated_batches(world: World, folder: str, *flags: str) -> dict[str, Any]
             os.kill(os.getpid(), signal.SIGTERM)
 
     trainer.parts.model.register_forward_pre_hook(count)
-    with listening() as said, pytest.raises(Preempted):
+    with listening() as said, pytest.raises(StopRequested):
         trainer.train()
     return {"rank": world.rank, "batches": batches, "said": said}
 
@@ -205,10 +205,10 @@ def test_a_signal_in_the_very_last_step_lets_the_run_be_done(pool: Pools, tmp_pa
 
 
 def _gradients(world: World, stop: bool) -> list[torch.Tensor]:
+    from tests.steps import train_step
     from tests.training.harness import Run, batches, build_tiny, full, micro_batches
-    from titanlite.build import to_device
+    from titanlite.data.loader import to_device
     from titanlite.guard import FiniteGuard
-    from titanlite.step import train_step
 
     tokens, labels = batches(3, 4, 16, 192)
     model, optimizer, rank = build_tiny(world, Run(tokens, labels, [1e-3] * 3))
@@ -218,8 +218,8 @@ def _gradients(world: World, stop: bool) -> list[torch.Tensor]:
         data = to_device(micro_batches(Run(tokens, labels, []), step - 1, rank, world.size), world.device)
         wish = stop and step == 2 and world.rank == 3
         result = train_step(model, optimizer, data, step=step, lr=1e-3, max_norm=1.0, guard=guard, stop=wish)
-        figures += [result.loss, result.norm]
-        assert guard.watch() is (stop and step == 2)
+        figures += [result.loss, result.grad_norm]
+        assert guard.poll() is (stop and step == 2)
     return [*figures, *(full(p) for p in model.parameters())]
 
 
@@ -229,7 +229,7 @@ def test_the_wish_changes_no_number_and_one_of_four_ranks_is_enough(pool: Pools)
         assert all(torch.equal(a, b) for a, b in zip(with_wish, without, strict=True))
 
 
-# GracefulStop alone
+# StopSignal alone
 
 
 def test_handlers_mask_and_wakeup_are_as_before(tmp_path: Path) -> None:
@@ -237,8 +237,8 @@ def test_handlers_mask_and_wakeup_are_as_before(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     try:
-        with GracefulStop() as outer:
-            with GracefulStop() as inner:
+        with StopSignal() as outer:
+            with StopSignal() as inner:
                 os.kill(os.getpid(), signal.SIGTERM)
                 assert inner.wanted and inner.reason == "SIGTERM" and not outer.wanted
             os.kill(os.getpid(), signal.SIGUSR1)
@@ -252,14 +252,14 @@ def test_handlers_mask_and_wakeup_are_as_before(tmp_path: Path) -> None:
 
 
 def test_before_the_first_step_a_signal_raises_at_once() -> None:
-    with pytest.raises(Preempted, match="SIGTERM before the first step"), GracefulStop(at_once=True):
+    with pytest.raises(StopRequested, match="SIGTERM before the first step"), StopSignal(at_once=True):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(5)
 
 
 def test_a_second_ctrl_c_ends_but_not_its_echo() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with pytest.raises(KeyboardInterrupt), GracefulStop() as stop:
+    with pytest.raises(KeyboardInterrupt), StopSignal() as stop:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)  # a launcher passes on what its workers have got already
         os.kill(os.getpid(), signal.SIGTERM)
@@ -270,7 +270,7 @@ def test_a_second_ctrl_c_ends_but_not_its_echo() -> None:
 
 
 def test_sigterm_again_and_again_is_one_wish() -> None:
-    with GracefulStop() as stop:
+    with StopSignal() as stop:
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.5)
@@ -282,7 +282,7 @@ def test_in_another_thread_nothing_is_installed_and_a_request_counts() -> None:
 
     def work() -> None:
         handler = signal.getsignal(signal.SIGTERM)
-        with GracefulStop() as stop:
+        with StopSignal() as stop:
             found.append(signal.getsignal(signal.SIGTERM) is handler)
             stop.request("the budget is used up")
             found.extend([stop.agreed(), stop.who(), list(stop.until_agreed("abc"))])
@@ -298,13 +298,13 @@ def test_a_process_stuck_outside_python_ends_on_the_second_ctrl_c() -> None:
     """The main thread waits in C and never comes to a handler of Python's; the thread ends the process."""
     code = (
         "import ctypes, os, signal, threading, time\n"
-        "from titanlite.preempt import GracefulStop\n"
+        "from titanlite.signals import StopSignal\n"
         "def strike():\n"
         "    for _ in range(2):\n"
         "        time.sleep(1.3)\n"
         "        os.kill(os.getpid(), signal.SIGINT)\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "with GracefulStop():\n"
+        "with StopSignal():\n"
         "    threading.Thread(target=strike, daemon=True).start()\n"
         "    mutex = ctypes.create_string_buffer(64)\n"
         "    for _ in range(2): ctypes.CDLL(None).pthread_mutex_lock(mutex)\n"
@@ -317,8 +317,8 @@ def test_a_process_stuck_outside_python_ends_on_the_second_ctrl_c() -> None:
 def test_children_started_under_the_shield_survive_what_is_sent_to_the_group() -> None:
     code = (
         "import os, signal, subprocess, sys, time\n"
-        "from titanlite.preempt import GracefulStop\n"
-        "with GracefulStop() as stop:\n"
+        "from titanlite.signals import StopSignal\n"
+        "with StopSignal() as stop:\n"
         "    with stop.shielding_children():\n"
         "        child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(2); print(7, flush=True)'])\n"
         "        time.sleep(0.5)\n"
@@ -497,13 +497,13 @@ def test_a_second_ctrl_c_ends_at_once_and_the_older_checkpoint_is_intact(tmp_pat
     slow.write_text(
         "import signal, sys, time\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "import titanlite.app as app, titanlite.trainer as trainer\n"
+        "import titanlite.main as main, titanlite.trainer as trainer\n"
         "save = trainer.Checkpointer.save\n"
         "def slowly(self, step, *rest, **more):\n"
         "    if step != 3: print('saving', flush=True); time.sleep(60)\n"
         "    return save(self, step, *rest, **more)\n"
         "trainer.Checkpointer.save = slowly\n"
-        "if __name__ == '__main__': sys.exit(app.main())\n"
+        "if __name__ == '__main__': sys.exit(main.main())\n"
     )
     flags = ["--job.config_file=debug_model.toml", *TINY, f"--job.dump_folder={tmp_path}/run", *LONG]
     with subprocess.Popen(

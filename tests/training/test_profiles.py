@@ -11,7 +11,7 @@ import torch
 
 from tests.pool import Pools
 from tests.training.test_run import TINY
-from titanlite.build import read_text
+from titanlite.build import build
 from titanlite.config.plans import ProfilePlan
 from titanlite.metrics.profiler import Profiles
 from titanlite.parallel.world import World
@@ -23,7 +23,7 @@ FLAGS = [*TINY, "--no-checkpoint.enable_checkpoint", "--no-validation.enable", "
 
 def _train(world: World, folder: str, *flags: str) -> int:
     plans = load_plans("debug_model.toml", world.size, [*FLAGS, f"--job.dump_folder={folder}", *flags])
-    trainer = Trainer(plans, world, read_text(plans))
+    trainer = Trainer(build(plans, world))
     trainer.train()
     return trainer.step
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.pool import Pools
 from tests.training.test_run import TINY
-from titanlite.build import read_text
+from titanlite.build import build
 from titanlite.parallel.world import World
 from titanlite.prepare import load_plans
 from titanlite.trainer import Trainer
@@ -104,7 +104,7 @@ def _watch(world: World, folder: str, flags: list[str]) -> dict[int, dict[str, A
 
 def _trainer(world: World, folder: str, flags: list[str]) -> Trainer:
     plans = load_plans("debug_model.toml", world.size, [*FLAGS, f"--job.dump_folder={folder}", *flags])
-    return Trainer(plans, world, read_text(plans))
+    return Trainer(build(plans, world))
 
 
 UNITS = 2 + 2  # blocks, embedding, norm with head

@@ -18,7 +18,7 @@ from tests.pool import Pools
 from tests.tiny import KEPT_TOKENS, TWO_LAYERS
 from tests.words import listening
 from titanlite import exit_codes
-from titanlite.build import read_text
+from titanlite.build import build
 from titanlite.checkpoint import CheckpointError
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.load import load_file
@@ -58,7 +58,7 @@ def _run(world: World, folder: str, *flags: str) -> dict[str, Any]:
         plans = resolve_plans(config, world.size, text.train.total_sequences)
     with listening() as said:
         try:
-            trainer = Trainer(plans, world, text)
+            trainer = Trainer(build(plans, world, text))
             trainer.train()
         except (CheckpointError, NonFiniteError) as error:
             return {"error": str(error)}
@@ -319,7 +319,7 @@ def _garbage(world: World, folder: str) -> tuple[list[int], bool, bool]:
 
     config = load_file("debug_model.toml", [*TINY, f"--job.dump_folder={folder}", "--training.gc_freq=3"])
     plans = resolve_plans(config, world.size)
-    trainer = Trainer(plans, world, read_text(plans))
+    trainer = Trainer(build(plans, world))
     trainer.steps = 8
     collected: list[int] = []
     gc.callbacks.append(lambda phase, _: collected.append(trainer.step) if phase == "start" else None)
@@ -360,11 +360,11 @@ def test_errors_reach_the_console_however_slow_the_rank_that_prints(tmp_path: Pa
     slow = tmp_path / "slow_rank_0.py"
     slow.write_text(
         "import os, sys, time\n"
-        "import titanlite.app as app\n"
+        "import titanlite.main as main\n"
         "if os.environ['RANK'] == '0':\n"
         "    load = app.read_text\n"
         "    app.read_text = lambda plans: (time.sleep(1.0), load(plans))[1]\n"
-        "os._exit(app.run(sys.argv[1:]))\n"
+        "os._exit(main.run(sys.argv[1:]))\n"
     )
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"text": 5}\n')
@@ -431,7 +431,7 @@ def _set_for_the_process(world: World, folder: str) -> tuple[set[Any], Any, Any,
     plans = resolve_plans(load_file("debug_model.toml", [*TINY, *flags]), world.size)
     plans = replace(plans, compile=replace(plans.compile, loss=True))
     text, before = read_text(plans), now()
-    trainer = Trainer(plans, world, text)
+    trainer = Trainer(build(plans, world, text))
     trainer.parts.loss = cross_entropy_sum  # not to wait for the compiler
     trainer.steps = 1
     seen: set[Any] = set()

@@ -97,13 +97,13 @@ def test_a_signal_when_the_run_is_done_does_not_change_its_code(tmp_path: Path) 
     script.write_text(
         "import os, signal, time\n"
         "from titanlite import app\n"
-        "leave = app.leave\n"
+        "leave = main.exit_now\n"
         "def late(*rest):\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    time.sleep(0.5)\n"
         "    leave(*rest)\n"
-        "app.leave = late\n"
-        "app.main()\n"
+        "main.exit_now = late\n"
+        "main.main()\n"
     )
     flags = [*TINY, "--training.steps=1", "--no-validation.enable", f"--job.dump_folder={tmp_path}/run"]
     done = _process(str(script), "--job.config_file=debug_model.toml", *flags)
