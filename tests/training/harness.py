@@ -231,23 +231,3 @@ def batches(
     lengths[:, 0] = 1
     labels[torch.arange(seq_len) >= lengths[..., None]] = -100
     return tokens, labels
-
-
-class LateGuard(FiniteGuard):
-    """Tells of a step when the next is under way, as it does on a GPU."""
-
-    behind: torch.Tensor | None = None
-
-    def watch(self) -> bool:
-        record, self.behind = self.behind, self._record.clone() if self._unread else None
-        self._unread = False
-        if record is not None:
-            self._read(record)
-        wish, self._wish = self._wish, False
-        return wish
-
-    def check(self) -> None:
-        record, self.behind = self.behind, None
-        if record is not None:
-            self._read(record)
-        super().check()
