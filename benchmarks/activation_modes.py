@@ -85,9 +85,9 @@ def serve(shape: Shape, plan: dict[str, Any], compiled: bool) -> None:
     sys.path.insert(0, str(ROOT))
     import torch
 
-    from titanlite.build import build_model, to_device
+    from titanlite.build import build_model
     from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, MeshPlan, OptimizerPlan, ShardPlan
-    from titanlite.data.loader import Batch
+    from titanlite.data.loader import Batch, to_device
     from titanlite.guard import FiniteGuard
     from titanlite.metrics.throughput import reset_peak
     from titanlite.models import LlamaArgs, get_spec
@@ -95,7 +95,7 @@ def serve(shape: Shape, plan: dict[str, Any], compiled: bool) -> None:
     from titanlite.parallel.activation_checkpoint import trace_block
     from titanlite.parallel.fsdp import DTYPES
     from titanlite.parallel.world import World
-    from titanlite.step import train_step
+    from titanlite.step import PlainRunner, TrainStep
 
     args = LlamaArgs(
         dim=shape.dim,
@@ -122,15 +122,14 @@ def serve(shape: Shape, plan: dict[str, Any], compiled: bool) -> None:
             activations=activations,
         )
         optimizer = build_optimizer(model.parameters(), OptimizerPlan(), device)
-        guard = FiniteGuard(device)
+        train_step = TrainStep(model, optimizer, PlainRunner(model), FiniteGuard(device), max_norm=1.0)
         window = torch.randint(0, shape.vocab, (shape.batch, shape.seq + 1), generator=torch.Generator().manual_seed(0))
         batches = to_device([Batch(window[:, :-1].contiguous(), window[:, 1:].contiguous())], device)
         at_rest = 0
         print(json.dumps({"device": _name(device), "kept": kept.total_bytes}), flush=True)
 
         def take(step: int) -> float:
-            result = train_step(model, optimizer, batches, step=step, lr=1e-4, max_norm=1.0, guard=guard)
-            return result.loss.item()  # waits for a GPU
+            return train_step(batches, step, lr=1e-4).loss.item()  # waits for a GPU
 
         for turn, _ in enumerate(sys.stdin, start=1):
             if device.type == "cuda":

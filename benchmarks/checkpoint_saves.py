@@ -91,15 +91,15 @@ def cell(folder: Path, repeats: int, dim: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from titanlite.build import build_model, to_device
+    from titanlite.build import build_model
     from titanlite.checkpoint import Checkpointer
     from titanlite.config.plans import CheckpointPlan, MeshPlan, OptimizerPlan, ShardPlan
-    from titanlite.data.loader import Batch
+    from titanlite.data.loader import Batch, to_device
     from titanlite.guard import FiniteGuard
     from titanlite.models import LlamaArgs, get_spec
     from titanlite.optim.optimizer import build_optimizer
     from titanlite.parallel.world import World
-    from titanlite.step import train_step
+    from titanlite.step import PlainRunner, TrainStep, do_nothing
 
     with World.open() as world:
         mesh = world.build_mesh(MeshPlan(dp_shard=world.size, world_size=world.size))
@@ -107,7 +107,7 @@ def cell(folder: Path, repeats: int, dim: int) -> None:
         shard = ShardPlan(param_dtype="float32")
         model = build_model(get_spec("llama3"), args, mesh, shard, world.device, seed=0)
         optimizer = build_optimizer(model.parameters(), OptimizerPlan(), world.device)
-        guard = FiniteGuard(world.device)
+        train_step = TrainStep(model, optimizer, PlainRunner(model), FiniteGuard(world.device), max_norm=1.0)
         window = torch.randint(0, args.n_vocab, (TOKENS[0], TOKENS[1] + 1), generator=torch.Generator().manual_seed(0))
         data = to_device([Batch(window[:, :-1].contiguous(), window[:, 1:].contiguous())], world.device)
         step = 0
@@ -116,8 +116,8 @@ def cell(folder: Path, repeats: int, dim: int) -> None:
             nonlocal step
             step += 1
             began = time.perf_counter()
-            more = {"step": step, "lr": 1e-5, "max_norm": 1.0, "guard": guard, "before_update": before_update}
-            train_step(model, optimizer, data, **more).loss.item()
+            train_step.before_update = before_update or do_nothing
+            train_step(data, step, lr=1e-5).loss.item()
             dist.barrier()
             return time.perf_counter() - began
 

@@ -140,7 +140,7 @@ def train_titanlite(world: World, folder: Path, *flags: str) -> list[dict[str, f
 
     folder: an empty one, the same on all ranks or not. flags: as on the command line, after `CONFIG`.
     """
-    from titanlite.build import read_text
+    from titanlite.build import build, read_datasets
     from titanlite.metrics.jsonl import FILE, read_metrics
     from titanlite.models.llama.hf import from_meta
     from titanlite.prepare import load_plans
@@ -152,9 +152,9 @@ def train_titanlite(world: World, folder: Path, *flags: str) -> list[dict[str, f
     run = folder / "run"
     mine = [f"--job.dump_folder={run}", f"--training.dataset_path={text}", *flags]
     plans = load_plans(str(config), world.size, mine)
-    read = read_text(plans)
+    read = read_datasets(plans)
     read.train.sequence = sequence  # type: ignore[method-assign]
-    trainer = Trainer(plans, world, read)
+    trainer = Trainer(build(plans, world, read))
     parameters = dict(trainer.parts.model.named_parameters())
     drawn = {name: _tensor(weight(name, tuple(p.shape))) for name, p in parameters.items()}
     for name, value in from_meta(drawn, trainer.parts.args).items():

@@ -24,15 +24,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from titanlite.build import build_model, to_device
+from titanlite.build import build_model
 from titanlite.config.plans import LossPlan, MeshPlan, OptimizerPlan, ShardPlan
-from titanlite.data.loader import Batch
+from titanlite.data.loader import Batch, to_device
 from titanlite.guard import FiniteGuard
 from titanlite.metrics.throughput import device_name
 from titanlite.models import LlamaArgs, get_spec
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.world import World
-from titanlite.step import train_step
+from titanlite.step import PlainRunner, TrainStep
 
 MIB = 2**20
 
@@ -49,9 +49,9 @@ class Cell:
     def __init__(self, world: World, args: LlamaArgs, chunks: int, dtype: Any) -> None:
         self.chunks, self.device = chunks, world.device
         mesh, plan = world.build_mesh(MeshPlan()), ShardPlan(param_dtype=dtype)
-        self.model = build_model(get_spec("llama3"), args, mesh, plan, self.device, 0, loss=LossPlan(chunks))
-        self.optimizer = build_optimizer(self.model.parameters(), OptimizerPlan(), self.device)
-        self.guard = FiniteGuard(self.device)
+        model = build_model(get_spec("llama3"), args, mesh, plan, self.device, 0, loss=LossPlan(chunks))
+        optimizer = build_optimizer(model.parameters(), OptimizerPlan(), self.device)
+        self.train_step = TrainStep(model, optimizer, PlainRunner(model), FiniteGuard(self.device), max_norm=1.0)
         self.seconds: list[float] = []
         self.peaks: list[int] = []
         self.loss = 0.0
@@ -69,8 +69,7 @@ class Cell:
             Path("/proc/self/clear_refs").write_text("5")
             rest = resident("VmRSS:")
         began = time.perf_counter() if cuda else time.process_time()
-        result = train_step(self.model, self.optimizer, batches, step=step, lr=1e-4, max_norm=1.0, guard=self.guard)
-        self.loss = result.loss.item()  # waits for a GPU
+        self.loss = self.train_step(batches, step, lr=1e-4).loss.item()  # waits for a GPU
         self.seconds.append((time.perf_counter() if cuda else time.process_time()) - began)
         self.peaks.append((torch.cuda.max_memory_allocated() if cuda else resident("VmHWM:")) - rest)
 

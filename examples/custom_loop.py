@@ -4,7 +4,7 @@ import sys
 
 import torch
 
-from titanlite.build import build, read_text, to_device
+from titanlite.build import build
 from titanlite.loss import count_valid
 from titanlite.optim.schedule import learning_rate
 from titanlite.parallel.world import World

@@ -124,7 +124,7 @@ _install() {
             "Is there a network, and space on the disk? pip's settings hold (pip config list). The same command starts over."
     fi
     # Writes the byte code of what is imported, which else each process of the first run makes for itself.
-    env -u PYTHONDONTWRITEBYTECODE "$python" -c 'import torch, titanlite.app' || _die "titanlite cannot be imported."
+    env -u PYTHONDONTWRITEBYTECODE "$python" -c 'import torch, titanlite.trainer' || _die "titanlite cannot be imported."
     _stamp_text "$extras" >"$_STAMP.new" && mv "$_STAMP.new" "$_STAMP" || _die "cannot write $_STAMP."
     _say "ready after $((SECONDS - began)) s"
 }

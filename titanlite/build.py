@@ -1,4 +1,4 @@
-"""Plans and World → Parts: the one place that knows all rooms.
+"""Config and ranks → components of a training loop: the one place that knows all rooms.
 
 Order: tokenizer → text → model on the meta device → pipeline stages → float8 → tensor and context parallelism →
 activation checkpointing → `torch.compile` → `fully_shard` → memory → initial weights → optimizer.
@@ -6,15 +6,27 @@ activation checkpointing → `torch.compile` → `fully_shard` → memory → in
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import platform
+import sys
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from titanlite._version import __version__
+from titanlite.anomalies import AnomalyLog
+from titanlite.callbacks import Callback, load_callbacks
+from titanlite.checkpoint import Checkpointer, ResumeGuard
+from titanlite.checkpoint.resume_guard import FILE as RESUME_FILE
+from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.plans import (
     ActivationCheckpointPlan,
@@ -29,29 +41,56 @@ from titanlite.config.plans import (
 )
 from titanlite.data.background import PassLoader, Prefetcher, StepLoader, ValidationPrefetcher
 from titanlite.data.left_out import of_steps
-from titanlite.data.loader import Batch, TrainLoader, ValidationLoader
+from titanlite.data.loader import TrainLoader, ValidationLoader
 from titanlite.data.packing import PackedDataset, build_dataset, build_validation_dataset
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
+from titanlite.guard import FiniteGuard
 from titanlite.loss import chunk_head, cross_entropy_sum
+from titanlite.metrics import startup_report as rep
+from titanlite.metrics.float8_error import Float8ErrorCheck
+from titanlite.metrics.garbage import GarbageCollection
+from titanlite.metrics.jsonl import FILE as METRICS
+from titanlite.metrics.observer import MetricsLogger
+from titanlite.metrics.profiler import Profiler
+from titanlite.metrics.throughput import device_name, peak_flops, total_memory_bytes
+from titanlite.metrics.watchdog import HangWatchdog
 from titanlite.models import LlamaArgs, ModelSpec, get_spec
+from titanlite.models.shapes import as_record, flops_per_token
+from titanlite.optim.learning_rate import LearningRate
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.activation_checkpoint import Kept, checkpoint_activations, trace_block
 from titanlite.parallel.compile import CompileWatch, LossFunction, compile_loss, compile_units, prepare_compile
 from titanlite.parallel.context import PartLoader, PartPasses, Share, apply_context_parallel
 from titanlite.parallel.float8 import ScalePrecompute, convert
 from titanlite.parallel.float8_choice import Choice, choose, converted_names
+from titanlite.parallel.float8_choice import tokens as micro_batch_tokens
 from titanlite.parallel.fsdp import DTYPES, offloads, shard
-from titanlite.parallel.init import init_weights, materialize
+from titanlite.parallel.init import init_weights, materialize, seed_generators
 from titanlite.parallel.pipeline import Piece, Pipeline, PipelineModel, cut, keep_gathered
 from titanlite.parallel.pipeline_split import divide
 from titanlite.parallel.tensor import ASYNC_OPTIONS, check_async, enable_async, split, tensor_loss
 from titanlite.parallel.units import Unit, UnitError, choose_units
 from titanlite.parallel.world import World, this_rank
 from titanlite.prepare import model_args, undivided
+from titanlite.run_callbacks import (
+    AttemptRecord,
+    CompileReport,
+    ProcessSettings,
+    ResumeCheck,
+    SaveWarnings,
+    Timeouts,
+    Watchdog,
+)
+from titanlite.runs.provenance import config_text
+from titanlite.start_report import StartReport
+from titanlite.step import PlainRunner, ReplicationFactors, Runner, TrainStep
+
+if TYPE_CHECKING:
+    from titanlite.trainer import Trainer
 
 
 @dataclass(frozen=True)
-class Text:
+class Datasets:
     """What is read before anything is built."""
 
     tokenizer: Tokenizer
@@ -60,27 +99,46 @@ class Text:
 
 
 @dataclass
-class Parts:
-    """What a training loop is made of."""
+class TrainingComponents:
+    """What a training loop is made of, on this rank."""
 
+    world: World
+    mesh: DeviceMesh
     spec: ModelSpec
     args: LlamaArgs
-    mesh: DeviceMesh
     model: nn.Module
-    loss: LossFunction
-    #: None where nothing is compiled.
-    compile_watch: CompileWatch | None
-    #: What the blocks keep for their backward.
-    kept: Kept
     optimizer: torch.optim.Optimizer
+    learning_rate: LearningRate
+    train_step: TrainStep
     loader: Prefetcher
     validation: ValidationPrefetcher | None
-    #: Runs the stages of `model` where ranks share the layers.
-    pipeline: Pipeline | None = None
-    #: What float8 makes of each kind of linear; empty where it is off.
-    float8: Sequence[Choice] = ()
-    #: For `train_step`.
-    after_update: Callable[[], None] | None = None
+    datasets: Datasets
+    #: None where checkpoints are off.
+    checkpointer: Checkpointer | None
+    save_schedule: SaveSchedule | None
+    anomalies: AnomalyLog
+    callbacks: list[Callback]
+    #: Service → id of the run there, for checkpoints.
+    trackers: Callable[[], dict[str, str]]
+    #: Of the whole run.
+    steps: int
+    #: Sequences and tokens per step, over all ranks.
+    global_batch_size: int
+    tokens_per_step: int
+    #: Steps between validations.
+    validation_freq: int
+    #: Type of the weights in the last save, which holds nothing else; None: it is as all others.
+    last_save_dtype: str | None = None
+    exclude_from_loading: Sequence[str] = ()
+
+    def close(self) -> None:
+        """End the threads; what cannot be closed does not keep the rest open."""
+        with contextlib.ExitStack() as stack:
+            if self.checkpointer is not None:
+                stack.callback(self.checkpointer.close)
+            if self.validation is not None:
+                stack.callback(self.validation.close)
+            stack.callback(self.loader.close)
 
 
 def build_model(
@@ -220,7 +278,7 @@ def compiled_names(spec: ModelSpec, args: LlamaArgs, tensor: int) -> list[str]:
     return spec.sublayer_names(args) if tensor > 1 else spec.block_names(args)
 
 
-def check_tensor_parallel(plans: Plans, text: Text) -> None:
+def check_tensor_parallel(plans: Plans, text: Datasets) -> None:
     """Whether ranks can share the products of this model and vocabulary; no process group is needed.
 
     Raises ConfigError.
@@ -234,7 +292,7 @@ def check_tensor_parallel(plans: Plans, text: Text) -> None:
         check_async(plans.mesh.tensor, device_type, this_rank().local_size)
 
 
-def check_units(plans: Plans, text: Text) -> None:
+def check_units(plans: Plans, text: Datasets) -> None:
     """Whether the model has the FSDP units that the plan asks for; no process group is needed. Raises ConfigError."""
     if plans.shard.units in ("block", "root"):
         return
@@ -293,8 +351,8 @@ def data_parallel_rank(mesh: DeviceMesh) -> int:
     return replicate * mesh["dp_shard"].size() + shard_rank
 
 
-def read_text(plans: Plans) -> Text:
-    """Tokenizer and texts. Read before any process group or model exists, so that bad ones end a run early.
+def read_datasets(plans: Plans) -> Datasets:
+    """Read tokenizer and texts. Before any process group or model exists, so that bad ones end a run early.
 
     Raises DataError naming file and record, ShapeError when the tokenizer has more entries than the model.
     """
@@ -303,14 +361,33 @@ def read_text(plans: Plans) -> Text:
     train = build_dataset(plans.data, tokenizer, vocabulary)
     enabled = plans.validation.enable
     validation = build_validation_dataset(plans.validation, tokenizer, vocabulary, plans.data) if enabled else None
-    return Text(tokenizer, train, validation)
+    return Datasets(tokenizer, train, validation)
 
 
-def build(plans: Plans, world: World, text: Text) -> Parts:
-    """Everything a loop needs, on this rank's device."""
+def build(
+    plans: Plans,
+    world: World,
+    datasets: Datasets | None = None,
+    watchdog: HangWatchdog | None = None,
+    callbacks: Sequence[Callback] | None = None,
+) -> TrainingComponents:
+    """Build everything that a loop needs, on this rank's device. All ranks call it together.
+
+    datasets: of `read_datasets`; None: read here. watchdog: entered by the caller; None: one that only logs.
+    callbacks: run after titanlite's own; None: those of `job.callbacks`, files relative to the working directory.
+    """
+    config, device = plans.config, world.device
+    if callbacks is None:
+        callbacks = load_callbacks(config.job.callbacks)
+    settings = ProcessSettings(plans.train.deterministic, plans.train.deterministic_warn_only)
+    datasets = datasets or read_datasets(plans)
+    if plans.train.steps is None:
+        raise ValueError("the run's length is not known yet: resolve the plans with the length of the text")
+
+    # Model
     spec = get_spec(plans.model.name)
-    args = model_args(plans.model, text.tokenizer.vocab_size)
-    prepare_compile(plans.compile, world.device.type)
+    args = model_args(plans.model, datasets.tokenizer.vocab_size)
+    prepare_compile(plans.compile, device.type)
     mesh = world.build_mesh(plans.mesh)
     loss = compile_loss(cross_entropy_sum, plans.compile.backend) if plans.compile.loss else cross_entropy_sum
     if plans.mesh.tensor > 1:
@@ -322,7 +399,7 @@ def build(plans: Plans, world: World, text: Text) -> Parts:
         args,
         mesh,
         plans.shard,
-        world.device,
+        device,
         plans.train.seed or 0,
         plans.compile,
         plans.activations,
@@ -332,62 +409,248 @@ def build(plans: Plans, world: World, text: Text) -> Parts:
         plans.loss,
     )
     world.cover_groups()
-    pipeline = None
+    dtype = DTYPES[plans.shard.param_dtype]
+    runner: Runner = PlainRunner(model, loss, plans.shard.gradient_sync == "every")
     if isinstance(model, PipelineModel):
-        dtype = DTYPES[plans.shard.param_dtype]
-        pipeline = build_pipeline(model, args, plans.pipeline, plans.batch, dtype, world.device, loss)
-    rank = data_parallel_rank(mesh)
-    data = plans.data
-    pin = data.pin_memory and world.device.type == "cuda"
-    shared = plans.mesh.context > 1
-    left_out = of_steps(data.skip_steps, plans.batch.global_batch_size)
-    loader: StepLoader = TrainLoader(text.train, plans.batch, rank, plans.mesh.dp_degree, left_out)
-    if shared:
-        loader = PartLoader(loader, mesh)
+        runner = build_pipeline(model, args, plans.pipeline, plans.batch, dtype, device, loss)
+    if plans.train.seed is not None:  # of torch's own generators; the weights and the data order have their own
+        seed_generators(plans.train.seed, mesh)
+
+    # Data
+    rank, ranks = data_parallel_rank(mesh), plans.mesh.dp_degree
+    pin = plans.data.pin_memory and device.type == "cuda"
+    skip = of_steps(plans.data.skip_steps, plans.batch.global_batch_size)
+    steps: StepLoader = TrainLoader(datasets.train, plans.batch, rank, ranks, skip)
+    if plans.mesh.context > 1:
+        steps = PartLoader(steps, mesh)
     validation = None
-    if text.validation is not None:
-        held_out: PassLoader = ValidationLoader(
-            text.validation, plans.validation.batch_size, plans.validation.steps, rank, plans.mesh.dp_degree
+    if datasets.validation is not None:
+        section = plans.validation
+        passes: PassLoader = ValidationLoader(datasets.validation, section.batch_size, section.steps, rank, ranks)
+        if plans.mesh.context > 1:
+            passes = PartPasses(passes, mesh)
+        validation = ValidationPrefetcher(passes, plans.data.prefetch, pin, plans.data.persistent_workers)
+
+    # Step
+    optimizer = build_optimizer(model.parameters(), plans.optimizer, device)
+    policy = config.guard
+    train_step = TrainStep(
+        model,
+        optimizer,
+        runner,
+        FiniteGuard(device, policy.policy, policy.max_skips, policy.spike_sigmas, policy.window),
+        plans.optimizer.max_norm,
+        ReplicationFactors(plans.mesh.tensor * plans.mesh.pipeline, plans.mesh.tensor),
+    )
+    if plans.float8.precompute:
+        train_step.after_update = ScalePrecompute(model, mesh)
+
+    # Checkpoints
+    checkpointer = save_schedule = None
+    if plans.checkpoint.enable:
+        prints = fingerprints(args, datasets)
+        about = {"toml": config_text(plans.config_toml), "model": as_record(plans.model.name, args)}
+        checkpointer = Checkpointer(plans.checkpoint, world, prints, about)
+        save_schedule = SaveSchedule(plans.checkpoint, world, prints)
+        train_step.before_update = checkpointer.await_copy
+
+    # Callbacks
+    folder, batch = Path(config.job.dump_folder), plans.batch
+    name, flops = device_name(device), flops_per_token(args, batch.seq_len)
+    peak = plans.observe.peak_flops or (peak_flops(name) if device.type == "cuda" else None)
+    kept = trace_activations(spec, args, plans, device, mesh)
+    compiled = watch_compilation(spec, args, model, plans.compile, plans.mesh.tensor)
+    resume_guard = ResumeGuard(
+        folder / RESUME_FILE,
+        world.rank,
+        rounding_setting(plans, device),
+        # Rounding is told from a difference by this share of a number; lower precisions round more.
+        tolerance=2e-2 if plans.shard.param_dtype != "float32" or plans.float8.enable else 1e-4,
+        exact=device.type == "cpu" or plans.train.deterministic,
+    )
+    attempts = AttemptRecord(
+        folder, plans.config_toml, config.job.description, world, name, batch.tokens_per_step, watchdog
+    )
+    saves = SaveWarnings(checkpointer.root, world) if checkpointer else None
+    gc = GarbageCollection(plans.train.gc_freq)
+    metrics = MetricsLogger(
+        config.metrics,
+        config.job,
+        world,
+        plans.config_toml,
+        tokens_per_step=batch.tokens_per_step,
+        sequences_per_step=batch.global_batch_size,
+        flops_per_token=flops,
+        peak_flops=peak,
+        gc_seconds=gc.read,
+    )
+
+    float8 = float8_choices(spec, args, plans.float8, plans.mesh.tensor)
+
+    def report(trainer: Trainer) -> list[str]:
+        now = replace(plans, schedule=trainer.parts.learning_rate.schedule)
+        now = replace(now, train=replace(plans.train, steps=trainer.steps))
+        return startup_lines(
+            now, datasets, parameter_counts(spec.build_on_meta(args)), flops, peak, device, kept, float8, model
         )
-        if shared:
-            held_out = PartPasses(held_out, mesh)
-        validation = ValidationPrefetcher(held_out, data.prefetch, pin, data.persistent_workers)
-    return Parts(
+
+    in_epochs = plans.data.epochs is not None
+    drift = plans.float8.drift_check if plans.float8.enable else 0
+    profiles = config.profiling.enable_profiling or config.profiling.enable_memory_snapshot
+    # Every callback of a run, in the order in which it is called. The watchdog is first: other ranks wait for it.
+    every: list[Callback | None] = [
+        Watchdog(watchdog or HangWatchdog(config.stall, config.comm, end=None), entered=watchdog is not None),
+        settings,
+        Timeouts(config.comm.init_timeout_seconds, config.comm.train_timeout_seconds) if world.timeout else None,
+        gc,
+        attempts,
+        StartReport(report, config.checkpoint, plans.config_toml, skip, attempts, saves, in_epochs),
+        metrics,
+        CompileReport(compiled) if compiled else None,
+        Float8ErrorCheck(drift, dtype, metrics.write) if drift else None,
+        Profiler(config.profiling, world.rank, device) if profiles else None,
+        ResumeCheck(resume_guard, datasets.train, batch.global_batch_size, skip, world),
+        saves,
+        *callbacks,
+    ]
+    return TrainingComponents(
+        world=world,
+        mesh=mesh,
         spec=spec,
         args=args,
-        mesh=mesh,
         model=model,
-        loss=loss,
-        compile_watch=watch_compilation(spec, args, model, plans.compile, plans.mesh.tensor),
-        kept=trace_activations(spec, args, plans, world.device, mesh),
-        optimizer=build_optimizer(model.parameters(), plans.optimizer, world.device),
-        loader=Prefetcher(loader, data.prefetch, pin),
+        optimizer=optimizer,
+        learning_rate=LearningRate(plans.schedule, plans.optimizer.lr),
+        train_step=train_step,
+        loader=Prefetcher(steps, plans.data.prefetch, pin),
         validation=validation,
-        pipeline=pipeline,
-        float8=float8_choices(spec, args, plans.float8, plans.mesh.tensor),
-        after_update=ScalePrecompute(model, mesh) if plans.float8.precompute else None,
+        datasets=datasets,
+        checkpointer=checkpointer,
+        save_schedule=save_schedule,
+        anomalies=AnomalyLog(folder if world.rank == 0 else None, datasets.train, batch.global_batch_size),
+        callbacks=[callback for callback in every if callback is not None],
+        trackers=metrics.run_ids,
+        steps=plans.train.steps,
+        global_batch_size=batch.global_batch_size,
+        tokens_per_step=batch.tokens_per_step,
+        validation_freq=plans.validation.freq,
+        last_save_dtype=plans.checkpoint.weights_only,
+        exclude_from_loading=plans.checkpoint.exclude_from_loading,
     )
 
 
-def fingerprints(args: LlamaArgs, text: Text) -> dict[str, str]:
-    """What two runs must share for one to resume the other's checkpoints."""
+def startup_lines(
+    plans: Plans,
+    datasets: Datasets,
+    parameters: dict[str, int],
+    flops: int,
+    peak: float | None,
+    device: torch.device,
+    kept: Kept,
+    float8: Sequence[Choice],
+    model: nn.Module,
+) -> list[str]:
+    """Return the lines of the startup report: what is about to run."""
+    c, batch, mesh, schedule = plans.config, plans.batch, plans.mesh, plans.schedule
+    name, world_size = device_name(device), mesh.world_size
+    peak_is_given, in_float8 = c.metrics.peak_tflops is not None, c.float8.enable_float8_linear
+    degrees = {"pp": mesh.pipeline, "dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard}
+    degrees |= {"cp": mesh.context, "tp": mesh.tensor}
+    tokens = micro_batch_tokens(batch, mesh, plans.pipeline)
+    rows = [("run", c.job.description)] if c.job.description else []
+    versions = {"titanlite": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    rows.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
+    rows += rep.model_rows(f"{c.model.name} {c.model.flavor}", parameters)
+    rows += rep.compute_rows(
+        flops,
+        name,
+        world_size,
+        total_memory_bytes(device),
+        peak,
+        peak_is_given,
+        in_float8,
+    )
+    asynchronous = c.experimental.enable_async_tensor_parallel
+    rows.append(rep.mesh_row(degrees, world_size, c.training.enable_loss_parallel, asynchronous))
+    if isinstance(model, PipelineModel):
+        rows.append(rep.pipeline_row(plans.pipeline.schedule, model.layout))
+    rows.append(rep.precision_row(c.training))
+    if in_float8:
+        rows += rep.float8_rows(c.float8, float8, tokens, plans.compile.model, name)
+    rows += [
+        rep.sharding_row(
+            c.training,
+            plans.shard.reshard_after_forward,
+            mesh.weight_shards,
+            batch.accumulation,
+            sum(parameters.values()),
+            name,
+        ),
+        rep.compile_row(c.training.compile, c.compile, mesh.tensor),
+    ]
+    if kept:
+        rows.append(rep.activations_row(c.activation_checkpoint, kept, mesh.tensor, name))
+    if c.training.loss_chunks > 1:
+        rows.append(rep.loss_row(c.training.loss_chunks, tokens))
+    rows += [
+        ("tokenizer", plans.tokenizer.path or "bundled"),
+        rep.data_row(c.training, c.data, datasets.train.documents, datasets.train.tokens_per_epoch),
+        *rep.batch_rows(batch.micro_batch_size, batch.accumulation, mesh.dp_degree, batch.seq_len),
+        rep.length_row(plans.train.steps, c.training.epochs, batch.tokens_per_step, datasets.train.tokens_per_epoch),
+        rep.optimizer_row(c.optimizer, c.training.max_norm),
+        rep.schedule_row(
+            warmup_steps=schedule.warmup_steps,
+            plateau_steps=schedule.plateau_steps,
+            decay_type=schedule.decay_type,
+            decay_steps=schedule.decay_steps,
+            floor=max(schedule.min_lr_factor * c.optimizer.lr, schedule.min_lr or 0.0),
+            total_steps=schedule.total_steps,
+        ),
+        *rep.guard_rows(c.guard),
+        rep.validation_row(c.validation),
+        rep.checkpoints_row(c.checkpoint),
+        ("metrics to", str(Path(c.job.dump_folder) / METRICS)),
+    ]
+    if c.metrics.enable_tensorboard:
+        rows.append(("TensorBoard to", c.metrics.save_tb_folder))
+    if c.checkpoint.enable_checkpoint:
+        rows.append(("checkpoints to", c.checkpoint.folder))
+    rows += [("note", note) for note in plans.notes] + [("warning", warning) for warning in plans.warnings]
+    return rep.startup_report(rows)
+
+
+def rounding_setting(plans: Plans, device: torch.device) -> dict[str, str]:
+    """Return by name what the rounding of a step's loss and norm depends on."""
+    found = {
+        "device": device_name(device),
+        "torch": torch.__version__,
+        "threads": str(torch.get_num_threads()),
+        "batch.micro_batch_size": str(plans.batch.micro_batch_size),
+        "batch.accumulation": str(plans.batch.accumulation),
+        "deterministic": str(plans.train.deterministic),
+    }
+    for room in ("mesh", "tensor_parallel", "pipeline", "shard", "float8", "activations", "compile"):
+        found.update((f"{room}.{name}", str(value)) for name, value in asdict(getattr(plans, room)).items())
+    found.pop("compile.cache_dir")
+    return found
+
+
+def fingerprints(args: LlamaArgs, datasets: Datasets) -> dict[str, str]:
+    """Return what two runs must share for one to resume the other's checkpoints."""
     shape = asdict(args)
     shape.pop("max_seq_len")  # the length of the RoPE tables changes no weight
-    order = {name: value for name, value in text.train.settings.items() if name != "epochs"}
+    order = {name: value for name, value in datasets.train.settings.items() if name != "epochs"}
+    digest = hashlib.sha256(json.dumps(shape, sort_keys=True, default=str).encode()).hexdigest()
     return {
-        "model": _digest(shape),
-        "tokenizer": text.tokenizer.fingerprint[:16],
-        "data": text.train.fingerprint[:16],
+        "model": digest[:16],
+        "tokenizer": datasets.tokenizer.fingerprint[:16],
+        "data": datasets.train.fingerprint[:16],
         "data order": ", ".join(f"{name} {value}" for name, value in order.items()),
     }
 
 
-def _digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
 def parameter_counts(model: nn.Module) -> dict[str, int]:
-    """Parameters by top-level module, in order; a tied weight counts once."""
+    """Return parameters by top-level module, in order; a tied weight counts once."""
     counts: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         top = name.split(".")[0]
@@ -395,8 +658,11 @@ def parameter_counts(model: nn.Module) -> dict[str, int]:
     return counts
 
 
-def to_device(micro_batches: Sequence[Batch], device: torch.device) -> list[Batch]:
-    """The micro-batches on `device`; without waiting for it if they are in page-locked memory (see `Prefetcher`)."""
-    return [
-        Batch(b.tokens.to(device, non_blocking=True), b.labels.to(device, non_blocking=True)) for b in micro_batches
-    ]
+class _CallableModule(types.ModuleType):
+    """Lets `from titanlite import build` give something to call: the import of this file puts the module there."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> TrainingComponents:
+        return build(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallableModule

@@ -11,7 +11,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from titanlite import __version__, entry, exit_codes
+from titanlite import __version__, exit_codes
+from titanlite import main as process
 from titanlite.checkpoint import command as checkpoint_command
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.place import StoreError
@@ -129,7 +130,7 @@ def _train(arguments: argparse.Namespace, flags: list[str], _: Style) -> NoRetur
     argv = _with_file(arguments.file, flags)
     ranks = arguments.nproc_per_node
     if ranks is None:
-        entry.main(argv)
+        process.main(argv)
     if ranks < 1 or "TORCHELASTIC_RUN_ID" in os.environ:
         why = f"expected an integer >= 1, got {ranks}" if ranks < 1 else "torchrun has started this process already"
         raise ConfigError([Problem("command line", "--nproc-per-node", why)])

@@ -1,6 +1,6 @@
 """torchrun that ends with its workers' exit code: python -m titanlite.torchrun [torchrun's arguments]
 
-torchrun itself ends with 1 whatever the workers returned. They leave their codes in a file (`titanlite.entry`).
+torchrun itself ends with 1 whatever the workers returned. They write their codes to a file (`exit_codes.report_code`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from titanlite import exit_codes
-from titanlite.entry import EXIT_CODES_VARIABLE, leave_on_signals
+from titanlite.signals import exit_on_signals
 from titanlite.utils import escape
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -43,7 +43,7 @@ def worst(text: str, failed: Iterable[int] = ()) -> int | None:
     return min(reasons or codes, default=None)
 
 
-def last_words(text: str) -> str:
+def last_error(text: str) -> str:
     """What was told of an error that nobody foresaw."""
     return next((words for code, words in _last_restart(text) if code == exit_codes.ERROR and words), "")
 
@@ -58,14 +58,14 @@ def main() -> NoReturn:
     """Run torchrun in this process. Never returns."""
     # How long workers have for their last checkpoint after SIGTERM; torchrun's own 30 seconds are short for that.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
-    leave_on_signals(*_SIGNALS)  # until torchrun listens; SIGUSR1 it must go on to ignore where it does
+    exit_on_signals(*_SIGNALS)  # until torchrun listens; SIGUSR1 it must go on to ignore where it does
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
     with tempfile.TemporaryDirectory(prefix="titanlite-codes-") as folder:
         told = Path(folder) / "codes"
-        os.environ[EXIT_CODES_VARIABLE] = str(told)
+        os.environ[exit_codes.VARIABLE] = str(told)
         failure: str | None = None
         code = exit_codes.DONE
         stopped = False
@@ -88,7 +88,7 @@ def main() -> NoReturn:
         elif code and text is not None:
             code = worst(text, failed) or code
         if code:
-            words = last_words(text or "")
+            words = last_error(text or "")
     # What the workers have explained needs no summary of the launcher's; a killed one explains nothing.
     if failure is not None and code in (exit_codes.ERROR, exit_codes.LOST_PEER):
         print(failure, file=sys.stderr, end="")

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
+from tests.steps import train_step
 from tests.training.harness import Run, batches, build_tiny, full, micro_batches
-from titanlite.build import to_device
 from titanlite.checkpoint import Checkpointer, CheckpointError
 from titanlite.config.plans import CheckpointPlan
+from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.parallel.float8 import ScalePrecompute
 from titanlite.parallel.world import World
-from titanlite.step import train_step
 
 STEPS = 20
 TOKENS, LABELS = batches(STEPS, 8, 16, 192)

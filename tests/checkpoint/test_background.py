@@ -17,15 +17,15 @@ import torch.distributed as dist
 
 from tests.checkpoint.runs import PRINTS, RUN, train
 from tests.pool import Pools
+from tests.steps import train_step
 from tests.training.harness import build_tiny, full, micro_batches
-from titanlite.build import to_device
 from titanlite.checkpoint import Checkpointer, CheckpointError, checkpointer
 from titanlite.checkpoint.contents import Contents, compare
 from titanlite.checkpoint.manifest import find, steps_in
 from titanlite.config.plans import CheckpointPlan
+from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.parallel.world import World, set_timeouts
-from titanlite.step import train_step
 
 ASYNC = CheckpointPlan(async_mode="async")
 ROOT = Path(__file__).resolve().parents[2]
@@ -306,8 +306,8 @@ def stuck(self, metadata, results):
     print("all is written", flush=True)
     time.sleep(60)
 HashingWriter.finish = stuck
-import titanlite.app
-sys.exit(titanlite.app.run(sys.argv[1:]))
+import titanlite.main
+sys.exit(titanlite.main.run(sys.argv[1:]))
 """
 
 

@@ -13,7 +13,7 @@ import torch
 
 from tests.pool import Pools
 from tests.training.test_run import TINY, _losses, _run
-from titanlite.build import read_text
+from titanlite.build import build
 from titanlite.checkpoint.contents import Contents, compare
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest, steps_in
 from titanlite.checkpoint.schedule import SaveSchedule
@@ -124,7 +124,7 @@ def _seed(world: World, folder: str, *flags: str) -> str:
     config = load_file("debug_model.toml", [*TINY, f"--job.dump_folder={folder}", *flags])
     plans = resolve_plans(config, world.size)
     try:
-        Trainer(plans, world, read_text(plans)).train()
+        Trainer(build(plans, world)).train()
     except CheckpointError as error:
         return str(error)
     return ""

@@ -12,8 +12,8 @@ import torch.distributed.checkpoint as dcp
 
 from tests.checkpoint.runs import PRINTS, RUN, flip, refusal, train
 from tests.pool import Pools
+from tests.steps import train_step
 from tests.training.harness import all_stages, build_tiny, full, initial_weights, micro_batches
-from titanlite.build import to_device
 from titanlite.checkpoint import Checkpointer
 from titanlite.checkpoint.contents import Contents
 from titanlite.checkpoint.loading import LEFT_OUT
@@ -21,10 +21,10 @@ from titanlite.checkpoint.manifest import publish, read_manifest
 from titanlite.checkpoint.storage import HashingWriter
 from titanlite.checkpoint.together import quiet
 from titanlite.config.plans import CheckpointPlan, OptimizerPlan
+from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.world import World
-from titanlite.step import train_step
 
 Tensors = dict[str, torch.Tensor]
 

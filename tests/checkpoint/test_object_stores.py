@@ -23,7 +23,6 @@ from tests.failures.runs import flags, rows
 from tests.pool import Pools
 from tests.training.harness import build_tiny
 from titanlite import exit_codes
-from titanlite.app import _lock
 from titanlite.checkpoint import Checkpointer, CheckpointError, store
 from titanlite.checkpoint.contents import Contents, compare
 from titanlite.checkpoint.integrity import digest_of

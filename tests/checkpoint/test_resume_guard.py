@@ -15,7 +15,7 @@ import torch
 
 from tests.pool import Pools
 from tests.training.test_run import ROOT, TINY, _losses, _run
-from titanlite.build import read_text
+from titanlite.build import read_datasets
 from titanlite.checkpoint.loading import LoadedState
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.checkpoint.resume_guard import FILE, STATE, ResumeGuard
@@ -216,7 +216,7 @@ def test_wrong_weights_are_found(pool: Pools, left: Path, tmp_path: Path) -> Non
 def _served(world: World, folder: str, steps: int) -> str:
     """Hash of what this rank's loader serves in the step after `steps`."""
     plans = load_plans("debug_model.toml", world.size, [*TINY, f"--job.dump_folder={folder}"])
-    loader = TrainLoader(read_text(plans).train, plans.batch, world.rank, world.size)
+    loader = TrainLoader(read_datasets(plans).train, plans.batch, world.rank, world.size)
     for _ in range(steps + 1):
         batches = loader.next_step()
     return batch_hash(batches)

@@ -145,22 +145,22 @@ def test_a_validation_that_was_owed_is_recorded_once(pool: Pools, tmp_path: Path
 
 def _owing(world: World, folder: str, *flags: str) -> None:
     """A run that is asked to stop in its first validation."""
-    from titanlite.build import read_text
+    from titanlite.build import build
     from titanlite.config.load import load_file
-    from titanlite.preempt import GracefulStop, Preempted
     from titanlite.prepare import resolve_plans
+    from titanlite.signals import StopRequested, StopSignal
     from titanlite.trainer import Trainer
 
     plans = resolve_plans(load_file("debug_model.toml", [*TINY, f"--job.dump_folder={folder}", *flags]), world.size)
-    stop = GracefulStop()
-    trainer = Trainer(plans, world, read_text(plans), stop)
+    stop = StopSignal()
+    trainer = Trainer(build(plans, world), stop)
     validate = trainer.validate
 
     def asked() -> None:
         if trainer.step == 2:
-            trainer._stopping = True
+            trainer.stopping = True
         validate()
 
     trainer.validate = asked  # type: ignore[method-assign]
-    with pytest.raises(Preempted):
+    with pytest.raises(StopRequested):
         trainer.train()

@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 import torch.distributed as dist
 
-from titanlite import app, exit_codes
-from titanlite.build import Text, check_units
+from titanlite import exit_codes, main
+from titanlite.build import Datasets, check_units
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
 from titanlite.config.plans import Plans, ShardPlan
@@ -106,7 +106,7 @@ def test_inductors_cache_has_no_effect_on_another_backend() -> None:
     ],
 )
 def test_units_that_do_not_fit_the_model_are_refused(flags: list[str], message: str) -> None:
-    text = cast(Text, SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=512)))
+    text = cast(Datasets, SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=512)))
     with pytest.raises(ConfigError, match=message):
         check_units(plans(*flags), text)
     check_units(plans("--training.fsdp_units=Attention"), text)
@@ -119,7 +119,7 @@ def test_a_class_that_the_model_lacks_ends_a_run_before_any_process_group(
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("a process group was made"))
-    code = app.run(["--training.fsdp_units=Blok", "--training.seq_len=64", f"--job.dump_folder={tmp_path}"])
+    code = main.run(["--training.fsdp_units=Blok", "--training.seq_len=64", f"--job.dump_folder={tmp_path}"])
     assert code == exit_codes.CONFIG
     message = (
         "training.fsdp_units: no unit can be made of Blok; classes of Llama with parameters: Attention (8), Block (8)"

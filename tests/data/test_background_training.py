@@ -16,7 +16,7 @@ import pytest
 from tests.pool import Pools
 from tests.tiny import EIGHT_STEPS
 from titanlite import exit_codes
-from titanlite.build import read_text
+from titanlite.build import build
 from titanlite.config.load import load_file
 from titanlite.data.background import THREAD
 from titanlite.metrics.jsonl import read_metrics
@@ -44,7 +44,7 @@ def _threads() -> int:
 def _run(world: World, folder: str, fails_at: int, *flags: str) -> dict[str, Any]:
     """Train; losses by step, and the threads that were there in mid-run and after it."""
     plans = resolve_plans(load_file("debug_model.toml", [*TINY, f"--job.dump_folder={folder}", *flags]), world.size)
-    trainer = Trainer(plans, world, read_text(plans))
+    trainer = Trainer(build(plans, world))
     during = set()
     validate = trainer.validate
 

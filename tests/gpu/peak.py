@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tests.training.harness import Run, build_tiny, micro_batches
-from titanlite.build import to_device
+from titanlite.data.loader import to_device
 from titanlite.parallel.world import World
 
 

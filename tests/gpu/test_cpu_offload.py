@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tests.steps import train_step
 from tests.training.harness import TINY, Run, batches, build_tiny, micro_batches, train
-from titanlite.build import to_device
 from titanlite.config.plans import ShardPlan
+from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.parallel.world import World
-from titanlite.step import train_step
 
 STEPS = 5
 TOKENS, LABELS = batches(STEPS, 4, 32, 192)

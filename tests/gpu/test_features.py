@@ -16,15 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.gpu.peak import peak_and_gradients
 from tests.parallel import float8_runs
 from tests.parallel.float8_runs import LINEARS, RATES, RECIPES, distance, spread
+from tests.steps import train_step
 from tests.training.compare import LABELS, TOKENS, WARM
 from tests.training.harness import TINY, Run, batches, build_tiny, micro_batches, train, train_afresh
-from titanlite.build import to_device
 from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, Float8Plan, ShardPlan
 from titanlite.config.sections.run import Profiling
+from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.metrics.profiler import Profiler
 from titanlite.parallel.world import World
-from titanlite.step import train_step
 
 BF16 = ShardPlan(param_dtype="bfloat16")
 RUN = Run(TOKENS, LABELS, WARM)
@@ -185,14 +185,16 @@ def test_compiled_recomputation_by_operation_computes_what_eager_steps_do(world:
 
 
 def test_snapshots_are_written_on_the_cycle_and_when_memory_runs_out(tmp_path: Path, world: World) -> None:
-    folder = str(tmp_path)
-    config = Profiling(enable_memory_snapshot=True, save_memory_snapshot_folder=folder, profile_freq=2)
+    section = Profiling(enable_memory_snapshot=True, save_memory_snapshot_folder=str(tmp_path), profile_freq=2)
+    profiler = Profiler(section, 0, world.device)
+    profiler.start()
     kept: list[torch.Tensor] = []
-    with pytest.raises(torch.OutOfMemoryError), Profiler(config, 0, world.device) as profiles:
-        for step in (1, 2, 3):
-            kept.append(torch.empty(2**20, device=world.device))
-            profiles.step(step)
+    for step in (1, 2, 3):
+        kept.append(torch.empty(2**20, device=world.device))
+        profiler.step(step)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
         torch.empty(2**50, dtype=torch.uint8, device=world.device)
+    profiler.stop(caught.value)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["iteration_2", "iteration_3_out_of_memory"]
     snapshot = pickle.loads((tmp_path / "iteration_2" / "rank0_memory_snapshot.pickle").read_bytes())
     sizes = [event["size"] for trace in snapshot["device_traces"] for event in trace if event["action"] == "alloc"]

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.training import test_preemption as preemption
-from tests.training import test_text_that_does_not_come as hanging
 from tests.words import listening
 from titanlite import exit_codes
 from titanlite.config.sections.run import Comm, Stall

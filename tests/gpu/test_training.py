@@ -13,16 +13,16 @@ from torch.distributed.tensor import DTensor
 
 from tests.checkpoint.runs import RUN as SAVED
 from tests.checkpoint.runs import train as train_and_save
+from tests.steps import train_step
 from tests.training.compare import LABELS, TOKENS, WARM, relative
 from tests.training.harness import Run, build_tiny, initial_weights, micro_batches, train
 from tests.training.reference import train_reference
-from titanlite.build import to_device
 from titanlite.checkpoint.contents import Contents, compare
 from titanlite.config.plans import CheckpointPlan, ShardPlan
+from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.models import get_spec
 from titanlite.parallel.world import World
-from titanlite.step import train_step
 
 RUN = Run(TOKENS, LABELS, WARM, accumulation=2)
 BF16 = replace(RUN, shard=ShardPlan(param_dtype="bfloat16"))
@@ -70,7 +70,7 @@ def test_a_step_never_waits_for_the_device(world: World) -> None:
             train_step(model, optimizer, data, step=step, lr=1e-3, max_norm=1.0, guard=guard)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        guard.watch()
+        guard.poll()
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach"])

@@ -10,17 +10,19 @@ import pytest
 import torch
 
 from tests.pool import Pools
+from tests.steps import forward_backward, train_step
 from tests.training.harness import Run, batches, build_tiny, full, micro_batches
 from tests.training.test_run import TINY
-from titanlite.build import read_text, to_device
+from titanlite.build import build
 from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, ShardPlan
+from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard, NonFiniteError
 from titanlite.loss import cross_entropy_sum
 from titanlite.metrics.nan_finder import Finding, diagnose_nonfinite
 from titanlite.parallel.world import World
 from titanlite.prepare import load_plans
 from titanlite.runs.record import read_attempts
-from titanlite.step import forward_backward, train_step
+from titanlite.step import forward_backward
 from titanlite.trainer import Trainer
 
 TOKENS, LABELS = batches(2, 8, 16, 192)
@@ -191,7 +193,7 @@ def test_an_overflow_between_modules_is_named_and_training_can_go_on(pool: Pools
 def _stopped(world: World, folder: str) -> str:
     flags = [*TINY, "--no-checkpoint.enable_checkpoint", "--no-validation.enable", "--training.steps=6"]
     plans = load_plans("debug_model.toml", world.size, [*flags, f"--job.dump_folder={folder}"])
-    trainer = Trainer(plans, world, read_text(plans))
+    trainer = Trainer(build(plans, world))
 
     def spoil(module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
         return out * float("nan") if trainer.step == 3 and world.rank == 1 else out

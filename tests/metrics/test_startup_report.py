@@ -12,7 +12,6 @@ import pytest
 from tests.pool import Pools
 from tests.training.test_run import TINY
 from tests.words import listening
-from titanlite.build import read_text
 from titanlite.config.sections.model import ActivationCheckpoint, Compile, Float8, Optimizer
 from titanlite.config.sections.run import Guard
 from titanlite.config.sections.training import Training

@@ -11,7 +11,7 @@ import torch
 
 from tests.pool import Pools
 from tests.training.test_run import TINY
-from titanlite.build import read_text
+from titanlite.build import build
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.metrics.stragglers import LOGS_IN_A_ROW, StragglerDetector
 from titanlite.parallel.world import World
@@ -33,7 +33,7 @@ def _burn(seconds: float) -> None:
 def _train(world: World, folder: str, slow_rank: int, where: str) -> None:
     flags = [*TINY, "--no-checkpoint.enable_checkpoint", "--no-validation.enable", "--training.steps=6"]
     plans = load_plans("debug_model.toml", world.size, [*flags, f"--job.dump_folder={folder}"])
-    trainer = Trainer(plans, world, read_text(plans))
+    trainer = Trainer(build(plans, world))
     if world.rank == slow_rank and where == "data":
         next_step = trainer.parts.loader.next_step
 

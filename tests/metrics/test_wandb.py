@@ -22,15 +22,15 @@ import torch
 from tests.pool import Pools
 from tests.training.test_run import TINY
 from tests.words import listening
-from titanlite.build import read_text
+from titanlite.build import build
+from titanlite.callbacks import RunEnd
 from titanlite.config.errors import ConfigError
 from titanlite.config.scan import loads
-from titanlite.entry import SECONDS_TO_SPEAK
+from titanlite.main import PRINT_SECONDS
 from titanlite.metrics import background_writer
 from titanlite.metrics.console import setup_console
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.metrics.live import start_view
-from titanlite.metrics.observer import Observer
 from titanlite.metrics.tensorboard import TensorBoard, tags
 from titanlite.metrics.wandb import ID_FILE, WandbWriter
 from titanlite.models.shapes import SHAPES
@@ -88,7 +88,7 @@ def _train(world: World, folder: str, steps: int) -> None:
     flags = [*TINY, f"--job.dump_folder={folder}", f"--training.steps={steps}", "--metrics.enable_wandb"]
     flags += ["--validation.freq=2", "--metrics.log_freq=2", "--metrics.layer_norms=1", "--job.description=a test"]
     plans = load_plans("debug_model.toml", world.size, flags)
-    Trainer(plans, world, read_text(plans)).train()
+    Trainer(build(plans, world)).train()
     del os.environ["WANDB_PROJECT"]
 
 
@@ -258,15 +258,14 @@ def test_a_failed_run_ends_before_the_launcher_does_so(
         watched._view = start_view(0, 60)
         assert watched._view is not None
         termios.tcflow(end, termios.TCOOFF)
-        watched.finish("failed", 3, "an error")
         began = time.perf_counter()
-        watched.close()
+        watched.on_end(None, RunEnd("failed", 3))
         took = time.perf_counter() - began
         termios.tcflow(end, termios.TCOON)
         logger.handlers[:] = handlers
     release.set()
     os.close(master)
-    assert 1.5 <= took < SECONDS_TO_SPEAK, "each of them was waited for, as long as there is time"
+    assert 1.5 <= took < PRINT_SECONDS, "each of them was waited for, as long as there is time"
 
 
 def _hanging(world: World, folder: str) -> tuple[int, int]:
@@ -277,9 +276,10 @@ def _hanging(world: World, folder: str) -> tuple[int, int]:
     flags = [*TINY, f"--job.dump_folder={folder}", "--training.steps=5", "--no-checkpoint.enable_checkpoint"]
     plans = load_plans("debug_model.toml", world.size, [*flags, "--no-validation.enable"])
     # Not by its key: that asks for the installed package.
-    plans = replace(plans, observe=replace(plans.observe, wandb=True))
+    metrics = plans.config.metrics.model_copy(update={"enable_wandb": True})
+    plans = replace(plans, config=plans.config.model_copy(update={"metrics": metrics}))
     try:
-        trainer = Trainer(plans, world, read_text(plans))
+        trainer = Trainer(build(plans, world))
         trainer.train()
     finally:
         stuck.set()

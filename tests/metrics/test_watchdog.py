@@ -25,7 +25,7 @@ from tests.pool import Pools
 from tests.training.test_run import TINY
 from tests.words import listening
 from titanlite import exit_codes
-from titanlite.build import read_text
+from titanlite.build import build
 from titanlite.checkpoint.background import BackgroundSave
 from titanlite.config.sections.run import Comm, Stall
 from titanlite.data.background import Prefetcher
@@ -35,6 +35,7 @@ from titanlite.metrics.hang_report import MAX_ROWS, RankState, table, verdict
 from titanlite.metrics.watchdog import THREAD, HangWatchdog, _stack
 from titanlite.parallel.world import World
 from titanlite.prepare import load_plans
+from titanlite.run_callbacks import Watchdog
 from titanlite.runs.record import read_entries
 from titanlite.trainer import Trainer
 
@@ -354,12 +355,14 @@ def test_an_error_of_all_ranks_ends_no_other_rank(
 
 def _train(world: World, folder: str, *flags: str) -> list[str]:
     plans = load_plans("debug_model.toml", world.size, [*TINY, f"--job.dump_folder={folder}", *flags])
-    trainer = Trainer(plans, world, read_text(plans))
+    trainer = Trainer(build(plans, world))
+    (stalls,) = (callback.watch for callback in trainer.parts.callbacks if isinstance(callback, Watchdog))
     fetch = trainer.parts.loader.next_step
 
     def next_step() -> Any:
         if trainer.step == 3 and world.rank == 1:
             _until(lambda: trainer.stalls._calls)
+            _until(lambda: stalls._asked)
         return fetch()
 
     trainer.parts.loader.next_step = next_step  # type: ignore[method-assign]
@@ -385,7 +388,7 @@ def test_the_trainer_says_where_it_is(pool: Pools, tmp_path: Path) -> None:
 _FAULTY = """
 import os, signal, sys, threading, time
 from pathlib import Path
-from titanlite import app
+from titanlite import main
 from titanlite.data.background import Prefetcher
 from titanlite.data.loader import TrainLoader
 from titanlite.metrics.watchdog import HangWatchdog
@@ -428,7 +431,7 @@ def close(self, close=Trainer.close):
 TrainLoader.next_step, Prefetcher.next_step = read_shard, next_step
 HangWatchdog._report, Trainer.close = report, close
 sys.argv[1:] = sys.argv[3:]
-app.main()
+main.main()
 """
 
 

@@ -12,16 +12,18 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.checkpoint.runs import train as train_and_save
+from tests.steps import train_step
 from tests.training.harness import TINY, Run, build_tiny, micro_batches, run_stages
-from titanlite.build import data_parallel_rank, to_device
+from titanlite.build import data_parallel_rank
 from titanlite.config.plans import Float8Plan, ShardPlan
+from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.loss import cross_entropy_sum
 from titanlite.metrics.float8_error import Float8Error, measure_float8_error
 from titanlite.parallel.float8 import ScalePrecompute
 from titanlite.parallel.tensor import tensor_loss
 from titanlite.parallel.world import World
-from titanlite.step import Duplicates, train_step
+from titanlite.step import PlainRunner, ReplicationFactors
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 EMULATED = Float8Plan(enable=True, emulate=True)
@@ -126,14 +128,14 @@ def gathered_types(world: World, run: Run) -> dict[str, str]:
 def drift_of(world: World, run: Run) -> tuple[Float8Error, float, list[float], list[float]]:
     """What is measured of the initial weights, their loss without float8, and the losses measured first and again."""
     plan = run.mesh(world.size)
-    duplicates = Duplicates(plan.tensor * plan.pipeline, plan.tensor)
+    factors = ReplicationFactors(plan.tensor * plan.pipeline, plan.tensor)
     loss = tensor_loss(cross_entropy_sum) if plan.tensor > 1 else cross_entropy_sum
     mesh = world.build_mesh(plan)
     (batch,) = to_device(micro_batches(run, 0, data_parallel_rank(mesh), plan.dp_degree), world.device)
 
     def measure(run: Run, model: torch.nn.Module) -> Float8Error:
-        pipeline = run_stages(model, run, world, loss)
-        return measure_float8_error(model, [batch], world.device, torch.bfloat16, loss, duplicates, pipeline)
+        runner = run_stages(model, run, world, loss) or PlainRunner(model, loss)
+        return measure_float8_error(model, [batch], world.device, torch.bfloat16, runner, factors)
 
     # Not converted, both passes are the same, and its initial weights are those of the converted one.
     exact = measure(replace(run, float8=Float8Plan()), build_tiny(world, replace(run, float8=Float8Plan()))[0])

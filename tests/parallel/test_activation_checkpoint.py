@@ -22,16 +22,17 @@ from torch.utils._pytree import tree_leaves
 
 from tests.pool import Pools
 from tests.refusals import refusal
+from tests.steps import train_step
 from tests.training.harness import TINY, Run, batches, build_tiny, full, micro_batches, train
 from tests.training.test_run import TINY as TINY_RUN
 from tests.training.test_run import _losses, _run
 from tests.training.test_step_effects import Collectives
-from titanlite.build import to_device
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
 from titanlite.config.plans import ActivationCheckpointPlan, ShardPlan
 from titanlite.config.resolve import resolve
+from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.models import SHAPES, get_spec
 from titanlite.parallel.activation_checkpoint import (
@@ -47,7 +48,6 @@ from titanlite.parallel.activation_checkpoint import (
 from titanlite.parallel.activation_offload import CudaHost, offload
 from titanlite.parallel.world import World
 from titanlite.prepare import checked_plans
-from titanlite.step import train_step
 
 CPU = torch.device("cpu")
 SPEC = get_spec("llama3")

@@ -19,10 +19,11 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.checkpoint import FileSystemReader
 
 from tests.pool import Pools, RankPool
+from tests.steps import train_step
 from tests.training import test_run
 from tests.training.harness import TINY, Run, batches, build_tiny, micro_batches, train
 from tests.training.reference import Curve
-from titanlite import app, exit_codes
+from titanlite import exit_codes, main
 from titanlite.build import watch_compilation
 from titanlite.config.errors import ConfigError
 from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, ShardPlan
@@ -42,7 +43,7 @@ from titanlite.parallel.compile import (
 )
 from titanlite.parallel.world import World
 from titanlite.prepare import checked_plans
-from titanlite.step import train_step, validate
+from titanlite.step import PlainRunner, validate
 from titanlite.utils import logger
 
 STEPS, SEQ = 20, 32
@@ -106,7 +107,7 @@ def _count(world: World, run: Run, lengths: list[int]) -> Counted:
             counted.steps.append(backend.graphs)
             if step % 2 == 0:
                 whole = [Batch(run.tokens[step, :5], run.labels[step, :5])] * 2
-                validate(model, whole, world.device, loss)
+                validate(model, whole, world.device, PlainRunner(model, loss))
                 watch.after(step, "validation")
                 counted.validations.append(backend.graphs)
     finally:
@@ -347,7 +348,7 @@ def test_run_resumes_with_and_without_compiling(pool: Pools, tmp_path: Path) -> 
 def test_unknown_backend_ends_before_any_work_and_names_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     level, handlers = logger.level, list(logger.handlers)
     try:
-        assert app.run(["--training.compile", "--compile.backend=inductr"]) == exit_codes.CONFIG
+        assert main.run(["--training.compile", "--compile.backend=inductr"]) == exit_codes.CONFIG
     finally:
         logger.setLevel(level)
         logger.handlers[:] = handlers

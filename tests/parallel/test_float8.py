@@ -29,10 +29,11 @@ from tests.parallel.float8_runs import (
 )
 from tests.parallel.test_activation_checkpoint import Shelf
 from tests.pool import Pools
+from tests.steps import train_step
 from tests.training.harness import TINY, Run, build_tiny, full, initial_weights, micro_batches, train
-from titanlite.build import to_device
 from titanlite.checkpoint.state import gather
 from titanlite.config.plans import ActivationCheckpointPlan, Float8Plan, ShardPlan
+from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.models import get_spec, resolve_args
 from titanlite.models.spec import Size
@@ -42,7 +43,6 @@ from titanlite.parallel.float8 import ScalePrecompute, convert, float8_linears, 
 from titanlite.parallel.float8_choice import Choice, choose, converted_names, too_small
 from titanlite.parallel.world import World
 from titanlite.prepare import load_plans
-from titanlite.step import train_step
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = get_spec("llama3")
@@ -333,7 +333,7 @@ def _python(code: str) -> str:
 def test_torchao_is_imported_only_for_float8_and_quietly() -> None:
     code = """
 import sys, torch
-import titanlite.trainer, titanlite.app, titanlite.parallel.float8 as float8
+import titanlite.trainer, titanlite.main, titanlite.parallel.float8 as float8
 from titanlite.config.plans import Float8Plan
 assert not [name for name in sys.modules if name.startswith("torchao")]
 float8.convert(torch.nn.Sequential(torch.nn.Linear(16, 16)), ["0"], Float8Plan(enable=True))

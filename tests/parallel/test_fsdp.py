@@ -15,15 +15,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.pool import Pools
+from tests.steps import forward_backward, train_step
 from tests.training.harness import TINY, Run, batches, build_tiny, micro_batches, train
-from titanlite.build import to_device
 from titanlite.config.plans import MeshPlan, ShardPlan
+from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.models import get_spec
 from titanlite.parallel.fsdp import offloads, set_gradient_sync, shard
 from titanlite.parallel.units import units_by_class
 from titanlite.parallel.world import World
-from titanlite.step import forward_backward, train_step
 
 TOKENS, LABELS = batches(1, 8, 16, 192)
 RUN = Run(TOKENS, LABELS, [1e-3])

@@ -19,8 +19,8 @@ from titanlite import exit_codes
 from titanlite.parallel.environment import WorldError
 from titanlite.parallel.meeting import MeetingError, after_rank_0, come, connect, leaving_word, meet
 from titanlite.parallel.world import World
-from titanlite.preempt import Preempted
 from titanlite.runs.lock import RunLock
+from titanlite.signals import StopRequested
 from titanlite.utils import logger
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -154,8 +154,8 @@ def test_ranks_that_fail_alike_do_not_wait_for_each_other(monkeypatch: pytest.Mo
 
     began = time.monotonic()
     _all(lambda: attempt(0), lambda: attempt(1))
-    with pytest.raises(Preempted), leaving_word(_come(2, 0, 1)[0], 0, 2):
-        raise Preempted("SIGTERM before the first step")  # a grace period is short: nobody is waited for
+    with pytest.raises(StopRequested), leaving_word(_come(2, 0, 1)[0], 0, 2):
+        raise StopRequested("SIGTERM before the first step")  # a grace period is short: nobody is waited for
     assert time.monotonic() - began < 30
 
 
@@ -174,9 +174,10 @@ def test_train_py_without_its_peer_ends_as_a_lost_peer(tmp_path: Path) -> None:
     script = tmp_path / "short.py"
     script.write_text(
         "import functools\n"
-        "from titanlite import app\n"
-        "app.join_store = functools.partial(app.join_store, 1.0)\n"
-        "app.main()\n"
+        "from titanlite import main\n"
+        "from titanlite.parallel import world\n"
+        "world.join_store = functools.partial(world.join_store, 1.0)\n"
+        "main.main()\n"
     )
     flags = ["--job.config_file=debug_model.toml", f"--job.dump_folder={tmp_path}/run"]
     done = subprocess.run(

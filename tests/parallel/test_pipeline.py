@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.pool import Pools, RankFailure
 from tests.refusals import refusal
+from tests.steps import train_step
 from tests.training.compare import LABELS, SEQ, TOKENS, WARM, relative
 from tests.training.harness import (
     TINY,
@@ -36,7 +37,7 @@ from titanlite.parallel.pipeline import keep_gathered
 from titanlite.parallel.pipeline_split import SplitError, divide
 from titanlite.parallel.world import World
 from titanlite.prepare import load_plans
-from titanlite.step import Duplicates, train_step
+from titanlite.step import ReplicationFactors
 
 #: Grouped queries; a block for each of four stages; sequences of very unequal lengths.
 ARGS = replace(TINY, n_layers=4)
@@ -63,12 +64,12 @@ def _placement(world: World, run: Run) -> tuple[dict[str, torch.Tensor], int, in
         lr=1e-3,
         max_norm=1.0,
         guard=guard,
-        duplicates=Duplicates(run.pipeline, 1),
+        factors=ReplicationFactors(run.pipeline, 1),
         pipeline=pipeline,
         layer_norms=True,
     )
     assert result.layer_norms is not None
-    torch.testing.assert_close(torch.stack(list(result.layer_norms.values())).norm(), result.norm)
+    torch.testing.assert_close(torch.stack(list(result.layer_norms.values())).norm(), result.grad_norm)
     assert all(norm > 0 for norm in result.layer_norms.values())
     held = sum(t.numel() for state in optimizer.state.values() for t in state.values() if t.dim())
     return own, sum(t.numel() for t in own.values()), held, list(result.layer_norms)

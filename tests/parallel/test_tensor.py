@@ -21,21 +21,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.pool import Pools, free_port
 from tests.refusals import refusal
+from tests.steps import train_step
 from tests.training.compare import LABELS, SEQ, TOKENS, WARM, relative
 from tests.training.harness import TINY, Run, build_tiny, initial_weights, micro_batches, train
 from tests.training.test_run import _losses, _run
 from titanlite import exit_codes
-from titanlite.app import run as run_app
 from titanlite.config.errors import ConfigError
 from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, MeshPlan
 from titanlite.guard import FiniteGuard
 from titanlite.loss import cross_entropy_sum
+from titanlite.main import run as run_app
 from titanlite.metrics.nan_finder import Finding, diagnose_nonfinite
 from titanlite.models import get_spec
 from titanlite.parallel.compile import compile_loss
 from titanlite.parallel.tensor import TensorParallelError, check_async, enable_async, split, tensor_loss
 from titanlite.parallel.world import World
-from titanlite.step import Duplicates, train_step, validate
+from titanlite.step import PlainRunner, ReplicationFactors, validate
 
 RUN = Run(TOKENS, LABELS, WARM, accumulation=2, tensor=2)
 EAGER = CompilePlan(model=True, backend="aot_eager")
@@ -260,13 +261,13 @@ def test_all_blocks_share_one_graph_of_each_half(pool: Pools) -> None:
 def _figures(world: World, run: Run) -> dict[str, Any]:
     model, optimizer, rank = build_tiny(world, run)
     mesh = run.mesh(world.size)
-    duplicates, loss = Duplicates(mesh.tensor, mesh.tensor), _loss(run)
+    factors, loss = ReplicationFactors(mesh.tensor, mesh.tensor), _loss(run)
     data = micro_batches(run, 0, rank, mesh.dp_degree)
-    held_out, tokens = validate(model, data, world.device, loss, duplicates)
+    held_out, tokens = validate(model, data, world.device, PlainRunner(model, loss), factors)
     assert all(p.grad is None for p in model.parameters())
     guard = FiniteGuard(world.device)
     result = train_step(
-        model, optimizer, data, step=1, lr=0.0, max_norm=1e9, guard=guard, duplicates=duplicates,
+        model, optimizer, data, step=1, lr=0.0, max_norm=1e9, guard=guard, factors=factors,
         loss_function=loss, layer_norms=True,
     )  # fmt: skip
     assert result.layer_norms is not None

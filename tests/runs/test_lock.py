@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,11 @@ from tests.checkpoint.golden import PRINTS, make
 from tests.pool import Pools
 from tests.words import listening
 from titanlite import exit_codes
-from titanlite.app import _lock as _lock_of_run
 from titanlite.checkpoint import Checkpointer, CheckpointError
 from titanlite.checkpoint.place import Place, StorePath
 from titanlite.config.errors import ConfigError
 from titanlite.config.plans import CheckpointPlan, Plans
+from titanlite.main import _lock as _lock_run
 from titanlite.parallel.world import World
 from titanlite.prepare import checked_plans
 from titanlite.runs import lock as lock_module
@@ -306,6 +306,10 @@ def test_a_run_that_lost_its_lock_publishes_no_checkpoint(pool: Pools, tmp_path:
 
 
 # What a run locks
+
+
+def _lock_of_run(plans: Plans) -> AbstractContextManager[None]:
+    return _lock_run(Path(plans.config.job.dump_folder), plans.config.checkpoint)
 
 
 def _plans(root: Path, run: str, *flags: str) -> Plans:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.torchrun import last_words, worst
+from titanlite.torchrun import last_error, worst
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,8 +55,8 @@ def test_a_worker_that_dies_during_imports_is_an_error(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(
         "import os, signal, time\n"
-        "from titanlite.entry import leave_on_signals\n"
-        "leave_on_signals(signal.SIGTERM)\n"
+        "from titanlite.signals import exit_on_signals\n"
+        "exit_on_signals(signal.SIGTERM)\n"
         "time.sleep(1)\n"
         "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
         "time.sleep(60)\n"
@@ -69,8 +69,8 @@ def test_a_worker_that_dies_during_imports_is_an_error(tmp_path: Path) -> None:
 
 def test_what_the_last_restart_said_is_kept_for_the_end() -> None:
     told = '0 1 "rank 0: first"\n1 7 ""\n1 1 "rank 1 on a: OSError: a\\nb"\n1 1 "rank 2: third"\n'
-    assert last_words(told) == "rank 1 on a: OSError: a\nb"
-    assert last_words("0 7\n") == last_words("") == ""
+    assert last_error(told) == "rank 1 on a: OSError: a\nb"
+    assert last_error("0 7\n") == last_error("") == ""
 
 
 #: A worker that says that it was asked to stop, and its launcher.

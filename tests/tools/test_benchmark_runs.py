@@ -15,7 +15,7 @@ import torch
 
 from tests.pool import Pools
 from tests.tiny import TWO_LAYERS, size
-from titanlite.build import read_text
+from titanlite.build import build
 from titanlite.cli import main
 from titanlite.parallel.world import World
 from titanlite.prepare import checked_plans, load_plans
@@ -86,7 +86,7 @@ def _train(world: World, arguments: list[str]) -> None:
     """One run of a ladder, on ranks that are there already."""
     _, plans = checked_plans(arguments, world.size, training=True)
     try:
-        Trainer(plans, world, read_text(plans)).train()
+        Trainer(build(plans, world)).train()
     finally:
         torch._dynamo.reset()
 

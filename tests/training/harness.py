@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from tests.steps import train_step
 from tests.training.reference import Curve
-from titanlite.build import build_model, build_pipeline, data_parallel_rank, to_device
+from titanlite.build import build_model, build_pipeline, data_parallel_rank
 from titanlite.config.pipeline import stage_count
 from titanlite.config.plans import (
     ActivationCheckpointPlan,
@@ -23,7 +24,7 @@ from titanlite.config.plans import (
     ShardPlan,
     TensorParallelPlan,
 )
-from titanlite.data.loader import Batch
+from titanlite.data.loader import Batch, to_device
 from titanlite.guard import FiniteGuard
 from titanlite.loss import cross_entropy_sum
 from titanlite.models import LlamaArgs, get_spec
@@ -34,7 +35,7 @@ from titanlite.parallel.fsdp import DTYPES
 from titanlite.parallel.pipeline import Pipeline, PipelineModel
 from titanlite.parallel.tensor import tensor_loss
 from titanlite.parallel.world import World
-from titanlite.step import Duplicates, train_step
+from titanlite.step import ReplicationFactors
 
 TINY = LlamaArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=192, multiple_of=32, max_seq_len=64)
 FULL_PRECISION = ShardPlan(param_dtype="float32")
@@ -189,7 +190,7 @@ def train(world: World, run: Run) -> Curve:
             lr=rate,
             max_norm=run.max_norm,
             guard=guard,
-            duplicates=Duplicates(plan.tensor * plan.pipeline, plan.tensor),
+            factors=ReplicationFactors(plan.tensor * plan.pipeline, plan.tensor),
             sync_every=run.shard.gradient_sync == "every",
             loss_function=loss,
             pipeline=pipeline,
@@ -197,7 +198,7 @@ def train(world: World, run: Run) -> Curve:
         )
         keep.remove()
         curve.losses.append(result.loss.item())
-        curve.norms.append(result.norm.item())
+        curve.norms.append(result.grad_norm.item())
     curve.gradients = all_stages(model, curve.gradients)
     curve.weights = all_stages(model, {n: full(p) for n, p in model.named_parameters()})
     return curve
@@ -230,23 +231,3 @@ def batches(
     lengths[:, 0] = 1
     labels[torch.arange(seq_len) >= lengths[..., None]] = -100
     return tokens, labels
-
-
-class LateGuard(FiniteGuard):
-    """Tells of a step when the next is under way, as it does on a GPU."""
-
-    behind: torch.Tensor | None = None
-
-    def watch(self) -> bool:
-        record, self.behind = self.behind, self._record.clone() if self._unread else None
-        self._unread = False
-        if record is not None:
-            self._read(record)
-        wish, self._wish = self._wish, False
-        return wish
-
-    def check(self) -> None:
-        record, self.behind = self.behind, None
-        if record is not None:
-            self._read(record)
-        super().check()

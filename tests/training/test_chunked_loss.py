@@ -22,6 +22,7 @@ from tests.parallel.test_compile import _listen
 from tests.parallel.test_fsdp import GATHER, SUM, Sent, Wire
 from tests.pool import Pools
 from tests.refusals import refusal
+from tests.steps import train_step
 from tests.training.compare import LABELS, TOKENS, WARM, References, relative
 from tests.training.grid import (
     CP,
@@ -54,7 +55,7 @@ from titanlite.models.llama.model import Llama
 from titanlite.parallel.compile import CompileWatch, compile_loss
 from titanlite.parallel.tensor import tensor_loss
 from titanlite.parallel.world import World
-from titanlite.step import Duplicates, train_step, validate
+from titanlite.step import PlainRunner, ReplicationFactors, validate
 from titanlite.utils import logger
 
 IGNORE = -100
@@ -304,10 +305,10 @@ def _step(world: World, run: Run) -> tuple[list[Sent], dict[str, int], int]:
     loss = tensor_loss(counting) if plan.tensor > 1 else counting
     data = sequence_part(run, micro_batches(run, 0, rank, plan.dp_degree), world.rank)
     guard, seen = FiniteGuard(world.device), []
-    duplicates = Duplicates(plan.tensor, plan.tensor)
+    factors = ReplicationFactors(plan.tensor, plan.tensor)
 
     def take(step: int) -> None:
-        common = {"lr": 1e-3, "max_norm": 1.0, "guard": guard, "duplicates": duplicates, "loss_function": loss}
+        common = {"lr": 1e-3, "max_norm": 1.0, "guard": guard, "factors": factors, "loss_function": loss}
         train_step(model, optimizer, data, step=step, **common)
 
     take(1)  # FSDP sets itself up
@@ -360,8 +361,9 @@ def _validation(world: World, run: Run) -> float:
     plan = run.mesh(world.size)
     loss = tensor_loss(cross_entropy_sum) if plan.tensor > 1 else cross_entropy_sum
     data = sequence_part(run, micro_batches(run, 0, rank, plan.dp_degree), world.rank)
-    duplicates = Duplicates(plan.tensor * plan.pipeline, plan.tensor)
-    mean, _ = validate(model, data, world.device, loss, duplicates, run_stages(model, run, world, loss))
+    factors = ReplicationFactors(plan.tensor * plan.pipeline, plan.tensor)
+    runner = run_stages(model, run, world, loss) or PlainRunner(model, loss)
+    mean, _ = validate(model, data, world.device, runner, factors)
     return mean.item()
 
 

@@ -11,12 +11,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.pool import Pools
+from tests.steps import train_step
 from tests.training.harness import TINY, Run, batches, build_tiny, micro_batches, train
-from titanlite.build import to_device
 from titanlite.config.plans import ShardPlan
+from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
+from titanlite.optim.gradients import square_norm
 from titanlite.parallel.world import World
-from titanlite.step import square_norm, train_step
 
 TOKENS, LABELS = batches(1, 8, 16, 192)
 

@@ -30,6 +30,11 @@ class Batch(NamedTuple):
     labels: torch.Tensor
 
 
+def to_device(batches: Iterable[Batch], device: torch.device) -> list[Batch]:
+    """Copy the batches to `device`; without waiting for it if they are in page-locked memory (see `Prefetcher`)."""
+    return [Batch(b.tokens.to(device, non_blocking=True), b.labels.to(device, non_blocking=True)) for b in batches]
+
+
 class TrainLoader:
     """The micro-batches of one rank, step by step.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 
-import titanlite.app
+import titanlite.build
 import titanlite.drill.strike  # noqa: F401 (imported to be there)
 
 gc.collect()

@@ -195,9 +195,9 @@ def _rank(arguments: list[str], variables: dict[str, str], console: str, strike:
     sys.argv = ["train.py", *arguments]
     if strike is not None:
         arm(strike, int(variables["RANK"]))
-    from titanlite import app
+    from titanlite import main
 
-    app.main()
+    main.main()
 
 
 def _free_port() -> int:

@@ -185,16 +185,16 @@ def _full_disk(step: int) -> Callable[[str, tuple[Any, ...]], None]:
 
 def _signal_in_step(step: int, number: signal.Signals) -> None:
     """A signal to this process when it has the data of `step`."""
-    from titanlite import trainer
+    from titanlite.step import TrainStep
 
-    real = trainer.train_step
+    real = TrainStep.__call__
 
-    def train_step(*args: Any, **kwargs: Any) -> Any:
-        if kwargs["step"] == step:
+    def train_step(self: TrainStep, batches: Any, number_: int, *rest: Any) -> Any:
+        if number_ == step:
             os.kill(os.getpid(), number)
-        return real(*args, **kwargs)
+        return real(self, batches, number_, *rest)
 
-    trainer.train_step = train_step
+    TrainStep.__call__ = train_step  # type: ignore[method-assign, assignment]
 
 
 def _signal_in_validation(step: int, number: signal.Signals) -> None:
@@ -204,18 +204,18 @@ def _signal_in_validation(step: int, number: signal.Signals) -> None:
     real = Trainer.validate
 
     def validate(self: Trainer) -> None:
-        batches = self.feed.validation
+        batches: Any = self.parts.validation
 
         def struck() -> Iterator[Any]:
             os.kill(os.getpid(), number)
-            yield from batches()
+            yield from batches
 
         if self.step == step:
-            self.feed.validation = struck  # type: ignore[method-assign]
+            self.parts.validation = struck()  # type: ignore[assignment]
         try:
             real(self)
         finally:
-            self.feed.validation = batches  # type: ignore[method-assign]
+            self.parts.validation = batches
 
     Trainer.validate = validate  # type: ignore[method-assign]
 
@@ -242,36 +242,36 @@ def _break_loader(step: int, mark: Path, raises: bool) -> None:
 
 def _spoil_gradient(step: int) -> None:
     """The last of this rank's parameters gets a gradient of NaN in the first backward of `step`."""
-    from titanlite import trainer
+    from titanlite.step import TrainStep
 
-    real, done = trainer.train_step, False
+    real, done = TrainStep.__call__, False
 
-    def train_step(model: Any, *args: Any, **kwargs: Any) -> Any:
+    def train_step(self: TrainStep, batches: Any, number: int, *rest: Any) -> Any:
         nonlocal done
-        if kwargs["step"] != step or done:
-            return real(model, *args, **kwargs)
+        if number != step or done:
+            return real(self, batches, number, *rest)
         done = True
-        weight = list(model.parameters())[-1]
+        weight: Any = list(self.model.parameters())[-1]
         hook = weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.mul_(float("nan")))
         try:
-            return real(model, *args, **kwargs)
+            return real(self, batches, number, *rest)
         finally:
             hook.remove()
 
-    trainer.train_step = train_step
+    TrainStep.__call__ = train_step  # type: ignore[method-assign, assignment]
 
 
 def _record_batches(path: str) -> None:
     """Write down what each step trains on."""
-    from titanlite import trainer
     from titanlite.data.loader import batch_hash
+    from titanlite.step import TrainStep
 
-    real = trainer.train_step
+    real = TrainStep.__call__
 
-    def train_step(model: Any, optimizer: Any, batches: Any, **kwargs: Any) -> Any:
-        line = json.dumps({"step": kwargs["step"], "batch": batch_hash(batches)}) + "\n"
+    def train_step(self: TrainStep, batches: Any, number: int, *rest: Any) -> Any:
+        line = json.dumps({"step": number, "batch": batch_hash(batches)}) + "\n"
         with contextlib.suppress(OSError), open(path, "a") as file:
             file.write(line)
-        return real(model, optimizer, batches, **kwargs)
+        return real(self, batches, number, *rest)
 
-    trainer.train_step = train_step  # type: ignore[assignment]
+    TrainStep.__call__ = train_step  # type: ignore[method-assign, assignment]

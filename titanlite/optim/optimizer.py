@@ -41,12 +41,11 @@ def build_optimizer(
 def gated_step(optimizer: torch.optim.Optimizer, ok: torch.Tensor, lr: float) -> None:
     """Take one optimizer step at learning rate `lr` if the flag `ok` (0-dim bool) is set, else change nothing.
 
-    ok: on the device of the parameters.
-
     Fused kernels select on the device, so the host does not wait (`found_inf` is the protocol that gradient
     scalers use). The other implementations have no such selection: the host reads the flag, which costs nothing
     on a CPU and one synchronization on a GPU.
     """
+    ok = ok.to(optimizer.param_groups[0]["params"][0].device)  # offloaded parameters are in host memory
     for group in optimizer.param_groups:
         group["lr"] = lr
     if all(group.get("fused") for group in optimizer.param_groups):

@@ -177,12 +177,16 @@ class Pipeline:
     def _of_output(self, output: Tensor, labels: Tensor) -> Tensor:
         return output if self._chunked else self._loss(output, labels)
 
-    def forward_backward(self, micro_batches: Sequence[Batch], tokens: Tensor) -> Tensor:
+    def forward_backward(
+        self, micro_batches: Sequence[Batch], tokens: Tensor, phase: Callable[[str], object] = lambda _: None
+    ) -> Tensor:
         """Accumulate gradients of the step's loss; returns this rank's share of it (0-dim, detached).
 
         Only the last stage has a loss: the shares of other ranks are zero. tokens: valid tokens of the whole step over
         all data-parallel ranks, so that shares simply add up. Gradients are reduced over ranks once, at the end.
+        phase: is told that "pipeline" begins.
         """
+        phase("pipeline")
         self._tokens = tokens
         inputs = (torch.cat([b.tokens for b in micro_batches]),) if self._has_first else ()
         labels = torch.cat([b.labels for b in micro_batches]) if self._has_last else None

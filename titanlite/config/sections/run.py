@@ -32,6 +32,11 @@ class Job(Section):
         min_length=1,
         description="Write the whole resolved config as TOML to this file, below job.dump_folder unless absolute.",
     )
+    callbacks: list[str] = Field(
+        default=[],
+        description='Your own callbacks, as "package.module:Name" or "./file.py:Name". A file is looked up beside the '
+        "TOML file that names it, then in the working directory.",
+    )
     use_for_integration_test: bool = Field(
         default=False, description="Accepted without effect; a mark for test suites."
     )
