@@ -16,7 +16,7 @@ from typing import NoReturn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from titanlite import exit_codes
-from titanlite.build import check_tensor_parallel, check_units, read_text
+from titanlite.build import check_model, read_text
 from titanlite.checkpoint import CheckpointError
 from titanlite.checkpoint.place import StorePath, place
 from titanlite.checkpoint.store_lock import StoreLock, check_reachable
@@ -30,14 +30,13 @@ from titanlite.guard import BadStepError
 from titanlite.models.shapes import ShapeError
 from titanlite.observe.console import setup_console
 from titanlite.observe.stalls import StallWatch
-from titanlite.parallel.compile import CompileError, prepare_compile
-from titanlite.parallel.environment import read_environment
-from titanlite.parallel.float8 import check_float8
-from titanlite.parallel.host_memory import keep_freed_memory
-from titanlite.parallel.meeting import MeetingError, after_rank_0, leaving_word
-from titanlite.parallel.world import World, WorldError, join_store
+from titanlite.parallel import ParallelismError
+from titanlite.parallel.compile import CompileError
+from titanlite.parallel.dist_env import DistEnv, connect_store, keep_freed_memory, read_launch_env
+from titanlite.parallel.rendezvous import RendezvousError, report_failure, wait_for_rank_0
 from titanlite.parent import stop_with_torchrun
 from titanlite.preempt import GracefulStop, Preempted
+from titanlite.preflight import check_machine
 from titanlite.prepare import checked_plans, resolve_plans
 from titanlite.runs.lock import LockedError, RunLock
 from titanlite.runs.logs import FOLDER as LOGS
@@ -61,37 +60,42 @@ def run(argv: Sequence[str]) -> int:
 def _run(argv: Sequence[str], stop: GracefulStop) -> int:
     stalls = StallWatch()
     try:
-        ranks = read_environment()
-        size, rank = ranks.size, ranks.rank
+        ranks = read_launch_env()
+        size, rank = ranks.world_size, ranks.rank
         config, plans = checked_plans(argv, size, training=True)
         setup_console(rank, plans.observe.color)
         if rank == 0:
             _name_config(config, plans)
-        store = join_store()  # before what takes longer on one rank than on another
-        with leaving_word(store, rank, size), contextlib.ExitStack() as held:
-            prepare_compile(plans.compile)
-            check_float8(plans.float8)
+        store = connect_store()  # before what takes longer on one rank than on another
+        with report_failure(store, rank, size), contextlib.ExitStack() as held:
+            check_machine(plans.config.training, plans.config.compile, plans.config.float8)
             if rank == 0:
                 held.enter_context(_lock(plans))
             if store is not None:
-                after_rank_0(store, rank, size, plans.comm.init_timeout_seconds, plans.comm.meeting_seconds)
+                wait_for_rank_0(store, rank, size, plans.comm.init_timeout_seconds)
             text = read_text(plans)
-            check_units(plans, text)
-            check_tensor_parallel(plans, text)
+            check_model(plans, text)
             if plans.train.steps is None:
                 plans = resolve_plans(config, size, text.train.total_sequences)
             _make_folders(plans)
             folder = Path(plans.observe.dump_folder)
             stalls = StallWatch(plans.stall, logs=str(folder / LOGS), traces=plans.comm.trace_folder, end=leave)
-            with World.open(plans.comm, store=store) as world, rank_log(folder, world.rank), stalls:
+            comm = plans.comm
+            opened = DistEnv.open(
+                store=store,
+                init_timeout_seconds=comm.init_timeout_seconds,
+                trace_buf_size=comm.trace_buf_size,
+                trace_folder=comm.trace_folder,
+            )
+            with opened as world, rank_log(folder, world.rank), stalls:
                 if world.device.type == "cpu":
                     keep_freed_memory()
                 if world.rank == 0:
                     _show_config(plans)
                 Trainer(plans, world, text, stop, stalls).train()
-    except (ConfigError, DataError, ShapeError, WorldError) as error:
+    except (ConfigError, DataError, ShapeError, ParallelismError) as error:
         return end(str(error), exit_codes.CONFIG)
-    except MeetingError as error:
+    except RendezvousError as error:
         return end(str(error), exit_codes.LOST_PEER)
     except (CheckpointError, LockedError) as error:
         return end(str(error), exit_codes.CHECKPOINT)

@@ -54,12 +54,13 @@ def _leave_now(number: int, frame: FrameType | None) -> None:
 def refused(argv: Sequence[str]) -> int | None:
     """Tell what is wrong with the environment or the config and return the exit code; None where nothing is."""
     from titanlite.config.errors import ConfigError
-    from titanlite.parallel.environment import WorldError, read_environment
+    from titanlite.parallel import ParallelismError
+    from titanlite.parallel.dist_env import read_launch_env
     from titanlite.prepare import checked_plans
 
     try:
-        checked_plans(argv, read_environment().size, training=True)
-    except (ConfigError, WorldError) as error:
+        checked_plans(argv, read_launch_env().world_size, training=True)
+    except (ConfigError, ParallelismError) as error:
         return end(str(error), exit_codes.CONFIG)
     return None
 

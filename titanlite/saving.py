@@ -20,7 +20,7 @@ from titanlite.checkpoint.place import Place, StoreError
 from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.config.plans import CheckpointPlan
 from titanlite.observe.report import WARNING
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.preempt import GracefulStop, Preempted
 from titanlite.utils import human_time, logger
 
@@ -34,7 +34,7 @@ class Saves:
     on_saved: called for each checkpoint that is there; with saves in the background on rank 0 only.
     """
 
-    def __init__(self, checkpointer: Checkpointer, schedule: SaveSchedule, world: World, on_saved: SavedHook) -> None:
+    def __init__(self, checkpointer: Checkpointer, schedule: SaveSchedule, world: DistEnv, on_saved: SavedHook) -> None:
         self.checkpointer = checkpointer
         self._plan = checkpointer.plan
         self._schedule = schedule

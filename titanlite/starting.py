@@ -31,8 +31,8 @@ from titanlite.observe.metrics import FILE as METRICS
 from titanlite.observe.observer import Observer
 from titanlite.observe.report import start_report
 from titanlite.optim.schedule import learning_rate
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.pipeline import PipelineModel
-from titanlite.parallel.world import World
 from titanlite.runs import ledger
 from titanlite.runs.ledger import toml_changes
 from titanlite.runs.provenance import config_text
@@ -98,7 +98,7 @@ def nothing_to_do(plans: Plans, step: int) -> str:
     )
 
 
-def report(plans: Plans, parts: Parts, text: Text, world: World, observer: Observer) -> list[str]:
+def report(plans: Plans, parts: Parts, text: Text, world: DistEnv, observer: Observer) -> list[str]:
     """What is about to run, in lines."""
     folders = {"metrics": str(Path(plans.observe.dump_folder) / METRICS)}
     if plans.observe.tensorboard_folder:
@@ -190,7 +190,7 @@ def _number(value: object) -> str:
 
 
 def begin_ledger(
-    plans: Plans, world: World, loaded: LoadedState | None, step: int, tokens: int
+    plans: Plans, world: DistEnv, loaded: LoadedState | None, step: int, tokens: int
 ) -> tuple[ledger.Ledger, list[str]]:
     """Note that an attempt starts at `step` steps and `tokens` tokens, on rank 0; what to tell of the one before."""
     folder = Path(plans.observe.dump_folder)
@@ -229,7 +229,7 @@ def next_batch(
     dataset: PackedDataset,
     plans: Plans,
     state: Mapping[str, Any],
-    world: World,
+    world: DistEnv,
     give_up: Callable[[], bool] = lambda: False,
 ) -> str | None:
     """Hash of the global batch that comes next by a loader's state; the same on any number of ranks.
@@ -277,7 +277,7 @@ def rounding_setting(plans: Plans, device: torch.device) -> dict[str, str]:
     return found
 
 
-def resume_guard(plans: Plans, world: World) -> ResumeGuard:
+def resume_guard(plans: Plans, world: DistEnv) -> ResumeGuard:
     """Rounding apart, which is told from a difference by 1e-4 of the number, or 2e-2 where products are rounded to
     fewer bits, a run that is resumed must go on as before. On CPUs and with deterministic kernels, bit for bit."""
     coarse = plans.shard.param_dtype != "float32" or plans.float8.enable

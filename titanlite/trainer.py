@@ -33,8 +33,8 @@ from titanlite.observe.profiles import Profiles
 from titanlite.observe.stalls import StallWatch
 from titanlite.optim.schedule import learning_rate
 from titanlite.parallel.compile import CACHE_VARIABLE
+from titanlite.parallel.dist_env import DistEnv, patience, set_timeouts
 from titanlite.parallel.init import seed_generators
-from titanlite.parallel.world import World, patience, set_timeouts
 from titanlite.preempt import STOPPING, GracefulStop, Preempted, any_rank
 from titanlite.runs import ledger
 from titanlite.runs.folder import FinalState
@@ -55,7 +55,7 @@ class Trainer:
     def __init__(
         self,
         plans: Plans,
-        world: World,
+        world: DistEnv,
         text: Text,
         stop: GracefulStop | None = None,
         stalls: StallWatch | None = None,

@@ -12,7 +12,7 @@ from tests.training.test_guard_policies import _equal, _state
 from titanlite.build import to_device
 from titanlite.config.plans import GuardPlan
 from titanlite.guard import FiniteGuard, NonFiniteError
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.step import train_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: a CPU reads the record at once")
@@ -23,13 +23,13 @@ BAD = 3
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with World.open(device_type="cuda") as opened:
+def world() -> Iterator[DistEnv]:
+    with DistEnv.open(device_type="cuda") as opened:
         yield opened
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])
-def test_the_record_is_read_a_step_later(world: World, policy: str) -> None:
+def test_the_record_is_read_a_step_later(world: DistEnv, policy: str) -> None:
     model, optimizer, rank = build_tiny(world, RUN)
     guard = FiniteGuard(world.device, GuardPlan(policy, spike_sigmas=100.0, window=20))  # type: ignore[arg-type]
     poison = False

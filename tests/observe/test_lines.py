@@ -21,7 +21,7 @@ from titanlite.observe.console import colorize, console_handler, setup_console
 from titanlite.observe.observer import Observer
 from titanlite.observe.report import start_report
 from titanlite.observe.stepline import StepFigures, fsdp_line, titan_line
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.prepare import load_plans
 from titanlite.runs.logs import rank_log
 from titanlite.utils import Table, human_bytes, human_count, human_time, logger, render
@@ -288,7 +288,7 @@ def test_the_report_is_wrapped_between_words_and_its_warnings_have_their_level(
     """In 80 columns on a terminal; whole in a pipe, and with the level in the log of the rank."""
     lines = [*report(Plans(warnings=("some " * 20 + "word",))), "resumed from /a/folder/" + "of/long/names/" * 5]
     plan = ObservePlan(dump_folder=str(tmp_path), progress=False)
-    world = World(0, 0, 1, torch.device("cpu"))
+    world = DistEnv(0, 0, 1, torch.device("cpu"))
     pipe, out = io.StringIO(), Terminal()
     observer = Observer(Plans(observe=plan), world, replace(SHAPES["llama3"]["debugmodel"], vocab_size=512))
     setup_console(0, stream=pipe)

@@ -16,7 +16,7 @@ from titanlite.build import read_text
 from titanlite.observe.garbage import GarbageClock
 from titanlite.observe.metrics import read_metrics
 from titanlite.observe.ranks import LOGS_IN_A_ROW, RankWatch, thread_seconds
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.prepare import load_plans
 from titanlite.trainer import Trainer
 
@@ -32,7 +32,7 @@ def _burn(seconds: float) -> None:
         pass
 
 
-def _train(world: World, folder: str, slow_rank: int, where: str) -> None:
+def _train(world: DistEnv, folder: str, slow_rank: int, where: str) -> None:
     flags = [*TINY, "--no-checkpoint.enable_checkpoint", "--no-validation.enable", "--training.steps=6"]
     plans = load_plans("debug_model.toml", world.size, [*flags, f"--job.dump_folder={folder}"])
     trainer = Trainer(plans, world, read_text(plans))

@@ -30,7 +30,7 @@ from titanlite.data.background import Prefetcher
 from titanlite.guard import LossSpikeError
 from titanlite.observe.stall_report import MAX_ROWS, RankState, table, verdict
 from titanlite.observe.stalls import THREAD, StallWatch, _stack
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.prepare import load_plans
 from titanlite.runs.ledger import read_entries
 from titanlite.trainer import Trainer
@@ -110,7 +110,7 @@ def _reports(said: list[str]) -> list[str]:
     return [text for text in said if "\n" in text]
 
 
-def _sleep(world: World) -> list[str]:
+def _sleep(world: DistEnv) -> list[str]:
     with listening() as said, StallWatch(QUICK, end=None) as stalls:
 
         def read_shard() -> None:
@@ -142,7 +142,7 @@ def test_a_rank_that_sleeps_in_its_loader_is_named_with_its_stack(pool: Pools) -
     assert any(text.startswith("rank 0 goes on") for text in said) and not others
 
 
-def _stop(world: World) -> list[str]:
+def _stop(world: DistEnv) -> list[str]:
     pids = [0] * world.size
     dist.all_gather_object(pids, os.getpid())
     with listening() as said, StallWatch(QUICK, end=None) as stalls:
@@ -224,7 +224,7 @@ def test_slow_steps_are_not_reported_and_a_stall_among_them_is() -> None:
     assert "has been in forward of step 4" in _reports(said)[0]
 
 
-def _wait_for_a_save(world: World) -> tuple[str, ...]:
+def _wait_for_a_save(world: DistEnv) -> tuple[str, ...]:
     """The stack that is shown of a rank which waits for a save in the background."""
     main, told = threading.get_ident(), threading.Event()
     saves = BackgroundSave(world.device)
@@ -253,7 +253,7 @@ def test_who_waits_for_a_save_shows_the_thread_that_writes(pool: Pools) -> None:
     assert any("checkpoint/background.py" in frame and frame.endswith(" wait") for frame in stack)
 
 
-def _raise(world: World) -> tuple[list[str], list[str], float, int]:
+def _raise(world: DistEnv) -> tuple[list[str], list[str], float, int]:
     peers: list[str] = []
     ended: list[int] = []
 
@@ -289,7 +289,7 @@ def test_what_one_rank_raises_is_told_on_rank_0(pool: Pools) -> None:
     assert not silent and not none
 
 
-def _raise_together(world: World, error: BaseException) -> tuple[list[str], float]:
+def _raise_together(world: DistEnv, error: BaseException) -> tuple[list[str], float]:
     began = time.monotonic()
     with listening() as said, pytest.raises(type(error)), StallWatch(QUICK, end=os._exit) as stalls:
         stalls.phase("data", 1)
@@ -304,7 +304,7 @@ def test_what_all_ranks_raise_ends_nobody_else(pool: Pools, error: BaseException
         assert said == [] and took < LONG
 
 
-def _spike(world: World) -> list[str]:
+def _spike(world: DistEnv) -> list[str]:
     """The guard stops all ranks; one of them takes its time."""
     with listening() as said, pytest.raises(LossSpikeError), StallWatch(QUICK, end=os._exit):
         dist.barrier()
@@ -318,7 +318,7 @@ def test_what_the_guard_raises_is_not_one_ranks_fault(pool: Pools) -> None:
     assert pool(2).run(_spike) == [[], []]
 
 
-def _train(world: World, folder: str, *flags: str) -> list[str]:
+def _train(world: DistEnv, folder: str, *flags: str) -> list[str]:
     plans = load_plans("debug_model.toml", world.size, [*TINY, f"--job.dump_folder={folder}", *flags])
     trainer = Trainer(plans, world, read_text(plans))
     fetch = trainer.parts.loader.next_step

@@ -35,7 +35,7 @@ from titanlite.observe.metrics import read_metrics
 from titanlite.observe.observer import Observer
 from titanlite.observe.tensorboard import TensorBoard, tags
 from titanlite.observe.tracker import ID_FILE, Tracker
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.prepare import load_plans
 from titanlite.trainer import Trainer
 from titanlite.utils import logger
@@ -106,7 +106,7 @@ def offline(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _train(world: World, folder: str, steps: int) -> None:
+def _train(world: DistEnv, folder: str, steps: int) -> None:
     # As little as can be of what is not the numbers: this machine's load, its packages.
     os.environ.update(WANDB_MODE="offline", WANDB__DISABLE_STATS="true", WANDB_PROJECT="llamas")
     flags = [*TINY, f"--job.dump_folder={folder}", f"--training.steps={steps}", "--metrics.enable_wandb"]
@@ -281,7 +281,7 @@ def test_a_failed_run_ends_before_the_launcher_does_so(
         monkeypatch.delenv(name, raising=False)
     plans = load_plans("debug_model.toml", 1, TINY)
     args = replace(SHAPES["llama3"]["debugmodel"], vocab_size=512)
-    watched = Observer(plans, World(0, 0, 1, torch.device("cpu")), args)
+    watched = Observer(plans, DistEnv(0, 0, 1, torch.device("cpu")), args)
     watched._tracker, watched._tensorboard = Tracker(tmp_path, {}), TensorBoard(tmp_path / "tb", purge_step=1)
     monkeypatch.setattr(RecordWriter, "write", lambda *_: release.wait(60))
     watched._tensorboard.write(1, {"lr": 1.0})
@@ -304,7 +304,7 @@ def test_a_failed_run_ends_before_the_launcher_does_so(
     assert 1.5 <= took < SECONDS_TO_SPEAK, "each of them was waited for, as long as there is time"
 
 
-def _hanging(world: World, folder: str) -> tuple[int, float]:
+def _hanging(world: DistEnv, folder: str) -> tuple[int, float]:
     """A whole run with a back end that never answers."""
     stuck = threading.Event()
     sys.modules["wandb"] = Backend(init=lambda: bool(stuck.wait(60)))

@@ -18,9 +18,9 @@ from titanlite.config.plans import Float8Plan, ShardPlan
 from titanlite.drift import Drift, measure_drift
 from titanlite.guard import FiniteGuard
 from titanlite.loss import cross_entropy_sum
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.float8 import ScalePrecompute
 from titanlite.parallel.tensor import tensor_loss
-from titanlite.parallel.world import World
 from titanlite.step import Duplicates, train_step
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -78,7 +78,7 @@ def _what(tensor: Tensor) -> str:
     return str(local.dtype).removeprefix("torch.")
 
 
-def watch_step(world: World, run: Run) -> Seen:
+def watch_step(world: DistEnv, run: Run) -> Seen:
     """The second step."""
     model, optimizer, rank = build_tiny(world, run)
     guard = FiniteGuard(world.device)
@@ -106,7 +106,7 @@ def distance(a: list[float], b: list[float]) -> float:
     return (torch.tensor(a) - torch.tensor(b)).abs().mean().item()
 
 
-def gathered_types(world: World, run: Run) -> dict[str, str]:
+def gathered_types(world: DistEnv, run: Run) -> dict[str, str]:
     """How weights look while their block computes."""
     model, _, rank = build_tiny(world, run)
     found: dict[str, str] = {}
@@ -123,7 +123,7 @@ def gathered_types(world: World, run: Run) -> dict[str, str]:
     return found
 
 
-def drift_of(world: World, run: Run) -> tuple[Drift, float, list[float], list[float]]:
+def drift_of(world: DistEnv, run: Run) -> tuple[Drift, float, list[float], list[float]]:
     """What is measured of the initial weights, their loss without float8, and the losses measured first and again."""
     plan = run.mesh(world.size)
     duplicates = Duplicates(plan.tensor * plan.pipeline, plan.tensor)
@@ -144,7 +144,7 @@ def drift_of(world: World, run: Run) -> tuple[Drift, float, list[float], list[fl
     return first, exact.exact, [first.float8], [again.float8]
 
 
-def resumed(world: World, run: Run, folder: str) -> tuple[dict[str, Any], list[float]]:
+def resumed(world: DistEnv, run: Run, folder: str) -> tuple[dict[str, Any], list[float]]:
     """Six steps without a break, and the losses of six that were saved and resumed after the third."""
     straight = train_and_save(world, run, f"{folder}/straight", 1, 6, every=3)
     parts = [train_and_save(world, run, f"{folder}/parts", *steps) for steps in ((1, 3), (4, 6))]

@@ -12,7 +12,7 @@ from tests.pool import Pools
 from tests.training.harness import Run, batches, build_tiny, full, micro_batches
 from titanlite.build import to_device
 from titanlite.guard import FiniteGuard, NonFiniteError
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.step import train_step
 
 TOKENS, LABELS = batches(6, 4, 16, 192)
@@ -26,7 +26,7 @@ def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
     return {**weights, **moments}
 
 
-def _poisoned(world: World, run: Run, where: str, value: float) -> dict[str, Any]:
+def _poisoned(world: DistEnv, run: Run, where: str, value: float) -> dict[str, Any]:
     """Six steps with `value` put into rank 1's loss or gradient in step 3; the state before and after it."""
     model, optimizer, rank = build_tiny(world, run)
     guard = FiniteGuard(world.device)
@@ -91,7 +91,7 @@ def test_infinite_loss_with_finite_gradients_is_caught(pool: Pools) -> None:
     assert result["norm_is_finite"] and result["step"] == 1
 
 
-def _zero_probability(world: World) -> dict[str, Any]:
+def _zero_probability(world: DistEnv) -> dict[str, Any]:
     model, optimizer, rank = build_tiny(world, RUN)
     guard = FiniteGuard(world.device)
     data = to_device(micro_batches(RUN, 0, rank, world.size), world.device)

@@ -38,8 +38,8 @@ from titanlite.drift import Drift
 from titanlite.guard import BadStepError, FiniteGuard, LossSpikeError
 from titanlite.loss import cross_entropy_sum
 from titanlite.observe.metrics import read_metrics
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.tensor import tensor_loss
-from titanlite.parallel.world import World
 from titanlite.prepare import load_plans
 from titanlite.runs.ledger import read_entries
 from titanlite.step import Duplicates, train_step
@@ -63,7 +63,7 @@ def _equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def _train(world: World, run: Run, value: float | None) -> dict[str, Any]:
+def _train(world: DistEnv, run: Run, value: float | None) -> dict[str, Any]:
     """Six steps with `value` put into the third on one rank, or five without that batch where it is None."""
     model, optimizer, rank = build_tiny(world, run)
     plan = run.mesh(world.size)
@@ -189,7 +189,7 @@ def test_without_spike_sigmas_any_finite_loss_is_good() -> None:
     assert all(_feed(guard, step, loss) for step, loss in enumerate([1.0, 1.0, 1.0, 1e30], 1))
 
 
-def _nan_between(world: World) -> tuple[list[bool], list[float]]:
+def _nan_between(world: DistEnv) -> tuple[list[bool], list[float]]:
     guard = FiniteGuard(world.device, GuardPlan("skip", 5, 4.0, 4))
     losses = [2.0, 2.1, float("nan"), 1.9, float("inf"), 2.0, 9.0, 2.05, float("-inf"), 2.0, 9.0]
     return [_feed(guard, step, loss) for step, loss in enumerate(losses, 1)], guard.state_dict()["losses"]
@@ -242,7 +242,7 @@ def test_the_budget_is_of_the_last_steps() -> None:
 GLOBAL = 8
 
 
-def _run(world: World, folder: str, poison: dict[int, float], *flags: str) -> dict[str, Any]:
+def _run(world: DistEnv, folder: str, poison: dict[int, float], *flags: str) -> dict[str, Any]:
     """Train; on the last rank, in these steps of the data order, an activation (by NaN) or the logits are scaled."""
     given = [*TINY, "--no-validation.enable", f"--job.dump_folder={folder}"]
     plans = load_plans("debug_model.toml", world.size, [*given, *flags])
@@ -442,7 +442,7 @@ def test_runs_in_epochs_end_sooner(pool: Pools, tmp_path: Path) -> None:
     assert whole[0] - less[0] == 2 and less[1] == less[0], "planned and done"
 
 
-def _in_epochs(world: World, folder: str, *flags: str) -> tuple[int, int]:
+def _in_epochs(world: DistEnv, folder: str, *flags: str) -> tuple[int, int]:
     from titanlite.config.load import load_file
     from titanlite.prepare import resolve_plans
 
@@ -476,7 +476,7 @@ def test_weights_that_make_every_step_bad_do_not_push_out_the_last_good_ones(poo
     assert steps_in(tmp_path / "checkpoint") == [2, 4, 6, 8, 9], "2 is the newest of which later steps were good"
 
 
-def _drifts(world: World, folder: str) -> list[bool]:
+def _drifts(world: DistEnv, folder: str) -> list[bool]:
     """At each measurement of drift, whether nothing is under way any more that its pause would pay for."""
     flags = [*TINY, "--no-validation.enable", f"--job.dump_folder={folder}", "--training.steps=3"]
     plans = load_plans("debug_model.toml", world.size, flags)

@@ -16,7 +16,7 @@ from tests.training.test_run import _run
 from titanlite.build import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.observe.metrics import read_metrics
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.step import layer_of, train_step
 
 TOKENS, LABELS = batches(1, 8, 16, 192)
@@ -24,7 +24,7 @@ RUN = Run(TOKENS, LABELS, [1e-3], accumulation=2)
 LAYERS = ["tok_embeddings", "layers.0", "layers.1", "norm", "output"]
 
 
-def _norms(world: World, run: Run) -> tuple[dict[str, float], dict[str, float], float]:
+def _norms(world: DistEnv, run: Run) -> tuple[dict[str, float], dict[str, float], float]:
     """Norms by layer as the step tells them and as the full gradients have them, and the norm of all."""
     model, optimizer, rank = build_tiny(world, run)
     gradients: dict[str, torch.Tensor] = {}

@@ -23,7 +23,7 @@ from titanlite.checkpoint.manifest import steps_in
 from titanlite.config.plans import CheckpointPlan
 from titanlite.guard import FiniteGuard, WeightsError, find_nonfinite
 from titanlite.loss import cross_entropy_sum
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.prepare import load_plans
 from titanlite.runs.ledger import read_entries
 from titanlite.step import Duplicates, train_step
@@ -38,7 +38,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _search(world: World) -> list[str]:
+def _search(world: DistEnv) -> list[str]:
     def found(*tensors: torch.Tensor) -> str:
         return find_nonfinite({f"t{i}": tensor for i, tensor in enumerate(tensors)})
 
@@ -63,7 +63,7 @@ def test_the_search_finds_what_is_not_finite_and_nothing_else(pool: Pools) -> No
         assert found == ["", *["t4 on rank 1"] * 4, "t0 on rank 1", "t1 on rank 0", "t0 on ranks 0, 1"]
 
 
-def _saves(world: World, folder: str, run: Run, mode: Any) -> list[str]:
+def _saves(world: DistEnv, folder: str, run: Run, mode: Any) -> list[str]:
     """Save with a NaN in a weight of the last rank, then in a moment of it, then with neither; what each save says."""
     model, optimizer, rank = build_tiny(world, run)
     mesh = run.mesh(world.size)
@@ -113,7 +113,7 @@ def test_no_save_publishes_what_is_not_finite(pool: Pools, tmp_path: Path, mode:
     assert steps_in(tmp_path) == [1]
 
 
-def _too_large(world: World, folder: str) -> str:
+def _too_large(world: DistEnv, folder: str) -> str:
     model, optimizer, _ = build_tiny(world, RUN)
     _local(list(model.parameters())[-1]).data.fill_(1e6)
     saver = Checkpointer(CheckpointPlan(enable=True, folder=folder), world, {})
@@ -128,7 +128,7 @@ def test_good_weights_that_the_type_of_the_save_cannot_hold_are_told_apart(pool:
     assert said == "model.output.weight on rank 0 does not fit float16: choose another checkpoint.export_dtype"
 
 
-def _run(world: World, folder: str, spoilt: int, *flags: str, checked: bool = True) -> dict[str, Any]:
+def _run(world: DistEnv, folder: str, spoilt: int, *flags: str, checked: bool = True) -> dict[str, Any]:
     """Train; a weight of the last rank turns NaN once, by the update of step `spoilt`. How that ended.
 
     checked: otherwise saves do not look, as in versions that did not.

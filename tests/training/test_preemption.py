@@ -23,7 +23,7 @@ from titanlite import exit_codes
 from titanlite.build import read_text
 from titanlite.config.load import load_file
 from titanlite.observe.metrics import read_metrics
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.preempt import GracefulStop, Preempted
 from titanlite.prepare import resolve_plans
 from titanlite.runs.attempts import read_attempts
@@ -43,7 +43,7 @@ def _losses(folder: Path) -> dict[tuple[int, str], float]:
     }
 
 
-def _run(world: World, folder: str, where: str, step: int, rank: int, number: int, *flags: str) -> dict[str, Any]:
+def _run(world: DistEnv, folder: str, where: str, step: int, rank: int, number: int, *flags: str) -> dict[str, Any]:
     """Train; a signal comes to one rank in the given place of a step (0: never). How that ended."""
     plans = resolve_plans(load_file("debug_model.toml", [*TINY, f"--job.dump_folder={folder}", *flags]), world.size)
     trainer = Trainer(plans, world, read_text(plans))
@@ -149,7 +149,7 @@ def test_a_validation_is_broken_off_within_two_batches(pool: Pools, tmp_path: Pa
     assert began[0] == began[1] <= 12, "the signal came in the tenth"
 
 
-def _validated_batches(world: World, folder: str, *flags: str) -> dict[str, Any]:
+def _validated_batches(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
     plans = resolve_plans(load_file("debug_model.toml", [*TINY, f"--job.dump_folder={folder}", *flags]), world.size)
     trainer = Trainer(plans, world, read_text(plans))
     batches = 0
@@ -185,7 +185,7 @@ def test_a_save_that_fails_is_not_called_saved(pool: Pools, tmp_path: Path) -> N
         assert "its checkpoint could not be written, there is no checkpoint" in ended["reason"]
 
 
-def _run_without_loading(world: World, folder: str) -> dict[str, Any]:
+def _run_without_loading(world: DistEnv, folder: str) -> dict[str, Any]:
     from titanlite.checkpoint import Checkpointer
 
     before = Checkpointer.load
@@ -204,7 +204,7 @@ def test_a_signal_in_the_very_last_step_lets_the_run_be_done(pool: Pools, tmp_pa
     assert read_entries(tmp_path)[-1]["state"] == "done"
 
 
-def _gradients(world: World, stop: bool) -> list[torch.Tensor]:
+def _gradients(world: DistEnv, stop: bool) -> list[torch.Tensor]:
     from tests.training.harness import Run, batches, build_tiny, full, micro_batches
     from titanlite.build import to_device
     from titanlite.guard import FiniteGuard

@@ -14,14 +14,14 @@ from tests.training.test_run import TINY
 from titanlite.build import read_text
 from titanlite.config.plans import ProfilePlan
 from titanlite.observe.profiles import Profiles
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.prepare import load_plans
 from titanlite.trainer import Trainer
 
 FLAGS = [*TINY, "--no-checkpoint.enable_checkpoint", "--no-validation.enable", "--profiling.profile_freq=5"]
 
 
-def _train(world: World, folder: str, *flags: str) -> int:
+def _train(world: DistEnv, folder: str, *flags: str) -> int:
     plans = load_plans("debug_model.toml", world.size, [*FLAGS, f"--job.dump_folder={folder}", *flags])
     trainer = Trainer(plans, world, read_text(plans))
     trainer.train()

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.pool import Pools
 from tests.training.test_run import TINY
 from titanlite.build import read_text
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.prepare import load_plans
 from titanlite.trainer import Trainer
 
@@ -78,7 +78,7 @@ class Calls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _watch(world: World, folder: str, flags: list[str]) -> dict[int, dict[str, Any]]:
+def _watch(world: DistEnv, folder: str, flags: list[str]) -> dict[int, dict[str, Any]]:
     """Train, and watch two steps from the fetching of their data to that of the next: all that the loop does."""
     os.environ.update(WANDB_MODE="offline", WANDB__DISABLE_STATS="true")
     trainer = _trainer(world, folder, flags)
@@ -102,7 +102,7 @@ def _watch(world: World, folder: str, flags: list[str]) -> dict[int, dict[str, A
     return seen
 
 
-def _trainer(world: World, folder: str, flags: list[str]) -> Trainer:
+def _trainer(world: DistEnv, folder: str, flags: list[str]) -> Trainer:
     plans = load_plans("debug_model.toml", world.size, [*FLAGS, f"--job.dump_folder={folder}", *flags])
     return Trainer(plans, world, read_text(plans))
 

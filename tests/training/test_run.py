@@ -27,7 +27,8 @@ from titanlite.drill.ranks import train
 from titanlite.guard import NonFiniteError
 from titanlite.loss import cross_entropy_sum
 from titanlite.observe.metrics import read_metrics
-from titanlite.parallel.world import World, WorldError
+from titanlite.parallel import ParallelismError
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.prepare import resolve_plans
 from titanlite.trainer import Trainer
 
@@ -49,7 +50,7 @@ TINY = [
 ]
 
 
-def _run(world: World, folder: str, *flags: str) -> dict[str, Any]:
+def _run(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
     """Train as `train.py` would, inside the pool; the rows of metrics.jsonl."""
     config = load_file("debug_model.toml", [*TINY, f"--job.dump_folder={folder}", *flags])
     plans = resolve_plans(config, world.size)
@@ -313,7 +314,7 @@ def test_each_way_to_stop_has_its_exit_code(tmp_path: Path) -> None:
     assert "has no valid checkpoint" in said and "Traceback" not in said
 
 
-def _garbage(world: World, folder: str) -> tuple[list[int], bool, bool]:
+def _garbage(world: DistEnv, folder: str) -> tuple[list[int], bool, bool]:
     """Steps after which garbage was collected, whether collection was off in training, and on again after it."""
     import gc
 
@@ -420,7 +421,7 @@ def test_what_a_run_sets_for_the_process_ends_with_it(pool: Pools, tmp_path: Pat
     assert after == failed == before
 
 
-def _set_for_the_process(world: World, folder: str) -> tuple[set[Any], Any, Any, Any]:
+def _set_for_the_process(world: DistEnv, folder: str) -> tuple[set[Any], Any, Any, Any]:
     """Determinism, cuBLAS's workspace and inductor's folder: in a step, after the run, after a failed build, before."""
 
     def now() -> tuple[bool, str | None, str | None]:
@@ -439,6 +440,6 @@ def _set_for_the_process(world: World, folder: str) -> tuple[set[Any], Any, Any,
     trainer.train()
     hook.remove()
     after = now()
-    with pytest.raises(WorldError):
+    with pytest.raises(ParallelismError):
         Trainer(replace(plans, mesh=replace(plans.mesh, world_size=2, dp_shard=2)), world, text)
     return seen, after, now(), before

@@ -26,7 +26,7 @@ from titanlite.data.background import DataNotReadyError, Prefetcher
 from titanlite.data.loader import Batch
 from titanlite.guard import FiniteGuard
 from titanlite.observe.metrics import read_metrics
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.preempt import Preempted
 from titanlite.prepare import resolve_plans
 from titanlite.runs.ledger import read_entries
@@ -41,7 +41,12 @@ IN_TIME = 20.0
 
 
 def _run(
-    world: World, folder: str, hang: tuple[str, int, int] | None, late: bool, *flags: str, signalled: int | None = None
+    world: DistEnv,
+    folder: str,
+    hang: tuple[str, int, int] | None,
+    late: bool,
+    *flags: str,
+    signalled: int | None = None,
 ) -> dict[str, Any]:
     """Train. hang: where ("text", "validation", or "loader": the text for steps alone), the rank whose storage hangs,
     the first sequence that it does not give. The signal comes when that is waited for, to that rank or to `signalled`.
@@ -241,7 +246,7 @@ def test_a_validation_that_waits_in_vain_is_broken_off(
 # The pieces
 
 
-def _steps(world: World, void: bool) -> tuple[list[torch.Tensor], list[torch.Tensor], dict[str, Any], int | None]:
+def _steps(world: DistEnv, void: bool) -> tuple[list[torch.Tensor], list[torch.Tensor], dict[str, Any], int | None]:
     tokens, labels = batches(6, 4, 16, 192)
     model, optimizer, rank = build_tiny(world, Run(tokens, labels, [1e-3] * 6))
     guard = FiniteGuard(world.device, GuardPlan(policy="skip", spike_sigmas=6.0, window=4))

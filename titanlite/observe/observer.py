@@ -30,7 +30,7 @@ from titanlite.observe.report import WARNING
 from titanlite.observe.stepline import StepFigures, fsdp_line, titan_line
 from titanlite.observe.tensorboard import TensorBoard, tags
 from titanlite.observe.tracker import Tracker
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.folder import FinalState, RunRecord, begin
 from titanlite.runs.provenance import config_text
 from titanlite.step import StepResult
@@ -46,7 +46,7 @@ class Observer:
     args: the model's arguments, for FLOPs.
     """
 
-    def __init__(self, plans: Plans, world: World, args: Any) -> None:
+    def __init__(self, plans: Plans, world: DistEnv, args: Any) -> None:
         assert plans.train.steps is not None
         self.plans, self.world = plans, world
         plan = plans.observe

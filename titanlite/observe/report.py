@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from titanlite.config.plans import Plans
 from titanlite.observe.flops import is_cpu
-from titanlite.parallel.float8_choice import tokens
+from titanlite.parallel.float8_choice import tokens_per_product
 from titanlite.utils import counted, human_bytes, human_count
 
 if TYPE_CHECKING:
-    from titanlite.parallel.activation_checkpoint import Kept
-    from titanlite.parallel.float8_choice import Choice
-    from titanlite.parallel.pipeline_split import Layout
+    from titanlite.parallel.activation_checkpoint import ActivationStats
+    from titanlite.parallel.float8_choice import Float8Choice
+    from titanlite.parallel.pipeline_split import StageLayout
 
 #: How a line begins that is to be logged at level WARNING.
 WARNING = "warning: "
@@ -35,9 +35,9 @@ def start_report(
     memory_bytes: int,
     peak_flops: float | None,
     folders: Mapping[str, str],
-    kept: Kept | None = None,
-    stages: Layout | None = None,
-    float8: Sequence[Choice] = (),
+    kept: ActivationStats | None = None,
+    stages: StageLayout | None = None,
+    float8: Sequence[Float8Choice] = (),
 ) -> list[str]:
     """Aligned lines `name  text`, then `note:` and `warning:` lines.
 
@@ -105,7 +105,7 @@ def _peak(plans: Plans, peak_flops: float | None) -> str:
     return f"{text} (metrics.peak_tflops)" if given else f"{text}, its peak in bf16; float8 products can be above it"
 
 
-def _float8(plans: Plans, choices: Sequence[Choice]) -> list[tuple[str, str]]:
+def _float8(plans: Plans, choices: Sequence[Float8Choice]) -> list[tuple[str, str]]:
     """One row of all, and one for each kind of linear."""
     plan = plans.float8
     total, converted = (sum(len(c.names) for c in some) for some in (choices, [c for c in choices if c.converted]))
@@ -114,7 +114,7 @@ def _float8(plans: Plans, choices: Sequence[Choice]) -> list[tuple[str, str]]:
         how = "all scales by one all-reduce after the update" if plan.precompute else "each scale found as it is"
         parts.append(f"weights gathered in float8, {how}")
     parts.append(f"{converted:,} of {total:,} linears")
-    m = tokens(plans.batch, plans.mesh, plans.pipeline)
+    m = _tokens(plans)
     parts.append(f"M = {m:,} tokens in a product of one rank")
     if plan.drift_check:
         parts.append(f"drift measured every {counted(plan.drift_check, 'steps')}")
@@ -140,7 +140,7 @@ def _mesh(plans: Plans) -> str:
     return f"{' x '.join(shown)} = {counted(mesh.world_size, 'ranks')}{how}"
 
 
-def _pipeline(plans: Plans, layout: Layout) -> str:
+def _pipeline(plans: Plans, layout: StageLayout) -> str:
     parts = [
         f"{names[0]} to {names[-1]} on {rank}" if len(names) > 1 else f"{names[0]} on {rank}"
         for names, rank in zip(layout.stages, layout.ranks, strict=True)
@@ -192,15 +192,21 @@ def _compile(plans: Plans) -> str:
     return f"{' and '.join(parts)}, backend {plan.backend}" if parts else "off"
 
 
+def _tokens(plans: Plans) -> int:
+    """M, the tokens of one product on one rank."""
+    batch, microbatches = plans.batch, plans.pipeline.microbatches
+    return tokens_per_product(batch.micro_batch_size, batch.seq_len, cp=plans.mesh.context, microbatches=microbatches)
+
+
 def _loss(plans: Plans) -> str:
-    count = tokens(plans.batch, plans.mesh, plans.pipeline)
+    count = _tokens(plans)
     return (
         f"head and cross-entropy in {plans.loss.chunks} pieces of {-(-count // plans.loss.chunks):,} tokens, one after "
         "the other"
     )
 
 
-def _activations(plans: Plans, kept: Kept, device: str) -> str:
+def _activations(plans: Plans, kept: ActivationStats, device: str) -> str:
     plan = plans.activations
     every_byte = kept.blocks * kept.plain_bytes
     amount = f"{human_bytes(kept.total_bytes)} of {human_bytes(every_byte)} kept per micro-batch"
