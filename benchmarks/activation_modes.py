@@ -31,8 +31,8 @@ ROOT = Path(__file__).resolve().parents[1]
 WARM = 2
 EAGER: dict[str, dict[str, Any]] = {
     "none": {"mode": "none"},
-    "selective, 2": {"mode": "every", "every": 2},
-    "selective, op": {"mode": "op"},
+    "selective, 2": {"mode": "selective", "selective_ac_option": "2"},
+    "selective, op": {"mode": "selective", "selective_ac_option": "op"},
     "full": {"mode": "full"},
 }
 COMPILED = {
@@ -85,16 +85,16 @@ def serve(shape: Shape, plan: dict[str, Any], compiled: bool) -> None:
     sys.path.insert(0, str(ROOT))
     import torch
 
-    from titanlite.build import build_model
-    from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, MeshPlan, OptimizerPlan, ShardPlan
+    from titanlite.config.plans import OptimizerPlan
+    from titanlite.config.sections.model import ActivationCheckpoint, Compile
+    from titanlite.config.sections.training import Training
     from titanlite.data.loader import Batch, to_device
     from titanlite.guard import FiniteGuard
     from titanlite.metrics.throughput import reset_peak
     from titanlite.models import LlamaArgs, get_spec
     from titanlite.optim.optimizer import build_optimizer
-    from titanlite.parallel.activation_checkpoint import trace_block
-    from titanlite.parallel.fsdp import DTYPES
-    from titanlite.parallel.world import World
+    from titanlite.parallel.dist_env import DistEnv
+    from titanlite.parallel.parallelize import ModelBuilder
     from titanlite.step import PlainRunner, TrainStep
 
     args = LlamaArgs(
@@ -104,23 +104,19 @@ def serve(shape: Shape, plan: dict[str, Any], compiled: bool) -> None:
         vocab_size=shape.vocab,
         max_seq_len=shape.seq,
     )
-    spec, activations = get_spec("llama3"), ActivationCheckpointPlan(**plan)
-    with World.open() as world:
+    with DistEnv.open() as world:
         device = world.device
-        with torch.device("meta"):
-            meta = spec.build(args)
-        tokens_shape = (shape.batch, shape.seq)
-        kept = trace_block(meta, spec.block_names(args), activations, tokens_shape, device, DTYPES[shape.dtype])
-        model = build_model(
-            spec,
+        builder = ModelBuilder(
+            get_spec("llama3"),
             args,
-            world.build_mesh(MeshPlan()),
-            ShardPlan(param_dtype=shape.dtype),  # type: ignore[arg-type]
+            world.build_mesh(),
             device,
-            seed=0,
-            compile_plan=CompilePlan(model=compiled),
-            activations=activations,
+            Training(mixed_precision_param=shape.dtype, compile=compiled),  # type: ignore[arg-type]
+            activation_checkpoint=ActivationCheckpoint(**plan),
+            compile=Compile(components=["model"]),
         )
+        kept = builder.trace_activations(batch_size=shape.batch, seq_len=shape.seq)
+        model = builder.build(seed=0)
         optimizer = build_optimizer(model.parameters(), OptimizerPlan(), device)
         train_step = TrainStep(model, optimizer, PlainRunner(model), FiniteGuard(device), max_norm=1.0)
         window = torch.randint(0, shape.vocab, (shape.batch, shape.seq + 1), generator=torch.Generator().manual_seed(0))

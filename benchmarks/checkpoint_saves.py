@@ -91,21 +91,22 @@ def cell(folder: Path, repeats: int, dim: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from titanlite.build import build_model
     from titanlite.checkpoint import Checkpointer
-    from titanlite.config.plans import CheckpointPlan, MeshPlan, OptimizerPlan, ShardPlan
+    from titanlite.config.plans import CheckpointPlan, OptimizerPlan
+    from titanlite.config.sections.training import Training
     from titanlite.data.loader import Batch, to_device
     from titanlite.guard import FiniteGuard
     from titanlite.models import LlamaArgs, get_spec
     from titanlite.optim.optimizer import build_optimizer
-    from titanlite.parallel.world import World
+    from titanlite.parallel.dist_env import DistEnv
+    from titanlite.parallel.parallelize import ModelBuilder
     from titanlite.step import PlainRunner, TrainStep, do_nothing
 
-    with World.open() as world:
-        mesh = world.build_mesh(MeshPlan(dp_shard=world.size, world_size=world.size))
+    with DistEnv.open() as world:
+        mesh = world.build_mesh(dp_shard=world.size)
         args = LlamaArgs(**{**SHAPE, "dim": dim})
-        shard = ShardPlan(param_dtype="float32")
-        model = build_model(get_spec("llama3"), args, mesh, shard, world.device, seed=0)
+        training = Training(mixed_precision_param="float32")
+        model = ModelBuilder(get_spec("llama3"), args, mesh, world.device, training).build(seed=0)
         optimizer = build_optimizer(model.parameters(), OptimizerPlan(), world.device)
         train_step = TrainStep(model, optimizer, PlainRunner(model), FiniteGuard(world.device), max_norm=1.0)
         window = torch.randint(0, args.n_vocab, (TOKENS[0], TOKENS[1] + 1), generator=torch.Generator().manual_seed(0))

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import torch
 
-    from titanlite.parallel.world import World
+    from titanlite.parallel.dist_env import DistEnv
 
 STEPS, GLOBAL_BATCH, MICRO_BATCH, SEQ = 4, 8, 2, 48
 DIM, LAYERS, HEADS, KV_HEADS, MULTIPLE_OF, VOCAB = 64, 3, 4, 2, 32, 2304
@@ -135,7 +135,7 @@ def sequence(index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     return tokens, labels
 
 
-def train_titanlite(world: World, folder: Path, *flags: str) -> list[dict[str, float]]:
+def train_titanlite(world: DistEnv, folder: Path, *flags: str) -> list[dict[str, float]]:
     """Train with titanlite's `Trainer` from `CONFIG`; on rank 0 the rows of its metrics.jsonl, one per step.
 
     folder: an empty one, the same on all ranks or not. flags: as on the command line, after `CONFIG`.

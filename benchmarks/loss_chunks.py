@@ -24,14 +24,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from titanlite.build import build_model
 from titanlite.config.plans import LossPlan, MeshPlan, OptimizerPlan, ShardPlan
 from titanlite.data.loader import Batch, to_device
 from titanlite.guard import FiniteGuard
 from titanlite.metrics.throughput import device_name
 from titanlite.models import LlamaArgs, get_spec
 from titanlite.optim.optimizer import build_optimizer
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.step import PlainRunner, TrainStep
 
 MIB = 2**20
@@ -46,7 +45,7 @@ def resident(key: str) -> int:
 class Cell:
     """A model with a number of chunks, and what its steps took."""
 
-    def __init__(self, world: World, args: LlamaArgs, chunks: int, dtype: Any) -> None:
+    def __init__(self, world: DistEnv, args: LlamaArgs, chunks: int, dtype: Any) -> None:
         self.chunks, self.device = chunks, world.device
         mesh, plan = world.build_mesh(MeshPlan()), ShardPlan(param_dtype=dtype)
         model = build_model(get_spec("llama3"), args, mesh, plan, self.device, 0, loss=LossPlan(chunks))
@@ -89,7 +88,7 @@ def main() -> None:
     options = parser.parse_args()
     args = LlamaArgs(options.dim, options.layers, n_heads=4, vocab_size=options.vocab, max_seq_len=options.seq)
     window = torch.randint(0, options.vocab, (options.batch, options.seq + 1), generator=torch.manual_seed(0))
-    with World.open() as world:
+    with DistEnv.open() as world:
         batches = to_device([Batch(window[:, :-1].contiguous(), window[:, 1:].contiguous())], world.device)
         cells = [Cell(world, args, chunks, options.dtype) for chunks in options.chunks]
         for turn in range(options.rounds + 1):

@@ -7,13 +7,13 @@ import torch
 from titanlite.build import build
 from titanlite.loss import count_valid
 from titanlite.optim.schedule import learning_rate
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.prepare import load_plans
 from titanlite.step import forward_backward
 
 
 def main(flags: list[str]) -> None:
-    with World.open() as world:
+    with DistEnv.open() as world:
         plans = load_plans("debug_model.toml", world.size, flags)
         text = read_text(plans)
         parts = build(plans, world, text)

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from titanlite.callbacks import Callback
     from titanlite.checkpoint import Checkpointer
     from titanlite.guard import FiniteGuard
-    from titanlite.parallel.world import World
     from titanlite.prepare import load_plans as load_config
     from titanlite.signals import StopSignal
     from titanlite.step import PlainRunner, StepResult, TrainStep, validate
@@ -37,7 +36,7 @@ _NAMES = {
     "TrainStep": "step:TrainStep",
     "Trainer": "trainer:Trainer",
     "TrainingComponents": "build:TrainingComponents",
-    "World": "parallel.world:World",
+    "DistEnv": "parallel.dist_env:DistEnv",
     "build": "build:build",
     "load_config": "prepare:load_plans",
     "read_datasets": "build:read_datasets",
@@ -53,7 +52,7 @@ __all__ = [
     "TrainStep",
     "Trainer",
     "TrainingComponents",
-    "World",
+    "DistEnv",
     "__version__",
     "build",
     "load_config",

@@ -1,7 +1,6 @@
 """Config and ranks → components of a training loop: the one place that knows all rooms.
 
-Order: tokenizer → text → model on the meta device → pipeline stages → float8 → tensor and context parallelism →
-activation checkpointing → `torch.compile` → `fully_shard` → memory → initial weights → optimizer.
+Order: tokenizer → text → model (`titanlite.parallel.parallelize`) → data → step → checkpoints → callbacks.
 """
 
 from __future__ import annotations
@@ -27,25 +26,14 @@ from titanlite.callbacks import Callback, load_callbacks
 from titanlite.checkpoint import Checkpointer, ResumeGuard
 from titanlite.checkpoint.resume_guard import FILE as RESUME_FILE
 from titanlite.checkpoint.schedule import SaveSchedule
-from titanlite.config.errors import ConfigError, Problem
-from titanlite.config.plans import (
-    ActivationCheckpointPlan,
-    BatchPlan,
-    CompilePlan,
-    Float8Plan,
-    LossPlan,
-    PipelinePlan,
-    Plans,
-    ShardPlan,
-    TensorParallelPlan,
-)
+from titanlite.config.errors import ConfigError
+from titanlite.config.plans import Plans
 from titanlite.data.background import PassLoader, Prefetcher, StepLoader, ValidationPrefetcher
 from titanlite.data.left_out import of_steps
 from titanlite.data.loader import TrainLoader, ValidationLoader
 from titanlite.data.packing import PackedDataset, build_dataset, build_validation_dataset
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.guard import FiniteGuard
-from titanlite.loss import chunk_head, cross_entropy_sum
 from titanlite.metrics import startup_report as rep
 from titanlite.metrics.float8_error import Float8ErrorCheck
 from titanlite.metrics.garbage import GarbageCollection
@@ -58,19 +46,17 @@ from titanlite.models import LlamaArgs, ModelSpec, get_spec
 from titanlite.models.shapes import as_record, flops_per_token
 from titanlite.optim.learning_rate import LearningRate
 from titanlite.optim.optimizer import build_optimizer
-from titanlite.parallel.activation_checkpoint import Kept, checkpoint_activations, trace_block
-from titanlite.parallel.compile import CompileWatch, LossFunction, compile_loss, compile_units, prepare_compile
-from titanlite.parallel.context import PartLoader, PartPasses, Share, apply_context_parallel
-from titanlite.parallel.float8 import ScalePrecompute, convert
-from titanlite.parallel.float8_choice import Choice, choose, converted_names
-from titanlite.parallel.float8_choice import tokens as micro_batch_tokens
-from titanlite.parallel.fsdp import DTYPES, offloads, shard
-from titanlite.parallel.init import init_weights, materialize, seed_generators
-from titanlite.parallel.pipeline import Piece, Pipeline, PipelineModel, cut, keep_gathered
-from titanlite.parallel.pipeline_split import divide
-from titanlite.parallel.tensor import ASYNC_OPTIONS, check_async, enable_async, split, tensor_loss
-from titanlite.parallel.units import Unit, UnitError, choose_units
-from titanlite.parallel.world import World, this_rank
+from titanlite.parallel.activation_checkpoint import ActivationStats
+from titanlite.parallel.compile import prepare_compile
+from titanlite.parallel.context import CPLoader
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.parallel.float8 import ScalePrecompute
+from titanlite.parallel.float8_choice import Float8Choice, tokens_per_product
+from titanlite.parallel.init import seed_generators
+from titanlite.parallel.parallelize import ModelBuilder
+from titanlite.parallel.pipeline import PipelineModel
+from titanlite.parallel.tensor import enable_async
+from titanlite.preflight import async_tp_problems, fsdp_problems
 from titanlite.prepare import model_args, undivided
 from titanlite.run_callbacks import (
     AttemptRecord,
@@ -102,7 +88,7 @@ class Datasets:
 class TrainingComponents:
     """What a training loop is made of, on this rank."""
 
-    world: World
+    world: DistEnv
     mesh: DeviceMesh
     spec: ModelSpec
     args: LlamaArgs
@@ -141,208 +127,16 @@ class TrainingComponents:
             stack.callback(self.loader.close)
 
 
-def build_model(
-    spec: ModelSpec,
-    args: LlamaArgs,
-    mesh: DeviceMesh,
-    plan: ShardPlan,
-    device: torch.device,
-    seed: int,
-    compile_plan: CompilePlan | None = None,
-    activations: ActivationCheckpointPlan | None = None,
-    tensor: TensorParallelPlan = TensorParallelPlan(),  # noqa: B008 (immutable)
-    pipeline: PipelinePlan = PipelinePlan(),  # noqa: B008 (immutable)
-    float8: Float8Plan = Float8Plan(),  # noqa: B008 (immutable)
-    loss: LossPlan = LossPlan(),  # noqa: B008 (immutable)
-) -> nn.Module:
-    """The sharded model on `device` with its initial weights; no rank ever holds a full copy.
-
-    Of a pipeline: this rank's stages, in a `PipelineModel`.
-    """
-    model = lay_out(spec, args, mesh, plan, device, compile_plan, activations, tensor, pipeline, float8, loss)
-
-    def initialize(part: nn.Module) -> None:
-        init_weights(part, lambda name: spec.init_rule(name, args), seed, device)
-        part.init_buffers()  # type: ignore[operator]
-
-    parameters_on = torch.device("cpu") if offloads(plan, device.type) else device
-    for part in model.stages.values() if isinstance(model, PipelineModel) else [model]:
-        materialize(part, device, initialize, parameters_on)
-    return model
-
-
-def lay_out(
-    spec: ModelSpec,
-    args: LlamaArgs,
-    mesh: DeviceMesh,
-    plan: ShardPlan,
-    device: torch.device,
-    compile_plan: CompilePlan | None = None,
-    activations: ActivationCheckpointPlan | None = None,
-    tensor: TensorParallelPlan = TensorParallelPlan(),  # noqa: B008 (immutable)
-    pipeline: PipelinePlan = PipelinePlan(),  # noqa: B008 (immutable)
-    float8: Float8Plan = Float8Plan(),  # noqa: B008 (immutable)
-    loss: LossPlan = LossPlan(),  # noqa: B008 (immutable)
-) -> nn.Module:
-    """This rank's part of the model on the meta device: cut, divided and sharded, but without memory or weights.
-
-    device: where it is to live. Of a pipeline: this rank's stages, in a `PipelineModel`.
-    """
-
-    def whole() -> nn.Module:
-        return spec.build_on_meta(args)
-
-    if mesh["pp"].size() > 1:
-        plan = keep_gathered(plan, pipeline)
-    # Of the whole model, so that they do not depend on where it is cut.
-    units = choose_units(whole(), plan, spec.fsdp_units(args))
-    if mesh["pp"].size() == 1:
-        parts = {0: whole()}
-    else:
-        layout = divide(spec.pipeline_costs(args, args.max_seq_len), pipeline, mesh["pp"].size())
-        parts = cut(whole, layout, mesh.get_local_rank("pp"))
-    for part in parts.values():
-        if loss.chunks > 1:
-            chunk_head(part, loss.chunks)
-        _parallelize(part, spec, args, mesh, units, plan, device, compile_plan, activations, tensor, float8)
-    return parts[0] if mesh["pp"].size() == 1 else PipelineModel(parts, layout, mesh)
-
-
-def _parallelize(
-    model: nn.Module,
-    spec: ModelSpec,
-    args: LlamaArgs,
-    mesh: DeviceMesh,
-    units: Sequence[Unit],
-    plan: ShardPlan,
-    device: torch.device,
-    compile_plan: CompilePlan | None,
-    activations: ActivationCheckpointPlan | None,
-    tensor: TensorParallelPlan,
-    float8: Float8Plan,
-) -> None:
-    """Everything between the meta device and memory, for a model or one stage of it, in place."""
-    if float8.enable:
-        convert(model, converted_names(float8_choices(spec, args, float8, mesh["tp"].size())), float8)
-    if mesh["tp"].size() > 1:
-        split(model, spec.tensor_plan(args), mesh["tp"], tensor.loss_parallel)
-    modules = dict(model.named_modules())
-    if mesh["cp"].size() > 1 and any(name in modules for name in spec.block_names(args)):
-        apply_context_parallel(model, mesh)
-    if activations is not None:
-        # What a graph computes is hidden from a policy by operation, so that is applied inside of the graphs.
-        inside = activations.mode == "op" and compile_plan is not None and compile_plan.model
-        names = compiled_names(spec, args, mesh["tp"].size()) if inside else spec.block_names(args)
-        checkpoint_activations(model, names, activations, device)
-    modules = dict(model.named_modules())
-    if compile_plan is not None and compile_plan.model:
-        names = compiled_names(spec, args, mesh["tp"].size())
-        graphs = {name: modules[name] for name in names if name in modules}
-        compile_units(graphs, compile_plan.backend, ASYNC_OPTIONS if tensor.asynchronous else None)
-    held = [tuple(name for name in unit if name in modules) for unit in units]
-    shard(model, [unit for unit in held if unit], mesh, plan)
-
-
-def float8_choices(spec: ModelSpec, args: LlamaArgs, plan: Float8Plan, tensor: int) -> list[Choice]:
-    """What float8 makes of each kind of linear of the whole model. tensor: ranks that share each product."""
-    return choose(spec.linears(args), plan, spec.tensor_plan(args), tensor) if plan.enable else []
-
-
-def build_pipeline(
-    model: PipelineModel,
-    args: LlamaArgs,
-    plan: PipelinePlan,
-    batch: BatchPlan,
-    dtype: torch.dtype,
-    device: torch.device,
-    loss: LossFunction,
-) -> Pipeline:
-    """What runs the stages of a `PipelineModel`. dtype: of its activations."""
-    mesh = model.mesh
-    context, tensor = mesh["cp"].size(), mesh["tp"].size()
-    length = batch.seq_len // context
-    piece = Piece(batch.micro_batch_size // plan.microbatches, length, length // tensor, args.dim, args.n_vocab, dtype)
-
-    def positions(seq_len: int) -> torch.Tensor:
-        everywhere = torch.arange(seq_len * context, device=device)
-        return everywhere if context == 1 else Share.of(mesh).part(everywhere, 0)
-
-    return Pipeline(model, plan, piece, batch.accumulation, device, loss, positions if tensor > 1 else None)
-
-
-def compiled_names(spec: ModelSpec, args: LlamaArgs, tensor: int) -> list[str]:
-    """The modules that `torch.compile` makes one graph each.
-
-    tensor: ranks that share each product. If they do, a graph of a whole block computes wrong gradients.
-    """
-    return spec.sublayer_names(args) if tensor > 1 else spec.block_names(args)
-
-
-def check_tensor_parallel(plans: Plans, text: Datasets) -> None:
-    """Whether ranks can share the products of this model and vocabulary; no process group is needed.
-
-    Raises ConfigError.
-    """
-    if plans.mesh.tensor == 1:
-        return
-    if problems := undivided(model_args(plans.model, text.tokenizer.vocab_size), plans):
+def check_model(plans: Plans, datasets: Datasets) -> None:
+    """Check that ranks can divide this model and vocabulary; no process group is needed. Raises ConfigError."""
+    config, tp = plans.config, plans.mesh.tensor
+    spec, args = get_spec(plans.model.name), model_args(plans.model, datasets.tokenizer.vocab_size)
+    problems = undivided(args, plans)
+    problems += fsdp_problems(spec, args, config.training, config.compile, config.activation_checkpoint)
+    if config.experimental.enable_async_tensor_parallel:
+        problems += async_tp_problems(tp)
+    if problems:
         raise ConfigError(problems)
-    if plans.tensor_parallel.asynchronous:
-        device_type = "cuda" if torch.cuda.is_available() else "cpu"
-        check_async(plans.mesh.tensor, device_type, this_rank().local_size)
-
-
-def check_units(plans: Plans, text: Datasets) -> None:
-    """Whether the model has the FSDP units that the plan asks for; no process group is needed. Raises ConfigError."""
-    if plans.shard.units in ("block", "root"):
-        return
-    spec = get_spec(plans.model.name)
-    args = model_args(plans.model, text.tokenizer.vocab_size)
-    model = spec.build_on_meta(args)
-    try:
-        units = choose_units(model, plans.shard, spec.fsdp_units(args))
-    except UnitError as error:
-        key = "training.fsdp_min_params" if plans.shard.units == "size" else "training.fsdp_units"
-        raise ConfigError([Problem("", key, str(error))]) from None
-    blocks = tuple(f"{name}." for name in spec.block_names(args))
-    within = next((name for unit in units for name in unit if name.startswith(blocks)), None)
-    reasons = []
-    if plans.compile.model:
-        reasons.append("training.compile makes one graph of the block around it")
-    if plans.activations.mode == "op":
-        # torch matches a block's operators by their order, and the second time weights are gathered at other places.
-        reasons.append('activation_checkpoint.selective_ac_option = "op" runs the block around it again, by operator')
-    if plans.activations.offload:
-        # Which weights stay on the device is read where the block begins; these are gathered later.
-        reasons.append("activation_checkpoint.offload would send its gathered weights to host memory with the block's")
-    if within and reasons:
-        message = f"makes {within} a unit, but {' and '.join(reasons)}"
-        hint = 'take units of a block or more: fsdp_units = "block", or a larger fsdp_min_params'
-        raise ConfigError([Problem("", "training.fsdp_units", message, hint)])
-
-
-def trace_activations(spec: ModelSpec, args: LlamaArgs, plans: Plans, device: torch.device, mesh: DeviceMesh) -> Kept:
-    """What a block keeps for its backward, seen in a trace of one micro-batch without data."""
-    model = spec.build_on_meta(args)
-    if plans.float8.enable:
-        names = converted_names(float8_choices(spec, args, plans.float8, plans.mesh.tensor))
-        convert(model, names, replace(plans.float8, all_gather=False))  # nothing is gathered here
-    if plans.mesh.context > 1:
-        apply_context_parallel(model, mesh)
-    tokens = plans.batch.micro_batch_size // plans.pipeline.microbatches, plans.batch.seq_len // plans.mesh.context
-    dtype = DTYPES[plans.shard.param_dtype]
-    return trace_block(model, spec.block_names(args), plans.activations, tokens, device, dtype)
-
-
-def watch_compilation(
-    spec: ModelSpec, args: LlamaArgs, model: nn.Module, plan: CompilePlan, tensor: int = 1
-) -> CompileWatch | None:
-    """Over what the plan compiles; None where that is nothing. tensor: ranks that share each product."""
-    modules = dict(model.named_modules())  # a pipeline stage has some of the blocks
-    names = [name for name in compiled_names(spec, args, tensor) if name in modules] if plan.model else []
-    units = [modules[name] for name in names]
-    functions = [cross_entropy_sum] if plan.loss else []
-    return CompileWatch(units, functions, plan.backend) if units or functions else None
 
 
 def data_parallel_rank(mesh: DeviceMesh) -> int:
@@ -366,7 +160,7 @@ def read_datasets(plans: Plans) -> Datasets:
 
 def build(
     plans: Plans,
-    world: World,
+    world: DistEnv,
     datasets: Datasets | None = None,
     watchdog: HangWatchdog | None = None,
     callbacks: Sequence[Callback] | None = None,
@@ -387,32 +181,36 @@ def build(
     # Model
     spec = get_spec(plans.model.name)
     args = model_args(plans.model, datasets.tokenizer.vocab_size)
-    prepare_compile(plans.compile, device.type)
-    mesh = world.build_mesh(plans.mesh)
-    loss = compile_loss(cross_entropy_sum, plans.compile.backend) if plans.compile.loss else cross_entropy_sum
-    if plans.mesh.tensor > 1:
-        loss = tensor_loss(loss)
-        if plans.tensor_parallel.asynchronous:
-            enable_async(mesh["tp"])
-    model = build_model(
+    if config.training.compile:
+        prepare_compile(config.compile.backend, device.type, config.compile.cache_dir)
+    degrees, batch = plans.mesh, plans.batch
+    mesh = world.build_mesh(
+        pp=degrees.pipeline,
+        dp_replicate=degrees.dp_replicate,
+        dp_shard=degrees.dp_shard,
+        cp=degrees.context,
+        tp=degrees.tensor,
+    )
+    builder = ModelBuilder(
         spec,
         args,
         mesh,
-        plans.shard,
         device,
-        plans.train.seed or 0,
-        plans.compile,
-        plans.activations,
-        plans.tensor_parallel,
-        plans.pipeline,
-        plans.float8,
-        plans.loss,
+        config.training,
+        config.experimental,
+        config.activation_checkpoint,
+        config.compile,
+        config.float8,
     )
-    world.cover_groups()
-    dtype = DTYPES[plans.shard.param_dtype]
-    runner: Runner = PlainRunner(model, loss, plans.shard.gradient_sync == "every")
+    loss = builder.loss()
+    if config.experimental.enable_async_tensor_parallel and degrees.tensor > 1:
+        enable_async(mesh["tp"])
+    model = builder.build(plans.train.seed or 0)
+    world.apply_timeout()
+    sizes = {"batch_size": batch.micro_batch_size, "seq_len": batch.seq_len}
+    runner: Runner = PlainRunner(model, loss, config.training.gradient_sync == "every")
     if isinstance(model, PipelineModel):
-        runner = build_pipeline(model, args, plans.pipeline, plans.batch, dtype, device, loss)
+        runner = builder.pipeline(model, loss, accumulation=batch.accumulation, **sizes)
     if plans.train.seed is not None:  # of torch's own generators; the weights and the data order have their own
         seed_generators(plans.train.seed, mesh)
 
@@ -422,13 +220,13 @@ def build(
     skip = of_steps(plans.data.skip_steps, plans.batch.global_batch_size)
     steps: StepLoader = TrainLoader(datasets.train, plans.batch, rank, ranks, skip)
     if plans.mesh.context > 1:
-        steps = PartLoader(steps, mesh)
+        steps = CPLoader(steps, mesh)
     validation = None
     if datasets.validation is not None:
         section = plans.validation
         passes: PassLoader = ValidationLoader(datasets.validation, section.batch_size, section.steps, rank, ranks)
         if plans.mesh.context > 1:
-            passes = PartPasses(passes, mesh)
+            passes = CPLoader(passes, mesh)
         validation = ValidationPrefetcher(passes, plans.data.prefetch, pin, plans.data.persistent_workers)
 
     # Step
@@ -455,11 +253,10 @@ def build(
         train_step.before_update = checkpointer.await_copy
 
     # Callbacks
-    folder, batch = Path(config.job.dump_folder), plans.batch
+    folder = Path(config.job.dump_folder)
     name, flops = device_name(device), flops_per_token(args, batch.seq_len)
     peak = plans.observe.peak_flops or (peak_flops(name) if device.type == "cuda" else None)
-    kept = trace_activations(spec, args, plans, device, mesh)
-    compiled = watch_compilation(spec, args, model, plans.compile, plans.mesh.tensor)
+    kept, compiled = builder.trace_activations(**sizes), builder.watch_compilation(model)
     resume_guard = ResumeGuard(
         folder / RESUME_FILE,
         world.rank,
@@ -485,13 +282,19 @@ def build(
         gc_seconds=gc.read,
     )
 
-    float8 = float8_choices(spec, args, plans.float8, plans.mesh.tensor)
-
     def report(trainer: Trainer) -> list[str]:
         now = replace(plans, schedule=trainer.parts.learning_rate.schedule)
         now = replace(now, train=replace(plans.train, steps=trainer.steps))
         return startup_lines(
-            now, datasets, parameter_counts(spec.build_on_meta(args)), flops, peak, device, kept, float8, model
+            now,
+            datasets,
+            parameter_counts(spec.build_on_meta(args)),
+            flops,
+            peak,
+            device,
+            kept,
+            builder.float8_choices(),
+            model,
         )
 
     in_epochs = plans.data.epochs is not None
@@ -507,7 +310,7 @@ def build(
         StartReport(report, config.checkpoint, plans.config_toml, skip, attempts, saves, in_epochs),
         metrics,
         CompileReport(compiled) if compiled else None,
-        Float8ErrorCheck(drift, dtype, metrics.write) if drift else None,
+        Float8ErrorCheck(drift, builder.param_dtype, metrics.write) if drift else None,
         Profiler(config.profiling, world.rank, device) if profiles else None,
         ResumeCheck(resume_guard, datasets.train, batch.global_batch_size, skip, world),
         saves,
@@ -546,8 +349,8 @@ def startup_lines(
     flops: int,
     peak: float | None,
     device: torch.device,
-    kept: Kept,
-    float8: Sequence[Choice],
+    kept: ActivationStats,
+    float8: Sequence[Float8Choice],
     model: nn.Module,
 ) -> list[str]:
     """Return the lines of the startup report: what is about to run."""
@@ -556,7 +359,9 @@ def startup_lines(
     peak_is_given, in_float8 = c.metrics.peak_tflops is not None, c.float8.enable_float8_linear
     degrees = {"pp": mesh.pipeline, "dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard}
     degrees |= {"cp": mesh.context, "tp": mesh.tensor}
-    tokens = micro_batch_tokens(batch, mesh, plans.pipeline)
+    tokens = tokens_per_product(
+        batch.micro_batch_size, batch.seq_len, cp=mesh.context, microbatches=plans.pipeline.microbatches
+    )
     rows = [("run", c.job.description)] if c.job.description else []
     versions = {"titanlite": __version__, "torch": torch.__version__, "python": platform.python_version()}
     rows.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items())))

@@ -22,7 +22,8 @@ from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.sections.checkpoint import Checkpoint
 from titanlite.config.sections.model import Model
 from titanlite.config.sections.run import Job
-from titanlite.parallel.environment import WorldError, read_environment
+from titanlite.parallel import ParallelismError
+from titanlite.parallel.dist_env import read_launch_env
 from titanlite.parent import stop_with_torchrun
 from titanlite.prepare import checked_plans, resolve_plans
 from titanlite.signals import SIGNALS, StopRequested, StopSignal, exit_on_signals
@@ -43,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     exit_on_signals(*SIGNALS)
     stop_with_torchrun()
     try:
-        checked = checked_plans(argv, read_environment().size, training=True)
-    except (ConfigError, WorldError) as error:
+        checked = checked_plans(argv, read_launch_env().world_size, training=True)
+    except (ConfigError, ParallelismError) as error:
         exit_now(print_error(str(error), error.exit_code))
     from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -73,15 +74,13 @@ def run(argv: Sequence[str], stop: StopSignal | None = None, checked: tuple[JobC
     group or model exists. A signal before the first step ends the run at once, a later one when a checkpoint is
     written; see `titanlite.signals`. checked: of `checked_plans`, where that was done.
     """
-    from titanlite.build import build, check_tensor_parallel, check_units, read_datasets
+    from titanlite.build import build, check_model, read_datasets
     from titanlite.callbacks import load_callbacks
     from titanlite.metrics.console import setup_console
     from titanlite.metrics.watchdog import HangWatchdog
-    from titanlite.parallel.compile import prepare_compile
-    from titanlite.parallel.float8 import check_float8
-    from titanlite.parallel.host_memory import keep_freed_memory
-    from titanlite.parallel.meeting import after_rank_0, leaving_word
-    from titanlite.parallel.world import World, join_store
+    from titanlite.parallel.dist_env import DistEnv, connect_store, keep_freed_memory
+    from titanlite.parallel.rendezvous import report_failure, wait_for_rank_0
+    from titanlite.preflight import check_machine
     from titanlite.runs.logs import FOLDER as LOGS
     from titanlite.runs.logs import rank_log
     from titanlite.trainer import Trainer, save_seed
@@ -90,8 +89,8 @@ def run(argv: Sequence[str], stop: StopSignal | None = None, checked: tuple[JobC
     # Around everything: when the first worker has ended torchrun sends SIGTERM to the rest, which must not die of it.
     with stop or StopSignal(at_once=True) as stop:
         try:
-            environment = read_environment()
-            rank, size = environment.rank, environment.size
+            environment = read_launch_env()
+            rank, size = environment.rank, environment.world_size
             asked, plans = checked or checked_plans(argv, size, training=True)
             config = plans.config
             folder = Path(config.job.dump_folder)
@@ -107,23 +106,27 @@ def run(argv: Sequence[str], stop: StopSignal | None = None, checked: tuple[JobC
             callbacks = load_callbacks(
                 config.job.callbacks, Path(source.file).parent if source.file else None, source.place
             )
-            store = join_store()  # before what takes longer on one rank than on another
-            with leaving_word(store, rank, size), contextlib.ExitStack() as held:
-                prepare_compile(plans.compile)
-                check_float8(plans.float8)
+            store = connect_store()  # before what takes longer on one rank than on another
+            with report_failure(store, rank, size), contextlib.ExitStack() as held:
+                check_machine(config.training, config.compile, config.float8)
                 if rank == 0:
                     held.enter_context(_lock(folder, config.checkpoint))
                 if store is not None:
-                    after_rank_0(store, rank, size, plans.comm.init_timeout_seconds, plans.comm.meeting_seconds)
+                    wait_for_rank_0(store, rank, size, config.comm.init_timeout_seconds)
                 datasets = read_datasets(plans)
-                check_units(plans, datasets)
-                check_tensor_parallel(plans, datasets)
+                check_model(plans, datasets)
                 if plans.train.steps is None:
                     plans = resolve_plans(asked, size, datasets.train.total_sequences)
                 _make_folders(config.job)
                 traces = plans.comm.trace_folder
                 watchdog = HangWatchdog(config.stall, config.comm, str(folder / LOGS), traces, exit_now)
-                with World.open(plans.comm, store=store) as world, rank_log(folder, rank), watchdog:
+                opened = DistEnv.open(
+                    store=store,
+                    init_timeout_seconds=config.comm.init_timeout_seconds,
+                    trace_buf_size=config.comm.trace_buf_size,
+                    trace_folder=traces,
+                )
+                with opened as world, rank_log(folder, rank), watchdog:
                     if world.device.type == "cpu":
                         keep_freed_memory()
                     if rank == 0:

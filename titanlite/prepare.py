@@ -17,15 +17,10 @@ from titanlite.config.resolve import draft, smallest_world
 from titanlite.config.unbuilt import refused
 from titanlite.models.llama.plan import linears, pipeline_costs, tensor_plan
 from titanlite.models.shapes import SHAPES, LlamaArgs, ShapeError, resolve_args
-from titanlite.parallel.float8_choice import (
-    choice_problems,
-    choose,
-    gather_problem,
-    recipe_problem,
-    token_problem,
-    wide_filters,
-)
-from titanlite.parallel.pipeline_split import SplitError, divide
+from titanlite.parallel import ParallelismError
+from titanlite.parallel.float8_choice import choose_linears
+from titanlite.parallel.pipeline_split import split_stages
+from titanlite.preflight import choice_problems, gather_problems, recipe_problems, token_problems, wide_filters
 
 
 def load_plans(path: str, world_size: int, flags: Sequence[str] = ()) -> Plans:
@@ -164,8 +159,9 @@ def _no_stages(config: JobConfig, plans: Plans) -> list[Problem]:
         return [Problem(config.place(degree), degree, message, hint, about)]
     try:
         # No stage depends on the size of a vocabulary that is the tokenizer's, which is not read yet.
-        divide(pipeline_costs(replace(args, vocab_size=args.vocab_size or 1), 1), plans.pipeline, plans.mesh.pipeline)
-    except SplitError as error:
+        costs = pipeline_costs(replace(args, vocab_size=args.vocab_size or 1), 1)
+        split_stages(costs, plans.mesh.pipeline, plans.pipeline.schedule, plans.pipeline.split_points)
+    except ParallelismError as error:
         key = points if plans.pipeline.split_points else degree
         several = SCHEDULES[plans.pipeline.schedule].stages != "one"
         hint = "take a smaller degree" + (", or a schedule with one stage per rank" if several else "")
@@ -179,26 +175,27 @@ def _float8(config: JobConfig, plans: Plans) -> tuple[list[Problem], list[str]]:
 
     Also what to warn of: filters that name more than they seem to.
     """
-    plan, mesh = plans.float8, plans.mesh
-    if not plan.enable:
+    float8, mesh, batch = plans.config.float8, plans.mesh, plans.batch
+    if not float8.enable_float8_linear:
         return [], []
-    if (problem := recipe_problem(plan)) is not None:
-        return [replace(problem, where=config.place(problem.key), about=(problem.key, "float8.recipe_name"))], []
+    if found := recipe_problems(float8):
+        return [replace(p, where=config.place(p.key), about=(p.key, "float8.recipe_name")) for p in found], []
     args = model_args(plans.model)
     args = replace(args, vocab_size=args.vocab_size or 1)  # the head is not converted, whatever its size
     sizes = linears(args)
-    choices = choose(sizes, plan, tensor_plan(args), mesh.tensor)
-    found = choice_problems(sizes, choices, plan)
+    choices = choose_linears(sizes, float8, tensor_plan(args), mesh.tensor)
+    found = choice_problems(sizes, choices, float8.filter_fqns)
     degrees = ("training.tensor_parallel_degree", "experimental.context_parallel_degree")
     about = dict.fromkeys((p.key for p in found), ("float8", *_SHAPE, degrees[0]))
-    if (problem := token_problem(plans.batch, mesh, plans.pipeline)) is not None:
-        pieces = "experimental.pipeline_parallel_microbatches"
-        lengths = ("training.batch_size", "training.seq_len", degrees[1], pieces)
-        found.append(replace(problem, about=("float8.enable_float8_linear", *lengths)))
-    if plan.all_gather and (problem := gather_problem(choices, mesh.weight_shards)) is not None:
-        found.append(replace(problem, about=("float8", *_SHAPE, *degrees, "training.data_parallel_shard_degree")))
+    pieces = "experimental.pipeline_parallel_microbatches"
+    lengths = ("float8.enable_float8_linear", "training.batch_size", "training.seq_len", degrees[1], pieces)
+    wrong = token_problems(batch.micro_batch_size, batch.seq_len, mesh.context, plans.pipeline.microbatches)
+    found += [replace(problem, about=lengths) for problem in wrong]
+    if float8.enable_fsdp_float8_all_gather:
+        shards = ("float8", *_SHAPE, *degrees, "training.data_parallel_shard_degree")
+        found += [replace(problem, about=shards) for problem in gather_problems(choices, mesh.weight_shards)]
     found = [replace(p, where=config.place(p.key), about=p.about or about[p.key]) for p in found]
-    return found, wide_filters(sizes, plan)
+    return found, wide_filters(sizes, float8.filter_fqns)
 
 
 def model_args(plan: ModelPlan, tokenizer_size: int | None = None) -> LlamaArgs:

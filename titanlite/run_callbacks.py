@@ -25,7 +25,7 @@ from titanlite.data.left_out import Stretch, of_steps, take
 from titanlite.data.loader import add_hashes, step_hash
 from titanlite.data.packing import PackedDataset
 from titanlite.parallel.compile import CACHE_VARIABLE, CompileWatch
-from titanlite.parallel.world import World, patience, set_timeouts
+from titanlite.parallel.dist_env import DistEnv, patience, set_timeouts
 from titanlite.runs import record
 from titanlite.utils import logger
 
@@ -139,7 +139,7 @@ class AttemptRecord(Callback):
         folder: Path,
         toml: str,
         description: str,
-        world: World,
+        world: DistEnv,
         device: str,
         tokens_per_step: int,
         watch: HangWatchdog | None,
@@ -192,7 +192,7 @@ class AttemptRecord(Callback):
 class SaveWarnings(Callback):
     """Warns, once, of saves that are likely to outlast the time that torchrun gives a process after SIGTERM."""
 
-    def __init__(self, root: Place, world: World) -> None:
+    def __init__(self, root: Place, world: DistEnv) -> None:
         self._root, self._world = root, world
         self._warned = False
 
@@ -227,7 +227,7 @@ class ResumeCheck(Callback):
     """
 
     def __init__(
-        self, guard: ResumeGuard, dataset: PackedDataset, global_batch: int, skip: tuple[Stretch, ...], world: World
+        self, guard: ResumeGuard, dataset: PackedDataset, global_batch: int, skip: tuple[Stretch, ...], world: DistEnv
     ) -> None:
         self._guard, self._dataset, self._global_batch = guard, dataset, global_batch
         self._skip, self._world = skip, world

@@ -14,8 +14,8 @@ from titanlite.checkpoint import Checkpointer, CheckpointError
 from titanlite.config.plans import CheckpointPlan
 from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.float8 import ScalePrecompute
-from titanlite.parallel.world import World
 
 STEPS = 20
 TOKENS, LABELS = batches(STEPS, 8, 16, 192)
@@ -24,7 +24,7 @@ PRINTS = {"model": "m", "tokenizer": "t", "data": "d"}
 
 
 def train(
-    world: World,
+    world: DistEnv,
     run: Run,
     folder: str,
     first: int,
@@ -43,7 +43,8 @@ def train(
     every: also save after so many steps. plan: other settings than the defaults. state: also in the train state.
     """
     model, optimizer, rank = build_tiny(world, run)
-    after_update = ScalePrecompute(model, world.build_mesh(run.mesh(world.size))) if run.float8.precompute else None
+    precompute = run.float8.precompute_float8_dynamic_scale_for_fsdp
+    after_update = ScalePrecompute(model, run.mesh(world.size).build(world)) if precompute else None
     torch.manual_seed(100 + world.rank)
     plan = replace(plan or CheckpointPlan(), enable=True, folder=folder, start=start, load_step=load_step)  # type: ignore[arg-type]
     checkpointer = Checkpointer(plan, world, prints)
@@ -89,7 +90,7 @@ def train(
     }
 
 
-def refusal(world: World, *args: Any, **kwargs: Any) -> str:
+def refusal(world: DistEnv, *args: Any, **kwargs: Any) -> str:
     """The error that `train` ends with."""
     try:
         train(world, *args, **kwargs)

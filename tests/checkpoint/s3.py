@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from titanlite.parallel.world import World
+    from titanlite.parallel.dist_env import DistEnv
 
 _SERVER = "import sys; from moto.server import main; main(['-H', '127.0.0.1', '-p', sys.argv[1]])"
 #: An answer instead of the server's: its status and body.
@@ -181,7 +181,7 @@ def proxy(port: int, decide: Callable[[str, str], Answer | None]) -> Iterator[in
         thread.join()
 
 
-def there(world: World, variables: dict[str, str], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def there(world: DistEnv, variables: dict[str, str], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """For the ranks of a pool: `function(world, …)` with a store's address and keys in the environment."""
     from titanlite.checkpoint.place import _filesystem
 

@@ -25,7 +25,7 @@ from titanlite.checkpoint.manifest import find, steps_in
 from titanlite.config.plans import CheckpointPlan
 from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
-from titanlite.parallel.world import World, set_timeouts
+from titanlite.parallel.dist_env import DistEnv, set_timeouts
 
 ASYNC = CheckpointPlan(async_mode="async")
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,7 +53,7 @@ def test_holds_what_a_save_in_the_foreground_holds(pool: Pools, tmp_path: Path, 
     assert resumed[0]["losses"] == straight[0]["losses"][6:]
 
 
-def _overwrite_while_saving(world: World, folder: str) -> tuple[bool, bool, list[float]]:
+def _overwrite_while_saving(world: DistEnv, folder: str) -> tuple[bool, bool, list[float]]:
     """Hold the write back, spoil the weights, let it go on: whether it was in flight, and what was saved before."""
     model, optimizer, _ = build_tiny(world, RUN)
     held = threading.Event()
@@ -88,7 +88,7 @@ def test_the_copy_is_complete_before_weights_change(pool: Pools, tmp_path: Path)
     assert sorted(contents.read(name).sum().item() for name in names) == pytest.approx(sorted(before))
 
 
-def _copy_beside_the_next_step(world: World, folder: str) -> dict[str, Any]:
+def _copy_beside_the_next_step(world: DistEnv, folder: str) -> dict[str, Any]:
     """Hold the copy back: what goes on meanwhile, what does not, and what was to be saved."""
     model, optimizer, rank = build_tiny(world, RUN)
     guard = FiniteGuard(world.device)
@@ -131,7 +131,7 @@ def test_the_copy_is_made_beside_forward_and_backward_and_awaited_before_the_upd
         assert torch.equal(contents.read(f"model.{name}"), weight), name
 
 
-def _copy_fails(world: World, folder: str) -> str:
+def _copy_fails(world: DistEnv, folder: str) -> str:
     model, optimizer, _ = build_tiny(world, RUN)
     saver = Checkpointer(CheckpointPlan(enable=True, folder=folder, async_mode="async_with_pinned_mem"), world, PRINTS)
     assert saver._background is not None
@@ -156,7 +156,7 @@ def test_a_copy_that_fails_is_a_save_that_fails(pool: Pools, tmp_path: Path) -> 
     assert steps_in(tmp_path) == []
 
 
-def _fails_once(world: World, folder: str, bad_rank: int) -> dict[str, Any]:
+def _fails_once(world: DistEnv, folder: str, bad_rank: int) -> dict[str, Any]:
     """The first save fails on one rank; the next one is tried."""
     model, optimizer, _ = build_tiny(world, RUN)
     saver = Checkpointer(CheckpointPlan(enable=True, folder=folder, async_mode="async"), world, PRINTS)
@@ -200,7 +200,7 @@ def test_failure_is_told_and_the_next_save_works(pool: Pools, tmp_path: Path, ba
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2"], "nothing half-written is left or published"
 
 
-def _publishing_fails(world: World, folder: str) -> tuple[str, list[str]]:
+def _publishing_fails(world: DistEnv, folder: str) -> tuple[str, list[str]]:
     """Rank 0 alone fails, after all ranks have written."""
     model, optimizer, _ = build_tiny(world, RUN)
     saver = Checkpointer(CheckpointPlan(enable=True, folder=folder, async_mode="async"), world, PRINTS)
@@ -217,7 +217,7 @@ def _publishing_fails(world: World, folder: str) -> tuple[str, list[str]]:
         said = str(failure)
     finally:
         saver.close()
-    world.agree(None)  # rank 0 has deleted what there was
+    world.broadcast(None)  # rank 0 has deleted what there was
     return said, [path.name for path in Path(folder).iterdir()]
 
 
@@ -227,7 +227,7 @@ def test_failure_of_rank_0_alone_reaches_all(pool: Pools, tmp_path: Path) -> Non
     assert found[0][1] == []
 
 
-def _two_at_once(world: World, folder: str) -> list[tuple[int, bool]]:
+def _two_at_once(world: DistEnv, folder: str) -> list[tuple[int, bool]]:
     """Saves at once after each other: each begins when the one before is published."""
     model, optimizer, _ = build_tiny(world, RUN)
     saver = Checkpointer(CheckpointPlan(enable=True, folder=folder, async_mode="async"), world, PRINTS)
@@ -266,7 +266,7 @@ def test_never_two_in_flight(pool: Pools, tmp_path: Path) -> None:
     assert steps_in(tmp_path) == [1, 2, 3]
 
 
-def _group_timeouts(world: World, folder: str, mode: Any) -> list[float]:
+def _group_timeouts(world: DistEnv, folder: str, mode: Any) -> list[float]:
     """Seconds that groups wait after the first step has lowered timeouts: a save's, and the default one."""
     from torch.distributed.distributed_c10d import _get_default_group
 

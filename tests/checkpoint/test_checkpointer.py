@@ -15,7 +15,7 @@ from tests.training.harness import build_tiny
 from titanlite.checkpoint import Checkpointer
 from titanlite.checkpoint.contents import Contents, compare
 from titanlite.config.plans import CheckpointPlan
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 
 
 def _equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
@@ -73,7 +73,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def _hand_on(world: World, source: str, target: str, kind: dict[str, Any], seed: int) -> int:
+def _hand_on(world: DistEnv, source: str, target: str, kind: dict[str, Any], seed: int) -> int:
     """Load what another kind has saved into a model with other weights, and save it again as it is."""
     model, optimizer, _ = build_tiny(world, replace(RUN, **kind, seed=seed, args=replace(RUN.args, n_kv_heads=4)))
     for folder, first in ((source, True), (target, False)):

@@ -25,7 +25,7 @@ from titanlite.cli import main
 from titanlite.config.plans import CheckpointPlan
 from titanlite.models import LlamaArgs, get_spec
 from titanlite.models.shapes import RopeScaling, as_record
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 
 ARGS = LlamaArgs(dim=48, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=96, multiple_of=16, rope_theta=5e5)
 SCALED = RopeScaling(factor=8.0, original_context=16)
@@ -45,7 +45,7 @@ def _model(args: LlamaArgs) -> nn.Module:
     return model.eval()
 
 
-def _save(world: World, folder: str, args: LlamaArgs, weights_only: str | None = None) -> None:
+def _save(world: DistEnv, folder: str, args: LlamaArgs, weights_only: str | None = None) -> None:
     model = _model(args)
     optimizer = torch.optim.AdamW(model.parameters())
     about = {"model": as_record("llama3", args)}

@@ -27,7 +27,7 @@ from titanlite.checkpoint.manifest import parse_manifest
 from titanlite.checkpoint.storage import CheckedReader
 from titanlite.cli import main
 from titanlite.config.plans import CheckpointPlan
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 
 
 class _Touch:
@@ -65,7 +65,7 @@ def _edited(folder: Path, edit: Callable[[Metadata], object]) -> Path:
     return _put(folder, index)
 
 
-def _refusal(world: World, plan: CheckpointPlan) -> str:
+def _refusal(world: DistEnv, plan: CheckpointPlan) -> str:
     model, optimizer = make()
     with pytest.raises(CheckpointError) as refused:
         Checkpointer(plan, world, PRINTS).load(model, optimizer)

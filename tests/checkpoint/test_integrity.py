@@ -25,7 +25,7 @@ from titanlite.checkpoint.integrity import check_file, digest_of, file_digest, s
 from titanlite.checkpoint.manifest import FORMAT, find, read_manifest
 from titanlite.checkpoint.storage import CheckedReader
 from titanlite.config.plans import CheckpointPlan
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.utils import human_bytes
 
 
@@ -63,7 +63,7 @@ def test_nothing_is_summed_twice(three_and_six: Path) -> None:
     assert named and not any(any(content[at + 16 : at + 20]) for at in named), "CRC-32 of a tensor's bytes"
 
 
-def _load(world: World, folder: str, plan: CheckpointPlan) -> dict[str, Any]:
+def _load(world: DistEnv, folder: str, plan: CheckpointPlan) -> dict[str, Any]:
     """What a load does, and what it says, on this rank."""
     model, optimizer, _ = build_tiny(world, RUN)
     before = [p.detach().to_local().clone() for p in model.parameters()]  # type: ignore[operator]
@@ -96,7 +96,7 @@ def test_one_flipped_bit_anywhere_leads_to_the_older_one(pool: Pools, folder: Pa
     assert f"titanlite checkpoint verify {folder}" in found["notices"][1]
 
 
-def _load_aloud(world: World, folder: str) -> list[str]:
+def _load_aloud(world: DistEnv, folder: str) -> list[str]:
     comparing._TELL_SECONDS = 0.0
     try:
         with listening() as said:
@@ -201,7 +201,7 @@ def read_manifest_without_sizes(folder: Path) -> Any:
     return parse_manifest(folder)
 
 
-def _save_over_a_bad_disk(world: World, folder: str) -> str:
+def _save_over_a_bad_disk(world: DistEnv, folder: str) -> str:
     """A save where a file of rank 1 is cut after it was written and before the manifest is."""
     model, optimizer, _ = build_tiny(world, RUN)
     checkpointer = Checkpointer(CheckpointPlan(enable=True, folder=folder), world, {})

@@ -22,7 +22,7 @@ from titanlite.config.load import load, load_file
 from titanlite.config.resolve import resolve, smallest_world
 from titanlite.config.unbuilt import refused, without_effect
 from titanlite.metrics.wandb import ID_FILE
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.prepare import resolve_plans
 from titanlite.trainer import Trainer
 
@@ -33,7 +33,7 @@ def _steps(folder: Path) -> list[int]:
     return steps_in(folder / "checkpoint")
 
 
-def _slow(world: World, folder: str, *flags: str) -> list[tuple[int, float]]:
+def _slow(world: DistEnv, folder: str, *flags: str) -> list[tuple[int, float]]:
     """A run whose steps take a quarter of a second: the steps after which it began to save, and when."""
     train_one, begin = Trainer.train_one, SaveSchedule.begin
     begun: list[tuple[int, float]] = []
@@ -120,7 +120,7 @@ def test_last_save_holds_weights_only(pool: Pools, tmp_path: Path, mode: str) ->
     assert not any(one.elements or not one.comparable for one in compare(*both))
 
 
-def _seed(world: World, folder: str, *flags: str) -> str:
+def _seed(world: DistEnv, folder: str, *flags: str) -> str:
     config = load_file("debug_model.toml", [*TINY, f"--job.dump_folder={folder}", *flags])
     plans = resolve_plans(config, world.size)
     try:
@@ -164,7 +164,7 @@ def test_a_run_from_the_seed_is_a_fresh_run_bit_for_bit(
         assert here_train[key] == there_train[key]
 
 
-def _hurried(world: World, folder: str, grace: str, *flags: str) -> list[str]:
+def _hurried(world: DistEnv, folder: str, grace: str, *flags: str) -> list[str]:
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = grace
     try:
         return list(_run(world, folder, *flags)["said"])
@@ -199,7 +199,7 @@ def test_manifest_says_where_it_comes_from(pool: Pools, tmp_path: Path) -> None:
     assert manifest.trackers == {} and manifest.git
 
 
-def _tracked(world: World, folder: str, *flags: str) -> None:
+def _tracked(world: DistEnv, folder: str, *flags: str) -> None:
     os.environ.update(WANDB_MODE="offline", WANDB__DISABLE_STATS="true")
     _run(world, folder, *flags, "--metrics.enable_wandb")
 

@@ -24,7 +24,7 @@ from titanlite.config.plans import CheckpointPlan, OptimizerPlan
 from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.optim.optimizer import build_optimizer
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 
 Tensors = dict[str, torch.Tensor]
 
@@ -37,7 +37,7 @@ def source(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _with_a_new_optimizer(world: World, folder: str, first: int, last: int) -> dict[str, Any]:
+def _with_a_new_optimizer(world: DistEnv, folder: str, first: int, last: int) -> dict[str, Any]:
     """Steps first … last from the weights of a checkpoint, with an optimizer that was never near it."""
     model, before, rank = build_tiny(world, RUN)
     assert Checkpointer(CheckpointPlan(folder=folder), world, PRINTS).load(model, before) is not None
@@ -162,7 +162,7 @@ def test_a_part_of_the_optimizer_begins_anew(pool: Pools, source: Path, tmp_path
             assert torch.equal(value, old.read(f"optimizer.state.{name}")), name
 
 
-def _state_after_load(world: World, folder: str, plan: CheckpointPlan) -> Tensors:
+def _state_after_load(world: DistEnv, folder: str, plan: CheckpointPlan) -> Tensors:
     model, optimizer, _ = build_tiny(world, RUN)
     assert Checkpointer(replace(plan, folder=folder), world, PRINTS).load(model, optimizer) is not None
     return {f"{n}.{k}": full(v) for n, p in model.named_parameters() for k, v in optimizer.state[p].items()}
@@ -213,7 +213,7 @@ def test_dangerous_changes_need_their_word(pool: Pools, tmp_path: Path) -> None:
     assert pool(1).run(train, RUN, folder, 4, 4, prints=prints, plan=both)[0]["loaded"].changes == ()
 
 
-def _stages_after_load(world: World, folder: str, plan: CheckpointPlan) -> Tensors:
+def _stages_after_load(world: DistEnv, folder: str, plan: CheckpointPlan) -> Tensors:
     model, optimizer, _ = build_tiny(world, replace(RUN, pipeline=2))
     assert Checkpointer(replace(plan, folder=folder), world, PRINTS).load(model, optimizer) is not None
     return all_stages(model, {n: full(p) for n, p in model.named_parameters()})

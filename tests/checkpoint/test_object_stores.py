@@ -33,7 +33,7 @@ from titanlite.cli import main
 from titanlite.config.load import load
 from titanlite.config.plans import CheckpointPlan
 from titanlite.config.resolve import resolve
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.prepare import checked_plans
 from titanlite.runs.lock import LockedError, RunLock
 
@@ -264,7 +264,7 @@ def test_one_changed_bit_is_found_and_the_older_one_is_used(pool: Pools, copied:
     assert main(["checkpoint", "verify", copied.root]) == exit_codes.DONE
 
 
-def _refused_save(world: World, folder: str, mode: str) -> tuple[str, list[str]]:
+def _refused_save(world: DistEnv, folder: str, mode: str) -> tuple[str, list[str]]:
     """A save of step 2 that fails, and one of step 3; what was said of the first."""
     model, optimizer, _ = build_tiny(world, RUN)
     saver = Checkpointer(CheckpointPlan(enable=True, folder=folder, async_mode=mode), world, PRINTS)  # type: ignore[arg-type]
@@ -412,7 +412,7 @@ def test_the_command_takes_urls(copied: s3.Bucket, tmp_path: Path, capsys: pytes
     assert not copied.objects("run/checkpoint/step-4/") and steps_in(StorePath(copied.root)) == [2]
 
 
-def _model(world: World, folder: str) -> None:
+def _model(world: DistEnv, folder: str) -> None:
     from titanlite.models.shapes import as_record
 
     model, optimizer, _ = build_tiny(world, RUN)

@@ -17,7 +17,7 @@ from titanlite.checkpoint.manifest import find, read_manifest, steps_in
 from titanlite.checkpoint.place import Place, place
 from titanlite.checkpoint.shelf import verify
 from titanlite.config.plans import CheckpointPlan
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 
 AsyncMode = Literal["disabled", "async", "async_with_pinned_mem"]
 
@@ -32,7 +32,7 @@ def _damage(folder: Place) -> str:
     return file.name
 
 
-def _save_thrice(world: World, folder: str, mode: AsyncMode, verify_saves: bool) -> list[str]:
+def _save_thrice(world: DistEnv, folder: str, mode: AsyncMode, verify_saves: bool) -> list[str]:
     """Saves of steps 1, 2 and 3 where only one stays; the second is damaged as soon as all have written. What each
     said."""
     model, optimizer, _ = build_tiny(world, RUN)
@@ -53,10 +53,10 @@ def _save_thrice(world: World, folder: str, mode: AsyncMode, verify_saves: bool)
                 # A validated one needs none before it to stay.
                 saver.save(step, model, optimizer, {}, validation_loss=1.0)
                 saver.wait()
-                said.append(f"saved: {world.agree(None) or steps_in(place(folder))}")
+                said.append(f"saved: {world.broadcast(None) or steps_in(place(folder))}")
             except CheckpointError as error:
                 said.append(str(error))
-                said.append(f"left: {world.agree(None) or steps_in(place(folder))}")
+                said.append(f"left: {world.broadcast(None) or steps_in(place(folder))}")
     finally:
         saver.close()
     return said
@@ -91,7 +91,7 @@ def test_without_it_lengths_are_compared(pool: Pools, tmp_path: Path) -> None:
     assert pool(2).run(_save_thrice, str(tmp_path), "disabled", False)[0] == ["saved: [1]", "saved: [2]", "saved: [3]"]
 
 
-def _who_reads_what(world: World, folder: str) -> list[str]:
+def _who_reads_what(world: DistEnv, folder: str) -> list[str]:
     model, optimizer, _ = build_tiny(world, RUN)
     saver = Checkpointer(CheckpointPlan(enable=True, folder=folder), world, PRINTS)
     read: list[str] = []
@@ -118,7 +118,7 @@ def test_another_host_reads_what_one_wrote(hosts: int, each: int) -> None:
     assert all(writer // each != reader // each for writer, reader in enumerate(readers))
 
 
-def _cannot_read(world: World, folder: str, mode: AsyncMode) -> str:
+def _cannot_read(world: DistEnv, folder: str, mode: AsyncMode) -> str:
     """What a save says of which rank 1 cannot read anything back."""
     model, optimizer, _ = build_tiny(world, RUN)
     saver = Checkpointer(CheckpointPlan(enable=True, folder=folder, async_mode=mode), world, PRINTS)

@@ -14,7 +14,7 @@ from tests.pool import Pools
 from titanlite.checkpoint.grace import VARIABLE, grace_seconds, grace_warning
 from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.config.plans import CheckpointPlan
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 
 
 class _Clock:
@@ -26,17 +26,17 @@ class _Clock:
 
 
 def _ask(
-    world: World, plan: CheckpointPlan, seconds: Sequence[float], losses: dict[int, float] | None = None
+    world: DistEnv, plan: CheckpointPlan, seconds: Sequence[float], losses: dict[int, float] | None = None
 ) -> dict[str, Any]:
     """A step for each entry of `seconds`, which it takes on rank 0; on others time stands still."""
     met: list[int] = []
-    clock, agree = _Clock(), World.agree
+    clock, broadcast = _Clock(), DistEnv.broadcast
 
-    def counted(self: World, value: object) -> object:
+    def counted(self: DistEnv, value: object) -> object:
         met.append(step)
-        return agree(self, value)
+        return broadcast(self, value)
 
-    World.agree = counted  # type: ignore[method-assign]
+    DistEnv.broadcast = counted  # type: ignore[method-assign]
     try:
         schedule = SaveSchedule(plan, world, clock=clock)
         due = []
@@ -46,7 +46,7 @@ def _ask(
                 schedule.begin(step)
                 due.append((step, clock.now))
     finally:
-        World.agree = agree  # type: ignore[method-assign]
+        DistEnv.broadcast = broadcast  # type: ignore[method-assign]
     return {"due": [step for step, _ in due], "times": [time for _, time in due], "met": met}
 
 
@@ -78,7 +78,7 @@ def test_steps_that_become_slower_make_a_save_late_by_little(pool: Pools) -> Non
     assert 160 <= first <= 160 + 5 * 10
 
 
-def _taken_back(world: World, plan: CheckpointPlan) -> list[int]:
+def _taken_back(world: DistEnv, plan: CheckpointPlan) -> list[int]:
     clock = _Clock()
     schedule = SaveSchedule(plan, world, clock=clock)
     due = []

@@ -19,12 +19,12 @@ from titanlite.checkpoint.contents import Contents, compare
 from titanlite.config.load import load
 from titanlite.config.resolve import resolve
 from titanlite.config.unbuilt import refused, without_effect
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 
 ASYNC = ["--training.steps=6", "--checkpoint.interval=2", "--checkpoint.async_mode=async"]
 
 
-def _one_failing(world: World, folder: str, *flags: str) -> dict[str, Any]:
+def _one_failing(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
     """A run whose save of step 2 fails on rank 1."""
     real = checkpointer.HashingWriter
 
@@ -58,7 +58,7 @@ def test_run_with_background_saves_equals_one_without(pool: Pools, tmp_path: Pat
     assert any("resumed from step 6" in line for line in longer["said"]) and longer["step"] == 8
 
 
-def _late_copies(world: World, folder: str, *flags: str) -> dict[str, Any]:
+def _late_copies(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
     """A run whose copies for a save begin late: by then, a loop that does not wait for them has new weights."""
     real = DefaultStager.stage
     DefaultStager.stage = lambda *args: (time.sleep(0.7), real(*args))[1]  # type: ignore[method-assign]
@@ -143,7 +143,7 @@ def test_a_validation_that_was_owed_is_recorded_once(pool: Pools, tmp_path: Path
         assert any("validation at 2" in line for line in found["said"])
 
 
-def _owing(world: World, folder: str, *flags: str) -> None:
+def _owing(world: DistEnv, folder: str, *flags: str) -> None:
     """A run that is asked to stop in its first validation."""
     from titanlite.build import build
     from titanlite.config.load import load_file

@@ -11,12 +11,21 @@ from torch import nn
 from tests.refusals import refusal
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
-from titanlite.config.plans import BatchPlan, Float8Plan, MeshPlan, PipelinePlan
+from titanlite.config.plans import Float8Plan
+from titanlite.config.sections.model import Compile, Float8
+from titanlite.config.sections.training import Training
 from titanlite.config.unbuilt import without_effect
 from titanlite.models import SHAPES, get_spec, resolve_args
 from titanlite.models.spec import Size
 from titanlite.parallel.float8 import check_float8
-from titanlite.parallel.float8_choice import Choice, choose, converted_names, matches, tokens
+from titanlite.parallel.float8_choice import (
+    Float8Choice,
+    choose_linears,
+    converted_names,
+    matches,
+    tokens_per_product,
+)
+from titanlite.preflight import check_machine
 from titanlite.prepare import checked_plans, load_plans
 
 F8, ON = "--float8.", "--float8.enable_float8_linear"
@@ -26,8 +35,9 @@ LLAMA = get_spec("llama3")
 ARGS = resolve_args("llama3", "8B")
 
 
-def choices(plan: Float8Plan = Float8Plan(enable=True), args: Any = ARGS, tensor: int = 1) -> dict[str, Choice]:  # noqa: B008
-    found = choose(LLAMA.linears(args), plan, LLAMA.tensor_plan(args), tensor)
+def choices(args: Any = ARGS, tp: int = 1, **settings: Any) -> dict[str, Float8Choice]:
+    float8 = Float8(enable_float8_linear=True, **settings)
+    found = choose_linears(LLAMA.linears(args), float8, LLAMA.tensor_plan(args), tp)
     return {choice.kind: choice for choice in found}
 
 
@@ -73,11 +83,12 @@ def test_a_filter_is_any_part_of_a_name(part: str, name: str, is_part: bool) -> 
 
 
 def test_what_is_filtered_or_small_or_odd_stays_and_says_why() -> None:
-    found = choices(Float8Plan(enable=True, keep=("wo", "w2"), min_features=2048))
-    assert found["attention.wo"].reason == "float8.filter_fqns: wo"
-    assert found["attention.wk"].reason == "below float8.min_features = 2048" and found["attention.wq"].converted
-    reasons = {(c.kind, c.reason) for c in choose(LLAMA.linears(ARGS), Float8Plan(enable=True, keep=("layers.1",)))}
-    assert {("attention.wq", "float8.filter_fqns: layers.1"), ("attention.wq", "")} < reasons
+    found = choices(filter_fqns=["wo", "w2"], min_features=2048)
+    assert found["attention.wo"].reason == "filter_fqns: wo"
+    assert found["attention.wk"].reason == "below min_features = 2048" and found["attention.wq"].converted
+    one_layer = Float8(enable_float8_linear=True, filter_fqns=["layers.1"])
+    reasons = {(c.kind, c.reason) for c in choose_linears(LLAMA.linears(ARGS), one_layer)}
+    assert {("attention.wq", "filter_fqns: layers.1"), ("attention.wq", "")} < reasons
     odd = choices(args=resolve_args("llama3", "8B", {"ffn_dim": 1000}))
     assert odd["feed_forward.w1"].reason == "N = 1000 is not a multiple of 16"
     assert odd["feed_forward.w2"].reason == "K = 1000 is not a multiple of 16"
@@ -107,18 +118,18 @@ def test_a_filter_that_cuts_a_number_is_a_warning() -> None:
 )
 def test_auto_filter_small_kn_keeps_what_is_too_small_for_the_recipe(flavor: str, recipe: Any, kept: list[str]) -> None:
     flags = [f"--model.flavor={flavor}", ON, f"{F8}filter_fqns=w2,auto_filter_small_kn", f"{F8}recipe_name={recipe}"]
-    plan = load_plans("debug_model.toml", 1, flags).float8
-    assert plan.keep == ("w2",) and plan.skip_small
-    found = choices(plan, resolve_args("llama3", flavor))
+    float8 = load_plans("debug_model.toml", 1, flags).config.float8
+    args = resolve_args("llama3", flavor)
+    found = {choice.kind: choice for choice in choose_linears(LLAMA.linears(args), float8)}
     assert [kind for kind, choice in found.items() if choice.reason.startswith("auto_filter_small_kn")] == kept
     if kept:
         assert found["attention.wk"].reason == f"auto_filter_small_kn: too small to gain by {recipe}"
-    assert found["feed_forward.w2"].reason == "float8.filter_fqns: w2" and found["attention.wq"].converted
+    assert found["feed_forward.w2"].reason == "filter_fqns: w2" and found["attention.wq"].converted
 
 
 def test_sizes_count_as_tensor_parallelism_leaves_them() -> None:
     args = resolve_args("llama3", "8B", {"ffn_dim": 48})
-    whole, parts = choices(args=args), choices(args=args, tensor=2)
+    whole, parts = choices(args=args), choices(args=args, tp=2)
     assert whole["feed_forward.w1"].converted and whole["feed_forward.w2"].converted
     assert parts["feed_forward.w1"].reason == "N = 24 is not a multiple of 16"
     assert parts["feed_forward.w2"].reason == "K = 24 is not a multiple of 16"
@@ -126,10 +137,8 @@ def test_sizes_count_as_tensor_parallelism_leaves_them() -> None:
 
 
 def test_the_tokens_of_a_product() -> None:
-    batch = BatchPlan(micro_batch_size=4, seq_len=64)
-    assert tokens(batch, MeshPlan(), PipelinePlan()) == 256
-    assert tokens(batch, MeshPlan(tensor=2), PipelinePlan()) == 256, "gathered before the product"
-    assert tokens(batch, MeshPlan(context=2, pipeline=2), PipelinePlan(microbatches=2)) == 2 * 32
+    assert tokens_per_product(4, 64) == 256
+    assert tokens_per_product(4, 64, cp=2, microbatches=2) == 2 * 32
 
 
 # The plan
@@ -176,7 +185,7 @@ TP2 = "--training.tensor_parallel_degree=2"
         ([f"{F8}filter_fqns=lm_head"], 1, "filter_fqns", '"lm_head" is part of no linear\'s name'),
         ([f"{F8}filter_fqns=wq,wz"], 1, "filter_fqns", '"wz" is part of no linear\'s name'),
         ([f"{F8}filter_fqns=attention,feed_forward"], 1, "enable_float8_linear", "leaves no product in float8"),
-        ([f"{F8}min_features=65"], 1, "enable_float8_linear", "below float8.min_features = 65"),
+        ([f"{F8}min_features=65"], 1, "enable_float8_linear", "below min_features = 65"),
         (
             [f"{F8}recipe_name=rowwise_with_gw_hp", f"{F8}filter_fqns=auto_filter_small_kn"],
             1,
@@ -240,12 +249,16 @@ def test_the_hint_for_tokens_holds(batch: int) -> None:
 # The hardware
 
 
+def check(**settings: Any) -> None:
+    check_machine(Training(), Compile(), Float8(enable_float8_linear=True, **settings))
+
+
 def test_a_cpu_has_no_float8_but_can_emulate_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="a CPU has no float8 products[^$]*float8.emulate = true"):
-        check_float8(Float8Plan(enable=True))
-    check_float8(Float8Plan(enable=True, emulate=True))
-    check_float8(Float8Plan())
+        check()
+    check(emulate=True)
+    check_machine(Training(), Compile(), Float8())
 
 
 @pytest.mark.parametrize(("capability", "fine"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)])
@@ -254,7 +267,7 @@ def test_a_gpu_needs_capability_8_9(monkeypatch: pytest.MonkeyPatch, capability:
     for name, function in cuda.items():
         monkeypatch.setattr(torch.cuda, name, function)
     if fine:
-        check_float8(Float8Plan(enable=True))
+        check()
         return
     with pytest.raises(ConfigError, match=rf"compute capability 8\.{capability[1]}, and float8 products need 8\.9"):
         check_float8(Float8Plan(enable=True))

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from titanlite import exit_codes, main
-from titanlite.build import Datasets, check_units
+from titanlite.build import Datasets, check_model
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
 from titanlite.config.plans import Plans, ShardPlan
@@ -90,27 +90,30 @@ def test_inductors_cache_has_no_effect_on_another_backend() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--training.fsdp_units=size"], "training.fsdp_min_params: no unit has 100,000,000 parameters or more: Llama"),
+        (
+            ["--training.fsdp_units=size"],
+            "training.fsdp_min_params: no FSDP group has 100,000,000 parameters or more",
+        ),
         (
             ["--training.fsdp_units=Attention", "--training.compile"],
-            "training.fsdp_units: makes layers.0.attention a unit, but training.compile makes one graph of the block",
+            "training.fsdp_units: makes layers.0.attention an FSDP group, but training.compile makes one graph",
         ),
         (
             ["--training.fsdp_units=Linear", "--activation_checkpoint.selective_ac_option=op"],
-            "makes layers.0.attention.wq a unit, but activation_checkpoint.selective_ac_option",
+            "makes layers.0.attention.wq an FSDP group, but activation_checkpoint.selective_ac_option",
         ),
         (
             ["--training.fsdp_units=Attention", "--activation_checkpoint.offload"],
-            "makes layers.0.attention a unit, but activation_checkpoint.offload would send its gathered weights",
+            "makes layers.0.attention an FSDP group, but activation_checkpoint.offload would send its gathered weights",
         ),
     ],
 )
 def test_units_that_do_not_fit_the_model_are_refused(flags: list[str], message: str) -> None:
     text = cast(Datasets, SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=512)))
     with pytest.raises(ConfigError, match=message):
-        check_units(plans(*flags), text)
-    check_units(plans("--training.fsdp_units=Attention"), text)
-    check_units(plans("--training.fsdp_units=Block", "--training.compile"), text)
+        check_model(plans(*flags), text)
+    check_model(plans("--training.fsdp_units=Attention"), text)
+    check_model(plans("--training.fsdp_units=Block", "--training.compile"), text)
 
 
 def test_a_class_that_the_model_lacks_ends_a_run_before_any_process_group(
@@ -121,8 +124,6 @@ def test_a_class_that_the_model_lacks_ends_a_run_before_any_process_group(
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("a process group was made"))
     code = main.run(["--training.fsdp_units=Blok", "--training.seq_len=64", f"--job.dump_folder={tmp_path}"])
     assert code == exit_codes.CONFIG
-    message = (
-        "training.fsdp_units: no unit can be made of Blok; classes of Llama with parameters: Attention (8), Block (8)"
-    )
+    message = "training.fsdp_units: no FSDP group can be made of Blok; classes of Llama with parameters: Att"
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -20,7 +20,7 @@ from titanlite.build import build
 from titanlite.config.load import load_file
 from titanlite.data.background import THREAD
 from titanlite.metrics.jsonl import read_metrics
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.prepare import resolve_plans
 from titanlite.trainer import Trainer
 
@@ -41,7 +41,7 @@ def _threads() -> int:
     return sum(thread.name == THREAD for thread in threading.enumerate())
 
 
-def _run(world: World, folder: str, fails_at: int, *flags: str) -> dict[str, Any]:
+def _run(world: DistEnv, folder: str, fails_at: int, *flags: str) -> dict[str, Any]:
     """Train; losses by step, and the threads that were there in mid-run and after it."""
     plans = resolve_plans(load_file("debug_model.toml", [*TINY, f"--job.dump_folder={folder}", *flags]), world.size)
     trainer = Trainer(build(plans, world))

@@ -6,10 +6,10 @@ import torch
 
 from tests.training.harness import Run, build_tiny, micro_batches
 from titanlite.data.loader import to_device
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 
 
-def peak_and_gradients(world: World, run: Run) -> tuple[int, dict[str, torch.Tensor]]:
+def peak_and_gradients(world: DistEnv, run: Run) -> tuple[int, dict[str, torch.Tensor]]:
     """Bytes at the peak of a second pass over the run's first micro-batch, less what was there before; its gradients,
     whole, by name."""
     model, _, rank = build_tiny(world, run)

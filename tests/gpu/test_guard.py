@@ -11,7 +11,7 @@ from tests.steps import train_step
 from tests.training.harness import Run, batches, build_tiny, micro_batches
 from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard, NonFiniteError
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: a CPU reads the record at once")
 
@@ -21,13 +21,13 @@ BAD = 3
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with World.open(device_type="cuda") as opened:
+def world() -> Iterator[DistEnv]:
+    with DistEnv.open(device_type="cuda") as opened:
         yield opened
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])
-def test_the_record_is_read_a_step_later(world: World, policy: str) -> None:
+def test_the_record_is_read_a_step_later(world: DistEnv, policy: str) -> None:
     model, optimizer, rank = build_tiny(world, RUN)
     guard = FiniteGuard(world.device, policy, spike_sigmas=100.0, window=20)  # type: ignore[arg-type]
     poison = False

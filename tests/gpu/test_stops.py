@@ -12,12 +12,12 @@ from tests.words import listening
 from titanlite import exit_codes
 from titanlite.config.sections.run import Comm, Stall
 from titanlite.metrics.watchdog import HangWatchdog
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 
 STEPS = "--training.steps=8"
 
 
-def test_a_signal_stops_after_the_next_step_and_the_run_goes_on_the_same(world: World, tmp_path: Path) -> None:
+def test_a_signal_stops_after_the_next_step_and_the_run_goes_on_the_same(world: DistEnv, tmp_path: Path) -> None:
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     preemption._run(world, str(straight), "", 0, 0, 0, STEPS)
     ended = preemption._run(world, str(stopped), "backward", 3, 0, signal.SIGTERM, STEPS)
@@ -29,7 +29,7 @@ def test_a_signal_stops_after_the_next_step_and_the_run_goes_on_the_same(world: 
 
 
 @pytest.mark.parametrize("interval", [100, 1])
-def test_text_that_does_not_come_keeps_nobody(world: World, tmp_path: Path, interval: int) -> None:
+def test_text_that_does_not_come_keeps_nobody(world: DistEnv, tmp_path: Path, interval: int) -> None:
     """The step after the one without text is begun before the host knows; both are taken back."""
     every = f"--checkpoint.interval={interval}"
     ended = hanging._run(world, str(tmp_path), ("loader", 0, 12), False, every)

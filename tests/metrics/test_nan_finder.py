@@ -14,12 +14,13 @@ from tests.steps import forward_backward, train_step
 from tests.training.harness import Run, batches, build_tiny, full, micro_batches
 from tests.training.test_run import TINY
 from titanlite.build import build
-from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, ShardPlan
+from titanlite.config.sections.model import ActivationCheckpoint, Compile
+from titanlite.config.sections.training import Training
 from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard, NonFiniteError
 from titanlite.loss import cross_entropy_sum
 from titanlite.metrics.nan_finder import Finding, diagnose_nonfinite
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.prepare import load_plans
 from titanlite.runs.record import read_attempts
 from titanlite.step import forward_backward
@@ -84,7 +85,7 @@ def _poison(model: torch.nn.Module, where: str) -> None:
         weight.to_local()[0, 0] = INFINITY
 
 
-def _find(world: World, run: Run, where: str, **keywords: Any) -> tuple[Finding, str]:
+def _find(world: DistEnv, run: Run, where: str, **keywords: Any) -> tuple[Finding, str]:
     """Poison the last rank, and look."""
     model, optimizer, rank = build_tiny(world, run)
     if world.rank == world.size - 1:
@@ -122,16 +123,16 @@ def test_the_origin_is_named_on_every_rank(pool: Pools, where: str) -> None:
 @pytest.mark.parametrize(
     "run",
     [
-        replace(RUN, shard=ShardPlan(param_dtype="bfloat16", reshard_after_forward=True, gradient_sync="every")),
+        replace(RUN, training=Training(reshard_after_forward="always", gradient_sync="every")),
         replace(RUN, replicas=2),
-        replace(RUN, activations=ActivationCheckpointPlan("full")),
-        replace(RUN, activations=ActivationCheckpointPlan("op")),
+        replace(RUN, activations=ActivationCheckpoint(mode="full")),
+        replace(RUN, activations=ActivationCheckpoint(selective_ac_option="op")),
     ],
     ids=["bf16, each gradient reduced", "DDP", "blocks recomputed", "some operations recomputed"],
 )
 @pytest.mark.parametrize("where", ["output", "gradient of an input"])
 def test_it_is_found_in_every_kind_of_step(pool: Pools, run: Run, where: str) -> None:
-    found = pool(2).run(_find, run, where, sync_every=run.shard.gradient_sync == "every")
+    found = pool(2).run(_find, run, where, sync_every=run.training.gradient_sync == "every")
     assert [finding for finding, _ in found] == [EXPECTED[where]] * 2
 
 
@@ -140,7 +141,7 @@ def test_a_norm_that_overflows_is_told_from_gradients_that_do(pool: Pools) -> No
     assert finding.stage == "norm" and len(finding.parameters) == 1 and "overflows" in text
 
 
-def _sums_overflow(world: World) -> Finding:
+def _sums_overflow(world: DistEnv) -> Finding:
     """Both ranks' gradients are finite, their sum is not: the largest comes to over half of what float32 holds."""
     run = replace(RUN, accumulation=1)
     model, _, _ = build_tiny(world, run)
@@ -159,7 +160,7 @@ def test_gradients_that_overflow_when_summed_are_named(pool: Pools) -> None:
     assert first == second and first.stage == "reduction" and first.parameters
 
 
-def _overflow(world: World, run: Run) -> tuple[Finding, bool]:
+def _overflow(world: DistEnv, run: Run) -> tuple[Finding, bool]:
     """Weights so large that a product inside a block overflows, after a step as usual; then train on without them."""
     model, optimizer, rank = build_tiny(world, run)
     data = to_device(micro_batches(run, 0, rank, world.size), world.device)
@@ -182,7 +183,7 @@ def _overflow(world: World, run: Run) -> tuple[Finding, bool]:
 
 
 @pytest.mark.parametrize(
-    "run", [RUN, pytest.param(replace(RUN, compile=CompilePlan(model=True, backend="eager")), id="compiled")]
+    "run", [RUN, pytest.param(replace(RUN, compile=Compile(components=["model"], backend="eager")), id="compiled")]
 )
 def test_an_overflow_between_modules_is_named_and_training_can_go_on(pool: Pools, run: Run) -> None:
     for finding, learns in pool(2).run(_overflow, run):
@@ -190,7 +191,7 @@ def test_an_overflow_between_modules_is_named_and_training_can_go_on(pool: Pools
         assert learns
 
 
-def _stopped(world: World, folder: str) -> str:
+def _stopped(world: DistEnv, folder: str) -> str:
     flags = [*TINY, "--no-checkpoint.enable_checkpoint", "--no-validation.enable", "--training.steps=6"]
     plans = load_plans("debug_model.toml", world.size, [*flags, f"--job.dump_folder={folder}"])
     trainer = Trainer(build(plans, world))

@@ -13,7 +13,7 @@ from tests.training.test_run import TINY
 from titanlite.build import build
 from titanlite.config.sections.run import Profiling
 from titanlite.metrics.profiler import Profiler
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.prepare import load_plans
 from titanlite.trainer import Trainer
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 FLAGS = [*TINY, "--no-checkpoint.enable_checkpoint", "--no-validation.enable", "--profiling.profile_freq=5"]
 
 
-def _train(world: World, folder: str, *flags: str) -> int:
+def _train(world: DistEnv, folder: str, *flags: str) -> int:
     plans = load_plans("debug_model.toml", world.size, [*FLAGS, f"--job.dump_folder={folder}", *flags])
     trainer = Trainer(build(plans, world))
     trainer.train()

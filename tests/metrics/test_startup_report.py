@@ -18,7 +18,6 @@ from titanlite.config.sections.training import Training
 from titanlite.metrics import startup_report as report
 from titanlite.metrics.startup_report import startup_report
 from titanlite.models.spec import Size
-from titanlite.parallel.world import World
 from titanlite.prepare import load_plans
 from titanlite.trainer import Trainer
 

@@ -14,7 +14,7 @@ from tests.training.test_run import TINY
 from titanlite.build import build
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.metrics.stragglers import LOGS_IN_A_ROW, StragglerDetector
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.prepare import load_plans
 from titanlite.trainer import Trainer
 
@@ -30,7 +30,7 @@ def _burn(seconds: float) -> None:
         pass
 
 
-def _train(world: World, folder: str, slow_rank: int, where: str) -> None:
+def _train(world: DistEnv, folder: str, slow_rank: int, where: str) -> None:
     flags = [*TINY, "--no-checkpoint.enable_checkpoint", "--no-validation.enable", "--training.steps=6"]
     plans = load_plans("debug_model.toml", world.size, [*flags, f"--job.dump_folder={folder}"])
     trainer = Trainer(build(plans, world))

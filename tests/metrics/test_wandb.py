@@ -34,7 +34,6 @@ from titanlite.metrics.live import start_view
 from titanlite.metrics.tensorboard import TensorBoard, tags
 from titanlite.metrics.wandb import ID_FILE, WandbWriter
 from titanlite.models.shapes import SHAPES
-from titanlite.parallel.world import World
 from titanlite.prepare import load_plans
 from titanlite.trainer import Trainer
 from titanlite.utils import logger

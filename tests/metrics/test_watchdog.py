@@ -33,7 +33,7 @@ from titanlite.guard import LossSpikeError
 from titanlite.metrics import watchdog
 from titanlite.metrics.hang_report import MAX_ROWS, RankState, table, verdict
 from titanlite.metrics.watchdog import THREAD, HangWatchdog, _stack
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.prepare import load_plans
 from titanlite.run_callbacks import Watchdog
 from titanlite.runs.record import read_entries
@@ -194,7 +194,7 @@ def test_a_rank_that_sleeps_in_its_loader_is_named_with_its_stack(pool: Pools) -
     assert any(text.startswith("rank 0 goes on") for text in said) and not others
 
 
-def _stop(world: World) -> list[str]:
+def _stop(world: DistEnv) -> list[str]:
     pids = [0] * world.size
     dist.all_gather_object(pids, os.getpid())
     with _watching() as (dog, said):
@@ -353,7 +353,7 @@ def test_an_error_of_all_ranks_ends_no_other_rank(
     assert pool(2).run(_raise_together, kind, values, late) == [[], []]
 
 
-def _train(world: World, folder: str, *flags: str) -> list[str]:
+def _train(world: DistEnv, folder: str, *flags: str) -> list[str]:
     plans = load_plans("debug_model.toml", world.size, [*TINY, f"--job.dump_folder={folder}", *flags])
     trainer = Trainer(build(plans, world))
     (stalls,) = (callback.watch for callback in trainer.parts.callbacks if isinstance(callback, Watchdog))

@@ -14,14 +14,14 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
 from tests.parallel.test_scale import fake_world
 from titanlite.config.load import load_file
-from titanlite.config.plans import ActivationCheckpointPlan, Plans
+from titanlite.config.plans import Plans
 from titanlite.config.resolve import resolve
 from titanlite.config.unbuilt import unbuilt_keys
 from titanlite.loss import cross_entropy_sum
 from titanlite.models import SHAPES, LlamaArgs, count_parameters, get_spec
-from titanlite.parallel.activation_checkpoint import Kept, checkpoint_activations, trace_block
-from titanlite.parallel.fsdp import DTYPES, set_gradient_sync, shard
-from titanlite.parallel.units import choose_units
+from titanlite.parallel.activation_checkpoint import ActivationStats, apply_ac, is_by_op, trace_block
+from titanlite.parallel.fsdp import DTYPES, apply_fsdp, set_gradient_sync
+from titanlite.parallel.wrapping import choose_groups
 from titanlite.prepare import model_args
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
@@ -61,7 +61,7 @@ class Memory:
         return self.plans.batch.micro_batch_size * self.plans.batch.seq_len
 
     @cached_property
-    def kept(self) -> Kept:
+    def kept(self) -> ActivationStats:
         """One block, as traced. The kernels of CUDA keep for attention what the CPU's does: q, k, v, the output, one
         number per token and head."""
         spec, one = get_spec(self.plans.model.name), replace(self.args, n_layers=1)
@@ -69,7 +69,7 @@ class Memory:
             model = spec.build(one)
         tokens = (self.plans.batch.micro_batch_size, self.plans.batch.seq_len)
         dtype = DTYPES[self.plans.shard.param_dtype]
-        return trace_block(model, spec.block_names(one), self.plans.activations, tokens, CPU, dtype)
+        return trace_block(model, spec.block_names(one), self.plans.config.activation_checkpoint, tokens, CPU, dtype)
 
     @property
     def state(self) -> float:
@@ -144,7 +144,8 @@ def test_a_files_name_model_and_stated_numbers_agree(name: str) -> None:
 @pytest.mark.parametrize("name", SIZES)
 def test_the_stated_memory_is_that_of_the_traced_block(name: str) -> None:
     plans, args, comments = described(name)
-    assert plans.activations == ActivationCheckpointPlan("full" if args.dim >= 8192 else "op")
+    activations = plans.config.activation_checkpoint
+    assert activations.mode == "full" if args.dim >= 8192 else is_by_op(activations)
     # Whole gradients in fp32 on every GPU, which are not counted, would often not fit.
     assert plans.shard.gradient_sync == "every" or plans.mesh.weight_shards == 1
 
@@ -180,9 +181,18 @@ def test_the_memory_of_sharded_steps_is_what_the_files_count_on(name: str) -> No
     with fake_world(0, ranks) as world:
         with torch.device("meta"):
             model = spec.build(args)
-        checkpoint_activations(model, spec.block_names(args), plans.activations, CPU)
-        units = choose_units(model, plans.shard, spec.fsdp_units(args))
-        shard(model, units, world.build_mesh(plans.mesh), plans.shard)
+        apply_ac(model, spec.block_names(args), plans.config.activation_checkpoint, CPU)
+        training, mesh = plans.config.training, plans.mesh
+        groups = choose_groups(model, training.fsdp_units, training.fsdp_min_params, spec.fsdp_units(args))
+        assert training.reshard_after_forward == "default" and mesh.weight_shards == mesh.dp_shard
+        apply_fsdp(
+            model,
+            groups,
+            world.build_mesh(dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard),
+            param_dtype=DTYPES[training.mixed_precision_param],
+            reduce_dtype=DTYPES[training.mixed_precision_reduce],
+            prefetch=training.prefetch,
+        )
         with FakeTensorMode(allow_non_fake_inputs=True):
             model.to_empty(device=CPU)
             optimizer = torch.optim.AdamW(model.parameters(), foreach=True)

@@ -20,9 +20,9 @@ from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.loss import cross_entropy_sum
 from titanlite.metrics.float8_error import Float8Error, measure_float8_error
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.float8 import ScalePrecompute
 from titanlite.parallel.tensor import tensor_loss
-from titanlite.parallel.world import World
 from titanlite.step import PlainRunner, ReplicationFactors
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -80,7 +80,7 @@ def _what(tensor: Tensor) -> str:
     return str(local.dtype).removeprefix("torch.")
 
 
-def watch_step(world: World, run: Run) -> Seen:
+def watch_step(world: DistEnv, run: Run) -> Seen:
     """The second step."""
     model, optimizer, rank = build_tiny(world, run)
     guard = FiniteGuard(world.device)
@@ -108,7 +108,7 @@ def distance(a: list[float], b: list[float]) -> float:
     return (torch.tensor(a) - torch.tensor(b)).abs().mean().item()
 
 
-def gathered_types(world: World, run: Run) -> dict[str, str]:
+def gathered_types(world: DistEnv, run: Run) -> dict[str, str]:
     """How weights look while their block computes."""
     model, _, rank = build_tiny(world, run)
     found: dict[str, str] = {}
@@ -146,7 +146,7 @@ def drift_of(world: World, run: Run) -> tuple[Float8Error, float, list[float], l
     return first, exact.exact, [first.float8], [again.float8]
 
 
-def resumed(world: World, run: Run, folder: str) -> tuple[dict[str, Any], list[float]]:
+def resumed(world: DistEnv, run: Run, folder: str) -> tuple[dict[str, Any], list[float]]:
     """Six steps without a break, and the losses of six that were saved and resumed after the third."""
     straight = train_and_save(world, run, f"{folder}/straight", 1, 6, every=3)
     parts = [train_and_save(world, run, f"{folder}/parts", *steps) for steps in ((1, 3), (4, 6))]

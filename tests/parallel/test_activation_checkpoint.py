@@ -35,18 +35,9 @@ from titanlite.config.resolve import resolve
 from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.models import SHAPES, get_spec
-from titanlite.parallel.activation_checkpoint import (
-    ATTENTION,
-    MATMULS,
-    OTHERS,
-    Kept,
-    _checkpointed,
-    checkpoint_activations,
-    kind_of,
-    trace_block,
-)
-from titanlite.parallel.activation_offload import CudaHost, offload
-from titanlite.parallel.world import World
+from titanlite.parallel.activation_checkpoint import ATTENTION, MATMULS, OTHERS, _checkpointed, kind_of, trace_block
+from titanlite.parallel.activation_offload import offload
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.prepare import checked_plans
 
 CPU = torch.device("cpu")
@@ -192,7 +183,7 @@ def test_a_part_of_the_model_recomputes_the_same_blocks_as_the_whole() -> None:
     assert checkpoint_activations(stage, SPEC.block_names(FOUR), EVERY_2, CPU) == ["layers.3"]
 
 
-def _collectives(world: World, run: Run) -> Counter[tuple[str, torch.dtype]]:
+def _collectives(world: DistEnv, run: Run) -> Counter[tuple[str, torch.dtype]]:
     model, optimizer, rank = build_tiny(world, run)
     guard = FiniteGuard(world.device)
     data = to_device(micro_batches(run, 0, rank, world.size), world.device)
@@ -272,7 +263,7 @@ def test_a_trace_leaves_no_class_behind() -> None:
     assert _checkpointed.cache_info().currsize == before
 
 
-def _copied(world: World, run: Run) -> float:
+def _copied(world: DistEnv, run: Run) -> float:
     """Share of the weights of which a copy to compute with lives after a forward."""
     model, _, rank = build_tiny(world, run)
     output = model(micro_batches(run, 0, rank, world.size)[0].tokens)
@@ -487,7 +478,7 @@ def test_small_tensors_stay() -> None:
     assert shelf.parcels == []
 
 
-def _sent(world: World, run: Run) -> tuple[int, list[int]]:
+def _sent(world: DistEnv, run: Run) -> tuple[int, list[int]]:
     model, _, rank = build_tiny(world, run)
     shelf = Shelf()
     for block in model.layers.values():
@@ -502,7 +493,7 @@ def test_gathered_weights_of_a_sharded_block_stay(pool: Pools) -> None:
     assert pool(2).run(_sent, run) == [(traced(NONE).total_bytes, 0)] * 2
 
 
-def _sent_in_parallel(world: World) -> tuple[list[torch.Size], list[bool]]:
+def _sent_in_parallel(world: DistEnv) -> tuple[list[torch.Size], list[bool]]:
     torch.manual_seed(0)
     found = []
     shelf = Shelf()

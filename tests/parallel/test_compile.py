@@ -24,24 +24,21 @@ from tests.training import test_run
 from tests.training.harness import TINY, Run, batches, build_tiny, micro_batches, train
 from tests.training.reference import Curve
 from titanlite import exit_codes, main
-from titanlite.build import watch_compilation
 from titanlite.config.errors import ConfigError
 from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, ShardPlan
 from titanlite.data.loader import Batch
 from titanlite.guard import FiniteGuard
 from titanlite.loss import cross_entropy_sum
 from titanlite.models import get_spec
-from titanlite.parallel.activation_checkpoint import checkpoint_activations
 from titanlite.parallel.compile import (
     CACHE_VARIABLE,
     CompileError,
     check_backend,
     compile_loss,
-    compile_units,
     prepare_compile,
     use_cache_folder,
 )
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.prepare import checked_plans
 from titanlite.step import PlainRunner, validate
 from titanlite.utils import logger
@@ -83,7 +80,7 @@ def _listen(said: list[tuple[str, str]]) -> logging.Handler:
     return handler
 
 
-def _count(world: World, run: Run, lengths: list[int]) -> Counted:
+def _count(world: DistEnv, run: Run, lengths: list[int]) -> Counted:
     """Train with a counting backend, a sequence length per step; validation, in larger batches, after even steps."""
     torch._dynamo.reset()
     backend = Counting()
@@ -160,7 +157,7 @@ def test_compiled_run_equals_eager_one(pool: Pools, optimizer: str, ranks: int, 
     _assert_equal(curve, expected, 1e-6 if optimizer == "SGD" else 1e-4)
 
 
-def _train_afresh(world: World, run: Run) -> tuple[int, Curve]:
+def _train_afresh(world: DistEnv, run: Run) -> tuple[int, Curve]:
     """Number of graphs made, and the run."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -184,7 +181,7 @@ def _assert_equal(curve: Curve, expected: Curve, weights_within: float) -> None:
         assert _relative(curve.weights[name], weight) < weights_within, name
 
 
-def _in_parts(world: World, run: Run) -> tuple[int, float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def _in_parts(world: DistEnv, run: Run) -> tuple[int, float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Gradients of a model whose attentions and feed-forwards are compiled, and of a plain one."""
     torch._dynamo.reset()
     gradients: list[dict[str, torch.Tensor]] = []
@@ -223,7 +220,7 @@ class Traced:
     gradients: dict[str, torch.Tensor]
 
 
-def _checkpointed(_: World, plan: ActivationCheckpointPlan, compiled: bool) -> Traced:
+def _checkpointed(_: DistEnv, plan: ActivationCheckpointPlan, compiled: bool) -> Traced:
     """Loss and gradients of four checkpointed blocks."""
     torch._dynamo.reset()
     backward: list[int] = []
@@ -300,7 +297,7 @@ def test_shapes_without_end_stop_with_advice() -> None:
 COMPILED = ("--training.compile", "--compile.backend=eager", "--validation.enable", "--validation.freq=2")
 
 
-def _whole(world: World, folder: str, *flags: str) -> dict[str, Any]:
+def _whole(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
     torch._dynamo.reset()
     try:
         return test_run._run(world, folder, *flags)
@@ -419,7 +416,7 @@ def test_compiling_nothing_is_a_contradiction() -> None:
 # With code generation: the same, by the compiler that users have
 
 
-def _generate(world: World, folder: str, run: Run) -> dict[str, Any]:
+def _generate(world: DistEnv, folder: str, run: Run) -> dict[str, Any]:
     prepare_compile(replace(run.compile, cache_dir=folder), "cpu")
     graphs, curve = _train_afresh(world, run)
     counters = torch._dynamo.utils.counters["inductor"]

@@ -19,7 +19,6 @@ from tests.pool import Pools
 from tests.training.compare import LABELS, TOKENS, WARM, relative
 from tests.training.harness import TINY, Run, build_tiny
 from tests.training.test_run import _losses, _run
-from titanlite.build import trace_activations
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
 from titanlite.config.plans import (
@@ -35,19 +34,9 @@ from titanlite.models import SHAPES as FLAVORS
 from titanlite.models import get_spec
 from titanlite.models.llama.model import SdpaAttention
 from titanlite.models.rope import Rope
-from titanlite.parallel.activation_checkpoint import checkpoint_activations
-from titanlite.parallel.compile import compile_units
-from titanlite.parallel.context import (
-    ContextAttention,
-    ContextParallelError,
-    PartLoader,
-    PartPasses,
-    Share,
-    apply_context_parallel,
-    split_batch,
-)
+from titanlite.parallel.context import ContextAttention, split_batch
+from titanlite.parallel.dist_env import DistEnv, set_timeouts
 from titanlite.parallel.fsdp import fsdp_mesh
-from titanlite.parallel.world import World, set_timeouts
 
 SPEC = get_spec("llama3")
 CPU = torch.device("cpu")
@@ -113,7 +102,7 @@ class _Steps:
         return iter(self.next_step())
 
 
-def _parts(world: World) -> tuple[Any, ...]:
+def _parts(world: DistEnv) -> tuple[Any, ...]:
     mesh = world.build_mesh(MeshPlan(world.size, context=world.size))
     loader, passes = PartLoader(_Steps(), mesh), PartPasses(_Steps(), mesh)
     step = loader.next_step()
@@ -138,7 +127,7 @@ def test_loaders_give_each_rank_its_part_and_keep_their_state(pool: Pools) -> No
 # Attention alone
 
 
-def _attention(world: World, heads: int, kv_heads: int, documents: bool) -> list[float]:
+def _attention(world: DistEnv, heads: int, kv_heads: int, documents: bool) -> list[float]:
     """Relative errors of the output and of the gradients of q, k and v against plain attention, over all ranks."""
     mesh = world.build_mesh(MeshPlan(world.size, context=world.size))
     generator = torch.Generator().manual_seed(3)
@@ -193,7 +182,7 @@ class _Operators(TorchDispatchMode):
         return out
 
 
-def _model(world: World, mode: str = "none", compiled: bool = False, documents: bool = False) -> dict[str, Any]:
+def _model(world: DistEnv, mode: str = "none", compiled: bool = False, documents: bool = False) -> dict[str, Any]:
     """One forward and backward of a model without FSDP, against the plain model on the whole batch."""
     torch._dynamo.reset()
     mesh = world.build_mesh(MeshPlan(world.size, context=world.size))
@@ -288,7 +277,7 @@ def test_gradients_are_right_when_blocks_are_recomputed_or_compiled(
             assert found["calls"] == {"all_gather_into_tensor": gathers, "reduce_scatter_tensor": 2}
 
 
-def _refusals(world: World) -> list[str]:
+def _refusals(world: DistEnv) -> list[str]:
     mesh = world.build_mesh(MeshPlan(world.size, context=world.size))
     model = SPEC.build(TINY)
     apply_context_parallel(model, mesh)
@@ -313,7 +302,7 @@ def test_whole_sequences_and_models_without_such_attention_are_refused(pool: Poo
 # With FSDP
 
 
-def _sharding(world: World, run: Run) -> tuple[Any, ...]:
+def _sharding(world: DistEnv, run: Run) -> tuple[Any, ...]:
     mesh = world.build_mesh(run.mesh(world.size))
     model, _, data_rank = build_tiny(world, run)
     weight: Any = model.get_parameter("layers.0.attention.wq.weight")
@@ -345,7 +334,7 @@ def test_weights_are_sharded_over_those_who_share_sequences(
         assert (shape, layout, seconds, names) == ((rows, 64), mesh, 77.0, plain)
 
 
-def _kept(world: World, context: int, mode: str) -> int:
+def _kept(world: DistEnv, context: int, mode: str) -> int:
     mesh = world.build_mesh(MeshPlan(world.size, dp_shard=world.size // context, context=context))
     plans = Plans(
         mesh=MeshPlan(world.size, context=context),

@@ -39,9 +39,9 @@ from titanlite.models import get_spec, resolve_args
 from titanlite.models.spec import Size
 from titanlite.parallel.activation_checkpoint import trace_block
 from titanlite.parallel.activation_offload import offload
-from titanlite.parallel.float8 import ScalePrecompute, convert, float8_linears, forget_scales, is_float8, plain
-from titanlite.parallel.float8_choice import Choice, choose, converted_names, too_small
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.parallel.float8 import ScalePrecompute, float8_linears, forget_scales, is_float8, plain
+from titanlite.parallel.float8_choice import converted_names, too_small
 from titanlite.prepare import load_plans
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,7 +78,7 @@ def test_without_float8_no_product_is_in_it(pool: Pools) -> None:
     assert pool(1).run(watch_step, RUN)[0].products == {("bfloat16", "bfloat16"): 3 * LINEARS + 3}
 
 
-def _kernels(world: World, run: Run) -> Counter[str]:
+def _kernels(world: DistEnv, run: Run) -> Counter[str]:
     """Operators below the products of one step."""
     model, _, rank = build_tiny(world, run)
     batch = micro_batches(run, 0, rank, world.size)[0]
@@ -202,7 +202,7 @@ def test_precomputing_sends_one_reduction_for_all_scales(pool: Pools) -> None:
     assert with_it.gathered == without.gathered
 
 
-def _scales(world: World, run: Run) -> tuple[list[float], list[float]]:
+def _scales(world: DistEnv, run: Run) -> tuple[list[float], list[float]]:
     """Scales after a step: precomputed, and those that the next gathering would have found by itself."""
     model, optimizer, rank = build_tiny(world, run)
     mesh = world.build_mesh(run.mesh(world.size))
@@ -255,7 +255,7 @@ def test_initial_weights_are_those_without_float8(pool: Pools, plan: Float8Plan)
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
 
 
-def _state(world: World, run: Run) -> dict[str, tuple[str, str, Tensor]]:
+def _state(world: DistEnv, run: Run) -> dict[str, tuple[str, str, Tensor]]:
     """What a checkpoint would hold before the first step: types, inside and out, and values."""
     model, optimizer, _ = build_tiny(world, run)
     tensors = gather(model, optimizer)
@@ -304,7 +304,7 @@ def test_what_waits_in_host_memory_is_no_float8_weight(pool: Pools) -> None:
     assert sent_losses == plain_losses and sent
 
 
-def _offloaded(world: World, run: Run) -> tuple[list[Tensor], list[Tensor], int]:
+def _offloaded(world: DistEnv, run: Run) -> tuple[list[Tensor], list[Tensor], int]:
     found = []
     for away in (False, True):
         model, _, rank = build_tiny(world, run)

@@ -33,9 +33,9 @@ from titanlite.build import data_parallel_rank
 from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, Float8Plan, ShardPlan
 from titanlite.loss import cross_entropy_sum
 from titanlite.metrics.nan_finder import diagnose_nonfinite
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.float8 import float8_linears, high_precision
 from titanlite.parallel.tensor import tensor_loss
-from titanlite.parallel.world import World
 
 soak = pytest.mark.soak
 pytestmark = pytest.mark.slow
@@ -137,7 +137,7 @@ def test_rowwise_recipes_on_more_ranks(pool: Pools, recipe: Any) -> None:
     _agrees(pool, replace(RUN, float8=replace(EMULATED, recipe=recipe)), 2)
 
 
-def _converted(world: World, run: Run) -> list[str]:
+def _converted(world: DistEnv, run: Run) -> list[str]:
     model, _, _ = build_tiny(world, run)
     linears = float8_linears(model)
     return [name for name, module in model.named_modules() if module in linears]
@@ -293,7 +293,7 @@ def test_drift_is_measured_against_the_model_without_float8(
     assert repeated[0] == repeated[1], "measuring leaves nothing behind"
 
 
-def _gathers(world: World, run: Run) -> int:
+def _gathers(world: DistEnv, run: Run) -> int:
     """All-gathers of DTensors in the pass in high precision."""
     model, _, _ = build_tiny(world, run)
     with torch.no_grad(), high_precision(model, torch.bfloat16), Seen() as seen:
@@ -334,7 +334,7 @@ def test_measuring_compiles_nothing_again(pool: Pools, tmp_path: Path) -> None:
 # What is not finite
 
 
-def _diagnosed(world: World, run: Run) -> str:
+def _diagnosed(world: DistEnv, run: Run) -> str:
     model, _, _ = build_tiny(world, run)
     plan = run.mesh(world.size)
     batch = micro_batches(run, 0, data_parallel_rank(world.build_mesh(plan)), plan.dp_degree)[0]

@@ -21,9 +21,9 @@ from titanlite.config.plans import MeshPlan, ShardPlan
 from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.models import get_spec
-from titanlite.parallel.fsdp import offloads, set_gradient_sync, shard
-from titanlite.parallel.units import units_by_class
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.parallel.fsdp import offloads, set_gradient_sync
+from titanlite.step import forward_backward
 
 TOKENS, LABELS = batches(1, 8, 16, 192)
 RUN = Run(TOKENS, LABELS, [1e-3])
@@ -66,7 +66,7 @@ def _first(value: Any) -> torch.Tensor:
 GATHER, REDUCE, SUM = "allgather_base", "reduce_scatter_base", "allreduce"
 
 
-def _step(world: World, run: Run) -> list[Sent]:
+def _step(world: DistEnv, run: Run) -> list[Sent]:
     """The collectives of the second step, those of the counts and of loss and norm left out."""
     model, optimizer, rank = build_tiny(world, run)
     guard = FiniteGuard(world.device)
@@ -152,7 +152,7 @@ def test_bytes_gathered_and_reduced_follow_the_precision(pool: Pools, param: Any
         assert _bytes(seen, GATHER, "out") == width[param] * TOTAL
 
 
-def _order(world: World, run: Run) -> tuple[list[int], list[int]]:
+def _order(world: DistEnv, run: Run) -> tuple[list[int], list[int]]:
     """All-gathers begun before the embedding and each block computes, and before each block does in backward."""
     model, _, rank = build_tiny(world, run)
     batch = micro_batches(run, 0, rank, world.size)[0]
@@ -214,7 +214,7 @@ def test_prefetch_goes_around_a_tied_unit_that_runs_first_and_last(pool: Pools) 
     assert backward == [min(7 - i, 6) for i in range(5)]
 
 
-def _placements(world: World, run: Run) -> dict[str, tuple[Any, ...]]:
+def _placements(world: DistEnv, run: Run) -> dict[str, tuple[Any, ...]]:
     model, _, _ = build_tiny(world, run)
     found = {}
     for name, parameter in model.named_parameters():
@@ -257,7 +257,7 @@ def _storages() -> dict[int, int]:
     return {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in plain if t.device.type == "cpu")}
 
 
-def _kept(world: World, run: Run, sync_every: bool) -> int:
+def _kept(world: DistEnv, run: Run, sync_every: bool) -> int:
     """Bytes that a step's first micro-batch leaves behind."""
     model, _, rank = build_tiny(world, run)
     data = micro_batches(run, 0, rank, world.size)
@@ -296,7 +296,7 @@ class Odd(nn.Module):
         return self.head(x)
 
 
-def _own_model(world: World, prefetch: int, average: bool = False, replicas: int = 1) -> tuple[float, int]:
+def _own_model(world: DistEnv, prefetch: int, average: bool = False, replicas: int = 1) -> tuple[float, int]:
     """Largest difference of a gradient from the plain model's, and the all-gathers of a step.
 
     average: the ranks' losses are means over their own tokens; the plain model's over all tokens.
@@ -335,7 +335,7 @@ def test_averaged_gradients_are_those_of_one_process(pool: Pools, replicas: int)
         assert worst < 1e-6  # of gradients up to 0.1
 
 
-def _curve(world: World, run: Run, dtype: torch.dtype) -> tuple[list[float], set[torch.dtype]]:
+def _curve(world: DistEnv, run: Run, dtype: torch.dtype) -> tuple[list[float], set[torch.dtype]]:
     """Losses of a run under a default dtype of torch, and the dtypes of its weights afterwards."""
     torch.set_default_dtype(dtype)
     try:

@@ -33,9 +33,7 @@ from titanlite.guard import FiniteGuard
 from titanlite.loss import cross_entropy_sum
 from titanlite.models import SHAPES, LlamaArgs, count_parameters, flops_per_token
 from titanlite.models.llama.plan import pipeline_costs
-from titanlite.parallel.pipeline import keep_gathered
-from titanlite.parallel.pipeline_split import SplitError, divide
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.prepare import load_plans
 from titanlite.step import ReplicationFactors
 
@@ -49,7 +47,7 @@ RUN = Run(TOKENS, LABELS, WARM, args=ARGS, shard=FULL, accumulation=2, pipeline=
 soak = pytest.mark.soak
 
 
-def _placement(world: World, run: Run) -> tuple[dict[str, torch.Tensor], int, int, list[str]]:
+def _placement(world: DistEnv, run: Run) -> tuple[dict[str, torch.Tensor], int, int, list[str]]:
     """This rank's initial weights, their bytes, those of the optimizer after a step, and what it names layers."""
     model, optimizer, rank = build_tiny(world, run)
     own = {name: full(parameter) for name, parameter in model.named_parameters()}
@@ -106,7 +104,7 @@ class _Wire(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _communication(world: World, run: Run) -> Counter[str]:
+def _communication(world: DistEnv, run: Run) -> Counter[str]:
     """What a second step sends, by name."""
     model, optimizer, rank = build_tiny(world, run)
     pipeline = run_stages(model, run, world, cross_entropy_sum)
@@ -135,7 +133,7 @@ def test_weights_are_gathered_and_gradients_reduced_once_for_all_micro_batches(p
         assert min(gathers) > 4 * 3
 
 
-def _train_without_views(world: World, run: Run) -> Curve:
+def _train_without_views(world: DistEnv, run: Run) -> Curve:
     """FSDP warns of stages that give a view, which the next operation in place would take from under its hooks."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*returned a view tensor")

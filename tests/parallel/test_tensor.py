@@ -34,8 +34,8 @@ from titanlite.main import run as run_app
 from titanlite.metrics.nan_finder import Finding, diagnose_nonfinite
 from titanlite.models import get_spec
 from titanlite.parallel.compile import compile_loss
-from titanlite.parallel.tensor import TensorParallelError, check_async, enable_async, split, tensor_loss
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.parallel.tensor import check_async, enable_async, tensor_loss
 from titanlite.step import PlainRunner, ReplicationFactors, validate
 
 RUN = Run(TOKENS, LABELS, WARM, accumulation=2, tensor=2)
@@ -84,7 +84,7 @@ def test_initial_weights_are_those_of_one_rank(pool: Pools, ranks: int, replicas
             assert torch.equal(weight, alone[name]), name
 
 
-def _places(world: World, run: Run) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _places(world: DistEnv, run: Run) -> dict[str, tuple[str, tuple[int, ...]]]:
     model, _, _ = build_tiny(world, run)
     return {
         name: ("".join(map(_letter, p.placements)), tuple(p.to_local().shape))
@@ -129,7 +129,7 @@ def _loss(run: Run) -> Any:
     return tensor_loss(cross_entropy_sum) if run.tensor > 1 else cross_entropy_sum
 
 
-def _shapes(world: World, run: Run) -> dict[str, Any]:
+def _shapes(world: DistEnv, run: Run) -> dict[str, Any]:
     """What comes into each block and into its halves, and the logits."""
     model, _, rank = build_tiny(world, run)
     (batch,) = micro_batches(replace(run, accumulation=1), 0, rank, run.mesh(world.size).dp_degree)
@@ -159,7 +159,7 @@ def test_activations_are_divided(pool: Pools) -> None:
     assert pool(2).run(_shapes, replace(RUN, loss_parallel=False))[0]["logits"] == (DTensor, (8, SEQ, 192))
 
 
-def _profile(world: World, run: Run) -> Counter[str]:
+def _profile(world: DistEnv, run: Run) -> Counter[str]:
     """Operators of a forward and backward, the second one, so that nothing is compiled in it."""
     torch._dynamo.reset()
     model, _, rank = build_tiny(world, run)
@@ -222,7 +222,7 @@ class _Backward(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _remade_products(world: World, run: Run) -> Counter[str]:
+def _remade_products(world: DistEnv, run: Run) -> Counter[str]:
     model, _, _ = build_tiny(world, run)
     loss = _loss(run)(model(run.tokens[0]), run.labels[0])
     with _Backward() as counting:
@@ -239,7 +239,7 @@ def test_as_much_is_recomputed_as_on_one_rank(pool: Pools, mode: str) -> None:
     assert two["aten.mm.default"] == one["aten.mm.default"] > none["aten.mm.default"]
 
 
-def _graphs(world: World, run: Run) -> int:
+def _graphs(world: DistEnv, run: Run) -> int:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model, _, _ = build_tiny(world, run)
@@ -258,7 +258,7 @@ def test_all_blocks_share_one_graph_of_each_half(pool: Pools) -> None:
 # Figures
 
 
-def _figures(world: World, run: Run) -> dict[str, Any]:
+def _figures(world: DistEnv, run: Run) -> dict[str, Any]:
     model, optimizer, rank = build_tiny(world, run)
     mesh = run.mesh(world.size)
     factors, loss = ReplicationFactors(mesh.tensor, mesh.tensor), _loss(run)
@@ -287,7 +287,7 @@ def test_validation_and_norms_by_layer_are_those_of_one_rank(pool: Pools, run: R
             assert ours["norms"] == pytest.approx(alone["norms"], rel=1e-5)
 
 
-def _origin(world: World, run: Run) -> Finding:
+def _origin(world: DistEnv, run: Run) -> Finding:
     model, _, rank = build_tiny(world, run)
 
     def spoil(module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
@@ -307,7 +307,7 @@ def test_logits_that_are_all_padding_cost_nothing(pool: Pools) -> None:
         assert loss == 0.0 and gradient == 0.0
 
 
-def _padding(world: World, run: Run) -> tuple[float, float]:
+def _padding(world: DistEnv, run: Run) -> tuple[float, float]:
     model, _, _ = build_tiny(world, run)
     loss = _loss(run)(model(run.tokens[0]), torch.full_like(run.labels[0], -100))
     loss.backward()
@@ -319,7 +319,7 @@ def _padding(world: World, run: Run) -> tuple[float, float]:
 # What does not fit
 
 
-def _misfits(world: World) -> list[str]:
+def _misfits(world: DistEnv) -> list[str]:
     mesh = world.build_mesh(MeshPlan(2, tensor=2))["tp"]
     spec, said = get_spec("llama3"), []
     plan = spec.tensor_plan(TINY)
@@ -477,7 +477,7 @@ def test_products_are_fused_with_their_traffic_if_asked(switch: str, products: s
     assert "_c10d_functional.all_gather" not in done.stdout
 
 
-def _enabled(world: World) -> tuple[bool, bool]:
+def _enabled(world: DistEnv) -> tuple[bool, bool]:
     mesh = world.build_mesh(MeshPlan(2, tensor=2))["tp"]
     name = mesh.get_group().group_name
     before = is_symm_mem_enabled_for_group(name)

@@ -25,7 +25,6 @@ from titanlite.checkpoint.place import Place, StorePath
 from titanlite.config.errors import ConfigError
 from titanlite.config.plans import CheckpointPlan, Plans
 from titanlite.main import _lock as _lock_run
-from titanlite.parallel.world import World
 from titanlite.prepare import checked_plans
 from titanlite.runs import lock as lock_module
 from titanlite.runs.lock import (

@@ -17,7 +17,7 @@ from tests.pool import Pools
 from tests.tiny import TWO_LAYERS, size
 from titanlite.build import build
 from titanlite.cli import main
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.prepare import checked_plans, load_plans
 from titanlite.tools import benchmark as command
 from titanlite.tools import benchmark_levels
@@ -82,7 +82,7 @@ def test_levels_start_from_the_same_weights_and_read_the_same_text(tmp_path: Pat
         assert ("torch.compile made" in (run / "console.log").read_text()) == (level == "compile")
 
 
-def _train(world: World, arguments: list[str]) -> None:
+def _train(world: DistEnv, arguments: list[str]) -> None:
     """One run of a ladder, on ranks that are there already."""
     _, plans = checked_plans(arguments, world.size, training=True)
     try:

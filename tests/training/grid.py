@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.training.compare import FLAT, GLOBAL_BATCH, LABELS, SEQ, TOKENS, WARM, References
-from tests.training.harness import Run
+from tests.training.harness import Degrees, Run
 from titanlite.config.pipeline import SCHEDULES
 from titanlite.config.plans import Plans
 from titanlite.prepare import load_plans, model_args
@@ -161,29 +161,30 @@ def plans_of(row: Row, column: Column) -> Plans:
 
 def run_of(plans: Plans, optimizer: str = "AdamW", steps: int = 20) -> Run:
     """The cell on dumped batches."""
-    mesh = plans.mesh
+    mesh, config, batch = plans.mesh, plans.config, plans.batch
     run = Run(
         TOKENS,
         LABELS,
         (FLAT if optimizer == "SGD" else WARM)[:steps],
         args=model_args(plans.model),
-        shard=plans.shard,
+        training=config.training,
         optimizer=optimizer,
-        accumulation=plans.batch.accumulation,
+        accumulation=batch.accumulation,
         replicas=mesh.dp_replicate,
-        activations=plans.activations,
-        compile=plans.compile,
+        activations=config.activation_checkpoint,
+        compile=config.compile if config.training.compile else None,
         tensor=mesh.tensor,
-        loss_parallel=plans.tensor_parallel.loss_parallel,
+        loss_parallel=config.training.enable_loss_parallel,
         context=mesh.context,
         pipeline=mesh.pipeline,
-        schedule=plans.pipeline.schedule,
-        split_points=plans.pipeline.split_points,
-        pieces=plans.pipeline.microbatches,
-        loss_chunks=plans.loss.chunks,
+        schedule=config.experimental.pipeline_parallel_schedule,
+        split_points=tuple(config.experimental.pipeline_parallel_split_points),
+        pieces=config.experimental.pipeline_parallel_microbatches or mesh.pipeline,
+        loss_chunks=config.training.loss_chunks,
     )
-    assert run.mesh(mesh.world_size) == mesh and run.batch(mesh.world_size) == plans.batch
-    assert mesh.pipeline == 1 or run.pipeline_plan() == plans.pipeline
+    degrees = (mesh.dp_replicate, mesh.dp_shard, mesh.context, mesh.tensor, mesh.pipeline)
+    assert run.mesh(mesh.world_size) == Degrees(*degrees)
+    assert batch.global_batch_size == GLOBAL_BATCH == batch.micro_batch_size * batch.accumulation * mesh.dp_degree
     return run
 
 
@@ -238,7 +239,7 @@ def train_in_bf16(references: References, row: str) -> None:
     """Mean distance of the losses from those on one rank: at most twice what another seed makes of them."""
     low = replace(ROWS[row], flags={**ROWS[row].flags, "training.mixed_precision_param": "bfloat16"})
     run = run_of(plans_of(low, COLUMNS["accumulated"]), steps=8)
-    assert run.shard.param_dtype == "bfloat16"
+    assert run.training.mixed_precision_param == "bfloat16"
     plain, *others = map(torch.tensor, references.seeds(run))
     spread = torch.stack([(plain - other).abs().mean() for other in others]).mean()
     distance = (torch.tensor(references.losses(run, low.ranks)) - plain).abs().mean()

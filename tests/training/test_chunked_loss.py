@@ -42,10 +42,10 @@ from tests.training.grid import (
     plans_of,
     run_of,
 )
-from tests.training.harness import TINY, Run, build_tiny, micro_batches, run_stages, sequence_part
+from tests.training.harness import TINY, Run, build_tiny, full_precision, micro_batches, run_stages, sequence_part
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
-from titanlite.config.plans import Plans, ShardPlan
+from titanlite.config.plans import Plans
 from titanlite.config.resolve import resolve
 from titanlite.drill.shrink import shrink
 from titanlite.guard import FiniteGuard
@@ -53,8 +53,8 @@ from titanlite.loss import ChunkedHead, batch_loss, chunk_head, cross_entropy_su
 from titanlite.metrics.nan_finder import Finding, diagnose_nonfinite
 from titanlite.models.llama.model import Llama
 from titanlite.parallel.compile import CompileWatch, compile_loss
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.tensor import tensor_loss
-from titanlite.parallel.world import World
 from titanlite.step import PlainRunner, ReplicationFactors, validate
 from titanlite.utils import logger
 
@@ -292,7 +292,7 @@ def test_it_trains_as_transformers_does(references: References, row: Row, accumu
     references.compare(run, row.ranks)
 
 
-def _step(world: World, run: Run) -> tuple[list[Sent], dict[str, int], int]:
+def _step(world: DistEnv, run: Run) -> tuple[list[Sent], dict[str, int], int]:
     """A later step: what c10d sent but for counts, loss and norm, DTensor's collectives, and calls of the loss."""
     model, optimizer, rank = build_tiny(world, run)
     calls = [0]
@@ -330,8 +330,8 @@ RUN = Run(TOKENS, LABELS, WARM)
     "run",
     [
         replace(RUN, accumulation=2),
-        replace(RUN, shard=ShardPlan("float32", reshard_after_forward=True), args=replace(TINY, tied=True)),
-        replace(RUN, shard=ShardPlan("float32", reshard_after_forward=True, units="root")),
+        replace(RUN, training=full_precision(reshard_after_forward="always"), args=replace(TINY, tied=True)),
+        replace(RUN, training=full_precision(reshard_after_forward="always", fsdp_units="root")),
         replace(RUN, context=2),
     ],
     ids=["fsdp, accumulated", "fsdp, freed, tied", "fsdp, freed, one unit", "cp"],
@@ -356,7 +356,7 @@ def test_tensor_parallel_ranks_gather_hidden_states_and_reduce_their_gradient_on
         assert seen == dict(Counter(expected) + Counter(more))
 
 
-def _validation(world: World, run: Run) -> float:
+def _validation(world: DistEnv, run: Run) -> float:
     model, _, rank = build_tiny(world, run)
     plan = run.mesh(world.size)
     loss = tensor_loss(cross_entropy_sum) if plan.tensor > 1 else cross_entropy_sum
@@ -377,7 +377,7 @@ def test_validation_gives_the_same_loss(pool: Pools, run: Run) -> None:
     assert parts == pytest.approx(whole, rel=1e-6)
 
 
-def _diagnosis(world: World) -> Finding:
+def _diagnosis(world: DistEnv) -> Finding:
     run = replace(RUN, loss_chunks=3, accumulation=2)
     model, _, rank = build_tiny(world, run)
     factor = float("inf") if world.rank == 1 else 1.0

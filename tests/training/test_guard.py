@@ -27,7 +27,6 @@ from titanlite.data.loader import to_device
 from titanlite.guard import BadStepError, FiniteGuard, LossSpikeError, NonFiniteError, find_nonfinite
 from titanlite.loss import cross_entropy_sum
 from titanlite.parallel.tensor import tensor_loss
-from titanlite.parallel.world import World
 from titanlite.step import ReplicationFactors
 
 CPU = torch.device("cpu")

@@ -25,7 +25,6 @@ from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard, WeightsError
 from titanlite.loss import cross_entropy_sum
 from titanlite.metrics.jsonl import read_metrics
-from titanlite.parallel.world import World
 from titanlite.step import ReplicationFactors
 
 NAN = float("nan")

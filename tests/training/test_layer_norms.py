@@ -18,14 +18,14 @@ from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.optim.gradients import layer_of
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 
 TOKENS, LABELS = batches(1, 8, 16, 192)
 RUN = Run(TOKENS, LABELS, [1e-3], accumulation=2)
 LAYERS = ["tok_embeddings", "layers.0", "layers.1", "norm", "output"]
 
 
-def _norms(world: World, run: Run) -> tuple[dict[str, float], dict[str, float], float]:
+def _norms(world: DistEnv, run: Run) -> tuple[dict[str, float], dict[str, float], float]:
     """Norms by layer as the step tells them and as the full gradients have them, and the norm of all."""
     model, optimizer, rank = build_tiny(world, run)
     gradients: dict[str, torch.Tensor] = {}

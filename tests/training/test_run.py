@@ -26,7 +26,7 @@ from titanlite.data.tokenizer import BUNDLED_TOKENIZER
 from titanlite.drill.ranks import train
 from titanlite.guard import BadStepError
 from titanlite.metrics.jsonl import read_metrics
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.prepare import resolve_plans
 from titanlite.runs.record import read_attempts
 from titanlite.signals import StopRequested
@@ -313,7 +313,7 @@ def test_each_way_to_stop_has_its_exit_code(tmp_path: Path) -> None:
     assert "has no valid checkpoint" in said and "Traceback" not in said
 
 
-def _garbage(world: World, folder: str) -> tuple[list[int], bool, bool]:
+def _garbage(world: DistEnv, folder: str) -> tuple[list[int], bool, bool]:
     """Steps after which garbage was collected, whether collection was off in training, and on again after it."""
     trainer = _trainer(world, folder, "--training.steps=8", "--training.gc_freq=3", "--no-checkpoint.enable_checkpoint")
     collected: list[int] = []

@@ -26,7 +26,7 @@ from titanlite.checkpoint import Checkpointer
 from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.metrics.jsonl import read_metrics
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.lock import FILE as LOCK
 from titanlite.runs.record import read_entries
 from titanlite.signals import SIGNALS, StopRequested, StopSignal
@@ -46,7 +46,7 @@ def _losses(folder: Path) -> dict[tuple[int, str], float]:
     }
 
 
-def _run(world: World, folder: str, where: str, step: int, rank: int, number: int, *flags: str) -> dict[str, Any]:
+def _run(world: DistEnv, folder: str, where: str, step: int, rank: int, number: int, *flags: str) -> dict[str, Any]:
     """Train; a signal comes to one rank in the given place of a step (0: never). How that ended."""
     trainer = _trainer(world, folder, *TINY, *flags)
     struck: list[int] = []

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from titanlite.checkpoint.place import Place
-from titanlite.parallel.world import PATIENT
+from titanlite.parallel.dist_env import KEEPS_TIMEOUT
 
 #: A save in the background holds nobody up, so its ranks may wait for each other for long.
 _TIMEOUT = timedelta(hours=2)
@@ -148,6 +148,6 @@ class BackgroundSave:
 
 def new_group(timeout: timedelta) -> dist.ProcessGroup:
     """A group for what ranks agree on in a save, on the host, whose timeout nobody lowers. All ranks call it."""
-    group = dist.new_group(backend="gloo", timeout=timeout, group_desc=PATIENT)
+    group = dist.new_group(backend="gloo", timeout=timeout, group_desc=KEEPS_TIMEOUT)
     assert isinstance(group, dist.ProcessGroup)
     return group

@@ -32,7 +32,7 @@ from titanlite.checkpoint.together import on_rank_0
 from titanlite.checkpoint.together import quiet as _quiet
 from titanlite.config.plans import CheckpointPlan
 from titanlite.guard import WeightsError, find_nonfinite
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs import provenance
 from titanlite.runs.lock import OwnershipCheck
 from titanlite.utils import logger
@@ -52,7 +52,7 @@ class Checkpointer:
     """
 
     def __init__(
-        self, plan: CheckpointPlan, world: World, fingerprints: dict[str, str], config: dict[str, Any] | None = None
+        self, plan: CheckpointPlan, world: DistEnv, fingerprints: dict[str, str], config: dict[str, Any] | None = None
     ) -> None:
         self.plan = plan
         self.root = place(plan.folder)

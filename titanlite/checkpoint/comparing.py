@@ -11,14 +11,14 @@ from titanlite.checkpoint.index import INDEX
 from titanlite.checkpoint.integrity import Progress, check_files, share
 from titanlite.checkpoint.manifest import CheckpointError, Manifest
 from titanlite.checkpoint.place import Place, StoreError
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.utils import human_bytes, logger
 
 #: How often it is said how far the comparison with the hashes has come.
 _TELL_SECONDS = 10.0
 
 
-def compare_to_load(folder: Place, manifest: Manifest, world: World, every_byte: bool) -> str | None:
+def compare_to_load(folder: Place, manifest: Manifest, world: DistEnv, every_byte: bool) -> str | None:
     """What is wrong with a checkpoint's contents, the same answer on all ranks; None when nothing is.
 
     Each rank reads its share of the files, and the index, which all will read; without every_byte that alone.
@@ -32,7 +32,7 @@ def compare_to_load(folder: Place, manifest: Manifest, world: World, every_byte:
 
 
 def compare_what_was_saved(
-    folder: Place, manifest: Manifest, writers: Mapping[str, int], world: World, group: dist.ProcessGroup
+    folder: Place, manifest: Manifest, writers: Mapping[str, int], world: DistEnv, group: dist.ProcessGroup
 ) -> str | None:
     """As `compare_to_load`, right after a save. writers: name → rank; group: by which all ranks tell each other."""
     names = [name for name, writer in writers.items() if reader_of(writer, world.size) == world.rank]
@@ -46,7 +46,7 @@ def reader_of(writer: int, ranks: int) -> int:
 
 
 def _compare(
-    folder: Place, manifest: Manifest, names: list[str], world: World, group: dist.ProcessGroup | None
+    folder: Place, manifest: Manifest, names: list[str], world: DistEnv, group: dist.ProcessGroup | None
 ) -> str | None:
     mine: tuple[list[str], str]
     try:
@@ -66,7 +66,7 @@ def _compare(
     return problems[0] + more
 
 
-def _told(folder: Place, world: World) -> Progress:
+def _told(folder: Place, world: DistEnv) -> Progress:
     """Says every ten seconds how far it has come."""
     told = time.monotonic()
 

@@ -31,7 +31,7 @@ from titanlite.checkpoint.storage import CheckedReader
 from titanlite.checkpoint.together import named, on_rank_0, quiet
 from titanlite.config.plans import CheckpointPlan
 from titanlite.guard import find_nonfinite
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.provenance import config_changes
 from titanlite.utils import counted
 
@@ -102,7 +102,7 @@ class Loading:
     def __init__(
         self,
         plan: CheckpointPlan,
-        world: World,
+        world: DistEnv,
         fingerprints: dict[str, str],
         bad: dict[int, str] | None = None,
         deleter: Deleter | None = None,

@@ -11,7 +11,7 @@ from titanlite.checkpoint.manifest import CheckpointError, parse_manifest, step_
 from titanlite.checkpoint.place import place
 from titanlite.checkpoint.retention import is_milestone
 from titanlite.config.plans import CheckpointPlan
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 
 #: How often in an interval the ranks meet to hear what the clock says.
 _MEETINGS = 16
@@ -40,7 +40,7 @@ class SaveSchedule:
     def __init__(
         self,
         plan: CheckpointPlan,
-        world: World,
+        world: DistEnv,
         fingerprints: dict[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -80,7 +80,7 @@ class SaveSchedule:
                 answer = self._decide(step, validation_loss if judged else None)
             except OSError:
                 answer = True, step + 1  # the folder cannot be read: the save will say why
-        due, meeting = cast("tuple[bool, int]", self._world.agree(answer))
+        due, meeting = cast("tuple[bool, int]", self._world.broadcast(answer))
         if meets:
             self._meeting = meeting
         return due

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from titanlite.checkpoint.manifest import CheckpointError
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 
 T = TypeVar("T")
 
 
-def on_rank_0(world: World, action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+def on_rank_0(world: DistEnv, action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Run on rank 0 only; every rank gets its result, or its error as a CheckpointError.
 
     group: of all ranks, by which they wait for it; None: the default one.

@@ -22,7 +22,7 @@ from titanlite.metrics.stragglers import RankComparison, StragglerDetector
 from titanlite.metrics.tensorboard import TensorBoard, tags
 from titanlite.metrics.throughput import MemoryReading, Rates, Throughput, read_memory, reset_peak
 from titanlite.metrics.wandb import WandbWriter
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.provenance import config_text
 from titanlite.step import StepResult
 from titanlite.utils import human_time, logger
@@ -43,7 +43,7 @@ class MetricsLogger(Callback):
         self,
         metrics: Metrics,
         job: Job,
-        world: World,
+        world: DistEnv,
         toml: str,
         *,
         tokens_per_step: int,

@@ -17,9 +17,9 @@ from titanlite.metrics.throughput import is_cpu
 from titanlite.utils import counted, human_bytes, human_count
 
 if TYPE_CHECKING:
-    from titanlite.parallel.activation_checkpoint import Kept
-    from titanlite.parallel.float8_choice import Choice
-    from titanlite.parallel.pipeline_split import Layout
+    from titanlite.parallel.activation_checkpoint import ActivationStats
+    from titanlite.parallel.float8_choice import Float8Choice
+    from titanlite.parallel.pipeline_split import StageLayout
 
 Row = tuple[str, str]
 
@@ -88,7 +88,7 @@ def mesh_row(degrees: Mapping[str, int], world_size: int, loss_parallel: bool, a
     return "mesh", f"{' x '.join(shown)} = {counted(world_size, 'ranks')}{how}"
 
 
-def pipeline_row(schedule: str, layout: Layout) -> Row:
+def pipeline_row(schedule: str, layout: StageLayout) -> Row:
     parts = [
         f"{names[0]} to {names[-1]} on {rank}" if len(names) > 1 else f"{names[0]} on {rank}"
         for names, rank in zip(layout.stages, layout.ranks, strict=True)
@@ -103,7 +103,7 @@ def precision_row(training: Training) -> Row:
     )
 
 
-def float8_rows(float8: Float8, choices: Sequence[Choice], tokens: int, compiled: bool, device: str) -> list[Row]:
+def float8_rows(float8: Float8, choices: Sequence[Float8Choice], tokens: int, compiled: bool, device: str) -> list[Row]:
     """Return one row of all, and one for each kind of linear. tokens: M of a product of one rank."""
     total = sum(len(choice.names) for choice in choices)
     converted = sum(len(choice.names) for choice in choices if choice.converted)
@@ -167,7 +167,7 @@ def compile_row(enabled: bool, config: Compile, tensor_parallel: int) -> Row:
     return "compile", f"{' and '.join(parts)}, backend {config.backend}" if parts else "off"
 
 
-def activations_row(config: ActivationCheckpoint, kept: Kept, tensor_parallel: int, device: str) -> Row:
+def activations_row(config: ActivationCheckpoint, kept: ActivationStats, tensor_parallel: int, device: str) -> Row:
     """kept: statistics of a traced block."""
     by_operation = config.mode == "selective" and config.selective_ac_option == "op"
     every_byte = kept.blocks * kept.plain_bytes

@@ -17,6 +17,7 @@ from titanlite.config.load import read
 from titanlite.config.names import ALIASES
 from titanlite.config.plans import Plans
 from titanlite.config.schema import quote
+from titanlite.preflight import compile_problems
 from titanlite.prepare import checked_plans, resolve_plans
 from titanlite.runs.provenance import config_values
 from titanlite.runs.read import RunError
@@ -132,14 +133,14 @@ import json, torch
 from titanlite.config.errors import ConfigError
 from titanlite.config.plans import Float8Plan
 from titanlite.metrics.throughput import device_name
+from titanlite.config.sections.model import Float8
+from titanlite.observe.flops import device_name
+from titanlite.preflight import float8_problems
 gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
 lacking = None
 if gpus:
-    from titanlite.parallel.float8 import check_float8
-    try:
-        check_float8(Float8Plan(enable=True))
-    except ConfigError as error:
-        lacking = error.problems[0].message, error.problems[0].hint
+    for problem in float8_problems(Float8(enable_float8_linear=True)):
+        lacking = problem.message, problem.hint
 print(json.dumps([device_name(torch.device("cuda", 0) if gpus else torch.device("cpu")), gpus, lacking]))
 """
 
@@ -216,10 +217,8 @@ def _check(level: Level, folder: Path, common: Sequence[str], ranks: int, machin
     if machine.device_type == "cpu" and read(arguments)[0].value("float8.enable_float8_linear"):
         flags = ("--float8.emulate=true",)
     _, plans = checked_plans([*arguments, *flags], ranks, training=True)
-    if plans.compile.model or plans.compile.loss:
-        from titanlite.parallel.compile import prepare_compile  # needs torch
-
-        prepare_compile(plans.compile, machine.device_type)
+    if problems := compile_problems(plans.config.training, plans.config.compile, machine.device_type):
+        raise ConfigError(problems)
     if plans.float8.enable and not plans.float8.emulate and machine.no_float8:
         raise ConfigError([Problem("", "float8.enable_float8_linear", *machine.no_float8)])
     return Planned(level, plans, flags, without_folder(config_values(plans.config_toml)))
