@@ -12,7 +12,7 @@ from typing import Any
 
 from titanlite._version import __version__
 
-__all__ = ["__version__"]
+__all__ = ["__version__", "load_config"]
 
 
 def _rooms() -> list[str]:
@@ -20,6 +20,10 @@ def _rooms() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "load_config":
+        from titanlite.config.derive import load_config
+
+        return load_config
     if name.startswith("_") or name not in _rooms():
         raise AttributeError(f"module 'titanlite' has no attribute {name!r}")
     return importlib.import_module(f"titanlite.{name}")

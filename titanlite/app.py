@@ -20,10 +20,11 @@ from titanlite.build import check_tensor_parallel, check_units, read_text
 from titanlite.checkpoint import CheckpointError
 from titanlite.checkpoint.place import StorePath, place
 from titanlite.checkpoint.store_lock import StoreLock, check_reachable
+from titanlite.config.derive import check_config, fitted
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.job import JobConfig
-from titanlite.config.plans import Plans
-from titanlite.data.errors import DataError
+from titanlite.config.legacy_plans import Plans, legacy_plans
+from titanlite.data import DataError
 from titanlite.entry import end, leave
 from titanlite.exit_codes import is_of_collectives
 from titanlite.guard import BadStepError
@@ -38,7 +39,6 @@ from titanlite.parallel.meeting import MeetingError, after_rank_0, leaving_word
 from titanlite.parallel.world import World, WorldError, join_store
 from titanlite.parent import stop_with_torchrun
 from titanlite.preempt import GracefulStop, Preempted
-from titanlite.prepare import checked_plans, resolve_plans
 from titanlite.runs.lock import LockedError, RunLock
 from titanlite.runs.logs import FOLDER as LOGS
 from titanlite.runs.logs import rank_log
@@ -63,7 +63,8 @@ def _run(argv: Sequence[str], stop: GracefulStop) -> int:
     try:
         ranks = read_environment()
         size, rank = ranks.size, ranks.rank
-        config, plans = checked_plans(argv, size, training=True)
+        config, checked = check_config(argv, size)
+        plans = legacy_plans(checked)
         setup_console(rank, plans.observe.color)
         if rank == 0:
             _name_config(config, plans)
@@ -79,7 +80,7 @@ def _run(argv: Sequence[str], stop: GracefulStop) -> int:
             check_units(plans, text)
             check_tensor_parallel(plans, text)
             if plans.train.steps is None:
-                plans = resolve_plans(config, size, text.train.total_sequences)
+                plans = legacy_plans(fitted(config, size, text.train.total_sequences))
             _make_folders(plans)
             folder = Path(plans.observe.dump_folder)
             stalls = StallWatch(plans.stall, logs=str(folder / LOGS), traces=plans.comm.trace_folder, end=leave)

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.build import Parts
-from titanlite.config.plans import DataPlan, ShardPlan
-from titanlite.data.left_out import merged, of_steps, take
-from titanlite.data.loader import late
+from titanlite.config.legacy_plans import ShardPlan
+from titanlite.config.sections import Data
+from titanlite.data.loader import served_already
 from titanlite.data.packing import PackedDataset
+from titanlite.data.skip_ranges import merged, ranges_of_steps, take
 from titanlite.feed import Fetched
 from titanlite.guard import BadStepError, NonFiniteError
 from titanlite.observe.diagnose import diagnose_nonfinite
@@ -137,9 +138,9 @@ def behind(data: dict[str, Any], bad: Fetched) -> dict[str, Any]:
     return {"next_sequence": bad.after["next_sequence"], "left_out": [list(stretch) for stretch in left_out]}
 
 
-def late_notices(plan: DataPlan, global_batch: int, state: dict[str, Any]) -> list[str]:
+def late_notices(data: Data, global_batch: int, state: dict[str, Any]) -> list[str]:
     """What to tell of `data.skip_steps` to a run that resumes at `state` of its loader, a line each."""
-    stretches = late(of_steps(plan.skip_steps, global_batch), state)
+    stretches = served_already(ranges_of_steps(data.skip_steps, global_batch), state)
     return [
         f"data.skip_steps: {steps_text(first, end, global_batch)} comes too late, it was trained on before this "
         "checkpoint; to leave it out, start from an older one (checkpoint.load_step)"

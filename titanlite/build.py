@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.fit import tensor_problems
 from titanlite.config.plans import (
     ActivationCheckpointPlan,
     BatchPlan,
@@ -27,10 +28,10 @@ from titanlite.config.plans import (
     ShardPlan,
     TensorParallelPlan,
 )
-from titanlite.data.background import PassLoader, Prefetcher, StepLoader, ValidationPrefetcher
-from titanlite.data.left_out import of_steps
 from titanlite.data.loader import Batch, TrainLoader, ValidationLoader
 from titanlite.data.packing import PackedDataset, build_dataset, build_validation_dataset
+from titanlite.data.prefetch import PassLoader, Prefetcher, StepLoader, ValidationPrefetcher
+from titanlite.data.skip_ranges import ranges_of_steps
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.loss import chunk_head, cross_entropy_sum
 from titanlite.models import LlamaArgs, ModelSpec, get_spec
@@ -47,7 +48,6 @@ from titanlite.parallel.pipeline_split import divide
 from titanlite.parallel.tensor import ASYNC_OPTIONS, check_async, enable_async, split, tensor_loss
 from titanlite.parallel.units import Unit, UnitError, choose_units
 from titanlite.parallel.world import World, this_rank
-from titanlite.prepare import model_args, undivided
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ def check_tensor_parallel(plans: Plans, text: Text) -> None:
     """
     if plans.mesh.tensor == 1:
         return
-    if problems := undivided(model_args(plans.model, text.tokenizer.vocab_size), plans):
+    if problems := tensor_problems(plans.config.model_args(text.tokenizer.vocab_size), plans.config):
         raise ConfigError(problems)
     if plans.tensor_parallel.asynchronous:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
@@ -239,7 +239,7 @@ def check_units(plans: Plans, text: Text) -> None:
     if plans.shard.units in ("block", "root"):
         return
     spec = get_spec(plans.model.name)
-    args = model_args(plans.model, text.tokenizer.vocab_size)
+    args = plans.config.model_args(text.tokenizer.vocab_size)
     model = spec.build_on_meta(args)
     try:
         units = choose_units(model, plans.shard, spec.fsdp_units(args))
@@ -298,18 +298,20 @@ def read_text(plans: Plans) -> Text:
 
     Raises DataError naming file and record, ShapeError when the tokenizer has more entries than the model.
     """
-    tokenizer = load_tokenizer(plans.tokenizer)
-    vocabulary = model_args(plans.model, tokenizer.vocab_size).n_vocab
-    train = build_dataset(plans.data, tokenizer, vocabulary)
-    enabled = plans.validation.enable
-    validation = build_validation_dataset(plans.validation, tokenizer, vocabulary, plans.data) if enabled else None
-    return Text(tokenizer, train, validation)
+    run = plans.config
+    tokenizer = load_tokenizer(run.model.tokenizer_path, run.model.name)
+    vocabulary = run.model_args(tokenizer.vocab_size).n_vocab
+    train = build_dataset(run.training, run.data, tokenizer, vocabulary)
+    if not run.validation.enable:
+        return Text(tokenizer, train, None)
+    seq_len = run.validation.seq_len or run.training.seq_len
+    return Text(tokenizer, train, build_validation_dataset(run.validation, run.data, tokenizer, vocabulary, seq_len))
 
 
 def build(plans: Plans, world: World, text: Text) -> Parts:
     """Everything a loop needs, on this rank's device."""
     spec = get_spec(plans.model.name)
-    args = model_args(plans.model, text.tokenizer.vocab_size)
+    args = plans.config.model_args(text.tokenizer.vocab_size)
     prepare_compile(plans.compile, world.device.type)
     mesh = world.build_mesh(plans.mesh)
     loss = compile_loss(cross_entropy_sum, plans.compile.backend) if plans.compile.loss else cross_entropy_sum
@@ -337,11 +339,14 @@ def build(plans: Plans, world: World, text: Text) -> Parts:
         dtype = DTYPES[plans.shard.param_dtype]
         pipeline = build_pipeline(model, args, plans.pipeline, plans.batch, dtype, world.device, loss)
     rank = data_parallel_rank(mesh)
-    data = plans.data
+    data = plans.config.data
     pin = data.pin_memory and world.device.type == "cuda"
     shared = plans.mesh.context > 1
-    left_out = of_steps(data.skip_steps, plans.batch.global_batch_size)
-    loader: StepLoader = TrainLoader(text.train, plans.batch, rank, plans.mesh.dp_degree, left_out)
+    batch = plans.batch
+    skip = ranges_of_steps(data.skip_steps, batch.global_batch_size)
+    loader: StepLoader = TrainLoader(
+        text.train, batch.global_batch_size, batch.micro_batch_size, rank, plans.mesh.dp_degree, skip
+    )
     if shared:
         loader = PartLoader(loader, mesh)
     validation = None
@@ -360,7 +365,7 @@ def build(plans: Plans, world: World, text: Text) -> Parts:
         loss=loss,
         compile_watch=watch_compilation(spec, args, model, plans.compile, plans.mesh.tensor),
         kept=trace_activations(spec, args, plans, world.device, mesh),
-        optimizer=build_optimizer(model.parameters(), plans.optimizer, world.device),
+        optimizer=build_optimizer(model.parameters(), plans.config.optimizer, world.device),
         loader=Prefetcher(loader, data.prefetch, pin),
         validation=validation,
         pipeline=pipeline,

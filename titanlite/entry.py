@@ -53,12 +53,12 @@ def _leave_now(number: int, frame: FrameType | None) -> None:
 
 def refused(argv: Sequence[str]) -> int | None:
     """Tell what is wrong with the environment or the config and return the exit code; None where nothing is."""
+    from titanlite.config.derive import check_config
     from titanlite.config.errors import ConfigError
     from titanlite.parallel.environment import WorldError, read_environment
-    from titanlite.prepare import checked_plans
 
     try:
-        checked_plans(argv, read_environment().size, training=True)
+        check_config(argv, read_environment().size)
     except (ConfigError, WorldError) as error:
         return end(str(error), exit_codes.CONFIG)
     return None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,11 +22,9 @@ from titanlite.checkpoint.resume_guard import FILE, ResumeGuard
 from titanlite.checkpoint.selection import GROUPS
 from titanlite.config.plans import CheckpointPlan, Plans
 from titanlite.config.scan import TOMLDecodeError, loads
-from titanlite.config.sections.base import steps_of
-from titanlite.data.background import Patience
-from titanlite.data.left_out import of_steps, take
 from titanlite.data.loader import add_hashes, step_hash
 from titanlite.data.packing import PackedDataset
+from titanlite.data.skip_ranges import ranges_of_steps, take
 from titanlite.observe.flops import device_name
 from titanlite.observe.memory import total_memory_bytes
 from titanlite.observe.metrics import FILE as METRICS
@@ -45,6 +45,8 @@ _ROUNDING = ("mesh", "tensor_parallel", "pipeline", "shard", "float8", "activati
 #: Name of the thread that reads what is only to be hashed.
 READER = "titanlite-next-batch"
 _POLL_SECONDS = 0.5
+#: Seconds in which data may still come after `give_up` has said that they are not waited for any longer.
+_LAST_CHANCE = 3.0
 _WORDS = {"optimizer": "optimizer", "lr_scheduler": "schedule", "dataloader": "text", "rng": "random generators"}
 
 #: Entries of a checkpoint's train state, and their types.
@@ -213,14 +215,14 @@ def with_other_skips(loaded: LoadedState, plans: Plans) -> LoadedState:
     That key may be changed for a resume.
     """
     text = loaded.config.get("toml")
-    size, now = plans.batch.global_batch_size, plans.data.skip_steps
+    size = plans.batch.global_batch_size
+    now = ranges_of_steps(plans.config.data.skip_steps, size)
     try:
-        before = loads(text)["data"].get("skip_steps", []) if isinstance(text, str) else []
-        then = [steps_of(item) for item in before]
+        then = ranges_of_steps(loads(text)["data"].get("skip_steps", []) if isinstance(text, str) else [], size)
     except (TOMLDecodeError, KeyError, ValueError):
         return loaded
     place = loaded.train["data"]["next_sequence"]
-    if take(place, size, of_steps(then, size)) == take(place, size, of_steps(now, size)):
+    if take(place, size, then) == take(place, size, now):
         return loaded
     return replace(loaded, changes=(*loaded.changes, "data.skip_steps"))
 
@@ -238,22 +240,23 @@ def next_batch(
     after `give_up` says that it is not to be waited for any longer.
     """
     size = plans.batch.global_batch_size
-    left_out = of_steps(plans.data.skip_steps, size)
+    skip = ranges_of_steps(plans.config.data.skip_steps, size)
     found: list[str | None] = []
 
     def read() -> None:
         try:
-            found.append(step_hash(dataset, state["next_sequence"], size, world.rank, world.size, left_out))
+            found.append(step_hash(dataset, state["next_sequence"], size, world.rank, world.size, skip))
         except Exception as error:  # the step itself will say so; a save is complete without the hash
             logger.warning(f"the next batch cannot be hashed, so a resume will not compare it: {error}")
 
     # In a thread: a save must not wait for storage that does not answer.
     reader = threading.Thread(target=read, name=READER, daemon=True)
     reader.start()
-    patience = Patience(give_up)
-    reader.join(_POLL_SECONDS)
-    while reader.is_alive() and not patience.ended():
+    until = math.inf
+    while reader.is_alive() and time.monotonic() < until:
         reader.join(_POLL_SECONDS)
+        if give_up():
+            until = min(until, time.monotonic() + _LAST_CHANCE)
     part = found[0] if found else None
     parts: list[str | None] = [None] * world.size
     dist.all_gather_object(parts, part)

@@ -21,7 +21,8 @@ from titanlite.checkpoint.place import Place
 from titanlite.checkpoint.resume_guard import Verdict
 from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.checkpoint.state import gather
-from titanlite.config.plans import Plans
+from titanlite.config.derive import with_steps
+from titanlite.config.legacy_plans import Plans, legacy_plans
 from titanlite.data.loader import Batch
 from titanlite.determinism import deterministic, environment
 from titanlite.drift import DriftCheck
@@ -85,7 +86,7 @@ class Trainer:
             self.parts: Parts = build(plans, world, text)
             self._environment = stack.pop_all()  # until `close`; where the build fails, until here
         self.stalls.wanted = lambda: self.stop.wanted or self.stop.heard
-        self.feed = Feed(self.parts.loader, self.parts.validation, self.stop, self._asked, plans, world.device)
+        self.feed = Feed(self.parts.loader, self.parts.validation, world.device)
         if plans.train.seed is not None:  # of torch's own generators; the weights and the data order have their own
             seed_generators(plans.train.seed, self.parts.mesh)
         self.guard = FiniteGuard(world.device, plans.guard)
@@ -323,7 +324,7 @@ class Trainer:
         self.guard.load_state_dict(loaded.train.get("guard", {}))
         if "dataloader" not in loaded.left_out:
             batch = self.plans.batch.global_batch_size
-            loaded.notices.extend(late_notices(self.plans.data, batch, loaded.train["data"]))
+            loaded.notices.extend(late_notices(self.plans.config.data, batch, loaded.train["data"]))
         if loaded.origin == "resume":
             self._validation_owed = bool(loaded.train.get("validation_owed"))
             self.resume_guard.resumed(starting.with_other_skips(loaded, self.plans), self._next_batch())
@@ -373,11 +374,8 @@ class Trainer:
 
     def _set_length(self, steps: int) -> None:
         """Another number of steps than was planned; a schedule of the run's length follows it."""
-        schedule = self.plans.schedule
-        if schedule.total_steps == self.steps:
-            schedule = replace(schedule, total_steps=steps)
         self.steps = steps
-        self.plans = replace(self.plans, schedule=schedule, train=replace(self.plans.train, steps=steps))
+        self.plans = legacy_plans(with_steps(self.plans.config, steps))
 
     @property
     def duplicates(self) -> Duplicates:

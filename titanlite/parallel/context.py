@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from titanlite.data.loader import Batch
 
 if TYPE_CHECKING:
-    from titanlite.data.background import PassLoader, StepLoader
+    from titanlite.data.prefetch import PassLoader, StepLoader
 
 #: The differentiable all-gather: its backward is a reduce-scatter. torch 2.13 renamed it.
 _all_gather: Any = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
