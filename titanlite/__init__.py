@@ -21,7 +21,7 @@ def _rooms() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     if name == "load_config":
-        from titanlite.config.derive import load_config
+        from titanlite.config.fit import load_config
 
         return load_config
     if name.startswith("_") or name not in _rooms():

@@ -20,8 +20,8 @@ from titanlite.build import check_tensor_parallel, check_units, read_text
 from titanlite.checkpoint import CheckpointError
 from titanlite.checkpoint.place import StorePath, place
 from titanlite.checkpoint.store_lock import StoreLock, check_reachable
-from titanlite.config.derive import check_config, fitted
 from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.fit import check_config, fitted
 from titanlite.config.job import JobConfig
 from titanlite.config.legacy_plans import Plans, legacy_plans
 from titanlite.data import DataError

@@ -16,10 +16,11 @@ from titanlite.checkpoint import command as checkpoint_command
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.place import StoreError
 from titanlite.config.checks import missing_files
-from titanlite.config.derive import MeshSizes, RunConfig, check_config, fitted, smallest_world
+from titanlite.config.derive import MeshSizes, RunConfig, smallest_world
 from titanlite.config.entries import begins_option, names_key
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.explain import Style, explain_all, explain_key
+from titanlite.config.fit import check_config, fitted
 from titanlite.config.job import JobConfig
 from titanlite.config.load import load
 from titanlite.config.unbuilt import unbuilt_notes

@@ -53,8 +53,8 @@ def _leave_now(number: int, frame: FrameType | None) -> None:
 
 def refused(argv: Sequence[str]) -> int | None:
     """Tell what is wrong with the environment or the config and return the exit code; None where nothing is."""
-    from titanlite.config.derive import check_config
     from titanlite.config.errors import ConfigError
+    from titanlite.config.fit import check_config
     from titanlite.parallel.environment import WorldError, read_environment
 
     try:

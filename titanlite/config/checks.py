@@ -8,23 +8,17 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from titanlite.config.dialect import Dialect
-from titanlite.config.errors import Problem, nearest
+from titanlite.config.errors import Problem
 from titanlite.config.job import JobConfig
-from titanlite.config.pipeline import SCHEDULES, find_schedule
 from titanlite.config.schema import quote
 from titanlite.config.sections import AUTO_FILTER, steps_of
 from titanlite.config.urls import is_url, url_problem
 from titanlite.utils import counted
 
-if TYPE_CHECKING:
-    pass
-
-_PP = "experimental.pipeline_parallel_"
-_TP, _CP = "training.tensor_parallel_degree", "experimental.context_parallel_degree"
 _AC_OPTION = "activation_checkpoint.selective_ac_option"
 _GATHER = "float8.enable_fsdp_float8_all_gather"
 
@@ -32,7 +26,7 @@ _GATHER = "float8.enable_fsdp_float8_all_gather"
 Finding = tuple[str, str, str, str]
 
 
-def placed(config: JobConfig, found: Iterator[Finding]) -> list[Problem]:
+def placed(config: JobConfig, found: Iterable[Finding]) -> list[Problem]:
     """Return findings as problems, each at the place of its key."""
     return [Problem(config.place(key), key, message, hint, code=code) for code, key, message, hint in found]
 
@@ -40,7 +34,7 @@ def placed(config: JobConfig, found: Iterator[Finding]) -> list[Problem]:
 # Stage 2: contradictions
 
 _GIVEN = object()
-#: (key, its value, the key that it needs, the value of that). _GIVEN: any value but none, 0, false and an empty list.
+#: (key, its value, the key that it needs, the value of that). _GIVEN: any value but none, and of the first key but 0.
 _NEEDS: tuple[tuple[str, Any, str, Any], ...] = (
     ("checkpoint.start", "from", "checkpoint.initial_load_path", _GIVEN),
     ("checkpoint.start", "resume", "checkpoint.enable_checkpoint", True),
@@ -62,17 +56,17 @@ _DECAY = ("decay_ratio", "decay_steps", "plateau_ratio", "min_lr_factor")
 def contradictions(config: JobConfig) -> list[Problem]:
     """Return every pair of keys that cannot both hold, whatever the number of ranks."""
     d = config.dialect
-    found = [*_needs(config), *_training(d), *_runtime(config), *_pipeline_keys(d)]
+    found = [*_needs(config), *_training(d), *_runtime(config)]
     if d.float8.enable_float8_linear:
         found += _float8_keys(d)
-    return placed(config, iter(found))
+    return placed(config, found)
 
 
 def _needs(config: JobConfig) -> Iterator[Finding]:
     for key, value, other, wanted in _NEEDS:
         given, there = config.value(key), config.value(other)
         applies = bool(given) if value is _GIVEN else given == value
-        if applies and not (bool(there) if wanted is _GIVEN else there == wanted):
+        if applies and (there is None if wanted is _GIVEN else there != wanted):
             subject = f"{quote(given)} needs" if isinstance(value, str) else "needs"
             yield "needs", key, f"{subject} {other}{'' if wanted is _GIVEN else f' = {quote(wanted)}'}", ""
 
@@ -126,17 +120,6 @@ def _training(d: Dialect) -> Iterator[Finding]:
             f"({counted(rows, 'sequences')} x {counted(length, 'tokens')})"
         )
         yield "conflict", "training.loss_chunks", message, f"take {rows * length} at most"
-    chunks = 2 * e.context_parallel_degree
-    for key, tokens in lengths(d).items():
-        if chunks > 2 and tokens % chunks:
-            fitting = ", ".join(str(n) for n in range(1, chunks) if n == 1 or tokens % (2 * n) == 0)
-            yield (
-                "divide",
-                _CP,
-                f"is {chunks // 2}, but {key} = {tokens} cannot be cut into {chunks} equal chunks, two for each of "
-                f"{chunks // 2} ranks",
-                f"these work: {key} = {around(tokens, chunks)}; context_parallel_degree = {fitting}",
-            )
 
 
 def _runtime(config: JobConfig) -> Iterator[Finding]:
@@ -186,7 +169,7 @@ def _float8_keys(d: Dialect) -> Iterator[Finding]:
         message = f"needs one scale for each weight, and float8.recipe_name = {recipe} has one for each row"
         yield "conflict", _GATHER, message, 'take "tensorwise", or set this to false'
     if f.recipe_name != "tensorwise" and t.tensor_parallel_degree > 1:
-        message = f"{recipe} does not work with {_TP} = {t.tensor_parallel_degree}"
+        message = f"{recipe} does not work with training.tensor_parallel_degree = {t.tensor_parallel_degree}"
         yield "conflict", "float8.recipe_name", message, 'torchao divides products of the recipe "tensorwise" only'
     if f.precompute_float8_dynamic_scale_for_fsdp and not f.enable_fsdp_float8_all_gather:
         yield "needs", precompute, f"needs {_GATHER} = true: other weights get their scales after the gathering", ""
@@ -197,68 +180,6 @@ def _float8_keys(d: Dialect) -> Iterator[Finding]:
         message = f"does not work with training.reshard_after_forward = {t.reshard_after_forward}"
         hint = 'torch gathers float8 weights from all ranks only: take "default", "always" or "never"'
         yield "conflict", _GATHER, message, hint
-
-
-def _pipeline_keys(d: Dialect) -> Iterator[Finding]:
-    e, t, degree = d.experimental, d.training, d.experimental.pipeline_parallel_degree
-    name = find_schedule(e.pipeline_parallel_schedule)
-    if name is None:
-        close = nearest(e.pipeline_parallel_schedule, SCHEDULES, 3)
-        hint = (
-            f"{'nearest: ' if close else ''}{', '.join(close)}{'; ' if close else ''}there are {', '.join(SCHEDULES)}"
-        )
-        yield "unknown-name", f"{_PP}schedule", f"no schedule {quote(e.pipeline_parallel_schedule)}", hint
-    if degree == 1:
-        return
-    if t.gradient_sync == "every":
-        message = 'is "every", but a pipeline reduces gradients once, after the last micro-batch'
-        yield "conflict", "training.gradient_sync", message, 'set it to "last"'
-    pieces = e.pipeline_parallel_microbatches or degree
-    if t.batch_size % pieces:
-        said = f"is {pieces}{'' if e.pipeline_parallel_microbatches else ', the pipeline degree,'}"
-        hint = f"these divide it: {some(divisors(t.batch_size))}; or set training.batch_size to a multiple of {pieces}"
-        yield "divide", f"{_PP}microbatches", f"{said} which does not divide training.batch_size = {t.batch_size}", hint
-    if name is None:
-        return
-    kind, points = SCHEDULES[name].stages, len(e.pipeline_parallel_split_points)
-    stages = points + 1
-    fits = {"one": stages == degree, "loop": stages % degree == 0 and stages > degree, "v": stages == 2 * degree}[kind]
-    if points and not fits:
-        wanted = {"one": f"{degree}", "loop": f"{2 * degree}, {3 * degree}, …", "v": f"{2 * degree}"}[kind]
-        message = (
-            f"{points} split points make {stages} stages, but {quote(name)} on {degree} pipeline ranks needs {wanted}"
-        )
-        hint = "give one split point less than stages, or none: then titanlite divides the model evenly"
-        yield "divide", f"{_PP}split_points", message, hint
-    if SCHEDULES[name].splits_backward:
-        for other, reason in _whole_backward(d).items():
-            message = f"{quote(name)} splits each backward into one for inputs and one for weights, and {reason}"
-            hint = f'"1F1B" and "Interleaved1F1B" do not split it; or change {other}'
-            yield "conflict", f"{_PP}schedule", message, hint
-
-
-def _whole_backward(d: Dialect) -> dict[str, str]:
-    """Return the keys that need a backward in one piece, each with the reason."""
-    reshard = d.training.reshard_after_forward
-    needs = {
-        "training.compile": (
-            d.training.compile and "model" in d.compile.components,
-            "a compiled block has one backward, which would run twice or fail",
-        ),
-        _AC_OPTION: (
-            d.activation_checkpoint.mode == "selective" and d.activation_checkpoint.selective_ac_option == "op",
-            f'{_AC_OPTION} = "op" recomputes a block only once',
-        ),
-        "float8.enable_float8_linear": (
-            d.float8.enable_float8_linear,
-            "one function computes all gradients of a float8 linear, and would run twice",
-        ),
-        "training.reshard_after_forward": (
-            reshard not in ("default", "never"),
-            f"weights gathered again in between (training.reshard_after_forward = {quote(reshard)}) get no gradient",
-        ),
-    }
-    return {key: reason for key, (applies, reason) in needs.items() if applies}
 
 
 # Stage 2, on this machine: files and packages
@@ -293,40 +214,9 @@ def missing_packages(config: JobConfig) -> list[Problem]:
         hint = "pip install 'titanlite[wandb]', or leave the key out"
         message = "needs the package wandb, which is not installed"
         found.append(("missing-package", "metrics.enable_wandb", message, hint))
-    return [*placed(config, iter(found)), *unusable_urls(config)]
-
-
-def unusable_urls(config: JobConfig) -> list[Problem]:
-    """Return problems for stores of checkpoints that cannot be reached from here, whatever they hold."""
-    found: list[Finding] = []
     keys = ("checkpoint.folder", "checkpoint.initial_load_path")
     for key in keys if config.dialect.checkpoint.enable_checkpoint else ():
         url = config.value(key)
         if url is not None and is_url(url) and (problem := url_problem(url)) is not None:
             found.append(("url", key, f"{quote(url)} {problem[0]}", problem[1]))
-    return placed(config, iter(found))
-
-
-# Numbers that fit
-
-
-def lengths(d: Dialect) -> dict[str, int]:
-    """Return the lengths of sequences by key, in tokens."""
-    held_out = d.validation.seq_len if d.validation.enable else None
-    return {"training.seq_len": d.training.seq_len, **({"validation.seq_len": held_out} if held_out else {})}
-
-
-def around(number: int, factor: int) -> str:
-    """Return the multiples of `factor` on both sides of a number."""
-    return " or ".join(str(n) for n in (number // factor * factor, -(-number // factor) * factor) if n)
-
-
-def divisors(number: int) -> list[int]:
-    """Return all divisors, rising."""
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def some(numbers: Sequence[int]) -> str:
-    """Return the largest eight of rising numbers, as `1, 2 or 4`."""
-    *first, last = map(str, numbers[-8:])
-    return f"{', '.join(first)} or {last}" if first else last
+    return placed(config, found)

@@ -1,30 +1,25 @@
 """Derive a run from a config: what follows from two sections, the number of ranks or the length of the text.
 
-`load_config` and `check_config` also make every check, in three stages: each key by itself, contradictions between
-keys, then what does not fit the ranks and the model. A stage reports all its problems at once; the next stage runs only
-if there are none. No torch here.
+It checks nothing: `titanlite.config.fit.load_config` does both. No torch here.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+import re
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from titanlite.config.checks import contradictions, missing_files, missing_packages
 from titanlite.config.dialect import Dialect
-from titanlite.config.errors import ConfigError, Problem
-from titanlite.config.fit import degrees_of, misfits, parallelism, useless_selective_checkpoint, wide_filters
 from titanlite.config.job import JobConfig
-from titanlite.config.load import read
 from titanlite.config.pipeline import find_schedule, stage_count
 from titanlite.config.schema import quote, sections
-from titanlite.config.unbuilt import implied_unbuilt, refused, without_effect
+from titanlite.config.unbuilt import implied_unbuilt, without_effect
 from titanlite.config.urls import is_url
 from titanlite.data.skip_ranges import count, ranges_of_steps
-from titanlite.models.shapes import LlamaArgs, model_args
+from titanlite.models.llama.plan import linears
+from titanlite.models.shapes import SHAPES, LlamaArgs, ShapeError, model_args
 from titanlite.optim.schedule import Schedule
 from titanlite.utils import counted
 
@@ -131,45 +126,6 @@ class RunConfig(Dialect):
         return model_args(self.model, self.max_seq_len, tokenizer_size)
 
 
-def load_config(path: str, world_size: int, flags: Sequence[str] = ()) -> RunConfig:
-    """Load a TOML file for a run on `world_size` ranks, with flags as on a command line.
-
-    A bare name is also looked up in train_configs/. Raises ConfigError as `check_config` does.
-    """
-    return check_config([f"--job.config_file={path}", *flags], world_size)[1]
-
-
-def check_config(
-    argv: Sequence[str], world_size: int | None = None, *, training: bool = True
-) -> tuple[JobConfig, RunConfig]:
-    """Load the config of a command line, check it and derive its run.
-
-    world_size: ranks; None: the fewest on which the degrees of parallelism fit.
-    training: also refuse features that are not implemented yet, and files and packages that are missing here.
-
-    Raises ConfigError with all problems of the first stage that finds some.
-    """
-    config, problems = read(argv)
-    _stop(problems)
-    found = contradictions(config)
-    if training:
-        found += [*refused(config), *missing_files(config), *missing_packages(config)]
-    _stop(found)
-    return config, fitted(config, world_size or smallest_world(config))
-
-
-def fitted(config: JobConfig, world_size: int, total_sequences: int | None = None) -> RunConfig:
-    """Derive a run and check that it fits the ranks and the model. Raises ConfigError with all that does not."""
-    run = derive(config, world_size, total_sequences)
-    _stop(misfits(config, run))
-    return run
-
-
-def _stop(problems: Sequence[Problem]) -> None:
-    if problems:
-        raise ConfigError(problems)
-
-
 def smallest_world(config: JobConfig) -> int:
     """Return the fewest ranks on which the degrees of parallelism fit."""
     if config.dialect.checkpoint.create_seed_checkpoint:
@@ -182,7 +138,7 @@ def smallest_world(config: JobConfig) -> int:
 
 
 def derive(config: JobConfig, world_size: int, total_sequences: int | None = None) -> RunConfig:
-    """Derive the run of a config on `world_size` ranks. It checks nothing (see `fitted`).
+    """Derive the run of a config on `world_size` ranks. It checks nothing.
 
     total_sequences: packed sequences in all epochs of the text. A run in epochs has no length without it:
     `steps` and `schedule.total_steps` are then None, and the schedule's other numbers are provisional.
@@ -232,6 +188,25 @@ def _replace(section: S, **changes: Any) -> S:
 
 
 # Ranks and batches
+
+
+def degrees_of(d: Dialect) -> dict[str, int]:
+    """Return the dimensions of the mesh by key; one of data parallelism may be -1 for the ranks left over."""
+    replicate, shard = d.training.data_parallel_replicate_degree, d.training.data_parallel_shard_degree
+    if d.training.data_parallel_type == "ddp":
+        replicate, shard = replicate if replicate > 1 else -1, 1
+    return {
+        "training.data_parallel_replicate_degree": replicate,
+        "training.data_parallel_shard_degree": shard,
+        "training.tensor_parallel_degree": d.training.tensor_parallel_degree,
+        "experimental.pipeline_parallel_degree": d.experimental.pipeline_parallel_degree,
+        "experimental.context_parallel_degree": d.experimental.context_parallel_degree,
+    }
+
+
+def parallelism(key: str) -> str:
+    """Return the name of a dimension of the mesh, by the key of its degree."""
+    return key.rpartition(".")[2].removesuffix("_degree")
 
 
 def _mesh(d: Dialect, world_size: int, notes: list[str]) -> MeshSizes:
@@ -326,6 +301,16 @@ def _filled(
     return _replace(d, **changes), pipeline
 
 
+def useless_selective_checkpoint(d: Dialect) -> str:
+    """Return why "every Nth block" recomputes none: the model has fewer blocks. Empty where it has enough."""
+    ac, shape = d.activation_checkpoint, SHAPES.get(d.model.name, {}).get(d.model.flavor)
+    blocks = d.model.overrides.get("n_layers", shape and shape.n_layers)
+    if ac.mode != "selective" or ac.selective_ac_option == "op" or not isinstance(blocks, int):
+        return ""
+    every = int(ac.selective_ac_option)
+    return f'"{every}" recomputes one block of each {every}, but the model has {blocks}' if every > blocks else ""
+
+
 def _deadlines(d: Dialect) -> Deadlines:
     train, init, beat = d.comm.train_timeout_seconds, d.comm.init_timeout_seconds, d.stall.heartbeat_seconds
     deadline = d.stall.deadline_seconds
@@ -417,6 +402,28 @@ def _warnings(config: JobConfig) -> list[str]:
     ]
     if config.dialect.job.use_for_integration_test:
         found.append("job.use_for_integration_test has no effect")
+    return found
+
+
+def wide_filters(run: RunConfig) -> list[str]:
+    """Return a warning for each filter of float8 that ends within a number of some names, as layers.1 in layers.10."""
+    found: list[str] = []
+    if not run.float8.enable_float8_linear:
+        return found
+    try:
+        names = list(linears(replace(run.model_args(), vocab_size=1)))
+    except ShapeError:  # `misfits` reports it
+        return found
+    for part in run.float8.filter_fqns:
+        whole = any(re.search(rf"{re.escape(part)}(?!\d)", name) for name in names)
+        cut = [match[0] for name in names if (match := re.search(rf"^.*?{re.escape(part)}\d+", name))]
+        others = list(dict.fromkeys(cut))
+        if part[-1:].isdigit() and whole and others:
+            shown = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+            found.append(
+                f"float8.filter_fqns: {quote(part)} is also part of {shown}, which stay in high precision too; "
+                f"{quote(part + '.')} is not"
+            )
     return found
 
 

@@ -1,27 +1,40 @@
-"""Check the third stage of a config: what does not fit the number of ranks and the model. No torch here."""
+"""Load, check and derive a run; the third stage of the checks: what does not fit the ranks and the model.
+
+The first stage checks each key by itself (`titanlite.config.load`), the second contradictions between keys
+(`titanlite.config.checks`). A stage reports all its problems at once, and the next one runs only if there are none. No
+torch here.
+"""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from titanlite.config.checks import Finding, around, divisors, lengths, placed, some
+from titanlite.config.checks import Finding, contradictions, missing_files, missing_packages, placed
+from titanlite.config.derive import (
+    RunConfig,
+    degrees_of,
+    derive,
+    parallelism,
+    smallest_world,
+    useless_selective_checkpoint,
+)
 from titanlite.config.dialect import Dialect
-from titanlite.config.errors import Problem, nearest
+from titanlite.config.errors import ConfigError, Problem, nearest
 from titanlite.config.job import JobConfig
-from titanlite.config.pipeline import SCHEDULES
+from titanlite.config.load import read
+from titanlite.config.pipeline import SCHEDULES, find_schedule
 from titanlite.config.schema import quote
 from titanlite.config.sections import AUTO_FILTER
+from titanlite.config.unbuilt import refused
 from titanlite.models.llama.plan import linears, pipeline_costs, tensor_plan
-from titanlite.models.shapes import SHAPES, LlamaArgs, ShapeError
+from titanlite.models.shapes import LlamaArgs, ShapeError
 from titanlite.models.spec import Size
 from titanlite.utils import counted
 
 if TYPE_CHECKING:
-    from titanlite.config.derive import RunConfig
     from titanlite.parallel.float8_choice import Choice
 
 _PP = "experimental.pipeline_parallel_"
@@ -29,25 +42,67 @@ _TP, _CP = "training.tensor_parallel_degree", "experimental.context_parallel_deg
 _AC_OPTION = "activation_checkpoint.selective_ac_option"
 
 
+def load_config(path: str, world_size: int, flags: Sequence[str] = ()) -> RunConfig:
+    """Load a TOML file for a run on `world_size` ranks, with flags as on a command line.
+
+    A bare name is also looked up in train_configs/. Raises ConfigError as `check_config` does.
+    """
+    return check_config([f"--job.config_file={path}", *flags], world_size)[1]
+
+
+def check_config(
+    argv: Sequence[str], world_size: int | None = None, *, training: bool = True
+) -> tuple[JobConfig, RunConfig]:
+    """Load the config of a command line, check it and derive its run.
+
+    world_size: ranks; None: the fewest on which the degrees of parallelism fit.
+    training: also refuse features that are not implemented yet, and files and packages that are missing here.
+
+    Raises ConfigError with all problems of the first stage that finds some.
+    """
+    config, problems = read(argv)
+    _stop(problems)
+    found = contradictions(config)
+    if training:
+        found += [*refused(config), *missing_files(config), *missing_packages(config)]
+    _stop(found)
+    return config, fitted(config, world_size or smallest_world(config))
+
+
+def fitted(config: JobConfig, world_size: int, total_sequences: int | None = None) -> RunConfig:
+    """Derive a run and check that it fits the ranks and the model. Raises ConfigError with all that does not."""
+    run = derive(config, world_size, total_sequences)
+    _stop(misfits(config, run))
+    return run
+
+
+def _stop(problems: Sequence[Problem]) -> None:
+    if problems:
+        raise ConfigError(problems)
+
+
 def misfits(config: JobConfig, run: RunConfig) -> list[Problem]:
     """Return all that does not fit the number of ranks and the model, for a config without contradictions.
 
-    A model that cannot be built, or degrees that do not fit the ranks, say nothing of the rest: it is not checked then.
+    The numbers of the ranks and the model's own are checked together. If one is wrong, the model is not divided.
     """
-    found: list[Finding] = list(_rank_misfits(config.dialect, run))
+    d = config.dialect
+    found = list(_rank_misfits(d, run))
     if not found:
-        found += _batch_misfits(config.dialect, run)
+        found += [*_batch_misfits(d, run), *_context_misfits(d), *_pipeline_misfits(d)]
+    if not found:
+        found += _microbatch_misfits(run)
     try:
         args = run.model_args()
     except ShapeError as error:
-        return placed(config, iter(found)) + _model_problems(config, error)
-    option = config.is_given(_AC_OPTION) or config.is_given("activation_checkpoint.mode")
-    if option and (problem := useless_selective_checkpoint(config.dialect)):
+        return placed(config, found) + _model_problems(config, error)
+    given = config.is_given(_AC_OPTION) or config.is_given("activation_checkpoint.mode")
+    if given and (problem := useless_selective_checkpoint(d)):
         hint = 'take a smaller number, or "op", or set activation_checkpoint.mode = "none"'
         found.append(("model", _AC_OPTION, problem, hint))
-    if not any(code == "ranks" for code, *_ in found):
+    if not found:
         found += [*tensor_misfits(args, run), *_stage_misfits(args, run), *_float8_misfits(args, run)]
-    return placed(config, iter(found))
+    return placed(config, found)
 
 
 def _model_problems(config: JobConfig, error: ShapeError) -> list[Problem]:
@@ -59,25 +114,6 @@ def _model_problems(config: JobConfig, error: ShapeError) -> list[Problem]:
         place = config.place(key) or (given[-1] if given else "")
         problems.append(Problem(place, key, misfit.message, misfit.advice, code="model"))
     return problems
-
-
-def degrees_of(d: Dialect) -> dict[str, int]:
-    """Return the dimensions of the mesh by key; one of data parallelism may be -1 for the ranks left over."""
-    replicate, shard = d.training.data_parallel_replicate_degree, d.training.data_parallel_shard_degree
-    if d.training.data_parallel_type == "ddp":
-        replicate, shard = replicate if replicate > 1 else -1, 1
-    return {
-        "training.data_parallel_replicate_degree": replicate,
-        "training.data_parallel_shard_degree": shard,
-        _TP: d.training.tensor_parallel_degree,
-        f"{_PP}degree": d.experimental.pipeline_parallel_degree,
-        _CP: d.experimental.context_parallel_degree,
-    }
-
-
-def parallelism(key: str) -> str:
-    """Return the name of a dimension of the mesh, by the key of its degree."""
-    return key.rpartition(".")[2].removesuffix("_degree")
 
 
 def _rank_misfits(d: Dialect, run: RunConfig) -> Iterator[Finding]:
@@ -107,7 +143,7 @@ def _batch_misfits(d: Dialect, run: RunConfig) -> Iterator[Finding]:
     reshard, shards = t.reshard_after_forward, mesh.weight_shards
     if isinstance(reshard, int) and shards % reshard:
         which = f"data_parallel_shard{' * context_parallel' if mesh.context > 1 else ''}"
-        numbers = f"{some(divisors(shards)[1:])}, or " if shards > 1 else ""
+        numbers = f"{_some(divisors(shards)[1:])}, or " if shards > 1 else ""
         message = f"is {reshard}, which does not divide the {shards} ranks that share one copy of the weights ({which})"
         hint = f'these work: {numbers}"default", "always" or "never"'
         yield "ranks", "training.reshard_after_forward", message, hint
@@ -124,8 +160,87 @@ def _batch_misfits(d: Dialect, run: RunConfig) -> Iterator[Finding]:
         yield from _microbatch_misfits(run)
 
 
+def _context_misfits(d: Dialect) -> Iterator[Finding]:
+    """Check that each sequence can be cut into two equal chunks per rank."""
+    chunks = 2 * d.experimental.context_parallel_degree
+    for key, length in _lengths(d).items():
+        if chunks > 2 and length % chunks:
+            fitting = ", ".join(str(n) for n in range(1, chunks) if n == 1 or length % (2 * n) == 0)
+            yield (
+                "divide",
+                _CP,
+                f"is {chunks // 2}, but {key} = {length} cannot be cut into {chunks} equal chunks, two for each of "
+                f"{chunks // 2} ranks",
+                f"these work: {key} = {_around(length, chunks)}; context_parallel_degree = {fitting}",
+            )
+
+
+def _pipeline_misfits(d: Dialect) -> Iterator[Finding]:
+    e, t, degree = d.experimental, d.training, d.experimental.pipeline_parallel_degree
+    name = find_schedule(e.pipeline_parallel_schedule)
+    if name is None:
+        close = nearest(e.pipeline_parallel_schedule, SCHEDULES, 3)
+        hint = (
+            f"{'nearest: ' if close else ''}{', '.join(close)}{'; ' if close else ''}there are {', '.join(SCHEDULES)}"
+        )
+        yield "unknown-name", f"{_PP}schedule", f"no schedule {quote(e.pipeline_parallel_schedule)}", hint
+    if degree == 1:
+        return
+    if t.gradient_sync == "every":
+        message = 'is "every", but a pipeline reduces gradients once, after the last micro-batch'
+        yield "conflict", "training.gradient_sync", message, 'set it to "last"'
+    pieces = e.pipeline_parallel_microbatches or degree
+    if t.batch_size % pieces:
+        said = f"is {pieces}{'' if e.pipeline_parallel_microbatches else ', the pipeline degree,'}"
+        hint = f"these divide it: {_some(divisors(t.batch_size))}; or set training.batch_size to a multiple of {pieces}"
+        yield "divide", f"{_PP}microbatches", f"{said} which does not divide training.batch_size = {t.batch_size}", hint
+    if name is None:
+        return
+    kind, points = SCHEDULES[name].stages, len(e.pipeline_parallel_split_points)
+    stages = points + 1
+    fits = {"one": stages == degree, "loop": stages % degree == 0 and stages > degree, "v": stages == 2 * degree}[kind]
+    if points and not fits:
+        wanted = {"one": f"{degree}", "loop": f"{2 * degree}, {3 * degree}, …", "v": f"{2 * degree}"}[kind]
+        message = (
+            f"{points} split points make {stages} stages, but {quote(name)} on {degree} pipeline ranks needs {wanted}"
+        )
+        hint = "give one split point less than stages, or none: then titanlite divides the model evenly"
+        yield "divide", f"{_PP}split_points", message, hint
+    if SCHEDULES[name].splits_backward:
+        for other, reason in _whole_backward(d).items():
+            message = f"{quote(name)} splits each backward into one for inputs and one for weights, and {reason}"
+            hint = f'"1F1B" and "Interleaved1F1B" do not split it; or change {other}'
+            yield "conflict", f"{_PP}schedule", message, hint
+
+
+def _whole_backward(d: Dialect) -> dict[str, str]:
+    """Return the keys that need a backward in one piece, each with the reason."""
+    reshard = d.training.reshard_after_forward
+    needs = {
+        "training.compile": (
+            d.training.compile and "model" in d.compile.components,
+            "a compiled block has one backward, which would run twice or fail",
+        ),
+        _AC_OPTION: (
+            d.activation_checkpoint.mode == "selective" and d.activation_checkpoint.selective_ac_option == "op",
+            f'{_AC_OPTION} = "op" recomputes a block only once',
+        ),
+        "float8.enable_float8_linear": (
+            d.float8.enable_float8_linear,
+            "one function computes all gradients of a float8 linear, and would run twice",
+        ),
+        "training.reshard_after_forward": (
+            reshard not in ("default", "never"),
+            f"weights gathered again in between (training.reshard_after_forward = {quote(reshard)}) get no gradient",
+        ),
+    }
+    return {key: reason for key, (applies, reason) in needs.items() if applies}
+
+
 def _microbatch_misfits(run: RunConfig) -> Iterator[Finding]:
     """Check how many micro-batches a pipeline has in a step."""
+    if run.mesh.pipeline == 1:
+        return
     degree, pieces, name = run.mesh.pipeline, run.pipeline.microbatches, run.experimental.pipeline_parallel_schedule
     total = pieces * run.batch.accumulation
     rounds = max(1, total // degree)
@@ -138,16 +253,6 @@ def _microbatch_misfits(run: RunConfig) -> Iterator[Finding]:
     if name.startswith("Interleaved") and total % rounds:
         message = f"{number}; {name} runs them in {rounds} rounds of equal size over {degree} ranks"
         yield "batch", f"{_PP}microbatches", message, f"give a multiple of {degree}"
-
-
-def useless_selective_checkpoint(d: Dialect) -> str:
-    """Return why "every Nth block" recomputes none: the model has fewer blocks. Empty where it has enough."""
-    ac, shape = d.activation_checkpoint, SHAPES.get(d.model.name, {}).get(d.model.flavor)
-    blocks = d.model.overrides.get("n_layers", shape and shape.n_layers)
-    if ac.mode != "selective" or ac.selective_ac_option == "op" or not isinstance(blocks, int):
-        return ""
-    every = int(ac.selective_ac_option)
-    return f'"{every}" recomputes one block of each {every}, but the model has {blocks}' if every > blocks else ""
 
 
 def tensor_misfits(args: LlamaArgs, run: RunConfig) -> Iterator[Finding]:
@@ -165,11 +270,11 @@ def tensor_misfits(args: LlamaArgs, run: RunConfig) -> Iterator[Finding]:
             hint += f"; model.vocab_size = {larger} leaves {larger - vocabulary} entries unused"
         yield "divide", _TP, f"is {tensor}, which does not divide {' nor '.join(odd)}", hint
     ranks = tensor * context
-    for key, length in lengths(run).items():
+    for key, length in _lengths(run).items():
         if length % ranks:
             by = f"tensor_parallel {tensor}" + (f" * context_parallel {context}" if context > 1 else "")
             message = f"is {length}, and the sequence is divided over {by} = {ranks} ranks"
-            yield "divide", key, message, f"these work: {around(length, ranks)}"
+            yield "divide", key, message, f"these work: {_around(length, ranks)}"
 
 
 def tensor_problems(args: LlamaArgs, run: RunConfig) -> list[Problem]:
@@ -252,33 +357,33 @@ def _float8_choices(names: Mapping[str, Size], args: LlamaArgs, run: RunConfig) 
     return choose(names, legacy_plans(run).float8, tensor_plan(args), run.mesh.tensor)
 
 
-def wide_filters(run: RunConfig) -> list[str]:
-    """Return a warning for each filter of float8 that ends within a number of some names, as layers.1 in layers.10."""
-    found: list[str] = []
-    if not run.float8.enable_float8_linear:
-        return found
-    try:
-        names = list(linears(replace(run.model_args(), vocab_size=1)))
-    except ShapeError:  # `misfits` reports it
-        return found
-    for part in run.float8.filter_fqns:
-        whole = any(re.search(rf"{re.escape(part)}(?!\d)", name) for name in names)
-        cut = [match[0] for name in names if (match := re.search(rf"^.*?{re.escape(part)}\d+", name))]
-        others = list(dict.fromkeys(cut))
-        if part[-1:].isdigit() and whole and others:
-            shown = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
-            found.append(
-                f"float8.filter_fqns: {quote(part)} is also part of {shown}, which stay in high precision too; "
-                f"{quote(part + '.')} is not"
-            )
-    return found
-
-
 def _batch_advice(wanted: int, micro: int, ranks: int) -> str:
     """Return changes of one number that make the batch divisible."""
-    options = [f"global_batch_size = {around(wanted, micro * ranks)}"]
+    options = [f"global_batch_size = {_around(wanted, micro * ranks)}"]
     if wanted % ranks == 0:
-        options.append(f"batch_size = {some(divisors(wanted // ranks))} on {counted(ranks, 'ranks')}")
+        options.append(f"batch_size = {_some(divisors(wanted // ranks))} on {counted(ranks, 'ranks')}")
     if wanted % micro == 0:
-        options.append(f"{some(divisors(wanted // micro))} data-parallel ranks with batch_size {micro}")
+        options.append(f"{_some(divisors(wanted // micro))} data-parallel ranks with batch_size {micro}")
     return "these work: " + "; ".join(options)
+
+
+def _lengths(d: Dialect) -> dict[str, int]:
+    """Return the lengths of sequences by key, in tokens."""
+    held_out = d.validation.seq_len if d.validation.enable else None
+    return {"training.seq_len": d.training.seq_len, **({"validation.seq_len": held_out} if held_out else {})}
+
+
+def _around(number: int, factor: int) -> str:
+    """Return the multiples of `factor` on both sides of a number."""
+    return " or ".join(str(n) for n in (number // factor * factor, -(-number // factor) * factor) if n)
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors, rising."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _some(numbers: Sequence[int]) -> str:
+    """Return the largest eight of rising numbers, as `1, 2 or 4`."""
+    *first, last = map(str, numbers[-8:])
+    return f"{', '.join(first)} or {last}" if first else last

@@ -10,20 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from titanlite.config.derive import (
-    BatchSizes as BatchPlan,
-)
-from titanlite.config.derive import (
-    Deadlines as StallPlan,
-)
-from titanlite.config.derive import (
-    MeshSizes as MeshPlan,
-)
-from titanlite.config.derive import (
-    RunConfig,
-    check_config,
-    fitted,
-)
+from titanlite.config.derive import BatchSizes as BatchPlan
+from titanlite.config.derive import Deadlines as StallPlan
+from titanlite.config.derive import MeshSizes as MeshPlan
+from titanlite.config.derive import RunConfig
+from titanlite.config.fit import check_config, fitted
 from titanlite.config.job import JobConfig
 from titanlite.config.sections import AUTO_FILTER, steps_of
 from titanlite.models.shapes import LlamaArgs, resolve_args
@@ -447,7 +438,7 @@ def legacy_plans(run: RunConfig) -> Plans:
             deterministic=run.debug.deterministic,
             deterministic_warn_only=run.debug.deterministic_warn_only,
         ),
-        guard=GuardPlan(**{name: getattr(run.guard, name) for name in GuardPlan.__annotations__}),
+        guard=GuardPlan(run.guard.policy, run.guard.max_skips, run.guard.spike_sigmas, run.guard.window),
         validation=ValidationPlan(
             enable=run.validation.enable,
             freq=run.validation.freq,
