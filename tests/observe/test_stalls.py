@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from titanlite.data.background import Prefetcher
 
 from tests.pool import Pools
 from tests.training.test_run import TINY
@@ -26,7 +27,6 @@ from titanlite import exit_codes
 from titanlite.build import read_text
 from titanlite.checkpoint.background import BackgroundSave
 from titanlite.config.plans import StallPlan
-from titanlite.data.background import Prefetcher
 from titanlite.guard import LossSpikeError
 from titanlite.observe.stall_report import MAX_ROWS, RankState, table, verdict
 from titanlite.observe.stalls import THREAD, StallWatch, _stack

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from titanlite.data.background import DataNotReadyError, Prefetcher
 
 from tests.data.test_background_training import TINY as SAVED_OFTEN
 from tests.pool import Pools
@@ -22,7 +23,6 @@ from titanlite.checkpoint.manifest import parse_manifest
 from titanlite.config.load import load_file
 from titanlite.config.plans import GuardPlan
 from titanlite.data import background
-from titanlite.data.background import DataNotReadyError, Prefetcher
 from titanlite.data.loader import Batch
 from titanlite.guard import FiniteGuard
 from titanlite.observe.metrics import read_metrics

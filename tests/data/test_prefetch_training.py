@@ -18,7 +18,7 @@ from tests.tiny import EIGHT_STEPS
 from titanlite import exit_codes
 from titanlite.build import read_text
 from titanlite.config.load import load_file
-from titanlite.data.background import THREAD
+from titanlite.data.prefetch import THREAD
 from titanlite.observe.metrics import read_metrics
 from titanlite.parallel.world import World
 from titanlite.prepare import resolve_plans
