@@ -86,7 +86,8 @@ def serve(shape: Shape, plan: dict[str, Any], compiled: bool) -> None:
     import torch
 
     from titanlite.build import build_model, to_device
-    from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, MeshPlan, OptimizerPlan, ShardPlan
+    from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, MeshPlan, ShardPlan
+    from titanlite.config.sections import Optimizer
     from titanlite.data.loader import Batch
     from titanlite.guard import FiniteGuard
     from titanlite.models import LlamaArgs, get_spec
@@ -121,7 +122,7 @@ def serve(shape: Shape, plan: dict[str, Any], compiled: bool) -> None:
             compile_plan=CompilePlan(model=compiled),
             activations=activations,
         )
-        optimizer = build_optimizer(model.parameters(), OptimizerPlan(), device)
+        optimizer = build_optimizer(model.parameters(), Optimizer(), device)
         guard = FiniteGuard(device)
         window = torch.randint(0, shape.vocab, (shape.batch, shape.seq + 1), generator=torch.Generator().manual_seed(0))
         batches = to_device([Batch(window[:, :-1].contiguous(), window[:, 1:].contiguous())], device)

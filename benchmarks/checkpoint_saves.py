@@ -93,7 +93,8 @@ def cell(folder: Path, repeats: int, dim: int) -> None:
 
     from titanlite.build import build_model, to_device
     from titanlite.checkpoint import Checkpointer
-    from titanlite.config.plans import CheckpointPlan, MeshPlan, OptimizerPlan, ShardPlan
+    from titanlite.config.plans import CheckpointPlan, MeshPlan, ShardPlan
+    from titanlite.config.sections import Optimizer
     from titanlite.data.loader import Batch
     from titanlite.guard import FiniteGuard
     from titanlite.models import LlamaArgs, get_spec
@@ -106,7 +107,7 @@ def cell(folder: Path, repeats: int, dim: int) -> None:
         args = LlamaArgs(**{**SHAPE, "dim": dim})
         shard = ShardPlan(param_dtype="float32")
         model = build_model(get_spec("llama3"), args, mesh, shard, world.device, seed=0)
-        optimizer = build_optimizer(model.parameters(), OptimizerPlan(), world.device)
+        optimizer = build_optimizer(model.parameters(), Optimizer(), world.device)
         guard = FiniteGuard(world.device)
         window = torch.randint(0, args.n_vocab, (TOKENS[0], TOKENS[1] + 1), generator=torch.Generator().manual_seed(0))
         data = to_device([Batch(window[:, :-1].contiguous(), window[:, 1:].contiguous())], world.device)

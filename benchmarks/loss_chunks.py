@@ -25,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from titanlite.build import build_model, to_device
-from titanlite.config.plans import LossPlan, MeshPlan, OptimizerPlan, ShardPlan
+from titanlite.config.plans import LossPlan, MeshPlan, ShardPlan
+from titanlite.config.sections import Optimizer
 from titanlite.data.loader import Batch
 from titanlite.guard import FiniteGuard
 from titanlite.models import LlamaArgs, get_spec
@@ -50,7 +51,7 @@ class Cell:
         self.chunks, self.device = chunks, world.device
         mesh, plan = world.build_mesh(MeshPlan()), ShardPlan(param_dtype=dtype)
         self.model = build_model(get_spec("llama3"), args, mesh, plan, self.device, 0, loss=LossPlan(chunks))
-        self.optimizer = build_optimizer(self.model.parameters(), OptimizerPlan(), self.device)
+        self.optimizer = build_optimizer(self.model.parameters(), Optimizer(), self.device)
         self.guard = FiniteGuard(self.device)
         self.seconds: list[float] = []
         self.peaks: list[int] = []

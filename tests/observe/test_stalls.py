@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from titanlite.data.background import Prefetcher
 
 from tests.pool import Pools
 from tests.training.test_run import TINY
@@ -27,6 +26,7 @@ from titanlite import exit_codes
 from titanlite.build import read_text
 from titanlite.checkpoint.background import BackgroundSave
 from titanlite.config.plans import StallPlan
+from titanlite.data.prefetch import Prefetcher
 from titanlite.guard import LossSpikeError
 from titanlite.observe.stall_report import MAX_ROWS, RankState, table, verdict
 from titanlite.observe.stalls import THREAD, StallWatch, _stack
@@ -350,7 +350,7 @@ _FAULTY = """
 import os, signal, sys, threading, time
 from pathlib import Path
 from titanlite import app
-from titanlite.data.background import Prefetcher
+from titanlite.data.prefetch import Prefetcher
 from titanlite.guard import LossSpikeError
 from titanlite.data.loader import TrainLoader
 from titanlite.observe.stalls import StallWatch

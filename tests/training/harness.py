@@ -18,11 +18,11 @@ from titanlite.config.plans import (
     Float8Plan,
     LossPlan,
     MeshPlan,
-    OptimizerPlan,
     PipelinePlan,
     ShardPlan,
     TensorParallelPlan,
 )
+from titanlite.config.sections import Optimizer
 from titanlite.data.loader import Batch
 from titanlite.guard import FiniteGuard
 from titanlite.loss import cross_entropy_sum
@@ -138,8 +138,8 @@ def build_tiny(world: World, run: Run) -> tuple[torch.nn.Module, torch.optim.Opt
     if run.optimizer == "SGD":
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     else:
-        plan = OptimizerPlan(implementation=run.implementation, weight_decay=run.weight_decay)  # type: ignore[arg-type]
-        optimizer = build_optimizer(model.parameters(), plan, world.device)
+        settings = Optimizer(implementation=run.implementation, weight_decay=run.weight_decay)  # type: ignore[arg-type]
+        optimizer = build_optimizer(model.parameters(), settings, world.device)
     return model, optimizer, data_parallel_rank(mesh)
 
 
