@@ -92,9 +92,9 @@ def cell(folder: Path, repeats: int, dim: int) -> None:
     import torch.distributed as dist
 
     from titanlite.checkpoint import Checkpointer
-    from titanlite.config.plans import CheckpointPlan, OptimizerPlan
-    from titanlite.config.sections.training import Training
-    from titanlite.data.loader import Batch, to_device
+    from titanlite.config.plans import CheckpointPlan, MeshPlan, ShardPlan
+    from titanlite.config.sections import Optimizer
+    from titanlite.data.loader import Batch
     from titanlite.guard import FiniteGuard
     from titanlite.models import LlamaArgs, get_spec
     from titanlite.optim.optimizer import build_optimizer
@@ -105,10 +105,10 @@ def cell(folder: Path, repeats: int, dim: int) -> None:
     with DistEnv.open() as world:
         mesh = world.build_mesh(dp_shard=world.size)
         args = LlamaArgs(**{**SHAPE, "dim": dim})
-        training = Training(mixed_precision_param="float32")
-        model = ModelBuilder(get_spec("llama3"), args, mesh, world.device, training).build(seed=0)
-        optimizer = build_optimizer(model.parameters(), OptimizerPlan(), world.device)
-        train_step = TrainStep(model, optimizer, PlainRunner(model), FiniteGuard(world.device), max_norm=1.0)
+        shard = ShardPlan(param_dtype="float32")
+        model = build_model(get_spec("llama3"), args, mesh, shard, world.device, seed=0)
+        optimizer = build_optimizer(model.parameters(), Optimizer(), world.device)
+        guard = FiniteGuard(world.device)
         window = torch.randint(0, args.n_vocab, (TOKENS[0], TOKENS[1] + 1), generator=torch.Generator().manual_seed(0))
         data = to_device([Batch(window[:, :-1].contiguous(), window[:, 1:].contiguous())], world.device)
         step = 0

@@ -24,8 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from titanlite.config.plans import LossPlan, MeshPlan, OptimizerPlan, ShardPlan
-from titanlite.data.loader import Batch, to_device
+from titanlite.build import build_model, to_device
+from titanlite.config.plans import LossPlan, MeshPlan, ShardPlan
+from titanlite.config.sections import Optimizer
+from titanlite.data.loader import Batch
 from titanlite.guard import FiniteGuard
 from titanlite.metrics.throughput import device_name
 from titanlite.models import LlamaArgs, get_spec
@@ -48,9 +50,9 @@ class Cell:
     def __init__(self, world: DistEnv, args: LlamaArgs, chunks: int, dtype: Any) -> None:
         self.chunks, self.device = chunks, world.device
         mesh, plan = world.build_mesh(MeshPlan()), ShardPlan(param_dtype=dtype)
-        model = build_model(get_spec("llama3"), args, mesh, plan, self.device, 0, loss=LossPlan(chunks))
-        optimizer = build_optimizer(model.parameters(), OptimizerPlan(), self.device)
-        self.train_step = TrainStep(model, optimizer, PlainRunner(model), FiniteGuard(self.device), max_norm=1.0)
+        self.model = build_model(get_spec("llama3"), args, mesh, plan, self.device, 0, loss=LossPlan(chunks))
+        self.optimizer = build_optimizer(self.model.parameters(), Optimizer(), self.device)
+        self.guard = FiniteGuard(self.device)
         self.seconds: list[float] = []
         self.peaks: list[int] = []
         self.loss = 0.0

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from titanlite.build import TrainingComponents, build, read_datasets
     from titanlite.callbacks import Callback
     from titanlite.checkpoint import Checkpointer
+    from titanlite.config.fit import load_config
     from titanlite.guard import FiniteGuard
-    from titanlite.prepare import load_plans as load_config
     from titanlite.signals import StopSignal
     from titanlite.step import PlainRunner, StepResult, TrainStep, validate
     from titanlite.trainer import Trainer
@@ -38,7 +38,7 @@ _NAMES = {
     "TrainingComponents": "build:TrainingComponents",
     "DistEnv": "parallel.dist_env:DistEnv",
     "build": "build:build",
-    "load_config": "prepare:load_plans",
+    "load_config": "config.fit:load_config",
     "read_datasets": "build:read_datasets",
     "validate": "step:validate",
 }

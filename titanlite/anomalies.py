@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from titanlite.data.left_out import merged, take
 from titanlite.data.loader import Batch
 from titanlite.data.packing import PackedDataset
+from titanlite.data.skip_ranges import merged, take
 from titanlite.guard import BadStepError, NonFiniteError
 from titanlite.metrics.jsonl import MetricsLog
 from titanlite.metrics.nan_finder import diagnose_nonfinite

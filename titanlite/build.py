@@ -12,7 +12,7 @@ import platform
 import sys
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +26,14 @@ from titanlite.callbacks import Callback, load_callbacks
 from titanlite.checkpoint import Checkpointer, ResumeGuard
 from titanlite.checkpoint.resume_guard import FILE as RESUME_FILE
 from titanlite.checkpoint.schedule import SaveSchedule
+from titanlite.config.derive import RunConfig, with_steps
 from titanlite.config.errors import ConfigError
-from titanlite.config.plans import Plans
-from titanlite.data.background import PassLoader, Prefetcher, StepLoader, ValidationPrefetcher
-from titanlite.data.left_out import of_steps
+from titanlite.config.fit import tensor_problems
+from titanlite.config.legacy_plans import legacy_plans
 from titanlite.data.loader import TrainLoader, ValidationLoader
 from titanlite.data.packing import PackedDataset, build_dataset, build_validation_dataset
+from titanlite.data.prefetch import PassLoader, Prefetcher, StepLoader, ValidationPrefetcher
+from titanlite.data.skip_ranges import ranges_of_steps
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.guard import FiniteGuard
 from titanlite.metrics import startup_report as rep
@@ -51,13 +53,12 @@ from titanlite.parallel.compile import prepare_compile
 from titanlite.parallel.context import CPLoader
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.float8 import ScalePrecompute
-from titanlite.parallel.float8_choice import Float8Choice, tokens_per_product
+from titanlite.parallel.float8_choice import tokens_per_product
 from titanlite.parallel.init import seed_generators
 from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.parallel.pipeline import PipelineModel
 from titanlite.parallel.tensor import enable_async
 from titanlite.preflight import async_tp_problems, fsdp_problems
-from titanlite.prepare import model_args, undivided
 from titanlite.run_callbacks import (
     AttemptRecord,
     CompileReport,
@@ -73,6 +74,35 @@ from titanlite.step import PlainRunner, ReplicationFactors, Runner, TrainStep
 
 if TYPE_CHECKING:
     from titanlite.trainer import Trainer
+
+
+#: Keys that change how sums are rounded.
+_ROUNDING = (
+    "training.mixed_precision_param",
+    "training.mixed_precision_reduce",
+    "training.gradient_sync",
+    "training.fsdp_units",
+    "training.fsdp_min_params",
+    "training.reshard_after_forward",
+    "training.loss_chunks",
+    "training.enable_loss_parallel",
+    "training.enable_cpu_offload",
+    "training.compile",
+    "compile.components",
+    "compile.backend",
+    "experimental.enable_async_tensor_parallel",
+    "experimental.pipeline_parallel_schedule",
+    "experimental.pipeline_parallel_split_points",
+    "experimental.pipeline_parallel_microbatches",
+    "activation_checkpoint.mode",
+    "activation_checkpoint.selective_ac_option",
+    "float8.enable_float8_linear",
+    "float8.recipe_name",
+    "float8.enable_fsdp_float8_all_gather",
+    "float8.filter_fqns",
+    "float8.min_features",
+    "float8.emulate",
+)
 
 
 @dataclass(frozen=True)
@@ -127,14 +157,13 @@ class TrainingComponents:
             stack.callback(self.loader.close)
 
 
-def check_model(plans: Plans, datasets: Datasets) -> None:
+def check_model(run: RunConfig, datasets: Datasets) -> None:
     """Check that ranks can divide this model and vocabulary; no process group is needed. Raises ConfigError."""
-    config, tp = plans.config, plans.mesh.tensor
-    spec, args = get_spec(plans.model.name), model_args(plans.model, datasets.tokenizer.vocab_size)
-    problems = undivided(args, plans)
-    problems += fsdp_problems(spec, args, config.training, config.compile, config.activation_checkpoint)
-    if config.experimental.enable_async_tensor_parallel:
-        problems += async_tp_problems(tp)
+    spec, args = get_spec(run.model.name), run.model_args(datasets.tokenizer.vocab_size)
+    problems = tensor_problems(args, run)
+    problems += fsdp_problems(spec, args, run.training, run.compile, run.activation_checkpoint)
+    if run.experimental.enable_async_tensor_parallel:
+        problems += async_tp_problems(run.mesh.tensor)
     if problems:
         raise ConfigError(problems)
 
@@ -145,21 +174,23 @@ def data_parallel_rank(mesh: DeviceMesh) -> int:
     return replicate * mesh["dp_shard"].size() + shard_rank
 
 
-def read_datasets(plans: Plans) -> Datasets:
+def read_datasets(run: RunConfig) -> Datasets:
     """Read tokenizer and texts. Before any process group or model exists, so that bad ones end a run early.
 
     Raises DataError naming file and record, ShapeError when the tokenizer has more entries than the model.
     """
-    tokenizer = load_tokenizer(plans.tokenizer)
-    vocabulary = model_args(plans.model, tokenizer.vocab_size).n_vocab
-    train = build_dataset(plans.data, tokenizer, vocabulary)
-    enabled = plans.validation.enable
-    validation = build_validation_dataset(plans.validation, tokenizer, vocabulary, plans.data) if enabled else None
-    return Datasets(tokenizer, train, validation)
+    tokenizer = load_tokenizer(run.model.tokenizer_path, run.model.name)
+    vocabulary = run.model_args(tokenizer.vocab_size).n_vocab
+    train = build_dataset(run.training, run.data, tokenizer, vocabulary)
+    if not run.validation.enable:
+        return Datasets(tokenizer, train, None)
+    seq_len = run.validation.seq_len or run.training.seq_len
+    held_out = build_validation_dataset(run.validation, run.data, tokenizer, vocabulary, seq_len)
+    return Datasets(tokenizer, train, held_out)
 
 
 def build(
-    plans: Plans,
+    run: RunConfig,
     world: DistEnv,
     datasets: Datasets | None = None,
     watchdog: HangWatchdog | None = None,
@@ -170,20 +201,20 @@ def build(
     datasets: of `read_datasets`; None: read here. watchdog: entered by the caller; None: one that only logs.
     callbacks: run after titanlite's own; None: those of `job.callbacks`, files relative to the working directory.
     """
-    config, device = plans.config, world.device
+    device = world.device
     if callbacks is None:
-        callbacks = load_callbacks(config.job.callbacks)
-    settings = ProcessSettings(plans.train.deterministic, plans.train.deterministic_warn_only)
-    datasets = datasets or read_datasets(plans)
-    if plans.train.steps is None:
-        raise ValueError("the run's length is not known yet: resolve the plans with the length of the text")
+        callbacks = load_callbacks(run.job.callbacks)
+    settings = ProcessSettings(run.debug.deterministic, run.debug.deterministic_warn_only)
+    datasets = datasets or read_datasets(run)
+    if run.steps is None:
+        raise ValueError("the run's length is not known yet: derive it with the length of the text")
 
     # Model
-    spec = get_spec(plans.model.name)
-    args = model_args(plans.model, datasets.tokenizer.vocab_size)
-    if config.training.compile:
-        prepare_compile(config.compile.backend, device.type, config.compile.cache_dir)
-    degrees, batch = plans.mesh, plans.batch
+    spec = get_spec(run.model.name)
+    args = run.model_args(datasets.tokenizer.vocab_size)
+    if run.training.compile:
+        prepare_compile(run.compile.backend, device.type, run.compile.cache_dir)
+    degrees, batch = run.mesh, run.batch
     mesh = world.build_mesh(
         pp=degrees.pipeline,
         dp_replicate=degrees.dp_replicate,
@@ -196,85 +227,87 @@ def build(
         args,
         mesh,
         device,
-        config.training,
-        config.experimental,
-        config.activation_checkpoint,
-        config.compile,
-        config.float8,
+        run.training,
+        run.experimental,
+        run.activation_checkpoint,
+        run.compile,
+        run.float8,
     )
     loss = builder.loss()
-    if config.experimental.enable_async_tensor_parallel and degrees.tensor > 1:
+    if run.experimental.enable_async_tensor_parallel and degrees.tensor > 1:
         enable_async(mesh["tp"])
-    model = builder.build(plans.train.seed or 0)
+    model = builder.build(run.training.seed or 0)
     world.apply_timeout()
     sizes = {"batch_size": batch.micro_batch_size, "seq_len": batch.seq_len}
-    runner: Runner = PlainRunner(model, loss, config.training.gradient_sync == "every")
+    runner: Runner = PlainRunner(model, loss, run.training.gradient_sync == "every")
     if isinstance(model, PipelineModel):
         runner = builder.pipeline(model, loss, accumulation=batch.accumulation, **sizes)
-    if plans.train.seed is not None:  # of torch's own generators; the weights and the data order have their own
-        seed_generators(plans.train.seed, mesh)
+    if run.training.seed is not None:  # of torch's own generators; the weights and the data order have their own
+        seed_generators(run.training.seed, mesh)
 
     # Data
-    rank, ranks = data_parallel_rank(mesh), plans.mesh.dp_degree
-    pin = plans.data.pin_memory and device.type == "cuda"
-    skip = of_steps(plans.data.skip_steps, plans.batch.global_batch_size)
-    steps: StepLoader = TrainLoader(datasets.train, plans.batch, rank, ranks, skip)
-    if plans.mesh.context > 1:
+    rank, ranks = data_parallel_rank(mesh), degrees.dp_degree
+    pin = run.data.pin_memory and device.type == "cuda"
+    skip = ranges_of_steps(run.data.skip_steps, batch.global_batch_size)
+    steps: StepLoader = TrainLoader(datasets.train, batch.global_batch_size, batch.micro_batch_size, rank, ranks, skip)
+    if degrees.context > 1:
         steps = CPLoader(steps, mesh)
     validation = None
     if datasets.validation is not None:
-        section = plans.validation
-        passes: PassLoader = ValidationLoader(datasets.validation, section.batch_size, section.steps, rank, ranks)
-        if plans.mesh.context > 1:
+        section = run.validation
+        passes: PassLoader = ValidationLoader(
+            datasets.validation, section.batch_size or batch.micro_batch_size, section.steps, rank, ranks
+        )
+        if degrees.context > 1:
             passes = CPLoader(passes, mesh)
-        validation = ValidationPrefetcher(passes, plans.data.prefetch, pin, plans.data.persistent_workers)
+        validation = ValidationPrefetcher(passes, run.data.prefetch, pin, run.data.persistent_workers)
 
     # Step
-    optimizer = build_optimizer(model.parameters(), plans.optimizer, device)
-    policy = config.guard
+    optimizer = build_optimizer(model.parameters(), run.optimizer, device)
+    policy = run.guard
     train_step = TrainStep(
         model,
         optimizer,
         runner,
         FiniteGuard(device, policy.policy, policy.max_skips, policy.spike_sigmas, policy.window),
-        plans.optimizer.max_norm,
-        ReplicationFactors(plans.mesh.tensor * plans.mesh.pipeline, plans.mesh.tensor),
+        run.training.max_norm,
+        ReplicationFactors(degrees.tensor * degrees.pipeline, degrees.tensor),
     )
-    if plans.float8.precompute:
+    in_float8 = run.float8.enable_float8_linear
+    if in_float8 and run.float8.precompute_float8_dynamic_scale_for_fsdp:
         train_step.after_update = ScalePrecompute(model, mesh)
 
     # Checkpoints
     checkpointer = save_schedule = None
-    if plans.checkpoint.enable:
+    if run.checkpoint.enable_checkpoint:
         prints = fingerprints(args, datasets)
-        about = {"toml": config_text(plans.config_toml), "model": as_record(plans.model.name, args)}
-        checkpointer = Checkpointer(plans.checkpoint, world, prints, about)
-        save_schedule = SaveSchedule(plans.checkpoint, world, prints)
+        about = {"toml": config_text(run.toml), "model": as_record(run.model.name, args)}
+        checkpointer = Checkpointer(legacy_plans(run).checkpoint, world, prints, about)
+        save_schedule = SaveSchedule(legacy_plans(run).checkpoint, world, prints)
         train_step.before_update = checkpointer.await_copy
 
     # Callbacks
-    folder = Path(config.job.dump_folder)
+    folder = Path(run.job.dump_folder)
     name, flops = device_name(device), flops_per_token(args, batch.seq_len)
-    peak = plans.observe.peak_flops or (peak_flops(name) if device.type == "cuda" else None)
+    peak = run.metrics.peak_tflops and run.metrics.peak_tflops * 1e12
+    peak = peak or (peak_flops(name) if device.type == "cuda" else None)
     kept, compiled = builder.trace_activations(**sizes), builder.watch_compilation(model)
     resume_guard = ResumeGuard(
         folder / RESUME_FILE,
         world.rank,
-        rounding_setting(plans, device),
+        rounding_setting(run, device),
         # Rounding is told from a difference by this share of a number; lower precisions round more.
-        tolerance=2e-2 if plans.shard.param_dtype != "float32" or plans.float8.enable else 1e-4,
-        exact=device.type == "cpu" or plans.train.deterministic,
+        tolerance=2e-2 if run.training.mixed_precision_param != "float32" or in_float8 else 1e-4,
+        exact=device.type == "cpu" or run.debug.deterministic,
     )
-    attempts = AttemptRecord(
-        folder, plans.config_toml, config.job.description, world, name, batch.tokens_per_step, watchdog
-    )
+    attempts = AttemptRecord(folder, run.toml, run.job.description, world, name, batch.tokens_per_step, watchdog)
     saves = SaveWarnings(checkpointer.root, world) if checkpointer else None
-    gc = GarbageCollection(plans.train.gc_freq)
+    gc = GarbageCollection(run.training.gc_freq)
     metrics = MetricsLogger(
-        config.metrics,
-        config.job,
+        run.metrics,
+        run.job,
         world,
-        plans.config_toml,
+        run.toml,
         tokens_per_step=batch.tokens_per_step,
         sequences_per_step=batch.global_batch_size,
         flops_per_token=flops,
@@ -283,35 +316,23 @@ def build(
     )
 
     def report(trainer: Trainer) -> list[str]:
-        now = replace(plans, schedule=trainer.parts.learning_rate.schedule)
-        now = replace(now, train=replace(plans.train, steps=trainer.steps))
-        return startup_lines(
-            now,
-            datasets,
-            parameter_counts(spec.build_on_meta(args)),
-            flops,
-            peak,
-            device,
-            kept,
-            builder.float8_choices(),
-            model,
-        )
+        return startup_lines(with_steps(run, trainer.steps), datasets, builder, flops, peak, kept, model)
 
-    in_epochs = plans.data.epochs is not None
-    drift = plans.float8.drift_check if plans.float8.enable else 0
-    profiles = config.profiling.enable_profiling or config.profiling.enable_memory_snapshot
+    in_epochs = run.training.epochs is not None
+    drift = run.float8.drift_check if in_float8 else 0
+    profiles = run.profiling.enable_profiling or run.profiling.enable_memory_snapshot
     # Every callback of a run, in the order in which it is called. The watchdog is first: other ranks wait for it.
     every: list[Callback | None] = [
-        Watchdog(watchdog or HangWatchdog(config.stall, config.comm, end=None), entered=watchdog is not None),
+        Watchdog(watchdog or HangWatchdog(run.stall, run.comm, end=None), entered=watchdog is not None),
         settings,
-        Timeouts(config.comm.init_timeout_seconds, config.comm.train_timeout_seconds) if world.timeout else None,
+        Timeouts(run.comm.init_timeout_seconds, run.comm.train_timeout_seconds) if world.timeout else None,
         gc,
         attempts,
-        StartReport(report, config.checkpoint, plans.config_toml, skip, attempts, saves, in_epochs),
+        StartReport(report, run.checkpoint, run.toml, skip, attempts, saves, in_epochs),
         metrics,
         CompileReport(compiled) if compiled else None,
         Float8ErrorCheck(drift, builder.param_dtype, metrics.write) if drift else None,
-        Profiler(config.profiling, world.rank, device) if profiles else None,
+        Profiler(run.profiling, world.rank, device) if profiles else None,
         ResumeCheck(resume_guard, datasets.train, batch.global_batch_size, skip, world),
         saves,
         *callbacks,
@@ -323,9 +344,9 @@ def build(
         args=args,
         model=model,
         optimizer=optimizer,
-        learning_rate=LearningRate(plans.schedule, plans.optimizer.lr),
+        learning_rate=LearningRate(run.schedule, run.optimizer.lr),
         train_step=train_step,
-        loader=Prefetcher(steps, plans.data.prefetch, pin),
+        loader=Prefetcher(steps, run.data.prefetch, pin),
         validation=validation,
         datasets=datasets,
         checkpointer=checkpointer,
@@ -333,34 +354,34 @@ def build(
         anomalies=AnomalyLog(folder if world.rank == 0 else None, datasets.train, batch.global_batch_size),
         callbacks=[callback for callback in every if callback is not None],
         trackers=metrics.run_ids,
-        steps=plans.train.steps,
+        steps=run.steps,
         global_batch_size=batch.global_batch_size,
         tokens_per_step=batch.tokens_per_step,
-        validation_freq=plans.validation.freq,
-        last_save_dtype=plans.checkpoint.weights_only,
-        exclude_from_loading=plans.checkpoint.exclude_from_loading,
+        validation_freq=run.validation.freq,
+        last_save_dtype=run.checkpoint.export_dtype if run.checkpoint.model_weights_only else None,
+        exclude_from_loading=run.checkpoint.exclude_from_loading,
     )
 
 
 def startup_lines(
-    plans: Plans,
+    run: RunConfig,
     datasets: Datasets,
-    parameters: dict[str, int],
+    builder: ModelBuilder,
     flops: int,
     peak: float | None,
-    device: torch.device,
     kept: ActivationStats,
-    float8: Sequence[Float8Choice],
     model: nn.Module,
 ) -> list[str]:
     """Return the lines of the startup report: what is about to run."""
-    c, batch, mesh, schedule = plans.config, plans.batch, plans.mesh, plans.schedule
+    parameters = parameter_counts(builder.spec.build_on_meta(builder.args))
+    device, float8 = builder.device, builder.float8_choices()
+    c, batch, mesh, schedule = run, run.batch, run.mesh, run.schedule
     name, world_size = device_name(device), mesh.world_size
     peak_is_given, in_float8 = c.metrics.peak_tflops is not None, c.float8.enable_float8_linear
     degrees = {"pp": mesh.pipeline, "dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard}
     degrees |= {"cp": mesh.context, "tp": mesh.tensor}
     tokens = tokens_per_product(
-        batch.micro_batch_size, batch.seq_len, cp=mesh.context, microbatches=plans.pipeline.microbatches
+        batch.micro_batch_size, batch.seq_len, cp=mesh.context, microbatches=run.pipeline.microbatches
     )
     rows = [("run", c.job.description)] if c.job.description else []
     versions = {"titanlite": __version__, "torch": torch.__version__, "python": platform.python_version()}
@@ -378,14 +399,14 @@ def startup_lines(
     asynchronous = c.experimental.enable_async_tensor_parallel
     rows.append(rep.mesh_row(degrees, world_size, c.training.enable_loss_parallel, asynchronous))
     if isinstance(model, PipelineModel):
-        rows.append(rep.pipeline_row(plans.pipeline.schedule, model.layout))
+        rows.append(rep.pipeline_row(run.experimental.pipeline_parallel_schedule, model.layout))
     rows.append(rep.precision_row(c.training))
     if in_float8:
-        rows += rep.float8_rows(c.float8, float8, tokens, plans.compile.model, name)
+        rows += rep.float8_rows(c.float8, float8, tokens, builder.compiles("model"), name)
     rows += [
         rep.sharding_row(
             c.training,
-            plans.shard.reshard_after_forward,
+            builder.reshard_after_forward,
             mesh.weight_shards,
             batch.accumulation,
             sum(parameters.values()),
@@ -398,10 +419,10 @@ def startup_lines(
     if c.training.loss_chunks > 1:
         rows.append(rep.loss_row(c.training.loss_chunks, tokens))
     rows += [
-        ("tokenizer", plans.tokenizer.path or "bundled"),
+        ("tokenizer", run.model.tokenizer_path or "bundled"),
         rep.data_row(c.training, c.data, datasets.train.documents, datasets.train.tokens_per_epoch),
         *rep.batch_rows(batch.micro_batch_size, batch.accumulation, mesh.dp_degree, batch.seq_len),
-        rep.length_row(plans.train.steps, c.training.epochs, batch.tokens_per_step, datasets.train.tokens_per_epoch),
+        rep.length_row(run.steps, c.training.epochs, batch.tokens_per_step, datasets.train.tokens_per_epoch),
         rep.optimizer_row(c.optimizer, c.training.max_norm),
         rep.schedule_row(
             warmup_steps=schedule.warmup_steps,
@@ -420,23 +441,24 @@ def startup_lines(
         rows.append(("TensorBoard to", c.metrics.save_tb_folder))
     if c.checkpoint.enable_checkpoint:
         rows.append(("checkpoints to", c.checkpoint.folder))
-    rows += [("note", note) for note in plans.notes] + [("warning", warning) for warning in plans.warnings]
+    rows += [("note", note) for note in run.notes] + [("warning", warning) for warning in run.warnings]
     return rep.startup_report(rows)
 
 
-def rounding_setting(plans: Plans, device: torch.device) -> dict[str, str]:
+def rounding_setting(run: RunConfig, device: torch.device) -> dict[str, str]:
     """Return by name what the rounding of a step's loss and norm depends on."""
     found = {
         "device": device_name(device),
         "torch": torch.__version__,
         "threads": str(torch.get_num_threads()),
-        "batch.micro_batch_size": str(plans.batch.micro_batch_size),
-        "batch.accumulation": str(plans.batch.accumulation),
-        "deterministic": str(plans.train.deterministic),
+        "batch.micro_batch_size": str(run.batch.micro_batch_size),
+        "batch.accumulation": str(run.batch.accumulation),
+        "deterministic": str(run.debug.deterministic),
     }
-    for room in ("mesh", "tensor_parallel", "pipeline", "shard", "float8", "activations", "compile"):
-        found.update((f"{room}.{name}", str(value)) for name, value in asdict(getattr(plans, room)).items())
-    found.pop("compile.cache_dir")
+    found.update((f"mesh.{name}", str(value)) for name, value in asdict(run.mesh).items())
+    for name in _ROUNDING:
+        section, _, field = name.partition(".")
+        found[name] = str(getattr(getattr(run, section), field))
     return found
 
 

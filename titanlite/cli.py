@@ -17,18 +17,17 @@ from titanlite.checkpoint import command as checkpoint_command
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.place import StoreError
 from titanlite.config.checks import missing_files
+from titanlite.config.derive import MeshSizes, RunConfig, smallest_world
 from titanlite.config.entries import begins_option, names_key
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.explain import Style, explain_all, explain_key
+from titanlite.config.fit import check_config, fitted
 from titanlite.config.job import JobConfig
 from titanlite.config.load import load
-from titanlite.config.plans import MeshPlan, ModelPlan, Plans
-from titanlite.config.resolve import smallest_world
 from titanlite.config.unbuilt import unbuilt_notes
 from titanlite.drill import command as drill_command
 from titanlite.metrics.console import wants_color
 from titanlite.models.shapes import count_parameters
-from titanlite.prepare import checked_plans, model_args, resolve_plans
 from titanlite.runs.read import RunError
 from titanlite.tools import benchmark, compare, runs
 from titanlite.utils import counted, escape
@@ -134,7 +133,7 @@ def _train(arguments: argparse.Namespace, flags: list[str], _: Style) -> NoRetur
     if ranks < 1 or "TORCHELASTIC_RUN_ID" in os.environ:
         why = f"expected an integer >= 1, got {ranks}" if ranks < 1 else "torchrun has started this process already"
         raise ConfigError([Problem("command line", "--nproc-per-node", why)])
-    checked_plans(argv, ranks, training=True)
+    check_config(argv, ranks)
     # torchrun would die of SIGUSR1, by which schedulers announce a time limit. Its workers listen to it.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     torchrun = [sys.executable, "-m", "titanlite.torchrun", "--nproc_per_node", str(ranks)]
@@ -249,15 +248,15 @@ def _no_flags(flags: list[str]) -> None:
 
 
 def _diff(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple[str, int]:
-    from titanlite.config.diff import differences, plan_differences, report, side
+    from titanlite.config.diff import derived_differences, differences, report, side
 
     _no_flags(flags)
     left, right = side(arguments.left), side(arguments.right)
     found = differences(left, right)
     if arguments.plans:
         size, _ = _world_size(arguments.world_size)
-        plans = [resolve_plans(one.config, size or smallest_world(one.config)) for one in (left, right)]
-        found += plan_differences(*plans)
+        runs = [fitted(one.config, size or smallest_world(one.config)) for one in (left, right)]
+        found += derived_differences(*runs)
     if not found:
         return "no difference in effect", exit_codes.DONE
     head = f"{style.dim('---')} {left.name}\n{style.dim('+++')} {right.name}"
@@ -319,8 +318,8 @@ def _explain(arguments: argparse.Namespace, flags: list[str], style: Style) -> s
 
 def _check(arguments: argparse.Namespace, flags: list[str], style: Style) -> str:
     world_size, why = _world_size(arguments.world_size)
-    config, plans = checked_plans(_with_file(arguments.file, flags), world_size, training=arguments.strict)
-    return _report(config, plans, why, style)
+    config, run = check_config(_with_file(arguments.file, flags), world_size, training=arguments.strict)
+    return _report(config, run, why, style)
 
 
 def _world_size(asked: int | None) -> tuple[int | None, str]:
@@ -336,27 +335,27 @@ def _world_size(asked: int | None) -> tuple[int | None, str]:
     return None, "the fewest that fit; --world-size N checks another number"
 
 
-def _size(plan: ModelPlan) -> str:
-    """The model's size in words."""
-    args = model_args(plan)
+def _size(run: RunConfig) -> str:
+    """Return the model's size in words."""
+    args = run.model_args()
     return "the tokenizer's vocabulary" if args.vocab_size is None else f"{count_parameters(args):,} parameters"
 
 
-def _degrees(plan: MeshPlan) -> str:
-    replicate = f"data_parallel_replicate {plan.dp_replicate}, " if plan.dp_replicate > 1 else ""
-    others = {"tensor": plan.tensor, "pipeline": plan.pipeline, "context": plan.context}
+def _degrees(mesh: MeshSizes) -> str:
+    replicate = f"data_parallel_replicate {mesh.dp_replicate}, " if mesh.dp_replicate > 1 else ""
+    others = {"tensor": mesh.tensor, "pipeline": mesh.pipeline, "context": mesh.context}
     shared = [f", {name}_parallel {degree}" for name, degree in others.items() if degree > 1]
-    return f"{replicate}data_parallel_shard {plan.dp_shard}{''.join(shared)}"
+    return f"{replicate}data_parallel_shard {mesh.dp_shard}{''.join(shared)}"
 
 
-def _report(config: JobConfig, plans: Plans, why: str, style: Style) -> str:
-    batch, schedule, steps = plans.batch, plans.schedule, plans.train.steps
-    length = counted(plans.data.epochs or 0, "epochs") if steps is None else f"{steps:,}"
+def _report(config: JobConfig, run: RunConfig, why: str, style: Style) -> str:
+    batch, schedule, steps, checkpoint = run.batch, run.schedule, run.steps, run.checkpoint
+    length = counted(run.training.epochs or 0, "epochs") if steps is None else f"{steps:,}"
     tokens = "" if steps is None else f", {steps * batch.tokens_per_step:,} tokens"
-    rate = f"{plans.optimizer.lr:g}, warm-up {counted(schedule.warmup_steps, 'steps')}, then {schedule.decay_type}"
+    rate = f"{run.optimizer.lr:g}, warm-up {counted(schedule.warmup_steps, 'steps')}, then {schedule.decay_type}"
     rows = [
-        ("model", f"{plans.model.name} {plans.model.flavor}, {_size(plans.model)}"),
-        ("ranks", f"{plans.mesh.world_size} ({why}), {_degrees(plans.mesh)}"),
+        ("model", f"{run.model.name} {run.model.flavor}, {_size(run)}"),
+        ("ranks", f"{run.mesh.world_size} ({why}), {_degrees(run.mesh)}"),
         (
             "batch",
             f"{counted(batch.global_batch_size, 'sequences')} of {batch.seq_len} tokens, "
@@ -366,15 +365,15 @@ def _report(config: JobConfig, plans: Plans, why: str, style: Style) -> str:
         ("learning rate", rate),
         (
             "checkpoints",
-            f"every {counted(plans.checkpoint.interval, plans.checkpoint.interval_type)} in {plans.checkpoint.folder}"
-            if plans.checkpoint.enable
+            f"every {counted(checkpoint.interval, checkpoint.interval_type)} in {checkpoint.folder}"
+            if checkpoint.enable_checkpoint
             else "none",
         ),
         ("files", ", ".join(config.files) or "none: all defaults"),
     ]
     lines = [style.good("OK"), *(f"  {label:<14} {text}" for label, text in rows)]
-    lines += [style.dim(f"  note: {note}") for note in plans.notes]
-    lines += [style.warn(f"  warning: {warning}") for warning in plans.warnings]
+    lines += [style.dim(f"  note: {note}") for note in run.notes]
+    lines += [style.warn(f"  warning: {warning}") for warning in run.warnings]
     lines += [style.warn(f"  not there: {problem}") for problem in missing_files(config)]
     lines += [style.warn(f"  training will refuse: {note}") for note in unbuilt_notes(config)]
     return "\n".join(lines)

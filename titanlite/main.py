@@ -19,20 +19,20 @@ from typing import TYPE_CHECKING, NoReturn
 
 from titanlite import exit_codes
 from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.fit import check_config, fitted
 from titanlite.config.sections.checkpoint import Checkpoint
 from titanlite.config.sections.model import Model
 from titanlite.config.sections.run import Job
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.dist_env import read_launch_env
 from titanlite.parent import stop_with_torchrun
-from titanlite.prepare import checked_plans, resolve_plans
 from titanlite.signals import SIGNALS, StopRequested, StopSignal, exit_on_signals
 from titanlite.utils import counted, escape, logger
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.place import StorePath
+    from titanlite.config.derive import RunConfig
     from titanlite.config.job import JobConfig
-    from titanlite.config.plans import Plans
 
 #: Time in which the rank that prints an error must do so, before other ranks leave: the first makes torchrun end all.
 PRINT_SECONDS = 3.0
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     exit_on_signals(*SIGNALS)
     stop_with_torchrun()
     try:
-        checked = checked_plans(argv, read_launch_env().world_size, training=True)
+        checked = check_config(argv, read_launch_env().world_size)
     except (ConfigError, ParallelismError) as error:
         exit_now(print_error(str(error), error.exit_code))
     from torch.distributed.elastic.multiprocessing.errors import record
@@ -67,12 +67,12 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         exit_now(code, last_error)
 
 
-def run(argv: Sequence[str], stop: StopSignal | None = None, checked: tuple[JobConfig, Plans] | None = None) -> int:
+def run(argv: Sequence[str], stop: StopSignal | None = None, checked: tuple[JobConfig, RunConfig] | None = None) -> int:
     """Train as the command line says; return the exit code (see `titanlite.exit_codes`).
 
     Expected errors are printed without a traceback. Mistakes in config, tokenizer and text are found before any process
     group or model exists. A signal before the first step ends the run at once, a later one when a checkpoint is
-    written; see `titanlite.signals`. checked: of `checked_plans`, where that was done.
+    written; see `titanlite.signals`. checked: of `check_config`, where that was done.
     """
     from titanlite.build import build, check_model, read_datasets
     from titanlite.callbacks import load_callbacks
@@ -91,15 +91,14 @@ def run(argv: Sequence[str], stop: StopSignal | None = None, checked: tuple[JobC
         try:
             environment = read_launch_env()
             rank, size = environment.rank, environment.world_size
-            asked, plans = checked or checked_plans(argv, size, training=True)
-            config = plans.config
+            asked, config = checked or check_config(argv, size)
             folder = Path(config.job.dump_folder)
             where = f"checkpoints are in {config.checkpoint.folder}"
             if not config.checkpoint.enable_checkpoint:
                 where = "checkpoints are off"
             setup_console(rank, config.metrics.enable_color_printing)
             if rank == 0:
-                steps, epochs = plans.train.steps, config.training.epochs or 0
+                steps, epochs = config.steps, config.training.epochs or 0
                 length = counted(epochs, "epochs") if steps is None else counted(steps, "steps")
                 _log_files(asked.files, config.model, length, folder)
             source = asked.source("job.callbacks")
@@ -113,12 +112,12 @@ def run(argv: Sequence[str], stop: StopSignal | None = None, checked: tuple[JobC
                     held.enter_context(_lock(folder, config.checkpoint))
                 if store is not None:
                     wait_for_rank_0(store, rank, size, config.comm.init_timeout_seconds)
-                datasets = read_datasets(plans)
-                check_model(plans, datasets)
-                if plans.train.steps is None:
-                    plans = resolve_plans(asked, size, datasets.train.total_sequences)
+                datasets = read_datasets(config)
+                check_model(config, datasets)
+                if config.steps is None:
+                    config = fitted(asked, size, datasets.train.total_sequences)
                 _make_folders(config.job)
-                traces = plans.comm.trace_folder
+                traces = str(folder / "comm_traces")
                 watchdog = HangWatchdog(config.stall, config.comm, str(folder / LOGS), traces, exit_now)
                 opened = DistEnv.open(
                     store=store,
@@ -130,8 +129,8 @@ def run(argv: Sequence[str], stop: StopSignal | None = None, checked: tuple[JobC
                     if world.device.type == "cpu":
                         keep_freed_memory()
                     if rank == 0:
-                        _show_config(config.job, plans.config_toml)
-                    parts = build(plans, world, datasets, watchdog, callbacks)
+                        _show_config(config.job, config.toml)
+                    parts = build(config, world, datasets, watchdog, callbacks)
                     if config.checkpoint.create_seed_checkpoint:
                         save_seed(parts)
                     else:

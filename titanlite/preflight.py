@@ -5,28 +5,14 @@ Importing this module needs no torch; the functions that need it import it.
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from titanlite.config.errors import ConfigError, Problem, nearest
-from titanlite.config.schema import quote
-from titanlite.config.sections.model import AUTO_FILTER, ActivationCheckpoint, Compile, Float8
+from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.sections.model import ActivationCheckpoint, Compile, Float8
 from titanlite.config.sections.training import Training
-from titanlite.models.spec import ModelSpec, Size
+from titanlite.models.spec import ModelSpec
 from titanlite.parallel import ParallelismError
-from titanlite.parallel.float8_choice import (
-    HEAD,
-    MULTIPLE,
-    SMALL_SIZES,
-    Float8Choice,
-    matches,
-    split_filters,
-    tokens_per_product,
-    uneven_for_gather,
-)
-from titanlite.utils import counted
 
 if TYPE_CHECKING:
     from titanlite.models import LlamaArgs
@@ -127,91 +113,3 @@ def fsdp_problems(
     message = f"makes {within} an FSDP group, but {' and '.join(reasons)}"
     hint = 'take groups of a block or more: fsdp_units = "block", or a larger fsdp_min_params'
     return [Problem("", "training.fsdp_units", message, hint)]
-
-
-# Float8
-
-
-def recipe_problems(float8: Float8) -> list[Problem]:
-    """Find a recipe without measured sizes where small linears are to be skipped by size."""
-    if AUTO_FILTER not in float8.filter_fqns or float8.recipe_name in SMALL_SIZES:
-        return []
-    message = (
-        f"{quote(AUTO_FILTER)} does not work with float8.recipe_name = {quote(float8.recipe_name)}: torchao has no "
-        "sizes for it"
-    )
-    hint = "leave it out; float8.min_features = 4096 keeps what has fewer input or output features"
-    return [Problem("", FILTERS, message, hint)]
-
-
-def choice_problems(
-    linears: Mapping[str, Size], choices: Sequence[Float8Choice], filter_fqns: Sequence[str]
-) -> list[Problem]:
-    """Find filters without an effect, and a choice that converts nothing."""
-    found = []
-    for part in split_filters(filter_fqns)[0]:
-        if not any(matches(part, name) for name in linears):
-            components = list(dict.fromkeys(c for name in linears for c in name.split(".") if not c.isdigit()))
-            hint = "".join(f"nearest: {name}; " for name in nearest(part, [*components, AUTO_FILTER]))
-            hint += f"parts of names are {', '.join(components)}; the head is {HEAD}, and it always stays"
-            found.append(Problem("", FILTERS, f"{quote(part)} is part of no linear's name", hint))
-    if not found and not any(choice.converted for choice in choices):
-        by_reason: dict[str, list[str]] = {}
-        for choice in choices:
-            by_reason.setdefault(choice.reason, []).append(choice.kind)
-        reasons = "; ".join(f"{', '.join(kinds)} ({reason})" for reason, kinds in by_reason.items())
-        message = f"leaves no product in float8: {reasons}"
-        found.append(Problem("", ENABLE_FLOAT8, message, "convert something, or set it to false"))
-    return found
-
-
-def token_problems(batch_size: int, seq_len: int, cp: int, microbatches: int) -> list[Problem]:
-    """Find a number of tokens M that float8 units cannot take: for the gradient of a weight it is the inner dimension.
-
-    The arguments are those of `tokens_per_product`.
-    """
-    count = tokens_per_product(batch_size, seq_len, cp=cp, microbatches=microbatches)
-    if count % MULTIPLE == 0:
-        return []
-    length, rows = seq_len // cp, batch_size // microbatches
-    by = [counted(rows, "sequences") + (" of a pipeline micro-batch" if microbatches > 1 else "")]
-    by.append(f"{length} tokens" + (f" on each of {cp} context-parallel ranks" if cp > 1 else ""))
-    fitting = MULTIPLE // math.gcd(MULTIPLE, length) * microbatches
-    message = f"needs a multiple of {MULTIPLE} tokens in a product, and there are {' x '.join(by)} = {count}"
-    hint = f"these work: training.batch_size = {fitting} or a multiple of it, or another training.seq_len"
-    return [Problem("", ENABLE_FLOAT8, message, hint)]
-
-
-def gather_problems(choices: Sequence[Float8Choice], shards: int) -> list[Problem]:
-    """Find weights that cannot be gathered in float8 because their rows do not divide evenly over `shards` ranks."""
-    odd = uneven_for_gather(choices, shards)
-    if not odd:
-        return []
-    which = ", ".join(f"{c.kind} has {c.size.out_features}" for c in odd)
-    names = ", ".join(quote(c.kind) for c in odd)
-    return [
-        Problem(
-            "",
-            "float8.enable_fsdp_float8_all_gather",
-            f"needs weights whose rows divide over the {shards} ranks that share them; {which}",
-            f"set it to false, keep them with float8.filter_fqns = [{names}], or share weights among fewer ranks",
-        )
-    ]
-
-
-def wide_filters(linears: Iterable[str], filter_fqns: Sequence[str]) -> list[str]:
-    """Warn of filters that match more than they seem to: `layers.1` also matches `layers.10`."""
-    names, found = list(linears), []
-    for part in split_filters(filter_fqns)[0]:
-        if not part[-1:].isdigit():
-            continue
-        whole = any(re.search(rf"{re.escape(part)}(?!\d)", name) for name in names)
-        cut = [m.group() for name in names if (m := re.search(rf"^.*?{re.escape(part)}\d+", name))]
-        others = list(dict.fromkeys(cut))
-        if whole and others:
-            shown = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
-            found.append(
-                f"{FILTERS}: {quote(part)} is also part of {shown}, which stay in high precision too; "
-                f"{quote(part + '.')} is not"
-            )
-    return found

@@ -20,10 +20,9 @@ from titanlite.checkpoint.manifest import CheckpointError, parse_manifest, step_
 from titanlite.checkpoint.place import Place, StoreError
 from titanlite.checkpoint.resume_guard import ResumeGuard, Verdict
 from titanlite.config.scan import TOMLDecodeError, loads
-from titanlite.config.sections.base import steps_of
-from titanlite.data.left_out import Stretch, of_steps, take
 from titanlite.data.loader import add_hashes, step_hash
 from titanlite.data.packing import PackedDataset
+from titanlite.data.skip_ranges import Range, ranges_of_steps, take
 from titanlite.parallel.compile import CACHE_VARIABLE, CompileWatch
 from titanlite.parallel.dist_env import DistEnv, patience, set_timeouts
 from titanlite.runs import record
@@ -227,7 +226,7 @@ class ResumeCheck(Callback):
     """
 
     def __init__(
-        self, guard: ResumeGuard, dataset: PackedDataset, global_batch: int, skip: tuple[Stretch, ...], world: DistEnv
+        self, guard: ResumeGuard, dataset: PackedDataset, global_batch: int, skip: tuple[Range, ...], world: DistEnv
     ) -> None:
         self._guard, self._dataset, self._global_batch = guard, dataset, global_batch
         self._skip, self._world = skip, world
@@ -278,7 +277,7 @@ class ResumeCheck(Callback):
         text, size = loaded.config.get("toml"), self._global_batch
         try:
             before = loads(text)["data"].get("skip_steps", []) if isinstance(text, str) else []
-            then = of_steps([steps_of(item) for item in before], size)
+            then = ranges_of_steps(before, size)
         except (TOMLDecodeError, KeyError, ValueError):
             return loaded
         first = loaded.train["data"]["next_sequence"]

@@ -11,8 +11,8 @@ from titanlite.callbacks import Callback
 from titanlite.checkpoint.loading import LoadedState
 from titanlite.checkpoint.selection import GROUPS
 from titanlite.config.sections.checkpoint import Checkpoint
-from titanlite.data.left_out import Stretch
-from titanlite.data.loader import late
+from titanlite.data.loader import served_already
+from titanlite.data.skip_ranges import Range
 from titanlite.metrics.startup_report import WARNING
 from titanlite.optim.learning_rate import LearningRate
 from titanlite.runs.provenance import config_changes, config_text
@@ -38,7 +38,7 @@ class StartReport(Callback):
         report: Callable[[Trainer], Sequence[str]],
         checkpoint: Checkpoint,
         toml: str,
-        skip: Sequence[Stretch],
+        skip: Sequence[Range],
         attempts: AttemptRecord,
         saves: SaveWarnings | None,
         in_epochs: bool,
@@ -63,7 +63,7 @@ class StartReport(Callback):
         if loaded is not None:
             yield from loaded.notices
             if "dataloader" not in loaded.left_out and "data" in loaded.train:
-                for first, end in late(self._skip, loaded.train["data"]):
+                for first, end in served_already(self._skip, loaded.train["data"]):
                     steps = steps_text(first, end, trainer.parts.global_batch_size)
                     yield (
                         f"data.skip_steps: {steps} comes too late, it was trained on before this checkpoint; to leave "

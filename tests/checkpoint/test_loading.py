@@ -20,8 +20,8 @@ from titanlite.checkpoint.loading import LEFT_OUT
 from titanlite.checkpoint.manifest import publish, read_manifest
 from titanlite.checkpoint.storage import HashingWriter
 from titanlite.checkpoint.together import quiet
-from titanlite.config.plans import CheckpointPlan, OptimizerPlan
-from titanlite.data.loader import to_device
+from titanlite.config.plans import CheckpointPlan
+from titanlite.config.sections import Optimizer
 from titanlite.guard import FiniteGuard
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.dist_env import DistEnv
@@ -41,7 +41,7 @@ def _with_a_new_optimizer(world: DistEnv, folder: str, first: int, last: int) ->
     """Steps first … last from the weights of a checkpoint, with an optimizer that was never near it."""
     model, before, rank = build_tiny(world, RUN)
     assert Checkpointer(CheckpointPlan(folder=folder), world, PRINTS).load(model, before) is not None
-    optimizer = build_optimizer(model.parameters(), OptimizerPlan(weight_decay=RUN.weight_decay), world.device)
+    optimizer = build_optimizer(model.parameters(), Optimizer(weight_decay=RUN.weight_decay), world.device)
     guard, losses = FiniteGuard(world.device), []
     for step in range(first, last + 1):
         data = to_device(micro_batches(RUN, step - 1, rank, world.size), world.device)

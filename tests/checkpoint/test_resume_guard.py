@@ -216,7 +216,9 @@ def test_wrong_weights_are_found(pool: Pools, left: Path, tmp_path: Path) -> Non
 def _served(world: DistEnv, folder: str, steps: int) -> str:
     """Hash of what this rank's loader serves in the step after `steps`."""
     plans = load_plans("debug_model.toml", world.size, [*TINY, f"--job.dump_folder={folder}"])
-    loader = TrainLoader(read_datasets(plans).train, plans.batch, world.rank, world.size)
+    loader = TrainLoader(
+        read_text(plans).train, plans.batch.global_batch_size, plans.batch.micro_batch_size, world.rank, world.size
+    )
     for _ in range(steps + 1):
         batches = loader.next_step()
     return batch_hash(batches)

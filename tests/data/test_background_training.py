@@ -18,9 +18,9 @@ from tests.tiny import EIGHT_STEPS
 from titanlite import exit_codes
 from titanlite.build import build
 from titanlite.config.load import load_file
-from titanlite.data.background import THREAD
-from titanlite.metrics.jsonl import read_metrics
-from titanlite.parallel.dist_env import DistEnv
+from titanlite.data.prefetch import THREAD
+from titanlite.observe.metrics import read_metrics
+from titanlite.parallel.world import World
 from titanlite.prepare import resolve_plans
 from titanlite.trainer import Trainer
 

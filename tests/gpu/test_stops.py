@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.training import test_preemption as preemption
 from tests.words import listening
 from titanlite import exit_codes
 from titanlite.config.sections.run import Comm, Stall
@@ -26,19 +27,6 @@ def test_a_signal_stops_after_the_next_step_and_the_run_goes_on_the_same(world: 
     assert (ended["step"], ended["code"]) == (8, exit_codes.DONE)
     assert not [line for line in ended["said"] if "NOT VERIFIED" in line]
     assert preemption._losses(stopped) == pytest.approx(preemption._losses(straight), rel=1e-5)
-
-
-@pytest.mark.parametrize("interval", [100, 1])
-def test_text_that_does_not_come_keeps_nobody(world: DistEnv, tmp_path: Path, interval: int) -> None:
-    """The step after the one without text is begun before the host knows; both are taken back."""
-    every = f"--checkpoint.interval={interval}"
-    ended = hanging._run(world, str(tmp_path), ("loader", 0, 12), False, every)
-    assert (ended["step"], ended["saved"], ended["code"]) == (3, True, exit_codes.PREEMPTED), ended["said"]
-    assert ended["seconds"] < hanging.IN_TIME
-    assert {step for step, _ in hanging._figures(tmp_path)} == {1, 2, 3}
-    ended = hanging._run(world, str(tmp_path), None, False, every)
-    assert (ended["step"], ended["code"]) == (8, exit_codes.DONE)
-    assert not [line for line in ended["said"] if "NOT VERIFIED" in line]
 
 
 def test_a_stall_is_told_beside_nccl(world: World) -> None:

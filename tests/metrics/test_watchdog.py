@@ -27,8 +27,8 @@ from tests.words import listening
 from titanlite import exit_codes
 from titanlite.build import build
 from titanlite.checkpoint.background import BackgroundSave
-from titanlite.config.sections.run import Comm, Stall
-from titanlite.data.background import Prefetcher
+from titanlite.config.plans import StallPlan
+from titanlite.data.prefetch import Prefetcher
 from titanlite.guard import LossSpikeError
 from titanlite.metrics import watchdog
 from titanlite.metrics.hang_report import MAX_ROWS, RankState, table, verdict
@@ -388,8 +388,9 @@ def test_the_trainer_says_where_it_is(pool: Pools, tmp_path: Path) -> None:
 _FAULTY = """
 import os, signal, sys, threading, time
 from pathlib import Path
-from titanlite import main
-from titanlite.data.background import Prefetcher
+from titanlite import app
+from titanlite.data.prefetch import Prefetcher
+from titanlite.guard import LossSpikeError
 from titanlite.data.loader import TrainLoader
 from titanlite.metrics.watchdog import HangWatchdog
 from titanlite.trainer import Trainer

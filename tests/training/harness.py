@@ -14,12 +14,18 @@ from tests.steps import train_step
 from tests.training.reference import Curve
 from titanlite.build import data_parallel_rank
 from titanlite.config.plans import (
-    OptimizerPlan,
+    ActivationCheckpointPlan,
+    BatchPlan,
+    CompilePlan,
+    Float8Plan,
+    LossPlan,
+    MeshPlan,
+    PipelinePlan,
+    ShardPlan,
+    TensorParallelPlan,
 )
-from titanlite.config.sections.base import Section
-from titanlite.config.sections.model import ActivationCheckpoint, Compile, Float8
-from titanlite.config.sections.training import Experimental, Training
-from titanlite.data.loader import Batch, to_device
+from titanlite.config.sections import Optimizer
+from titanlite.data.loader import Batch
 from titanlite.guard import FiniteGuard
 from titanlite.models import LlamaArgs, get_spec
 from titanlite.optim.optimizer import build_optimizer
@@ -165,9 +171,9 @@ def build_tiny(world: DistEnv, run: Run) -> tuple[torch.nn.Module, torch.optim.O
     if run.optimizer == "SGD":
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     else:
-        plan = OptimizerPlan(implementation=run.implementation, weight_decay=run.weight_decay)  # type: ignore[arg-type]
-        optimizer = build_optimizer(model.parameters(), plan, world.device)
-    return model, optimizer, data_parallel_rank(builder.mesh)
+        settings = Optimizer(implementation=run.implementation, weight_decay=run.weight_decay)  # type: ignore[arg-type]
+        optimizer = build_optimizer(model.parameters(), settings, world.device)
+    return model, optimizer, data_parallel_rank(mesh)
 
 
 def run_stages(model: torch.nn.Module, run: Run, world: DistEnv, loss: LossFunction) -> Pipeline | None:

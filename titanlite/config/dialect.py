@@ -1,6 +1,6 @@
 """The TOML dialect: every section and key that a user can write, with type, default and meaning.
 
-`Dialect` is what was written; `titanlite.config.resolve` turns it into the plans that the rooms take.
+`Dialect` is the config as written; `titanlite.config.derive` turns it into a run.
 """
 
 from __future__ import annotations

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from titanlite.config.checks import contradictions
+from titanlite.config.derive import RunConfig
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.explain import Style
 from titanlite.config.job import JobConfig
 from titanlite.config.load import load_file, read_text
-from titanlite.config.plans import Plans
 from titanlite.config.schema import keys, quote, quote_key
 from titanlite.config.unbuilt import implied_unbuilt
 
@@ -128,27 +128,20 @@ def _shown(side: Side, values: Mapping[str, Any], key: str) -> tuple[str, str]:
     return quote(side.config.value(key) if key in keys() else values[key]), side.source(key)
 
 
-def plan_differences(left: Plans, right: Plans) -> list[Difference]:
-    """Fields of the plans that differ; their notes, warnings and recorded text do not count."""
-    ours, theirs = dict(_plan_values(left)), dict(_plan_values(right))
+def derived_differences(left: RunConfig, right: RunConfig) -> list[Difference]:
+    """Return the derived numbers that differ."""
+    ours, theirs = dict(_derived(left)), dict(_derived(right))
     return [
-        Difference(name, (_plain(value), ""), (_plain(theirs[name]), ""))
+        Difference(f"derived.{name}", (quote(value), ""), (quote(theirs[name]), ""))
         for name, value in ours.items()
         if theirs[name] != value
     ]
 
 
-def _plan_values(plans: Plans) -> Iterator[tuple[str, Any]]:
-    for room in fields(plans):
-        plan = getattr(plans, room.name)
-        if is_dataclass(plan):
-            yield from ((f"plans.{room.name}.{f.name}", getattr(plan, f.name)) for f in fields(plan))
-
-
-def _plain(value: Any) -> str:
-    if value and isinstance(value, tuple) and all(isinstance(entry, tuple) for entry in value):
-        return quote({str(name): entry for name, entry in value})
-    return quote(value)
+def _derived(run: RunConfig) -> Iterator[tuple[str, Any]]:
+    yield "steps", run.steps
+    for group in ("mesh", "batch", "pipeline", "schedule", "deadlines"):
+        yield from ((f"{group}.{name}", value) for name, value in asdict(getattr(run, group)).items())
 
 
 def report(found: Iterable[Difference], style: Style) -> str:

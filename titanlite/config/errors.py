@@ -51,6 +51,8 @@ class Problem:
     hint: str = ""
     #: Keys that it weighs against each other or leaves open (a section: all its keys), where that is not `key` alone.
     about: tuple[str, ...] = field(default=(), compare=False)
+    #: The kind of problem, as "needs" or "conflict".
+    code: str = ""
 
     @property
     def keys(self) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ EXCLUSIVE = (
 
 @dataclass(frozen=True)
 class JobConfig:
-    """What was asked for, checked key by key; `titanlite.config.resolve` says what will be done."""
+    """What was asked for, checked key by key; `titanlite.config.derive` says what will be done."""
 
     dialect: Dialect
     #: Source of every value that is not the plain default, by key (or `model.overrides.<field>`).

@@ -222,14 +222,14 @@ def _signal_in_validation(step: int, number: signal.Signals) -> None:
 
 def _break_loader(step: int, mark: Path, raises: bool) -> None:
     """What reads this rank's text, ahead of the training or not, raises or hangs at `step`."""
-    from titanlite.data.left_out import count
     from titanlite.data.loader import TrainLoader
+    from titanlite.data.skip_ranges import count
 
     real = TrainLoader.next_step
 
     def next_step(self: TrainLoader) -> Any:
-        served = self.position - count(0, self.position, self.left_out)
-        if served // self.batch.global_batch_size + 1 == step:
+        served = self.position - count(0, self.position, self.skip)
+        if served // self.global_batch_size + 1 == step:
             mark.touch()
             if raises:
                 raise OSError(*_LOADER_FAILURE)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from titanlite.config.plans import SchedulePlan
-from titanlite.optim.schedule import learning_rate
+from titanlite.optim.schedule import Schedule, learning_rate
 
 
 @dataclass
@@ -16,7 +15,7 @@ class LearningRate:
     peak: what the schedule's factors multiply. began: steps done when the schedule began.
     """
 
-    schedule: SchedulePlan
+    schedule: Schedule
     peak: float
     began: int = 0
 
