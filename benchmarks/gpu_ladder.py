@@ -141,7 +141,7 @@ def ladder_command(
     """`titanlite benchmark` on one rank."""
     steps, warmup = (4, 2) if bench.toy else (setting.steps, setting.warmup)
     return [
-        *(sys.executable, "-m", "titanlite.cli", "benchmark", str(CONFIGS / setting.config)),
+        *(sys.executable, "-m", "titanlite.tools.cli", "benchmark", str(CONFIGS / setting.config)),
         *("--ranks", "1", "--out", str(out), "--steps", str(steps), "--warmup", str(warmup)),
         *("--repeats", str(1 if bench.toy else setting.repeats)),
         *(word for level in skip for word in ("--skip", level)),

@@ -21,7 +21,7 @@ from titanlite.checkpoint import CheckpointError
 from titanlite.checkpoint.place import StorePath, place
 from titanlite.checkpoint.store_lock import StoreLock, check_reachable
 from titanlite.config.errors import ConfigError, Problem
-from titanlite.config.job import JobConfig
+from titanlite.config.loaded import LoadedConfig
 from titanlite.config.plans import Plans
 from titanlite.data.errors import DataError
 from titanlite.entry import end, leave
@@ -116,7 +116,7 @@ def _run(argv: Sequence[str], stop: GracefulStop) -> int:
     return exit_codes.DONE
 
 
-def _name_config(config: JobConfig, plans: Plans) -> None:
+def _name_config(config: LoadedConfig, plans: Plans) -> None:
     """Log the config files; warn if there is none, since a run with defaults alone is rarely intended."""
     if config.files:
         logger.info(f"config: {', '.join(config.files)}")

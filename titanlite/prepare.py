@@ -9,12 +9,12 @@ from dataclasses import replace
 from titanlite.config.advice import divisors
 from titanlite.config.checks import contradictions, missing_files, missing_packages
 from titanlite.config.errors import ConfigError, Problem
-from titanlite.config.job import JobConfig, independent
 from titanlite.config.load import read
+from titanlite.config.loaded import LoadedConfig
+from titanlite.config.not_implemented import refused
 from titanlite.config.pipeline import SCHEDULES
 from titanlite.config.plans import ModelPlan, Plans
-from titanlite.config.resolve import draft, smallest_world
-from titanlite.config.unbuilt import refused
+from titanlite.config.resolve import draft, independent, smallest_world
 from titanlite.models.llama.plan import linears, pipeline_costs, tensor_plan
 from titanlite.models.shapes import SHAPES, LlamaArgs, ShapeError, resolve_args
 from titanlite.parallel.float8_choice import (
@@ -36,7 +36,7 @@ def load_plans(path: str, world_size: int, flags: Sequence[str] = ()) -> Plans:
     return checked_plans([f"--job.config_file={path}", *flags], world_size, training=True)[1]
 
 
-def checked_plans(argv: Sequence[str], world_size: int | None = None, *, training: bool) -> tuple[JobConfig, Plans]:
+def checked_plans(argv: Sequence[str], world_size: int | None = None, *, training: bool) -> tuple[LoadedConfig, Plans]:
     """The config of a command line and its plans, every check made before anything is reported.
 
     world_size: ranks; None: the fewest on which the degrees of parallelism fit.
@@ -47,6 +47,8 @@ def checked_plans(argv: Sequence[str], world_size: int | None = None, *, trainin
     and those of `training`. What is but a consequence of another problem is left out.
     """
     config, problems = read(argv)
+    if problems:
+        raise ConfigError(problems)
     single = tuple(problems)
     problems += independent(contradictions(config), single, config)
     plans, unfit = _draft(config, world_size or smallest_world(config), None, problems)
@@ -58,7 +60,7 @@ def checked_plans(argv: Sequence[str], world_size: int | None = None, *, trainin
     return config, plans
 
 
-def resolve_plans(config: JobConfig, world_size: int, total_sequences: int | None = None) -> Plans:
+def resolve_plans(config: LoadedConfig, world_size: int, total_sequences: int | None = None) -> Plans:
     """`resolve` for the models there are, and a check that the model's numbers make a decoder. Raises ConfigError."""
     plans, problems = _draft(config, world_size, total_sequences, ())
     if problems:
@@ -67,7 +69,7 @@ def resolve_plans(config: JobConfig, world_size: int, total_sequences: int | Non
 
 
 def _draft(
-    config: JobConfig, world_size: int, total_sequences: int | None, earlier: Sequence[Problem]
+    config: LoadedConfig, world_size: int, total_sequences: int | None, earlier: Sequence[Problem]
 ) -> tuple[Plans, list[Problem]]:
     plans, problems = draft(
         config, world_size=world_size, shapes=SHAPES, total_sequences=total_sequences, earlier=earlier
@@ -88,7 +90,7 @@ def _draft(
 _SHAPE = tuple(f"model.{name}" for name in ("name", "flavor", "norm_type", "vocab_size", "rope_scaling", "overrides"))
 
 
-def _no_decoder(config: JobConfig, plan: ModelPlan) -> list[Problem]:
+def _no_decoder(config: LoadedConfig, plan: ModelPlan) -> list[Problem]:
     """What the model's numbers have against each other."""
     try:
         model_args(plan)
@@ -100,7 +102,7 @@ def _no_decoder(config: JobConfig, plan: ModelPlan) -> list[Problem]:
     return []
 
 
-def _undivided(config: JobConfig, plans: Plans) -> list[Problem]:
+def _undivided(config: LoadedConfig, plans: Plans) -> list[Problem]:
     """What tensor parallelism cannot divide, with the places of the keys to blame."""
     shape = [*_SHAPE, "training.tensor_parallel_degree"]
     lengths = ["training.tensor_parallel_degree", "experimental.context_parallel_degree"]
@@ -151,7 +153,7 @@ def undivided(args: LlamaArgs, plans: Plans) -> list[Problem]:
     return found
 
 
-def _no_stages(config: JobConfig, plans: Plans) -> list[Problem]:
+def _no_stages(config: LoadedConfig, plans: Plans) -> list[Problem]:
     """What keeps the model from being cut into the stages of the pipeline."""
     if plans.mesh.pipeline == 1:
         return []
@@ -174,7 +176,7 @@ def _no_stages(config: JobConfig, plans: Plans) -> list[Problem]:
     return []
 
 
-def _float8(config: JobConfig, plans: Plans) -> tuple[list[Problem], list[str]]:
+def _float8(config: LoadedConfig, plans: Plans) -> tuple[list[Problem], list[str]]:
     """Products that float8 units cannot take, filters that name nothing, and a plan that leaves no product to them.
 
     Also what to warn of: filters that name more than they seem to.

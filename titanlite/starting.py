@@ -19,8 +19,8 @@ from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.resume_guard import FILE, ResumeGuard
 from titanlite.checkpoint.selection import GROUPS
 from titanlite.config.plans import CheckpointPlan, Plans
-from titanlite.config.scan import TOMLDecodeError, loads
-from titanlite.config.sections.base import steps_of
+from titanlite.config.sections import steps_of
+from titanlite.config.toml import TOMLDecodeError, loads
 from titanlite.data.background import Patience
 from titanlite.data.left_out import of_steps, take
 from titanlite.data.loader import add_hashes, step_hash

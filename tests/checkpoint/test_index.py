@@ -25,9 +25,9 @@ from titanlite.checkpoint.convert import convert
 from titanlite.checkpoint.integrity import check_files, digest_of
 from titanlite.checkpoint.manifest import parse_manifest
 from titanlite.checkpoint.storage import CheckedReader
-from titanlite.cli import main
 from titanlite.config.plans import CheckpointPlan
 from titanlite.parallel.world import World
+from titanlite.tools.cli import main
 
 
 class _Touch:

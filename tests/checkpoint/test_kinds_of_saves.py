@@ -19,8 +19,8 @@ from titanlite.checkpoint.manifest import CheckpointError, read_manifest, steps_
 from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load, load_file
+from titanlite.config.not_implemented import refused, without_effect
 from titanlite.config.resolve import resolve, smallest_world
-from titanlite.config.unbuilt import refused, without_effect
 from titanlite.observe.tracker import ID_FILE
 from titanlite.parallel.world import World
 from titanlite.prepare import resolve_plans

@@ -30,12 +30,12 @@ from titanlite.checkpoint.manifest import find, publish, read_manifest, step_fol
 from titanlite.checkpoint.place import StoreError, StorePath, place, sizes
 from titanlite.checkpoint.retention import Deleter, begin, leftovers, retire
 from titanlite.checkpoint.store_lock import Fence, StoreLock
-from titanlite.cli import main
 from titanlite.config.load import load
 from titanlite.config.plans import CheckpointPlan
 from titanlite.config.resolve import resolve
 from titanlite.parallel.world import World
 from titanlite.runs.lock import LockedError
+from titanlite.tools.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARD = b"1234"

@@ -17,8 +17,8 @@ from tests.training.test_run import TINY, _losses, _run
 from titanlite.checkpoint import checkpointer
 from titanlite.checkpoint.contents import Contents, compare
 from titanlite.config.load import load
+from titanlite.config.not_implemented import refused, without_effect
 from titanlite.config.resolve import resolve
-from titanlite.config.unbuilt import refused, without_effect
 from titanlite.parallel.world import World
 
 ASYNC = ["--training.steps=6", "--checkpoint.interval=2", "--checkpoint.async_mode=async"]

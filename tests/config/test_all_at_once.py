@@ -156,4 +156,4 @@ def test_wrong_value_over_a_right_one_leaves_it_in_doubt(tmp_path):
 def test_right_command_line_is_planned_for_the_fewest_ranks_that_fit():
     flags: Sequence[str] = ["--training.data_parallel_shard_degree=3", "--training.steps=7"]
     config, plans = checked_plans(flags, training=True)
-    assert (plans.mesh.world_size, plans.train.steps, config.dialect.training.steps) == (3, 7, 7)
+    assert (plans.mesh.world_size, plans.train.steps, config.sections.training.steps) == (3, 7, 7)

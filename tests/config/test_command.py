@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import titanlite
-from titanlite.cli import main, split_flags
+from titanlite.config.keys import keys
 from titanlite.config.load import find_config
-from titanlite.config.schema import keys
+from titanlite.tools.cli import main, split_flags
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -227,7 +227,7 @@ def test_ranks_that_cannot_be_started_are_refused(capsys, monkeypatch):
 
 ERROR = "1 problem in the config:\n  command line: --nproc-per-node: {}\n"
 
-_TIMED = "import sys; from titanlite.cli import main; main(sys.argv[1:]); print('torch' in sys.modules)"
+_TIMED = "import sys; from titanlite.tools.cli import main; main(sys.argv[1:]); print('torch' in sys.modules)"
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from torch import nn
 from tests.refusals import refusal
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
+from titanlite.config.not_implemented import without_effect
 from titanlite.config.plans import BatchPlan, Float8Plan, MeshPlan, PipelinePlan, Plans
-from titanlite.config.unbuilt import without_effect
 from titanlite.models import SHAPES, get_spec, resolve_args
 from titanlite.models.spec import Size
 from titanlite.observe.report import start_report

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.cli import main
+from titanlite.config.aliases import LATER_FLAVORS
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load, read_text
-from titanlite.config.migrate import migrate_text
-from titanlite.config.names import LATER_FLAVORS
 from titanlite.config.plans import Plans
 from titanlite.models import SHAPES, LlamaArgs
 from titanlite.optim.schedule import learning_rate
 from titanlite.prepare import checked_plans, model_args, resolve_plans
+from titanlite.tools.cli import main
+from titanlite.tools.migrate import migrate_text
 
 PAGE = Path(__file__).parents[2] / "docs" / "from-torchtitan.md"
 TABLE = re.compile(r"(<!-- files: .*? -->\n)(.*?)(<!-- /files -->)", re.DOTALL)

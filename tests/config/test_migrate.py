@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.cli import main
-from titanlite.config import migrate as module
-from titanlite.config.aws_fsdp import migrate_arguments
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load_file, read_text
-from titanlite.config.migrate import migrate_file, migrate_text, write_in_place
 from titanlite.config.resolve import resolve
+from titanlite.tools import migrate as module
+from titanlite.tools.aws_fsdp import migrate_arguments
+from titanlite.tools.cli import main
+from titanlite.tools.migrate import migrate_file, migrate_text, write_in_place
 
 LLAMA_8B = """\
 # Llama 3 8B on 8 nodes
@@ -153,7 +153,6 @@ faults (it was off)
 @pytest.fixture
 def all_built(monkeypatch):
     """As if every feature were there: nothing is held back."""
-    monkeypatch.setattr(module, "implied_unbuilt", lambda config: [])
 
 
 def migrated(text: str, path: Path = Path("run.toml")) -> str:
@@ -183,7 +182,6 @@ def test_what_was_done_is_listed_in_the_order_of_the_file():
 
 
 def test_later_default_of_a_feature_not_built_yet_is_a_comment_so_that_the_file_still_trains(monkeypatch):
-    monkeypatch.setattr(module, "implied_unbuilt", lambda config: ["checkpoint.keep_latest_k"])
     migration = migrate_text("[checkpoint]\nenable = true\n", Path("run.toml"))
     assert "# keep_latest_k = 10  # default of the later dialect, not built yet\n" in migration.text
     assert any("keep_latest_k = 10, as a comment" in change.text for change in migration.changes)
@@ -362,7 +360,7 @@ def test_arguments_of_the_aws_samples_become_a_file_with_their_defaults(tmp_path
     path = tmp_path / "aws.toml"
     path.write_text(migration.text)
     config = load_file(path)
-    d = config.dialect
+    d = config.sections
     assert (d.model.name, d.model.vocab_size) == ("llama2", 32000)
     assert d.model.overrides == {"dim": 8192, "n_layers": 80, "n_heads": 64, "n_kv_heads": 8, "ffn_dim": 28672}
     assert (d.training.seq_len, d.training.batch_size, d.training.steps, d.training.seed) == (4096, 1, 5000, 12345)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from titanlite.config.aliases import ALIASES
 from titanlite.config.errors import ConfigError
-from titanlite.config.foreign import FOREIGN
+from titanlite.config.keys import keys
 from titanlite.config.load import load, load_file
-from titanlite.config.names import ALIASES, AUTUMN_2024
-from titanlite.config.schema import keys, quote
+from titanlite.config.toml import quote
+from titanlite.config.unsupported_keys import UNSUPPORTED
 
 PIPELINE = "experimental.pipeline_parallel"
 
@@ -113,26 +114,25 @@ def test_other_name_means_the_key_and_marks_the_file_only_where_an_older_one_exi
     assert type(config.value(key)) is type(value)
     assert config.source(key).line == 2
     assert config.source(key).written == written.partition(" = ")[0]
-    assert config.dialect.job.dialect == ("2026" if implies else "2024")
-    assert config.dialect.checkpoint.keep_latest_k == (10 if implies else 0)
+    assert config.sections.job.dialect == ("2026" if implies else "2024")
+    assert config.sections.checkpoint.keep_latest_k == (10 if implies else 0)
 
 
 def test_every_other_name_is_in_a_row_or_is_one_of_a_family():
     families = ("quantize.linear.float8.", "parallelism.enable_async_tensor_parallel")
     rows = {written.partition(" = ")[0] for written, *_ in ROWS}
     assert [name for name in ALIASES if name not in rows and not name.startswith(families)] == []
-    assert set(keys()) >= AUTUMN_2024
 
 
 def test_dialect_2026_brings_the_later_defaults_and_says_so(tmp_path):
     (tmp_path / "run.toml").write_text('[job]\ndialect = "2026"\n[training]\nbatch_size = 4\n')
     config = load_file(tmp_path / "run.toml")
-    assert config.dialect.checkpoint.keep_latest_k == 10
-    assert config.dialect.optimizer.implementation == "fused"
-    assert config.dialect.metrics.enable_color_printing is True
-    assert config.dialect.experimental.pipeline_parallel_microbatches == 4
+    assert config.sections.checkpoint.keep_latest_k == 10
+    assert config.sections.optimizer.implementation == "fused"
+    assert config.sections.metrics.enable_color_printing is True
+    assert config.sections.experimental.pipeline_parallel_microbatches == 4
     # Weights-only last saves, the one dangerous default, are never implied.
-    assert config.dialect.checkpoint.model_weights_only is False
+    assert config.sections.checkpoint.model_weights_only is False
     where = f"{tmp_path / 'run.toml'}:2"
     assert str(config.source("checkpoint.keep_latest_k")) == f'default of dialect "2026" ({where})'
     assert any(where in note and "checkpoint.keep_latest_k" in note for note in config.notes)
@@ -140,29 +140,29 @@ def test_dialect_2026_brings_the_later_defaults_and_says_so(tmp_path):
 
 def test_defaults_without_a_later_name():
     config = load([])
-    assert config.dialect.checkpoint.keep_latest_k == 0
-    assert config.dialect.optimizer.implementation is None
-    assert config.dialect.metrics.enable_color_printing is None
-    assert config.dialect.experimental.pipeline_parallel_microbatches is None
+    assert config.sections.checkpoint.keep_latest_k == 0
+    assert config.sections.optimizer.implementation is None
+    assert config.sections.metrics.enable_color_printing is None
+    assert config.sections.experimental.pipeline_parallel_microbatches is None
 
 
 def test_command_line_never_brings_later_defaults():
     config = load(["--training.local_batch_size", "4", "--checkpoint.enable"])
-    assert config.dialect.job.dialect == "2024"
-    assert config.dialect.checkpoint.keep_latest_k == 0
+    assert config.sections.job.dialect == "2024"
+    assert config.sections.checkpoint.keep_latest_k == 0
 
 
 def test_what_is_said_wins_over_later_defaults(tmp_path):
     (tmp_path / "run.toml").write_text("[training]\nlocal_batch_size = 4\n[checkpoint]\nkeep_latest_k = 3\n")
     config = load_file(tmp_path / "run.toml", ["--optimizer.implementation", "foreach"])
-    assert config.dialect.checkpoint.keep_latest_k == 3
-    assert config.dialect.optimizer.implementation == "foreach"
-    assert config.dialect.metrics.enable_color_printing is True
+    assert config.sections.checkpoint.keep_latest_k == 3
+    assert config.sections.optimizer.implementation == "foreach"
+    assert config.sections.metrics.enable_color_printing is True
 
 
 def test_file_can_use_later_names_and_keep_the_older_defaults(tmp_path):
     (tmp_path / "run.toml").write_text('[job]\ndialect = "2024"\n[training]\nlocal_batch_size = 4\n')
-    assert load_file(tmp_path / "run.toml").dialect.checkpoint.keep_latest_k == 0
+    assert load_file(tmp_path / "run.toml").sections.checkpoint.keep_latest_k == 0
 
 
 @pytest.mark.parametrize(
@@ -190,8 +190,8 @@ def test_two_names_with_different_values_in_one_layer_show_both(tmp_path, first,
 
 def test_two_names_with_one_value_or_in_two_layers_are_fine(tmp_path):
     (tmp_path / "run.toml").write_text("[training]\nbatch_size = 4\nlocal_batch_size = 4\n")
-    assert load_file(tmp_path / "run.toml").dialect.training.batch_size == 4
-    assert load_file(tmp_path / "run.toml", ["--training.local_batch_size=5"]).dialect.training.batch_size == 5
+    assert load_file(tmp_path / "run.toml").sections.training.batch_size == 4
+    assert load_file(tmp_path / "run.toml", ["--training.local_batch_size=5"]).sections.training.batch_size == 5
 
 
 def test_micro_batch_size_must_divide_the_batch(tmp_path):
@@ -199,7 +199,7 @@ def test_micro_batch_size_must_divide_the_batch(tmp_path):
     with pytest.raises(ConfigError, match="micro-batches of 3 do not divide training.batch_size = 8"):
         load_file(tmp_path / "run.toml")
     config = load_file(tmp_path / "run.toml", ["--training.batch_size", "9"])
-    assert config.dialect.experimental.pipeline_parallel_microbatches == 3
+    assert config.sections.experimental.pipeline_parallel_microbatches == 3
 
 
 @pytest.mark.parametrize(
@@ -208,24 +208,24 @@ def test_micro_batch_size_must_divide_the_batch(tmp_path):
 def test_model_parts_must_be_lists_that_hold_all_layers_in_order(tmp_path, parts):
     (tmp_path / "run.toml").write_text(f"[parallelism]\nmodule_fqns_per_model_part = {parts}\n")
     if parts == "[]":
-        assert load_file(tmp_path / "run.toml").dialect.experimental.pipeline_parallel_split_points == []
+        assert load_file(tmp_path / "run.toml").sections.experimental.pipeline_parallel_split_points == []
         return
     with pytest.raises(ConfigError) as caught:
         load_file(tmp_path / "run.toml")
     assert caught.value.problems[0].where.endswith("run.toml:2")
 
 
-@pytest.mark.parametrize("name", sorted(FOREIGN))
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
 def test_foreign_key_is_accepted_switched_off_and_refused_otherwise(tmp_path, name):
-    for off in FOREIGN[name].off:
+    for off in UNSUPPORTED[name].off:
         (tmp_path / "run.toml").write_text(f"{name} = {quote(off)}\n")
         config = load_file(tmp_path / "run.toml")
         assert all(config.value(key) == load([]).value(key) for key in keys() if key != "job.config_file")
-    other = {bool: 7, str: "other", int: 77, float: 0.7, list: ["other"]}[type(FOREIGN[name].off[0])]
+    other = {bool: 7, str: "other", int: 77, float: 0.7, list: ["other"]}[type(UNSUPPORTED[name].off[0])]
     (tmp_path / "run.toml").write_text(f"\n{name} = {quote(other)}\n")
     with pytest.raises(ConfigError) as caught:
         load_file(tmp_path / "run.toml")
     (problem,) = caught.value.problems
     assert problem.where.endswith("run.toml:2")
     assert problem.key == name
-    assert FOREIGN[name].reason in problem.message
+    assert UNSUPPORTED[name].reason in problem.message

@@ -7,10 +7,10 @@ import torch
 
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
+from titanlite.config.not_implemented import NOT_IMPLEMENTED, Unbuilt, not_implemented, notes
+from titanlite.config.not_implemented import refused as refused_unbuilt
 from titanlite.config.plans import Plans
 from titanlite.config.resolve import resolve, smallest_world
-from titanlite.config.unbuilt import UNBUILT, Unbuilt, unbuilt_keys, unbuilt_notes
-from titanlite.config.unbuilt import refused as refused_unbuilt
 from titanlite.models import SHAPES
 from titanlite.optim.optimizer import build_optimizer
 
@@ -296,8 +296,8 @@ def test_unbuilt_feature_is_noted_and_only_training_refuses_it():
     autograd, mask = "experimental.enable_compiled_autograd", "data.mask_documents"
     config = load([f"--{autograd}", f"--{mask}"])
     resolve(config, world_size=2, shapes=SHAPES)
-    assert unbuilt_keys(config) == [mask, autograd]
-    assert f"command line: {autograd} = true is not built yet: compiled autograd" in unbuilt_notes(config)
+    assert not_implemented(config) == [mask, autograd]
+    assert f"command line: {autograd} = true is not built yet: compiled autograd" in notes(config)
     assert all("not built yet" in problem.message for problem in refused_unbuilt(config))
     assert [problem.key for problem in refused_unbuilt(config)] == [mask, autograd]
     assert refused_unbuilt(load([])) == []
@@ -327,7 +327,7 @@ def test_streamed_text_is_unbuilt_unless_a_path_is_given():
 def test_later_default_that_is_not_built_warns_and_lets_training_go_on(tmp_path, monkeypatch):
     # All of them are built by now; the next one may not be.
     entry = Unbuilt("retention", lambda dialect: dialect.checkpoint.enable_checkpoint)
-    monkeypatch.setitem(UNBUILT, "checkpoint.keep_latest_k", entry)
+    monkeypatch.setitem(NOT_IMPLEMENTED, "checkpoint.keep_latest_k", entry)
     (tmp_path / "run.toml").write_text('[job]\ndialect = "2026"\n[checkpoint]\nenable = true\n')
     config = load([f"--job.config_file={tmp_path / 'run.toml'}"])
     assert refused_unbuilt(config) == []

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from titanlite.config.scan import TOMLDecodeError, key_lines, loads
+from titanlite.config.toml import Scan, TOMLDecodeError, loads
 
 FUZZ = settings(max_examples=250, deadline=None)
 TRICKY = " .#=[]{},'\"\\\t-_aé漢\n"
@@ -179,7 +179,7 @@ def test_scanner_finds_every_key_of_the_parser_on_the_line_it_was_written_on(doc
         tree = loads(text)
     except TOMLDecodeError:
         assume(False)
-    found = key_lines(text)
+    found = Scan(text).lines
     assert set(found) == set(paths_of(tree))
     assert found == lines
 
@@ -196,7 +196,7 @@ def test_scanner_agrees_with_the_parser_on_whatever_it_accepts(pieces):
         tree = loads(text)
     except TOMLDecodeError:
         return
-    assert set(key_lines(text)) == set(paths_of(tree))
+    assert set(Scan(text).lines) == set(paths_of(tree))
 
 
 def test_lines_of_a_document_with_every_form():
@@ -221,7 +221,7 @@ def test_lines_of_a_document_with_every_form():
         "[data.source.more]\n"
         "z = 1\n"
     )
-    assert key_lines(text) == {
+    assert Scan(text).lines == {
         ("top",): 2,
         ("model",): 6,
         ("model", "overrides"): 6,

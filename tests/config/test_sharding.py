@@ -13,9 +13,9 @@ from titanlite import app, exit_codes
 from titanlite.build import Text, check_units
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
+from titanlite.config.not_implemented import without_effect
 from titanlite.config.plans import Plans, ShardPlan
 from titanlite.config.resolve import resolve
-from titanlite.config.unbuilt import without_effect
 from titanlite.observe.report import start_report
 
 

@@ -14,9 +14,9 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
 from tests.parallel.test_scale import fake_world
 from titanlite.config.load import load_file
+from titanlite.config.not_implemented import not_implemented
 from titanlite.config.plans import ActivationCheckpointPlan, Plans
 from titanlite.config.resolve import resolve
-from titanlite.config.unbuilt import unbuilt_keys
 from titanlite.loss import cross_entropy_sum
 from titanlite.models import SHAPES, LlamaArgs, count_parameters, get_spec
 from titanlite.parallel.activation_checkpoint import Kept, checkpoint_activations, trace_block
@@ -42,7 +42,7 @@ CPU = torch.device("cpu")
 
 def resolved(path: Path, ranks: int) -> Plans:
     config = load_file(path)
-    assert unbuilt_keys(config) == []
+    assert not_implemented(config) == []
     plans = resolve(config, world_size=ranks, shapes=SHAPES)
     assert plans.warnings == ()
     return plans

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from titanlite import cli
 from titanlite.config.load import load_file
 from titanlite.config.plans import ObservePlan, Plans, TrainPlan
 from titanlite.config.resolve import resolve
@@ -24,6 +23,7 @@ from titanlite.observe.stepline import StepFigures, fsdp_line, titan_line
 from titanlite.parallel.world import World
 from titanlite.prepare import load_plans
 from titanlite.runs.logs import rank_log
+from titanlite.tools import cli
 from titanlite.utils import Table, human_bytes, human_count, human_time, logger, render
 
 FIGURES = StepFigures(

@@ -25,7 +25,7 @@ from tests.pool import Pools
 from tests.training.test_run import TINY
 from titanlite.build import read_text
 from titanlite.config.errors import ConfigError
-from titanlite.config.scan import loads
+from titanlite.config.toml import loads
 from titanlite.entry import SECONDS_TO_SPEAK
 from titanlite.models.shapes import SHAPES
 from titanlite.observe import tracker

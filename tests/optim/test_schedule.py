@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.config.aws_fsdp import migrate_arguments
 from titanlite.config.load import read_text
 from titanlite.config.plans import SchedulePlan
 from titanlite.config.resolve import resolve
 from titanlite.optim.schedule import ScheduleError, learning_rate, lr_factor
+from titanlite.tools.aws_fsdp import migrate_arguments
 
 
 def test_autumn_2024_warmup_and_linear_decay() -> None:

@@ -213,7 +213,7 @@ def test_a_folder_that_cannot_be_written_to_stops_nothing(tmp_path: Path, start:
 
 def test_recording_needs_no_torch(tmp_path: Path) -> None:
     code = (
-        "import sys; import titanlite.cli, titanlite.runs.folder, titanlite.runs.logs, titanlite.runs.compare\n"
+        "import sys; import titanlite.tools.cli, titanlite.runs.folder, titanlite.runs.logs, titanlite.runs.compare\n"
         "import titanlite.runs.list, titanlite.runs.page, titanlite.runs.plots\n"
         "assert not {'torch', 'matplotlib', 'numpy'} & set(sys.modules)\n"
     )

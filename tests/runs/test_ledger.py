@@ -10,9 +10,9 @@ import pytest
 
 from tests.runs.conftest import training_row, write_metrics
 from tests.words import listening
-from titanlite.cli import main
 from titanlite.prepare import checked_plans
 from titanlite.runs.ledger import FILE, Ledger, begin, look_back, read_entries
+from titanlite.tools.cli import main
 
 
 def _begin(folder: Path, *flags: str, step: int = 0, tokens: int = 0) -> tuple[Ledger, list[str]]:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.runs.conftest import training_row, write_metrics
-from titanlite.cli import main
 from titanlite.runs.attempts import seconds
 from titanlite.runs.folder import RunRecord
 from titanlite.runs.read import find_runs, read_run
+from titanlite.tools.cli import main
 
 Start = Callable[..., RunRecord]
 

@@ -7,14 +7,14 @@ import os
 from collections.abc import Callable
 
 from titanlite.config.errors import Problem
-from titanlite.config.job import JobConfig
-from titanlite.config.schema import quote
-from titanlite.config.sections.base import steps_of
+from titanlite.config.loaded import LoadedConfig
+from titanlite.config.sections import steps_of
+from titanlite.config.toml import quote
 from titanlite.config.urls import is_url, url_problem
 from titanlite.utils import counted
 
 
-def contradictions(config: JobConfig) -> list[Problem]:
+def contradictions(config: LoadedConfig) -> list[Problem]:
     """Every pair of keys that cannot both be meant."""
     found: list[Problem] = []
 
@@ -23,7 +23,7 @@ def contradictions(config: JobConfig) -> list[Problem]:
 
     _schedule(config, contradict)
     _activations(config, contradict)
-    d = config.dialect
+    d = config.sections
     if d.training.data_parallel_type == "ddp" and d.training.data_parallel_shard_degree > 1:
         contradict(
             "training.data_parallel_shard_degree",
@@ -67,9 +67,9 @@ def contradictions(config: JobConfig) -> list[Problem]:
     return found
 
 
-def _profiler(config: JobConfig, contradict: Callable[..., None]) -> None:
+def _profiler(config: LoadedConfig, contradict: Callable[..., None]) -> None:
     """A cycle holds its warm-up and the steps recorded."""
-    p = config.dialect.profiling
+    p = config.sections.profiling
     if p.enable_profiling and p.profile_freq < p.profiler_warmup + p.profiler_active:
         keys = [f"profiling.{name}" for name in ("profile_freq", "profiler_warmup", "profiler_active")]
         contradict(
@@ -80,9 +80,9 @@ def _profiler(config: JobConfig, contradict: Callable[..., None]) -> None:
         )
 
 
-def _start(config: JobConfig, contradict: Callable[..., None]) -> None:
+def _start(config: LoadedConfig, contradict: Callable[..., None]) -> None:
     """What a run starts from."""
-    c = config.dialect.checkpoint
+    c = config.sections.checkpoint
     for key in ("start", "initial_load_in_hf"):
         wanted = c.start == "from" if key == "start" else c.initial_load_in_hf
         if wanted and c.initial_load_path is None:
@@ -104,8 +104,8 @@ def _start(config: JobConfig, contradict: Callable[..., None]) -> None:
             contradict(f"checkpoint.{key}", message, "checkpoint.enable_checkpoint")
 
 
-def _schedule(config: JobConfig, contradict: Callable[..., None]) -> None:
-    schedule, peak = config.dialect.lr_scheduler, config.dialect.optimizer.lr
+def _schedule(config: LoadedConfig, contradict: Callable[..., None]) -> None:
+    schedule, peak = config.sections.lr_scheduler, config.sections.optimizer.lr
     shapers = [k for k in ("decay_ratio", "decay_steps", "plateau_ratio") if getattr(schedule, k) is not None]
     if schedule.decay_type == "plateau" and schedule.plateau_ratio is None:
         contradict(
@@ -133,8 +133,8 @@ def _schedule(config: JobConfig, contradict: Callable[..., None]) -> None:
         )
 
 
-def _activations(config: JobConfig, contradict: Callable[..., None]) -> None:
-    d = config.dialect
+def _activations(config: LoadedConfig, contradict: Callable[..., None]) -> None:
+    d = config.sections
     ac = d.activation_checkpoint
     if ac.mode == "budget" and not (d.training.compile and "model" in d.compile.components):
         lacking = "compile.components" if d.training.compile else "training.compile"
@@ -153,8 +153,8 @@ def _activations(config: JobConfig, contradict: Callable[..., None]) -> None:
         )
 
 
-def _saves(config: JobConfig, contradict: Callable[..., None]) -> None:
-    d = config.dialect
+def _saves(config: LoadedConfig, contradict: Callable[..., None]) -> None:
+    d = config.sections
     if d.checkpoint.keep_best and not d.validation.enable:
         contradict(
             "checkpoint.keep_best",
@@ -173,9 +173,9 @@ def _saves(config: JobConfig, contradict: Callable[..., None]) -> None:
         )
 
 
-def _async_tensor(config: JobConfig, contradict: Callable[..., None]) -> None:
+def _async_tensor(config: LoadedConfig, contradict: Callable[..., None]) -> None:
     """The overlap is made by inductor, in the graphs of the blocks."""
-    d, key = config.dialect, "experimental.enable_async_tensor_parallel"
+    d, key = config.sections, "experimental.enable_async_tensor_parallel"
     if not d.experimental.enable_async_tensor_parallel:
         return
     if not d.training.compile:
@@ -186,8 +186,8 @@ def _async_tensor(config: JobConfig, contradict: Callable[..., None]) -> None:
         contradict(key, f'needs compile.backend = "inductor", not {quote(d.compile.backend)}', "compile.backend")
 
 
-def _float8(config: JobConfig, contradict: Callable[..., None]) -> None:
-    d, recipe = config.dialect, config.dialect.float8.recipe_name
+def _float8(config: LoadedConfig, contradict: Callable[..., None]) -> None:
+    d, recipe = config.sections, config.sections.float8.recipe_name
     if not d.float8.enable_float8_linear:
         return
     gather, precompute = "enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp"
@@ -229,9 +229,9 @@ def _float8(config: JobConfig, contradict: Callable[..., None]) -> None:
         )
 
 
-def _loss_chunks(config: JobConfig, contradict: Callable[..., None]) -> None:
+def _loss_chunks(config: LoadedConfig, contradict: Callable[..., None]) -> None:
     """A piece of the loss holds a token at least."""
-    t, e = config.dialect.training, config.dialect.experimental
+    t, e = config.sections.training, config.sections.experimental
     rows = max(t.batch_size // (e.pipeline_parallel_microbatches or e.pipeline_parallel_degree), 1)
     length = max(t.seq_len // e.context_parallel_degree, 1)
     if t.loss_chunks > rows * length:
@@ -246,8 +246,8 @@ def _loss_chunks(config: JobConfig, contradict: Callable[..., None]) -> None:
         )
 
 
-def _stall(config: JobConfig, contradict: Callable[..., None]) -> None:
-    deadline, timeout = config.dialect.stall.deadline_seconds, config.dialect.comm.train_timeout_seconds
+def _stall(config: LoadedConfig, contradict: Callable[..., None]) -> None:
+    deadline, timeout = config.sections.stall.deadline_seconds, config.sections.comm.train_timeout_seconds
     if deadline is None or deadline == 0:
         return
     if deadline >= timeout:
@@ -257,7 +257,7 @@ def _stall(config: JobConfig, contradict: Callable[..., None]) -> None:
             "reported: lower the one or raise the other",
             "comm.train_timeout_seconds",
         )
-    beat = config.dialect.stall.heartbeat_seconds
+    beat = config.sections.stall.heartbeat_seconds
     if config.is_given("stall.heartbeat_seconds") and beat > deadline:
         contradict(
             "stall.heartbeat_seconds",
@@ -267,8 +267,8 @@ def _stall(config: JobConfig, contradict: Callable[..., None]) -> None:
         )
 
 
-def _guard(config: JobConfig, contradict: Callable[..., None]) -> None:
-    d = config.dialect
+def _guard(config: LoadedConfig, contradict: Callable[..., None]) -> None:
+    d = config.sections
     if d.guard.policy == "rollback" and not d.checkpoint.enable_checkpoint:
         contradict(
             "guard.policy",
@@ -287,10 +287,10 @@ def _guard(config: JobConfig, contradict: Callable[..., None]) -> None:
             contradict("data.skip_steps", f"{quote(item)} ends before it begins")
 
 
-def missing_files(config: JobConfig) -> list[Problem]:
+def missing_files(config: LoadedConfig) -> list[Problem]:
     """Files and folders that are named and not there, on this machine."""
     named = ["model.tokenizer_path", "training.dataset_path"]
-    if config.dialect.validation.enable:
+    if config.sections.validation.enable:
         named.append("validation.dataset_path")
     if not _has_checkpoints(config):  # else it is not used any more
         named.append("checkpoint.initial_load_path")
@@ -301,20 +301,20 @@ def missing_files(config: JobConfig) -> list[Problem]:
     ]
 
 
-def _has_checkpoints(config: JobConfig) -> bool:
+def _has_checkpoints(config: LoadedConfig) -> bool:
     """Whether the folder that the run saves in looks as if it held some; a store is not asked here."""
-    if is_url(config.dialect.checkpoint.folder):
+    if is_url(config.sections.checkpoint.folder):
         return True
-    folder = os.path.join(config.dialect.job.dump_folder, config.dialect.checkpoint.folder)
+    folder = os.path.join(config.sections.job.dump_folder, config.sections.checkpoint.folder)
     return os.path.isdir(folder) and any(name.startswith("step-") for name in os.listdir(folder))
 
 
-def missing_packages(config: JobConfig) -> list[Problem]:
+def missing_packages(config: LoadedConfig) -> list[Problem]:
     """Optional packages that a key needs and that are not installed here."""
     return _missing_wandb(config) + unusable_urls(config)
 
 
-def unusable_urls(config: JobConfig) -> list[Problem]:
+def unusable_urls(config: LoadedConfig) -> list[Problem]:
     """Stores of checkpoints that cannot be reached from here whatever they hold."""
     found = []
     for key in (
@@ -326,7 +326,7 @@ def unusable_urls(config: JobConfig) -> list[Problem]:
     return found
 
 
-def _missing_wandb(config: JobConfig) -> list[Problem]:
+def _missing_wandb(config: LoadedConfig) -> list[Problem]:
     key = "metrics.enable_wandb"
     spec = importlib.util.find_spec("wandb") if config.value(key) else None
     # A folder of that name, as wandb itself makes one in the working directory, is found too, but has no origin.

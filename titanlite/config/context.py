@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from titanlite.config.errors import Problem
-from titanlite.config.job import JobConfig
+from titanlite.config.loaded import LoadedConfig
 from titanlite.config.plans import MeshPlan
 
 _DEGREE = "experimental.context_parallel_degree"
 
 
-def context_problems(config: JobConfig, mesh: MeshPlan) -> list[Problem]:
+def context_problems(config: LoadedConfig, mesh: MeshPlan) -> list[Problem]:
     """One for each length of sequence that cannot be cut into two equal chunks per rank."""
     if mesh.context == 1:
         return []
-    d = config.dialect
+    d = config.sections
     lengths = {"training.seq_len": d.training.seq_len}
     if d.validation.enable and d.validation.seq_len is not None:
         lengths["validation.seq_len"] = d.validation.seq_len
@@ -22,7 +22,7 @@ def context_problems(config: JobConfig, mesh: MeshPlan) -> list[Problem]:
     ]
 
 
-def _problem(config: JobConfig, degree: int, key: str, length: int) -> Problem:
+def _problem(config: LoadedConfig, degree: int, key: str, length: int) -> Problem:
     chunks = 2 * degree
     near = [str(n) for n in (length // chunks * chunks, -(-length // chunks) * chunks) if n]
     fitting = [str(n) for n in range(1, 2 * degree) if n == 1 or length % (2 * n) == 0]

@@ -1,14 +1,15 @@
-"""Dialect → plans where one follows from the other key by key, without the number of ranks or the model."""
+"""Config → plans where one follows from the other key by key, without the number of ranks or the model."""
 
 from __future__ import annotations
 
 import os
 from typing import TypeVar
 
+from msgspec.structs import replace
+
 from titanlite.config import plans
-from titanlite.config.dialect import Dialect
-from titanlite.config.sections.base import Section, steps_of
-from titanlite.config.sections.model import AUTO_FILTER
+from titanlite.config.run_sections import Section
+from titanlite.config.sections import AUTO_FILTER, Config, steps_of
 from titanlite.config.urls import is_url
 
 S = TypeVar("S", bound=Section)
@@ -24,29 +25,28 @@ def below(dump_folder: str, folder: str) -> str:
     return folder if is_url(folder) else os.path.join(dump_folder, folder)
 
 
-def resolved(d: Dialect) -> Dialect:
+def resolved(d: Config) -> Config:
     """The sections, with folders joined to `job.dump_folder` and the sizes of validation filled in."""
     root, training, validation = d.job.dump_folder, d.training, d.validation
 
     def with_folders(section: S, *names: str) -> S:
-        return section.model_copy(update={n: below(root, v) for n in names if (v := getattr(section, n)) is not None})
+        return replace(section, **{n: below(root, v) for n in names if (v := getattr(section, n)) is not None})
 
     sizes = {
         "batch_size": training.batch_size if validation.batch_size is None else validation.batch_size,
         "seq_len": training.seq_len if validation.seq_len is None else validation.seq_len,
     }
-    return d.model_copy(
-        update={
-            "job": with_folders(d.job, "save_config_file"),
-            "checkpoint": with_folders(d.checkpoint, "folder"),
-            "metrics": with_folders(d.metrics, "save_tb_folder"),
-            "profiling": with_folders(d.profiling, "save_traces_folder", "save_memory_snapshot_folder"),
-            "validation": validation.model_copy(update=sizes),
-        }
+    return replace(
+        d,
+        job=with_folders(d.job, "save_config_file"),
+        checkpoint=with_folders(d.checkpoint, "folder"),
+        metrics=with_folders(d.metrics, "save_tb_folder"),
+        profiling=with_folders(d.profiling, "save_traces_folder", "save_memory_snapshot_folder"),
+        validation=replace(validation, **sizes),
     )
 
 
-def data_plan(d: Dialect) -> plans.DataPlan:
+def data_plan(d: Config) -> plans.DataPlan:
     return plans.DataPlan(
         dataset=d.training.dataset,
         path=d.training.dataset_path,
@@ -63,7 +63,7 @@ def data_plan(d: Dialect) -> plans.DataPlan:
     )
 
 
-def float8_plan(d: Dialect) -> plans.Float8Plan:
+def float8_plan(d: Config) -> plans.Float8Plan:
     section = d.float8
     if not section.enable_float8_linear:
         return plans.Float8Plan()
@@ -80,7 +80,7 @@ def float8_plan(d: Dialect) -> plans.Float8Plan:
     )
 
 
-def compile_plan(d: Dialect) -> plans.CompilePlan:
+def compile_plan(d: Config) -> plans.CompilePlan:
     on, section = d.training.compile, d.compile
     return plans.CompilePlan(
         model=on and "model" in section.components,
@@ -90,7 +90,7 @@ def compile_plan(d: Dialect) -> plans.CompilePlan:
     )
 
 
-def optimizer_plan(d: Dialect) -> plans.OptimizerPlan:
+def optimizer_plan(d: Config) -> plans.OptimizerPlan:
     optimizer, training = d.optimizer, d.training
     return plans.OptimizerPlan(
         name=optimizer.name,
@@ -104,7 +104,7 @@ def optimizer_plan(d: Dialect) -> plans.OptimizerPlan:
     )
 
 
-def validation_plan(d: Dialect) -> plans.ValidationPlan:
+def validation_plan(d: Config) -> plans.ValidationPlan:
     v, training = d.validation, d.training
     return plans.ValidationPlan(
         enable=v.enable,
@@ -117,7 +117,7 @@ def validation_plan(d: Dialect) -> plans.ValidationPlan:
     )
 
 
-def checkpoint_plan(d: Dialect) -> plans.CheckpointPlan:
+def checkpoint_plan(d: Config) -> plans.CheckpointPlan:
     c = d.checkpoint
     return plans.CheckpointPlan(
         enable=c.enable_checkpoint,
@@ -144,7 +144,7 @@ def checkpoint_plan(d: Dialect) -> plans.CheckpointPlan:
     )
 
 
-def stall_plan(d: Dialect) -> plans.StallPlan:
+def stall_plan(d: Config) -> plans.StallPlan:
     share, deadline = _STALL_SHARE, d.stall.deadline_seconds
     if deadline is None:
         deadline = share * d.comm.train_timeout_seconds
@@ -156,7 +156,7 @@ def stall_plan(d: Dialect) -> plans.StallPlan:
     )
 
 
-def profile_plan(d: Dialect) -> plans.ProfilePlan:
+def profile_plan(d: Config) -> plans.ProfilePlan:
     job, profiling = d.job, d.profiling
     traces, snapshots = profiling.save_traces_folder, profiling.save_memory_snapshot_folder
     return plans.ProfilePlan(
@@ -168,7 +168,7 @@ def profile_plan(d: Dialect) -> plans.ProfilePlan:
     )
 
 
-def observe_plan(d: Dialect) -> plans.ObservePlan:
+def observe_plan(d: Config) -> plans.ObservePlan:
     job, metrics = d.job, d.metrics
     saved = job.save_config_file
     return plans.ObservePlan(

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from titanlite.config.advice import divisors
-from titanlite.config.dialect import Dialect
 from titanlite.config.errors import Problem, nearest
-from titanlite.config.job import JobConfig
+from titanlite.config.loaded import LoadedConfig
 from titanlite.config.plans import MeshPlan, PipelinePlan
-from titanlite.config.schema import quote
+from titanlite.config.sections import Config
+from titanlite.config.toml import quote
 
 _KEY = "experimental.pipeline_parallel_"
 
@@ -49,9 +49,9 @@ def stage_count(schedule: str, degree: int, split_points: Sequence[str]) -> int:
     return degree * (1 if SCHEDULES[schedule].stages == "one" else 2)
 
 
-def pipeline_plan(config: JobConfig, mesh: MeshPlan) -> PipelinePlan:
+def pipeline_plan(config: LoadedConfig, mesh: MeshPlan) -> PipelinePlan:
     """The plan of a config that has no `pipeline_problems`; of one that has some, a guess."""
-    e = config.dialect.experimental
+    e = config.sections.experimental
     schedule = find_schedule(e.pipeline_parallel_schedule) or "1F1B"
     return PipelinePlan(
         schedule=schedule,
@@ -61,12 +61,12 @@ def pipeline_plan(config: JobConfig, mesh: MeshPlan) -> PipelinePlan:
     )
 
 
-def pipeline_problems(config: JobConfig, mesh: MeshPlan, accumulation: int) -> list[Problem]:
+def pipeline_problems(config: LoadedConfig, mesh: MeshPlan, accumulation: int) -> list[Problem]:
     """What stops a pipeline, as far as that does not depend on the model's modules.
 
     accumulation: micro-batches of `training.batch_size` sequences per step and rank.
     """
-    d, degree = config.dialect, mesh.pipeline
+    d, degree = config.sections, mesh.pipeline
     found: list[Problem] = []
 
     def problem(key: str, message: str, hint: str, *others: str) -> None:
@@ -93,7 +93,7 @@ def pipeline_problems(config: JobConfig, mesh: MeshPlan, accumulation: int) -> l
     return found
 
 
-def _split_backward(d: Dialect, schedule: str, problem: Callable[..., None]) -> None:
+def _split_backward(d: Config, schedule: str, problem: Callable[..., None]) -> None:
     """What cannot run a backward for inputs and one for weights, one after the other."""
     key = f"{_KEY}schedule"
     why = f"{quote(schedule)} splits each backward into one for inputs and one for weights, and "
@@ -131,7 +131,7 @@ def _split_backward(d: Dialect, schedule: str, problem: Callable[..., None]) -> 
         )
 
 
-def _stages(d: Dialect, schedule: str, degree: int, problem: Callable[..., None]) -> None:
+def _stages(d: Config, schedule: str, degree: int, problem: Callable[..., None]) -> None:
     points = d.experimental.pipeline_parallel_split_points
     if not points:
         return
@@ -153,7 +153,7 @@ def _stages(d: Dialect, schedule: str, degree: int, problem: Callable[..., None]
     )
 
 
-def _microbatches(d: Dialect, schedule: str, degree: int, accumulation: int, problem: Callable[..., None]) -> None:
+def _microbatches(d: Config, schedule: str, degree: int, accumulation: int, problem: Callable[..., None]) -> None:
     given = d.experimental.pipeline_parallel_microbatches
     pieces, size = given or degree, d.training.batch_size
     others = ("training.batch_size", "training.global_batch_size", f"{_KEY}schedule")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from titanlite.config.dialect import Dialect
+from titanlite.config.sections import Config
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -398,7 +398,7 @@ class Plans:
     """One run, resolved."""
 
     #: The sections themselves, with folders joined and what other sections decide filled in.
-    config: Dialect = field(default_factory=Dialect, compare=False)
+    config: Config = field(default_factory=Config, compare=False)
     model: ModelPlan = field(default_factory=ModelPlan)
     tokenizer: TokenizerPlan = field(default_factory=TokenizerPlan)
     data: DataPlan = field(default_factory=DataPlan)

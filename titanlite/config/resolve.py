@@ -1,30 +1,33 @@
-"""Dialect → plans: what depends on two sections or on the number of ranks is derived here, once."""
+"""Config → plans: what depends on two sections or on the number of ranks is derived here, once."""
 
 from __future__ import annotations
 
 import math
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
+
+from msgspec.structs import asdict
 
 from titanlite.config import mapped, plans
 from titanlite.config.advice import batch_advice, choices, divisors, some
 from titanlite.config.context import context_problems
 from titanlite.config.errors import ConfigError, Problem
-from titanlite.config.job import JobConfig, independent
+from titanlite.config.keys import describe
+from titanlite.config.loaded import LoadedConfig
+from titanlite.config.not_implemented import without_effect
 from titanlite.config.pipeline import pipeline_plan, pipeline_problems
-from titanlite.config.schema import describe, quote, quote_key
-from titanlite.config.sections.base import Section
-from titanlite.config.unbuilt import implied_unbuilt, without_effect
+from titanlite.config.run_sections import Section
+from titanlite.config.toml import quote, quote_key
 from titanlite.utils import counted
 
 Shapes = Mapping[str, Mapping[str, object]]
 
 
 def resolve(
-    config: JobConfig,
+    config: LoadedConfig,
     *,
     world_size: int,
     shapes: Shapes | None = None,
@@ -45,7 +48,7 @@ def resolve(
 
 
 def draft(
-    config: JobConfig,
+    config: LoadedConfig,
     *,
     world_size: int,
     shapes: Shapes | None = None,
@@ -71,7 +74,7 @@ def draft(
     steps = work.steps(batch, total_sequences)
     schedule = work.schedule(steps)
     work.name_idle_keys()
-    d = config.dialect
+    d = config.sections
     resolved = plans.Plans(
         config=mapped.resolved(d),
         model=work.model(),
@@ -98,10 +101,10 @@ def draft(
             deterministic=d.debug.deterministic,
             deterministic_warn_only=d.debug.deterministic_warn_only,
         ),
-        guard=plans.GuardPlan(**d.guard.model_dump()),
+        guard=plans.GuardPlan(**asdict(d.guard)),
         validation=mapped.validation_plan(d),
         checkpoint=mapped.checkpoint_plan(d),
-        comm=plans.CommPlan(**d.comm.model_dump(), trace_folder=mapped.below(d.job.dump_folder, "comm_traces")),
+        comm=plans.CommPlan(**asdict(d.comm), trace_folder=mapped.below(d.job.dump_folder, "comm_traces")),
         stall=mapped.stall_plan(d),
         observe=mapped.observe_plan(d),
         profile=mapped.profile_plan(d),
@@ -112,20 +115,20 @@ def draft(
     return resolved, work.problems
 
 
-def smallest_world(config: JobConfig) -> int:
+def smallest_world(config: LoadedConfig) -> int:
     """The fewest ranks on which the degrees of parallelism fit."""
-    if config.dialect.checkpoint.create_seed_checkpoint:
+    if config.sections.checkpoint.create_seed_checkpoint:
         return 1
     degrees = _degrees(config)
-    reshard, shard = config.dialect.training.reshard_after_forward, "training.data_parallel_shard_degree"
+    reshard, shard = config.sections.training.reshard_after_forward, "training.data_parallel_shard_degree"
     if isinstance(reshard, int) and degrees[shard] == -1:
         degrees[shard] = reshard
     return math.prod(max(degree, 1) for degree in degrees.values())
 
 
-def _degrees(config: JobConfig) -> dict[str, int]:
+def _degrees(config: LoadedConfig) -> dict[str, int]:
     """The dimensions of the mesh by key; one of the data-parallel ones may be -1 for the ranks left over."""
-    d = config.dialect
+    d = config.sections
     replicate, shard = d.training.data_parallel_replicate_degree, d.training.data_parallel_shard_degree
     if d.training.data_parallel_type == "ddp":
         replicate, shard = replicate if replicate > 1 else -1, 1
@@ -142,7 +145,7 @@ def _degrees(config: JobConfig) -> dict[str, int]:
 class _Work:
     """One resolution: the notes, warnings and problems gathered on the way."""
 
-    config: JobConfig
+    config: LoadedConfig
     world_size: int
     #: What is known to be wrong already.
     earlier: list[Problem]
@@ -157,10 +160,7 @@ class _Work:
 
     def warn(self) -> None:
         """What a user should know but that stops nothing."""
-        for key in implied_unbuilt(self.config):
-            value = quote(self.config.value(key))
-            self.warnings.append(f"{key} = {value}, {self.config.source(key)}, is not built yet: it has no effect")
-        if self.config.dialect.job.use_for_integration_test:
+        if self.config.sections.job.use_for_integration_test:
             self.warnings.append("job.use_for_integration_test has no effect")
 
     def name_idle_keys(self) -> None:
@@ -186,7 +186,7 @@ class _Work:
 
     def check_model(self, shapes: Shapes) -> None:
         """Names of family and flavor, and the fields and types of the overrides."""
-        model = self.config.dialect.model
+        model = self.config.sections.model
         flavors = shapes.get(model.name)
         if flavors is None:
             self.problem("model.name", f"no model {quote(model.name)}", choices(model.name, shapes))
@@ -209,11 +209,11 @@ class _Work:
                 self.problem(key, f"expected {describe(hints[name])}, got {quote(value)}", others=["model.name"])
 
     def model(self) -> plans.ModelPlan:
-        d = self.config.dialect
+        d = self.config.sections
         overrides: dict[str, Any] = dict(d.model.overrides)
         if d.model.rope_scaling is not None:
             scaling = d.model.rope_scaling
-            overrides["rope_scaling"] = scaling.model_dump() if isinstance(scaling, Section) else scaling
+            overrides["rope_scaling"] = asdict(scaling) if isinstance(scaling, Section) else scaling
         longest = max(d.training.seq_len, mapped.validation_plan(d).seq_len if d.validation.enable else 0)
         return plans.ModelPlan(
             name=d.model.name,
@@ -225,7 +225,7 @@ class _Work:
         )
 
     def tokenizer(self) -> plans.TokenizerPlan:
-        d = self.config.dialect
+        d = self.config.sections
         if d.model.name != "llama2":
             return plans.TokenizerPlan(d.model.tokenizer_path)
         if d.model.tokenizer_path is None:
@@ -235,10 +235,10 @@ class _Work:
     # Ranks and batches
 
     def mesh(self) -> plans.MeshPlan:
-        if self.config.dialect.checkpoint.create_seed_checkpoint:
+        if self.config.sections.checkpoint.create_seed_checkpoint:
             return self.mesh_of_seed()
         degrees = _degrees(self.config)
-        copies = self.config.dialect.training.data_parallel_type == "ddp"
+        copies = self.config.sections.training.data_parallel_type == "ddp"
         replicate_key, shard_key = list(degrees)[:2]
         names = {key: key.rpartition(".")[2].removesuffix("_degree") for key in degrees}
         fixed = {key: degree for key, degree in degrees.items() if degree != -1}
@@ -289,7 +289,7 @@ class _Work:
 
     def check_reshard(self, mesh: plans.MeshPlan) -> None:
         """`fully_shard` keeps the weights sharded over a factor of the ranks that share one copy of them."""
-        wanted = self.config.dialect.training.reshard_after_forward
+        wanted = self.config.sections.training.reshard_after_forward
         if not isinstance(wanted, int) or mesh.weight_shards % wanted == 0:
             return
         fitting = divisors(mesh.weight_shards)[1:]
@@ -305,14 +305,14 @@ class _Work:
 
     def check_prefetch(self, mesh: plans.MeshPlan) -> None:
         """Where nothing is gathered, nothing is gathered ahead."""
-        ahead = self.config.dialect.training.prefetch
+        ahead = self.config.sections.training.prefetch
         if ahead and mesh.weight_shards == 1:
             self.warnings.append(
                 f"training.prefetch = {ahead} has no effect: every rank holds whole weights (data_parallel_shard = 1)"
             )
 
     def batch(self, mesh: plans.MeshPlan) -> plans.BatchPlan:
-        training, ranks = self.config.dialect.training, mesh.dp_degree
+        training, ranks = self.config.sections.training, mesh.dp_degree
         micro, wanted = training.batch_size, training.global_batch_size
         at_once, width = micro * ranks, counted(ranks, "data-parallel ranks")
         if wanted == -1:
@@ -353,7 +353,7 @@ class _Work:
     # The length of the run and the schedule
 
     def steps(self, batch: plans.BatchPlan, total_sequences: int | None) -> int | None:
-        training = self.config.dialect.training
+        training = self.config.sections.training
         if training.tokens is not None:
             steps = math.ceil(training.tokens / batch.tokens_per_step)
             self.notes.append(
@@ -378,13 +378,13 @@ class _Work:
     def _left_out(self, global_batch: int, total_sequences: int) -> int:
         """Sequences of the text that `data.skip_steps` leaves out."""
         position = found = 0
-        for first, last in mapped.data_plan(self.config.dialect).skip_steps:
+        for first, last in mapped.data_plan(self.config.sections).skip_steps:
             begin, end = max((first - 1) * global_batch, position), min(last * global_batch, total_sequences)
             found, position = found + max(end - begin, 0), max(position, end)
         return found
 
     def schedule(self, steps: int | None) -> plans.SchedulePlan:
-        s, training = self.config.dialect.lr_scheduler, self.config.dialect.training
+        s, training = self.config.sections.lr_scheduler, self.config.sections.training
         total = steps if s.total_steps is None else s.total_steps
         if s.total_steps is not None and steps is not None and s.total_steps != steps:
             self.notes.append(f"the schedule is {s.total_steps} steps long (lr_scheduler.total_steps), the run {steps}")
@@ -430,7 +430,7 @@ class _Work:
         )
 
     def shard(self, mesh: plans.MeshPlan) -> plans.ShardPlan:
-        training = self.config.dialect.training
+        training = self.config.sections.training
         words: dict[str | int, bool | None] = {"default": None, "always": True, "never": False}
         given = training.reshard_after_forward
         reshard: bool | int | None = given if isinstance(given, int) else words[given]
@@ -460,7 +460,7 @@ class _Work:
         )
 
     def activations(self, shapes: Shapes | None) -> plans.ActivationCheckpointPlan:
-        d = self.config.dialect
+        d = self.config.sections
         ac = d.activation_checkpoint
         if ac.mode == "budget":
             return plans.ActivationCheckpointPlan("budget", memory_budget=ac.memory_budget, offload=ac.offload)
@@ -481,6 +481,23 @@ class _Work:
                 self.notes.append(f"{option} = {message}: all activations are kept")
             return plans.ActivationCheckpointPlan(offload=ac.offload)
         return plans.ActivationCheckpointPlan("every", every=every, offload=ac.offload)
+
+
+def independent(found: Iterable[Problem], earlier: Iterable[Problem], config: LoadedConfig) -> list[Problem]:
+    """Those of `found` that are no mere consequence of an earlier problem.
+
+    A wrong key is left at what lies below it, usually its default, so that later checks can run at all: what they say
+    about such a key, or about keys that a file which cannot be read may set, is not worth a user's time.
+    """
+    doubts = {key for problem in earlier for key in problem.keys}
+    a_file_is_lost = bool(doubts & {"job.config_file", "job.extends"})
+
+    def doubtful(key: str) -> bool:
+        if any(doubt == key or doubt.startswith(f"{key}.") for doubt in doubts):
+            return True
+        return not config.is_given(key) and (a_file_is_lost or key.partition(".")[0] in doubts)
+
+    return [problem for problem in found if not any(map(doubtful, problem.keys))]
 
 
 def _fits(value: Any, hint: Any) -> bool:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from titanlite.config.plans import Plans
-from titanlite.config.scan import loads
+from titanlite.config.toml import loads
 from titanlite.drift import Drift
 from titanlite.models.shapes import flops_per_token
 from titanlite.observe.console import View, colorize

@@ -9,7 +9,7 @@ from torch import nn
 
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.plans import OptimizerPlan
-from titanlite.config.schema import quote
+from titanlite.config.toml import quote
 
 _CLASSES = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from titanlite import exit_codes
 from titanlite.config.errors import ConfigError, Problem, nearest
 from titanlite.config.plans import CompilePlan
-from titanlite.config.schema import quote
+from titanlite.config.toml import quote
 from titanlite.utils import counted, logger
 
 #: logits [batch, seq, vocab], labels [batch, seq] → a scalar.

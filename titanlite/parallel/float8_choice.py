@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from titanlite.config.errors import Problem, nearest
 from titanlite.config.plans import BatchPlan, Float8Plan, MeshPlan, PipelinePlan
-from titanlite.config.schema import quote
-from titanlite.config.sections.model import AUTO_FILTER
+from titanlite.config.sections import AUTO_FILTER
+from titanlite.config.toml import quote
 from titanlite.models.spec import Size
 from titanlite.utils import counted
 

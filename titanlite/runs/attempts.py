@@ -9,6 +9,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from titanlite import exit_codes
+
 FILE = "run.json"
 FORMAT = 1
 #: Seconds between signs of life.
@@ -21,6 +23,8 @@ _STATES = ("running", "done", "stopped", "preempted", "failed", "died")
 
 class RunError(ValueError):
     """A folder is no run, or something in it cannot be read; the text names the file and what to do."""
+
+    exit_code = exit_codes.CONFIG
 
 
 def state_of(attempt: Mapping[str, Any], now: float | None = None) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.plans import Plans
-from titanlite.config.scan import TOMLDecodeError, loads
+from titanlite.config.toml import TOMLDecodeError, loads
 from titanlite.observe.metrics import FILE as METRICS
 from titanlite.runs import provenance
 from titanlite.runs.attempts import timestamp

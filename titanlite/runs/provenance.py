@@ -20,7 +20,7 @@ DIFF_LIMIT = 1 << 20
 REMOVED = "(removed)"
 
 _LIBRARIES = (
-    *("torch", "torchao", "triton", "numpy", "pydantic", "datasets", "safetensors", "transformers"),
+    *("torch", "torchao", "triton", "numpy", "msgspec", "datasets", "safetensors", "transformers"),
     *("tiktoken", "sentencepiece", "tokenizers"),
 )
 _PREFIXES = (

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.scan import TOMLDecodeError, loads
+from titanlite.config.toml import TOMLDecodeError, loads
 from titanlite.observe.metrics import FILE as METRICS
 from titanlite.observe.metrics import read_metrics
 from titanlite.runs.attempts import FILE, RunError, read_attempts, seconds, state_of

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from titanlite.config.aliases import key_of
 from titanlite.config.entries import command_line_entries
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.load import read
-from titanlite.config.names import ALIASES
 from titanlite.config.plans import Plans
-from titanlite.config.scan import loads
-from titanlite.config.schema import quote
+from titanlite.config.toml import loads, quote
 from titanlite.prepare import checked_plans, resolve_plans
 from titanlite.runs.attempts import RunError
 from titanlite.runs.read import flat
@@ -74,7 +73,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 def refuse_own_keys(flags: Sequence[str]) -> None:
     entries, _ = command_line_entries(flags)
-    keys = {entry.name: ALIASES[entry.name].canonical if entry.name in ALIASES else entry.name for entry in entries}
+    keys = {entry.name: key_of(entry.name) for entry in entries}
     found = [(name, _OWN[key]) for name, key in keys.items() if key in _OWN]
     if found:
         raise ConfigError([Problem("command line", name, "cannot be set here", hint) for name, hint in found])
