@@ -229,7 +229,7 @@ def test_a_file_of_may_2024_is_one_of_that_autumn(name: str) -> None:
     assert trained(plans_of(may, gpus)) == trained(plans_of(autumn, gpus))
     mini = plans_of(may.replace('"c4"', '"c4_mini"'), gpus)
     assert mini.data.dataset == "c4_test"
-    assert any(note.endswith("c4_mini does not travel with titanlite: c4_test is read instead") for note in mini.notes)
+    assert any("c4_mini" in note and "c4_test" in note for note in mini.notes)
 
 
 def test_flavors_of_the_later_dialect_are_what_their_notes_say() -> None:

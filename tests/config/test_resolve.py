@@ -7,7 +7,7 @@ import torch
 
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
-from titanlite.config.not_implemented import NOT_IMPLEMENTED, Unbuilt, not_implemented, notes
+from titanlite.config.not_implemented import not_implemented, notes
 from titanlite.config.not_implemented import refused as refused_unbuilt
 from titanlite.config.plans import Plans
 from titanlite.config.resolve import resolve, smallest_world
@@ -322,14 +322,3 @@ def test_streamed_text_is_unbuilt_unless_a_path_is_given():
     (problem,) = refused_unbuilt(load(["--training.dataset=c4"]))
     assert "streamed text" in problem.message
     assert refused_unbuilt(load(["--training.dataset=c4", "--training.dataset_path=/data"])) == []
-
-
-def test_later_default_that_is_not_built_warns_and_lets_training_go_on(tmp_path, monkeypatch):
-    # All of them are built by now; the next one may not be.
-    entry = Unbuilt("retention", lambda dialect: dialect.checkpoint.enable_checkpoint)
-    monkeypatch.setitem(NOT_IMPLEMENTED, "checkpoint.keep_latest_k", entry)
-    (tmp_path / "run.toml").write_text('[job]\ndialect = "2026"\n[checkpoint]\nenable = true\n')
-    config = load([f"--job.config_file={tmp_path / 'run.toml'}"])
-    assert refused_unbuilt(config) == []
-    warnings = resolve(config, world_size=1).warnings
-    assert any("checkpoint.keep_latest_k = 10" in w and "no effect" in w for w in warnings)

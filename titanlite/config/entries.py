@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, get_args, get_origin
 
 from titanlite.config import unsupported_keys
 from titanlite.config.aliases import ALIASES
 from titanlite.config.errors import COMMAND_LINE, Problem, Source, nearest
-from titanlite.config.keys import base, choices, fits, keys, members, sections
-from titanlite.config.toml import Scan, TOMLDecodeError, loads, quote, quote_key
+from titanlite.config.keys import base, choices, fits, keys, members, sections, table_of, type_of
+from titanlite.config.toml import Scan, TOMLDecodeError, join, loads, quote, quote_key
 from titanlite.config.unsupported_keys import OTHER_TRAINERS, UNSUPPORTED
 
 
@@ -22,14 +22,14 @@ class Entry:
     name: str
     value: Any
     source: Source
-    #: Lines inside a table or an array of tables, by path: `[1].weight`.
-    inner: Mapping[str, int] = field(default_factory=dict)
+    #: Lines of all names in the file.
+    lines: Mapping[str, int] = field(default_factory=dict)
 
     def place(self, path: str) -> str:
-        """Return `file:line` of a path inside the value, or of the nearest thing around it."""
-        around = (line for inner, line in self.inner.items() if path and inner.startswith(path.rpartition(".")[0]))
-        line = self.inner.get(path) or next(around, None)
-        return self.source.place if line is None else f"{self.source.file}:{line}"
+        """Return `file:line` of a path inside the value (`[1].weight`), or of the nearest thing around it."""
+        while path and self.name + path not in self.lines:
+            path = path[: max(path.rfind("."), path.rfind("["))]
+        return replace(self.source, line=self.lines[self.name + path]).place if path else self.source.place
 
 
 @lru_cache(maxsize=1)
@@ -45,11 +45,9 @@ def known_sections() -> frozenset[str]:
     return frozenset(".".join(p[:depth]) for p in parts for depth in range(1, len(p)))
 
 
-def table_of(name: str) -> str | None:
-    """Return the free table that a dotted name lies in: `model.overrides` for `model.overrides.n_layers`."""
-    parts = name.split(".")
-    table = ".".join(parts[:2])
-    return table if len(parts) > 2 and table in keys() and keys()[table].is_table else None
+def is_subsection(name: str) -> bool:
+    """Return whether the entries of a table under this name are values of their own."""
+    return (name in keys() and keys()[name].is_table) or (name in known_sections() and name not in known_names())
 
 
 _REWRITE = "rewrite it with the keys that `titanlite config explain` lists"
@@ -71,34 +69,27 @@ def file_entries(text: str, file: str) -> tuple[list[Entry], list[Problem]]:
     problems: list[Problem] = []
     strange = 0
 
-    def visit(path: tuple[str, ...], value: Any) -> None:
+    def visit(name: str, value: Any) -> None:
         nonlocal strange
-        name = ".".join(map(quote_key, path))
-        source = Source("file", file, lines.get(path), name)
-        is_table = name in keys() and keys()[name].is_table
-        if isinstance(value, dict) and (is_table or (name in known_sections() and name not in known_names())):
+        source = Source("file", file, lines.get(name), name)
+        if isinstance(value, dict) and is_subsection(name):
             for part, item in value.items():
-                visit((*path, part), item)
+                visit(join(name, part), item)
         elif name in known_names() or table_of(name):
-            below = {p[len(path) :]: line for p, line in lines.items() if p[: len(path)] == path and p != path}
-            entries.append(Entry(name, value, source, {_inner_path(p): line for p, line in below.items()}))
+            entries.append(Entry(name, value, source, lines))
         elif name in known_sections():
             message = f"is a section, not a value; got {quote(value)}"
             problems.append(Problem(source.place, name, message, code="wrong-type"))
         else:
             strange += len(value) if isinstance(value, dict) else 1
-            problems.append(unknown(name, source, is_section=isinstance(value, dict) and len(path) == 1))
+            problems.append(unknown(name, source, is_section=isinstance(value, dict) and name in map(quote_key, tree)))
 
     for part, item in tree.items():
-        visit((part,), item)
+        visit(quote_key(part), item)
     if strange > max(len(entries), _SLIPS):
         message = f"is no file of titanlite or torchtitan: {strange} of its {strange + len(entries)} keys are unknown"
         problems.insert(0, Problem(f"{file}:1", "", message, _REWRITE, code="other-trainer"))
     return entries, problems
-
-
-def _inner_path(parts: Sequence[str | int]) -> str:
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
 
 
 def unknown(name: str, source: Source, is_section: bool = False) -> Problem:
@@ -202,11 +193,9 @@ def _flag_name(flag: str) -> tuple[str | None, bool]:
 
 
 def _type(name: str) -> Any:
-    if table := table_of(name):
-        return get_args(keys()[table].type)[1]
     if name in UNSUPPORTED:
         return unsupported_keys.type_of(name)
-    return ALIASES[name].type if name in ALIASES else keys()[name].type
+    return ALIASES[name].type if name in ALIASES else type_of(name)
 
 
 def _negative(name: str, words: list[str]) -> bool:

@@ -79,6 +79,18 @@ def keys() -> dict[str, Key]:
     return {key.name: key for key in found}
 
 
+def table_of(name: str) -> str | None:
+    """Return the free table that a dotted name lies in: `model.overrides` for `model.overrides.n_layers`."""
+    table = ".".join(name.split(".", 2)[:2])
+    return table if table != name and table in keys() and keys()[table].is_table else None
+
+
+def type_of(name: str) -> Any:
+    """Return the type of a key or of a free table's entry."""
+    table = table_of(name)
+    return get_args(keys()[table].type)[1] if table else keys()[name].type
+
+
 @cache
 def descriptions(section: type[Section]) -> dict[str, str]:
     """Return field → the text under it in the class's source, on one line."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,9 @@ from titanlite.config.aliases import (
     key_of,
 )
 from titanlite.config.checks import contradictions
-from titanlite.config.entries import Entry, command_line_entries, file_entries, table_of
+from titanlite.config.entries import Entry, command_line_entries, file_entries
 from titanlite.config.errors import DEFAULT, ConfigError, Problem, Source, nearest
-from titanlite.config.keys import check, fits, keys
+from titanlite.config.keys import check, fits, keys, table_of, type_of
 from titanlite.config.loaded import ABOUT_FILES, EXCLUSIVE, LoadedConfig
 from titanlite.config.sections import Config
 from titanlite.config.toml import loads, quote
@@ -172,7 +173,7 @@ class _Layers:
                 self.later = entry.source
             found = self._check(entry, file)
             if isinstance(found, _Value):
-                key = entry.name if table_of(entry.name) else key_of(entry.name)
+                key = key_of(entry.name)
                 before = layer.setdefault(key, found)
                 if before.value != found.value:
                     self.problems.append(_given_twice(key, before, found))
@@ -184,34 +185,27 @@ class _Layers:
 
     def _check(self, entry: Entry, file: Path | None) -> _Value | list[Problem]:
         """Return an entry as the key's own kind of value, or what is wrong with it: nothing for an unsupported key."""
-        name, value, source = entry.name, entry.value, entry.source
+        name, value, source, shown = entry.name, entry.value, entry.source, entry.name
+        problem = partial(Problem, source.place, name)
         if misplaced := _misplaced(name, file):
-            return [Problem(source.place, name, misplaced, code="misplaced")]
+            return [problem(misplaced, code="misplaced")]
         if name in UNSUPPORTED:
-            if is_off(name, value):
-                return []
             hint = f"remove it, or leave it at {' or '.join(map(quote, UNSUPPORTED[name].off))}"
             message = f"{quote(value)} is not supported: {UNSUPPORTED[name].reason}"
-            return [Problem(source.place, name, message, hint, code="unsupported")]
-        if table := table_of(name):
-            expected = keys()[table].type.__args__[1]
-            wrong = check(expected, value)
-            return [Problem(source.place, name, m.message, code=m.code) for m in wrong] or _Value(value, source, value)
-        key = key_of(name)
-        if note := VALUE_NOTES.get((key, value)) if isinstance(value, str) else None:
-            self.notes.append(f"{source.place}: {note}")
+            return [] if is_off(name, value) else [problem(message, hint, code="unsupported")]
+        if name in ALIASES:  # its key stands beside it in messages, so that both can be searched for
+            shown = f"{name} ({key_of(name)})"
         try:
             converted = convert(name, value)
         except Refused as error:
-            return [Problem(source.place, name, f"{quote(value)} is not supported: {error}", code="unsupported")]
+            return [problem(f"{quote(value)} is not supported: {error}", code="unsupported")]
         except Misfit as error:
-            return [Problem(source.place, name, str(error), code="wrong-type")]
-        wrong = [] if isinstance(converted, MicrobatchSize) else check(keys()[key].type, converted)
-        # Another name stands beside its key in messages, so that both can be searched for.
-        shown = f"{name} ({key})" if name in ALIASES else name
-        return [Problem(entry.place(m.path), shown + m.path, m.message, m.hint, code=m.code) for m in wrong] or _Value(
-            converted, source, value
-        )
+            return [problem(str(error), code="wrong-type")]
+        wrong = [] if isinstance(converted, MicrobatchSize) else check(type_of(key_of(name)), converted)
+        if isinstance(value, str) and (note := VALUE_NOTES.get((key_of(name), value))):
+            self.notes.append(f"{source.place}: {note}")
+        problems = [Problem(entry.place(m.path), shown + m.path, m.message, m.hint, code=m.code) for m in wrong]
+        return problems or _Value(converted, source, value)
 
     def _exclude(self, layer: dict[str, _Value]) -> None:
         """Allow one of the keys for one thing in a layer; it replaces another one of the layers below."""

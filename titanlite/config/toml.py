@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec import Struct
@@ -17,9 +17,6 @@ else:
 
 loads = tomllib.loads
 TOMLDecodeError = tomllib.TOMLDecodeError
-
-Path = tuple["str | int", ...]
-"""Names from the root to a value, and the index wherever the way goes through an array."""
 
 
 def quote(value: Any) -> str:
@@ -47,43 +44,44 @@ def quote_key(name: str) -> str:
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else quote(name)
 
 
+def join(path: str, name: str) -> str:
+    """Return the full name of a key in a table."""
+    return f"{path}.{quote_key(name)}" if path else quote_key(name)
+
+
 @dataclass(frozen=True)
 class Statement:
     """A header or a `key = value` of a text, with offsets into it."""
 
     #: "[", "[[" or "=".
     kind: str
-    #: Where its value lies in the parsed tree.
-    path: Path
-    #: The names as written in it.
+    #: From the root to the value, without indices.
     names: tuple[str, ...]
     start: int
-    #: End of the key; of the header.
-    key_end: int
-    #: The value; empty at the header's end.
+    #: Where the value begins; of a header, its end.
     value: int
     end: int
 
 
-@dataclass
 class Scan:
-    """Positions in a text that the parser has accepted; this finds places and does not judge."""
+    """Positions in a text that the parser has accepted; this finds places and does not judge.
 
-    text: str
-    #: Path of every key → its line, from 1. A table is on the line of its header, or of the first key that names it.
-    lines: dict[Path, int] = field(default_factory=dict)
-    statements: list[Statement] = field(default_factory=list)
-    _at: int = 0
-    #: Arrays of tables → index of the last element.
-    _elements: dict[Path, int] = field(default_factory=dict)
+    lines: full name of every key → its line, from 1. Arrays add an index: `data.source[1].weight`, `data.source[1]`. A
+    table is on the line of its header, or of the first key that names it.
+    statements: headers and pairs in their order.
+    """
 
-    def __post_init__(self) -> None:
-        table: Path = ()
-        while self._take(_SPACE) and self._at < len(self.text):
-            if self.text[self._at] == "[":
+    def __init__(self, text: str) -> None:
+        self.text, self.lines, self.statements = text, dict[str, int](), list[Statement]()
+        self._at = 0
+        #: Arrays of tables → number of elements so far.
+        self._elements: dict[str, int] = {}
+        table: tuple[str, tuple[str, ...]] = ("", ())
+        while self._take(_SPACE) and self._at < len(text):
+            if text[self._at] == "[":
                 table = self._header()
             else:
-                self.statements.append(self._pair(table))
+                self.statements.append(self._pair(*table))
 
     def _take(self, pattern: re.Pattern[str]) -> re.Match[str]:
         """Move past a match at the position."""
@@ -95,7 +93,7 @@ class Scan:
     def _line(self) -> int:
         return self.text.count("\n", 0, self._at) + 1
 
-    def _names(self) -> tuple[str, ...]:
+    def _key(self) -> tuple[str, ...]:
         """Move past a dotted key."""
         found: list[str] = []
         while not found or self.text.startswith(".", self._at):
@@ -104,42 +102,38 @@ class Scan:
             found.append(next(iter(loads(f"{word} = 0"))) if word[:1] in ("'", '"') else word)
         return tuple(found)
 
-    def _header(self) -> Path:
+    def _header(self) -> tuple[str, tuple[str, ...]]:
         line, start = self._line(), self._at
         kind = "[[" if self.text.startswith("[[", start) else "["
         self._at += len(kind)
-        names = self._names()
+        names = self._key()
         self._at += len(kind)
-        path: Path = ()
+        path = ""
         for name in names[:-1]:
-            path += (name,)
+            path = join(path, name)
             self.lines.setdefault(path, line)
             if path in self._elements:
-                path += (self._elements[path],)
-        path += (names[-1],)
-        if kind == "[":
-            self.lines[path] = line
-        else:
+                path += f"[{self._elements[path] - 1}]"
+        path = join(path, names[-1])
+        if kind == "[[":
             self.lines.setdefault(path, line)
-            self._elements[path] = self._elements.get(path, -1) + 1
-            path += (self._elements[path],)
-        self.statements.append(Statement(kind, path, names, start, self._at, self._at, self._at))
-        return path
+            self._elements[path] = self._elements.get(path, 0) + 1
+            path += f"[{self._elements[path] - 1}]"
+        self.lines[path] = line
+        self.statements.append(Statement(kind, names, start, self._at, self._at))
+        return path, names
 
-    def _pair(self, table: Path) -> Statement:
+    def _pair(self, path: str, names: tuple[str, ...]) -> Statement:
         line, start = self._line(), self._at
-        names, path = self._names(), table
-        key_end = start + len(self.text[start : self._at].rstrip())
-        for name in names:
-            path += (name,)
+        for name in (key := self._key()):
+            path = join(path, name)
             self.lines.setdefault(path, line)
         self._take(_EQUALS)
         value = self._at
         self._value(path)
-        end = value + len(self.text[value : self._at].rstrip())
-        return Statement("=", path, names, start, key_end, value, end)
+        return Statement("=", names + key, start, value, value + len(self.text[value : self._at].rstrip()))
 
-    def _value(self, path: Path) -> None:
+    def _value(self, path: str) -> None:
         first = self.text[self._at]
         if first not in "[{":
             self._take(_STRING if first in "\"'" else _SCALAR)
@@ -147,11 +141,12 @@ class Scan:
         self._at += 1
         index = 0
         while self._take(_GAP) and self.text[self._at] not in "]}":
-            if first == "[":
-                self._value((*path, index))
-                index += 1
-            else:
-                self._pair(path)
+            if first == "{":
+                self._pair(path, ())
+                continue
+            self.lines.setdefault(f"{path}[{index}]", self._line())
+            self._value(f"{path}[{index}]")
+            index += 1
         self._at += 1
 
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titanlite.config.aliases import ALIASES, LATER_DEFAULTS, MicrobatchSize, Misfit, convert, key_of
-from titanlite.config.entries import known_names, known_sections, table_of, unknown
+from titanlite.config.entries import known_names, known_sections, unknown
 from titanlite.config.errors import ConfigError, Problem, Source
-from titanlite.config.keys import choices, fits, keys
+from titanlite.config.keys import choices, fits, keys, table_of
 from titanlite.config.load import find_config, read_text
 from titanlite.config.loaded import LoadedConfig
-from titanlite.config.toml import Scan, Statement, loads, quote, quote_key
+from titanlite.config.toml import Scan, join, loads, quote, quote_key
 from titanlite.config.unsupported_keys import UNSUPPORTED, is_off
 from titanlite.utils import atomic_write
 
@@ -137,11 +137,16 @@ class _Leaf:
 
 @dataclass
 class _Chunk:
-    """Lines above a statement, and its own lines; or lines without a key."""
+    """Lines above a `key = value`, and its own lines; or lines without a key."""
 
     above: list[str]
     lines: list[str] = field(default_factory=list)
-    statement: Statement | None = None
+    names: tuple[str, ...] = ()
+    line: int = 0
+    indent: str = ""
+    value: str = ""
+    #: What follows the value on its last line: blanks and a comment.
+    tail: str = ""
     leaves: list[_Leaf] = field(default_factory=list)
 
 
@@ -175,28 +180,27 @@ class _Block:
 def parse_blocks(text: str) -> list[_Block]:
     """Return the blocks of a text with `\\n` line ends; `join_blocks` gives the text back, with a last line end."""
     blocks = [_Block()]
-    text = _whole_lines(text)
+    text = text if text.endswith("\n") or not text else f"{text}\n"
     position = 0
-    for statement in Scan(text).statements:
-        start, end = text.rfind("\n", 0, statement.start) + 1, text.find("\n", statement.end)
-        gap, own = text[position:start].split("\n")[:-1], text[start:end]
+    for s in Scan(text).statements:
+        start, end = text.rfind("\n", 0, s.start) + 1, text.find("\n", s.end)
+        gap, lines, line = (
+            text[position:start].split("\n")[:-1],
+            text[start:end].split("\n"),
+            text.count("\n", 0, start) + 1,
+        )
+        indent, value, tail = text[start : s.start], text[s.value : s.end], text[s.end : end]
         position = end + 1
-        if statement.kind == "=":
-            blocks[-1].body.append(_Chunk(gap, own.split("\n"), statement))
+        if s.kind == "=":
+            blocks[-1].body.append(_Chunk(gap, lines, s.names, line, indent, value, tail))
             continue
         cut = _own_comment(gap)
         while cut and not gap[cut - 1].strip():
             cut -= 1
         blocks[-1].body.append(_Chunk(gap[:cut]))
-        line, comment = text.count("\n", 0, start) + 1, text[statement.end : end].strip()
-        names = tuple(name for name in statement.path if isinstance(name, str))
-        blocks.append(_Block(gap[cut:], own, names, statement.kind == "[[", comment, line))
+        blocks.append(_Block(gap[cut:], lines[0], s.names, s.kind == "[[", tail.strip(), line))
     blocks[-1].body.append(_Chunk(text[position:].split("\n")[:-1]))
     return blocks
-
-
-def _whole_lines(text: str) -> str:
-    return text if text.endswith("\n") or not text else f"{text}\n"
 
 
 def join_blocks(blocks: Sequence[_Block]) -> str:
@@ -215,14 +219,14 @@ class _Rewriter:
     """One rewriting: it decides when it is made, and changes the blocks in `rewrite`."""
 
     def __init__(self, text: str, before: LoadedConfig) -> None:
-        self.text, self.before, self.file = _whole_lines(text), before, before.files[-1]
+        self.before, self.file = before, before.files[-1]
         self.blocks = parse_blocks(text)
         self.changes: list[Change] = []
         #: Lines and names that become comments.
         self.gone: list[tuple[int, str]] = []
         #: Later defaults to write out.
         self.defaults: list[str] = []
-        self._decide(loads(text))
+        self._decide()
 
     def covers(self, problem: Problem) -> bool:
         """Return whether a problem of the old text goes away because its key becomes a comment."""
@@ -233,11 +237,7 @@ class _Rewriter:
     def _change(self, kind: Literal["rewritten", "no equivalent", "written out"], line: int, text: str) -> None:
         self.changes.append(Change(kind, f"{self.file}:{line}", text))
 
-    def _line(self, chunk: _Chunk) -> int:
-        assert chunk.statement is not None
-        return self.text.count("\n", 0, chunk.statement.start) + 1
-
-    def _decide(self, tree: dict[str, Any]) -> None:
+    def _decide(self) -> None:
         found: list[tuple[int, _Leaf]] = []
         for block in self.blocks:
             name = ".".join(map(quote_key, block.names))
@@ -250,10 +250,11 @@ class _Rewriter:
                 lines = [line if _is_comment(line) else f"# {line}" for line in block.lines()[len(block.above) :]]
                 block.header, block.body = "", [_Chunk([f"# no equivalent: {reason}", *lines])]
                 continue
-            for chunk in (chunk for chunk in block.body if chunk.statement):
-                line = self._line(chunk)
-                chunk.leaves = [self._leaf(*leaf, line) for leaf in _leaves(chunk, tree)]
-                found += [(line, leaf) for leaf in chunk.leaves]
+            for chunk in (chunk for chunk in block.body if chunk.names):
+                name = ".".join(map(quote_key, chunk.names))
+                values = _leaves(name, loads(f"value = {chunk.value}")["value"])
+                chunk.leaves = [self._leaf(*leaf, leaf[0] == name, chunk.line) for leaf in values]
+                found += [(chunk.line, leaf) for leaf in chunk.leaves]
         taken = {leaf.name for _, leaf in found if leaf.fate == "keep"}
         for line, leaf in found:
             if leaf.fate == "move":
@@ -340,8 +341,8 @@ class _Rewriter:
 
     def _pieces(self, block: _Block, chunk: _Chunk) -> Iterator[tuple[str | None, _Chunk]]:
         """Yield the new form of a chunk, each piece with its section (None: it stays where it is)."""
-        statement = chunk.statement
-        if statement is None or _inside_a_key(block.names) or (block.names and _all_stay(chunk)):
+        all_stay = all(leaf.fate == "keep" for leaf in chunk.leaves)
+        if not chunk.names or _inside_a_key(block.names) or (block.names and all_stay):
             yield None, chunk
             return
         cut = _own_comment(chunk.above)
@@ -349,13 +350,11 @@ class _Rewriter:
         if any(map(str.strip, apart)):
             yield None, _Chunk(apart)
             apart = []
-        value = self.text[statement.value : statement.end]
-        indent = self.text[self.text.rfind("\n", 0, statement.start) + 1 : statement.start]
-        tail = self.text[statement.end : self.text.find("\n", statement.end)]
+        tail = chunk.tail
         if not chunk.leaves:
             yield None, _remark(own, tail)
         for leaf in chunk.leaves:
-            text = value if leaf.whole else quote(leaf.value)
+            text = chunk.value if leaf.whole else quote(leaf.value)
             section, _, name = (leaf.key or leaf.name).partition(".")
             if leaf.fate == "gone":
                 lines = [f"# no equivalent: {leaf.reason}", *_commented(f"{leaf.name} = {text}{tail}")]
@@ -368,7 +367,7 @@ class _Rewriter:
                 if leaf.converted:
                     above = [*above, *_commented(f"{leaf.name} = {text}")] if "\n" in text and "#" in text else above
                     text = quote(leaf.new)
-                yield section, _Chunk(above, f"{indent if stays else ''}{name} = {text}{tail}".split("\n"))
+                yield section, _Chunk(above, f"{chunk.indent if stays else ''}{name} = {text}{tail}".split("\n"))
             apart, own, tail = [], [], ""
 
     def _section(self, section: str, origin: _Block) -> _Block:
@@ -386,26 +385,13 @@ class _Rewriter:
         return new
 
 
-def _leaves(chunk: _Chunk, tree: dict[str, Any]) -> Iterator[tuple[str, Any, bool]]:
-    """Yield the values of a statement with their names, and whether it has this one only."""
-    assert chunk.statement is not None
-    value: Any = tree
-    for part in chunk.statement.path:
-        value = value[part]
-
-    def visit(names: tuple[str, ...], value: Any, whole: bool) -> Iterator[tuple[str, Any, bool]]:
-        name = ".".join(map(quote_key, names))
-        if isinstance(value, dict) and name in known_sections() and name not in known_names():
-            for part, inner in value.items():
-                yield from visit((*names, part), inner, False)
-        else:
-            yield name, value, whole
-
-    yield from visit(tuple(part for part in chunk.statement.path if isinstance(part, str)), value, True)
-
-
-def _all_stay(chunk: _Chunk) -> bool:
-    return all(leaf.fate == "keep" for leaf in chunk.leaves)
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the values under a name: those of a section that is written as an inline table one by one."""
+    if isinstance(value, dict) and name in known_sections() and name not in known_names():
+        for part, inner in value.items():
+            yield from _leaves(join(name, part), inner)
+    else:
+        yield name, value
 
 
 def _inside_a_key(names: tuple[str, ...]) -> bool:
