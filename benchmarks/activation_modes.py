@@ -85,8 +85,6 @@ def serve(shape: Shape, plan: dict[str, Any], compiled: bool) -> None:
     sys.path.insert(0, str(ROOT))
     import torch
 
-    from titanlite.build import build_model, to_device
-    from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, MeshPlan, ShardPlan
     from titanlite.config.sections import Optimizer
     from titanlite.data.loader import Batch
     from titanlite.guard import FiniteGuard

@@ -92,7 +92,6 @@ def cell(folder: Path, repeats: int, dim: int) -> None:
     import torch.distributed as dist
 
     from titanlite.checkpoint import Checkpointer
-    from titanlite.config.plans import CheckpointPlan, MeshPlan, ShardPlan
     from titanlite.config.sections import Optimizer
     from titanlite.data.loader import Batch
     from titanlite.guard import FiniteGuard

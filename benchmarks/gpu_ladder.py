@@ -16,7 +16,6 @@ from benchmarks.gpu_bench import ROOT, Bench, Failed, NotMeasured, Result, last_
 from titanlite.config.errors import ConfigError
 from titanlite.metrics.jsonl import json_value
 from titanlite.models.shapes import count_parameters, flops_per_token
-from titanlite.prepare import load_plans, model_args
 
 CONFIGS = ROOT / "benchmarks" / "gpu"
 GIB = 2**30
@@ -141,7 +140,7 @@ def ladder_command(
     """`titanlite benchmark` on one rank."""
     steps, warmup = (4, 2) if bench.toy else (setting.steps, setting.warmup)
     return [
-        *(sys.executable, "-m", "titanlite.cli", "benchmark", str(CONFIGS / setting.config)),
+        *(sys.executable, "-m", "titanlite.tools.cli", "benchmark", str(CONFIGS / setting.config)),
         *("--ranks", "1", "--out", str(out), "--steps", str(steps), "--warmup", str(warmup)),
         *("--repeats", str(1 if bench.toy else setting.repeats)),
         *(word for level in skip for word in ("--skip", level)),

@@ -24,8 +24,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from titanlite.build import build_model, to_device
-from titanlite.config.plans import LossPlan, MeshPlan, ShardPlan
 from titanlite.config.sections import Optimizer
 from titanlite.data.loader import Batch
 from titanlite.guard import FiniteGuard

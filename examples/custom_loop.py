@@ -8,7 +8,6 @@ from titanlite.build import build
 from titanlite.loss import count_valid
 from titanlite.optim.schedule import learning_rate
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.prepare import load_plans
 from titanlite.step import forward_backward
 
 

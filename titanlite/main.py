@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, NoReturn
 from titanlite import exit_codes
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.fit import check_config, fitted
-from titanlite.config.sections.checkpoint import Checkpoint
-from titanlite.config.sections.model import Model
-from titanlite.config.sections.run import Job
+from titanlite.config.run_sections import Job
+from titanlite.config.sections import Checkpoint, Model
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.dist_env import read_launch_env
 from titanlite.parent import stop_with_torchrun
@@ -32,7 +31,7 @@ from titanlite.utils import counted, escape, logger
 if TYPE_CHECKING:
     from titanlite.checkpoint.place import StorePath
     from titanlite.config.derive import RunConfig
-    from titanlite.config.job import JobConfig
+    from titanlite.config.loaded import LoadedConfig
 
 #: Time in which the rank that prints an error must do so, before other ranks leave: the first makes torchrun end all.
 PRINT_SECONDS = 3.0
@@ -67,7 +66,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         exit_now(code, last_error)
 
 
-def run(argv: Sequence[str], stop: StopSignal | None = None, checked: tuple[JobConfig, RunConfig] | None = None) -> int:
+def run(
+    argv: Sequence[str], stop: StopSignal | None = None, checked: tuple[LoadedConfig, RunConfig] | None = None
+) -> int:
     """Train as the command line says; return the exit code (see `titanlite.exit_codes`).
 
     Expected errors are printed without a traceback. Mistakes in config, tokenizer and text are found before any process

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from titanlite.config.errors import ConfigError, Problem
-from titanlite.config.sections.model import ActivationCheckpoint, Compile, Float8
-from titanlite.config.sections.training import Training
+from titanlite.config.sections import ActivationCheckpoint, Compile, Float8, Training
 from titanlite.models.spec import ModelSpec
 from titanlite.parallel import ParallelismError
 

@@ -19,7 +19,7 @@ from titanlite.checkpoint.loading import LoadedState
 from titanlite.checkpoint.manifest import CheckpointError, parse_manifest, step_folder, steps_in
 from titanlite.checkpoint.place import Place, StoreError
 from titanlite.checkpoint.resume_guard import ResumeGuard, Verdict
-from titanlite.config.scan import TOMLDecodeError, loads
+from titanlite.config.toml import TOMLDecodeError, loads
 from titanlite.data.loader import add_hashes, step_hash
 from titanlite.data.packing import PackedDataset
 from titanlite.data.skip_ranges import Range, ranges_of_steps, take

@@ -10,7 +10,7 @@ from titanlite.anomalies import steps_text
 from titanlite.callbacks import Callback
 from titanlite.checkpoint.loading import LoadedState
 from titanlite.checkpoint.selection import GROUPS
-from titanlite.config.sections.checkpoint import Checkpoint
+from titanlite.config.sections import Checkpoint
 from titanlite.data.loader import served_already
 from titanlite.data.skip_ranges import Range
 from titanlite.metrics.startup_report import WARNING

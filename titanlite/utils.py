@@ -36,6 +36,28 @@ def escape(text: str, colors: bool = False) -> str:
     return "".join(parts)
 
 
+@dataclass(frozen=True)
+class Style:
+    """ANSI styles, or none where the output is no terminal."""
+
+    color: bool
+
+    def _wrap(self, code: str, text: str) -> str:
+        return f"\x1b[{code}m{text}\x1b[0m" if self.color and text else text
+
+    def bold(self, text: str) -> str:
+        return self._wrap("1", text)
+
+    def dim(self, text: str) -> str:
+        return self._wrap("2", text)
+
+    def good(self, text: str) -> str:
+        return self._wrap("32", text)
+
+    def warn(self, text: str) -> str:
+        return self._wrap("33", text)
+
+
 def counted(number: float, nouns: str) -> str:
     """A number and what is counted, given in the plural: `1 step`, `2,000 steps`, `1 batch` for "batches"."""
     shown = f"{number:,.10g}" if isinstance(number, float) else f"{number:,}"

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from titanlite.checkpoint import Checkpointer
-from titanlite.config.plans import CheckpointPlan
 from titanlite.parallel.dist_env import DistEnv
 
 HERE = Path(__file__).parent / "golden"

@@ -11,7 +11,6 @@ import torch
 from tests.steps import train_step
 from tests.training.harness import Run, batches, build_tiny, full, micro_batches
 from titanlite.checkpoint import Checkpointer, CheckpointError
-from titanlite.config.plans import CheckpointPlan
 from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.parallel.dist_env import DistEnv

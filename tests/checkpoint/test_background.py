@@ -22,7 +22,6 @@ from tests.training.harness import build_tiny, full, micro_batches
 from titanlite.checkpoint import Checkpointer, CheckpointError, checkpointer
 from titanlite.checkpoint.contents import Contents, compare
 from titanlite.checkpoint.manifest import find, steps_in
-from titanlite.config.plans import CheckpointPlan
 from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.parallel.dist_env import DistEnv, set_timeouts

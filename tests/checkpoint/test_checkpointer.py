@@ -14,7 +14,6 @@ from tests.pool import Pools
 from tests.training.harness import build_tiny
 from titanlite.checkpoint import Checkpointer
 from titanlite.checkpoint.contents import Contents, compare
-from titanlite.config.plans import CheckpointPlan
 from titanlite.parallel.dist_env import DistEnv
 
 

@@ -18,7 +18,7 @@ from titanlite import exit_codes
 from titanlite.checkpoint import command
 from titanlite.checkpoint.contents import Contents, compare
 from titanlite.checkpoint.manifest import REASON, find, parse_manifest, steps_in
-from titanlite.cli import main
+from titanlite.tools.cli import main
 from titanlite.utils import human_bytes
 
 
@@ -236,7 +236,7 @@ def test_rm_refuses_pinned_ones_and_saves_under_way(run: Path, capsys: pytest.Ca
 
 def test_only_diff_needs_torch(run: Path) -> None:
     code = (
-        "import sys\nfrom titanlite.cli import main\n"
+        "import sys\nfrom titanlite.tools.cli import main\n"
         "for name in ('ls', 'inspect', 'verify'):\n    assert main(['checkpoint', name, sys.argv[1]]) == 0\n"
         "assert 'torch' not in sys.modules\n"
     )

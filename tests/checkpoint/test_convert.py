@@ -21,11 +21,10 @@ from titanlite.checkpoint.contents import Contents
 from titanlite.checkpoint.convert import convert
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.checkpoint.shelf import verify
-from titanlite.cli import main
-from titanlite.config.plans import CheckpointPlan
 from titanlite.models import LlamaArgs, get_spec
 from titanlite.models.shapes import RopeScaling, as_record
 from titanlite.parallel.dist_env import DistEnv
+from titanlite.tools.cli import main
 
 ARGS = LlamaArgs(dim=48, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=96, multiple_of=16, rope_theta=5e5)
 SCALED = RopeScaling(factor=8.0, original_context=16)

@@ -14,7 +14,6 @@ from tests.checkpoint.runs import flip
 from tests.pool import Pools
 from titanlite.checkpoint import Checkpointer, CheckpointError
 from titanlite.checkpoint.manifest import FORMAT, find, read_manifest
-from titanlite.config.plans import CheckpointPlan
 from titanlite.parallel.dist_env import DistEnv
 
 

@@ -25,9 +25,8 @@ from titanlite.checkpoint.convert import convert
 from titanlite.checkpoint.integrity import check_files, digest_of
 from titanlite.checkpoint.manifest import parse_manifest
 from titanlite.checkpoint.storage import CheckedReader
-from titanlite.cli import main
-from titanlite.config.plans import CheckpointPlan
 from titanlite.parallel.dist_env import DistEnv
+from titanlite.tools.cli import main
 
 
 class _Touch:

@@ -24,7 +24,6 @@ from titanlite.checkpoint import Checkpointer, CheckpointError, comparing
 from titanlite.checkpoint.integrity import check_file, digest_of, file_digest, share
 from titanlite.checkpoint.manifest import FORMAT, find, read_manifest
 from titanlite.checkpoint.storage import CheckedReader
-from titanlite.config.plans import CheckpointPlan
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.utils import human_bytes
 

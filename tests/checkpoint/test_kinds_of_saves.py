@@ -19,11 +19,9 @@ from titanlite.checkpoint.manifest import CheckpointError, read_manifest, steps_
 from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load, load_file
-from titanlite.config.resolve import resolve, smallest_world
-from titanlite.config.unbuilt import refused, without_effect
+from titanlite.config.not_implemented import refused, without_effect
 from titanlite.metrics.wandb import ID_FILE
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.prepare import resolve_plans
 from titanlite.trainer import Trainer
 
 ON = "--checkpoint.enable_checkpoint"

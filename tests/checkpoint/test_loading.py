@@ -20,7 +20,6 @@ from titanlite.checkpoint.loading import LEFT_OUT
 from titanlite.checkpoint.manifest import publish, read_manifest
 from titanlite.checkpoint.storage import HashingWriter
 from titanlite.checkpoint.together import quiet
-from titanlite.config.plans import CheckpointPlan
 from titanlite.config.sections import Optimizer
 from titanlite.guard import FiniteGuard
 from titanlite.optim.optimizer import build_optimizer

@@ -29,13 +29,11 @@ from titanlite.checkpoint.integrity import digest_of
 from titanlite.checkpoint.manifest import find, publish, read_manifest, step_folder, steps_in
 from titanlite.checkpoint.place import StoreError, StorePath, place, sizes
 from titanlite.checkpoint.retention import Deleter, begin, leftovers, retire
-from titanlite.cli import main
 from titanlite.config.load import load
-from titanlite.config.plans import CheckpointPlan
-from titanlite.config.resolve import resolve
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.prepare import checked_plans
 from titanlite.runs.lock import LockedError, RunLock
+from titanlite.runs.lock import LockedError
+from titanlite.tools.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARD = b"1234"

@@ -16,7 +16,6 @@ from titanlite.checkpoint import Checkpointer, CheckpointError, comparing
 from titanlite.checkpoint.manifest import find, read_manifest, steps_in
 from titanlite.checkpoint.place import Place, place
 from titanlite.checkpoint.shelf import verify
-from titanlite.config.plans import CheckpointPlan
 from titanlite.parallel.dist_env import DistEnv
 
 AsyncMode = Literal["disabled", "async", "async_with_pinned_mem"]

@@ -21,7 +21,6 @@ from titanlite.checkpoint.manifest import read_manifest
 from titanlite.checkpoint.resume_guard import FILE, STATE, ResumeGuard
 from titanlite.data.loader import TrainLoader, add_hashes, batch_hash
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.prepare import load_plans
 
 HERE = {"ranks": "2"}
 

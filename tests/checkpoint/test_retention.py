@@ -22,7 +22,6 @@ from titanlite.checkpoint.integrity import digest_of
 from titanlite.checkpoint.manifest import CheckpointError, find, publish, steps_in
 from titanlite.checkpoint.retention import Deleter, leftovers, retire, surplus
 from titanlite.checkpoint.shelf import remove
-from titanlite.config.plans import CheckpointPlan
 
 ROOT = Path(__file__).resolve().parents[2]
 

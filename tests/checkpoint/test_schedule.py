@@ -13,7 +13,6 @@ from tests.checkpoint.test_retention import _write
 from tests.pool import Pools
 from titanlite.checkpoint.grace import VARIABLE, grace_seconds, grace_warning
 from titanlite.checkpoint.schedule import SaveSchedule
-from titanlite.config.plans import CheckpointPlan
 from titanlite.parallel.dist_env import DistEnv
 
 

@@ -17,8 +17,7 @@ from tests.training.test_run import TINY, _losses, _run
 from titanlite.checkpoint import checkpointer
 from titanlite.checkpoint.contents import Contents, compare
 from titanlite.config.load import load
-from titanlite.config.resolve import resolve
-from titanlite.config.unbuilt import refused, without_effect
+from titanlite.config.not_implemented import refused, without_effect
 from titanlite.parallel.dist_env import DistEnv
 
 ASYNC = ["--training.steps=6", "--checkpoint.interval=2", "--checkpoint.async_mode=async"]
@@ -147,7 +146,6 @@ def _owing(world: DistEnv, folder: str, *flags: str) -> None:
     """A run that is asked to stop in its first validation."""
     from titanlite.build import build
     from titanlite.config.load import load_file
-    from titanlite.prepare import resolve_plans
     from titanlite.signals import StopRequested, StopSignal
     from titanlite.trainer import Trainer
 

@@ -9,7 +9,6 @@ import pytest
 from titanlite.config.derive import Deadlines, RunConfig, derive, smallest_world, with_steps
 from titanlite.config.fit import check_config, fitted
 from titanlite.config.load import load
-from titanlite.config.unbuilt import UNBUILT, Unbuilt, refused
 from titanlite.models import SHAPES
 from titanlite.optim.schedule import learning_rate
 

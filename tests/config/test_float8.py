@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from titanlite.config.errors import ConfigError
-from titanlite.config.plans import BatchPlan, Float8Plan, MeshPlan, PipelinePlan, Plans
+from titanlite.config.load import load
+from titanlite.config.not_implemented import without_effect
 from titanlite.models import SHAPES, get_spec, resolve_args
 from titanlite.models.spec import Size
 from titanlite.parallel.float8 import check_float8
-from titanlite.parallel.float8_choice import Choice, choose, converted_names, matches, tokens
-from titanlite.prepare import load_plans
+from titanlite.parallel.float8_choice import converted_names, matches
 
 F8, ON = "--float8.", "--float8.enable_float8_linear"
 KINDS = ["attention.wq", "attention.wk", "attention.wv", "attention.wo"]

@@ -12,15 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.cli import main
+from titanlite.config.aliases import LATER_FLAVORS
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load, read_text
-from titanlite.config.migrate import migrate_text
-from titanlite.config.names import LATER_FLAVORS
-from titanlite.config.plans import Plans
 from titanlite.models import SHAPES, LlamaArgs
 from titanlite.optim.schedule import learning_rate
-from titanlite.prepare import checked_plans, model_args, resolve_plans
+from titanlite.tools.cli import main
+from titanlite.tools.migrate import migrate_text
 
 PAGE = Path(__file__).parents[2] / "docs" / "from-torchtitan.md"
 TABLE = re.compile(r"(<!-- files: .*? -->\n)(.*?)(<!-- /files -->)", re.DOTALL)
@@ -229,7 +227,7 @@ def test_a_file_of_may_2024_is_one_of_that_autumn(name: str) -> None:
     assert trained(plans_of(may, gpus)) == trained(plans_of(autumn, gpus))
     mini = plans_of(may.replace('"c4"', '"c4_mini"'), gpus)
     assert mini.data.dataset == "c4_test"
-    assert any(note.endswith("c4_mini does not travel with titanlite: c4_test is read instead") for note in mini.notes)
+    assert any("c4_mini" in note and "c4_test" in note for note in mini.notes)
 
 
 def test_flavors_of_the_later_dialect_are_what_their_notes_say() -> None:

@@ -13,9 +13,7 @@ from titanlite import exit_codes, main
 from titanlite.build import Datasets, check_model
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
-from titanlite.config.plans import Plans
-from titanlite.config.resolve import resolve
-from titanlite.config.unbuilt import without_effect
+from titanlite.config.not_implemented import without_effect
 
 
 def plans(*flags: str, world_size: int = 4) -> Plans:

@@ -6,8 +6,6 @@ import time
 
 import pytest
 
-from titanlite.config.plans import StallPlan
-from titanlite.observe.stalls import StallWatch
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -19,9 +19,6 @@ from titanlite import exit_codes
 from titanlite.build import build
 from titanlite.config.load import load_file
 from titanlite.data.prefetch import THREAD
-from titanlite.observe.metrics import read_metrics
-from titanlite.parallel.world import World
-from titanlite.prepare import resolve_plans
 from titanlite.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,7 +21,14 @@ def drill(*words: str, package: Path = ROOT) -> subprocess.CompletedProcess[str]
     """The real command, in a process of its own; `package`: where titanlite is taken from."""
     found = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     return subprocess.run(
-        [sys.executable, "-m", "titanlite.cli", "drill", str(ROOT / "train_configs" / "debug_model.toml"), *words],
+        [
+            sys.executable,
+            "-m",
+            "titanlite.tools.cli",
+            "drill",
+            str(ROOT / "train_configs" / "debug_model.toml"),
+            *words,
+        ],
         cwd=package,
         env={**found, "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"},
         capture_output=True,

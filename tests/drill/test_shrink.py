@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from titanlite import exit_codes
-from titanlite.cli import main
 from titanlite.config.errors import ConfigError
 from titanlite.drill import shrink as room
 from titanlite.drill.faults import REHEARSALS
 from titanlite.drill.shrink import Toy
+from titanlite.tools.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = ROOT / "pyproject.toml"  # any file: nobody reads it here
@@ -97,7 +97,7 @@ def test_what_the_drill_decides_is_refused_as_a_flag() -> None:
 
 
 def test_the_command_without_torch_lists_faults_and_refuses_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
-    code = "import sys; from titanlite.cli import main; main(['drill', '--list']); print('torch' in sys.modules)"
+    code = "import sys; from titanlite.tools.cli import main; main(['drill', '--list']); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines] == [*(one.name for one in REHEARSALS), "False"]

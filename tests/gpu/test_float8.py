@@ -21,8 +21,6 @@ from tests.parallel.float8_runs import RATES, RUN, distance, drift_of, gathered_
 from tests.parallel.test_compile import _whole
 from tests.training.harness import TINY, Run, batches, changed, train
 from titanlite.checkpoint.contents import Contents, compare
-from titanlite.config.sections.model import ActivationCheckpoint, Compile, Float8
-from titanlite.config.sections.training import Training
 from titanlite.parallel.dist_env import DistEnv
 
 FLOAT8 = Float8(enable_float8_linear=True)

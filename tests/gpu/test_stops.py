@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.training import test_preemption as preemption
 from tests.words import listening
 from titanlite import exit_codes
-from titanlite.config.sections.run import Comm, Stall
 from titanlite.metrics.watchdog import HangWatchdog
 from titanlite.parallel.dist_env import DistEnv
 

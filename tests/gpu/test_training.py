@@ -18,8 +18,6 @@ from tests.training.compare import LABELS, TOKENS, WARM, relative
 from tests.training.harness import Run, build_tiny, initial_weights, micro_batches, train
 from tests.training.reference import train_reference
 from titanlite.checkpoint.contents import Contents, compare
-from titanlite.config.plans import CheckpointPlan
-from titanlite.config.sections.training import Training
 from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.models import get_spec

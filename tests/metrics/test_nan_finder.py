@@ -14,14 +14,11 @@ from tests.steps import forward_backward, train_step
 from tests.training.harness import Run, batches, build_tiny, full, micro_batches
 from tests.training.test_run import TINY
 from titanlite.build import build
-from titanlite.config.sections.model import ActivationCheckpoint, Compile
-from titanlite.config.sections.training import Training
 from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard, NonFiniteError
 from titanlite.loss import cross_entropy_sum
 from titanlite.metrics.nan_finder import Finding, diagnose_nonfinite
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.prepare import load_plans
 from titanlite.runs.record import read_attempts
 from titanlite.step import forward_backward
 from titanlite.trainer import Trainer

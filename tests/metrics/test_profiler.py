@@ -11,10 +11,8 @@ import torch
 from tests.pool import Pools
 from tests.training.test_run import TINY
 from titanlite.build import build
-from titanlite.config.sections.run import Profiling
 from titanlite.metrics.profiler import Profiler
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.prepare import load_plans
 from titanlite.trainer import Trainer
 
 CPU = torch.device("cpu")

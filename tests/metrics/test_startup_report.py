@@ -12,13 +12,9 @@ import pytest
 from tests.pool import Pools
 from tests.training.test_run import TINY
 from tests.words import listening
-from titanlite.config.sections.model import ActivationCheckpoint, Compile, Float8, Optimizer
-from titanlite.config.sections.run import Guard
-from titanlite.config.sections.training import Training
 from titanlite.metrics import startup_report as report
 from titanlite.metrics.startup_report import startup_report
 from titanlite.models.spec import Size
-from titanlite.prepare import load_plans
 from titanlite.trainer import Trainer
 
 CPU, H100 = "CPU (some model)", "NVIDIA H100"

@@ -15,7 +15,6 @@ from titanlite.build import build
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.metrics.stragglers import LOGS_IN_A_ROW, StragglerDetector
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.prepare import load_plans
 from titanlite.trainer import Trainer
 
 CPU = torch.device("cpu")

@@ -25,7 +25,6 @@ from tests.words import listening
 from titanlite.build import build
 from titanlite.callbacks import RunEnd
 from titanlite.config.errors import ConfigError
-from titanlite.config.scan import loads
 from titanlite.main import PRINT_SECONDS
 from titanlite.metrics import background_writer
 from titanlite.metrics.console import setup_console
@@ -33,8 +32,8 @@ from titanlite.metrics.jsonl import read_metrics
 from titanlite.metrics.live import start_view
 from titanlite.metrics.tensorboard import TensorBoard, tags
 from titanlite.metrics.wandb import ID_FILE, WandbWriter
+from titanlite.config.toml import loads
 from titanlite.models.shapes import SHAPES
-from titanlite.prepare import load_plans
 from titanlite.trainer import Trainer
 from titanlite.utils import logger
 

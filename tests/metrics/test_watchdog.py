@@ -27,14 +27,12 @@ from tests.words import listening
 from titanlite import exit_codes
 from titanlite.build import build
 from titanlite.checkpoint.background import BackgroundSave
-from titanlite.config.plans import StallPlan
 from titanlite.data.prefetch import Prefetcher
 from titanlite.guard import LossSpikeError
 from titanlite.metrics import watchdog
 from titanlite.metrics.hang_report import MAX_ROWS, RankState, table, verdict
 from titanlite.metrics.watchdog import THREAD, HangWatchdog, _stack
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.prepare import load_plans
 from titanlite.run_callbacks import Watchdog
 from titanlite.runs.record import read_entries
 from titanlite.trainer import Trainer

@@ -16,6 +16,9 @@ from tests.parallel.test_scale import fake_world
 from titanlite.config.load import load_file
 from titanlite.config.plans import Plans, resolve_plans
 from titanlite.config.unbuilt import unbuilt_keys
+from titanlite.config.not_implemented import not_implemented
+from titanlite.config.plans import ActivationCheckpointPlan, Plans
+from titanlite.config.resolve import resolve
 from titanlite.loss import cross_entropy_sum
 from titanlite.models import LlamaArgs, count_parameters, get_spec
 from titanlite.parallel.activation_checkpoint import Kept, checkpoint_activations, trace_block
@@ -40,8 +43,8 @@ CPU = torch.device("cpu")
 
 def resolved(path: Path, ranks: int) -> Plans:
     config = load_file(path)
-    assert unbuilt_keys(config) == []
-    plans = resolve_plans(config, ranks)
+    assert not_implemented(config) == []
+    plans = resolve(config, world_size=ranks, shapes=SHAPES)
     assert plans.warnings == ()
     return plans
 

@@ -15,7 +15,6 @@ from tests.checkpoint.runs import train as train_and_save
 from tests.steps import train_step
 from tests.training.harness import TINY, Run, build_tiny, micro_batches, run_stages
 from titanlite.build import data_parallel_rank
-from titanlite.config.plans import Float8Plan, ShardPlan
 from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.loss import cross_entropy_sum

@@ -30,15 +30,12 @@ from tests.training.test_step_effects import Collectives
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
-from titanlite.config.plans import ActivationCheckpointPlan, ShardPlan
-from titanlite.config.resolve import resolve
 from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.models import SHAPES, get_spec
 from titanlite.parallel.activation_checkpoint import ATTENTION, MATMULS, OTHERS, _checkpointed, kind_of, trace_block
 from titanlite.parallel.activation_offload import offload
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.prepare import checked_plans
 
 CPU = torch.device("cpu")
 SPEC = get_spec("llama3")

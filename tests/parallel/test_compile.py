@@ -25,7 +25,6 @@ from tests.training.harness import TINY, Run, batches, build_tiny, micro_batches
 from tests.training.reference import Curve
 from titanlite import exit_codes, main
 from titanlite.config.errors import ConfigError
-from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, ShardPlan
 from titanlite.data.loader import Batch
 from titanlite.guard import FiniteGuard
 from titanlite.loss import cross_entropy_sum
@@ -39,7 +38,6 @@ from titanlite.parallel.compile import (
     use_cache_folder,
 )
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.prepare import checked_plans
 from titanlite.step import PlainRunner, validate
 from titanlite.utils import logger
 

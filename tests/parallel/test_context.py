@@ -21,14 +21,6 @@ from tests.training.harness import TINY, Run, build_tiny
 from tests.training.test_run import _losses, _run
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
-from titanlite.config.plans import (
-    ActivationCheckpointPlan,
-    BatchPlan,
-    MeshPlan,
-    Plans,
-    ShardPlan,
-)
-from titanlite.config.resolve import resolve
 from titanlite.data.loader import Batch
 from titanlite.models import SHAPES as FLAVORS
 from titanlite.models import get_spec

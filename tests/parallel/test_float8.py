@@ -32,7 +32,6 @@ from tests.pool import Pools
 from tests.steps import train_step
 from tests.training.harness import TINY, Run, build_tiny, full, initial_weights, micro_batches, train
 from titanlite.checkpoint.state import gather
-from titanlite.config.plans import ActivationCheckpointPlan, Float8Plan, ShardPlan
 from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.models import get_spec, resolve_args
@@ -42,7 +41,6 @@ from titanlite.parallel.activation_offload import offload
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.float8 import ScalePrecompute, float8_linears, forget_scales, is_float8, plain
 from titanlite.parallel.float8_choice import converted_names, too_small
-from titanlite.prepare import load_plans
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = get_spec("llama3")

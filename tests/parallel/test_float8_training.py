@@ -30,7 +30,6 @@ from tests.pool import Pools
 from tests.training.harness import TINY, Run, build_tiny, micro_batches, train, train_afresh
 from tests.training.test_run import _losses, _run
 from titanlite.build import data_parallel_rank
-from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, Float8Plan, ShardPlan
 from titanlite.loss import cross_entropy_sum
 from titanlite.metrics.nan_finder import diagnose_nonfinite
 from titanlite.parallel.dist_env import DistEnv

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.pool import Pools
 from tests.steps import forward_backward, train_step
 from tests.training.harness import TINY, Run, batches, build_tiny, micro_batches, train
-from titanlite.config.plans import MeshPlan, ShardPlan
 from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.models import get_spec

@@ -28,13 +28,11 @@ from tests.training.harness import (
 )
 from tests.training.reference import Curve
 from tests.training.test_run import _run
-from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, PipelinePlan, ShardPlan
 from titanlite.guard import FiniteGuard
 from titanlite.loss import cross_entropy_sum
 from titanlite.models import SHAPES, LlamaArgs, count_parameters, flops_per_token
 from titanlite.models.llama.plan import pipeline_costs
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.prepare import load_plans
 from titanlite.step import ReplicationFactors
 
 #: Grouped queries; a block for each of four stages; sequences of very unequal lengths.

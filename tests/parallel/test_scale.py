@@ -16,8 +16,6 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.training.harness import Degrees
-from titanlite.config.sections.model import ActivationCheckpoint, Compile
-from titanlite.config.sections.training import Training
 from titanlite.models import SHAPES, get_spec
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.parallelize import ModelBuilder

@@ -27,7 +27,6 @@ from tests.training.harness import TINY, Run, build_tiny, initial_weights, micro
 from tests.training.test_run import _losses, _run
 from titanlite import exit_codes
 from titanlite.config.errors import ConfigError
-from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, MeshPlan
 from titanlite.guard import FiniteGuard
 from titanlite.loss import cross_entropy_sum
 from titanlite.main import run as run_app

@@ -13,12 +13,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.runs.conftest import Start, change_start, training_row, write_metrics
-from titanlite.cli import main
+from tests.runs.conftest import training_row, write_metrics
+from titanlite.runs.attempts import timestamp
+from titanlite.runs.compare import compare, compare_json, read_runs, short_names, spread, steady
+from titanlite.runs.folder import RunRecord
+from titanlite.runs.page import ticks
+from titanlite.runs.plots import COLORS, thin
 from titanlite.runs.read import read_run
-from titanlite.tools.compare import compare, compare_json, read_runs, short_names, spread, steady
-from titanlite.tools.compare_page import ticks
-from titanlite.tools.plots import COLORS, thin
+from titanlite.tools.cli import main
+
+Start = Callable[..., RunRecord]
 
 
 @pytest.fixture

@@ -23,9 +23,7 @@ from titanlite import exit_codes
 from titanlite.checkpoint import Checkpointer, CheckpointError
 from titanlite.checkpoint.place import Place, StorePath
 from titanlite.config.errors import ConfigError
-from titanlite.config.plans import CheckpointPlan, Plans
 from titanlite.main import _lock as _lock_run
-from titanlite.prepare import checked_plans
 from titanlite.runs import lock as lock_module
 from titanlite.runs.lock import (
     FILE,

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from tests.runs.fixtures.make import RUNS, UNDISTURBED
-from titanlite.cli import main
 from titanlite.metrics.jsonl import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,9 +16,7 @@ import pytest
 from tests.runs.conftest import Start, training_row, write_metrics
 from tests.words import listening
 from titanlite import exit_codes
-from titanlite.cli import main
 from titanlite.config.load import load_file
-from titanlite.prepare import checked_plans
 from titanlite.runs import provenance
 from titanlite.runs.logs import rank_log
 from titanlite.runs.record import CONFIG, FILE, read_attempts, read_entries

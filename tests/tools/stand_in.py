@@ -13,7 +13,6 @@ import sys
 import time
 from pathlib import Path
 
-from titanlite.prepare import checked_plans
 from titanlite.runs import provenance
 from titanlite.runs.record import begin
 

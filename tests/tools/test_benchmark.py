@@ -16,10 +16,10 @@ import pytest
 from PIL import Image
 
 from tests.tools.stand_in import SPEEDS
-from titanlite.cli import main
 from titanlite.tools import benchmark as command
 from titanlite.tools import benchmark_levels, processes
 from titanlite.tools.plots import COLORS
+from titanlite.tools.cli import main
 
 ROOT = Path(__file__).parents[2]
 Benchmark = Callable[..., tuple[int, str, str]]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
-from titanlite.cli import main
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load_file
 from titanlite.metrics.throughput import device_name
@@ -24,6 +24,7 @@ from titanlite.tools.benchmark_levels import (
     refuse_own_keys,
     write_levels,
 )
+from titanlite.tools.cli import main
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "train_configs"
@@ -32,7 +33,7 @@ SHIPPED = ("level1_default", "level2_compile", "level3_float8", "level4_float8_a
 
 def values(path: Path) -> dict[str, Any]:
     """The config of a file, without where it writes and what it is called."""
-    found = load_file(path).dialect.model_dump()
+    found = msgspec.to_builtins(load_file(path).sections)
     return {
         **found,
         "job": {k: v for k, v in found["job"].items() if k not in ("dump_folder", "description")} | NO_FILES,
@@ -50,7 +51,7 @@ def test_the_shipped_levels_are_those_of_the_ladder(tmp_path: Path) -> None:
         shipped = CONFIGS / f"llama3_8b_{name}.toml"
         assert values(tmp_path / level.file) == values(shipped)
         config = load_file(shipped)
-        assert config.dialect.job.dump_folder == f"./outputs/{shipped.stem}"
+        assert config.sections.job.dump_folder == f"./outputs/{shipped.stem}"
         assert config.files[0].endswith("llama3_8b.toml") and len(config.files) == levels.index(level) + 2
 
 

@@ -16,12 +16,11 @@ import torch
 from tests.pool import Pools
 from tests.tiny import TWO_LAYERS, size
 from titanlite.build import build
-from titanlite.cli import main
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.prepare import checked_plans, load_plans
 from titanlite.tools import benchmark as command
 from titanlite.tools import benchmark_levels
 from titanlite.tools.benchmark_levels import LEVELS
+from titanlite.tools.cli import main
 from titanlite.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +34,7 @@ NO_FLOAT8 = ["--skip", "float8", "--skip", "float8-all-gather"]
 
 def benchmark(folder: Path, *words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
     """The real command, in a process of its own, from `folder`."""
-    command = [sys.executable, "-m", "titanlite.cli", "ladder", str(ROOT / "train_configs" / "debug_model.toml")]
+    command = [sys.executable, "-m", "titanlite.tools.cli", "ladder", str(ROOT / "train_configs" / "debug_model.toml")]
     found = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     variables = {**found, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([*command, *TINY, *words], cwd=folder, env=variables, capture_output=True, text=True)

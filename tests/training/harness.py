@@ -13,17 +13,6 @@ from torch.distributed.tensor import DTensor
 from tests.steps import train_step
 from tests.training.reference import Curve
 from titanlite.build import data_parallel_rank
-from titanlite.config.plans import (
-    ActivationCheckpointPlan,
-    BatchPlan,
-    CompilePlan,
-    Float8Plan,
-    LossPlan,
-    MeshPlan,
-    PipelinePlan,
-    ShardPlan,
-    TensorParallelPlan,
-)
 from titanlite.config.sections import Optimizer
 from titanlite.data.loader import Batch
 from titanlite.guard import FiniteGuard

@@ -45,8 +45,6 @@ from tests.training.grid import (
 from tests.training.harness import TINY, Run, build_tiny, full_precision, micro_batches, run_stages, sequence_part
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
-from titanlite.config.plans import Plans
-from titanlite.config.resolve import resolve
 from titanlite.drill.shrink import shrink
 from titanlite.guard import FiniteGuard
 from titanlite.loss import ChunkedHead, batch_loss, chunk_head, cross_entropy_sum

@@ -8,8 +8,6 @@ import pytest
 
 from tests.training.compare import LABELS, TOKENS, WARM, References
 from tests.training.harness import TINY, Run, full_precision
-from titanlite.config.sections.model import ActivationCheckpoint
-from titanlite.config.sections.training import Training
 from titanlite.models import RopeScaling
 
 SHAPES = {

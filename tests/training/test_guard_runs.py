@@ -20,7 +20,6 @@ from titanlite import exit_codes
 from titanlite.checkpoint import Checkpointer, CheckpointError, checkpointer
 from titanlite.checkpoint.contents import Contents, compare
 from titanlite.checkpoint.manifest import steps_in
-from titanlite.config.plans import CheckpointPlan
 from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard, WeightsError
 from titanlite.loss import cross_entropy_sum

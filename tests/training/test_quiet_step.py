@@ -15,7 +15,6 @@ from tests.pool import Pools
 from tests.training.test_run import TINY
 from titanlite.build import build
 from titanlite.callbacks import Callback
-from titanlite.prepare import load_plans
 from titanlite.trainer import Trainer
 
 FLAGS = [

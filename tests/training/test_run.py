@@ -27,7 +27,6 @@ from titanlite.drill.ranks import train
 from titanlite.guard import BadStepError
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.prepare import resolve_plans
 from titanlite.runs.record import read_attempts
 from titanlite.signals import StopRequested
 from titanlite.trainer import Trainer

@@ -30,7 +30,6 @@ from titanlite.checkpoint.storage import HashingWriter
 from titanlite.checkpoint.together import named as _named
 from titanlite.checkpoint.together import on_rank_0
 from titanlite.checkpoint.together import quiet as _quiet
-from titanlite.config.plans import CheckpointPlan
 from titanlite.guard import WeightsError, find_nonfinite
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs import provenance

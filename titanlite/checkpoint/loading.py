@@ -29,7 +29,6 @@ from titanlite.checkpoint.shelf import root_of
 from titanlite.checkpoint.state import describe, describe_all, gather, rng_state, scatter, set_rng_state
 from titanlite.checkpoint.storage import CheckedReader
 from titanlite.checkpoint.together import named, on_rank_0, quiet
-from titanlite.config.plans import CheckpointPlan
 from titanlite.guard import find_nonfinite
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.provenance import config_changes

@@ -18,6 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
+from titanlite import exit_codes
 from titanlite.config.urls import is_url, package_of
 
 #: Bytes that are fetched at a time, and that are sent at a time of a large object.
@@ -30,6 +31,8 @@ _NO_BUCKET = re.compile("(bucket|container) does not exist")
 
 class StoreError(OSError):
     """A store could not be asked, or refused: nothing is known of what is there. Not for what just is not there."""
+
+    exit_code = exit_codes.CHECKPOINT
 
 
 class Stat(NamedTuple):

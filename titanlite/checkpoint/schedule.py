@@ -10,7 +10,6 @@ from typing import cast
 from titanlite.checkpoint.manifest import CheckpointError, parse_manifest, step_folder, steps_in
 from titanlite.checkpoint.place import place
 from titanlite.checkpoint.retention import is_milestone
-from titanlite.config.plans import CheckpointPlan
 from titanlite.parallel.dist_env import DistEnv
 
 #: How often in an interval the ranks meet to hear what the clock says.

@@ -11,11 +11,10 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from titanlite.config.dialect import Dialect
 from titanlite.config.errors import Problem
-from titanlite.config.job import JobConfig
-from titanlite.config.schema import quote
-from titanlite.config.sections import AUTO_FILTER, steps_of
+from titanlite.config.loaded import LoadedConfig
+from titanlite.config.sections import AUTO_FILTER, Config, steps_of
+from titanlite.config.toml import quote
 from titanlite.config.urls import is_url, url_problem
 from titanlite.utils import counted
 
@@ -26,7 +25,7 @@ _GATHER = "float8.enable_fsdp_float8_all_gather"
 Finding = tuple[str, str, str, str]
 
 
-def placed(config: JobConfig, found: Iterable[Finding]) -> list[Problem]:
+def placed(config: LoadedConfig, found: Iterable[Finding]) -> list[Problem]:
     """Return findings as problems, each at the place of its key."""
     return [Problem(config.place(key), key, message, hint, code=code) for code, key, message, hint in found]
 
@@ -53,16 +52,16 @@ _NEEDS: tuple[tuple[str, Any, str, Any], ...] = (
 _DECAY = ("decay_ratio", "decay_steps", "plateau_ratio", "min_lr_factor")
 
 
-def contradictions(config: JobConfig) -> list[Problem]:
+def contradictions(config: LoadedConfig) -> list[Problem]:
     """Return every pair of keys that cannot both hold, whatever the number of ranks."""
-    d = config.dialect
+    d = config.sections
     found = [*_needs(config), *_training(d), *_runtime(config)]
     if d.float8.enable_float8_linear:
         found += _float8_keys(d)
     return placed(config, found)
 
 
-def _needs(config: JobConfig) -> Iterator[Finding]:
+def _needs(config: LoadedConfig) -> Iterator[Finding]:
     for key, value, other, wanted in _NEEDS:
         given, there = config.value(key), config.value(other)
         applies = bool(given) if value is _GIVEN else given == value
@@ -71,7 +70,7 @@ def _needs(config: JobConfig) -> Iterator[Finding]:
             yield "needs", key, f"{subject} {other}{'' if wanted is _GIVEN else f' = {quote(wanted)}'}", ""
 
 
-def _training(d: Dialect) -> Iterator[Finding]:
+def _training(d: Config) -> Iterator[Finding]:
     """Check model, schedule, batch and compilation."""
     t, s, e, ac = d.training, d.lr_scheduler, d.experimental, d.activation_checkpoint
     overrides = d.model.overrides
@@ -122,9 +121,9 @@ def _training(d: Dialect) -> Iterator[Finding]:
         yield "conflict", "training.loss_chunks", message, f"take {rows * length} at most"
 
 
-def _runtime(config: JobConfig) -> Iterator[Finding]:
+def _runtime(config: LoadedConfig) -> Iterator[Finding]:
     """Check checkpoints, guard, watchdog and profiler."""
-    d = config.dialect
+    d = config.sections
     c, p, deadline, timeout = d.checkpoint, d.profiling, d.stall.deadline_seconds, d.comm.train_timeout_seconds
     if c.start == "fresh":
         nothing = 'but checkpoint.start = "fresh" loads nothing'
@@ -157,7 +156,7 @@ def _runtime(config: JobConfig) -> Iterator[Finding]:
         yield "conflict", next((key for key in keys if config.is_given(key)), keys[0]), message, ""
 
 
-def _float8_keys(d: Dialect) -> Iterator[Finding]:
+def _float8_keys(d: Config) -> Iterator[Finding]:
     f, t = d.float8, d.training
     precompute = "float8.precompute_float8_dynamic_scale_for_fsdp"
     recipe = quote(f.recipe_name)
@@ -185,19 +184,19 @@ def _float8_keys(d: Dialect) -> Iterator[Finding]:
 # Stage 2, on this machine: files and packages
 
 
-def missing_files(config: JobConfig) -> list[Problem]:
+def missing_files(config: LoadedConfig) -> list[Problem]:
     """Return a problem for each local file or folder that a key names and that does not exist."""
     keys = ["model.tokenizer_path", "training.dataset_path"]
-    if config.dialect.validation.enable:
+    if config.sections.validation.enable:
         keys.append("validation.dataset_path")
-    if not _has_checkpoints(config.dialect):  # a run with checkpoints of its own does not read it
+    if not _has_checkpoints(config.sections):  # a run with checkpoints of its own does not read it
         keys.append("checkpoint.initial_load_path")
     paths = {key: path for key in keys if (path := config.value(key)) is not None and not is_url(path)}
     found = [("missing-file", key, path) for key, path in paths.items() if not os.path.exists(path)]
     return placed(config, ((code, key, f"no file or folder {quote(path)}", "") for code, key, path in found))
 
 
-def _has_checkpoints(d: Dialect) -> bool:
+def _has_checkpoints(d: Config) -> bool:
     """Return whether the checkpoint folder seems to hold checkpoints. True for a store, which is not asked."""
     if is_url(d.checkpoint.folder):
         return True
@@ -205,17 +204,17 @@ def _has_checkpoints(d: Dialect) -> bool:
     return os.path.isdir(folder) and any(name.startswith("step-") for name in os.listdir(folder))
 
 
-def missing_packages(config: JobConfig) -> list[Problem]:
+def missing_packages(config: LoadedConfig) -> list[Problem]:
     """Return problems for optional packages that a key needs and that are not installed, and unusable stores."""
     found: list[Finding] = []
-    spec = importlib.util.find_spec("wandb") if config.dialect.metrics.enable_wandb else None
+    spec = importlib.util.find_spec("wandb") if config.sections.metrics.enable_wandb else None
     # A folder of that name, as wandb itself makes one in the working directory, is found too, but has no origin.
-    if config.dialect.metrics.enable_wandb and (spec is None or spec.origin is None):
+    if config.sections.metrics.enable_wandb and (spec is None or spec.origin is None):
         hint = "pip install 'titanlite[wandb]', or leave the key out"
         message = "needs the package wandb, which is not installed"
         found.append(("missing-package", "metrics.enable_wandb", message, hint))
     keys = ("checkpoint.folder", "checkpoint.initial_load_path")
-    for key in keys if config.dialect.checkpoint.enable_checkpoint else ():
+    for key in keys if config.sections.checkpoint.enable_checkpoint else ():
         url = config.value(key)
         if url is not None and is_url(url) and (problem := url_problem(url)) is not None:
             found.append(("url", key, f"{quote(url)} {problem[0]}", problem[1]))

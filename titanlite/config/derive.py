@@ -11,11 +11,14 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from titanlite.config.dialect import Dialect
-from titanlite.config.job import JobConfig
+from msgspec.structs import replace as replace_fields
+
+from titanlite.config.keys import sections
+from titanlite.config.loaded import LoadedConfig
+from titanlite.config.not_implemented import without_effect
 from titanlite.config.pipeline import find_schedule, stage_count
-from titanlite.config.schema import quote, sections
-from titanlite.config.unbuilt import implied_unbuilt, without_effect
+from titanlite.config.sections import Config
+from titanlite.config.toml import quote
 from titanlite.config.urls import is_url
 from titanlite.data.skip_ranges import count, ranges_of_steps
 from titanlite.models.llama.plan import linears
@@ -93,7 +96,7 @@ class Deadlines:
     latest_seconds: float = 80.0
 
 
-class RunConfig(Dialect):
+class RunConfig(Config, frozen=True):
     """One run: its sections, with folders joined and defaults of other sections filled in, and what follows from them.
 
     Filled in: folders below job.dump_folder, validation.batch_size and seq_len, and of a pipeline its schedule's exact
@@ -126,24 +129,24 @@ class RunConfig(Dialect):
         return model_args(self.model, self.max_seq_len, tokenizer_size)
 
 
-def smallest_world(config: JobConfig) -> int:
+def smallest_world(config: LoadedConfig) -> int:
     """Return the fewest ranks on which the degrees of parallelism fit."""
-    if config.dialect.checkpoint.create_seed_checkpoint:
+    if config.sections.checkpoint.create_seed_checkpoint:
         return 1
-    degrees = degrees_of(config.dialect)
-    reshard, shard = config.dialect.training.reshard_after_forward, "training.data_parallel_shard_degree"
+    degrees = degrees_of(config.sections)
+    reshard, shard = config.sections.training.reshard_after_forward, "training.data_parallel_shard_degree"
     if isinstance(reshard, int) and degrees[shard] == -1:
         degrees[shard] = reshard
     return math.prod(max(degree, 1) for degree in degrees.values())
 
 
-def derive(config: JobConfig, world_size: int, total_sequences: int | None = None) -> RunConfig:
+def derive(config: LoadedConfig, world_size: int, total_sequences: int | None = None) -> RunConfig:
     """Derive the run of a config on `world_size` ranks. It checks nothing.
 
     total_sequences: packed sequences in all epochs of the text. A run in epochs has no length without it:
     `steps` and `schedule.total_steps` are then None, and the schedule's other numbers are provisional.
     """
-    d = config.dialect
+    d = config.sections
     notes, warnings = list(config.notes), _warnings(config)
     mesh = _mesh(d, world_size, notes)
     batch = _batch(d, mesh, notes)
@@ -184,13 +187,13 @@ def below(folder: str, path: str) -> str:
 
 
 def _replace(section: S, **changes: Any) -> S:
-    return section.model_copy(update=changes)
+    return replace_fields(section, **changes)
 
 
 # Ranks and batches
 
 
-def degrees_of(d: Dialect) -> dict[str, int]:
+def degrees_of(d: Config) -> dict[str, int]:
     """Return the dimensions of the mesh by key; one of data parallelism may be -1 for the ranks left over."""
     replicate, shard = d.training.data_parallel_replicate_degree, d.training.data_parallel_shard_degree
     if d.training.data_parallel_type == "ddp":
@@ -209,7 +212,7 @@ def parallelism(key: str) -> str:
     return key.rpartition(".")[2].removesuffix("_degree")
 
 
-def _mesh(d: Dialect, world_size: int, notes: list[str]) -> MeshSizes:
+def _mesh(d: Config, world_size: int, notes: list[str]) -> MeshSizes:
     if d.checkpoint.create_seed_checkpoint:  # it holds whole tensors, which any mesh can load
         notes.append("one process, whatever the degrees of parallelism: it makes a seed checkpoint and ends")
         return MeshSizes(world_size)
@@ -228,7 +231,7 @@ def _mesh(d: Dialect, world_size: int, notes: list[str]) -> MeshSizes:
     return MeshSizes(world_size, replicate, shard, context, tensor, pipeline)
 
 
-def _batch(d: Dialect, mesh: MeshSizes, notes: list[str]) -> BatchSizes:
+def _batch(d: Config, mesh: MeshSizes, notes: list[str]) -> BatchSizes:
     micro, wanted, ranks = d.training.batch_size, d.training.global_batch_size, mesh.dp_degree
     at_once, width = micro * ranks, counted(ranks, "data-parallel ranks")
     accumulation = 1 if wanted == -1 else max(wanted // at_once, 1)
@@ -249,10 +252,10 @@ def _batch(d: Dialect, mesh: MeshSizes, notes: list[str]) -> BatchSizes:
 
 
 def _filled(
-    config: JobConfig, mesh: MeshSizes, batch: BatchSizes, notes: list[str], warnings: list[str]
-) -> tuple[Dialect, PipelineSizes]:
+    config: LoadedConfig, mesh: MeshSizes, batch: BatchSizes, notes: list[str], warnings: list[str]
+) -> tuple[Config, PipelineSizes]:
     """Return the sections of `RunConfig`, and how a pipeline cuts."""
-    d = config.dialect
+    d = config.sections
     root = d.job.dump_folder
 
     def joined(section: S, *names: str) -> S:
@@ -301,7 +304,7 @@ def _filled(
     return _replace(d, **changes), pipeline
 
 
-def useless_selective_checkpoint(d: Dialect) -> str:
+def useless_selective_checkpoint(d: Config) -> str:
     """Return why "every Nth block" recomputes none: the model has fewer blocks. Empty where it has enough."""
     ac, shape = d.activation_checkpoint, SHAPES.get(d.model.name, {}).get(d.model.flavor)
     blocks = d.model.overrides.get("n_layers", shape and shape.n_layers)
@@ -311,7 +314,7 @@ def useless_selective_checkpoint(d: Dialect) -> str:
     return f'"{every}" recomputes one block of each {every}, but the model has {blocks}' if every > blocks else ""
 
 
-def _deadlines(d: Dialect) -> Deadlines:
+def _deadlines(d: Config) -> Deadlines:
     train, init, beat = d.comm.train_timeout_seconds, d.comm.init_timeout_seconds, d.stall.heartbeat_seconds
     deadline = d.stall.deadline_seconds
     if deadline is None:
@@ -327,7 +330,7 @@ def _deadlines(d: Dialect) -> Deadlines:
 # The length of the run and the schedule
 
 
-def _steps(d: Dialect, batch: BatchSizes, total_sequences: int | None, notes: list[str]) -> int | None:
+def _steps(d: Config, batch: BatchSizes, total_sequences: int | None, notes: list[str]) -> int | None:
     tokens, epochs, size = d.training.tokens, d.training.epochs, batch.global_batch_size
     if tokens is not None:
         steps = math.ceil(tokens / batch.tokens_per_step)
@@ -350,7 +353,7 @@ def _steps(d: Dialect, batch: BatchSizes, total_sequences: int | None, notes: li
     return steps
 
 
-def _schedule(d: Dialect, steps: int | None, notes: list[str], warnings: list[str]) -> Schedule:
+def _schedule(d: Config, steps: int | None, notes: list[str], warnings: list[str]) -> Schedule:
     s, warmup = d.lr_scheduler, d.training.warmup_steps
     total = steps if s.total_steps is None else s.total_steps
     schedule = Schedule(
@@ -395,14 +398,8 @@ def _schedule(d: Dialect, steps: int | None, notes: list[str], warnings: list[st
 # Keys without effect
 
 
-def _warnings(config: JobConfig) -> list[str]:
-    found = [
-        f"{key} = {quote(config.value(key))}, {config.source(key)}, is not built yet: it has no effect"
-        for key in implied_unbuilt(config)
-    ]
-    if config.dialect.job.use_for_integration_test:
-        found.append("job.use_for_integration_test has no effect")
-    return found
+def _warnings(config: LoadedConfig) -> list[str]:
+    return ["job.use_for_integration_test has no effect"] if config.sections.job.use_for_integration_test else []
 
 
 def wide_filters(run: RunConfig) -> list[str]:
@@ -427,7 +424,7 @@ def wide_filters(run: RunConfig) -> list[str]:
     return found
 
 
-def _name_idle_keys(config: JobConfig, notes: list[str], warnings: list[str]) -> None:
+def _name_idle_keys(config: LoadedConfig, notes: list[str], warnings: list[str]) -> None:
     """Name the keys that a user wrote for a feature that is off."""
     idle = [key for key in without_effect(config) if not _off_beside(config, key)]
     # A run in bf16 looks like one in float8: so this is a warning.
@@ -439,7 +436,7 @@ def _name_idle_keys(config: JobConfig, notes: list[str], warnings: list[str]) ->
         notes.append(f"no effect, as their features are off: {', '.join(rest)}")
 
 
-def _off_beside(config: JobConfig, key: str) -> bool:
+def _off_beside(config: LoadedConfig, key: str) -> bool:
     """Return whether the file that holds a key also turns its section off: its reader sees both."""
     section = key.partition(".")[0]
     switch = {"checkpoint": "enable_checkpoint", "validation": "enable"}.get(section)

@@ -20,14 +20,13 @@ from titanlite.config.derive import (
     smallest_world,
     useless_selective_checkpoint,
 )
-from titanlite.config.dialect import Dialect
 from titanlite.config.errors import ConfigError, Problem, nearest
-from titanlite.config.job import JobConfig
 from titanlite.config.load import read
+from titanlite.config.loaded import LoadedConfig
+from titanlite.config.not_implemented import refused
 from titanlite.config.pipeline import SCHEDULES, find_schedule
-from titanlite.config.schema import quote
-from titanlite.config.sections import AUTO_FILTER
-from titanlite.config.unbuilt import refused
+from titanlite.config.sections import AUTO_FILTER, Config
+from titanlite.config.toml import quote
 from titanlite.models.llama.plan import linears, pipeline_costs, tensor_plan
 from titanlite.models.shapes import LlamaArgs, ShapeError
 from titanlite.parallel import ParallelismError
@@ -50,7 +49,7 @@ def load_config(path: str, world_size: int, flags: Sequence[str] = ()) -> RunCon
 
 def check_config(
     argv: Sequence[str], world_size: int | None = None, *, training: bool = True
-) -> tuple[JobConfig, RunConfig]:
+) -> tuple[LoadedConfig, RunConfig]:
     """Load the config of a command line, check it and derive its run.
 
     world_size: ranks; None: the fewest on which the degrees of parallelism fit.
@@ -67,7 +66,7 @@ def check_config(
     return config, fitted(config, world_size or smallest_world(config))
 
 
-def fitted(config: JobConfig, world_size: int, total_sequences: int | None = None) -> RunConfig:
+def fitted(config: LoadedConfig, world_size: int, total_sequences: int | None = None) -> RunConfig:
     """Derive a run and check that it fits the ranks and the model. Raises ConfigError with all that does not."""
     run = derive(config, world_size, total_sequences)
     _stop(misfits(config, run))
@@ -79,12 +78,12 @@ def _stop(problems: Sequence[Problem]) -> None:
         raise ConfigError(problems)
 
 
-def misfits(config: JobConfig, run: RunConfig) -> list[Problem]:
+def misfits(config: LoadedConfig, run: RunConfig) -> list[Problem]:
     """Return all that does not fit the number of ranks and the model, for a config without contradictions.
 
     The numbers of the ranks and the model's own are checked together. If one is wrong, the model is not divided.
     """
-    d = config.dialect
+    d = config.sections
     found = list(_rank_misfits(d, run))
     if not found:
         found += [*_batch_misfits(d, run), *_context_misfits(d), *_pipeline_misfits(d)]
@@ -103,7 +102,7 @@ def misfits(config: JobConfig, run: RunConfig) -> list[Problem]:
     return placed(config, found)
 
 
-def _model_problems(config: JobConfig, error: ShapeError) -> list[Problem]:
+def _model_problems(config: LoadedConfig, error: ShapeError) -> list[Problem]:
     """Return what is wrong with the model's arguments."""
     given = [source.place for key, source in config.sources.items() if key.startswith("model.")]
     problems = []
@@ -114,7 +113,7 @@ def _model_problems(config: JobConfig, error: ShapeError) -> list[Problem]:
     return problems
 
 
-def _rank_misfits(d: Dialect, run: RunConfig) -> Iterator[Finding]:
+def _rank_misfits(d: Config, run: RunConfig) -> Iterator[Finding]:
     size = run.mesh.world_size
     if d.checkpoint.create_seed_checkpoint:
         if size > 1:
@@ -136,7 +135,7 @@ def _rank_misfits(d: Dialect, run: RunConfig) -> Iterator[Finding]:
     yield "ranks", key, message, f"run on {counted(product, 'ranks')}, or {'on ' if rest else ''}{other}"
 
 
-def _batch_misfits(d: Dialect, run: RunConfig) -> Iterator[Finding]:
+def _batch_misfits(d: Config, run: RunConfig) -> Iterator[Finding]:
     t, mesh, batch = d.training, run.mesh, run.batch
     reshard, shards = t.reshard_after_forward, mesh.weight_shards
     if isinstance(reshard, int) and shards % reshard:
@@ -158,7 +157,7 @@ def _batch_misfits(d: Dialect, run: RunConfig) -> Iterator[Finding]:
         yield from _microbatch_misfits(run)
 
 
-def _context_misfits(d: Dialect) -> Iterator[Finding]:
+def _context_misfits(d: Config) -> Iterator[Finding]:
     """Check that each sequence can be cut into two equal chunks per rank."""
     chunks = 2 * d.experimental.context_parallel_degree
     for key, length in _lengths(d).items():
@@ -173,7 +172,7 @@ def _context_misfits(d: Dialect) -> Iterator[Finding]:
             )
 
 
-def _pipeline_misfits(d: Dialect) -> Iterator[Finding]:
+def _pipeline_misfits(d: Config) -> Iterator[Finding]:
     e, t, degree = d.experimental, d.training, d.experimental.pipeline_parallel_degree
     name = find_schedule(e.pipeline_parallel_schedule)
     if name is None:
@@ -211,7 +210,7 @@ def _pipeline_misfits(d: Dialect) -> Iterator[Finding]:
             yield "conflict", f"{_PP}schedule", message, hint
 
 
-def _whole_backward(d: Dialect) -> dict[str, str]:
+def _whole_backward(d: Config) -> dict[str, str]:
     """Return the keys that need a backward in one piece, each with the reason."""
     reshard = d.training.reshard_after_forward
     needs = {
@@ -356,7 +355,7 @@ def _batch_advice(wanted: int, micro: int, ranks: int) -> str:
     return "these work: " + "; ".join(options)
 
 
-def _lengths(d: Dialect) -> dict[str, int]:
+def _lengths(d: Config) -> dict[str, int]:
     """Return the lengths of sequences by key, in tokens."""
     held_out = d.validation.seq_len if d.validation.enable else None
     return {"training.seq_len": d.training.seq_len, **({"validation.seq_len": held_out} if held_out else {})}

@@ -15,7 +15,7 @@ from titanlite.config.derive import Deadlines as StallPlan
 from titanlite.config.derive import MeshSizes as MeshPlan
 from titanlite.config.derive import RunConfig
 from titanlite.config.fit import check_config, fitted
-from titanlite.config.job import JobConfig
+from titanlite.config.loaded import LoadedConfig
 from titanlite.config.sections import AUTO_FILTER, steps_of
 from titanlite.models.shapes import LlamaArgs, resolve_args
 from titanlite.optim.schedule import Schedule as SchedulePlan
@@ -552,18 +552,20 @@ def load_plans(path: str, world_size: int, flags: Sequence[str] = ()) -> Plans:
     return checked_plans([f"--job.config_file={path}", *flags], world_size, training=True)[1]
 
 
-def checked_plans(argv: Sequence[str], world_size: int | None = None, *, training: bool) -> tuple[JobConfig, Plans]:
+def checked_plans(argv: Sequence[str], world_size: int | None = None, *, training: bool) -> tuple[LoadedConfig, Plans]:
     """As `check_config`."""
     config, run = check_config(argv, world_size, training=training)
     return config, legacy_plans(run)
 
 
-def resolve_plans(config: JobConfig, world_size: int, total_sequences: int | None = None) -> Plans:
+def resolve_plans(config: LoadedConfig, world_size: int, total_sequences: int | None = None) -> Plans:
     """As `fitted`."""
     return legacy_plans(fitted(config, world_size, total_sequences))
 
 
-def resolve(config: JobConfig, *, world_size: int, shapes: object = None, total_sequences: int | None = None) -> Plans:
+def resolve(
+    config: LoadedConfig, *, world_size: int, shapes: object = None, total_sequences: int | None = None
+) -> Plans:
     """As `fitted`."""
     return legacy_plans(fitted(config, world_size, total_sequences))
 

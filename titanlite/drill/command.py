@@ -14,7 +14,6 @@ from typing import Any
 
 from titanlite import exit_codes
 from titanlite.config.errors import ConfigError, Problem
-from titanlite.config.explain import Style
 from titanlite.config.load import find_config, read
 from titanlite.drill.faults import REHEARSALS, Rehearsal, chosen
 from titanlite.drill.ranks import RanksError, prepare
@@ -22,7 +21,7 @@ from titanlite.drill.shrink import Toy, shrink
 from titanlite.drill.stage import Failed, Stage
 from titanlite.drill.text import write_text
 from titanlite.tools.processes import Stopped, stoppable
-from titanlite.utils import escape
+from titanlite.utils import Style, escape
 
 _DESCRIPTION = """\
 Rehearse what may happen to a run: kills, damaged checkpoints, full disks, signals, a gradient that is not a number, a

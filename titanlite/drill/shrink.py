@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from titanlite.config.aliases import key_of
 from titanlite.config.entries import command_line_entries
 from titanlite.config.errors import ConfigError, Problem
-from titanlite.config.job import JobConfig
 from titanlite.config.load import read
-from titanlite.config.names import ALIASES
-from titanlite.config.plans import Plans
-from titanlite.config.schema import quote
-from titanlite.config.sections.model import AUTO_FILTER
-from titanlite.prepare import checked_plans
+from titanlite.config.loaded import LoadedConfig
+from titanlite.config.sections import AUTO_FILTER
+from titanlite.config.toml import quote
 
 #: Steps of a whole run, of its first half, and between saves.
 STEPS, HALF, INTERVAL = 8, 4, 2
@@ -81,7 +79,7 @@ def _word(value: Any) -> str:
     return value if isinstance(value, str) else quote(value)
 
 
-def _sizes(base: JobConfig, text: Path, degrees: dict[str, int], left: int) -> dict[str, Any]:
+def _sizes(base: LoadedConfig, text: Path, degrees: dict[str, int], left: int) -> dict[str, Any]:
     """Key -> value of what every toy has alike, whatever the config says."""
     pipeline = degrees["experimental.pipeline_parallel_degree"] > 1
     micro = 2 if pipeline else 1
@@ -122,16 +120,16 @@ def _sizes(base: JobConfig, text: Path, degrees: dict[str, int], left: int) -> d
         "job.print_config": False,
         "job.save_config_file": None,
     }
-    if base.dialect.lr_scheduler.warmup_ratio is None:
+    if base.sections.lr_scheduler.warmup_ratio is None:
         values["training.warmup_steps"] = 2
     return values
 
 
-def _shape(base: JobConfig, pipeline: bool) -> dict[str, Any]:
+def _shape(base: LoadedConfig, pipeline: bool) -> dict[str, Any]:
     """Sizes that any degree of two divides; grouped heads stay grouped."""
     from titanlite.models.shapes import SHAPES
 
-    d = base.dialect
+    d = base.sections
     flavor = SHAPES.get(d.model.name, {}).get(d.model.flavor)
     grouped = d.model.overrides.get("n_kv_heads", flavor.n_kv_heads if flavor else None) is not None
     shape = {"dim": 64, "n_layers": 4 if pipeline else 2, "n_heads": 4, "n_kv_heads": 2 if grouped else 4}
@@ -141,9 +139,9 @@ def _shape(base: JobConfig, pipeline: bool) -> dict[str, Any]:
     return shape
 
 
-def _scaled(base: JobConfig, degrees: dict[str, int], left: int, compiled: bool, notes: list[str]) -> dict[str, Any]:
+def _scaled(base: LoadedConfig, degrees: dict[str, int], left: int, compiled: bool, notes: list[str]) -> dict[str, Any]:
     """Key -> value of what cannot be as the config has it at this size, or without what is off."""
-    d = base.dialect
+    d = base.sections
     values: dict[str, Any] = {
         **degrees,
         "training.data_parallel_shard_degree": -1,
@@ -191,7 +189,7 @@ def _scaled(base: JobConfig, degrees: dict[str, int], left: int, compiled: bool,
 def _refuse_own(flags: Sequence[str], sizes: Iterable[str]) -> None:
     """Raise ConfigError for flags of what the toy decides."""
     entries, _ = command_line_entries(flags)
-    names = {entry.name: ALIASES[entry.name].canonical if entry.name in ALIASES else entry.name for entry in entries}
+    names = {entry.name: key_of(entry.name) for entry in entries}
     own = {"job.dump_folder", "job.config_file", "training.tokens", "training.epochs", *sizes}
     found = [
         Problem("command line", name, "is not to be set here", "the drill has a size and a folder of its own")
@@ -202,8 +200,8 @@ def _refuse_own(flags: Sequence[str], sizes: Iterable[str]) -> None:
         raise ConfigError(found)
 
 
-def _described(base: JobConfig, plans: Plans, kept: dict[str, int]) -> list[str]:
-    d, mesh = base.dialect, plans.mesh
+def _described(base: LoadedConfig, plans: Plans, kept: dict[str, int]) -> list[str]:
+    d, mesh = base.sections, plans.mesh
     parallel = [f"{_DEGREES[key]}_parallel {degree}" for key, degree in kept.items() if degree > 1]
     lost = [
         f"{_DEGREES[key]}_parallel" for key, degree in kept.items() if degree == 1 and base.value(key) not in (1, -1)

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from titanlite.callbacks import SLOW_PHASES, Callback, RunEnd
-from titanlite.config.scan import loads
-from titanlite.config.sections.run import Job, Metrics
+from titanlite.config.run_sections import Job, Metrics
+from titanlite.config.toml import loads
 from titanlite.metrics.console import StepFigures, colorize, fsdp_line, titan_line
 from titanlite.metrics.jsonl import FILE, MetricsLog
 from titanlite.metrics.live import LiveView, start_view

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from titanlite.callbacks import Callback, RunEnd
-from titanlite.config.sections.run import Profiling
+from titanlite.config.run_sections import Profiling
 from titanlite.utils import human_time, logger
 
 if TYPE_CHECKING:

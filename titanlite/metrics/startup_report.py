@@ -9,10 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from titanlite.config.sections.checkpoint import Checkpoint
-from titanlite.config.sections.model import ActivationCheckpoint, Compile, Float8, Optimizer
-from titanlite.config.sections.run import Guard
-from titanlite.config.sections.training import Data, Training, Validation
+from titanlite.config.run_sections import Guard
+from titanlite.config.sections import (
+    ActivationCheckpoint,
+    Checkpoint,
+    Compile,
+    Data,
+    Float8,
+    Optimizer,
+    Training,
+    Validation,
+)
 from titanlite.metrics.throughput import is_cpu
 from titanlite.utils import counted, human_bytes, human_count
 

@@ -39,7 +39,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from titanlite import exit_codes
 from titanlite.callbacks import SLOW_PHASES
-from titanlite.config.sections.run import Comm, Stall
+from titanlite.config.run_sections import Comm, Stall
 from titanlite.exit_codes import is_of_collectives
 from titanlite.guard import BadStepError
 from titanlite.metrics.console import console_handler

@@ -31,7 +31,7 @@ from titanlite.parallel import ParallelismError
 from titanlite.parallel.activation_offload import HostMemory, offload
 
 if TYPE_CHECKING:
-    from titanlite.config.sections.model import ActivationCheckpoint
+    from titanlite.config.sections import ActivationCheckpoint
 
 #: Matrix products: every second one is saved, the first included. By overload: `aten.mm` alone matches nothing.
 #: Batched products are left out: attention without a kernel of its own consists of them, and recomputation exists to

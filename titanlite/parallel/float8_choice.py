@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from titanlite.config.sections.model import AUTO_FILTER, Float8
+from titanlite.config.sections import AUTO_FILTER, Float8
 from titanlite.models.spec import Size
 
 #: float8 units need every dimension of a product to be a multiple of it.

@@ -19,8 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.pipeline import SCHEDULES, find_schedule
-from titanlite.config.sections.model import ActivationCheckpoint, Compile, Float8
-from titanlite.config.sections.training import Experimental, Training
+from titanlite.config.sections import ActivationCheckpoint, Compile, Experimental, Float8, Training
 from titanlite.loss import chunk_head, cross_entropy_sum
 from titanlite.models.spec import ModelSpec
 from titanlite.parallel import ParallelismError

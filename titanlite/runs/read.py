@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from titanlite import exit_codes
-from titanlite.config.scan import TOMLDecodeError
+from titanlite.config.toml import TOMLDecodeError
 from titanlite.metrics.jsonl import FILE as METRICS
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.runs.lock import last_sign_of_life

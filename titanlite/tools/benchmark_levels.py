@@ -11,14 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from titanlite.config.aliases import key_of
 from titanlite.config.entries import command_line_entries
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.load import read
-from titanlite.config.names import ALIASES
-from titanlite.config.plans import Plans
-from titanlite.config.schema import quote
+from titanlite.config.toml import quote
 from titanlite.preflight import compile_problems
-from titanlite.prepare import checked_plans, resolve_plans
 from titanlite.runs.provenance import config_values
 from titanlite.runs.read import RunError
 from titanlite.tools.benchmark_report import after_warmup
@@ -74,7 +72,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 def refuse_own_keys(flags: Sequence[str]) -> None:
     entries, _ = command_line_entries(flags)
-    keys = {entry.name: ALIASES[entry.name].canonical if entry.name in ALIASES else entry.name for entry in entries}
+    keys = {entry.name: key_of(entry.name) for entry in entries}
     found = [(name, _OWN[key]) for name, key in keys.items() if key in _OWN]
     if found:
         raise ConfigError([Problem("command line", name, "cannot be set here", hint) for name, hint in found])
@@ -133,7 +131,7 @@ import json, torch
 from titanlite.config.errors import ConfigError
 from titanlite.config.plans import Float8Plan
 from titanlite.metrics.throughput import device_name
-from titanlite.config.sections.model import Float8
+from titanlite.config.sections import Float8
 from titanlite.observe.flops import device_name
 from titanlite.preflight import float8_problems
 gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
