@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import platform
 import sys
 import types
@@ -77,9 +78,8 @@ from titanlite.prepare import model_args, undivided
 from titanlite.run_callbacks import (
     AttemptRecord,
     CompileReport,
-    ProcessSettings,
     ResumeCheck,
-    SaveWarnings,
+    SlowSaveWarning,
     Timeouts,
     Watchdog,
 )
@@ -381,7 +381,6 @@ def build(
     config, device = plans.config, world.device
     if callbacks is None:
         callbacks = load_callbacks(config.job.callbacks)
-    settings = ProcessSettings(plans.train.deterministic, plans.train.deterministic_warn_only)
     datasets = datasets or read_datasets(plans)
     if plans.train.steps is None:
         raise ValueError("the run's length is not known yet: resolve the plans with the length of the text")
@@ -473,7 +472,6 @@ def build(
     attempts = AttemptRecord(
         folder, plans.config_toml, config.job.description, world, name, batch.tokens_per_step, watchdog
     )
-    saves = SaveWarnings(checkpointer.root, world) if checkpointer else None
     gc = GarbageCollection(plans.train.gc_freq)
     metrics = MetricsLogger(
         config.metrics,
@@ -514,19 +512,22 @@ def build(
     # Every callback of a run, in the order in which it is called. The watchdog is first: other ranks wait for it.
     every: list[Callback | None] = [
         Watchdog(watchdog or StallWatch(plans.stall, end=None), entered=watchdog is not None),
-        settings,
         Timeouts(config.comm.init_timeout_seconds, config.comm.train_timeout_seconds) if world.timeout else None,
         gc,
         attempts,
-        StartReport(report, config.checkpoint, plans.config_toml, skip, attempts, saves, in_epochs),
+        StartReport(report, config.checkpoint, plans.config_toml, skip, attempts, in_epochs),
         metrics,
         CompileReport(compiled) if compiled else None,
         Float8ErrorCheck(drift, dtype, metrics.write) if drift else None,
         Profiler(config.profiling, world.rank, device) if profiles else None,
         ResumeCheck(resume_guard, datasets.train, batch.global_batch_size, skip, world),
-        saves,
+        SlowSaveWarning(world.rank),
         *callbacks,
     ]
+    if config.debug.deterministic:
+        # cuBLAS is deterministic only with a fixed workspace, chosen before its first call.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=config.debug.deterministic_warn_only)
     return TrainingComponents(
         world=world,
         mesh=mesh,
