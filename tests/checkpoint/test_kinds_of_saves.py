@@ -24,7 +24,7 @@ from titanlite.config.unbuilt import refused, without_effect
 from titanlite.metrics.wandb import ID_FILE
 from titanlite.parallel.world import World
 from titanlite.prepare import resolve_plans
-from titanlite.trainer import Trainer
+from titanlite.trainer import Trainer, save_seed
 
 ON = "--checkpoint.enable_checkpoint"
 
@@ -35,22 +35,22 @@ def _steps(folder: Path) -> list[int]:
 
 def _slow(world: World, folder: str, *flags: str) -> list[tuple[int, float]]:
     """A run whose steps take a quarter of a second: the steps after which it began to save, and when."""
-    train_one, begin = Trainer.train_one, SaveSchedule.begin
+    fetch, begin = Trainer.fetch, SaveSchedule.begin
     begun: list[tuple[int, float]] = []
 
     def slow(self: Trainer) -> Any:
         time.sleep(0.25)
-        return train_one(self)
+        return fetch(self)
 
     def noted(self: SaveSchedule, step: int) -> None:
         begin(self, step)
         begun.append((step, time.monotonic()))
 
-    Trainer.train_one, SaveSchedule.begin = slow, noted  # type: ignore[method-assign]
+    Trainer.fetch, SaveSchedule.begin = slow, noted  # type: ignore[method-assign]
     try:
         _run(world, folder, *flags)
     finally:
-        Trainer.train_one, SaveSchedule.begin = train_one, begin  # type: ignore[method-assign]
+        Trainer.fetch, SaveSchedule.begin = fetch, begin  # type: ignore[method-assign]
     return begun[1:]  # the first is the beginning of the first interval
 
 
@@ -124,7 +124,7 @@ def _seed(world: World, folder: str, *flags: str) -> str:
     config = load_file("debug_model.toml", [*TINY, f"--job.dump_folder={folder}", *flags])
     plans = resolve_plans(config, world.size)
     try:
-        Trainer(build(plans, world)).train()
+        save_seed(build(plans, world))
     except CheckpointError as error:
         return str(error)
     return ""

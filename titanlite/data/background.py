@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -28,30 +26,8 @@ THREAD = "titanlite-prefetch"
 
 #: Seconds that `close` waits for a thread to finish the item that it is at.
 _PATIENCE = 10.0
-#: Seconds in which data may still come after `give_up` has said that they are not waited for any longer.
-_LAST_CHANCE = 3.0
-
-#: Asked while data are waited for.
-GiveUp = Callable[[], bool]
 
 _T = TypeVar("_T")
-
-
-class Patience:
-    """Whether to wait on: until some seconds after `give_up` has first said yes."""
-
-    def __init__(self, give_up: GiveUp) -> None:
-        self._give_up, self._until = give_up, math.inf
-
-    def ended(self) -> bool:
-        """To be asked now and then while something is waited for."""
-        if self._give_up():
-            self._until = min(self._until, time.monotonic() + _LAST_CHANCE)
-        return time.monotonic() >= self._until
-
-
-class DataNotReadyError(RuntimeError):
-    """Data did not come, and were not to be waited for any longer."""
 
 
 class StepLoader(Protocol):
@@ -116,36 +92,23 @@ class _Ahead(Generic[_T]):
         # Runs when the owner is forgotten, and before the interpreter ends: a thread that is still in a library then
         # would abort the process, and one that is no daemon would keep it from ending.
         self._finalizer = weakref.finalize(self, _stop, self._shelf, self._thread)
-        self.given_up = False
 
-    def take(self, give_up: GiveUp | None = None) -> _T:
-        """The next item; waits for it. Raises what `make` raised in its place, and then again and again.
-
-        give_up: asked now and then while it waits. Some seconds after its first yes DataNotReadyError is raised, and
-        the thread left to itself: it may hang, in a file system that does not answer.
-        """
-        shelf, patience = self._shelf, None if give_up is None else Patience(give_up)
+    def take(self) -> _T:
+        """The next item; waits for it. Raises what `make` raised in its place, and then again and again."""
+        shelf = self._shelf
         with shelf.changed:
             if shelf.closed:
                 raise RuntimeError("the loader did not come back when it was to be ended: it cannot be used again")
             while not shelf.items:
                 if not self._thread.is_alive():
                     raise RuntimeError("the thread that prepares batches is gone: was the process forked?")
-                shelf.changed.wait(timeout=1.0 if give_up is None else 0.5)
-                if patience is not None and not shelf.items and patience.ended():
-                    self._leave_behind()
-                    raise DataNotReadyError(f"no data came within {_LAST_CHANCE:.0f} s of being asked to stop")
+                shelf.changed.wait(timeout=1.0)
             item = shelf.items[0]
             if isinstance(item, BaseException):
                 raise item
             shelf.items.popleft()
             shelf.changed.notify_all()
         return item
-
-    def _leave_behind(self) -> None:
-        self.given_up = self._shelf.closed = True  # should it come back, it ends
-        self._shelf.changed.notify_all()
-        self._finalizer.detach()  # which would wait for it
 
     def stop(self) -> bool:
         """End the thread; False if it does not end because `make` does not return."""
@@ -189,8 +152,6 @@ class Prefetcher:
         self.loader = loader
         self.depth = depth
         self.pin = pin and torch.cuda.is_available()
-        #: Ends a wait in vain; `next_step` then raises DataNotReadyError, and cannot be called again.
-        self.give_up: GiveUp | None = None
         self._ahead: _Ahead[_Step] | None = None
         #: What was handed out last; None while nothing is prepared ahead of it.
         self._last: tuple[dict[str, Any], int | None] | None = None
@@ -214,7 +175,7 @@ class Prefetcher:
             self._last = self.loader.state_dict(), self.loader.steps_left
             self._ahead = _Ahead(_steps(self.loader, self.pin), self.depth, _current_device(self.pin))
         try:
-            step = self._ahead.take(self.give_up)
+            step = self._ahead.take()
         except Exception:
             self.close()
             raise
@@ -237,7 +198,7 @@ class Prefetcher:
 
         A loader that does not return from a step within seconds is left to itself, with a warning.
         """
-        if self._ahead is None or self._ahead.given_up:
+        if self._ahead is None:
             return
         if not self._ahead.stop():
             logger.warning(f"the loader has not returned from a step for {_PATIENCE:.0f} s: its thread is left behind")
@@ -268,8 +229,6 @@ class ValidationPrefetcher:
         self.depth = depth
         self.pin = pin and torch.cuda.is_available()
         self.persistent = persistent
-        #: Ends a wait in vain; a pass then raises DataNotReadyError.
-        self.give_up: GiveUp | None = None
         self._ahead: _Ahead[Batch] | None = None
 
     def __len__(self) -> int:
@@ -287,13 +246,13 @@ class ValidationPrefetcher:
         whole = False
         try:
             for _ in range(len(self.loader)):
-                yield ahead.take(self.give_up)
+                yield ahead.take()
             whole = True
         finally:
             # A pass that was broken off leaves batches of its middle behind.
             if whole and self.persistent and self._ahead is None:
                 self._ahead = ahead
-            elif not ahead.given_up:
+            else:
                 ahead.stop()
 
     def close(self) -> None:
