@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import platform
 import sys
 import types
@@ -62,9 +63,8 @@ from titanlite.preflight import async_tp_problems, fsdp_problems
 from titanlite.run_callbacks import (
     AttemptRecord,
     CompileReport,
-    ProcessSettings,
     ResumeCheck,
-    SaveWarnings,
+    SlowSaveWarning,
     Timeouts,
     Watchdog,
 )
@@ -204,7 +204,6 @@ def build(
     device = world.device
     if callbacks is None:
         callbacks = load_callbacks(run.job.callbacks)
-    settings = ProcessSettings(run.debug.deterministic, run.debug.deterministic_warn_only)
     datasets = datasets or read_datasets(run)
     if run.steps is None:
         raise ValueError("the run's length is not known yet: derive it with the length of the text")
@@ -301,7 +300,6 @@ def build(
         exact=device.type == "cpu" or run.debug.deterministic,
     )
     attempts = AttemptRecord(folder, run.toml, run.job.description, world, name, batch.tokens_per_step, watchdog)
-    saves = SaveWarnings(checkpointer.root, world) if checkpointer else None
     gc = GarbageCollection(run.training.gc_freq)
     metrics = MetricsLogger(
         run.metrics,
@@ -324,19 +322,22 @@ def build(
     # Every callback of a run, in the order in which it is called. The watchdog is first: other ranks wait for it.
     every: list[Callback | None] = [
         Watchdog(watchdog or HangWatchdog(run.stall, run.comm, end=None), entered=watchdog is not None),
-        settings,
         Timeouts(run.comm.init_timeout_seconds, run.comm.train_timeout_seconds) if world.timeout else None,
         gc,
         attempts,
-        StartReport(report, run.checkpoint, run.toml, skip, attempts, saves, in_epochs),
+        StartReport(report, run.checkpoint, run.toml, skip, attempts, in_epochs),
         metrics,
         CompileReport(compiled) if compiled else None,
         Float8ErrorCheck(drift, builder.param_dtype, metrics.write) if drift else None,
         Profiler(run.profiling, world.rank, device) if profiles else None,
         ResumeCheck(resume_guard, datasets.train, batch.global_batch_size, skip, world),
-        saves,
+        SlowSaveWarning(world.rank),
         *callbacks,
     ]
+    if run.debug.deterministic:
+        # cuBLAS is deterministic only with a fixed workspace, chosen before its first call.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=run.debug.deterministic_warn_only)
     return TrainingComponents(
         world=world,
         mesh=mesh,

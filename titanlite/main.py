@@ -10,7 +10,6 @@ import gc
 import os
 import socket
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -111,13 +110,13 @@ def run(
                 check_machine(config.training, config.compile, config.float8)
                 if rank == 0:
                     held.enter_context(_lock(folder, config.checkpoint))
+                    _show_config(config.job, config.toml)
                 if store is not None:
                     wait_for_rank_0(store, rank, size, config.comm.init_timeout_seconds)
                 datasets = read_datasets(config)
                 check_model(config, datasets)
                 if config.steps is None:
                     config = fitted(asked, size, datasets.train.total_sequences)
-                _make_folders(config.job)
                 traces = str(folder / "comm_traces")
                 watchdog = HangWatchdog(config.stall, config.comm, str(folder / LOGS), traces, exit_now)
                 opened = DistEnv.open(
@@ -129,8 +128,6 @@ def run(
                 with opened as world, rank_log(folder, rank), watchdog:
                     if world.device.type == "cpu":
                         keep_freed_memory()
-                    if rank == 0:
-                        _show_config(config.job, config.toml)
                     parts = build(config, world, datasets, watchdog, callbacks)
                     if config.checkpoint.create_seed_checkpoint:
                         save_seed(parts)
@@ -244,27 +241,17 @@ def _not_writable(key: str, folder: Path | StorePath, error: OSError) -> ConfigE
     return ConfigError([Problem("", key, reason, "name a folder that you may write to")])
 
 
-def _make_folders(job: Job) -> None:
-    """Make sure that the run can write where it is told to. Raises ConfigError."""
-    folders = {"job.dump_folder": Path(job.dump_folder)}
-    if job.save_config_file is not None:
-        folders["job.save_config_file"] = Path(job.save_config_file).parent
-    for key, folder in folders.items():
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
-        except OSError as error:
-            raise _not_writable(key, folder, error) from None
-
-
 def _show_config(job: Job, toml: str) -> None:
-    """`job.print_config` and `job.save_config_file`: the whole config as one TOML file."""
+    """`job.print_config` and `job.save_config_file`: the whole config as one TOML file. Raises ConfigError."""
     if job.print_config:
         print(toml, flush=True)
     if job.save_config_file is not None:
         path = Path(job.save_config_file)
-        path.write_text(toml, encoding="utf-8")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(toml, encoding="utf-8")
+        except OSError as error:
+            raise _not_writable("job.save_config_file", path, error) from None
         logger.info(f"config written to {path}")
 
 

@@ -1,4 +1,4 @@
-"""The small callbacks of every run: hang watchdog, timeouts, process settings, compilation, attempts, resume check."""
+"""The small callbacks of every run: hang watchdog, timeouts, compilation, attempts, save times, resume check."""
 
 from __future__ import annotations
 
@@ -9,21 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 from titanlite import exit_codes
 from titanlite.callbacks import SLOW_PHASES, Callback, RunEnd
 from titanlite.checkpoint.grace import grace_warning
 from titanlite.checkpoint.loading import LoadedState
-from titanlite.checkpoint.manifest import CheckpointError, parse_manifest, step_folder, steps_in
-from titanlite.checkpoint.place import Place, StoreError
+from titanlite.checkpoint.place import Place
 from titanlite.checkpoint.resume_guard import ResumeGuard, Verdict
 from titanlite.config.toml import TOMLDecodeError, loads
 from titanlite.data.loader import add_hashes, step_hash
 from titanlite.data.packing import PackedDataset
 from titanlite.data.skip_ranges import Range, ranges_of_steps, take
-from titanlite.parallel.compile import CACHE_VARIABLE, CompileWatch
+from titanlite.parallel.compile import CompileWatch
 from titanlite.parallel.dist_env import DistEnv, patience, set_timeouts
 from titanlite.runs import record
 from titanlite.utils import logger
@@ -79,35 +77,6 @@ class Timeouts(Callback):
         if not self._lowered:
             self._lowered = True
             set_timeouts(self._later)
-
-
-class ProcessSettings(Callback):
-    """Turns on deterministic kernels if asked, and restores at the end what a run has set for its process.
-
-    Make it before anything is compiled.
-    """
-
-    def __init__(self, deterministic: bool, warn_only: bool) -> None:
-        self._deterministic, self._warn_only = deterministic, warn_only
-        self._variables = {name: os.environ.get(name) for name in (CACHE_VARIABLE, "CUBLAS_WORKSPACE_CONFIG")}
-        self._before = (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        )
-
-    def on_start(self, trainer: Trainer) -> None:
-        if self._deterministic:
-            # cuBLAS is deterministic only with a fixed workspace, chosen before its first call.
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True, warn_only=self._warn_only)
-
-    def on_end(self, trainer: Trainer, end: RunEnd) -> None:
-        torch.use_deterministic_algorithms(self._before[0], warn_only=self._before[1])
-        for name, value in self._variables.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 class CompileReport(Callback):
@@ -188,35 +157,17 @@ class AttemptRecord(Callback):
         return trainer.tokens_seen - (trainer.step - step) * self._tokens_per_step
 
 
-class SaveWarnings(Callback):
-    """Warns, once, of saves that are likely to outlast the time that torchrun gives a process after SIGTERM."""
+class SlowSaveWarning(Callback):
+    """Warns, once, when a save is likely to outlast the time that torchrun gives a process after SIGTERM."""
 
-    def __init__(self, root: Place, world: DistEnv) -> None:
-        self._root, self._world = root, world
-        self._warned = False
-
-    def earlier(self) -> str:
-        """Return the warning about the newest save of an earlier attempt; "" if there is none. On rank 0 only."""
-        if self._world.rank:
-            return ""
-        with contextlib.suppress(StoreError):
-            for step in reversed(steps_in(self._root)):
-                with contextlib.suppress(CheckpointError):
-                    manifest = parse_manifest(step_folder(self._root, step))
-                    if not manifest.weights_only:
-                        return self._warning(
-                            manifest.seconds or 0.0, f"the save of step {step}, by an earlier attempt,"
-                        )
-        return ""
+    def __init__(self, rank: int) -> None:
+        self._rank, self._warned = rank, False
 
     def on_save(self, trainer: Trainer, step: int, folder: Place, seconds: float) -> None:
-        if self._world.rank == 0 and (text := self._warning(seconds, f"the save of step {step}")):
-            logger.warning(text)
-
-    def _warning(self, seconds: float, save: str) -> str:
-        text = "" if self._warned else grace_warning(seconds, save, os.environ)
+        text = "" if self._warned or self._rank else grace_warning(seconds, f"the save of step {step}", os.environ)
         self._warned = self._warned or bool(text)
-        return text
+        if text:
+            logger.warning(text)
 
 
 class ResumeCheck(Callback):

@@ -19,7 +19,7 @@ from titanlite.runs.provenance import config_changes, config_text
 from titanlite.utils import counted, logger
 
 if TYPE_CHECKING:
-    from titanlite.run_callbacks import AttemptRecord, SaveWarnings
+    from titanlite.run_callbacks import AttemptRecord
     from titanlite.trainer import Trainer
 
 _WORDS = {"optimizer": "optimizer", "lr_scheduler": "schedule", "dataloader": "text", "rng": "random generators"}
@@ -29,8 +29,7 @@ class StartReport(Callback):
     """Logs the report when a run starts.
 
     report: the lines about the run itself. toml: the resolved config. skip: ranges of sequences that are skipped.
-    attempts, saves: have lines of their own; saves is None where there are no checkpoints. in_epochs: the text decides
-    how long the run is.
+    attempts: has lines of its own. in_epochs: the text decides how long the run is.
     """
 
     def __init__(
@@ -40,11 +39,10 @@ class StartReport(Callback):
         toml: str,
         skip: Sequence[Range],
         attempts: AttemptRecord,
-        saves: SaveWarnings | None,
         in_epochs: bool,
     ) -> None:
         self._report, self._checkpoint, self._toml, self._skip = report, checkpoint, toml, skip
-        self._attempts, self._saves, self._in_epochs = attempts, saves, in_epochs
+        self._attempts, self._in_epochs = attempts, in_epochs
 
     def on_start(self, trainer: Trainer) -> None:
         loaded, rank = trainer.loaded, trainer.parts.world.rank
@@ -69,15 +67,11 @@ class StartReport(Callback):
                         f"data.skip_steps: {steps} comes too late, it was trained on before this checkpoint; to leave "
                         "it out, start from an older one (checkpoint.load_step)"
                     )
-        if self._saves is not None:
-            if section.model_weights_only:
-                yield (
-                    f"the last save, of step {trainer.steps}, will hold the weights only, as {section.export_dtype} "
-                    "(checkpoint.model_weights_only): to train on later means to go back to the full checkpoint "
-                    "before it"
-                )
-            if warning := self._saves.earlier():
-                yield WARNING + warning
+        if section.enable_checkpoint and section.model_weights_only:
+            yield (
+                f"the last save, of step {trainer.steps}, will hold the weights only, as {section.export_dtype} "
+                "(checkpoint.model_weights_only): to train on later means to go back to the full checkpoint before it"
+            )
         yield from self._attempts.lines
 
     def _config_changes(self, loaded: LoadedState | None, told: Sequence[str]) -> list[str]:

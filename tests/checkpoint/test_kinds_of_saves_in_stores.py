@@ -9,6 +9,7 @@ import pytest
 from tests.checkpoint import s3
 from tests.checkpoint.test_kinds_of_saves import ON, _seed
 from tests.pool import Pools
+from tests.training import test_guard_runs as policies
 from tests.training.test_run import _run
 from titanlite.checkpoint.contents import Contents, compare
 from titanlite.checkpoint.manifest import steps_in

@@ -9,6 +9,7 @@ import torch
 
 from tests.steps import train_step
 from tests.training.harness import Run, batches, build_tiny, micro_batches
+from tests.training.test_guard import _equal, _state
 from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard, NonFiniteError
 from titanlite.parallel.dist_env import DistEnv
