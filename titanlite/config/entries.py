@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache
 from typing import Any, get_args, get_origin
 
 from titanlite.config import unsupported_keys
@@ -32,13 +32,13 @@ class Entry:
         return replace(self.source, line=self.lines[self.name + path]).place if path else self.source.place
 
 
-@lru_cache(maxsize=1)
+@cache
 def known_names() -> frozenset[str]:
     """Return every name that can be written: keys, other names, unsupported keys."""
     return frozenset([*keys(), *ALIASES, *UNSUPPORTED])
 
 
-@lru_cache(maxsize=1)
+@cache
 def known_sections() -> frozenset[str]:
     """Return every section and subsection that holds a known name."""
     parts = [name.split(".") for name in known_names()]

@@ -7,7 +7,7 @@ import math
 import sys
 import types
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
@@ -33,13 +33,15 @@ class Key:
     owner: type[Section]
 
     @classmethod
-    def of(cls, section: str, owner: type[Section], info: FieldInfo) -> Key:
-        """Return the key of a field; a required one has the default None."""
-        required = info.required
-        default = None if required else info.default
-        if info.default_factory is not msgspec.NODEFAULT:
-            default = info.default_factory()
-        return cls(section, info.name, info.type, default, required, owner)
+    def all_of(cls, section: str, owner: type[Section]) -> list[Key]:
+        """Return the keys of a section; a required one has the default None."""
+
+        def default(info: FieldInfo) -> Any:
+            return info.default_factory() if info.default is msgspec.NODEFAULT else info.default
+
+        return [
+            cls(section, i.name, i.type, None if i.required else default(i), i.required, owner) for i in fields(owner)
+        ]
 
     @property
     def name(self) -> str:
@@ -60,23 +62,17 @@ class Key:
         """Whether it is a free table: each of its entries is a value of its own, with its own source."""
         return get_origin(self.type) is dict
 
-    @property
-    def inner(self) -> type[Section] | None:
-        """The section of a table, or of the tables of an array, that is this key's value."""
-        return inner_section(self.type)
 
-
-@lru_cache(maxsize=1)
+@cache
 def sections() -> dict[str, type[Section]]:
     """Return section name → class, in order."""
     return {info.name: info.type for info in fields(Config)}
 
 
-@lru_cache(maxsize=1)
+@cache
 def keys() -> dict[str, Key]:
     """Return every key by its full name, in order."""
-    found = [Key.of(name, owner, info) for name, owner in sections().items() for info in fields(owner)]
-    return {key.name: key for key in found}
+    return {key.name: key for name, owner in sections().items() for key in Key.all_of(name, owner)}
 
 
 def table_of(name: str) -> str | None:
@@ -92,10 +88,16 @@ def type_of(name: str) -> Any:
 
 
 @cache
+def _classes(module: str) -> dict[str, list[ast.stmt]]:
+    """Return the classes of a module with the statements in them."""
+    tree = ast.parse(Path(str(sys.modules[module].__file__)).read_text(encoding="utf-8"))
+    return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+@cache
 def descriptions(section: type[Section]) -> dict[str, str]:
     """Return field → the text under it in the class's source, on one line."""
-    tree = ast.parse(Path(str(sys.modules[section.__module__].__file__)).read_text(encoding="utf-8"))
-    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == section.__name__)
+    body = _classes(section.__module__)[section.__name__]
     return {
         node.target.id: " ".join(str(below.value.value).split())
         for node, below in zip(body, body[1:], strict=False)

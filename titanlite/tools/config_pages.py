@@ -7,8 +7,6 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any, Literal, get_args, get_origin
 
-from msgspec.structs import fields
-
 from titanlite.config.aliases import (
     ALIASES,
     COMMA_LISTS,
@@ -19,7 +17,7 @@ from titanlite.config.aliases import (
     MicrobatchSize,
     names_of,
 )
-from titanlite.config.keys import Key, base, keys, members, sections
+from titanlite.config.keys import Key, base, inner_section, keys, members, sections
 from titanlite.config.not_implemented import NOT_IMPLEMENTED
 from titanlite.config.run_sections import Section
 from titanlite.config.toml import quote
@@ -74,7 +72,7 @@ def markdown() -> str:
         rows = [_row(key) for key in own]
         parts.append(f"## [{section}]\n{_first_line(owner)}")
         parts.append(_table(("key", "takes", "default", "meaning", "other names"), rows))
-        parts += [_inner_table(key.name, inner) for key in own if (inner := key.inner) is not None]
+        parts += [_inner_table(key.name, inner) for key in own if (inner := inner_section(key.type)) is not None]
     flavors = [(_code(there), _code(here), text) for there, (here, text) in LATER_FLAVORS.items()]
     off = [(_code(name), " or ".join(map(_value, key.off)), key.reason) for name, key in UNSUPPORTED.items()]
     parts += [
@@ -100,7 +98,7 @@ def _row(key: Key) -> tuple[str, ...]:
 
 
 def _inner_table(name: str, owner: type[Section]) -> str:
-    inner = [Key.of(name, owner, info) for info in fields(owner)]
+    inner = Key.all_of(name, owner)
     rows = [(_code(k.field), k.expected, "required" if k.required else _value(k.default), k.description) for k in inner]
     return f"Each table of `{name}`:\n\n" + _table(("key", "takes", "default", "meaning"), rows)
 
@@ -158,7 +156,7 @@ def _object(properties: Schema) -> Schema:
 def _section(name: str, owner: type[Section]) -> Schema:
     properties: Schema = {}
     required = []
-    for key in (Key.of(name, owner, info) for info in fields(owner)):
+    for key in Key.all_of(name, owner):
         if key.name in NOT_IN_FILES:
             continue
         required += [key.field] if key.required else []
