@@ -269,14 +269,16 @@ def test_a_run_that_takes_over_is_named_and_one_that_died_doing_so_is_not_in_the
         assert _held(place)["process"]["id"] == os.getpid() and _names(place) == [FILE]
 
 
-def test_a_file_system_without_links_has_locks_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*paths: Path) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", refuse)
-    with RunLock(tmp_path), pytest.raises(LockedError), RunLock(tmp_path):
-        pytest.fail("two hold it")
-    assert _names(tmp_path) == []
+def test_a_lock_that_is_being_written_is_read_again(tmp_path: Path) -> None:
+    """Its creation is exclusive, its content comes a moment later."""
+    with RunLock(tmp_path):
+        content = (tmp_path / FILE).read_bytes()
+        (tmp_path / FILE).write_bytes(b"")
+        thread = threading.Timer(0.1, lambda: (tmp_path / FILE).write_bytes(content))
+        thread.start()
+        with pytest.raises(LockedError, match=f"process {os.getpid()} on"), RunLock(tmp_path):
+            pytest.fail("two hold it")
+        thread.join()
 
 
 def _save(world: World, folder: str, lost: bool) -> str:
