@@ -101,66 +101,42 @@ def nothing_to_do(plans: Plans, step: int) -> str:
 def report(plans: Plans, parts: Parts, text: Text, world: World, observer: Observer) -> list[str]:
     """Return the lines of the startup report: what is about to run."""
     c, batch, mesh, schedule = plans.config, plans.batch, plans.mesh, plans.schedule
-    parameters = parameter_counts(parts.spec.build_on_meta(parts.args))
-    device = device_name(world.device)
-    peak_is_given, float8 = c.metrics.peak_tflops is not None, c.float8.enable_float8_linear
     degrees = {"pp": mesh.pipeline, "dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard}
-    degrees |= {"cp": mesh.context, "tp": mesh.tensor}
-    tokens = micro_batch_tokens(batch, mesh, plans.pipeline)
-    rows = [("run", c.job.description)] if c.job.description else []
-    versions = {"titanlite": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    rows.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
-    rows += rep.model_rows(f"{c.model.name} {c.model.flavor}", parameters)
-    rows += rep.compute_rows(
-        observer.flops_per_token,
-        device,
-        world.size,
-        total_memory_bytes(world.device),
-        observer.peak,
-        peak_is_given,
-        float8,
+    setup = rep.Setup(
+        device=device_name(world.device),
+        degrees={**degrees, "cp": mesh.context, "tp": mesh.tensor},
+        parameters=parameter_counts(parts.spec.build_on_meta(parts.args)),
+        micro_batch=batch.micro_batch_size,
+        accumulation=batch.accumulation,
+        seq_len=batch.seq_len,
+        tokens=micro_batch_tokens(batch, mesh, plans.pipeline),
+        documents=text.train.documents,
+        tokens_per_epoch=text.train.tokens_per_epoch,
     )
-    asynchronous = c.experimental.enable_async_tensor_parallel
-    rows.append(rep.mesh_row(degrees, world.size, c.training.enable_loss_parallel, asynchronous))
+    ranks, flops, memory = world.size, observer.flops_per_token, total_memory_bytes(world.device)
+    floor = max(schedule.min_lr_factor * c.optimizer.lr, schedule.min_lr or 0.0)
+    lengths = schedule.warmup_steps, schedule.plateau_steps, schedule.decay_steps, schedule.total_steps
+    rows = [("run", c.job.description)] if c.job.description else []
+    versions = f"titanlite {__version__}, torch {torch.__version__}, python {platform.python_version()}"
+    rows += [("versions", versions), *rep.model_rows(c.model, setup)]
+    rows += rep.compute_rows(c.metrics, c.float8, setup, ranks, flops, observer.peak, memory)
+    rows.append(rep.mesh_row(c.training, c.experimental, setup, ranks))
     if isinstance(parts.model, PipelineModel):
         rows.append(rep.pipeline_row(plans.pipeline.schedule, parts.model.layout))
     rows.append(rep.precision_row(c.training))
-    if float8:
-        rows += rep.float8_rows(c.float8, parts.float8, tokens, plans.compile.model, device)
-    rows += [
-        rep.sharding_row(
-            c.training,
-            plans.shard.reshard_after_forward,
-            mesh.weight_shards,
-            batch.accumulation,
-            sum(parameters.values()),
-            device,
-        ),
-        rep.compile_row(c.training.compile, c.compile, mesh.tensor),
-    ]
+    if c.float8.enable_float8_linear:
+        rows += rep.float8_rows(c.float8, parts.float8, setup, plans.compile.model)
+    rows.append(rep.sharding_row(c.training, plans.shard.reshard_after_forward, setup))
+    rows.append(rep.compile_row(c.training, c.compile, setup))
     if parts.kept:
-        rows.append(rep.activations_row(c.activation_checkpoint, parts.kept, mesh.tensor, device))
+        rows.append(rep.activations_row(c.activation_checkpoint, parts.kept, setup))
     if c.training.loss_chunks > 1:
-        rows.append(rep.loss_row(c.training.loss_chunks, tokens))
-    rows += [
-        ("tokenizer", plans.tokenizer.path or "bundled"),
-        rep.data_row(c.training, c.data, text.train.documents, text.train.tokens_per_epoch),
-        *rep.batch_rows(batch.micro_batch_size, batch.accumulation, mesh.dp_degree, batch.seq_len),
-        rep.length_row(plans.train.steps, c.training.epochs, batch.tokens_per_step, text.train.tokens_per_epoch),
-        rep.optimizer_row(c.optimizer, c.training.max_norm),
-        rep.schedule_row(
-            warmup_steps=schedule.warmup_steps,
-            plateau_steps=schedule.plateau_steps,
-            decay_type=schedule.decay_type,
-            decay_steps=schedule.decay_steps,
-            floor=max(schedule.min_lr_factor * c.optimizer.lr, schedule.min_lr or 0.0),
-            total_steps=schedule.total_steps,
-        ),
-        *rep.guard_rows(c.guard),
-        rep.validation_row(c.validation),
-        rep.checkpoints_row(c.checkpoint),
-        ("metrics to", str(Path(c.job.dump_folder) / METRICS)),
-    ]
+        rows.append(rep.loss_row(c.training.loss_chunks, setup))
+    rows += [("tokenizer", plans.tokenizer.path or "bundled"), rep.data_row(c.training, c.data, setup)]
+    rows += rep.batch_rows(setup, plans.train.steps, c.training.epochs)
+    rows += [rep.optimizer_row(c.optimizer, c.training), rep.schedule_row(schedule.decay_type, floor, *lengths)]
+    rows += [*rep.guard_rows(c.guard), rep.validation_row(c.validation), rep.checkpoints_row(c.checkpoint)]
+    rows.append(("metrics to", str(Path(c.job.dump_folder) / METRICS)))
     if c.metrics.enable_tensorboard:
         rows.append(("TensorBoard to", c.metrics.save_tb_folder))
     if c.checkpoint.enable_checkpoint:
