@@ -142,13 +142,13 @@ class Observer:
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
         """Time spent inside is reported as waiting for data."""
-        with self.meter.data_wait(), self._ranks.data_wait():
+        with self.meter.data_wait():
             yield
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
         """Time spent inside (validation, saving) does not count as training."""
-        with self.meter.pause(), self._ranks.pause():
+        with self.meter.pause():
             yield
 
     def logs(self, step: int) -> bool:
@@ -163,7 +163,6 @@ class Observer:
     def step(self, step: int, result: StepResult, lr: float, tokens_seen: int) -> None:
         """After every step; where `logs` says so the figures are read and shown."""
         self.meter.step_done()
-        self._ranks.step_done()
         if not self.logs(step):
             if self._view:
                 self._view.tick(step)
@@ -205,7 +204,7 @@ class Observer:
         One all-reduce and one reading of the device. Every rank has a place of its own, where the others have zero.
         """
         times = torch.zeros(2, self.world.size)
-        times[:, self.world.rank] = torch.tensor(self._ranks.read())
+        times[:, self.world.rank] = torch.tensor(self._ranks.read(self.meter))
         shared = torch.cat([result.local_loss.detach().float().view(1), times.flatten().to(self.world.device)])
         dist.all_reduce(shared, op=dist.ReduceOp.MAX)
         numbers: list[float] = torch.cat([shared, torch.stack(list(mine)).float()]).tolist()
