@@ -376,72 +376,49 @@ def startup_lines(
     """Return the lines of the startup report: what is about to run."""
     parameters = parameter_counts(builder.spec.build_on_meta(builder.args))
     device, float8 = builder.device, builder.float8_choices()
-    c, batch, mesh, schedule = run, run.batch, run.mesh, run.schedule
-    name, world_size = device_name(device), mesh.world_size
-    peak_is_given, in_float8 = c.metrics.peak_tflops is not None, c.float8.enable_float8_linear
+    mesh, batch, schedule = run.mesh, run.batch, run.schedule
     degrees = {"pp": mesh.pipeline, "dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard}
-    degrees |= {"cp": mesh.context, "tp": mesh.tensor}
-    tokens = tokens_per_product(
-        batch.micro_batch_size, batch.seq_len, cp=mesh.context, microbatches=run.pipeline.microbatches
+    setup = rep.Setup(
+        device=device_name(device),
+        degrees={**degrees, "cp": mesh.context, "tp": mesh.tensor},
+        parameters=parameters,
+        micro_batch=batch.micro_batch_size,
+        accumulation=batch.accumulation,
+        seq_len=batch.seq_len,
+        tokens=tokens_per_product(
+            batch.micro_batch_size, batch.seq_len, cp=mesh.context, microbatches=run.pipeline.microbatches
+        ),
+        documents=datasets.train.documents,
+        tokens_per_epoch=datasets.train.tokens_per_epoch,
     )
-    rows = [("run", c.job.description)] if c.job.description else []
-    versions = {"titanlite": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    rows.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
-    rows += rep.model_rows(f"{c.model.name} {c.model.flavor}", parameters)
-    rows += rep.compute_rows(
-        flops,
-        name,
-        world_size,
-        total_memory_bytes(device),
-        peak,
-        peak_is_given,
-        in_float8,
-    )
-    asynchronous = c.experimental.enable_async_tensor_parallel
-    rows.append(rep.mesh_row(degrees, world_size, c.training.enable_loss_parallel, asynchronous))
+    ranks, memory = mesh.world_size, total_memory_bytes(device)
+    floor = max(schedule.min_lr_factor * run.optimizer.lr, schedule.min_lr or 0.0)
+    lengths = schedule.warmup_steps, schedule.plateau_steps, schedule.decay_steps, schedule.total_steps
+    rows = [("run", run.job.description)] if run.job.description else []
+    versions = f"titanlite {__version__}, torch {torch.__version__}, python {platform.python_version()}"
+    rows += [("versions", versions), *rep.model_rows(run.model, setup)]
+    rows += rep.compute_rows(run.metrics, run.float8, setup, ranks, flops, peak, memory)
+    rows.append(rep.mesh_row(run.training, run.experimental, setup, ranks))
     if isinstance(model, PipelineModel):
         rows.append(rep.pipeline_row(run.experimental.pipeline_parallel_schedule, model.layout))
-    rows.append(rep.precision_row(c.training))
-    if in_float8:
-        rows += rep.float8_rows(c.float8, float8, tokens, builder.compiles("model"), name)
-    rows += [
-        rep.sharding_row(
-            c.training,
-            builder.reshard_after_forward,
-            mesh.weight_shards,
-            batch.accumulation,
-            sum(parameters.values()),
-            name,
-        ),
-        rep.compile_row(c.training.compile, c.compile, mesh.tensor),
-    ]
+    rows.append(rep.precision_row(run.training))
+    if run.float8.enable_float8_linear:
+        rows += rep.float8_rows(run.float8, float8, setup, builder.compiles("model"))
+    rows.append(rep.sharding_row(run.training, builder.reshard_after_forward, setup))
+    rows.append(rep.compile_row(run.training, run.compile, setup))
     if kept:
-        rows.append(rep.activations_row(c.activation_checkpoint, kept, mesh.tensor, name))
-    if c.training.loss_chunks > 1:
-        rows.append(rep.loss_row(c.training.loss_chunks, tokens))
-    rows += [
-        ("tokenizer", run.model.tokenizer_path or "bundled"),
-        rep.data_row(c.training, c.data, datasets.train.documents, datasets.train.tokens_per_epoch),
-        *rep.batch_rows(batch.micro_batch_size, batch.accumulation, mesh.dp_degree, batch.seq_len),
-        rep.length_row(run.steps, c.training.epochs, batch.tokens_per_step, datasets.train.tokens_per_epoch),
-        rep.optimizer_row(c.optimizer, c.training.max_norm),
-        rep.schedule_row(
-            warmup_steps=schedule.warmup_steps,
-            plateau_steps=schedule.plateau_steps,
-            decay_type=schedule.decay_type,
-            decay_steps=schedule.decay_steps,
-            floor=max(schedule.min_lr_factor * c.optimizer.lr, schedule.min_lr or 0.0),
-            total_steps=schedule.total_steps,
-        ),
-        *rep.guard_rows(c.guard),
-        rep.validation_row(c.validation),
-        rep.checkpoints_row(c.checkpoint),
-        ("metrics to", str(Path(c.job.dump_folder) / METRICS)),
-    ]
-    if c.metrics.enable_tensorboard:
-        rows.append(("TensorBoard to", c.metrics.save_tb_folder))
-    if c.checkpoint.enable_checkpoint:
-        rows.append(("checkpoints to", c.checkpoint.folder))
+        rows.append(rep.activations_row(run.activation_checkpoint, kept, setup))
+    if run.training.loss_chunks > 1:
+        rows.append(rep.loss_row(run.training.loss_chunks, setup))
+    rows += [("tokenizer", run.model.tokenizer_path or "bundled"), rep.data_row(run.training, run.data, setup)]
+    rows += rep.batch_rows(setup, run.steps, run.training.epochs)
+    rows += [rep.optimizer_row(run.optimizer, run.training), rep.schedule_row(schedule.decay_type, floor, *lengths)]
+    rows += [*rep.guard_rows(run.guard), rep.validation_row(run.validation), rep.checkpoints_row(run.checkpoint)]
+    rows.append(("metrics to", str(Path(run.job.dump_folder) / METRICS)))
+    if run.metrics.enable_tensorboard:
+        rows.append(("TensorBoard to", run.metrics.save_tb_folder))
+    if run.checkpoint.enable_checkpoint:
+        rows.append(("checkpoints to", run.checkpoint.folder))
     rows += [("note", note) for note in run.notes] + [("warning", warning) for warning in run.warnings]
     return rep.startup_report(rows)
 

@@ -64,26 +64,6 @@ def test_the_slow_rank_is_named(pool: Pools, tmp_path: Path, slow_rank: int, whe
     assert waited < 0.5 * SLOW
 
 
-def test_only_ones_own_work_in_steps_is_read() -> None:
-    detector = StragglerDetector(CPU)
-    for _ in range(2):
-        with detector.data_wait():
-            _burn(0.02)
-            time.sleep(0.03)
-        _burn(0.05)
-        time.sleep(0.2)  # as in a collective
-        with detector.pause():
-            _burn(0.3)
-            with detector.data_wait(), detector.pause():
-                time.sleep(0.1)
-        detector.step_done()
-    work, data = detector.read()
-    assert 0.05 <= work < 0.15, "neither data nor pauses nor waiting count as work, and it is per step"
-    assert 0.05 <= data < 0.1 + 0.05, "waiting in a pause is no waiting of a step"
-    detector.step_done()
-    assert max(detector.read()) < 0.05, "a reading begins a new window"
-
-
 def test_ranks_are_compared_with_the_median() -> None:
     figures = StragglerDetector(CPU).compare([1.0, 1.1, 1.0, 0.8], [0.0, 0.1, 0.5, 0.1], 2.0)
     assert figures is not None

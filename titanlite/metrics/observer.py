@@ -108,15 +108,12 @@ class MetricsLogger(Callback):
         self._timing.close()
         if timed == "data":
             self._timing.enter_context(self._meter.data_wait())
-            self._timing.enter_context(self._ranks.data_wait())
         elif timed == "pause":
             self._timing.enter_context(self._meter.pause())
-            self._timing.enter_context(self._ranks.pause())
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         """Read and show the figures of a step that is logged."""
         self._meter.step_done()
-        self._ranks.step_done()
         if self._is_logged(trainer.step, trainer.steps):
             self._logs += 1
             self._log(trainer, result)
@@ -222,7 +219,7 @@ class MetricsLogger(Callback):
         One all-reduce and one reading of the device. Every rank has a place of its own, where the others have zero.
         """
         times = torch.zeros(2, self._world.size)
-        times[:, self._world.rank] = torch.tensor(self._ranks.read())
+        times[:, self._world.rank] = torch.tensor(self._ranks.read(self._meter))
         shared = torch.cat([result.local_loss.detach().float().view(1), times.flatten().to(self._world.device)])
         dist.all_reduce(shared, op=dist.ReduceOp.MAX)
         numbers: list[float] = torch.cat([shared, torch.stack(list(mine)).float()]).tolist()

@@ -377,9 +377,9 @@ class HangWatchdog:
             self._store.set("verdict", self.verdict)
         elif self._wait_for("verdict"):
             self.verdict = self._store.get("verdict").decode()
-        else:
-            self._answer()
-            self.verdict = "" if self._peer else verdict([_silent(0, self._beat(0), self._host)])[1]
+        elif self._peer is None:  # rank 0 may be the one that is gone
+            _, self.verdict = verdict([_silent(0, self._beat(0), self._host)])
+            logger.error(f"a collective failed: {self.verdict}")
 
     def _follow(self, peer: RankState) -> None:
         """Another rank has raised: end, unless this one has a reason of its own."""
