@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from titanlite import exit_codes
 from titanlite.build import check_tensor_parallel, check_units, read_text
 from titanlite.checkpoint import CheckpointError
-from titanlite.checkpoint.place import StorePath, place
+from titanlite.checkpoint.paths import StorePath, to_path
 from titanlite.checkpoint.store_lock import StoreLock, check_reachable
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.job import JobConfig
@@ -136,7 +136,7 @@ def _lock(plans: Plans) -> Iterator[None]:
     Raises LockedError; ConfigError where the run's folder cannot be written to or holds the checkpoints among its logs,
     CheckpointError where that of the checkpoints, or a store, cannot be used.
     """
-    run, checkpoints = Path(plans.observe.dump_folder), place(plans.checkpoint.folder)
+    run, checkpoints = Path(plans.observe.dump_folder), to_path(plans.checkpoint.folder)
     folders = {"job.dump_folder": run}
     if plans.checkpoint.enable and isinstance(checkpoints, Path):
         real = Path(os.path.realpath(checkpoints))  # two paths may lead to one folder
@@ -153,7 +153,7 @@ def _lock(plans: Plans) -> Iterator[None]:
                 problem = _not_writable(key, folder, error)
                 raise CheckpointError(str(problem)) if key == "checkpoint.folder" else problem from None
         if plans.checkpoint.enable and plans.checkpoint.initial_load_path is not None:
-            check_reachable("checkpoint.initial_load_path", place(plans.checkpoint.initial_load_path))
+            check_reachable("checkpoint.initial_load_path", to_path(plans.checkpoint.initial_load_path))
         if plans.checkpoint.enable and isinstance(checkpoints, StorePath):
             stack.enter_context(StoreLock(checkpoints))
         yield

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from titanlite import __version__, entry, exit_codes
-from titanlite.checkpoint import command as checkpoint_command
 from titanlite.checkpoint.manifest import CheckpointError
-from titanlite.checkpoint.place import StoreError
+from titanlite.checkpoint.paths import StoreError
 from titanlite.config.checks import missing_files
 from titanlite.config.entries import begins_option, names_key
 from titanlite.config.errors import ConfigError, Problem
@@ -31,6 +30,7 @@ from titanlite.prepare import checked_plans, model_args, resolve_plans
 from titanlite.runs import command as runs_command
 from titanlite.runs.attempts import RunError
 from titanlite.tools import benchmark
+from titanlite.tools import checkpoint as checkpoint_command
 from titanlite.utils import counted, escape
 
 

@@ -14,18 +14,16 @@ import torch.distributed as dist
 from torch import nn
 
 from titanlite.checkpoint import Checkpointer, CheckpointError
-from titanlite.checkpoint.grace import grace_warning
 from titanlite.checkpoint.manifest import parse_manifest, step_folder, steps_in
-from titanlite.checkpoint.place import Place, StoreError
-from titanlite.checkpoint.schedule import SaveSchedule
-from titanlite.config.plans import CheckpointPlan
+from titanlite.checkpoint.paths import AnyPath, StoreError
+from titanlite.checkpoint.schedule import SaveSchedule, grace_warning
 from titanlite.observe.report import WARNING
 from titanlite.parallel.world import World
 from titanlite.preempt import GracefulStop, Preempted
 from titanlite.utils import human_time, logger
 
 #: What else wants to know of a checkpoint that is there: step, tokens seen, folder, seconds that it took.
-SavedHook = Callable[[int, int, Place, float], None]
+SavedHook = Callable[[int, int, AnyPath, float], None]
 
 
 class Saves:
@@ -36,7 +34,9 @@ class Saves:
 
     def __init__(self, checkpointer: Checkpointer, schedule: SaveSchedule, world: World, on_saved: SavedHook) -> None:
         self.checkpointer = checkpointer
-        self._plan = checkpointer.plan
+        config = checkpointer.config
+        #: Type of the weights in the last save, if that holds nothing else.
+        self._weights_only = config.export_dtype if config.model_weights_only else None
         self._schedule = schedule
         self._world = world
         self._on_saved = on_saved
@@ -56,10 +56,9 @@ class Saves:
     def warnings(self, steps: int) -> list[str]:
         """What to tell on rank 0 before a run of so many steps begins."""
         found = []
-        plan: CheckpointPlan = self._plan
-        if plan.weights_only:
+        if self._weights_only:
             found.append(
-                f"the last save, of step {steps}, will hold the weights only, as {plan.weights_only} "
+                f"the last save, of step {steps}, will hold the weights only, as {self._weights_only} "
                 "(checkpoint.model_weights_only): to train on later means to go back to the full checkpoint before it"
             )
         if self._world.rank == 0 and (known := self._latest_seconds()) is not None:
@@ -140,7 +139,7 @@ class Saves:
                 model,
                 optimizer,
                 state,
-                weights_only=self._plan.weights_only if done else None,
+                weights_only=self._weights_only if done else None,
                 validation_loss=self._loss_of(step),
                 trackers=trackers,
                 proven=proven,
@@ -159,7 +158,7 @@ class Saves:
             told = f"step {step}: NO CHECKPOINT WAS WRITTEN: {error}. Training goes on; tried again later"
             logger.log(level, told)
             return stopping
-        if not self.checkpointer.in_background:
+        if not self.checkpointer.is_async:
             self._note(step, folder, time.perf_counter() - started)
             return stopping
         if final or stopping:
@@ -176,7 +175,7 @@ class Saves:
 
     def has(self, step: int) -> bool:
         """Whether there is a checkpoint of `step` already; one on its way is waited for. All ranks call it together."""
-        if step == self._begun and self.checkpointer.in_background:
+        if step == self._begun and self.checkpointer.is_async:
             try:
                 self.checkpointer.wait()
             except CheckpointError:
@@ -200,12 +199,12 @@ class Saves:
 
     def wait(self) -> None:
         """Let a save in the background end, whatever comes of it. All ranks call it together."""
-        if self.checkpointer.in_background:
+        if self.checkpointer.is_async:
             with contextlib.suppress(CheckpointError):
                 self.checkpointer.wait()
             self.tell()
 
-    def _note(self, step: int, folder: Place, seconds: float) -> None:
+    def _note(self, step: int, folder: AnyPath, seconds: float) -> None:
         self.newest = step
         if self._world.rank == 0:
             for text in self._grace(seconds, f"the save of step {step}"):

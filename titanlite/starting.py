@@ -14,10 +14,9 @@ import torch.distributed as dist
 
 from titanlite._version import __version__
 from titanlite.build import Parts, Text, parameter_counts
-from titanlite.checkpoint.loading import LoadedState
+from titanlite.checkpoint.load import GROUPS, LoadedState
 from titanlite.checkpoint.manifest import CheckpointError
-from titanlite.checkpoint.resume_guard import FILE, ResumeGuard
-from titanlite.checkpoint.selection import GROUPS
+from titanlite.checkpoint.resume_check import FILE, ResumeCheck
 from titanlite.config.plans import CheckpointPlan, Plans
 from titanlite.config.scan import TOMLDecodeError, loads
 from titanlite.config.sections.base import steps_of
@@ -277,11 +276,11 @@ def rounding_setting(plans: Plans, device: torch.device) -> dict[str, str]:
     return found
 
 
-def resume_guard(plans: Plans, world: World) -> ResumeGuard:
+def resume_check(plans: Plans, world: World) -> ResumeCheck:
     """Rounding apart, which is told from a difference by 1e-4 of the number, or 2e-2 where products are rounded to
     fewer bits, a run that is resumed must go on as before. On CPUs and with deterministic kernels, bit for bit."""
     coarse = plans.shard.param_dtype != "float32" or plans.float8.enable
-    return ResumeGuard(
+    return ResumeCheck(
         Path(plans.observe.dump_folder) / FILE,
         world.rank,
         rounding_setting(plans, world.device),

@@ -16,11 +16,11 @@ from titanlite import exit_codes, starting
 from titanlite.bad_steps import BadSteps, behind, explain, late_notices
 from titanlite.build import Parts, Text, build, fingerprints
 from titanlite.checkpoint import Checkpointer, CheckpointError, LoadedState
-from titanlite.checkpoint.loading import LEFT_OUT
-from titanlite.checkpoint.place import Place
-from titanlite.checkpoint.resume_guard import Verdict
+from titanlite.checkpoint.load import LEFT_OUT
+from titanlite.checkpoint.paths import AnyPath
+from titanlite.checkpoint.resume_check import ResumeResult
 from titanlite.checkpoint.schedule import SaveSchedule
-from titanlite.checkpoint.state import gather
+from titanlite.checkpoint.storage import gather
 from titanlite.config.plans import Plans
 from titanlite.data.loader import Batch
 from titanlite.determinism import deterministic, environment
@@ -97,9 +97,10 @@ class Trainer:
         if plans.checkpoint.enable:
             prints = fingerprints(self.parts.args, text)
             about = {"toml": config_text(plans.config_toml), "model": as_record(plans.model.name, self.parts.args)}
-            self.checkpointer = Checkpointer(plans.checkpoint, world, prints, about)
-            self.saves = Saves(self.checkpointer, SaveSchedule(plans.checkpoint, world, prints), world, self._saved)
-        self.resume_guard = starting.resume_guard(plans, world)
+            config = plans.config.checkpoint
+            self.checkpointer = Checkpointer(config, world, prints, about)
+            self.saves = Saves(self.checkpointer, SaveSchedule(config, world, prints), world, self._saved)
+        self.resume_check = starting.resume_check(plans, world)
         self.observer = Observer(plans, world, self.parts.args)
 
     def train(self) -> None:
@@ -187,7 +188,7 @@ class Trainer:
             self.after_first_step()
             self.collect_garbage()
             self.observer.step(self.step, result, self.lr(), self.tokens_seen)
-            self._tell(self.resume_guard.after_step(self.step, result.loss, result.norm))
+            self._tell(self.resume_check.after_step(self.step, result.loss, result.norm))
             if self.saves is not None:
                 self.saves.tell()
             if profiles.on:
@@ -230,7 +231,7 @@ class Trainer:
         self.step = self._trained = void - 1
         self._stopping = True
         self.feed.take_back(void)
-        self.resume_guard.forget()
+        self.resume_check.forget()
         if told:
             self.observer.roll_back(self.step, self.plans)
         return True
@@ -262,7 +263,7 @@ class Trainer:
         train = {**loaded.train, "data": behind(data, fetched)}
         self._stand_at(replace(loaded, train=train, left_out=loaded.left_out - {"dataloader"}))
         self.guard.rewind(loaded.train.get("guard"))
-        self.resume_guard.forget()
+        self.resume_check.forget()
         self.feed.recent.clear()
         self._stopping = self._validation_owed = False  # a wish to stop is renewed with every step
         self.observer.roll_back(self.step, self.plans)
@@ -293,7 +294,6 @@ class Trainer:
                 stack.callback(self.parts.validation.close)
             stack.callback(self.parts.loader.close)
             stack.callback(self.observer.close)
-            stack.callback(self.resume_guard.close)
             stack.callback(self._bad_steps.close)
 
     def resume(self) -> None:
@@ -313,7 +313,6 @@ class Trainer:
         changed = starting.schedule_change(loaded, self.plans, self._schedule_began) if loaded else None
         if changed and not self.world.rank:
             logger.warning(changed)
-        self._tell(self.resume_guard.before_first_step())
         if self.parts.compile_watch is not None and self.step < self.steps:
             self.parts.compile_watch.start()
 
@@ -326,7 +325,7 @@ class Trainer:
             loaded.notices.extend(late_notices(self.plans.data, batch, loaded.train["data"]))
         if loaded.origin == "resume":
             self._validation_owed = bool(loaded.train.get("validation_owed"))
-            self.resume_guard.resumed(starting.with_other_skips(loaded, self.plans), self._next_batch())
+            self.resume_check.resumed(starting.with_other_skips(loaded, self.plans), self._next_batch())
         if self.observer.plans is not self.plans:
             self.observer = Observer(self.plans, self.world, self.parts.args)
 
@@ -354,10 +353,10 @@ class Trainer:
         """Whether a rank was asked to stop, as far as this one knows: what hangs is not waited for then."""
         return self.stop.wanted or self._stopping or self.stalls.wished
 
-    def _tell(self, verdict: Verdict | None) -> None:
+    def _tell(self, result: ResumeResult | None) -> None:
         """Whether a run that was resumed goes on as the attempt before did."""
-        if verdict is not None:
-            logger.log(logging.INFO if verdict.verified else logging.WARNING, verdict.text)
+        if result is not None:
+            logger.log(logging.INFO if result.verified else logging.WARNING, result.text)
 
     def _begin_ledger(self, loaded: LoadedState | None) -> list[str]:
         """Note on rank 0 that an attempt starts; what to tell of the one before."""
@@ -520,7 +519,7 @@ class Trainer:
             "schedule_began": self._schedule_began,
             starting.SCHEDULE: starting.schedule_record(self.plans),
             LEFT_OUT: list(self.plans.checkpoint.exclude_from_loading),
-            **self.resume_guard.at_save(self.step, self._next_batch()),
+            **self.resume_check.at_save(self.step, self._next_batch()),
         }
         if statistics := self.guard.state_dict():
             state["guard"] = statistics
@@ -528,7 +527,7 @@ class Trainer:
             state["validation_owed"] = True
         return state
 
-    def _saved(self, step: int, tokens: int, folder: Place, seconds: float) -> None:
+    def _saved(self, step: int, tokens: int, folder: AnyPath, seconds: float) -> None:
         """The checkpoint of `step` is there."""
         self.observer.saved(step, folder, seconds)
         if self._ledger is not None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from titanlite.checkpoint import Checkpointer
-from titanlite.config.plans import CheckpointPlan
+from titanlite.config.sections.checkpoint import Checkpoint
 from titanlite.parallel.world import World
 
 HERE = Path(__file__).parent / "golden"
@@ -66,7 +66,8 @@ def write(world: World, folder: str) -> None:
     for name, tensor in named(model, optimizer).items():
         tensor.copy_(expected(name, tensor))
     torch.manual_seed(1234)
-    Checkpointer(CheckpointPlan(enable=True, folder=folder), world, PRINTS, CONFIG).save(STEP, model, optimizer, TRAIN)
+    config = Checkpoint(enable_checkpoint=True, folder=folder)
+    Checkpointer(config, world, PRINTS, CONFIG).save(STEP, model, optimizer, TRAIN)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@ from tests.checkpoint.runs import RUN, flip, train
 from tests.pool import Pools
 from titanlite import exit_codes
 from titanlite.checkpoint import command
-from titanlite.checkpoint.contents import Contents, compare
 from titanlite.checkpoint.manifest import REASON, find, parse_manifest, steps_in
 from titanlite.cli import main
+from titanlite.tools.tensors import Contents, compare
 from titanlite.utils import human_bytes
 
 
@@ -181,7 +181,7 @@ def test_diff_counts_what_is_not_finite(run: Path) -> None:
 
 
 def _measured(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float, float]:
-    from titanlite.checkpoint.contents import _measure
+    from titanlite.tools.tensors import _measure
 
     return _measure(a, b)
 

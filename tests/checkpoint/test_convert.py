@@ -17,15 +17,15 @@ from torch import nn
 from tests.checkpoint.runs import PRINTS, flip
 from tests.pool import Pools
 from titanlite.checkpoint import Checkpointer, CheckpointError
-from titanlite.checkpoint.contents import Contents
-from titanlite.checkpoint.convert import convert
 from titanlite.checkpoint.manifest import read_manifest
-from titanlite.checkpoint.shelf import verify
 from titanlite.cli import main
 from titanlite.config.plans import CheckpointPlan
 from titanlite.models import LlamaArgs, get_spec
 from titanlite.models.shapes import RopeScaling, as_record
 from titanlite.parallel.world import World
+from titanlite.tools.checkpoint import verify
+from titanlite.tools.convert import convert
+from titanlite.tools.tensors import Contents
 
 ARGS = LlamaArgs(dim=48, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=96, multiple_of=16, rope_theta=5e5)
 SCALED = RopeScaling(factor=8.0, original_context=16)
@@ -233,7 +233,7 @@ _LARGE = """
 import resource, sys
 from pathlib import Path
 import torch
-from titanlite.checkpoint.convert import convert
+from titanlite.tools.convert import convert
 source, target, to = sys.argv[1:]
 convert(Path(source), Path(target + ".warm"), to)
 used = int(open("/proc/self/statm").read().split()[5]) * resource.getpagesize()

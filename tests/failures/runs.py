@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.tiny import EIGHT_STEPS
-from titanlite.checkpoint.contents import Contents, compare
+from titanlite.tools.tensors import Contents, compare
 from titanlite.drill.text import write_text
 from titanlite.observe.metrics import read_metrics
 

@@ -16,7 +16,7 @@ import torch
 from tests.checkpoint.runs import flip
 from tests.failures.runs import STEPS, batches, flags, rows, saved, unequal
 from titanlite import exit_codes
-from titanlite.checkpoint.contents import Contents
+from titanlite.tools.tensors import Contents
 from titanlite.checkpoint.manifest import is_valid, step_folder
 from titanlite.data.loader import add_hashes
 from titanlite.drill.ranks import train

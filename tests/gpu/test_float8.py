@@ -20,7 +20,7 @@ from tests.gpu.test_features import COMPILED, FLOAT8_HARDWARE
 from tests.parallel.float8_runs import RATES, RUN, distance, drift_of, gathered_types, resumed
 from tests.parallel.test_compile import _whole
 from tests.training.harness import TINY, Run, batches, train
-from titanlite.checkpoint.contents import Contents, compare
+from titanlite.tools.tensors import Contents, compare
 from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, Float8Plan, ShardPlan
 from titanlite.parallel.world import World
 

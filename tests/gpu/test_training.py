@@ -17,7 +17,7 @@ from tests.training.compare import LABELS, TOKENS, WARM, relative
 from tests.training.harness import Run, build_tiny, initial_weights, micro_batches, train
 from tests.training.reference import train_reference
 from titanlite.build import to_device
-from titanlite.checkpoint.contents import Contents, compare
+from titanlite.tools.tensors import Contents, compare
 from titanlite.config.plans import CheckpointPlan, ShardPlan
 from titanlite.guard import FiniteGuard
 from titanlite.models import get_spec

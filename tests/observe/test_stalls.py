@@ -24,7 +24,7 @@ from tests.training.test_run import TINY
 from tests.words import listening
 from titanlite import exit_codes
 from titanlite.build import read_text
-from titanlite.checkpoint.background import BackgroundSave
+from titanlite.checkpoint.async_save import BackgroundSave
 from titanlite.config.plans import StallPlan
 from titanlite.data.background import Prefetcher
 from titanlite.guard import LossSpikeError

@@ -31,7 +31,7 @@ from tests.parallel.test_activation_checkpoint import Shelf
 from tests.pool import Pools
 from tests.training.harness import TINY, Run, build_tiny, full, initial_weights, micro_batches, train
 from titanlite.build import to_device
-from titanlite.checkpoint.state import gather
+from titanlite.checkpoint.storage import gather
 from titanlite.config.plans import ActivationCheckpointPlan, Float8Plan, ShardPlan
 from titanlite.guard import FiniteGuard
 from titanlite.models import get_spec, resolve_args

@@ -31,7 +31,7 @@ from tests.training.test_run import TINY, _losses
 from tests.words import listening
 from titanlite import exit_codes
 from titanlite.build import read_text, to_device
-from titanlite.checkpoint.contents import Contents, compare
+from titanlite.tools.tensors import Contents, compare
 from titanlite.checkpoint.manifest import steps_in
 from titanlite.config.plans import GuardPlan
 from titanlite.drift import Drift

@@ -18,7 +18,7 @@ from tests.words import listening
 from titanlite import exit_codes
 from titanlite.build import read_text, to_device
 from titanlite.checkpoint import Checkpointer, CheckpointError, checkpointer
-from titanlite.checkpoint.contents import Contents
+from titanlite.tools.tensors import Contents
 from titanlite.checkpoint.manifest import steps_in
 from titanlite.config.plans import CheckpointPlan
 from titanlite.guard import FiniteGuard, WeightsError, find_nonfinite

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from titanlite.checkpoint.manifest import CheckpointError
-from titanlite.checkpoint.place import Place, StoreError, StorePath, modified
+from titanlite.checkpoint.paths import AnyPath, StoreError, StorePath, modified
 from titanlite.runs.attempts import this_process, timestamp
 from titanlite.runs.lock import DEAD_SECONDS, RENEW_SECONDS, LockedError, is_alive, words_of
 from titanlite.utils import logger
@@ -147,7 +147,7 @@ class StoreLock:
                 continue  # a store that is away for a while
 
 
-def check_reachable(key: str, path: Place) -> None:
+def check_reachable(key: str, path: AnyPath) -> None:
     """Raises CheckpointError, naming the key, when a store cannot be asked about `path`; whatever it holds."""
     if isinstance(path, StorePath):
         try:
@@ -159,7 +159,7 @@ def check_reachable(key: str, path: Place) -> None:
 class Fence:
     """Notices, before anything is written, that another run has taken the place since the first look."""
 
-    def __init__(self, root: Place) -> None:
+    def __init__(self, root: AnyPath) -> None:
         self._root = root
         self._known: frozenset[str] | None = None
 

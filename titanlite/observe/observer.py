@@ -37,7 +37,7 @@ from titanlite.step import StepResult
 from titanlite.utils import human_time, logger
 
 if TYPE_CHECKING:
-    from titanlite.checkpoint.place import Place
+    from titanlite.checkpoint.paths import AnyPath
 
 
 class Observer:
@@ -220,7 +220,7 @@ class Observer:
         row = {"float8_loss": drift.float8, "float8_exact_loss": drift.exact}
         self._write(step, {**row, "float8_drift": drift.difference, "float8_drift_relative": drift.relative})
 
-    def saved(self, step: int, folder: Place, seconds: float) -> None:
+    def saved(self, step: int, folder: AnyPath, seconds: float) -> None:
         logger.info(f"checkpoint of step {step} written to {folder} in {human_time(seconds)}")
 
     def run_ids(self) -> dict[str, str]:

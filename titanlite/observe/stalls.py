@@ -73,7 +73,7 @@ _UNWIND_SECONDS = 7.0
 _TEXT = 2000
 _FRAMES, _DEPTH = 12, 60
 #: File in which a main thread waits for another one → that thread, whose stack says more.
-_WORKERS = {"data/background.py": "titanlite-prefetch", "checkpoint/background.py": "titanlite-save"}
+_WORKERS = {"data/background.py": "titanlite-prefetch", "checkpoint/async_save.py": "titanlite-save"}
 _TOGETHER = (Preempted, BadStepError, KeyboardInterrupt, SystemExit, GeneratorExit)
 
 

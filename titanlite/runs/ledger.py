@@ -27,7 +27,7 @@ from titanlite.runs.folder import CONFIG
 from titanlite.utils import Table, counted, logger, render
 
 if TYPE_CHECKING:
-    from titanlite.checkpoint.place import Place
+    from titanlite.checkpoint.paths import AnyPath
 
 FILE = "attempts.jsonl"
 #: The end of a metrics.jsonl in which its newest row is looked for.
@@ -129,7 +129,7 @@ def begin(
     step: int,
     tokens: int,
     resumed: bool,
-    source: Place | None = None,
+    source: AnyPath | None = None,
 ) -> tuple[Ledger, list[str]]:
     """Record that an attempt starts at `step` steps and `tokens` tokens; also lines to tell a person.
 
