@@ -89,8 +89,8 @@ def serve(shape: Shape, plan: dict[str, Any], compiled: bool) -> None:
     from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, MeshPlan, OptimizerPlan, ShardPlan
     from titanlite.data.loader import Batch
     from titanlite.guard import FiniteGuard
+    from titanlite.metrics.throughput import reset_peak
     from titanlite.models import LlamaArgs, get_spec
-    from titanlite.observe.memory import reset_peak
     from titanlite.optim.optimizer import build_optimizer
     from titanlite.parallel.activation_checkpoint import trace_block
     from titanlite.parallel.fsdp import DTYPES
@@ -170,7 +170,7 @@ def _resident(key: str) -> int:
 
 
 def _name(device: Any) -> str:
-    from titanlite.observe.flops import device_name
+    from titanlite.metrics.throughput import device_name
 
     return device_name(device)
 

@@ -68,9 +68,9 @@ def timed_hashes() -> Any:
 @contextmanager
 def timed_reading_back() -> Any:
     """Gives a list that comes to hold the seconds of each comparison."""
-    from titanlite.checkpoint import checkpointer
+    from titanlite.checkpoint import manager
 
-    real, found = checkpointer.compare_what_was_saved, []
+    real, found = manager.verify_after_save, []
 
     def timed(*arguments: Any) -> Any:
         began = time.perf_counter()
@@ -78,11 +78,11 @@ def timed_reading_back() -> Any:
         found.append(time.perf_counter() - began)
         return problem
 
-    checkpointer.compare_what_was_saved = timed
+    manager.verify_after_save = timed
     try:
         yield found
     finally:
-        checkpointer.compare_what_was_saved = real
+        manager.verify_after_save = real
 
 
 def cell(folder: Path, repeats: int, dim: int) -> None:
@@ -93,7 +93,8 @@ def cell(folder: Path, repeats: int, dim: int) -> None:
 
     from titanlite.build import build_model, to_device
     from titanlite.checkpoint import Checkpointer
-    from titanlite.config.plans import CheckpointPlan, MeshPlan, OptimizerPlan, ShardPlan
+    from titanlite.config.plans import MeshPlan, OptimizerPlan, ShardPlan
+    from titanlite.config.sections.checkpoint import Checkpoint
     from titanlite.data.loader import Batch
     from titanlite.guard import FiniteGuard
     from titanlite.models import LlamaArgs, get_spec
@@ -122,8 +123,8 @@ def cell(folder: Path, repeats: int, dim: int) -> None:
             return time.perf_counter() - began
 
         def checkpointer(mode: str, verify: str = "hash") -> Any:
-            plan = CheckpointPlan(enable=True, folder=str(folder / mode), async_mode=mode, verify=verify)  # type: ignore[arg-type]
-            return Checkpointer(plan, world, {"model": "benchmark"})
+            config = Checkpoint(folder=str(folder / mode), async_mode=mode, verify=verify)
+            return Checkpointer(config, world, {"model": "benchmark"})
 
         for _ in range(3):
             train()
@@ -313,7 +314,7 @@ def main() -> None:
     import torch
 
     sys.path.insert(0, str(ROOT))
-    from titanlite.observe.flops import device_name
+    from titanlite.metrics.throughput import device_name
     from titanlite.runs import provenance
 
     gigabytes = median(next(iter(found.values()))["disabled"], "bytes") / 1e9

@@ -34,11 +34,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest, step_folder, steps_in  # noqa: E402
-from titanlite.checkpoint.paths import Place, StorePath  # noqa: E402
+from titanlite.checkpoint.paths import AnyPath, StorePath  # noqa: E402
 from titanlite.drill.ranks import Ranks, train  # noqa: E402
 from titanlite.drill.strike import Strike  # noqa: E402
 from titanlite.drill.text import write_text  # noqa: E402
-from titanlite.observe.metrics import read_metrics  # noqa: E402
+from titanlite.metrics.jsonl import read_metrics  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class Soak:
         tally.kills_in_a_save += any(name.startswith(".partial-") for name in self._there(run))
         print(f"{tally.kind}: kill {tally.kills}", file=sys.stderr, flush=True)
 
-    def _root(self, run: Path) -> Place:
+    def _root(self, run: Path) -> AnyPath:
         return StorePath(f"{self.bucket}/{run.name}") if self.bucket else run / "checkpoint"
 
     def _there(self, run: Path) -> list[str]:
@@ -388,7 +388,7 @@ def bucket() -> Iterator[str]:
 def report(arguments: argparse.Namespace, tallies: list[Tally], seconds: float) -> int:
     import torch
 
-    from titanlite.observe.flops import device_name
+    from titanlite.metrics.throughput import device_name
     from titanlite.runs import provenance
 
     device = device_name(torch.device("cpu"))

@@ -141,8 +141,8 @@ def train_titanlite(world: World, folder: Path, *flags: str) -> list[dict[str, f
     folder: an empty one, the same on all ranks or not. flags: as on the command line, after `CONFIG`.
     """
     from titanlite.build import read_text
+    from titanlite.metrics.jsonl import FILE, read_metrics
     from titanlite.models.llama.hf import from_meta
-    from titanlite.observe.metrics import FILE, read_metrics
     from titanlite.prepare import load_plans
     from titanlite.trainer import Trainer
 

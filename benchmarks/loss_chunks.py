@@ -28,8 +28,8 @@ from titanlite.build import build_model, to_device
 from titanlite.config.plans import LossPlan, MeshPlan, OptimizerPlan, ShardPlan
 from titanlite.data.loader import Batch
 from titanlite.guard import FiniteGuard
+from titanlite.metrics.throughput import device_name
 from titanlite.models import LlamaArgs, get_spec
-from titanlite.observe.flops import device_name
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.world import World
 from titanlite.step import train_step

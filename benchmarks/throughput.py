@@ -293,7 +293,7 @@ def table(runs: list[Run], bare: dict[Cell, list[float]], floors: dict[Cell, lis
 def hardware() -> str:
     import torch
 
-    from titanlite.observe.flops import device_name
+    from titanlite.metrics.throughput import device_name
 
     cpu = device_name(torch.device("cpu"))
     return f"{os.cpu_count()} cores, {cpu}, torch {torch.__version__}, Python {platform.python_version()}"

@@ -18,8 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from titanlite import exit_codes
 from titanlite.build import check_tensor_parallel, check_units, read_text
 from titanlite.checkpoint import CheckpointError
-from titanlite.checkpoint.paths import StorePath, to_path
-from titanlite.checkpoint.store_lock import StoreLock, check_reachable
+from titanlite.checkpoint.paths import StoreError, StorePath, to_path
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.job import JobConfig
 from titanlite.config.plans import Plans
@@ -27,9 +26,9 @@ from titanlite.data.errors import DataError
 from titanlite.entry import end, leave
 from titanlite.exit_codes import is_of_collectives
 from titanlite.guard import BadStepError
+from titanlite.metrics.console import setup_console
+from titanlite.metrics.watchdog import HangWatchdog
 from titanlite.models.shapes import ShapeError
-from titanlite.observe.console import setup_console
-from titanlite.observe.stalls import StallWatch
 from titanlite.parallel.compile import CompileError, prepare_compile
 from titanlite.parallel.environment import read_environment
 from titanlite.parallel.float8 import check_float8
@@ -59,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _run(argv: Sequence[str], stop: GracefulStop) -> int:
-    stalls = StallWatch()
+    stalls = HangWatchdog()
     try:
         ranks = read_environment()
         size, rank = ranks.size, ranks.rank
@@ -82,7 +81,9 @@ def _run(argv: Sequence[str], stop: GracefulStop) -> int:
                 plans = resolve_plans(config, size, text.train.total_sequences)
             _make_folders(plans)
             folder = Path(plans.observe.dump_folder)
-            stalls = StallWatch(plans.stall, logs=str(folder / LOGS), traces=plans.comm.trace_folder, end=leave)
+            stalls = HangWatchdog(
+                plans.config.stall, plans.config.comm, str(folder / LOGS), traces=plans.comm.trace_folder, end=leave
+            )
             with World.open(plans.comm, store=store) as world, rank_log(folder, world.rank), stalls:
                 if world.device.type == "cpu":
                     keep_freed_memory()
@@ -137,30 +138,32 @@ def _lock(plans: Plans) -> Iterator[None]:
     CheckpointError where that of the checkpoints, or a store, cannot be used.
     """
     run, checkpoints = Path(plans.observe.dump_folder), to_path(plans.checkpoint.folder)
-    folders = {"job.dump_folder": run}
+    folders: dict[str, Path | StorePath] = {"job.dump_folder": run}
     if plans.checkpoint.enable and isinstance(checkpoints, Path):
-        real = Path(os.path.realpath(checkpoints))  # two paths may lead to one folder
-        if real.is_relative_to(os.path.realpath(run / LOGS)):
-            reason = f"{str(checkpoints)!r} lies in {str(run / LOGS)!r}, where the logs of this run are"
+        checkpoints = Path(os.path.realpath(checkpoints))  # two paths may lead to one folder
+        if checkpoints.is_relative_to(os.path.realpath(run / LOGS)):
+            reason = f"{plans.checkpoint.folder!r} lies in {str(run / LOGS)!r}, where the logs of this run are"
             raise ConfigError([Problem("", "checkpoint.folder", reason, "name another folder")])
-        if real != Path(os.path.realpath(run)):
-            folders["checkpoint.folder"] = real
+    if plans.checkpoint.enable and checkpoints != Path(os.path.realpath(run)):
+        folders["checkpoint.folder"] = checkpoints
+    source = to_path(plans.checkpoint.initial_load_path or "") if plans.checkpoint.enable else Path()
     with contextlib.ExitStack() as stack:
-        for key, folder in folders.items():
+        for key, folder in {"checkpoint.initial_load_path": source, **folders}.items():
             try:
-                stack.enter_context(RunLock(folder, key))
+                if isinstance(folder, StorePath):
+                    folder.is_dir()  # fails for a missing bucket, wrong keys or a wrong address
+                if key in folders:
+                    stack.enter_context(RunLock(folder, key))
+            except StoreError as error:
+                raise CheckpointError(f"{key}: {error}") from None
             except OSError as error:
                 problem = _not_writable(key, folder, error)
                 raise CheckpointError(str(problem)) if key == "checkpoint.folder" else problem from None
-        if plans.checkpoint.enable and plans.checkpoint.initial_load_path is not None:
-            check_reachable("checkpoint.initial_load_path", to_path(plans.checkpoint.initial_load_path))
-        if plans.checkpoint.enable and isinstance(checkpoints, StorePath):
-            stack.enter_context(StoreLock(checkpoints))
         yield
 
 
-def _not_writable(key: str, folder: Path, error: OSError) -> ConfigError:
-    why = "it is a file" if os.path.isfile(folder) else error.strerror
+def _not_writable(key: str, folder: Path | StorePath, error: OSError) -> ConfigError:
+    why = "it is a file" if os.path.isfile(str(folder)) else error.strerror
     reason = f"cannot write to {str(folder)!r}: {why}"
     return ConfigError([Problem("", key, reason, "name a folder that you may write to")])
 

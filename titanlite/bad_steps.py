@@ -22,8 +22,8 @@ from titanlite.data.loader import late
 from titanlite.data.packing import PackedDataset
 from titanlite.feed import Fetched
 from titanlite.guard import BadStepError, NonFiniteError
-from titanlite.observe.diagnose import diagnose_nonfinite
-from titanlite.observe.metrics import MetricsLog
+from titanlite.metrics.jsonl import MetricsLog
+from titanlite.metrics.nan_finder import diagnose_nonfinite
 from titanlite.utils import counted, logger
 
 #: Name of the file below `job.dump_folder`.

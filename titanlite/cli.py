@@ -24,12 +24,11 @@ from titanlite.config.plans import MeshPlan, ModelPlan, Plans
 from titanlite.config.resolve import smallest_world
 from titanlite.config.unbuilt import unbuilt_notes
 from titanlite.drill import command as drill_command
+from titanlite.metrics.console import wants_color
 from titanlite.models.shapes import count_parameters
-from titanlite.observe.console import wants_color
 from titanlite.prepare import checked_plans, model_args, resolve_plans
-from titanlite.runs import command as runs_command
-from titanlite.runs.attempts import RunError
-from titanlite.tools import benchmark
+from titanlite.runs.read import RunError
+from titanlite.tools import benchmark, compare, runs
 from titanlite.tools import checkpoint as checkpoint_command
 from titanlite.utils import counted, escape
 
@@ -89,7 +88,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     _add_train(commands)
     _add_config(commands)
-    runs_command.add_commands(commands)
+    runs.add_command(commands)
+    compare.add_command(commands)
     checkpoint_command.add_commands(commands)
     benchmark.add_command(commands)
     drill_command.add_command(commands)

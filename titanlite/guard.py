@@ -48,7 +48,7 @@ class BadStepError(RuntimeError):
         )
 
     def explain(self, finding: object) -> None:
-        """Add to the message where it came from (see `titanlite.observe.diagnose`), or why the run ends."""
+        """Add to the message where it came from (see `titanlite.metrics.nan_finder`), or why the run ends."""
         self.args = (f"{self}. {finding}",)
 
 

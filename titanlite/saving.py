@@ -17,7 +17,7 @@ from titanlite.checkpoint import Checkpointer, CheckpointError
 from titanlite.checkpoint.manifest import parse_manifest, step_folder, steps_in
 from titanlite.checkpoint.paths import AnyPath, StoreError
 from titanlite.checkpoint.schedule import SaveSchedule, grace_warning
-from titanlite.observe.report import WARNING
+from titanlite.metrics.startup_report import WARNING
 from titanlite.parallel.world import World
 from titanlite.preempt import GracefulStop, Preempted
 from titanlite.utils import human_time, logger

@@ -24,17 +24,16 @@ from titanlite.data.background import Patience
 from titanlite.data.left_out import of_steps, take
 from titanlite.data.loader import add_hashes, step_hash
 from titanlite.data.packing import PackedDataset
-from titanlite.observe.flops import device_name
-from titanlite.observe.memory import total_memory_bytes
-from titanlite.observe.metrics import FILE as METRICS
-from titanlite.observe.observer import Observer
-from titanlite.observe.report import start_report
+from titanlite.metrics import startup_report as rep
+from titanlite.metrics.jsonl import FILE as METRICS
+from titanlite.metrics.observer import Observer
+from titanlite.metrics.throughput import device_name, total_memory_bytes
 from titanlite.optim.schedule import learning_rate
+from titanlite.parallel.float8_choice import tokens as micro_batch_tokens
 from titanlite.parallel.pipeline import PipelineModel
 from titanlite.parallel.world import World
-from titanlite.runs import ledger
-from titanlite.runs.ledger import toml_changes
-from titanlite.runs.provenance import config_text
+from titanlite.runs import record
+from titanlite.runs.provenance import config_changes, config_text
 from titanlite.utils import counted, logger
 
 #: Entry of the train state: see `schedule_record`.
@@ -98,29 +97,74 @@ def nothing_to_do(plans: Plans, step: int) -> str:
 
 
 def report(plans: Plans, parts: Parts, text: Text, world: World, observer: Observer) -> list[str]:
-    """What is about to run, in lines."""
-    folders = {"metrics": str(Path(plans.observe.dump_folder) / METRICS)}
-    if plans.observe.tensorboard_folder:
-        folders["TensorBoard"] = plans.observe.tensorboard_folder
-    if plans.checkpoint.enable:
-        folders["checkpoints"] = plans.checkpoint.folder
-    return start_report(
-        plans,
-        parameters=parameter_counts(parts.spec.build_on_meta(parts.args)),
-        flops_per_token=observer.flops_per_token,
-        device=device_name(world.device),
-        world_size=world.size,
-        versions={"titanlite": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        tokenizer=plans.tokenizer.path or "bundled",
-        documents=text.train.documents,
-        tokens_per_epoch=text.train.tokens_per_epoch,
-        memory_bytes=total_memory_bytes(world.device),
-        peak_flops=observer.peak,
-        folders=folders,
-        kept=parts.kept,
-        float8=parts.float8,
-        stages=parts.model.layout if isinstance(parts.model, PipelineModel) else None,
+    """Return the lines of the startup report: what is about to run."""
+    c, batch, mesh, schedule = plans.config, plans.batch, plans.mesh, plans.schedule
+    parameters = parameter_counts(parts.spec.build_on_meta(parts.args))
+    device = device_name(world.device)
+    peak_is_given, float8 = c.metrics.peak_tflops is not None, c.float8.enable_float8_linear
+    degrees = {"pp": mesh.pipeline, "dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard}
+    degrees |= {"cp": mesh.context, "tp": mesh.tensor}
+    tokens = micro_batch_tokens(batch, mesh, plans.pipeline)
+    rows = [("run", c.job.description)] if c.job.description else []
+    versions = {"titanlite": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    rows.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
+    rows += rep.model_rows(f"{c.model.name} {c.model.flavor}", parameters)
+    rows += rep.compute_rows(
+        observer.flops_per_token,
+        device,
+        world.size,
+        total_memory_bytes(world.device),
+        observer.peak,
+        peak_is_given,
+        float8,
     )
+    asynchronous = c.experimental.enable_async_tensor_parallel
+    rows.append(rep.mesh_row(degrees, world.size, c.training.enable_loss_parallel, asynchronous))
+    if isinstance(parts.model, PipelineModel):
+        rows.append(rep.pipeline_row(plans.pipeline.schedule, parts.model.layout))
+    rows.append(rep.precision_row(c.training))
+    if float8:
+        rows += rep.float8_rows(c.float8, parts.float8, tokens, plans.compile.model, device)
+    rows += [
+        rep.sharding_row(
+            c.training,
+            plans.shard.reshard_after_forward,
+            mesh.weight_shards,
+            batch.accumulation,
+            sum(parameters.values()),
+            device,
+        ),
+        rep.compile_row(c.training.compile, c.compile, mesh.tensor),
+    ]
+    if parts.kept:
+        rows.append(rep.activations_row(c.activation_checkpoint, parts.kept, mesh.tensor, device))
+    if c.training.loss_chunks > 1:
+        rows.append(rep.loss_row(c.training.loss_chunks, tokens))
+    rows += [
+        ("tokenizer", plans.tokenizer.path or "bundled"),
+        rep.data_row(c.training, c.data, text.train.documents, text.train.tokens_per_epoch),
+        *rep.batch_rows(batch.micro_batch_size, batch.accumulation, mesh.dp_degree, batch.seq_len),
+        rep.length_row(plans.train.steps, c.training.epochs, batch.tokens_per_step, text.train.tokens_per_epoch),
+        rep.optimizer_row(c.optimizer, c.training.max_norm),
+        rep.schedule_row(
+            warmup_steps=schedule.warmup_steps,
+            plateau_steps=schedule.plateau_steps,
+            decay_type=schedule.decay_type,
+            decay_steps=schedule.decay_steps,
+            floor=max(schedule.min_lr_factor * c.optimizer.lr, schedule.min_lr or 0.0),
+            total_steps=schedule.total_steps,
+        ),
+        *rep.guard_rows(c.guard),
+        rep.validation_row(c.validation),
+        rep.checkpoints_row(c.checkpoint),
+        ("metrics to", str(Path(c.job.dump_folder) / METRICS)),
+    ]
+    if c.metrics.enable_tensorboard:
+        rows.append(("TensorBoard to", c.metrics.save_tb_folder))
+    if c.checkpoint.enable_checkpoint:
+        rows.append(("checkpoints to", c.checkpoint.folder))
+    rows += [("note", note) for note in plans.notes] + [("warning", warning) for warning in plans.warnings]
+    return rep.startup_report(rows)
 
 
 def _but(anew: list[str]) -> str:
@@ -137,7 +181,7 @@ def _config_lines(loaded: LoadedState | None, plans: Plans, told: Sequence[str])
     """How the config differs from that which the checkpoint to resume was written under, but for what is `told`."""
     if loaded is None or loaded.origin != "resume":
         return []
-    changes = toml_changes(loaded.config.get("toml"), config_text(plans.config_toml))
+    changes = config_changes(loaded.config.get("toml"), config_text(plans.config_toml))
     lines = [f"{key}: {change}" for key, change in changes.items()]
     return [
         f"config is not that of the checkpoint: {line}"
@@ -188,17 +232,17 @@ def _number(value: object) -> str:
     return f"{value:.10g}" if isinstance(value, int | float) else str(value).lower()
 
 
-def begin_ledger(
+def begin_record(
     plans: Plans, world: World, loaded: LoadedState | None, step: int, tokens: int
-) -> tuple[ledger.Ledger, list[str]]:
-    """Note that an attempt starts at `step` steps and `tokens` tokens, on rank 0; what to tell of the one before."""
-    folder = Path(plans.observe.dump_folder)
-    return ledger.begin(
-        folder,
-        ledger.look_back(folder),
-        plans,
-        world_size=world.size,
+) -> tuple[record.AttemptRecord, list[str]]:
+    """Record on rank 0 that an attempt starts at `step` steps and `tokens` tokens; also lines about the one before."""
+    return record.begin(
+        Path(plans.observe.dump_folder),
+        config_toml=plans.config_toml,
+        steps=plans.train.steps or 0,
+        ranks=world.size,
         device=device_name(world.device),
+        description=plans.observe.description,
         step=step,
         tokens=tokens,
         resumed=loaded is not None and loaded.origin == "resume",

@@ -169,7 +169,7 @@ def train_step(
     after_update: called when the weights are new (`titanlite.parallel.float8.ScalePrecompute`).
     stop: this rank was asked to stop; `guard.watch` then says so on all ranks. The step itself is done as ever.
     void: this rank has no data: what it brings stands for nothing, and the step changes nothing on any rank.
-    phase: called with the name of what begins (`StallWatch.phase`).
+    phase: called with the name of what begins (`HangWatchdog.phase`).
     Issues two collectives besides FSDP's: the token count, and the norm together with the loss. Nothing waits for the
     device, unless gradients are in host memory: then the optimizer does.
     """

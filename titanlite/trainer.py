@@ -24,21 +24,21 @@ from titanlite.checkpoint.storage import gather
 from titanlite.config.plans import Plans
 from titanlite.data.loader import Batch
 from titanlite.determinism import deterministic, environment
-from titanlite.drift import DriftCheck
 from titanlite.feed import Feed
 from titanlite.guard import BadStepError, FiniteGuard, NonFiniteError, WeightsError, find_nonfinite
+from titanlite.metrics.float8_error import Float8ErrorCheck
+from titanlite.metrics.observer import Observer
+from titanlite.metrics.profiler import Profiler
+from titanlite.metrics.watchdog import HangWatchdog
 from titanlite.models.shapes import as_record
-from titanlite.observe.observer import Observer
-from titanlite.observe.profiles import Profiles
-from titanlite.observe.stalls import StallWatch
 from titanlite.optim.schedule import learning_rate
 from titanlite.parallel.compile import CACHE_VARIABLE
+from titanlite.parallel.fsdp import DTYPES
 from titanlite.parallel.init import seed_generators
 from titanlite.parallel.world import World, patience, set_timeouts
 from titanlite.preempt import STOPPING, GracefulStop, Preempted, any_rank
-from titanlite.runs import ledger
-from titanlite.runs.folder import FinalState
 from titanlite.runs.provenance import config_text
+from titanlite.runs.record import AttemptRecord, FinalState
 from titanlite.saving import Saves, preempted
 from titanlite.step import Duplicates, StepResult, train_step, unwatched, validate
 from titanlite.utils import logger
@@ -58,7 +58,7 @@ class Trainer:
         world: World,
         text: Text,
         stop: GracefulStop | None = None,
-        stalls: StallWatch | None = None,
+        stalls: HangWatchdog | None = None,
     ) -> None:
         assert plans.train.steps is not None, "plans are resolved without the text's length"
         self.plans, self.world, self.text = plans, world, text
@@ -72,24 +72,24 @@ class Trainer:
         self._closed = False
         self.stop = stop or GracefulStop()
         self._owns_stop = stop is None
-        self.stalls = stalls or StallWatch(plans.stall, end=None)
+        self.stalls = stalls or HangWatchdog(plans.config.stall, plans.config.comm, end=None)
         self._owns_stalls = stalls is None
         #: All ranks know that one was asked to stop: the step under way is the last.
         self._stopping = False
         self._validation_owed = False
         #: Steps done when the learning rate's schedule began.
         self._schedule_began = 0
-        self._ledger: ledger.Ledger | None = None
+        self._record: AttemptRecord | None = None
         with contextlib.ExitStack() as stack:
             stack.enter_context(environment(CACHE_VARIABLE))
             self.parts: Parts = build(plans, world, text)
             self._environment = stack.pop_all()  # until `close`; where the build fails, until here
-        self.stalls.wanted = lambda: self.stop.wanted or self.stop.heard
         self.feed = Feed(self.parts.loader, self.parts.validation, self.stop, self._asked, plans, world.device)
         if plans.train.seed is not None:  # of torch's own generators; the weights and the data order have their own
             seed_generators(plans.train.seed, self.parts.mesh)
         self.guard = FiniteGuard(world.device, plans.guard)
-        self.drift = DriftCheck(plans, self.parts, world.device, self.duplicates)
+        dtype = DTYPES[plans.config.training.mixed_precision_param]
+        self.drift = Float8ErrorCheck(plans.config.float8, dtype, self.parts, world.device, self.duplicates)
         folder = Path(plans.observe.dump_folder) if world.rank == 0 else None
         self._bad_steps = BadSteps(folder, text.train, plans.batch.global_batch_size)
         self.checkpointer: Checkpointer | None = None
@@ -131,7 +131,7 @@ class Trainer:
                 self._finish("done", self.step)
                 return
             gc.disable()  # collected on all ranks together instead: one rank's pause makes every other wait
-            with Profiles(self.plans.profile, self.world.rank, self.world.device) as profiles:
+            with Profiler(self.plans.config.profiling, self.world.rank, self.world.device) as profiles:
                 while True:
                     try:
                         self._take_steps(profiles)
@@ -172,7 +172,7 @@ class Trainer:
             self.close()
         logger.info(f"training done at step {self.step}")
 
-    def _take_steps(self, profiles: Profiles) -> None:
+    def _take_steps(self, profiles: Profiler) -> None:
         """Train to the last step, or to the one after which all ranks stop. Raises BadStepError."""
         while self.step < self.steps and not self._stopping:
             self.step += 1
@@ -267,8 +267,8 @@ class Trainer:
         self.feed.recent.clear()
         self._stopping = self._validation_owed = False  # a wish to stop is renewed with every step
         self.observer.roll_back(self.step, self.plans)
-        if self._ledger is not None:
-            self._ledger.saved(self.step, self.tokens_seen)  # what is kept, should the run end now
+        if self._record is not None:
+            self._record.saved(self.step, self.tokens_seen)  # what is kept, should the run end now
         self._bad_steps.rolled_back(bad, fetched, self.step, data)
         for notice in loaded.notices:
             logger.info(notice)
@@ -276,11 +276,11 @@ class Trainer:
     def _finish(self, state: FinalState, step: int, error: BaseException | None = None, reason: str = "") -> None:
         """Record how the run ended after `step` steps. The first call counts."""
         self.stop.when, self.stop.notice = "the run is ending already", ""
-        self.observer.finish(state, step, reason)
-        if self._ledger is not None:
+        self.observer.finish(state)
+        if self._record is not None:
             tokens = self.tokens_seen - (self.step - step) * self.plans.batch.tokens_per_step
             code = exit_codes.DONE if error is None else exit_codes.code_of(error)
-            self._ledger.end(state, step, tokens, code, reason)
+            self._record.end(state, step, tokens, code, reason)
 
     def close(self) -> None:
         """End the threads and files of the run; what cannot be closed does not keep the rest open."""
@@ -308,7 +308,7 @@ class Trainer:
         gc.collect()  # before any time is measured
         warnings = self.saves.warnings(self.steps) if self.saves else []
         report = starting.report(self.plans, self.parts, self.text, self.world, self.observer)
-        report += starting.words(loaded, self.plans, [*warnings, *self._begin_ledger(loaded)])
+        report += starting.words(loaded, self.plans, [*warnings, *self._begin_record(loaded)])
         self.observer.start(self.step, report, self.parts.model)
         changed = starting.schedule_change(loaded, self.plans, self._schedule_began) if loaded else None
         if changed and not self.world.rank:
@@ -351,14 +351,14 @@ class Trainer:
 
     def _asked(self) -> bool:
         """Whether a rank was asked to stop, as far as this one knows: what hangs is not waited for then."""
-        return self.stop.wanted or self._stopping or self.stalls.wished
+        return self.stop.wanted or self._stopping
 
     def _tell(self, result: ResumeResult | None) -> None:
         """Whether a run that was resumed goes on as the attempt before did."""
         if result is not None:
             logger.log(logging.INFO if result.verified else logging.WARNING, result.text)
 
-    def _begin_ledger(self, loaded: LoadedState | None) -> list[str]:
+    def _begin_record(self, loaded: LoadedState | None) -> list[str]:
         """Note on rank 0 that an attempt starts; what to tell of the one before."""
         off = ". CHECKPOINTS ARE OFF: nothing will be saved"
         self.stop.notice = ", then a checkpoint is written" if self.checkpointer else off
@@ -367,7 +367,7 @@ class Trainer:
         self.stop.when = f"all ranks stop {within}" if self.world.size > 1 else STOPPING
         if self.world.rank:
             return []
-        self._ledger, lines = starting.begin_ledger(self.plans, self.world, loaded, self.step, self.tokens_seen)
+        self._record, lines = starting.begin_record(self.plans, self.world, loaded, self.step, self.tokens_seen)
         return lines
 
     def _set_length(self, steps: int) -> None:
@@ -530,8 +530,8 @@ class Trainer:
     def _saved(self, step: int, tokens: int, folder: AnyPath, seconds: float) -> None:
         """The checkpoint of `step` is there."""
         self.observer.saved(step, folder, seconds)
-        if self._ledger is not None:
-            self._ledger.saved(step, tokens)
+        if self._record is not None:
+            self._record.saved(step, tokens)
 
     def patience(self) -> contextlib.AbstractContextManager[None]:
         """For what may take as long as the first step: its timeouts, where they were lowered since."""

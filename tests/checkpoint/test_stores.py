@@ -15,13 +15,14 @@ from tests.checkpoint.runs import RUN, names, train, unequal
 from tests.failures.runs import flags, rows
 from tests.pool import Pools, free_port
 from titanlite import exit_codes
+from titanlite.app import _lock
 from titanlite.checkpoint import CheckpointError
 from titanlite.checkpoint.manifest import steps_in
 from titanlite.checkpoint.paths import StoreError, StorePath, entries, to_path
 from titanlite.checkpoint.retention import begin, delete, leftovers
-from titanlite.checkpoint.store_lock import StoreLock
 from titanlite.cli import main
 from titanlite.config.load import load
+from titanlite.prepare import checked_plans
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -85,27 +86,32 @@ def test_an_upload_that_was_never_ended_goes_with_its_leftover(bucket: s3.Bucket
     assert [upload["Key"] for upload in left] == [keys[1]] and bucket.objects() == {}
 
 
+def _refused(url: str, folder: Path) -> str:
+    argv = [f"--job.dump_folder={folder}", "--checkpoint.enable_checkpoint", f"--checkpoint.folder={url}"]
+    with pytest.raises(CheckpointError) as refused, _lock(checked_plans(argv, 1, training=False)[1]):
+        pytest.fail("it was not looked at")
+    return str(refused.value)
+
+
 @pytest.mark.slow
 def test_no_bucket_no_server_and_no_credentials_are_named(
-    bucket: s3.Bucket, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bucket: s3.Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(CheckpointError, match="checkpoint.folder: s3://no-such-bucket/.*no bucket s3://no-such-bucket"):
-        StoreLock(StorePath("s3://no-such-bucket/run")).__enter__()
-    for url, reason in (("s3://no-such-bucket/run", "there is no bucket"), (f"{bucket.root}/none", "no such folder")):
+    nowhere = "s3://no-such-bucket/run"
+    assert f"checkpoint.folder: {nowhere}: there is no bucket s3://no-such-bucket" == _refused(nowhere, tmp_path)
+    for url, reason in ((nowhere, "there is no bucket"), (f"{bucket.root}/none", "no such folder")):
         assert main(["checkpoint", "ls", url]) == exit_codes.CHECKPOINT
-        said = capsys.readouterr().err
-        assert said.startswith(f"error: {url}: {reason}") and said.count("\n") == 1
+        printed = capsys.readouterr().err
+        assert printed.startswith(f"error: {url}: {reason}") and printed.count("\n") == 1
     with pytest.raises(StoreError, match="there is no bucket"):
-        StorePath("s3://no-such-bucket/run").write_bytes(b"")
-    gone = {"AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{free_port()}", "AWS_MAX_ATTEMPTS": "1"}
-    s3.use(monkeypatch, gone)
-    with pytest.raises(CheckpointError, match=f"checkpoint.folder: {bucket.root}.*the store cannot be reached"):
-        StoreLock(bucket.path).__enter__()
+        StorePath(nowhere).write_bytes(b"")
+    s3.use(monkeypatch, {"AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{free_port()}", "AWS_MAX_ATTEMPTS": "1"})
+    assert f"checkpoint.folder: {bucket.root}: the store cannot be reached" in _refused(bucket.root, tmp_path)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
-    nowhere = dict.fromkeys(("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"), "/nowhere")
+    files = dict.fromkeys(("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"), "/nowhere")
     endpoint = {"AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{bucket.port}", "AWS_EC2_METADATA_DISABLED": "true"}
-    s3.use(monkeypatch, {**nowhere, **endpoint})
+    s3.use(monkeypatch, {**files, **endpoint})
     with pytest.raises(StoreError, match="no credentials .* set AWS_ACCESS_KEY_ID"):
         bucket.path.is_dir()
 

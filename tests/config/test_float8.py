@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,11 +11,10 @@ from torch import nn
 from tests.refusals import refusal
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
-from titanlite.config.plans import BatchPlan, Float8Plan, MeshPlan, PipelinePlan, Plans
+from titanlite.config.plans import BatchPlan, Float8Plan, MeshPlan, PipelinePlan
 from titanlite.config.unbuilt import without_effect
 from titanlite.models import SHAPES, get_spec, resolve_args
 from titanlite.models.spec import Size
-from titanlite.observe.report import start_report
 from titanlite.parallel.float8 import check_float8
 from titanlite.parallel.float8_choice import Choice, choose, converted_names, matches, tokens
 from titanlite.prepare import checked_plans, load_plans
@@ -220,7 +218,6 @@ def test_settings_of_float8_that_is_off_are_a_warning_of_the_run() -> None:
     (warning,) = load_plans("debug_model.toml", 1, given).warnings
     assert warning.startswith("products are not in float8 (float8.enable_float8_linear = false)")
     assert warning.endswith("no effect: float8.enable_fsdp_float8_all_gather")
-    assert f"warning: {warning}" in _report(load_plans("debug_model.toml", 1, given))
     assert load_plans("debug_model.toml", 1, [ON, *given]).warnings == ()
 
 
@@ -262,80 +259,3 @@ def test_a_gpu_needs_capability_8_9(monkeypatch: pytest.MonkeyPatch, capability:
     with pytest.raises(ConfigError, match=rf"compute capability 8\.{capability[1]}, and float8 products need 8\.9"):
         check_float8(Float8Plan(enable=True))
     check_float8(Float8Plan(enable=True, emulate=True))
-
-
-# The report
-
-
-def _report(plans: Plans, device: str = "CPU (some model)", peak: float | None = None) -> list[str]:
-    return start_report(
-        plans,
-        parameters={"all": 1},
-        flops_per_token=1,
-        device=device,
-        world_size=1,
-        versions={},
-        tokenizer="",
-        documents=1,
-        tokens_per_epoch=1,
-        memory_bytes=0,
-        peak_flops=peak,
-        folders={},
-        float8=list(choices(plans.float8).values()) if plans.float8.enable else [],
-    )
-
-
-EMULATED = Plans(float8=Float8Plan(enable=True, emulate=True, keep=("wo",)), batch=BatchPlan(2, seq_len=64))
-
-
-def test_the_report_has_a_row_for_each_kind_of_linear() -> None:
-    lines = _report(EMULATED)
-    start = next(i for i, line in enumerate(lines) if line.startswith("float8 "))
-    said = [" ".join(line.split()) for line in lines[start : start + 9]]
-    assert said == [
-        "float8 tensorwise, emulated in float32 (slow, for tests); 192 of 225 linears; M = 128 tokens in a product of "
-        "one rank",
-        "attention.wq K x N = 4,096 x 4,096, 32 in float8",
-        "attention.wk K x N = 4,096 x 1,024, 32 in float8",
-        "attention.wv K x N = 4,096 x 1,024, 32 in float8",
-        "attention.wo K x N = 4,096 x 4,096, 32 kept: float8.filter_fqns: wo",
-        "feed_forward.w1 K x N = 4,096 x 14,336, 32 in float8",
-        "feed_forward.w2 K x N = 14,336 x 4,096, 32 in float8",
-        "feed_forward.w3 K x N = 4,096 x 14,336, 32 in float8",
-        "output K x N = 4,096 x 128,256, 1 kept: the head",
-    ]
-
-
-def test_the_report_says_how_weights_travel() -> None:
-    def line(**changes: Any) -> str:
-        plans = replace(EMULATED, float8=replace(EMULATED.float8, emulate=False, **changes))
-        return next(line for line in _report(plans) if line.startswith("float8 "))
-
-    assert "gathered" not in line()
-    assert "weights gathered in float8, each scale found as it is;" in line(all_gather=True)
-    assert "weights gathered in float8, all scales by one all-reduce after the update;" in line(
-        all_gather=True, precompute=True
-    )
-    assert "drift measured every 5 steps" in line(drift_check=5)
-
-
-def test_float8_without_compile_on_a_gpu_is_a_warning() -> None:
-    def warnings(plans: Plans, device: str) -> list[str]:
-        return [line for line in _report(plans, device) if line.startswith("warning: ") and "float8" in line]
-
-    real = replace(EMULATED, float8=Float8Plan(enable=True))
-    (warning,) = warnings(real, "NVIDIA H100")
-    assert "training.compile" in warning and "slower than bf16" in warning
-    compiled = replace(real, compile=replace(real.compile, model=True))
-    assert warnings(compiled, "NVIDIA H100") == warnings(real, "CPU (some model)") == []
-    assert warnings(replace(real, float8=Float8Plan()), "NVIDIA H100") == []
-
-
-def test_the_peak_of_the_mfu_is_named() -> None:
-    def compute(plans: Plans) -> str:
-        return next(line for line in _report(plans, "NVIDIA H200", 989e12) if line.startswith("compute "))
-
-    assert "MFU against 989 TFLOPS per device" in compute(Plans())
-    assert "MFU against 989 TFLOPS per device, its peak in bf16" in compute(EMULATED)
-    given = replace(EMULATED, observe=replace(EMULATED.observe, peak_flops=989e12))
-    assert "989 TFLOPS per device (metrics.peak_tflops)" in compute(given)

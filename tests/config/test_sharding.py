@@ -16,7 +16,6 @@ from titanlite.config.load import load
 from titanlite.config.plans import Plans, ShardPlan
 from titanlite.config.resolve import resolve
 from titanlite.config.unbuilt import without_effect
-from titanlite.observe.report import start_report
 
 
 def plans(*flags: str, world_size: int = 4) -> Plans:
@@ -112,44 +111,6 @@ def test_units_that_do_not_fit_the_model_are_refused(flags: list[str], message: 
         check_units(plans(*flags), text)
     check_units(plans("--training.fsdp_units=Attention"), text)
     check_units(plans("--training.fsdp_units=Block", "--training.compile"), text)
-
-
-def _report(*flags: str, device: str = "CPU (some model)") -> str:
-    lines = start_report(
-        plans("--training.batch_size=2", "--training.global_batch_size=16", *flags, world_size=2),
-        parameters={"all": 8_030_261_248},
-        flops_per_token=1,
-        device=device,
-        world_size=2,
-        versions={},
-        tokenizer="",
-        documents=1,
-        tokens_per_epoch=1,
-        memory_bytes=0,
-        peak_flops=None,
-        folders={},
-    )
-    (line,) = (line for line in lines if line.startswith("sharding "))
-    return line.removeprefix("sharding").strip()
-
-
-def test_the_start_report_says_what_sharding_costs() -> None:
-    kept = "whole gradients kept until the last micro-batch: 4 bytes x 8,030,261,248 parameters = 29.9 GiB per rank"
-    assert _report() == (
-        f"units of each block; freed after forward but for the last two; {kept} (training.gradient_sync)"
-    )
-    assert "kept until" not in _report("--training.gradient_sync=every")
-    assert "kept until" not in _report("--training.data_parallel_type=ddp"), "they are whole in any case"
-    assert "2 bytes x 8,030,261,248" in _report("--training.mixed_precision_reduce=bfloat16")
-    assert _report(
-        "--training.fsdp_units=A,B", "--training.prefetch=3", "--training.reshard_after_forward=2"
-    ).startswith("units of each A and B; after forward sharded over 2 ranks; gathered 3 ahead; ")
-
-
-def test_the_start_report_says_that_offload_does_nothing_on_a_cpu() -> None:
-    assert _report("--training.enable_cpu_offload").endswith("offload to host memory is without effect on a CPU")
-    on_gpu = _report("--training.enable_cpu_offload", device="NVIDIA H100")
-    assert on_gpu.endswith("parameters, gradients and optimizer state in host memory")
 
 
 def test_a_class_that_the_model_lacks_ends_a_run_before_any_process_group(

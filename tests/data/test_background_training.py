@@ -19,7 +19,7 @@ from titanlite import exit_codes
 from titanlite.build import read_text
 from titanlite.config.load import load_file
 from titanlite.data.background import THREAD
-from titanlite.observe.metrics import read_metrics
+from titanlite.metrics.jsonl import read_metrics
 from titanlite.parallel.world import World
 from titanlite.prepare import resolve_plans
 from titanlite.trainer import Trainer

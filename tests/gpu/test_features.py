@@ -19,9 +19,10 @@ from tests.parallel.float8_runs import LINEARS, RATES, RECIPES, distance, spread
 from tests.training.compare import LABELS, TOKENS, WARM
 from tests.training.harness import TINY, Run, batches, build_tiny, micro_batches, train, train_afresh
 from titanlite.build import to_device
-from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, Float8Plan, ProfilePlan, ShardPlan
+from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, Float8Plan, ShardPlan
+from titanlite.config.sections.run import Profiling
 from titanlite.guard import FiniteGuard
-from titanlite.observe.profiles import Profiles
+from titanlite.metrics.profiler import Profiler
 from titanlite.parallel.world import World
 from titanlite.step import train_step
 
@@ -184,9 +185,10 @@ def test_compiled_recomputation_by_operation_computes_what_eager_steps_do(world:
 
 
 def test_snapshots_are_written_on_the_cycle_and_when_memory_runs_out(tmp_path: Path, world: World) -> None:
-    plan = ProfilePlan(trace_folder=None, snapshot_folder=str(tmp_path), freq=2)
+    folder = str(tmp_path)
+    config = Profiling(enable_memory_snapshot=True, save_memory_snapshot_folder=folder, profile_freq=2)
     kept: list[torch.Tensor] = []
-    with pytest.raises(torch.OutOfMemoryError), Profiles(plan, 0, world.device) as profiles:
+    with pytest.raises(torch.OutOfMemoryError), Profiler(config, 0, world.device) as profiles:
         for step in (1, 2, 3):
             kept.append(torch.empty(2**20, device=world.device))
             profiles.step(step)

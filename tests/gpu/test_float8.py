@@ -20,9 +20,9 @@ from tests.gpu.test_features import COMPILED, FLOAT8_HARDWARE
 from tests.parallel.float8_runs import RATES, RUN, distance, drift_of, gathered_types, resumed
 from tests.parallel.test_compile import _whole
 from tests.training.harness import TINY, Run, batches, train
-from titanlite.tools.tensors import Contents, compare
 from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, Float8Plan, ShardPlan
 from titanlite.parallel.world import World
+from titanlite.tools.tensors import Contents, compare
 
 FLOAT8 = Float8Plan(enable=True)
 GATHERED = replace(FLOAT8, all_gather=True)

@@ -12,8 +12,8 @@ from tests.training import test_preemption as preemption
 from tests.training import test_text_that_does_not_come as hanging
 from tests.words import listening
 from titanlite import exit_codes
-from titanlite.config.plans import StallPlan
-from titanlite.observe.stalls import StallWatch
+from titanlite.config.sections.run import Comm, Stall
+from titanlite.metrics.watchdog import HangWatchdog
 from titanlite.parallel.world import World
 
 STEPS = "--training.steps=8"
@@ -44,7 +44,7 @@ def test_text_that_does_not_come_keeps_nobody(world: World, tmp_path: Path, inte
 
 
 def test_a_stall_is_told_beside_nccl(world: World) -> None:
-    with listening() as said, StallWatch(StallPlan(deadline_seconds=1, patience_seconds=1), end=None) as stalls:
+    with listening() as said, HangWatchdog(Stall(deadline_seconds=1), Comm(init_timeout_seconds=1), end=None) as stalls:
         stalls.phase("forward", 1)
         stalls.phase("data", 2)
         until = time.monotonic() + 20

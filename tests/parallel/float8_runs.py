@@ -15,9 +15,9 @@ from tests.checkpoint.runs import train as train_and_save
 from tests.training.harness import TINY, Run, build_tiny, micro_batches, run_stages
 from titanlite.build import data_parallel_rank, to_device
 from titanlite.config.plans import Float8Plan, ShardPlan
-from titanlite.drift import Drift, measure_drift
 from titanlite.guard import FiniteGuard
 from titanlite.loss import cross_entropy_sum
+from titanlite.metrics.float8_error import Float8Error, measure_float8_error
 from titanlite.parallel.float8 import ScalePrecompute
 from titanlite.parallel.tensor import tensor_loss
 from titanlite.parallel.world import World
@@ -123,7 +123,7 @@ def gathered_types(world: World, run: Run) -> dict[str, str]:
     return found
 
 
-def drift_of(world: World, run: Run) -> tuple[Drift, float, list[float], list[float]]:
+def drift_of(world: World, run: Run) -> tuple[Float8Error, float, list[float], list[float]]:
     """What is measured of the initial weights, their loss without float8, and the losses measured first and again."""
     plan = run.mesh(world.size)
     duplicates = Duplicates(plan.tensor * plan.pipeline, plan.tensor)
@@ -131,9 +131,9 @@ def drift_of(world: World, run: Run) -> tuple[Drift, float, list[float], list[fl
     mesh = world.build_mesh(plan)
     (batch,) = to_device(micro_batches(run, 0, data_parallel_rank(mesh), plan.dp_degree), world.device)
 
-    def measure(run: Run, model: torch.nn.Module) -> Drift:
+    def measure(run: Run, model: torch.nn.Module) -> Float8Error:
         pipeline = run_stages(model, run, world, loss)
-        return measure_drift(model, [batch], world.device, torch.bfloat16, loss, duplicates, pipeline)
+        return measure_float8_error(model, [batch], world.device, torch.bfloat16, loss, duplicates, pipeline)
 
     # Not converted, both passes are the same, and its initial weights are those of the converted one.
     exact = measure(replace(run, float8=Float8Plan()), build_tiny(world, replace(run, float8=Float8Plan()))[0])

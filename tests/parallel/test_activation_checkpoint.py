@@ -30,11 +30,10 @@ from titanlite.build import to_device
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
-from titanlite.config.plans import ActivationCheckpointPlan, Plans, ShardPlan
+from titanlite.config.plans import ActivationCheckpointPlan, ShardPlan
 from titanlite.config.resolve import resolve
 from titanlite.guard import FiniteGuard
 from titanlite.models import SHAPES, get_spec
-from titanlite.observe.report import start_report
 from titanlite.parallel.activation_checkpoint import (
     ATTENTION,
     MATMULS,
@@ -49,7 +48,6 @@ from titanlite.parallel.activation_offload import CudaHost, offload
 from titanlite.parallel.world import World
 from titanlite.prepare import checked_plans
 from titanlite.step import train_step
-from titanlite.utils import human_bytes
 
 CPU = torch.device("cpu")
 SPEC = get_spec("llama3")
@@ -656,50 +654,6 @@ def test_the_default_passes_over_a_model_of_one_block() -> None:
     assert any(note.endswith("but the model has 1: all activations are kept") for note in plans.notes)
     with pytest.raises(ConfigError, match="but the model has 1"):
         resolve(load([one, "--activation_checkpoint.mode=selective"]), world_size=1, shapes=SHAPES)
-
-
-@pytest.mark.parametrize(
-    ("plan", "said"),
-    [
-        (NONE, "all kept; "),
-        (FULL, "4 of 4 blocks keep only their input and recompute 6 of 7 matmuls and attention; 128.0 KiB of "),
-        (EVERY_2, "2 of 4 blocks keep only their input and recompute 6 of 7 matmuls and attention; "),
-        (OP, "by operation: each block saves 4 of 7 matmuls and attention and recomputes 3 of 7 matmuls; "),
-        (replace(FULL, offload=True), "; offload has no effect on a CPU"),
-        (ActivationCheckpointPlan("budget", memory_budget=0.3), "the compiler keeps 30% of what it would by itself; "),
-    ],
-    ids=lambda value: getattr(value, "mode", ""),
-)
-def test_the_report_says_what_is_kept(plan: ActivationCheckpointPlan, said: str) -> None:
-    assert said in _activations_line(plan)
-
-
-def _activations_line(plan: ActivationCheckpointPlan, device: str = "CPU (some model)") -> str:
-    lines = start_report(
-        Plans(activations=plan),
-        parameters={"layers": 1},
-        flops_per_token=1,
-        device=device,
-        world_size=1,
-        versions={},
-        tokenizer="",
-        documents=1,
-        tokens_per_epoch=1,
-        memory_bytes=0,
-        peak_flops=None,
-        folders={},
-        kept=traced(plan),
-    )
-    (line,) = [line for line in lines if line.startswith("activations ")]
-    return line
-
-
-@pytest.mark.parametrize("plan", [NONE, FULL, ActivationCheckpointPlan("budget", memory_budget=0.3)])
-def test_the_report_says_how_much_may_wait_in_host_memory(plan: ActivationCheckpointPlan) -> None:
-    line, kept = _activations_line(replace(plan, offload=True), "NVIDIA H100"), traced(plan)
-    every = human_bytes(4 * kept.plain_bytes)
-    assert f"; {human_bytes(kept.total_bytes)} of {every} kept " in line or f"; {every} in 4 blocks " in line
-    assert line.endswith(f"; up to {human_bytes(kept.total_bytes)} of that wait in host memory")
 
 
 MODES = {

@@ -32,7 +32,7 @@ from tests.training.test_run import _losses, _run
 from titanlite.build import data_parallel_rank
 from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, Float8Plan, ShardPlan
 from titanlite.loss import cross_entropy_sum
-from titanlite.observe.diagnose import diagnose_nonfinite
+from titanlite.metrics.nan_finder import diagnose_nonfinite
 from titanlite.parallel.float8 import float8_linears, high_precision
 from titanlite.parallel.tensor import tensor_loss
 from titanlite.parallel.world import World

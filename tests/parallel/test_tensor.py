@@ -30,8 +30,8 @@ from titanlite.config.errors import ConfigError
 from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, MeshPlan
 from titanlite.guard import FiniteGuard
 from titanlite.loss import cross_entropy_sum
+from titanlite.metrics.nan_finder import Finding, diagnose_nonfinite
 from titanlite.models import get_spec
-from titanlite.observe.diagnose import Finding, diagnose_nonfinite
 from titanlite.parallel.compile import compile_loss
 from titanlite.parallel.tensor import TensorParallelError, check_async, enable_async, split, tensor_loss
 from titanlite.parallel.world import World

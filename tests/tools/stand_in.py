@@ -15,6 +15,7 @@ from pathlib import Path
 
 from titanlite.prepare import checked_plans
 from titanlite.runs import provenance
+from titanlite.runs.record import begin
 
 #: Tokens per second and rank; each repeat on this machine is half as fast as the one before.
 SPEEDS = {"default": 1000.0, "compile": 1500.0, "more": 500.0}
@@ -52,11 +53,10 @@ def main() -> None:
         )
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     _, plans = checked_plans(sys.argv[1:], RANKS, training=True)
-    (folder / "config.toml").write_text(plans.config_toml)
     versions = provenance.versions()
-    attempt = {"state": "done", "first_step": 0, "steps": steps, "step": steps, "world_size": RANKS, "device": DEVICE}
-    attempt["versions"] = {**versions, "torch": os.environ.get("STAND_IN_TORCH", versions["torch"])}
-    (folder / "run.json").write_text(json.dumps({"format": 1, "attempts": [attempt]}))
+    provenance.versions = lambda: {**versions, "torch": os.environ.get("STAND_IN_TORCH", versions["torch"])}
+    record, _ = begin(folder, config_toml=plans.config_toml, steps=steps, ranks=RANKS, device=DEVICE)
+    record.end("done", steps)
 
 
 if __name__ == "__main__":

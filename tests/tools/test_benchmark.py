@@ -17,9 +17,9 @@ from PIL import Image
 
 from tests.tools.stand_in import SPEEDS
 from titanlite.cli import main
-from titanlite.runs.plots import COLORS
 from titanlite.tools import benchmark as command
 from titanlite.tools import benchmark_levels, processes
+from titanlite.tools.plots import COLORS
 
 ROOT = Path(__file__).parents[2]
 Benchmark = Callable[..., tuple[int, str, str]]

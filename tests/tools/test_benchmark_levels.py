@@ -11,7 +11,7 @@ import torch
 from titanlite.cli import main
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load_file
-from titanlite.observe.flops import device_name
+from titanlite.metrics.throughput import device_name
 from titanlite.tools.benchmark_levels import (
     LEVELS,
     SWITCHES,

@@ -49,8 +49,8 @@ from titanlite.config.resolve import resolve
 from titanlite.drill.shrink import shrink
 from titanlite.guard import FiniteGuard
 from titanlite.loss import ChunkedHead, batch_loss, chunk_head, cross_entropy_sum
+from titanlite.metrics.nan_finder import Finding, diagnose_nonfinite
 from titanlite.models.llama.model import Llama
-from titanlite.observe.diagnose import Finding, diagnose_nonfinite
 from titanlite.parallel.compile import CompileWatch, compile_loss
 from titanlite.parallel.tensor import tensor_loss
 from titanlite.parallel.world import World

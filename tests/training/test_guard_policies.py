@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.observe.test_diagnose import W2
-from tests.observe.test_records import scalars
+from tests.metrics.test_nan_finder import W2
+from tests.metrics.test_records import scalars
 from tests.pool import Pools
 from tests.training.harness import (
     LateGuard,
@@ -31,18 +31,18 @@ from tests.training.test_run import TINY, _losses
 from tests.words import listening
 from titanlite import exit_codes
 from titanlite.build import read_text, to_device
-from titanlite.tools.tensors import Contents, compare
 from titanlite.checkpoint.manifest import steps_in
 from titanlite.config.plans import GuardPlan
-from titanlite.drift import Drift
 from titanlite.guard import BadStepError, FiniteGuard, LossSpikeError
 from titanlite.loss import cross_entropy_sum
-from titanlite.observe.metrics import read_metrics
+from titanlite.metrics.float8_error import Float8Error
+from titanlite.metrics.jsonl import read_metrics
 from titanlite.parallel.tensor import tensor_loss
 from titanlite.parallel.world import World
 from titanlite.prepare import load_plans
-from titanlite.runs.ledger import read_entries
+from titanlite.runs.record import read_entries
 from titanlite.step import Duplicates, train_step
+from titanlite.tools.tensors import Contents, compare
 from titanlite.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -488,9 +488,9 @@ def _drifts(world: World, folder: str) -> list[bool]:
         def due(self, step: int) -> bool:
             return True
 
-        def measure(self, batches: Any) -> Drift:
+        def measure(self, batches: Any) -> Float8Error:
             settled.append(guard.behind is None)
-            return Drift(1.0, 1.0)
+            return Float8Error(1.0, 1.0)
 
     trainer.drift = Drifts()  # type: ignore[assignment]
     trainer.train()

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.observe.test_records import scalars
+from tests.metrics.test_records import scalars
 from tests.pool import Pools
 from tests.training.harness import Run, batches, build_tiny, full, micro_batches
 from tests.training.test_run import _run
 from titanlite.build import to_device
 from titanlite.guard import FiniteGuard
-from titanlite.observe.metrics import read_metrics
+from titanlite.metrics.jsonl import read_metrics
 from titanlite.parallel.world import World
 from titanlite.step import layer_of, train_step
 

@@ -17,16 +17,16 @@ from tests.training.test_run import TINY
 from tests.words import listening
 from titanlite import exit_codes
 from titanlite.build import read_text, to_device
-from titanlite.checkpoint import Checkpointer, CheckpointError, checkpointer
-from titanlite.tools.tensors import Contents
+from titanlite.checkpoint import Checkpointer, CheckpointError, manager
 from titanlite.checkpoint.manifest import steps_in
-from titanlite.config.plans import CheckpointPlan
+from titanlite.config.sections.checkpoint import Checkpoint
 from titanlite.guard import FiniteGuard, WeightsError, find_nonfinite
 from titanlite.loss import cross_entropy_sum
 from titanlite.parallel.world import World
 from titanlite.prepare import load_plans
-from titanlite.runs.ledger import read_entries
+from titanlite.runs.record import read_entries
 from titanlite.step import Duplicates, train_step
+from titanlite.tools.tensors import Contents
 from titanlite.trainer import Trainer
 
 TOKENS, LABELS = batches(1, 4, 16, 192)
@@ -78,7 +78,7 @@ def _saves(world: World, folder: str, run: Run, mode: Any) -> list[str]:
         duplicates=Duplicates(mesh.pipeline),
         pipeline=run_stages(model, run, world, cross_entropy_sum) if mesh.pipeline > 1 else None,
     )
-    saver = Checkpointer(CheckpointPlan(enable=True, folder=folder, async_mode=mode), world, {})
+    saver = Checkpointer(Checkpoint(folder=folder, async_mode=mode), world, {})
     weight = list(model.parameters())[-1]
     said = []
     for kind, spoilt in (
@@ -116,7 +116,7 @@ def test_no_save_publishes_what_is_not_finite(pool: Pools, tmp_path: Path, mode:
 def _too_large(world: World, folder: str) -> str:
     model, optimizer, _ = build_tiny(world, RUN)
     _local(list(model.parameters())[-1]).data.fill_(1e6)
-    saver = Checkpointer(CheckpointPlan(enable=True, folder=folder), world, {})
+    saver = Checkpointer(Checkpoint(folder=folder), world, {})
     with pytest.raises(CheckpointError) as caught:
         saver.save(1, model, optimizer, {}, weights_only="float16")
     saver.close()
@@ -146,16 +146,16 @@ def _run(world: World, folder: str, spoilt: int, *flags: str, checked: bool = Tr
 
     trainer.parts.optimizer.register_step_post_hook(spoil)
     found: dict[str, Any] = {"code": exit_codes.DONE, "error": ""}
-    real = checkpointer.find_nonfinite
+    real = manager.find_nonfinite
     if not checked:
-        checkpointer.find_nonfinite = lambda *_: ""
+        manager.find_nonfinite = lambda *_: ""
     with listening() as said:
         try:
             trainer.train()
         except (WeightsError, CheckpointError) as error:
             found.update(code=exit_codes.code_of(error), error=str(error))
         finally:
-            checkpointer.find_nonfinite = real
+            manager.find_nonfinite = real
     events = Path(folder) / "guard.jsonl"
     found["events"] = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
     return {**found, "said": said, "step": trainer.step}

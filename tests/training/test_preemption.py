@@ -22,13 +22,12 @@ from tests.words import listening
 from titanlite import exit_codes
 from titanlite.build import read_text
 from titanlite.config.load import load_file
-from titanlite.observe.metrics import read_metrics
+from titanlite.metrics.jsonl import read_metrics
 from titanlite.parallel.world import World
 from titanlite.preempt import GracefulStop, Preempted
 from titanlite.prepare import resolve_plans
-from titanlite.runs.attempts import read_attempts
-from titanlite.runs.ledger import read_entries
 from titanlite.runs.lock import FILE as LOCK
+from titanlite.runs.record import read_entries
 from titanlite.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -124,11 +123,9 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step_and_nothing_is_lost(
     for ended in pool(2).run(_run, str(tmp_path), where, step, rank, number, *flags):
         assert (ended["step"], ended["saved"], ended["code"]) == (last, True, exit_codes.PREEMPTED)
         assert ended["reason"].startswith(f"{number.name} on rank {rank}: the checkpoint of step {last} is written")
-    (attempt,) = read_attempts(tmp_path / "run.json")
-    assert (attempt["state"], attempt["step"]) == ("preempted", last)
-    assert attempt["reason"].startswith(f"{number.name} on rank {rank}")
     end = read_entries(tmp_path)[-1]
     assert (end["event"], end["state"], end["exit_code"]) == ("end", "preempted", exit_codes.PREEMPTED)
+    assert end["reason"].startswith(f"{number.name} on rank {rank}")
     assert (end["step"], end["saved_step"], end["lost_steps"], end["lost_tokens"]) == (last, last, 0, 0)
     if where == "validation":
         assert (4, "validation_loss") not in _losses(tmp_path), "it was broken off"

@@ -26,9 +26,10 @@ from titanlite.data.tokenizer import BUNDLED_TOKENIZER
 from titanlite.drill.ranks import train
 from titanlite.guard import NonFiniteError
 from titanlite.loss import cross_entropy_sum
-from titanlite.observe.metrics import read_metrics
+from titanlite.metrics.jsonl import read_metrics
 from titanlite.parallel.world import World, WorldError
 from titanlite.prepare import resolve_plans
+from titanlite.runs.record import read_attempts
 from titanlite.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -280,7 +281,7 @@ def test_two_ranks_train_and_write_what_they_say(command: list[str], tmp_path: P
     assert "training done at step 4" in done.stdout
     assert (tmp_path / "checkpoint" / "step-4" / "manifest.json").is_file()
     assert len(_losses(read_metrics(tmp_path / "metrics.jsonl"))) == 4
-    environment = json.loads((tmp_path / "run.json").read_text())["attempts"][0]["environment"]
+    environment = read_attempts(tmp_path)[0]["environment"]
     assert environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") == ("300" if "titanlite" in command else None)
 
 
@@ -410,7 +411,7 @@ def test_a_run_in_epochs_goes_on_with_another_batch_size(pool: Pools, tmp_path: 
     rest = pool(1).run(_run, str(folder), *flags, *other)[0]
     assert rest["step"] - 2 == (whole["step"] - 2) * 2 or rest["step"] - 2 == (whole["step"] - 2) * 2 - 1
     assert rest["rows"][-1]["step"] == rest["step"], "the last step is logged, though it is not the planned one"
-    (attempt,) = json.loads((folder / "run.json").read_text())["attempts"][-1:]
+    attempt = read_attempts(folder)[-1]
     assert (attempt["state"], attempt["steps"]) == ("done", rest["step"])
 
 

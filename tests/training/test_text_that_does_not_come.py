@@ -25,11 +25,11 @@ from titanlite.data import background
 from titanlite.data.background import DataNotReadyError, Prefetcher
 from titanlite.data.loader import Batch
 from titanlite.guard import FiniteGuard
-from titanlite.observe.metrics import read_metrics
+from titanlite.metrics.jsonl import read_metrics
 from titanlite.parallel.world import World
 from titanlite.preempt import Preempted
 from titanlite.prepare import resolve_plans
-from titanlite.runs.ledger import read_entries
+from titanlite.runs.record import read_entries
 from titanlite.starting import READER
 from titanlite.step import train_step
 from titanlite.trainer import Trainer
@@ -171,19 +171,6 @@ def test_a_rank_that_waits_in_vain_does_not_keep_the_others(
         assert not [line for line in ended["said"] if "NOT VERIFIED" in line]
     if flags[:1] in ([], ["--checkpoint.interval=1"]):
         assert _figures(tmp_path) == straight
-
-
-@pytest.mark.parametrize("where", ["loader", pytest.param("validation", marks=pytest.mark.slow)])
-def test_the_signal_may_come_to_another_rank(pool: Pools, tmp_path: Path, where: str) -> None:
-    """No collective can tell the one that waits, before which all others wait."""
-    hang = (where, 1, 12 if where == "loader" else 0)
-    last = 3 if where == "loader" else 4
-    for rank, ended in enumerate(pool(2).run(_run, str(tmp_path), hang, False, signalled=0)):
-        assert (ended["step"], ended["saved"], ended["code"]) == (last, True, exit_codes.PREEMPTED), ended["said"]
-        assert ended["reason"].startswith(f"SIGTERM on rank 0: the checkpoint of step {last} is written")
-        assert ended["seconds"] < IN_TIME
-        told = [line for line in ended["said"] if line.startswith("another rank was asked to stop while this rank")]
-        assert len(told) == (rank == 1)
 
 
 @pytest.mark.slow

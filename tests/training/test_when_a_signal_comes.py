@@ -13,7 +13,7 @@ import pytest
 from tests.pool import Pools
 from tests.training.test_preemption import TINY, _run
 from titanlite import exit_codes
-from titanlite.runs.ledger import read_entries
+from titanlite.runs.record import read_entries
 from titanlite.torchrun import after_signal
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -39,7 +39,7 @@ from titanlite.checkpoint.storage import (
 )
 from titanlite.guard import find_nonfinite
 from titanlite.parallel.world import World
-from titanlite.runs.ledger import toml_changes
+from titanlite.runs.provenance import config_changes
 from titanlite.utils import Table, counted, render
 
 if TYPE_CHECKING:
@@ -307,7 +307,7 @@ class Loader:
         words = dict.fromkeys("data" if name == "data order" else name.replace(" ", "_") for name in found)
         if missing := [word for word in words if word not in self.config.allow_changes]:
             lines = "".join(f"\n  {name}: {difference}" for name, difference in found.items())
-            changes = toml_changes(manifest.config.get("toml"), self.run_config.get("toml"))
+            changes = config_changes(manifest.config.get("toml"), self.run_config.get("toml"))
             keys = [f"{key}: {change}" for key, change in changes.items()]
             if keys:
                 lines += "\n  in the config: " + "; ".join(keys[:_KEYS]) + "; …" * (len(keys) > _KEYS)

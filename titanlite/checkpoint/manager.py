@@ -34,10 +34,10 @@ from titanlite.checkpoint.storage import (
     gather,
     rng_state,
 )
-from titanlite.checkpoint.store_lock import Fence
 from titanlite.guard import WeightsError, find_nonfinite
 from titanlite.parallel.world import World
 from titanlite.runs import provenance
+from titanlite.runs.lock import OwnershipCheck
 from titanlite.utils import logger
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Checkpointer:
         self._run_config = run_config or {}
         self._resumed: int | None = None
         self._deleter = Deleter()
-        self._fence = Fence(self.root)
+        self._owner = OwnershipCheck(self.root)
         self._loader = Loader(config, world, fingerprints, self._run_config, self._deleter)
         #: Step → why; checkpoints that are not loaded though manifest and sizes are right.
         self._bad = self._loader.bad
@@ -94,7 +94,7 @@ class Checkpointer:
         Raises CheckpointError, on all ranks, before anything is changed, when the checkpoint is of another run or does
         not fit the model, or when there are checkpoints and none is good.
         """
-        self._on_rank_0(self._fence.look)
+        self._on_rank_0(self._owner.look)
         loaded = self._loader.load(model, optimizer, expected)
         if loaded is not None and loaded.origin == "resume":
             self._resumed = loaded.step
@@ -224,7 +224,7 @@ class Checkpointer:
         return {name: value for name, value in record.items() if name in ("commit", "dirty", "unknown")}
 
     def _begin(self, step: int) -> AnyPath:
-        self._fence.look()
+        self._owner.look()
         clear_leftovers(self.root, step, self._deleter)
         return begin(self.root, step, self._bad)
 
@@ -236,7 +236,7 @@ class Checkpointer:
         except BaseException:
             if self._world.rank == 0:
                 with contextlib.suppress(OSError, CheckpointError):
-                    self._fence.look()  # the folder may belong to another run by now
+                    self._owner.look()  # the folder may belong to another run by now
                     self._deleter.delete(marks_of(folder))
             raise
 
@@ -271,7 +271,7 @@ class Checkpointer:
 
     def _publish(self, folder: AnyPath, manifest: Manifest, proven: bool) -> None:
         """On rank 0: write the manifest, then prune older checkpoints. Raises CheckpointError."""
-        self._fence.look()
+        self._owner.look()
         publish(folder, replace(manifest, seconds=round(time.perf_counter() - self._began, 3)))
         self._bad.pop(manifest.step, None)
         if not proven:

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from titanlite import exit_codes
@@ -38,6 +38,12 @@ class StoreError(OSError):
     """A store cannot be asked, or refuses: nothing is known of its content. Not for an object that does not exist."""
 
     exit_code = exit_codes.CHECKPOINT
+
+
+class Stat(NamedTuple):
+    st_size: int
+    #: Seconds since the epoch.
+    st_mtime: float
 
 
 @dataclass(frozen=True, order=True, repr=False)
@@ -97,6 +103,10 @@ class StorePath:
         prefix = f"{self.key}/"
         names = ((entry["name"].strip("/"), entry) for entry in found)  # an object "folder/" is no entry
         return {name.removeprefix(prefix): entry for name, entry in names if name.startswith(prefix)}
+
+    def stat(self) -> Stat:
+        info = self.fs.info(self.key)
+        return Stat(info["size"], modified(info))
 
     def is_dir(self) -> bool:
         return bool(self.listing())

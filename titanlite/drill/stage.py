@@ -15,7 +15,7 @@ from titanlite.drill.compare import unequal_tensors
 from titanlite.drill.ranks import train
 from titanlite.drill.shrink import HALF, STEPS, Toy
 from titanlite.drill.strike import Strike
-from titanlite.observe.metrics import read_metrics
+from titanlite.metrics.jsonl import read_metrics
 
 
 class Failed(Exception):

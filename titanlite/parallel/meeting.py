@@ -143,7 +143,7 @@ def after_rank_0(store: dist.Store, rank: int, size: int, patience: float, limit
 def leaving_word(store: dist.Store | None, rank: int, size: int) -> Iterator[None]:
     """Around all that comes before `meet`: what a rank raises there ends the others too, with its words.
 
-    Later on others look after that (`titanlite.observe.stalls`). store: None for one process alone.
+    Later on others look after that (`titanlite.metrics.watchdog`). store: None for one process alone.
     """
     try:
         yield

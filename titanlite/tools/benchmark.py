@@ -17,14 +17,13 @@ from typing import Any
 from titanlite import exit_codes
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import find_config, read
-from titanlite.observe.metrics import json_value
+from titanlite.metrics.jsonl import json_value
 from titanlite.runs import provenance
-from titanlite.runs.attempts import RunError
-from titanlite.runs.plots import PlotsMissing
-from titanlite.runs.read import Run, read_run
+from titanlite.runs.read import Run, RunError, read_run
 from titanlite.tools import benchmark_levels
 from titanlite.tools import benchmark_report as report
 from titanlite.tools.benchmark_levels import LEVELS, BenchmarkError, Machine, Planned, task_differences, without_folder
+from titanlite.tools.plots import PlotsMissing
 from titanlite.tools.processes import Stopped, last_lines, run, stoppable, training_command, training_environment
 from titanlite.utils import escape, human_time, render
 
@@ -192,10 +191,10 @@ class Benchmark:
     @staticmethod
     def _conditions(record: Mapping[str, Any]) -> dict[str, Any]:
         versions = {f"version of {name}": record.get("versions", {}).get(name) for name in ("titanlite", "torch")}
-        return {"ranks": record.get("world_size"), "device": record.get("device"), **versions}
+        return {"ranks": record.get("ranks"), "device": record.get("device"), **versions}
 
     def _hardware(self) -> dict[str, Any]:
-        return {"device": self.machine.device, "world_size": self.ranks, "cores": os.cpu_count()}
+        return {"device": self.machine.device, "ranks": self.ranks, "cores": os.cpu_count()}
 
     def make_runs(self) -> int:
         """Make the missing runs, and write the results after each. Returns the exit code. Raises OSError."""

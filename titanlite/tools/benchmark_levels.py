@@ -16,11 +16,10 @@ from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.load import read
 from titanlite.config.names import ALIASES
 from titanlite.config.plans import Plans
-from titanlite.config.scan import loads
 from titanlite.config.schema import quote
 from titanlite.prepare import checked_plans, resolve_plans
-from titanlite.runs.attempts import RunError
-from titanlite.runs.read import flat
+from titanlite.runs.provenance import config_values
+from titanlite.runs.read import RunError
 from titanlite.tools.benchmark_report import after_warmup
 from titanlite.tools.processes import training_environment
 
@@ -132,7 +131,7 @@ _PROBE = """
 import json, torch
 from titanlite.config.errors import ConfigError
 from titanlite.config.plans import Float8Plan
-from titanlite.observe.flops import device_name
+from titanlite.metrics.throughput import device_name
 gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
 lacking = None
 if gpus:
@@ -223,7 +222,7 @@ def _check(level: Level, folder: Path, common: Sequence[str], ranks: int, machin
         prepare_compile(plans.compile, machine.device_type)
     if plans.float8.enable and not plans.float8.emulate and machine.no_float8:
         raise ConfigError([Problem("", "float8.enable_float8_linear", *machine.no_float8)])
-    return Planned(level, plans, flags, without_folder(dict(flat(loads(plans.config_toml)))))
+    return Planned(level, plans, flags, without_folder(config_values(plans.config_toml)))
 
 
 def without_folder(values: Mapping[str, Any]) -> dict[str, Any]:
