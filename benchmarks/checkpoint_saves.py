@@ -68,9 +68,9 @@ def timed_hashes() -> Any:
 @contextmanager
 def timed_reading_back() -> Any:
     """Gives a list that comes to hold the seconds of each comparison."""
-    from titanlite.checkpoint import checkpointer
+    from titanlite.checkpoint import manager
 
-    real, found = checkpointer.compare_what_was_saved, []
+    real, found = manager.verify_after_save, []
 
     def timed(*arguments: Any) -> Any:
         began = time.perf_counter()
@@ -78,11 +78,11 @@ def timed_reading_back() -> Any:
         found.append(time.perf_counter() - began)
         return problem
 
-    checkpointer.compare_what_was_saved = timed
+    manager.verify_after_save = timed
     try:
         yield found
     finally:
-        checkpointer.compare_what_was_saved = real
+        manager.verify_after_save = real
 
 
 def cell(folder: Path, repeats: int, dim: int) -> None:
@@ -122,8 +122,8 @@ def cell(folder: Path, repeats: int, dim: int) -> None:
             return time.perf_counter() - began
 
         def checkpointer(mode: str, verify: str = "hash") -> Any:
-            plan = CheckpointPlan(enable=True, folder=str(folder / mode), async_mode=mode, verify=verify)  # type: ignore[arg-type]
-            return Checkpointer(plan, world, {"model": "benchmark"})
+            config = Checkpoint(folder=str(folder / mode), async_mode=mode, verify=verify)
+            return Checkpointer(config, world, {"model": "benchmark"})
 
         for _ in range(3):
             train()

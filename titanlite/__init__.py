@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 #: Public name → where it is.
 _NAMES = {
     "Callback": "callbacks:Callback",
-    "Checkpointer": "checkpoint.checkpointer:Checkpointer",
+    "Checkpointer": "checkpoint.manager:Checkpointer",
     "FiniteGuard": "guard:FiniteGuard",
     "PlainRunner": "step:PlainRunner",
     "StepResult": "step:StepResult",

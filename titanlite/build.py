@@ -24,13 +24,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlite._version import __version__
 from titanlite.anomalies import AnomalyLog
 from titanlite.callbacks import Callback, load_callbacks
-from titanlite.checkpoint import Checkpointer, ResumeGuard
-from titanlite.checkpoint.resume_guard import FILE as RESUME_FILE
+from titanlite.checkpoint.manager import Checkpointer
+from titanlite.checkpoint.resume_check import FILE as RESUME_FILE
+from titanlite.checkpoint.resume_check import ResumeCheck
 from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.config.derive import RunConfig, with_steps
 from titanlite.config.errors import ConfigError
 from titanlite.config.fit import tensor_problems
-from titanlite.config.legacy_plans import legacy_plans
 from titanlite.data.loader import TrainLoader, ValidationLoader
 from titanlite.data.packing import PackedDataset, build_dataset, build_validation_dataset
 from titanlite.data.prefetch import PassLoader, Prefetcher, StepLoader, ValidationPrefetcher
@@ -63,9 +63,9 @@ from titanlite.preflight import async_tp_problems, fsdp_problems
 from titanlite.run_callbacks import (
     AttemptRecord,
     CompileReport,
-    ResumeCheck,
     SlowSaveWarning,
     Timeouts,
+    VerifyResume,
     Watchdog,
 )
 from titanlite.runs.provenance import config_text
@@ -281,8 +281,8 @@ def build(
     if run.checkpoint.enable_checkpoint:
         prints = fingerprints(args, datasets)
         about = {"toml": config_text(run.toml), "model": as_record(run.model.name, args)}
-        checkpointer = Checkpointer(legacy_plans(run).checkpoint, world, prints, about)
-        save_schedule = SaveSchedule(legacy_plans(run).checkpoint, world, prints)
+        checkpointer = Checkpointer(run.checkpoint, world, prints, about)
+        save_schedule = SaveSchedule(run.checkpoint, world, prints)
         train_step.before_update = checkpointer.await_copy
 
     # Callbacks
@@ -291,7 +291,7 @@ def build(
     peak = run.metrics.peak_tflops and run.metrics.peak_tflops * 1e12
     peak = peak or (peak_flops(name) if device.type == "cuda" else None)
     kept, compiled = builder.trace_activations(**sizes), builder.watch_compilation(model)
-    resume_guard = ResumeGuard(
+    resume_check = ResumeCheck(
         folder / RESUME_FILE,
         world.rank,
         rounding_setting(run, device),
@@ -330,7 +330,7 @@ def build(
         CompileReport(compiled) if compiled else None,
         Float8ErrorCheck(drift, builder.param_dtype, metrics.write) if drift else None,
         Profiler(run.profiling, world.rank, device) if profiles else None,
-        ResumeCheck(resume_guard, datasets.train, batch.global_batch_size, skip, world),
+        VerifyResume(resume_check, datasets.train, batch.global_batch_size, skip, world),
         SlowSaveWarning(world.rank),
         *callbacks,
     ]

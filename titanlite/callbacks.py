@@ -22,7 +22,7 @@ from titanlite.exit_codes import is_of_collectives
 from titanlite.utils import logger, resolve
 
 if TYPE_CHECKING:
-    from titanlite.checkpoint.place import Place
+    from titanlite.checkpoint.paths import AnyPath
     from titanlite.step import StepResult
     from titanlite.trainer import Trainer
 
@@ -76,7 +76,7 @@ class Callback:
     def on_validation_end(self, trainer: Trainer, loss: float, tokens: int, seconds: float) -> None:
         """A validation is done. loss: mean over so many tokens, in nats."""
 
-    def on_save(self, trainer: Trainer, step: int, folder: Place, seconds: float) -> None:
+    def on_save(self, trainer: Trainer, step: int, folder: AnyPath, seconds: float) -> None:
         """The checkpoint of `step` is complete; it took so many seconds."""
 
     def state_dict(self, trainer: Trainer) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from titanlite.signals import SIGNALS, StopRequested, StopSignal, exit_on_signal
 from titanlite.utils import counted, escape, logger
 
 if TYPE_CHECKING:
-    from titanlite.checkpoint.place import StorePath
+    from titanlite.checkpoint.paths import StorePath
     from titanlite.config.derive import RunConfig
     from titanlite.config.loaded import LoadedConfig
 
@@ -206,11 +206,11 @@ def _lock(run_folder: Path, section: Checkpoint) -> Iterator[None]:
     CheckpointError where that of the checkpoints, or a store, cannot be used.
     """
     from titanlite.checkpoint.manifest import CheckpointError
-    from titanlite.checkpoint.place import StoreError, StorePath, place
+    from titanlite.checkpoint.paths import StoreError, StorePath, to_path
     from titanlite.runs.lock import RunLock
     from titanlite.runs.logs import FOLDER as LOGS
 
-    checkpoints, logs = place(section.folder), run_folder / LOGS
+    checkpoints, logs = to_path(section.folder), run_folder / LOGS
     folders: dict[str, Path | StorePath] = {"job.dump_folder": run_folder}
     if section.enable_checkpoint and isinstance(checkpoints, Path):
         checkpoints = Path(os.path.realpath(checkpoints))  # two paths may lead to one folder
@@ -219,7 +219,7 @@ def _lock(run_folder: Path, section: Checkpoint) -> Iterator[None]:
             raise ConfigError([Problem("", "checkpoint.folder", reason, "name another folder")])
     if section.enable_checkpoint and checkpoints != Path(os.path.realpath(run_folder)):
         folders["checkpoint.folder"] = checkpoints
-    source = place(section.initial_load_path or "") if section.enable_checkpoint else Path()
+    source = to_path(section.initial_load_path or "") if section.enable_checkpoint else Path()
     with contextlib.ExitStack() as stack:
         for key, folder in {"checkpoint.initial_load_path": source, **folders}.items():
             try:

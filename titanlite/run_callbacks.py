@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from titanlite import exit_codes
 from titanlite.callbacks import SLOW_PHASES, Callback, RunEnd
-from titanlite.checkpoint.grace import grace_warning
-from titanlite.checkpoint.loading import LoadedState
-from titanlite.checkpoint.place import Place
-from titanlite.checkpoint.resume_guard import ResumeGuard, Verdict
+from titanlite.checkpoint.load import LoadedState
+from titanlite.checkpoint.paths import AnyPath
+from titanlite.checkpoint.resume_check import ResumeCheck, ResumeResult
+from titanlite.checkpoint.schedule import grace_warning
 from titanlite.config.toml import TOMLDecodeError, loads
 from titanlite.data.loader import add_hashes, step_hash
 from titanlite.data.packing import PackedDataset
@@ -138,7 +138,7 @@ class AttemptRecord(Callback):
             source=loaded.folder if loaded is not None and loaded.origin == "from" else None,
         )
 
-    def on_save(self, trainer: Trainer, step: int, folder: Place, seconds: float) -> None:
+    def on_save(self, trainer: Trainer, step: int, folder: AnyPath, seconds: float) -> None:
         if self._record:
             self._record.saved(step, self._tokens_at(trainer, step))
 
@@ -163,46 +163,46 @@ class SlowSaveWarning(Callback):
     def __init__(self, rank: int) -> None:
         self._rank, self._warned = rank, False
 
-    def on_save(self, trainer: Trainer, step: int, folder: Place, seconds: float) -> None:
+    def on_save(self, trainer: Trainer, step: int, folder: AnyPath, seconds: float) -> None:
         text = "" if self._warned or self._rank else grace_warning(seconds, f"the save of step {step}", os.environ)
         self._warned = self._warned or bool(text)
         if text:
             logger.warning(text)
 
 
-class ResumeCheck(Callback):
+class VerifyResume(Callback):
     """Checks that a resumed run goes on as the attempt before did: the next batch, and the next step's figures.
 
     skip: ranges of sequences that this run skips.
     """
 
     def __init__(
-        self, guard: ResumeGuard, dataset: PackedDataset, global_batch: int, skip: tuple[Range, ...], world: DistEnv
+        self, check: ResumeCheck, dataset: PackedDataset, global_batch: int, skip: tuple[Range, ...], world: DistEnv
     ) -> None:
-        self._guard, self._dataset, self._global_batch = guard, dataset, global_batch
+        self._check, self._dataset, self._global_batch = check, dataset, global_batch
         self._skip, self._world = skip, world
 
     def on_start(self, trainer: Trainer) -> None:
         loaded = trainer.loaded
         if loaded is not None and loaded.origin == "resume":
-            self._guard.resumed(self._with_other_skips(loaded), self._next_batch(trainer))
-        self._tell(self._guard.before_first_step())
+            self._check.resumed(self._with_other_skips(loaded), self._next_batch(trainer))
+        self._tell(self._check.before_first_step())
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
-        self._tell(self._guard.after_step(trainer.step, result.loss, result.grad_norm))
+        self._tell(self._check.after_step(trainer.step, result.loss, result.grad_norm))
 
     def on_rollback(self, trainer: Trainer) -> None:
-        self._guard.forget()
+        self._check.forget()
 
     def state_dict(self, trainer: Trainer) -> dict[str, Any]:
-        return self._guard.at_save(trainer.step, self._next_batch(trainer))
+        return self._check.at_save(trainer.step, self._next_batch(trainer))
 
     def on_end(self, trainer: Trainer, end: RunEnd) -> None:
-        self._guard.close()
+        self._check.close()
 
-    def _tell(self, verdict: Verdict | None) -> None:
-        if verdict is not None:
-            logger.log(logging.INFO if verdict.verified else logging.WARNING, verdict.text)
+    def _tell(self, result: ResumeResult | None) -> None:
+        if result is not None:
+            logger.log(logging.INFO if result.verified else logging.WARNING, result.text)
 
     def _next_batch(self, trainer: Trainer) -> str | None:
         """Return the hash of the next global batch, the same on any number of ranks; None where the data end.

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from titanlite.anomalies import steps_text
 from titanlite.callbacks import Callback
-from titanlite.checkpoint.loading import LoadedState
-from titanlite.checkpoint.selection import GROUPS
+from titanlite.checkpoint.load import GROUPS, LoadedState
 from titanlite.config.sections import Checkpoint
 from titanlite.data.loader import served_already
 from titanlite.data.skip_ranges import Range

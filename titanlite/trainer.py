@@ -13,9 +13,9 @@ import torch.distributed as dist
 from titanlite.anomalies import Fetched, explain, skip_to
 from titanlite.callbacks import Callbacks, RunEnd
 from titanlite.checkpoint import CheckpointError, LoadedState
-from titanlite.checkpoint.loading import LEFT_OUT
+from titanlite.checkpoint.load import LEFT_OUT
 from titanlite.checkpoint.manifest import steps_in
-from titanlite.checkpoint.state import gather
+from titanlite.checkpoint.storage import gather
 from titanlite.data.loader import Batch, to_device
 from titanlite.guard import BadStepError, NonFiniteError, WeightsError, find_nonfinite
 from titanlite.signals import StopRequested, StopSignal
@@ -265,7 +265,7 @@ class Trainer:
                 raise
             _log_once(logging.ERROR, _failed(self.step, error))
         else:
-            if not saver.in_background:
+            if not saver.is_async:
                 self.saved_step = self.step
                 self.callbacks("on_save", self, self.step, folder, copied)
             elif last:
@@ -278,7 +278,7 @@ class Trainer:
     def poll_saves(self, wait: bool = False) -> None:
         """Report on rank 0 how saves in the background ended. wait: until they have; all ranks call that together."""
         saver = self.parts.checkpointer
-        if wait and saver is not None and saver.in_background:
+        if wait and saver is not None and saver.is_async:
             with contextlib.suppress(CheckpointError):
                 saver.wait()
         while saver is not None and (outcome := saver.poll()):

@@ -18,12 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.pool import free_port
+from titanlite.checkpoint.paths import StorePath, _filesystem
+
 if TYPE_CHECKING:
     from titanlite.parallel.dist_env import DistEnv
 
 _SERVER = "import sys; from moto.server import main; main(['-H', '127.0.0.1', '-p', sys.argv[1]])"
 #: An answer instead of the server's: its status and body.
 Answer = tuple[int, bytes]
+DENIED: Answer = (403, b"<Error><Code>AccessDenied</Code><Message>Not you</Message></Error>")
 SLOW_DOWN: Answer = (503, b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>")
 
 
@@ -37,6 +41,10 @@ class Bucket:
     @property
     def root(self) -> str:
         return f"s3://{self.name}/run/checkpoint"
+
+    @property
+    def path(self) -> StorePath:
+        return StorePath(self.root)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -61,12 +69,6 @@ class Bucket:
     def delete(self, key: str) -> None:
         self.client.delete_object(Bucket=self.name, Key=key)
 
-    def flip(self, key: str) -> None:
-        """Change one bit in the middle of an object."""
-        content = bytearray(self.read(key))
-        content[len(content) // 2] ^= 1
-        self.write(key, bytes(content))
-
 
 def environment(port: int) -> dict[str, str]:
     return {
@@ -87,12 +89,6 @@ def client(port: int) -> Any:
         aws_secret_access_key="testing",
         region_name="us-east-1",
     )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager
@@ -183,8 +179,6 @@ def proxy(port: int, decide: Callable[[str, str], Answer | None]) -> Iterator[in
 
 def there(world: DistEnv, variables: dict[str, str], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """For the ranks of a pool: `function(world, …)` with a store's address and keys in the environment."""
-    from titanlite.checkpoint.place import _filesystem
-
     if any(os.environ.get(name) != value for name, value in variables.items()):
         os.environ.update(variables)
         _filesystem.cache_clear()
@@ -193,8 +187,6 @@ def there(world: DistEnv, variables: dict[str, str], function: Callable[..., Any
 
 def use(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
     """The same for the test's own process."""
-    from titanlite.checkpoint.place import _filesystem
-
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     _filesystem.cache_clear()

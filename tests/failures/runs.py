@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.tiny import EIGHT_STEPS
-from titanlite.checkpoint.contents import Contents, compare
 from titanlite.drill.text import write_text
 from titanlite.metrics.jsonl import read_metrics
+from titanlite.tools.tensors import Contents, compare
 
 STEPS, INTERVAL = 8, 2
 TINY = [

@@ -16,11 +16,11 @@ import torch
 from tests.checkpoint.runs import flip
 from tests.failures.runs import STEPS, batches, flags, rows, saved, unequal
 from titanlite import exit_codes
-from titanlite.checkpoint.contents import Contents
 from titanlite.checkpoint.manifest import is_valid, step_folder
 from titanlite.data.loader import add_hashes
 from titanlite.drill.ranks import train
 from titanlite.drill.strike import Strike
+from titanlite.tools.tensors import Contents
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -86,7 +86,7 @@ def test_killed_in_every_epoch_each_sequence_is_still_trained_on_once_per_epoch(
     assert steps >= 9 and len(set(expected.values())) == steps, "every epoch has an order of its own"
     kills = [steps // 6, steps // 2, steps - steps // 6]  # in the first, the second and the third epoch
     for step in kills:
-        strike = Strike("kill", step, 0, "rename", batches=str(broken / "batches"))
+        strike = Strike("kill", step, 0, "manifest named", batches=str(broken / "batches"))
         codes, said = train(in_epochs(broken), 2, broken / "console", strike)
         assert codes[0] == -9, said
     codes, said = train(in_epochs(broken), 2, broken / "console", Strike(batches=str(broken / "batches")))

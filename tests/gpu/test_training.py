@@ -101,11 +101,10 @@ def test_a_resume_is_exact(world: DistEnv, tmp_path: Path, mode: str) -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     try:
-        plan = CheckpointPlan(async_mode=mode)  # type: ignore[arg-type]
         straight = train_and_save(world, SAVED, str(tmp_path / "straight"), 1, 6, every=3)
-        first = train_and_save(world, SAVED, str(tmp_path / "parts"), 1, 3, every=3, plan=plan)
-        rest = train_and_save(world, SAVED, str(tmp_path / "parts"), 4, 6, every=3, plan=plan)
-        train_and_save(world, SAVED, str(tmp_path / "on"), 1, 6, every=3, plan=plan)  # steps while step 3 is copied
+        first = train_and_save(world, SAVED, str(tmp_path / "parts"), 1, 3, every=3, async_mode=mode)
+        rest = train_and_save(world, SAVED, str(tmp_path / "parts"), 4, 6, every=3, async_mode=mode)
+        train_and_save(world, SAVED, str(tmp_path / "on"), 1, 6, every=3, async_mode=mode)  # steps beside a copy
     finally:
         torch.use_deterministic_algorithms(False)
     assert [*first["losses"], *rest["losses"]] == straight["losses"]

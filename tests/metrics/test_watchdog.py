@@ -261,7 +261,7 @@ def test_one_process_alone_is_watched_too_and_the_thread_that_reads_is_shown() -
 def _wait_for_a_save(world: World) -> tuple[str, ...]:
     """The stack that is shown of a rank which waits for a save in the background."""
     main, told = threading.get_ident(), threading.Event()
-    saves = BackgroundSave(world.device)
+    saves = AsyncSave(world.device)
 
     def write_slowly(*_: Any) -> None:
         told.wait(LONG)
@@ -284,7 +284,7 @@ def _wait_for_a_save(world: World) -> tuple[str, ...]:
 def test_a_rank_that_waits_for_a_save_shows_the_thread_that_writes(pool: Pools) -> None:
     (stack,) = pool(1).run(_wait_for_a_save)
     assert any(frame.endswith(" write_slowly") for frame in stack[:4]), stack
-    assert any("checkpoint/background.py" in frame and frame.endswith(" wait") for frame in stack)
+    assert any("checkpoint/async_save.py" in frame and frame.endswith(" wait") for frame in stack)
 
 
 # Ranks that raise

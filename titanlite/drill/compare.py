@@ -29,7 +29,7 @@ def unequal_tensors(left: Path, right: Path) -> list[str]:
 
 
 def _compare(left: Path, right: Path, answer: Connection) -> None:
-    from titanlite.checkpoint.contents import Contents, compare
+    from titanlite.tools.tensors import Contents, compare
 
     try:
         unequal = [one.name for one in compare(Contents(left), Contents(right)) if one.elements or not one.comparable]

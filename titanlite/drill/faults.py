@@ -57,8 +57,8 @@ def kill_shard(stage: Stage) -> str:
 
 
 def kill_rename(stage: Stage) -> str:
-    _killed_in_a_save(stage, "kill-rename", "rename", 0)
-    return "killed before the finished checkpoint had its name: the one before is used, same end"
+    _killed_in_a_save(stage, "kill-rename", "manifest named", 0)
+    return "killed before the finished checkpoint had its manifest: the one before is used, same end"
 
 
 def kill_purge(stage: Stage) -> str:
@@ -351,7 +351,7 @@ class Rehearsal:
 REHEARSALS = (
     Rehearsal("resume", "stop and start again, without any harm", resume),
     Rehearsal("kill-shard", "SIGKILL while a shard is written", kill_shard),
-    Rehearsal("kill-rename", "SIGKILL before a finished checkpoint gets its name", kill_rename),
+    Rehearsal("kill-rename", "SIGKILL before a finished checkpoint gets its manifest", kill_rename),
     Rehearsal("kill-purge", "SIGKILL while old checkpoints are deleted", kill_purge),
     Rehearsal("kill-rank", "SIGKILL of one rank in a step", kill_rank, least_ranks=2),
     Rehearsal("truncated-shard", "half of the newest checkpoint's largest file is gone", truncated_shard),

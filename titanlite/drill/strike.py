@@ -10,6 +10,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import resource
 import signal
 import sys
@@ -23,17 +24,16 @@ from typing import Any, Literal, NoReturn
 #: Places in a save at which a process can be killed, in their order; and what is on the disk then.
 STAGES = {
     "before": "nothing yet",
-    "shard begun": "an empty folder of another name",
+    "shard begun": "an empty folder",
     "shard half": "half of a shard",
     "shards done": "all shards, no index",
     "index half": "half of the index",
     "manifest": "shards and index, no manifest",
     "manifest half": "half of a manifest under another name",
     "manifest named": "a whole manifest under another name",
-    "rename": "a whole checkpoint under another name",
-    "published": "the new checkpoint; the rename may not be durable",
+    "published": "the new checkpoint; its manifest's name may not be durable",
     "purge": "the new checkpoint, the old one still there",
-    "purge half": "the new checkpoint, half of the old one under another name",
+    "purge half": "the new checkpoint, half of the old one without a manifest",
 }
 #: The new checkpoint is there from this stage on.
 PUBLISHED = ("published", "purge", "purge half")
@@ -104,8 +104,8 @@ class _Killer:
         if stage not in STAGES:
             raise ValueError(f"no stage {stage!r}: there are {', '.join(STAGES)}")
         self.stage = stage
-        self.partial, self.final = f".partial-step-{step}-", f"step-{step}"
-        self._root = ""
+        self.folder = f"/step-{step}"
+        self._published = ""
         self._deleting: int | None = None
         self._deleted = 0
         self._fsync = os.fsync
@@ -117,7 +117,9 @@ class _Killer:
             self._opened(name, _path(args[0]))
         elif name == "os.rename":
             self._renamed(_path(args[0]), _path(args[1]))
-        elif name == "shutil.rmtree" and Path(_path(args[0])).name.startswith(".deleted-"):
+        elif name == "os.remove" and self._published and _path(args[0]).endswith("/manifest.json"):
+            self._at("purge")
+        elif name == "shutil.rmtree" and self._published:
             self._deleting = threading.get_ident()
         elif name == "os.remove" and self._deleting == threading.get_ident():
             self._deleted += 1
@@ -129,14 +131,14 @@ class _Killer:
             _die()
 
     def _opened(self, name: str, path: str) -> None:
-        if self._root and path == self._root:
+        if self._published and path == self._published:
             self._at("published")  # the folder is opened to make the rename durable
-        if self.partial not in path:
-            return
         file = os.path.basename(path)
-        if name == "os.mkdir":
+        if name == "os.mkdir" and path.endswith(self.folder):
             self._at("before")
-        elif file.endswith(".distcp"):
+        if f"{self.folder}/" not in path:
+            return
+        if file.endswith(".distcp"):
             self._at("shard begun")
         elif file.startswith(".metadata"):
             self._at("shards done")
@@ -144,14 +146,9 @@ class _Killer:
             self._at("manifest")
 
     def _renamed(self, source: str, target: str) -> None:
-        name = os.path.basename(target)
-        if self.partial in target and name.startswith("manifest"):
+        if target.endswith(f"{self.folder}/manifest.json"):
             self._at("manifest named")
-        elif name == self.final and self.partial in source:
-            self._at("rename")
-            self._root = os.path.dirname(target)
-        elif name.startswith(".deleted-"):
-            self._at("purge")
+            self._published = os.path.dirname(target)
 
     def fsync(self, file: Any) -> None:
         descriptor = file if isinstance(file, int) else file.fileno()
@@ -162,7 +159,7 @@ class _Killer:
             ("index half", name.startswith(".metadata")),
             ("manifest half", name.startswith("manifest")),
         ):
-            if there and stage == self.stage and self.partial in path:
+            if there and stage == self.stage and f"{self.folder}/" in path:
                 os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
                 _die()
         self._fsync(file)
@@ -170,14 +167,13 @@ class _Killer:
 
 def _full_disk(step: int) -> Callable[[str, tuple[Any, ...]], None]:
     """An audit hook under which files stop growing from the save of `step` on, until that of another step begins."""
-    mine = f".partial-step-{step}-"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # an error to handle, as a full disk's
 
     def event(name: str, args: tuple[Any, ...]) -> None:
         path = _path(args[0]) if name in ("os.mkdir", "open") else ""
-        if ".partial-step-" in path:
-            limit = FULL_BYTES if mine in path else soft
+        if found := re.search(r"/step-(\d+)(/|$)", path):
+            limit = FULL_BYTES if int(found[1]) == step else soft
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
 
     return event

@@ -28,7 +28,7 @@ from titanlite.step import StepResult
 from titanlite.utils import human_time, logger
 
 if TYPE_CHECKING:
-    from titanlite.checkpoint.place import Place
+    from titanlite.checkpoint.paths import AnyPath
     from titanlite.trainer import Trainer
 
 
@@ -127,7 +127,7 @@ class MetricsLogger(Callback):
         if not (self._validated and step < self._first_step):
             self.write(step, {"validation_loss": loss, "validation_tokens": tokens, "validation_seconds": seconds})
 
-    def on_save(self, trainer: Trainer, step: int, folder: Place, seconds: float) -> None:
+    def on_save(self, trainer: Trainer, step: int, folder: AnyPath, seconds: float) -> None:
         logger.info(f"checkpoint of step {step} written to {folder} in {human_time(seconds)}")
 
     def on_end(self, trainer: Trainer, end: RunEnd) -> None:

@@ -25,7 +25,7 @@ from titanlite import exit_codes
 from titanlite.utils import logger, timestamp
 
 if TYPE_CHECKING:
-    from titanlite.checkpoint.place import StorePath
+    from titanlite.checkpoint.paths import StorePath
 
 FILE = "run.lock"
 RENEW_SECONDS = 15.0

@@ -31,7 +31,7 @@ from titanlite.runs import provenance
 from titanlite.utils import atomic_write, counted, logger, timestamp
 
 if TYPE_CHECKING:
-    from titanlite.checkpoint.place import Place
+    from titanlite.checkpoint.paths import AnyPath
 
 FILE = "attempts.jsonl"
 #: In folders of titanlite 0.1.0.
@@ -109,7 +109,7 @@ def begin(
     step: int = 0,
     tokens: int = 0,
     resumed: bool = False,
-    source: Place | None = None,
+    source: AnyPath | None = None,
     argv: Sequence[str] | None = None,
 ) -> tuple[AttemptRecord, list[str]]:
     """Record that an attempt starts at `step` steps and `tokens` tokens; returns its record, and lines for the log.

@@ -1,9 +1,8 @@
-"""The tensors of two checkpoints side by side, read without a process group."""
+"""Reads tensors of checkpoints without a process group, and compares two checkpoints."""
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +11,38 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from titanlite.checkpoint.collective import quiet
 from titanlite.checkpoint.manifest import CheckpointError, Manifest, read_manifest
-from titanlite.checkpoint.place import Place
+from titanlite.checkpoint.paths import AnyPath
 from titanlite.checkpoint.storage import CheckedReader
 
 #: Elements that are compared at a time, in float64.
-_PIECE = 1 << 22
+_CHUNK = 1 << 22
+
+
+class Contents:
+    """Reads the tensors of one checkpoint, one at a time."""
+
+    def __init__(self, folder: AnyPath) -> None:
+        """Raises CheckpointError when it is not a valid checkpoint."""
+        self.folder = folder
+        self.manifest: Manifest = read_manifest(folder)
+        self._reader = CheckedReader(folder, self.manifest)
+        self._reader.read_metadata()
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a whole tensor on the CPU. Raises CheckpointError when it cannot be read."""
+        dtype, shape = self.manifest.tensors[name]
+        state = {name: torch.empty(shape, dtype=getattr(torch, dtype))}
+        try:
+            with quiet():
+                dcp.load(state, storage_reader=self._reader, no_dist=True)
+        except (CheckpointException, Exception) as error:
+            raise CheckpointError(
+                f"{name} cannot be read from {self.folder}: {error!r}; `titanlite checkpoint verify {self.folder}` "
+                "tells which file is damaged"
+            ) from error
+        return state[name]
 
 
 @dataclass(frozen=True)
@@ -38,46 +63,20 @@ class TensorDifference:
         return self.left is not None and self.right is not None and self.left[1] == self.right[1]
 
 
-class Contents:
-    """Reads the tensors of one checkpoint, one at a time."""
-
-    def __init__(self, folder: Place) -> None:
-        """Raises CheckpointError when it is not a valid checkpoint."""
-        self.folder = folder
-        self.manifest: Manifest = read_manifest(folder)
-        self._reader = CheckedReader(folder, self.manifest)
-        self._reader.read_metadata()
-
-    def read(self, name: str) -> torch.Tensor:
-        """A whole tensor, on the CPU. Raises CheckpointError when it cannot be read."""
-        dtype, shape = self.manifest.tensors[name]
-        box = {name: torch.empty(shape, dtype=getattr(torch, dtype))}
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
-                dcp.load(box, storage_reader=self._reader, no_dist=True)
-        except (CheckpointException, Exception) as error:
-            raise CheckpointError(
-                f"{name} cannot be read from {self.folder}: {error!r}; `titanlite checkpoint verify {self.folder}` "
-                "tells which file is damaged"
-            ) from error
-        return box[name]
-
-
 def compare(left: Contents, right: Contents) -> Iterator[TensorDifference]:
-    """One entry per tensor of either, also of those that are equal, by name."""
+    """Return one entry per tensor of either, also of equal ones, by name."""
     ours, theirs = left.manifest.tensors, right.manifest.tensors
     for name in sorted({*ours, *theirs}):
         found = TensorDifference(name, ours.get(name), theirs.get(name))
         if found.comparable:
-            found = TensorDifference(name, found.left, found.right, *_measure(left.read(name), right.read(name)))
+            found = TensorDifference(name, found.left, found.right, *measure(left.read(name), right.read(name)))
         yield found
 
 
-def _measure(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float, float]:
-    """Elements that differ (two NaNs do not), the largest absolute difference, the largest relative one."""
+def measure(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float, float]:
+    """Return the elements that differ (two NaNs do not), and the largest absolute and relative difference."""
     elements, absolute, relative = 0, 0.0, 0.0
-    for x, y in zip(a.flatten().split(_PIECE), b.flatten().split(_PIECE), strict=True):
+    for x, y in zip(a.flatten().split(_CHUNK), b.flatten().split(_CHUNK), strict=True):
         if torch.equal(x, y):
             continue
         x, y = x.double(), y.double()

@@ -14,99 +14,99 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from titanlite.checkpoint.place import Place
-from titanlite.parallel.dist_env import KEEPS_TIMEOUT
+from titanlite.checkpoint.collective import new_group
+from titanlite.checkpoint.paths import AnyPath
+from titanlite.checkpoint.storage import Tensors
 
-#: A save in the background holds nobody up, so its ranks may wait for each other for long.
+#: Ranks may wait long for each other in an asynchronous save: it blocks no training.
 _TIMEOUT = timedelta(hours=2)
-#: Name of the thread, as `threading.enumerate` and reports of stalls show it.
+#: Name of the thread in `threading.enumerate` and in reports of hangs.
 THREAD = "titanlite-save"
-Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How a save in the background ended."""
+class SaveOutcome:
+    """The end of an asynchronous save."""
 
     step: int
-    folder: Place
+    folder: AnyPath
     #: From the beginning of its copy to its end.
     seconds: float
     #: Why there is no checkpoint; "" when there is one.
     problem: str = ""
 
 
-class BackgroundSave:
+class AsyncSave:
     """At most one save at a time, in a thread of this rank. All ranks make one together and call it alike.
 
-    device: where the tensors are. overlap: the copy is made in the thread too, while the forward and backward pass of
-    the next step go on, from a GPU into page-locked memory; call `await_copy` before the tensors change. Host memory
-    for one copy of this rank's part of a checkpoint is taken with the first save and kept.
+    device: of the tensors. overlap: the thread makes the copy too, while the forward and backward pass of the next step
+    run, from a GPU into page-locked memory; call `await_copy` before the tensors change. The first save takes host
+    memory for one copy of this rank's part of a checkpoint, and keeps it.
     """
 
     def __init__(self, device: torch.device, overlap: bool = False) -> None:
         self._overlap = overlap
-        self._beside = overlap and device.type == "cuda"
+        self._pinned = overlap and device.type == "cuda"
         self._copied = Event()
         self._copied.set()
         self._stager = DefaultStager(
             StagingOptions(
-                use_pinned_memory=self._beside,
+                use_pinned_memory=self._pinned,
                 use_shared_memory=False,
                 use_async_staging=False,
-                use_non_blocking_copy=False,  # whoever copies has nothing to do meanwhile
+                use_non_blocking_copy=False,  # the copying thread has nothing else to do
             )
         )
         self._group = new_group(_TIMEOUT)
         self._thread: Thread | None = None
-        self._outcome: Outcome | None = None
-        self._news: deque[Outcome] = deque()
+        self._outcome: SaveOutcome | None = None
+        self._unreported: deque[SaveOutcome] = deque()
 
     @property
     def in_flight(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
     def start(
-        self, step: int, folder: Place, tensors: Tensors, write: Callable[[Tensors, dist.ProcessGroup], None]
+        self, step: int, folder: AnyPath, tensors: Tensors, write: Callable[[Tensors, dist.ProcessGroup], None]
     ) -> None:
-        """Copy the tensors, then call `write(copies, group)` in a thread. What it raises is in the outcome.
+        """Copy the tensors, then call `write(copies, group)` in a thread. Its error goes into the outcome.
 
         When this returns, or with `overlap` when `await_copy` does, the copy is complete: the tensors may change.
         """
         assert not self.in_flight, "the save before this one has not been waited for"
         started = time.perf_counter()
-        copy = self._copy_of(tensors)
+        copy = self._copier(tensors)
         self._outcome = None
-        staged = None if self._overlap else copy()
+        copied = None if self._overlap else copy()
         self._copied.clear()
 
         def run() -> None:
             problem = ""
             try:
                 try:
-                    copies = copy() if staged is None else staged
+                    copies = copy() if copied is None else copied
                 finally:
                     self._copied.set()
                 write(copies, self._group)
-            except BaseException as error:  # DCP's own is none of Exception's, and nobody is above to see it
+            except BaseException as error:  # DCP's own is no Exception, and no caller would see it
                 problem = str(error) or repr(error)
-            self._outcome = Outcome(step, folder, time.perf_counter() - started, problem)
-            self._news.append(self._outcome)
+            self._outcome = SaveOutcome(step, folder, time.perf_counter() - started, problem)
+            self._unreported.append(self._outcome)
 
         self._thread = Thread(target=run, name=THREAD, daemon=True)
         self._thread.start()
 
-    def _copy_of(self, tensors: Tensors) -> Callable[[], Tensors]:
-        """What copies the tensors as they are now, also if it is called by another thread."""
-        if not self._beside:
+    def _copier(self, tensors: Tensors) -> Callable[[], Tensors]:
+        """Return a function that copies the tensors as they are now, also when another thread calls it."""
+        if not self._pinned:
             return lambda: cast(Tensors, self._stager.stage(tensors))
         # The thread's copies run beside the kernels of the next step, but after those that were issued so far.
-        stream, written = torch.cuda.Stream(), torch.cuda.Event()
-        written.record()
+        stream, issued = torch.cuda.Stream(), torch.cuda.Event()
+        issued.record()
 
         def copy() -> Tensors:
             with torch.cuda.stream(stream):
-                stream.wait_event(written)
+                stream.wait_event(issued)
                 copies = cast(Tensors, self._stager.stage(tensors))
             stream.synchronize()
             return copies
@@ -114,23 +114,23 @@ class BackgroundSave:
         return copy
 
     def await_copy(self) -> None:
-        """Until the tensors of the latest save may change: at once, but for `overlap`."""
+        """Wait until the tensors of the latest save may change: returns at once without `overlap`."""
         self._copied.wait()
 
-    def poll(self) -> Outcome | None:
-        """The outcome of a save that has ended, each told once, in their order; None when there is no other."""
-        return self._news.popleft() if self._news else None
+    def poll(self) -> SaveOutcome | None:
+        """Return the outcome of a save that has ended, each once, in order; None when there is no other."""
+        return self._unreported.popleft() if self._unreported else None
 
-    def wait(self) -> Outcome | None:
-        """Until nothing is in flight; the outcome of the latest save."""
+    def wait(self) -> SaveOutcome | None:
+        """Wait until no save is in flight; return the outcome of the latest one."""
         if self._thread is not None:
             self._thread.join()
         return self._outcome
 
     def prepare(self, group: dist.ProcessGroup) -> None:
-        """Before another save, on all ranks: wait for the last one, and meet anew when it has failed anywhere.
+        """Wait for the latest save, on all ranks, before the next; make a new group if it has failed on any rank.
 
-        group: by which they learn of that. A group whose communication has failed once is of no further use.
+        group: in which they agree on that. A group whose communication has failed once cannot be used again.
         """
         outcome = self.wait()
         failed: list[bool] = [False] * dist.get_world_size()
@@ -140,14 +140,7 @@ class BackgroundSave:
             self._group = new_group(_TIMEOUT)
 
     def close(self) -> None:
-        """Release memory and group; of a save still in flight (the run failed) they are left to the process's end."""
+        """Release memory and group; with a save still in flight (the run failed) the end of the process does that."""
         if not self.in_flight:
             self._stager.close()
             dist.destroy_process_group(self._group)
-
-
-def new_group(timeout: timedelta) -> dist.ProcessGroup:
-    """A group for what ranks agree on in a save, on the host, whose timeout nobody lowers. All ranks call it."""
-    group = dist.new_group(backend="gloo", timeout=timeout, group_desc=KEEPS_TIMEOUT)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
