@@ -186,7 +186,6 @@ class VerifyResume(Callback):
         loaded = trainer.loaded
         if loaded is not None and loaded.origin == "resume":
             self._check.resumed(self._with_other_skips(loaded), self._next_batch(trainer))
-        self._tell(self._check.before_first_step())
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         self._tell(self._check.after_step(trainer.step, result.loss, result.grad_norm))
@@ -198,7 +197,6 @@ class VerifyResume(Callback):
         return self._check.at_save(trainer.step, self._next_batch(trainer))
 
     def on_end(self, trainer: Trainer, end: RunEnd) -> None:
-        self._check.close()
 
     def _tell(self, result: ResumeResult | None) -> None:
         if result is not None:
