@@ -24,7 +24,7 @@ from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.job import JobConfig
 from titanlite.config.plans import Plans
 from titanlite.data.errors import DataError
-from titanlite.entry import end, leave
+from titanlite.entry import end, leave, stop_with_torchrun
 from titanlite.exit_codes import is_of_collectives
 from titanlite.guard import BadStepError
 from titanlite.models.shapes import ShapeError
@@ -36,7 +36,6 @@ from titanlite.parallel.float8 import check_float8
 from titanlite.parallel.host_memory import keep_freed_memory
 from titanlite.parallel.meeting import MeetingError, after_rank_0, leaving_word
 from titanlite.parallel.world import World, WorldError, join_store
-from titanlite.parent import stop_with_torchrun
 from titanlite.preempt import GracefulStop, Preempted
 from titanlite.prepare import checked_plans, resolve_plans
 from titanlite.runs.lock import LockedError, RunLock

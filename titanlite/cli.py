@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
 import os
 import platform
@@ -24,20 +25,18 @@ from titanlite.config.load import load
 from titanlite.config.plans import MeshPlan, ModelPlan, Plans
 from titanlite.config.resolve import smallest_world
 from titanlite.config.unbuilt import unbuilt_notes
-from titanlite.drill import command as drill_command
 from titanlite.models.shapes import count_parameters
 from titanlite.observe.console import wants_color
 from titanlite.prepare import checked_plans, model_args, resolve_plans
 from titanlite.runs import command as runs_command
 from titanlite.runs.attempts import RunError
-from titanlite.tools import benchmark
 from titanlite.utils import counted, escape
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (see `titanlite.exit_codes`)."""
     ours, flags = split_flags(sys.argv[1:] if argv is None else argv)
-    arguments = _parser().parse_args(ours)
+    arguments = _parser(ours[0] if ours else "").parse_args(ours)
     style = Style(wants_color(sys.stdout))
     try:
         result = arguments.run(arguments, flags, style)
@@ -80,7 +79,8 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return ours, flags
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(command: str = "") -> argparse.ArgumentParser:
+    """The parser of all commands. The module of a tool is not loaded where `command` is another one."""
     parser = argparse.ArgumentParser(
         prog="titanlite", description="Train Llama-family models from one TOML file.", allow_abbrev=False
     )
@@ -91,8 +91,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_config(commands)
     runs_command.add_commands(commands)
     checkpoint_command.add_commands(commands)
-    benchmark.add_command(commands)
-    drill_command.add_command(commands)
+    if command not in commands.choices:
+        for name in ("benchmark", "drill"):
+            importlib.import_module(f"titanlite.tools.{name}").add_command(commands)
     return parser
 
 

@@ -13,11 +13,11 @@ from types import FrameType
 from typing import NoReturn
 
 from titanlite import exit_codes
-from titanlite.parent import stop_with_torchrun
 
 SECONDS_TO_SPEAK = 3.0
 #: Names the file in which `titanlite.torchrun` wants the workers' exit codes.
 EXIT_CODES_VARIABLE = "TITANLITE_EXIT_CODES"
+_PR_SET_PDEATHSIG = 1
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -98,3 +98,23 @@ def report_code(code: int, words: str = "") -> None:
         with contextlib.suppress(OSError), open(path, "a") as file:
             told = f" {json.dumps(words)}" if words else ""
             file.write(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} {code}{told}\n")
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """Let the kernel send this process a signal when its parent has ended, for whatever reason.
+
+    Linux only; elsewhere nothing happens. The parent is the thread that started this process.
+    """
+    import ctypes
+
+    parent = os.getppid()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+        if os.getppid() != parent:  # it ended before the call
+            os.kill(os.getpid(), number)
+
+
+def stop_with_torchrun() -> None:
+    """Let a worker save a checkpoint and stop when its torchrun is killed. Without torchrun nothing happens."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent(signal.SIGTERM)
