@@ -23,12 +23,12 @@ from titanlite.checkpoint import CheckpointError
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.load import load_file
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER
-from titanlite.drill.ranks import train
 from titanlite.guard import NonFiniteError
 from titanlite.loss import cross_entropy_sum
 from titanlite.observe.metrics import read_metrics
 from titanlite.parallel.world import World, WorldError
 from titanlite.prepare import resolve_plans
+from titanlite.tools.drill_ranks import train
 from titanlite.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]

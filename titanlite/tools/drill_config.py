@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import gzip
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import titanlite
 from titanlite.config.dialect import Dialect
 from titanlite.config.entries import command_line_entries
 from titanlite.config.errors import ConfigError, Problem
@@ -23,8 +20,6 @@ from titanlite.prepare import checked_plans
 
 #: Steps of a whole run, of its first half, and between saves.
 STEPS, HALF, INTERVAL = 8, 4, 2
-#: Documents of the training text.
-_DOCUMENTS = 40
 #: Kinds of parallelism, kept at degree 2 as far as the ranks suffice, in this order.
 _DEGREES = {
     "training.tensor_parallel_degree": "tensor_parallel",
@@ -40,7 +35,7 @@ _VOCABULARY = 4096
 #: Section -> keys with the same value for every config.
 _FIXED: dict[str, dict[str, Any]] = {
     "model": {"vocab_size": _VOCABULARY, "tokenizer_path": None},
-    "training": {"dataset": "c4_test", "seq_len": 32, "steps": STEPS},
+    "training": {"dataset": "c4_test", "dataset_path": None, "seq_len": 32, "steps": STEPS},
     "lr_scheduler": {"total_steps": STEPS},
     "checkpoint": {
         **{"enable_checkpoint": True, "folder": "checkpoint", "interval_type": "steps", "interval": INTERVAL},
@@ -48,7 +43,10 @@ _FIXED: dict[str, dict[str, Any]] = {
         **{"model_weights_only": False, "last_save_in_hf": False},
         **{"create_seed_checkpoint": False, "enable_first_step_checkpoint": False},
     },
-    "validation": {"freq": INTERVAL, "steps": 2, "batch_size": 2, "seq_len": 32},
+    "validation": {
+        **{"freq": INTERVAL, "steps": 2, "batch_size": 2, "seq_len": 32},
+        **{"dataset": "c4_validation", "dataset_path": None},
+    },
     "metrics": {"log_freq": 1, "enable_tensorboard": False, "enable_wandb": False},
     "profiling": {"enable_profiling": False, "enable_memory_snapshot": False},
     "job": {"print_config": False, "save_config_file": None},
@@ -68,22 +66,13 @@ class TinyConfig:
     notes: tuple[str, ...]
 
 
-def write_text(folder: Path) -> Path:
-    """Write the first documents of the bundled text below `folder`, for training.dataset_path. Return the file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "text.jsonl"
-    bundled = Path(titanlite.__file__).resolve().parent / "data" / "assets" / "train"
-    with gzip.open(min(bundled.glob("*.gz")), "rt", encoding="utf-8") as shard:
-        path.write_text("".join(islice(shard, _DOCUMENTS)), encoding="utf-8")
-    return path
-
-
 def tiny_config(
-    config: str, flags: Sequence[str], text: Path, ranks: int | None = None, compiled: bool = False
+    config: str, flags: Sequence[str], folder: Path, ranks: int | None = None, compiled: bool = False
 ) -> TinyConfig:
-    """Return the tiny copy of a config file with flags over it, trained on the file `text`.
+    """Return the tiny copy of a config file with flags over it, trained on the bundled text.
 
-    ranks: None for 2, or as many as its kinds of parallelism need. compiled: leave training.compile as it is.
+    folder: keeps the tokens of the text for all runs. ranks: None for 2, or as many as its kinds of parallelism need.
+    compiled: leave training.compile as it is.
 
     Raises ConfigError if the copy cannot be trained, and for flags of keys that the drill sets itself.
     """
@@ -99,8 +88,7 @@ def tiny_config(
         if shard % 2 == 0:
             degrees[key], shard = 2, shard // 2
     fixed = {f"{section}.{key}": value for section, keys in _FIXED.items() for key, value in keys.items()}
-    fixed |= _sizes(d, degrees, shard)
-    fixed |= {"training.dataset_path": str(text), "validation.dataset_path": str(text)}
+    fixed |= {**_sizes(d, degrees, shard), "data.token_cache": str(folder)}
     _refuse_own_keys(flags, fixed)
     values = {**fixed, **degrees, **_adjusted(d, shard, compiled)}
     arguments = [f"--{key}={value if isinstance(value, str) else quote(value)}" for key, value in values.items()]
@@ -110,7 +98,7 @@ def tiny_config(
     budget = tiny.activation_checkpoint.mode != d.activation_checkpoint.mode
     lines = {
         f"model    {d.model.name} {d.model.flavor} at dim {values['model.overrides.dim']}, n_layers "
-        f"{values['model.overrides.n_layers']}, a part of the bundled text, the bundled tokenizer": True,
+        f"{values['model.overrides.n_layers']}, the bundled text and tokenizer": True,
         f"ranks    {ranks} CPU processes: {''.join(kept)}data_parallel_shard {shard}": True,
         f"run      {STEPS} steps, saved every {INTERVAL}, async_mode = {d.checkpoint.async_mode!r}, activation "
         f"checkpointing {tiny.activation_checkpoint.mode}, {d.training.mixed_precision_param}": True,

@@ -1,7 +1,4 @@
-"""Training runs whose ranks start in a second, and faults inside one rank. The drill and the tests share them.
-
-Each rank is a copy of a process that has imported torch (multiprocessing's fork server). Apart from that it is
-`train.py` under torchrun: the same environment, the same exit codes. This module does not import torch.
+"""Faults inside the process of one rank, shared by `titanlite drill` and the tests.
 
 Faults in a save are placed by calls on files, not by functions of the trainer. Python reports these calls as audit
 events (docs.python.org/3/library/audit_events.html); only `os.fsync` has none, so it is wrapped.
@@ -9,30 +6,18 @@ events (docs.python.org/3/library/audit_events.html); only `os.fsync` has none, 
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import importlib
 import itertools
-import multiprocessing
 import os
 import re
 import resource
 import signal
-import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import connection, forkserver
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
-
-import titanlite
-from titanlite.entry import end_with_parent
-
-if TYPE_CHECKING:
-    from multiprocessing.context import ForkServerProcess
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -62,11 +47,11 @@ SAVE_EVENTS = {
     "manifest begun": SaveEvent(("open",), r"/FOLDER/\.?manifest\.json"),
     "manifest half": SaveEvent(("os.fsync",), r"/FOLDER/\.?manifest\.json", half=True),
     "publish": SaveEvent(_RENAME, r"-> .*/FOLDER/manifest\.json$"),
-    # From here on the new checkpoint counts, and a start resumes from it.
     "published": SaveEvent(("os.fsync",), r"/(step-\d+|checkpoint)$", after="publish"),
     "prune": SaveEvent(("os.remove", *_RENAME), r"^[^>]*/step-\d+(/manifest\.json)?( ->|$)", after="publish"),
     "prune half": SaveEvent(("os.remove",), r"step-\d+[^/]*/", after="prune", count=2),
 }
+#: The new checkpoint is there at these events.
 PUBLISHED = ("published", "prune", "prune half")
 #: Pattern of the folder of a save, which may have a temporary name while it is written.
 _FOLDER = r"(?:\.partial-)?step-{}(?:-[0-9a-f]+)?"
@@ -102,7 +87,6 @@ NO_FAULT = Fault()
 
 def inject(fault: Fault) -> None:
     """Prepare this process for a fault, before it trains."""
-    from titanlite import trainer
     from titanlite.data.loader import TrainLoader, ValidationLoader
 
     calls, steps = itertools.count(1), {fault.number}
@@ -111,7 +95,7 @@ def inject(fault: Fault) -> None:
         if next(calls) == fault.number:
             _strike(fault)
 
-    def look(model: Any, *_: object, step: int, **__: object) -> None:
+    def look(step: int, model: Any, _: object) -> None:
         if step in steps:
             steps.remove(step)  # after a rollback the step is repeated without the fault
             _strike(fault, model)
@@ -121,7 +105,7 @@ def inject(fault: Fault) -> None:
     elif fault.event == "save":
         _watch_files(_full_disk(fault.number))
     elif fault.event == "step":
-        call_before(trainer, "train_step", look)
+        before_steps(look)
     elif fault.event == "batch":
         call_before(TrainLoader, "next_step", count)
     elif fault.event == "validation":
@@ -152,6 +136,16 @@ def call_before(owner: Any, name: str, notify: Callable[..., object]) -> None:
         return original(*arguments, **options)
 
     setattr(owner, name, wrapped)
+
+
+def before_steps(notify: Callable[[int, Any, Any], object]) -> None:
+    """Call notify(step, model, batches) before each training step of this process, when its batches are there."""
+    from titanlite import trainer
+
+    def adapted(model: Any, optimizer: Any, batches: Any, **options: Any) -> None:
+        notify(options["step"], model, batches)
+
+    call_before(trainer, "train_step", adapted)
 
 
 #: Called with a call on files, a path (of a rename "old path -> new path") and, for "os.fsync", a file descriptor.
@@ -212,132 +206,3 @@ def _full_disk(step: int) -> _Notify:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
 
     return notify
-
-
-#: Limit of one start. A tiny run takes seconds, on a busy machine perhaps minutes.
-TIMEOUT_SECONDS = 300.0
-#: Time that the other ranks have to end when one has failed; then they are killed, as torchrun does.
-GRACE_SECONDS = 60.0
-_COLORS = re.compile(r"\x1b\[[0-9;]*m")
-
-
-class RanksError(RuntimeError):
-    """The ranks did not end, or did not print an expected line; the text has the end of their output."""
-
-
-def start_fork_server() -> None:
-    """Let the fork server import torch in the background. Later calls do nothing.
-
-    Its copies have one thread each, since they share the cores, and no GPU, which cannot be forked.
-    """
-    package = str(Path(titanlite.__file__).resolve().parents[1])
-    before = dict(os.environ)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (package, before.get("PYTHONPATH"))))
-    os.environ.update(NO_COLOR="1", CUDA_VISIBLE_DEVICES="")
-    try:
-        multiprocessing.get_context("forkserver").set_forkserver_preload(["titanlite.app", __name__])
-        forkserver.ensure_running()
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-class Ranks(contextlib.AbstractContextManager["Ranks"]):
-    """One start of `train.py` on `count` ranks of this machine. As a context manager it kills all ranks at its end.
-
-    arguments: of `train.py`. console: file to which the output of all ranks is appended. main: module with the function
-    `main` to call, such as "titanlite.cli" for a command of `titanlite`.
-    """
-
-    def __init__(
-        self,
-        arguments: Sequence[str],
-        count: int,
-        console: Path,
-        fault: Fault = NO_FAULT,
-        main: str = "titanlite.app",
-    ) -> None:
-        start_fork_server()
-        console.touch()
-        self.console, self._offset = console, console.stat().st_size
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        launch = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        self.processes: list[ForkServerProcess] = []
-        for rank in range(count):
-            variables = {name: str(value) for name, value in {**launch, "RANK": rank, "LOCAL_RANK": rank}.items()}
-            words = (main, list(arguments), variables, str(console), fault if rank == fault.rank else NO_FAULT)
-            process = multiprocessing.get_context("forkserver").Process(target=_run_rank, args=words, daemon=True)
-            process.start()
-            self.processes.append(process)
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-
-    def send(self, number: signal.Signals, rank: int | None = None) -> None:
-        """Send a signal to one rank, or to all."""
-        for process in self.processes if rank is None else [self.processes[rank]]:
-            if process.exitcode is None and process.pid is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, number)
-
-    def kill(self) -> None:
-        """Kill all ranks and wait for their ends."""
-        self.send(signal.SIGKILL)
-        for process in self.processes:
-            process.join()
-
-    def output(self) -> str:
-        """Return the output of this start."""
-        return _COLORS.sub("", self.console.read_bytes()[self._offset :].decode(errors="replace"))
-
-    def tail(self, lines: int = 12) -> str:
-        """Return the last lines of the output, indented."""
-        return "\n".join(f"    {line}" for line in self.output().splitlines()[-lines:])
-
-    def until(self, pattern: str) -> re.Match[str]:
-        """Wait for a pattern in the output. Raises RanksError when all ranks end without it, or after the timeout."""
-        deadline = time.monotonic() + TIMEOUT_SECONDS
-        while True:
-            ended = all(process.exitcode is not None for process in self.processes)
-            if found := re.search(pattern, self.output(), re.MULTILINE):
-                return found
-            if ended or time.monotonic() > deadline:
-                raise RanksError(f"the run {'ended' if ended else 'went on'} without {pattern!r}\n{self.tail()}")
-            time.sleep(0.005)
-
-    def wait(self, seconds: float = TIMEOUT_SECONDS, grace: float = GRACE_SECONDS) -> list[int]:
-        """Return the exit codes by rank, negative for a signal. Raises RanksError after `seconds`."""
-        deadline, failed = time.monotonic() + seconds, False
-        while alive := [process.sentinel for process in self.processes if process.exitcode is None]:
-            if not connection.wait(alive, max(0.0, deadline - time.monotonic())):
-                self.kill()
-                if not failed:
-                    raise RanksError(f"the run did not end within {seconds:.0f} s\n{self.tail()}")
-            elif not failed and any(process.exitcode for process in self.processes):
-                deadline, failed = time.monotonic() + grace, True
-        return [process.exitcode for process in self.processes]  # type: ignore[misc]
-
-
-def train(
-    arguments: Sequence[str], count: int, console: Path, fault: Fault = NO_FAULT, main: str = "titanlite.app"
-) -> tuple[list[int], str]:
-    """Run the ranks to their end. Return exit codes by rank, and the output. Raises RanksError."""
-    with Ranks(arguments, count, console, fault, main) as ranks:
-        return ranks.wait(), ranks.output()
-
-
-def _run_rank(main: str, arguments: list[str], variables: dict[str, str], console: str, fault: Fault) -> NoReturn:
-    """Be one rank, in its own process."""
-    os.setsid()  # Ctrl-C at the terminal reaches the drill only, which then ends its ranks
-    end_with_parent(signal.SIGKILL)
-    output = os.open(console, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.environ.update(variables)
-    sys.argv = ["train.py", *arguments]
-    if fault != NO_FAULT:
-        inject(fault)
-    sys.exit(importlib.import_module(main).main())
