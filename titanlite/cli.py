@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from titanlite import __version__, entry, exit_codes
+from titanlite import __version__, entry, exit_codes, torchrun
 from titanlite.checkpoint import command as checkpoint_command
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.place import StoreError
@@ -137,9 +137,7 @@ def _train(arguments: argparse.Namespace, flags: list[str], _: Style) -> NoRetur
     checked_plans(argv, ranks, training=True)
     # torchrun would die of SIGUSR1, by which schedulers announce a time limit. Its workers listen to it.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    torchrun = [sys.executable, "-m", "titanlite.torchrun", "--nproc_per_node", str(ranks)]
-    rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
-    os.execv(sys.executable, [*torchrun, *rendezvous, "-m", "titanlite", "train", *argv])
+    os.execv(sys.executable, torchrun.command(ranks, argv))
 
 
 def _with_file(file: str | None, flags: list[str]) -> list[str]:

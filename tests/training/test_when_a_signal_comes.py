@@ -14,7 +14,7 @@ from tests.pool import Pools
 from tests.training.test_preemption import TINY, _run
 from titanlite import exit_codes
 from titanlite.runs.ledger import read_entries
-from titanlite.torchrun import after_signal
+from titanlite.torchrun import code_after_signal
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -73,7 +73,7 @@ def test_while_torch_is_imported(tmp_path: Path, launched: bool, number: signal.
     ids=["no worker began", "they were killed", "all were done", "one was done", "nothing was saved"],
 )
 def test_what_a_signal_to_torchrun_comes_to(told: str | None, code: int) -> None:
-    assert after_signal(told) == code
+    assert code_after_signal(told) == code
 
 
 @pytest.mark.slow

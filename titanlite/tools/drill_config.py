@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from titanlite.config.dialect import Dialect
-from titanlite.config.entries import command_line_entries
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.errors import ConfigError
 from titanlite.config.load import read
-from titanlite.config.names import ALIASES
 from titanlite.config.schema import quote
 from titanlite.config.sections.model import AUTO_FILTER
 from titanlite.models.shapes import SHAPES
 from titanlite.prepare import checked_plans
+from titanlite.tools import refuse_keys
 
 #: Steps of a whole run, of its first half, and between saves.
 STEPS, HALF, INTERVAL = 8, 4, 2
@@ -89,7 +88,8 @@ def tiny_config(
             degrees[key], shard = 2, shard // 2
     fixed = {f"{section}.{key}": value for section, keys in _FIXED.items() for key, value in keys.items()}
     fixed |= {**_sizes(d, degrees, shard), "data.token_cache": str(folder)}
-    _refuse_own_keys(flags, fixed)
+    own = {"job.dump_folder", "job.config_file", "training.tokens", "training.epochs", *fixed}
+    refuse_keys(flags, dict.fromkeys(own, "the drill has its own sizes and folders"))
     values = {**fixed, **degrees, **_adjusted(d, shard, compiled)}
     arguments = [f"--{key}={value if isinstance(value, str) else quote(value)}" for key, value in values.items()]
     tiny = checked_plans([*argv, *arguments], ranks, training=True)[0].dialect
@@ -154,13 +154,3 @@ def _adjusted(d: Dialect, shard: int, compiled: bool) -> dict[str, Any]:
         names = [name for name in d.float8.filter_fqns if not re.search(r"(^|\.)\d", name) and name != AUTO_FILTER]
         values |= {"float8.emulate": True, "float8.filter_fqns": names, "float8.min_features": 0}
     return values
-
-
-def _refuse_own_keys(flags: Sequence[str], fixed: Iterable[str]) -> None:
-    """Raise ConfigError for flags of keys that the drill sets itself."""
-    entries, _ = command_line_entries(flags)
-    names = {entry.name: ALIASES[entry.name].canonical if entry.name in ALIASES else entry.name for entry in entries}
-    own = {"job.dump_folder", "job.config_file", "training.tokens", "training.epochs", *fixed}
-    if found := [name for name, key in names.items() if key in own]:
-        hint = "the drill has its own sizes and folders"
-        raise ConfigError([Problem("command line", name, "cannot be set here", hint) for name in found])
