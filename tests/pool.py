@@ -23,8 +23,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from titanlite.drill.ranks import prepare
-from titanlite.parent import end_with_parent
+from titanlite.entry import end_with_parent
+from titanlite.tools.drill_ranks import start_fork_server
 
 
 class RankFailure(AssertionError):
@@ -81,7 +81,7 @@ class RankPool:
         self._pipes: list[Connection] = []
 
     def _start(self) -> None:
-        prepare()  # the ranks are copies of a process that has imported torch
+        start_fork_server()  # the ranks are copies of a process that has imported torch
         context = multiprocessing.get_context("forkserver")
         port = free_port()
         for rank in range(self.size):

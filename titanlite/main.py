@@ -23,8 +23,7 @@ from titanlite.config.run_sections import Job
 from titanlite.config.sections import Checkpoint, Model
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.dist_env import read_launch_env
-from titanlite.parent import stop_with_torchrun
-from titanlite.signals import SIGNALS, StopRequested, StopSignal, exit_on_signals
+from titanlite.signals import SIGNALS, StopRequested, StopSignal, exit_on_signals, stop_with_torchrun
 from titanlite.utils import counted, escape, logger
 
 if TYPE_CHECKING:

@@ -196,8 +196,6 @@ class VerifyResume(Callback):
     def state_dict(self, trainer: Trainer) -> dict[str, Any]:
         return self._check.at_save(trainer.step, self._next_batch(trainer))
 
-    def on_end(self, trainer: Trainer, end: RunEnd) -> None:
-
     def _tell(self, result: ResumeResult | None) -> None:
         if result is not None:
             logger.log(logging.INFO if result.verified else logging.WARNING, result.text)

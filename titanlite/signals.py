@@ -231,3 +231,26 @@ def _exit_now(number: int, frame: FrameType | None) -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         os.write(2, f"stopped: {signal.Signals(number).name} before the first step\n".encode())
     os._exit(exit_codes.PREEMPTED)
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """Let the kernel send this process a signal when its parent has ended, for whatever reason.
+
+    Linux only; elsewhere nothing happens. The parent is the thread that started this process.
+    """
+    import ctypes
+
+    parent = os.getppid()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+        if os.getppid() != parent:  # it ended before the call
+            os.kill(os.getpid(), number)
+
+
+def stop_with_torchrun() -> None:
+    """Let a worker save a checkpoint and stop when its torchrun is killed. Without torchrun nothing happens."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent(signal.SIGTERM)

@@ -20,12 +20,12 @@ Commands = Any  # argparse._SubParsersAction[argparse.ArgumentParser]
 COMMANDS = {
     "train": "titanlite.tools.cli:add_train",
     "config": "titanlite.tools.config:add_commands",
-    "runs": "titanlite.runs.command:add_commands",
-    "compare": "titanlite.runs.command:add_commands",
-    "checkpoint": "titanlite.checkpoint.command:add_commands",
+    "runs": "titanlite.tools.runs:add_command",
+    "compare": "titanlite.tools.compare:add_command",
+    "checkpoint": "titanlite.tools.checkpoint:add_commands",
     "benchmark": "titanlite.tools.benchmark:add_command",
     "ladder": "titanlite.tools.benchmark:add_command",
-    "drill": "titanlite.drill.command:add_command",
+    "drill": "titanlite.tools.drill:add_command",
 }
 
 FLAGS = (
