@@ -78,7 +78,7 @@ def tiny_config(
     base, problems = read(argv)
     if problems:
         raise ConfigError(problems)
-    d = base.dialect
+    d = base.sections
     wanted = [key for key in _DEGREES if base.value(key) > 1]
     ranks = ranks or max(2, min(_MOST_RANKS, 2 ** len(wanted)))
     degrees, shard = dict.fromkeys(_DEGREES, 1), ranks
