@@ -16,7 +16,7 @@ ROWS = {
     row[1]: (row[2], row[3])
     for row in re.finditer(r"^\| `titanlite ([a-z ]+)` \| (.*) \| (.*) \|$", (DOCS / "cli.md").read_text(), re.M)
 }
-CODES = {value for name, value in vars(exit_codes).items() if name.isupper()}
+CODES = {value for name, value in vars(exit_codes).items() if name.isupper() and isinstance(value, int)}
 
 
 def codes(command: str) -> set[int]:
