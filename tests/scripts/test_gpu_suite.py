@@ -136,7 +136,7 @@ def test_settings_are_the_published_ones(name: str, dim: int, seq_len: int, sequ
 
 
 def test_levels_are_the_ladders() -> None:
-    from titanlite.tools.benchmark_levels import LEVELS
+    from titanlite.tools.benchmark import LEVELS
 
     assert tuple(level.name for level in LEVELS) == gpu_ladder.LEVELS
 

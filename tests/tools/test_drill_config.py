@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def tiny_config(config: str, *flags: str, ranks: int | None = None, compiled: bool = False) -> TinyConfig:
-    return drill_config.tiny_config(config, flags, Path("tokens"), ranks, compiled)
+    return drill_config.tiny_config(config, flags, ranks, compiled)
 
 
 @pytest.mark.parametrize("file", sorted(path.name for path in (ROOT / "train_configs").glob("*.toml")))
@@ -79,8 +79,7 @@ def test_it_writes_only_in_its_own_folder(tmp_path: Path) -> None:
     own = tmp_path / "mine.toml"
     own.write_text(
         f'[job]\nsave_config_file = "{tmp_path}/saved.toml"\n[checkpoint]\nfolder = "{tmp_path}/precious"\n'
-        f'keep_latest_k = 1\n[metrics]\nenable_tensorboard = true\n[data]\ntoken_cache = "{tmp_path}/tokens"\n'
-        "[profiling]\nenable_profiling = true\n"
+        "keep_latest_k = 1\n[metrics]\nenable_tensorboard = true\n[profiling]\nenable_profiling = true\n"
     )
     d = tiny_config(str(own)).config
     assert d.checkpoint.folder == "checkpoint" and d.checkpoint.keep_latest_k == 3

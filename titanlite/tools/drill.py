@@ -102,7 +102,8 @@ class Workspace:
     def start(self, run: Path, *flags: str, fault: Fault = NO_FAULT, ranks: int = 0) -> Ranks:
         """Start a run on this number of ranks; 0: that of the drill."""
         run.mkdir(exist_ok=True)
-        arguments = [*self.tiny.arguments, f"--job.dump_folder={run}", *flags]
+        folders = [f"--job.dump_folder={run}", f"--data.token_cache={self.folder / 'tokens'}"]
+        arguments = [*self.tiny.arguments, *folders, *flags]
         return Ranks(arguments, ranks or self.tiny.ranks, run / "console.log", fault)
 
     def train(
@@ -209,7 +210,7 @@ def loader_raises(work: Workspace, run: Path, scenario: Scenario) -> str:
     rank, step, limit = scenario.fault.rank, HALF + scenario.fault.number, max(_END_SECONDS, 2 * work.half_seconds)
 
     def look(text: str) -> None:
-        seconds = (run / "console.log").stat().st_mtime - float(re.findall(r"fault: raise ([\d.]+)", text)[0])
+        seconds = time.time() - float(re.findall(r"fault: raise ([\d.]+)", text)[0])
         named = re.search(rf"rank {rank} \(.+\) raised in data of step {step}, .*: all ranks end", text)
         check(named is not None, f"rank 0 did not report that rank {rank} raised in data of step {step}", text)
         check(LOADER_ERROR in text.splitlines()[-1], f"the last line is not the error of rank {rank}", text)
@@ -392,13 +393,12 @@ def _run(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple
     if arguments.ranks is not None and arguments.ranks < 2:
         raise ConfigError([Problem("command line", "--ranks", f"expected an integer >= 2, got {arguments.ranks}")])
     chosen = [one for one in SCENARIOS if not arguments.only or one.name in arguments.only]
-    folder, results, code = Path(tempfile.mkdtemp(prefix="titanlite-drill-")), list[dict[str, Any]](), exit_codes.CONFIG
+    tiny = tiny_config(arguments.config, flags, arguments.ranks, arguments.compile)
+    for line in tiny.notes:
+        _log(f"  {line}")
+    folder, results, code = Path(tempfile.mkdtemp(prefix="titanlite-drill-")), list[dict[str, Any]](), exit_codes.ERROR
     try:
         with stoppable():
-            tiny = tiny_config(arguments.config, flags, folder / "tokens", arguments.ranks, arguments.compile)
-            for line in tiny.notes:
-                _log(f"  {line}")
-            code = exit_codes.ERROR
             code = _play(Workspace(tiny, folder), chosen, results, style)
     except Stopped as stop:
         _log(f"stopped by {stop}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from titanlite.config.errors import ConfigError
@@ -56,7 +55,7 @@ class TinyConfig:
     """The config that the drill trains."""
 
     ranks: int
-    #: For `train.py`, without `job.dump_folder`.
+    #: For `train.py`, without `job.dump_folder` and `data.token_cache`.
     arguments: tuple[str, ...]
     #: The sections.
     config: Config
@@ -64,13 +63,10 @@ class TinyConfig:
     notes: tuple[str, ...]
 
 
-def tiny_config(
-    config: str, flags: Sequence[str], folder: Path, ranks: int | None = None, compiled: bool = False
-) -> TinyConfig:
+def tiny_config(config: str, flags: Sequence[str], ranks: int | None = None, compiled: bool = False) -> TinyConfig:
     """Return the tiny copy of a config file with flags over it, trained on the bundled text.
 
-    folder: keeps the tokens of the text for all runs. ranks: None for 2, or as many as its kinds of parallelism need.
-    compiled: leave training.compile as it is.
+    ranks: None for 2, or as many as its kinds of parallelism need. compiled: leave training.compile as it is.
 
     Raises ConfigError if the copy cannot be trained, and for flags of keys that the drill sets itself.
     """
@@ -86,7 +82,7 @@ def tiny_config(
         if shard % 2 == 0:
             degrees[key], shard = 2, shard // 2
     fixed = {f"{section}.{key}": value for section, keys in _FIXED.items() for key, value in keys.items()}
-    fixed |= {**_sizes(d, degrees, shard), "data.token_cache": str(folder)}
+    fixed |= _sizes(d, degrees, shard)
     own = {"job.dump_folder", "job.config_file", "training.tokens", "training.epochs", *fixed}
     refuse_keys(flags, dict.fromkeys(own, "the drill has its own sizes and folders"))
     values = {**fixed, **degrees, **_adjusted(d, shard, compiled)}
