@@ -228,10 +228,9 @@ def _check_table(section: type[Section], table: dict[str, Any], path: str) -> li
 
 
 def _mistake(type_: Any, value: Any, code: str) -> Mistake:
-    kinds = {str: "the string ", list: "the list ", dict: "the table ", bool: "", int: "", float: ""}
     text = quote(value)
-    shown = kinds.get(type(value), f"{type(value).__name__} ") + (text if len(text) <= 80 else f"{text[:77]}…")
-    return Mistake("", code, f"expected {describe(type_)}, got {shown}", _hint(type_, value))
+    text = text if len(text) <= 80 else f"{text[:77]}…"
+    return Mistake("", code, f"expected {describe(type_)}, got {text}", _hint(type_, value))
 
 
 def _hint(type_: Any, value: Any) -> str:

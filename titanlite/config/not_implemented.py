@@ -36,6 +36,9 @@ _STREAM = Missing("streamed text")
 _STREAM_ADVICE = "give a local file or folder as training.dataset_path, or take c4_test"
 _PACKING = Missing("other packing")
 _MEMORY = Missing("the estimate of memory")
+_ANY_PRECISION = [f"optimizer.{n}" for n in ("kahan", "momentum_dtype", "variance_dtype", "compensation_dtype")]
+_TENSOR = ["training.enable_loss_parallel", "experimental.enable_async_tensor_parallel"]
+_PIPELINE = [f"experimental.pipeline_parallel_{n}" for n in ("split_points", "schedule", "microbatches")]
 
 NOT_IMPLEMENTED: dict[str, Missing] = {
     "parallelism.expert_parallel_degree": Missing("expert parallelism"),
@@ -44,10 +47,7 @@ NOT_IMPLEMENTED: dict[str, Missing] = {
     "experimental.custom_import": Missing("imports of one's own models"),
     "optimizer.name": Missing("this optimizer", implemented=("Adam",)),
     "optimizer.groups": Missing("parameter groups"),
-    **{
-        f"optimizer.{name}": Missing("AnyPrecisionAdamW")
-        for name in ("kahan", "momentum_dtype", "variance_dtype", "compensation_dtype")
-    },
+    **dict.fromkeys(_ANY_PRECISION, Missing("AnyPrecisionAdamW")),
     "training.dataset": _STREAM._replace(advice=_STREAM_ADVICE),
     "data.source": _MIXTURE,
     "validation.sources": _MIXTURE,
@@ -70,18 +70,6 @@ def _streams(c: Config) -> bool:
     return c.training.dataset == "c4" and c.training.dataset_path is None
 
 
-def _any_precision(c: Config) -> bool:
-    return c.optimizer.name == "AnyPrecisionAdamW"
-
-
-def _tensor_parallel(c: Config) -> bool:
-    return c.training.tensor_parallel_degree > 1
-
-
-def _pipeline(c: Config) -> bool:
-    return c.experimental.pipeline_parallel_degree > 1
-
-
 _SWITCHES: dict[str, Callable[[Config], bool]] = {
     "checkpoint": lambda c: c.checkpoint.enable_checkpoint,
     "checkpoint.export_dtype": lambda c: c.checkpoint.enable_checkpoint and c.checkpoint.model_weights_only,
@@ -91,16 +79,10 @@ _SWITCHES: dict[str, Callable[[Config], bool]] = {
     ),
     "validation": lambda c: c.validation.enable,
     "float8": lambda c: c.float8.enable_float8_linear,
-    "training.enable_loss_parallel": _tensor_parallel,
+    **dict.fromkeys(_TENSOR, lambda c: c.training.tensor_parallel_degree > 1),
     "training.fsdp_min_params": lambda c: c.training.fsdp_units == "size",
-    "experimental.enable_async_tensor_parallel": _tensor_parallel,
-    "experimental.pipeline_parallel_split_points": _pipeline,
-    "experimental.pipeline_parallel_schedule": _pipeline,
-    "experimental.pipeline_parallel_microbatches": _pipeline,
-    "optimizer.kahan": _any_precision,
-    "optimizer.momentum_dtype": _any_precision,
-    "optimizer.variance_dtype": _any_precision,
-    "optimizer.compensation_dtype": _any_precision,
+    **dict.fromkeys(_PIPELINE, lambda c: c.experimental.pipeline_parallel_degree > 1),
+    **dict.fromkeys(_ANY_PRECISION, lambda c: c.optimizer.name == "AnyPrecisionAdamW"),
     "data.lanes": lambda c: bool(c.data.source) or _streams(c),
     "data.shuffle_buffer": lambda c: bool(c.data.source) or _streams(c),
     "data.persistent_workers": lambda c: c.validation.enable and c.data.prefetch > 0,

@@ -7,26 +7,18 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field
 
+from titanlite.config import run_sections as run
 from titanlite.config.run_sections import (
-    Comm,
     Count,
     CountOrRest,
-    Debug,
-    Guard,
-    Job,
-    Launch,
     Location,
-    MemoryEstimation,
-    Metrics,
     Name,
     Natural,
     NonNegative,
     Positive,
-    Profiling,
     Ratio,
     Section,
     Seed,
-    Stall,
 )
 
 Decay = Annotated[float, Meta(ge=0, lt=1)]
@@ -444,7 +436,7 @@ class Parallelism(Section, frozen=True):
 class Config(Section, frozen=True):
     """All sections, in the order in which files and `explain` show them."""
 
-    job: Job = Job()
+    job: run.Job = run.Job()
     model: Model = Model()
     training: Training = Training()
     optimizer: Optimizer = Optimizer()
@@ -452,16 +444,16 @@ class Config(Section, frozen=True):
     data: Data = Data()
     validation: Validation = Validation()
     checkpoint: Checkpoint = Checkpoint()
-    metrics: Metrics = Metrics()
+    metrics: run.Metrics = run.Metrics()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     compile: Compile = Compile()
     float8: Float8 = Float8()
     experimental: Experimental = Experimental()
     parallelism: Parallelism = Parallelism()
-    guard: Guard = Guard()
-    comm: Comm = Comm()
-    debug: Debug = Debug()
-    profiling: Profiling = Profiling()
-    memory_estimation: MemoryEstimation = MemoryEstimation()
-    stall: Stall = Stall()
-    launch: Launch = Launch()
+    guard: run.Guard = run.Guard()
+    comm: run.Comm = run.Comm()
+    debug: run.Debug = run.Debug()
+    profiling: run.Profiling = run.Profiling()
+    memory_estimation: run.MemoryEstimation = run.MemoryEstimation()
+    stall: run.Stall = run.Stall()
+    launch: run.Launch = run.Launch()
