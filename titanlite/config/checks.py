@@ -108,7 +108,7 @@ def _training(d: Config) -> Iterator[Finding]:
         message = f'needs compile.backend = "inductor", not {quote(d.compile.backend)}'
         yield "needs", "experimental.enable_async_tensor_parallel", message, ""
     if ac.offload and ac.mode == "selective" and ac.selective_ac_option == "op":
-        message = f'does not work with {_AC_OPTION} = "op": that policy keeps its tensors elsewhere, on the device'
+        message = f'does not work with {_AC_OPTION} = "op": its tensors are held elsewhere, on the device'
         hint = 'take mode = "full" or "none", or selective_ac_option = "N"'
         yield "conflict", "activation_checkpoint.offload", message, hint
     rows = max(t.batch_size // (e.pipeline_parallel_microbatches or e.pipeline_parallel_degree), 1)

@@ -189,7 +189,8 @@ def _pipeline_misfits(d: Config) -> Iterator[Finding]:
     pieces = e.pipeline_parallel_microbatches or degree
     if t.batch_size % pieces:
         said = f"is {pieces}{'' if e.pipeline_parallel_microbatches else ', the pipeline degree,'}"
-        hint = f"these divide it: {_some(divisors(t.batch_size))}; or set training.batch_size to a multiple of {pieces}"
+        fitting = ", ".join(map(str, divisors(t.batch_size)))
+        hint = f"these divide it: {fitting}; or set training.batch_size to a multiple of {pieces}"
         yield "divide", f"{_PP}microbatches", f"{said} which does not divide training.batch_size = {t.batch_size}", hint
     if name is None:
         return
@@ -197,41 +198,38 @@ def _pipeline_misfits(d: Config) -> Iterator[Finding]:
     stages = points + 1
     fits = {"one": stages == degree, "loop": stages % degree == 0 and stages > degree, "v": stages == 2 * degree}[kind]
     if points and not fits:
-        wanted = {"one": f"{degree}", "loop": f"{2 * degree}, {3 * degree}, …", "v": f"{2 * degree}"}[kind]
-        message = (
-            f"{points} split points make {stages} stages, but {quote(name)} on {degree} pipeline ranks needs {wanted}"
-        )
-        hint = "give one split point less than stages, or none: then titanlite divides the model evenly"
-        yield "divide", f"{_PP}split_points", message, hint
+        wanted = {
+            "one": f"one stage per rank: {degree} stages, {degree - 1} split points",
+            "loop": f"two or more stages per rank, as {2 * degree} stages by {2 * degree - 1} split points",
+            "v": f"two stages per rank: {2 * degree} stages, {2 * degree - 1} split points",
+        }[kind]
+        made = f"{points} split points make {stages} stages, but {quote(name)} on {degree} pipeline ranks"
+        hint = "give as many, or none: then titanlite divides the model evenly"
+        yield "divide", f"{_PP}split_points", f"{made} needs {wanted}", hint
     if SCHEDULES[name].splits_backward:
-        for other, reason in _whole_backward(d).items():
-            message = f"{quote(name)} splits each backward into one for inputs and one for weights, and {reason}"
-            hint = f'"1F1B" and "Interleaved1F1B" do not split it; or change {other}'
-            yield "conflict", f"{_PP}schedule", message, hint
+        why = f"{quote(name)} splits each backward into one for inputs and one for weights, and"
+        for reason, remedy in _whole_backward(d):
+            hint = f'"1F1B" and "Interleaved1F1B" do not split it; or set {remedy}'
+            yield "conflict", f"{_PP}schedule", f"{why} {reason}", hint
 
 
-def _whole_backward(d: Config) -> dict[str, str]:
-    """Return the keys that need a backward in one piece, each with the reason."""
-    reshard = d.training.reshard_after_forward
-    needs = {
-        "training.compile": (
-            d.training.compile and "model" in d.compile.components,
-            "a compiled block has one backward, which would run twice or fail",
-        ),
-        _AC_OPTION: (
-            d.activation_checkpoint.mode == "selective" and d.activation_checkpoint.selective_ac_option == "op",
-            f'{_AC_OPTION} = "op" recomputes a block only once',
-        ),
-        "float8.enable_float8_linear": (
-            d.float8.enable_float8_linear,
-            "one function computes all gradients of a float8 linear, and would run twice",
-        ),
-        "training.reshard_after_forward": (
-            reshard not in ("default", "never"),
-            f"weights gathered again in between (training.reshard_after_forward = {quote(reshard)}) get no gradient",
-        ),
-    }
-    return {key: reason for key, (applies, reason) in needs.items() if applies}
+def _whole_backward(d: Config) -> Iterator[tuple[str, str]]:
+    """Find settings that need a backward in one piece, each with the reason and the remedy."""
+    ac, reshard = d.activation_checkpoint, d.training.reshard_after_forward
+    if d.training.compile and "model" in d.compile.components:
+        reason = "the block that training.compile makes has one backward, which would run twice or fail"
+        yield reason, 'training.compile = false, or compile.components = ["loss"]'
+    if ac.mode == "selective" and ac.selective_ac_option == "op":
+        yield (
+            f'{_AC_OPTION} = "op" lets a block be run again only once',
+            'activation_checkpoint.mode = "full" or "none"',
+        )
+    if d.float8.enable_float8_linear:
+        reason = "a float8 linear's gradients come from one function, which would run twice"
+        yield reason, "float8.enable_float8_linear = false"
+    if reshard not in ("default", "never"):
+        reason = f"weights gathered again in between (training.reshard_after_forward = {quote(reshard)})"
+        yield f"{reason} would get no gradient", 'training.reshard_after_forward = "default"'
 
 
 def _microbatch_misfits(run: RunConfig) -> Iterator[Finding]:
