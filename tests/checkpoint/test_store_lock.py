@@ -17,12 +17,10 @@ from titanlite.runs.lock import LockedError, RunLock
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_a_url_is_locked_by_one_run_and_a_dead_one_is_taken_over(bucket: s3.Bucket) -> None:
-    with (
-        RunLock(bucket.path),
-        pytest.raises(LockedError, match=f"{bucket.root} belongs .* process {os.getpid()} on"),
-        RunLock(bucket.path),
-    ):
+    alive = f"{bucket.root} belongs .* process {os.getpid()} on"
+    with RunLock(bucket.path), pytest.raises(LockedError, match=alive), RunLock(bucket.path):
         pytest.fail("two hold it")
     assert bucket.objects() == {}
     code = (
@@ -38,6 +36,7 @@ def test_a_url_is_locked_by_one_run_and_a_dead_one_is_taken_over(bucket: s3.Buck
     assert bucket.objects() == {}
 
 
+@pytest.mark.slow
 def test_of_runs_that_start_together_one_goes_on(bucket: s3.Bucket) -> None:
     gate, over = threading.Barrier(4), threading.Event()
     outcomes: list[str] = []
