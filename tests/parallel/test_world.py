@@ -148,7 +148,7 @@ def test_train_py_tells_a_wrong_environment_without_torch(
     environment(_TWO | {"RANK": "2"})
     code = (
         "import sys; from titanlite import main\n"
-        "main.exit_now = lambda code: sys.exit(code + 40 * ('torch' in sys.modules))\n"
+        "main.exit_now = lambda code, _: sys.exit(code + 40 * ('torch' in sys.modules))\n"
         "main.main()"
     )
     command = [sys.executable, "-c", code, f"--job.dump_folder={tmp_path}"]

@@ -237,7 +237,7 @@ def _python(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
 def test_wrong_config_exits_2_before_torch_is_imported(tmp_path: Path) -> None:
     code = (
         "import sys; from titanlite import main\n"
-        "main.exit_now = lambda code: sys.exit(code + 40 * ('torch' in sys.modules))\n"
+        "main.exit_now = lambda code, _: sys.exit(code + 40 * ('torch' in sys.modules))\n"
         "main.main()"
     )
     wrong = _python("-c", code, "--training.setps=3", "--model.flavor=debugmodle")
