@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import socket
 import sys
 import time
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from titanlite import exit_codes
+from titanlite.callbacks import load_callbacks
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.fit import check_config, fitted
 from titanlite.config.run_sections import Job
@@ -28,8 +30,6 @@ from titanlite.utils import counted, escape, logger
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.paths import StorePath
-    from titanlite.config.derive import RunConfig
-    from titanlite.config.loaded import LoadedConfig
 
 #: Time in which the rank that prints an error must do so, before other ranks leave: the first makes torchrun end all.
 PRINT_SECONDS = 3.0
@@ -37,44 +37,42 @@ PRINT_SECONDS = 3.0
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Train as the command line says (None: that of the process), and end the process."""
-    argv = sys.argv[1:] if argv is None else argv
     exit_on_signals(*SIGNALS)
     stop_with_torchrun()
-    try:
-        checked = check_config(argv, read_launch_env().world_size)
-    except (ConfigError, ParallelismError) as error:
-        exit_now(print_error(str(error), error.exit_code))
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    gc.freeze()  # what is imported is never garbage, and half a million objects take a while to look through
     last_error = ""
-    with StopSignal(at_once=True) as stop:  # to the very end: a signal after the run does not change its code
-        try:
-            code = record(run)(argv, stop, checked) or 0
-        except (StopRequested, KeyboardInterrupt) as error:  # it came before `run` looked, or while that was ending
-            code = exit_codes.code_of(error)
-        except Exception as error:
-            traceback.print_exc()
-            code = exit_codes.ERROR
-            last_error = f"{type(error).__name__}: {error}"
-            if os.environ.get("WORLD_SIZE", "1") != "1":  # the line that is read last should say where this is from
-                last_error = f"rank {os.environ.get('RANK')} on {socket.gethostname()}: {last_error}"
-                print(escape(f"error: {last_error}"), file=sys.stderr)
-        stop.at_once = False
-        exit_now(code, last_error)
+    try:
+        code = run(sys.argv[1:] if argv is None else argv)
+    except (StopRequested, KeyboardInterrupt) as error:  # it came while `run` was ending
+        code = exit_codes.code_of(error)
+    except Exception as error:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)  # for torchrun's summary
+        traceback.print_exc()
+        code = exit_codes.ERROR
+        last_error = f"{type(error).__name__}: {error}"
+        if os.environ.get("WORLD_SIZE", "1") != "1":  # the line that is read last should say where this is from
+            last_error = f"rank {os.environ.get('RANK')} on {socket.gethostname()}: {last_error}"
+            print(escape(f"error: {last_error}"), file=sys.stderr)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # a signal after the run does not change its code
+    exit_now(code, last_error)
 
 
-def run(
-    argv: Sequence[str], stop: StopSignal | None = None, checked: tuple[LoadedConfig, RunConfig] | None = None
-) -> int:
+def run(argv: Sequence[str]) -> int:
     """Train as the command line says; return the exit code (see `titanlite.exit_codes`).
 
     Expected errors are printed without a traceback. Mistakes in config, tokenizer and text are found before any process
     group or model exists. A signal before the first step ends the run at once, a later one when a checkpoint is
-    written; see `titanlite.signals`. checked: of `check_config`, where that was done.
+    written; see `titanlite.signals`.
     """
+    try:
+        environment = read_launch_env()
+        asked, config = check_config(argv, environment.world_size)
+    except (ConfigError, ParallelismError) as error:
+        return print_error(str(error), error.exit_code)
+
     from titanlite.build import build, check_model, read_datasets
-    from titanlite.callbacks import load_callbacks
     from titanlite.metrics.console import setup_console
     from titanlite.metrics.watchdog import HangWatchdog
     from titanlite.parallel.dist_env import DistEnv, connect_store, keep_freed_memory
@@ -84,26 +82,20 @@ def run(
     from titanlite.runs.logs import rank_log
     from titanlite.trainer import Trainer, save_seed
 
-    watchdog, where = HangWatchdog(), ""
+    gc.freeze()  # what is imported is never garbage, and half a million objects take a while to look through
+    rank, size = environment.rank, environment.world_size
+    folder, watchdog = Path(config.job.dump_folder), HangWatchdog()
     # Around everything: when the first worker has ended torchrun sends SIGTERM to the rest, which must not die of it.
-    with stop or StopSignal(at_once=True) as stop:
+    with StopSignal(at_once=True) as stop:
         try:
-            environment = read_launch_env()
-            rank, size = environment.rank, environment.world_size
-            asked, config = checked or check_config(argv, size)
-            folder = Path(config.job.dump_folder)
-            where = f"checkpoints are in {config.checkpoint.folder}"
-            if not config.checkpoint.enable_checkpoint:
-                where = "checkpoints are off"
             setup_console(rank, config.metrics.enable_color_printing)
             if rank == 0:
                 steps, epochs = config.steps, config.training.epochs or 0
                 length = counted(epochs, "epochs") if steps is None else counted(steps, "steps")
                 _log_files(asked.files, config.model, length, folder)
             source = asked.source("job.callbacks")
-            callbacks = load_callbacks(
-                config.job.callbacks, Path(source.file).parent if source.file else None, source.place
-            )
+            base = Path(source.file).parent if source.file else None
+            callbacks = load_callbacks(config.job.callbacks, base, source.place)
             store = connect_store()  # before what takes longer on one rank than on another
             with report_failure(store, rank, size), contextlib.ExitStack() as held:
                 check_machine(config.training, config.compile, config.float8)
@@ -140,12 +132,12 @@ def run(
             code = exit_codes.code_of(error)
             if code == exit_codes.ERROR:
                 raise
-            return print_error(_explained(error, watchdog.verdict, where), code)
+            return print_error(_explained(error, watchdog.verdict, config.checkpoint), code)
     return exit_codes.DONE
 
 
-def _explained(error: Exception, verdict: str, where: str) -> str:
-    """Return the message of an expected error, with advice. where: the checkpoints are."""
+def _explained(error: Exception, verdict: str, section: Checkpoint) -> str:
+    """Return the message of an expected error, with advice. verdict: the watchdog's."""
     from titanlite.guard import BadStepError
     from titanlite.parallel.compile import CompileError
 
@@ -154,7 +146,8 @@ def _explained(error: Exception, verdict: str, where: str) -> str:
             traceback.print_exc()
         return f"{error}\nTORCHDYNAMO_VERBOSE=1 shows torch's own report, training.compile = false trains without"
     if isinstance(error, BadStepError):
-        return f"stopped: {error}; {where}"
+        kept = f"checkpoints are in {section.folder}" if section.enable_checkpoint else "checkpoints are off"
+        return f"stopped: {error}; {kept}"
     if exit_codes.is_of_collectives(error):
         unknown = "Another rank has ended, hangs or cannot be reached: see who in the logs of the ranks"
         return f"a collective failed: {error}\n{verdict or unknown}"

@@ -234,13 +234,13 @@ def _python(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def _train_py(*flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return _python("train.py", *flags, **variables)
-
-
-def test_wrong_config_exits_2_without_a_traceback(tmp_path: Path) -> None:
-    """By `train.py` itself, and before it imports torch, which takes longer than all the rest."""
-    wrong = _train_py("--job.config_file=debug_model.toml", "--training.setps=3", "--optimizer.lr=fast")
+def test_wrong_config_exits_2_before_torch_is_imported(tmp_path: Path) -> None:
+    code = (
+        "import sys; from titanlite import main\n"
+        "main.exit_now = lambda code, _: sys.exit(code + 40 * ('torch' in sys.modules))\n"
+        "main.main()"
+    )
+    wrong = _python("-c", code, "--training.setps=3", "--model.flavor=debugmodle")
     assert wrong.returncode == exit_codes.CONFIG
     assert "training.setps" in wrong.stderr and "training.steps" in wrong.stderr and "Traceback" not in wrong.stderr
     assert "optimizer.lr" in wrong.stderr, "all wrong keys are reported at once"
