@@ -154,7 +154,7 @@ def plans_of(row: Row, column: Column) -> Plans:
     data_ranks = row.ranks // (row.flags.get(TP, 1) * row.flags.get(CP, 1) * row.flags.get(PP, 1))
     batch = {"training.batch_size": GLOBAL_BATCH // data_ranks // column.accumulation}
     flags = {**SHARED, **batch, **row.flags, **column.flags}
-    return load_plans("debug_model.toml", row.ranks, [f"--{key}={value}" for key, value in flags.items()])
+    return load_config("debug_model.toml", row.ranks, [f"--{key}={value}" for key, value in flags.items()])
 
 
 def run_of(plans: Plans, optimizer: str = "AdamW", steps: int = 20) -> Run:

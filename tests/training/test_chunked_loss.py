@@ -44,7 +44,6 @@ from tests.training.grid import (
 from tests.training.harness import TINY, Run, build_tiny, full_precision, micro_batches, run_stages, sequence_part
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
-from titanlite.drill.shrink import shrink
 from titanlite.guard import FiniteGuard
 from titanlite.loss import ChunkedHead, batch_loss, chunk_head, cross_entropy_sum
 from titanlite.metrics.nan_finder import Finding, diagnose_nonfinite

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from titanlite.drill.ranks import train
 
 from tests.checkpoint.test_manifest import sign
 from tests.pool import Pools
@@ -23,7 +24,6 @@ from titanlite.checkpoint import CheckpointError
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.load import load_file
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER
-from titanlite.drill.ranks import train
 from titanlite.guard import BadStepError
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.parallel.dist_env import DistEnv
@@ -49,7 +49,7 @@ TINY = [
 ]
 
 
-def _trainer(world: World, folder: str, *flags: str) -> Trainer:
+def _trainer(world: DistEnv, folder: str, *flags: str) -> Trainer:
     """A trainer as `train.py` makes it, inside the pool."""
     config = load_file("debug_model.toml", [*TINY, f"--job.dump_folder={folder}", *flags])
     plans = resolve_plans(config, world.size)
@@ -73,7 +73,7 @@ def _outcome(trainer: Trainer, folder: str) -> dict[str, Any]:
     return {**found, "said": said, "step": trainer.step}
 
 
-def _run(world: World, folder: str, *flags: str) -> dict[str, Any]:
+def _run(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
     """Train as `train.py` would, inside the pool."""
     return _outcome(_trainer(world, folder, *flags), folder)
 
