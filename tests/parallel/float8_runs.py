@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from titanlite.drift import Drift, measure_drift
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,7 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.checkpoint.runs import train as train_and_save
 from tests.training.harness import TINY, Run, build_tiny, changed, micro_batches, run_stages
 from titanlite.build import to_device
-from titanlite.config.sections import Float8, Training
+from titanlite.config.sections.model import Float8
+from titanlite.config.sections.training import Training
+from titanlite.drift import Drift, measure_drift
 from titanlite.guard import FiniteGuard
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.float8 import ScalePrecompute

@@ -18,7 +18,8 @@ from tests.parallel.watch import GATHER, Operators, Watch, Wire
 from tests.pool import Pools
 from tests.training.harness import TINY, Run, batches, build_tiny, full_precision, micro_batches, train
 from titanlite.build import to_device
-from titanlite.config.sections import ActivationCheckpoint, Training
+from titanlite.config.sections.model import ActivationCheckpoint
+from titanlite.config.sections.training import Training
 from titanlite.guard import FiniteGuard
 from titanlite.models import get_spec
 from titanlite.parallel import ParallelismError

@@ -23,7 +23,8 @@ from tests.training.harness import TINY, Run, batches, build_tiny, micro_batches
 from tests.training.reference import Curve
 from titanlite import app, exit_codes
 from titanlite.config.errors import ConfigError
-from titanlite.config.sections import ActivationCheckpoint, Compile, Float8, Training
+from titanlite.config.sections.model import ActivationCheckpoint, Compile, Float8
+from titanlite.config.sections.training import Training
 from titanlite.data.loader import Batch
 from titanlite.guard import FiniteGuard
 from titanlite.loss import cross_entropy_sum

@@ -27,7 +27,7 @@ from tests.training.harness import (
 )
 from tests.training.reference import Curve
 from tests.training.test_run import _run
-from titanlite.config.sections import ActivationCheckpoint, Compile
+from titanlite.config.sections.model import ActivationCheckpoint, Compile
 from titanlite.guard import FiniteGuard
 from titanlite.loss import cross_entropy_sum
 from titanlite.models import SHAPES, LlamaArgs, count_parameters, flops_per_token

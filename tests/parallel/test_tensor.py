@@ -20,11 +20,11 @@ from tests.parallel.watch import Operators
 from tests.pool import Pools
 from tests.training.compare import LABELS, SEQ, TOKENS, WARM, relative
 from tests.training.harness import TINY, Run, build_tiny, initial_weights, micro_batches, train
-from titanlite.config.sections import ActivationCheckpoint, Compile
+from titanlite.config.sections.model import ActivationCheckpoint, Compile
 from titanlite.guard import FiniteGuard
 from titanlite.loss import cross_entropy_sum
-from titanlite.metrics.nan_finder import Finding, diagnose_nonfinite
 from titanlite.models import get_spec
+from titanlite.observe.diagnose import Finding, diagnose_nonfinite
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.tensor import apply_tp, check_async, enable_async, tensor_loss

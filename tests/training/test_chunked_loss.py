@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.parallel.test_compile import _listen
-from tests.parallel.test_fsdp import GATHER, SUM, Sent, Wire
+from tests.parallel.test_compile import listen
+from tests.parallel.watch import GATHER, SUM, Sent, Wire
 from tests.pool import Pools
 from tests.refusals import refusal
 from tests.steps import train_step
@@ -205,7 +205,7 @@ def test_a_compiled_loss_has_a_graph_for_each_of_two_sizes_and_is_not_compiled_a
     torch._dynamo.reset()
     shapes: list[tuple[int, ...]] = []
     said: list[tuple[str, str]] = []
-    handler = _listen(said)
+    handler = listen(said)
 
     def backend(module: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         shapes.append(tuple(inputs[0].shape))
