@@ -19,12 +19,12 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.registry import register_backend
 
 from tests.pool import Pools, RankPool
+from tests.steps import train_step, validate
 from tests.training.harness import TINY, Run, batches, build_tiny, micro_batches, train
 from tests.training.reference import Curve
 from titanlite import app, exit_codes
 from titanlite.config.errors import ConfigError
-from titanlite.config.sections.model import ActivationCheckpoint, Compile, Float8
-from titanlite.config.sections.training import Training
+from titanlite.config.sections import ActivationCheckpoint, Compile, Float8, Training
 from titanlite.data.loader import Batch
 from titanlite.guard import FiniteGuard
 from titanlite.loss import cross_entropy_sum
@@ -42,7 +42,6 @@ from titanlite.parallel.compile import (
 )
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.preflight import check_machine
-from titanlite.step import train_step, validate
 from titanlite.utils import logger
 
 STEPS, SEQ = 20, 32

@@ -17,7 +17,7 @@ from tests.parallel.watch import Watch
 from tests.pool import Pools
 from tests.training.compare import LABELS, TOKENS, WARM, relative
 from tests.training.harness import TINY, Run, build_tiny
-from titanlite.config.sections.model import ActivationCheckpoint
+from titanlite.config.sections import ActivationCheckpoint
 from titanlite.data.loader import Batch
 from titanlite.models import get_spec
 from titanlite.models.llama.model import SdpaAttention

@@ -31,11 +31,12 @@ from tests.parallel.float8_runs import (
 )
 from tests.parallel.test_activation_offload import on_shelf
 from tests.pool import Pools
+from tests.steps import train_step
 from tests.training.harness import TINY, Run, build_tiny, full, full_precision, initial_weights, micro_batches, train
-from titanlite.build import to_device
-from titanlite.checkpoint.state import gather
-from titanlite.config.sections.model import ActivationCheckpoint, Float8
-from titanlite.config.sections.training import Training
+from titanlite.checkpoint.storage import gather
+from titanlite.config.fit import load_config
+from titanlite.config.sections import ActivationCheckpoint, Float8, Training
+from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.models import get_spec, resolve_args
 from titanlite.models.spec import Size
@@ -43,8 +44,6 @@ from titanlite.parallel.activation_checkpoint import trace_block
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.float8 import ScalePrecompute, apply_float8, float8_linears, forget_scales, is_float8, plain
 from titanlite.parallel.float8_choice import choose_linears, converted_names, too_small
-from titanlite.prepare import load_plans
-from titanlite.step import train_step
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = get_spec("llama3")
@@ -149,7 +148,7 @@ def test_files_of_torchtitan_convert_the_same_linears(
     from torchao.float8 import Float8LinearConfig, _auto_filter_for_recipe, convert_to_float8_training
 
     (tmp_path / "run.toml").write_text(text)
-    float8 = load_plans(str(tmp_path / "run.toml"), 1).config.float8
+    float8 = load_config(str(tmp_path / "run.toml"), 1).config.float8
     assert float8.enable_float8_linear and float8.recipe_name == name
     args = resolve_args("llama3", "8B", {"n_layers": 12})
     wanted = converted_names(choose_linears(SPEC.linears(args), float8))
@@ -348,7 +347,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import torch, torch.distributed as dist
 from tests.parallel.watch import Watch
 from tests.training.harness import TINY
-from titanlite.config.sections.model import Float8
+from titanlite.config.sections import Float8
 from titanlite.loss import cross_entropy_sum
 from titanlite.models import get_spec
 from titanlite.parallel.float8 import apply_float8

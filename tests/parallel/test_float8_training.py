@@ -29,8 +29,8 @@ from tests.parallel.float8_runs import (
 from tests.pool import Pools
 from tests.training.harness import TINY, Run, build_tiny, changed, micro_batches, train, train_afresh
 from tests.training.test_run import _run
-from titanlite.config.sections.model import ActivationCheckpoint, Compile, Float8
-from titanlite.observe.diagnose import diagnose_nonfinite
+from titanlite.config.sections import ActivationCheckpoint, Compile, Float8
+from titanlite.metrics.nan_finder import diagnose_nonfinite
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.float8 import float8_linears, high_precision
 

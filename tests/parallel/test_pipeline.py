@@ -13,6 +13,7 @@ import torch
 
 from tests.parallel.watch import GATHER, REDUCE, Wire
 from tests.pool import Pools, RankFailure
+from tests.steps import train_step
 from tests.training.compare import LABELS, SEQ, TOKENS, WARM, relative
 from tests.training.harness import (
     TINY,
@@ -27,7 +28,7 @@ from tests.training.harness import (
 )
 from tests.training.reference import Curve
 from tests.training.test_run import _run
-from titanlite.config.sections.model import ActivationCheckpoint, Compile
+from titanlite.config.sections import ActivationCheckpoint, Compile
 from titanlite.guard import FiniteGuard
 from titanlite.loss import cross_entropy_sum
 from titanlite.models import SHAPES, LlamaArgs, count_parameters, flops_per_token
@@ -35,7 +36,7 @@ from titanlite.models.llama.plan import pipeline_costs
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.pipeline_split import split_stages
-from titanlite.step import Duplicates, train_step
+from titanlite.step import ReplicationFactors
 
 #: Grouped queries; a block for each of four stages; sequences of very unequal lengths.
 ARGS = replace(TINY, n_layers=4)
@@ -56,7 +57,7 @@ def _placement(world: DistEnv, run: Run) -> tuple[dict[str, torch.Tensor], int, 
         lr=1e-3,
         max_norm=1.0,
         guard=FiniteGuard(world.device),
-        duplicates=Duplicates(run.pipeline, 1),
+        factors=ReplicationFactors(run.pipeline, 1),
         pipeline=run_stages(model, run, world, cross_entropy_sum),
         layer_norms=True,
     )

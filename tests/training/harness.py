@@ -7,14 +7,16 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace as replace_fields
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tests.steps import train_step
 from tests.training.reference import Curve
 from titanlite.build import data_parallel_rank
-from titanlite.config.sections import Optimizer
-from titanlite.data.loader import Batch
+from titanlite.config.run_sections import Section
+from titanlite.config.sections import ActivationCheckpoint, Compile, Experimental, Float8, Optimizer, Training
+from titanlite.data.loader import Batch, to_device
 from titanlite.guard import FiniteGuard
 from titanlite.models import LlamaArgs, get_spec
 from titanlite.optim.optimizer import build_optimizer
@@ -32,7 +34,7 @@ TINY = LlamaArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=192, mu
 
 def changed(section: S, **changes: Any) -> S:
     """A copy of a config section with other values."""
-    return section.model_copy(update=changes)
+    return replace_fields(section, **changes)
 
 
 def full_precision(**changes: Any) -> Training:
@@ -162,7 +164,7 @@ def build_tiny(world: DistEnv, run: Run) -> tuple[torch.nn.Module, torch.optim.O
     else:
         settings = Optimizer(implementation=run.implementation, weight_decay=run.weight_decay)  # type: ignore[arg-type]
         optimizer = build_optimizer(model.parameters(), settings, world.device)
-    return model, optimizer, data_parallel_rank(mesh)
+    return model, optimizer, data_parallel_rank(builder.mesh)
 
 
 def run_stages(model: torch.nn.Module, run: Run, world: DistEnv, loss: LossFunction) -> Pipeline | None:
