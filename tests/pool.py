@@ -23,7 +23,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from titanlite.entry import end_with_parent
+from titanlite.signals import end_with_parent
 from titanlite.tools.drill_ranks import start_fork_server
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import dataclasses
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tests.steps import train_step
 from tests.training.reference import Curve
 from titanlite.build import data_parallel_rank
-from titanlite.config.sections import Optimizer
-from titanlite.data.loader import Batch
+from titanlite.config.run_sections import Section
+from titanlite.config.sections import ActivationCheckpoint, Compile, Experimental, Float8, Optimizer, Training
+from titanlite.data.loader import Batch, to_device
 from titanlite.guard import FiniteGuard
 from titanlite.models import LlamaArgs, get_spec
 from titanlite.optim.optimizer import build_optimizer
@@ -32,7 +35,7 @@ TINY = LlamaArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=192, mu
 
 def changed(section: S, **changes: Any) -> S:
     """A copy of a config section with other values."""
-    return section.model_copy(update=changes)
+    return replace(section, **changes)
 
 
 def full_precision(**changes: Any) -> Training:
@@ -126,7 +129,7 @@ class Run:
 
     def alone(self) -> Run:
         """The same run on one rank."""
-        return replace(self, replicas=1, tensor=1, context=1, pipeline=1)
+        return dataclasses.replace(self, replicas=1, tensor=1, context=1, pipeline=1)
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -162,7 +165,7 @@ def build_tiny(world: DistEnv, run: Run) -> tuple[torch.nn.Module, torch.optim.O
     else:
         settings = Optimizer(implementation=run.implementation, weight_decay=run.weight_decay)  # type: ignore[arg-type]
         optimizer = build_optimizer(model.parameters(), settings, world.device)
-    return model, optimizer, data_parallel_rank(mesh)
+    return model, optimizer, data_parallel_rank(builder.mesh)
 
 
 def run_stages(model: torch.nn.Module, run: Run, world: DistEnv, loss: LossFunction) -> Pipeline | None:
@@ -212,7 +215,7 @@ def train(world: DistEnv, run: Run) -> Curve:
             max_norm=run.max_norm,
             guard=guard,
             factors=ReplicationFactors(plan.tensor * plan.pipeline, plan.tensor),
-            sync_every=run.shard.gradient_sync == "every",
+            sync_every=run.training.gradient_sync == "every",
             loss_function=loss,
             pipeline=pipeline,
             after_update=after_update,

@@ -20,8 +20,8 @@ from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load_file
 from titanlite.guard import LossSpikeError
-from titanlite.parallel.world import World
-from titanlite.runs.ledger import read_entries
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.runs.record import read_entries
 from titanlite.trainer import Trainer
 from titanlite.utils import resolve
 
@@ -61,7 +61,7 @@ class Note(Callback):
         self.calls.append(("end", end.state, end.step))
 
 
-def _noted(world: World, folder: str, *flags: str) -> list[Any]:
+def _noted(world: DistEnv, folder: str, *flags: str) -> list[Any]:
     trainer = _trainer(world, folder, *FLAGS, *flags)
     note = Note()
     # First in the list: titanlite's own show what they do after it.
@@ -94,7 +94,7 @@ class RaisesAtTheEnd(Raises):
         raise ValueError("later")
 
 
-def _raised(world: World, folder: str) -> str:
+def _raised(world: DistEnv, folder: str) -> str:
     trainer = _trainer(world, folder, *FLAGS)
     trainer.callbacks = Callbacks([*trainer.parts.callbacks, RaisesAtTheEnd()])
     with pytest.raises(CallbackError) as caught:
@@ -214,7 +214,7 @@ def test_public_names_are_there_and_importing_them_is_late() -> None:
     assert set(titanlite.__all__) <= set(dir(titanlite)) and "parallel" in dir(titanlite)
 
 
-def _deterministic(world: World, folder: str) -> set[tuple[bool, str | None]]:
+def _deterministic(world: DistEnv, folder: str) -> set[tuple[bool, str | None]]:
     """Settings of the process while it trains with debug.deterministic."""
     seen: set[tuple[bool, str | None]] = set()
 

@@ -44,7 +44,6 @@ from tests.training.grid import (
 from tests.training.harness import TINY, Run, build_tiny, full_precision, micro_batches, run_stages, sequence_part
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
-from titanlite.drill.shrink import shrink
 from titanlite.guard import FiniteGuard
 from titanlite.loss import ChunkedHead, batch_loss, chunk_head, cross_entropy_sum
 from titanlite.metrics.nan_finder import Finding, diagnose_nonfinite
@@ -387,11 +386,6 @@ def test_a_loss_that_is_not_finite_is_the_heads(pool: Pools) -> None:
 
 
 # The config
-
-
-def test_the_key_reaches_the_plan() -> None:
-    assert Plans().loss.chunks == 1
-    assert resolve(load(["--training.loss_chunks=8"]), world_size=1).loss.chunks == 8
 
 
 @pytest.mark.parametrize(

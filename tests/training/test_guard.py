@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.metrics.test_nan_finder import W2
 from tests.pool import Pools
 from tests.steps import train_step
 from tests.training.harness import (
@@ -26,6 +27,7 @@ from tests.training.harness import (
 from titanlite.data.loader import to_device
 from titanlite.guard import BadStepError, FiniteGuard, LossSpikeError, NonFiniteError, find_nonfinite
 from titanlite.loss import cross_entropy_sum
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.tensor import tensor_loss
 from titanlite.step import ReplicationFactors
 
@@ -48,7 +50,7 @@ def _equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def _train(world: World, run: Run, policy: Any, where: str, value: float | None) -> dict[str, Any]:
+def _train(world: DistEnv, run: Run, policy: Any, where: str, value: float | None) -> dict[str, Any]:
     """Six steps with `value` in the loss, a gradient or an activation of the third on the last rank.
 
     value: None for five steps, without that batch.
@@ -154,7 +156,7 @@ def test_all_ranks_skip_alike_however_they_share_the_work(pool: Pools, run: Run)
         assert _equal(found["states"][-1], other["states"][-1])
 
 
-def _zero_probability(world: World) -> tuple[bool, int]:
+def _zero_probability(world: DistEnv) -> tuple[bool, int]:
     model, optimizer, rank = build_tiny(world, RUN)
     guard = FiniteGuard(world.device)
     data = to_device(micro_batches(RUN, 0, rank, world.size), world.device)
@@ -242,7 +244,7 @@ def test_without_spike_sigmas_any_finite_loss_is_good() -> None:
     assert all(_feed(guard, step, loss) for step, loss in enumerate([1.0, 1.0, 1.0, 1e30], 1))
 
 
-def _nan_between(world: World) -> tuple[list[bool], list[float]]:
+def _nan_between(world: DistEnv) -> tuple[list[bool], list[float]]:
     guard = FiniteGuard(world.device, "skip", 5, 4.0, 4)
     losses = [2.0, 2.1, NAN, 1.9, INF, 2.0, 9.0, 2.05, -INF, 2.0, 9.0]
     return [_feed(guard, step, loss) for step, loss in enumerate(losses, 1)], guard.state_dict()["losses"]
@@ -288,7 +290,7 @@ def test_the_budget_is_of_the_last_steps() -> None:
 # Weights
 
 
-def _search(world: World) -> list[str]:
+def _search(world: DistEnv) -> list[str]:
     def found(*tensors: torch.Tensor) -> str:
         return find_nonfinite({f"t{i}": tensor for i, tensor in enumerate(tensors)})
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from titanlite.checkpoint.contents import Contents, compare
 from torch.distributed.tensor import DTensor
 
+from tests.metrics.test_nan_finder import W2
 from tests.metrics.test_records import scalars
 from tests.pool import Pools
 from tests.steps import train_step
@@ -18,12 +20,14 @@ from tests.training.harness import Run, batches, build_tiny, micro_batches, run_
 from tests.training.test_run import _losses, _outcome, _trainer
 from titanlite import exit_codes
 from titanlite.checkpoint import Checkpointer, CheckpointError, checkpointer
-from titanlite.checkpoint.contents import Contents, compare
 from titanlite.checkpoint.manifest import steps_in
+from titanlite.config.sections import Checkpoint
 from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard, WeightsError
 from titanlite.loss import cross_entropy_sum
 from titanlite.metrics.jsonl import read_metrics
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.runs.record import read_entries
 from titanlite.step import ReplicationFactors
 
 NAN = float("nan")
@@ -31,7 +35,7 @@ NAN = float("nan")
 GLOBAL = 8
 
 
-def _run(world: World, folder: str, poison: dict[int, float], *flags: str) -> dict[str, Any]:
+def _run(world: DistEnv, folder: str, poison: dict[int, float], *flags: str) -> dict[str, Any]:
     """Train; on the last rank, in these steps of the data order, an activation (by NaN) or the logits are scaled."""
     trainer = _trainer(world, folder, "--no-validation.enable", *flags)
     model = trainer.parts.model
@@ -242,7 +246,7 @@ TOKENS, LABELS = batches(1, 4, 16, 192)
 RUN = Run(TOKENS, LABELS, [3e-3])
 
 
-def _saves(world: World, folder: str, run: Run, mode: Any) -> list[str]:
+def _saves(world: DistEnv, folder: str, run: Run, mode: Any) -> list[str]:
     """Save with a NaN in a weight of the last rank, then in a moment of it, then with neither; what each save says."""
     model, optimizer, rank = build_tiny(world, run)
     mesh = run.mesh(world.size)
@@ -257,7 +261,7 @@ def _saves(world: World, folder: str, run: Run, mode: Any) -> list[str]:
         factors=ReplicationFactors(mesh.pipeline),
         pipeline=run_stages(model, run, world, cross_entropy_sum) if mesh.pipeline > 1 else None,
     )
-    saver = Checkpointer(CheckpointPlan(enable=True, folder=folder, async_mode=mode), world, {})
+    saver = Checkpointer(Checkpoint(enable_checkpoint=True, folder=folder, async_mode=mode), world, {})
     weight = list(model.parameters())[-1]
     moment = optimizer.state[weight]["exp_avg"]
     said = []
@@ -288,10 +292,10 @@ def test_no_save_publishes_what_is_not_finite(pool: Pools, tmp_path: Path, mode:
     assert steps_in(tmp_path) == [1]
 
 
-def _too_large(world: World, folder: str) -> str:
+def _too_large(world: DistEnv, folder: str) -> str:
     model, optimizer, _ = build_tiny(world, RUN)
     _local(list(model.parameters())[-1]).data.fill_(1e6)
-    saver = Checkpointer(CheckpointPlan(enable=True, folder=folder), world, {})
+    saver = Checkpointer(Checkpoint(enable_checkpoint=True, folder=folder), world, {})
     with pytest.raises(CheckpointError) as caught:
         saver.save(1, model, optimizer, {}, weights_only="float16")
     saver.close()
@@ -303,7 +307,7 @@ def test_good_weights_that_the_type_of_the_save_cannot_hold_are_told_apart(pool:
     assert "model.output.weight on rank 0 does not fit float16" in said and "checkpoint.export_dtype" in said
 
 
-def _spoil_weight(world: World, folder: str, spoilt: int, *flags: str, checked: bool = True) -> dict[str, Any]:
+def _spoil_weight(world: DistEnv, folder: str, spoilt: int, *flags: str, checked: bool = True) -> dict[str, Any]:
     """Train; a weight of the last rank turns NaN once, by the update of step `spoilt`. How that ended.
 
     checked: otherwise saves do not look, as in versions that did not.

@@ -15,6 +15,8 @@ from tests.pool import Pools
 from tests.training.test_run import TINY
 from titanlite.build import build
 from titanlite.callbacks import Callback
+from titanlite.config.fit import load_config
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.trainer import Trainer
 
 FLAGS = [
@@ -98,9 +100,9 @@ class Watch(Callback):
             self.modes.extend([Operations().__enter__(), Calls().__enter__()])
 
 
-def _watch(world: World, folder: str, flags: list[str]) -> dict[int, dict[str, Any]]:
+def _watch(world: DistEnv, folder: str, flags: list[str]) -> dict[int, dict[str, Any]]:
     os.environ.update(WANDB_MODE="offline", WANDB__DISABLE_STATS="true")
-    plans = load_plans("debug_model.toml", world.size, [*FLAGS, f"--job.dump_folder={folder}", *flags])
+    plans = load_config("debug_model.toml", world.size, [*FLAGS, f"--job.dump_folder={folder}", *flags])
     watch = Watch()
     Trainer(build(plans, world, callbacks=[watch])).train()
     return watch.seen
