@@ -93,7 +93,6 @@ def serve(shape: Shape, plan: dict[str, Any], compiled: bool) -> None:
     from titanlite.optim.optimizer import build_optimizer
     from titanlite.parallel.dist_env import DistEnv
     from titanlite.parallel.parallelize import ModelBuilder
-    from titanlite.step import PlainRunner, TrainStep
 
     args = LlamaArgs(
         dim=shape.dim,

@@ -98,8 +98,7 @@ def cell(folder: Path, repeats: int, dim: int) -> None:
     from titanlite.models import LlamaArgs, get_spec
     from titanlite.optim.optimizer import build_optimizer
     from titanlite.parallel.dist_env import DistEnv
-    from titanlite.parallel.parallelize import ModelBuilder
-    from titanlite.step import PlainRunner, TrainStep, do_nothing
+    from titanlite.step import do_nothing
 
     with DistEnv.open() as world:
         mesh = world.build_mesh(dp_shard=world.size)

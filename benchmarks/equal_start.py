@@ -150,7 +150,7 @@ def train_titanlite(world: DistEnv, folder: Path, *flags: str) -> list[dict[str,
     text.write_text(json.dumps({"text": "replaced below", "timestamp": "", "url": ""}) + "\n")
     run = folder / "run"
     mine = [f"--job.dump_folder={run}", f"--training.dataset_path={text}", *flags]
-    plans = load_plans(str(config), world.size, mine)
+    plans = load_config(str(config), world.size, mine)
     read = read_datasets(plans)
     read.train.sequence = sequence  # type: ignore[method-assign]
     trainer = Trainer(build(plans, world, read))

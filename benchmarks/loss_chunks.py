@@ -31,7 +31,6 @@ from titanlite.metrics.throughput import device_name
 from titanlite.models import LlamaArgs, get_spec
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.step import PlainRunner, TrainStep
 
 MIB = 2**20
 

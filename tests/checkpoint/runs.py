@@ -13,10 +13,10 @@ from titanlite.checkpoint import Checkpointer, CheckpointError, Manifest
 from titanlite.checkpoint.manifest import digest_of
 from titanlite.checkpoint.paths import AnyPath, entries
 from titanlite.checkpoint.retention import begin, publish
-from titanlite.config.sections.checkpoint import Checkpoint
+from titanlite.config.sections import Checkpoint
 from titanlite.guard import FiniteGuard
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.float8 import ScalePrecompute
-from titanlite.parallel.world import World
 from titanlite.step import train_step
 from titanlite.tools.tensors import Contents, compare
 
@@ -67,7 +67,7 @@ def unequal(left: AnyPath, right: AnyPath) -> list[str]:
 
 
 def train(
-    world: World,
+    world: DistEnv,
     run: Run,
     folder: object,
     first: int,
@@ -128,7 +128,7 @@ def train(
     }
 
 
-def refusal(world: World, *args: Any, **kwargs: Any) -> str:
+def refusal(world: DistEnv, *args: Any, **kwargs: Any) -> str:
     """Return the error that `train` ends with."""
     try:
         train(world, *args, **kwargs)

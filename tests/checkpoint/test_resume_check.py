@@ -19,9 +19,9 @@ from titanlite.build import read_text
 from titanlite.checkpoint.load import LoadedState
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.checkpoint.resume_check import FILE, STATE, ResumeCheck
+from titanlite.config.fit import load_config
 from titanlite.data.loader import TrainLoader, add_hashes, batch_hash
-from titanlite.parallel.world import World
-from titanlite.prepare import load_plans
+from titanlite.parallel.dist_env import DistEnv
 
 HERE = {"ranks": "2"}
 NEAR = float(torch.nextafter(torch.tensor(2.5), torch.tensor(3.0)))
@@ -147,7 +147,7 @@ def test_a_run_that_goes_on_is_verified(pool: Pools, left: Path, tmp_path: Path,
     assert end in result
 
 
-def _skipping(world: World, folder: str, *flags: str) -> dict[str, Any]:
+def _skipping(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
     """A run whose loader begins one step later than it was told."""
     real = TrainLoader.load_state_dict
 
@@ -166,7 +166,7 @@ def test_a_skipped_batch_is_found(pool: Pools, left: Path, tmp_path: Path) -> No
     assert "RESUME NOT VERIFIED at step 4: the next batch is not the one that was to come then" in result
 
 
-def _other_weights(world: World, folder: str, *flags: str) -> dict[str, Any]:
+def _other_weights(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
     """A run that loads the weights a little wrong."""
     from titanlite.checkpoint import load
 
@@ -189,9 +189,9 @@ def test_wrong_weights_are_found(pool: Pools, left: Path, tmp_path: Path) -> Non
     assert "RESUME NOT VERIFIED at step 4: loss" in result and "with the same setting" in result
 
 
-def _served(world: World, folder: str, steps: int) -> str:
+def _served(world: DistEnv, folder: str, steps: int) -> str:
     """Hash of what this rank's loader serves in the step after `steps`."""
-    plans = load_plans("debug_model.toml", world.size, [*TINY, f"--job.dump_folder={folder}"])
+    plans = load_config("debug_model.toml", world.size, [*TINY, f"--job.dump_folder={folder}"])
     loader = TrainLoader(read_text(plans).train, plans.batch, world.rank, world.size)
     for _ in range(steps + 1):
         batches = loader.next_step()

@@ -26,7 +26,7 @@ from titanlite.checkpoint.retention import (
     quarantine,
     unpublish,
 )
-from titanlite.config.sections.checkpoint import Checkpoint
+from titanlite.config.sections import Checkpoint
 from titanlite.tools.checkpoint import list_checkpoints, remove
 
 

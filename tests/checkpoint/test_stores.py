@@ -9,20 +9,20 @@ import threading
 from pathlib import Path
 
 import pytest
+from titanlite.app import _lock
 
 from tests.checkpoint import s3
 from tests.checkpoint.runs import RUN, names, train, unequal
 from tests.failures.runs import flags, rows
 from tests.pool import Pools, free_port
 from titanlite import exit_codes
-from titanlite.app import _lock
 from titanlite.checkpoint import CheckpointError
 from titanlite.checkpoint.manifest import steps_in
 from titanlite.checkpoint.paths import StoreError, StorePath, entries, to_path
 from titanlite.checkpoint.retention import begin, delete, leftovers
-from titanlite.cli import main
+from titanlite.config.fit import check_config
 from titanlite.config.load import load
-from titanlite.prepare import checked_plans
+from titanlite.tools.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -88,7 +88,7 @@ def test_an_upload_that_was_never_ended_goes_with_its_leftover(bucket: s3.Bucket
 
 def _refused(url: str, folder: Path) -> str:
     argv = [f"--job.dump_folder={folder}", "--checkpoint.enable_checkpoint", f"--checkpoint.folder={url}"]
-    with pytest.raises(CheckpointError) as refused, _lock(checked_plans(argv, 1, training=False)[1]):
+    with pytest.raises(CheckpointError) as refused, _lock(check_config(argv, 1, training=False)[1]):
         pytest.fail("it was not looked at")
     return str(refused.value)
 

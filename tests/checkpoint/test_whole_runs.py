@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from titanlite.config.resolve import resolve, smallest_world
+from titanlite.observe.tracker import ID_FILE
+from titanlite.prepare import resolve_plans
 from torch.distributed.checkpoint.staging import DefaultStager
 
 from tests.checkpoint.conftest import Storage
@@ -23,10 +26,7 @@ from titanlite.checkpoint.manifest import CheckpointError, read_manifest, steps_
 from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load, load_file
-from titanlite.config.resolve import resolve, smallest_world
-from titanlite.observe.tracker import ID_FILE
-from titanlite.parallel.world import World
-from titanlite.prepare import resolve_plans
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.tools.tensors import Contents
 from titanlite.trainer import Trainer
 
@@ -42,7 +42,7 @@ def _said(found: dict[str, Any], start: str) -> str:
     return str(line)
 
 
-def _slow(world: World, folder: Path, *flags: str) -> list[tuple[int, float]]:
+def _slow(world: DistEnv, folder: Path, *flags: str) -> list[tuple[int, float]]:
     """A run whose steps take a quarter of a second: the steps after which it began to save, and when."""
     train_one, begin = Trainer.train_one, SaveSchedule.begin
     begun: list[tuple[int, float]] = []
@@ -118,7 +118,7 @@ def test_last_save_holds_weights_only(pool: Pools, tmp_path: Path, mode: str) ->
     assert unequal(root / "step-4", tmp_path / "full" / "checkpoint" / "step-4") == []
 
 
-def _seed(world: World, folder: Path, *flags: str) -> str:
+def _seed(world: DistEnv, folder: Path, *flags: str) -> str:
     plans = resolve_plans(load_file("debug_model.toml", [*TINY, f"--job.dump_folder={folder}", *flags]), world.size)
     try:
         Trainer(plans, world, read_text(plans)).train()
@@ -183,7 +183,7 @@ def test_contradictions_are_named(flags: list[str], key: str) -> None:
     assert [problem.key for problem in caught.value.problems] == [f"checkpoint.{key}"]
 
 
-def _hurried(world: World, folder: Path, grace: str, *flags: str) -> list[str]:
+def _hurried(world: DistEnv, folder: Path, grace: str, *flags: str) -> list[str]:
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = grace
     try:
         said = _run(world, str(folder), *flags, "--checkpoint.interval=1")["said"]
@@ -203,7 +203,7 @@ def test_a_save_too_slow_for_the_grace_period_is_told_once_and_at_the_next_start
     assert pool(2).run(_hurried, tmp_path, "3600", "--training.steps=5")[0] == []
 
 
-def _tracked(world: World, folder: Path) -> None:
+def _tracked(world: DistEnv, folder: Path) -> None:
     os.environ.update(WANDB_MODE="offline", WANDB__DISABLE_STATS="true")
     _run(world, str(folder), *BRIEF, "--metrics.enable_wandb")
 
@@ -218,7 +218,7 @@ def test_manifest_names_the_run_its_trackers_and_its_environment(pool: Pools, tm
     assert "[training]" in manifest.config["toml"] and manifest.git
 
 
-def _one_failing(world: World, folder: Path, *flags: str) -> dict[str, Any]:
+def _one_failing(world: DistEnv, folder: Path, *flags: str) -> dict[str, Any]:
     """A run whose save of step 2 fails on rank 1."""
     real = manager.HashingWriter
 
@@ -243,7 +243,7 @@ def test_failed_save_is_told_and_the_next_one_succeeds(pool: Pools, tmp_path: Pa
     assert names(tmp_path / "checkpoint") == ["step-4", "step-6"]
 
 
-def _late_copies(world: World, folder: Path, *flags: str) -> dict[str, Any]:
+def _late_copies(world: DistEnv, folder: Path, *flags: str) -> dict[str, Any]:
     """A run whose copies for a save begin late: by then, a loop that does not wait for them has new weights."""
     real = DefaultStager.stage
     DefaultStager.stage = lambda *args: (time.sleep(0.7), real(*args))[1]  # type: ignore[method-assign]
@@ -321,7 +321,7 @@ def test_after_falling_back_no_step_is_recorded_twice(pool: Pools, tmp_path: Pat
         assert shown["validation_metrics/loss"] == [2, 4, 6, 8]
 
 
-def _owing(world: World, folder: Path, *flags: str) -> None:
+def _owing(world: DistEnv, folder: Path, *flags: str) -> None:
     """A run that is asked to stop in its first validation."""
     from titanlite.preempt import GracefulStop, Preempted
 

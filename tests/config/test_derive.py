@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import astuple
 
 import pytest
+from titanlite.config.unbuilt import UNBUILT, Unbuilt, refused
 
 from titanlite.config.derive import Deadlines, RunConfig, derive, smallest_world, with_steps
 from titanlite.config.fit import check_config, fitted

@@ -6,13 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from titanlite.config.resolve import resolve
 
-from titanlite.cli import main
-from titanlite.config.derive import derive
-from titanlite.config.diff import derived_differences, differences, side
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
-from titanlite.config.resolve import resolve
 from titanlite.tools.cli import main
 from titanlite.tools.config import derived_differences, differences, side
 
@@ -157,10 +154,11 @@ def test_plans_show_what_follows(capsys):
     right = write("b.toml", "[training]\nbatch_size = 4\nglobal_batch_size = 8\nseq_len = 64\n")
     assert main(["config", "diff", left, right, "--plans", "--world-size", "2"]) == 1
     out = capsys.readouterr().out
-    assert "derived.batch.accumulation\n  - 2\n  + 1\n" in out
+    assert "plans.batch.accumulation\n  - 2\n  + 1\n" in out
+    assert "plans.validation.batch_size\n  - 2\n  + 4\n" in out
     assert "tokens_per_step" not in out
     assert main(["config", "diff", left, right]) == 1
-    assert "derived." not in capsys.readouterr().out
+    assert "plans." not in capsys.readouterr().out
 
 
 def test_every_field_of_the_plans_is_compared():

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from titanlite.config.entries import known_names, known_sections
 from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.fit import check_config
 from titanlite.config.load import load, read_text
 
 HERE = Path("run.toml")
@@ -263,7 +264,7 @@ def test_nothing_written_ever_ends_in_another_error(tmp_path, pairs, flags):
     (tmp_path / "run.toml").write_text("".join(f"{name} = {value}\n" for name, value in pairs))
     words = [f"--{name}={value}" for name, value in flags if name not in ("job.config_file", "job.extends")]
     try:
-        checked_plans([f"--job.config_file={tmp_path / 'run.toml'}", *words], world_size=2, training=True)
+        check_config([f"--job.config_file={tmp_path / 'run.toml'}", *words], world_size=2, training=True)
     except ConfigError as error:
         assert error.problems
         assert all(problem.message and problem.code for problem in error.problems)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from titanlite.config.plans import Plans
+from titanlite.config.resolve import resolve
 
+from titanlite.config.fit import load_config
 from titanlite.config.keys import keys
 from titanlite.config.load import find_config, load, load_file
 from titanlite.tools.config import differences, side
@@ -188,12 +191,12 @@ def test_written_out_config_loads_to_the_same_values(tmp_path):
 def test_recorded_config_of_a_later_file_trains_again_with_the_same_plans(tmp_path, sign):
     file, saved = tmp_path / "run.toml", tmp_path / "saved.toml"
     file.write_text(f"{sign}[checkpoint]\nenable_checkpoint = true\n")
-    plans = load_plans(str(file), 2)
+    plans = load_config(str(file), 2)
     assert plans.checkpoint.keep_latest_k == 10
     assert any(line.startswith("keep_latest_k = 10  # default of dialect") for line in plans.config_toml.split("\n"))
     assert plans.optimizer.implementation == "fused"
     saved.write_text(plans.config_toml)
-    again = load_plans(str(saved), 2)
+    again = load_config(str(saved), 2)
 
     def bare(plans: Plans) -> Plans:
         # The words differ: where values come from, and what the first file implied without effect.

@@ -9,6 +9,7 @@ import stat
 from pathlib import Path
 
 import pytest
+from titanlite.config.resolve import resolve
 
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load_file, read_text

@@ -9,6 +9,8 @@ from typing import Any, Literal, get_args, get_origin
 
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from titanlite.config.plans import Plans
+from titanlite.config.resolve import resolve, smallest_world
 
 from tests.config.test_scan import documents
 from titanlite.config.aliases import ALIASES, VALUE_NAMES, Alias

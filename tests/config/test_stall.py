@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 
 import pytest
+from titanlite.config.plans import StallPlan
 
+from titanlite.metrics.watchdog import HangWatchdog
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_phase_is_reported_by_what_earlier_steps_took(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    stalls = StallWatch(StallPlan(deadline_seconds=60, patience_seconds=180, latest_seconds=80))
+    stalls = HangWatchdog(StallPlan(deadline_seconds=60, patience_seconds=180, latest_seconds=80))
     stalls.size = ranks
     limits = []
     for step, seconds in enumerate([50, 15, 25, 10, 90, 10], start=1):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from titanlite.config.resolve import resolve
+
 from titanlite.config.aliases import ALIASES
 from titanlite.config.keys import keys
 from titanlite.config.load import load, read_text

@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from titanlite.prepare import resolve_plans
 
 from tests.pool import Pools
 from tests.tiny import EIGHT_STEPS
 from titanlite import exit_codes
-from titanlite.build import build
+from titanlite.build import read_text
 from titanlite.config.load import load_file
 from titanlite.data.prefetch import THREAD
+from titanlite.metrics.jsonl import read_metrics
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +44,7 @@ def _threads() -> int:
 def _run(world: DistEnv, folder: str, fails_at: int, *flags: str) -> dict[str, Any]:
     """Train; losses by step, and the threads that were there in mid-run and after it."""
     plans = resolve_plans(load_file("debug_model.toml", [*TINY, f"--job.dump_folder={folder}", *flags]), world.size)
-    trainer = Trainer(build(plans, world))
+    trainer = Trainer(plans, world, read_text(plans))
     during = set()
     validate = trainer.validate
 

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.tiny import EIGHT_STEPS
 from titanlite.checkpoint.contents import Contents, compare
-from titanlite.observe.metrics import read_metrics
+
+from tests.tiny import EIGHT_STEPS
+from titanlite.metrics.jsonl import read_metrics
 from titanlite.tools import drill_ranks
 from titanlite.tools.faults import NO_FAULT, Fault
 

@@ -185,7 +185,7 @@ def test_compiled_recomputation_by_operation_computes_what_eager_steps_do(world:
 # Memory
 
 
-def test_snapshots_are_written_on_the_cycle_and_when_memory_runs_out(tmp_path: Path, world: World) -> None:
+def test_snapshots_are_written_on_the_cycle_and_when_memory_runs_out(tmp_path: Path, world: DistEnv) -> None:
     section = Profiling(enable_memory_snapshot=True, save_memory_snapshot_folder=str(tmp_path), profile_freq=2)
     profiler = Profiler(section, 0, world.device)
     profiler.start()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from titanlite.checkpoint.contents import Contents, compare
 
 from tests.checkpoint.runs import RUN as SAVED
 from tests.gpu.peak import peak_and_gradients
@@ -20,7 +21,6 @@ from tests.gpu.test_features import COMPILED, FLOAT8_HARDWARE, PRECOMPUTED
 from tests.parallel.float8_runs import RATES, RUN, distance, drift_of, gathered_types, resumed
 from tests.parallel.test_compile import _whole
 from tests.training.harness import TINY, Run, batches, changed, train
-from titanlite.checkpoint.contents import Contents, compare
 from titanlite.parallel.dist_env import DistEnv
 
 FLOAT8 = Float8(enable_float8_linear=True)

@@ -28,7 +28,7 @@ def test_a_signal_stops_after_the_next_step_and_the_run_goes_on_the_same(world: 
     assert test_stop._losses(stopped) == pytest.approx(test_stop._losses(straight), rel=1e-5)
 
 
-def test_a_stall_is_told_beside_nccl(world: World) -> None:
+def test_a_stall_is_told_beside_nccl(world: DistEnv) -> None:
     with listening() as said, HangWatchdog(Stall(deadline_seconds=1), Comm(init_timeout_seconds=1), end=None) as stalls:
         stalls.phase("forward", 1)
         stalls.phase("data", 2)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from titanlite.checkpoint.contents import Contents, compare
 from torch.distributed.tensor import DTensor
 
 from tests.checkpoint.runs import RUN as SAVED
@@ -17,7 +18,6 @@ from tests.steps import train_step
 from tests.training.compare import LABELS, TOKENS, WARM, relative
 from tests.training.harness import Run, build_tiny, initial_weights, micro_batches, train
 from tests.training.reference import train_reference
-from titanlite.checkpoint.contents import Contents, compare
 from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.models import get_spec

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, ShardPlan
 
 from tests.pool import Pools
-from tests.steps import forward_backward, train_step
 from tests.training.harness import Run, batches, build_tiny, full, micro_batches
 from tests.training.test_run import TINY
-from titanlite.build import build
-from titanlite.data.loader import to_device
+from titanlite.build import read_text, to_device
+from titanlite.config.fit import load_config
 from titanlite.guard import FiniteGuard, NonFiniteError
 from titanlite.loss import cross_entropy_sum
 from titanlite.metrics.nan_finder import Finding, diagnose_nonfinite
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.runs.record import read_attempts
-from titanlite.step import forward_backward
+from titanlite.step import forward_backward, train_step
 from titanlite.trainer import Trainer
 
 TOKENS, LABELS = batches(2, 8, 16, 192)
@@ -120,16 +120,16 @@ def test_the_origin_is_named_on_every_rank(pool: Pools, where: str) -> None:
 @pytest.mark.parametrize(
     "run",
     [
-        replace(RUN, training=Training(reshard_after_forward="always", gradient_sync="every")),
+        replace(RUN, shard=ShardPlan(param_dtype="bfloat16", reshard_after_forward=True, gradient_sync="every")),
         replace(RUN, replicas=2),
-        replace(RUN, activations=ActivationCheckpoint(mode="full")),
-        replace(RUN, activations=ActivationCheckpoint(selective_ac_option="op")),
+        replace(RUN, activations=ActivationCheckpointPlan("full")),
+        replace(RUN, activations=ActivationCheckpointPlan("op")),
     ],
     ids=["bf16, each gradient reduced", "DDP", "blocks recomputed", "some operations recomputed"],
 )
 @pytest.mark.parametrize("where", ["output", "gradient of an input"])
 def test_it_is_found_in_every_kind_of_step(pool: Pools, run: Run, where: str) -> None:
-    found = pool(2).run(_find, run, where, sync_every=run.training.gradient_sync == "every")
+    found = pool(2).run(_find, run, where, sync_every=run.shard.gradient_sync == "every")
     assert [finding for finding, _ in found] == [EXPECTED[where]] * 2
 
 
@@ -180,7 +180,7 @@ def _overflow(world: DistEnv, run: Run) -> tuple[Finding, bool]:
 
 
 @pytest.mark.parametrize(
-    "run", [RUN, pytest.param(replace(RUN, compile=Compile(components=["model"], backend="eager")), id="compiled")]
+    "run", [RUN, pytest.param(replace(RUN, compile=CompilePlan(model=True, backend="eager")), id="compiled")]
 )
 def test_an_overflow_between_modules_is_named_and_training_can_go_on(pool: Pools, run: Run) -> None:
     for finding, learns in pool(2).run(_overflow, run):
@@ -190,8 +190,8 @@ def test_an_overflow_between_modules_is_named_and_training_can_go_on(pool: Pools
 
 def _stopped(world: DistEnv, folder: str) -> str:
     flags = [*TINY, "--no-checkpoint.enable_checkpoint", "--no-validation.enable", "--training.steps=6"]
-    plans = load_plans("debug_model.toml", world.size, [*flags, f"--job.dump_folder={folder}"])
-    trainer = Trainer(build(plans, world))
+    plans = load_config("debug_model.toml", world.size, [*flags, f"--job.dump_folder={folder}"])
+    trainer = Trainer(plans, world, read_text(plans))
 
     def spoil(module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
         return out * float("nan") if trainer.step == 3 and world.rank == 1 else out
@@ -209,5 +209,5 @@ def test_the_guards_error_says_where_it_came_from(pool: Pools, tmp_path: Path) -
     assert first == second
     assert first.startswith("step 3: loss nan") and "not finite on rank 1" in first
     assert f"first not finite: the output of {W2}, in the forward pass (rank 1, micro-batch 1)" in first
-    (attempt,) = read_attempts(tmp_path)
+    (attempt,) = json.loads((tmp_path / "run.json").read_text())["attempts"]
     assert attempt["state"] == "stopped" and attempt["reason"] == first

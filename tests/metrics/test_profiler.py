@@ -6,22 +6,24 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.pool import Pools
 from tests.training.test_run import TINY
-from titanlite.build import build
+from titanlite.build import read_text
+from titanlite.config.fit import load_config
+from titanlite.config.run_sections import Profiling
 from titanlite.metrics.profiler import Profiler
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.trainer import Trainer
 
-CPU = torch.device("cpu")
 FLAGS = [*TINY, "--no-checkpoint.enable_checkpoint", "--no-validation.enable", "--profiling.profile_freq=5"]
 
 
 def _train(world: DistEnv, folder: str, *flags: str) -> int:
-    plans = load_plans("debug_model.toml", world.size, [*FLAGS, f"--job.dump_folder={folder}", *flags])
-    trainer = Trainer(build(plans, world))
+    plans = load_config("debug_model.toml", world.size, [*FLAGS, f"--job.dump_folder={folder}", *flags])
+    trainer = Trainer(plans, world, read_text(plans))
     trainer.train()
     return trainer.step
 
@@ -44,13 +46,14 @@ def test_one_step_of_each_cycle_is_recorded_by_every_rank(pool: Pools, tmp_path:
 
 
 def test_a_trace_holds_the_active_steps_of_a_cycle_and_no_others(tmp_path: Path) -> None:
-    cycle = {"profile_freq": 4, "profiler_warmup": 1, "profiler_active": 3}
-    profiler = Profiler(Profiling(enable_profiling=True, save_traces_folder=str(tmp_path), **cycle), 0, CPU)
-    profiler.start()
-    for step in range(1, 10):
-        torch.ones(step).neg()
-        profiler.step(step)
-    profiler.stop()
+    folder = str(tmp_path)
+    config = Profiling(
+        enable_profiling=True, save_traces_folder=folder, profile_freq=4, profiler_warmup=1, profiler_active=3
+    )
+    with Profiler(config, 0, torch.device("cpu")) as profiles:
+        for step in range(1, 10):
+            torch.ones(step).neg()
+            profiles.step(step)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iteration_4", "iteration_8"]
     trace = json.loads((tmp_path / "iteration_8" / "rank0_trace.json").read_text())
     negations = [event for event in trace["traceEvents"] if event["name"] == "aten::neg"]
@@ -67,9 +70,10 @@ def test_a_full_disk_costs_the_trace_not_the_run(pool: Pools, tmp_path: Path) ->
     assert pool(1).run(_train, str(tmp_path), "--profiling.enable_profiling", "--training.steps=6") == [6]
 
 
-def test_a_cycle_cut_short_leaves_no_trace(tmp_path: Path) -> None:
-    profiler = Profiler(Profiling(enable_profiling=True, save_traces_folder=str(tmp_path), profile_freq=5), 0, CPU)
-    profiler.start()
-    profiler.step(1)
-    profiler.stop(torch.OutOfMemoryError("as on a GPU"))
-    assert not list(tmp_path.iterdir())
+def test_errors_pass_through(tmp_path: Path) -> None:
+    folders = {"save_traces_folder": str(tmp_path), "save_memory_snapshot_folder": str(tmp_path)}
+    config = Profiling(enable_profiling=True, enable_memory_snapshot=True, profile_freq=5, **folders)
+    with pytest.raises(torch.OutOfMemoryError), Profiler(config, 0, torch.device("cpu")) as profiles:
+        profiles.step(1)
+        raise torch.OutOfMemoryError("as on a GPU")
+    assert not list(tmp_path.iterdir()), "a cycle cut short leaves no trace"

@@ -14,12 +14,13 @@ from tests.pool import Pools
 from tests.training.test_run import TINY
 from tests.words import listening
 from titanlite.build import read_text
-from titanlite.config.sections.model import ActivationCheckpoint, Compile, Float8, Model, Optimizer
-from titanlite.config.sections.run import Guard, Metrics
-from titanlite.config.sections.training import Experimental, Training
+from titanlite.config.fit import load_config
+from titanlite.config.run_sections import Guard, Metrics
+from titanlite.config.sections import ActivationCheckpoint, Compile, Experimental, Float8, Model, Optimizer, Training
 from titanlite.metrics import startup_report as report
 from titanlite.metrics.startup_report import Setup, startup_report
 from titanlite.models.spec import Size
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.trainer import Trainer
 
 CPU, H100 = "CPU (some model)", "NVIDIA H100"
@@ -178,8 +179,8 @@ def test_activations_name_how_much_is_kept_and_where(keys: Any, recomputing: int
     assert "before 2 ranks share it" in away and re.search(r"; up to [\d.]+ KiB of that wait in host memory$", away)
 
 
-def _first_lines(world: World, folder: str) -> tuple[list[str], tuple[str, ...]]:
-    plans = load_plans("debug_model.toml", world.size, [*TINY, f"--job.dump_folder={folder}", "--training.steps=1"])
+def _first_lines(world: DistEnv, folder: str) -> tuple[list[str], tuple[str, ...]]:
+    plans = load_config("debug_model.toml", world.size, [*TINY, f"--job.dump_folder={folder}", "--training.steps=1"])
     with listening() as said:
         Trainer(plans, world, read_text(plans)).train()
     return said, plans.notes

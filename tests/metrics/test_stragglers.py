@@ -11,7 +11,8 @@ import torch
 
 from tests.pool import Pools
 from tests.training.test_run import TINY
-from titanlite.build import build
+from titanlite.build import read_text
+from titanlite.config.fit import load_config
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.metrics.stragglers import LOGS_IN_A_ROW, StragglerDetector
 from titanlite.parallel.dist_env import DistEnv
@@ -31,8 +32,8 @@ def _burn(seconds: float) -> None:
 
 def _train(world: DistEnv, folder: str, slow_rank: int, where: str) -> None:
     flags = [*TINY, "--no-checkpoint.enable_checkpoint", "--no-validation.enable", "--training.steps=6"]
-    plans = load_plans("debug_model.toml", world.size, [*flags, f"--job.dump_folder={folder}"])
-    trainer = Trainer(build(plans, world))
+    plans = load_config("debug_model.toml", world.size, [*flags, f"--job.dump_folder={folder}"])
+    trainer = Trainer(plans, world, read_text(plans))
     if world.rank == slow_rank and where == "data":
         next_step = trainer.parts.loader.next_step
 

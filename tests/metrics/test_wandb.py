@@ -18,22 +18,24 @@ from typing import Any
 
 import pytest
 import torch
+from titanlite.entry import SECONDS_TO_SPEAK
 
 from tests.pool import Pools
 from tests.training.test_run import TINY
 from tests.words import listening
-from titanlite.build import build
-from titanlite.callbacks import RunEnd
+from titanlite.build import read_text
 from titanlite.config.errors import ConfigError
-from titanlite.main import PRINT_SECONDS
+from titanlite.config.fit import load_config
+from titanlite.config.toml import loads
 from titanlite.metrics import background_writer
 from titanlite.metrics.console import setup_console
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.metrics.live import start_view
+from titanlite.metrics.observer import Observer
 from titanlite.metrics.tensorboard import TensorBoard, tags
 from titanlite.metrics.wandb import ID_FILE, WandbWriter
-from titanlite.config.toml import loads
 from titanlite.models.shapes import SHAPES
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.trainer import Trainer
 from titanlite.utils import logger
 
@@ -80,13 +82,13 @@ def offline(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _train(world: World, folder: str, steps: int) -> None:
+def _train(world: DistEnv, folder: str, steps: int) -> None:
     # Without other contents: this machine's load, its packages.
     os.environ.update(WANDB_MODE="offline", WANDB__DISABLE_STATS="true", WANDB_PROJECT="llamas")
     flags = [*TINY, f"--job.dump_folder={folder}", f"--training.steps={steps}", "--metrics.enable_wandb"]
     flags += ["--validation.freq=2", "--metrics.log_freq=2", "--metrics.layer_norms=1", "--job.description=a test"]
-    plans = load_plans("debug_model.toml", world.size, flags)
-    Trainer(build(plans, world)).train()
+    plans = load_config("debug_model.toml", world.size, flags)
+    Trainer(plans, world, read_text(plans)).train()
     del os.environ["WANDB_PROJECT"]
 
 
@@ -242,9 +244,9 @@ def test_a_failed_run_ends_before_the_launcher_does_so(
     monkeypatch.setenv("TERM", "xterm")
     for name in ("CI", "KUBERNETES_SERVICE_HOST"):
         monkeypatch.delenv(name, raising=False)
-    plans = load_plans("debug_model.toml", 1, TINY)
+    plans = load_config("debug_model.toml", 1, TINY)
     args = replace(SHAPES["llama3"]["debugmodel"], vocab_size=512)
-    watched = Observer(plans, World(0, 0, 1, torch.device("cpu")), args)
+    watched = Observer(plans, DistEnv(0, 0, 1, torch.device("cpu")), args)
     watched._tracker, watched._tensorboard = WandbWriter(tmp_path, {}), TensorBoard(tmp_path / "tb", purge_step=1)
     monkeypatch.setattr(RecordWriter, "write", lambda *_: release.wait(60))
     watched._tensorboard.write(1, {"lr": 1.0})
@@ -256,28 +258,28 @@ def test_a_failed_run_ends_before_the_launcher_does_so(
         watched._view = start_view(0, 60)
         assert watched._view is not None
         termios.tcflow(end, termios.TCOOFF)
+        watched.finish("failed", 3, "an error")
         began = time.perf_counter()
-        watched.on_end(None, RunEnd("failed", 3))
+        watched.close()
         took = time.perf_counter() - began
         termios.tcflow(end, termios.TCOON)
         logger.handlers[:] = handlers
     release.set()
     os.close(master)
-    assert 1.5 <= took < PRINT_SECONDS, "each of them was waited for, as long as there is time"
+    assert 1.5 <= took < SECONDS_TO_SPEAK, "each of them was waited for, as long as there is time"
 
 
-def _hanging(world: World, folder: str) -> tuple[int, int]:
+def _hanging(world: DistEnv, folder: str) -> tuple[int, int]:
     """A whole run with a back end that never answers."""
     stuck = threading.Event()
     sys.modules["wandb"] = Backend(init=lambda: stuck.wait(60))
     background_writer._CLOSE_SECONDS = 0.2
     flags = [*TINY, f"--job.dump_folder={folder}", "--training.steps=5", "--no-checkpoint.enable_checkpoint"]
-    plans = load_plans("debug_model.toml", world.size, [*flags, "--no-validation.enable"])
+    plans = load_config("debug_model.toml", world.size, [*flags, "--no-validation.enable"])
     # Not by its key: that asks for the installed package.
-    metrics = plans.config.metrics.model_copy(update={"enable_wandb": True})
-    plans = replace(plans, config=plans.config.model_copy(update={"metrics": metrics}))
+    plans = replace(plans, observe=replace(plans.observe, wandb=True))
     try:
-        trainer = Trainer(build(plans, world))
+        trainer = Trainer(plans, world, read_text(plans))
         trainer.train()
     finally:
         stuck.set()
@@ -300,6 +302,6 @@ def test_without_the_package_the_key_is_refused(tmp_path: Path, monkeypatch: pyt
     else:
         monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match=r"metrics\.enable_wandb.*needs the package wandb.*\n?.*titanlite\[wandb\]"):
-        load_plans("debug_model.toml", 1, ["--metrics.enable_wandb"])
+        load_config("debug_model.toml", 1, ["--metrics.enable_wandb"])
     if not folder:
-        assert not load_plans("debug_model.toml", 1).observe.wandb
+        assert not load_config("debug_model.toml", 1).observe.wandb

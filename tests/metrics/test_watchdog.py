@@ -25,15 +25,16 @@ from tests.pool import Pools
 from tests.training.test_run import TINY
 from tests.words import listening
 from titanlite import exit_codes
-from titanlite.build import build
-from titanlite.checkpoint.background import BackgroundSave
+from titanlite.build import read_text
+from titanlite.checkpoint.async_save import BackgroundSave
+from titanlite.config.fit import load_config
+from titanlite.config.run_sections import Comm, Stall
 from titanlite.data.prefetch import Prefetcher
 from titanlite.guard import LossSpikeError
 from titanlite.metrics import watchdog
 from titanlite.metrics.hang_report import MAX_ROWS, RankState, table, verdict
 from titanlite.metrics.watchdog import THREAD, HangWatchdog, _stack
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.run_callbacks import Watchdog
 from titanlite.runs.record import read_entries
 from titanlite.trainer import Trainer
 
@@ -160,7 +161,7 @@ def _loop(dog: HangWatchdog, slow: Callable[[], object]) -> None:
         dog.phase("optimizer")
 
 
-def _sleep(world: World) -> list[str]:
+def _sleep(world: DistEnv) -> list[str]:
     with _watching() as (dog, said):
 
         def read_shard() -> None:
@@ -258,10 +259,10 @@ def test_one_process_alone_is_watched_too_and_the_thread_that_reads_is_shown() -
     assert "has been in data of step 3" in report
 
 
-def _wait_for_a_save(world: World) -> tuple[str, ...]:
+def _wait_for_a_save(world: DistEnv) -> tuple[str, ...]:
     """The stack that is shown of a rank which waits for a save in the background."""
     main, told = threading.get_ident(), threading.Event()
-    saves = AsyncSave(world.device)
+    saves = BackgroundSave(world.device)
 
     def write_slowly(*_: Any) -> None:
         told.wait(LONG)
@@ -284,13 +285,13 @@ def _wait_for_a_save(world: World) -> tuple[str, ...]:
 def test_a_rank_that_waits_for_a_save_shows_the_thread_that_writes(pool: Pools) -> None:
     (stack,) = pool(1).run(_wait_for_a_save)
     assert any(frame.endswith(" write_slowly") for frame in stack[:4]), stack
-    assert any("checkpoint/async_save.py" in frame and frame.endswith(" wait") for frame in stack)
+    assert any("checkpoint/background.py" in frame and frame.endswith(" wait") for frame in stack)
 
 
 # Ranks that raise
 
 
-def _raise(world: World) -> tuple[list[str], list[str], float]:
+def _raise(world: DistEnv) -> tuple[list[str], list[str], float]:
     peers: list[str] = []
 
     def read_shard() -> None:
@@ -326,7 +327,7 @@ def test_an_error_of_one_rank_is_reported_on_rank_0(pool: Pools) -> None:
     assert not silent and not none
 
 
-def _raise_together(world: World, kind: type[BaseException], values: tuple[Any, ...], late: float) -> list[str]:
+def _raise_together(world: DistEnv, kind: type[BaseException], values: tuple[Any, ...], late: float) -> list[str]:
     with pytest.raises(kind), _watching(end=os._exit) as (dog, said):
         dog.phase("data", 1)
         dist.barrier()
@@ -352,15 +353,13 @@ def test_an_error_of_all_ranks_ends_no_other_rank(
 
 
 def _train(world: DistEnv, folder: str, *flags: str) -> list[str]:
-    plans = load_plans("debug_model.toml", world.size, [*TINY, f"--job.dump_folder={folder}", *flags])
-    trainer = Trainer(build(plans, world))
-    (stalls,) = (callback.watch for callback in trainer.parts.callbacks if isinstance(callback, Watchdog))
+    plans = load_config("debug_model.toml", world.size, [*TINY, f"--job.dump_folder={folder}", *flags])
+    trainer = Trainer(plans, world, read_text(plans))
     fetch = trainer.parts.loader.next_step
 
     def next_step() -> Any:
         if trainer.step == 3 and world.rank == 1:
             _until(lambda: trainer.stalls._calls)
-            _until(lambda: stalls._asked)
         return fetch()
 
     trainer.parts.loader.next_step = next_step  # type: ignore[method-assign]
@@ -388,7 +387,6 @@ import os, signal, sys, threading, time
 from pathlib import Path
 from titanlite import app
 from titanlite.data.prefetch import Prefetcher
-from titanlite.guard import LossSpikeError
 from titanlite.data.loader import TrainLoader
 from titanlite.metrics.watchdog import HangWatchdog
 from titanlite.trainer import Trainer
@@ -430,7 +428,7 @@ def close(self, close=Trainer.close):
 TrainLoader.next_step, Prefetcher.next_step = read_shard, next_step
 HangWatchdog._report, Trainer.close = report, close
 sys.argv[1:] = sys.argv[3:]
-main.main()
+app.main()
 """
 
 

@@ -9,21 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from titanlite.config.plans import Plans, resolve_plans
+from titanlite.config.unbuilt import unbuilt_keys
+from titanlite.parallel.units import choose_units
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
 from tests.parallel.test_scale import fake_world
 from titanlite.config.load import load_file
-from titanlite.config.plans import Plans, resolve_plans
-from titanlite.config.unbuilt import unbuilt_keys
-from titanlite.config.not_implemented import not_implemented
-from titanlite.config.plans import ActivationCheckpointPlan, Plans
-from titanlite.config.resolve import resolve
 from titanlite.loss import cross_entropy_sum
 from titanlite.models import LlamaArgs, count_parameters, get_spec
 from titanlite.parallel.activation_checkpoint import Kept, checkpoint_activations, trace_block
 from titanlite.parallel.fsdp import DTYPES, set_gradient_sync, shard
-from titanlite.parallel.units import choose_units
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
 SIZES = {
@@ -43,8 +40,8 @@ CPU = torch.device("cpu")
 
 def resolved(path: Path, ranks: int) -> Plans:
     config = load_file(path)
-    assert not_implemented(config) == []
-    plans = resolve(config, world_size=ranks, shapes=SHAPES)
+    assert unbuilt_keys(config) == []
+    plans = resolve_plans(config, ranks)
     assert plans.warnings == ()
     return plans
 
@@ -62,7 +59,7 @@ class Memory:
         return self.plans.batch.micro_batch_size * self.plans.batch.seq_len
 
     @cached_property
-    def kept(self) -> ActivationStats:
+    def kept(self) -> Kept:
         """One block, as traced. The kernels of CUDA keep for attention what the CPU's does: q, k, v, the output, one
         number per token and head."""
         spec, one = get_spec(self.plans.model.name), replace(self.args, n_layers=1)
@@ -70,7 +67,7 @@ class Memory:
             model = spec.build(one)
         tokens = (self.plans.batch.micro_batch_size, self.plans.batch.seq_len)
         dtype = DTYPES[self.plans.shard.param_dtype]
-        return trace_block(model, spec.block_names(one), self.plans.config.activation_checkpoint, tokens, CPU, dtype)
+        return trace_block(model, spec.block_names(one), self.plans.activations, tokens, CPU, dtype)
 
     @property
     def state(self) -> float:
@@ -181,18 +178,9 @@ def test_the_memory_of_sharded_steps_is_what_the_files_count_on(name: str) -> No
     with fake_world(0, ranks) as world:
         with torch.device("meta"):
             model = spec.build(args)
-        apply_ac(model, spec.block_names(args), plans.config.activation_checkpoint, CPU)
-        training, mesh = plans.config.training, plans.mesh
-        groups = choose_groups(model, training.fsdp_units, training.fsdp_min_params, spec.fsdp_units(args))
-        assert training.reshard_after_forward == "default" and mesh.weight_shards == mesh.dp_shard
-        apply_fsdp(
-            model,
-            groups,
-            world.build_mesh(dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard),
-            param_dtype=DTYPES[training.mixed_precision_param],
-            reduce_dtype=DTYPES[training.mixed_precision_reduce],
-            prefetch=training.prefetch,
-        )
+        checkpoint_activations(model, spec.block_names(args), plans.activations, CPU)
+        units = choose_units(model, plans.shard, spec.fsdp_units(args))
+        shard(model, units, world.build_mesh(plans.mesh), plans.shard)
         with FakeTensorMode(allow_non_fake_inputs=True):
             model.to_empty(device=CPU)
             optimizer = torch.optim.AdamW(model.parameters(), foreach=True)

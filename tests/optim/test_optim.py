@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from titanlite.config.aws_fsdp import migrate_arguments
 
 from titanlite.config.derive import derive
 from titanlite.config.load import read_text

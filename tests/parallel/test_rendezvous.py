@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from titanlite.preempt import Preempted
 
 from tests.pool import free_port
 from titanlite import exit_codes

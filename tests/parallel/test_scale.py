@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.training.harness import Degrees
+from titanlite.config.sections import ActivationCheckpoint, Compile, Training
 from titanlite.models import SHAPES, get_spec
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.parallelize import ModelBuilder

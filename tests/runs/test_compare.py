@@ -13,16 +13,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.runs.conftest import training_row, write_metrics
-from titanlite.runs.attempts import timestamp
-from titanlite.runs.compare import compare, compare_json, read_runs, short_names, spread, steady
-from titanlite.runs.folder import RunRecord
-from titanlite.runs.page import ticks
-from titanlite.runs.plots import COLORS, thin
+from tests.runs.conftest import Start, change_start, training_row, write_metrics
 from titanlite.runs.read import read_run
 from titanlite.tools.cli import main
-
-Start = Callable[..., RunRecord]
+from titanlite.tools.compare import compare, compare_json, read_runs, short_names, spread, steady
+from titanlite.tools.compare_page import ticks
+from titanlite.tools.plots import COLORS, thin
 
 
 @pytest.fixture

@@ -10,20 +10,23 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from titanlite.app import _lock as _lock_of_run
+from titanlite.config.plans import CheckpointPlan, Plans
 
 from tests.checkpoint.golden import PRINTS, make
 from tests.pool import Pools
 from tests.words import listening
 from titanlite import exit_codes
 from titanlite.checkpoint import Checkpointer, CheckpointError
-from titanlite.checkpoint.paths import AnyPath, StorePath
+from titanlite.checkpoint.paths import StorePath
 from titanlite.config.errors import ConfigError
-from titanlite.main import _lock as _lock_run
+from titanlite.config.fit import check_config
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs import lock as lock_module
 from titanlite.runs.lock import (
     FILE,
@@ -49,7 +52,7 @@ def said() -> Iterator[list[str]]:
 
 
 @pytest.fixture(params=["folder", "store"])
-def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AnyPath:
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     """A folder, or an object store in the memory of this process, without anything in it."""
     if request.param == "folder":
         return tmp_path / "run"
@@ -63,16 +66,16 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     return StorePath(f"memory://{tmp_path.name}/run")
 
 
-def _held(place: AnyPath) -> dict[str, Any]:
+def _held(place: Place) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((place / FILE).read_bytes())
     return found
 
 
-def _names(place: AnyPath) -> list[str]:
+def _names(place: Place) -> list[str]:
     return list(place.listing() if isinstance(place, StorePath) else os.listdir(place) if place.exists() else [])
 
 
-def _abandon(place: AnyPath, token: str = "dead", **process: Any) -> dict[str, Any]:
+def _abandon(place: Place, token: str = "dead", **process: Any) -> dict[str, Any]:
     """Leave a lock as a process of another machine or boot does, or one of this with another start time."""
     with RunLock(place):
         holder = _held(place)
@@ -85,7 +88,7 @@ def _abandon(place: AnyPath, token: str = "dead", **process: Any) -> dict[str, A
 
 
 @contextmanager
-def _renewed(place: AnyPath) -> Iterator[None]:
+def _renewed(place: Place) -> Iterator[None]:
     """Renew a lock as its holder elsewhere does."""
     stop, path = threading.Event(), place / FILE
     content = path.read_bytes()
@@ -127,7 +130,7 @@ def test_a_second_run_is_refused_by_name_and_the_lock_of_a_killed_one_is_taken_o
 
 
 def test_a_live_process_of_this_machine_is_refused_at_once_and_one_that_reused_its_id_is_not(
-    place: AnyPath, said: list[str]
+    place: Place, said: list[str]
 ) -> None:
     with RunLock(place), pytest.raises(LockedError, match=f"process {os.getpid()} on"), RunLock(place):
         pytest.fail("two hold it")
@@ -148,7 +151,7 @@ def test_it_is_released_after_errors_and_can_be_taken_again(tmp_path: Path) -> N
     assert _names(folder) == ["metrics.jsonl"]
 
 
-def test_a_lock_of_another_machine_is_alive_as_long_as_it_is_renewed(place: AnyPath, said: list[str]) -> None:
+def test_a_lock_of_another_machine_is_alive_as_long_as_it_is_renewed(place: Place, said: list[str]) -> None:
     _abandon(place)
     began = time.monotonic()
     with _renewed(place), pytest.raises(LockedError, match="process 4711 on node7"), RunLock(place, lease_seconds=60):
@@ -162,7 +165,7 @@ def test_a_lock_of_another_machine_is_alive_as_long_as_it_is_renewed(place: AnyP
     assert _names(place) == []
 
 
-def test_equal_host_names_are_no_proof_of_the_same_machine(place: AnyPath) -> None:
+def test_equal_host_names_are_no_proof_of_the_same_machine(place: Place) -> None:
     """Containers and cloned machines share host names; a process id means nothing in another PID namespace."""
     _abandon(place, id=2**22 + 1, space=lock_module._process(os.getpid())["space"].replace("pid:[", "pid:[9"))
     holder = {**_held(place), "host": os.uname().nodename}
@@ -193,7 +196,7 @@ def test_the_age_of_a_lock_from_elsewhere_tells_whether_its_run_is_alive(tmp_pat
         assert (last_sign_of_life(tmp_path) is not None) == alive
 
 
-def test_the_holder_renews_it_and_tells_when_it_is_lost(place: AnyPath, said: list[str]) -> None:
+def test_the_holder_renews_it_and_tells_when_it_is_lost(place: Place, said: list[str]) -> None:
     with RunLock(place, renew_seconds=0.05):
         first = (place / FILE).stat().st_mtime
         check, deadline = OwnershipCheck(place), time.monotonic() + 10
@@ -216,7 +219,7 @@ def test_the_holder_renews_it_and_tells_when_it_is_lost(place: AnyPath, said: li
     assert _held(place)["token"] == "other", "another's lock is not deleted"
 
 
-def test_a_deleted_lock_is_told(place: AnyPath, said: list[str]) -> None:
+def test_a_deleted_lock_is_told(place: Place, said: list[str]) -> None:
     with RunLock(place, renew_seconds=0.05):
         check = OwnershipCheck(place)
         check.look()
@@ -228,7 +231,7 @@ def test_a_deleted_lock_is_told(place: AnyPath, said: list[str]) -> None:
         check.look()
 
 
-def test_of_many_that_find_it_dead_one_takes_it(place: AnyPath) -> None:
+def test_of_many_that_find_it_dead_one_takes_it(place: Place) -> None:
     _abandon(place, id=os.getpid(), started=1)
     gate, over = threading.Barrier(8), threading.Event()
     held: list[int] = []
@@ -256,7 +259,7 @@ def test_of_many_that_find_it_dead_one_takes_it(place: AnyPath) -> None:
     assert _names(place) == []
 
 
-def test_a_run_that_takes_over_is_named_and_one_that_died_doing_so_is_not_in_the_way(place: AnyPath) -> None:
+def test_a_run_that_takes_over_is_named_and_one_that_died_doing_so_is_not_in_the_way(place: Place) -> None:
     dead = _abandon(place, id=os.getpid(), started=1)
     claim = place / f".{FILE}.dead.{dead['token']}"
     claimant = {**dead, "token": "claimant", "process": lock_module._process(os.getpid())}
@@ -281,7 +284,7 @@ def test_a_lock_that_is_being_written_is_read_again(tmp_path: Path) -> None:
         thread.join()
 
 
-def _save(world: World, folder: str, lost: bool) -> str:
+def _save(world: DistEnv, folder: str, lost: bool) -> str:
     model, optimizer = make()
     saver = Checkpointer(CheckpointPlan(enable=True, folder=folder), world, PRINTS)
     saver.save(1, model, optimizer, {})
@@ -307,13 +310,9 @@ def test_a_run_that_lost_its_lock_publishes_no_checkpoint(pool: Pools, tmp_path:
 # What a run locks
 
 
-def _lock_of_run(plans: Plans) -> AbstractContextManager[None]:
-    return _lock_run(Path(plans.config.job.dump_folder), plans.config.checkpoint)
-
-
 def _plans(root: Path, run: str, *flags: str) -> Plans:
     argv = [f"--job.dump_folder={root / run}", "--checkpoint.enable_checkpoint", *flags]
-    return checked_plans(argv, 1, training=False)[1]
+    return check_config(argv, 1, training=False)[1]
 
 
 def test_checkpoints_that_lie_elsewhere_are_locked_too(tmp_path: Path) -> None:

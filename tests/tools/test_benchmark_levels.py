@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
-from titanlite.cli import main
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.load import load_file
-from titanlite.observe.flops import device_name
+from titanlite.metrics.throughput import device_name
 from titanlite.tools import benchmark as room
 from titanlite.tools import refuse_keys
 from titanlite.tools.benchmark import (
