@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from titanlite.checkpoint.contents import Contents, compare
+from titanlite.tools.tensors import Contents, compare
 
 from tests.tiny import EIGHT_STEPS
 from titanlite.metrics.jsonl import read_metrics

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from titanlite.checkpoint.contents import Contents
+from titanlite.tools.tensors import Contents
 
 from tests.checkpoint.runs import flip
 from tests.failures.runs import STEPS, batches, flags, rows, saved, train, unequal

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from titanlite.checkpoint.contents import Contents, compare
+from titanlite.tools.tensors import Contents, compare
 from torch.distributed.tensor import DTensor
 
 from tests.metrics.test_nan_finder import W2
