@@ -37,7 +37,7 @@ def compile_problems(training: Training, compile: Compile, device_type: str | No
         return []
     from titanlite.parallel.compile import CACHE_VARIABLE, check_backend, use_cache_folder
 
-    hint = "or set training.compile = false"
+    hint = "training.compile = false trains without it"
     problems = _problem("compile.backend", hint, lambda: check_backend(compile.backend, device_type))
     if compile.backend == "inductor":
         key = CACHE_VARIABLE if compile.cache_dir is None else "compile.cache_dir"

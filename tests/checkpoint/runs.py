@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
+from tests.steps import train_step
 from tests.training.harness import Run, batches, build_tiny, full, micro_batches
-from titanlite.build import to_device
 from titanlite.checkpoint import Checkpointer, CheckpointError, Manifest
 from titanlite.checkpoint.manifest import digest_of
 from titanlite.checkpoint.paths import AnyPath, entries
 from titanlite.checkpoint.retention import begin, publish
 from titanlite.config.sections import Checkpoint
+from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.float8 import ScalePrecompute
-from titanlite.step import train_step
 from titanlite.tools.tensors import Contents, compare
 
 STEPS = 20

@@ -19,13 +19,13 @@ import torch.distributed as dist
 
 from tests.checkpoint.runs import PRINTS, RUN, names, options
 from tests.pool import Pools
+from tests.steps import train_step
 from tests.training.harness import build_tiny, full, micro_batches
-from titanlite.build import to_device
 from titanlite.checkpoint import Checkpointer, CheckpointError, manager
 from titanlite.checkpoint.manifest import find, steps_in
+from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.parallel.dist_env import DistEnv, set_timeouts
-from titanlite.step import train_step
 from titanlite.tools.tensors import Contents
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from titanlite.config.plans import OptimizerPlan
 
 from tests.checkpoint.runs import PRINTS, RUN, flip, names, options, refusal, train
 from tests.pool import Pools
+from tests.steps import train_step
 from tests.training.harness import all_stages, build_tiny, full, initial_weights, micro_batches
-from titanlite.build import to_device
 from titanlite.checkpoint import Checkpointer
 from titanlite.checkpoint.load import LEFT_OUT, select
 from titanlite.checkpoint.manifest import CheckpointError
+from titanlite.config.sections import Optimizer
+from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.step import train_step
 from titanlite.tools.tensors import Contents
 
 Tensors = dict[str, torch.Tensor]
@@ -40,7 +40,7 @@ def _with_a_new_optimizer(world: DistEnv, folder: Path, first: int, last: int) -
     """Steps first … last from the weights of a checkpoint, with an optimizer that was never near it."""
     model, before, rank = build_tiny(world, RUN)
     assert Checkpointer(options(folder), world, PRINTS).load(model, before) is not None
-    optimizer = build_optimizer(model.parameters(), OptimizerPlan(weight_decay=RUN.weight_decay), world.device)
+    optimizer = build_optimizer(model.parameters(), Optimizer(weight_decay=RUN.weight_decay), world.device)
     guard, losses = FiniteGuard(world.device), []
     for step in range(first, last + 1):
         data = to_device(micro_batches(RUN, step - 1, rank, world.size), world.device)

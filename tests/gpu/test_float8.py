@@ -19,7 +19,7 @@ from tests.checkpoint.runs import RUN as SAVED
 from tests.gpu.peak import peak_and_gradients
 from tests.gpu.test_features import COMPILED, FLOAT8_HARDWARE, PRECOMPUTED
 from tests.parallel.float8_runs import RATES, RUN, distance, drift_of, gathered_types, resumed
-from tests.parallel.test_compile import _whole
+from tests.parallel.test_whole_runs import whole as _whole
 from tests.training.harness import TINY, Run, batches, changed, train
 from titanlite.parallel.dist_env import DistEnv
 

@@ -13,13 +13,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.checkpoint.runs import train as train_and_save
+from tests.steps import train_step
 from tests.training.harness import TINY, Run, build_tiny, changed, micro_batches, run_stages
-from titanlite.build import to_device
 from titanlite.config.sections import Float8, Training
+from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.float8 import ScalePrecompute
-from titanlite.step import Duplicates, train_step
+from titanlite.step import ReplicationFactors
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 REAL, EMULATED = Float8(enable_float8_linear=True), Float8(enable_float8_linear=True, emulate=True)
@@ -128,7 +129,7 @@ def gathered_types(world: DistEnv, run: Run) -> dict[str, str]:
 def drift_of(world: DistEnv, run: Run) -> tuple[Drift, float, list[float], list[float]]:
     """The measurement on the initial weights, their loss without float8, and the losses measured first and again."""
     plan = run.mesh(world.size)
-    duplicates = Duplicates(plan.tensor * plan.pipeline, plan.tensor)
+    duplicates = ReplicationFactors(plan.tensor * plan.pipeline, plan.tensor)
 
     def measure(run: Run, times: int) -> list[Drift]:
         model, _, rank = build_tiny(world, run)

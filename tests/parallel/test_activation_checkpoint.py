@@ -16,9 +16,10 @@ from torch.utils._pytree import tree_leaves
 
 from tests.parallel.watch import GATHER, Operators, Watch, Wire
 from tests.pool import Pools
+from tests.steps import train_step
 from tests.training.harness import TINY, Run, batches, build_tiny, full_precision, micro_batches, train
-from titanlite.build import to_device
 from titanlite.config.sections import ActivationCheckpoint, Training
+from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.models import get_spec
 from titanlite.parallel import ParallelismError
@@ -33,7 +34,6 @@ from titanlite.parallel.activation_checkpoint import (
     trace_block,
 )
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.step import train_step
 
 CPU = torch.device("cpu")
 SPEC = get_spec("llama3")

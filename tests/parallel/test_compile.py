@@ -19,6 +19,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.registry import register_backend
 
 from tests.pool import Pools, RankPool
+from tests.steps import train_step, validate
 from tests.training.harness import TINY, Run, batches, build_tiny, micro_batches, train
 from tests.training.reference import Curve
 from titanlite import app, exit_codes
@@ -41,7 +42,6 @@ from titanlite.parallel.compile import (
 )
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.preflight import check_machine
-from titanlite.step import train_step, validate
 from titanlite.utils import logger
 
 STEPS, SEQ = 20, 32

@@ -31,11 +31,12 @@ from tests.parallel.float8_runs import (
 )
 from tests.parallel.test_activation_offload import on_shelf
 from tests.pool import Pools
+from tests.steps import train_step
 from tests.training.harness import TINY, Run, build_tiny, full, full_precision, initial_weights, micro_batches, train
-from titanlite.build import to_device
 from titanlite.checkpoint.storage import gather
 from titanlite.config.fit import load_config
 from titanlite.config.sections import ActivationCheckpoint, Float8, Training
+from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.models import get_spec, resolve_args
 from titanlite.models.spec import Size
@@ -43,7 +44,6 @@ from titanlite.parallel.activation_checkpoint import trace_block
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.float8 import ScalePrecompute, apply_float8, float8_linears, forget_scales, is_float8, plain
 from titanlite.parallel.float8_choice import choose_linears, converted_names, too_small
-from titanlite.step import train_step
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = get_spec("llama3")

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tests.parallel.watch import GATHER, REDUCE, SUM, Sent, Wire
 from tests.pool import Pools
 from tests.training.harness import TINY, Run, batches, build_tiny, full_precision, micro_batches, train
-from titanlite.build import to_device
 from titanlite.config.sections import Training
+from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.models import get_spec
 from titanlite.parallel.dist_env import DistEnv

@@ -13,6 +13,7 @@ import torch
 
 from tests.parallel.watch import GATHER, REDUCE, Wire
 from tests.pool import Pools, RankFailure
+from tests.steps import train_step
 from tests.training.compare import LABELS, SEQ, TOKENS, WARM, relative
 from tests.training.harness import (
     TINY,
@@ -35,7 +36,7 @@ from titanlite.models.llama.plan import pipeline_costs
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.pipeline_split import split_stages
-from titanlite.step import Duplicates, train_step
+from titanlite.step import ReplicationFactors
 
 #: Grouped queries; a block for each of four stages; sequences of very unequal lengths.
 ARGS = replace(TINY, n_layers=4)
@@ -56,7 +57,7 @@ def _placement(world: DistEnv, run: Run) -> tuple[dict[str, torch.Tensor], int, 
         lr=1e-3,
         max_norm=1.0,
         guard=FiniteGuard(world.device),
-        duplicates=Duplicates(run.pipeline, 1),
+        factors=ReplicationFactors(run.pipeline, 1),
         pipeline=run_stages(model, run, world, cross_entropy_sum),
         layer_norms=True,
     )

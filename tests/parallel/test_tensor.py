@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.parallel.watch import Operators
 from tests.pool import Pools
+from tests.steps import train_step
 from tests.training.compare import LABELS, SEQ, TOKENS, WARM, relative
 from tests.training.harness import TINY, Run, build_tiny, initial_weights, micro_batches, train
 from titanlite.config.sections import ActivationCheckpoint, Compile
@@ -28,7 +29,7 @@ from titanlite.models import get_spec
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.tensor import apply_tp, check_async, enable_async, tensor_loss
-from titanlite.step import Duplicates, train_step, validate
+from titanlite.step import ReplicationFactors, validate
 
 RUN = Run(TOKENS, LABELS, WARM, accumulation=2, tensor=2)
 EAGER = Compile(components=["model"], backend="aot_eager")
@@ -208,12 +209,12 @@ def test_as_much_is_recomputed_as_on_one_rank(pool: Pools, activations: Activati
 def _figures(world: DistEnv, run: Run) -> dict[str, Any]:
     model, optimizer, rank = build_tiny(world, run)
     mesh = run.mesh(world.size)
-    duplicates, loss = Duplicates(mesh.tensor, mesh.tensor), _loss(run)
+    duplicates, loss = ReplicationFactors(mesh.tensor, mesh.tensor), _loss(run)
     data = micro_batches(run, 0, rank, mesh.dp_degree)
     held_out, tokens = validate(model, data, world.device, loss, duplicates)
     assert all(p.grad is None for p in model.parameters())
     settings: Any = {"step": 1, "lr": 0.0, "max_norm": 1e9, "guard": FiniteGuard(world.device), "layer_norms": True}
-    result = train_step(model, optimizer, data, duplicates=duplicates, loss_function=loss, **settings)
+    result = train_step(model, optimizer, data, factors=duplicates, loss_function=loss, **settings)
     assert result.layer_norms is not None
     padding = loss(model(run.tokens[0]), torch.full_like(run.labels[0], -100))
     padding.backward()
