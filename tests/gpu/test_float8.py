@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from titanlite.tools.tensors import Contents, compare
 
 from tests.checkpoint.runs import RUN as SAVED
 from tests.gpu.peak import peak_and_gradients
@@ -22,6 +21,7 @@ from tests.parallel.float8_runs import RATES, RUN, distance, drift_of, gathered_
 from tests.parallel.test_whole_runs import whole as _whole
 from tests.training.harness import TINY, Run, batches, changed, train
 from titanlite.parallel.dist_env import DistEnv
+from titanlite.tools.tensors import Contents, compare
 
 FLOAT8 = Float8(enable_float8_linear=True)
 GATHERED = changed(FLOAT8, enable_fsdp_float8_all_gather=True)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from titanlite.tools.tensors import Contents, compare
 from torch.distributed.tensor import DTensor
 
 from tests.checkpoint.runs import RUN as SAVED
@@ -22,6 +21,7 @@ from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.models import get_spec
 from titanlite.parallel.dist_env import DistEnv
+from titanlite.tools.tensors import Contents, compare
 
 RUN = Run(TOKENS, LABELS, WARM, accumulation=2)
 BF16 = replace(RUN, training=Training())

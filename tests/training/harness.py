@@ -33,6 +33,10 @@ S = TypeVar("S", bound=Section)
 TINY = LlamaArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=192, multiple_of=32, max_seq_len=64)
 
 
+#: A linear in the middle of the model.
+W2 = "layers.1.feed_forward.w2"
+
+
 def changed(section: S, **changes: Any) -> S:
     """A copy of a config section with other values."""
     return replace(section, **changes)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.metrics.test_nan_finder import W2
 from tests.pool import Pools
 from tests.steps import train_step
 from tests.training.harness import (
+    W2,
     Run,
     all_stages,
     batches,

@@ -9,17 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from titanlite.tools.tensors import Contents, compare
 from torch.distributed.tensor import DTensor
 
-from tests.metrics.test_nan_finder import W2
 from tests.metrics.test_records import scalars
 from tests.pool import Pools
 from tests.steps import train_step
-from tests.training.harness import Run, batches, build_tiny, micro_batches, run_stages
+from tests.training.harness import W2, Run, batches, build_tiny, micro_batches, run_stages
 from tests.training.test_run import _losses, _outcome, _trainer
 from titanlite import exit_codes
-from titanlite.checkpoint import Checkpointer, CheckpointError, checkpointer
+from titanlite.checkpoint import CheckpointError, manager
+from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import steps_in
 from titanlite.config.sections import Checkpoint
 from titanlite.data.loader import to_device
@@ -29,6 +28,7 @@ from titanlite.metrics.jsonl import read_metrics
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.record import read_entries
 from titanlite.step import ReplicationFactors
+from titanlite.tools.tensors import Contents, compare
 
 NAN = float("nan")
 #: Sequences per step.
@@ -322,13 +322,13 @@ def _spoil_weight(world: DistEnv, folder: str, spoilt: int, *flags: str, checked
                 _local(list(trainer.parts.model.parameters())[-1]).data.view(-1)[0] = NAN
 
     trainer.parts.optimizer.register_step_post_hook(spoil)
-    real = checkpointer.find_nonfinite
+    real = manager.find_nonfinite
     if not checked:
-        checkpointer.find_nonfinite = lambda *_: ""
+        manager.find_nonfinite = lambda *_: ""
     try:
         return _outcome(trainer, folder)
     finally:
-        checkpointer.find_nonfinite = real
+        manager.find_nonfinite = real
 
 
 EVERY_TWO = "--checkpoint.interval=2"

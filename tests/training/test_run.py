@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from titanlite.tools.drill_ranks import train
 
 from tests.checkpoint.test_manifest import sign
 from tests.pool import Pools

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.data.test_background_training import TINY as SAVED_OFTEN
 from tests.pool import Pools
 from tests.steps import train_step
+from tests.tiny import EIGHT_STEPS
 from tests.training.harness import Run, batches, build_tiny, full, micro_batches
 from tests.training.test_run import _outcome, _trainer
 from titanlite import exit_codes
@@ -30,12 +30,21 @@ from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.lock import FILE as LOCK
 from titanlite.runs.record import read_entries
 from titanlite.signals import SIGNALS, StopRequested, StopSignal
-from titanlite.torchrun import after_signal
+from titanlite.torchrun import code_after_signal
 from titanlite.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
-#: The last one counts: no save but for a signal, and at the end.
-TINY = [*SAVED_OFTEN, "--checkpoint.interval=100"]
+#: No save but for a signal, and at the end.
+TINY = [
+    *EIGHT_STEPS,
+    "--validation.enable",
+    "--validation.freq=4",
+    "--validation.steps=3",
+    "--validation.batch_size=2",
+    "--validation.seq_len=16",
+    "--checkpoint.enable_checkpoint",
+    "--checkpoint.interval=100",
+]
 EIGHT = "--training.steps=8"
 
 
@@ -360,7 +369,7 @@ def test_a_signal_while_torch_is_imported(tmp_path: Path, launched: bool, number
     ids=["no worker began", "they were killed", "all were done", "one was done", "nothing was saved"],
 )
 def test_the_exit_code_after_a_signal_to_torchrun(told: str | None, code: int) -> None:
-    assert after_signal(told) == code
+    assert code_after_signal(told) == code
 
 
 @pytest.mark.slow
