@@ -44,7 +44,7 @@ usage: train.py [--job.config_file FILE] [--section.key VALUE ...]
 
   titanlite config explain [FILE]          every key: value, source, default, meaning
   titanlite config explain SECTION.KEY     one key in depth
-  titanlite config check FILE              is it right, and what follows from it
+  titanlite config check FILE              check a file and show what a run of it would do
 
 Start it with torchrun for more than one rank: torchrun --nproc_per_node 2 train.py ..."""
 
