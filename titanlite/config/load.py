@@ -204,7 +204,7 @@ class _Layers:
         wrong = [] if isinstance(converted, MicrobatchSize) else check(type_of(key_of(name)), converted)
         if isinstance(value, str) and (note := VALUE_NOTES.get((key_of(name), value))):
             self.notes.append(f"{source.place}: {note}")
-        problems = [Problem(entry.place(m.path), shown + m.path, m.message, m.hint, code=m.code) for m in wrong]
+        problems = [replace(p, where=entry.place(p.key), key=shown + p.key) for p in wrong]
         return problems or _Value(converted, source, value)
 
     def _exclude(self, layer: dict[str, _Value]) -> None:
