@@ -9,12 +9,12 @@ import types
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 from msgspec.structs import FieldInfo, fields
 
-from titanlite.config.errors import nearest
+from titanlite.config.errors import Problem, nearest
 from titanlite.config.run_sections import Section
 from titanlite.config.sections import Config
 from titanlite.config.toml import quote
@@ -167,28 +167,21 @@ def _has(meta: msgspec.Meta, limit: str) -> bool:
     return getattr(meta, limit) is not None
 
 
-class Mistake(NamedTuple):
-    """What is wrong with a value, or with something inside it."""
-
-    #: Path below the value: `[1].weight`.
-    path: str
-    code: str
-    message: str
-    hint: str = ""
-
-
-def check(type_: Any, value: Any) -> list[Mistake]:
-    """Return all that is wrong with a value for a type."""
+def check(type_: Any, value: Any, path: str = "") -> list[Problem]:
+    """Return all that is wrong with a value for a type, without places; the key is the path inside: `[1].weight`."""
     section = inner_section(type_)
     if section is not None:
         tables = {"": value} if section in members(type_) else {}
         if isinstance(value, list):
             tables = {f"[{i}]": item for i, item in enumerate(value)}
-        tables = {path: item for path, item in tables.items() if isinstance(item, dict)}
-        found = [mistake for path, item in tables.items() for mistake in _check_table(section, item, path)]
-        if found:
+        tables = {inner: table for inner, table in tables.items() if isinstance(table, dict)}
+        if found := [p for inner, table in tables.items() for p in _check_table(section, table, path + inner)]:
             return found
-    return [] if (code := _misfit(type_, value)) is None else [_mistake(type_, value, code)]
+    if (code := _misfit(type_, value)) is None:
+        return []
+    text = quote(value)
+    message = f"expected {describe(type_)}, got {text if len(text) <= 80 else f'{text[:77]}…'}"
+    return [Problem("", path, message, _hint(type_, value), code=code)]
 
 
 def _misfit(type_: Any, value: Any) -> str | None:
@@ -213,24 +206,19 @@ def _finite(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def _check_table(section: type[Section], table: dict[str, Any], path: str) -> list[Mistake]:
+def _check_table(section: type[Section], table: dict[str, Any], path: str) -> list[Problem]:
     infos = {info.name: info for info in fields(section)}
-    found = []
+    found: list[Problem] = []
     for name, value in table.items():
         if name in infos:
-            found += [m._replace(path=f"{path}.{name}{m.path}") for m in check(infos[name].type, value)]
+            found += check(infos[name].type, value, f"{path}.{name}")
         else:
             close = nearest(name, infos)
             hint = f"nearest: {close[0]}" if close else f"known: {', '.join(infos)}"
-            found.append(Mistake(f"{path}.{name}", "unknown-key", "unknown key", hint))
+            found.append(Problem("", f"{path}.{name}", "unknown key", hint, code="unknown-key"))
     missing = [name for name, info in infos.items() if info.required and name not in table]
-    return found + [Mistake(f"{path}.{n}", "missing", "is missing", descriptions(section)[n]) for n in missing]
-
-
-def _mistake(type_: Any, value: Any, code: str) -> Mistake:
-    text = quote(value)
-    text = text if len(text) <= 80 else f"{text[:77]}…"
-    return Mistake("", code, f"expected {describe(type_)}, got {text}", _hint(type_, value))
+    meaning = descriptions(section) if missing else {}
+    return found + [Problem("", f"{path}.{n}", "is missing", meaning[n], code="missing") for n in missing]
 
 
 def _hint(type_: Any, value: Any) -> str:

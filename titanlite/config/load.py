@@ -44,7 +44,7 @@ usage: train.py [--job.config_file FILE] [--section.key VALUE ...]
 
   titanlite config explain [FILE]          every key: value, source, default, meaning
   titanlite config explain SECTION.KEY     one key in depth
-  titanlite config check FILE              is it right, and what follows from it
+  titanlite config check FILE              check a file and show what a run of it would do
 
 Start it with torchrun for more than one rank: torchrun --nproc_per_node 2 train.py ..."""
 
@@ -204,7 +204,7 @@ class _Layers:
         wrong = [] if isinstance(converted, MicrobatchSize) else check(type_of(key_of(name)), converted)
         if isinstance(value, str) and (note := VALUE_NOTES.get((key_of(name), value))):
             self.notes.append(f"{source.place}: {note}")
-        problems = [Problem(entry.place(m.path), shown + m.path, m.message, m.hint, code=m.code) for m in wrong]
+        problems = [replace(p, where=entry.place(p.key), key=shown + p.key) for p in wrong]
         return problems or _Value(converted, source, value)
 
     def _exclude(self, layer: dict[str, _Value]) -> None:

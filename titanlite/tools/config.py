@@ -58,21 +58,21 @@ def add_commands(commands: Commands) -> None:
     check = add(
         "check",
         _check,
-        "is a config right, and what follows from it",
-        "Check a config and show what a run of it would do. All problems of a stage are reported at once: keys by "
-        "themselves, contradictions between keys, then what does not fit the ranks and the model.",
+        "check a config and show what a run of it would do",
+        "Check a config and show what a run of it would do. All problems of a stage are reported at once: first each "
+        "key by itself, then contradictions between keys, then numbers that do not fit the ranks or the model.",
         f"{FLAGS} Exit status: 0 when it is right, 2 when not.",
     )
     check.add_argument("file", nargs="?", metavar="FILE", help=_FILE)
     ranks = "ranks (default: WORLD_SIZE or NGPU of the environment, else the fewest that fit)"
     check.add_argument("--world-size", type=int, metavar="N", help=ranks)
-    strict = "also fail for what would stop training here: features not built yet, files that are not there"
+    strict = "also refuse features that are not built yet and files that are not there, as training does"
     check.add_argument("--strict", action="store_true", help=strict)
 
     explain = add(
         "explain",
         _explain,
-        "every key, or one: value, source, type, default, meaning",
+        "show every key, or one: value, source, type, default, meaning",
         "Show each value and where it comes from. Nothing given: the defaults of all keys.",
         FLAGS,
     )
@@ -82,14 +82,14 @@ def add_commands(commands: Commands) -> None:
     diff = add(
         "diff",
         _diff,
-        "what differs in effect between two configs",
+        "compare the effective values of two configs",
         "Show the keys whose values differ, whatever their spelling, with the source of each. A config is a TOML file, "
         "the folder of a run, or a folder of checkpoints.",
         f"Exit status: 0 when they are equal, {DIFFERENT} when not, 2 when one is wrong.",
     )
     diff.add_argument("left", metavar="FILE|FOLDER")
     diff.add_argument("right", metavar="FILE|FOLDER")
-    diff.add_argument("--plans", action="store_true", help="also compare what follows from them")
+    diff.add_argument("--plans", action="store_true", help="also compare the values derived from them")
     ranks = "ranks for --plans (default: as for `config check`, on each side)"
     diff.add_argument("--world-size", type=int, metavar="N", help=ranks)
 
@@ -98,26 +98,26 @@ def add_commands(commands: Commands) -> None:
         _migrate,
         "rewrite later names and other trainers' files",
         "Rewrite a TOML file with titanlite's own names in their sections. Comments stay beside their keys, later "
-        "defaults are written out, and what has no equivalent becomes a comment with the reason. The new text goes to "
-        "standard output, what was done to standard error.",
+        "defaults are written out, and a key without equivalent becomes a comment with the reason. The new text goes "
+        "to standard output, the list of changes to standard error.",
         f"Exit status: 0; with --check {DIFFERENT} when the file would change; 2 when it holds other mistakes.",
     )
     migrate.add_argument("file", nargs="?", metavar="FILE", help=_FILE)
     migrate.add_argument("--in-place", action="store_true", help="replace the file, and keep the old one as FILE.orig")
-    migrate.add_argument("--check", action="store_true", help="change nothing, only tell what would change")
+    migrate.add_argument("--check", action="store_true", help="only list the changes")
     arguments = 'a command line of the AWS FSDP samples instead: "--max_steps=100 ..."'
     migrate.add_argument("--aws-fsdp", metavar="ARGUMENTS", help=arguments)
 
     add(
         "schema",
         _schema,
-        "a JSON Schema of all keys, for editors",
+        "print a JSON Schema of all keys, for editors",
         "Print the JSON Schema (draft 2020-12) with which editors complete and check TOML files.",
     )
     template = add(
         "template",
         _template,
-        "a commented TOML file with every key",
+        "print a commented TOML file with every key",
         "Print a TOML file with every key, its meaning and its default, to uncomment from.",
     )
     template.add_argument("--markdown", action="store_true", help="print the table of the documentation instead")
