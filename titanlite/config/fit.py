@@ -86,17 +86,17 @@ def misfits(config: LoadedConfig, run: RunConfig) -> list[Problem]:
     d = config.sections
     found = list(_rank_misfits(d, run))
     if not found:
-        found += [*_batch_misfits(d, run), *_context_misfits(d), *_pipeline_misfits(d)]
+        found += [*_batch_misfits(d, run), *_context_misfits(run), *_pipeline_misfits(d, run.mesh.pipeline)]
     if not found:
         found += _microbatch_misfits(run)
-    try:
-        args = run.model_args()
-    except ShapeError as error:
-        return placed(config, found) + _model_problems(config, error)
     given = config.is_given(_AC_OPTION) or config.is_given("activation_checkpoint.mode")
     if given and (problem := useless_selective_checkpoint(d)):
         hint = 'take a smaller number, or "op", or set activation_checkpoint.mode = "none"'
         found.append(("model", _AC_OPTION, problem, hint))
+    try:
+        args = run.model_args()
+    except ShapeError as error:
+        return placed(config, found) + _model_problems(config, error)
     if not found:
         found += [*tensor_misfits(args, run), *_stage_misfits(args, run), *_float8_misfits(args, run)]
     return placed(config, found)
@@ -157,10 +157,14 @@ def _batch_misfits(d: Config, run: RunConfig) -> Iterator[Finding]:
         yield from _microbatch_misfits(run)
 
 
+<<<<<<< HEAD
 def _context_misfits(d: Config) -> Iterator[Finding]:
+=======
+def _context_misfits(run: RunConfig) -> Iterator[Finding]:
+>>>>>>> w-derive
     """Check that each sequence can be cut into two equal chunks per rank."""
-    chunks = 2 * d.experimental.context_parallel_degree
-    for key, length in _lengths(d).items():
+    chunks = 2 * run.mesh.context
+    for key, length in _lengths(run).items():
         if chunks > 2 and length % chunks:
             fitting = ", ".join(str(n) for n in range(1, chunks) if n == 1 or length % (2 * n) == 0)
             yield (
@@ -172,8 +176,13 @@ def _context_misfits(d: Config) -> Iterator[Finding]:
             )
 
 
+<<<<<<< HEAD
 def _pipeline_misfits(d: Config) -> Iterator[Finding]:
     e, t, degree = d.experimental, d.training, d.experimental.pipeline_parallel_degree
+=======
+def _pipeline_misfits(d: Dialect, degree: int) -> Iterator[Finding]:
+    e, t = d.experimental, d.training
+>>>>>>> w-derive
     name = find_schedule(e.pipeline_parallel_schedule)
     if name is None:
         close = nearest(e.pipeline_parallel_schedule, SCHEDULES, 3)
