@@ -25,7 +25,7 @@ from tests.words import listening
 from titanlite.checkpoint import Checkpointer, CheckpointError, collective
 from titanlite.checkpoint.collective import reader_of, share
 from titanlite.checkpoint.manifest import FORMAT, find, parse_manifest, read_manifest, steps_in
-from titanlite.checkpoint.paths import AnyPath
+from titanlite.checkpoint.paths import AnyPath, StoreError, StorePath
 from titanlite.checkpoint.retention import leftovers
 from titanlite.parallel.world import World
 from titanlite.tools.checkpoint import verify
@@ -371,40 +371,46 @@ def test_all_is_read_back_once_and_by_another_rank(pool: Pools, tmp_path: Path) 
     assert not any(f"__{rank}_0.distcp" in part for rank, part in enumerate(read))
 
 
-def _refused_save(world: World, folder: AnyPath, mode: str) -> str:
-    """A save of step 2 that the storage refuses to rank 1, and one of step 3; the error of the first."""
+def _denied(world: World, folder: AnyPath, method: str, what: str, mode: str = "disabled") -> str:
+    """A save of step 2 or a load of step 4 where the store denies access to the shard of rank 1; then a save of step 5."""
+    real, error = StorePath.open, ""
+
+    def denied(path: StorePath, mode: str, buffering: int = -1) -> Any:
+        if (world.rank == 1 or what == "load") and mode == method and "__1_" in path.name:
+            raise StoreError(f"{path}: access denied (Not you)")
+        return real(path, mode, buffering)
+
     model, optimizer, _ = build_tiny(world, RUN)
-    saver, error = Checkpointer(options(folder, async_mode=mode), world, PRINTS), ""
-    for step in (2, 3):
-        try:
-            saver.save(step, model, optimizer, {})
+    saver = Checkpointer(options(folder, async_mode=mode), world, PRINTS)
+    StorePath.open = denied  # type: ignore[method-assign, assignment]
+    try:
+        if what == "save":
+            saver.save(2, model, optimizer, {})
             saver.wait()
-        except CheckpointError as failure:
-            error = f"{step}: {failure}"
+        else:
+            saver.load(model, optimizer)
+    except CheckpointError as failure:
+        error = str(failure)
+    finally:
+        StorePath.open = real  # type: ignore[method-assign]
+    if what == "save":
+        saver.save(5, model, optimizer, {})
+        saver.wait()
     saver.close()
     return error
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_a_store_that_refuses_a_save(pool: Pools, bucket: s3.Bucket, mode: str) -> None:
-    with s3.proxy(
-        bucket.port, lambda method, path: s3.DENIED if method in "PUT POST" and "/step-2/__1_" in path else None
-    ) as port:
-        for error in pool(2).run(s3.there, s3.environment(port), _refused_save, bucket.root, mode):
-            assert error.startswith("2: saving s3://") and "rank 1" in error and "/step-2/__1_" in error
+def test_a_store_that_denies_access(pool: Pools, bucket: s3.Bucket) -> None:
+    """A save fails and leaves nothing; a load does not take an older one."""
+    for mode in ("disabled", "async"):
+        for error in pool(2).run(s3.there, bucket.environment, _denied, bucket.path / mode, "wb", "save", mode):
+            assert error.startswith("saving s3://") and "rank 1" in error and "/step-2/__1_" in error
             assert "access denied (Not you)" in error
-    assert names(bucket.path) == ["step-3"]
-
-
-@pytest.mark.slow
-def test_a_store_that_fails_while_it_is_read_is_no_reason_for_an_older_one(pool: Pools, bucket: s3.Bucket) -> None:
+        assert names(bucket.path / mode) == ["step-5"]
     pool(2).run(s3.there, bucket.environment, train, RUN, bucket.root, 1, 4, every=2)
-    with s3.proxy(
-        bucket.port, lambda method, path: s3.DENIED if method == "GET" and "/step-4/__1_" in path else None
-    ) as port:
-        errors = pool(2).run(s3.there, s3.environment(port), refusal, RUN, bucket.root, 3, 4)
-    assert errors[0] == errors[1] and "cannot read s3://" in errors[0] and "access denied" in errors[0]
+    errors = pool(2).run(s3.there, bucket.environment, _denied, bucket.path, "rb", "load")
+    assert errors[0] == errors[1] and " cannot read s3://" in errors[0] and "access denied" in errors[0]
 
 
 def _refused(pool: Pools, ranks: int, *args: Any, **kwargs: Any) -> str:

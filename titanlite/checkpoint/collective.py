@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TypeVar, cast
@@ -63,14 +62,6 @@ def dcp_errors(action: str) -> Iterator[None]:
         plain = (OSError, CheckpointError)
         causes = {f"rank {rank}: {cause if isinstance(cause, plain) else repr(cause)}" for rank, cause in failures}
         raise CheckpointError(f"{action} failed: {'; '.join(sorted(causes))}") from error
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Hide DCP's warning about a single process. Not for threads: filters are the whole process's."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
-        yield
 
 
 def verify_before_load(folder: AnyPath, manifest: Manifest, world: World, every_byte: bool) -> str | None:
