@@ -25,8 +25,9 @@ def server() -> Iterator[int]:
 
 @pytest.fixture
 def bucket(server: int, monkeypatch: pytest.MonkeyPatch) -> s3.Bucket:
-    s3.use(monkeypatch, s3.environment(server))
-    return s3.new_bucket(server)
+    bucket = s3.new_bucket(server)
+    s3.use(monkeypatch, bucket.environment)
+    return bucket
 
 
 @pytest.fixture(params=["folder", "memory", S3])

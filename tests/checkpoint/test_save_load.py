@@ -25,9 +25,9 @@ from tests.words import listening
 from titanlite.checkpoint import Checkpointer, CheckpointError, collective
 from titanlite.checkpoint.collective import reader_of, share
 from titanlite.checkpoint.manifest import FORMAT, find, parse_manifest, read_manifest, steps_in
-from titanlite.checkpoint.paths import AnyPath
+from titanlite.checkpoint.paths import AnyPath, StoreError, StorePath
 from titanlite.checkpoint.retention import leftovers
-from titanlite.parallel.dist_env import DistEnv
+from titanlite.parallel.world import World
 from titanlite.tools.checkpoint import verify
 from titanlite.tools.tensors import Contents
 from titanlite.utils import human_bytes
@@ -98,7 +98,7 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 
 
-def _hand_on(world: DistEnv, source: Path, target: Path, mesh: dict[str, Any], seed: int) -> int:
+def _hand_on(world: World, source: Path, target: Path, mesh: dict[str, Any], seed: int) -> int:
     """Load the checkpoint of another mesh into a model with other weights, and save it again as it is."""
     model, optimizer, _ = build_tiny(world, replace(RUN, **mesh, seed=seed, args=replace(RUN.args, n_kv_heads=4)))
     reader, writer = (Checkpointer(options(folder), world, PRINTS) for folder in (source, target))
@@ -159,7 +159,7 @@ def test_manifest_describes_tensors_files_and_origin(written: Path) -> None:
     assert named and not any(any(shard[at + 16 : at + 20]) for at in named), "no CRC-32 of torch's beside our hashes"
 
 
-def _load(world: DistEnv, folder: AnyPath, **fields: Any) -> dict[str, Any]:
+def _load(world: World, folder: AnyPath, **fields: Any) -> dict[str, Any]:
     """The result of a load on this rank, and what it logs."""
     model, optimizer, _ = build_tiny(world, RUN)
     before = [p.detach().to_local().clone() for p in model.parameters()]  # type: ignore[operator]
@@ -237,7 +237,7 @@ def test_without_a_good_one_the_run_is_refused_and_nothing_changes(pool: Pools, 
         assert "--job.dump_folder" in found["error"] and (f'"{start}"' in found["error"]) == (start == "resume")
 
 
-def _load_aloud(world: DistEnv, folder: AnyPath) -> list[str]:
+def _load_aloud(world: World, folder: AnyPath) -> list[str]:
     collective._LOG_SECONDS = 0.0
     try:
         return [line for line in _load(world, folder)["logged"] if line.startswith("comparing ")]
@@ -281,7 +281,7 @@ def _cut(folder: AnyPath) -> None:
 
 
 def _save_thrice(
-    world: DistEnv, folder: AnyPath, mode: str, damage: Callable[[AnyPath], None], verify_saves: bool = True
+    world: World, folder: AnyPath, mode: str, damage: Callable[[AnyPath], None], verify_saves: bool = True
 ) -> list[str]:
     """Saves of steps 1, 2 and 3 where only one stays; the second is damaged when all have written. Returns results."""
     model, optimizer, _ = build_tiny(world, RUN)
@@ -333,7 +333,7 @@ def test_without_verify_saves_lengths_are_compared(pool: Pools, tmp_path: Path) 
     assert results == ["saved", "[1]", "saved", "[2]", "saved", "[3]"], "a load finds the damage all the same"
 
 
-def _read_back(world: DistEnv, folder: Path, mode: str, broken_rank: int) -> tuple[str, list[str]]:
+def _read_back(world: World, folder: Path, mode: str, broken_rank: int) -> tuple[str, list[str]]:
     """A save where one rank cannot read: its error, and the files that this rank has read back."""
     model, optimizer, _ = build_tiny(world, RUN)
     saver = Checkpointer(options(folder, async_mode=mode), world, PRINTS)
@@ -371,40 +371,46 @@ def test_all_is_read_back_once_and_by_another_rank(pool: Pools, tmp_path: Path) 
     assert not any(f"__{rank}_0.distcp" in part for rank, part in enumerate(read))
 
 
-def _refused_save(world: DistEnv, folder: AnyPath, mode: str) -> str:
-    """A save of step 2 that the storage refuses to rank 1, and one of step 3; the error of the first."""
+def _denied(world: World, folder: AnyPath, method: str, what: str, mode: str = "disabled") -> str:
+    """A save of step 2 or a load of step 4 where the store denies access to the shard of rank 1; then a save of step 5."""
+    real, error = StorePath.open, ""
+
+    def denied(path: StorePath, mode: str, buffering: int = -1) -> Any:
+        if (world.rank == 1 or what == "load") and mode == method and "__1_" in path.name:
+            raise StoreError(f"{path}: access denied (Not you)")
+        return real(path, mode, buffering)
+
     model, optimizer, _ = build_tiny(world, RUN)
-    saver, error = Checkpointer(options(folder, async_mode=mode), world, PRINTS), ""
-    for step in (2, 3):
-        try:
-            saver.save(step, model, optimizer, {})
+    saver = Checkpointer(options(folder, async_mode=mode), world, PRINTS)
+    StorePath.open = denied  # type: ignore[method-assign, assignment]
+    try:
+        if what == "save":
+            saver.save(2, model, optimizer, {})
             saver.wait()
-        except CheckpointError as failure:
-            error = f"{step}: {failure}"
+        else:
+            saver.load(model, optimizer)
+    except CheckpointError as failure:
+        error = str(failure)
+    finally:
+        StorePath.open = real  # type: ignore[method-assign]
+    if what == "save":
+        saver.save(5, model, optimizer, {})
+        saver.wait()
     saver.close()
     return error
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_a_store_that_refuses_a_save(pool: Pools, bucket: s3.Bucket, mode: str) -> None:
-    with s3.proxy(
-        bucket.port, lambda method, path: s3.DENIED if method in "PUT POST" and "/step-2/__1_" in path else None
-    ) as port:
-        for error in pool(2).run(s3.there, s3.environment(port), _refused_save, bucket.root, mode):
-            assert error.startswith("2: saving s3://") and "rank 1" in error and "/step-2/__1_" in error
+def test_a_store_that_denies_access(pool: Pools, bucket: s3.Bucket) -> None:
+    """A save fails and leaves nothing; a load does not take an older one."""
+    for mode in ("disabled", "async"):
+        for error in pool(2).run(s3.there, bucket.environment, _denied, bucket.path / mode, "wb", "save", mode):
+            assert error.startswith("saving s3://") and "rank 1" in error and "/step-2/__1_" in error
             assert "access denied (Not you)" in error
-    assert names(bucket.path) == ["step-3"]
-
-
-@pytest.mark.slow
-def test_a_store_that_fails_while_it_is_read_is_no_reason_for_an_older_one(pool: Pools, bucket: s3.Bucket) -> None:
+        assert names(bucket.path / mode) == ["step-5"]
     pool(2).run(s3.there, bucket.environment, train, RUN, bucket.root, 1, 4, every=2)
-    with s3.proxy(
-        bucket.port, lambda method, path: s3.DENIED if method == "GET" and "/step-4/__1_" in path else None
-    ) as port:
-        errors = pool(2).run(s3.there, s3.environment(port), refusal, RUN, bucket.root, 3, 4)
-    assert errors[0] == errors[1] and "cannot read s3://" in errors[0] and "access denied" in errors[0]
+    errors = pool(2).run(s3.there, bucket.environment, _denied, bucket.path, "rb", "load")
+    assert errors[0] == errors[1] and " cannot read s3://" in errors[0] and "access denied" in errors[0]
 
 
 def _refused(pool: Pools, ranks: int, *args: Any, **kwargs: Any) -> str:

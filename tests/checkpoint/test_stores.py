@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 from titanlite.app import _lock
 
 from tests.checkpoint import s3
-from tests.checkpoint.runs import RUN, names, train, unequal
+from tests.checkpoint.runs import names, unequal
 from tests.failures.runs import flags, rows
-from tests.pool import Pools, free_port
+from tests.pool import free_port
 from titanlite import exit_codes
 from titanlite.checkpoint import CheckpointError
 from titanlite.checkpoint.manifest import steps_in
@@ -93,6 +93,28 @@ def _refused(url: str, folder: Path) -> str:
     return str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (PermissionError("Not you"), "access denied (Not you)"),
+        (ConnectionResetError("reset"), "the store cannot be reached (reset)"),
+        (TimeoutError("30 s"), "did not answer in time (30 s)"),
+        (OSError('GET "http://host/key?X-Signature=secret" failed'), 'GET "http://host/key" failed'),
+        (FileNotFoundError("The specified bucket does not exist"), "there is no bucket memory://b"),
+    ],
+)
+def test_errors_of_clients_are_told_in_plain_words(monkeypatch: pytest.MonkeyPatch, error: OSError, text: str) -> None:
+    path = StorePath("memory://b/run/x")
+
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(type(path.fs._target), "cat_file", fails)
+    with pytest.raises(StoreError, match=re.escape(text)) as told:
+        path.read_bytes()
+    assert str(told.value).startswith("memory://b/run/x: ")
+
+
 @pytest.mark.slow
 def test_no_bucket_no_server_and_no_credentials_are_named(
     bucket: s3.Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -116,81 +138,42 @@ def test_no_bucket_no_server_and_no_credentials_are_named(
         bucket.path.is_dir()
 
 
-@pytest.mark.slow
-def test_a_busy_store_is_asked_again(pool: Pools, bucket: s3.Bucket) -> None:
-    """The first requests of each kind get SlowDown, in saving and in loading."""
-    refused: dict[str, int] = {}
-    lock = threading.Lock()
-
-    def decide(method: str, path: str) -> s3.Answer | None:
-        kind = f"{method} {'manifest' if 'manifest' in path else 'shard' if '__0_' in path else 'other'}"
-        with lock:
-            refused[kind] = refused.get(kind, 0) + 1
-            return s3.SLOW_DOWN if refused[kind] <= 1 else None
-
-    with s3.proxy(bucket.port, decide) as port:
-        pool(1).run(s3.there, s3.environment(port), train, RUN, bucket.root, 1, 2)
-        found = pool(1).run(s3.there, s3.environment(port), train, RUN, bucket.root, 3, 4)
-    assert found[0]["loaded"].step == 2 and steps_in(bucket.path) == [2, 4]
-    assert refused["PUT shard"] > 1 and refused["PUT manifest"] > 1 and refused["GET shard"] > 1
-
-
-def _torchrun(bucket: s3.Bucket, port: int, folder: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d"]
-    command += ["--rdzv_endpoint=localhost:0", "train.py", *flags(folder, f"--checkpoint.folder={bucket.root}")]
-    environment = {**os.environ, **s3.environment(port), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes)  # type: ignore[call-overload,no-any-return]
-
-
-def _kill(run: subprocess.Popen[str]) -> None:
-    """All at once, as a machine that fails: workers are no children of the test."""
-    workers = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
-    for process in (run.pid, *map(int, workers)):
-        os.kill(process, 9)
-    run.communicate()
+_KILLED = """
+import os, signal, sys
+from titanlite.checkpoint import retention
+real = retention.write_new
+def killed(path, content):
+    if str(path).endswith("/step-6/manifest.json"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    real(path, content)
+retention.write_new = killed
+import titanlite.app
+sys.exit(titanlite.app.run(sys.argv[1:]))
+"""
 
 
 @pytest.mark.slow
 def test_killed_between_the_shards_and_the_manifest(bucket: s3.Bucket, tmp_path: Path) -> None:
-    """Real processes: the next start deletes the leftover, and ends as an undisturbed run does."""
-    arrived, go_on = threading.Event(), threading.Event()
+    """The next start deletes the leftover, and ends as an undisturbed run in a folder does."""
 
-    def decide(method: str, path: str) -> s3.Answer | None:
-        if method == "PUT" and "/step-6/manifest.json" in path:
-            arrived.set()
-            go_on.wait(300)
-            return 500, b""  # nobody is there to hear it
-        return None
+    def start(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *arguments, *flags(tmp_path / folder)]
+        environment = {**os.environ, **bucket.environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
 
-    with s3.proxy(bucket.port, decide) as port:
-        run = _torchrun(bucket, port, tmp_path / "run")
-        try:
-            assert arrived.wait(300), "the save of step 6 never came"
-        finally:
-            _kill(run)
-            go_on.set()
+    place = f"--checkpoint.folder={bucket.root}"
+    assert start(tmp_path / "run", "-c", _KILLED, place).returncode == -9
     left = names(bucket.path / "step-6")
-    assert len(left) == 3 and "manifest.json" not in left, "all shards and the index"
+    assert len(left) == 2 and "manifest.json" not in left, "the shard and the index"
     assert steps_in(bucket.path) == [2, 4]
-
-    again = _torchrun(bucket, bucket.port, tmp_path / "run")
-    said, _ = again.communicate(timeout=600)
-    assert again.returncode == 0, said
-    assert f"resumed from step 4 in {bucket.root}" in said and "resume verified at step 4" in said
+    again = start(tmp_path / "run", "train.py", place)
+    assert again.returncode == 0, again.stderr
+    assert f"resumed from step 4 in {bucket.root}" in again.stdout and "resume verified at step 4" in again.stdout
     assert names(bucket.path) == ["step-2", "step-4", "step-6", "step-8"]
-    straight = s3.new_bucket(bucket.port)
-    other = _torchrun(straight, bucket.port, tmp_path / "straight")
-    said, _ = other.communicate(timeout=600)
-    assert other.returncode == 0, said
+    assert start(tmp_path / "straight", "train.py").returncode == 0
     assert rows(tmp_path / "run") == rows(tmp_path / "straight")
-    assert unequal(bucket.path / "step-8", straight.path / "step-8") == []
-
-
-@pytest.mark.slow
-def test_a_run_that_cannot_reach_its_store_ends_before_any_work(bucket: s3.Bucket, tmp_path: Path) -> None:
-    run = _torchrun(s3.Bucket("no-such-bucket", bucket.port), bucket.port, tmp_path / "run")
-    said, _ = run.communicate(timeout=600)
-    assert run.returncode and "error: checkpoint.folder: s3://no-such-bucket/run/checkpoint" in said
-    assert "there is no bucket s3://no-such-bucket" in said and "botocore" not in said
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert unequal(bucket.path / "step-8", tmp_path / "straight" / "checkpoint" / "step-8") == []
+    gone = start(tmp_path / "gone", "train.py", "--checkpoint.folder=s3://no-such-bucket/run")
+    assert gone.returncode == exit_codes.CHECKPOINT and "botocore" not in gone.stderr
+    assert "error: checkpoint.folder: s3://no-such-bucket/run: there is no bucket" in gone.stdout + gone.stderr
+    assert not (tmp_path / "gone" / "metrics.jsonl").exists(), "it ends before any work"

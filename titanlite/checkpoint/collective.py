@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TypeVar, cast
@@ -65,6 +64,7 @@ def dcp_errors(action: str) -> Iterator[None]:
         raise CheckpointError(f"{action} failed: {'; '.join(sorted(causes))}") from error
 
 
+<<<<<<< HEAD
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Hide DCP's warning about a single process. Not for threads: filters are the whole process's."""
@@ -74,6 +74,9 @@ def quiet() -> Iterator[None]:
 
 
 def verify_before_load(folder: AnyPath, manifest: Manifest, world: DistEnv, every_byte: bool) -> str | None:
+=======
+def verify_before_load(folder: AnyPath, manifest: Manifest, world: World, every_byte: bool) -> str | None:
+>>>>>>> w-ckpt
     """Return what is wrong with a checkpoint's content, the same on all ranks; None when nothing is.
 
     Each rank reads its share of the files, and the index, which all will use; without every_byte the index alone.

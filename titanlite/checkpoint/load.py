@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from titanlite.checkpoint.collective import dcp_errors, on_rank_0, quiet, verify_before_load
+from titanlite.checkpoint.collective import dcp_errors, on_rank_0, verify_before_load
 from titanlite.checkpoint.manifest import (
     CheckpointError,
     Manifest,
@@ -60,6 +60,11 @@ _EFFECTS = {
     "global_batch": "the text goes on where it was, the learning rate goes on by steps",
     "model": "the tensors fit, the rest is as configured here",
 }
+_WEIGHTS_ONLY = (
+    "holds weights only (checkpoint.model_weights_only was true), without an optimizer: no run can resume from it. If "
+    "the run was to end there, it is done. To start another run from it, give that another folder and name this one as "
+    "checkpoint.initial_load_path. To train on in this folder, move it away: the newest full checkpoint is resumed then"
+)
 #: Changed keys of the config that a refusal names.
 _KEYS = 8
 MISSING, UNEXPECTED, SHAPE, DTYPE = "missing", "unexpected", "another shape", "another dtype"
@@ -162,7 +167,7 @@ class Loader:
             return None
         chosen = {name: tensor for name, tensor in tensors.items() if name in selection.load}
         rng = None if "rng" in left_out else self._generators(manifest, notices)
-        with quiet(), dcp_errors(f"loading {folder}"):
+        with dcp_errors(f"loading {folder}"):
             dcp.load(chosen if rng is None else {**chosen, RNG: rng}, storage_reader=CheckedReader(folder, manifest))
         for name in tensors.keys() - chosen.keys():
             if name.startswith("optimizer."):  # `gather` gave it a state of one step
@@ -237,8 +242,12 @@ class Loader:
         step = None if rollback or config.load_step == -1 else config.load_step
         start = "resume" if rollback else config.start
         manifest, passed = find(self.root, step, self.bad)
-        if step is not None:
-            self._check_newest(step)
+        later = [one for one in steps_in(self.root) if one > step] if step is not None else []
+        if newer := [f"step-{one}" for one in later if is_valid(step_folder(self.root, one))]:
+            raise CheckpointError(
+                f"checkpoint.load_step = {step}, but {self.root} holds newer checkpoints, which are never overwritten: "
+                f"move {', '.join(newer)} to another folder first"
+            )
         if start == "fresh" and (manifest is not None or passed):
             raise CheckpointError(
                 f'checkpoint.start = "fresh", but {self.root} holds checkpoints already: choose another '
@@ -247,7 +256,8 @@ class Loader:
         choice = None
         if manifest is not None:
             folder = step_folder(self.root, manifest.step)
-            _check_resumable(manifest, folder)
+            if manifest.weights_only:
+                raise CheckpointError(f"{folder} {_WEIGHTS_ONLY}")
             choice = _Choice(manifest, folder, "resume", _notices(passed, self.root, folder, manifest))
             choice.changes = self._check_run(choice, expected)
         elif passed or start == "resume":
@@ -260,15 +270,6 @@ class Loader:
             choice = self._choose_source(to_path(config.initial_load_path))
         self.deleter.delete(leftovers(self.root))
         return choice
-
-    def _check_newest(self, step: int) -> None:
-        """Raises CheckpointError when a later save would meet a checkpoint of a path that the run has left."""
-        newer = [later for later in steps_in(self.root) if later > step and is_valid(step_folder(self.root, later))]
-        if newer:
-            raise CheckpointError(
-                f"checkpoint.load_step = {step}, but {self.root} holds newer checkpoints, which are "
-                f"never overwritten: move step-{', step-'.join(map(str, newer))} to another folder first"
-            )
 
     def _choose_source(self, path: AnyPath) -> _Choice:
         """Return the checkpoint that `initial_load_path` means, which is only ever read. Raises CheckpointError."""
@@ -324,17 +325,6 @@ class Loader:
 
 def _none_valid(root: AnyPath, passed: Sequence[str]) -> str:
     return f"{root} has no valid checkpoint" + "".join(f"\n  {line}" for line in passed)
-
-
-def _check_resumable(manifest: Manifest, folder: AnyPath) -> None:
-    """Raises CheckpointError for a checkpoint of weights only: no run can resume from it."""
-    if manifest.weights_only:
-        raise CheckpointError(
-            f"{folder} holds weights only (checkpoint.model_weights_only was true): a run cannot go on from it, for "
-            "there is no optimizer in it. If that run was to end there, it is done. To start another run from its "
-            "weights, give it another folder and name this one as checkpoint.initial_load_path; to train on in this "
-            "folder, move it away, and the newest full checkpoint is resumed"
-        )
 
 
 def _notices(passed: list[str], root: AnyPath, folder: AnyPath, manifest: Manifest) -> list[str]:

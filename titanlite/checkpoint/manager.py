@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from titanlite.checkpoint.async_save import AsyncSave, SaveOutcome
-from titanlite.checkpoint.collective import dcp_errors, new_group, on_rank_0, quiet, verify_after_save
+from titanlite.checkpoint.collective import dcp_errors, new_group, on_rank_0, verify_after_save
 from titanlite.checkpoint.load import LoadedState, Loader
 from titanlite.checkpoint.manifest import CheckpointError, Manifest, find, step_folder
 from titanlite.checkpoint.paths import AnyPath, sizes, to_path
@@ -196,8 +196,7 @@ class Checkpointer:
         if self._async:
             self._async.start(step, folder, tensors, write)
         else:
-            with quiet():
-                write(tensors, self._group)
+            write(tensors, self._group)
         return folder
 
     def _tensors_to_save(

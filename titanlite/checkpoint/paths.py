@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path, PurePosixPath
@@ -30,8 +29,8 @@ _OPTIONS["s3a"] = _OPTIONS["s3"]
 _NO_BUCKET = re.compile("(bucket|container) does not exist")
 #: Functions of fsspec for which a missing path means a missing bucket.
 _WRITES = ("pipe_file", "write", "close")
-#: Objects that are copied within a store at the same time; attempts to delete objects that a store still lists.
-_COPIES, _DELETE_ATTEMPTS = 8, 3
+#: Attempts to delete objects that a store still lists.
+_DELETE_ATTEMPTS = 3
 
 
 class StoreError(OSError):
@@ -247,11 +246,9 @@ def sync_folder(folder: AnyPath) -> None:
 
 def copy_folder(folder: StorePath, target: StorePath, last: str) -> None:
     """Copy all objects within the store, that with the name `last` at the end."""
-    names = sorted(folder.listing(deep=True), key=lambda name: name == last)
-    with ThreadPoolExecutor(_COPIES, thread_name_prefix="titanlite-copy") as pool:
-        list(pool.map(lambda name: (folder / name).copy_to(target / name), names[:-1]))
-    for name in names[-1:]:
-        (folder / name).copy_to(target / name)
+    names = folder.listing(deep=True)
+    for part in ([name for name in names if name != last], [name for name in names if name == last]):
+        folder.fs.copy([f"{folder.key}/{name}" for name in part], [f"{target.key}/{name}" for name in part])
 
 
 def remove_folder(folder: AnyPath) -> None:

@@ -264,11 +264,15 @@ class Deleter:
 
     def __init__(self) -> None:
         self._threads: list[Thread] = []
+        #: Marks have names of their own: no deletion begins twice.
+        self._begun: set[AnyPath] = set()
 
-    def delete(self, marks: Sequence[AnyPath]) -> None:
+    def delete(self, marks: Collection[AnyPath]) -> None:
         """Start the deletion. Leftovers that cannot be deleted stay for the next start."""
-        if marks:
-            thread = Thread(target=_delete, args=(list(marks),), name="titanlite-delete", daemon=True)
+        new = [mark for mark in marks if mark not in self._begun]
+        self._begun.update(new)
+        if new:
+            thread = Thread(target=_delete, args=(new,), name="titanlite-delete", daemon=True)
             thread.start()
             self._threads = [t for t in self._threads if t.is_alive()] + [thread]
 

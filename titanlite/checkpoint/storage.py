@@ -6,7 +6,7 @@ import functools
 import io
 import os
 import uuid
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -160,15 +160,13 @@ class _HashingStream:
     def write(self, data: bytes | memoryview) -> int:
         self._hash.update(data)
         self._size += memoryview(data).nbytes
-        with self._named():
-            return self._stream.write(data)
+        return int(self._call(self._stream.write, data))
 
     def tell(self) -> int:
         return self._size
 
     def flush(self) -> None:
-        with self._named():
-            self._stream.flush()
+        self._call(self._stream.flush)
 
     def fileno(self) -> int:
         """For fsync, which is DCP's only use of it. DCP does not flush before, so the end would not be synced."""
@@ -176,19 +174,15 @@ class _HashingStream:
         return self._stream.fileno()
 
     def close(self) -> None:
-        with self._named():
-            self._stream.close()
+        self._call(self._stream.close)
 
-    @contextmanager
-    def _named(self) -> Generator[None, None, None]:
-        """Add the file's name to errors of writing."""
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            yield
-        except StoreError as error:
-            self.failure = error
-            raise
+            return function(*arguments)
         except OSError as error:
-            self.failure = OSError(error.errno, error.strerror, str(self._path))
+            # Errors of writing do not name the file.
+            named = isinstance(error, StoreError)
+            self.failure = error if named else OSError(error.errno, error.strerror, str(self._path))
             raise self.failure from None
 
     def written(self) -> Written:

@@ -22,7 +22,6 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from titanlite.checkpoint.collective import quiet
 from titanlite.checkpoint.manifest import (
     CheckpointError,
     Manifest,
@@ -38,7 +37,7 @@ from titanlite.checkpoint.storage import HashingWriter, converted, describe
 from titanlite.models import LlamaArgs, get_spec
 from titanlite.models.shapes import ShapeError, as_record, from_record
 from titanlite.runs import provenance
-from titanlite.tools.tensors import Contents
+from titanlite.tools.tensors import Contents, quiet
 
 Format = Literal["hf", "torch", "checkpoint"]
 #: Bytes of tensors in one file of a Hugging Face folder, which are in memory at a time.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +13,20 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from titanlite.checkpoint.collective import quiet
 from titanlite.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from titanlite.checkpoint.paths import AnyPath
 from titanlite.checkpoint.storage import CheckedReader
 
 #: Elements that are compared at a time, in float64.
 _CHUNK = 1 << 22
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Hide DCP's warning about a single process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
+        yield
 
 
 class Contents:
