@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from titanlite.checkpoint.contents import Contents
 
 from tests.checkpoint.runs import flip
 from tests.failures.runs import STEPS, batches, flags, rows, saved, train, unequal
@@ -20,6 +19,7 @@ from titanlite import exit_codes
 from titanlite.checkpoint.manifest import is_valid, step_folder
 from titanlite.data.loader import add_hashes
 from titanlite.tools.faults import Fault
+from titanlite.tools.tensors import Contents
 
 ROOT = Path(__file__).resolve().parents[2]
 
