@@ -9,19 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, ShardPlan
 
+from tests.metrics.runs import make_trainer
 from tests.pool import Pools
-from tests.training.harness import Run, batches, build_tiny, full, micro_batches
-from tests.training.test_run import TINY
-from titanlite.build import read_text, to_device
-from titanlite.config.fit import load_config
+from tests.steps import forward_backward, train_step
+from tests.training.harness import Run, batches, build_tiny, changed, full, micro_batches
+from titanlite.config.sections import ActivationCheckpoint, Compile
+from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard, NonFiniteError
 from titanlite.loss import cross_entropy_sum
 from titanlite.metrics.nan_finder import Finding, diagnose_nonfinite
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.step import forward_backward, train_step
-from titanlite.trainer import Trainer
 
 TOKENS, LABELS = batches(2, 8, 16, 192)
 RUN = Run(TOKENS, LABELS, [1e-3] * 2, accumulation=2)
@@ -120,16 +118,24 @@ def test_the_origin_is_named_on_every_rank(pool: Pools, where: str) -> None:
 @pytest.mark.parametrize(
     "run",
     [
-        replace(RUN, shard=ShardPlan(param_dtype="bfloat16", reshard_after_forward=True, gradient_sync="every")),
+        replace(
+            RUN,
+            training=changed(
+                RUN.training,
+                mixed_precision_param="bfloat16",
+                reshard_after_forward="always",
+                gradient_sync="every",
+            ),
+        ),
         replace(RUN, replicas=2),
-        replace(RUN, activations=ActivationCheckpointPlan("full")),
-        replace(RUN, activations=ActivationCheckpointPlan("op")),
+        replace(RUN, activations=ActivationCheckpoint(mode="full")),
+        replace(RUN, activations=ActivationCheckpoint(mode="selective", selective_ac_option="op")),
     ],
     ids=["bf16, each gradient reduced", "DDP", "blocks recomputed", "some operations recomputed"],
 )
 @pytest.mark.parametrize("where", ["output", "gradient of an input"])
 def test_it_is_found_in_every_kind_of_step(pool: Pools, run: Run, where: str) -> None:
-    found = pool(2).run(_find, run, where, sync_every=run.shard.gradient_sync == "every")
+    found = pool(2).run(_find, run, where, sync_every=run.training.gradient_sync == "every")
     assert [finding for finding, _ in found] == [EXPECTED[where]] * 2
 
 
@@ -180,7 +186,7 @@ def _overflow(world: DistEnv, run: Run) -> tuple[Finding, bool]:
 
 
 @pytest.mark.parametrize(
-    "run", [RUN, pytest.param(replace(RUN, compile=CompilePlan(model=True, backend="eager")), id="compiled")]
+    "run", [RUN, pytest.param(replace(RUN, compile=Compile(components=["model"], backend="eager")), id="compiled")]
 )
 def test_an_overflow_between_modules_is_named_and_training_can_go_on(pool: Pools, run: Run) -> None:
     for finding, learns in pool(2).run(_overflow, run):
@@ -189,9 +195,8 @@ def test_an_overflow_between_modules_is_named_and_training_can_go_on(pool: Pools
 
 
 def _stopped(world: DistEnv, folder: str) -> str:
-    flags = [*TINY, "--no-checkpoint.enable_checkpoint", "--no-validation.enable", "--training.steps=6"]
-    plans = load_config("debug_model.toml", world.size, [*flags, f"--job.dump_folder={folder}"])
-    trainer = Trainer(plans, world, read_text(plans))
+    flags = ["--no-checkpoint.enable_checkpoint", "--no-validation.enable", "--training.steps=6"]
+    trainer = make_trainer(world, folder, *flags)
 
     def spoil(module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
         return out * float("nan") if trainer.step == 3 and world.rank == 1 else out

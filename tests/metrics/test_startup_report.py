@@ -13,7 +13,7 @@ import pytest
 from tests.pool import Pools
 from tests.training.test_run import TINY
 from tests.words import listening
-from titanlite.build import read_text
+from titanlite.build import build
 from titanlite.config.fit import load_config
 from titanlite.config.run_sections import Guard, Metrics
 from titanlite.config.sections import ActivationCheckpoint, Compile, Experimental, Float8, Model, Optimizer, Training
@@ -180,10 +180,10 @@ def test_activations_name_how_much_is_kept_and_where(keys: Any, recomputing: int
 
 
 def _first_lines(world: DistEnv, folder: str) -> tuple[list[str], tuple[str, ...]]:
-    plans = load_config("debug_model.toml", world.size, [*TINY, f"--job.dump_folder={folder}", "--training.steps=1"])
+    config = load_config("debug_model.toml", world.size, [*TINY, f"--job.dump_folder={folder}", "--training.steps=1"])
     with listening() as said:
-        Trainer(plans, world, read_text(plans)).train()
-    return said, plans.notes
+        Trainer(build(config, world)).train()
+    return said, config.notes
 
 
 def test_a_run_reports_everything_once(pool: Pools, tmp_path: Path) -> None:

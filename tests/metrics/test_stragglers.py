@@ -9,14 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.metrics.runs import make_trainer
 from tests.pool import Pools
-from tests.training.test_run import TINY
-from titanlite.build import read_text
-from titanlite.config.fit import load_config
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.metrics.stragglers import LOGS_IN_A_ROW, StragglerDetector
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.trainer import Trainer
 
 CPU = torch.device("cpu")
 #: Seconds per step by which a rank is slowed: far above what a busy machine adds to one rank and not to the other.
@@ -31,9 +28,8 @@ def _burn(seconds: float) -> None:
 
 
 def _train(world: DistEnv, folder: str, slow_rank: int, where: str) -> None:
-    flags = [*TINY, "--no-checkpoint.enable_checkpoint", "--no-validation.enable", "--training.steps=6"]
-    plans = load_config("debug_model.toml", world.size, [*flags, f"--job.dump_folder={folder}"])
-    trainer = Trainer(plans, world, read_text(plans))
+    flags = ["--no-checkpoint.enable_checkpoint", "--no-validation.enable", "--training.steps=6"]
+    trainer = make_trainer(world, folder, *flags)
     if world.rank == slow_rank and where == "data":
         next_step = trainer.parts.loader.next_step
 

@@ -10,22 +10,23 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from titanlite.app import _lock as _lock_of_run
-from titanlite.config.plans import CheckpointPlan, Plans
 
 from tests.checkpoint.golden import PRINTS, make
 from tests.pool import Pools
 from tests.words import listening
 from titanlite import exit_codes
 from titanlite.checkpoint import Checkpointer, CheckpointError
-from titanlite.checkpoint.paths import StorePath
+from titanlite.checkpoint.paths import AnyPath, StorePath
+from titanlite.config.derive import RunConfig
 from titanlite.config.errors import ConfigError
 from titanlite.config.fit import check_config
+from titanlite.config.sections import Checkpoint
+from titanlite.main import _lock
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs import lock as lock_module
 from titanlite.runs.lock import (
@@ -52,7 +53,7 @@ def said() -> Iterator[list[str]]:
 
 
 @pytest.fixture(params=["folder", "store"])
-def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AnyPath:
     """A folder, or an object store in the memory of this process, without anything in it."""
     if request.param == "folder":
         return tmp_path / "run"
@@ -66,16 +67,16 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     return StorePath(f"memory://{tmp_path.name}/run")
 
 
-def _held(place: Place) -> dict[str, Any]:
+def _held(place: AnyPath) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((place / FILE).read_bytes())
     return found
 
 
-def _names(place: Place) -> list[str]:
+def _names(place: AnyPath) -> list[str]:
     return list(place.listing() if isinstance(place, StorePath) else os.listdir(place) if place.exists() else [])
 
 
-def _abandon(place: Place, token: str = "dead", **process: Any) -> dict[str, Any]:
+def _abandon(place: AnyPath, token: str = "dead", **process: Any) -> dict[str, Any]:
     """Leave a lock as a process of another machine or boot does, or one of this with another start time."""
     with RunLock(place):
         holder = _held(place)
@@ -88,7 +89,7 @@ def _abandon(place: Place, token: str = "dead", **process: Any) -> dict[str, Any
 
 
 @contextmanager
-def _renewed(place: Place) -> Iterator[None]:
+def _renewed(place: AnyPath) -> Iterator[None]:
     """Renew a lock as its holder elsewhere does."""
     stop, path = threading.Event(), place / FILE
     content = path.read_bytes()
@@ -130,7 +131,7 @@ def test_a_second_run_is_refused_by_name_and_the_lock_of_a_killed_one_is_taken_o
 
 
 def test_a_live_process_of_this_machine_is_refused_at_once_and_one_that_reused_its_id_is_not(
-    place: Place, said: list[str]
+    place: AnyPath, said: list[str]
 ) -> None:
     with RunLock(place), pytest.raises(LockedError, match=f"process {os.getpid()} on"), RunLock(place):
         pytest.fail("two hold it")
@@ -151,7 +152,7 @@ def test_it_is_released_after_errors_and_can_be_taken_again(tmp_path: Path) -> N
     assert _names(folder) == ["metrics.jsonl"]
 
 
-def test_a_lock_of_another_machine_is_alive_as_long_as_it_is_renewed(place: Place, said: list[str]) -> None:
+def test_a_lock_of_another_machine_is_alive_as_long_as_it_is_renewed(place: AnyPath, said: list[str]) -> None:
     _abandon(place)
     began = time.monotonic()
     with _renewed(place), pytest.raises(LockedError, match="process 4711 on node7"), RunLock(place, lease_seconds=60):
@@ -165,7 +166,7 @@ def test_a_lock_of_another_machine_is_alive_as_long_as_it_is_renewed(place: Plac
     assert _names(place) == []
 
 
-def test_equal_host_names_are_no_proof_of_the_same_machine(place: Place) -> None:
+def test_equal_host_names_are_no_proof_of_the_same_machine(place: AnyPath) -> None:
     """Containers and cloned machines share host names; a process id means nothing in another PID namespace."""
     _abandon(place, id=2**22 + 1, space=lock_module._process(os.getpid())["space"].replace("pid:[", "pid:[9"))
     holder = {**_held(place), "host": os.uname().nodename}
@@ -196,7 +197,7 @@ def test_the_age_of_a_lock_from_elsewhere_tells_whether_its_run_is_alive(tmp_pat
         assert (last_sign_of_life(tmp_path) is not None) == alive
 
 
-def test_the_holder_renews_it_and_tells_when_it_is_lost(place: Place, said: list[str]) -> None:
+def test_the_holder_renews_it_and_tells_when_it_is_lost(place: AnyPath, said: list[str]) -> None:
     with RunLock(place, renew_seconds=0.05):
         first = (place / FILE).stat().st_mtime
         check, deadline = OwnershipCheck(place), time.monotonic() + 10
@@ -219,7 +220,7 @@ def test_the_holder_renews_it_and_tells_when_it_is_lost(place: Place, said: list
     assert _held(place)["token"] == "other", "another's lock is not deleted"
 
 
-def test_a_deleted_lock_is_told(place: Place, said: list[str]) -> None:
+def test_a_deleted_lock_is_told(place: AnyPath, said: list[str]) -> None:
     with RunLock(place, renew_seconds=0.05):
         check = OwnershipCheck(place)
         check.look()
@@ -231,7 +232,7 @@ def test_a_deleted_lock_is_told(place: Place, said: list[str]) -> None:
         check.look()
 
 
-def test_of_many_that_find_it_dead_one_takes_it(place: Place) -> None:
+def test_of_many_that_find_it_dead_one_takes_it(place: AnyPath) -> None:
     _abandon(place, id=os.getpid(), started=1)
     gate, over = threading.Barrier(8), threading.Event()
     held: list[int] = []
@@ -259,7 +260,7 @@ def test_of_many_that_find_it_dead_one_takes_it(place: Place) -> None:
     assert _names(place) == []
 
 
-def test_a_run_that_takes_over_is_named_and_one_that_died_doing_so_is_not_in_the_way(place: Place) -> None:
+def test_a_run_that_takes_over_is_named_and_one_that_died_doing_so_is_not_in_the_way(place: AnyPath) -> None:
     dead = _abandon(place, id=os.getpid(), started=1)
     claim = place / f".{FILE}.dead.{dead['token']}"
     claimant = {**dead, "token": "claimant", "process": lock_module._process(os.getpid())}
@@ -286,7 +287,7 @@ def test_a_lock_that_is_being_written_is_read_again(tmp_path: Path) -> None:
 
 def _save(world: DistEnv, folder: str, lost: bool) -> str:
     model, optimizer = make()
-    saver = Checkpointer(CheckpointPlan(enable=True, folder=folder), world, PRINTS)
+    saver = Checkpointer(Checkpoint(enable_checkpoint=True, folder=folder), world, PRINTS)
     saver.save(1, model, optimizer, {})
     if lost:
         (Path(folder) / FILE).write_text(json.dumps({"token": "other", "process": {"id": 1}, "host": "node7"}))
@@ -310,7 +311,11 @@ def test_a_run_that_lost_its_lock_publishes_no_checkpoint(pool: Pools, tmp_path:
 # What a run locks
 
 
-def _plans(root: Path, run: str, *flags: str) -> Plans:
+def _lock_of_run(run: RunConfig) -> AbstractContextManager[None]:
+    return _lock(Path(run.job.dump_folder), run.checkpoint)
+
+
+def _config(root: Path, run: str, *flags: str) -> RunConfig:
     argv = [f"--job.dump_folder={root / run}", "--checkpoint.enable_checkpoint", *flags]
     return check_config(argv, 1, training=False)[1]
 
@@ -318,15 +323,15 @@ def _plans(root: Path, run: str, *flags: str) -> Plans:
 def test_checkpoints_that_lie_elsewhere_are_locked_too(tmp_path: Path) -> None:
     """Two runs with folders of their own, and checkpoints in one: each would take the other's saves for leftovers."""
     shared = f"--checkpoint.folder={tmp_path / 'shared'}"
-    with _lock_of_run(_plans(tmp_path, "a", shared)):
+    with _lock_of_run(_config(tmp_path, "a", shared)):
         with (
             pytest.raises(LockedError, match=r"another --checkpoint\.folder"),
-            _lock_of_run(_plans(tmp_path, "b", shared)),
+            _lock_of_run(_config(tmp_path, "b", shared)),
         ):
             pytest.fail("two runs hold it")
         assert not (tmp_path / "b").exists(), "the lock of its own folder is released"
-        off = _plans(tmp_path, "c", shared, "--no-checkpoint.enable_checkpoint")
-        with _lock_of_run(_plans(tmp_path, "b")), _lock_of_run(off):
+        off = _config(tmp_path, "c", shared, "--no-checkpoint.enable_checkpoint")
+        with _lock_of_run(_config(tmp_path, "b")), _lock_of_run(off):
             assert (tmp_path / "b" / FILE).exists() and (tmp_path / "b" / "checkpoint" / FILE).exists()
     assert _names(tmp_path) == []
 
@@ -337,12 +342,12 @@ def test_checkpoints_in_the_folder_of_a_live_run_are_locked(tmp_path: Path) -> N
     (tmp_path / "real").mkdir()
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "checkpoint").symlink_to(tmp_path / "real")
-    with _lock_of_run(_plans(tmp_path, "a")), _lock_of_run(_plans(tmp_path, "c")):
+    with _lock_of_run(_config(tmp_path, "a")), _lock_of_run(_config(tmp_path, "c")):
         for folder in ("a/checkpoint", "link", "a", "real"):
-            other = _plans(tmp_path, "b", f"--checkpoint.folder={tmp_path / folder}")
+            other = _config(tmp_path, "b", f"--checkpoint.folder={tmp_path / folder}")
             with pytest.raises(LockedError, match=r"another --checkpoint\.folder"), _lock_of_run(other):
                 pytest.fail(f"two runs hold {folder}")
-    with _lock_of_run(_plans(tmp_path, "a", "--checkpoint.folder=.")):
+    with _lock_of_run(_config(tmp_path, "a", "--checkpoint.folder=.")):
         assert _names(tmp_path / "a") == [FILE], "its own lock is not in its way"
 
 
@@ -351,12 +356,12 @@ def test_a_folder_of_checkpoints_that_cannot_be_is_found_at_the_start(tmp_path: 
     run.mkdir()
     (run / "checkpoint").write_text("a file")
     for folder, why in ((run / "checkpoint", "it is a file"), (run / "checkpoint" / "x", "Not a directory")):
-        plans = _plans(tmp_path, "a", f"--checkpoint.folder={folder}")
-        with pytest.raises(CheckpointError, match=rf"checkpoint\.folder: .*{folder}.*{why}"), _lock_of_run(plans):
+        config = _config(tmp_path, "a", f"--checkpoint.folder={folder}")
+        with pytest.raises(CheckpointError, match=rf"checkpoint\.folder: .*{folder}.*{why}"), _lock_of_run(config):
             pytest.fail("it was not looked at")
     (tmp_path / "link").symlink_to(run / "logs")
     for flag in ("logs/checkpoint", "logs", tmp_path / "link" / "checkpoint"):
-        plans = _plans(tmp_path, "a", f"--checkpoint.folder={flag}")
-        with pytest.raises(ConfigError, match=r"checkpoint\.folder: .*, where the logs of"), _lock_of_run(plans):
+        config = _config(tmp_path, "a", f"--checkpoint.folder={flag}")
+        with pytest.raises(ConfigError, match=r"checkpoint\.folder: .*, where the logs of"), _lock_of_run(config):
             pytest.fail("it was not looked at")
     assert _names(run) == ["checkpoint"]

@@ -74,7 +74,7 @@ _UNWIND_SECONDS = 7.0
 #: Characters of an error's text, and frames of a stack, that are published.
 _TEXT, _FRAMES, _DEPTH = 2000, 12, 60
 #: File in which a main thread waits for another one -> that thread, whose stack says more.
-_WORKERS = {"data/prefetch.py": "titanlite-prefetch", "checkpoint/background.py": "titanlite-save"}
+_WORKERS = {"data/prefetch.py": "titanlite-prefetch", "checkpoint/async_save.py": "titanlite-save"}
 #: All ranks raise these together.
 _TOGETHER = (StopRequested, BadStepError, KeyboardInterrupt, SystemExit, GeneratorExit)
 
