@@ -6,14 +6,15 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from titanlite.prepare import resolve_plans
+
 from tests.pool import Pools
 from tests.tiny import EIGHT_STEPS
 from titanlite.build import read_text
 from titanlite.config.load import load_file
 from titanlite.data.prefetch import THREAD
-from titanlite.observe.metrics import read_metrics
-from titanlite.parallel.world import World
-from titanlite.prepare import resolve_plans
+from titanlite.metrics.jsonl import read_metrics
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.trainer import Trainer
 
 TINY = [
@@ -32,7 +33,7 @@ def _threads() -> int:
     return sum(thread.name == THREAD for thread in threading.enumerate())
 
 
-def _run(world: World, folder: str, *flags: str) -> dict[str, Any]:
+def _run(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
     """Train; return losses by step, and the number of threads in mid-run and after it."""
     plans = resolve_plans(load_file("debug_model.toml", [*TINY, f"--job.dump_folder={folder}", *flags]), world.size)
     trainer = Trainer(plans, world, read_text(plans))
