@@ -64,19 +64,7 @@ def dcp_errors(action: str) -> Iterator[None]:
         raise CheckpointError(f"{action} failed: {'; '.join(sorted(causes))}") from error
 
 
-<<<<<<< HEAD
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Hide DCP's warning about a single process. Not for threads: filters are the whole process's."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
-        yield
-
-
 def verify_before_load(folder: AnyPath, manifest: Manifest, world: DistEnv, every_byte: bool) -> str | None:
-=======
-def verify_before_load(folder: AnyPath, manifest: Manifest, world: World, every_byte: bool) -> str | None:
->>>>>>> w-ckpt
     """Return what is wrong with a checkpoint's content, the same on all ranks; None when nothing is.
 
     Each rank reads its share of the files, and the index, which all will use; without every_byte the index alone.

@@ -157,11 +157,7 @@ def _batch_misfits(d: Config, run: RunConfig) -> Iterator[Finding]:
         yield from _microbatch_misfits(run)
 
 
-<<<<<<< HEAD
-def _context_misfits(d: Config) -> Iterator[Finding]:
-=======
 def _context_misfits(run: RunConfig) -> Iterator[Finding]:
->>>>>>> w-derive
     """Check that each sequence can be cut into two equal chunks per rank."""
     chunks = 2 * run.mesh.context
     for key, length in _lengths(run).items():
@@ -176,13 +172,8 @@ def _context_misfits(run: RunConfig) -> Iterator[Finding]:
             )
 
 
-<<<<<<< HEAD
-def _pipeline_misfits(d: Config) -> Iterator[Finding]:
-    e, t, degree = d.experimental, d.training, d.experimental.pipeline_parallel_degree
-=======
-def _pipeline_misfits(d: Dialect, degree: int) -> Iterator[Finding]:
+def _pipeline_misfits(d: Config, degree: int) -> Iterator[Finding]:
     e, t = d.experimental, d.training
->>>>>>> w-derive
     name = find_schedule(e.pipeline_parallel_schedule)
     if name is None:
         close = nearest(e.pipeline_parallel_schedule, SCHEDULES, 3)
