@@ -263,7 +263,7 @@ class Soak:
 
     def _compare(self, run: Path) -> None:
         """Count what is not as in the run that nothing happened to."""
-        from titanlite.checkpoint.contents import Contents, compare
+        from titanlite.tools.tensors import Contents, compare
 
         expected, found = records(self.reference), records(run)
         steps = range(1, self.steps + 1)

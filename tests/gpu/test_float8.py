@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from titanlite.checkpoint.contents import Contents, compare
+from titanlite.tools.tensors import Contents, compare
 
 from tests.checkpoint.runs import RUN as SAVED
 from tests.gpu.peak import peak_and_gradients

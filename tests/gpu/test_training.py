@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from titanlite.checkpoint.contents import Contents, compare
+from titanlite.tools.tensors import Contents, compare
 from torch.distributed.tensor import DTensor
 
 from tests.checkpoint.runs import RUN as SAVED

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from titanlite.drift import Drift, measure_drift
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,9 +17,10 @@ from tests.training.harness import TINY, Run, build_tiny, changed, micro_batches
 from titanlite.config.sections import Float8, Training
 from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
+from titanlite.metrics.float8_error import Float8Error, measure_float8_error
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.float8 import ScalePrecompute
-from titanlite.step import ReplicationFactors
+from titanlite.step import PlainRunner, ReplicationFactors
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 REAL, EMULATED = Float8(enable_float8_linear=True), Float8(enable_float8_linear=True, emulate=True)
@@ -126,18 +126,18 @@ def gathered_types(world: DistEnv, run: Run) -> dict[str, str]:
     return found
 
 
-def drift_of(world: DistEnv, run: Run) -> tuple[Drift, float, list[float], list[float]]:
+def drift_of(world: DistEnv, run: Run) -> tuple[Float8Error, float, list[float], list[float]]:
     """The measurement on the initial weights, their loss without float8, and the losses measured first and again."""
     plan = run.mesh(world.size)
     duplicates = ReplicationFactors(plan.tensor * plan.pipeline, plan.tensor)
 
-    def measure(run: Run, times: int) -> list[Drift]:
+    def measure(run: Run, times: int) -> list[Float8Error]:
         model, _, rank = build_tiny(world, run)
         loss = run.builder(world).loss()
         data = to_device(micro_batches(run, 0, rank, plan.dp_degree), world.device)
-        pipeline = run_stages(model, run, world, loss)
-        common = (data, world.device, torch.bfloat16, loss, duplicates, pipeline)
-        return [measure_drift(model, *common) for _ in range(times)]
+        runner = run_stages(model, run, world, loss) or PlainRunner(model, loss)
+        common = (data, world.device, torch.bfloat16, runner, duplicates)
+        return [measure_float8_error(model, *common) for _ in range(times)]
 
     # Not converted, both passes are the same, and its initial weights are those of the converted one.
     (exact,) = measure(replace(run, float8=Float8()), 1)

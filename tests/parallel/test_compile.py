@@ -19,10 +19,10 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.registry import register_backend
 
 from tests.pool import Pools, RankPool
-from tests.steps import train_step, validate
+from tests.steps import train_step
 from tests.training.harness import TINY, Run, batches, build_tiny, micro_batches, train
 from tests.training.reference import Curve
-from titanlite import app, exit_codes
+from titanlite import exit_codes, main
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import ActivationCheckpoint, Compile, Float8, Training
 from titanlite.data.loader import Batch
@@ -42,6 +42,7 @@ from titanlite.parallel.compile import (
 )
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.preflight import check_machine
+from titanlite.step import PlainRunner, validate
 from titanlite.utils import logger
 
 STEPS, SEQ = 20, 32
@@ -106,7 +107,7 @@ def _count(world: DistEnv, run: Run, lengths: list[int]) -> Counted:
             counted.steps.append(COUNTING.graphs)
             if step % 2 == 0:
                 whole = [Batch(run.tokens[step, :5], run.labels[step, :5])] * 2
-                validate(model, whole, world.device, loss)
+                validate(model, whole, world.device, PlainRunner(model, loss))
                 watch.after(step, "validation")
                 counted.validations.append(COUNTING.graphs)
     finally:
@@ -286,7 +287,7 @@ def test_ever_new_shapes_stop_with_advice() -> None:
 def test_unknown_backend_ends_before_any_work_and_names_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     level, handlers = logger.level, list(logger.handlers)
     try:
-        assert app.run(["--training.compile", "--compile.backend=inductr"]) == exit_codes.CONFIG
+        assert main.run(["--training.compile", "--compile.backend=inductr"]) == exit_codes.CONFIG
     finally:
         logger.setLevel(level)
         logger.handlers[:] = handlers

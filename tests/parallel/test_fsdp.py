@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.parallel.watch import GATHER, REDUCE, SUM, Sent, Wire
 from tests.pool import Pools
+from tests.steps import forward_backward, train_step
 from tests.training.harness import TINY, Run, batches, build_tiny, full_precision, micro_batches, train
 from titanlite.config.sections import Training
 from titanlite.data.loader import to_device
@@ -22,7 +23,6 @@ from titanlite.models import get_spec
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.fsdp import apply_fsdp, offloads, set_gradient_sync
 from titanlite.parallel.wrapping import groups_by_class
-from titanlite.step import forward_backward, train_step
 
 RUN = Run(*batches(1, 8, 16, 192), [1e-3])
 TOTAL = 123_200  # parameters of TINY: embedding and head 12,288 each, two blocks of 49,280, final norm 64

@@ -62,7 +62,7 @@ def _placement(world: DistEnv, run: Run) -> tuple[dict[str, torch.Tensor], int, 
         layer_norms=True,
     )
     assert result.layer_norms is not None
-    torch.testing.assert_close(torch.stack(list(result.layer_norms.values())).norm(), result.norm)
+    torch.testing.assert_close(torch.stack(list(result.layer_norms.values())).norm(), result.grad_norm)
     assert all(norm > 0 for norm in result.layer_norms.values())
     held = sum(t.numel() for state in optimizer.state.values() for t in state.values() if t.dim())
     return own, sum(t.numel() for t in own.values()), held, list(result.layer_norms)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from titanlite.preempt import Preempted
 
 from tests.pool import free_port
 from titanlite import exit_codes
@@ -27,6 +26,7 @@ from titanlite.parallel.rendezvous import (
     wait_for_rank_0,
 )
 from titanlite.runs.lock import RunLock
+from titanlite.signals import StopRequested
 from titanlite.utils import logger
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -155,8 +155,8 @@ def test_ranks_that_fail_alike_do_not_wait_for_each_other(monkeypatch: pytest.Mo
 
     began = time.monotonic()
     _all(lambda: attempt(0), lambda: attempt(1))
-    with pytest.raises(Preempted), report_failure(_register(2, 0, 1)[0], 0, 2):
-        raise Preempted("SIGTERM before the first step")  # a grace period is short: no wait for the others
+    with pytest.raises(StopRequested), report_failure(_register(2, 0, 1)[0], 0, 2):
+        raise StopRequested("SIGTERM before the first step")  # a grace period is short: no wait for the others
     assert time.monotonic() - began < 30
 
 
@@ -168,9 +168,10 @@ def test_train_py_without_its_peer_ends_with_lost_peer(tmp_path: Path) -> None:
     script = tmp_path / "short.py"
     script.write_text(
         "import functools\n"
-        "from titanlite import app\n"
-        "app.connect_store = functools.partial(app.connect_store, 1.0)\n"
-        "app.main()\n"
+        "from titanlite import main\n"
+        "from titanlite.parallel import dist_env\n"
+        "dist_env.connect_store = functools.partial(dist_env.connect_store, 1.0)\n"
+        "main.main()\n"
     )
     flags = ["--job.config_file=debug_model.toml", f"--job.dump_folder={tmp_path}/run"]
     command = [sys.executable, str(script), *flags]

@@ -29,7 +29,7 @@ from titanlite.models import get_spec
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.tensor import apply_tp, check_async, enable_async, tensor_loss
-from titanlite.step import ReplicationFactors, validate
+from titanlite.step import PlainRunner, ReplicationFactors, validate
 
 RUN = Run(TOKENS, LABELS, WARM, accumulation=2, tensor=2)
 EAGER = Compile(components=["model"], backend="aot_eager")
@@ -211,7 +211,7 @@ def _figures(world: DistEnv, run: Run) -> dict[str, Any]:
     mesh = run.mesh(world.size)
     duplicates, loss = ReplicationFactors(mesh.tensor, mesh.tensor), _loss(run)
     data = micro_batches(run, 0, rank, mesh.dp_degree)
-    held_out, tokens = validate(model, data, world.device, loss, duplicates)
+    held_out, tokens = validate(model, data, world.device, PlainRunner(model, loss), duplicates)
     assert all(p.grad is None for p in model.parameters())
     settings: Any = {"step": 1, "lr": 0.0, "max_norm": 1e9, "guard": FiniteGuard(world.device), "layer_norms": True}
     result = train_step(model, optimizer, data, factors=duplicates, loss_function=loss, **settings)

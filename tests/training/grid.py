@@ -15,6 +15,8 @@ import torch
 
 from tests.training.compare import FLAT, GLOBAL_BATCH, LABELS, SEQ, TOKENS, WARM, References
 from tests.training.harness import Degrees, Run
+from titanlite.config.derive import RunConfig
+from titanlite.config.fit import load_config
 from titanlite.config.pipeline import SCHEDULES
 
 #: Two blocks of grouped queries, as small as four ranks can share.
@@ -149,7 +151,7 @@ REFUSED = {
 }
 
 
-def plans_of(row: Row, column: Column) -> Plans:
+def config_of(row: Row, column: Column) -> RunConfig:
     """What the config makes of a cell. Raises ConfigError."""
     data_ranks = row.ranks // (row.flags.get(TP, 1) * row.flags.get(CP, 1) * row.flags.get(PP, 1))
     batch = {"training.batch_size": GLOBAL_BATCH // data_ranks // column.accumulation}
@@ -157,14 +159,14 @@ def plans_of(row: Row, column: Column) -> Plans:
     return load_config("debug_model.toml", row.ranks, [f"--{key}={value}" for key, value in flags.items()])
 
 
-def run_of(plans: Plans, optimizer: str = "AdamW", steps: int = 20) -> Run:
+def run_of(config: RunConfig, optimizer: str = "AdamW", steps: int = 20) -> Run:
     """The cell on dumped batches."""
-    mesh, config, batch = plans.mesh, plans.config, plans.batch
+    mesh, batch = config.mesh, config.batch
     run = Run(
         TOKENS,
         LABELS,
         (FLAT if optimizer == "SGD" else WARM)[:steps],
-        args=model_args(plans.model),
+        args=config.model_args(),
         training=config.training,
         optimizer=optimizer,
         accumulation=batch.accumulation,
@@ -207,7 +209,7 @@ def train_cell(references: References, row: str, column: str) -> None:
     cell = COLUMNS[column]
     # Twenty steps of AdamW in the quick cells: longer runs of the others would show nothing that these do not.
     steps = cell.steps if cell.optimizer == "SGD" or (row, column) in QUICK else min(cell.steps, 8)
-    references.compare(run_of(plans_of(ROWS[row], cell), cell.optimizer, steps), ROWS[row].ranks)
+    references.compare(run_of(config_of(ROWS[row], cell), cell.optimizer, steps), ROWS[row].ranks)
 
 
 def more_rows(fewest: int, most: int) -> list[Any]:
@@ -221,7 +223,7 @@ def more_rows(fewest: int, most: int) -> list[Any]:
 
 def train_row(references: References, row: Row, accumulation: int) -> None:
     steps = 8 if row.ranks < 8 else 4
-    references.compare(run_of(plans_of(row, Column(accumulation, "AdamW", {})), steps=steps), row.ranks)
+    references.compare(run_of(config_of(row, Column(accumulation, "AdamW", {})), steps=steps), row.ranks)
 
 
 def bf16_rows(fewest: int, most: int) -> list[Any]:
@@ -236,7 +238,7 @@ def bf16_rows(fewest: int, most: int) -> list[Any]:
 def train_in_bf16(references: References, row: str) -> None:
     """Mean distance of the losses from those on one rank: at most twice what another seed makes of them."""
     low = replace(ROWS[row], flags={**ROWS[row].flags, "training.mixed_precision_param": "bfloat16"})
-    run = run_of(plans_of(low, COLUMNS["accumulated"]), steps=8)
+    run = run_of(config_of(low, COLUMNS["accumulated"]), steps=8)
     assert run.training.mixed_precision_param == "bfloat16"
     plain, *others = map(torch.tensor, references.seeds(run))
     spread = torch.stack([(plain - other).abs().mean() for other in others]).mean()

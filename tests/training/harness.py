@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import dataclasses
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from msgspec.structs import replace as replace_fields
+from msgspec.structs import replace
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -34,7 +35,7 @@ TINY = LlamaArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=192, mu
 
 def changed(section: S, **changes: Any) -> S:
     """A copy of a config section with other values."""
-    return replace_fields(section, **changes)
+    return replace(section, **changes)
 
 
 def full_precision(**changes: Any) -> Training:
@@ -128,7 +129,7 @@ class Run:
 
     def alone(self) -> Run:
         """The same run on one rank."""
-        return replace(self, replicas=1, tensor=1, context=1, pipeline=1)
+        return dataclasses.replace(self, replicas=1, tensor=1, context=1, pipeline=1)
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -214,7 +215,7 @@ def train(world: DistEnv, run: Run) -> Curve:
             max_norm=run.max_norm,
             guard=guard,
             factors=ReplicationFactors(plan.tensor * plan.pipeline, plan.tensor),
-            sync_every=run.shard.gradient_sync == "every",
+            sync_every=run.training.gradient_sync == "every",
             loss_function=loss,
             pipeline=pipeline,
             after_update=after_update,

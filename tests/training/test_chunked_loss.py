@@ -388,11 +388,6 @@ def test_a_loss_that_is_not_finite_is_the_heads(pool: Pools) -> None:
 # The config
 
 
-def test_the_key_reaches_the_plan() -> None:
-    assert Plans().loss.chunks == 1
-    assert resolve(load(["--training.loss_chunks=8"]), world_size=1).loss.chunks == 8
-
-
 @pytest.mark.parametrize(
     ("flags", "ranks", "message"),
     [

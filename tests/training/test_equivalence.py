@@ -8,6 +8,7 @@ import pytest
 
 from tests.training.compare import LABELS, TOKENS, WARM, References
 from tests.training.harness import TINY, Run, full_precision
+from titanlite.config.sections import ActivationCheckpoint, Training
 from titanlite.models import RopeScaling
 
 SHAPES = {

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.metrics.test_nan_finder import W2
 from tests.pool import Pools
 from tests.steps import train_step
 from tests.training.harness import (
@@ -26,6 +27,7 @@ from tests.training.harness import (
 from titanlite.data.loader import to_device
 from titanlite.guard import BadStepError, FiniteGuard, LossSpikeError, NonFiniteError, find_nonfinite
 from titanlite.loss import cross_entropy_sum
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.tensor import tensor_loss
 from titanlite.step import ReplicationFactors
 

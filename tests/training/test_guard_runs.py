@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from titanlite.checkpoint.contents import Contents, compare
+from titanlite.tools.tensors import Contents, compare
 from torch.distributed.tensor import DTensor
 
+from tests.metrics.test_nan_finder import W2
 from tests.metrics.test_records import scalars
 from tests.pool import Pools
 from tests.steps import train_step
@@ -20,10 +21,13 @@ from tests.training.test_run import _losses, _outcome, _trainer
 from titanlite import exit_codes
 from titanlite.checkpoint import Checkpointer, CheckpointError, checkpointer
 from titanlite.checkpoint.manifest import steps_in
+from titanlite.config.sections import Checkpoint
 from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard, WeightsError
 from titanlite.loss import cross_entropy_sum
 from titanlite.metrics.jsonl import read_metrics
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.runs.record import read_entries
 from titanlite.step import ReplicationFactors
 
 NAN = float("nan")
@@ -257,7 +261,7 @@ def _saves(world: DistEnv, folder: str, run: Run, mode: Any) -> list[str]:
         factors=ReplicationFactors(mesh.pipeline),
         pipeline=run_stages(model, run, world, cross_entropy_sum) if mesh.pipeline > 1 else None,
     )
-    saver = Checkpointer(CheckpointPlan(enable=True, folder=folder, async_mode=mode), world, {})
+    saver = Checkpointer(Checkpoint(enable_checkpoint=True, folder=folder, async_mode=mode), world, {})
     weight = list(model.parameters())[-1]
     moment = optimizer.state[weight]["exp_avg"]
     said = []
@@ -291,7 +295,7 @@ def test_no_save_publishes_what_is_not_finite(pool: Pools, tmp_path: Path, mode:
 def _too_large(world: DistEnv, folder: str) -> str:
     model, optimizer, _ = build_tiny(world, RUN)
     _local(list(model.parameters())[-1]).data.fill_(1e6)
-    saver = Checkpointer(CheckpointPlan(enable=True, folder=folder), world, {})
+    saver = Checkpointer(Checkpoint(enable_checkpoint=True, folder=folder), world, {})
     with pytest.raises(CheckpointError) as caught:
         saver.save(1, model, optimizer, {}, weights_only="float16")
     saver.close()

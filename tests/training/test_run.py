@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from titanlite.drill.ranks import train
+from titanlite.tools.drill_ranks import train
 
 from tests.checkpoint.test_manifest import sign
 from tests.pool import Pools
@@ -22,6 +22,7 @@ from titanlite.build import build, read_datasets
 from titanlite.callbacks import Callback, Callbacks
 from titanlite.checkpoint import CheckpointError
 from titanlite.checkpoint.manifest import read_manifest
+from titanlite.config.fit import fitted
 from titanlite.config.load import load_file
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER
 from titanlite.guard import BadStepError
@@ -29,6 +30,7 @@ from titanlite.metrics.jsonl import read_metrics
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.record import read_attempts
 from titanlite.signals import StopRequested
+from titanlite.tools.drill_ranks import train
 from titanlite.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,11 +54,11 @@ TINY = [
 def _trainer(world: DistEnv, folder: str, *flags: str) -> Trainer:
     """A trainer as `train.py` makes it, inside the pool."""
     config = load_file("debug_model.toml", [*TINY, f"--job.dump_folder={folder}", *flags])
-    plans = resolve_plans(config, world.size)
-    datasets = read_datasets(plans)
-    if plans.train.steps is None:
-        plans = resolve_plans(config, world.size, datasets.train.total_sequences)
-    return Trainer(build(plans, world, datasets))
+    run = fitted(config, world.size)
+    datasets = read_datasets(run)
+    if run.steps is None:
+        run = fitted(config, world.size, datasets.train.total_sequences)
+    return Trainer(build(run, world, datasets))
 
 
 def _outcome(trainer: Trainer, folder: str) -> dict[str, Any]:
@@ -240,13 +242,11 @@ def test_wrong_config_exits_2_before_torch_is_imported(tmp_path: Path) -> None:
         "main.exit_now = lambda code, _: sys.exit(code + 40 * ('torch' in sys.modules))\n"
         "main.main()"
     )
-    wrong = _python("-c", code, "--training.setps=3", "--model.flavor=debugmodle")
+    wrong = _python("-c", code, "--training.setps=3", "--optimizer.lr=fast")
     assert wrong.returncode == exit_codes.CONFIG
     assert "training.setps" in wrong.stderr and "training.steps" in wrong.stderr and "Traceback" not in wrong.stderr
     assert "optimizer.lr" in wrong.stderr, "all wrong keys are reported at once"
-    heads = _train_py("--job.config_file=debug_model.toml", "--model.overrides.n_heads=7")
-    assert heads.returncode == exit_codes.CONFIG and "n_heads = 7 does not divide dim = 256" in heads.stderr
-    lost = _train_py("--job.config_file=debug_model.toml", f"--training.dataset_path={tmp_path}/nothing")
+    lost = _python("train.py", "--job.config_file=debug_model.toml", f"--training.dataset_path={tmp_path}/nothing")
     assert lost.returncode == exit_codes.CONFIG and f"{tmp_path}/nothing" in lost.stderr
     assert "Traceback" not in lost.stderr
 

@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.pool import Pools
 from tests.steps import train_step
 from tests.training.harness import TINY, Run, batches, build_tiny, full_precision, micro_batches, train
+from titanlite.config.sections import Training
 from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.optim.gradients import square_norm
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.step import square_norm
 
 TOKENS, LABELS = batches(1, 8, 16, 192)
 
