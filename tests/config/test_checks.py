@@ -189,7 +189,7 @@ def test_keys_that_contradict_each_other_are_both_named(flags: list[str], key: s
     ],
 )
 def test_numbers_out_of_range(flag: str, key: str) -> None:
-    assert (refusal([flag]).code, refusal([flag]).key) == ("range", key)
+    assert (refusal([flag]).code, refusal([flag]).key) == ("out-of-range", key)
 
 
 # Files, packages, features
@@ -200,7 +200,7 @@ def test_all_missing_files_are_named(tmp_path: Path) -> None:
     assert keys(refusals(flags)) == {"model.tokenizer_path", "training.dataset_path"}
     assert len(refusals([*flags, "--validation.enable"])) == 3
     start = [f"{C}enable_checkpoint", f"{C}initial_load_path=/a", f"--job.dump_folder={tmp_path}"]
-    assert (refusal(start).code, refusal(start).key) == ("missing-file", "checkpoint.initial_load_path")
+    assert (refusal(start).code, refusal(start).key) == ("no-file", "checkpoint.initial_load_path")
     (tmp_path / "checkpoint" / "step-3").mkdir(parents=True)
     check_config(start, 1)  # the run has a checkpoint of its own
 
@@ -314,7 +314,7 @@ def test_what_cannot_be_divided_names_its_key(flags: list[str], ranks: int, key:
 @pytest.mark.parametrize(
     ("flags", "code", "key"),
     [
-        ([f"{E}pipeline_parallel_schedule=1F2B"], "unknown-name", "experimental.pipeline_parallel_schedule"),
+        ([f"{E}pipeline_parallel_schedule=1F2B"], "unknown-value", "experimental.pipeline_parallel_schedule"),
         ([PP2, f"--{MICRO}=1"], "batch", MICRO),
         ([PP2, f"{T}gradient_sync=every"], "conflict", "training.gradient_sync"),
         ([*ZERO_BUBBLE, f"{T}compile"], "conflict", "experimental.pipeline_parallel_schedule"),

@@ -180,7 +180,7 @@ def _pipeline_misfits(d: Config, degree: int) -> Iterator[Finding]:
         hint = (
             f"{'nearest: ' if close else ''}{', '.join(close)}{'; ' if close else ''}there are {', '.join(SCHEDULES)}"
         )
-        yield "unknown-name", f"{_PP}schedule", f"no schedule {quote(e.pipeline_parallel_schedule)}", hint
+        yield "unknown-value", f"{_PP}schedule", f"no schedule {quote(e.pipeline_parallel_schedule)}", hint
     if degree == 1:
         return
     if t.gradient_sync == "every":
