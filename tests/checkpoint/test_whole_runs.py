@@ -22,7 +22,7 @@ from titanlite.checkpoint.manifest import CheckpointError, read_manifest, steps_
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load, load_file
 from titanlite.config.resolve import resolve, smallest_world
-from titanlite.observe.tracker import ID_FILE
+from titanlite.metrics.wandb import ID_FILE
 from titanlite.parallel.world import World
 from titanlite.prepare import resolve_plans
 from titanlite.tools.tensors import Contents
