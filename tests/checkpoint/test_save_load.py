@@ -372,7 +372,7 @@ def test_all_is_read_back_once_and_by_another_rank(pool: Pools, tmp_path: Path) 
 
 
 def _denied(world: DistEnv, folder: AnyPath, method: str, what: str, mode: str = "disabled") -> str:
-    """A save of step 2 or a load of step 4 where the store denies access to the shard of rank 1; then a save of step 5."""
+    """A save of step 2, or a load, where the store denies access to a shard of rank 1; then a save of step 5."""
     real, error = StorePath.open, ""
 
     def denied(path: StorePath, mode: str, buffering: int = -1) -> Any:

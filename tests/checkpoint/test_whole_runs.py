@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from titanlite.config.resolve import resolve, smallest_world
-from titanlite.observe.tracker import ID_FILE
 from titanlite.prepare import resolve_plans
 from torch.distributed.checkpoint.staging import DefaultStager
 
@@ -21,11 +20,10 @@ from tests.pool import Pools
 from tests.training import test_guard_policies as policies
 from tests.training.test_run import TINY, _losses, _run
 from titanlite.build import read_text
-from titanlite.checkpoint import manager
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest, steps_in
-from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load, load_file
+from titanlite.metrics.wandb import ID_FILE
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.tools.tensors import Contents
 from titanlite.trainer import Trainer
@@ -40,37 +38,6 @@ BEST = ["--validation.enable", "--validation.freq=2", "--optimizer.lr=0.3", "--c
 def _said(found: dict[str, Any], start: str) -> str:
     (line,) = [line for line in found["said"] if line.startswith(start)]
     return str(line)
-
-
-def _slow(world: DistEnv, folder: Path, *flags: str) -> list[tuple[int, float]]:
-    """A run whose steps take a quarter of a second: the steps after which it began to save, and when."""
-    train_one, begin = Trainer.train_one, SaveSchedule.begin
-    begun: list[tuple[int, float]] = []
-
-    def slow(self: Trainer) -> Any:
-        time.sleep(0.25)
-        return train_one(self)
-
-    def noted(self: SaveSchedule, step: int) -> None:
-        begin(self, step)
-        begun.append((step, time.monotonic()))
-
-    Trainer.train_one, SaveSchedule.begin = slow, noted  # type: ignore[method-assign]
-    try:
-        _run(world, str(folder), *flags)
-    finally:
-        Trainer.train_one, SaveSchedule.begin = train_one, begin  # type: ignore[method-assign]
-    return begun[1:]  # the first is the beginning of the first interval
-
-
-@pytest.mark.slow
-def test_saves_by_the_clock(pool: Pools, tmp_path: Path) -> None:
-    flags = ["--training.steps=9", "--checkpoint.interval_type=seconds", "--checkpoint.interval=1"]
-    here, there = pool(2).run(_slow, tmp_path, *flags)
-    assert [step for step, _ in here] == [step for step, _ in there] == steps_in(tmp_path / "checkpoint")
-    *during, (last, _) = here
-    assert last == 9 and during
-    assert all(later - earlier > 0.99 for (_, earlier), (_, later) in zip(during, during[1:], strict=False))
 
 
 def test_milestones_the_first_step_and_retention(pool: Pools, tmp_path: Path) -> None:
@@ -216,31 +183,6 @@ def test_manifest_names_the_run_its_trackers_and_its_environment(pool: Pools, tm
     assert manifest.environment["OMP_NUM_THREADS"] == "1" and manifest.environment["WORLD_SIZE"] == "1"
     assert manifest.config["model"]["family"] == "llama3" and manifest.config["model"]["dim"] == 64
     assert "[training]" in manifest.config["toml"] and manifest.git
-
-
-def _one_failing(world: DistEnv, folder: Path, *flags: str) -> dict[str, Any]:
-    """A run whose save of step 2 fails on rank 1."""
-    real = manager.HashingWriter
-
-    class Full(real):  # type: ignore[misc,valid-type]
-        def write_data(self, *args: Any) -> Any:
-            if world.rank == 1 and "step-2" in str(self.path):
-                raise OSError(28, "No space left on device")
-            return super().write_data(*args)
-
-    manager.HashingWriter = Full  # type: ignore[misc]
-    try:
-        return _run(world, str(folder), *flags)
-    finally:
-        manager.HashingWriter = real  # type: ignore[misc]
-
-
-@pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_failed_save_is_told_and_the_next_one_succeeds(pool: Pools, tmp_path: Path, mode: str) -> None:
-    result = pool(2).run(_one_failing, tmp_path, *SIX, f"--checkpoint.async_mode={mode}")[0]
-    told = _said(result, "step 2: NO CHECKPOINT WAS WRITTEN")
-    assert "No space left on device" in told and "rank 1" in told
-    assert names(tmp_path / "checkpoint") == ["step-4", "step-6"]
 
 
 def _late_copies(world: DistEnv, folder: Path, *flags: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -102,17 +102,6 @@ class LoadedState:
 
 
 @dataclass
-class _Choice:
-    """The checkpoint to load, as rank 0 has chosen it."""
-
-    manifest: Manifest
-    folder: AnyPath
-    origin: Literal["resume", "from"]
-    notices: list[str]
-    changes: list[str] = field(default_factory=list)
-
-
-@dataclass
 class Loader:
     """Loads one run's checkpoints, or another's to start from. All ranks make one and call it alike."""
 
@@ -144,32 +133,33 @@ class Loader:
             choice = on_rank_0(self.world, lambda: self._choose(expected or {}, rollback))
             if choice is None:
                 return None
-            loaded = self._try(choice, model, optimizer)
+            loaded = self._try(*choice, model, optimizer)
             if loaded is not None:
                 return loaded
 
-    def _try(self, choice: _Choice, model: nn.Module, optimizer: torch.optim.Optimizer) -> LoadedState | None:
+    def _try(
+        self, manifest: Manifest, chosen: LoadedState, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> LoadedState | None:
         """Load the chosen checkpoint. Return None, and note the reason, if its files or weights are bad."""
-        manifest, folder, notices = choice.manifest, choice.folder, choice.notices
-        exclude = self._exclude(choice)
-        left_out = groups_of(exclude)
+        folder, notices, is_other = chosen.folder, chosen.notices, chosen.origin == "from"
+        exclude = self._exclude(manifest, chosen)
+        left_out = frozenset(entry for entry in exclude if entry in GROUPS)
         whole_optimizer = None if "optimizer" in left_out else optimizer
         tensors = gather(model, whole_optimizer)
         if whole_optimizer is None:
             optimizer.state.clear()  # an earlier try may have given it one
         saved = {name: entry for name, entry in manifest.tensors.items() if name != RNG}
         wanted = describe_all(tensors, model)
-        is_other = choice.origin == "from"
         selection = select(saved, wanted, exclude, self.config.allow_missing, convert=is_other, source=str(folder))
         bad = self.source_bad if is_other else self.bad
         if (problem := verify_before_load(folder, manifest, self.world, self.config.verify == "hash")) is not None:
             bad[manifest.step] = problem
             return None
-        chosen = {name: tensor for name, tensor in tensors.items() if name in selection.load}
+        state = {name: tensor for name, tensor in tensors.items() if name in selection.load}
         rng = None if "rng" in left_out else self._generators(manifest, notices)
         with dcp_errors(f"loading {folder}"):
-            dcp.load(chosen if rng is None else {**chosen, RNG: rng}, storage_reader=CheckedReader(folder, manifest))
-        for name in tensors.keys() - chosen.keys():
+            dcp.load(state if rng is None else {**state, RNG: rng}, storage_reader=CheckedReader(folder, manifest))
+        for name in tensors.keys() - state.keys():
             if name.startswith("optimizer."):  # `gather` gave it a state of one step
                 tensors[name].zero_()
         if where := find_nonfinite(tensors):
@@ -186,42 +176,33 @@ class Loader:
             notices.append(f"{len(kept)} tensors of the model keep their initial values, such as {min(kept)}")
         if selection.converted:
             notices.append(f"{len(selection.converted)} tensors are converted from the types they were saved in")
-        only_weights = is_other and left_out >= _ALL_BUT_WEIGHTS
-        return LoadedState(
-            step=0 if only_weights else manifest.step,
-            train={} if only_weights else manifest.train,
-            notices=notices,
-            folder=folder,
-            origin=choice.origin,
-            left_out=left_out,
-            partial=bool(kept),
-            config=manifest.config,
-            changes=tuple(choice.changes),
-            verified=self.config.verify == "hash" and bool(manifest.hashes),
-        )
+        if is_other and left_out >= _ALL_BUT_WEIGHTS:
+            chosen = replace(chosen, step=0, train={})
+        verified = self.config.verify == "hash" and bool(manifest.hashes)
+        return replace(chosen, left_out=left_out, partial=bool(kept), verified=verified)
 
-    def _exclude(self, choice: _Choice) -> list[str]:
+    def _exclude(self, manifest: Manifest, chosen: LoadedState) -> list[str]:
         """Return the parts of this checkpoint that are not loaded.
 
         A run excludes parts once: its own later saves under the same setting are loaded whole. So a restart by the same
         command goes on, and does not lose the optimizer's state again.
         """
         given = list(self.config.exclude_from_loading)
-        if choice.origin == "resume":
-            before = choice.manifest.train.get(LEFT_OUT)
+        if chosen.origin == "resume":
+            before = manifest.train.get(LEFT_OUT)
             before = before if isinstance(before, list) else []
             if done := [entry for entry in given if entry in before]:
-                choice.notices.append(
+                chosen.notices.append(
                     f"checkpoint.exclude_from_loading: {', '.join(done)} was left out when the run that wrote this "
                     "checkpoint began; now it is loaded"
                 )
             return [entry for entry in given if entry not in before]
         if self.config.initial_load_model_only:
             return sorted({*given, *_ALL_BUT_WEIGHTS})
-        prints = choice.manifest.fingerprints
-        differ = [n for n in ("data", "data order") if prints.get(n) != self.fingerprints.get(n)]
+        names = ("data", "data order")
+        differ = [name for name in names if manifest.fingerprints.get(name) != self.fingerprints.get(name)]
         if differ and "dataloader" not in given:
-            choice.notices.append(f"its {' and '.join(differ)} differ: the text here begins at its first sequence")
+            chosen.notices.append(f"its {' and '.join(differ)} differ: the text here begins at its first sequence")
             given.append("dataloader")
         return given
 
@@ -236,7 +217,7 @@ class Loader:
         )
         return None
 
-    def _choose(self, expected: Mapping[str, Any], rollback: bool) -> _Choice | None:
+    def _choose(self, expected: Mapping[str, Any], rollback: bool) -> tuple[Manifest, LoadedState] | None:
         """On rank 0: return the checkpoint to load, by `config`, or with `rollback` the newest of this run."""
         config = self.config
         step = None if rollback or config.load_step == -1 else config.load_step
@@ -255,11 +236,10 @@ class Loader:
             )
         choice = None
         if manifest is not None:
-            folder = step_folder(self.root, manifest.step)
+            choice = manifest, _chosen(manifest, self.root, passed, "resume")
             if manifest.weights_only:
-                raise CheckpointError(f"{folder} {_WEIGHTS_ONLY}")
-            choice = _Choice(manifest, folder, "resume", _notices(passed, self.root, folder, manifest))
-            choice.changes = self._check_run(choice, expected)
+                raise CheckpointError(f"{choice[1].folder} {_WEIGHTS_ONLY}")
+            choice = manifest, self._check_run(*choice, expected)
         elif passed or start == "resume":
             demanded = 'checkpoint.start = "resume", but ' if start == "resume" else ""
             way_out = (
@@ -271,7 +251,7 @@ class Loader:
         self.deleter.delete(leftovers(self.root))
         return choice
 
-    def _choose_source(self, path: AnyPath) -> _Choice:
+    def _choose_source(self, path: AnyPath) -> tuple[Manifest, LoadedState]:
         """Return the checkpoint that `initial_load_path` means, which is only ever read. Raises CheckpointError."""
         step = step_of(path)
         try:
@@ -283,19 +263,19 @@ class Loader:
             manifest, passed = find(root, step, self.source_bad)
             if manifest is None:
                 raise CheckpointError(_none_valid(root, passed))
-            folder = step_folder(root, manifest.step)
+            chosen = _chosen(manifest, root, passed, "from")
             if manifest.weights_only and not self.config.initial_load_model_only:
-                raise CheckpointError(f"{folder} holds weights only: set checkpoint.initial_load_model_only = true")
+                way = "set checkpoint.initial_load_model_only = true"
+                raise CheckpointError(f"{chosen.folder} holds weights only: {way}")
         except (CheckpointError, StoreError) as error:
             raise CheckpointError(f"checkpoint.initial_load_path: {error}") from None
-        return _Choice(manifest, folder, "from", _notices(passed, root, folder, manifest))
+        return manifest, chosen
 
-    def _check_run(self, choice: _Choice, expected: Mapping[str, Any]) -> list[str]:
-        """Return the differences to the run that wrote a checkpoint, a line each.
+    def _check_run(self, manifest: Manifest, chosen: LoadedState, expected: Mapping[str, Any]) -> LoadedState:
+        """Add the differences to the run that wrote the checkpoint.
 
         Raises CheckpointError unless `config.allow_changes` has a word for each of them.
         """
-        manifest = choice.manifest
         found = {
             name: f"{manifest.fingerprints.get(name)} there, {value} here"
             for name, value in self.fingerprints.items()
@@ -313,27 +293,29 @@ class Loader:
             if keys:
                 lines += "\n  in the config: " + "; ".join(keys[:_KEYS]) + "; …" * (len(keys) > _KEYS)
             raise CheckpointError(
-                f"{choice.folder} is of another run:{lines}\n"
+                f"{chosen.folder} is of another run:{lines}\n"
                 "Start this one elsewhere with another --checkpoint.folder or --job.dump_folder, or configure it as "
                 f"that run was. If the change is meant, say so: --checkpoint.allow_changes={','.join(missing)}"
             )
         for word in words:
             effect = f": {_EFFECTS[word]}" if word in _EFFECTS else ""
-            choice.notices.append(f"another {word.replace('_', ' ')}, by checkpoint.allow_changes{effect}")
-        return [f"{name}: {difference}" for name, difference in found.items()]
+            chosen.notices.append(f"another {word.replace('_', ' ')}, by checkpoint.allow_changes{effect}")
+        return replace(chosen, changes=tuple(f"{name}: {difference}" for name, difference in found.items()))
 
 
 def _none_valid(root: AnyPath, passed: Sequence[str]) -> str:
     return f"{root} has no valid checkpoint" + "".join(f"\n  {line}" for line in passed)
 
 
-def _notices(passed: list[str], root: AnyPath, folder: AnyPath, manifest: Manifest) -> list[str]:
+def _chosen(manifest: Manifest, root: AnyPath, passed: Sequence[str], origin: Literal["resume", "from"]) -> LoadedState:
+    """Return the result of a load before it: without the tensors. passed: reasons of newer ones."""
+    folder = step_folder(root, manifest.step)
     notices = [f"passed over: {reason}" for reason in passed]
     if passed:
         notices.append(f"`titanlite checkpoint verify {root}` tells all that is wrong there")
     if not manifest.hashes:
         notices.append(f"{folder} is of a time without hashes: only the sizes of its files were checked")
-    return notices
+    return LoadedState(manifest.step, manifest.train, notices, folder, origin, config=manifest.config)
 
 
 class Selection(NamedTuple):
@@ -345,11 +327,6 @@ class Selection(NamedTuple):
     keep: frozenset[str]
     #: Read from another floating-point type.
     converted: frozenset[str]
-
-
-def groups_of(entries: Collection[str]) -> frozenset[str]:
-    """Return those entries of `exclude_from_loading` that are names of `GROUPS`."""
-    return frozenset(entry for entry in entries if entry in GROUPS)
 
 
 def select(
@@ -368,7 +345,7 @@ def select(
 
     Raises CheckpointError with a table of differences, for a pattern that matches no tensor, and when nothing is left.
     """
-    prefixes = tuple(f"{group}." for group in groups_of(exclude))
+    prefixes = tuple(f"{group}." for group in exclude if group in GROUPS)
     patterns = [entry for entry in exclude if entry not in GROUPS]
     _must_match("checkpoint.exclude_from_loading", patterns, {*saved, *wanted}, GROUPS)
     _must_match("checkpoint.allow_missing", allow_missing, wanted)

@@ -112,8 +112,8 @@ class ResumeCheck:
             same, text = self._compare_numbers(numbers, self._earlier)
             text = f"loss {numbers[0]:.9g} and gradient norm {numbers[1]:.9g} of step {step}{text}"
             (found if same else problems).append(text)
-        lead = "RESUME NOT VERIFIED" if problems else "resume verified"
-        return ResumeResult(not problems, f"{lead} at step {loaded.step}: {'; '.join(problems + found)}")
+        lead = "RESUME NOT VERIFIED at step" if problems else "resume verified at step"
+        return ResumeResult(not problems, f"{lead} {loaded.step}: {'; '.join(problems + found)}")
 
     def _compare_numbers(self, now: tuple[float, float], earlier: Mapping[str, Any]) -> tuple[bool, str]:
         then, setting = (float(earlier["loss"]), float(earlier["norm"])), earlier["setting"]
