@@ -342,7 +342,7 @@ def test_a_block_is_recomputed_of_each_n_only_if_there_are_n() -> None:
     [
         ([f"{F8}filter_fqns=wq,wz"], 1, "filter_fqns", '"wz"'),
         ([f'{F8}filter_fqns=[""]'], 1, "filter_fqns", '""'),
-        ([f"{F8}filter_fqns=attention,feed_forward"], 1, "enable_float8_linear", "float8.filter_fqns: attention"),
+        ([f"{F8}filter_fqns=attention,feed_forward"], 1, "enable_float8_linear", "filter_fqns: attention"),
         ([f"{F8}min_features=65"], 1, "enable_float8_linear", "min_features = 65"),
         ([f"{F8}filter_fqns=auto_filter_small_kn"], 1, "enable_float8_linear", "tensorwise"),
         ([f"{T}seq_len=20"], 1, "enable_float8_linear", "2 sequences x 20 tokens = 40"),
