@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import to_builtins
 
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.load import load_file
