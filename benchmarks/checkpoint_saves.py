@@ -68,9 +68,9 @@ def timed_hashes() -> Any:
 @contextmanager
 def timed_reading_back() -> Any:
     """Gives a list that comes to hold the seconds of each comparison."""
-    from titanlite.checkpoint import checkpointer
+    from titanlite.checkpoint import manager
 
-    real, found = checkpointer.compare_what_was_saved, []
+    real, found = manager.verify_after_save, []
 
     def timed(*arguments: Any) -> Any:
         began = time.perf_counter()
@@ -78,11 +78,11 @@ def timed_reading_back() -> Any:
         found.append(time.perf_counter() - began)
         return problem
 
-    checkpointer.compare_what_was_saved = timed
+    manager.verify_after_save = timed
     try:
         yield found
     finally:
-        checkpointer.compare_what_was_saved = real
+        manager.verify_after_save = real
 
 
 def cell(folder: Path, repeats: int, dim: int) -> None:
@@ -91,22 +91,21 @@ def cell(folder: Path, repeats: int, dim: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from titanlite.build import build_model, to_device
     from titanlite.checkpoint import Checkpointer
-    from titanlite.config.plans import CheckpointPlan, MeshPlan, OptimizerPlan, ShardPlan
+    from titanlite.config.sections import Optimizer
     from titanlite.data.loader import Batch
     from titanlite.guard import FiniteGuard
     from titanlite.models import LlamaArgs, get_spec
     from titanlite.optim.optimizer import build_optimizer
-    from titanlite.parallel.world import World
-    from titanlite.step import train_step
+    from titanlite.parallel.dist_env import DistEnv
+    from titanlite.step import do_nothing
 
-    with World.open() as world:
-        mesh = world.build_mesh(MeshPlan(dp_shard=world.size, world_size=world.size))
+    with DistEnv.open() as world:
+        mesh = world.build_mesh(dp_shard=world.size)
         args = LlamaArgs(**{**SHAPE, "dim": dim})
         shard = ShardPlan(param_dtype="float32")
         model = build_model(get_spec("llama3"), args, mesh, shard, world.device, seed=0)
-        optimizer = build_optimizer(model.parameters(), OptimizerPlan(), world.device)
+        optimizer = build_optimizer(model.parameters(), Optimizer(), world.device)
         guard = FiniteGuard(world.device)
         window = torch.randint(0, args.n_vocab, (TOKENS[0], TOKENS[1] + 1), generator=torch.Generator().manual_seed(0))
         data = to_device([Batch(window[:, :-1].contiguous(), window[:, 1:].contiguous())], world.device)
@@ -116,14 +115,14 @@ def cell(folder: Path, repeats: int, dim: int) -> None:
             nonlocal step
             step += 1
             began = time.perf_counter()
-            more = {"step": step, "lr": 1e-5, "max_norm": 1.0, "guard": guard, "before_update": before_update}
-            train_step(model, optimizer, data, **more).loss.item()
+            train_step.before_update = before_update or do_nothing
+            train_step(data, step, lr=1e-5).loss.item()
             dist.barrier()
             return time.perf_counter() - began
 
         def checkpointer(mode: str, verify: str = "hash") -> Any:
-            plan = CheckpointPlan(enable=True, folder=str(folder / mode), async_mode=mode, verify=verify)  # type: ignore[arg-type]
-            return Checkpointer(plan, world, {"model": "benchmark"})
+            config = Checkpoint(folder=str(folder / mode), async_mode=mode, verify=verify)
+            return Checkpointer(config, world, {"model": "benchmark"})
 
         for _ in range(3):
             train()
@@ -313,7 +312,7 @@ def main() -> None:
     import torch
 
     sys.path.insert(0, str(ROOT))
-    from titanlite.observe.flops import device_name
+    from titanlite.metrics.throughput import device_name
     from titanlite.runs import provenance
 
     gigabytes = median(next(iter(found.values()))["disabled"], "bytes") / 1e9

@@ -34,8 +34,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest, step_folder, steps_in  # noqa: E402
-from titanlite.checkpoint.place import Place, StorePath  # noqa: E402
-from titanlite.observe.metrics import read_metrics  # noqa: E402
+from titanlite.checkpoint.paths import StorePath  # noqa: E402
+from titanlite.metrics.jsonl import read_metrics  # noqa: E402
 from titanlite.tools.drill_ranks import Ranks, train  # noqa: E402
 
 
@@ -263,7 +263,7 @@ class Soak:
 
     def _compare(self, run: Path) -> None:
         """Count what is not as in the run that nothing happened to."""
-        from titanlite.checkpoint.contents import Contents, compare
+        from titanlite.tools.tensors import Contents, compare
 
         expected, found = records(self.reference), records(run)
         steps = range(1, self.steps + 1)
@@ -386,7 +386,7 @@ def bucket() -> Iterator[str]:
 def report(arguments: argparse.Namespace, tallies: list[Tally], seconds: float) -> int:
     import torch
 
-    from titanlite.observe.flops import device_name
+    from titanlite.metrics.throughput import device_name
     from titanlite.runs import provenance
 
     device = device_name(torch.device("cpu"))

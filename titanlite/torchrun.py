@@ -1,6 +1,6 @@
 """torchrun that ends with the exit code of its workers: python -m titanlite.torchrun [torchrun's arguments]
 
-torchrun itself ends with 1 for any failure. The workers write their codes to a file (`titanlite.entry.report_code`).
+torchrun itself ends with 1 for any failure. The workers write their codes to a file (`exit_codes.report_code`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from titanlite import exit_codes
-from titanlite.entry import EXIT_CODES_VARIABLE, leave_on_signals
+from titanlite.signals import exit_on_signals
 from titanlite.utils import escape
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -66,14 +66,14 @@ def main() -> NoReturn:
     """Run torchrun in this process. Never returns."""
     # Time for the workers' last checkpoint after SIGTERM; torchrun's own 30 seconds are short for that.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
-    leave_on_signals(*_SIGNALS)  # until torchrun has its own handlers; SIGUSR1 stays ignored if it is
+    exit_on_signals(*_SIGNALS)  # until torchrun has its own handlers; SIGUSR1 stays ignored if it is
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
     with tempfile.TemporaryDirectory(prefix="titanlite-codes-") as folder:
         record = Path(folder) / "codes"
-        os.environ[EXIT_CODES_VARIABLE] = str(record)
+        os.environ[exit_codes.VARIABLE] = str(record)
         code, failure, stopped, failed = exit_codes.DONE, "", False, list[int]()
         try:
             torchrun()

@@ -1,12 +1,20 @@
-"""A real S3 server, for tests of checkpoints in object stores."""
+"""The kinds of storage that checkpoints lie in: the same tests run on each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.checkpoint import s3
+from tests.pool import RankPool
+from titanlite.checkpoint.paths import AnyPath, StorePath
+
+S3 = pytest.param("s3", marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")
@@ -17,5 +25,35 @@ def server() -> Iterator[int]:
 
 @pytest.fixture
 def bucket(server: int, monkeypatch: pytest.MonkeyPatch) -> s3.Bucket:
-    s3.use(monkeypatch, s3.environment(server))
-    return s3.new_bucket(server)
+    bucket = s3.new_bucket(server)
+    s3.use(monkeypatch, bucket.environment)
+    return bucket
+
+
+@pytest.fixture(params=["folder", "memory", S3])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> AnyPath:
+    """A folder of checkpoints, for tests in one process: memory:// has no server."""
+    if request.param == "folder":
+        return tmp_path / "checkpoint"
+    if request.param == "memory":
+        return StorePath(f"memory://bucket-{uuid.uuid4().hex[:8]}/run/checkpoint")
+    return StorePath(request.getfixturevalue("bucket").root)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A folder of checkpoints that ranks of a pool use."""
+
+    root: AnyPath
+    environment: Mapping[str, str]
+
+    def run(self, ranks: RankPool, function: Callable[..., Any], *arguments: Any, **more: Any) -> list[Any]:
+        return ranks.run(s3.there, self.environment, function, *arguments, **more)
+
+
+@pytest.fixture(params=["folder", S3])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    if request.param == "folder":
+        return Storage(tmp_path / "checkpoint", {})
+    bucket: s3.Bucket = request.getfixturevalue("bucket")
+    return Storage(StorePath(bucket.root), bucket.environment)

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from titanlite.checkpoint import Checkpointer
-from titanlite.config.plans import CheckpointPlan
-from titanlite.parallel.world import World
+from titanlite.config.sections import Checkpoint
+from titanlite.parallel.dist_env import DistEnv
 
 HERE = Path(__file__).parent / "golden"
 STEP = 3
@@ -61,14 +61,15 @@ def named(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch
     return tensors
 
 
-def write(world: World, folder: str) -> None:
+def write(world: DistEnv, folder: str) -> None:
     model, optimizer = make()
     for name, tensor in named(model, optimizer).items():
         tensor.copy_(expected(name, tensor))
     torch.manual_seed(1234)
-    Checkpointer(CheckpointPlan(enable=True, folder=folder), world, PRINTS, CONFIG).save(STEP, model, optimizer, TRAIN)
+    config = Checkpoint(enable_checkpoint=True, folder=folder)
+    Checkpointer(config, world, PRINTS, CONFIG).save(STEP, model, optimizer, TRAIN)
 
 
 if __name__ == "__main__":
-    with World.open(device_type="cpu") as this:
+    with DistEnv.open(device_type="cpu") as this:
         write(this, sys.argv[1])

@@ -1,52 +1,92 @@
-"""A tiny run that saves and resumes, for the ranks of a pool."""
+"""A tiny run that saves and resumes, for the ranks of a pool; and small checkpoints that no run has written."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.steps import train_step
 from tests.training.harness import Run, batches, build_tiny, full, micro_batches
-from titanlite.build import to_device
-from titanlite.checkpoint import Checkpointer, CheckpointError
-from titanlite.config.plans import CheckpointPlan
+from titanlite.checkpoint import Checkpointer, CheckpointError, Manifest
+from titanlite.checkpoint.manifest import digest_of
+from titanlite.checkpoint.paths import AnyPath, entries
+from titanlite.checkpoint.retention import begin, publish
+from titanlite.config.sections import Checkpoint
+from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.float8 import ScalePrecompute
-from titanlite.parallel.world import World
-from titanlite.step import train_step
+from titanlite.tools.tensors import Contents, compare
 
 STEPS = 20
 TOKENS, LABELS = batches(STEPS, 8, 16, 192)
 RUN = Run(TOKENS, LABELS, [3e-3] * STEPS)
 PRINTS = {"model": "m", "tokenizer": "t", "data": "d"}
+SHARD = b"1234"
+MANIFEST = Manifest(
+    step=5,
+    fingerprints={"model": "m"},
+    tensors={"model.w": ["float32", [2]]},
+    files={"shard": 4},
+    hashes={"shard": digest_of(SHARD)},
+    train={"next_sequence": 40},
+    versions={"titanlite": "0"},
+    world_size=2,
+    created=0.0,
+)
+
+
+def options(folder: object, **fields: Any) -> Checkpoint:
+    return Checkpoint(enable_checkpoint=True, folder=str(folder), **fields)
+
+
+def write(root: AnyPath, *steps: int, **fields: Any) -> None:
+    """Publish checkpoints of one small file each."""
+    for step in steps:
+        folder = begin(root, step)
+        (folder / "shard").write_bytes(SHARD)
+        publish(folder, replace(MANIFEST, step=step, **fields))
+
+
+def names(root: AnyPath) -> list[str]:
+    return sorted(entries(root))
+
+
+def flip(path: AnyPath, where: float = 0.5) -> None:
+    """Change one bit of a file, at a fraction of its length."""
+    content = bytearray(path.read_bytes())
+    content[int(where * len(content))] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def unequal(left: AnyPath, right: AnyPath) -> list[str]:
+    """Return the names of tensors that two checkpoints do not have alike, bit for bit."""
+    return [one.name for one in compare(Contents(left), Contents(right)) if one.elements or one.left != one.right]
 
 
 def train(
-    world: World,
+    world: DistEnv,
     run: Run,
-    folder: str,
+    folder: object,
     first: int,
     last: int,
-    start: str = "resume-or-fresh",
     prints: dict[str, str] = PRINTS,
-    load_step: int | None = None,
     draw: bool = False,
     every: int = 0,
-    plan: CheckpointPlan | None = None,
     state: dict[str, Any] | None = None,
     expected: dict[str, Any] | None = None,
+    **fields: Any,
 ) -> dict[str, Any]:
     """Steps first … last of `run`, resumed from `folder` when first > 1, saved there at the end.
 
-    every: also save after so many steps. plan: other settings than the defaults. state: also in the train state.
+    every: also save after so many steps. state: also in the train state. fields: of the section `checkpoint`.
     """
     model, optimizer, rank = build_tiny(world, run)
     after_update = ScalePrecompute(model, world.build_mesh(run.mesh(world.size))) if run.float8.precompute else None
     torch.manual_seed(100 + world.rank)
-    plan = replace(plan or CheckpointPlan(), enable=True, folder=folder, start=start, load_step=load_step)  # type: ignore[arg-type]
-    checkpointer = Checkpointer(plan, world, prints)
+    checkpointer = Checkpointer(options(folder, **fields), world, prints)
     try:
         loaded = checkpointer.load(model, optimizer, expected)
         assert (loaded.step if loaded else 0) == first - 1
@@ -77,29 +117,21 @@ def train(
             outcomes.append(outcome)
     finally:
         checkpointer.close()
-    weights = {n: full(p) for n, p in model.named_parameters()}
-    state = {f"{n}.{k}": full(v) for n, p in model.named_parameters() for k, v in optimizer.state[p].items()}
+    moments = {f"{n}.{k}": full(v) for n, p in model.named_parameters() for k, v in optimizer.state[p].items()}
     return {
         "losses": losses,
-        "weights": weights,
-        "state": state,
+        "weights": {n: full(p) for n, p in model.named_parameters()},
+        "state": moments,
         "draws": draws,
         "loaded": loaded,
         "outcomes": outcomes,
     }
 
 
-def refusal(world: World, *args: Any, **kwargs: Any) -> str:
-    """The error that `train` ends with."""
+def refusal(world: DistEnv, *args: Any, **kwargs: Any) -> str:
+    """Return the error that `train` ends with."""
     try:
         train(world, *args, **kwargs)
     except CheckpointError as error:
         return str(error)
     raise AssertionError("it was not refused")
-
-
-def flip(path: Path, where: float = 0.5) -> None:
-    """Change one bit of a file, at a fraction of its length."""
-    content = bytearray(path.read_bytes())
-    content[int(where * len(content))] ^= 1
-    path.write_bytes(content)

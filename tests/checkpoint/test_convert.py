@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,18 +15,19 @@ import pytest
 import torch
 from torch import nn
 
-from tests.checkpoint.runs import PRINTS, flip
+from tests.checkpoint.conftest import Storage
+from tests.checkpoint.runs import PRINTS, flip, names, options, unequal
 from tests.pool import Pools
 from titanlite.checkpoint import Checkpointer, CheckpointError
-from titanlite.checkpoint.contents import Contents
-from titanlite.checkpoint.convert import convert
 from titanlite.checkpoint.manifest import read_manifest
-from titanlite.checkpoint.shelf import verify
-from titanlite.cli import main
-from titanlite.config.plans import CheckpointPlan
+from titanlite.checkpoint.paths import AnyPath
 from titanlite.models import LlamaArgs, get_spec
 from titanlite.models.shapes import RopeScaling, as_record
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.tools.checkpoint import verify
+from titanlite.tools.cli import main
+from titanlite.tools.convert import convert
+from titanlite.tools.tensors import Contents
 
 ARGS = LlamaArgs(dim=48, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=96, multiple_of=16, rope_theta=5e5)
 SCALED = RopeScaling(factor=8.0, original_context=16)
@@ -45,11 +47,11 @@ def _model(args: LlamaArgs) -> nn.Module:
     return model.eval()
 
 
-def _save(world: World, folder: str, args: LlamaArgs, weights_only: str | None = None) -> None:
+def _save(world: DistEnv, folder: AnyPath, args: LlamaArgs, weights_only: str | None = None) -> None:
     model = _model(args)
     optimizer = torch.optim.AdamW(model.parameters())
     about = {"model": as_record("llama3", args)}
-    checkpointer = Checkpointer(CheckpointPlan(enable=True, folder=folder), world, PRINTS, about)
+    checkpointer = Checkpointer(options(folder), world, PRINTS, about)
     checkpointer.save(7, model, optimizer, {"tokens_seen": 1}, weights_only=weights_only)
     checkpointer.close()
 
@@ -59,7 +61,7 @@ def saved(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
     """A checkpoint of each shape, by its name."""
     folders = {name: tmp_path_factory.mktemp(name) for name in SHAPES}
     for name, folder in folders.items():
-        pool(1).run(_save, str(folder), SHAPES[name])
+        pool(1).run(_save, folder, SHAPES[name])
     return {name: folder / "step-7" for name, folder in folders.items()}
 
 
@@ -117,7 +119,7 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
 def test_there_and_back_is_equal_bit_for_bit(saved: dict[str, Path], tmp_path: Path, shape: str, by: Any) -> None:
     between = convert(saved[shape], tmp_path / "between", by)
     back = convert(between, tmp_path / "back", "checkpoint")
-    assert back.name == ("step-7" if by == "torch" else "step-0") and verify(back).problems == ()
+    assert back.name == ("step-7" if by == "torch" else "step-0") and verify(back)[1] == []
     manifest = read_manifest(back)
     assert manifest.weights_only and manifest.dtype == ""
     before, after = _weights(saved[shape]), _weights(back)
@@ -168,14 +170,8 @@ def test_what_is_there_is_never_overwritten(saved: dict[str, Path], tmp_path: Pa
     assert (tmp_path / "file").read_text() == "mine" and list((tmp_path / "folder").iterdir()) == []
 
 
-def _copy(saved: Path, to: Path) -> Path:
-    import shutil
-
-    return Path(shutil.copytree(saved, to / saved.name))
-
-
 def test_bad_sources_are_refused_and_leave_nothing(saved: dict[str, Path], tmp_path: Path) -> None:
-    damaged = _copy(saved["plain"], tmp_path / "damaged")
+    damaged = shutil.copytree(saved["plain"], tmp_path / "damaged" / "step-7")
     flip(damaged / "__0_0.distcp")
     nameless = tmp_path / "golden"
     cases: list[tuple[Path, str]] = [
@@ -214,26 +210,36 @@ def test_bad_sources_are_refused_and_leave_nothing(saved: dict[str, Path], tmp_p
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_command_converts_and_says_what_it_wrote(
-    saved: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_command_converts_there_and_back(
+    pool: Pools, storage: Storage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = ["checkpoint", "convert", str(saved["plain"]), str(tmp_path / "hf"), "--to", "hf", "--dtype=bfloat16"]
-    assert main(line) == 0
-    assert capsys.readouterr().out.startswith(f"{tmp_path / 'hf'}: ")
-    assert main(line) == 4
-    assert "is there already; it is not overwritten" in capsys.readouterr().err
-    assert main(["checkpoint", "convert", str(tmp_path / "hf"), str(tmp_path / "back"), "--to=checkpoint"]) == 0
-    assert main(["checkpoint", "ls", str(tmp_path / "back")]) == 0
-    assert "valid, weights only" in capsys.readouterr().out
-    assert main(["checkpoint", "inspect", str(tmp_path / "back")]) == 0
+    def run(source: AnyPath, target: AnyPath, *more: str, code: int = 0) -> str:
+        assert main(["checkpoint", "convert", str(source), str(target), *more]) == code
+        return "".join(capsys.readouterr())
+
+    storage.run(pool(1), _save, storage.root, ARGS)
+    hf, back = tmp_path / "hf", storage.root.parent / "back"
+    assert run(storage.root, hf, "--to=hf").startswith(f"{hf}: ")
+    assert "is there already" in run(storage.root, hf, "--to=hf", code=4)
+    assert run(hf, back, "--to=checkpoint").startswith(f"{back}/step-0: ")
+    assert "is there already" in run(hf, back, "--to=checkpoint", code=4)
+    assert names(back) == ["step-0"] and read_manifest(back / "step-0").weights_only
+    differing = unequal(storage.root / "step-7", back / "step-0")
+    assert differing and all(name.startswith(("optimizer.", "rng.")) for name in differing)
+    assert main(["checkpoint", "inspect", str(back)]) == 0
     assert "weights only" in capsys.readouterr().out
+    mark = back / ".partial-step-7-01234567"
+    mark.write_bytes(b"")
+    assert "save under way" in run(storage.root, back, "--to=checkpoint", code=4) and len(names(back)) == 2
+    if not isinstance(back, Path):
+        assert "writes to this machine" in run(hf, back / "hf", "--to=hf", code=4)
 
 
 _LARGE = """
 import resource, sys
 from pathlib import Path
 import torch
-from titanlite.checkpoint.convert import convert
+from titanlite.tools.convert import convert
 source, target, to = sys.argv[1:]
 convert(Path(source), Path(target + ".warm"), to)
 used = int(open("/proc/self/statm").read().split()[5]) * resource.getpagesize()
@@ -249,7 +255,7 @@ def test_memory_is_that_of_a_few_tensors(pool: Pools, tmp_path: Path, to: str) -
     small, large = tmp_path / "model", tmp_path / "model-large"
     args = LlamaArgs(dim=512, n_layers=18, n_heads=4, vocab_size=96)
     for folder, shape in ((small, ARGS), (large, args)):
-        pool(1).run(_save, str(folder), shape, "float32")
+        pool(1).run(_save, folder, shape, "float32")
     # Freed tensors go back to the system at once, as those of a large model do, instead of staying in pieces.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
     command = [sys.executable, "-c", _LARGE, str(small), str(tmp_path / "out"), to]

@@ -16,18 +16,17 @@ import torch
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, Metadata
 
 from tests.checkpoint.golden import HERE, PRINTS, make
+from tests.checkpoint.runs import options
 from tests.checkpoint.test_manifest import sign
 from tests.pool import Pools
 from titanlite import exit_codes
 from titanlite.checkpoint import Checkpointer, CheckpointError
-from titanlite.checkpoint.contents import Contents
-from titanlite.checkpoint.convert import convert
-from titanlite.checkpoint.integrity import check_files, digest_of
-from titanlite.checkpoint.manifest import parse_manifest
+from titanlite.checkpoint.manifest import check_files, digest_of, parse_manifest
 from titanlite.checkpoint.storage import CheckedReader
-from titanlite.cli import main
-from titanlite.config.plans import CheckpointPlan
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.tools.cli import main
+from titanlite.tools.convert import convert
+from titanlite.tools.tensors import Contents
 
 
 class _Touch:
@@ -65,10 +64,10 @@ def _edited(folder: Path, edit: Callable[[Metadata], object]) -> Path:
     return _put(folder, index)
 
 
-def _refusal(world: World, plan: CheckpointPlan) -> str:
+def _refusal(world: DistEnv, folder: Path, **fields: Any) -> str:
     model, optimizer = make()
     with pytest.raises(CheckpointError) as refused:
-        Checkpointer(plan, world, PRINTS).load(model, optimizer)
+        Checkpointer(options(folder, **fields), world, PRINTS).load(model, optimizer)
     return str(refused.value)
 
 
@@ -93,11 +92,8 @@ def test_code_in_an_index_never_runs(
 
     folder = _put(_copy(tmp_path / "bad", format), payload)
     good = HERE / "format-4" / "step-3"
-    plans = (
-        CheckpointPlan(folder=str(folder.parent)),
-        CheckpointPlan(folder=str(tmp_path / "new"), start="from", initial_load_path=str(folder)),
-    )
-    said = [pool(1).run(_refusal, plan)[0] for plan in plans]
+    said = pool(1).run(_refusal, folder.parent)
+    said += pool(1).run(_refusal, tmp_path / "new", start="from", initial_load_path=str(folder))
     commands = ["diff", folder, good], ["diff", good, folder], ["verify", folder]
     commands += (["convert", folder, tmp_path / "out", "--to", "torch"],)
     for command in commands:

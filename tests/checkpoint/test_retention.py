@@ -1,13 +1,8 @@
-"""Which checkpoints go, when, and what a crash in between leaves."""
+"""How checkpoints come and go, in folders and stores alike: what a kill leaves, and which ones stay."""
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,24 +10,172 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.runs import PRINTS, RUN, flip, train
-from tests.checkpoint.test_manifest import MANIFEST
-from tests.pool import Pools
-from titanlite.checkpoint.integrity import digest_of
-from titanlite.checkpoint.manifest import CheckpointError, find, publish, steps_in
-from titanlite.checkpoint.retention import Deleter, leftovers, retire, surplus
-from titanlite.checkpoint.shelf import remove
-from titanlite.config.plans import CheckpointPlan
+from tests.checkpoint.runs import MANIFEST, SHARD, names, options, write
+from titanlite.checkpoint import CheckpointError, retention
+from titanlite.checkpoint.manifest import REASON, find, read_manifest, step_folder, steps_in
+from titanlite.checkpoint.paths import AnyPath, StorePath
+from titanlite.checkpoint.retention import (
+    Deleter,
+    begin,
+    clear_leftovers,
+    delete,
+    leftovers,
+    prunable,
+    prune,
+    publish,
+    quarantine,
+    unpublish,
+)
+from titanlite.config.sections import Checkpoint
+from titanlite.tools.checkpoint import list_checkpoints, remove
 
-ROOT = Path(__file__).resolve().parents[2]
+
+def _pruned(
+    root: AnyPath, newest: int, keep: tuple[int, ...] = (), bad: tuple[int, ...] = (), **fields: Any
+) -> list[int]:
+    """Prune, delete, and return the steps that are left."""
+    prints = MANIFEST.fingerprints
+    for mark in prune(root, newest, options(root, **fields), keep, bad, prints):
+        delete(mark)
+    assert leftovers(root) == []
+    return steps_in(root)
 
 
-def _write(root: Path, *steps: int, **fields: Any) -> None:
-    for step in steps:
-        partial = root / f".partial-{step}"
-        partial.mkdir(parents=True)
-        (partial / "shard").write_bytes(b"1234")
-        publish(partial, root, replace(MANIFEST, step=step, **fields))
+def test_published_checkpoint_is_found_and_reads_back(root: AnyPath) -> None:
+    assert steps_in(root) == [] and find(root) == (None, [])
+    write(root, 5)
+    assert names(root) == ["step-5"] and names(root / "step-5") == ["manifest.json", "shard"]
+    assert read_manifest(step_folder(root, 5)) == MANIFEST and find(root) == (MANIFEST, [])
+
+
+class _KilledError(BaseException):
+    pass
+
+
+def _kill_at(monkeypatch: pytest.MonkeyPatch, call: int, action: Any) -> bool:
+    """Run `action` as a process that is killed before its `call`-th change of the storage; return whether it was."""
+    calls = 0
+
+    def counting(real: Any) -> Any:
+        def change(*arguments: Any, **more: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == call:
+                raise _KilledError
+            return real(*arguments, **more)
+
+        return change
+
+    with monkeypatch.context() as patch:
+        for kind in (Path, StorePath):
+            for name in ("mkdir", "unlink", "rename", "write_bytes", "write_new", "copy_to", "rmdir"):
+                if hasattr(kind, name):
+                    patch.setattr(kind, name, counting(getattr(kind, name)))
+        for name in ("write_new", "remove_folder"):
+            patch.setattr(retention, name, counting(getattr(retention, name)))
+        try:
+            action()
+        except _KilledError:
+            return True
+    return False
+
+
+def _save(root: AnyPath) -> None:
+    clear_leftovers(root, 6, Deleter())
+    folder = begin(root, 6)
+    (folder / "shard").write_bytes(SHARD)
+    publish(folder, replace(MANIFEST, step=6))
+
+
+def _delete(root: AnyPath) -> None:
+    mark = unpublish(root / "step-4")
+    assert mark is not None
+    delete(mark)
+
+
+def _set_aside(root: AnyPath) -> None:
+    quarantine(root / "step-4", "why")
+
+
+@pytest.mark.parametrize(("action", "step", "end"), [(_save, 6, [2, 4, 6]), (_delete, 4, [2]), (_set_aside, 4, [2])])
+def test_a_kill_at_any_moment_loses_nothing(
+    root: AnyPath, monkeypatch: pytest.MonkeyPatch, action: Any, step: int, end: list[int]
+) -> None:
+    """Afterwards the step is whole or gone, no other has changed, and the next start and save leave no trace."""
+    for call in range(1, 100):
+        here = root / str(call)
+        write(here, 2, 4)
+        killed = _kill_at(monkeypatch, call, lambda here=here: action(here))
+        assert steps_in(here) in ([2, 4], end), call
+        assert all(find(here, one) == (replace(MANIFEST, step=one), []) for one in steps_in(here))
+        assert find(here)[1] == [], "an unfinished one is not even mentioned"
+        assert {entry.state for entry in list_checkpoints(here)} <= {"valid", "partial", "being deleted", "set aside"}
+        for mark in leftovers(here):
+            delete(mark)
+        left = steps_in(here)
+        write(here, *({2, 4, 6} - {*left}))
+        assert steps_in(here) == [2, 4, 6] and leftovers(here) == []
+        assert not [name for name in names(here) if not name.startswith("step-")]
+        if not killed:
+            assert left == end and call > 2
+            return
+    raise AssertionError("it never ended")
+
+
+def test_leftovers_of_a_save_and_of_older_versions_go(root: AnyPath) -> None:
+    """Older versions gave a folder itself such a name, and left it without a manifest or with one."""
+    write(root, 2)
+    (begin(root, 6) / "shard").write_bytes(SHARD)
+    if isinstance(root, Path):
+        for name in (".partial-step-8-1f0c77aa", ".partial-step-9-123", ".deleted-step-1", ".deleted-step-1.1"):
+            (root / name).mkdir()
+            (root / name / "shard").write_bytes(SHARD)
+        (root / ".partial-step-8-1f0c77aa" / "manifest.json").write_text(replace(MANIFEST, step=8).to_json())
+        assert len(leftovers(root)) == 5
+    assert steps_in(root) == [2] and [entry.folder.name for entry in list_checkpoints(root)][-1].startswith(".partial-")
+    deleter = Deleter()
+    deleter.delete(leftovers(root))
+    assert deleter.wait(60) and names(root) == ["step-2"]
+
+
+def test_a_lost_manifest_is_no_leftover(root: AnyPath) -> None:
+    """Without a mark nobody has begun to save or delete it: it is named, and kept when its step is saved again."""
+    write(root, 2, 4)
+    (root / "step-4" / "manifest.json").unlink()
+    manifest, passed = find(root)
+    assert manifest is not None and manifest.step == 2 and "step-4 has no manifest" in passed[0]
+    assert leftovers(root) == []
+    write(root, 4)
+    assert steps_in(root) == [2, 4] and names(root / "step-4.invalid-0") == [REASON, "shard"]
+
+
+def test_a_valid_checkpoint_is_never_overwritten_and_an_invalid_one_is_kept(root: AnyPath) -> None:
+    write(root, 2, 4)
+    before = {path: (root / "step-4" / path).read_bytes() for path in names(root / "step-4")}
+    with pytest.raises(CheckpointError, match="already holds a valid checkpoint"):
+        begin(root, 4)
+    with pytest.raises(CheckpointError, match="holds a checkpoint meanwhile"):
+        publish(root / "step-4", replace(MANIFEST, step=4, train={"another": 1}))
+    assert {path: (root / "step-4" / path).read_bytes() for path in names(root / "step-4")} == before
+    (root / "step-4" / "shard").write_bytes(b"12345")
+    folder = begin(root, 4)
+    assert names(root / "step-4.invalid-0") == [REASON, *before]
+    assert b"has 5 bytes, the manifest says 4" in (root / "step-4.invalid-0" / REASON).read_bytes()
+    assert (root / "step-4.invalid-0" / "shard").read_bytes() == b"12345"
+    (folder / "shard").write_bytes(SHARD)
+    publish(folder, replace(MANIFEST, step=4))
+    with pytest.raises(CheckpointError):
+        begin(root, 4)
+    begin(root, 4, known_bad={4: "a hash differs"})
+    assert (root / "step-4.invalid-1" / REASON).read_bytes() == b"a hash differs\n" and steps_in(root) == [2]
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    folder = begin(tmp_path, 5)
+    (folder / "manifest.json.part").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=f"{folder}/manifest.json.part cannot be written: No space left on"):
+        publish(folder, MANIFEST)
+    assert steps_in(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -41,15 +184,13 @@ def _write(root: Path, *steps: int, **fields: Any) -> None:
         (0, 0, (), []),
         (0, 7, (), []),
         (1, 0, (), [10, 20, 30, 40]),
-        (2, 0, (), [10, 20, 30]),
         (2, 20, (), [10, 30]),
         (2, 0, (10,), [20, 30]),
-        (5, 0, (), []),
         (9, 0, (), []),
     ],
 )
-def test_what_may_go(latest: int, every: int, keep: tuple[int, ...], gone: list[int]) -> None:
-    assert surplus([30, 10, 50, 20, 40], latest, every, keep) == gone
+def test_prunable(latest: int, every: int, keep: tuple[int, ...], gone: list[int]) -> None:
+    assert prunable([30, 10, 50, 20, 40], Checkpoint(keep_latest_k=latest, keep_every=every), keep) == gone
 
 
 def test_the_newest_never_goes() -> None:
@@ -57,200 +198,105 @@ def test_the_newest_never_goes() -> None:
     for _ in range(500):
         steps = draw.sample(range(1, 60), draw.randint(1, 12))
         latest, every = draw.randint(0, 5), draw.randint(0, 5)
-        gone = surplus(steps, latest, every, draw.sample(steps, draw.randint(0, len(steps))))
-        left = set(steps) - set(gone)
+        config = Checkpoint(keep_latest_k=latest, keep_every=every)
+        left = {*steps} - {*prunable(steps, config, draw.sample(steps, draw.randint(0, len(steps))))}
         assert max(steps) in left and len(left) >= min(latest or len(steps), len(steps))
 
 
-def test_only_valid_ones_of_this_run_count_and_go(tmp_path: Path) -> None:
-    _write(tmp_path, 1, 2, 3, 4, 5, 9)
-    _write(tmp_path, 6, fingerprints={"model": "another"})
-    (tmp_path / "step-4" / "shard").write_bytes(b"123")  # cut: takes no place among the latest
-    (tmp_path / "step-3" / "KEEP").touch()
-    (tmp_path / "step-notes").mkdir()
-    (tmp_path / "step-0").mkdir()
-    gone = retire(tmp_path, 9, latest=3, known_bad=(5,), fingerprints=MANIFEST.fingerprints)
-    # Newest three that count: 9, 3 (pinned, but it counts) and 2.
-    assert [path.name for path in gone] == [".deleted-step-1"]
-    assert steps_in(tmp_path) == [0, 2, 3, 4, 5, 6, 9]
-    _write(tmp_path, 10, validation_loss=3.0)
-    gone = retire(tmp_path, 10, latest=1, keep=(2,), fingerprints=MANIFEST.fingerprints)
-    names = [".deleted-step-4", ".deleted-step-5", ".deleted-step-9"]
-    assert [path.name for path in gone] == names, "2 is resumed from, 3 is pinned"
+def test_only_valid_ones_of_this_run_count_and_go(root: AnyPath) -> None:
+    write(root, 1, 2, 3, 4, 5, 9)
+    write(root, 6, fingerprints={"model": "another"})
+    (root / "step-4" / "shard").write_bytes(b"123")  # cut: takes no place among the latest
+    (root / "step-3" / "KEEP").write_bytes(b"")
+    (root / "step-notes").mkdir() if isinstance(root, Path) else None
+    # The newest three that count: 9, 3 (pinned, but it counts) and 2.
+    assert _pruned(root, 9, bad=(5,), keep_latest_k=3) == [2, 3, 4, 5, 6, 9]
+    write(root, 10, validation_loss=3.0)
+    assert _pruned(root, 10, keep=(2,), keep_latest_k=1) == [2, 3, 6, 10], "2 is resumed from, 3 is pinned"
 
 
-def test_a_pin_that_comes_at_the_last_moment_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the look and the new name: the checkpoint gets its own name back, by retention and by `rm`."""
-    _write(tmp_path, 1, 2, 3)
-    rename = Path.rename
+def test_a_pin_at_the_last_moment_counts(root: AnyPath, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the check and the deletion of the manifest: the checkpoint stays whole, by retention and by `rm`."""
+    write(root, 1, 2, 3)
+    kind = type(root / "x")
+    unlink = kind.unlink
 
-    def pinned_before(folder: Path, target: Path) -> Path:
-        if folder.name == "step-1":
-            (folder / "KEEP").touch()
-        return rename(folder, target)
+    def pinned_before(path: Any, missing_ok: bool = False) -> None:
+        if path == root / "step-1" / "manifest.json":
+            (root / "step-1" / "KEEP").write_bytes(b"")
+        unlink(path, missing_ok)
 
-    monkeypatch.setattr(Path, "rename", pinned_before)
-    assert retire(tmp_path, 3, latest=2) == []
-    assert find(tmp_path, 1)[0] is not None and not leftovers(tmp_path)
-    (tmp_path / "step-1" / "KEEP").unlink()
+    monkeypatch.setattr(kind, "unlink", pinned_before)
+    assert _pruned(root, 3, keep_latest_k=2) == [1, 2, 3] and find(root, 1)[0] is not None
+    (root / "step-1" / "KEEP").unlink()
     with pytest.raises(CheckpointError, match="step-1 was pinned at this moment: it stays"):
-        remove([tmp_path / "step-1"])
-    assert steps_in(tmp_path) == [1, 2, 3] and not leftovers(tmp_path)
+        remove([root / "step-1"])
+    assert steps_in(root) == [1, 2, 3] and leftovers(root) == []
 
 
-@pytest.mark.parametrize("by_hand", [False, True], ids=["retention", "rm"])
-def test_a_step_that_is_a_link_goes_and_what_it_leads_to_stays(tmp_path: Path, by_hand: bool) -> None:
+@pytest.mark.parametrize("by_hand", [False, True], ids=["prune", "rm"])
+def test_of_a_link_the_link_goes(tmp_path: Path, by_hand: bool) -> None:
     root, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
-    _write(root, 1, 2, 3)
+    write(root, 1, 2, 3)
     (root / "step-1").rename(elsewhere)
     (root / "step-1").symlink_to(elsewhere)
-    deleter = Deleter()
     if by_hand:
         remove([root / "step-1"])
     else:
-        deleter.delete(retire(root, 3, latest=2))
-    assert deleter.wait(10) and sorted(path.name for path in root.iterdir()) == ["step-2", "step-3"]
-    assert sorted(path.name for path in elsewhere.iterdir()) == ["manifest.json", "shard"]
+        _pruned(root, 3, keep_latest_k=2)
+    assert names(root) == ["step-2", "step-3"] and names(elsewhere) == ["manifest.json", "shard"]
 
 
-def test_the_last_that_is_known_to_be_good_stays(tmp_path: Path) -> None:
-    """Weights may be finite and the next loss is not: only what was trained on, or validated, is known to be good."""
-    _write(tmp_path, 1, 2, 3)
-    assert [path.name for path in retire(tmp_path, 3, latest=1)] == [".deleted-step-1"]
-    _write(tmp_path, 4, validation_loss=2.5)
-    assert [path.name for path in retire(tmp_path, 4, latest=1)] == [".deleted-step-2", ".deleted-step-3"]
-    _write(tmp_path, 5)
-    assert retire(tmp_path, 5, latest=1) == [] and steps_in(tmp_path) == [4, 5]
+def test_the_last_that_is_known_to_be_good_stays(root: AnyPath) -> None:
+    """Weights may be finite and the next loss is not: only training on them, or a validation, shows them good."""
+    write(root, 1, 2, 3)
+    assert _pruned(root, 3, keep_latest_k=1) == [2, 3]
+    write(root, 4, validation_loss=2.5)
+    assert _pruned(root, 4, keep_latest_k=1) == [4]
+    write(root, 5)
+    assert _pruned(root, 5, keep_latest_k=1) == [4, 5]
 
 
 @pytest.mark.parametrize(
-    ("milestones", "stay"),
-    [("powers_of_two", [1, 2, 4, 8, 16, 19, 20]), ((3, 7, 100), [3, 7, 19, 20]), ((), [19, 20])],
+    ("milestones", "stay"), [("powers_of_two", [1, 2, 4, 8, 16, 19, 20]), ([3, 7, 100], [3, 7, 19, 20]), ([], [19, 20])]
 )
 def test_milestones_stay(tmp_path: Path, milestones: Any, stay: list[int]) -> None:
-    _write(tmp_path, *range(21))
-    retire(tmp_path, 20, latest=2, milestones=milestones)
-    assert steps_in(tmp_path) == stay
+    write(tmp_path, *range(21))
+    assert _pruned(tmp_path, 20, keep_latest_k=2, milestones=milestones) == stay
 
 
-def test_the_best_by_validation_stay_by_what_the_manifests_say(tmp_path: Path) -> None:
+def test_the_best_by_validation_stay(root: AnyPath) -> None:
     for step, loss in enumerate([5.0, 3.0, 4.0, 2.0, None, 3.0, 9.0], start=1):
-        _write(tmp_path, step, validation_loss=loss)
-    _write(tmp_path, 8, validation_loss=0.1, fingerprints={"model": "another"})
-    _write(tmp_path, 9)
-    (tmp_path / "step-4" / "shard").unlink()  # the lowest, but nobody can load it
-    retire(tmp_path, 9, latest=2, best=2, fingerprints=MANIFEST.fingerprints)
-    assert steps_in(tmp_path) == [2, 6, 7, 8, 9], "of equal ones both have a place here: 3.0 and 3.0"
-    retire(tmp_path, 9, latest=2, best=1, fingerprints=MANIFEST.fingerprints)
-    assert steps_in(tmp_path) == [2, 7, 8, 9], "of equal ones the earlier"
+        write(root, step, validation_loss=loss)
+    write(root, 8, validation_loss=0.1, fingerprints={"model": "another"})
+    write(root, 9)
+    (root / "step-4" / "shard").unlink()  # the lowest, but nobody can load it
+    assert _pruned(root, 9, keep_latest_k=2, keep_best=2) == [2, 6, 7, 8, 9], "of equal ones both have a place here"
+    assert _pruned(root, 9, keep_latest_k=2, keep_best=1) == [2, 7, 8, 9], "of equal ones the earlier"
 
 
 def test_weights_alone_take_no_place_and_stay(tmp_path: Path) -> None:
-    _write(tmp_path, 1, 2, 3)
-    _write(tmp_path, 4, weights_only=True)
-    assert retire(tmp_path, 4, latest=1) == [], "no run can go on from the newest: what it can go on from stays"
-    _write(tmp_path, 5, 6)
-    retire(tmp_path, 6, latest=2)
-    assert steps_in(tmp_path) == [4, 5, 6]
+    write(tmp_path, 1, 2, 3)
+    write(tmp_path, 4, weights_only=True)
+    assert _pruned(tmp_path, 4, keep_latest_k=1) == [1, 2, 3, 4], "no run can resume from the newest"
+    write(tmp_path, 5, 6)
+    assert _pruned(tmp_path, 6, keep_latest_k=2) == [4, 5, 6]
 
 
-def test_nothing_goes_while_the_new_one_is_not_whole(tmp_path: Path) -> None:
-    _write(tmp_path, 1, 2, 3)
+def test_nothing_goes_for_one_that_is_not_whole_or_of_a_later_step(tmp_path: Path) -> None:
+    write(tmp_path, 1, 2, 3, 900)
     (tmp_path / "step-3" / "shard").unlink()
     with pytest.raises(CheckpointError, match="shard is missing"):
-        retire(tmp_path, 3, latest=1)
-    assert steps_in(tmp_path) == [1, 2, 3]
+        _pruned(tmp_path, 3, keep_latest_k=1)
+    assert steps_in(tmp_path) == [1, 2, 3, 900]
+    (tmp_path / "step-3" / "shard").write_bytes(SHARD)
+    assert _pruned(tmp_path, 3, keep_latest_k=2) == [2, 3, 900], "one left behind at a higher step takes no place"
 
 
-def test_newer_folders_take_no_place(tmp_path: Path) -> None:
-    """A folder left behind at a higher step must not push out what this run writes."""
-    _write(tmp_path, 1, 2, 3, 900)
-    assert [path.name for path in retire(tmp_path, 3, latest=2)] == [".deleted-step-1"]
-    assert steps_in(tmp_path) == [2, 3, 900]
-
-
-def test_a_run_keeps_what_it_is_told_to(pool: Pools, tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    plan = CheckpointPlan(keep_latest_k=2, keep_every=4)
-    pool(2).run(train, RUN, folder, 1, 9, every=1, plan=plan)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-4", "step-8", "step-9"]
-    pool(2).run(train, RUN, folder, 10, 12, every=1, plan=replace(plan, keep_every=0))
-    # 9 was resumed from, and stays until another start no longer needs it.
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-11", "step-12", "step-9"]
-    (tmp_path / "step-11" / "KEEP").touch()
-    pool(1).run(train, RUN, folder, 13, 15, every=1, plan=replace(plan, keep_every=0))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-11", "step-12", "step-14", "step-15"]
-
-
-def test_a_run_deletes_nothing_by_default(pool: Pools, tmp_path: Path) -> None:
-    pool(1).run(train, RUN, str(tmp_path), 1, 4, every=1)
-    assert steps_in(tmp_path) == [1, 2, 3, 4]
-
-
-def test_a_damaged_one_takes_no_place(pool: Pools, tmp_path: Path) -> None:
-    """Its sizes are right, so only the load knows. With it as the second of two, the good one would go."""
-    pool(1).run(train, RUN, str(tmp_path), 1, 4, every=2)
-    flip(tmp_path / "step-4" / "__0_0.distcp")
-    plan = CheckpointPlan(keep_latest_k=2)
-    result = pool(1).run(train, RUN, str(tmp_path), 3, 5, every=5, plan=plan)[0]
-    assert result["loaded"].step == 2
-    assert steps_in(tmp_path) == [2, 4, 5], "the damaged one is left for a person to look at"
-
-
-_SLOW = """
-import os, sys, time
-from pathlib import Path
-from titanlite.checkpoint.retention import Deleter, retire
-unlink = os.unlink
-def slow(*args, **kwargs):
-    unlink(*args, **kwargs)
-    print("deleted one", flush=True)
-    time.sleep(60)
-os.unlink = slow
-gone = retire(Path(sys.argv[1]), 4, latest=2)
-deleter = Deleter()
-deleter.delete(gone)
-deleter.wait(99)
-"""
-
-
-def test_killed_while_deleting_leaves_only_good_checkpoints(pool: Pools, tmp_path: Path) -> None:
-    pool(1).run(train, RUN, str(tmp_path), 1, 4, every=1)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        [sys.executable, "-c", _SLOW, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environment
-    )
-    assert process.stdout is not None and process.stdout.readline() == "deleted one\n"
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == [".deleted-step-1", ".deleted-step-2", "step-3", "step-4"]
-    assert [len(list(path.iterdir())) for path in leftovers(tmp_path)] == [2, 3], "one file was gone"
-    manifest, passed = find(tmp_path)
-    assert manifest is not None and manifest.step == 4 and passed == []
-    pool(1).run(train, RUN, str(tmp_path), 5, 5)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-3", "step-4", "step-5"]
-
-
-def test_a_name_taken_by_an_earlier_crash_is_no_obstacle(tmp_path: Path) -> None:
-    _write(tmp_path, 1, 2, validation_loss=1.0)
+def test_waiting_for_a_deletion_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "remove_folder", lambda *_: time.sleep(5))
     (tmp_path / ".deleted-step-1").mkdir()
-    (gone,) = retire(tmp_path, 2, latest=1)
-    assert gone.name == ".deleted-step-1.1"
     deleter = Deleter()
     deleter.delete(leftovers(tmp_path))
-    deleter.wait(10)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
-
-
-def test_waiting_for_the_deletion_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titanlite.checkpoint.retention.shutil.rmtree", lambda *_, **__: time.sleep(5))
-    deleter = Deleter()
-    deleter.delete([tmp_path])
     started = time.monotonic()
-    deleter.wait(0.1)
-    assert time.monotonic() - started < 2
-
-
-def test_manifest_of_the_tests_is_whole() -> None:
-    assert json.loads(MANIFEST.to_json())["hashes"] == {"shard": digest_of(b"1234")} and PRINTS
+    assert not deleter.wait(0.1) and time.monotonic() - started < 2

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.cli import main
-from titanlite.config.diff import differences, plan_differences, side
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
-from titanlite.config.resolve import resolve
+from titanlite.tools.cli import main
+from titanlite.tools.config import derived_differences, differences, side
 
 
 @pytest.fixture(autouse=True)
@@ -154,19 +153,16 @@ def test_plans_show_what_follows(capsys):
     right = write("b.toml", "[training]\nbatch_size = 4\nglobal_batch_size = 8\nseq_len = 64\n")
     assert main(["config", "diff", left, right, "--plans", "--world-size", "2"]) == 1
     out = capsys.readouterr().out
-    assert "plans.batch.accumulation\n  - 2\n  + 1\n" in out
-    assert "plans.validation.batch_size\n  - 2\n  + 4\n" in out
+    assert "derived.batch.accumulation\n  - 2\n  + 1\n" in out
+    assert "training.batch_size\n  - 2\n  + 4\n" in out
     assert "tokens_per_step" not in out
     assert main(["config", "diff", left, right]) == 1
-    assert "plans." not in capsys.readouterr().out
+    assert "derived." not in capsys.readouterr().out
 
 
-def test_every_field_of_the_plans_is_compared():
-    flags = ["--model.overrides.n_layers=3", "--comm.trace_buf_size=7", "--metrics.log_freq=3", "--data.seed=4"]
-    ours, theirs = resolve(load([]), world_size=1), resolve(load(flags), world_size=1)
-    assert [(d.key, d.left[0], d.right[0]) for d in plan_differences(ours, theirs)] == [
-        ("plans.model.overrides", "[]", "{n_layers = 3}"),
-        ("plans.data.seed", "0", "4"),
-        ("plans.comm.trace_buf_size", "20000", "7"),
-        ("plans.observe.log_freq", "10", "3"),
-    ]
+def test_every_group_of_derived_values_is_compared():
+    flags = ["--training.steps=7", "--training.seq_len=32", "--stall.deadline_seconds=5"]
+    ours, theirs = fitted(load([]), 1), fitted(load(flags), 1)
+    found = {d.key: (d.left[0], d.right[0]) for d in derived_differences(ours, theirs)}
+    assert found["derived.steps"] == ("10000", "7") and found["derived.batch.seq_len"] == ("2048", "32")
+    assert found["derived.schedule.warmup_steps"] == ("200", "7")

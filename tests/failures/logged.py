@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any, NoReturn
 
-from titanlite import app
+from titanlite import main as entry
 from titanlite.data.loader import batch_hash
 from titanlite.tools.faults import before_steps
 
@@ -21,4 +21,4 @@ def main() -> NoReturn:
             file.write(json.dumps({"step": step, "batch": batch_hash(batches)}) + "\n")
 
     before_steps(log)
-    app.main()
+    entry.main()

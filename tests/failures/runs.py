@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.tiny import EIGHT_STEPS
-from titanlite.checkpoint.contents import Contents, compare
-from titanlite.observe.metrics import read_metrics
+from titanlite.metrics.jsonl import read_metrics
 from titanlite.tools import drill_ranks
 from titanlite.tools.faults import NO_FAULT, Fault
+from titanlite.tools.tensors import Contents, compare
 
 STEPS, INTERVAL = 8, 2
 TINY = [

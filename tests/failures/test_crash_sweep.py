@@ -10,7 +10,7 @@ import pytest
 
 from tests.failures.runs import INTERVAL, STEPS, batches, flags, rows, train, unequal
 from titanlite import exit_codes
-from titanlite.runs.ledger import read_entries
+from titanlite.runs.record import read_entries
 from titanlite.tools.drill import saved_steps
 from titanlite.tools.faults import PUBLISHED, SAVE_EVENTS, Fault
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from tests.checkpoint.runs import RUN, train
 from tests.pool import Pools
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 
 
-def _synced(world: World, folder: str) -> dict[str, int]:
+def _synced(world: DistEnv, folder: str) -> dict[str, int]:
     """Name of a file -> its bytes when it was last synced on this rank, and the order of what must come in turn."""
     found: dict[str, int] = {}
     fsync, rename = os.fsync, os.rename

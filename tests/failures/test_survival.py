@@ -16,10 +16,10 @@ import torch
 from tests.checkpoint.runs import flip
 from tests.failures.runs import STEPS, batches, flags, rows, saved, train, unequal
 from titanlite import exit_codes
-from titanlite.checkpoint.contents import Contents
 from titanlite.checkpoint.manifest import is_valid, step_folder
 from titanlite.data.loader import add_hashes
 from titanlite.tools.faults import Fault
+from titanlite.tools.tensors import Contents
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -7,24 +7,35 @@ from typing import Any
 
 import pytest
 
-from titanlite.prepare import checked_plans
-from titanlite.runs import folder as folder_module
-from titanlite.runs.folder import RunRecord, begin
+from titanlite.runs import provenance, record
+
+Start = Callable[..., record.AttemptRecord]
+CONFIG = '[job]\ndump_folder = "x"\n\n[optimizer]\nlr = {lr}\n'
 
 
 @pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunRecord]:
-    """`start(folder, *flags, **more)`: begin a run there on two made-up ranks, without asking git."""
-    monkeypatch.setattr(
-        folder_module.provenance, "git_state", lambda: folder_module.provenance.GitState({"commit": "c0"})
-    )
+def start(monkeypatch: pytest.MonkeyPatch) -> Start:
+    """`start(folder, lr=…, **more)` records a start on two made-up ranks, without git; `begin`'s lines are `.lines`."""
+    monkeypatch.setattr(provenance, "git_state", lambda: provenance.GitState({"commit": "c0"}))
 
-    def started(folder: Path, *flags: str, **more: Any) -> RunRecord:
-        argv = [f"--job.dump_folder={folder}", "--training.steps=40", *flags]
-        plans = checked_plans(argv, 2, training=False)[1]
-        return begin(folder, plans, **{"world_size": 2, "device": "CPU (made up)", "argv": ["train.py", *argv], **more})
+    def started(folder: Path, lr: float = 0.001, more_config: str = "", **more: Any) -> record.AttemptRecord:
+        about = {"steps": 40, "ranks": 2, "device": "CPU (made up)", "resumed": more.get("step", 0) > 0, **more}
+        found, lines = record.begin(folder, config_toml=CONFIG.format(lr=lr) + more_config, **about)
+        found.lines = lines  # type: ignore[attr-defined]
+        return found
 
     return started
+
+
+def change_start(folder: Path, number: int, **values: Any) -> None:
+    """Change the recorded start of an attempt; `ended` is the time of its end."""
+    entries = record.read_entries(folder)
+    for entry in entries:
+        if entry["attempt"] == number and entry["event"] == "start":
+            entry.update({name: value for name, value in values.items() if name != "ended"})
+        elif entry["attempt"] == number and "ended" in values:
+            entry["time"] = values["ended"]
+    (folder / record.FILE).write_text("".join(json.dumps(entry) + "\n" for entry in entries))
 
 
 def training_row(step: int, loss: float | str, tps: float = 100.0, time: float = 0.0, **more: Any) -> dict[str, Any]:

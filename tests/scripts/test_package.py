@@ -61,7 +61,7 @@ def test_the_wheel_has_configs_schema_and_types(installed: Path) -> None:
     assert {path.name for path in (installed / "titanlite" / "train_configs").iterdir()} == ours
     assert "titanlite.schema.json" in ours and (installed / "titanlite" / "py.typed").is_file()
     (distribution,) = importlib.metadata.distributions(path=[str(installed)])
-    assert [(e.name, e.value) for e in distribution.entry_points] == [("titanlite", "titanlite.cli:main")]
+    assert [(e.name, e.value) for e in distribution.entry_points] == [("titanlite", "titanlite.tools.cli:main")]
 
 
 def test_a_config_of_the_wheel_is_found_by_its_name(installed: Path) -> None:

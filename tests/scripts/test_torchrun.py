@@ -76,7 +76,7 @@ def test_what_the_last_restart_said_is_kept_for_the_end() -> None:
 #: A worker that says that it was asked to stop, and its launcher.
 WORKER = """
 import os, signal, time
-from titanlite.entry import stop_with_torchrun
+from titanlite.signals import stop_with_torchrun
 signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b"asked to stop"), os._exit(0)))
 stop_with_torchrun()
 os.write(1, b"ready")
@@ -96,7 +96,7 @@ def test_a_worker_is_asked_to_stop_when_its_torchrun_is_killed() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
 def test_a_parent_that_ends_before_the_kernel_knows_is_noticed() -> None:
-    script = "import os, signal; from titanlite.entry import end_with_parent; os.getppid = iter([7, 1]).__next__; "
+    script = "import os, signal; from titanlite.signals import end_with_parent; os.getppid = iter([7, 1]).__next__; "
     done = subprocess.run(
         [sys.executable, "-c", f"{script}end_with_parent(signal.SIGTERM)"], env={**os.environ, "PYTHONPATH": str(ROOT)}
     )

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from titanlite.prepare import checked_plans
+from titanlite.config.fit import check_config
 from titanlite.runs import provenance
 
 #: Tokens per second and rank; each repeat on this machine is half as fast as the one before.
@@ -51,7 +51,7 @@ def main() -> None:
             }
         )
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config, _ = checked_plans(sys.argv[1:], RANKS, training=True)
+    config, _ = check_config(sys.argv[1:], RANKS, training=True)
     (folder / "config.toml").write_text(config.to_toml())
     attempt = {"state": "done", "first_step": 0, "steps": steps, "step": steps, "world_size": RANKS, "device": DEVICE}
     attempt["versions"] = provenance.versions()

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from titanlite.cli import main
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.load import load_file
-from titanlite.observe.flops import device_name
+from titanlite.metrics.throughput import device_name
 from titanlite.tools import benchmark as room
 from titanlite.tools import refuse_keys
 from titanlite.tools.benchmark import (
@@ -27,6 +26,7 @@ from titanlite.tools.benchmark import (
     probe,
     write_levels,
 )
+from titanlite.tools.cli import main
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "train_configs"

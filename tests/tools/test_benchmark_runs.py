@@ -16,12 +16,12 @@ import torch
 from tests.pool import Pools
 from tests.tiny import TWO_LAYERS, size
 from titanlite.build import read_text
-from titanlite.cli import main
+from titanlite.config.fit import check_config
 from titanlite.config.load import load_file
-from titanlite.parallel.world import World
-from titanlite.prepare import checked_plans
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.tools import benchmark as room
 from titanlite.tools.benchmark import LEVELS, SWITCHES
+from titanlite.tools.cli import main
 from titanlite.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ NO_FLOAT8 = ["--skip", "float8", "--skip", "float8-all-gather"]
 
 def benchmark(folder: Path, *words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
     """The real command, in a process of its own, from `folder`."""
-    command = [sys.executable, "-m", "titanlite.cli", "ladder", str(ROOT / "train_configs" / "debug_model.toml")]
+    command = [sys.executable, "-m", "titanlite.tools.cli", "ladder", str(ROOT / "train_configs" / "debug_model.toml")]
     found = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     variables = {**found, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([*command, *TINY, *words], cwd=folder, env=variables, capture_output=True, text=True)
@@ -82,9 +82,9 @@ def test_levels_start_from_the_same_weights_and_read_the_same_text(tmp_path: Pat
         assert ("torch.compile made" in (run / "console.log").read_text()) == (level == "compile")
 
 
-def _train(world: World, arguments: list[str]) -> None:
+def _train(world: DistEnv, arguments: list[str]) -> None:
     """One run of a benchmark, on ranks that exist already."""
-    _, plans = checked_plans(arguments, world.size, training=True)
+    _, plans = check_config(arguments, world.size, training=True)
     try:
         Trainer(plans, world, read_text(plans)).train()
     finally:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from titanlite import exit_codes
-from titanlite.cli import main
+from titanlite.tools.cli import main
 from titanlite.tools.drill import SCENARIOS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,7 +23,7 @@ def drill(*words: str, package: Path = ROOT, folder: str = "") -> subprocess.Com
     """Run the command in a process of its own. package: folder with titanlite. folder: for temporary files."""
     variables = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     variables |= {"PYTHONPATH": str(package), "OMP_NUM_THREADS": "1", **({"TMPDIR": folder} if folder else {})}
-    command = [sys.executable, "-m", "titanlite.cli", "drill", str(ROOT / "train_configs" / "debug_model.toml")]
+    command = [sys.executable, "-m", "titanlite.tools.cli", "drill", str(ROOT / "train_configs" / "debug_model.toml")]
     return subprocess.run([*command, *words], cwd=package, env=variables, capture_output=True, text=True, timeout=900)
 
 
@@ -32,7 +32,7 @@ def only(*names: str) -> list[str]:
 
 
 def test_the_command_lists_its_faults_without_torch() -> None:
-    code = "import sys; from titanlite.cli import main; main(['drill', '--list']); print('torch' in sys.modules)"
+    code = "import sys; from titanlite.tools.cli import main; main(['drill', '--list']); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert [line.split()[0] for line in done.stdout.splitlines()] == [*(one.name for one in SCENARIOS), "False"]
 

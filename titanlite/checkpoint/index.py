@@ -1,4 +1,4 @@
-"""DCP's index of which tensor lies where, a pickle, read as data: no code that it names runs. No torch here."""
+"""Reads DCP's index of the places of tensors: a pickle, read as data, so no code in it runs. No torch here."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from titanlite.checkpoint.place import Place, StoreError
-
 if TYPE_CHECKING:
     from titanlite.checkpoint.manifest import Manifest
 
 INDEX = ".metadata"
 Sizes = tuple[int, ...]
 _CLASSES = ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex")
-#: What the index of a checkpoint of tensors names, besides `torch.Size` and types such as `torch.float32`.
+#: Names that the index of a checkpoint of tensors holds, besides `torch.Size` and types such as `torch.float32`.
 _KNOWN = {
     *(("torch.distributed.checkpoint.metadata", name) for name in (*_CLASSES, "StorageMeta", "_MEM_FORMAT_ENCODING")),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
@@ -26,7 +24,7 @@ _KNOWN = {
     ("builtins", "getattr"),  # members of an enum, as Python 3.11.0 to 3.11.3 writes them; a record here, never called
 }
 _DTYPE = re.compile(r"(b?float|u?int|complex|bool)\w*")
-#: Where format 1 wrote a checkpoint: the number at the end is of a process. Later formats have eight digits there.
+#: The folder in which format 1 wrote, with a process id at the end. Later formats had eight digits there, or `step-N`.
 _OF_FORMAT_1 = re.compile(r"\.partial-step-\d+-\d{1,7}")
 
 
@@ -38,7 +36,7 @@ class Tensor(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Where one piece of a tensor lies."""
+    """The place of one piece of a tensor."""
 
     name: str
     offset: Sizes
@@ -56,7 +54,7 @@ class Index(NamedTuple):
 
 
 class _Record:
-    """Takes the place of every object in the pickle: holds what was written of it, and does nothing."""
+    """Replaces every object in the pickle: holds its arguments and state, and does nothing."""
 
     arguments: tuple[Any, ...] = ()
     state: Any = None
@@ -80,7 +78,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_index(data: bytes, manifest: Manifest) -> Index:
-    """The index in `data`, which must fit the manifest. Raises ValueError with what is wrong."""
+    """Return the index in `data`, which must fit the manifest. Raises ValueError with the reason."""
     try:
         content = _Unpickler(io.BytesIO(data)).load().state
         tensors = {name: _tensor(record.state) for name, record in content["state_dict_metadata"].items()}
@@ -97,21 +95,8 @@ def read_index(data: bytes, manifest: Manifest) -> Index:
     return Index(tensors, pieces)
 
 
-def index_problem(path: Place, manifest: Manifest) -> str | None:
-    """Why the index at `path` cannot be used; None when it can. Raises StoreError when a store cannot be asked."""
-    try:
-        read_index(path.read_bytes(), manifest)
-    except StoreError:
-        raise
-    except OSError as error:
-        return f"{path} cannot be read: {error.strerror or error}"
-    except ValueError as error:
-        return f"{path} cannot be used: {error}"
-    return None
-
-
 def _is_of_format_1(written_in: Any) -> bool:
-    """By the folder that a checkpoint was written in, as DCP notes it: a path, or the URL of a store."""
+    """Decide by the folder that a checkpoint was written in, as DCP notes it: a path, or the URL of a store."""
     return isinstance(written_in, _Record) and bool(_OF_FORMAT_1.fullmatch(str(written_in.arguments[-1])))
 
 
@@ -130,7 +115,7 @@ def _pieces(entries: dict[_Record, _Record], files: dict[str, int]) -> Iterator[
         if not isinstance(file, str) or file not in files:
             raise ValueError(f"it names the file {file!r}, which is not in the manifest")
         if type(start) is not int or type(length) is not int or not 0 <= start <= start + length <= files[file]:
-            raise ValueError(f"what it says of {name!r} lies outside of {file}")
+            raise ValueError(f"its place of {name!r} lies outside of {file}")
         if entry.state.get("transform_descriptors"):
             raise ValueError(f"{name!r} is transformed, which no checkpoint here is")
         yield Piece(name, _sizes(key.state["offset"]), number, file, start, length)

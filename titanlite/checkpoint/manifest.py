@@ -1,65 +1,68 @@
 """The manifest: the one file that makes a folder a checkpoint. No torch here.
 
-A folder `step-N` is a checkpoint only if its `manifest.json` can be read, is of a known format, carries the hash of its
-own contents, and every file it lists is there with its size. Anything else is named, with the reason, and never loaded.
+A folder `step-N` is a checkpoint only if its `manifest.json` can be read, has a known format, carries the hash of its
+own content, and lists only files that exist with their sizes. A save writes it last, a deletion removes it first. All
+other folders are reported with the reason, and never loaded.
 
-Format 4 may hash files with XXH3; format 3 may hold weights only, and says where a run is recorded; format 2 has a hash
-of every file and of the manifest itself; format 1 had neither. All are read.
+While a save or a deletion is at work, a mark lies beside the folder: a file `.partial-step-N-…` or `.deleted-step-N-…`.
+A folder with a mark and without a manifest is a leftover of a killed process, which the next start or save deletes.
+(Older versions gave the folder itself such a name, and renamed it at the end.)
+
+Format 4 may hash files with XXH3; format 3 may hold weights only, and says where a run is recorded; format 2 has hashes
+of all files and of the manifest itself; format 1 had neither. All are read.
 """
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
 import json
 import math
-import os
 import re
+import threading
 import types
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints, overload
 
 from titanlite import exit_codes
-from titanlite.checkpoint import store
-from titanlite.checkpoint.integrity import algorithm_of, digest_of
-from titanlite.checkpoint.place import Place, StoreError, StorePath, sizes
-from titanlite.utils import logger
+from titanlite.checkpoint.index import INDEX, read_index
+from titanlite.checkpoint.paths import AnyPath, StoreError, entries, sizes, to_path
 
 FORMAT = 4
 FILE = "manifest.json"
-#: A file of this name in a checkpoint's folder: whatever else is deleted, this checkpoint is not.
+#: A checkpoint with a file of this name is never deleted by a run.
 PIN = "KEEP"
-#: In a folder that was moved aside: why.
+#: File with the reason in a quarantined folder, `step-N.invalid-K`.
 REASON = "invalid.txt"
+PARTIAL, DELETED = ".partial-", ".deleted-"
 _STEP = re.compile(r"step-(\d+)")
-#: The manifest's entry with the hash of all the others.
+_MARK = re.compile(r"\.(?:partial|deleted)-(.+)-[0-9a-f]{8}")
+#: Names of all folders and marks of checkpoints.
+NAMES = re.compile(r"step-(\d+)(\.invalid-\d+)?|\.(?:partial|deleted)-.*")
+#: The manifest's entry with the hash of all others.
 _DIGEST = "digest"
-#: All that a manifest of format 1 had.
-_FORMAT_1 = {
-    "format",
-    "step",
-    "world_size",
-    "created",
-    "files",
-    "tensors",
-    "train",
-    "fingerprints",
-    "versions",
-    "config",
-}
-#: Levels of lists and dictionaries in a manifest: none that was ever written comes near.
+#: Largest depth of lists and dictionaries in a manifest; real ones stay far below.
 _DEEPEST = 50
+#: Algorithm → hexadecimal digits. XXH3 with 128 bits finds damage, and costs a save almost nothing; SHA-256 is for the
+#: index and the manifest, which decide how the rest is read.
+_DIGITS = {"xxh3": 32, "sha256": 64, "blake2b": 64}
+FAST_HASH, SAFE_HASH = "xxh3", "sha256"
+#: Bytes that are read at a time; files that are hashed at the same time.
+_BLOCK, _THREADS = 4 << 20, 4
+#: Called with bytes done and bytes in all, by any thread, one at a time.
+Progress = Callable[[int, int], None]
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be saved, loaded, or belongs to another run; the message says what to do."""
+    """A checkpoint cannot be saved or loaded, or belongs to another run; the message says what to do."""
 
     exit_code = exit_codes.CHECKPOINT
 
 
 class NewerFormatError(CheckpointError):
-    """A later titanlite wrote the checkpoint: nobody here may pass over it, or put another in its place."""
+    """A later titanlite wrote the checkpoint: it is never passed over or replaced."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class Manifest:
     created: float
     #: The resolved configuration, for people and for `config diff`.
     config: dict[str, Any] = field(default_factory=dict)
-    #: File name -> hash of what was written, `xxh3:…`; empty in format 1.
+    #: File name -> hash of the bytes written, `xxh3:…`; empty in format 1.
     hashes: dict[str, str] = field(default_factory=dict)
     #: Commit of the checkout that wrote it, and whether that had changes.
     git: dict[str, Any] = field(default_factory=dict)
@@ -91,11 +94,11 @@ class Manifest:
     environment: dict[str, str] = field(default_factory=dict)
     #: Where the run is recorded: service → id of the run there.
     trackers: dict[str, str] = field(default_factory=dict)
-    #: Mean loss on the held-out text with these weights, where that was measured; finite.
+    #: Mean loss on the validation text with these weights, where that was measured; finite.
     validation_loss: float | None = None
-    #: No optimizer, no generators: a run cannot go on from it, but another one can start from it.
+    #: No optimizer, no generators: no run can resume from it, but another one can start from it.
     weights_only: bool = False
-    #: Type that the weights were converted to for it; "" where they are as they were trained.
+    #: Type that the weights were converted to; "": as they were trained.
     dtype: str = ""
     #: From the beginning of the save to this manifest; None: not measured.
     seconds: float | None = None
@@ -112,64 +115,127 @@ class Manifest:
 
 
 _TYPES = get_type_hints(Manifest)
+#: All entries of a manifest of format 1.
+_FORMAT_1 = {*(f.name for f in fields(Manifest) if MISSING is f.default is f.default_factory), "config", "format"}
+
+
+def new_hash(algorithm: str) -> Any:
+    """Return an object with `update` and `hexdigest`."""
+    if algorithm == FAST_HASH:
+        import xxhash  # only here: `titanlite --help` and a config's check do without
+
+        return xxhash.xxh3_128()
+    return hashlib.blake2b(digest_size=32) if algorithm == "blake2b" else hashlib.new(algorithm)
+
+
+def digest_of(data: bytes, algorithm: str = SAFE_HASH) -> str:
+    """Return the hash of some bytes as manifests hold it: `sha256:…`."""
+    found = new_hash(algorithm)
+    found.update(data)
+    return f"{algorithm}:{found.hexdigest()}"
+
+
+def algorithm_of(digest: str) -> str:
+    """Return the algorithm of a digest. Raises ValueError for one that `digest_of` does not write."""
+    algorithm, colon, value = digest.partition(":")
+    if colon and algorithm not in _DIGITS:
+        raise ValueError(f"unknown hash {algorithm!r}")
+    if not colon or len(value) != _DIGITS[algorithm]:
+        raise ValueError(f"{digest!r} is no digest")
+    return algorithm
+
+
+def file_digest(path: AnyPath, algorithm: str = SAFE_HASH, read: Callable[[int], None] = lambda count: None) -> str:
+    """Return the hash of a file's content; call `read` with each block's bytes. Raises OSError."""
+    found = new_hash(algorithm)
+    view = memoryview(bytearray(_BLOCK))
+    with path.open("rb", buffering=0) as stream:
+        while count := stream.readinto(view):
+            found.update(view[:count])
+            read(count)
+    return f"{algorithm}:{found.hexdigest()}"
+
+
+def mismatch(path: AnyPath, expected: str, found: str) -> str:
+    """Say that a file's hash differs."""
+    shown = [f"{digest[: digest.find(':') + 17]}…" for digest in (expected, found)]
+    return f"{path} has changed since it was written: {shown[0]} in the manifest, {shown[1]} found"
 
 
 def _digest(content: dict[str, Any]) -> str:
-    """The hash of a manifest's contents, however they are laid out in the file."""
+    """Return the hash of a manifest's content, whatever the layout of its file."""
     return digest_of(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
 @overload
 def step_folder(root: Path, step: int) -> Path: ...
 @overload
-def step_folder(root: Place, step: int) -> Place: ...
-def step_folder(root: Place, step: int) -> Place:
+def step_folder(root: AnyPath, step: int) -> AnyPath: ...
+def step_folder(root: AnyPath, step: int) -> AnyPath:
     return root / f"step-{step}"
 
 
-def step_of(folder: Place) -> int | None:
-    """The step that a folder's name says; None for a name that no checkpoint has."""
+def step_of(folder: AnyPath) -> int | None:
+    """Return the step in a checkpoint folder's name; None for other names."""
     match = _STEP.fullmatch(folder.name)
     return int(match.group(1)) if match else None
 
 
-def steps_in(root: Place) -> list[int]:
-    """Steps of all folders named like checkpoints in `root`, ascending; foreign names are left alone."""
-    return sorted(step for entry in folders_in(root) if (step := step_of(entry)) is not None)
+def steps_in(root: AnyPath) -> list[int]:
+    """Return the steps of all folders `step-N` in `root`, ascending, without leftovers of killed processes."""
+    names = entries(root)
+    marks = [root / name for name, is_folder in names.items() if not is_folder]
+    left = {folder.name for mark in marks if (folder := marked_folder(mark)) and not (folder / FILE).is_file()}
+    folders = [root / name for name, is_folder in names.items() if is_folder and name not in left]
+    return sorted(step for folder in folders if (step := step_of(folder)) is not None)
 
 
-def folders_in(root: Place) -> Sequence[Place]:
-    """The folders in `root`; none where it is not there. In a store without what saves and deletions have left."""
-    if isinstance(root, StorePath):
-        return store.folders(root)
-    return [entry for entry in root.iterdir() if entry.is_dir()] if root.is_dir() else []
+def marked_folder(mark: AnyPath) -> AnyPath | None:
+    """Return the folder that a mark is about; None for other names."""
+    match = _MARK.fullmatch(mark.name)
+    return mark.parent / match.group(1) if match else None
 
 
-def is_pinned(folder: Place) -> bool:
+def is_pinned(folder: AnyPath) -> bool:
     return (folder / PIN).exists()
 
 
-def read_manifest(folder: Place) -> Manifest:
-    """The manifest of a valid checkpoint folder. Raises CheckpointError with the reason when it is not one."""
+def read_manifest(folder: AnyPath) -> Manifest:
+    """Return the manifest of a valid checkpoint folder. Raises CheckpointError with the reason when it is not one."""
     manifest = parse_manifest(folder)
-    there = sizes(folder)
+    existing = sizes(folder)
     for name, size in manifest.files.items():
-        if name not in there:
-            raise CheckpointError(f"{folder / name} is missing")
-        if there[name] != size:
-            raise CheckpointError(f"{folder / name} has {there[name]} bytes, the manifest says {size}")
+        if (problem := _size_problem(folder / name, size, existing.get(name))) is not None:
+            raise CheckpointError(problem)
     return manifest
 
 
-def parse_manifest(folder: Place) -> Manifest:
-    """The manifest alone: what it lists is not looked at. Raises CheckpointError when it cannot be believed.
+def _size_problem(path: AnyPath, expected: int, found: int | None) -> str | None:
+    if found is None:
+        return f"{path} is missing"
+    return None if found == expected else f"{path} has {found} bytes, the manifest says {expected}"
+
+
+def is_valid(folder: AnyPath) -> bool:
+    """Return whether a folder is a checkpoint, by its manifest and its files' sizes. Raises NewerFormatError."""
+    try:
+        read_manifest(folder)
+    except NewerFormatError:
+        raise
+    except CheckpointError:
+        return False
+    return True
+
+
+def parse_manifest(folder: AnyPath) -> Manifest:
+    """Return the manifest without a look at the files that it lists. Raises CheckpointError when it is wrong.
 
     Raises NewerFormatError for one of a later titanlite.
-    Raises StoreError when a store cannot be asked: nothing is known of the checkpoint then, not that it is bad either.
+    Raises StoreError when a store cannot be asked: nothing is known of the checkpoint then, good or bad.
     """
     path = folder / FILE
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no {FILE}: it was never finished") from None
     except StoreError:
@@ -191,18 +257,9 @@ def parse_manifest(folder: Place) -> Manifest:
             raise ValueError(f"it cannot be of format {raw['format']}")
         manifest = Manifest(**raw)
         _check_types(manifest)
-        named = step_folder(folder.parent, manifest.step).name
-        for name in manifest.files:
-            if Path(name).name != name:
-                raise ValueError(f"{name!r} is no file of it")
-        if manifest.format > 1:
-            if manifest.hashes.keys() != manifest.files.keys():
-                raise ValueError("not every file has a hash")
-            for digest in manifest.hashes.values():
-                algorithm_of(digest)
     except (TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
-    if folder.name != named:
+    if folder.name != step_folder(folder.parent, manifest.step).name:
         raise CheckpointError(f"{folder} was renamed: its manifest is of step {manifest.step}")
     return manifest
 
@@ -210,14 +267,13 @@ def parse_manifest(folder: Place) -> Manifest:
 def _is_deep(value: Any) -> bool:
     level = [value]
     for _ in range(_DEEPEST):
-        level = [
-            v for one in level for v in (one.values() if isinstance(one, dict) else one) if type(v) in (dict, list)
-        ]
+        items = (item for one in level for item in (one.values() if isinstance(one, dict) else one))
+        level = [item for item in items if type(item) in (dict, list)]
     return bool(level)
 
 
 def _check_types(manifest: Manifest) -> None:
-    """Raises ValueError for what has another type than its field, or cannot be."""
+    """Raises ValueError for an entry of another type than its field, or an impossible one."""
     for name, kind in _TYPES.items():
         if not _is(getattr(manifest, name), kind):
             raise ValueError(f"{name} is not {Manifest.__annotations__[name]}")
@@ -226,10 +282,18 @@ def _check_types(manifest: Manifest) -> None:
             raise ValueError(f"the tensor {name} has no type and shape: {entry!r:.80}")
     if not 0 <= manifest.created < 1e11:
         raise ValueError(f"created = {manifest.created} is no time")
+    for name in manifest.files:
+        if Path(name).name != name:
+            raise ValueError(f"{name!r} is no file of it")
+    if manifest.format > 1:
+        if manifest.hashes.keys() != manifest.files.keys():
+            raise ValueError("not every file has a hash")
+        for digest in manifest.hashes.values():
+            algorithm_of(digest)
 
 
 def _is(value: Any, kind: Any) -> bool:
-    """Whether a value read from JSON is of a type, to its depth; a number in floating point must be finite."""
+    """Return whether a value read from JSON has a type, to its depth; floating-point numbers must be finite."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is types.UnionType:
         return any(_is(value, one) for one in inner)
@@ -241,14 +305,57 @@ def _is(value: Any, kind: Any) -> bool:
     return kind is Any or type(value) is kind
 
 
-def find(
-    root: Place, step: int | None = None, known_bad: Mapping[int, str] | None = None
-) -> tuple[Manifest | None, list[str]]:
-    """The checkpoint to load from `root`: that of `step`, or the newest valid one.
+def check_files(
+    folder: AnyPath,
+    manifest: Manifest,
+    names: Sequence[str] | None = None,
+    progress: Progress = lambda done, total: None,
+) -> list[str]:
+    """Compare files of a checkpoint (None: all) with their hashes; return what is wrong, a line each.
 
-    known_bad: steps whose contents were found to be wrong, with the reason.
-    Returns it (None if there is none) and the reasons why newer ones were passed over. With `step` given, raises
-    CheckpointError when that one is not valid. Raises NewerFormatError rather than pass over such a one.
+    An index must fit the manifest too. Raises StoreError when a store cannot be asked, which says nothing of the files.
+    """
+    names = sorted(manifest.files) if names is None else names
+    if not names:
+        return []
+    existing, total = sizes(folder), sum(manifest.files[name] for name in names)
+    done, lock = 0, threading.Lock()
+
+    def read(count: int) -> None:
+        nonlocal done
+        with lock:
+            done += count
+            progress(done, total)
+
+    def check(name: str) -> str | None:
+        path, digest = folder / name, manifest.hashes.get(name)
+        if (problem := _size_problem(path, manifest.files[name], existing.get(name))) is not None:
+            return problem
+        try:
+            if digest is not None and (found := file_digest(path, algorithm_of(digest), read)) != digest:
+                return mismatch(path, digest, found)
+            if name == INDEX:
+                read_index(path.read_bytes(), manifest)
+        except StoreError:
+            raise
+        except OSError as error:
+            return f"{path} cannot be read: {error.strerror or error}"
+        except ValueError as error:
+            return f"{path} cannot be used: {error}"
+        return None
+
+    with ThreadPoolExecutor(min(_THREADS, len(names)), thread_name_prefix="titanlite-verify") as pool:
+        return [problem for problem in pool.map(check, names) if problem]
+
+
+def find(
+    root: AnyPath, step: int | None = None, known_bad: Mapping[int, str] | None = None
+) -> tuple[Manifest | None, list[str]]:
+    """Return the checkpoint to load from `root`: that of `step`, or the newest valid one (None: there is none).
+
+    known_bad: step → why its content was found to be wrong.
+    The second value says why newer ones were passed over. Raises CheckpointError when the given `step` is not valid,
+    and NewerFormatError instead of passing over such a one.
     """
     known_bad = known_bad or {}
     steps = steps_in(root)
@@ -273,97 +380,27 @@ def find(
     return None, passed
 
 
-def check_resumable(manifest: Manifest, folder: Place) -> None:
-    """Raises CheckpointError for a checkpoint of weights only: no run can go on from it."""
-    if manifest.weights_only:
-        raise CheckpointError(
-            f"{folder} holds weights only (checkpoint.model_weights_only was true): a run cannot go on from it, for "
-            "there is no optimizer in it. If that run was to end there, it is done. To start another run from its "
-            "weights, give it another folder and name this one as checkpoint.initial_load_path; to train on in this "
-            "folder, move it away, and the newest full checkpoint is resumed"
-        )
+def root_of(path: AnyPath) -> AnyPath:
+    """Return the folder of checkpoints that is meant: `path`, or `checkpoint` in it. Raises CheckpointError."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such folder")
+    for root in (path, path / "checkpoint"):
+        if any(NAMES.fullmatch(name) for name in entries(root)):
+            return root
+    raise CheckpointError(
+        f"{path} holds no checkpoints, nor does a folder 'checkpoint' in it: name a run or its folder"
+    )
 
 
-def sync_folder(folder: Place) -> None:
-    """Make a folder's entries durable: without it a crash may lose the rename itself. In a store they are at once."""
-    if isinstance(folder, StorePath):
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def publish(written: Place, root: Place, manifest: Manifest, known_bad: Mapping[int, str] | None = None) -> Place:
-    """Write the manifest into the folder `written`, then give it its final name. One rank only.
-
-    A folder of that name that is not valid, or whose step is in `known_bad`, is moved aside with the reason, never
-    overwritten; a valid one is kept and raises CheckpointError. In a store the folder has its name already (`begin`).
-    """
-    final = step_folder(root, manifest.step)
-    if isinstance(written, StorePath):
-        try:
-            store.publish(written, manifest.to_json())
-        except FileExistsError:
-            raise CheckpointError(f"{written} holds a checkpoint meanwhile; it is not overwritten") from None
-        return final
-    assert isinstance(root, Path) and isinstance(final, Path)
-    temporary = written / (FILE + ".part")
-    try:
-        with open(temporary, "w", encoding="utf-8") as stream:
-            stream.write(manifest.to_json())
-            stream.flush()
-            os.fsync(stream.fileno())
-    except OSError as error:  # of a full disk, without a name
-        raise CheckpointError(f"{temporary} cannot be written: {error.strerror or error}") from error
-    os.replace(temporary, written / FILE)
-    sync_folder(written)
-    make_way(final, (known_bad or {}).get(manifest.step))
-    written.rename(final)
-    sync_folder(root)
-    return final
-
-
-def make_way(final: Place, reason: str | None) -> None:
-    """Move aside what has a checkpoint's name. Raises CheckpointError where it is valid and there is no `reason`.
-
-    Raises NewerFormatError too.
-    """
-    if not final.exists():
-        return
-    if reason is None:
-        try:
-            read_manifest(final)
-        except NewerFormatError:
-            raise
-        except CheckpointError as error:
-            reason = str(error)
-        else:
-            raise CheckpointError(f"{final} already holds a valid checkpoint; it is not overwritten")
-    move_aside(final, reason)
-
-
-def move_aside(folder: Place, reason: str) -> Place:
-    """Give a checkpoint that is not to be loaded the name `step-N.invalid-K`, and say there why. The new path."""
-    aside: Place
-    if isinstance(folder, StorePath):
-        aside = store.move_aside(folder, REASON, reason)
-    else:
-        with contextlib.suppress(OSError):
-            (folder / REASON).write_text(f"{reason}\n", encoding="utf-8")
-        aside = next(p for i in range(10**6) if not (p := folder.with_name(f"{folder.name}.invalid-{i}")).exists())
-        folder.rename(aside)
-    logger.warning(f"{folder} is now {aside.name}: {reason}")
-    return aside
-
-
-def is_valid(folder: Place) -> bool:
-    """Whether a folder is a checkpoint, by its manifest and the sizes of its files. Raises NewerFormatError."""
-    try:
-        read_manifest(folder)
-    except NewerFormatError:
-        raise
-    except CheckpointError:
-        return False
-    return True
+def checkpoint_of(path: AnyPath | str) -> AnyPath:
+    """Return the checkpoint that is meant: `path`, or the newest valid one of its folder. Raises CheckpointError."""
+    path = to_path(path)
+    if step_of(path) is not None or (path / FILE).is_file():
+        if not path.is_dir():
+            raise CheckpointError(f"{path}: no such checkpoint")
+        return path
+    root = root_of(path)
+    manifest, passed = find(root)
+    if manifest is None:
+        raise CheckpointError(f"{root} has no valid checkpoint" + "".join(f"\n  {reason}" for reason in passed))
+    return step_folder(root, manifest.step)

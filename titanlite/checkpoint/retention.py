@@ -1,45 +1,192 @@
-"""Which checkpoints may go, and how one goes. No torch here; one rank only.
+"""How checkpoints come and go, in folders and stores alike, and which ones go. No torch here; one rank only.
 
-A folder is renamed first, to a name that no checkpoint has, and then deleted: a crash in between leaves a folder that
-nobody can take for a checkpoint, and the next start deletes the rest of it.
+A save marks the folder `step-N`, writes all files into it, and the manifest last (`begin`, `publish`). A deletion marks
+the folder and removes the manifest first (`unpublish`, `delete`). So a process that is killed at any moment leaves
+either a whole checkpoint, or a marked folder without a manifest, which is a leftover for the next start or save.
 """
 
 from __future__ import annotations
 
-import shutil
 import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from titanlite.checkpoint import store
 from titanlite.checkpoint.manifest import (
+    DELETED,
     FILE,
+    PARTIAL,
+    REASON,
     CheckpointError,
     Manifest,
+    NewerFormatError,
     is_pinned,
     is_valid,
-    make_way,
+    marked_folder,
     parse_manifest,
     read_manifest,
     step_folder,
     steps_in,
-    sync_folder,
 )
-from titanlite.checkpoint.place import Place, StorePath
+from titanlite.checkpoint.paths import (
+    AnyPath,
+    StorePath,
+    copy_folder,
+    entries,
+    remove_folder,
+    sync_folder,
+    write_new,
+)
+from titanlite.utils import logger
 
-#: A save that was not finished.
-PARTIAL = store.PARTIAL
-#: A checkpoint that is being deleted.
-DELETED = store.DELETED
-#: Seconds that a save waits for deletions where names are not changed before.
+if TYPE_CHECKING:
+    from titanlite.config.sections import Checkpoint
+
+#: Seconds that a save waits for the deletion of leftovers.
 _SETTLE_SECONDS = 300.0
 
 #: Steps whose checkpoints stay for good: those of a list, or 1, 2, 4, 8, …
-Milestones = Literal["powers_of_two"] | tuple[int, ...]
+Milestones = Literal["powers_of_two"] | Sequence[int]
+
+
+def clear_leftovers(root: AnyPath, step: int, deleter: Deleter) -> None:
+    """Delete leftovers of other saves, whose space is needed, and all that has the place of `step`.
+
+    The caller knows that no other process is saving there. Raises CheckpointError when the deletion takes too long.
+    """
+    final = step_folder(root, step)
+    left = [path for path in leftovers(root) if path.name.startswith(PARTIAL) or marked_folder(path) == final]
+    if left and not deleter.wait(_SETTLE_SECONDS):
+        raise CheckpointError(f"{root}: old checkpoints are still being deleted; nothing is written meanwhile")
+    _delete(left)  # a store that forbids deletions is no reason not to save
+
+
+def begin(root: AnyPath, step: int, known_bad: Mapping[int, str] | None = None) -> AnyPath:
+    """Return the empty folder `step-N` to write the checkpoint of `step` into, which is none before `publish`.
+
+    An invalid checkpoint of that step, or one in `known_bad`, is quarantined. Raises CheckpointError for a valid one.
+    """
+    final = step_folder(root, step)
+    _make_way(final, (known_bad or {}).get(step))
+    if isinstance(root, Path):
+        root.mkdir(parents=True, exist_ok=True)
+    _mark(PARTIAL, final)
+    if isinstance(final, Path):
+        final.mkdir()
+    return final
+
+
+def _make_way(final: AnyPath, reason: str | None) -> None:
+    """Quarantine an old folder of this name. Raises CheckpointError where it is valid and there is no `reason`."""
+    if not final.exists():
+        return
+    if reason is None:
+        try:
+            read_manifest(final)
+        except NewerFormatError:
+            raise
+        except CheckpointError as error:
+            reason = str(error)
+        else:
+            raise CheckpointError(f"{final} already holds a valid checkpoint; it is not overwritten")
+    quarantine(final, reason)
+
+
+def _mark(kind: str, folder: AnyPath) -> AnyPath:
+    """Write the mark of a save or a deletion beside the folder."""
+    mark = folder.parent / f"{kind}{folder.name}-{uuid.uuid4().hex[:8]}"
+    action = "a save" if kind == PARTIAL else "the deletion"
+    write_new(mark, f"{action} of {folder.name}, under way or cut short\n".encode())
+    return mark
+
+
+def publish(folder: AnyPath, manifest: Manifest) -> None:
+    """Write the manifest, which makes the folder a checkpoint, then remove the mark. Raises CheckpointError."""
+    try:
+        write_new(folder / FILE, manifest.to_json().encode())
+    except FileExistsError:
+        raise CheckpointError(f"{folder} holds a checkpoint meanwhile; it is not overwritten") from None
+    with suppress(OSError):  # the mark of a published folder means nothing, and goes with the next save
+        for mark in marks_of(folder):
+            mark.unlink(missing_ok=True)
+    sync_folder(folder.parent)
+
+
+def unpublish(folder: AnyPath, force: bool = False) -> AnyPath | None:
+    """Make a folder no checkpoint any more; return the mark, for `delete`.
+
+    Return None for a pinned one, also when it is pinned at the last moment: it stays. force: pinned ones go too.
+    """
+    if not force and is_pinned(folder):
+        return None
+    mark, manifest = _mark(DELETED, folder), folder / FILE
+    if isinstance(folder, Path) and folder.is_symlink():
+        folder.unlink()  # its target belongs to someone else
+        return mark
+    content = manifest.read_bytes() if manifest.is_file() else None
+    manifest.unlink(missing_ok=True)
+    sync_folder(folder)
+    if not force and is_pinned(folder):
+        if content is not None:
+            write_new(manifest, content)
+        mark.unlink(missing_ok=True)
+        return None
+    return mark
+
+
+def leftovers(root: AnyPath) -> list[AnyPath]:
+    """Return the marks of saves and deletions that are under way or were cut short.
+
+    Older versions made folders of such names instead, which hold the files themselves.
+    """
+    return [root / name for name in sorted(entries(root)) if name.startswith((PARTIAL, DELETED))]
+
+
+def marks_of(folder: AnyPath) -> list[AnyPath]:
+    return [mark for mark in leftovers(folder.parent) if marked_folder(mark) == folder]
+
+
+def leftover_folder(leftover: AnyPath) -> AnyPath | None:
+    """Return the folder that holds the files of a leftover; None where its folder is a checkpoint."""
+    folder = None if leftover.is_dir() else marked_folder(leftover)
+    if folder is None:
+        return leftover
+    return None if (folder / FILE).is_file() else folder
+
+
+def delete(leftover: AnyPath) -> None:
+    """Delete the folder of a mark, unless it is a checkpoint, and then the mark. Raises OSError."""
+    folder = leftover_folder(leftover)
+    if folder is not None and folder.is_dir():
+        remove_folder(folder)
+    leftover.unlink(missing_ok=True)
+
+
+def quarantine(folder: AnyPath, reason: str) -> AnyPath:
+    """Rename a checkpoint that must not be loaded to `step-N.invalid-K`, with the reason in a file; the new path.
+
+    In a store it is copied and then deleted: a crash leaves the whole of one of them.
+    """
+    names = entries(folder.parent)
+    name = next(name for i in range(10**6) if (name := f"{folder.name}.invalid-{i}") not in names)
+    aside, content = folder.parent / name, f"{reason}\n".encode()
+    if isinstance(folder, StorePath):
+        begun = _mark(PARTIAL, aside)
+        copy_folder(folder, folder.parent / name, last=FILE)
+        (aside / REASON).write_bytes(content)
+        begun.unlink(missing_ok=True)
+        if (mark := unpublish(folder, force=True)) is not None:
+            delete(mark)
+    else:
+        with suppress(OSError):
+            (folder / REASON).write_bytes(content)
+        folder.rename(folder.with_name(name))
+        sync_folder(folder.parent)
+    logger.warning(f"{folder} is now {aside.name}: {reason}")
+    return aside
 
 
 def is_milestone(step: int, milestones: Milestones) -> bool:
@@ -48,56 +195,48 @@ def is_milestone(step: int, milestones: Milestones) -> bool:
     return step in milestones
 
 
-def surplus(
-    steps: Sequence[int], latest: int, every: int = 0, keep: Collection[int] = (), milestones: Milestones = ()
-) -> list[int]:
-    """Those of the valid checkpoints at `steps` that may go, ascending.
+def prunable(steps: Collection[int], config: Checkpoint, keep: Collection[int] = ()) -> list[int]:
+    """Return those of the valid checkpoints at `steps` that may go, ascending; never the newest.
 
-    latest: how many of the newest stay; 0: all. every: multiples of it stay; 0: none for this reason. keep: stay too,
-    and so do milestones. The newest is never among them.
+    All stay if `keep_latest_k` is 0; else the newest so many, multiples of `keep_every`, milestones and `keep`.
     """
-    if latest < 1:
-        return []
-    older = sorted(steps)[:-latest]
+    every = config.keep_every
     return [
         step
-        for step in older
-        if step not in keep and not (every and step % every == 0) and not is_milestone(step, milestones)
+        for step in (sorted(steps)[: -config.keep_latest_k] if config.keep_latest_k else [])
+        if step not in keep and not (every and step % every == 0) and not is_milestone(step, config.milestones)
     ]
 
 
-def retire(
-    root: Place,
+def prune(
+    root: AnyPath,
     newest: int,
-    latest: int,
-    every: int = 0,
+    config: Checkpoint,
     keep: Collection[int] = (),
     known_bad: Collection[int] = (),
     fingerprints: dict[str, str] | None = None,
-    milestones: Milestones = (),
-    best: int = 0,
-) -> list[Place]:
-    """Rename what is no longer wanted now that the checkpoint of step `newest` is there; the folders to delete.
+) -> list[AnyPath]:
+    """Unpublish what is no longer wanted now that the checkpoint of step `newest` exists; return marks for `delete`.
 
     Only checkpoints of this run (by `fingerprints`, None: any) up to that step are counted, and only such go. One whose
-    files are not whole takes no place among the latest; a folder without a good manifest stays for a person to look at,
-    and so does one of weights only, which no run could go on from. best: how many of those with the lowest validation
-    loss stay.
+    files are not whole takes no place among the latest. A folder without a good manifest stays for a person to look at,
+    and so does one of weights only, from which no run could resume. So do the `keep_best` of lowest validation
+    loss.
 
     The last one whose weights are known to give a finite loss stays. That is the newest if its loss was measured
     (`Manifest.validation_loss`), else the one before it: the steps since then have shown it.
 
-    Raises CheckpointError, and renames nothing, when the newest is not valid.
+    Raises CheckpointError, and removes nothing, when the newest is not valid.
     """
-    if latest < 1:
+    if not config.keep_latest_k:
         return []
     head = read_manifest(step_folder(root, newest))
     if head.weights_only:
         return []
     valid = {newest: head}
-    latest = max(latest, 1 if head.validation_loss is not None else 2)
+    latest = max(config.keep_latest_k, 1 if head.validation_loss is not None else 2)
     for step in reversed([step for step in steps_in(root) if step < newest and step not in known_bad]):
-        # What stays counts only when it is whole; of what goes, no more than its manifest is read.
+        # Those that stay count only when they are whole; of those that go, the manifest alone is read.
         read = read_manifest if len(valid) < latest else parse_manifest
         try:
             manifest = read(step_folder(root, step))
@@ -105,119 +244,47 @@ def retire(
             continue
         if not manifest.weights_only and (fingerprints is None or manifest.fingerprints == fingerprints):
             valid[step] = manifest
-    gone = []
-    for step in surplus(list(valid), latest, every, {*keep, *best_steps(root, valid, best)}, milestones):
-        if (aside := take(step_folder(root, step))) is not None:
-            gone.append(aside)
-    if gone:
-        sync_folder(root)
-    return gone
+    keep = {*keep, *sorted(valid)[-latest:], *_best_steps(root, valid, config.keep_best)}
+    going = prunable(valid, config, keep)
+    return [mark for step in going if (mark := unpublish(step_folder(root, step))) is not None]
 
 
-def best_steps(root: Place, manifests: dict[int, Manifest], count: int) -> list[int]:
-    """The whole ones with the lowest validation loss, at most `count`, the best first; of equal ones the earlier."""
+def _best_steps(root: AnyPath, manifests: dict[int, Manifest], count: int) -> list[int]:
+    """Return the whole ones with the lowest validation loss, at most `count`; of equal ones the earlier."""
     losses = sorted((m.validation_loss, step) for step, m in manifests.items() if m.validation_loss is not None)
     found: list[int] = []
     for _, step in losses:
-        if len(found) >= count:
-            break
-        if is_valid(step_folder(root, step)):
+        if len(found) < count and is_valid(step_folder(root, step)):
             found.append(step)
     return found
 
 
-def begin(root: Place, step: int, known_bad: Mapping[int, str], deleter: Deleter) -> Place:
-    """The folder to write the checkpoint of `step` into, which is none before `publish`. One rank only.
-
-    Raises CheckpointError in a store, where the folder has its name from the beginning, when there is a valid one.
-    """
-    if isinstance(root, StorePath):
-        # What goes may have the names of what comes.
-        if not deleter.wait(_SETTLE_SECONDS):
-            raise CheckpointError(f"{root}: old checkpoints are still being deleted; nothing is written meanwhile")
-        final = root / f"step-{step}"
-        store.tidy(root)
-        make_way(final, known_bad.get(step))
-        store.begin(final)
-        return final
-    root.mkdir(parents=True, exist_ok=True)
-    for stale in root.glob(f"{PARTIAL}*"):
-        delete(stale, ignore_errors=True)  # left by a save that failed or was killed; its space is needed
-    # Another name each time: what is left of an earlier one may still be being deleted.
-    partial = root / f"{PARTIAL}step-{step}-{uuid.uuid4().hex[:8]}"
-    partial.mkdir()
-    return partial
-
-
-def take(folder: Place) -> Place | None:
-    """As `set_aside`, but None where the checkpoint is pinned, also at the last moment: then it stays, or is back."""
-    if is_pinned(folder):
-        return None
-    manifest = None
-    if isinstance(folder, StorePath):
-        with suppress(FileNotFoundError):
-            manifest = (folder / FILE).read_bytes()
-    aside = set_aside(folder)
-    if not is_pinned(folder if isinstance(folder, StorePath) else aside):
-        return aside
-    if isinstance(aside, StorePath):
-        store.put_back(aside, manifest)
-    else:
-        assert isinstance(folder, Path)
-        aside.rename(folder)
-    return None
-
-
-def set_aside(folder: Place) -> Place:
-    """Give a folder a name that no checkpoint has; that name. In a store that of a mark, see there."""
-    if isinstance(folder, StorePath):
-        return store.set_aside(folder)
-    name = f"{DELETED}{folder.name.lstrip('.')}"
-    names = (folder.with_name(f"{name}.{i}" if i else name) for i in range(10**6))
-    aside = next(path for path in names if not path.exists())
-    folder.rename(aside)
-    return aside
-
-
-def leftovers(root: Place) -> Sequence[Place]:
-    """Folders of saves and deletions that a crash has cut short; in a store their marks."""
-    if isinstance(root, StorePath):
-        return store.leftovers(root)
-    return sorted([*root.glob(f"{PARTIAL}*"), *root.glob(f"{DELETED}*")])
-
-
 class Deleter:
-    """Deletes folders in a thread of its own: a large one may take longer than the other ranks would wait."""
+    """Deletes leftovers in a thread of its own: a large one may take longer than the other ranks would wait."""
 
     def __init__(self) -> None:
         self._threads: list[Thread] = []
+        #: Marks have names of their own: no deletion begins twice.
+        self._begun: set[AnyPath] = set()
 
-    def delete(self, folders: Sequence[Place]) -> None:
-        """What cannot be deleted stays, under its name, for the next start."""
-        if folders:
-            thread = Thread(target=_delete, args=(list(folders),), name="titanlite-delete", daemon=True)
+    def delete(self, marks: Collection[AnyPath]) -> None:
+        """Start the deletion. Leftovers that cannot be deleted stay for the next start."""
+        new = [mark for mark in marks if mark not in self._begun]
+        self._begun.update(new)
+        if new:
+            thread = Thread(target=_delete, args=(new,), name="titanlite-delete", daemon=True)
             thread.start()
             self._threads = [t for t in self._threads if t.is_alive()] + [thread]
 
     def wait(self, seconds: float) -> bool:
-        """Until all is deleted, at most so long; whether it is."""
+        """Wait until all is deleted, at most so long; return whether it is."""
         deadline = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
 
-def _delete(folders: list[Place]) -> None:
-    for folder in folders:
+def _delete(marks: list[AnyPath]) -> None:
+    for mark in marks:
         with suppress(OSError):
-            delete(folder, ignore_errors=True)
-
-
-def delete(folder: Place, ignore_errors: bool = False) -> None:
-    """Delete what `set_aside` or `leftovers` has named. Raises OSError; with `ignore_errors` all that goes, goes."""
-    if isinstance(folder, StorePath):
-        store.delete(folder)
-    elif folder.is_symlink():  # its target belongs to someone else
-        folder.unlink()
-    else:
-        shutil.rmtree(folder, ignore_errors=ignore_errors)
+            delete(mark)

@@ -1,78 +1,90 @@
-"""When a run saves: after so many steps or seconds, at milestones, and when validation was never better."""
+"""When a run saves: after so many steps or seconds, at milestones, and when validation was never better.
+
+Also how long a process that is asked to stop has for its last save, as far as it can know.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, cast
 
 from titanlite.checkpoint.manifest import CheckpointError, parse_manifest, step_folder, steps_in
-from titanlite.checkpoint.place import place
+from titanlite.checkpoint.paths import to_path
 from titanlite.checkpoint.retention import is_milestone
-from titanlite.config.plans import CheckpointPlan
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.utils import human_time
 
-#: How often in an interval the ranks meet to hear what the clock says.
-_MEETINGS = 16
+if TYPE_CHECKING:
+    from titanlite.config.sections import Checkpoint
+
+#: How often in an interval rank 0 tells the others the time.
+_SYNCS = 16
+#: Environment variable with the seconds that torchrun waits for its workers after SIGTERM.
+GRACE_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+#: torchrun's default, in seconds (torch.distributed.elastic.multiprocessing.api).
+_TORCHRUN_SECONDS = 30.0
+#: A stop needs more than the save: the step under way, and a disk that others use at that moment.
+_MARGIN = 1.5
 
 
 class SaveSchedule:
-    """Says after which steps to save; the same answer on all ranks, which make one together and ask alike.
+    """Says after which steps to save: the same answer on all ranks, which make one together and ask alike.
 
-        schedule = SaveSchedule(plan, world)
+        schedule = SaveSchedule(config, world)
         for step in range(1, steps + 1):
             train(step)
             if schedule.due(step):
                 schedule.begin(step)
                 checkpointer.save(step, …)
 
-    In steps nothing is communicated. In seconds the clock of rank 0 decides: the ranks meet at a step that they agreed
-    on when they met before, a sixteenth of the interval or whatever is left of it ahead by the pace so far, and rank 0
-    tells whether the time has come. That is a small broadcast between the hosts now and then, none in the steps
-    between, and no device is waited for. If steps become slower meanwhile a save comes later, by a sixteenth of the
-    interval's steps at most. The first interval begins with the first question.
+    An interval in steps needs no communication. For one in seconds the clock of rank 0 decides. The ranks synchronize
+    at a step that they agreed on the last time: a sixteenth of the interval ahead by the pace so far, or the rest of it
+    if that is less. That is a small broadcast on the hosts now and then, and waits for no device. If steps become
+    slower meanwhile, a save is late by a sixteenth of the interval's steps at most. The first interval begins with the
+    first question.
 
-    fingerprints: of the run; validation losses of its checkpoints in `plan.folder` are those to beat. clock: seconds,
-    for tests.
+    fingerprints: of the run; the validation losses of its checkpoints in `config.folder` are those to beat.
+    clock: seconds, for tests.
     """
 
     def __init__(
         self,
-        plan: CheckpointPlan,
-        world: World,
+        config: Checkpoint,
+        world: DistEnv,
         fingerprints: dict[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.plan = plan
+        self.config = config
         self._world = world
         self._clock = clock
-        #: When the interval began; None before the first question.
+        #: Start of the interval; None before the first question.
         self._begun: float | None = None
-        #: The step that was last asked about; that of the latest meeting and its time; that of the next one.
+        #: The latest step in question; step and time of the latest synchronization; step of the next one.
         self._asked = 0
-        self._paced = (0, 0.0)
-        self._meeting = 0
+        self._synced = (0, 0.0)
+        self._next_sync = 0
         self._fingerprints = fingerprints
-        #: By step, the validation losses of checkpoints that were looked at; on rank 0, which decides.
+        #: By step, the validation losses of checkpoints that were read; on rank 0, which decides.
         self._losses: dict[int, float | None] = {}
 
     def due(self, step: int, validation_loss: float | None = None) -> bool:
-        """Whether to save after `step`. validation_loss: of these weights, where it was just measured."""
-        plan = self.plan
+        """Return whether to save after `step`. validation_loss: of these weights, where it was just measured."""
+        config = self.config
         if self._begun is None:
             self.begin(step)
-        elif step <= self._asked:  # the run was taken back to an earlier step
-            self._paced, self._meeting = (step, self._clock()), step + 1
-            self._losses.clear()  # one of them may have been left behind, and its step will be saved anew
+        elif step <= self._asked:  # the run was rolled back to an earlier step
+            self._synced, self._next_sync = (step, self._clock()), step + 1
+            self._losses.clear()  # one of them may be gone, and its step will be saved anew
         self._asked = step
-        if is_milestone(step, plan.milestones) or (plan.first_step and step == 1):
+        if is_milestone(step, config.milestones) or (config.enable_first_step_checkpoint and step == 1):
             return True
-        if plan.interval_type == "steps" and step % plan.interval == 0:
+        if config.interval_type == "steps" and step % config.interval == 0:
             return True
-        judged = plan.keep_best > 0 and validation_loss is not None
-        meets = plan.interval_type == "seconds" and step >= self._meeting
-        if not (judged or meets):
+        judged = config.keep_best > 0 and validation_loss is not None
+        syncs = config.interval_type == "seconds" and step >= self._next_sync
+        if not (judged or syncs):
             return False
         answer = False, step + 1
         if self._world.rank == 0:
@@ -80,36 +92,35 @@ class SaveSchedule:
                 answer = self._decide(step, validation_loss if judged else None)
             except OSError:
                 answer = True, step + 1  # the folder cannot be read: the save will say why
-        due, meeting = cast("tuple[bool, int]", self._world.agree(answer))
-        if meets:
-            self._meeting = meeting
+        due, next_sync = cast("tuple[bool, int]", self._world.broadcast(answer))
+        if syncs:
+            self._next_sync = next_sync
         return due
 
     def begin(self, step: int) -> None:
-        """A save of `step` begins now: the next interval counts from here, whatever becomes of it."""
+        """Start the next interval: a save of `step` begins now, whether it succeeds or not."""
         self._begun = self._clock()
-        self._paced = (step, self._begun)
-        self._meeting = step + 1
+        self._synced = (step, self._begun)
+        self._next_sync = step + 1
 
     def _decide(self, step: int, validation_loss: float | None) -> tuple[bool, int]:
-        """On rank 0: whether to save, and the step of the next meeting."""
+        """On rank 0: return whether to save, and the step of the next synchronization."""
         better = validation_loss is not None and math.isfinite(validation_loss) and self._is_among_best(validation_loss)
-        if self.plan.interval_type == "steps":
+        if self.config.interval_type == "steps":
             return better, step
         assert self._begun is not None
         now = self._clock()
-        before, then = self._paced
-        self._paced = (step, now)
-        left = self.plan.interval - (now - self._begun)
+        before, then = self._synced
+        self._synced = (step, now)
+        left = self.config.interval - (now - self._begun)
         pace = (now - then) / max(step - before, 1)
-        ahead = int(min(left, self.plan.interval / _MEETINGS) / pace) if pace > 0 else 1
+        ahead = int(min(left, self.config.interval / _SYNCS) / pace) if pace > 0 else 1
         return better or left <= 0, step + max(ahead, 1)
 
     def _is_among_best(self, loss: float) -> bool:
-        """Whether fewer than `plan.keep_best` checkpoints of this run have a loss that is as low."""
-        root = place(self.plan.folder)
-        lower = 0
-        for step in steps_in(root):
+        """Return whether fewer than `config.keep_best` checkpoints of this run have a loss that is as low."""
+        root = to_path(self.config.folder)
+        for step in (steps := steps_in(root)):
             if step not in self._losses:
                 try:
                     manifest = parse_manifest(step_folder(root, step))
@@ -117,6 +128,34 @@ class SaveSchedule:
                     continue
                 ours = self._fingerprints is None or manifest.fingerprints == self._fingerprints
                 self._losses[step] = manifest.validation_loss if ours and not manifest.weights_only else None
-            known = self._losses[step]
-            lower += known is not None and known <= loss
-        return lower < self.plan.keep_best
+        known = [self._losses.get(step) for step in steps]
+        return sum(other is not None and other <= loss for other in known) < self.config.keep_best
+
+
+def grace_seconds(environment: Mapping[str, str]) -> float | None:
+    """Return the seconds between SIGTERM and SIGKILL under torchrun; None where this process cannot know.
+
+    Schedulers (Slurm, Kubernetes) have a grace period of their own, which a process cannot see.
+    """
+    text = environment.get(GRACE_VARIABLE)
+    if text is not None:
+        try:
+            return float(text)
+        except ValueError:
+            return _TORCHRUN_SECONDS
+    return _TORCHRUN_SECONDS if "TORCHELASTIC_RUN_ID" in environment else None
+
+
+def grace_warning(seconds: float, name: str, environment: Mapping[str, str]) -> str:
+    """Return a warning when a save of `seconds` is likely to outlast the grace period, else "".
+
+    name: of the save, in words.
+    """
+    grace = grace_seconds(environment)
+    if grace is None or seconds * _MARGIN <= grace:
+        return ""
+    return (
+        f"{name} took {human_time(seconds)}, and torchrun kills its workers {human_time(grace)} after a SIGTERM: a run "
+        f"that is stopped so is likely to lose its last save. Start it with {GRACE_VARIABLE}={int(seconds * 3) + 30}, "
+        "and ask the scheduler for as much"
+    )

@@ -1,4 +1,4 @@
-"""How `torch.distributed.checkpoint` reaches files: hashed as they are written, checked before they are read."""
+"""Tensors of a run by name, and DCP's access to files in folders and stores: hashed on writing, checked on reading."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import functools
 import io
 import os
 import uuid
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as state_dicts
+from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystemBase, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -25,70 +28,161 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.futures import Future
 from torch.utils.serialization import config as serialization
 
 from titanlite.checkpoint.index import INDEX, Index, read_index
-from titanlite.checkpoint.integrity import ALGORITHM, FAST, algorithm_of, digest_of, mismatch, new_hash
-from titanlite.checkpoint.manifest import CheckpointError, Manifest
-from titanlite.checkpoint.place import Place, StoreError, StorePath
+from titanlite.checkpoint.manifest import (
+    FAST_HASH,
+    SAFE_HASH,
+    CheckpointError,
+    Manifest,
+    algorithm_of,
+    digest_of,
+    mismatch,
+    new_hash,
+)
+from titanlite.checkpoint.paths import AnyPath, StoreError, StorePath
+from titanlite.parallel.float8 import forget_scales, plain
+from titanlite.parallel.pipeline import PipelineModel
 
-#: Objects of a store whose latest bytes are kept while others are read.
+Tensors = dict[str, torch.Tensor]
+#: Name of the tensor with all ranks' random generators.
+RNG = "rng.torch"
+#: Hyper-parameters belong to the configuration, not to the checkpoint.
+_HYPERPARAMETERS = "param_groups."
+_OPTIONS = state_dicts.StateDictOptions(flatten_optimizer_state_dict=True)
+#: Objects of a store whose latest block is kept while others are read.
 _READERS = 4
 
 
+def gather(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Tensors:
+    """Return the tensors to save or to load into, by name: `model.…`, and `optimizer.…` unless it is None.
+
+    An optimizer that has not stepped yet gets its state first, of a step without gradients, to have something to load
+    into.
+    """
+    tensors = {
+        f"model.{name}": plain(cast(torch.Tensor, t)) for name, t in state_dicts.get_model_state_dict(model).items()
+    }
+    if optimizer is None:
+        return tensors
+    fresh = not optimizer.state
+    state: dict[str, Any] = state_dicts.get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+    if fresh:  # torch makes the state by a step of size zero, which is counted in it
+        for entry in optimizer.state.values():
+            for value in entry.values():
+                value.zero_()
+    tensors.update(
+        (f"optimizer.{name}", value) for name, value in state.items() if not name.startswith(_HYPERPARAMETERS)
+    )
+    return tensors  # without param_groups only tensors are left
+
+
+def converted(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Return a tensor in another precision, the same object where it has it already; integers stay."""
+    wanted: torch.dtype = getattr(torch, dtype)
+    return tensor.to(wanted) if tensor.is_floating_point() and tensor.dtype != wanted else tensor
+
+
+def scatter(tensors: Tensors, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Put loaded tensors (as `gather` names them) into model and optimizer; hyper-parameters stay as configured."""
+    state_dicts.set_model_state_dict(model, _strip(tensors, "model."))
+    forget_scales(model)
+    if optimizer is None:
+        return
+    state: dict[str, Any] = state_dicts.get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+    state.update(_strip(tensors, "optimizer."))
+    state_dicts.set_optimizer_state_dict(model, optimizer, state, options=_OPTIONS)
+
+
+def _strip(tensors: Tensors, prefix: str) -> dict[str, Any]:
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+
+
+def rng_state(device: torch.device, world_size: int) -> DTensor:
+    """Return torch's generators of all ranks, [world_size, bytes] uint8, one row per rank.
+
+    As a sharded tensor each rank writes and reads its own row, and the shape shows another number of ranks.
+    """
+    row = torch.get_rng_state()
+    if device.type == "cuda":
+        row = torch.cat([row, torch.cuda.get_rng_state(device)])
+    mesh = init_device_mesh("cpu", (world_size,))
+    return DTensor.from_local(row[None], mesh, [Shard(0)])
+
+
+def set_rng_state(state: DTensor, device: torch.device) -> None:
+    row = state.to_local()[0]
+    size = torch.get_rng_state().numel()
+    torch.set_rng_state(row[:size].clone())
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(row[size:].clone(), device)
+
+
+def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[Any]]:
+    """Return tensor name -> [dtype, global shape], for the manifest."""
+    return {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
+
+
+def describe_all(tensors: Tensors, model: nn.Module) -> dict[str, list[Any]]:
+    """As `describe`, with the tensors of all ranks of a pipeline; all of them call this together."""
+    mine = describe(tensors)
+    if not isinstance(model, PipelineModel):
+        return mine
+    parts: list[dict[str, list[Any]]] = [{} for _ in range(dist.get_world_size(model.group))]
+    dist.all_gather_object(parts, mine, model.group)
+    return {name: entry for part in parts for name, entry in part.items()}
+
+
 class Written(NamedTuple):
-    """What went into a file, whatever the disk made of it."""
+    """Size and hash of the bytes that a rank sent to a file, whatever the disk made of them."""
 
     size: int
     digest: str
+    rank: int = 0
 
 
 class _HashingStream:
-    """A file open for writing whose bytes are hashed on their way. DCP only ever appends."""
+    """A file open for writing that hashes its bytes. DCP only ever appends."""
 
-    def __init__(self, stream: BinaryIO, path: str) -> None:
-        self._stream = stream
-        self._path = path
-        #: What the disk said when it took no more.
+    def __init__(self, stream: BinaryIO, path: AnyPath) -> None:
+        self._stream, self._path = stream, path
+        #: The error of the disk, if there was one.
         self.failure: OSError | None = None
-        #: The index decides how the rest is read: its hash is to hold against more than a bad disk.
-        self._algorithm = ALGORITHM if Path(path).name.startswith(INDEX) else FAST
+        #: The index decides how the rest is read: its hash must hold against more than a bad disk.
+        self._algorithm = SAFE_HASH if path.name.startswith(INDEX) else FAST_HASH
         self._hash = new_hash(self._algorithm)
         self._size = 0
 
     def write(self, data: bytes | memoryview) -> int:
         self._hash.update(data)
         self._size += memoryview(data).nbytes
-        with self._named():
-            return self._stream.write(data)
+        return int(self._call(self._stream.write, data))
 
     def tell(self) -> int:
         return self._size
 
     def flush(self) -> None:
-        with self._named():
-            self._stream.flush()
+        self._call(self._stream.flush)
 
     def fileno(self) -> int:
-        """For fsync: DCP asks for nothing else. It does not flush before, so the end of a file would not be synced."""
+        """For fsync, which is DCP's only use of it. DCP does not flush before, so the end would not be synced."""
         self.flush()
         return self._stream.fileno()
 
     def close(self) -> None:
-        with self._named():
-            self._stream.close()
+        self._call(self._stream.close)
 
-    @contextmanager
-    def _named(self) -> Generator[None, None, None]:
-        """Errors of writing do not say which file it was."""
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            yield
-        except StoreError as error:
-            self.failure = error
-            raise
+            return function(*arguments)
         except OSError as error:
-            self.failure = OSError(error.errno, error.strerror, self._path)
+            # Errors of writing do not name the file.
+            named = isinstance(error, StoreError)
+            self.failure = error if named else OSError(error.errno, error.strerror, str(self._path))
             raise self.failure from None
 
     def written(self) -> Written:
@@ -96,19 +190,39 @@ class _HashingStream:
 
 
 class _Files(FileSystemBase):
-    """What DCP asks of files, of a folder or a store alike. DCP takes a place for what it can give back alone."""
+    """DCP's file-system interface for folders and stores alike. DCP takes paths as opaque values."""
 
     def __init__(self) -> None:
-        #: What was fetched ahead serves the next tensor, too, where tensors are read one by one.
+        #: The block read ahead serves the next tensor too, where tensors are read one by one.
         self._readers = functools.lru_cache(_READERS)(StorePath.reader)
+        #: Name in the folder → size and hash, of the files that this rank has written.
+        self.written: dict[str, Written] = {}
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Generator[io.IOBase, None, None]:
-        if isinstance(path, StorePath) and mode == "rb":
+        if mode == "rb" and isinstance(path, StorePath):
             yield self._readers(path)
             return
         with path.open(mode) as stream:
-            yield stream
+            if mode == "rb":
+                yield stream
+                return
+            hashing = _HashingStream(stream, path)
+            try:
+                yield cast(io.IOBase, hashing)
+            except RuntimeError:
+                if hashing.failure is not None:
+                    raise hashing.failure from None  # torch.save complains of its position in the file instead
+                raise
+        self.written[path.name] = hashing.written()
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        if isinstance(path, Path):
+            path.rename(new_path)
+        else:
+            path.copy_to(new_path)
+            path.unlink()
+        self.written[new_path.name] = self.written.pop(path.name)
 
     def concat_path(self, path: Any, suffix: str) -> Any:
         return path / suffix
@@ -116,11 +230,9 @@ class _Files(FileSystemBase):
     def init_path(self, path: Any) -> Any:
         return path
 
-    def rename(self, path: Any, new_path: Any) -> None:
-        path.rename(new_path)
-
     def mkdir(self, path: Any) -> None:
-        path.mkdir(parents=True, exist_ok=True)
+        if isinstance(path, Path):
+            path.mkdir(parents=True, exist_ok=True)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -133,50 +245,24 @@ class _Files(FileSystemBase):
         path.unlink()
 
 
-class _HashingFiles(_Files):
-    def __init__(self) -> None:
-        super().__init__()
-        #: Name in the folder → what was written, of the files of this rank.
-        self.written: dict[str, Written] = {}
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Generator[io.IOBase, None, None]:
-        if mode != "wb":
-            raise ValueError(f"{path} is written once, from its beginning, not opened as {mode!r}")
-        with path.open(mode) as stream:
-            hashing = _HashingStream(cast(BinaryIO, stream), str(path))
-            try:
-                yield cast(io.IOBase, hashing)
-            except RuntimeError:
-                if hashing.failure is not None:
-                    raise hashing.failure from None  # torch.save complains of its position in the file instead
-                raise
-        self.written[path.name] = hashing.written()
-
-    def rename(self, path: Any, new_path: Any) -> None:
-        super().rename(path, new_path)
-        self.written[new_path.name] = self.written.pop(path.name)
-
-
 class HashingWriter(FileSystemWriter):
-    """Each rank hashes what it writes; after `dcp.save`, `written` and `writers` hold all ranks' files on rank 0."""
+    """Hashes the files that each rank writes; after `dcp.save`, rank 0 has `written` of all ranks."""
 
-    def __init__(self, folder: Place) -> None:
+    def __init__(self, folder: AnyPath) -> None:
         super().__init__(str(folder), sync_files=isinstance(folder, Path))
+        #: By name in the folder.
         self.written: dict[str, Written] = {}
-        #: Name in the folder → rank, on rank 0 alike.
-        self.writers: dict[str, int] = {}
-        self._own = _HashingFiles()
-        self.fs = cast(Any, self._own)
+        self._files = _Files()
+        self.fs = cast(Any, self._files)
         self.path = cast(Any, folder)
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
-        """It is pickled into the index, which nothing of ours may be needed to read."""
+        """DCP pickles it into the index, which must not need our classes."""
         return self.path if isinstance(self.path, Path) else str(self.path)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """In a store other names each time: a client given up may still send what it had begun."""
+        """Give files in a store new names each time: a client given up may still send its requests."""
         plans = super().prepare_global_plan(plans)
         if isinstance(self.path, Path):
             return plans
@@ -189,62 +275,58 @@ class HashingWriter(FileSystemWriter):
         # Each file has a hash; torch's own checksums within it were a third of a save's computing.
         with cast(Any, serialization).patch("save.compute_crc32", False):
             results: list[Any] = super().write_data(plan, planner).value()
-        # What a rank returns here DCP brings to rank 0: the hashes travel as one entry more.
-        results = [*results, self._own.written]
+        # DCP sends a rank's results to rank 0: the hashes travel as one entry more.
+        results = [*results, self._files.written]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         for rank, result in enumerate(results):
-            written = cast("dict[str, Written]", result.pop())
-            self.written.update(written)
-            self.writers.update(dict.fromkeys(written, rank))
+            files = cast("dict[str, Written]", result.pop())
+            self.written.update((name, file._replace(rank=rank)) for name, file in files.items())
         super().finish(metadata, results)
-        self.written.update(self._own.written)
-        self.writers.update(dict.fromkeys(self._own.written, 0))
+        self.written.update(self._files.written)  # with the index
 
 
 class CheckedReader(FileSystemReader):
-    """Reads a checkpoint; its index is compared with the manifest and read as data, without running what it names."""
+    """Reads a checkpoint whose index must fit the manifest, and is read as data, without running any name in it."""
 
-    def __init__(self, folder: Place, manifest: Manifest) -> None:
+    def __init__(self, folder: AnyPath, manifest: Manifest) -> None:
         super().__init__(str(folder))
         self.fs = cast(Any, _Files())
         self.path = cast(Any, folder)
-        self._index = folder / INDEX
         self._manifest = manifest
         self._metadata: Metadata | None = None
 
     def _slice_file(self, file: Any, sinfo: Any) -> Any:
-        """From a store a tensor's bytes at once: torch begins to read at their end."""
+        """From a store, fetch a tensor's bytes at once: torch begins to read at their end."""
         if isinstance(self.path, Path):
             return super()._slice_file(file, sinfo)
         file.seek(sinfo.offset)
         return io.BytesIO(file.read(sinfo.length))
 
-    def read_metadata(self) -> Metadata:
-        """There is no index per rank to ask for. Raises CheckpointError when it is not the one that was written."""
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """Raises CheckpointError when the index is not the one that was written."""
+        path, digests = cast(Any, self.path) / INDEX, self._manifest.hashes
         if self._metadata is None:
             if INDEX not in self._manifest.files:
-                raise CheckpointError(f"{self._index} is not in the manifest")
+                raise CheckpointError(f"{path} is not in the manifest")
             try:
-                data = self._index.read_bytes()
-            except OSError as error:
-                raise CheckpointError(f"{self._index} cannot be read: {error.strerror or error}") from None
-            expected = self._manifest.hashes.get(INDEX)
-            if expected is not None and (found := digest_of(data, algorithm_of(expected))) != expected:
-                raise CheckpointError(mismatch(self._index, expected, found))
-            try:
+                data = path.read_bytes()
+                if INDEX in digests and (now := digest_of(data, algorithm_of(digests[INDEX]))) != digests[INDEX]:
+                    raise CheckpointError(mismatch(path, digests[INDEX], now))
                 self._metadata = _metadata(read_index(data, self._manifest))
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
             except ValueError as error:
-                raise CheckpointError(f"{self._index} cannot be used: {error}") from None
+                raise CheckpointError(f"{path} cannot be used: {error}") from None
         self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return self._metadata
 
 
 def _metadata(index: Index) -> Metadata:
-    """The index as DCP wants it. Raises ValueError for a type that torch does not have."""
+    """Return the index in DCP's classes. Raises ValueError for a type that torch does not have."""
     dtypes = {tensor.dtype: getattr(torch, tensor.dtype, None) for tensor in index.tensors.values()}
     for name, dtype in dtypes.items():
         if not isinstance(dtype, torch.dtype):
@@ -257,5 +339,5 @@ def _metadata(index: Index) -> Metadata:
         )
         for name, tensor in index.tensors.items()
     }
-    places = {MetadataIndex(p.name, p.offset, p.number): _StorageInfo(p.file, p.start, p.length) for p in index.pieces}
-    return Metadata(tensors, storage_data=places)
+    pieces = {MetadataIndex(p.name, p.offset, p.number): _StorageInfo(p.file, p.start, p.length) for p in index.pieces}
+    return Metadata(tensors, storage_data=pieces)

@@ -1,7 +1,11 @@
-"""run.lock: at most one live run writes into a folder.
+"""run.lock: at most one live run writes into a folder, or below the URL of an object store.
 
-The file names who holds it, and its time is renewed by a thread. No lock of the file system is used: those of shared
-ones cannot be relied on, and none tells who holds it.
+The lock is a file (an object) that names its holder. Creating it is exclusive, and a thread renews its time. This lease
+is the run's one sign of life: `titanlite runs` reads it too. Locks of the file system are not used: shared file systems
+do not all honour them, and they do not name the holder.
+
+filelock's SoftFileLease is no replacement (measured with 4.2.11). It takes the live, renewed lease of another machine
+at once if both have the same host name. An abandoned lease costs a whole wait, however old it is.
 """
 
 from __future__ import annotations
@@ -15,204 +19,263 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titanlite import exit_codes
-from titanlite.runs.attempts import process_space, process_start, this_process, timestamp
-from titanlite.utils import logger
+from titanlite.utils import logger, timestamp
+
+if TYPE_CHECKING:
+    from titanlite.checkpoint.paths import StorePath
 
 FILE = "run.lock"
 RENEW_SECONDS = 15.0
-#: A lock of a process that cannot be looked for counts as left behind when it was not renewed for so long.
-DEAD_SECONDS = 180.0
+#: A lock that was not renewed for so long is abandoned, where its process cannot be looked up.
+LEASE_SECONDS = 180.0
 _POLL_SECONDS = 0.5
 
 
 class LockedError(RuntimeError):
-    """Another run holds the folder; the text names it and says what to do."""
+    """Another run holds the folder; the text names the holder and the remedy."""
 
     exit_code = exit_codes.CHECKPOINT
 
 
+class LockLostError(OSError):
+    """Another run has taken the folder over."""
+
+
 class RunLock:
-    """Holds `folder/run.lock` while the block runs. Rank 0 of a run takes it, for all ranks.
+    """Holds `folder/run.lock` while the block runs. Rank 0 of a run takes it for all ranks.
 
         with RunLock(Path("outputs/a")):
             train()
 
-    One left behind is taken over, with a line in the log: on this machine when the process is gone, else (another
-    machine, another container) when nobody renews it for `dead_seconds`, which are waited for. key: of the config, that
-    names the folder.
-    Raises LockedError when another run is alive, and OSError when the folder cannot be written to.
+    An abandoned lock is taken over, with a warning. On the same machine its process is looked up. Elsewhere (another
+    machine, another container) nobody may have renewed it for `lease_seconds`; the rest of them is waited for. The
+    times compared are those of the file system or the store. A run that loses its lock logs an error, and its next
+    save fails (`OwnershipCheck`).
+
+    key: config key of the folder, for messages. Raises LockedError when another run is alive, and OSError when the
+    folder cannot be written to.
     """
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | StorePath,
         key: str = "job.dump_folder",
         renew_seconds: float = RENEW_SECONDS,
-        dead_seconds: float = DEAD_SECONDS,
+        lease_seconds: float = LEASE_SECONDS,
     ) -> None:
-        self.path = Path(folder) / FILE
+        self.folder = folder
+        self.path = folder / FILE
         self._key = key
-        self._renew_seconds, self._dead_seconds = renew_seconds, dead_seconds
-        #: Tells this hold from any other, of this process too.
+        self._renew_seconds, self._lease_seconds = renew_seconds, lease_seconds
+        #: Distinguishes this hold from all others, also of the same process.
         self._token = secrets.token_hex(8)
+        self._content = b""
         self._released = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._renew, name="titanlite-lock", daemon=True)
         self._made_folder = False
 
     def __enter__(self) -> RunLock:
-        self._made_folder = not self.path.parent.exists()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        while not self._create():
-            self._take_over()
-        self._thread = threading.Thread(target=self._renew, name="titanlite-lock", daemon=True)
-        self._thread.start()
+        holder = {
+            "token": self._token,
+            "host": socket.gethostname(),
+            "process": _process(os.getpid()),
+            "since": timestamp(),
+        }
+        self._content = (json.dumps(holder) + "\n").encode()
+        if isinstance(self.folder, Path):
+            self._made_folder = not self.folder.exists()
+            self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._take(self.path)
+            self._thread.start()
+        except BaseException:  # also of a signal
+            self._release()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._release()
+
+    def _release(self) -> None:
         self._released.set()
-        if self._thread is not None:
+        if self._thread.ident is not None:
             self._thread.join()
         with suppress(OSError):
-            if _read(self.path).get("token") == self._token:
+            if (_read(self.path) or {}).get("token") == self._token:
                 self.path.unlink()
-            if self._made_folder:
-                self.path.parent.rmdir()  # only if nothing was written there
+            if isinstance(self.folder, Path) and self._made_folder:
+                self.folder.rmdir()  # only if it is empty
 
-    def _create(self) -> bool:
-        """Make the file; False when there is one."""
-        return self._write_new(self.path)
-
-    def _write_new(self, path: Path) -> bool:
-        """Write who this is to a file that must not exist; False when it does."""
-        holder = {"token": self._token, "host": socket.gethostname(), "process": this_process(), "since": timestamp()}
-        # Written aside, so that nobody ever reads half of it; a link fails where there is a file, on NFS too.
-        aside = self.path.with_name(f".{FILE}.{self._token}")
-        try:
-            aside.write_text(json.dumps(holder) + "\n")
+    def _take(self, path: Path | StorePath) -> None:
+        """Create a lock file, instead of an abandoned one if there is one. Raises LockedError."""
+        while not self._create(path):
+            if (holder := _read(path)) == {}:  # perhaps it is being written at this moment
+                time.sleep(_POLL_SECONDS)
+                holder = _read(path)
+            if holder is None:
+                continue  # released in between
+            if self._is_alive(path, holder):
+                raise LockedError(
+                    f"{self.folder} belongs to a run that is alive: {_describe(holder)}. Wait for its end or stop it, "
+                    f"or give this run another --{self._key}. If there is no such run, delete {path}"
+                )
+            # Several runs may see the same abandoned lock. Only the holder of a lock on its token deletes it, so
+            # nobody deletes the lock of a run that was faster.
+            claim = self.folder / f".{FILE}.dead.{holder.get('token', '')}"
+            self._take(claim)
             try:
-                os.link(aside, path)
-            except FileExistsError:
-                return False
-            except OSError:  # a file system without links
-                try:
-                    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-                except FileExistsError:
-                    return False
-                with os.fdopen(file, "w") as stream:
-                    stream.write(json.dumps(holder) + "\n")
+                now = _read(path)
+                if now is not None and now.get("token") == holder.get("token"):
+                    path.unlink(missing_ok=True)
+                    logger.warning(f"the lock of a run that has died is taken over: {_describe(holder)}")
+            finally:
+                claim.unlink(missing_ok=True)
+
+    def _create(self, path: Path | StorePath) -> bool:
+        """Create a lock file; False where one exists."""
+        try:
+            if not isinstance(path, Path):
+                path.write_new(self._content)
+                return True
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)  # atomic on NFS 3 and later: open(2)
+        except FileExistsError:
+            return False
+        try:
+            os.write(file, self._content)
+        except BaseException:  # a full disk, or a signal
+            path.unlink(missing_ok=True)
+            raise
         finally:
-            aside.unlink(missing_ok=True)
+            os.close(file)
         return True
 
-    def _take_over(self) -> None:
-        """Put aside a lock that was left behind. Raises LockedError for a live one."""
-        holder = _read(self.path)
-        if not holder and not self.path.exists():
-            return
-        alive = is_alive(holder)
-        if alive is None:
-            alive = self._is_renewed(holder)
-        if alive:
-            raise LockedError(
-                f"{self.path.parent} belongs to a run that is alive: {words_of(holder)}. Wait for its end or stop it, "
-                f"or give this run another --{self._key}. If there is no such run, delete {self.path}"
-            )
-        # Several may have found it dead: only who holds the claim on this very lock deletes it, and nobody writes it.
-        claim = self.path.with_name(f".{FILE}.dead.{holder.get('token', '')}")
-        if not self._write_new(claim):
-            other = _read(claim)
-            if is_alive(other) is False:  # died in the moment between
-                claim.unlink(missing_ok=True)
-            elif other:
-                raise LockedError(
-                    f"{self.path.parent} is being taken at this moment by another run: {words_of(other)}. If there is "
-                    f"no such run, delete {claim}"
-                )
-            return
+    def _is_alive(self, path: Path | StorePath, holder: dict[str, Any]) -> bool:
+        """Return whether a lock's holder lives; a lock that is released meanwhile counts as dead."""
+        alive = _process_is_alive(holder)
+        if alive is not None:
+            return alive
+        probe = self.folder / f".{FILE}.now.{self._token}"  # tells the time of the file system or the store
         try:
-            if _read(self.path).get("token") != holder.get("token"):
-                return  # somebody else was quicker; look again
-            self.path.unlink(missing_ok=True)
+            probe.write_bytes(b"")
+            now, seen = _modified(probe), _modified(path)
         finally:
-            claim.unlink(missing_ok=True)
-        logger.warning(f"the lock of a run that has died is taken over: {words_of(holder)}")
-
-    def _is_renewed(self, holder: dict[str, Any]) -> bool:
-        """Watch a lock whose process cannot be looked for: True as soon as it is renewed, or if it is gone."""
-        seen = _time(self.path)
-        age = self._age()
-        if age >= self._dead_seconds:
+            probe.unlink(missing_ok=True)
+        if now is None or seen is None:
             return False
-        wait = self._dead_seconds - age
-        logger.warning(
-            f"{self.path} is held by another machine or container: {words_of(holder)}. Watching for up to {wait:.0f} s "
-            "whether it is alive"
-        )
+        wait = self._lease_seconds - max(now - seen, 0.0)
+        if wait > 0:
+            logger.warning(
+                f"{path} is held by another machine or container: {_describe(holder)}. Watching for up to {wait:.0f} s "
+                "whether it is alive"
+            )
         deadline = time.monotonic() + wait
         while time.monotonic() < deadline:
             time.sleep(min(_POLL_SECONDS, wait))
-            now = _time(self.path)
-            if now is None:
-                return False
-            if now != seen:
-                return True
+            if (now := _modified(path)) != seen:
+                return now is not None
         return False
-
-    def _age(self) -> float:
-        """Seconds since the lock was renewed, both by the clock of the file system: machines' own clocks differ."""
-        probe = self.path.with_name(f".{FILE}.now.{self._token}")
-        try:
-            probe.touch()
-            now, then = _time(probe), _time(self.path)
-        finally:
-            probe.unlink(missing_ok=True)
-        return 0.0 if now is None or then is None else max(now - then, 0.0)
 
     def _renew(self) -> None:
         while not self._released.wait(self._renew_seconds):
             try:
                 holder = _read(self.path)
-                if holder.get("token") != self._token:
-                    who = f"taken over: {words_of(holder)}" if holder else "deleted"
-                    logger.error(f"{self.path} was {who}. Two runs may be writing into {self.path.parent}: stop one")
+                if holder is None or holder.get("token") != self._token:
+                    who = "deleted" if holder is None else f"taken over: {_describe(holder)}"
+                    logger.error(f"{self.path} was {who}. Two runs may be writing into {self.folder}: stop one")
                     return
-                os.utime(self.path)
+                if isinstance(self.path, Path):
+                    os.utime(self.path)
+                else:
+                    self.path.write_bytes(self._content)
             except OSError:
-                continue  # a file system that is away for a while
+                continue  # the file system or the store does not answer; try again
 
 
-def is_alive(holder: dict[str, Any]) -> bool | None:
-    """Whether the holder's process runs; None where that cannot be looked up from here."""
-    process = holder.get("process")
-    if not isinstance(process, dict) or not process.get("space") or process["space"] != process_space():
-        return None
-    return process_start(int(process.get("id", 0))) == process.get("started")
+class OwnershipCheck:
+    """Notices that another run has taken a folder since the first look, so that nothing more is published there."""
+
+    def __init__(self, folder: Path | StorePath) -> None:
+        self._path = folder / FILE
+        self._token: object = None
+        self._looked = False
+
+    def look(self) -> None:
+        """Raise LockLostError when the lock belongs to another run than at the first call, OSError if it is unknown."""
+        holder = _read(self._path)
+        if not self._looked:
+            self._looked, self._token = True, (holder or {}).get("token")
+        elif holder is not None and holder.get("token") != self._token:
+            raise LockLostError(
+                f"{self._path} was taken over by another run: {_describe(holder)}. Nothing is written there any more: "
+                "stop one of the two"
+            )
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """What a lock says; empty for one that is gone or not ours to read."""
+def last_sign_of_life(folder: Path) -> float | None:
+    """Return when the live run in a folder last renewed its lock, in seconds since 1970; None where no run is alive.
+
+    The age of a lock from elsewhere is judged by the clocks of both machines: this function writes nothing.
+    """
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
+        holder, renewed = _read(folder / FILE), _modified(folder / FILE)
+    except OSError:
+        return None
+    if holder is None or renewed is None:
+        return None
+    alive = _process_is_alive(holder)
+    if alive is None:
+        alive = time.time() - renewed <= LEASE_SECONDS
+    return renewed if alive else None
+
+
+def _read(path: Path | StorePath) -> dict[str, Any] | None:
+    """Return a lock's content: empty if it is damaged, None if the lock does not exist. Raises OSError."""
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
 
 
-def _time(path: Path) -> float | None:
+def _modified(path: Path | StorePath) -> float | None:
     try:
         return path.stat().st_mtime
-    except OSError:
+    except FileNotFoundError:
         return None
 
 
-def words_of(holder: dict[str, Any]) -> str:
+def _describe(holder: dict[str, Any]) -> str:
     process = holder.get("process")
-    pid = process.get("id") if isinstance(process, dict) else None
-    if pid is None:
-        return "its lock does not say whose it is"
-    return f"process {pid} on {holder.get('host')}, since {holder.get('since')}"
+    if not isinstance(process, dict) or "id" not in process:
+        return "its lock does not name its holder"
+    return f"process {process['id']} on {holder.get('host')}, since {holder.get('since')}"
+
+
+def _process_is_alive(holder: dict[str, Any]) -> bool | None:
+    """Return whether a holder's process runs; None where this machine or container cannot know."""
+    process, space = holder.get("process"), _process(os.getpid()).get("space")
+    if not isinstance(process, dict) or space is None or process.get("space") != space:
+        return None
+    return _process(int(process.get("id", 0))) == process
+
+
+def _process(pid: int) -> dict[str, Any]:
+    """Return id, start time (clock ticks since boot) and space of a running process, else only the id.
+
+    The space is this boot of the machine and the PID namespace: an id means the same process only there. Host names do
+    not tell that: machines may share one, and so may containers. Without a /proc there is only the id.
+    """
+    try:
+        # The name in parentheses may contain spaces and parentheses. A zombie (Z, X) has ended.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        space = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return {"id": pid}
+    return {"id": pid} if fields[0] in "ZX" else {"id": pid, "started": int(fields[19]), "space": space}

@@ -1,4 +1,4 @@
-"""logs/rank_N.log: everything titanlite says on one rank, also what its console leaves out, and how the rank ended."""
+"""logs/rank_N.log: the whole log of one rank, also lines that its console leaves out, and the rank's end."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from titanlite.preempt import Preempted
+from titanlite import exit_codes
 from titanlite.utils import escape, logger
 
 FOLDER = "logs"
-_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
+_PREEMPTED = (exit_codes.PREEMPTED, exit_codes.PREEMPTED_UNSAVED)
 
 
 class RankLog(logging.FileHandler):
     """Appends the log of one rank to `<folder>/logs/rank_N.log`, without colours. Raises OSError.
 
-    What cannot be written later (disk full) is lost with one line on standard error.
+    A later failed write (disk full) loses lines, with one line on standard error.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -33,42 +34,42 @@ class RankLog(logging.FileHandler):
         self._warned = False
 
     def format(self, record: logging.LogRecord) -> str:
-        return escape(_ESCAPE.sub("", super().format(record)))
+        return escape(_COLOR.sub("", super().format(record)))
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not self._warned:
             self._warned = True
             print(f"cannot write {self.baseFilename}: {sys.exc_info()[1]}; log lines are lost", file=sys.stderr)
 
+    def log(self, level: int, text: str) -> None:
+        """Write a line into this file only."""
+        self.handle(logging.LogRecord(logger.name, level, __file__, 0, text, None, None))
+
 
 @contextmanager
 def rank_log(folder: Path, rank: int) -> Iterator[None]:
-    """Log this rank into `folder` while the block runs; an exception that leaves it is written too, with traceback.
+    """Log this rank into `folder` while the block runs; an exception that leaves the block is logged with traceback.
 
     A folder that cannot be written to costs the log, with a warning.
     """
     try:
-        handler = RankLog(folder, rank)
+        file = RankLog(folder, rank)
     except OSError as error:
         logger.warning(f"cannot write {Path(folder) / FOLDER}: {error}. Training goes on without logs per rank")
         yield
         return
-    logger.addHandler(handler)
-    handler.handle(_line(logging.INFO, f"rank {rank} begins, process {os.getpid()}"))
+    logger.addHandler(file)
+    file.log(logging.INFO, f"rank {rank} begins, process {os.getpid()}")
     try:
         yield
-    except Preempted as end:
-        handler.handle(_line(logging.INFO, f"rank {rank} ends: {end}"))
-        raise
-    except BaseException:
-        handler.handle(_line(logging.ERROR, f"rank {rank} ends:\n{traceback.format_exc().rstrip()}"))
+    except BaseException as error:
+        if getattr(error, "exit_code", None) in _PREEMPTED:
+            file.log(logging.INFO, f"rank {rank} ends: {error}")
+        else:
+            file.log(logging.ERROR, f"rank {rank} ends:\n{traceback.format_exc().rstrip()}")
         raise
     else:
-        handler.handle(_line(logging.INFO, f"rank {rank} ends"))
+        file.log(logging.INFO, f"rank {rank} ends")
     finally:
-        logger.removeHandler(handler)
-        handler.close()
-
-
-def _line(level: int, text: str) -> logging.LogRecord:
-    return logging.LogRecord(logger.name, level, __file__, 0, text, None, None)
+        logger.removeHandler(file)
+        file.close()

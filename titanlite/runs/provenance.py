@@ -1,12 +1,13 @@
-"""Where a run comes from: versions, environment, commit. Nothing here is a secret, and nothing here may stop a run."""
+"""Where a run comes from: versions, environment, commit, config. Nothing here is secret, and nothing may stop a run."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -14,13 +15,14 @@ from typing import Any
 
 import titanlite
 from titanlite._version import __version__
+from titanlite.config.toml import TOMLDecodeError, loads
 
 #: Bytes of `git.diff` that are kept.
 DIFF_LIMIT = 1 << 20
 REMOVED = "(removed)"
 
 _LIBRARIES = (
-    *("torch", "torchao", "triton", "numpy", "pydantic", "datasets", "safetensors", "transformers"),
+    *("torch", "torchao", "triton", "numpy", "msgspec", "datasets", "safetensors", "transformers"),
     *("tiktoken", "sentencepiece", "tokenizers"),
 )
 _PREFIXES = (
@@ -34,10 +36,12 @@ _LAUNCH = re.compile(r"--?launch\.environment(?:\.(?P<name>[^=]+))?(?P<value>=.*
 _LAUNCH_LINE = re.compile(r"^(environment\.)(\S+) = .*$", re.MULTILINE)
 _GIT_SECONDS = 10
 _UNTRACKED_SHOWN = 50
+#: Keys that only name the files of a config.
+_NOT_COMPARED = ("job.config_file", "job.extends", "job.dialect")
 
 
 def versions() -> dict[str, str]:
-    """titanlite, Python and the libraries that numbers may depend on, as installed; nothing is imported."""
+    """Return the installed versions of titanlite, Python and the libraries that affect numbers; imports nothing."""
     found = {"titanlite": __version__, "python": platform.python_version()}
     for name in _LIBRARIES:
         try:
@@ -47,27 +51,17 @@ def versions() -> dict[str, str]:
     return found
 
 
-def is_secret(name: str) -> bool:
-    """Whether a variable of this name may hold what must not be written down."""
-    return any(word in name.upper() for word in _SECRET)
-
-
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """The variables that change what a run does or how fast; never one whose name speaks of a secret."""
+    """Return the variables that affect results or speed, without those whose names suggest a secret."""
     return {
-        name: without_login(value)
+        name: _without_login(value)
         for name, value in sorted(variables.items())
-        if (name.startswith(_PREFIXES) or name in _NAMES) and not is_secret(name)
+        if (name.startswith(_PREFIXES) or name in _NAMES) and not _is_secret(name)
     }
 
 
-def without_login(text: str) -> str:
-    """`https://user:password@host` without user and password."""
-    return _LOGIN.sub(rf"\1{REMOVED}@", text)
-
-
 def command(argv: Sequence[str]) -> list[str]:
-    """A command line as it may be written down: secrets given through `launch.environment` are removed."""
+    """Return a command line without secrets: values of `launch.environment` and logins in URLs."""
     words: list[str] = []
     hide_next = False
     for word in argv:
@@ -75,49 +69,89 @@ def command(argv: Sequence[str]) -> list[str]:
             words.append(REMOVED)
             continue
         match = _LAUNCH.fullmatch(word)
-        hidden = match is not None and (match["name"] is None or is_secret(match["name"]))
+        hidden = match is not None and (match["name"] is None or _is_secret(match["name"]))
         hide_next = hidden and match is not None and match["value"] is None
-        words.append(f"{word.partition('=')[0]}={REMOVED}" if hidden and not hide_next else without_login(word))
+        words.append(f"{word.partition('=')[0]}={REMOVED}" if hidden and not hide_next else _without_login(word))
     return words
 
 
 def config_text(toml: str) -> str:
-    """A resolved config as it may be written down: secrets in `launch.environment` are removed."""
+    """Return a resolved config without the secrets in `launch.environment`."""
 
     def line(match: re.Match[str]) -> str:
-        return f'{match[1]}{match[2]} = "{REMOVED}"' if is_secret(match[2]) else match[0]
+        return f'{match[1]}{match[2]} = "{REMOVED}"' if _is_secret(match[2]) else match[0]
 
     return _LAUNCH_LINE.sub(line, toml)
 
 
+def _is_secret(name: str) -> bool:
+    return any(word in name.upper() for word in _SECRET)
+
+
+def _without_login(text: str) -> str:
+    """Return `https://user:password@host` without user and password."""
+    return _LOGIN.sub(rf"\1{REMOVED}@", text)
+
+
+def config_values(toml: str) -> dict[str, Any]:
+    """Return the values of a TOML text by dotted key. Raises TOMLDecodeError."""
+    return dict(_flatten(loads(toml)))
+
+
+def _flatten(table: Mapping[str, Any], lead: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{lead}{name}.")
+        else:
+            yield f"{lead}{name}", value
+
+
+def config_changes(old: object, new: object) -> dict[str, str]:
+    """Return "old -> new" by key for two configs as TOML texts; empty where one of them is no such text.
+
+    Values are shown as in JSON, missing ones as "(not set)".
+    """
+    if not (isinstance(old, str) and isinstance(new, str)):
+        return {}
+    try:
+        before, now = config_values(old), config_values(new)
+    except TOMLDecodeError:
+        return {}
+
+    def shown(config: Mapping[str, Any], key: str) -> str:
+        return json.dumps(config[key], default=str) if key in config else "(not set)"
+
+    keys = [key for key in {**before, **now} if key not in _NOT_COMPARED and before.get(key) != now.get(key)]
+    return {key: f"{shown(before, key)} -> {shown(now, key)}" for key in keys}
+
+
 @dataclass(frozen=True)
 class GitState:
-    """`record` is for run.json; `diff` the changes to tracked files, None where there are none."""
+    """`record`: commit and changes, for attempts.jsonl. `diff`: the changes to tracked files, None without any."""
 
     record: dict[str, Any]
     diff: bytes | None = None
 
 
 def git_state(package: Path | None = None) -> GitState:
-    """Commit and changes of the checkout that the package is run from.
+    """Return commit and changes of the checkout that contains the package.
 
-    Not a checkout, or git cannot say: `record` holds the reason under "unknown".
+    Without a checkout, or when git fails, `record` has the reason as "unknown".
     """
     folder = package or Path(titanlite.__file__).parent
     try:
-        # A package installed into an environment inside somebody's checkout is not of that checkout.
+        # A package installed into an environment inside a checkout does not belong to that checkout.
         _git(folder, "ls-files", "--error-unmatch", "__init__.py")
         commit = _git(folder, "rev-parse", "HEAD").decode().strip()
         changes = _git(folder, "status", "--porcelain=v1", "-z").decode(errors="replace").split("\0")
         diff = _git(folder, "diff", "HEAD", "--no-color", "--no-ext-diff", "--no-textconv")
     except (OSError, subprocess.SubprocessError) as error:
-        return GitState({"unknown": _reason(error)})
+        said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
+        return GitState({"unknown": said.partition("\n")[0] or str(error)})
     untracked = [change[3:] for change in changes if change.startswith("?? ")]
     record: dict[str, Any] = {"commit": commit, "dirty": bool(diff or untracked)}
     if untracked:
-        record["untracked"] = untracked[:_UNTRACKED_SHOWN]
-        if len(untracked) > _UNTRACKED_SHOWN:
-            record["untracked_not_named"] = len(untracked) - _UNTRACKED_SHOWN
+        record |= {"untracked": untracked[:_UNTRACKED_SHOWN], "untracked_files": len(untracked)}
     if len(diff) > DIFF_LIMIT:
         record["diff_cut"] = f"git.diff holds the first {DIFF_LIMIT:,} of {len(diff):,} bytes"
         diff = diff[:DIFF_LIMIT].rpartition(b"\n")[0] + b"\n"
@@ -131,18 +165,7 @@ def _git(folder: Path, *words: str) -> bytes:
         check=True,
         timeout=_GIT_SECONDS,
         stdin=subprocess.DEVNULL,
-        # Reading must not take the lock that somebody's commit waits for.
+        # Reading must not take the lock that a user's commit waits for.
         env={**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"},
     )
     return done.stdout
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, FileNotFoundError):
-        return "git is not installed"
-    if isinstance(error, subprocess.TimeoutExpired):
-        return f"git did not answer within {_GIT_SECONDS} s"
-    said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().splitlines()
-    if said and ("not a git repository" in said[0] or "did not match any file" in said[0]):
-        return "the package is not run from a checkout"
-    return said[0] if said else str(error)

@@ -1,22 +1,24 @@
-"""A run's folder read back: its state, its numbers, its config. Also folders that have only a metrics.jsonl."""
+"""Reads the folder of a run: its state, figures and config. Also folders with only a metrics.jsonl."""
 
 from __future__ import annotations
 
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from titanlite.config.scan import TOMLDecodeError, loads
-from titanlite.observe.metrics import FILE as METRICS
-from titanlite.observe.metrics import read_metrics
-from titanlite.runs.attempts import FILE, RunError, read_attempts, seconds, state_of
-from titanlite.runs.folder import CONFIG
+from titanlite import exit_codes
+from titanlite.config.toml import TOMLDecodeError
+from titanlite.metrics.jsonl import FILE as METRICS
+from titanlite.metrics.jsonl import read_metrics
+from titanlite.runs.lock import last_sign_of_life
+from titanlite.runs.provenance import config_values
+from titanlite.runs.record import CONFIG, FILE, OLD_FILE, Attempt, read_attempts
 
-#: Folders deep that `find_runs` looks.
+#: Levels of folders that `find_runs` searches.
 DEPTH = 4
 
 _NO_RUNS_INSIDE = re.compile(r"\..*|checkpoint|logs|tb|profile_traces|memory_snapshot|step-\d+|__pycache__")
@@ -26,27 +28,38 @@ _FIGURES = (
 )
 
 Row = Mapping[str, float]
+T = TypeVar("T")
+
+
+class RunError(ValueError):
+    """A folder is no run, or a part of it cannot be read; the text names the file and the remedy."""
+
+    exit_code = exit_codes.CONFIG
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run, all its attempts.
+    """One run with all its attempts.
 
-    `rows` have a step each, in the order of the file; values that were not finite are NaN or infinities.
+    `rows` have a step each, in the order of the file; values that are not finite are NaN or infinite.
     """
 
     folder: Path
-    attempts: tuple[Mapping[str, Any], ...] = ()
+    attempts: tuple[Attempt, ...] = ()
     rows: tuple[Row, ...] = ()
     #: The resolved config by `section.key`; None where the folder has none.
     config: Mapping[str, Any] | None = None
-    #: What could not be read.
-    problems: tuple[str, ...] = field(default=())
+    #: The last renewal of the run's lock, in seconds since 1970; None for a run that is not alive.
+    alive: float | None = None
+    #: Errors in parts that could not be read.
+    problems: tuple[str, ...] = ()
 
     @property
     def state(self) -> str:
-        """running, done, stopped (by the guard), preempted, failed, died, or unknown (no run.json)."""
-        return state_of(self.attempts[-1]) if self.attempts else "unknown"
+        """running, done, stopped (by the guard), preempted, failed, died, or unknown (no attempt is recorded)."""
+        if not self.attempts:
+            return "unknown"
+        return str(self.attempts[-1].get("state") or ("died" if self.alive is None else "running"))
 
     @property
     def reason(self) -> str:
@@ -70,87 +83,87 @@ class Run:
 
     @property
     def steps(self) -> int | None:
-        """Steps it was to do."""
+        """Steps of the whole run."""
         steps = self.attempts[-1].get("steps") if self.attempts else None
         return steps if isinstance(steps, int) else None
 
     @property
     def started(self) -> float | None:
         """Seconds since 1970."""
-        times = [seconds(a.get("started")) for a in self.attempts[:1]] or [row["time"] for row in self._timed[:1]]
+        times = [attempt["started"] for attempt in self.attempts] or self._times
         return times[0] if times else None
 
     @property
     def duration(self) -> float | None:
-        """Seconds that its attempts ran, pauses between them left out."""
-        if not self.attempts:
-            timed = self._timed
-            return timed[-1]["time"] - timed[0]["time"] if timed else None
-        spans = [(seconds(a.get("started")), seconds(a.get("ended") or a.get("heartbeat"))) for a in self.attempts]
-        total = sum(max(end - start, 0.0) for start, end in spans if start is not None and end is not None)
-        # The newest row may be younger than the last sign of life.
-        last_seen, rows = spans[-1][1], self._timed
-        if not self.attempts[-1].get("ended") and last_seen is not None and rows:
-            total += max(rows[-1]["time"] - last_seen, 0.0)
-        return total
+        """Seconds of all attempts, without the pauses between them.
+
+        An attempt without a recorded end lasted until its last row, or lives.
+        """
+        starts = [attempt["started"] or 0.0 for attempt in self.attempts] or self._times[:1]
+        total = 0.0
+        for i, start in enumerate(starts):
+            ended = self.attempts[i].get("ended") if self.attempts else None
+            if ended is None:
+                last = i == len(starts) - 1
+                seen = [time for time in self._times if time >= start and (last or time < starts[i + 1])]
+                ended = max([start, *seen, *([self.alive] if last and self.alive else [])])
+            total += max(ended - start, 0.0)
+        return total if starts else None
 
     @property
-    def _timed(self) -> list[Row]:
-        return [row for row in self.rows if "time" in row]
+    def _times(self) -> list[float]:
+        return [row["time"] for row in self.rows if "time" in row]
 
     def segments(self) -> list[list[Row]]:
-        """The training rows by attempt; one list where nothing tells them apart."""
-        starts = [start for a in self.attempts[1:] if (start := seconds(a.get("started"))) is not None]
+        """Return the training rows by attempt; one list where nothing distinguishes the attempts."""
+        starts = [attempt["started"] for attempt in self.attempts[1:] if attempt["started"] is not None]
         parts: list[list[Row]] = [[] for _ in range(len(starts) + 1)]
         for row in self.training:
             parts[bisect_right(starts, row["time"]) if "time" in row else -1].append(row)
         return [part for part in parts if part]
 
 
-def read_run(path: Path) -> Run:
-    """The run in a folder, or that of a metrics file. Raises RunError when it is none or cannot be read."""
+def read_run(path: Path, *, partial: bool = False) -> Run:
+    """Read the run in a folder, or that of a metrics file such as an earlier run's metrics-1.jsonl.
+
+    Raises RunError for what is no run or cannot be read; partial: the latter goes into `problems` instead.
+    """
     path = Path(path)
-    if path.is_file() and path.name != FILE:
-        return _of_metrics(path)
+    if path.is_file() and path.name not in (FILE, OLD_FILE, METRICS):
+        if path.suffix != ".jsonl":
+            raise RunError(f"{path}: not a run; give its folder, or a metrics file (.jsonl)")
+        return Run(path, rows=_rows(path))  # of the rest of the folder, nothing surely belongs to that run
     folder = path.parent if path.is_file() else path
     if not folder.is_dir():
         raise RunError(f"{path}: there is no such folder; `titanlite runs FOLDER` lists the runs below a folder")
-    metrics = folder / METRICS
-    if not (folder / FILE).exists() and not metrics.exists():
+    if not any((folder / name).exists() for name in (FILE, OLD_FILE, METRICS)):
         raise RunError(
             f"{folder}: not a run: it has neither {FILE} nor {METRICS}; "
             f"`titanlite runs {folder}` lists the runs below it"
         )
-    try:
-        attempts = read_attempts(folder / FILE)
-    except FileNotFoundError:
-        attempts = []
-    # A run that began anew in the folder of an earlier one has its own metrics, so also its own attempts.
-    begins = [i for i, attempt in enumerate(attempts) if attempt.get("first_step") == 0]
-    return Run(folder, tuple(attempts[begins[-1] if begins else 0 :]), _rows(metrics), _config(folder / CONFIG))
+    problems: list[str] = []
 
+    def unless_broken(read: Callable[[Path], T], name: str) -> T | None:
+        try:
+            return read(folder / name)
+        except (RunError, OSError) as error:
+            if not partial:
+                raise
+            problems.append(str(error))
+            return None
 
-def glance(path: Path) -> Run:
-    """`read_run` for a list: what cannot be read is left out and named in `problems`."""
-    try:
-        return read_run(path)
-    except (RunError, OSError) as error:
-        problems = [str(error)]
-    try:
-        attempts = tuple(read_attempts(path / FILE))
-    except (RunError, OSError):
-        attempts = ()
-    try:
-        rows = _rows(path / METRICS)
-    except (RunError, OSError):
-        rows = ()
-    return Run(path, attempts, rows, problems=tuple(problems))
+    attempts = read_attempts(folder)
+    # A run that began anew in the folder of an earlier one has metrics of its own, and so its own attempts.
+    begins = [i for i, one in enumerate(attempts) if one.get("first_step") == 0]
+    rows, config = unless_broken(_rows, METRICS) or (), unless_broken(_config, CONFIG)
+    alive = last_sign_of_life(folder)
+    return Run(folder, tuple(attempts[begins[-1] if begins else 0 :]), rows, config, alive, tuple(problems))
 
 
 def find_runs(folder: Path, depth: int = DEPTH) -> list[Path]:
-    """Folders with a run.json or metrics.jsonl at most `depth` levels below `folder`, itself included.
+    """Return the run folders at most `depth` levels below `folder`, itself included.
 
-    Folders that runs make for other things are not entered. Raises RunError when there is no such folder.
+    Folders that runs make for other things are skipped. Raises RunError when there is no such folder.
     """
     if not folder.is_dir():
         raise RunError(
@@ -161,14 +174,14 @@ def find_runs(folder: Path, depth: int = DEPTH) -> list[Path]:
 
 def _walk(folder: Path, depth: int, seen: set[str]) -> Iterator[Path]:
     real = os.path.realpath(folder)
-    if real in seen:  # symbolic links may lead in circles
+    if real in seen:  # symbolic links may form circles
         return
     seen.add(real)
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:
         return
-    if {FILE, METRICS} & {entry.name for entry in entries}:
+    if {FILE, OLD_FILE, METRICS} & {entry.name for entry in entries}:
         yield folder
     if depth:
         for entry in entries:
@@ -176,67 +189,40 @@ def _walk(folder: Path, depth: int, seen: set[str]) -> Iterator[Path]:
                 yield from _walk(folder / entry.name, depth - 1, seen)
 
 
-def _of_metrics(path: Path) -> Run:
-    """An earlier run's metrics-N.jsonl; nothing else in the folder is surely of that run."""
-    if path.name == METRICS:
-        return read_run(path.parent)
-    if path.suffix != ".jsonl":
-        raise RunError(f"{path}: not a run; give its folder, or a metrics file (.jsonl)")
-    return Run(path, rows=_rows(path))
-
-
 def _rows(path: Path) -> tuple[Row, ...]:
+    """Return the figures of a metrics file; training rows get "total_tps", tokens per second over all devices."""
     try:
-        raw = read_metrics(path)
+        rows = [_figures(path, row) for row in read_metrics(path) if "step" in row]
     except FileNotFoundError:
         return ()
     except ValueError as error:
         raise RunError(str(error)) from None
-    return tuple(_with_total(_figures(path, row) for row in raw if "step" in row))
+    step, tokens = 0.0, 0.0
+    for row in rows:
+        if {"loss", "tokens_seen", "seconds_per_step"} <= row.keys():
+            if row["step"] > step and row["seconds_per_step"] > 0:
+                row["total_tps"] = (row["tokens_seen"] - tokens) / (row["step"] - step) / row["seconds_per_step"]
+            step, tokens = row["step"], row["tokens_seen"]
+    return tuple(rows)
 
 
 def _figures(path: Path, row: Mapping[str, Any]) -> dict[str, float]:
-    """What of a row can be compared, as numbers."""
+    """Return the figures of a row as numbers. Raises ValueError."""
     found = {}
     for name in _FIGURES:
-        if name not in row:
-            continue
-        try:
-            if isinstance(row[name], bool):
-                raise TypeError
-            found[name] = float(row[name])
-        except (TypeError, ValueError):
-            raise RunError(
-                f"{path}: row of step {row['step']!r}: {name} is {row[name]!r}, not a number; mend or delete the row"
-            ) from None
+        if name in row:
+            try:
+                found[name] = float(row[name])
+            except (TypeError, ValueError):
+                where = f"{path}: row of step {row['step']!r}"
+                raise ValueError(f"{where}: {name} is {row[name]!r}, not a number; mend or delete the row") from None
     return found
-
-
-def _with_total(rows: Iterator[dict[str, float]]) -> Iterator[Row]:
-    """Adds "total_tps", tokens per second over all devices, to training rows."""
-    before, tokens_before = 0.0, 0.0
-    for row in rows:
-        if {"loss", "tokens_seen", "seconds_per_step"} <= row.keys():
-            done = row["step"] - before
-            if done > 0 and row["seconds_per_step"] > 0:
-                row["total_tps"] = (row["tokens_seen"] - tokens_before) / done / row["seconds_per_step"]
-            before, tokens_before = row["step"], row["tokens_seen"]
-        yield row
 
 
 def _config(path: Path) -> dict[str, Any] | None:
     try:
-        return dict(flat(loads(path.read_text(encoding="utf-8"))))
+        return config_values(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (TOMLDecodeError, UnicodeDecodeError) as error:
         raise RunError(f"{path}: not TOML ({error}); mend it, or rename it to compare without it") from None
-
-
-def flat(table: Mapping[str, Any], lead: Sequence[str] = ()) -> Iterator[tuple[str, Any]]:
-    """The values of nested tables by dotted name."""
-    for name, value in table.items():
-        if isinstance(value, dict):
-            yield from flat(value, (*lead, name))
-        else:
-            yield ".".join((*lead, name)), value

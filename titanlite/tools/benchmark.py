@@ -17,18 +17,19 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace as replace_fields
+
 from titanlite import exit_codes, torchrun
 from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.fit import check_config, fitted
 from titanlite.config.load import find_config, read
-from titanlite.config.scan import loads
-from titanlite.config.schema import quote
-from titanlite.prepare import checked_plans, resolve_plans
+from titanlite.config.toml import quote
 from titanlite.runs import provenance
-from titanlite.runs.attempts import RunError
-from titanlite.runs.plots import PlotsMissing
-from titanlite.runs.read import Run, flat, read_run
+from titanlite.runs.provenance import config_values
+from titanlite.runs.read import Run, RunError, read_run
 from titanlite.tools import benchmark_report as report
 from titanlite.tools import refuse_keys
+from titanlite.tools.plots import PlotsMissing
 from titanlite.tools.processes import Stopped, last_lines, run, stoppable
 from titanlite.utils import atomic_write, escape, human_time, render
 
@@ -233,16 +234,12 @@ def probe() -> Machine:
 def _describe() -> Machine:
     import torch
 
-    from titanlite.config.plans import Float8Plan
-    from titanlite.observe.flops import device_name
-    from titanlite.parallel.float8 import check_float8
+    from titanlite.config.sections import Float8
+    from titanlite.metrics.throughput import device_name
+    from titanlite.preflight import float8_problems
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    no_float8: Sequence[Problem] = ()
-    try:
-        check_float8(Float8Plan(enable=gpus > 0))
-    except ConfigError as error:
-        no_float8 = error.problems
+    no_float8 = float8_problems(Float8(enable_float8_linear=True)) if gpus else []
     return Machine(device_name(torch.device("cuda" if gpus else "cpu")), gpus, no_float8)
 
 
@@ -256,7 +253,7 @@ def common_flags(config: str, flags: Sequence[str], steps: int, ranks: int) -> l
     found.append(f"--training.seed={base.value('training.seed') or 0}")
     try:
         # The schedule keeps its length: the runs are its first steps, not a short copy of it.
-        length = resolve_plans(base, ranks).schedule.total_steps
+        length = fitted(base, ranks).schedule.total_steps
     except ConfigError:
         length = None  # reported with the levels
     return [*found, *([] if length is None else [f"--lr_scheduler.total_steps={length}"]), *flags]
@@ -289,24 +286,25 @@ def _check(level: Level, folder: Path, common: Sequence[str], ranks: int, machin
     arguments = [f"--job.config_file={folder / level.file}", *common]
     if not machine.gpus and read(arguments)[0].value("float8.enable_float8_linear"):
         level = replace(level, flags=("--float8.emulate=true",))
-    config, plans = checked_plans([*arguments, *level.flags], ranks, training=True)
-    d = config.dialect
+    config, run_config = check_config([*arguments, *level.flags], ranks)
+    d = config.sections
     if d.training.compile:
-        from titanlite.parallel.compile import prepare_compile  # needs torch
+        from titanlite.preflight import compile_problems  # needs torch
 
-        prepare_compile(plans.compile, machine.device_type)
+        if problems := compile_problems(d.training, d.compile, machine.device_type):
+            raise ConfigError(problems)
     if d.float8.enable_float8_linear and not d.float8.emulate and machine.no_float8:
         raise ConfigError(machine.no_float8)
     task = {
-        "model": d.model.model_copy(update={"tokenizer_path": None}),
+        "model": replace_fields(d.model, tokenizer_path=None),
         "tokenizer": d.model.tokenizer_path,
         "text": (d.training.dataset, d.training.dataset_path),
         "order of the text": (d.data.seed, d.data.shuffle),
         "training.seed": d.training.seed,
         "sequence length": d.training.seq_len,
-        "sequences per step": plans.batch.global_batch_size,
+        "sequences per step": run_config.batch.global_batch_size,
     }
-    return replace(level, values=_without_folder(dict(flat(loads(config.to_toml())))), task=task)
+    return replace(level, values=_without_folder(config_values(config.to_toml())), task=task)
 
 
 def _without_folder(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from titanlite.runs.list import NONE, number
-from titanlite.runs.plots import COLORS, charts, draw_png
 from titanlite.runs.read import Row, Run
+from titanlite.tools.plots import COLORS, charts, draw_png
+from titanlite.tools.runs import NONE, number
 from titanlite.utils import Table
 
 

@@ -20,13 +20,12 @@ from typing import Any
 
 from titanlite import exit_codes
 from titanlite.config.errors import ConfigError, Problem
-from titanlite.config.explain import Style
-from titanlite.observe.metrics import read_metrics
+from titanlite.metrics.jsonl import read_metrics
 from titanlite.tools.drill_config import HALF, INTERVAL, ONE_RANK, STEPS, TinyConfig, tiny_config
 from titanlite.tools.drill_ranks import Ranks, RanksError, start_fork_server, train
 from titanlite.tools.faults import LOADER_ERROR, NO_FAULT, Fault
 from titanlite.tools.processes import Stopped, stoppable
-from titanlite.utils import escape
+from titanlite.utils import Style, escape
 
 #: Relative difference of losses on another number of ranks, which adds up in another order.
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
@@ -140,7 +139,7 @@ class Workspace:
     def difference(self, *checkpoints: Path) -> str:
         """Compare the tensors of two checkpoints bit for bit. Return a table, empty if they are equal."""
         words = ["checkpoint", "diff", *map(str, checkpoints)]
-        (code,), text = train(words, 1, self.folder / "diff.log", main="titanlite.cli")
+        (code,), text = train(words, 1, self.folder / "diff.log", main="titanlite.tools.cli")
         check(code in (0, 1), f"{words[2]} and {words[3]} cannot be compared", text)
         return text if code else ""
 

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titanlite.config.dialect import Dialect
 from titanlite.config.errors import ConfigError
+from titanlite.config.fit import check_config
 from titanlite.config.load import read
-from titanlite.config.schema import quote
-from titanlite.config.sections.model import AUTO_FILTER
+from titanlite.config.sections import AUTO_FILTER, Config
+from titanlite.config.toml import quote
 from titanlite.models.shapes import SHAPES
-from titanlite.prepare import checked_plans
 from titanlite.tools import refuse_keys
 
 #: Steps of a whole run, of its first half, and between saves.
@@ -59,7 +58,7 @@ class TinyConfig:
     #: For `train.py`, without `job.dump_folder` and `data.token_cache`.
     arguments: tuple[str, ...]
     #: The sections.
-    config: Dialect
+    config: Config
     #: What it keeps of the user's config, and what not, in lines.
     notes: tuple[str, ...]
 
@@ -75,7 +74,7 @@ def tiny_config(config: str, flags: Sequence[str], ranks: int | None = None, com
     base, problems = read(argv)
     if problems:
         raise ConfigError(problems)
-    d = base.dialect
+    d = base.sections
     wanted = [key for key in _DEGREES if base.value(key) > 1]
     ranks = ranks or max(2, min(_MOST_RANKS, 2 ** len(wanted)))
     degrees, shard = dict.fromkeys(_DEGREES, 1), ranks
@@ -88,7 +87,7 @@ def tiny_config(config: str, flags: Sequence[str], ranks: int | None = None, com
     refuse_keys(flags, dict.fromkeys(own, "the drill has its own sizes and folders"))
     values = {**fixed, **degrees, **_adjusted(d, shard, compiled)}
     arguments = [f"--{key}={value if isinstance(value, str) else quote(value)}" for key, value in values.items()]
-    tiny = checked_plans([*argv, *arguments], ranks, training=True)[0].dialect
+    tiny = check_config([*argv, *arguments], ranks)[0].sections
     kept = [f"{_DEGREES[key]} 2, " for key in wanted if degrees[key] > 1]
     lost = [_DEGREES[key] for key in wanted if degrees[key] == 1]
     budget = tiny.activation_checkpoint.mode != d.activation_checkpoint.mode
@@ -107,7 +106,7 @@ def tiny_config(config: str, flags: Sequence[str], ranks: int | None = None, com
     return TinyConfig(ranks, (*argv, *arguments), tiny, tuple(line for line, shown in lines.items() if shown))
 
 
-def _sizes(d: Dialect, degrees: dict[str, int], shard: int) -> dict[str, Any]:
+def _sizes(d: Config, degrees: dict[str, int], shard: int) -> dict[str, Any]:
     """Return the sizes of model and batch by key: any degree of 2 divides them, and grouped heads stay grouped."""
     pipeline = degrees["experimental.pipeline_parallel_degree"] > 1
     flavor = SHAPES.get(d.model.name, {}).get(d.model.flavor)
@@ -123,7 +122,7 @@ def _sizes(d: Dialect, degrees: dict[str, int], shard: int) -> dict[str, Any]:
     }
 
 
-def _adjusted(d: Dialect, shard: int, compiled: bool) -> dict[str, Any]:
+def _adjusted(d: Config, shard: int, compiled: bool) -> dict[str, Any]:
     """Return new values, by key, where the config's do not work at this size or without a feature that is off."""
     compiles, reshard = d.training.compile and compiled, d.training.reshard_after_forward
     values: dict[str, Any] = {

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import titanlite
-from titanlite.entry import end_with_parent
+from titanlite.signals import end_with_parent
 from titanlite.tools.faults import NO_FAULT, Fault, inject
 
 if TYPE_CHECKING:
@@ -49,7 +49,9 @@ def start_fork_server() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (package, before.get("PYTHONPATH"))))
     os.environ.update(NO_COLOR="1", CUDA_VISIBLE_DEVICES="")
     try:
-        multiprocessing.get_context("forkserver").set_forkserver_preload(["titanlite.app", __name__])
+        multiprocessing.get_context("forkserver").set_forkserver_preload(
+            ["titanlite.build", "titanlite.trainer", __name__]
+        )
         forkserver.ensure_running()
     finally:
         os.environ.clear()
@@ -60,7 +62,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
     """One start of `train.py` on `count` ranks of this machine. As a context manager it kills all ranks at its end.
 
     arguments: of `train.py`. console: file to which the output of all ranks is appended. main: module with the function
-    `main` to call, such as "titanlite.cli" for a command of `titanlite`.
+    `main` to call, such as "titanlite.tools.cli" for a command of `titanlite`.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         count: int,
         console: Path,
         fault: Fault = NO_FAULT,
-        main: str = "titanlite.app",
+        main: str = "titanlite.main",
     ) -> None:
         start_fork_server()
         console.touch()
@@ -135,7 +137,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
 
 
 def train(
-    arguments: Sequence[str], count: int, console: Path, fault: Fault = NO_FAULT, main: str = "titanlite.app"
+    arguments: Sequence[str], count: int, console: Path, fault: Fault = NO_FAULT, main: str = "titanlite.main"
 ) -> tuple[list[int], str]:
     """Run the ranks to their end. Return exit codes by rank, and the output. Raises RanksError."""
     with Ranks(arguments, count, console, fault, main) as ranks:

@@ -140,12 +140,12 @@ def call_before(owner: Any, name: str, notify: Callable[..., object]) -> None:
 
 def before_steps(notify: Callable[[int, Any, Any], object]) -> None:
     """Call notify(step, model, batches) before each training step of this process, when its batches are there."""
-    from titanlite import trainer
+    from titanlite.step import TrainStep
 
-    def adapted(model: Any, optimizer: Any, batches: Any, **options: Any) -> None:
-        notify(options["step"], model, batches)
+    def adapted(train_step: TrainStep, batches: Any, step: int, *_: Any) -> None:
+        notify(step, train_step.model, batches)
 
-    call_before(trainer, "train_step", adapted)
+    call_before(TrainStep, "__call__", adapted)
 
 
 #: Called with a call on files, a path (of a rename "old path -> new path") and, for "os.fsync", a file descriptor.

@@ -1,0 +1,312 @@
+#!/usr/bin/env python
+"""Print the size and shape of the library beside the targets of docs/architecture.md.
+
+usage: python scripts/house.py [REPOSITORY]
+
+The figures come from the source (lines, parameters, import circles) and from real runs of one process on the CPU
+(stack frames to `loss.backward()`, files that a save passes through, modules that training imports).
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+#: The files to read in an afternoon, in this order. A name that does not exist counts nothing.
+READING_PATH = [
+    "__init__",
+    "build",
+    "trainer",
+    "step",
+    "loss",
+    "guard",
+    "callbacks",
+    "config/sections",
+    "config/derive",
+    "models/spec",
+    "models/layers",
+    "models/llama",
+    "optim/optimizer",
+    "optim/schedule",
+    "data/packing",
+    "data/loader",
+    "parallel/dist_env",
+    "parallel/parallelize",
+    "parallel/fsdp",
+    "parallel/tensor",
+    "parallel/init",
+    "checkpoint/manager",
+    "metrics/logger",
+]
+#: Annotations of parameters that take the whole config.
+WHOLE_CONFIG = {"Plans", "LoadedConfig", "LoadedConfig", "Config", "Config", "RunConfig", "Derived"}
+FLAGS = [
+    "--job.config_file=debug_model.toml",
+    "--training.steps=2",
+    "--training.seq_len=64",
+    "--training.batch_size=2",
+    "--model.overrides.n_layers=1",
+    "--training.compile=false",
+    "--checkpoint.enable_checkpoint=true",
+    "--metrics.enable_tensorboard=false",
+]
+
+
+def main() -> None:
+    repository = Path(sys.argv[1] if len(sys.argv) > 1 else ".").resolve()
+    library = repository / "titanlite"
+    files = {path: path.read_text(encoding="utf-8") for path in sorted(library.rglob("*.py"))}
+    trees = {path: ast.parse(text) for path, text in files.items()}
+    lines = {path: text.count("\n") for path, text in files.items()}
+    tests = sum(path.read_text(encoding="utf-8").count("\n") for path in (repository / "tests").rglob("*.py"))
+    run = traced_run(repository)
+    core = [library / name for name in run["imported"]]
+    path = [library / f"{name}.py" for name in READING_PATH]
+    step = function(trees, "TrainStep", "__call__") or function(trees, None, "train_step")
+    methods, attributes = members(trees, "Trainer")
+    circles = circles_of(library, trees)
+    whole = list(takes_whole_config(library, trees))
+    doubled = doubled_keys(library, trees)
+    total = sum(lines.values())
+    large = sorted((count, str(p.relative_to(library))) for p, count in lines.items() if count > 500)
+    rows = [
+        ("library", f"{total:,} lines, {len(files)} files", "<= 17,000 lines, <= 90 files"),
+        ("files over 500 lines", ", ".join(f"{name} {count}" for count, name in large) or "0", "0"),
+        (
+            "core (imported by a run)",
+            f"{sum(lines[p] for p in core):,} lines, {len(core)} files, "
+            f"{sum('tools' in p.parts for p in core)} of tools/",
+            "<= 11,000 lines, 0 of tools/",
+        ),
+        ("reading path", f"{sum(lines.get(p, 0) for p in path):,} lines", "<= 4,500"),
+        ("frames to backward()", f"{len(run['frames'])} in {len(set(run['frames']))} files", "<= 6 in <= 3"),
+        ("parameters of the step", str(parameters(step)), "<= 7"),
+        ("lines of its body", str(body_lines(step)), "<= 25"),
+        ("Trainer", f"{methods} methods, {attributes} attributes", "<= 15, <= 14"),
+        ("files that a save passes", str(len(run["save"])), "<= 7"),
+        ("keys defined twice or more", f"{len(doubled)}", "0"),
+        ("functions that take the whole config", str(len(whole)), "0"),
+        ("rooms in import circles", f"{len(circles)} {' '.join(circles)}".strip(), "0"),
+        ("titanlite config check", f"{config_check_seconds(repository):.2f} s of CPU", "<= 0.25 s"),
+        ("test lines per library line", f"{tests / total:.2f} ({tests:,} lines)", "about 0.6"),
+    ]
+    width = max(len(row[0]) for row in rows), max(len(row[1]) for row in rows)
+    for name, value, target in rows:
+        print(f"{name:{width[0]}}  {value:{width[1]}}  {target}")
+    for title, found in {
+        "frames": run["frames"],
+        "a save": run["save"],
+        "whole config": whole,
+        "doubled": doubled,
+    }.items():
+        if "-v" in sys.argv:
+            print(f"{title}: {' '.join(found)}")
+
+
+def function(trees: dict[Path, ast.Module], owner: str | None, name: str) -> ast.FunctionDef | None:
+    """Find a function by name, in a class (`owner`) or at the top of a module."""
+    for tree in trees.values():
+        scopes = (
+            [n.body for n in tree.body if isinstance(n, ast.ClassDef) and n.name == owner] if owner else [tree.body]
+        )
+        for scope in scopes:
+            for node in scope:
+                if isinstance(node, ast.FunctionDef) and node.name == name:
+                    return node
+    return None
+
+
+def parameters(node: ast.FunctionDef | None) -> int:
+    if node is None:
+        return 0
+    names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    return len([name for name in names if name != "self"])
+
+
+def body_lines(node: ast.FunctionDef | None) -> int:
+    """Count lines of code: without docstring, comments and blank lines."""
+    if node is None:
+        return 0
+    text = ast.unparse(ast.Module(node.body[1:] if ast.get_docstring(node) else node.body, []))
+    return sum(bool(line.strip()) for line in text.splitlines())
+
+
+def members(trees: dict[Path, ast.Module], name: str) -> tuple[int, int]:
+    """Count the methods of a class and the attributes that it sets on self."""
+    cls = next(n for t in trees.values() for n in t.body if isinstance(n, ast.ClassDef) and n.name == name)
+    methods = [n for n in cls.body if isinstance(n, ast.FunctionDef)]
+    attributes = {
+        n.attr
+        for n in ast.walk(cls)
+        if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store) and getattr(n.value, "id", "") == "self"
+    }
+    return len(methods), len(attributes)
+
+
+def room(library: Path, path: Path) -> str:
+    parts = path.relative_to(library).parts
+    return parts[0].removesuffix(".py")
+
+
+def circles_of(library: Path, trees: dict[Path, ast.Module]) -> list[str]:
+    """Return the rooms (folders, and single files at the top) that import each other in a circle."""
+    edges: dict[str, set[str]] = defaultdict(set)
+    for path, tree in trees.items():
+        for module in imports(tree):
+            parts = module.split(".")
+            if parts[0] == "titanlite" and len(parts) > 1 and (target := parts[1]) != room(library, path):
+                edges[room(library, path)].add(target)
+    reach = {name: reachable(edges, name) for name in edges}
+    return sorted(name for name in reach if name in reach[name])
+
+
+def reachable(edges: dict[str, set[str]], start: str) -> set[str]:
+    found: set[str] = set()
+    todo = list(edges[start])
+    while todo:
+        name = todo.pop()
+        if name not in found:
+            found.add(name)
+            todo += edges.get(name, ())
+    return found
+
+
+def imports(node: ast.AST) -> Iterator[str]:
+    """Yield the modules that are imported, also within functions, but not for type checkers alone."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        if isinstance(child, ast.ImportFrom) and child.module:
+            yield from (f"{child.module}.{alias.name}" for alias in child.names)
+        elif isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names)
+        yield from imports(child)
+
+
+def takes_whole_config(library: Path, trees: dict[Path, ast.Module]) -> Iterator[str]:
+    """Yield the functions outside config/ and build.py with a parameter that is the whole config."""
+    for path, tree in trees.items():
+        if room(library, path) in ("config", "build", "tools"):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
+                    names = {n.id for n in ast.walk(argument.annotation or node.args) if isinstance(n, ast.Name)}
+                    if argument.annotation is not None and names & WHOLE_CONFIG:
+                        yield f"{room(library, path)}:{node.name}"
+
+
+def doubled_keys(library: Path, trees: dict[Path, ast.Module]) -> list[str]:
+    """Return the keys whose name and literal default stand in a second class, too."""
+    fields: dict[tuple[str, str], set[str]] = defaultdict(set)
+    sections: set[tuple[str, str]] = set()
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            for item in node.body:
+                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and item.value is not None:
+                    value = item.value
+                    if isinstance(value, ast.Call):  # Field(default=…), field(default=…)
+                        value = next((k.value for k in value.keywords if k.arg == "default"), value)
+                    key = item.target.id, ast.unparse(value)
+                    fields[key].add(f"{path.name}:{node.name}")
+                    if "sections" in path.as_posix():
+                        sections.add(key)
+    common = {"False", "True", "None", "0", "1", "[]", "{}", "''"}
+    return sorted(name for (name, default) in sections if default not in common and len(fields[name, default]) > 1)
+
+
+def config_check_seconds(repository: Path) -> float:
+    """Return the median processor time of `titanlite config check` on the default config, in seconds."""
+    seconds = []
+    for _ in range(7):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        command = [sys.executable, "-m", "titanlite", "config", "check", "debug_model.toml"]
+        subprocess.run(command, cwd=repository, env=environment(repository), capture_output=True, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return statistics.median(seconds)
+
+
+def environment(repository: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1"}
+
+
+def traced_run(repository: Path) -> dict[str, list[str]]:
+    """Train two steps in a process of their own and return what it passed through.
+
+    frames: our files on the stack at the first `backward()`, outermost first. save: our files that ran during the first
+    save. imported: files of the library that the run imported.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "trace.json"
+        flags = [*FLAGS, f"--job.dump_folder={folder}/run"]
+        command = [sys.executable, "-c", TRACER, str(repository), str(out), *flags]
+        done = subprocess.run(command, cwd=repository, env=environment(repository), capture_output=True, text=True)
+        if not out.exists():
+            sys.exit(f"the traced run failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+        found: dict[str, list[str]] = json.loads(out.read_text())
+        return found
+
+
+TRACER = r"""
+import json, os, runpy, sys, threading, traceback
+repository, out, *flags = sys.argv[1:]
+library = os.path.join(repository, "titanlite") + os.sep
+sys.argv = ["train.py", *flags]
+found = {"frames": [], "save": [], "imported": []}
+import torch
+backward = torch.Tensor.backward
+def traced(self, *args, **kwargs):
+    names = [frame.filename for frame in traceback.extract_stack()]
+    # The last call counts: the first ones trace a block to learn what it keeps.
+    found["frames"] = [os.path.relpath(n, repository) for n in names if n.startswith(library)]
+    return backward(self, *args, **kwargs)
+torch.Tensor.backward = traced
+saved = set()
+def profile(frame, event, argument):
+    name = frame.f_code.co_filename
+    if name.startswith(library):
+        saved.add(os.path.relpath(name, library))
+import importlib
+def watch(module, owner, method):
+    cls = getattr(importlib.import_module(module), owner)
+    original = getattr(cls, method)
+    def wrapped(self, *args, **kwargs):
+        threading.setprofile(profile); sys.setprofile(profile)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            sys.setprofile(None); threading.setprofile(None)
+    setattr(cls, method, wrapped)
+for module in ("titanlite.checkpoint.manager", "titanlite.checkpoint.manager"):
+    try:
+        watch(module, "Checkpointer", "save")
+        break
+    except ImportError:
+        pass
+leave = os._exit
+def finish(code):
+    found["save"] = sorted(saved)
+    found["imported"] = sorted(
+        os.path.relpath(m.__file__, library) for m in list(sys.modules.values())
+        if (getattr(m, "__file__", None) or "").startswith(library) and m.__file__.endswith(".py"))
+    open(out, "w").write(json.dumps(found))
+    leave(code)
+os._exit = finish
+runpy.run_path(os.path.join(repository, "train.py"), run_name="__main__")
+"""
+
+
+if __name__ == "__main__":
+    main()

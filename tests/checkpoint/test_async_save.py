@@ -1,0 +1,264 @@
+"""Saves that are written while training goes on: their content, how they fail, what a kill leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.checkpoint.runs import PRINTS, RUN, names, options
+from tests.pool import Pools
+from tests.steps import train_step
+from tests.training.harness import build_tiny, full, micro_batches
+from titanlite.checkpoint import Checkpointer, CheckpointError, manager
+from titanlite.checkpoint.manifest import find, steps_in
+from titanlite.data.loader import to_device
+from titanlite.guard import FiniteGuard
+from titanlite.parallel.dist_env import DistEnv, set_timeouts
+from titanlite.tools.tensors import Contents
+
+ROOT = Path(__file__).resolve().parents[2]
+PINNED = "async_with_pinned_mem"
+
+
+@contextlib.contextmanager
+def _saver(world: DistEnv, folder: Path, mode: str = "async") -> Iterator[tuple[Checkpointer, Any, Any, int]]:
+    """A checkpointer, a model, its optimizer, and this rank's place in the data."""
+    model, optimizer, rank = build_tiny(world, RUN)
+    saver = Checkpointer(options(folder, async_mode=mode), world, PRINTS)
+    try:
+        yield saver, model, optimizer, rank
+    finally:
+        saver.close()
+
+
+def _error_of(saver: Checkpointer) -> str:
+    try:
+        saver.wait()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def _overwrite_while_saving(world: DistEnv, folder: Path) -> tuple[bool, bool, dict[str, torch.Tensor]]:
+    """Hold the write back, overwrite the weights, let it go on: whether it was in flight, and the weights before."""
+    held, real = threading.Event(), manager.dcp.save
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        assert held.wait(30)
+        return real(*args, **kwargs)
+
+    with _saver(world, folder) as (saver, model, optimizer, _):
+        before = {name: full(p).clone() for name, p in model.named_parameters()}
+        manager.dcp.save = late  # type: ignore[assignment]
+        try:
+            saver.save(1, model, optimizer, {})
+            in_flight, published = saver.in_flight, find(folder)[0] is not None
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(9.0)
+            held.set()
+            saver.wait()
+        finally:
+            manager.dcp.save = real
+    return in_flight, published, before
+
+
+def test_the_copy_is_complete_before_weights_change(pool: Pools, tmp_path: Path) -> None:
+    in_flight, published, before = pool(2).run(_overwrite_while_saving, tmp_path)[0]
+    assert in_flight and not published
+    contents = Contents(tmp_path / "step-1")
+    assert all(torch.equal(contents.read(f"model.{name}"), weight) for name, weight in before.items())
+
+
+def _copy_beside_the_next_step(world: DistEnv, folder: Path) -> dict[str, Any]:
+    """Hold the copy back: which work goes on meanwhile, which does not, and the weights that were to be saved."""
+    guard, held, seen = FiniteGuard(world.device), threading.Event(), {}
+    with _saver(world, folder, PINNED) as (saver, model, optimizer, rank):
+        assert saver._async is not None
+        stager = saver._async._stager
+        real = stager.stage
+        stager.stage = lambda tensors: (held.wait(60), real(tensors))[1]  # type: ignore[method-assign]
+
+        def step(number: int, before_update: Any) -> None:
+            data = to_device(micro_batches(RUN, number - 1, rank, world.size), world.device)
+            options = {"lr": 0.1, "max_norm": 1.0, "guard": guard, "before_update": before_update}
+            train_step(model, optimizer, data, step=number, **options)
+
+        def before_update() -> None:
+            seen["held back"] = not held.is_set()  # forward and backward are done
+            threading.Timer(0.5, held.set).start()
+            saver.await_copy()
+            seen["awaited"] = held.is_set()
+
+        step(1, saver.await_copy)
+        before = {name: full(p).clone() for name, p in model.named_parameters()}
+        saver.save(1, model, optimizer, {})
+        step(2, before_update)
+        saver.wait()
+        moved = any(not torch.equal(full(p), before[name]) for name, p in model.named_parameters())
+    return {**seen, "moved": moved, "before": before}
+
+
+def test_the_copy_is_made_beside_forward_and_backward_and_awaited_before_the_update(
+    pool: Pools, tmp_path: Path
+) -> None:
+    found = pool(2).run(_copy_beside_the_next_step, tmp_path)
+    assert all(one["held back"] and one["awaited"] and one["moved"] for one in found)
+    contents = Contents(tmp_path / "step-1")
+    assert all(torch.equal(contents.read(f"model.{name}"), w) for name, w in found[0]["before"].items())
+
+
+def _failing(world: DistEnv, folder: Path, part: str, bad_rank: int) -> dict[str, Any]:
+    """A save that fails in one part, and one that works."""
+    with _saver(world, folder, PINNED if part == "copy" else "async") as (saver, model, optimizer, _):
+        assert saver._async is not None
+        real = manager.HashingWriter
+
+        class Full(real):  # type: ignore[misc,valid-type]
+            def write_data(self, *args: Any) -> Any:
+                fail(part == "write")
+                return super().write_data(*args)
+
+        def fail(here: bool) -> None:
+            if here and world.rank == bad_rank:
+                raise OSError(28, "No space left on device")
+
+        stager, publish = saver._async._stager, saver._publish
+        stage = stager.stage
+        manager.HashingWriter = Full  # type: ignore[misc]
+        stager.stage = lambda tensors: (fail(part == "copy"), stage(tensors))[1]  # type: ignore[method-assign]
+        saver._publish = lambda *args: (fail(part == "publish"), publish(*args))[1]  # type: ignore[method-assign]
+        try:
+            saver.save(1, model, optimizer, {})
+            saver.await_copy()  # not for ever
+            error = _error_of(saver)
+        finally:
+            manager.HashingWriter = real  # type: ignore[misc]
+            stager.stage, saver._publish = stage, publish  # type: ignore[method-assign]
+        outcomes, group = [saver.poll(), saver.poll()], saver._async._group
+        saver.save(2, model, optimizer, {})
+        saver.wait()
+        outcomes.append(saver.poll())
+        renewed = saver._async._group is not group
+        world.agree(None)
+    return {"error": error, "outcomes": outcomes, "renewed": renewed}
+
+
+@pytest.mark.parametrize(("part", "rank"), [("copy", -1), ("write", 0), ("write", 1), ("publish", 0)])
+def test_a_failure_reaches_all_ranks_and_the_next_save_works(pool: Pools, tmp_path: Path, part: str, rank: int) -> None:
+    ranks = pool(1 if part == "copy" else 2)
+    results = ranks.run(_failing, tmp_path, part, 0 if part == "copy" else rank)
+    assert len({result["error"] for result in results}) == 1, "every rank must learn of it"
+    assert "No space left on device" in results[0]["error"]
+    assert part != "write" or f"rank {rank}" in results[0]["error"]
+    failed, none, last = results[0]["outcomes"]
+    assert "No space left" in failed.problem and none is None and (last.step, last.problem) == (2, "")
+    assert all(result["renewed"] for result in results)
+    assert [result["outcomes"] for result in results[1:]] == [[None] * 3] * (len(results) - 1), "told on rank 0"
+    assert names(tmp_path) == ["step-2"], "nothing half-written is left or published"
+
+
+def _saves_in_a_row(world: DistEnv, folder: Path) -> list[bool]:
+    """Whether each save begins when the one before is published."""
+    real, running, most, seen = manager.dcp.save, [], [], []
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        running.append(1)
+        most.append(len(running))
+        time.sleep(0.3)
+        try:
+            return real(*args, **kwargs)
+        finally:
+            running.pop()
+
+    with _saver(world, folder) as (saver, model, optimizer, _):
+        manager.dcp.save = slow  # type: ignore[assignment]
+        try:
+            for step in (1, 2, 3):
+                saver.save(step, model, optimizer, {})
+                dist.barrier()
+                newest = find(folder)[0]
+                seen.append((newest.step if newest else 0) == step - 1)
+                dist.barrier()
+            saver.wait()
+        finally:
+            manager.dcp.save = real
+    assert max(most) == 1
+    return seen
+
+
+def test_never_two_in_flight(pool: Pools, tmp_path: Path) -> None:
+    assert pool(2).run(_saves_in_a_row, tmp_path)[0] == [True] * 3
+    assert steps_in(tmp_path) == [1, 2, 3]
+
+
+def _group_timeouts(world: DistEnv, folder: Path, mode: str) -> list[float]:
+    """Seconds that groups wait after the first step has lowered timeouts: a save's, and the default one."""
+    from torch.distributed.distributed_c10d import _get_default_group
+
+    used: list[dist.ProcessGroup] = []
+    real = manager.dcp.save
+
+    def save(*args: Any, process_group: dist.ProcessGroup, **kwargs: Any) -> Any:
+        used.append(process_group)
+        return real(*args, process_group=process_group, **kwargs)
+
+    with _saver(world, folder, mode) as (saver, model, optimizer, _):
+        manager.dcp.save = save  # type: ignore[assignment]
+        set_timeouts(77)
+        try:
+            saver.save(1, model, optimizer, {})
+            saver.wait()
+            groups = [group._get_backend(torch.device("cpu")) for group in (*used, _get_default_group())]
+            return [group.options._timeout.total_seconds() for group in groups]
+        finally:
+            manager.dcp.save = real
+            set_timeouts(120)
+
+
+@pytest.mark.parametrize(("mode", "seconds"), [("async", 7200.0), ("disabled", 1800.0)])
+def test_a_slow_disk_is_not_taken_for_a_stuck_rank(pool: Pools, tmp_path: Path, mode: str, seconds: float) -> None:
+    assert pool(2).run(_group_timeouts, tmp_path, mode) == [[seconds, 77.0]] * 2
+
+
+_KILLED = """
+import sys, time
+from titanlite.checkpoint.storage import HashingWriter
+def stuck(self, metadata, results):
+    print("all is written", flush=True)
+    time.sleep(60)
+HashingWriter.finish = stuck
+import titanlite.app
+sys.exit(titanlite.app.run(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_killed_while_writing_leaves_nothing_that_loads(tmp_path: Path) -> None:
+    from tests.training.test_run import TINY
+
+    flags = ["--job.config_file=debug_model.toml", *TINY, f"--job.dump_folder={tmp_path}", "--training.steps=50"]
+    flags += ["--checkpoint.interval=2", "--checkpoint.async_mode=async"]
+    command = [sys.executable, "-c", _KILLED, *flags]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
+    assert process.stdout is not None
+    assert any("all is written" in line for line in process.stdout)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    mark, lock, folder = names(tmp_path / "checkpoint")
+    assert mark.startswith(".partial-step-2-") and (lock, folder) == ("run.lock", "step-2")
+    assert (tmp_path / "checkpoint" / "step-2" / "__0_0.distcp").stat().st_size > 100_000
+    assert find(tmp_path / "checkpoint") == (None, []) and steps_in(tmp_path / "checkpoint") == []

@@ -1,0 +1,289 @@
+"""Where a run starts from: another checkpoint, parts of one, changes that need a word; and the table of misfits."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint.runs import PRINTS, RUN, flip, names, options, refusal, train
+from tests.pool import Pools
+from tests.steps import train_step
+from tests.training.harness import all_stages, build_tiny, full, initial_weights, micro_batches
+from titanlite.checkpoint import Checkpointer
+from titanlite.checkpoint.load import LEFT_OUT, select
+from titanlite.checkpoint.manifest import CheckpointError
+from titanlite.config.sections import Optimizer
+from titanlite.data.loader import to_device
+from titanlite.guard import FiniteGuard
+from titanlite.optim.optimizer import build_optimizer
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.tools.tensors import Contents
+
+Tensors = dict[str, torch.Tensor]
+Described = dict[str, list[object]]
+
+
+@pytest.fixture(scope="module")
+def source(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps on two ranks, with checkpoints of steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("source")
+    pool(2).run(train, RUN, folder, 1, 4, every=2)
+    return folder
+
+
+def _with_a_new_optimizer(world: DistEnv, folder: Path, first: int, last: int) -> dict[str, Any]:
+    """Steps first … last from the weights of a checkpoint, with an optimizer that was never near it."""
+    model, before, rank = build_tiny(world, RUN)
+    assert Checkpointer(options(folder), world, PRINTS).load(model, before) is not None
+    optimizer = build_optimizer(model.parameters(), Optimizer(weight_decay=RUN.weight_decay), world.device)
+    guard, losses = FiniteGuard(world.device), []
+    for step in range(first, last + 1):
+        data = to_device(micro_batches(RUN, step - 1, rank, world.size), world.device)
+        result = train_step(model, optimizer, data, step=step, lr=RUN.rates[0], max_norm=1.0, guard=guard)
+        losses.append(result.loss.item())
+    return {"losses": losses, "weights": {n: full(p) for n, p in model.named_parameters()}}
+
+
+def _equal(a: Tensors, b: Tensors) -> None:
+    assert a.keys() == b.keys() and [name for name in a if not torch.equal(a[name], b[name])] == []
+
+
+def _bytes(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_weights_of_another_run_begin_a_new_one(pool: Pools, source: Path, tmp_path: Path) -> None:
+    before = _bytes(source)
+    start = {"start": "from", "initial_load_path": str(source)}
+    found = pool(2).run(train, RUN, tmp_path, 1, 3, **start)[0]
+    expected = pool(2).run(_with_a_new_optimizer, source, 1, 3)[0]
+    assert found["losses"] == expected["losses"], "a state of the optimizer, or a count of its steps, came along"
+    _equal(found["weights"], expected["weights"])
+    loaded = found["loaded"]
+    assert (loaded.origin, loaded.step, loaded.train) == ("from", 0, {}) and loaded.folder == source / "step-4"
+    assert _bytes(source) == before, "it is only read"
+    again = pool(2).run(train, RUN, tmp_path, 4, 4, **start)[0]["loaded"]
+    assert (again.origin, again.folder) == ("resume", tmp_path / "step-3"), "a checkpoint of its own goes before"
+
+
+def test_all_of_another_run_goes_on_bit_for_bit(pool: Pools, source: Path, tmp_path: Path) -> None:
+    straight = pool(2).run(train, RUN, tmp_path / "straight", 1, 6)[0]
+    whole = {"initial_load_path": str(source / "step-4"), "initial_load_model_only": False}
+    found = pool(2).run(train, RUN, tmp_path / "new", 5, 6, **whole)[0]
+    assert found["losses"] == straight["losses"][4:]
+    _equal(found["state"], straight["state"])
+    assert found["loaded"].train == {"next_sequence": 32} and "dataloader" not in found["loaded"].left_out
+    other = pool(2).run(train, RUN, tmp_path / "other", 5, 5, prints={**PRINTS, "data": "x"}, **whole)[0]["loaded"]
+    assert "dataloader" in other.left_out and any("its data differ" in line for line in other.notices)
+
+
+@pytest.mark.slow
+def test_a_source_that_cannot_be_used_is_named(pool: Pools, source: Path, tmp_path: Path) -> None:
+    def refused(path: Path) -> str:
+        messages = pool(2).run(refusal, RUN, tmp_path / "own", 1, 1, initial_load_path=str(path))
+        assert len(set(messages)) == 1 and not (tmp_path / "own").exists()
+        assert messages[0].startswith("checkpoint.initial_load_path: ")
+        return str(messages[0])
+
+    assert "there is no folder" in refused(source / "step-9")
+    (tmp_path / "empty").mkdir()
+    assert "holds no checkpoints" in refused(tmp_path / "empty")
+    damaged = shutil.copytree(source, tmp_path / "damaged")
+    shard = next((damaged / "step-4").glob("*.distcp"))
+    flip(shard)
+    assert f"{shard} has changed since it was written" in refused(damaged / "step-4")
+    loaded = pool(2).run(train, RUN, tmp_path / "own", 1, 1, initial_load_path=str(damaged))[0]["loaded"]
+    assert loaded.folder == damaged / "step-2" and any(str(shard) in line for line in loaded.notices)
+    assert names(damaged) == ["step-2", "step-4"]
+
+
+def test_new_tensors_keep_their_initial_values(pool: Pools, source: Path, tmp_path: Path) -> None:
+    deeper = replace(RUN, args=replace(RUN.args, n_layers=3), rates=[0.0] * 20)
+    fresh, old = pool(2).run(initial_weights, deeper)[0], Contents(source / "step-4")
+    start = {"initial_load_path": str(source)}
+    found = pool(2).run(train, deeper, tmp_path / "a", 1, 1, allow_missing=["model.layers.2.*"], **start)[0]
+    for name, weight in found["weights"].items():
+        expected = fresh[name] if name.startswith("layers.2.") else old.read(f"model.{name}")
+        assert torch.equal(weight, expected), name
+    assert any("9 tensors of the model keep their initial values" in line for line in found["loaded"].notices)
+    exclude = ["model.layers.2.*", "model.output.weight"]
+    found = pool(2).run(train, deeper, tmp_path / "b", 1, 1, exclude_from_loading=exclude, **start)[0]
+    assert torch.equal(found["weights"]["output.weight"], fresh["output.weight"])
+    assert torch.equal(found["weights"]["norm.weight"], old.read("model.norm.weight"))
+
+
+@pytest.mark.slow
+def test_the_optimizer_is_left_out_once(pool: Pools, source: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(source, tmp_path / "run")
+    without = {"exclude_from_loading": ["optimizer"], "state": {LEFT_OUT: ["optimizer"]}}
+    found = pool(2).run(train, RUN, folder, 5, 6, **without)[0]
+    expected = pool(2).run(_with_a_new_optimizer, source, 5, 6)[0]
+    assert found["losses"] == expected["losses"]
+    _equal(found["weights"], expected["weights"])
+    # The same command again: the optimizer's state since then is not thrown away.
+    again = pool(2).run(train, RUN, folder, 7, 8, **without)[0]
+    _equal(again["weights"], pool(2).run(_with_a_new_optimizer, source, 5, 8)[0]["weights"])
+    assert any("was left out when the run" in line for line in again["loaded"].notices)
+
+
+def _loaded(world: DistEnv, folder: Path, run: Any, **fields: Any) -> tuple[Tensors, Tensors]:
+    """Weights and moments after a load, of all stages of a pipeline."""
+    model, optimizer, _ = build_tiny(world, run)
+    saver = Checkpointer(options(folder, **fields), world, PRINTS)
+    assert saver.load(model, optimizer) is not None
+    saver.close()
+    moments = {f"{n}.{k}": full(v) for n, p in model.named_parameters() for k, v in optimizer.state[p].items()}
+    return all_stages(model, {n: full(p) for n, p in model.named_parameters()}), moments
+
+
+@pytest.mark.slow
+def test_a_part_of_the_optimizer_begins_anew(pool: Pools, source: Path, tmp_path: Path) -> None:
+    part = {"initial_load_model_only": False, "exclude_from_loading": ["optimizer.*.norm.weight.*"]}
+    _, moments = pool(1).run(_loaded, tmp_path, RUN, initial_load_path=str(source), **part)[0]
+    old = Contents(source / "step-4")
+    for name, value in moments.items():
+        anew = name.startswith("norm.weight.")
+        assert not value.any() if anew else torch.equal(value, old.read(f"optimizer.state.{name}")), name
+
+
+def _save_weights(world: DistEnv, source: Path, target: Path, dtype: str) -> None:
+    model, optimizer, _ = build_tiny(world, RUN)
+    reader, writer = (Checkpointer(options(folder), world, PRINTS) for folder in (source, target))
+    reader.load(model, optimizer)
+    writer.save(4, model, optimizer, {}, weights_only=dtype)
+    reader.close()
+    writer.close()
+
+
+@pytest.mark.slow
+def test_weights_in_another_precision_are_converted(pool: Pools, source: Path, tmp_path: Path) -> None:
+    pool(2).run(_save_weights, source, tmp_path / "half", "bfloat16")
+    still = replace(RUN, rates=[0.0] * 20)
+    start = {"initial_load_path": str(tmp_path / "half")}
+    found = pool(2).run(train, still, tmp_path / "own", 1, 1, **start)[0]
+    old = Contents(source / "step-4")
+    for name, weight in found["weights"].items():
+        assert torch.equal(weight, old.read(f"model.{name}").bfloat16().float()) and weight.dtype == torch.float32
+    assert any("are converted" in line for line in found["loaded"].notices)
+    refused = pool(2).run(refusal, still, tmp_path / "whole", 1, 1, initial_load_model_only=False, **start)[0]
+    assert "checkpoint.initial_load_model_only = true" in refused
+    assert "holds weights only" in pool(2).run(refusal, RUN, tmp_path / "half", 5, 5)[0], "no run resumes from it"
+
+
+@pytest.mark.slow
+def test_a_stage_of_a_pipeline_may_take_nothing(pool: Pools, source: Path, tmp_path: Path) -> None:
+    exclude = ["model.layers.1.*", "model.norm.*", "model.output.*"]
+    old, fresh = Contents(source / "step-4"), pool(2).run(initial_weights, RUN)[0]
+    more = {"initial_load_path": str(source), "exclude_from_loading": exclude}
+    for found, _ in pool(2).run(_loaded, tmp_path, replace(RUN, pipeline=2), **more):
+        assert found.keys() == fresh.keys()
+        for name, weight in found.items():
+            taken = name.startswith(("tok_embeddings.", "layers.0."))
+            assert torch.equal(weight, old.read(f"model.{name}") if taken else fresh[name]), name
+
+
+def test_dangerous_changes_need_their_word(pool: Pools, tmp_path: Path) -> None:
+    pool(1).run(train, RUN, tmp_path, 1, 2, state={"global_batch": 8})
+    other = {"prints": {**PRINTS, "data": "x", "data order": "seed 5"}, "expected": {"global_batch": 4}}
+    refused = pool(1).run(refusal, RUN, tmp_path, 3, 3, **other)[0]
+    assert "data: d there, x here" in refused and "global batch: 8 there, 4 here" in refused
+    assert "--checkpoint.allow_changes=data,global_batch" in refused
+    assert "allow_changes=global_batch" in pool(1).run(refusal, RUN, tmp_path, 3, 3, allow_changes=["data"], **other)[0]
+    both = {"allow_changes": ["global_batch", "data"], "prints": other["prints"]}
+    loaded = pool(1).run(train, RUN, tmp_path, 3, 3, expected={"global_batch": 4}, **both)[0]["loaded"]
+    assert len(loaded.changes) == 3 and sum("by checkpoint.allow_changes" in line for line in loaded.notices) == 2
+    assert pool(1).run(train, RUN, tmp_path, 4, 4, **both)[0]["loaded"].changes == ()
+
+
+def _model(layers: int, vocab: int = 192, ffn: int = 64, dtype: str = "float32", optimizer: bool = False) -> Described:
+    weights: Described = {
+        "model.tok_embeddings.weight": [dtype, [vocab, 64]],
+        "model.output.weight": [dtype, [vocab, 64]],
+    }
+    for n in range(layers):
+        weights[f"model.layers.{n}.wq.weight"] = [dtype, [64, 64]]
+        weights[f"model.layers.{n}.w1.weight"] = [dtype, [ffn, 64]]
+    if optimizer:
+        for name in list(weights):
+            parameter = name.removeprefix("model.")
+            weights[f"optimizer.state.{parameter}.exp_avg"] = weights[name]
+            weights[f"optimizer.state.{parameter}.step"] = ["float32", []]
+    return weights
+
+
+def _refusal(*args: Any, **kwargs: Any) -> str:
+    with pytest.raises(CheckpointError) as error:
+        select(*args, **kwargs)
+    return str(error.value)
+
+
+def test_the_table_names_each_kind_of_difference() -> None:
+    there = {**_model(1, vocab=200), "model.rope": ["float32", [8]]}
+    here = {**_model(2), "model.layers.0.wq.weight": ["int64", [64, 64]]}
+    lines = _refusal(there, here, source="a/step-3").splitlines()
+    assert lines[0] == "a/step-3 does not fit this model: 2 missing, 1 unexpected, 2 another shape, 1 another dtype"
+    assert [line.split() for line in lines[1:-1]] == [
+        ["tensor", "there", "here", "problem"],
+        ["model.layers.0.wq.weight", "float32[64,", "64]", "int64[64,", "64]", "another", "dtype"],
+        ["model.layers.1.w1.weight", "–", "float32[64,", "64]", "missing"],
+        ["model.layers.1.wq.weight", "–", "float32[64,", "64]", "missing"],
+        ["model.output.weight", "float32[200,", "64]", "float32[192,", "64]", "another", "shape"],
+        ["model.rope", "float32[8]", "–", "unexpected"],
+        ["model.tok_embeddings.weight", "float32[200,", "64]", "float32[192,", "64]", "another", "shape"],
+    ]
+
+
+def test_the_table_is_one_screen_in_the_order_of_layers() -> None:
+    lines = _refusal(_model(0), _model(30), source="x").splitlines()
+    assert len(lines) <= 24 and "60 missing" in lines[0] and "… and 40 more" in lines[-2]
+    shown = [line.split()[0] for line in lines[2:22]]
+    assert shown.index("model.layers.2.w1.weight") < shown.index("model.layers.9.wq.weight")
+    assert not any(".layers.10." in name for name in shown)
+
+
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [
+        (_model(1, optimizer=True), _model(3, optimizer=True)),  # missing blocks
+        (_model(3, optimizer=True), _model(1, optimizer=True)),  # unexpected ones
+        (_model(9, ffn=96, optimizer=True), _model(9, optimizer=True)),  # one tensor of each block
+        (_model(2, vocab=200, optimizer=True), _model(2, optimizer=True)),
+        (_model(1, vocab=200, optimizer=True), _model(2, optimizer=True)),
+        (_model(2), _model(2, optimizer=True)),  # weights only
+    ],
+)
+def test_the_offered_keys_are_accepted_and_take_no_more(there: Described, here: Described) -> None:
+    offered = _refusal(there, here).splitlines()[-1]
+    keys: dict[str, list[str]] = {"allow_missing": [], "exclude_from_loading": []}
+    for key, patterns in keys.items():
+        if f"checkpoint.{key} = [" in offered:
+            written = offered.split(f"checkpoint.{key} = [")[1].split("]")[0]
+            patterns += [pattern.strip('" ') for pattern in written.split(",")]
+    found = select(there, here, keys["exclude_from_loading"], keys["allow_missing"])
+    alike = {name for name in here if there.get(name) == here[name]}
+    # The optimizer's state of a weight that is not loaded is not loaded either, of its step for example.
+    assert all(name.startswith("optimizer.state.") and name.endswith(".step") for name in alike - found.load)
+    assert found.load <= alike and found.load
+
+
+def test_groups_patterns_and_types() -> None:
+    both, weights = _model(2, optimizer=True), _model(2)
+    assert select(both, both).load == both.keys() and not select(both, both).keep
+    assert select(both, weights, ["optimizer"]).load == weights.keys()
+    assert select(both, both, ["model.layers.1.*"]).keep == {n for n in both if ".layers.1." in n}, "and their moments"
+    assert select(both, both, ["optimizer.*.exp_avg"]).keep == {n for n in both if n.endswith("exp_avg")}
+    assert select(weights, weights, [], ["model.layers.1.*"]).load == weights.keys(), "allowed, but it is there"
+    assert select(_model(1), weights, [], ["model.layers.1.*"]).load == _model(1).keys()
+    assert "exclude_from_loading: 'optimiser'" in _refusal(weights, weights, ["optimiser"])
+    assert "model, optimizer, lr_scheduler" in _refusal(weights, weights, ["optimiser"])
+    assert "allow_missing: 'model.norms'" in _refusal(weights, weights, [], ["model.norms"])
+    assert "leaves nothing" in _refusal(weights, weights, ["model.*"])
+    half = _model(2, dtype="bfloat16")
+    assert "another dtype" in _refusal(half, weights), "converted only on request"
+    assert select(half, weights, convert=True).converted == weights.keys()
+    assert "another dtype" in _refusal(_model(2, dtype="int64"), weights, convert=True)

@@ -1,0 +1,243 @@
+"""The check of a resume: by itself, and in whole runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.pool import Pools
+from tests.training.test_run import TINY, _losses, _run
+from titanlite.build import read_text
+from titanlite.checkpoint import load
+from titanlite.checkpoint.load import LoadedState
+from titanlite.checkpoint.manifest import read_manifest
+from titanlite.checkpoint.resume_check import FILE, STATE, ResumeCheck
+from titanlite.config.fit import load_config
+from titanlite.data.loader import TrainLoader, add_hashes, batch_hash
+from titanlite.parallel.dist_env import DistEnv
+
+HERE = {"ranks": "2"}
+NEAR = float(torch.nextafter(torch.tensor(2.5), torch.tensor(3.0)))
+
+
+def _step(check: ResumeCheck, step: int, loss: float, norm: float = 0.5) -> Any:
+    return check.after_step(step, torch.tensor(loss), torch.tensor(norm))
+
+
+def _left(path: Path, **settings: Any) -> dict[str, Any]:
+    """An attempt that has saved step 4 and done step 5; the train state of its checkpoint."""
+    check = ResumeCheck(path, 0, HERE, **settings)
+    assert _step(check, 4, 9.0) is None
+    state = check.at_save(4, "abc")
+    assert _step(check, 5, 2.5) is None and _step(check, 6, 2.25) is None
+    return state
+
+
+def _again(
+    path: Path, state: dict[str, Any], batch: str | None = "abc", setting: dict[str, str] = HERE, **fields: Any
+) -> ResumeCheck:
+    check = ResumeCheck(path, 0, setting)
+    check.resumed(LoadedState(4, state, verified=True, **fields), batch)
+    return check
+
+
+def test_equal_numbers_are_verified_bit_for_bit(tmp_path: Path) -> None:
+    check = _again(tmp_path / FILE, _left(tmp_path / FILE))
+    verified, text = _step(check, 5, 2.5)
+    assert verified and text == (
+        "resume verified at step 4: every file is as it was written; the next batch is the one that was to come; "
+        "loss 2.5 and gradient norm 0.5 of step 5 are those of the earlier attempt, bit for bit"
+    )
+    assert _step(check, 6, 2.25) is None, "it is told once"
+
+
+@pytest.mark.parametrize(
+    ("now", "setting", "tolerance", "verified", "part"),
+    [
+        ((NEAR, 0.5), "2", 1e-4, False, "with the same setting"),
+        ((2.5, 0.6), "2", 1e-4, False, "with the same setting"),
+        ((NEAR, 0.5), "4", 1e-4, True, "which is rounding (ranks 2 then, 4 now)"),
+        ((2.51, 0.5), "4", 1e-4, False, "a relative difference of 4.0e-03 (ranks 2 then, 4 now)"),
+        ((2.51, 0.5), "4", 2e-2, True, "which is rounding"),  # the coarser attempt decides
+        ((2.6, 0.5), "4", 2e-2, False, "a relative difference of 3.8e-02"),
+    ],
+)
+def test_the_last_bit_counts_unless_a_setting_has_changed(
+    tmp_path: Path, now: tuple[float, float], setting: str, tolerance: float, verified: bool, part: str
+) -> None:
+    state = _left(tmp_path / FILE, tolerance=tolerance)
+    result = _step(_again(tmp_path / FILE, state, setting={"ranks": setting}), 5, *now)
+    assert result.verified == verified and part in result.text
+    assert result.text.startswith("RESUME NOT VERIFIED") != verified
+
+
+def test_another_batch_is_named(tmp_path: Path) -> None:
+    state = _left(tmp_path / FILE)
+    verified, text = _step(_again(tmp_path / FILE, state, batch="xyz"), 5, 2.5)
+    assert not verified and "the next batch is not the one" in text
+    verified, text = _step(_again(tmp_path / FILE, state, batch="xyz", changes=("data: d there, x here",)), 5, 7.0)
+    assert verified and "as allowed: data: d there, x here" in text
+
+
+def test_figures_belong_to_one_save_and_may_be_missing(tmp_path: Path) -> None:
+    """A step of the same number after another save is not compared; this attempt records it for the next one."""
+    path = tmp_path / FILE
+    _left(path)
+    state = ResumeCheck(path, 0, HERE).at_save(4, "abc")
+    verified, text = _step(_again(path, state), 5, 2.0)
+    assert verified and "no earlier attempt has left figures of step 5" in text
+    assert "bit for bit" in _step(_again(path, state), 5, 2.0).text
+    check = _again(path, state)
+    check.forget()  # a rollback: the step after it trains on other data
+    assert _step(check, 5, 9.0) is None
+    assert _step(ResumeCheck(path, 0, HERE), 5, 2.0) is None, "a fresh run has no result"
+
+
+def test_other_ranks_bad_numbers_and_bad_files(tmp_path: Path) -> None:
+    check = ResumeCheck(tmp_path / FILE, 1, HERE)
+    check.resumed(LoadedState(4, check.at_save(4, "abc"), verified=True), "abc")
+    assert _step(check, 5, 2.5) is None, "rank 0 alone has a result"
+    check = ResumeCheck(tmp_path / FILE, 0, HERE)
+    check.at_save(4, None)
+    _step(check, 5, float("nan"))
+    assert not list(tmp_path.iterdir())
+    check = ResumeCheck(tmp_path / "nowhere" / FILE, 0, HERE)
+    check.at_save(4, None)
+    assert _step(check, 5, 2.5) is None, "training goes on"
+    (tmp_path / FILE).write_bytes(b'{"id": "torn')
+    state = _left(tmp_path / FILE)
+    assert _step(_again(tmp_path / FILE, state), 5, 2.5).verified
+    assert len((tmp_path / FILE).read_bytes().splitlines()) == 2, "a torn line costs only itself"
+
+
+@pytest.fixture(scope="module")
+def left(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on two ranks that was lost at step 6; its checkpoint is of step 4."""
+    folder = tmp_path_factory.mktemp("left")
+    pool(2).run(_run, str(folder), "--training.steps=6", "--checkpoint.interval=4")
+    shutil.rmtree(folder / "checkpoint" / "step-6")
+    return folder
+
+
+def _resume(pool: Pools, ranks: int, left: Path, folder: Path, *flags: str, function: Any = _run) -> dict[str, Any]:
+    shutil.copytree(left, folder)
+    found: dict[str, Any] = pool(ranks).run(function, str(folder), *flags, "--training.steps=6")[0]
+    return found
+
+
+def _line(found: dict[str, Any]) -> str:
+    (line,) = [line for line in found["said"] if line.lower().startswith("resume ")]
+    return str(line)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "end"),
+    [(2, "bit for bit"), (1, "2 then, 1 now"), pytest.param(4, "2 then, 4 now", marks=pytest.mark.slow)],
+)
+def test_a_run_that_goes_on_is_verified(pool: Pools, left: Path, tmp_path: Path, ranks: int, end: str) -> None:
+    result = _line(_resume(pool, ranks, left, tmp_path / "run"))
+    assert result.startswith("resume verified at step 4: every file is as it was written; the next batch is the one")
+    assert end in result
+
+
+def _wrong(world: DistEnv, folder: str, part: str, *flags: str) -> dict[str, Any]:
+    """A run whose loader begins one step later than it was told, or which loads the weights a little wrong."""
+    move, scatter = TrainLoader.load_state_dict, load.scatter
+
+    def late(self: TrainLoader, state: dict[str, int]) -> None:
+        move(self, {"next_sequence": state["next_sequence"] + 8 * (part == "text")})
+
+    def changed(tensors: dict[str, torch.Tensor], *rest: Any) -> None:
+        tensors["model.output.weight"].mul_(1.001 if part == "weights" else 1.0)
+        scatter(tensors, *rest)
+
+    TrainLoader.load_state_dict, load.scatter = late, changed  # type: ignore[method-assign]
+    try:
+        return _run(world, folder, *flags, "--data.prefetch=0")
+    finally:
+        TrainLoader.load_state_dict, load.scatter = move, scatter  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("part", "end"),
+    [("text", "the next batch is not the one"), pytest.param("weights", "loss", marks=pytest.mark.slow)],
+)
+def test_a_skipped_batch_and_wrong_weights_are_found(
+    pool: Pools, left: Path, tmp_path: Path, part: str, end: str
+) -> None:
+    found = _resume(pool, 2, left, tmp_path / "run", part, function=_wrong)
+    assert _line(found).startswith(f"RESUME NOT VERIFIED at step 4: {end}")
+
+
+def _served(world: DistEnv, folder: str, steps: int) -> str:
+    """Hash of what this rank's loader serves in the step after `steps`."""
+    plans = load_config("debug_model.toml", world.size, [*TINY, f"--job.dump_folder={folder}"])
+    loader = TrainLoader(read_text(plans).train, plans.batch, world.rank, world.size)
+    for _ in range(steps + 1):
+        batches = loader.next_step()
+    return batch_hash(batches)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_hash_is_of_what_loaders_serve_on_any_number_of_ranks(
+    pool: Pools, left: Path, tmp_path: Path, ranks: int
+) -> None:
+    manifest = read_manifest(left / "checkpoint" / "step-4")
+    assert add_hashes(pool(ranks).run(_served, str(tmp_path), 4)) == manifest.train[STATE]["next_batch"]
+    assert add_hashes(pool(ranks).run(_served, str(tmp_path), 5)) != manifest.train[STATE]["next_batch"]
+
+
+@pytest.mark.slow
+def test_global_batch_and_text_need_their_word(pool: Pools, left: Path, tmp_path: Path) -> None:
+    half = "--training.global_batch_size=4"
+    refused = _resume(pool, 2, left, tmp_path / "a", half)["error"]
+    assert "global batch: 8 there, 4 here (training.global_batch_size = 8 keeps it)" in refused
+    assert "\n  in the config: " in refused and "training.global_batch_size: 8 -> 4" in refused
+    assert "--checkpoint.allow_changes=global_batch" in refused
+    found = _resume(pool, 2, left, tmp_path / "b", half, "--checkpoint.allow_changes=global_batch")
+    assert "resume verified" in _line(found) and "as allowed: global batch: 8 there, 4 here" in _line(found)
+    assert any("config changed since attempt 1: training.global_batch_size: 8 -> 4" in line for line in found["said"])
+    tokens = {row["step"]: row["tokens_seen"] for row in found["rows"] if "loss" in row}
+    assert tokens[5] - tokens[4] == tokens[4] // 8, "half as many as before"
+    order = _resume(pool, 2, left, tmp_path / "c", "--data.seed=5", "--checkpoint.allow_changes=data")
+    assert any("another data, by checkpoint.allow_changes" in line for line in order["said"])
+
+
+@pytest.mark.slow
+def test_schedule_and_text_can_begin_anew(pool: Pools, left: Path, tmp_path: Path) -> None:
+    anew = "--checkpoint.exclude_from_loading=lr_scheduler,dataloader"
+    found = _resume(pool, 2, left, tmp_path / "run", anew, "--checkpoint.interval=5")
+    before = _losses(json.loads(line) for line in (left / "metrics.jsonl").read_text().splitlines())  # type: ignore[arg-type]
+    now = _losses(found["rows"])
+    assert [now[step][2] for step in (5, 6)] == [before[step][2] for step in (1, 2)]
+    assert any("but with new schedule, text" in line for line in found["said"])
+    shutil.rmtree(tmp_path / "run" / "checkpoint" / "step-6")
+    again = pool(2).run(_run, str(tmp_path / "run"), "--training.steps=6", anew)[0]
+    assert _losses(again["rows"])[6] == now[6], "the schedule and the text go on where they were"
+    assert "bit for bit" in _line(again)
+
+
+@pytest.mark.slow
+def test_the_start_report_says_where_a_run_starts_and_why(pool: Pools, left: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def said(*flags: str) -> str:
+        lines = pool(1).run(_run, str(run), *flags)[0]["said"]
+        (line,) = [line for line in lines if line.startswith(("a fresh run", "resumed from", "a run that starts from"))]
+        return str(line)
+
+    source = f"--checkpoint.initial_load_path={left}"
+    first = said("--training.steps=1", source, "--checkpoint.start=from")
+    assert f"from {left}/checkpoint/step-4 with its weights" in first and "checkpoint.initial_load_path" in first
+    entry = json.loads((run / "attempts.jsonl").read_text().splitlines()[0])
+    assert entry["began"] == f"from {left}/checkpoint/step-4" and entry["step"] == 0
+    again = said("--training.steps=2", source)
+    assert again.startswith(f"resumed from step 1 in {run / 'checkpoint'} (checkpoint.start = resume-or-fresh; ")
+    assert said("--training.steps=2", "--checkpoint.load_step=2").endswith("(checkpoint.load_step = 2)")
+    shutil.rmtree(run)
+    assert said("--training.steps=1", "--checkpoint.start=fresh").startswith("a fresh run (checkpoint.start = fresh)")

@@ -1,0 +1,464 @@
+"""Save and load on real ranks: exact resume, other ranks and meshes, damage that is found, refusals."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+
+from tests.checkpoint import s3
+from tests.checkpoint.conftest import Storage
+from tests.checkpoint.runs import PRINTS, RUN, flip, names, options, refusal, train, unequal
+from tests.pool import Pools
+from tests.training.harness import build_tiny
+from tests.words import listening
+from titanlite.checkpoint import Checkpointer, CheckpointError, collective
+from titanlite.checkpoint.collective import reader_of, share
+from titanlite.checkpoint.manifest import FORMAT, find, parse_manifest, read_manifest, steps_in
+from titanlite.checkpoint.paths import AnyPath, StoreError, StorePath
+from titanlite.checkpoint.retention import leftovers
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.tools.checkpoint import verify
+from titanlite.tools.tensors import Contents
+from titanlite.utils import human_bytes
+
+PINNED = "async_with_pinned_mem"
+
+
+def _equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys() and [name for name in a if not torch.equal(a[name], b[name])] == []
+
+
+@pytest.mark.parametrize(("mode", "implementation"), [("disabled", "fused"), ("async", "foreach"), (PINNED, "foreach")])
+def test_four_and_four_equal_eight_bit_for_bit(
+    pool: Pools, storage: Storage, tmp_path: Path, mode: str, implementation: str
+) -> None:
+    run = replace(RUN, implementation=implementation)
+    straight = pool(2).run(train, run, tmp_path / "straight", 1, 8, draw=True, every=2)
+    options = {"async_mode": mode, "keep_latest_k": 2, "draw": True}
+    first = storage.run(pool(2), train, run, storage.root, 1, 4, every=1, **options)
+    assert steps_in(storage.root) == [3, 4]
+    second = storage.run(pool(2), train, run, storage.root, 5, 8, every=2, **options)
+    for rank in range(2):
+        assert first[rank]["losses"] + second[rank]["losses"] == straight[rank]["losses"]
+        assert first[rank]["draws"] + second[rank]["draws"] == straight[rank]["draws"], "random generators"
+    assert straight[0]["draws"] != straight[1]["draws"]
+    _equal(second[0]["weights"], straight[0]["weights"])
+    _equal(second[0]["state"], straight[0]["state"])
+    assert len([k for k in second[0]["state"] if k.endswith("exp_avg_sq")]) == len(second[0]["weights"])
+    for step in (4, 6, 8):
+        assert unequal(storage.root / f"step-{step}", tmp_path / "straight" / f"step-{step}") == []
+    loaded = second[0]["loaded"]
+    assert loaded.verified and loaded.folder == storage.root / "step-4" and loaded.train == {"next_sequence": 32}
+    assert names(storage.root) == ["step-4", "step-6", "step-8"], "that which was resumed from stays"
+    outcomes = [(outcome.step, outcome.problem) for outcome in second[0]["outcomes"]]
+    assert outcomes == ([] if mode == "disabled" else [(6, ""), (8, "")]) and second[1]["outcomes"] == []
+
+
+def test_save_after_load_holds_the_new_state(pool: Pools, tmp_path: Path) -> None:
+    """A loader that leaves the optimizer with other tensors than the saver reads would save the old state here."""
+    for first in (1, 5):
+        pool(1).run(train, RUN, tmp_path, first, first + 3)
+    third = pool(1).run(train, RUN, tmp_path, 9, 12)[0]
+    straight = pool(1).run(train, RUN, tmp_path / "straight", 1, 12)[0]
+    _equal(third["state"], straight["state"])
+    _equal(third["weights"], straight["weights"])
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_other_rank_counts_continue_to_rounding(pool: Pools, storage: Storage, tmp_path: Path, ranks: int) -> None:
+    storage.run(pool(2), train, RUN, storage.root, 1, 10)
+    straight = pool(2).run(train, RUN, tmp_path / "straight", 1, 20)[0]
+    resumed = storage.run(pool(ranks), train, RUN, storage.root, 11, 20)[0]
+    torch.testing.assert_close(resumed["losses"], straight["losses"][10:], rtol=0, atol=5e-6)
+    assert any("written on 2 ranks" in line for line in resumed["loaded"].notices)
+
+
+#: Meshes of four ranks, each of which takes over from the one before it; the last one's checkpoint goes to the first.
+MESHES: dict[str, dict[str, Any]] = {
+    "fsdp": {},
+    "hsdp": {"replicas": 2},
+    "tensor": {"tensor": 2},
+    "pipeline": {"pipeline": 2},
+    "ddp": {"replicas": 4},
+    "tensor and pipeline": {"tensor": 2, "pipeline": 2},
+    "replicas and tensor": {"replicas": 2, "tensor": 2},
+    "tensor alone": {"tensor": 4},
+    "fsdp again": {},
+}
+
+
+def _hand_on(world: DistEnv, source: Path, target: Path, mesh: dict[str, Any], seed: int) -> int:
+    """Load the checkpoint of another mesh into a model with other weights, and save it again as it is."""
+    model, optimizer, _ = build_tiny(world, replace(RUN, **mesh, seed=seed, args=replace(RUN.args, n_kv_heads=4)))
+    reader, writer = (Checkpointer(options(folder), world, PRINTS) for folder in (source, target))
+    loaded = reader.load(model, optimizer)
+    assert loaded is not None
+    writer.save(loaded.step, model, optimizer, loaded.train)
+    reader.close()
+    writer.close()
+    return loaded.step
+
+
+@pytest.mark.slow
+def test_weights_and_moments_pass_through_every_mesh(pool: Pools, tmp_path: Path) -> None:
+    pool(4).run(train, replace(RUN, args=replace(RUN.args, n_kv_heads=4)), tmp_path / "origin", 1, 2)
+    before = "origin"
+    for seed, (name, mesh) in enumerate(MESHES.items(), start=20):
+        assert pool(4).run(_hand_on, tmp_path / before, tmp_path / name, mesh, seed) == [2] * 4
+        before = name
+    assert set(unequal(tmp_path / "origin" / "step-2", tmp_path / before / "step-2")) <= {"rng.torch"}
+    contents = Contents(tmp_path / "origin" / "step-2")
+    moments = [name for name in contents.manifest.tensors if name.endswith("exp_avg_sq")]
+    assert moments and all(contents.read(name).abs().sum() > 0 for name in moments), "there was something to carry"
+
+
+@pytest.fixture(scope="module")
+def written(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of steps 3 and 6, written by 2 ranks."""
+    folder = tmp_path_factory.mktemp("written")
+    pool(2).run(train, RUN, folder, 1, 6, every=3)
+    return folder
+
+
+@pytest.fixture
+def copied(written: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return shutil.copytree(written, tmp_path / "run")
+
+
+def test_manifest_describes_tensors_files_and_origin(written: Path) -> None:
+    manifest = read_manifest(written / "step-6")
+    assert manifest.tensors["model.layers.0.attention.wk.weight"] == ["float32", [32, 64]]
+    assert manifest.tensors["optimizer.state.layers.1.ffn_norm.weight.exp_avg"] == ["float32", [64]]
+    assert not [name for name in manifest.tensors if "param_groups" in name or "_orig_mod" in name or "rope" in name]
+    assert manifest.format == FORMAT and manifest.versions["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert len(manifest.git.get("commit", "")) == 40 or "unknown" in manifest.git
+    files = {name: (written / "step-6" / name).read_bytes() for name in names(written / "step-6") if name[0] != "m"}
+    assert {*files} == {".metadata", "__0_0.distcp", "__1_0.distcp"}
+    assert manifest.files == {name: len(content) for name, content in files.items()}
+    assert manifest.hashes == {
+        name: f"sha256:{hashlib.sha256(data).hexdigest()}"
+        if name == ".metadata"
+        else f"xxh3:{xxhash.xxh3_128(data).hexdigest()}"
+        for name, data in files.items()
+    }
+    shard = files["__0_0.distcp"]
+    entries = [match.start() for match in re.finditer(rb"PK\x01\x02", shard)]  # of the directories of zip archives
+    named = [at for at in entries if shard[at + 46 :].partition(b"PK")[0].find(b"/data/0") > 0]
+    assert named and not any(any(shard[at + 16 : at + 20]) for at in named), "no CRC-32 of torch's beside our hashes"
+
+
+def _load(world: DistEnv, folder: AnyPath, **fields: Any) -> dict[str, Any]:
+    """The result of a load on this rank, and what it logs."""
+    model, optimizer, _ = build_tiny(world, RUN)
+    before = [p.detach().to_local().clone() for p in model.parameters()]  # type: ignore[operator]
+    checkpointer = Checkpointer(options(folder, **fields), world, PRINTS)
+    with listening() as logged:
+        try:
+            loaded = checkpointer.load(model, optimizer)
+        except CheckpointError as error:
+            same = all(torch.equal(p.to_local(), b) for p, b in zip(model.parameters(), before, strict=True))  # type: ignore[operator]
+            return {"error": str(error), "untouched": same}
+        finally:
+            checkpointer.close()
+    assert loaded is not None
+    return {"step": loaded.step, "notices": loaded.notices, "logged": logged}
+
+
+def _loads(pool: Pools, folder: Path, ranks: int = 2, **fields: Any) -> dict[str, Any]:
+    """The result of a load, which must be the same on all ranks."""
+    results = pool(ranks).run(_load, folder, **fields)
+    assert all(result == results[0] for result in results), results
+    return results[0]
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "__1_0.distcp", ".metadata", "manifest.json"])
+@pytest.mark.parametrize("where", [0.02, 0.5, 0.97])
+def test_one_flipped_bit_anywhere_leads_to_the_older_one(pool: Pools, copied: Path, name: str, where: float) -> None:
+    flip(copied / "step-6" / name, where)
+    found = _loads(pool, copied)
+    assert found["step"] == 3 and "step-6" in found["notices"][0] and name in found["notices"][0]
+    assert f"titanlite checkpoint verify {copied}" in found["notices"][1]
+
+
+def test_other_damage_and_fewer_ranks(pool: Pools, copied: Path) -> None:
+    flip(copied / "step-6" / "__1_0.distcp", 0.501)
+    assert _loads(pool, copied, ranks=1)["step"] == 3, "one rank reads the files of two"
+    assert _loads(pool, copied, verify="size")["step"] == 6, "this is what verify = hash is for"
+    flip(copied / "step-6" / ".metadata")
+    assert _loads(pool, copied, verify="size")["step"] == 3, "the index is always compared"
+    os.truncate(copied / "step-6" / "__0_0.distcp", 1000)
+    assert "has 1000 bytes, the manifest says" in _loads(pool, copied)["notices"][0]
+    (copied / "step-6" / "__0_0.distcp").unlink()
+    assert "__0_0.distcp is missing" in _loads(pool, copied)["notices"][0]
+
+
+def test_the_step_of_a_damaged_one_is_saved_again(pool: Pools, storage: Storage) -> None:
+    """Its sizes are right: without the result of the load it would count as valid, and the save would be refused."""
+    storage.run(pool(2), train, RUN, storage.root, 1, 4, every=2)
+    shard = next(name for name in names(storage.root / "step-4") if name.startswith("__1_"))
+    flip(storage.root / "step-4" / shard)
+    damaged = (storage.root / "step-4" / shard).read_bytes()
+    for result in storage.run(pool(2), train, RUN, storage.root, 3, 5, every=4, keep_latest_k=2):
+        told = [line for line in result["loaded"].notices if "has changed since it was written" in line]
+        assert len(told) == 1 and f"step-4/{shard}" in told[0]
+    assert names(storage.root) == ["step-2", "step-4", "step-4.invalid-0", "step-5"], "2 was resumed from"
+    assert (storage.root / "step-4.invalid-0" / shard).read_bytes() == damaged
+    assert verify(storage.root / "step-4")[1] == []
+
+
+def test_a_damaged_one_takes_no_place_among_the_latest(pool: Pools, copied: Path) -> None:
+    flip(copied / "step-6" / "__0_0.distcp")
+    pool(2).run(train, RUN, copied, 4, 7, every=7, keep_latest_k=2)
+    assert steps_in(copied) == [3, 6, 7], "with the damaged one as the second of two, the good one would go"
+
+
+def test_without_a_good_one_the_run_is_refused_and_nothing_changes(pool: Pools, copied: Path) -> None:
+    """To begin a run anew where one was lost would look like success."""
+    flip(copied / "step-3" / "__1_0.distcp")
+    demanded = _loads(pool, shutil.copytree(copied / "step-3", copied / "a" / "step-3").parent, load_step=3)
+    assert demanded["untouched"] and "checkpoint.load_step = 3" in demanded["error"], "never replaced by another"
+    flip(copied / "step-6" / "__1_0.distcp")
+    for start in ("resume-or-fresh", "resume"):
+        found = _loads(pool, copied, start=start)
+        assert found["untouched"] and "has no valid checkpoint" in found["error"]
+        assert all(f"step-{step}/__1_0.distcp" in found["error"] for step in (3, 6))
+        assert "--job.dump_folder" in found["error"] and (f'"{start}"' in found["error"]) == (start == "resume")
+
+
+def _load_aloud(world: DistEnv, folder: AnyPath) -> list[str]:
+    collective._LOG_SECONDS = 0.0
+    try:
+        return [line for line in _load(world, folder)["logged"] if line.startswith("comparing ")]
+    finally:
+        collective._LOG_SECONDS = 10.0
+
+
+def test_each_rank_compares_its_share_and_logs_the_progress(pool: Pools, written: Path) -> None:
+    files = read_manifest(written / "step-6").files
+    for rank, logged in enumerate(pool(2).run(_load_aloud, written)):
+        mine = {*share(files, rank, 2), ".metadata"}
+        size = human_bytes(sum(files[name] for name in mine))
+        assert len(logged) == len(mine) and f" {size} of {size}" in logged[-1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_shares_cover_all_once_and_are_even(ranks: int) -> None:
+    files = {f"f{i}": (i * 7919) % 1000 + 1 for i in range(40)}
+    shares = [share(files, rank, ranks) for rank in range(ranks)]
+    assert sorted(name for part in shares for name in part) == sorted(files)
+    loads = [sum(files[name] for name in part) for part in shares]
+    assert max(loads) - min(loads) <= 1000
+
+
+@pytest.mark.parametrize(("hosts", "each"), [(2, 1), (2, 8), (4, 8), (3, 2)])
+def test_another_host_reads_back(hosts: int, each: int) -> None:
+    ranks = hosts * each
+    readers = [reader_of(writer, ranks) for writer in range(ranks)]
+    assert sorted(readers) == list(range(ranks)), "as much for each"
+    assert all(writer // each != reader // each for writer, reader in enumerate(readers))
+
+
+def _damage(folder: AnyPath) -> None:
+    """One bit of the files of rank 1."""
+    flip(folder / next(name for name in names(folder) if re.fullmatch(r"__1_(.*_)?0\.distcp", name)))
+
+
+def _cut(folder: AnyPath) -> None:
+    name = next(name for name in names(folder) if name.startswith("__1_"))
+    (folder / name).write_bytes(b"cut")
+
+
+def _save_thrice(
+    world: DistEnv, folder: AnyPath, mode: str, damage: Callable[[AnyPath], None], verify_saves: bool = True
+) -> list[str]:
+    """Saves of steps 1, 2 and 3 where only one stays; the second is damaged when all have written. Returns results."""
+    model, optimizer, _ = build_tiny(world, RUN)
+    config = options(folder, async_mode=mode, keep_latest_k=1, verify_saves=verify_saves)
+    saver, results = Checkpointer(config, world, PRINTS), []
+    written = saver._written
+    try:
+        for step in (1, 2, 3):
+
+            def on_a_bad_disk(folder: AnyPath, writer: Any, step: int = step) -> Any:
+                if damage is _cut and step == 2:
+                    _cut(folder)
+                found = written(folder, writer)
+                if damage is _damage and step == 2:
+                    _damage(folder)
+                return found
+
+            saver._written = on_a_bad_disk  # type: ignore[method-assign]
+            try:
+                # A validated one needs none before it to stay.
+                saver.save(step, model, optimizer, {}, validation_loss=1.0)
+                saver.wait()
+                results.append("saved")
+            except CheckpointError as error:
+                results.append(str(error))
+            results.append(f"{world.agree(None) or steps_in(saver.root)}")
+    finally:
+        saver.close()
+    return results
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async", PINNED])
+def test_a_bit_that_changes_on_its_way_is_not_published(pool: Pools, storage: Storage, mode: str) -> None:
+    results = storage.run(pool(2), _save_thrice, storage.root, mode, _damage)
+    assert results[0] == results[1], "every rank learns of it"
+    first, one, problem, left, third, last = results[0]
+    assert (first, one, left, third, last) == ("saved", "[1]", "[1]", "saved", "[3]"), "the second replaced nothing"
+    assert re.search(r"could not be read back: .*__1_\w*0\.distcp has changed since it was written: xxh3:", problem)
+    assert names(storage.root) == ["step-3"] and verify(storage.root / "step-3")[1] == []
+
+
+def test_files_that_did_not_reach_the_disk_are_not_published(pool: Pools, storage: Storage) -> None:
+    for results in storage.run(pool(2), _save_thrice, storage.root, "disabled", _cut):
+        assert "does not hold what was written to it (__1_" in results[2] and results[3] == "[1]"
+
+
+def test_without_verify_saves_lengths_are_compared(pool: Pools, tmp_path: Path) -> None:
+    results = pool(2).run(_save_thrice, tmp_path, "disabled", _damage, False)[0]
+    assert results == ["saved", "[1]", "saved", "[2]", "saved", "[3]"], "a load finds the damage all the same"
+
+
+def _read_back(world: DistEnv, folder: Path, mode: str, broken_rank: int) -> tuple[str, list[str]]:
+    """A save where one rank cannot read: its error, and the files that this rank has read back."""
+    model, optimizer, _ = build_tiny(world, RUN)
+    saver = Checkpointer(options(folder, async_mode=mode), world, PRINTS)
+    real, read, error = collective.check_files, [], ""
+
+    def check_files(folder: AnyPath, manifest: Any, names: list[str], progress: Any) -> list[str]:
+        if world.rank == broken_rank:
+            raise RuntimeError("can't start new thread")
+        read.extend(names)
+        return real(folder, manifest, names, progress)
+
+    collective.check_files = check_files  # type: ignore[assignment]
+    try:
+        saver.save(1, model, optimizer, {})
+        saver.wait()
+    except CheckpointError as failure:
+        error = str(failure)
+    finally:
+        collective.check_files = real
+        saver.close()
+    return error, read
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_rank_that_cannot_read_back_fails_the_save_of_all(pool: Pools, tmp_path: Path, mode: str) -> None:
+    for error, _ in pool(2).run(_read_back, tmp_path, mode, 1):
+        assert "rank 1 cannot read" in error and "can't start new thread" in error
+    assert steps_in(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_all_is_read_back_once_and_by_another_rank(pool: Pools, tmp_path: Path) -> None:
+    read = [part for _, part in pool(4).run(_read_back, tmp_path, "disabled", -1)]
+    assert sorted(name for part in read for name in part) == sorted(read_manifest(tmp_path / "step-1").files)
+    assert not any(f"__{rank}_0.distcp" in part for rank, part in enumerate(read))
+
+
+def _denied(world: DistEnv, folder: AnyPath, method: str, what: str, mode: str = "disabled") -> str:
+    """A save of step 2, or a load, where the store denies access to a shard of rank 1; then a save of step 5."""
+    real, error = StorePath.open, ""
+
+    def denied(path: StorePath, mode: str, buffering: int = -1) -> Any:
+        if (world.rank == 1 or what == "load") and mode == method and "__1_" in path.name:
+            raise StoreError(f"{path}: access denied (Not you)")
+        return real(path, mode, buffering)
+
+    model, optimizer, _ = build_tiny(world, RUN)
+    saver = Checkpointer(options(folder, async_mode=mode), world, PRINTS)
+    StorePath.open = denied  # type: ignore[method-assign, assignment]
+    try:
+        if what == "save":
+            saver.save(2, model, optimizer, {})
+            saver.wait()
+        else:
+            saver.load(model, optimizer)
+    except CheckpointError as failure:
+        error = str(failure)
+    finally:
+        StorePath.open = real  # type: ignore[method-assign]
+    if what == "save":
+        saver.save(5, model, optimizer, {})
+        saver.wait()
+    saver.close()
+    return error
+
+
+@pytest.mark.slow
+def test_a_store_that_denies_access(pool: Pools, bucket: s3.Bucket) -> None:
+    """A save fails and leaves nothing; a load does not take an older one."""
+    for mode in ("disabled", "async"):
+        for error in pool(2).run(s3.there, bucket.environment, _denied, bucket.path / mode, "wb", "save", mode):
+            assert error.startswith("saving s3://") and "rank 1" in error and "/step-2/__1_" in error
+            assert "access denied (Not you)" in error
+        assert names(bucket.path / mode) == ["step-5"]
+    pool(2).run(s3.there, bucket.environment, train, RUN, bucket.root, 1, 4, every=2)
+    errors = pool(2).run(s3.there, bucket.environment, _denied, bucket.path, "rb", "load")
+    assert errors[0] == errors[1] and " cannot read s3://" in errors[0] and "access denied" in errors[0]
+
+
+def _refused(pool: Pools, ranks: int, *args: Any, **kwargs: Any) -> str:
+    messages = pool(ranks).run(refusal, *args, **kwargs)
+    assert len(set(messages)) == 1, "every rank must leave with the same error"
+    return str(messages[0])
+
+
+def test_refusals_name_the_way_out(pool: Pools, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    pool(1).run(train, RUN, folder, 1, 4, every=2)
+    other = _refused(pool, 2, RUN, folder, 5, 6, prints={**PRINTS, "tokenizer": "x"})
+    assert "tokenizer: t there, x here" in other and "--checkpoint.folder" in other
+    assert "checkpoint.start" in _refused(pool, 1, RUN, folder, 1, 2, start="fresh")
+    assert "no valid checkpoint" in _refused(pool, 1, RUN, tmp_path / "new", 1, 2, start="resume")
+    assert "move step-4" in _refused(pool, 1, RUN, folder, 3, 4, load_step=2)
+    assert "no step-9" in _refused(pool, 1, RUN, folder, 10, 11, load_step=9)
+    for args, name, row in (
+        ({"n_layers": 3}, "model.layers.2.attention.wq.weight", "– float32[64, 64] missing"),
+        ({"n_layers": 1}, "model.layers.1.attention.wq.weight", "float32[64, 64] – unexpected"),
+        ({"ffn_dim": 96}, "model.layers.0.feed_forward.w1.weight", "float32[192, 64] float32[96, 64] another shape"),
+    ):
+        table = _refused(pool, 1, replace(RUN, args=replace(RUN.args, **args)), folder, 5, 6)
+        (line,) = [line for line in table.splitlines() if line.split()[:1] == [name]]
+        assert " ".join(line.split()[1:]) == row
+
+
+def test_a_run_keeps_what_it_is_told_to(pool: Pools, tmp_path: Path) -> None:
+    pool(1).run(train, RUN, tmp_path / "all", 1, 4, every=1)
+    assert steps_in(tmp_path / "all") == [1, 2, 3, 4], "by default nothing goes"
+    root = tmp_path / "run"
+    pool(2).run(train, RUN, root, 1, 9, every=1, keep_latest_k=2, keep_every=4)
+    assert names(root) == ["step-4", "step-8", "step-9"]
+    pool(2).run(train, RUN, root, 10, 12, every=1, keep_latest_k=2)
+    assert names(root) == ["step-11", "step-12", "step-9"], "9 was resumed from, and stays until another start"
+    (root / "step-11" / "KEEP").touch()
+    pool(1).run(train, RUN, root, 13, 15, every=1, keep_latest_k=2)
+    assert names(root) == ["step-11", "step-12", "step-14", "step-15"]
+
+
+def test_a_start_clears_leftovers(pool: Pools, storage: Storage) -> None:
+    for name in (".partial-step-9-0123abcd", ".deleted-step-2-0123abcd"):
+        if isinstance(storage.root, Path):
+            storage.root.mkdir(exist_ok=True)
+        (storage.root / name).write_bytes(b"")
+    if isinstance(storage.root, Path):
+        (storage.root / "step-9").mkdir()
+    (storage.root / "step-9" / "__0_0.distcp").write_bytes(b"half")
+    storage.run(pool(1), train, RUN, storage.root, 1, 2)
+    assert names(storage.root) == ["step-2"] and leftovers(storage.root) == []
+    assert find(storage.root)[1] == [] and parse_manifest(storage.root / "step-2").seconds

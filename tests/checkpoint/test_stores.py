@@ -1,0 +1,179 @@
+"""Object stores: streams, errors in plain words, kills of real processes. Most other tests here use stores too."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from titanlite.app import _lock
+
+from tests.checkpoint import s3
+from tests.checkpoint.runs import names, unequal
+from tests.failures.runs import flags, rows
+from tests.pool import free_port
+from titanlite import exit_codes
+from titanlite.checkpoint import CheckpointError
+from titanlite.checkpoint.manifest import steps_in
+from titanlite.checkpoint.paths import StoreError, StorePath, entries, to_path
+from titanlite.checkpoint.retention import begin, delete, leftovers
+from titanlite.config.fit import check_config
+from titanlite.config.load import load
+from titanlite.tools.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_paths() -> None:
+    assert to_path("outputs/a") == Path("outputs/a") and to_path("file:///tmp/a%20b") == Path("/tmp/a b")
+    url = to_path("s3://bucket//run/checkpoint/")
+    assert isinstance(url, StorePath) and str(url) == "s3://bucket/run/checkpoint"
+    assert url.name == "checkpoint" and str(url.parent / "x") == "s3://bucket/run/x"
+    assert url == to_path("S3://bucket/run/checkpoint") and len({url, StorePath(str(url))}) == 1
+
+
+def test_urls_that_cannot_work_are_refused_with_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    from titanlite.config.checks import missing_packages
+
+    def refused(*urls: str) -> str:
+        keys = ("checkpoint.folder", "checkpoint.initial_load_path")
+        flags = [f"--{key}={url}" for key, url in zip(keys, urls, strict=False)]
+        return "\n".join(map(str, missing_packages(load(["--checkpoint.enable_checkpoint", *flags]))))
+
+    assert refused("s3://bucket/run", "s3://bucket/other") == "" and refused("file:///tmp/x") == ""
+    assert "memory of one process" in refused("memory://run") and "names no bucket" in refused("s3://")
+    assert "s33" in refused("s33://bucket/run") and "initial_load_path" in refused("outputs", "s33://bucket/run")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install 'titanlite[s3]'" in refused("s3://b/run") and "pip install gcsfs" in refused("gs://b/run")
+
+
+@pytest.mark.slow
+def test_large_objects_are_written_and_read_in_parts(bucket: s3.Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Larger than what is sent and fetched at a time, read across the borders."""
+    monkeypatch.setattr("titanlite.checkpoint.paths._WRITE", 5 << 20)
+    monkeypatch.setattr("titanlite.checkpoint.paths._READ", 1 << 20)
+    content = os.urandom((11 << 20) + 17)
+    path = bucket.path / "large"
+    with path.open("wb") as stream:
+        for at in range(0, len(content), 3 << 20):
+            stream.write(content[at : at + (3 << 20)])
+    assert entries(bucket.path) == {"large": False} and bucket.objects() == {path.key.partition("/")[2]: len(content)}
+    with path.open("rb") as stream:
+        for at, count in ((0, 10), (1 << 20, 5), ((1 << 20) - 3, 9), (len(content) - 2, 2), (5 << 20, 4 << 20)):
+            stream.seek(at)
+            assert stream.read(count) == content[at : at + count]
+        stream.seek(-7, os.SEEK_END)
+        assert stream.read() == content[-7:]
+    with pytest.raises(ZeroDivisionError), (bucket.path / "half").open("wb") as stream:
+        stream.write(content[: 6 << 20])
+        _ = 1 / 0
+    assert not (bucket.path / "half").exists()
+    assert "Uploads" not in bucket.client.list_multipart_uploads(Bucket=bucket.name)
+
+
+@pytest.mark.slow
+def test_an_upload_that_was_never_ended_goes_with_its_leftover(bucket: s3.Bucket) -> None:
+    (begin(bucket.path, 6) / "shard").write_bytes(b"1234")
+    keys = [f"run/checkpoint/{name}/x" for name in ("step-6", "step-66")]
+    for key in keys:
+        bucket.client.create_multipart_upload(Bucket=bucket.name, Key=key)
+    for mark in leftovers(bucket.path):
+        delete(mark)
+    left = bucket.client.list_multipart_uploads(Bucket=bucket.name)["Uploads"]
+    assert [upload["Key"] for upload in left] == [keys[1]] and bucket.objects() == {}
+
+
+def _refused(url: str, folder: Path) -> str:
+    argv = [f"--job.dump_folder={folder}", "--checkpoint.enable_checkpoint", f"--checkpoint.folder={url}"]
+    with pytest.raises(CheckpointError) as refused, _lock(check_config(argv, 1, training=False)[1]):
+        pytest.fail("it was not looked at")
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (PermissionError("Not you"), "access denied (Not you)"),
+        (ConnectionResetError("reset"), "the store cannot be reached (reset)"),
+        (TimeoutError("30 s"), "did not answer in time (30 s)"),
+        (OSError('GET "http://host/key?X-Signature=secret" failed'), 'GET "http://host/key" failed'),
+        (FileNotFoundError("The specified bucket does not exist"), "there is no bucket memory://b"),
+    ],
+)
+def test_errors_of_clients_are_told_in_plain_words(monkeypatch: pytest.MonkeyPatch, error: OSError, text: str) -> None:
+    path = StorePath("memory://b/run/x")
+
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(type(path.fs._target), "cat_file", fails)
+    with pytest.raises(StoreError, match=re.escape(text)) as told:
+        path.read_bytes()
+    assert str(told.value).startswith("memory://b/run/x: ")
+
+
+@pytest.mark.slow
+def test_no_bucket_no_server_and_no_credentials_are_named(
+    bucket: s3.Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nowhere = "s3://no-such-bucket/run"
+    assert f"checkpoint.folder: {nowhere}: there is no bucket s3://no-such-bucket" == _refused(nowhere, tmp_path)
+    for url, reason in ((nowhere, "there is no bucket"), (f"{bucket.root}/none", "no such folder")):
+        assert main(["checkpoint", "ls", url]) == exit_codes.CHECKPOINT
+        printed = capsys.readouterr().err
+        assert printed.startswith(f"error: {url}: {reason}") and printed.count("\n") == 1
+    with pytest.raises(StoreError, match="there is no bucket"):
+        StorePath(nowhere).write_bytes(b"")
+    s3.use(monkeypatch, {"AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{free_port()}", "AWS_MAX_ATTEMPTS": "1"})
+    assert f"checkpoint.folder: {bucket.root}: the store cannot be reached" in _refused(bucket.root, tmp_path)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    files = dict.fromkeys(("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"), "/nowhere")
+    endpoint = {"AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{bucket.port}", "AWS_EC2_METADATA_DISABLED": "true"}
+    s3.use(monkeypatch, {**files, **endpoint})
+    with pytest.raises(StoreError, match="no credentials .* set AWS_ACCESS_KEY_ID"):
+        bucket.path.is_dir()
+
+
+_KILLED = """
+import os, signal, sys
+from titanlite.checkpoint import retention
+real = retention.write_new
+def killed(path, content):
+    if str(path).endswith("/step-6/manifest.json"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    real(path, content)
+retention.write_new = killed
+import titanlite.app
+sys.exit(titanlite.app.run(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_killed_between_the_shards_and_the_manifest(bucket: s3.Bucket, tmp_path: Path) -> None:
+    """The next start deletes the leftover, and ends as an undisturbed run in a folder does."""
+
+    def start(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *arguments, *flags(tmp_path / folder)]
+        environment = {**os.environ, **bucket.environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+
+    place = f"--checkpoint.folder={bucket.root}"
+    assert start(tmp_path / "run", "-c", _KILLED, place).returncode == -9
+    left = names(bucket.path / "step-6")
+    assert len(left) == 2 and "manifest.json" not in left, "the shard and the index"
+    assert steps_in(bucket.path) == [2, 4]
+    again = start(tmp_path / "run", "train.py", place)
+    assert again.returncode == 0, again.stderr
+    assert f"resumed from step 4 in {bucket.root}" in again.stdout and "bit for bit" in again.stdout
+    assert names(bucket.path) == ["step-2", "step-4", "step-6", "step-8"]
+    assert start(tmp_path / "straight", "train.py").returncode == 0
+    assert rows(tmp_path / "run") == rows(tmp_path / "straight")
+    assert unequal(bucket.path / "step-8", tmp_path / "straight" / "checkpoint" / "step-8") == []
+    gone = start(tmp_path / "gone", "train.py", "--checkpoint.folder=s3://no-such-bucket/run")
+    assert gone.returncode == exit_codes.CHECKPOINT and "botocore" not in gone.stderr
+    assert "error: checkpoint.folder: s3://no-such-bucket/run: there is no bucket" in gone.stdout + gone.stderr
+    assert not (tmp_path / "gone" / "metrics.jsonl").exists(), "it ends before any work"

@@ -1,0 +1,291 @@
+"""Whole runs of the trainer: when they save, which kinds of checkpoints, saves that fail, and falling back."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from titanlite.config.resolve import resolve, smallest_world
+from titanlite.prepare import resolve_plans
+from torch.distributed.checkpoint.staging import DefaultStager
+
+from tests.checkpoint.conftest import Storage
+from tests.checkpoint.runs import flip, names, unequal
+from tests.pool import Pools
+from tests.training import test_guard_policies as policies
+from tests.training.test_run import TINY, _losses, _run
+from titanlite.build import read_text
+from titanlite.checkpoint.manifest import CheckpointError, read_manifest, steps_in
+from titanlite.config.errors import ConfigError
+from titanlite.config.load import load, load_file
+from titanlite.metrics.wandb import ID_FILE
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.tools.tensors import Contents
+from titanlite.trainer import Trainer
+
+ON = "--checkpoint.enable_checkpoint"
+BRIEF = ["--training.steps=2", "--checkpoint.interval=50"]
+SIX = ["--training.steps=6", "--checkpoint.interval=2"]
+SEED = "--checkpoint.create_seed_checkpoint"
+BEST = ["--validation.enable", "--validation.freq=2", "--optimizer.lr=0.3", "--checkpoint.keep_best=1"]
+
+
+def _said(found: dict[str, Any], start: str) -> str:
+    (line,) = [line for line in found["said"] if line.startswith(start)]
+    return str(line)
+
+
+def test_milestones_the_first_step_and_retention(pool: Pools, tmp_path: Path) -> None:
+    flags = ["--training.steps=9", "--checkpoint.interval=7", "--checkpoint.keep_latest_k=2"]
+    pool(1).run(_run, str(tmp_path / "a"), *flags, "--checkpoint.milestones=powers_of_two")
+    assert names(tmp_path / "a" / "checkpoint") == ["step-1", "step-2", "step-4", "step-8", "step-9"]
+    first = "--checkpoint.enable_first_step_checkpoint"
+    found = pool(1).run(_run, str(tmp_path / "b"), *flags, "--checkpoint.milestones=[3]", first)[0]
+    assert names(tmp_path / "b" / "checkpoint") == ["step-3", "step-7", "step-9"], "1 went when 7 and 9 had come"
+    assert _said(found, "checkpoint of step 1 written")
+
+
+@pytest.mark.slow
+def test_the_best_by_validation_stays_across_a_restart(pool: Pools, tmp_path: Path) -> None:
+    flags = [*BEST, "--checkpoint.interval=100", "--checkpoint.keep_latest_k=1", "--lr_scheduler.total_steps=12"]
+    pool(2).run(_run, str(tmp_path), "--training.steps=6", *flags)
+    rows = pool(2).run(_run, str(tmp_path), "--training.steps=12", *flags)[0]["rows"]
+    losses = {row["step"]: row["validation_loss"] for row in rows if "validation_loss" in row}
+    assert sorted(losses) == [2, 4, 6, 8, 10, 12]
+    root = tmp_path / "checkpoint"
+    assert {min(losses, key=lambda step: losses[step]), 12} <= set(steps_in(root)) and len(steps_in(root)) <= 3
+    assert all(read_manifest(root / f"step-{step}").validation_loss == losses[step] for step in steps_in(root))
+
+
+@pytest.mark.parametrize("mode", ["disabled", pytest.param("async", marks=pytest.mark.slow)])
+def test_last_save_holds_weights_only(pool: Pools, tmp_path: Path, mode: str) -> None:
+    flags = ["--training.steps=4", "--checkpoint.interval=2", f"--checkpoint.async_mode={mode}"]
+    pool(2).run(_run, str(tmp_path / "full"), *flags)
+    only = ["--checkpoint.model_weights_only", "--checkpoint.export_dtype=bfloat16", "--checkpoint.keep_latest_k=1"]
+    found = pool(2).run(_run, str(tmp_path / "only"), *flags, *only)[0]
+    assert "bfloat16" in _said(found, "the last save, of step 4, will hold the weights only")
+    full, last = (Contents(tmp_path / kind / "checkpoint" / "step-4") for kind in ("full", "only"))
+    assert last.manifest.weights_only and last.manifest.dtype == "bfloat16"
+    weights = [name for name in full.manifest.tensors if name.startswith("model.")]
+    assert sorted(last.manifest.tensors) == sorted(weights)
+    assert all(torch.equal(full.read(name).to(torch.bfloat16), last.read(name)) for name in weights)
+    assert last.manifest.size < full.manifest.size / 4
+    root = tmp_path / "only" / "checkpoint"
+    assert not read_manifest(root / "step-2").weights_only, "it can still be resumed"
+    for more in ("--training.steps=4", "--training.steps=6"):
+        error = pool(2).run(_run, str(tmp_path / "only"), *flags, more)[0]["error"]
+        assert "step-4 holds weights only" in error and "checkpoint.initial_load_path" in error
+    shutil.move(root / "step-4", tmp_path / "step-4")
+    assert pool(2).run(_run, str(tmp_path / "only"), *flags)[0]["step"] == 4
+    assert unequal(root / "step-4", tmp_path / "full" / "checkpoint" / "step-4") == []
+
+
+def _seed(world: DistEnv, folder: Path, *flags: str) -> str:
+    plans = resolve_plans(load_file("debug_model.toml", [*TINY, f"--job.dump_folder={folder}", *flags]), world.size)
+    try:
+        Trainer(plans, world, read_text(plans)).train()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+PP = "--experimental.pipeline_parallel_degree=2"
+TP = "--training.tensor_parallel_degree=2"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "degrees"),
+    [
+        (1, []),
+        pytest.param(2, [], marks=pytest.mark.slow),
+        pytest.param(2, [PP], marks=pytest.mark.soak),
+        pytest.param(4, [PP], marks=pytest.mark.soak),
+        pytest.param(4, [TP], marks=pytest.mark.soak),
+    ],
+)
+def test_a_run_from_the_seed_is_a_fresh_run_bit_for_bit(
+    pool: Pools, storage: Storage, tmp_path: Path, ranks: int, degrees: list[str]
+) -> None:
+    seeded, fresh = tmp_path / "seeded", tmp_path / "fresh"
+    flags = ["--training.steps=3", "--training.batch_size=2", *degrees]
+    place = f"--checkpoint.folder={storage.root}"
+    assert storage.run(pool(1), _seed, seeded, *flags, SEED, place) == [""]
+    assert steps_in(storage.root) == [0] and not (seeded / "metrics.jsonl").exists()
+    assert "holds step-0 already" in storage.run(pool(1), _seed, seeded, *flags, SEED, place)[0]
+    here = storage.run(pool(ranks), _run, str(seeded), *flags, place)[0]
+    there = pool(ranks).run(_run, str(fresh), *flags)[0]
+    assert _said(here, "resumed from step 0")
+    assert _losses(here["rows"]) == _losses(there["rows"]) and sorted(_losses(here["rows"])) == [1, 2, 3]
+    sides = storage.root / "step-3", fresh / "checkpoint" / "step-3"
+    assert unequal(*sides) == []
+    states = [read_manifest(side).train for side in sides]
+    assert all(states[0][key] == states[1][key] for key in ("data", "tokens_seen", "global_batch"))
+
+
+def test_a_seed_is_made_by_one_process_whatever_the_degrees() -> None:
+    config = load([ON, SEED, TP, PP])
+    assert smallest_world(config) == 1
+    mesh = resolve(config, world_size=1).mesh
+    assert (mesh.tensor, mesh.pipeline, mesh.dp_degree) == (1, 1, 1)
+    with pytest.raises(ConfigError, match="is made by one process, and there are 4"):
+        resolve(config, world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "key"),
+    [
+        ([ON, "--checkpoint.keep_best=1"], "keep_best"),
+        ([ON, "--checkpoint.milestones=[0, 5]"], "milestones"),
+        ([SEED], "create_seed_checkpoint"),
+    ],
+)
+def test_contradictions_are_named(flags: list[str], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(flags)
+    assert [problem.key for problem in caught.value.problems] == [f"checkpoint.{key}"]
+
+
+def _hurried(world: DistEnv, folder: Path, grace: str, *flags: str) -> list[str]:
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = grace
+    try:
+        said = _run(world, str(folder), *flags, "--checkpoint.interval=1")["said"]
+        return [line for line in said if "after a SIGTERM" in line]
+    finally:
+        del os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
+
+
+@pytest.mark.soak
+def test_a_save_too_slow_for_the_grace_period_is_told_once_and_at_the_next_start(pool: Pools, tmp_path: Path) -> None:
+    (told,) = pool(2).run(_hurried, tmp_path, "0.001", "--training.steps=3")[0]
+    assert told.startswith("the save of step 1 took ")
+    seconds = read_manifest(tmp_path / "checkpoint" / "step-3").seconds
+    assert seconds is not None and 0 < seconds < 60
+    (told,) = pool(2).run(_hurried, tmp_path, "0.001", "--training.steps=4")[0]
+    assert "the save of step 3, by an earlier attempt, took " in told
+    assert pool(2).run(_hurried, tmp_path, "3600", "--training.steps=5")[0] == []
+
+
+def _tracked(world: DistEnv, folder: Path) -> None:
+    os.environ.update(WANDB_MODE="offline", WANDB__DISABLE_STATS="true")
+    _run(world, str(folder), *BRIEF, "--metrics.enable_wandb")
+
+
+@pytest.mark.slow
+def test_manifest_names_the_run_its_trackers_and_its_environment(pool: Pools, tmp_path: Path) -> None:
+    pool(1).run(_tracked, tmp_path)
+    manifest = read_manifest(tmp_path / "checkpoint" / "step-2")
+    assert manifest.trackers == {"wandb": (tmp_path / ID_FILE).read_text().strip()}
+    assert manifest.environment["OMP_NUM_THREADS"] == "1" and manifest.environment["WORLD_SIZE"] == "1"
+    assert manifest.config["model"]["family"] == "llama3" and manifest.config["model"]["dim"] == 64
+    assert "[training]" in manifest.config["toml"] and manifest.git
+
+
+def _late_copies(world: DistEnv, folder: Path, *flags: str) -> dict[str, Any]:
+    """A run whose copies for a save begin late: by then, a loop that does not wait for them has new weights."""
+    real = DefaultStager.stage
+    DefaultStager.stage = lambda *args: (time.sleep(0.7), real(*args))[1]  # type: ignore[method-assign]
+    try:
+        return _run(world, str(folder), *flags, "--checkpoint.async_mode=async_with_pinned_mem")
+    finally:
+        DefaultStager.stage = real  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+def test_a_run_with_asynchronous_saves_equals_one_without(pool: Pools, tmp_path: Path) -> None:
+    sync = pool(2).run(_run, str(tmp_path / "sync"), *SIX)[0]
+    runs = {"async": pool(2).run(_run, str(tmp_path / "async"), *SIX, "--checkpoint.async_mode=async")[0]}
+    runs["late"] = pool(2).run(_late_copies, tmp_path / "late", *SIX)[0]
+    for kind, found in runs.items():
+        assert _losses(found["rows"]) == _losses(sync["rows"])
+        for step in (2, 4, 6):
+            sides = [tmp_path / name / "checkpoint" / f"step-{step}" for name in ("sync", kind)]
+            assert unequal(*sides) == []
+            states = [read_manifest(side).train for side in sides]
+            assert states[0]["resume"].pop("id") != states[1]["resume"].pop("id"), "each save has an id of its own"
+            assert states[0] == states[1], "the place in the text is that of the copy"
+            assert _said(found, f"checkpoint of step {step} written to")
+    assert pool(2).run(_run, str(tmp_path / "async"), *SIX, "--training.steps=8")[0]["step"] == 8
+
+
+@pytest.mark.slow
+def test_a_run_in_a_store_holds_the_same_as_one_in_a_folder(pool: Pools, storage: Storage, tmp_path: Path) -> None:
+    """Milestones, the best, weights alone at the end; and a rollback."""
+    flags = [ON, "--training.steps=8", "--checkpoint.interval=100", "--checkpoint.milestones=[3]", *BEST]
+    flags += ["--checkpoint.keep_latest_k=1", "--checkpoint.model_weights_only", "--checkpoint.export_dtype=bfloat16"]
+    back = [*policies.SHORT, "--guard.policy=rollback"]
+    for kind, root in (("folder", tmp_path / "other"), ("storage", storage.root)):
+        place = f"--checkpoint.folder={root / 'saves'}"
+        storage.run(pool(2), _run, str(tmp_path / kind), *flags, place)
+        place = f"--checkpoint.folder={root / 'rollback'}"
+        found = storage.run(pool(2), policies._run, str(tmp_path / f"{kind}-b"), {6: policies.NAN}, *back, place)[0]
+        assert found["step"] == 12 and [event["action"] for event in found["events"]] == ["rollback"]
+    for name, known in (("saves", {3, 8}), ("rollback", {12})):
+        here, there = tmp_path / "other" / name, storage.root / name
+        assert names(here) == names(there) and known <= {*steps_in(there)}
+        for step in steps_in(there):
+            assert unequal(here / f"step-{step}", there / f"step-{step}") == []
+            sides = [read_manifest(root / f"step-{step}") for root in (here, there)]
+            assert sides[0].validation_loss == sides[1].validation_loss
+            assert [side.weights_only for side in sides] == [name == "saves" and step == 8] * 2
+
+
+def _scalars(folder: Path) -> dict[str, list[int]]:
+    """Steps by tag, as TensorBoard shows them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (dated,) = folder.iterdir()
+    events = EventAccumulator(str(dated))
+    events.Reload()
+    return {tag: [event.step for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+@pytest.mark.slow
+def test_after_falling_back_no_step_is_recorded_twice(pool: Pools, tmp_path: Path) -> None:
+    """Past two damaged checkpoints, and again when the attempt that went on from there is lost as well."""
+    flags = ["--training.steps=8", "--checkpoint.interval=2", "--validation.freq=2", "--metrics.enable_tensorboard"]
+    whole = pool(2).run(_run, str(tmp_path), *flags)[0]["rows"]
+    for steps in ((6, 8), (4, 6, 8)):
+        for step in steps:
+            flip(next((tmp_path / "checkpoint" / f"step-{step}").glob("*.distcp")))
+        found = pool(2).run(_run, str(tmp_path), *flags)[0]
+        assert _said(found, f"resumed from step {steps[0] - 2}")
+        assert sum("passed over" in line for line in found["said"]) == len(steps)
+        rows = [(row["step"], "validation_loss" in row) for row in found["rows"]]
+        assert sorted(rows) == sorted({*rows}) == sorted((row["step"], "validation_loss" in row) for row in whole)
+        assert _losses(found["rows"]) == _losses(whole)
+        shown = _scalars(tmp_path / "tb")
+        assert shown["loss_metrics/global_avg_loss"] == [*range(1, 9)]
+        assert shown["validation_metrics/loss"] == [2, 4, 6, 8]
+
+
+def _owing(world: DistEnv, folder: Path, *flags: str) -> None:
+    """A run that is asked to stop in its first validation."""
+    from titanlite.preempt import GracefulStop, Preempted
+
+    plans = resolve_plans(load_file("debug_model.toml", [*TINY, f"--job.dump_folder={folder}", *flags]), world.size)
+    trainer = Trainer(plans, world, read_text(plans), GracefulStop())
+    validate = trainer.validate
+
+    def asked() -> None:
+        trainer._stopping = trainer._stopping or trainer.step == 2
+        validate()
+
+    trainer.validate = asked  # type: ignore[method-assign]
+    with pytest.raises(Preempted):
+        trainer.train()
+
+
+@pytest.mark.slow
+def test_a_validation_that_was_owed_is_recorded_once(pool: Pools, tmp_path: Path) -> None:
+    flags = ["--training.steps=4", "--checkpoint.interval=2", "--validation.freq=2"]
+    pool(1).run(_owing, tmp_path, *flags)
+    for _ in range(2):  # the attempt that did it is lost, and the next one does it again
+        shutil.rmtree(tmp_path / "checkpoint" / "step-4", ignore_errors=True)
+        found = pool(1).run(_run, str(tmp_path), *flags)[0]
+        assert [row["step"] for row in found["rows"] if "validation_loss" in row] == [2, 4]
+        assert any("validation at 2" in line for line in found["said"])

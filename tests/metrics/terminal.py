@@ -1,0 +1,142 @@
+"""A pseudo-terminal for tests of the live view; pyte shows its screen."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import queue
+import re
+import select
+import struct
+import termios
+import threading
+from collections.abc import Iterator, Sequence
+
+import pyte
+
+from titanlite.metrics.console import StepFigures, colorize, console_handler, setup_console, titan_line
+from titanlite.metrics.live import LiveView
+from titanlite.utils import logger
+
+
+def figures(step: int, steps: int = 60) -> StepFigures:
+    return StepFigures(
+        step=step,
+        loss=7 - step / 100,
+        norm=1.5,
+        lr=3e-4,
+        memory_gib=0.43,
+        memory_percent=12.3,
+        tps=5123.4,
+        mfu=None,
+        tokens_seen=step * 1024,
+        seconds_left=(steps - step) * 2.0,
+        samples_per_second=9.4,
+    )
+
+
+def log_step(step: int) -> None:
+    """Log a step as the observer does."""
+    logger.info(colorize(titan_line(figures(step))), extra={"figures": figures(step)})
+
+
+class Terminal:
+    """`stream` is the program's end, `screen` what the other end shows."""
+
+    def __init__(self, columns: int = 100, lines: int = 30) -> None:
+        self.master, self.end = os.openpty()
+        self.stream = os.fdopen(self.end, "w", buffering=1, encoding="utf-8")
+        self.screen = pyte.HistoryScreen(columns, lines, history=10_000)
+        self._emulator = pyte.ByteStream(self.screen)
+        self.sent = b""
+        self.resize(columns, lines)
+        # A terminal takes text at any time: its kernel buffer holds but a few drawings.
+        self._arrived: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._gone = threading.Event()
+        self._reader = threading.Thread(target=self._take, daemon=True)
+        self._reader.start()
+
+    def _take(self) -> None:
+        while not self._gone.is_set():
+            if select.select([self.master], [], [], 0.01)[0]:
+                self._arrived.put(os.read(self.master, 65536))
+
+    def resize(self, columns: int, lines: int) -> None:
+        fcntl.ioctl(self.end, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+        self.screen.resize(lines, columns)
+
+    def read(self, wait: float = 0.05) -> bytes:
+        """Return the text sent since, once nothing more comes; the screen shows it."""
+        new = b""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                new += self._arrived.get(timeout=wait)
+        self._emulator.feed(new)
+        self.sent += new
+        return new
+
+    def feed(self, data: bytes) -> None:
+        """Put something on the screen as the terminal itself would."""
+        self._emulator.feed(data)
+
+    def rows(self) -> list[str]:
+        """Return all rows that can be seen or scrolled back to, without empty rows at the end."""
+        self.read()
+        above = ["".join(row[x].data for x in range(self.screen.columns)) for row in self.screen.history.top]
+        rows = [row.rstrip() for row in [*above, *self.screen.display]]
+        while rows and not rows[-1]:
+            rows.pop()
+        return rows
+
+    def colors(self, text: str) -> set[str]:
+        """Return the foreground colours of the characters of `text`, where it stands last on the screen."""
+        y = max(n for n, row in enumerate(self.screen.display) if text in row)
+        x = self.screen.display[y].index(text)
+        return {self.screen.buffer[y][x + n].fg for n, char in enumerate(text) if char != " "}
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Inside, the terminal takes nothing, as after Ctrl-S."""
+        termios.tcflow(self.end, termios.TCOOFF)
+        try:
+            yield
+        finally:
+            termios.tcflow(self.end, termios.TCOON)
+
+    def hang_up(self) -> None:
+        """Close the other end: writing gives an error."""
+        self._gone.set()
+        self._reader.join()
+        os.close(self.master)
+
+    def close(self) -> None:
+        if not self._gone.is_set():
+            self.hang_up()
+        with contextlib.suppress(OSError):
+            self.stream.close()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def show(terminal: Terminal, steps: int = 60, clock: Clock | None = None) -> LiveView:
+    setup_console(0, stream=terminal.stream)
+    handler = console_handler()
+    assert handler is not None
+    handler.view = view = LiveView(handler, 0, steps, clock or Clock())
+    return view
+
+
+def texts(rows: Sequence[str]) -> list[str]:
+    """Return log lines without their time stamps."""
+    return [row[20:] if re.match(r"\d{4}-\d\d-\d\d \d\d:", row) else row for row in rows]
+
+
+def step_lines(*steps: int) -> list[str]:
+    return [titan_line(figures(step)) for step in steps]

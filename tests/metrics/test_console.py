@@ -1,0 +1,205 @@
+"""The step lines, and the log on standard output."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from titanlite.metrics.console import StepFigures, colorize, console_handler, fsdp_line, setup_console, titan_line
+from titanlite.runs.logs import rank_log
+from titanlite.tools import cli
+from titanlite.utils import Table, logger, render
+
+FIGURES = StepFigures(
+    step=1990,
+    loss=3.437,
+    norm=1.23456,
+    lr=3e-4,
+    memory_gib=68.57,
+    memory_percent=86.69,
+    tps=6785.2,
+    mfu=39.73,
+    tokens_seen=12_345_678,
+    seconds_left=5025.4,
+    samples_per_second=9.41,
+)
+ANSI = re.compile(r"\033\[\d+m")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def console() -> Iterator[logging.Logger]:
+    """The logger, put back afterwards."""
+    handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
+    yield logger
+    logger.handlers[:], logger.propagate = handlers, propagate
+    logger.setLevel(level)
+
+
+def test_step_lines_are_those_that_other_tools_read() -> None:
+    known = "step: 1990  loss:  3.4370  memory: 68.57GiB(86.69%)  tps: 6,785  mfu: 39.73%"
+    assert titan_line(FIGURES) == f"{known}  grad_norm: 1.2346  lr: 3.00e-04  tokens: 12.3M  left: 1:23:45"
+    unknown = replace(FIGURES, step=1, memory_gib=0.5, memory_percent=None, mfu=None, seconds_left=None)
+    short = "step:  1  loss:  3.4370  memory:  0.50GiB  tps: 6,785"
+    assert titan_line(unknown) == f"{short}  grad_norm: 1.2346  lr: 3.00e-04  tokens: 12.3M"
+    figures = replace(FIGURES, step=90, loss=7.24291, lr=1e-5)
+    assert fsdp_line(figures, datetime(2025, 6, 20, 14, 17, 10)) == (
+        "2025-06-20 14:17:10 I [train.py:103] Batch 90 Loss: 7.24291, Speed: 9.41 samples/sec, lr: 0.000010"
+    )
+
+
+@pytest.mark.parametrize(
+    ("rank", "shown"),
+    [(0, ["hello", "WARNING: disk full"]), (3, ["[rank 3] WARNING: disk full"])],
+)
+def test_lines_carry_local_time_problems_their_level_and_other_ranks_their_number(
+    console: logging.Logger, rank: int, shown: list[str]
+) -> None:
+    out = io.StringIO()
+    setup_console(rank, stream=out)
+    console.debug("quiet")
+    console.info("hello")
+    console.warning("disk full")
+    stamps, texts = zip(*((line[:19], line[20:]) for line in out.getvalue().splitlines()), strict=True)
+    assert list(texts) == shown
+    assert abs((datetime.now() - datetime.strptime(stamps[0], "%Y-%m-%d %H:%M:%S")).total_seconds()) < 60
+
+
+def test_the_newest_stream_gets_each_line_once(console: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a second set-up, beside a root handler, and where sys.stdout was replaced."""
+    out, first, root, stdout = io.StringIO(), io.StringIO(), io.StringIO(), io.StringIO()
+    elsewhere = logging.StreamHandler(root)
+    logging.getLogger().addHandler(elsewhere)
+    try:
+        setup_console(0, stream=first)
+        setup_console(0, stream=out)
+        console.info("once")
+        setup_console(0)
+        monkeypatch.setattr(sys, "stdout", stdout)
+        console.info("here")
+    finally:
+        logging.getLogger().removeHandler(elsewhere)
+    assert out.getvalue().count("once") == stdout.getvalue().count("here") == 1
+    assert first.getvalue() == root.getvalue() == ""
+
+
+def test_an_error_of_the_view_does_not_reach_the_training(
+    console: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def add(*_: Any) -> None:
+        raise ValueError("no such terminal")
+
+    setup_console(0, stream=io.StringIO())
+    handler = console_handler()
+    assert handler is not None
+    handler.view = SimpleNamespace(add=add)  # type: ignore[assignment]
+    console.info("step", extra={"figures": FIGURES})
+    assert "ValueError: no such terminal" in capsys.readouterr().err
+
+
+def test_lines_of_the_report_are_wrapped_between_words_on_a_terminal_alone(console: logging.Logger) -> None:
+    lines = ["data    " + "some words " * 20 + "end", "resumed from /a/folder/" + "of/long/names/" * 5]
+    for terminal, out in ((False, io.StringIO()), (True, Terminal())):
+        setup_console(0, False, out)
+        for line in lines:
+            console.info(line, extra={"wrap": True})
+        shown = out.getvalue().splitlines()
+        assert [word for line in shown for word in line[20:].split()] == " ".join(lines).split()
+        if not terminal:
+            assert [line[20:] for line in shown] == lines
+            continue
+        assert len(shown) > 4 and all(len(line) <= 80 for line in shown if "/long/" not in line)
+        assert shown[1][:28].isspace() and shown[1][28] != " ", "below the text"
+
+
+@pytest.mark.parametrize(
+    ("color", "stream", "colored"),
+    [
+        (None, io.StringIO(), False),
+        (None, Terminal(), True),
+        (True, io.StringIO(), True),
+        (False, Terminal(), False),
+    ],
+)
+def test_colours_only_where_wanted(
+    console: logging.Logger, color: bool | None, stream: io.StringIO, colored: bool
+) -> None:
+    setup_console(0, color, stream)
+    line = titan_line(FIGURES)
+    painted = colorize(line)
+    assert ("\033[32mloss:  3.4370\033[0m" in painted) is colored
+    assert len(ANSI.findall(painted)) == (18 if colored else 0)  # nine fields, on and off
+    assert ANSI.sub("", painted) == line
+    console.warning("careful")
+    assert bool(ANSI.search(stream.getvalue())) is colored
+
+
+#: A title of the terminal, red to the end, a line gone, the C1 form of an escape; then what may stay.
+HOSTILE = "a\x1b]0;owned\x07b\x1b[31mc\rd\x9b2Je\x7f\tf\r\ng é"
+HARMLESS = "a\\x1b]0;owned\\x07b\\x1b[31mc\\x0dd\\x9b2Je\\x7f\tf\r\ng é"
+
+
+@pytest.mark.parametrize("color", [True, False])
+def test_the_log_holds_no_control_characters_but_our_colours(
+    console: logging.Logger, tmp_path: Path, color: bool
+) -> None:
+    stream = io.StringIO()
+    setup_console(0, color, stream)
+    with rank_log(tmp_path, 0):
+        console.info(f"reading {HOSTILE}")
+        console.error(HOSTILE)
+        console.info(colorize(titan_line(FIGURES)), extra={"figures": FIGURES})
+    shown = stream.getvalue()
+    painted = f"\033[31mERROR: {HARMLESS}\033[0m" if color else f"ERROR: {HARMLESS}"
+    assert f"reading {HARMLESS}\n" in shown and f"{painted}\n" in shown
+    assert len(ANSI.findall(shown)) == (20 if color else 0), "the error's and the nine fields', on and off"
+    log = (tmp_path / "logs" / "rank_0.log").read_bytes().decode()
+    assert HARMLESS.replace("\\x1b[31m", "") in log and titan_line(FIGURES) in log and "\x1b" not in log
+
+
+def test_commands_show_foreign_names_without_control_characters(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for terminal in (True, False):
+        drawn = render(Table((HOSTILE, "state"), [("x\x1b[2Jy", "done")], title="t\x07"), terminal)
+        assert "x\\x1b[2Jy" in drawn and "a\\x1b]0;owned\\x07b" in drawn and "t\\x07" in drawn
+        assert not re.search(r"\x1b(?!\[[0-9;]*m)|\x07", drawn)
+    file = tmp_path / "a\x1b]0;owned\x07.toml"
+    assert cli.main(["checkpoint", "inspect", str(file)]) == 4
+    told = capsys.readouterr().err
+    assert "a\\x1b]0;owned\\x07.toml" in told and "\x1b" not in told
+    file.write_text("")
+    monkeypatch.setattr(sys, "stdout", out := Terminal())
+    assert cli.main(["config", "check", str(file)]) == 0
+    assert "a\\x1b]0;owned\\x07.toml" in out.getvalue() and "\x1b]" not in out.getvalue()
+    assert "\x1b[" in out.getvalue(), "our colours stay"
+
+
+@pytest.mark.parametrize("color", [None, True])
+def test_a_dumb_terminal_gets_no_escape_codes(
+    console: logging.Logger, monkeypatch: pytest.MonkeyPatch, color: bool | None
+) -> None:
+    """Not with FORCE_COLOR and metrics.enable_color_printing either."""
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    out = Terminal()
+    setup_console(0, color, out)
+    console.warning("careful")
+    console.info(colorize(titan_line(FIGURES)))
+    monkeypatch.setattr(sys, "stdout", out)
+    assert cli.main(["config", "explain", "train_configs/debug_model.toml"]) == 0
+    assert "careful" in out.getvalue() and "training.steps" in out.getvalue() and "\033" not in out.getvalue()

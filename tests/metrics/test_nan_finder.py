@@ -1,0 +1,218 @@
+"""The first module whose output, or whose gradient, is not finite is named, with the ranks and the micro-batch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.metrics.runs import make_trainer
+from tests.pool import Pools
+from tests.steps import forward_backward, train_step
+from tests.training.harness import Run, batches, build_tiny, changed, full, micro_batches
+from titanlite.config.sections import ActivationCheckpoint, Compile
+from titanlite.data.loader import to_device
+from titanlite.guard import FiniteGuard, NonFiniteError
+from titanlite.loss import cross_entropy_sum
+from titanlite.metrics.nan_finder import Finding, diagnose_nonfinite
+from titanlite.parallel.dist_env import DistEnv
+
+TOKENS, LABELS = batches(2, 8, 16, 192)
+RUN = Run(TOKENS, LABELS, [1e-3] * 2, accumulation=2)
+FEED_FORWARD = "layers.1.feed_forward"
+W2 = f"{FEED_FORWARD}.w2"
+INFINITY = float("inf")
+
+
+class Spoil(torch.autograd.Function):
+    """Passes its input on; its gradient is NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(gradient, float("nan"))
+
+
+class Scale(torch.autograd.Function):
+    """Passes its input on, and its gradient times a factor, which may itself be beyond float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.root = factor**0.5
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * ctx.root * ctx.root, None
+
+
+def _poison(model: torch.nn.Module, where: str) -> None:
+    """Make something in the second micro-batch of two not finite."""
+    count = [-1]
+
+    def second() -> bool:
+        return count[0] % 2 == 1
+
+    def begin(*_: object) -> None:
+        count[0] += 1
+
+    model.register_forward_pre_hook(begin)
+    w2, attention = model.get_submodule(W2), model.get_submodule("layers.0.attention")
+    if where == "output":
+        w2.register_forward_hook(lambda module, args, out: out / 0 if second() else out)
+    elif where == "inside":
+        heads: Any = attention.heads
+        attention.heads = lambda x: heads(x) * (INFINITY if second() else 1.0)  # type: ignore[assignment]
+    elif where == "gradient of an input":
+        forward = w2.forward
+        w2.forward = lambda x: forward(Spoil.apply(x) if second() else x)  # type: ignore[method-assign]
+    elif where == "gradient inside":
+        w2.register_forward_pre_hook(lambda module, args: (Spoil.apply(args[0]),) if second() else args)
+    elif where == "weights":
+        weight: Any = model.get_parameter(f"{W2}.weight").detach()
+        weight.to_local()[0, 0] = INFINITY
+
+
+def _find(world: DistEnv, run: Run, where: str, **keywords: Any) -> tuple[Finding, str]:
+    """Poison the last rank, and look."""
+    model, optimizer, rank = build_tiny(world, run)
+    if world.rank == world.size - 1:
+        _poison(model, where)
+        if where == "loss":
+            keywords["loss_function"] = lambda logits, labels: cross_entropy_sum(logits, labels) * INFINITY
+    if where == "norm":
+        keywords["loss_function"] = lambda logits, labels: cross_entropy_sum(logits, labels) * 1e22
+    before = {name: full(p) for name, p in model.named_parameters()}
+    finding = diagnose_nonfinite(model, micro_batches(run, 0, rank, world.size), **keywords)
+    assert all(torch.equal(full(p), before[name]) or where == "weights" for name, p in model.named_parameters())
+    assert all(p.grad is None for p in model.parameters())
+    return finding, str(finding)
+
+
+EXPECTED = {
+    "output": Finding("forward", W2, (1,), 1),
+    "inside": Finding("forward", "layers.0.attention", (1,), 1, "inside", "layers.0.attention.inner_attention"),
+    "loss": Finding("loss", None, (1,)),
+    "gradient of an input": Finding("backward", W2, (1,), 1),
+    "gradient inside": Finding("backward", FEED_FORWARD, (1,), 1, "inside", f"{FEED_FORWARD}.w3"),
+    "weights": Finding("weights", None, (1,), parameters=(f"{W2}.weight",)),
+    "nowhere": Finding("nowhere"),
+}
+
+
+@pytest.mark.parametrize("where", EXPECTED)
+def test_the_origin_is_named_on_every_rank(pool: Pools, where: str) -> None:
+    (first, text), (second, _) = pool(2).run(_find, RUN, where)
+    assert first == second == EXPECTED[where]
+    if first.module:
+        assert first.module in text and "rank 1, micro-batch 2" in text
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        replace(
+            RUN,
+            training=changed(
+                RUN.training,
+                mixed_precision_param="bfloat16",
+                reshard_after_forward="always",
+                gradient_sync="every",
+            ),
+        ),
+        replace(RUN, replicas=2),
+        replace(RUN, activations=ActivationCheckpoint(mode="full")),
+        replace(RUN, activations=ActivationCheckpoint(mode="selective", selective_ac_option="op")),
+    ],
+    ids=["bf16, each gradient reduced", "DDP", "blocks recomputed", "some operations recomputed"],
+)
+@pytest.mark.parametrize("where", ["output", "gradient of an input"])
+def test_it_is_found_in_every_kind_of_step(pool: Pools, run: Run, where: str) -> None:
+    found = pool(2).run(_find, run, where, sync_every=run.training.gradient_sync == "every")
+    assert [finding for finding, _ in found] == [EXPECTED[where]] * 2
+
+
+def test_a_norm_that_overflows_is_told_from_gradients_that_do(pool: Pools) -> None:
+    (finding, text), _ = pool(2).run(_find, RUN, "norm")
+    assert finding.stage == "norm" and len(finding.parameters) == 1 and "overflows" in text
+
+
+def _sums_overflow(world: DistEnv) -> Finding:
+    """Both ranks' gradients are finite, their sum is not: the largest comes to over half of what float32 holds."""
+    run = replace(RUN, accumulation=1)
+    model, _, _ = build_tiny(world, run)
+    data = micro_batches(run, 0, 0, world.size)  # the same on both ranks
+    tokens = torch.tensor(2 * int((data[0].labels >= 0).sum()))
+    forward_backward(model, data, tokens)
+    peak = max(full(p.grad).abs().max().item() for p in model.parameters() if p.grad is not None)
+    factor = 1.2 * torch.finfo(torch.float32).max / peak
+    return diagnose_nonfinite(
+        model, data, loss_function=lambda logits, labels: cross_entropy_sum(Scale.apply(logits, factor), labels)
+    )
+
+
+def test_gradients_that_overflow_when_summed_are_named(pool: Pools) -> None:
+    first, second = pool(2).run(_sums_overflow)
+    assert first == second and first.stage == "reduction" and first.parameters
+
+
+def _overflow(world: DistEnv, run: Run) -> tuple[Finding, bool]:
+    """Weights so large that a product inside a block overflows, after a step as usual; then train on without them."""
+    model, optimizer, rank = build_tiny(world, run)
+    data = to_device(micro_batches(run, 0, rank, world.size), world.device)
+    guard = FiniteGuard(world.device)
+
+    def step(number: int) -> float:
+        result = train_step(model, optimizer, data, step=number, lr=1e-3, max_norm=1.0, guard=guard)
+        return result.loss.item()
+
+    first = step(1)
+    kept = {}
+    for name in ("w1", "w3"):
+        weight: Any = model.get_submodule(FEED_FORWARD).get_parameter(f"{name}.weight")
+        kept[weight] = weight.detach().clone()
+        weight.detach().to_local().mul_(1e22)
+    finding = diagnose_nonfinite(model, data)
+    for weight, value in kept.items():
+        weight.detach().copy_(value)
+    return finding, step(2) < first
+
+
+@pytest.mark.parametrize(
+    "run", [RUN, pytest.param(replace(RUN, compile=Compile(components=["model"], backend="eager")), id="compiled")]
+)
+def test_an_overflow_between_modules_is_named_and_training_can_go_on(pool: Pools, run: Run) -> None:
+    for finding, learns in pool(2).run(_overflow, run):
+        assert finding == Finding("forward", FEED_FORWARD, (0, 1), 0, "inside", W2)
+        assert learns
+
+
+def _stopped(world: DistEnv, folder: str) -> str:
+    flags = ["--no-checkpoint.enable_checkpoint", "--no-validation.enable", "--training.steps=6"]
+    trainer = make_trainer(world, folder, *flags)
+
+    def spoil(module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
+        return out * float("nan") if trainer.step == 3 and world.rank == 1 else out
+
+    trainer.parts.model.get_submodule(W2).register_forward_hook(spoil)
+    try:
+        trainer.train()
+    except NonFiniteError as error:
+        return str(error)
+    raise AssertionError("not stopped")
+
+
+def test_the_guards_error_says_where_it_came_from(pool: Pools, tmp_path: Path) -> None:
+    first, second = pool(2).run(_stopped, str(tmp_path))
+    assert first == second
+    assert first.startswith("step 3: loss nan") and "not finite on rank 1" in first
+    assert f"first not finite: the output of {W2}, in the forward pass (rank 1, micro-batch 1)" in first
+    (attempt,) = json.loads((tmp_path / "run.json").read_text())["attempts"]
+    assert attempt["state"] == "stopped" and attempt["reason"] == first

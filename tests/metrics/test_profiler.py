@@ -1,0 +1,75 @@
+"""Traces on a cycle, per rank, of the step they say, with nothing lost when the disk does not play along."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.metrics.runs import make_trainer
+from tests.pool import Pools
+from titanlite.config.run_sections import Profiling
+from titanlite.metrics.profiler import Profiler
+from titanlite.parallel.dist_env import DistEnv
+
+FLAGS = ["--no-checkpoint.enable_checkpoint", "--no-validation.enable", "--profiling.profile_freq=5"]
+
+
+def _train(world: DistEnv, folder: str, *flags: str) -> int:
+    trainer = make_trainer(world, folder, *FLAGS, *flags)
+    trainer.train()
+    return trainer.step
+
+
+def _operations(trace: dict[str, Any]) -> list[str]:
+    return [event["name"] for event in trace["traceEvents"] if event.get("cat") == "cpu_op"]
+
+
+def test_one_step_of_each_cycle_is_recorded_by_every_rank(pool: Pools, tmp_path: Path) -> None:
+    pool(2).run(_train, str(tmp_path), "--profiling.enable_profiling", "--training.steps=12")
+    folder = tmp_path / "profile_traces"
+    assert sorted(p.name for p in folder.iterdir()) == ["iteration_10", "iteration_5"]
+    for rank in range(2):
+        trace = json.loads((folder / "iteration_5" / f"rank{rank}_trace.json").read_text())
+        operations = _operations(trace)
+        # Each of the 2 blocks has 7 linears, and there is the head: 15 products forward, 30 backward.
+        # 8 sequences in micro-batches of 1 on 2 ranks: 4 times.
+        assert operations.count("aten::mm") == 4 * 45
+        assert operations.count("c10d::allreduce_") == 2 + 1, "the step's two, and the logger's"
+
+
+def test_a_trace_holds_the_active_steps_of_a_cycle_and_no_others(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    config = Profiling(
+        enable_profiling=True, save_traces_folder=folder, profile_freq=4, profiler_warmup=1, profiler_active=3
+    )
+    with Profiler(config, 0, torch.device("cpu")) as profiles:
+        for step in range(1, 10):
+            torch.ones(step).neg()
+            profiles.step(step)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iteration_4", "iteration_8"]
+    trace = json.loads((tmp_path / "iteration_8" / "rank0_trace.json").read_text())
+    negations = [event for event in trace["traceEvents"] if event["name"] == "aten::neg"]
+    assert [event["args"]["Input Dims"][0] for event in negations] == [[6], [7], [8]]
+
+
+def test_no_profile_unless_asked(pool: Pools, tmp_path: Path) -> None:
+    pool(1).run(_train, str(tmp_path), "--training.steps=6")
+    assert not (tmp_path / "profile_traces").exists()
+
+
+def test_a_full_disk_costs_the_trace_not_the_run(pool: Pools, tmp_path: Path) -> None:
+    (tmp_path / "profile_traces").write_text("not a folder")
+    assert pool(1).run(_train, str(tmp_path), "--profiling.enable_profiling", "--training.steps=6") == [6]
+
+
+def test_errors_pass_through(tmp_path: Path) -> None:
+    folders = {"save_traces_folder": str(tmp_path), "save_memory_snapshot_folder": str(tmp_path)}
+    config = Profiling(enable_profiling=True, enable_memory_snapshot=True, profile_freq=5, **folders)
+    with pytest.raises(torch.OutOfMemoryError), Profiler(config, 0, torch.device("cpu")) as profiles:
+        profiles.step(1)
+        raise torch.OutOfMemoryError("as on a GPU")
+    assert not list(tmp_path.iterdir()), "a cycle cut short leaves no trace"

@@ -1,0 +1,201 @@
+"""metrics.jsonl and TensorBoard: every row once, and their troubles are not the training's."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.words import listening
+from titanlite.metrics import background_writer
+from titanlite.metrics.jsonl import MetricsLog, read_metrics
+from titanlite.metrics.tensorboard import TAGS, TensorBoard, tags
+
+
+def test_rows_are_valid_json_and_on_disk_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path)
+    log.write({"step": 1, "loss": 7.5, "note": "x"})
+    log.write({"step": 2, "loss": math.nan, "norm": math.inf, "low": -math.inf})
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    rows = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+    assert rows == [
+        {"step": 1, "loss": 7.5, "note": "x"},
+        {"step": 2, "loss": "nan", "norm": "inf", "low": "-inf"},
+    ]
+    assert read_metrics(path) == rows
+    log.close()
+
+
+@pytest.mark.parametrize(
+    ("before", "step", "after"),
+    [
+        (b'{"a": 1}\n{"step": 1}\n{"step": 2}\n{"step": 3}\n', 1, b'{"a": 1}\n{"step": 1}\n'),
+        (b'{"step": 1}\n{"step": 2', 5, b'{"step": 1}\n'),  # torn, even when no step is dropped
+        (b'{"step": 1}', 1, b'{"step": 1}\n'),  # complete without its newline
+    ],
+)
+def test_a_resumed_run_writes_no_step_twice_and_keeps_other_rows(
+    tmp_path: Path, before: bytes, step: int, after: bytes
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(before)
+    log = MetricsLog(path)
+    log.truncate_after(step)
+    log.write({"step": 2})
+    assert path.read_bytes() == after + b'{"step": 2}\n'
+    log.truncate_after(1)  # in the middle of writing
+    log.write({"step": 2})
+    assert path.read_bytes() == after + b'{"step": 2}\n' and log.has(2, "step") and not log.has(2, "loss")
+    log.close()
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+def test_a_torn_last_line_is_passed_over_and_another_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2')
+    assert read_metrics(path) == [{"step": 1}]
+    path.write_bytes(b'{"step": 1}\nnonsense\n{"step": 2}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: "):
+        read_metrics(path)
+
+
+def test_a_full_disk_and_a_missing_folder_warn_once_and_never_raise(tmp_path: Path) -> None:
+    full, gone = tmp_path / "full.jsonl", tmp_path / "gone" / "metrics.jsonl"
+    full.symlink_to("/dev/full")
+    with listening() as said:
+        for path in (full, gone):
+            log = MetricsLog(path)
+            for step in range(5):
+                log.write({"step": step})
+            log.close()
+        log.truncate_after(3)
+        gone.parent.mkdir()
+        log.write({"step": 5})
+        log.close()
+    assert len(said) == 2 and str(full) in said[0] and "No space left" in said[0] and str(gone) in said[1]
+    assert read_metrics(gone) == [{"step": 5}], "writes go on when the folder is there again"
+
+
+def test_a_disk_that_fills_up_tears_no_row(tmp_path: Path) -> None:
+    # RLIMIT_FSIZE in a process of its own: it cannot be raised again.
+    script = f"""
+import resource, signal
+from pathlib import Path
+from titanlite.metrics.console import setup_console
+from titanlite.metrics.jsonl import MetricsLog
+setup_console(0)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+log = MetricsLog(Path({str(tmp_path / "m.jsonl")!r}))
+for step in range(1, 21):
+    log.write({{"step": step}})
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("WARNING") == 1 and "m.jsonl" in done.stdout
+    assert [row["step"] for row in read_metrics(tmp_path / "m.jsonl")] == list(range(1, 9))
+    assert (tmp_path / "m.jsonl").read_bytes().endswith(b"\n")
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_rows_are_shown_under_the_tags_of_known_dashboards_which_the_docs_list() -> None:
+    row = {"step": 1, "loss": 2.0, "time": 3.0, "validation_tokens": 4, "grad_norm": 5.0, "grad_norm/layers.7": 6.0}
+    assert tags(row) == {"loss_metrics/global_avg_loss": 2.0, "grad_norm": 5.0, "grad_norm/layers.7": 6.0}
+    page = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    cells = [[cell.strip() for cell in line.split(" | ")] for line in page.splitlines() if line.startswith("| `")]
+    told = {key.strip("| `"): tag.strip("`") for key, tag, *_ in cells}
+    assert {key: told.get(key) for key in TAGS} == dict(TAGS)
+    assert {
+        "loss_metrics/global_max_loss",
+        "lr",
+        "n_tokens_seen",
+        "throughput(tps)",
+        "tflops",
+        "mfu(%)",
+        "time_metrics/end_to_end(s)",
+        "time_metrics/data_loading(s)",
+        "time_metrics/data_loading(%)",
+        "memory/max_active(GiB)",
+        "memory/max_active(%)",
+        "memory/max_reserved(GiB)",
+        "memory/max_reserved(%)",
+        "memory/num_alloc_retries",
+        "memory/num_ooms",
+    } <= set(TAGS.values())
+
+
+def test_a_resumed_run_goes_on_in_its_folder_and_shows_no_step_twice(tmp_path: Path) -> None:
+    (tmp_path / "20200101-0000").mkdir()
+    first = TensorBoard(tmp_path, purge_step=1)
+    for step in range(1, 6):
+        first.write(step, {"lr": 1.0, "mfu(%)": 40.0})
+    first.close()
+    second = TensorBoard(tmp_path, purge_step=4)
+    for step in range(4, 8):
+        second.write(step, {"lr": 2.0})
+    second.close()
+    assert second.folder == first.folder != tmp_path / "20200101-0000"
+    assert time.strptime(first.folder.name, "%Y%m%d-%H%M")
+    found = scalars(first.folder)
+    assert found == {"lr": [(s, 1.0 if s < 4 else 2.0) for s in range(1, 8)], "mfu(%)": [(s, 40.0) for s in (1, 2, 3)]}
+
+
+@pytest.mark.parametrize("where", ["a file", "no package", "at a row", "at its end"])
+def test_an_error_of_tensorboard_costs_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    def fail(*_: Any) -> None:
+        raise OSError("gone")
+
+    if where == "a file":
+        (tmp_path / "tb").write_text("")
+    elif where == "no package":
+        monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    else:
+        monkeypatch.setattr(SummaryWriter, "add_scalar" if where == "at a row" else "close", fail)
+    with listening() as said:
+        board = TensorBoard(tmp_path / "tb", purge_step=1)
+        for step in range(3):
+            board.write(step, {"lr": 1.0})
+        board.close()
+        board.close()
+    (warning,) = said
+    assert "TensorBoard" in warning and "metrics.jsonl" in warning
+
+
+def test_a_tensorboard_that_hangs_stops_neither_writing_nor_closing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    monkeypatch.setattr(background_writer, "_CLOSE_SECONDS", 0.1)
+    release = threading.Event()
+    with listening() as said:
+        board = TensorBoard(tmp_path, purge_step=1)
+        monkeypatch.setattr(RecordWriter, "write", lambda *_: release.wait(60))
+        began = time.perf_counter()
+        for step in range(200):
+            board.write(step, {"lr": 1.0, "loss": 2.0})
+        board.close()
+        assert time.perf_counter() - began < 10
+    release.set()
+    assert len(said) == 1 and "within 0.1 s" in said[0]

@@ -1,0 +1,199 @@
+"""The rows of the startup report, and those of a real run."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.pool import Pools
+from tests.training.test_run import TINY
+from tests.words import listening
+from titanlite.build import build
+from titanlite.config.fit import load_config
+from titanlite.config.run_sections import Guard, Metrics
+from titanlite.config.sections import ActivationCheckpoint, Compile, Experimental, Float8, Model, Optimizer, Training
+from titanlite.metrics import startup_report as report
+from titanlite.metrics.startup_report import Setup, startup_report
+from titanlite.models.spec import Size
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.trainer import Trainer
+
+CPU, H100 = "CPU (some model)", "NVIDIA H100"
+
+
+def test_rows_are_aligned_and_notes_and_warnings_come_last() -> None:
+    rows = [("warning", "careful"), ("a", "1"), ("note", "global batch = 8"), ("note", "because"), ("longer", "2")]
+    assert startup_report(rows) == ["a       1", "longer  2", "note: because", "warning: careful"]
+
+
+def _setup(device: str = CPU, **changes: Any) -> Setup:
+    degrees = {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1}
+    parameters = {"tok_embeddings": 1000, "layers": 5000, "norm": 10, "output": 1000}
+    return replace(Setup(device, degrees, parameters, 4, 1, 2048, 128, 7, 163_840), **changes)
+
+
+def test_derived_numbers_and_the_singular() -> None:
+    rows = dict([*report.model_rows(Model(flavor="8B"), _setup()), *report.batch_rows(_setup(), 10_000, None)])
+    assert rows["model"] == "llama3 8B: 7,010 parameters (7.0K)"
+    assert rows["parameters"] == "tok_embeddings 1,000, layers 5,000, norm 10, output 1,000"
+    assert rows["global batch"] == "8 sequences = 4 per micro-batch x 1 micro-batch x 2 data-parallel ranks"
+    assert rows["tokens per step"] == "16,384 = 8 sequences x 2,048 tokens"
+    assert rows["length"] == "10,000 steps, 163,840,000 tokens = 1e+03 epochs"
+    assert dict(report.batch_rows(_setup(), 10, None))["length"].endswith(" = 1 epoch")
+    assert dict(report.batch_rows(_setup(), None, 3))["length"] == "3 epochs"
+    tensor = _setup(degrees={"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2})
+    assert report.mesh_row(Training(), Experimental(enable_async_tensor_parallel=True), tensor, 4)[1] == (
+        "dp_replicate 1 x dp_shard 2 x tp 2 = 4 ranks; loss on sharded logits; tensor-parallel traffic overlaps with "
+        "products"
+    )
+    assert report.schedule_row("linear", 0.0, 1, None, 1, 1)[1] == (
+        "warm-up 1 step, linear decay over the last 1 step to 0, 1 step in all"
+    )
+    assert "lr 0.0008, betas 0.9 and 0.95" in report.optimizer_row(Optimizer(), Training())[1]
+    layout: Any = SimpleNamespace(stages=[("tok_embeddings", "layers.0"), ("output",)], ranks=[0, 1])
+    assert report.pipeline_row("1F1B", layout)[1] == (
+        "1F1B, 2 stages, by pipeline rank: tok_embeddings to layers.0 on 0, output on 1"
+    )
+
+
+def test_the_guard_has_a_row_where_it_is_not_the_default() -> None:
+    assert report.guard_rows(Guard()) == []
+    ((_, text),) = report.guard_rows(Guard(policy="skip", spike_sigmas=6.0, window=50))
+    assert "6 deviations" in text and text.endswith("is skipped, 10 within 50 steps at most")
+
+
+def _compute(device: str, peak: float | None, given: bool = False, float8: bool = False) -> dict[str, str]:
+    metrics, config = Metrics(peak_tflops=989.0 if given else None), Float8(enable_float8_linear=float8)
+    return dict(report.compute_rows(metrics, config, _setup(device), 2, 42_000_000, peak, 2 * 1024**3))
+
+
+def test_the_peak_of_the_mfu_is_named_and_only_an_unknown_accelerator_needs_one() -> None:
+    assert _compute(CPU, None)["devices"] == f"2 x {CPU}, 2.0 GiB of memory, shared" and len(_compute(CPU, None)) == 2
+    assert "metrics.peak_tflops" in _compute("NVIDIA L40S", None)["note"]
+    known = _compute(H100, 989e12)
+    assert known["compute"].endswith("; MFU against 989 TFLOPS per device") and "note" not in known
+    assert "989 TFLOPS per device, its peak in bf16" in _compute(H100, 989e12, float8=True)["compute"]
+    assert _compute(H100, 989e12, True, True)["compute"].endswith("989 TFLOPS per device (metrics.peak_tflops)")
+
+
+LINEARS = [
+    SimpleNamespace(kind="attention.wq", names=["a"] * 32, size=Size(4096, 1024), converted=True, reason=""),
+    SimpleNamespace(kind="output", names=["b"], size=Size(4096, 128256), converted=False, reason="the head"),
+]
+
+
+def _float8(compiled: bool = True, device: str = CPU, **keys: Any) -> dict[str, str]:
+    config = Float8(enable_float8_linear=True, **keys)
+    return dict(report.float8_rows(config, LINEARS, _setup(device), compiled))  # type: ignore[arg-type]
+
+
+def test_float8_has_a_row_for_each_kind_of_linear() -> None:
+    rows = _float8(emulate=True)
+    assert rows["float8"] == (
+        "tensorwise, emulated in float32 (slow, for tests); 32 of 33 linears; M = 128 tokens in a product of one rank"
+    )
+    assert rows["  attention.wq"] == "K x N = 4,096 x 1,024, 32 in float8"
+    assert rows["  output"] == "K x N = 4,096 x 128,256, 1 kept: the head"
+    gathered = {"enable_fsdp_float8_all_gather": True}
+    assert "weights gathered in float8, each scale found as it is;" in _float8(**gathered)["float8"]
+    together = _float8(**gathered, precompute_float8_dynamic_scale_for_fsdp=True, drift_check=5)["float8"]
+    assert "all scales by one all-reduce" in together and "drift measured every 5 steps" in together
+
+
+@pytest.mark.parametrize(("compiled", "device", "warns"), [(False, H100, True), (True, H100, False), (False, CPU, 0)])
+def test_float8_without_compile_on_a_gpu_is_a_warning(compiled: bool, device: str, warns: bool) -> None:
+    assert ("training.compile" in _float8(compiled, device).get("warning", "")) is bool(warns)
+
+
+def _sharding(device: str = CPU, reshard: bool | int | None = None, shards: int = 2, **keys: Any) -> str:
+    degrees = {"pp": 1, "dp_replicate": 1, "dp_shard": shards, "cp": 1, "tp": 1}
+    setup = _setup(device, degrees=degrees, parameters={"all": 8_030_261_248}, accumulation=4)
+    return report.sharding_row(Training(**keys), reshard, setup)[1]
+
+
+def test_sharding_names_its_costs() -> None:
+    kept = "whole gradients kept until the last micro-batch: 4 bytes x 8,030,261,248 parameters = 29.9 GiB per rank"
+    assert _sharding() == (
+        f"units of each block; freed after forward but for the last two; {kept} (training.gradient_sync)"
+    )
+    assert "kept until" not in _sharding(gradient_sync="every")
+    assert "kept until" not in _sharding(shards=1), "they are whole in any case"
+    assert "2 bytes x 8,030,261,248" in _sharding(mixed_precision_reduce="bfloat16")
+    assert _sharding(reshard=2, fsdp_units=["A", "B"], prefetch=3).startswith(
+        "units of each A and B; after forward sharded over 2 ranks; gathered 3 ahead; "
+    )
+    assert _sharding(enable_cpu_offload=True).endswith("offload to host memory is without effect on a CPU")
+    assert _sharding(H100, enable_cpu_offload=True).endswith("optimizer state in host memory")
+
+
+@pytest.mark.parametrize(
+    ("enabled", "components", "tensor", "text"),
+    [
+        (False, ["model", "loss"], 1, "off"),
+        (True, ["model", "loss"], 1, "each block and the loss, backend inductor"),
+        (True, ["model"], 2, "attention and feed-forward of each block, backend inductor"),
+    ],
+)
+def test_compiled_parts_are_named(enabled: bool, components: Any, tensor: int, text: str) -> None:
+    setup = _setup(degrees={**_setup().degrees, "tp": tensor})
+    assert report.compile_row(Training(compile=enabled), Compile(components=components), setup) == ("compile", text)
+
+
+@pytest.mark.parametrize(
+    ("keys", "recomputing", "text"),
+    [
+        ({"mode": "none"}, 0, "all kept; 32.0 KiB in 4 blocks per micro-batch"),
+        (
+            {"mode": "full"},
+            4,
+            "4 of 4 blocks keep only their input and recompute 6 of 7 matmuls and attention; 8.0 KiB of 32.0 KiB kept",
+        ),
+        ({"selective_ac_option": "2"}, 2, "2 of 4 blocks keep only their input and recompute 6 of 7 matmuls"),
+        (
+            {"selective_ac_option": "op"},
+            4,
+            "by operation: each block saves 4 of 7 matmuls and attention and recomputes 6 of 7 matmuls and attention",
+        ),
+        ({"mode": "budget", "memory_budget": 0.3}, 4, "the compiler keeps 30% of what it would by itself; 8.0 KiB of"),
+    ],
+)
+def test_activations_name_how_much_is_kept_and_where(keys: Any, recomputing: int, text: str) -> None:
+    kept: Any = SimpleNamespace(
+        blocks=4,
+        recomputing=recomputing,
+        forward={"matmul": 7, "attention": 1},
+        saved={"matmul": 4, "attention": 1},
+        recomputed={"matmul": 6, "attention": 1},
+        plain_bytes=8192,
+        total_bytes=2048 * recomputing + 8192 * (4 - recomputing),
+    )
+    assert report.activations_row(ActivationCheckpoint(**keys), kept, _setup())[1].startswith(text)
+    config = ActivationCheckpoint(**keys, offload=True)
+    assert report.activations_row(config, kept, _setup())[1].endswith("; offload has no effect on a CPU")
+    away = report.activations_row(config, kept, _setup(H100, degrees={**_setup().degrees, "tp": 2}))[1]
+    assert "before 2 ranks share it" in away and re.search(r"; up to [\d.]+ KiB of that wait in host memory$", away)
+
+
+def _first_lines(world: DistEnv, folder: str) -> tuple[list[str], tuple[str, ...]]:
+    config = load_config("debug_model.toml", world.size, [*TINY, f"--job.dump_folder={folder}", "--training.steps=1"])
+    with listening() as said:
+        Trainer(build(config, world)).train()
+    return said, config.notes
+
+
+def test_a_run_reports_everything_once(pool: Pools, tmp_path: Path) -> None:
+    said, notes = pool(1).run(_first_lines, str(tmp_path))[0]
+    names = ["versions", "model", "parameters", "compute", "devices", "mesh", "precision", "sharding", "compile"]
+    names += ["activations", "tokenizer", "data", "global batch", "tokens per step", "length", "optimizer", "schedule"]
+    names += ["validation", "checkpoints", "metrics to", "checkpoints to"]
+    column = len("tokens per step") + 2
+    rows = [line for line in said if line[:column].strip() in names and line[column - 1] == " "]
+    assert [row[:column].strip() for row in rows] == names
+    assert any(note.startswith("tokens per step") for note in notes)
+    assert not any(line.startswith("note: tokens per step") for line in said)
+    assert not re.search(r"(?<![\d.,])1 [a-z-]+(?<!s)s\b", "\n".join(rows))

@@ -1,0 +1,94 @@
+"""The rank that the others wait for is named, whether its data or its computing is slow."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.metrics.runs import make_trainer
+from tests.pool import Pools
+from titanlite.metrics.jsonl import read_metrics
+from titanlite.metrics.stragglers import LOGS_IN_A_ROW, StragglerDetector
+from titanlite.parallel.dist_env import DistEnv
+
+CPU = torch.device("cpu")
+#: Seconds per step by which a rank is slowed: far above what a busy machine adds to one rank and not to the other.
+SLOW = 0.3
+
+
+def _burn(seconds: float) -> None:
+    """Keep the processor busy for so long."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def _train(world: DistEnv, folder: str, slow_rank: int, where: str) -> None:
+    flags = ["--no-checkpoint.enable_checkpoint", "--no-validation.enable", "--training.steps=6"]
+    trainer = make_trainer(world, folder, *flags)
+    if world.rank == slow_rank and where == "data":
+        next_step = trainer.parts.loader.next_step
+
+        def late() -> Any:
+            time.sleep(SLOW)
+            return next_step()
+
+        trainer.parts.loader.next_step = late  # type: ignore[method-assign]
+    elif world.rank == slow_rank:
+        block = trainer.parts.model.get_submodule("layers.1")
+        # 8 sequences in micro-batches of 1 on 2 ranks: 4 times a step.
+        block.register_forward_hook(lambda *_: _burn(SLOW / 4))
+    trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("slow_rank", "where"), [(1, "data"), pytest.param(0, "compute", marks=pytest.mark.slow), (1, "compute")]
+)
+def test_the_slow_rank_is_named(pool: Pools, tmp_path: Path, slow_rank: int, where: str) -> None:
+    pool(2).run(_train, str(tmp_path), slow_rank, where)
+    rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if row["step"] > 1]
+    assert len(rows) == 5
+    right = [row for row in rows if row["slowest_rank"] == slow_rank and row["fastest_rank"] == 1 - slow_rank]
+    assert len(right) >= 4
+    lags = sorted(row["lag_seconds"] for row in rows)
+    assert 0.5 * SLOW < lags[2] < 2 * SLOW
+    assert sorted(row["lag_percent"] for row in rows)[2] > 20
+    waited = sorted(row["data_seconds"] for row in rows)[2]  # of rank 0, which does not wait for its own data
+    assert waited < 0.5 * SLOW
+
+
+def test_ranks_are_compared_with_the_median() -> None:
+    figures = StragglerDetector(CPU).compare([1.0, 1.1, 1.0, 0.8], [0.0, 0.1, 0.5, 0.1], 2.0)
+    assert figures is not None
+    assert (figures.slowest, figures.fastest) == (2, 3)
+    assert figures.own == pytest.approx((1.0, 1.2, 1.5, 0.9))
+    assert figures.lag_seconds == pytest.approx(0.5) and figures.lag_percent == pytest.approx(50)
+    assert StragglerDetector(CPU).compare([1.0], [0.0], 1.0) is None
+
+
+def test_on_a_gpu_the_step_without_data_is_scaled_by_the_time_of_the_head() -> None:
+    detector = StragglerDetector(torch.device("cuda", 0))
+    figures = detector.compare([0.010, 0.010, 0.015], [0.2, 0.2, 0.2], 1.2)
+    assert figures is not None and figures.slowest == 2
+    assert figures.own == pytest.approx((1.2, 1.2, 1.7)) and figures.lag_seconds == pytest.approx(0.5)
+    # Without a head (a pipeline stage has none) only the data tell.
+    figures = detector.compare([0.0, 0.0], [0.1, 0.4], 1.0)
+    assert figures is not None and figures.slowest == 1 and figures.lag_seconds == pytest.approx(0.3)
+
+
+def test_a_rank_that_stays_behind_is_warned_of_once_in_a_while() -> None:
+    detector = StragglerDetector(CPU)
+    behind = detector.compare([1.0, 1.3], [0.0, 0.1], 2.0)
+    other = detector.compare([1.3, 1.0], [0.0, 0.0], 2.0)
+    fine = detector.compare([1.1, 1.0], [0.0, 0.0], 2.0)
+    assert behind and other and fine
+    said = [detector.warning(behind) for _ in range(LOGS_IN_A_ROW)]
+    assert said[:-1] == [None] * (LOGS_IN_A_ROW - 1)
+    assert said[-1] is not None and "rank 1 is behind" in said[-1] and "40 % more" in said[-1]
+    assert sum(detector.warning(behind) is not None for _ in range(100)) == 2
+    # Now one, now the other: nobody is consistently behind.
+    assert [detector.warning(figures) for figures in (fine, other, behind) * 10] == [None] * 30

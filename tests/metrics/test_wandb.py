@@ -1,0 +1,305 @@
+"""Weights & Biases gets the numbers, from a thread whose troubles are not the training's."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import struct
+import sys
+import termios
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from tests.pool import Pools
+from tests.training.test_run import TINY
+from tests.words import listening
+from titanlite.build import build
+from titanlite.callbacks import RunEnd
+from titanlite.config.errors import ConfigError
+from titanlite.config.fit import load_config
+from titanlite.config.toml import loads
+from titanlite.main import PRINT_SECONDS
+from titanlite.metrics import background_writer
+from titanlite.metrics.console import setup_console
+from titanlite.metrics.jsonl import read_metrics
+from titanlite.metrics.live import start_view
+from titanlite.metrics.observer import MetricsLogger
+from titanlite.metrics.tensorboard import TensorBoard, tags
+from titanlite.metrics.wandb import ID_FILE, WandbWriter
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.trainer import Trainer
+from titanlite.utils import logger
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+
+
+def _chunks(data: bytes) -> Iterator[bytes]:
+    """The records of wandb's file of an offline run: in blocks of 32 KiB, as LevelDB logs are made."""
+    record, at = b"", 7
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        length, kind = struct.unpack("<HB", data[at + 4 : at + 7]) if left >= 7 else (0, 0)
+        if kind == 0:
+            at += left
+            continue
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield record
+            record = b""
+
+
+def offline(folder: Path) -> dict[str, Any]:
+    """The run in the one offline folder below `folder`: its names, config, and history by step."""
+    from wandb.proto import wandb_internal_pb2 as messages
+
+    (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    found: dict[str, Any] = {"history": {}, "config": {}, "exit": None}
+    for chunk in _chunks(path.read_bytes()):
+        record = messages.Record.FromString(chunk)
+        kind = record.WhichOneof("record_type")
+        if kind == "run":
+            found |= {name: getattr(record.run, name) for name in ("run_id", "display_name", "project", "notes")}
+            found["config"] |= {u.key: json.loads(u.value_json) for u in record.run.config.update}
+        elif kind == "history":
+            row = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
+            found["history"][int(row.pop("_step"))] = row
+        elif kind == "exit":
+            found["exit"] = record.exit.exit_code
+    return found
+
+
+def _train(world: DistEnv, folder: str, steps: int) -> None:
+    # Without other contents: this machine's load, its packages.
+    os.environ.update(WANDB_MODE="offline", WANDB__DISABLE_STATS="true", WANDB_PROJECT="llamas")
+    flags = [*TINY, f"--job.dump_folder={folder}", f"--training.steps={steps}", "--metrics.enable_wandb"]
+    flags += ["--validation.freq=2", "--metrics.log_freq=2", "--metrics.layer_norms=1", "--job.description=a test"]
+    Trainer(build(load_config("debug_model.toml", world.size, flags), world)).train()
+    del os.environ["WANDB_PROJECT"]
+
+
+@pytest.mark.slow
+def test_an_offline_run_holds_the_rows_of_metrics_jsonl(pool: Pools, tmp_path: Path) -> None:
+    """The real library, in a real run, read back from the file that `wandb sync` would send."""
+    pool(2).run(_train, str(tmp_path / "my run"), 4)
+    folder = tmp_path / "my run"
+    run = offline(folder)
+    rows: dict[int, dict[str, float]] = {}
+    for row in read_metrics(folder / "metrics.jsonl"):
+        rows.setdefault(row["step"], {}).update(tags(row))
+    assert sorted(rows) == [1, 2, 4]
+    shown = {
+        step: {key: value for key, value in row.items() if not key.startswith("_")}
+        for step, row in run["history"].items()
+    }
+    assert shown == rows
+    assert {"loss_metrics/global_avg_loss", "validation_metrics/loss", "grad_norm/layers.1"} <= set(shown[4])
+    assert run["config"]["training"]["steps"] == 4 and run["config"]["model"]["overrides"]["n_layers"] == 2
+    written = loads((folder / "config.toml").read_text())
+    assert {name: run["config"][name] for name in written} == written
+    assert run["display_name"] == "my run" and run["notes"] == "a test"
+    assert run["project"] == "llamas", "the environment goes before"
+    assert run["exit"] == 0
+    assert (folder / ID_FILE).read_text().strip() == run["run_id"]
+
+
+class Backend(types.ModuleType):
+    """Stands in for wandb where the library itself cannot be made to fail."""
+
+    def __init__(self, log: Callable[..., Any] = lambda *_, **__: None, init: Callable[[], Any] = lambda: None):
+        super().__init__("wandb")
+        self.begun: list[dict[str, Any]] = []
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.exits: list[int] = []
+        backend = self
+
+        class Run:
+            url, dir = "https://example.com/run", "somewhere"
+
+            def log(self, values: dict[str, float], step: int) -> None:
+                log(values, step)
+                backend.rows.append((step, values))
+
+            def finish(self, exit_code: int) -> None:
+                backend.exits.append(exit_code)
+
+        def begin(**given: Any) -> Run:
+            init()
+            backend.begun.append(given)
+            return Run()
+
+        self.init, self.setup, self.Settings = begin, lambda settings: None, types.SimpleNamespace
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Backend], Backend]:
+    def place(backend: Backend) -> Backend:
+        monkeypatch.setitem(sys.modules, "wandb", backend)
+        return backend
+
+    return place
+
+
+def test_a_resumed_run_goes_on_under_its_id_and_a_new_one_does_not(tmp_path: Path, install: Any) -> None:
+    backend = install(Backend())
+    for first_step in (1, 11, 1):
+        WandbWriter(tmp_path, {"a": {"b": 1}}, "words", first_step).close()
+    first, resumed, fresh = backend.begun
+    assert first["id"] == resumed["id"] != fresh["id"]
+    assert resumed["resume"] == "allow" and "resume" not in first and "resume" not in fresh
+    assert (tmp_path / ID_FILE).read_text().strip() == fresh["id"]
+    assert first["config"] == {"a": {"b": 1}} and first["notes"] == "words" and first["name"] == tmp_path.name
+    assert first["project"] == "titanlite" and first["dir"] == str(tmp_path)
+    assert first["settings"].silent and first["settings"].console == "off"
+
+
+def test_the_environment_goes_before(tmp_path: Path, install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = install(Backend())
+    for name in ("PROJECT", "NAME", "NOTES", "DIR", "RESUME"):
+        monkeypatch.setenv(f"WANDB_{name}", "theirs")
+    monkeypatch.setenv("WANDB_RUN_ID", "mine")
+    WandbWriter(tmp_path, {}, first_step=11).close()
+    (given,) = backend.begun
+    assert given["id"] == "mine" and not {"project", "name", "notes", "dir", "resume"} & set(given)
+    assert (tmp_path / ID_FILE).read_text().strip() == "mine"
+
+
+def test_rows_arrive_in_order_and_a_failed_run_is_marked_once(tmp_path: Path, install: Any) -> None:
+    backend = install(Backend())
+    board = WandbWriter(tmp_path, {})
+    for step in range(1, 101):
+        board.write(step, {"loss": float(step)})
+    board.close(failed=True)
+    board.close()
+    assert backend.rows == [(step, {"loss": float(step)}) for step in range(1, 101)] and backend.exits == [1]
+
+
+def _raise(*_: Any, **__: Any) -> None:
+    raise ConnectionError("no route")
+
+
+@pytest.mark.parametrize("broken", [{"init": _raise}, {"log": _raise}, None], ids=["start", "a row", "no library"])
+def test_an_error_ends_it_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: dict[str, Any] | None
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None if broken is None else Backend(**broken))
+    with listening() as said:
+        board = WandbWriter(tmp_path, {})
+        for step in range(100):
+            board.write(step, {"loss": 1.0})
+            time.sleep(0.001)
+        board.close()
+    (warning,) = [text for text in said if "off from here on" in text]
+    assert ("wandb" if broken is None else "(ConnectionError: no route)") in warning
+
+
+@pytest.mark.parametrize("where", ["init", "log"])
+def test_a_back_end_that_hangs_stops_neither_writing_nor_closing(
+    tmp_path: Path, install: Any, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.setattr(background_writer, "_CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(background_writer, "_QUEUE", 50)
+    release = threading.Event()
+    backend = install(Backend(**{where: lambda *_: release.wait(60)}))
+    with listening() as said:
+        board = WandbWriter(tmp_path, {})
+        began = time.perf_counter()
+        for step in range(10_000):
+            board.write(step, {"loss": 1.0, "lr": 2.0})
+        wrote = time.perf_counter()
+        board.close()
+        closed = time.perf_counter()
+    assert wrote - began < 2 and 0.2 <= closed - wrote < 5
+    behind, late = said[-2:]
+    assert "does not keep up: 50 rows wait" in behind and "did not end within 0.2 s" in late
+    board.write(10_001, {"loss": 1.0})
+    release.set()
+    board._thread.join(10)
+    assert not board._thread.is_alive(), "what is left goes on, and ends"
+    assert len(backend.rows) <= 51 and backend.exits == [0]
+
+
+def test_a_failed_run_ends_before_the_launcher_does_so(
+    tmp_path: Path, install: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights & Biases, TensorBoard and the terminal hang, all at once."""
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    release = threading.Event()
+    install(Backend(init=lambda: release.wait(60)))
+    monkeypatch.setenv("TERM", "xterm")
+    for name in ("CI", "KUBERNETES_SERVICE_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    run, world = load_config("debug_model.toml", 1, TINY), DistEnv(0, 0, 1, torch.device("cpu"))
+    sizes = {"tokens_per_step": 8, "sequences_per_step": 1, "flops_per_token": 1}
+    watched = MetricsLogger(run.metrics, run.job, world, run.toml, **sizes, peak_flops=None)
+    watched._tracker, watched._tensorboard = WandbWriter(tmp_path, {}), TensorBoard(tmp_path / "tb", purge_step=1)
+    monkeypatch.setattr(RecordWriter, "write", lambda *_: release.wait(60))
+    watched._tensorboard.write(1, {"lr": 1.0})
+    handlers = logger.handlers[:]
+    master, end = os.openpty()
+    with os.fdopen(end, "w") as stream:
+        fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+        setup_console(0, stream=stream)
+        watched._view = start_view(0, 60)
+        assert watched._view is not None
+        termios.tcflow(end, termios.TCOOFF)
+        began = time.perf_counter()
+        watched.on_end(None, RunEnd("failed", 3, reason="an error"))  # type: ignore[arg-type]
+        took = time.perf_counter() - began
+        termios.tcflow(end, termios.TCOON)
+        logger.handlers[:] = handlers
+    release.set()
+    os.close(master)
+    assert 1.5 <= took < PRINT_SECONDS, "each of them was waited for, as long as there is time"
+
+
+def _hanging(world: DistEnv, folder: str) -> tuple[int, int]:
+    """A whole run with a back end that never answers."""
+    stuck = threading.Event()
+    sys.modules["wandb"] = Backend(init=lambda: stuck.wait(60))
+    background_writer._CLOSE_SECONDS = 0.2
+    flags = [*TINY, f"--job.dump_folder={folder}", "--training.steps=5", "--no-checkpoint.enable_checkpoint"]
+    run = load_config("debug_model.toml", world.size, [*flags, "--no-validation.enable"])
+    # Not by its key: that asks for the installed package.
+    run = replace(run, metrics=replace(run.metrics, enable_wandb=True))
+    try:
+        trainer = Trainer(build(run, world))
+        trainer.train()
+    finally:
+        stuck.set()
+        del sys.modules["wandb"]
+        background_writer._CLOSE_SECONDS = 10.0
+    return trainer.step, len(read_metrics(Path(folder) / "metrics.jsonl"))
+
+
+def test_a_run_with_a_back_end_that_hangs_is_complete(pool: Pools, tmp_path: Path) -> None:
+    assert pool(1).run(_hanging, str(tmp_path)) == [(5, 5)]
+
+
+@pytest.mark.parametrize("folder", [False, True], ids=["missing", "a folder of its name"])
+def test_without_the_package_the_key_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: bool) -> None:
+    """wandb leaves a folder `wandb` in the working directory, which Python finds as a package without a file."""
+    if folder:
+        (tmp_path / "wandb").mkdir()
+        monkeypatch.delitem(sys.modules, "wandb", raising=False)
+        monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    else:
+        monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"metrics\.enable_wandb.*needs the package wandb.*\n?.*titanlite\[wandb\]"):
+        load_config("debug_model.toml", 1, ["--metrics.enable_wandb"])
+    if not folder:
+        assert not load_config("debug_model.toml", 1).metrics.enable_wandb

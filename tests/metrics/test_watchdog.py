@@ -1,0 +1,497 @@
+"""Real ranks that sleep, stop, raise and die: the report names them, and all end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.metrics.runs import make_trainer
+from tests.pool import Pools
+from tests.training.test_run import TINY
+from tests.words import listening
+from titanlite import exit_codes
+from titanlite.checkpoint.async_save import AsyncSave
+from titanlite.config.run_sections import Comm, Stall
+from titanlite.data.prefetch import Prefetcher
+from titanlite.guard import LossSpikeError
+from titanlite.metrics import watchdog
+from titanlite.metrics.hang_report import MAX_ROWS, RankState, table, verdict
+from titanlite.metrics.watchdog import THREAD, HangWatchdog, _stack
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.run_callbacks import Watchdog
+from titanlite.runs.record import read_entries
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICK = Stall(deadline_seconds=1.0, heartbeat_seconds=0.3)
+#: Longest wait for an event that should come within seconds.
+LONG = 90.0
+
+AT_FORWARD = RankState(0, "node1", 11, 5, 1, "forward", 8.0, ("c10d.py:1 all_reduce", "step.py:2 train_step"), True)
+IN_DATA = RankState(1, "node2", 12, 5, 0, "data", 8.1, ("loader.py:9 read", "trainer.py:3 train_one"))
+
+
+def _ranks(state: RankState, *ranks: int) -> list[RankState]:
+    return [replace(state, rank=rank) for rank in ranks]
+
+
+@pytest.mark.parametrize(
+    ("states", "named", "words"),
+    [
+        ([AT_FORWARD, IN_DATA], [1], "rank 1 (node2, process 12) has been in data of step 5 for 8.1 s, at loader.py:9"),
+        # At the same place, one of them not in a collective.
+        (
+            [AT_FORWARD, replace(AT_FORWARD, rank=1, in_collective=False, stack=("hook.py:3 slow",))],
+            [1],
+            "in forward of step 5 for 8.0 s, at hook.py:3 slow: the others wait for it",
+        ),
+        # Behind, but waiting itself: for the one that is ahead and busy.
+        ([AT_FORWARD, replace(IN_DATA, step=6)], [1], "in data of step 6"),
+        ([AT_FORWARD, *_ranks(AT_FORWARD, 1)], [], "every rank is in forward of step 5 and none holds the others up"),
+        ([*_ranks(IN_DATA, 0, 1), *_ranks(AT_FORWARD, 2, 3, 4)], [0, 1], "ranks 0, 1 have been in data of step 5"),
+        # A rank that has ended or is mute is blamed before one that is behind.
+        ([IN_DATA, *_ranks(replace(AT_FORWARD, silent=9.0, process="gone"), 2)], [2], "something killed it"),
+        ([IN_DATA, *_ranks(replace(AT_FORWARD, silent=9.0, process="T"), 2)], [2], "kill -CONT 11 lets it go on"),
+        ([IN_DATA, *_ranks(replace(AT_FORWARD, silent=9.0, process="D"), 2)], [2], "network file system"),
+        ([IN_DATA, *_ranks(replace(AT_FORWARD, silent=9.0), 2)], [2], "last heard of 9.0 s ago in forward of step 5"),
+        ([AT_FORWARD, RankState(1, silent=0.0)], [1], "It was never heard of"),
+        ([AT_FORWARD, replace(IN_DATA, end="left")], [1], "rank 1 has left the loop, in data of step 5"),
+        ([AT_FORWARD, replace(IN_DATA, end="raised", text="OSError: disk")], [1], "at loader.py:9 read: OSError: disk"),
+        # Collectives that failed on the others are the effect.
+        ([replace(AT_FORWARD, end="lost"), IN_DATA], [1], "in data of step 5 for 8.1 s"),
+        ([replace(IN_DATA, rank=0)], [0], "rank 0 (node2, process 12) has been in data of step 5 for 8.1 s, at loader"),
+    ],
+)
+def test_a_rank_that_waits_is_not_the_culprit(states: list[RankState], named: list[int], words: str) -> None:
+    culprits, sentence = verdict(states)
+    assert [state.rank for state in culprits] == named
+    assert words in sentence
+
+
+def test_the_table_of_many_ranks_shows_the_culprit_and_counts_the_rest() -> None:
+    states = [*_ranks(AT_FORWARD, *range(999)), replace(IN_DATA, rank=999)]
+    lines = table(states, [states[-1]]).splitlines()
+    assert len(lines) == 1 + MAX_ROWS + 1
+    assert lines[-2].split()[:4] == ["999", "node2", "5", "data"]
+    assert lines[-1] == f"  and {1000 - MAX_ROWS} more in forward of step 5"
+
+
+@pytest.mark.parametrize(
+    ("stall", "comm", "deadlines"),
+    [
+        ({}, {}, (60.0, 180.0, 2.0, 80.0)),
+        ({}, {"train_timeout_seconds": 10, "init_timeout_seconds": 600}, (6.0, 360.0, 2.0, 8.0)),
+        ({}, {"train_timeout_seconds": 5}, (3.0, 180.0, 1.5, 4.0)),  # twice in the deadline
+        ({"deadline_seconds": 20.0, "heartbeat_seconds": 20.0}, {}, (20.0, 180.0, 10.0, 80.0)),
+        ({"deadline_seconds": 900.0}, {"train_timeout_seconds": 1000}, (900.0, 900.0, 2.0, 800.0)),
+        ({"deadline_seconds": 0.0, "heartbeat_seconds": 20.0}, {}, (0.0, 180.0, 20.0, 80.0)),
+    ],
+)
+def test_deadlines_follow_the_timeouts(stall: Any, comm: Any, deadlines: tuple[float, ...]) -> None:
+    dog = HangWatchdog(Stall(**stall), Comm(**comm))
+    assert (dog._deadline, dog._patience, dog._heartbeat, dog._latest) == pytest.approx(deadlines)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_phase_is_reported_by_what_earlier_steps_took(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    dog = HangWatchdog()
+    dog.size = ranks
+    limits = []
+    for step, seconds in enumerate([50, 15, 25, 10, 90, 10], start=1):
+        dog.phase("data", step)
+        now += seconds - 1
+        dog.phase("forward")
+        limits.append(dog._limit(step, "forward"))
+        now += 1
+        dog.phase("save")
+        now += 500
+    # Of the first step: patience. Then three times: the first one, the second one, the longest but for the first.
+    assert limits == ([180, 150, 60, 75, 75, 270] if ranks == 1 else [180, 80, 60, 75, 75, 80])
+    assert dog._limit(7, "save") == 180
+
+
+# Ranks that stand still
+
+
+def _until(done: Callable[[], object]) -> None:
+    deadline = time.monotonic() + LONG
+    while not done() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _reports(said: list[str]) -> list[str]:
+    return [text for text in said if "\n" in text]
+
+
+@contextlib.contextmanager
+def _watching(**keywords: Any) -> Iterator[tuple[HangWatchdog, list[str]]]:
+    """A watchdog that looks often and ends nobody, and what is logged."""
+    shorter = {"_POLL_SECONDS": 0.1, "_ANSWER_SECONDS": 1.0, "_OWN_REASON_SECONDS": 0.5}
+    keywords.setdefault("end", None)
+    with mock.patch.multiple(watchdog, **shorter), listening() as said, HangWatchdog(QUICK, **keywords) as dog:
+        yield dog, said
+
+
+def _loop(dog: HangWatchdog, slow: Callable[[], object]) -> None:
+    """Three steps of phases and collectives; `slow` is called where the second one reads its data."""
+    for step in range(1, 4):
+        dog.phase("data", step)
+        if step == 2:
+            slow()
+        dog.phase("forward")
+        dist.all_reduce(torch.ones(3))
+        dog.phase("optimizer")
+
+
+def _sleep(world: DistEnv) -> list[str]:
+    with _watching() as (dog, said):
+
+        def read_shard() -> None:
+            if world.rank == 1:
+                _until(lambda: dog._calls)  # rank 0 has asked where it is
+
+        _loop(dog, read_shard)
+        # The loop is over before rank 0's thread has looked again.
+        _until(lambda: world.rank or any("goes on" in text for text in said))
+    assert not [thread for thread in threading.enumerate() if thread.name == THREAD]
+    return said
+
+
+def test_a_rank_that_sleeps_in_its_loader_is_named_with_its_stack(pool: Pools) -> None:
+    said, others = pool(2).run(_sleep)
+    (report,) = _reports(said)
+    host = socket.gethostname()
+    head, columns, zero, one, sentence = report.splitlines()
+    assert re.fullmatch(r"no progress for \d+ s:", head)
+    assert columns.split() == ["rank", "host", "step", "phase", "seconds", "at"]
+    assert zero.split()[:4] == ["0", host, "2", "forward"] and "distributed_c10d.py" in zero and "all_reduce < " in zero
+    assert zero.endswith(" _loop"), "where our code is, not torch's"
+    assert one.split()[:4] == ["1", host, "2", "data"] and "test_watchdog.py" in one and "read_shard" in one
+    assert float(zero.split()[4]) >= 1.0 and float(one.split()[4]) >= 1.0
+    assert re.match(
+        rf"rank 1 \({re.escape(host)}, process \d+\) has been in data of step 2 for [\d.]+ s, at ", sentence
+    )
+    assert sentence.endswith(": the others wait for it")
+    assert any(text.startswith("rank 0 goes on") for text in said) and not others
+
+
+def _stop(world: DistEnv) -> list[str]:
+    pids = [0] * world.size
+    dist.all_gather_object(pids, os.getpid())
+    with _watching() as (dog, said):
+
+        def wake() -> None:
+            _until(lambda: _reports(said))
+            os.kill(pids[1], signal.SIGCONT)
+
+        if world.rank == 0:
+            threading.Thread(target=wake, daemon=True).start()
+
+        def stop() -> None:
+            if world.rank == 1:
+                before = dog._beats
+                _until(lambda: dog._beats > before + 1)  # its last heartbeat is of this place
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+        _loop(dog, stop)
+    return said
+
+
+def test_a_stopped_rank_does_not_answer_and_is_named(pool: Pools) -> None:
+    report = _reports(pool(2).run(_stop)[0])[0]
+    assert re.search(r"^ +1 +\S+ +2 +data +[\d.]+ +no answer, last heard of [\d.]+ s ago$", report, re.MULTILINE)
+    culprit = (
+        r"\nrank 1 \(\S+, process (\d+)\) is stopped, .*: kill -CONT \1 .*last heard of [\d.]+ s ago in data of step 2$"
+    )
+    assert re.search(culprit, report)
+
+
+class _Slow:
+    """A loader whose third step comes when the rank is asked where it is."""
+
+    steps_left = None
+
+    def __init__(self, dog: HangWatchdog) -> None:
+        self.dog, self.steps = dog, 0
+
+    def next_step(self) -> list[Any]:
+        self.steps += 1
+        if self.steps == 3:
+            self._fetch()
+        return []
+
+    def _fetch(self) -> None:
+        _until(lambda: self.dog._calls)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
+def test_one_process_alone_is_watched_too_and_the_thread_that_reads_is_shown() -> None:
+    with _watching() as (dog, said), Prefetcher(_Slow(dog)) as batches:
+        for step in range(1, 5):
+            dog.phase("data", step)
+            batches.next_step()
+        _until(lambda: _reports(said))
+    (report,) = _reports(said)
+    assert "_until < metrics/test_watchdog.py" in report and "_fetch" in report, "not only that it waits for a thread"
+    assert "has been in data of step 3" in report
+
+
+def _wait_for_a_save(world: DistEnv) -> tuple[str, ...]:
+    """The stack that is shown of a rank which waits for a save in the background."""
+    main, told = threading.get_ident(), threading.Event()
+    saves = AsyncSave(world.device)
+
+    def write_slowly(*_: Any) -> None:
+        told.wait(LONG)
+
+    def look() -> None:
+        _until(lambda: any("async_save.py" in frame for frame in _stack(main)[0]))
+        found.append(_stack(main)[0])
+        told.set()
+
+    found: list[tuple[str, ...]] = []
+    saves.start(1, Path("step-1"), {"weight": torch.ones(3)}, write_slowly)
+    looker = threading.Thread(target=look)
+    looker.start()
+    saves.wait()
+    looker.join()
+    saves.close()
+    return found[0]
+
+
+def test_a_rank_that_waits_for_a_save_shows_the_thread_that_writes(pool: Pools) -> None:
+    (stack,) = pool(1).run(_wait_for_a_save)
+    assert any(frame.endswith(" write_slowly") for frame in stack[:4]), stack
+    assert any("checkpoint/async_save.py" in frame and frame.endswith(" wait") for frame in stack)
+
+
+# Ranks that raise
+
+
+def _raise(world: DistEnv) -> tuple[list[str], list[str], float]:
+    peers: list[str] = []
+
+    def read_shard() -> None:
+        if world.rank == 1:
+            raise OSError(5, "Input/output error", "/data/shard-3")
+
+    began = time.monotonic()
+    took = LONG
+    try:
+        with _watching(logs="runs/logs") as (dog, said):
+            dog.on_peer = lambda error: peers.append(f"{exit_codes.code_of(error)} {error}")
+            try:
+                _loop(dog, read_shard)
+            finally:
+                took = time.monotonic() - began
+    except OSError:
+        for _ in range(2):
+            dist.all_reduce(torch.ones(3))  # the process lives on here, and so must the others'
+    return said, peers, took
+
+
+def test_an_error_of_one_rank_is_reported_on_rank_0(pool: Pools) -> None:
+    (said, peers, took), (silent, none, _) = pool(2).run(_raise)
+    (text,) = said
+    host = re.escape(socket.gethostname())
+    first, last = text.splitlines()
+    assert re.match(
+        rf"rank 1 \({host}, process \d+\) raised in data of step 2, at metrics/test_watchdog.py:\d+ ", first
+    )
+    assert first.endswith("read_shard: all ranks end. Its traceback is in runs/logs/rank_1.log")
+    assert last == "OSError: [Errno 5] Input/output error: '/data/shard-3'"
+    assert len(peers) == 1 and peers[0].startswith(f"{exit_codes.LOST_PEER} rank 1 (") and took < LONG
+    assert not silent and not none
+
+
+def _raise_together(world: DistEnv, kind: type[BaseException], values: tuple[Any, ...], late: float) -> list[str]:
+    with pytest.raises(kind), _watching(end=os._exit) as (dog, said):
+        dog.phase("data", 1)
+        dist.barrier()
+        if world.rank == 0:
+            time.sleep(late)
+        raise kind(*values)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "late"),
+    [
+        (ValueError, ("of all",), 0.0),
+        (KeyboardInterrupt, (), 0.0),
+        # The guard stops all ranks, even if one takes longer than it has for a reason of its own.
+        (LossSpikeError, (7, 1.0, 9.0, 2.0, 0.1, 6.0), 1.5),
+    ],
+)
+def test_an_error_of_all_ranks_ends_no_other_rank(
+    pool: Pools, kind: type[BaseException], values: tuple[Any, ...], late: float
+) -> None:
+    assert pool(2).run(_raise_together, kind, values, late) == [[], []]
+
+
+def _train(world: DistEnv, folder: str, *flags: str) -> list[str]:
+    trainer = make_trainer(world, folder, *flags)
+    (dog,) = (callback.watch for callback in trainer.parts.callbacks if isinstance(callback, Watchdog))
+    fetch = trainer.parts.loader.next_step
+
+    def next_step() -> Any:
+        if trainer.step == 3 and world.rank == 1:
+            _until(lambda: dog._calls)
+        return fetch()
+
+    trainer.parts.loader.next_step = next_step  # type: ignore[method-assign]
+    phases: list[str] = []
+    note = dog.phase
+    dog.phase = lambda name, step=None: (phases.append(name), note(name, step))[1]  # type: ignore[method-assign]
+    with mock.patch.object(watchdog, "_POLL_SECONDS", 0.1), listening() as said:
+        trainer.train()
+    return [" ".join(phases), *_reports(said)]
+
+
+def test_the_trainer_says_where_it_is(pool: Pools, tmp_path: Path) -> None:
+    flags = ["--training.steps=4", "--stall.deadline_seconds=1", "--validation.freq=2", "--checkpoint.interval=2"]
+    (phases, *reports), (same, *_) = pool(2).run(_train, str(tmp_path), *flags, "--training.global_batch_size=4")
+    step = "data forward forward backward forward backward optimizer log"
+    late = f"{step} {step} validate save"
+    assert phases == same == f"{late} {late} end"
+    assert "rank 1 (" in reports[-1] and "has been in data of step 3 for" in reports[-1].splitlines()[-1]
+
+
+# Whole runs under torchrun
+
+_FAULTY = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from titanlite import main
+from titanlite.build import TrainingComponents
+from titanlite.data.prefetch import Prefetcher
+from titanlite.data.loader import TrainLoader
+from titanlite.metrics.watchdog import HangWatchdog
+kind, folder = sys.argv[1], Path(sys.argv[2])
+rank, asked, read = os.environ["RANK"], 0, 0
+victim = "0" if kind.endswith("rank 0") else "1"
+reported = threading.Event()
+
+def read_shard(self, step=TrainLoader.next_step):
+    global read
+    read += 1
+    if read == 3 and rank == victim and kind.startswith("raise"):
+        raise OSError(5, "Input/output error", "/data/shard-3")
+    return step(self)
+
+def next_step(self, step=Prefetcher.next_step):
+    global asked
+    asked += 1
+    if asked == 3 and rank == victim:
+        (folder / "struck").write_text(str(time.time()))
+        if kind.startswith("kill"):
+            os.kill(os.getpid(), signal.SIGKILL)
+    # Like a collective of NCCL, which does not notice that a rank is gone.
+    if asked == 3 and rank != victim and kind.startswith("raise"):
+        time.sleep(600)
+    if asked == 3 and rank != victim and kind == "kill, unnoticed":
+        reported.wait(90)
+    return step(self)
+
+def report(self, reason, tell=HangWatchdog._report):
+    tell(self, reason)
+    reported.set()
+
+def close(self, close=TrainingComponents.close):
+    if kind == "raise and hang" and rank == victim:
+        time.sleep(600)
+    close(self)
+
+TrainLoader.next_step, Prefetcher.next_step = read_shard, next_step
+HangWatchdog._report, TrainingComponents.close = report, close
+sys.argv[1:] = sys.argv[3:]
+main.main()
+"""
+
+
+def _torchrun(tmp_path: Path, kind: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    """Two ranks, of which one fails in its third step; rank 0 is shown. Also: seconds from then to the end."""
+    script = tmp_path / "faulty.py"
+    script.write_text(_FAULTY)
+    launch = [sys.executable, "-m", "titanlite.torchrun", "--nproc_per_node=2", "--rdzv_backend=c10d"]
+    launch += ["--rdzv_endpoint=localhost:0", "--local-ranks-filter=0"]
+    flags = ["--job.config_file=debug_model.toml", *TINY, f"--job.dump_folder={tmp_path}/run", "--training.steps=9"]
+    done = subprocess.run(
+        [*launch, str(script), kind, str(tmp_path), *flags],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    return done, time.time() - float((tmp_path / "struck").read_text())
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["raise", "raise and hang"])
+def test_an_error_of_a_loader_ends_all_ranks_and_is_the_last_line(tmp_path: Path, kind: str) -> None:
+    """Rank 0 is where nothing tells it of the other's end, as in a collective of NCCL."""
+    done, seconds = _torchrun(tmp_path, kind)
+    assert done.returncode == exit_codes.ERROR
+    host, error = socket.gethostname(), "OSError: [Errno 5] Input/output error: '/data/shard-3'"
+    said, last = done.stdout.splitlines()[-2:]
+    named = rf"ERROR: rank 1 \({re.escape(host)}, process \d+\) raised in data of step 3"
+    assert last == error and re.search(named, said) and "read_shard: all ranks end." in said
+    log = (tmp_path / "run" / "logs" / "rank_1.log").read_text()
+    if kind == "raise":
+        assert done.stderr.splitlines()[-1] == f"error: rank 1 on {host}: {error}"
+        root = done.stderr.partition("Root Cause (first observed failure)")[2]
+        assert re.search(r"rank +: 1 ", root), "torchrun blames the rank that raised"
+        assert "in read_shard" in log
+        end = read_entries(tmp_path / "run")[-1]
+        assert (end["event"], end["state"], end["exit_code"], end["step"]) == ("end", "failed", exit_codes.LOST_PEER, 2)
+        assert end["reason"].startswith("rank 1 (") and end["reason"].endswith(error)
+    else:
+        assert "this rank raised, and hangs on its way out" in log
+    # Some 5 s on a machine that does nothing else; waiting for rank 0's sleep or torchrun's patience takes over 30.
+    assert seconds < 28
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["kill", "kill, unnoticed", "kill rank 0"])
+def test_a_killed_rank_is_named(tmp_path: Path, kind: str) -> None:
+    """Also where no collective fails; of rank 0 there is no table, but a sentence."""
+    done, seconds = _torchrun(tmp_path, kind)
+    victim = int(kind != "kill rank 0")
+    assert done.returncode == exit_codes.LOST_PEER and seconds < 60
+    culprit = rf"rank {victim} \(\S+, process \d+\) has ended without a word: something killed it\. "
+    log = (tmp_path / "run" / "logs" / f"rank_{1 - victim}.log").read_text()
+    if victim == 0:
+        assert re.search(culprit, log)
+        return
+    assert re.match(culprit, done.stderr[done.stderr.index("error: ") :].splitlines()[1]), "the run's last words"
+    assert re.match(culprit, read_entries(tmp_path / "run")[-1]["reason"])
+    head = "rank 1 is gone:\n" if kind == "kill, unnoticed" else "a collective failed:\n"
+    report = log[log.index(head) :].splitlines()
+    assert report[1].split() == ["rank", "host", "step", "phase", "seconds", "at"]
+    if kind == "kill":
+        assert report[2].split()[:4] == ["0", socket.gethostname(), "3", "forward"]
+        assert report[2].endswith("lost its peers")
+    assert report[3].split()[0] == "1" and "no answer, last heard of" in report[3]
+    assert re.match(culprit, report[4]) and report[4] in done.stdout

@@ -1,0 +1,122 @@
+"""Run folders of an earlier titanlite are listed, compared, and resumed to the losses of an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runs.fixtures.make import RUNS, UNDISTURBED
+from titanlite.metrics.jsonl import read_metrics
+from titanlite.tools.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+ARCHIVE = Path(__file__).parent / "fixtures" / "runs.tar.xz"
+#: Of a row, what must not depend on the stop.
+NUMBERS = ("loss", "max_loss", "grad_norm", "lr", "tokens_seen", "validation_loss", "validation_tokens")
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    return tmp_path
+
+
+def _json(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    assert main([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def _train(runs: Path, name: str, *more: str) -> str:
+    """Run the command of that run again, from the same folder; its output."""
+    ranks = RUNS[name].ranks
+    torchrun = ["-m", "titanlite.torchrun", "--nproc_per_node", str(ranks)] if ranks > 1 else []
+    command = [sys.executable, *torchrun, str(ROOT / "train.py"), *RUNS[name].command(name), *more]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=runs, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def _rows(path: Path) -> dict[tuple[int, str], dict[str, float]]:
+    """Rows by step and kind."""
+    kinds = ((("validation" if "validation_loss" in row else "training"), row) for row in read_metrics(path))
+    return {(row["step"], kind): {name: row[name] for name in NUMBERS if name in row} for kind, row in kinds}
+
+
+def _check_numbers(run: Path, steps: int) -> None:
+    found, straight = _rows(run / "metrics.jsonl"), _rows(run / UNDISTURBED)
+    assert [step for step, kind in found if kind == "training"] == list(range(1, steps + 1))
+    assert found.keys() == {key for key in straight if key[0] <= steps}
+    for key, row in found.items():
+        assert row == pytest.approx(straight[key], rel=1e-5), key
+
+
+def test_they_are_listed_with_their_states(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = {Path(run["run"]).name: run for run in _json(capsys, "runs", str(runs))}
+    shown = {
+        name: [run[key] for key in ("state", "step", "steps", "attempts", "problems")] for name, run in found.items()
+    }
+    assert shown == {
+        "finished": ["done", 8, 8, 1, []],
+        "killed": ["died", 7, 8, 2, []],
+        "stopped": ["preempted", 5, 8, 1, []],
+    }
+    assert [found[name]["loss"] for name in shown] == [
+        _rows(runs / name / UNDISTURBED)[step, "training"]["loss"] for name, (_, step, *_rest) in shown.items()
+    ]
+    assert found["stopped"]["reason"].startswith("SIGTERM on every rank")
+    assert 0 < found["killed"]["duration"] < 60, "the pause between the attempts does not count"
+    entries = _json(capsys, "runs", str(runs), "--attempts")[str(runs / "killed")]
+    assert [(e["event"], e["attempt"], e["step"]) for e in entries] == [("start", 1, 0), ("end", 1, 3), ("start", 2, 3)]
+
+
+def test_they_are_compared(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = _json(capsys, "compare", *(str(runs / name) for name in RUNS), "--out", str(runs / "out"))
+    assert [run["state"] for run in found["runs"]] == ["done", "died", "preempted"]
+    assert [run["steady_rows"] for run in found["runs"]] == [6, 3, 3], "without the first two of each attempt"
+    assert found["differences"]["world_size"] == [1, 2, 2]
+    assert found["differences"]["training.tensor_parallel_degree"] == [1, 1, 2]
+    assert found["steps"] == [1, 2, 3, 4, 5] and len({f"{x:.4f}" for x in found["figures"]["loss at step 5"]}) == 1
+    assert (runs / "out" / "comparison.html").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_a_finished_run_has_nothing_to_do_and_trains_on_when_it_gets_more_steps(runs: Path) -> None:
+    assert "nothing to do" in _train(runs, "finished")
+    _check_numbers(runs / "finished", 8)
+    said = _train(runs, "finished", "--training.steps=10")
+    assert "resumed from step 8" in said and "resume verified at step 8" in said
+    # The last step of the former run has validated; the undisturbed one did so there too.
+    _check_numbers(runs / "finished", 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "after"),
+    [("killed", 6, "killed"), pytest.param("stopped", 5, "preempted", marks=pytest.mark.slow)],
+)
+def test_the_same_command_goes_on_to_the_losses_of_an_undisturbed_run(
+    runs: Path, name: str, step: int, after: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for lock in runs.rglob("run.lock"):  # of another machine or boot: only its age tells that nobody renews it
+        os.utime(lock, (0, time.time() - 200))
+    said = _train(runs, name)
+    assert f"resumed from step {step}" in said and f"resume verified at step {step}" in said
+    _check_numbers(runs / name, 8)
+    assert not list((runs / name).rglob("run.lock"))
+    start, end = _json(capsys, "runs", str(runs / name), "--attempts")[str(runs / name)][-2:]
+    assert (start["attempt"], start["after"], start["step"]) == (len(RUNS[name].attempts) + 1, after, step)
+    assert start.get("lost") == ({"attempt": 2, "steps": 1, "tokens": 64} if name == "killed" else None)
+    assert (end["state"], end["exit_code"], end["saved_step"]) == ("done", 0, 8)
+    (run,) = _json(capsys, "runs", str(runs / name))
+    assert (run["state"], run["step"], run["attempts"]) == ("done", 8, len(RUNS[name].attempts) + 1)

@@ -1,0 +1,161 @@
+"""`titanlite runs`, and reading run folders."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.runs.conftest import Start, change_start, training_row, write_metrics
+from titanlite.runs.lock import RunLock
+from titanlite.runs.read import find_runs, read_run
+from titanlite.tools.cli import main
+
+
+def listed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    status = main(["runs", *words])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_the_table_has_every_run_with_its_state_and_figures(
+    tmp_path: Path, start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [training_row(1, 8.0, 50), training_row(20, 5.25, 110), {"step": 20, "time": 1.0, "validation_loss": 5.5}]
+    write_metrics(tmp_path / "a" / "one", rows)
+    start(tmp_path / "a" / "one").end("done", 40)
+    write_metrics(tmp_path / "two", rows)
+    with RunLock(tmp_path / "three"):
+        record = start(tmp_path / "three")
+        status, out, err = listed(capsys, str(tmp_path))
+    assert (status, err) == (0, "")
+    lines = {line.split()[0].rpartition("/")[2]: line.split()[1:] for line in out.splitlines()}
+    assert lines["one"][:7] == ["done", "40", "of", "40", "5.2500", "5.5000", "220"]
+    assert lines["two"][:5] == ["unknown", "20", "5.2500", "5.5000", "220"]
+    assert lines["three"][:7] == ["running", "0", "of", "40", "–", "–", "–"]
+    assert "died" in listed(capsys, str(tmp_path / "three"))[1], "its lock is gone, and it has no end"
+    record.end("stopped", 7, reason="step 8: loss nan")
+    out = listed(capsys, str(tmp_path))[1]
+    assert "three  stopped by guard   7 of 40" in out
+    assert out.endswith(f"note: {tmp_path}/three: stopped by guard: step 8: loss nan\n")
+
+
+def test_json_has_null_for_what_is_not_known_and_stays_json(
+    tmp_path: Path, start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_metrics(tmp_path / "one", [training_row(1, 8.0, 50), training_row(20, "nan", 110)])
+    start(tmp_path / "one").end("failed", 21, reason="OSError: disk")
+    write_metrics(tmp_path / "two", [training_row(1, 8.0, 50, time=100.0), training_row(2, 7.0, 50, time=103.5)])
+    found = json.loads(listed(capsys, str(tmp_path), "--json")[1])
+    one, two = sorted(found, key=lambda run: run["run"])
+    assert one["loss"] == "nan" and (one["state"], one["step"], one["steps"]) == ("failed", 21, 40)
+    assert (one["tokens_per_second"], one["tokens_per_second_per_device"]) == (pytest.approx(220), 110)
+    assert (one["reason"], one["attempts"], one["validation_loss"]) == ("OSError: disk", 1, None)
+    shown = [two[key] for key in ("state", "steps", "started", "duration", "attempts")]
+    assert shown == ["unknown", None, 100, 3.5, 0]
+
+
+def test_time_between_attempts_does_not_count(tmp_path: Path, start: Start) -> None:
+    start(tmp_path).end("failed", 10)
+    start(tmp_path, step=10)
+    start(tmp_path, step=10).end("done", 40)
+    at = "2026-01-02T03:00:{:02}.000+00:00".format
+    change_start(tmp_path, 1, time=at(0), ended=at(30))
+    change_start(tmp_path, 2, time=at(40))
+    change_start(tmp_path, 3, time=at(50), ended=at(59))
+    began = read_run(tmp_path).started
+    assert began is not None and read_run(tmp_path).duration == 39, "nothing is known of the killed attempt"
+    write_metrics(tmp_path, [training_row(11, 5.0, time=began + 44), training_row(12, 5.0, time=began + 55)])
+    assert read_run(tmp_path).duration == 43, "it lasted at least until its last row"
+
+
+def test_a_live_run_lasts_until_its_last_sign_of_life(tmp_path: Path, start: Start) -> None:
+    with RunLock(tmp_path):
+        start(tmp_path)
+        started = read_run(tmp_path).started
+        assert started is not None
+        os.utime(tmp_path / "run.lock", (0, started + 70))
+        run = read_run(tmp_path)
+        assert (run.state, run.duration) == ("running", pytest.approx(70))
+
+
+def test_a_run_begun_anew_in_the_folder_is_not_mixed_with_the_one_before(tmp_path: Path, start: Start) -> None:
+    start(tmp_path).end("done", 40)
+    start(tmp_path).end("failed", 5)
+    run = read_run(tmp_path)
+    assert (run.state, run.step, len(run.attempts)) == ("failed", 5, 1)
+
+
+def test_a_run_json_of_titanlite_0_1_0_is_read_alone_and_beside_newer_attempts(tmp_path: Path, start: Start) -> None:
+    old = {
+        **{
+            "state": "running",
+            "started": "2026-01-02T03:00:00.000+00:00",
+            "heartbeat": "2026-01-02T03:01:00.000+00:00",
+        },
+        **{
+            "first_step": 0,
+            "steps": 40,
+            "world_size": 4,
+            "config": "config.toml",
+            "host": "node7",
+            "process": {"id": 7},
+        },
+    }
+    (tmp_path / "run.json").write_text(json.dumps({"format": 1, "attempts": [old]}))
+    (run,) = (read_run(path) for path in find_runs(tmp_path))
+    assert (run.state, run.steps, run.attempts[0]["ranks"]) == ("died", 40, 4)
+    (tmp_path / "config.toml").write_text("[optimizer]\nlr = 0.5\n")
+    start(tmp_path, step=20).end("done", 40)
+    found = read_run(tmp_path).attempts
+    assert [(one["attempt"], one.get("state"), one["ranks"], one["config"]) for one in found] == [
+        (1, None, 4, "config-1.toml"),
+        (2, "done", 2, "config.toml"),
+    ]
+    assert (found[1]["after"], found[1]["config_changes"]["optimizer.lr"]) == ("killed", "0.5 -> 0.001")
+    (tmp_path / "run.json").write_text("{")
+    assert [one["attempt"] for one in read_run(tmp_path).attempts] == [2]
+
+
+def test_runs_are_found_a_few_levels_deep_and_not_inside_checkpoints(tmp_path: Path) -> None:
+    for name in ("", "a/b/c", "a/b/c/d/e", "x/checkpoint/step-10", "x/.hidden", "x/step-20"):
+        write_metrics(tmp_path / name, [training_row(1, 8.0)])
+    (tmp_path / "a" / "circle").symlink_to(tmp_path)
+    assert find_runs(tmp_path) == [tmp_path, tmp_path / "a/b/c"]
+
+
+def test_what_cannot_be_read_is_named_and_hides_nothing_else(
+    tmp_path: Path, start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_metrics(tmp_path / "torn", [training_row(1, 8.0), training_row(2, 7.0), training_row(3, 6.0)])
+    text = (folder / "metrics.jsonl").read_text().splitlines()
+    (folder / "metrics.jsonl").write_text("\n".join([text[0], "{{{", text[2]]) + "\n")
+    start(folder).end("done", 40)
+    write_metrics(tmp_path / "odd", [training_row(1, "much")])
+    (write_metrics(tmp_path / "good", [training_row(1, 6.5)]) / "config.toml").write_text("= 1")
+    found = {Path(run["run"]).name: run for run in json.loads(listed(capsys, str(tmp_path), "--json")[1])}
+    shown = {name: (run["state"], run["loss"], len(run["problems"])) for name, run in found.items()}
+    assert shown == {"torn": ("done", None, 1), "odd": ("unknown", None, 1), "good": ("unknown", 6.5, 1)}
+    status, out, _ = listed(capsys, str(tmp_path))
+    assert status == 0
+    for words in ("torn/metrics.jsonl:2: ", "odd/metrics.jsonl: row of step 1: loss is 'much'", "good/config.toml: "):
+        assert f"note: {tmp_path}/{words}" in out
+
+
+def test_a_missing_or_empty_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, out, err = listed(capsys)
+    assert (status, out) == (2, "") and err.startswith("error: outputs: ") and "job.dump_folder" in err
+    (tmp_path / "outputs").mkdir()
+    assert listed(capsys) == (0, "no runs below outputs\n", "")
+    assert listed(capsys, "--json")[1] == "[]\n"
+
+
+def test_config_keys_are_refused_not_ignored(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["runs"], ["compare", "a"]):
+        assert main([*command, "--training.steps", "5"]) == 2
+        assert capsys.readouterr().err.startswith("error: --training.steps ")

@@ -1,0 +1,146 @@
+"""Saves that are written while training goes on: a copy in host memory, then a thread."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from threading import Event, Thread
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from titanlite.checkpoint.collective import new_group
+from titanlite.checkpoint.paths import AnyPath
+from titanlite.checkpoint.storage import Tensors
+
+#: Ranks may wait long for each other in an asynchronous save: it blocks no training.
+_TIMEOUT = timedelta(hours=2)
+#: Name of the thread in `threading.enumerate` and in reports of hangs.
+THREAD = "titanlite-save"
+
+
+@dataclass(frozen=True)
+class SaveOutcome:
+    """The end of an asynchronous save."""
+
+    step: int
+    folder: AnyPath
+    #: From the beginning of its copy to its end.
+    seconds: float
+    #: Why there is no checkpoint; "" when there is one.
+    problem: str = ""
+
+
+class AsyncSave:
+    """At most one save at a time, in a thread of this rank. All ranks make one together and call it alike.
+
+    device: of the tensors. overlap: the thread makes the copy too, while the forward and backward pass of the next step
+    run, from a GPU into page-locked memory; call `await_copy` before the tensors change. The first save takes host
+    memory for one copy of this rank's part of a checkpoint, and keeps it.
+    """
+
+    def __init__(self, device: torch.device, overlap: bool = False) -> None:
+        self._overlap = overlap
+        self._pinned = overlap and device.type == "cuda"
+        self._copied = Event()
+        self._copied.set()
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=self._pinned,
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=False,  # the copying thread has nothing else to do
+            )
+        )
+        self._group = new_group(_TIMEOUT)
+        self._thread: Thread | None = None
+        self._outcome: SaveOutcome | None = None
+        self._unreported: deque[SaveOutcome] = deque()
+
+    @property
+    def in_flight(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(
+        self, step: int, folder: AnyPath, tensors: Tensors, write: Callable[[Tensors, dist.ProcessGroup], None]
+    ) -> None:
+        """Copy the tensors, then call `write(copies, group)` in a thread. Its error goes into the outcome.
+
+        When this returns, or with `overlap` when `await_copy` does, the copy is complete: the tensors may change.
+        """
+        assert not self.in_flight, "the save before this one has not been waited for"
+        started = time.perf_counter()
+        copy = self._copier(tensors)
+        self._outcome = None
+        copied = None if self._overlap else copy()
+        self._copied.clear()
+
+        def run() -> None:
+            problem = ""
+            try:
+                try:
+                    copies = copy() if copied is None else copied
+                finally:
+                    self._copied.set()
+                write(copies, self._group)
+            except BaseException as error:  # DCP's own is no Exception, and no caller would see it
+                problem = str(error) or repr(error)
+            self._outcome = SaveOutcome(step, folder, time.perf_counter() - started, problem)
+            self._unreported.append(self._outcome)
+
+        self._thread = Thread(target=run, name=THREAD, daemon=True)
+        self._thread.start()
+
+    def _copier(self, tensors: Tensors) -> Callable[[], Tensors]:
+        """Return a function that copies the tensors as they are now, also when another thread calls it."""
+        if not self._pinned:
+            return lambda: cast(Tensors, self._stager.stage(tensors))
+        # The thread's copies run beside the kernels of the next step, but after those that were issued so far.
+        stream, issued = torch.cuda.Stream(), torch.cuda.Event()
+        issued.record()
+
+        def copy() -> Tensors:
+            with torch.cuda.stream(stream):
+                stream.wait_event(issued)
+                copies = cast(Tensors, self._stager.stage(tensors))
+            stream.synchronize()
+            return copies
+
+        return copy
+
+    def await_copy(self) -> None:
+        """Wait until the tensors of the latest save may change: returns at once without `overlap`."""
+        self._copied.wait()
+
+    def poll(self) -> SaveOutcome | None:
+        """Return the outcome of a save that has ended, each once, in order; None when there is no other."""
+        return self._unreported.popleft() if self._unreported else None
+
+    def wait(self) -> SaveOutcome | None:
+        """Wait until no save is in flight; return the outcome of the latest one."""
+        if self._thread is not None:
+            self._thread.join()
+        return self._outcome
+
+    def prepare(self, group: dist.ProcessGroup) -> None:
+        """Wait for the latest save, on all ranks, before the next; make a new group if it has failed on any rank.
+
+        group: in which they agree on that. A group whose communication has failed once cannot be used again.
+        """
+        outcome = self.wait()
+        failed: list[bool] = [False] * dist.get_world_size()
+        dist.all_gather_object(failed, outcome is not None and bool(outcome.problem), group)
+        if any(failed):
+            dist.destroy_process_group(self._group)
+            self._group = new_group(_TIMEOUT)
+
+    def close(self) -> None:
+        """Release memory and group; with a save still in flight (the run failed) the end of the process does that."""
+        if not self.in_flight:
+            self._stager.close()
+            dist.destroy_process_group(self._group)

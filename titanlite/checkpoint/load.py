@@ -1,0 +1,439 @@
+"""Load a checkpoint: which one a run starts from, which of its tensors it takes, and what the start report says."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from titanlite.checkpoint.collective import dcp_errors, on_rank_0, verify_before_load
+from titanlite.checkpoint.manifest import (
+    CheckpointError,
+    Manifest,
+    find,
+    is_valid,
+    root_of,
+    step_folder,
+    step_of,
+    steps_in,
+)
+from titanlite.checkpoint.paths import AnyPath, StoreError, to_path
+from titanlite.checkpoint.retention import Deleter, leftovers
+from titanlite.checkpoint.storage import (
+    RNG,
+    CheckedReader,
+    describe,
+    describe_all,
+    gather,
+    rng_state,
+    scatter,
+    set_rng_state,
+)
+from titanlite.guard import find_nonfinite
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.runs.provenance import config_changes
+from titanlite.utils import Table, counted, render
+
+if TYPE_CHECKING:
+    from titanlite.config.sections import Checkpoint
+
+#: Parts of a checkpoint by name: weights, the optimizer's state, the step at which the schedule began, the place in the
+#: text, torch's random generators.
+GROUPS = ("model", "optimizer", "lr_scheduler", "dataloader", "rng")
+#: Entry of the train state: the value of `exclude_from_loading` when the checkpoint was written.
+LEFT_OUT = "left_out"
+#: Groups that a run takes from another one's checkpoint only if it takes more than the weights.
+_ALL_BUT_WEIGHTS = frozenset(GROUPS) - {"model"}
+#: Word of `checkpoint.allow_changes` → effect of the change, for the start report.
+_EFFECTS = {
+    "data": "the place in the order is kept as a number: its sequence of the text here comes next "
+    '(checkpoint.exclude_from_loading = ["dataloader"] begins with the first)',
+    "tokenizer": "the ids mean what the tokenizer here says",
+    "global_batch": "the text goes on where it was, the learning rate goes on by steps",
+    "model": "the tensors fit, the rest is as configured here",
+}
+_WEIGHTS_ONLY = (
+    "holds weights only (checkpoint.model_weights_only was true), without an optimizer: no run can resume from it. If "
+    "the run was to end there, it is done. To start another run from it, give that another folder and name this one as "
+    "checkpoint.initial_load_path. To train on in this folder, move it away: the newest full checkpoint is resumed then"
+)
+#: Changed keys of the config that a refusal names.
+_KEYS = 8
+MISSING, UNEXPECTED, SHAPE, DTYPE = "missing", "unexpected", "another shape", "another dtype"
+_FLOATS = {"float64", "float32", "bfloat16", "float16"}
+#: Rows of the table of differences: one screen, with the text around it.
+_ROWS = 20
+#: Tensor name -> [dtype, shape].
+Described = Mapping[str, Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class LoadedState:
+    """The result of a load, besides the filled model and optimizer."""
+
+    #: Steps done; 0 after a start from another run's weights.
+    step: int
+    #: The saved train state; empty where only weights were taken.
+    train: dict[str, Any]
+    #: Lines for the start report, such as newer folders that were passed over.
+    notices: list[str] = field(default_factory=list)
+    #: The loaded checkpoint.
+    folder: AnyPath = Path()
+    #: "resume": of this run; "from": `initial_load_path`, of another one.
+    origin: Literal["resume", "from"] = "resume"
+    #: Names of `GROUPS` that were not taken.
+    left_out: frozenset[str] = frozenset()
+    #: Some of the model's tensors kept their initial values.
+    partial: bool = False
+    #: The configuration of the run that wrote the checkpoint.
+    config: dict[str, Any] = field(default_factory=dict)
+    #: Differences to this run that need `allow_changes`, and have it; a line each.
+    changes: tuple[str, ...] = ()
+    #: Whether every byte was compared with its hash.
+    verified: bool = False
+
+
+@dataclass
+class Loader:
+    """Loads one run's checkpoints, or another's to start from. All ranks make one and call it alike."""
+
+    config: Checkpoint
+    world: DistEnv
+    fingerprints: dict[str, str]
+    #: Of this run, as manifests hold it, to name differences.
+    run_config: Mapping[str, Any]
+    #: For leftovers.
+    deleter: Deleter
+    #: Step → why; checkpoints of this run whose content is bad though manifest and sizes are right.
+    bad: dict[int, str] = field(default_factory=dict)
+    #: The same of `initial_load_path`.
+    source_bad: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def root(self) -> AnyPath:
+        return to_path(self.config.folder)
+
+    def load(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        expected: Mapping[str, Any] | None = None,
+        rollback: bool = False,
+    ) -> LoadedState | None:
+        """As `Checkpointer.load`, or with `rollback` as `Checkpointer.load_newest`."""
+        while True:
+            choice = on_rank_0(self.world, lambda: self._choose(expected or {}, rollback))
+            if choice is None:
+                return None
+            loaded = self._try(*choice, model, optimizer)
+            if loaded is not None:
+                return loaded
+
+    def _try(
+        self, manifest: Manifest, chosen: LoadedState, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> LoadedState | None:
+        """Load the chosen checkpoint. Return None, and note the reason, if its files or weights are bad."""
+        folder, notices, is_other = chosen.folder, chosen.notices, chosen.origin == "from"
+        exclude = self._exclude(manifest, chosen)
+        left_out = frozenset(entry for entry in exclude if entry in GROUPS)
+        whole_optimizer = None if "optimizer" in left_out else optimizer
+        tensors = gather(model, whole_optimizer)
+        if whole_optimizer is None:
+            optimizer.state.clear()  # an earlier try may have given it one
+        saved = {name: entry for name, entry in manifest.tensors.items() if name != RNG}
+        wanted = describe_all(tensors, model)
+        selection = select(saved, wanted, exclude, self.config.allow_missing, convert=is_other, source=str(folder))
+        bad = self.source_bad if is_other else self.bad
+        if (problem := verify_before_load(folder, manifest, self.world, self.config.verify == "hash")) is not None:
+            bad[manifest.step] = problem
+            return None
+        state = {name: tensor for name, tensor in tensors.items() if name in selection.load}
+        rng = None if "rng" in left_out else self._generators(manifest, notices)
+        with dcp_errors(f"loading {folder}"):
+            dcp.load(state if rng is None else {**state, RNG: rng}, storage_reader=CheckedReader(folder, manifest))
+        for name in tensors.keys() - state.keys():
+            if name.startswith("optimizer."):  # `gather` gave it a state of one step
+                tensors[name].zero_()
+        if where := find_nonfinite(tensors):
+            bad[manifest.step] = (
+                f"{folder} holds what is not finite ({where}), and no run can go on from it: "
+                f"`titanlite checkpoint rm {folder}` deletes it"
+            )
+            return None
+        scatter(tensors, model, whole_optimizer)
+        if rng is not None:
+            set_rng_state(rng, self.world.device)
+        kept = [name for name in selection.keep if name.startswith("model.")]
+        if kept:
+            notices.append(f"{len(kept)} tensors of the model keep their initial values, such as {min(kept)}")
+        if selection.converted:
+            notices.append(f"{len(selection.converted)} tensors are converted from the types they were saved in")
+        if is_other and left_out >= _ALL_BUT_WEIGHTS:
+            chosen = replace(chosen, step=0, train={})
+        verified = self.config.verify == "hash" and bool(manifest.hashes)
+        return replace(chosen, left_out=left_out, partial=bool(kept), verified=verified)
+
+    def _exclude(self, manifest: Manifest, chosen: LoadedState) -> list[str]:
+        """Return the parts of this checkpoint that are not loaded.
+
+        A run excludes parts once: its own later saves under the same setting are loaded whole. So a restart by the same
+        command goes on, and does not lose the optimizer's state again.
+        """
+        given = list(self.config.exclude_from_loading)
+        if chosen.origin == "resume":
+            before = manifest.train.get(LEFT_OUT)
+            before = before if isinstance(before, list) else []
+            if done := [entry for entry in given if entry in before]:
+                chosen.notices.append(
+                    f"checkpoint.exclude_from_loading: {', '.join(done)} was left out when the run that wrote this "
+                    "checkpoint began; now it is loaded"
+                )
+            return [entry for entry in given if entry not in before]
+        if self.config.initial_load_model_only:
+            return sorted({*given, *_ALL_BUT_WEIGHTS})
+        names = ("data", "data order")
+        differ = [name for name in names if manifest.fingerprints.get(name) != self.fingerprints.get(name)]
+        if differ and "dataloader" not in given:
+            chosen.notices.append(f"its {' and '.join(differ)} differ: the text here begins at its first sequence")
+            given.append("dataloader")
+        return given
+
+    def _generators(self, manifest: Manifest, notices: list[str]) -> Any:
+        """Return a tensor to load the random generators into; None where they do not fit these ranks."""
+        rng = rng_state(self.world.device, self.world.size)
+        if manifest.tensors.get(RNG) == describe({RNG: rng})[RNG]:
+            return rng
+        notices.append(
+            f"written on {counted(manifest.world_size, 'ranks')}, loaded on {self.world.size} with "
+            f"{self.world.device.type} devices: the data order goes on exactly, the random generators start anew"
+        )
+        return None
+
+    def _choose(self, expected: Mapping[str, Any], rollback: bool) -> tuple[Manifest, LoadedState] | None:
+        """On rank 0: return the checkpoint to load, by `config`, or with `rollback` the newest of this run."""
+        config = self.config
+        step = None if rollback or config.load_step == -1 else config.load_step
+        start = "resume" if rollback else config.start
+        manifest, passed = find(self.root, step, self.bad)
+        later = [one for one in steps_in(self.root) if one > step] if step is not None else []
+        if newer := [f"step-{one}" for one in later if is_valid(step_folder(self.root, one))]:
+            raise CheckpointError(
+                f"checkpoint.load_step = {step}, but {self.root} holds newer checkpoints, which are never overwritten: "
+                f"move {', '.join(newer)} to another folder first"
+            )
+        if start == "fresh" and (manifest is not None or passed):
+            raise CheckpointError(
+                f'checkpoint.start = "fresh", but {self.root} holds checkpoints already: choose another '
+                "checkpoint.folder or job.dump_folder, or move them away"
+            )
+        choice = None
+        if manifest is not None:
+            choice = manifest, _chosen(manifest, self.root, passed, "resume")
+            if manifest.weights_only:
+                raise CheckpointError(f"{choice[1].folder} {_WEIGHTS_ONLY}")
+            choice = manifest, self._check_run(*choice, expected)
+        elif passed or start == "resume":
+            demanded = 'checkpoint.start = "resume", but ' if start == "resume" else ""
+            way_out = (
+                "\nBring one back from a copy, or begin anew with another --checkpoint.folder or --job.dump_folder"
+            )
+            raise CheckpointError(f"{demanded}{_none_valid(self.root, passed)}{way_out if passed else ''}")
+        elif config.initial_load_path is not None:
+            choice = self._choose_source(to_path(config.initial_load_path))
+        self.deleter.delete(leftovers(self.root))
+        return choice
+
+    def _choose_source(self, path: AnyPath) -> tuple[Manifest, LoadedState]:
+        """Return the checkpoint that `initial_load_path` means, which is only ever read. Raises CheckpointError."""
+        step = step_of(path)
+        try:
+            root = path.parent if step is not None else root_of(path)
+            if step is not None and not path.is_dir():
+                raise CheckpointError(f"there is no folder {path}")
+            if step is not None and step in self.source_bad:
+                raise CheckpointError(self.source_bad[step])
+            manifest, passed = find(root, step, self.source_bad)
+            if manifest is None:
+                raise CheckpointError(_none_valid(root, passed))
+            chosen = _chosen(manifest, root, passed, "from")
+            if manifest.weights_only and not self.config.initial_load_model_only:
+                way = "set checkpoint.initial_load_model_only = true"
+                raise CheckpointError(f"{chosen.folder} holds weights only: {way}")
+        except (CheckpointError, StoreError) as error:
+            raise CheckpointError(f"checkpoint.initial_load_path: {error}") from None
+        return manifest, chosen
+
+    def _check_run(self, manifest: Manifest, chosen: LoadedState, expected: Mapping[str, Any]) -> LoadedState:
+        """Add the differences to the run that wrote the checkpoint.
+
+        Raises CheckpointError unless `config.allow_changes` has a word for each of them.
+        """
+        found = {
+            name: f"{manifest.fingerprints.get(name)} there, {value} here"
+            for name, value in self.fingerprints.items()
+            if manifest.fingerprints.get(name) != value
+        }
+        for name, value in expected.items():
+            if name in manifest.train and (saved := manifest.train[name]) != value:
+                keep = f" (training.global_batch_size = {saved} keeps it)" if name == "global_batch" else ""
+                found[name.replace("_", " ")] = f"{saved} there, {value} here{keep}"
+        words = dict.fromkeys("data" if name == "data order" else name.replace(" ", "_") for name in found)
+        if missing := [word for word in words if word not in self.config.allow_changes]:
+            lines = "".join(f"\n  {name}: {difference}" for name, difference in found.items())
+            changes = config_changes(manifest.config.get("toml"), self.run_config.get("toml"))
+            keys = [f"{key}: {change}" for key, change in changes.items()]
+            if keys:
+                lines += "\n  in the config: " + "; ".join(keys[:_KEYS]) + "; …" * (len(keys) > _KEYS)
+            raise CheckpointError(
+                f"{chosen.folder} is of another run:{lines}\n"
+                "Start this one elsewhere with another --checkpoint.folder or --job.dump_folder, or configure it as "
+                f"that run was. If the change is meant, say so: --checkpoint.allow_changes={','.join(missing)}"
+            )
+        for word in words:
+            effect = f": {_EFFECTS[word]}" if word in _EFFECTS else ""
+            chosen.notices.append(f"another {word.replace('_', ' ')}, by checkpoint.allow_changes{effect}")
+        return replace(chosen, changes=tuple(f"{name}: {difference}" for name, difference in found.items()))
+
+
+def _none_valid(root: AnyPath, passed: Sequence[str]) -> str:
+    return f"{root} has no valid checkpoint" + "".join(f"\n  {line}" for line in passed)
+
+
+def _chosen(manifest: Manifest, root: AnyPath, passed: Sequence[str], origin: Literal["resume", "from"]) -> LoadedState:
+    """Return the result of a load before it: without the tensors. passed: reasons of newer ones."""
+    folder = step_folder(root, manifest.step)
+    notices = [f"passed over: {reason}" for reason in passed]
+    if passed:
+        notices.append(f"`titanlite checkpoint verify {root}` tells all that is wrong there")
+    if not manifest.hashes:
+        notices.append(f"{folder} is of a time without hashes: only the sizes of its files were checked")
+    return LoadedState(manifest.step, manifest.train, notices, folder, origin, config=manifest.config)
+
+
+class Selection(NamedTuple):
+    """The tensors of a model, by the source of their values."""
+
+    #: Read from the checkpoint.
+    load: frozenset[str]
+    #: Keep their initial values, because the checkpoint lacks them or they are excluded.
+    keep: frozenset[str]
+    #: Read from another floating-point type.
+    converted: frozenset[str]
+
+
+def select(
+    saved: Described,
+    wanted: Described,
+    exclude: Sequence[str] = (),
+    allow_missing: Sequence[str] = (),
+    convert: bool = False,
+    source: str = "the checkpoint",
+) -> Selection:
+    """Return which tensors to load.
+
+    saved, wanted: those of the checkpoint and of the model. exclude: names of `GROUPS` and patterns of tensor names:
+    these are not loaded. allow_missing: patterns of tensors that the checkpoint may lack. The optimizer's state of a
+    weight that is not loaded is not loaded either. convert: floating-point types may differ.
+
+    Raises CheckpointError with a table of differences, for a pattern that matches no tensor, and when nothing is left.
+    """
+    prefixes = tuple(f"{group}." for group in exclude if group in GROUPS)
+    patterns = [entry for entry in exclude if entry not in GROUPS]
+    _must_match("checkpoint.exclude_from_loading", patterns, {*saved, *wanted}, GROUPS)
+    _must_match("checkpoint.allow_missing", allow_missing, wanted)
+
+    def matches(name: str, patterns: Sequence[str]) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+    ignored = {name for name in {*saved, *wanted} if name.startswith(prefixes) or matches(name, patterns)}
+    ignored |= {name for name in wanted if name not in saved and matches(name, allow_missing)}
+    fresh = tuple(f"optimizer.state.{name.removeprefix('model.')}." for name in ignored if name.startswith("model."))
+    ignored |= {name for name in {*saved, *wanted} if name.startswith(fresh)}
+
+    problems = {name: _problem(saved.get(name), wanted.get(name)) for name in {*saved, *wanted} - ignored}
+    converted = {
+        name
+        for name, problem in problems.items()
+        if convert and problem == DTYPE and {saved[name][0], wanted[name][0]} <= _FLOATS
+    }
+    found = {name: problem for name, problem in problems.items() if problem and name not in converted}
+    if found:
+        raise CheckpointError(_explain_differences(found, saved, wanted, source))
+    load = frozenset(wanted) - ignored
+    if not load:
+        raise CheckpointError(f"checkpoint.exclude_from_loading leaves nothing of {source} to load")
+    return Selection(load, frozenset(wanted) & ignored, frozenset(converted))
+
+
+def _must_match(key: str, patterns: Sequence[str], names: Collection[str], words: Sequence[str] = ()) -> None:
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            known = f" It takes {', '.join(words)}, and patterns of tensor names" if words else " It takes patterns"
+            example = next(iter(sorted(names, key=_natural)), "")
+            raise CheckpointError(f"{key}: {pattern!r} matches no tensor.{known} such as {example!r} or 'model.*'")
+
+
+def _problem(saved: Sequence[Any] | None, wanted: Sequence[Any] | None) -> str:
+    """Compare [dtype, shape] of a tensor in a checkpoint and a model; "": they are equal."""
+    if saved is None or wanted is None:
+        return MISSING if saved is None else UNEXPECTED
+    if list(saved[1]) != list(wanted[1]):
+        return SHAPE
+    return DTYPE if saved[0] != wanted[0] else ""
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sort key of names that puts layers.2 before layers.10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _explain_differences(found: Mapping[str, str], saved: Described, wanted: Described, source: str) -> str:
+    """Return a table of differences (name → problem), at most a screen of it, and the keys that accept them."""
+    counts = Counter(found.values())
+    summary = ", ".join(f"{counts[kind]} {kind}" for kind in (MISSING, UNEXPECTED, SHAPE, DTYPE) if counts[kind])
+    names = sorted(found, key=_natural)
+    rows = [[name, _shown(saved.get(name)), _shown(wanted.get(name)), found[name]] for name in names[:_ROWS]]
+    table = render(Table(("tensor", "there", "here", "problem"), rows, left=(0, 1, 2, 3)), terminal=False)
+    lines = [f"{source} does not fit this model: {summary}", *(f"  {line}" for line in table.splitlines())]
+    if len(found) > _ROWS:
+        lines.append(f"  … and {len(found) - _ROWS} more")
+    ways = []
+    # A weight's pattern covers the optimizer's state of it.
+    weights = [name for name in names if name.startswith("model.")] or names
+    missing = [name for name in weights if found[name] == MISSING]
+    rest = [name for name in weights if found[name] != MISSING]
+    if missing and all(name.startswith("optimizer.") for name in missing):
+        ways.append('checkpoint.exclude_from_loading = ["optimizer"] begins with a new state of the optimizer')
+    elif missing:
+        patterns = _patterns(missing, {*saved, *wanted} - {*missing})
+        ways.append(f"checkpoint.allow_missing = {patterns} keeps the initial values of what is missing")
+    if rest:
+        patterns = _patterns(rest, {*saved, *wanted} - {*rest})
+        ways.append(f"checkpoint.exclude_from_loading = {patterns} leaves out what {'else ' * bool(missing)}differs")
+    return "\n".join([*lines, "If that is meant: " + "; ".join(ways)])
+
+
+def _shown(entry: Sequence[Any] | None) -> str:
+    return "–" if entry is None else f"{entry[0]}{list(entry[1])}"
+
+
+def _patterns(names: Sequence[str], others: Collection[str], most: int = 4) -> str:
+    """Return a few patterns for these names that match no others: whole blocks, or one tensor of all blocks."""
+    found: dict[str, None] = {}
+    for name in names:
+        if any(fnmatchcase(name, pattern) for pattern in found):
+            continue
+        block = re.sub(r"(\.layers\.\d+)\..*", r"\1.*", name)
+        across = re.sub(r"\.layers\.\d+\.", ".layers.*.", name)
+        fitting = (p for p in (block, across) if not any(fnmatchcase(other, p) for other in others))
+        found[next(fitting, name)] = None
+    shown = [f'"{pattern}"' for pattern in list(found)[:most]] + ["…"] * (len(found) > most)
+    return f"[{', '.join(shown)}]"

@@ -1,0 +1,337 @@
+"""Save and load checkpoints, on all ranks together."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from titanlite.checkpoint.async_save import AsyncSave, SaveOutcome
+from titanlite.checkpoint.collective import dcp_errors, new_group, on_rank_0, verify_after_save
+from titanlite.checkpoint.load import LoadedState, Loader
+from titanlite.checkpoint.manifest import CheckpointError, Manifest, find, step_folder
+from titanlite.checkpoint.paths import AnyPath, sizes, to_path
+from titanlite.checkpoint.retention import Deleter, begin, clear_leftovers, marks_of, prune, publish, quarantine
+from titanlite.checkpoint.storage import (
+    RNG,
+    HashingWriter,
+    Tensors,
+    Written,
+    converted,
+    describe_all,
+    gather,
+    rng_state,
+)
+from titanlite.guard import WeightsError, find_nonfinite
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.runs import provenance
+from titanlite.runs.lock import OwnershipCheck
+from titanlite.utils import logger
+
+if TYPE_CHECKING:
+    from titanlite.config.sections import Checkpoint
+
+#: Seconds that a run which is ending waits for the deletion of old checkpoints; the next start continues it.
+_DELETE_SECONDS = 3.0
+#: Ranks wait so long for each other in a save that blocks training.
+_SAVE_TIMEOUT = timedelta(minutes=30)
+T = TypeVar("T")
+
+
+class Checkpointer:
+    """Saves and resumes one run in `config.folder`. All ranks make one and call it alike.
+
+    fingerprints: values that must be equal for a resume, such as {"model": …, "tokenizer": …, "data": …}; a checkpoint
+    with others is refused. run_config: the resolved configuration, which the manifest keeps for people.
+    """
+
+    def __init__(
+        self,
+        config: Checkpoint,
+        world: DistEnv,
+        fingerprints: dict[str, str],
+        run_config: dict[str, Any] | None = None,
+    ) -> None:
+        self.config = config
+        self.root = to_path(config.folder)
+        self._world = world
+        self._fingerprints = fingerprints
+        self._run_config = run_config or {}
+        self._resumed: int | None = None
+        self._deleter = Deleter()
+        self._owner = OwnershipCheck(self.root)
+        self._loader = Loader(config, world, fingerprints, self._run_config, self._deleter)
+        #: Step → why; checkpoints that are not loaded though manifest and sizes are right.
+        self._bad = self._loader.bad
+        #: Start of the latest save, by `time.perf_counter`.
+        self._began = 0.0
+        #: In which ranks wait for each other around a save: a slow disk is not a stuck rank. Made now, because a save
+        #: must succeed also when torchrun has been killed, whose store a new group needs.
+        self._group: dist.ProcessGroup | None = new_group(_SAVE_TIMEOUT)
+        self._async: AsyncSave | None = None
+        if config.async_mode != "disabled":
+            self._async = AsyncSave(world.device, overlap=config.async_mode == "async_with_pinned_mem")
+
+    def load(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, expected: Mapping[str, Any] | None = None
+    ) -> LoadedState | None:
+        """Resume from `config.folder` or start from `config.initial_load_path`, as `config.start` says; else None.
+
+        expected: entries of the train state that must be equal to the saved ones, where they were saved.
+
+        Raises CheckpointError, on all ranks, before anything is changed, when the checkpoint is of another run or does
+        not fit the model, or when there are checkpoints and none is good.
+        """
+        self._on_rank_0(self._owner.look)
+        loaded = self._loader.load(model, optimizer, expected)
+        if loaded is not None and loaded.origin == "resume":
+            self._resumed = loaded.step
+        return loaded
+
+    def load_newest(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, suspect: Callable[[int], str] | None = None
+    ) -> LoadedState:
+        """Go back to the newest good checkpoint of this run, whatever `config` says of the start.
+
+        suspect: called on rank 0 with the step of the newest one; returns why it must not be used ("": it may). Then
+        the one before is loaded, if possible, and the newest is quarantined with the reason.
+
+        Raises CheckpointError, on all ranks, when there is none.
+        """
+        loaded = None
+        step = self._on_rank_0(lambda: self._mark_suspect(suspect)) if suspect else None
+        if step is not None:
+            with contextlib.suppress(CheckpointError):
+                loaded = self._loader.load(model, optimizer, rollback=True)
+            found = loaded is not None
+            self._on_rank_0(lambda: self._settle_suspect(step, found))
+        loaded = loaded or self._loader.load(model, optimizer, rollback=True)
+        assert loaded is not None, "a rollback cannot start from nothing"
+        self._resumed = loaded.step
+        return loaded
+
+    def _mark_suspect(self, suspect: Callable[[int], str]) -> int | None:
+        """On rank 0: exclude the newest checkpoint from loading, and return its step; None where it may be used."""
+        newest, _ = find(self.root, known_bad=self._bad)
+        reason = suspect(newest.step) if newest is not None else ""
+        if newest is None or not reason:
+            return None
+        self._bad[newest.step] = reason
+        return newest.step
+
+    def _settle_suspect(self, step: int, replaced: bool) -> None:
+        """On rank 0: quarantine the suspect one; without another, use it after all."""
+        reason = self._bad.pop(step)
+        if replaced:
+            quarantine(step_folder(self.root, step), reason)
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        train: dict[str, Any],
+        *,
+        weights_only: str | None = None,
+        validation_loss: float | None = None,
+        trackers: Mapping[str, str] | None = None,
+        proven: bool = True,
+    ) -> AnyPath:
+        """Write the checkpoint of `step`; return its folder, published and durable.
+
+        train: JSON-able state of the loop. weights_only: leave out optimizer and generators, and save the weights as
+        this type, such as "bfloat16". validation_loss: of these weights, where it was measured; trackers: service →
+        id of the run there. Both are for the manifest. proven: steps since the save before have shown its weights to be
+        good; otherwise no older checkpoint goes for this one.
+
+        Raises CheckpointError, on all ranks, when any rank fails; nothing half-written is then published. Raises
+        WeightsError, on all ranks and before anything is written, when a weight or a moment is not finite.
+
+        With `config.async_mode` it returns as soon as everything is copied ("async_with_pinned_mem": before that, see
+        `await_copy`); the checkpoint appears later, and `poll` or `wait` tells. It first waits for a save in flight.
+        """
+        assert self._group is not None, "closed"
+        if self._async:
+            self._async.prepare(self._group)
+        self._began = time.perf_counter()
+        tensors = self._tensors_to_save(step, model, optimizer, weights_only)
+        manifest = Manifest(
+            step=step,
+            fingerprints=self._fingerprints,
+            tensors=describe_all(tensors, model),
+            files={},
+            train=copy.deepcopy(train),  # the loop goes on before an asynchronous save ends
+            versions=self._versions,
+            world_size=self._world.size,
+            created=time.time(),
+            config=self._run_config,
+            git=self._git,
+            environment=provenance.environment(os.environ),
+            weights_only=weights_only is not None,
+            dtype=weights_only or "",
+            validation_loss=validation_loss if validation_loss is not None and math.isfinite(validation_loss) else None,
+            trackers=dict(trackers or {}),
+        )
+        folder = self._on_rank_0(lambda: self._begin(step))
+        writer = HashingWriter(folder)
+
+        def write(state: Tensors, group: dist.ProcessGroup) -> None:
+            with self._discarding(folder):
+                with dcp_errors(f"saving {folder}"):
+                    dcp.save(state, storage_writer=writer, process_group=group)
+                self._finish(folder, manifest, writer, proven, group)
+
+        if self._async:
+            self._async.start(step, folder, tensors, write)
+        else:
+            write(tensors, self._group)
+        return folder
+
+    def _tensors_to_save(
+        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, weights_only: str | None
+    ) -> Tensors:
+        tensors = gather(model, optimizer if weights_only is None else None)
+        if weights_only is not None:
+            tensors = {name: converted(tensor, weights_only) for name, tensor in tensors.items()}
+        if where := find_nonfinite(tensors, self._group):
+            if weights_only and not find_nonfinite(gather(model), self._group):
+                raise CheckpointError(f"{where} does not fit {weights_only}: choose another checkpoint.export_dtype")
+            raise WeightsError(step, step, where, "No checkpoint is written")
+        if weights_only is None:
+            tensors[RNG] = rng_state(self._world.device, self._world.size)
+        return tensors
+
+    @functools.cached_property
+    def _versions(self) -> dict[str, str]:
+        return provenance.versions()
+
+    @functools.cached_property
+    def _git(self) -> dict[str, Any]:
+        record = provenance.git_state().record if self._world.rank == 0 else {}
+        return {name: value for name, value in record.items() if name in ("commit", "dirty", "unknown")}
+
+    def _begin(self, step: int) -> AnyPath:
+        self._owner.look()
+        clear_leftovers(self.root, step, self._deleter)
+        return begin(self.root, step, self._bad)
+
+    @contextlib.contextmanager
+    def _discarding(self, folder: AnyPath) -> Iterator[None]:
+        """Delete the files of a save that fails at once: the run may need their space."""
+        try:
+            yield
+        except BaseException:
+            if self._world.rank == 0:
+                with contextlib.suppress(OSError, CheckpointError):
+                    self._owner.look()  # the folder may belong to another run by now
+                    self._deleter.delete(marks_of(folder))
+            raise
+
+    def _finish(
+        self, folder: AnyPath, draft: Manifest, writer: HashingWriter, proven: bool, group: dist.ProcessGroup
+    ) -> None:
+        """When all ranks have written: read the files back, publish the checkpoint, prune older ones.
+
+        Raises CheckpointError, on all ranks; then there is no new checkpoint, and none has gone.
+        """
+        written = on_rank_0(self._world, lambda: self._written(folder, writer), group)
+        files = {name: file.size for name, file in written.items()}
+        manifest = replace(draft, files=files, hashes={name: file.digest for name, file in written.items()})
+        if self.config.verify_saves:
+            writers = {name: file.rank for name, file in written.items()}
+            problem = verify_after_save(folder, manifest, writers, self._world, group)
+            if problem is not None:
+                raise CheckpointError(f"what was written could not be read back: {problem}")
+        on_rank_0(self._world, lambda: self._publish(folder, manifest, proven), group)
+
+    def _written(self, folder: AnyPath, writer: HashingWriter) -> dict[str, Written]:
+        """On rank 0: return all files of a save by name. Raises CheckpointError when the folder holds others."""
+        found = sizes(folder)
+        files = {name: file.size for name, file in writer.written.items()}
+        if found != files:
+            wrong = sorted(name for name in {*found, *files} if found.get(name) != files.get(name))
+            raise CheckpointError(
+                f"{folder} does not hold what was written to it ({', '.join(wrong[:3])}): do all nodes see the same "
+                f"{self.root}?"
+            )
+        return writer.written
+
+    def _publish(self, folder: AnyPath, manifest: Manifest, proven: bool) -> None:
+        """On rank 0: write the manifest, then prune older checkpoints. Raises CheckpointError."""
+        self._owner.look()
+        publish(folder, replace(manifest, seconds=round(time.perf_counter() - self._began, 3)))
+        self._bad.pop(manifest.step, None)
+        if not proven:
+            return
+        try:
+            keep = () if self._resumed is None else (self._resumed,)
+            marks = prune(self.root, manifest.step, self.config, keep, tuple(self._bad), self._fingerprints)
+            self._deleter.delete(marks)
+        except (CheckpointError, OSError) as error:
+            logger.warning(f"older checkpoints were not deleted: {error}")
+
+    def await_copy(self) -> None:
+        """Wait for the copy of an asynchronous save, before weights or moments change.
+
+        Call it in every step: with `config.async_mode` "async_with_pinned_mem" the copy is made beside the forward and
+        backward pass after the save. Returns at once if no copy is being made.
+        """
+        if self._async:
+            self._async.await_copy()
+
+    @property
+    def is_async(self) -> bool:
+        """Whether saves are written while training goes on."""
+        return self._async is not None
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether this rank is writing an asynchronous save."""
+        return self._async is not None and self._async.in_flight
+
+    def poll(self) -> SaveOutcome | None:
+        """Return the outcome of an ended asynchronous save, each once, on rank 0 (which publishes); None otherwise.
+
+        It neither waits nor communicates, so a loop may call it in every step.
+        """
+        return self._async.poll() if self._async and self._world.rank == 0 else None
+
+    def wait(self) -> None:
+        """Wait until nothing is being saved or deleted, on all ranks.
+
+        Raises CheckpointError, on all of them, when the latest save failed.
+        """
+        outcome = self._async.wait() if self._async else None
+        timeout = self._world.timeout
+
+        def ended() -> None:
+            if outcome is not None and outcome.problem:
+                raise CheckpointError(outcome.problem)
+            # The other ranks wait in a collective: a longer deletion is left to the next start.
+            self._deleter.wait(60.0 if timeout is None else timeout.total_seconds() / 2)
+
+        self._on_rank_0(ended)
+
+    def close(self) -> None:
+        """End the threads, without waiting for a save in flight: call `wait` before, while all ranks are well."""
+        if self._async:
+            self._async.close()
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+        self._deleter.wait(_DELETE_SECONDS)
+
+    def _on_rank_0(self, action: Callable[[], T]) -> T:
+        return on_rank_0(self._world, action, self._group)

@@ -1,0 +1,374 @@
+"""Paths of checkpoints: folders of the file system, or URLs of object stores, reached through fsspec. No torch here.
+
+`StorePath` has the methods of `pathlib.Path` that checkpoints need; the functions below hide the other differences.
+fsspec, and the package that it needs for a store, are imported when a store is first asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+from urllib.parse import unquote, urlsplit
+
+from titanlite import exit_codes
+from titanlite.config.urls import is_url, package_of
+
+#: Bytes that are fetched at a time, and bytes of one part of a large upload.
+_READ, _WRITE = 8 << 20, 32 << 20
+#: Seconds until a store must have accepted a connection, and until it must have answered.
+_OPTIONS: dict[str, dict[str, Any]] = {"s3": {"config_kwargs": {"connect_timeout": 5, "read_timeout": 60}}}
+_OPTIONS["s3a"] = _OPTIONS["s3"]
+_NO_BUCKET = re.compile("(bucket|container) does not exist")
+#: Functions of fsspec for which a missing path means a missing bucket.
+_WRITES = ("pipe_file", "write", "close")
+#: Attempts to delete objects that a store still lists.
+_DELETE_ATTEMPTS = 3
+
+
+class StoreError(OSError):
+    """A store cannot be asked, or refuses: nothing is known of its content. Not for an object that does not exist."""
+
+    exit_code = exit_codes.CHECKPOINT
+
+
+class Stat(NamedTuple):
+    st_size: int
+    #: Seconds since the epoch.
+    st_mtime: float
+
+
+@dataclass(frozen=True, order=True, repr=False)
+class StorePath:
+    """A path in an object store, such as `s3://bucket/run/checkpoint`; a folder exists while it holds an object.
+
+    Raises StoreError, with the URL, for all that the store refuses, and FileNotFoundError for a missing object.
+    """
+
+    url: str
+
+    def __post_init__(self) -> None:
+        scheme, _, rest = self.url.partition("://")
+        key = "/".join(part for part in rest.split("/") if part)  # no slash at an end, none doubled
+        object.__setattr__(self, "url", f"{scheme.lower()}://{key}")
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __repr__(self) -> str:
+        return f"StorePath({self.url!r})"
+
+    def __truediv__(self, name: str) -> StorePath:
+        return StorePath(f"{self.url}/{name}")
+
+    @property
+    def protocol(self) -> str:
+        return self.url.partition("://")[0]
+
+    @property
+    def key(self) -> str:
+        """Bucket and path below it."""
+        return self.url.partition("://")[2]
+
+    @property
+    def name(self) -> str:
+        return PurePosixPath(self.key).name
+
+    @property
+    def parent(self) -> StorePath:
+        return StorePath(f"{self.protocol}://{self.key.rpartition('/')[0]}")
+
+    @property
+    def fs(self) -> Any:
+        """fsspec's file system of this process, whose errors are StoreErrors."""
+        return _Client(_filesystem(self.protocol, os.getpid()), self)
+
+    def listing(self, deep: bool = False) -> dict[str, dict[str, Any]]:
+        """Return fsspec's record of each entry by name, or with `deep` of each object by its path below this one.
+
+        Empty where there is nothing.
+        """
+        try:
+            found = self.fs.find(self.key, detail=True).values() if deep else self.fs.ls(self.key, detail=True)
+        except FileNotFoundError:
+            return {}
+        prefix = f"{self.key}/"
+        names = ((entry["name"].strip("/"), entry) for entry in found)  # an object "folder/" is no entry
+        return {name.removeprefix(prefix): entry for name, entry in names if name.startswith(prefix)}
+
+    def stat(self) -> Stat:
+        info = self.fs.info(self.key)
+        return Stat(info["size"], modified(info))
+
+    def is_dir(self) -> bool:
+        return bool(self.listing())
+
+    def is_file(self) -> bool:
+        return self._kind() == "file"
+
+    def exists(self) -> bool:
+        return self._kind() != ""
+
+    def _kind(self) -> str:
+        try:
+            return str(self.fs.info(self.key)["type"])
+        except FileNotFoundError:
+            return ""
+
+    def read_bytes(self) -> bytes:
+        content: bytes = self.fs.cat_file(self.key)
+        return content
+
+    def write_bytes(self, content: bytes) -> None:
+        """Write one object in one request: it exists as a whole and durably, or not at all."""
+        self.fs.pipe_file(self.key, content)
+
+    def write_new(self, content: bytes) -> None:
+        """Write one object where there is none. Raises FileExistsError.
+
+        Stores with conditional requests (S3, Google's and Azure's) check that themselves.
+        """
+        try:
+            self.fs.pipe_file(self.key, content, mode="create")
+        except FileExistsError:
+            # The answer to our own request may have been lost, and the request sent again.
+            if self.read_bytes() != content:
+                raise
+        except StoreError as error:
+            if not _lacks_conditions(error.__cause__):
+                raise
+            if self.is_file():
+                raise FileExistsError(17, "Object exists", str(self)) from None
+            self.write_bytes(content)
+
+    def reader(self) -> Any:
+        """Open for reading, with blocks read ahead. It needs no closing: it holds no connection."""
+        return self.fs.open(self.key, "rb", block_size=_READ)
+
+    @contextlib.contextmanager
+    def open(self, mode: str, buffering: int = -1) -> Iterator[Any]:
+        """Open for "rb" or "wb". A written object exists after the block, and not at all when the block raises."""
+        if mode == "rb":
+            yield self.reader()
+            return
+        if mode != "wb":
+            raise ValueError(f"{self}: an object is read or written as a whole, not opened as {mode!r}")
+        stream = self.fs.open(self.key, mode, block_size=_WRITE)
+        try:
+            yield stream
+        except BaseException:
+            stream.discard()
+            raise
+        stream.close()
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        try:
+            self.fs.rm_file(self.key)
+        except FileNotFoundError:
+            if not missing_ok:
+                raise
+
+    def copy_to(self, target: StorePath) -> None:
+        """Copy one object within the store."""
+        self.fs.cp_file(self.key, target.key)
+
+
+AnyPath = Path | StorePath
+
+
+def to_path(text: str | AnyPath) -> AnyPath:
+    """Return the path that a text or URL means; `file://` is the file system."""
+    if isinstance(text, (Path, StorePath)):
+        return text
+    if not is_url(text):
+        return Path(text)
+    if text.lower().startswith("file://"):
+        return Path(unquote(urlsplit(text).path))
+    return StorePath(text)
+
+
+def entries(folder: AnyPath) -> dict[str, bool]:
+    """Return name → whether it is a folder, of all entries; empty where there is no such folder."""
+    if isinstance(folder, StorePath):
+        return {name: entry["type"] == "directory" for name, entry in folder.listing().items()}
+    try:
+        return {path.name: path.is_dir() for path in folder.iterdir()}
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+
+
+def sizes(folder: AnyPath) -> dict[str, int]:
+    """Return name → bytes of the files in a folder; of a store by one request."""
+    if isinstance(folder, StorePath):
+        return {name: entry["size"] for name, entry in folder.listing().items() if entry["type"] == "file"}
+    try:
+        return {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+
+
+def write_new(path: AnyPath, content: bytes) -> None:
+    """Write a small file atomically and durably where there is none. Raises FileExistsError."""
+    if isinstance(path, StorePath):
+        path.write_new(content)
+        return
+    if path.exists():
+        raise FileExistsError(17, "File exists", str(path))
+    temporary = path.with_name(f"{path.name}.part")
+    try:
+        with open(temporary, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as error:  # of a full disk, without a name
+        raise OSError(error.errno, f"{temporary} cannot be written: {error.strerror}") from error
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: AnyPath) -> None:
+    """Make a folder's entries durable: without it, a crash may lose a rename or a deletion. Stores do so themselves."""
+    if isinstance(folder, StorePath):
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def copy_folder(folder: StorePath, target: StorePath, last: str) -> None:
+    """Copy all objects within the store, that with the name `last` at the end."""
+    names = folder.listing(deep=True)
+    for part in ([name for name in names if name != last], [name for name in names if name == last]):
+        folder.fs.copy([f"{folder.key}/{name}" for name in part], [f"{target.key}/{name}" for name in part])
+
+
+def remove_folder(folder: AnyPath) -> None:
+    """Delete a folder and all in it, if it exists; of a link the link alone. Raises OSError."""
+    if not isinstance(folder, StorePath):
+        with contextlib.suppress(FileNotFoundError):
+            folder.unlink() if folder.is_symlink() else shutil.rmtree(folder)
+        return
+    _abort_uploads(folder)
+    for _ in range(_DELETE_ATTEMPTS):
+        names = folder.listing(deep=True)
+        if not names:
+            return
+        with contextlib.suppress(FileNotFoundError):
+            folder.fs.rm([f"{folder.key}/{name}" for name in names])
+    # Clients do not report objects that they may not delete.
+    raise StoreError(f"{folder}: {len(names)} objects cannot be deleted, such as {min(names)}: are deletions allowed?")
+
+
+def _abort_uploads(folder: StorePath) -> None:
+    """Abort uploads of large objects that a killed client has begun, in stores that list them: they cost space."""
+    bucket, _, prefix = folder.key.partition("/")
+    with contextlib.suppress(Exception):  # many users lack this right, and no save depends on it
+        for upload in folder.fs.list_multipart_uploads(bucket):
+            if upload["Key"].startswith(f"{prefix}/"):
+                folder.fs.abort_mpu(bucket, upload["Key"], upload["UploadId"])
+
+
+def content_of(folder: AnyPath) -> tuple[int, float]:
+    """Return bytes of all files in a folder, and when it last changed (seconds since the epoch; 0: unknown)."""
+    if isinstance(folder, StorePath):
+        objects: Iterable[dict[str, Any]] = folder.listing(deep=True).values()
+        return sum(entry["size"] for entry in objects), max(map(modified, objects), default=0.0)
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return size, folder.stat().st_mtime
+
+
+def modified(info: dict[str, Any]) -> float:
+    """Return when an object was written, in seconds since the epoch; 0 where the store does not say."""
+    for key in ("LastModified", "last_modified", "mtime", "updated", "created"):
+        value = info.get(key)
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                value = datetime.fromisoformat(value.replace("Z", "+00:00"))
+        if isinstance(value, datetime):
+            return value.timestamp()
+        if isinstance(value, (int, float)):
+            return float(value)
+    return 0.0
+
+
+@functools.cache
+def _filesystem(protocol: str, process: int) -> Any:
+    """Return fsspec's object, one per process: none may be used after a fork. It lists without a cache."""
+    import fsspec
+
+    try:
+        kind = fsspec.get_filesystem_class(protocol)
+    except ValueError:
+        raise StoreError(f"{protocol}:// is no kind of store that fsspec knows") from None
+    except ImportError:
+        raise StoreError(f"{protocol}:// needs a package: {package_of(protocol)}") from None
+    return kind(use_listings_cache=False, skip_instance_cache=True, **_OPTIONS.get(protocol, {}))
+
+
+class _Client:
+    """A file system of fsspec, or an open file of one, whose errors are StoreErrors with the URL and plain words."""
+
+    def __init__(self, target: Any, path: StorePath) -> None:
+        self._target, self._path = target, path
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._target, name)
+        return functools.partial(self._call, value) if callable(value) else value
+
+    def open(self, key: str, mode: str, block_size: int) -> _Client:
+        return _Client(self._call(self._target.open, key, mode, block_size=block_size), self._path)
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")  # in parts: fsspec would copy a large tensor as a whole
+        return sum(self._call(self._target.write, view[at : at + _WRITE]) for at in range(0, len(view), _WRITE))
+
+    def discard(self) -> None:
+        """Leave no object of an open file."""
+        with contextlib.suppress(Exception):  # there is a reason already
+            self._target.discard()
+        self._target.closed = True
+
+    def _call(self, function: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
+        try:
+            return function(*arguments, **more)
+        except (StoreError, FileExistsError):
+            raise
+        except FileNotFoundError as error:
+            if function.__name__.strip("_") in _WRITES or _NO_BUCKET.search(str(error)):
+                bucket = f"{self._path.protocol}://{self._path.key.partition('/')[0]}"
+                raise StoreError(f"{self._path}: there is no bucket {bucket}") from error
+            raise FileNotFoundError(2, "No such object", str(self._path)) from error
+        except Exception as error:  # each client has its own errors, without a common class
+            raise StoreError(f"{self._path}: {_explain(error)}") from error
+
+
+def _explain(error: Exception) -> str:
+    name = type(error).__name__
+    text = re.sub(r'\?[^"\s]*', "", str(error)) or name  # without the query of an address
+    if "Credential" in name:
+        return f"no credentials ({text}): for S3 set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+    if isinstance(error, PermissionError):
+        return f"access denied ({text})"
+    if "Connect" in name or isinstance(error, ConnectionError):
+        return f"the store cannot be reached ({text}); AWS_ENDPOINT_URL_S3 names another than Amazon's"
+    if isinstance(error, TimeoutError):
+        return f"the store did not answer in time ({text})"
+    return text
+
+
+def _lacks_conditions(cause: BaseException | None) -> bool:
+    """Return whether a store does not know conditional requests, or its client cannot send them."""
+    return (
+        isinstance(cause, (NotImplementedError, TypeError))
+        or getattr(cause, "errno", None) == 38
+        or (isinstance(cause, OSError) and "not implemented" in str(cause).lower())
+    )

@@ -1,0 +1,152 @@
+"""Checks that a resumed run goes on as before: its next batch, and the loss and gradient norm of the next step.
+
+A checkpoint cannot hold the numbers of the step after it. Rank 0 appends them to a file of the run's folder, with an id
+that the checkpoint holds as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from titanlite.checkpoint.load import LoadedState
+from titanlite.utils import logger
+
+#: Name of the file in a run's folder.
+FILE = "resume.jsonl"
+#: Entry of the train state.
+STATE = "resume"
+
+
+class ResumeResult(NamedTuple):
+    #: No unexpected difference was found.
+    verified: bool
+    text: str
+
+
+class ResumeCheck:
+    """Records the step after each save, and compares it when a run resumes from that save. All ranks make one.
+
+    file: of rank 0; other ranks neither use it nor have a result. setting: values that rounding depends on, by name.
+    Where they are equal the numbers must be equal bit for bit if `exact`, else to `tolerance`, relative.
+    """
+
+    def __init__(
+        self, file: Path, rank: int, setting: Mapping[str, str], tolerance: float = 1e-4, exact: bool = True
+    ) -> None:
+        self.file, self.setting, self.tolerance, self.exact = Path(file), dict(setting), tolerance, exact
+        self._rank = rank
+        #: Step after the latest save, and that save's id.
+        self._next: tuple[int, str] | None = None
+        self._loaded: LoadedState | None = None
+        self._same_batch: bool | None = None
+        self._earlier: dict[str, Any] | None = None
+
+    def at_save(self, step: int, next_batch: str | None) -> dict[str, Any]:
+        """Return an entry for the train state. next_batch: hash of the next step's global batch, None for none."""
+        self._next = step + 1, uuid.uuid4().hex
+        return {STATE: {"id": self._next[1], "next_batch": next_batch}}
+
+    def resumed(self, loaded: LoadedState, next_batch: str | None) -> None:
+        """Note the checkpoint that the run resumes from, and compare the hash of the next batch with the saved one."""
+        self._loaded = loaded
+        state = loaded.train.get(STATE)
+        state = state if isinstance(state, dict) else {}
+        identity, batches = state.get("id"), (state.get("next_batch"), next_batch)
+        self._same_batch = None if None in batches else batches[0] == batches[1]
+        self._earlier = _last_record(self.file, identity) if self._rank == 0 and identity else None
+        if identity:  # without numbers yet, this attempt records them
+            self._next = (loaded.step + 1, identity) if self._earlier is None else None
+
+    def forget(self) -> None:
+        """Neither record nor compare the next step: it trains on other data. All ranks call it."""
+        self._next = self._loaded = None
+
+    def after_step(self, step: int, loss: torch.Tensor, norm: torch.Tensor) -> ResumeResult | None:
+        """Call it after every step, with its loss and gradient norm (0-dim, on any device).
+
+        Returns, on rank 0, the result after the first step of a resumed run. Only that step, and the one after a save,
+        wait for the device.
+        """
+        result, (loaded, self._loaded) = None, (self._loaded, None)
+        records = self._next is not None and step >= self._next[0]
+        if self._rank or not (records or loaded):
+            return None
+        numbers = loss.item(), norm.item()
+        # A step without a finite loss was skipped, or it ends the run.
+        if loaded is not None and (self._earlier is None or (step == loaded.step + 1 and math.isfinite(numbers[0]))):
+            result = self._compare(loaded, numbers)
+        if self._next is not None and records:
+            (expected, identity), self._next = self._next, None
+            if step == expected and all(map(math.isfinite, numbers)):
+                self._record(step, identity, *numbers)
+        return result
+
+    def _compare(self, loaded: LoadedState, numbers: tuple[float, float]) -> ResumeResult:
+        """numbers: loss and gradient norm of the first step, to compare with those of the earlier attempt."""
+        unchecked = "the files have their lengths (hashes were not compared)"
+        problems, found = [], ["every file is as it was written" if loaded.verified else unchecked]
+        if self._same_batch:
+            found.append("the next batch is the one that was to come")
+        elif self._same_batch is None:
+            found.append("which batch was to come was not recorded")
+        elif loaded.changes or "dataloader" in loaded.left_out:
+            allowed = "; as allowed: " + ", ".join(loaded.changes) if loaded.changes else ""
+            found.append(f"the next batch is another one{allowed}")
+        else:
+            problems.append("the next batch is not the one that was to come then")
+        step = loaded.step + 1
+        if self._earlier is None:
+            found += [f"no earlier attempt has left figures of step {step}"] if not problems else []
+        elif self._same_batch is False or loaded.partial or loaded.changes:
+            found.append(f"step {step} is another one than in the earlier attempt, its figures are not compared")
+        else:
+            same, text = self._compare_numbers(numbers, self._earlier)
+            text = f"loss {numbers[0]:.9g} and gradient norm {numbers[1]:.9g} of step {step}{text}"
+            (found if same else problems).append(text)
+        lead = "RESUME NOT VERIFIED at step" if problems else "resume verified at step"
+        return ResumeResult(not problems, f"{lead} {loaded.step}: {'; '.join(problems + found)}")
+
+    def _compare_numbers(self, now: tuple[float, float], earlier: Mapping[str, Any]) -> tuple[bool, str]:
+        then, setting = (float(earlier["loss"]), float(earlier["norm"])), earlier["setting"]
+        if now == then:
+            return True, " are those of the earlier attempt, bit for bit"
+        changed = {name: value for name, value in self.setting.items() if setting.get(name) != value}
+        differ = ", ".join(f"{name} {setting.get(name, '?')} then, {value} now" for name, value in changed.items())
+        gap = max(abs(a - b) / (max(abs(a), abs(b)) or 1.0) for a, b in zip(now, then, strict=True))
+        text = f", then {then[0]:.9g} and {then[1]:.9g}: a relative difference of {gap:.1e}"
+        # Of the two attempts the coarser one decides.
+        if gap <= max(self.tolerance, earlier.get("tolerance", 0.0)) and (differ or not self.exact):
+            return True, f"{text}, which is rounding ({differ or 'kernels here are not deterministic'})"
+        return False, text + (f" ({differ})" if differ else " with the same setting")
+
+    def _record(self, step: int, identity: str, loss: float, norm: float) -> None:
+        record = {"id": identity, "step": step, "loss": loss, "norm": norm, "tolerance": self.tolerance}
+        try:
+            content = self.file.read_bytes() if self.file.exists() else b""
+            torn = content[-1:] not in (b"", b"\n")  # a crash has left half a line
+            with open(self.file, "a") as stream:
+                stream.write("\n" * torn + json.dumps({**record, "setting": self.setting}) + "\n")
+                stream.flush()
+                os.fsync(stream.fileno())
+        except OSError as error:
+            logger.warning(f"cannot write {self.file}: {error}. A resume from step {step - 1} will not be compared")
+
+
+def _last_record(path: Path, identity: str) -> dict[str, Any] | None:
+    """Return the last record of the save `identity`; None where there is none."""
+    found = None
+    for line in path.read_bytes().splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict) and record.get("id") == identity and {"loss", "norm", "setting"} <= {*record}:
+                found = record
+    return found

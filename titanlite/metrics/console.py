@@ -1,0 +1,212 @@
+"""The log on standard output (rank 0 logs everything, other ranks only warnings), and the step line. No torch here."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+import textwrap
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, TextIO
+
+from titanlite.utils import escape, human_count, human_time, logger
+
+if TYPE_CHECKING:
+    from titanlite.metrics.live import LiveView
+
+    _StreamHandler = logging.StreamHandler[TextIO]
+else:
+    _StreamHandler = logging.StreamHandler  # on Python 3.10 it takes no subscript
+
+_RESET = "\033[0m"
+#: Key of the step line -> ANSI colour.
+FIELD_COLORS = {
+    "step": "31",
+    "loss": "32",
+    "memory": "33",
+    "tps": "34",
+    "mfu": "35",
+    "grad_norm": "36",
+    "lr": "36",
+    "tokens": "90",
+    "left": "90",
+}
+_LEVEL_COLORS = {logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "31"}
+#: Characters of a time stamp and the space after it.
+_STAMP = 20
+#: The name of a line of the startup report, and the spaces up to its text.
+_NAME = re.compile(r" {0,2}\S{1,20}( \S{1,20}){0,3} {2,}")
+_FIELD = re.compile(rf"(?<!\S)({'|'.join(FIELD_COLORS)}): +\S+")
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """The values of a step line."""
+
+    step: int
+    #: Mean loss in nats per valid token over all ranks.
+    loss: float
+    #: Gradient norm before clipping.
+    norm: float
+    lr: float
+    memory_gib: float
+    #: Percent of the device's memory; None where that is unknown.
+    memory_percent: float | None
+    #: Tokens per second and device.
+    tps: float
+    #: Model FLOPs utilisation in percent; None for a device whose peak is unknown.
+    mfu: float | None
+    #: Tokens trained on since the run began, over all ranks.
+    tokens_seen: int
+    seconds_left: float | None
+    #: Sequences per second over all devices.
+    samples_per_second: float
+
+
+def titan_line(f: StepFigures) -> str:
+    """Return `step: 1990  loss:  3.4370  memory: 68.57GiB(86.69%)  tps: 6,785  mfu: 39.73%`, then our own fields.
+
+    Other tools read this line: fields keep their order and form, new ones go to the end.
+    """
+    percent = "" if f.memory_percent is None else f"({f.memory_percent:.2f}%)"
+    fields = [
+        f"step: {f.step:2}",
+        f"loss: {f.loss:7.4f}",
+        f"memory: {f.memory_gib:5.2f}GiB{percent}",
+        f"tps: {round(f.tps):,}",
+    ]
+    if f.mfu is not None:
+        fields.append(f"mfu: {f.mfu:.2f}%")
+    fields += [f"grad_norm: {f.norm:.4f}", f"lr: {f.lr:.2e}", f"tokens: {human_count(f.tokens_seen)}"]
+    if f.seconds_left is not None:
+        fields.append(f"left: {human_time(f.seconds_left)}")
+    return "  ".join(fields)
+
+
+def fsdp_line(f: StepFigures, now: datetime) -> str:
+    """Return the line of the AWS FSDP samples, which HyperPod's monitors look for; whole, with its own time stamp.
+
+    `train.py:103` is what those samples print; parsers of such logs expect a file and a line there.
+    """
+    return (
+        f"{now:%Y-%m-%d %H:%M:%S} I [train.py:103] Batch {f.step} Loss: {f.loss:.5f}, "
+        f"Speed: {f.samples_per_second:.2f} samples/sec, lr: {f.lr:.6f}"
+    )
+
+
+class ConsoleHandler(_StreamHandler):
+    """Writes the log lines of one rank. `color` says whether escape codes may go to the stream.
+
+    A record with `wrap` (`extra={"wrap": True}`) is broken between words at a terminal's width.
+    While there is a `view`, lines go through it, and a record with `figures` (`extra={"figures": StepFigures(...)}`) is
+    shown in its table first.
+    """
+
+    def __init__(self, rank: int, color: bool | None, stream: TextIO | None) -> None:
+        self.given = stream
+        super().__init__(sys.stdout if stream is None else stream)
+        self.color = (wants_color(self.target()) if color is None else color) and not is_dumb()
+        self.rank = rank
+        self.view: LiveView | None = None
+        self.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+        self.setFormatter(logging.Formatter("%(message)s"))
+
+    def target(self) -> TextIO:
+        """Return the stream that lines go to now: a notebook or a test may have replaced sys.stdout."""
+        return sys.stdout if self.given is None else self.given
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = self.target()
+        if self.view is None:
+            super().emit(record)
+            return
+        try:
+            text, figures = self.format(record), getattr(record, "figures", None)
+            if figures is None:
+                self.view.print(f"{text}\n")
+            else:
+                self.view.add(figures, text)
+        except Exception:
+            self.handleError(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        if not hasattr(record, "figures"):  # a step line holds only numbers, and our own colours
+            text = escape(text)
+        if record.levelno >= logging.WARNING:
+            text = f"{record.levelname}: {text}"
+        if self.rank:
+            text = f"[rank {self.rank}] {text}"
+        if getattr(record, "wrap", False) and self.target().isatty():
+            text = _wrapped(text, _columns(self.target()))
+        if self.color and record.levelno in _LEVEL_COLORS:
+            text = f"\033[{_LEVEL_COLORS[record.levelno]}m{text}{_RESET}"
+        stamp = logging.Formatter().formatTime(record, "%Y-%m-%d %H:%M:%S")
+        return f"{stamp} {text}"
+
+
+def _wrapped(text: str, columns: int) -> str:
+    """Break `name  text` between words into lines of at most `columns`; later lines begin below `text`."""
+    name = _NAME.match(text)
+    return textwrap.fill(
+        text,
+        max(columns - _STAMP, 40),
+        subsequent_indent=" " * (name.end() if name else 2),
+        break_long_words=False,
+        break_on_hyphens=False,
+    ).replace("\n", "\n" + " " * _STAMP)
+
+
+def _columns(stream: TextIO) -> int:
+    """Return the columns of the terminal; 80 if it does not know."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except (AttributeError, OSError, ValueError):
+        return 80
+
+
+def is_dumb() -> bool:
+    """Return whether the terminal takes no escape codes."""
+    return os.environ.get("TERM") == "dumb"
+
+
+def wants_color(stream: TextIO) -> bool:
+    """Return True for a terminal, unless NO_COLOR is set or it is dumb; also with FORCE_COLOR.
+
+    FORCE_COLOR is for launchers that pass our pipe on to a terminal.
+    """
+    if os.environ.get("NO_COLOR") or is_dumb():
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or stream.isatty()
+
+
+def setup_console(rank: int, color: bool | None = None, stream: TextIO | None = None) -> None:
+    """Send the `titanlite` logger to `stream` (None: standard output). A second call replaces the first.
+
+    Rank 0 shows INFO and up, others WARNING and up. color: None means on a terminal, unless NO_COLOR or
+    FORCE_COLOR say otherwise. With TERM=dumb there are none.
+    """
+    for handler in _handlers():
+        logger.removeHandler(handler)
+    logger.addHandler(ConsoleHandler(rank, color, stream))
+    logger.setLevel(logging.INFO)
+    # Libraries that call logging.basicConfig would otherwise print every line a second time.
+    logger.propagate = False
+
+
+def colorize(line: str) -> str:
+    """Return the step line with each field in the colour of its key, where `setup_console` chose colours."""
+    if not any(handler.color for handler in _handlers()):
+        return line
+    return _FIELD.sub(lambda match: f"\033[{FIELD_COLORS[match[1]]}m{match[0]}{_RESET}", line)
+
+
+def console_handler() -> ConsoleHandler | None:
+    """Return the handler of `setup_console`, if that was called."""
+    return next(iter(_handlers()), None)
+
+
+def _handlers() -> list[ConsoleHandler]:
+    return [handler for handler in logger.handlers if isinstance(handler, ConsoleHandler)]

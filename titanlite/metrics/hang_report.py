@@ -1,0 +1,161 @@
+"""The report about ranks that stand still: a table, and a sentence that names the rank to blame. No torch here."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from titanlite.utils import Table, render
+
+#: Ranks that the table shows; of the others it counts how many are where.
+MAX_ROWS = 32
+_SHOWN_FRAMES, _NAMED = 2, 8
+
+
+@dataclass(frozen=True)
+class RankState:
+    """One rank: where it is, or where it was in its last heartbeat."""
+
+    rank: int
+    host: str = "?"
+    pid: int = 0
+    step: int = 0
+    #: Calls of `HangWatchdog.phase` in this step: ranks run the same program, so a rank with fewer calls is behind.
+    place: int = 0
+    phase: str = "start"
+    #: Seconds in this phase.
+    seconds: float = 0.0
+    #: Frames of the main thread, innermost first, as "file.py:12 function".
+    stack: tuple[str, ...] = ()
+    in_collective: bool = False
+    #: "": it runs. "raised": with `text`; "lost": a collective failed there; "left": it ended in order.
+    end: Literal["", "raised", "lost", "left"] = ""
+    text: str = ""
+    #: Seconds since its last heartbeat, of a rank that was asked and did not answer.
+    silent: float | None = None
+    #: State of that rank's process, where this host can see it: "gone", or a letter as in `ps`.
+    process: str = ""
+
+    def dump(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def load(cls, text: str) -> RankState:
+        fields: dict[str, Any] = json.loads(text)
+        return cls(**{**fields, "stack": tuple(fields["stack"])})
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} ({self.host}, process {self.pid})" if self.pid else f"rank {self.rank}"
+
+    @property
+    def where(self) -> str:
+        return f"{self.phase} of step {self.step}" if self.step else self.phase
+
+    @property
+    def spot(self) -> str:
+        return f", at {self.stack[0]}" if self.stack else ""
+
+    @property
+    def heard(self) -> str:
+        return f"last heard of {_seconds(self.silent or 0)} ago" if self.pid else "never heard of"
+
+    def at(self) -> str:
+        """Return the last column of the table."""
+        if self.end:
+            return {"raised": self.text.partition("\n")[0], "lost": "lost its peers", "left": "has left"}[self.end]
+        return " < ".join(self.stack[:_SHOWN_FRAMES]) if self.silent is None else f"no answer, {self.heard}"
+
+
+def table(states: Sequence[RankState], culprits: Sequence[RankState] = ()) -> str:
+    """Return one line per rank; of many ranks the culprits and some others."""
+    shown = sorted(states, key=lambda s: (s not in culprits, s.rank))[:MAX_ROWS]
+    shown.sort(key=lambda s: s.rank)
+    rows = [(str(s.rank), s.host, str(s.step), s.phase, f"{s.seconds:.1f}", s.at()) for s in shown]
+    lines = render(Table(("rank", "host", "step", "phase", "seconds", "at"), rows, (1, 3, 5)), terminal=False)
+    rest = Counter(s.where for s in states if s not in shown)
+    more = [f"and {number} more in {where}" for where, number in rest.most_common()]
+    return "\n".join(f"  {line}" for line in [*lines.splitlines(), *more])
+
+
+def verdict(states: Sequence[RankState]) -> tuple[list[RankState], str]:
+    """Return the ranks to blame (none where none stands out), and a sentence about them.
+
+    A rank that waits in a collective is not to blame. Blamed are, in this order, a rank that raised, one that does not
+    answer, one that has left, and one that is at an earlier place of the program than the others. Among ranks at the
+    same place it is the one that is not in a collective.
+    """
+    if raised := [s for s in states if s.end == "raised"]:
+        more = f" (and {len(raised) - 1} more)" if len(raised) > 1 else ""
+        first = raised[0]
+        return raised, f"{first.name}{more} raised in {first.where}{first.spot}: {first.text}"
+    if mute := [s for s in states if not s.end and s.silent is not None]:
+        return mute, _describe_mute(mute)
+    left = [s for s in states if s.end == "left"]
+    if 0 < len(left) < len(states):
+        verb = "has" if len(left) == 1 else "have"
+        where = left[0].where
+        return left, f"{_names(left)} {verb} left the loop, in {where}, and the others wait for collectives with it"
+    if culprits := list(states) if len(states) == 1 else _behind([s for s in states if not s.end], len(states)):
+        slow = max(culprits, key=lambda s: s.seconds)
+        been = f"been in {slow.where} for {'up to ' * (len(culprits) > 1)}{_seconds(slow.seconds)}{slow.spot}"
+        if len(culprits) > 1:
+            return culprits, f"{_names(culprits)} have {been}: the other {len(states) - len(culprits)} wait for them"
+        return culprits, f"{slow.name} has {been}" + ": the others wait for it" * (len(states) > 1)
+    places = {s.where for s in states}
+    return [], (
+        f"every rank is {f'in {places.pop()}' if len(places) == 1 else 'in collectives'} and none holds the others up: "
+        "they wait for a device, or for each other in different collectives"
+    )
+
+
+def process_state(pid: int) -> str:
+    """Return the state of a process of this machine: "gone", its letter as in `ps`, or "" where there is no /proc."""
+    if not Path("/proc/self/stat").exists():
+        return ""
+    try:
+        # The name before the state stands in brackets and may itself hold some.
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "gone"
+    return "gone" if state in "ZX" else state
+
+
+def _behind(running: Sequence[RankState], size: int) -> list[RankState]:
+    def earliest(states: Sequence[RankState]) -> list[RankState]:
+        first = min(((s.step, s.place) for s in states), default=None)
+        return [s for s in states if (s.step, s.place) == first]
+
+    free = [s for s in earliest(running) if not s.in_collective]
+    free = free or earliest([s for s in running if not s.in_collective])
+    return free if len(free) < size else []  # all at one place, and none in a collective: no rank stands out
+
+
+def _describe_mute(mute: Sequence[RankState]) -> str:
+    first = mute[0]
+    if len(mute) > 1:
+        hosts = ", ".join(sorted({s.host for s in mute})[:_NAMED])
+        return f"{_names(mute)} on {hosts} do not answer: they have ended, are frozen, or are cut off"
+    why = {
+        "": "does not answer: it has ended, is frozen, or is cut off from the others",
+        "gone": "has ended without a word: something killed it. If it was the kernel, short of memory, its log says "
+        "so (dmesg)",
+        "T": f"is stopped, by SIGSTOP or a debugger: kill -CONT {first.pid} lets it go on",
+        "D": "is stuck in the kernel, in most cases in a disk or a network file system",
+    }.get(first.process.upper() if first.process == "t" else first.process)
+    why = why or "runs but does not answer: it is in a call that keeps Python's lock"
+    return f"{first.name} {why}. It was {first.heard}" + (f" in {first.where}" if first.pid else "")
+
+
+def _names(states: Sequence[RankState]) -> str:
+    ranks = [str(s.rank) for s in states]
+    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks[:_NAMED])}{more}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"

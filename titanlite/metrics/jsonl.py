@@ -1,0 +1,110 @@
+"""metrics.jsonl: one JSON object per line, written at once. No torch here.
+
+Numbers that are not finite are the strings "nan", "inf" and "-inf": JSON has no such numbers, and Python's `float()`
+reads these.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from titanlite.utils import atomic_write, logger
+
+T = TypeVar("T")
+
+#: Name of the file below `job.dump_folder`.
+FILE = "metrics.jsonl"
+
+
+class MetricsLog:
+    """Appends rows to `path`. Rows that cannot be written (disk full) are lost with one warning; training goes on."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        self._file: int | None = None
+        self._warned = False
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append one whole row, or nothing; it is in the file when this returns."""
+        line = (json.dumps({name: json_value(value) for name, value in row.items()}, allow_nan=False) + "\n").encode()
+        try:
+            if self._file is None:
+                self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            before = os.fstat(self._file).st_size
+            if os.write(self._file, line) < len(line):
+                os.ftruncate(self._file, before)
+                raise OSError("only a part of a row could be written; is there space left?")
+        except OSError as error:
+            self._warn(error)
+
+    def truncate_after(self, step: int) -> None:
+        """Drop rows of steps after `step`, and a torn line, so that a resumed run writes none twice. Atomic.
+
+        Rows without a step are kept.
+        """
+        try:
+            content = self.path.read_bytes()
+            rows = ((line, _parse(line)) for line in content.splitlines())
+            new = b"".join(line + b"\n" for line, row in rows if row is not None and _step(row) <= step)
+            if new != content:
+                self.close()
+                atomic_write(self.path, new)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self._warn(error)
+
+    def has(self, step: int, name: str) -> bool:
+        """Return whether the file has a row of `step` with this number."""
+        try:
+            rows = [_parse(line) for line in self.path.read_bytes().splitlines()]
+        except OSError:
+            return False
+        return any(row is not None and row.get("step") == step and name in row for row in rows)
+
+    def close(self) -> None:
+        """Close the file; a later write opens it again."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _warn(self, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning(f"cannot write {self.path}: {error}. Training goes on; rows are lost until it can")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a metrics.jsonl, without a torn last line, as a killed run may leave one.
+
+    Raises ValueError naming file and line where any other line is not a JSON object.
+    """
+    lines = Path(path).read_bytes().splitlines()
+    rows = [_parse(line) for line in lines]
+    for number, row in enumerate(rows[:-1], 1):
+        if row is None:
+            raise ValueError(f"{path}:{number}: not a JSON object; delete the line to read the others")
+    return [row for row in rows if row is not None]
+
+
+def json_value(value: T) -> T | str:
+    """Return `value`, or its text where it is a float that JSON has no form for: "nan", "inf", "-inf"."""
+    return str(float(value)) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _step(row: Mapping[str, Any]) -> float:
+    step = row.get("step")
+    return step if isinstance(step, int | float) else -math.inf

@@ -1,0 +1,275 @@
+"""Find where a loss or gradient that is not finite came from: run the step again, and check what every module computes.
+
+This costs one more step after the bad one, and nothing before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from titanlite.loss import count_valid, cross_entropy_sum
+from titanlite.optim.gradients import local_gradients, total_norm
+from titanlite.step import PlainRunner
+
+if TYPE_CHECKING:
+    from titanlite.data.loader import Batch
+    from titanlite.parallel.compile import LossFunction
+
+Stage = Literal["weights", "forward", "loss", "backward", "reduction", "norm", "nowhere"]
+
+#: Parameters that a message names.
+_NAMED = 5
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was not finite (NaN or an infinity) first when a step was run again; equal on all ranks."""
+
+    #: weights: they were not finite before the step. forward, backward: a module computed it. loss: all activations are
+    #: finite, the loss is not. reduction: gradients became so when they were summed over micro-batches and ranks.
+    #: norm: all gradients are finite, the sum of their squares is not. nowhere: the second time all was finite.
+    stage: Stage
+    #: Name of the module; "" is the model itself. None where no single module is to blame.
+    module: str | None = None
+    #: Ranks on which it happened.
+    ranks: tuple[int, ...] = ()
+    #: Number of the micro-batch, from 0; None where all of them are involved.
+    micro_batch: int | None = None
+    #: "output": a result of the module. "inside": a value that it passes to one of its own modules, `before`.
+    kind: Literal["output", "inside"] = "output"
+    before: str | None = None
+    #: The parameters that are not finite (weights), or whose gradients are not (reduction), or the one with the largest
+    #: gradient (norm), by name.
+    parameters: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        where = f"rank{'s' * (len(self.ranks) != 1)} {', '.join(map(str, self.ranks))}"
+        if self.micro_batch is not None:
+            where += f", micro-batch {self.micro_batch + 1}"
+        named = ", ".join(self.parameters[:_NAMED])
+        if len(self.parameters) > _NAMED:
+            named += f" and {len(self.parameters) - _NAMED} more"
+        module, inside = self.module or "the model", f"hands to {self.before or 'the model'}"
+        if self.kind == "inside":
+            forward, backward = f"what {module} {inside}", f"the gradient that {module} {inside}"
+        else:
+            forward, backward = f"the output of {module}", f"the gradient with respect to the input of {module}"
+        return {
+            "weights": f"not finite before the step: the weights {named} ({where})",
+            "forward": f"first not finite: {forward}, in the forward pass ({where})",
+            "loss": f"first not finite: the loss itself; every module's output is finite ({where})",
+            "backward": f"first not finite: {backward} ({where})",
+            "reduction": f"first not finite: the gradients of {named}, when they were summed ({where})",
+            "norm": "every gradient is finite, but the sum of their squares overflows; "
+            f"the largest is that of {named} ({where})",
+            "nowhere": "run a second time, the step is finite everywhere: it is not reproducible, as with a fault of "
+            "the hardware",
+        }[self.stage]
+
+
+def diagnose_nonfinite(
+    model: nn.Module,
+    micro_batches: Sequence[Batch],
+    *,
+    sync_every: bool = False,
+    loss_function: LossFunction = cross_entropy_sum,
+) -> Finding:
+    """Run the step of these micro-batches again, without an update, and name what was not finite first.
+
+    micro_batches: this rank's, on the model's device, as `train_step` took them; the weights must be those of then.
+    All ranks call it together, and all get the same finding. Compiled parts run uncompiled. Gradients that the model
+    holds are lost.
+    """
+    model.zero_grad(set_to_none=True)
+    if found := _parameter_finding("weights", [name for name, p in model.named_parameters() if not _finite(p)]):
+        return found
+    tokens = torch.stack([count_valid(batch.labels) for batch in micro_batches]).sum()
+    dist.all_reduce(tokens)
+    tokens.clamp_(min=1)
+    recorder = _Recorder(model)
+    with recorder.hooks(), torch.compiler.set_stance("force_eager"):
+        share = PlainRunner(model, loss_function, sync_every).forward_backward(micro_batches, tokens)
+    try:
+        return _first(model, recorder, bool(share.isfinite()))
+    finally:
+        model.zero_grad(set_to_none=True)
+
+
+def _first(model: nn.Module, recorder: _Recorder, loss_is_finite: bool) -> Finding:
+    # Every rank runs the same modules in the same order, so the number of an event means the same on all.
+    shared: list[dict[Stage, _Event]] = _gather(recorder.first_events())
+    stages: tuple[Stage, ...] = ("forward", "backward")
+    for stage in stages:
+        if events := {rank: found[stage] for rank, found in enumerate(shared) if stage in found}:
+            first = min(events.values(), key=lambda event: event.order)
+            ranks = tuple(rank for rank, event in events.items() if event.order == first.order)
+            return Finding(stage, first.module, ranks, first.order[0], first.kind, first.before)
+        if stage == "forward":
+            losses: list[bool] = _gather(loss_is_finite)
+            if not all(losses):
+                return Finding("loss", None, tuple(rank for rank, finite in enumerate(losses) if not finite))
+    gradients = {name: local_gradients([p]) for name, p in model.named_parameters()}
+    if found := _parameter_finding("reduction", [name for name, g in gradients.items() if not all(map(_finite, g))]):
+        return found
+    peaks = ((max((t.abs().max().item() for t in g if t.numel()), default=0.0), name) for name, g in gradients.items())
+    square = sum(total_norm(g).square().item() for g in gradients.values())
+    others: list[tuple[tuple[float, str], float]] = _gather((max(peaks, default=(0.0, "")), square))
+    # In float32, as the step itself adds them up.
+    if not math.isfinite(torch.tensor(sum(square for _, square in others), dtype=torch.float32).item()):
+        rank = max(range(len(others)), key=lambda r: others[r][0])
+        return Finding("norm", None, (rank,), parameters=(others[rank][0][1],))
+    return Finding("nowhere")
+
+
+def _parameter_finding(stage: Stage, mine: Sequence[str]) -> Finding | None:
+    """Return a finding about parameters, if any rank names some."""
+    names: list[Sequence[str]] = _gather(mine)
+    ranks = tuple(rank for rank, found in enumerate(names) if found)
+    order = dict.fromkeys(name for found in names for name in found)
+    return Finding(stage, None, ranks, parameters=tuple(order)) if ranks else None
+
+
+def _gather(value: Any) -> list[Any]:
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return bool(local.detach().isfinite().all())
+
+
+@dataclass(frozen=True)
+class _Event:
+    """A value of this rank's run that was not finite."""
+
+    #: Micro-batch, and number of values that were checked before it in this stage of the micro-batch.
+    order: tuple[int, int]
+    module: str
+    kind: Literal["output", "inside"]
+    before: str | None
+
+
+@dataclass
+class _TensorTrace:
+    """The modules that returned and that received a tensor, innermost and outermost in the order of time."""
+
+    producers: list[str] = field(default_factory=list)
+    consumers: list[str] = field(default_factory=list)
+
+    def event(self, stage: Stage, order: tuple[int, int]) -> _Event:
+        """Return the event that this tensor (backward: its gradient) was the first that is not finite."""
+        if stage == "forward":
+            if self.producers:
+                return _Event(order, self.producers[0], "output", None)
+            consumer = self.consumers[0]
+            return _Event(order, _parent(consumer), "inside", consumer)
+        if self.consumers:
+            # Modules inside others receive it too, and made the gradient; several side by side add theirs up.
+            inner = [name for name in self.consumers if not any(_contains(name, other) for other in self.consumers)]
+            return _Event(order, ", ".join(dict.fromkeys(inner)), "output", None)
+        producer = self.producers[-1]
+        return _Event(order, _parent(producer) if producer else "the loss", "inside", producer)
+
+
+class _Recorder:
+    """Hooks on every module that check its inputs and outputs in order. The device is read once, by `first_events`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._checks: list[tuple[Stage, tuple[int, int], _TensorTrace, torch.Tensor]] = []
+        self._traces = WeakTensorKeyDictionary()
+        self._micro_batch = -1
+        self._numbers: Counter[Stage] = Counter()
+        self._in_forward = False
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Record the passes of the model inside."""
+        handles: list[RemovableHandle] = []
+        for name, module in self._model.named_modules():
+            plain = ".".join(part for part in name.split(".") if not part.startswith("_"))  # without wrappers
+            handles.append(module.register_forward_pre_hook(self._before(plain), with_kwargs=True))
+            handles.append(module.register_forward_hook(self._after(plain)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def first_events(self) -> dict[Stage, _Event]:
+        """Return this rank's first value that was not finite, by stage."""
+        finite = torch.stack([flag for *_, flag in self._checks]).tolist() if self._checks else []
+        found: dict[Stage, _Event] = {}
+        for (stage, order, trace, _), fine in zip(self._checks, finite, strict=True):
+            if not fine and stage not in found:
+                found[stage] = trace.event(stage, order)
+        return found
+
+    def _before(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if module is self._model:
+                self._micro_batch += 1
+                self._numbers.clear()
+                self._in_forward = True
+            elif self._in_forward:  # not when activation checkpointing runs a module again
+                for tensor in _tensors((args, kwargs)):
+                    if tensor.requires_grad:  # a mask or a table may hold infinities on purpose
+                        self._trace(tensor).consumers.append(name)
+
+        return hook
+
+    def _after(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if self._in_forward:
+                for tensor in _tensors(output):
+                    self._trace(tensor).producers.append(name)
+            if module is self._model:
+                self._in_forward = False
+
+        return hook
+
+    def _trace(self, tensor: torch.Tensor) -> _TensorTrace:
+        """Return the record of a tensor. A new one is checked, and its gradient will be."""
+        trace: _TensorTrace | None = self._traces.get(tensor)
+        if trace is None:
+            trace = self._traces[tensor] = _TensorTrace()
+            self._check("forward", self._micro_batch, trace, tensor)
+            if tensor.requires_grad:
+                micro_batch, made = self._micro_batch, trace
+                tensor.register_hook(lambda gradient: self._check("backward", micro_batch, made, gradient))
+        return trace
+
+    def _check(self, stage: Stage, micro_batch: int, trace: _TensorTrace, tensor: torch.Tensor) -> None:
+        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+        # A float8 tensor of torchao holds NaN if the scale or anything before it was not finite.
+        local = local._data.float() if hasattr(local, "_data") else local
+        self._checks.append((stage, (micro_batch, self._numbers[stage]), trace, local.isfinite().all()))
+        self._numbers[stage] += 1
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _contains(name: str, other: str) -> bool:
+    """Return whether module `other` lies inside module `name`."""
+    return other != name and (not name or other.startswith(f"{name}."))

@@ -1,0 +1,482 @@
+"""`titanlite checkpoint`: list, inspect, verify, compare, convert and delete. No torch until it is needed."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from titanlite import exit_codes
+from titanlite.checkpoint.manifest import (
+    DELETED,
+    FILE,
+    NAMES,
+    PARTIAL,
+    PIN,
+    REASON,
+    CheckpointError,
+    Manifest,
+    NewerFormatError,
+    Progress,
+    algorithm_of,
+    check_files,
+    checkpoint_of,
+    is_pinned,
+    parse_manifest,
+    read_manifest,
+    root_of,
+    step_folder,
+    step_of,
+    steps_in,
+)
+from titanlite.checkpoint.paths import AnyPath, content_of, entries, sizes, to_path
+from titanlite.checkpoint.retention import delete, leftover_folder, leftovers, unpublish
+from titanlite.config.errors import ConfigError, Problem
+from titanlite.utils import Table, counted, escape, human_bytes, human_time, render
+
+if TYPE_CHECKING:
+    from titanlite.tools.tensors import TensorDifference
+
+Answer = tuple[str, int]
+#: Exit status of `diff`, as that of the program of that name.
+DIFFERENT = 1
+#: Seconds between two lines of progress where there is no terminal.
+_PROGRESS_SECONDS = 10.0
+_PATH = "the folder of a run or of its checkpoints, or a URL such as s3://bucket/run/checkpoint"
+VALID, INVALID, NEWER = "valid", "invalid", "newer format"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One folder among the checkpoints, or the mark of a leftover."""
+
+    folder: AnyPath
+    #: "valid", "invalid", "newer format" (of a later titanlite), "set aside" (an invalid one, quarantined when its step
+    #: was saved again), "partial" (a save under way or cut short) or "being deleted".
+    state: str
+    #: Why it is not valid.
+    reason: str = ""
+    pinned: bool = False
+    manifest: Manifest | None = None
+    #: Bytes of its files.
+    size: int = 0
+    #: Seconds since the epoch.
+    written: float = 0.0
+
+    @property
+    def step(self) -> int:
+        """Of the name; -1 for a name without one."""
+        digits = self.folder.name.partition("step-")[2].partition(".")[0].partition("-")[0]
+        return int(digits) if digits.isdigit() else -1
+
+    @property
+    def description(self) -> str:
+        more = ", weights only" if self.manifest is not None and self.manifest.weights_only else ""
+        return f"{self.state}{more}{', pinned' if self.pinned else ''}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        manifest = self.manifest
+        numbers = {"ranks": manifest and manifest.world_size, "format": manifest and manifest.format}
+        found = {"folder": str(self.folder), "step": self.step, "state": self.state, "reason": self.reason or None}
+        return {**found, "pinned": self.pinned, "bytes": self.size, "written": self.written, **numbers}
+
+
+def inspect(path: AnyPath) -> Entry:
+    """Return the state of a folder or mark, by its name, its manifest and the sizes of its files."""
+    manifest, reason, folder = None, "", path
+    if path.name.startswith((PARTIAL, DELETED)):
+        state = "partial" if path.name.startswith(PARTIAL) else "being deleted"
+        folder = leftover_folder(path) or path
+    elif step_of(path) is None:
+        state = "set aside"
+        if (path / REASON).is_file():
+            reason = (path / REASON).read_bytes().decode(errors="replace").rstrip()
+    else:
+        state = VALID
+        try:
+            manifest = read_manifest(path)
+        except CheckpointError as error:
+            state, reason = NEWER if isinstance(error, NewerFormatError) else INVALID, str(error)
+    try:
+        size, written = content_of(folder)
+    except FileNotFoundError:  # it is being written or deleted right now
+        size, written = 0, 0.0
+    written = manifest.created if manifest else written or time.time()
+    return Entry(path, state, reason, is_pinned(folder), manifest, size, written)
+
+
+def list_checkpoints(root: AnyPath) -> list[Entry]:
+    """Return all entries of a folder of checkpoints, by step."""
+    left = {leftover_folder(mark): mark for mark in leftovers(root)}
+    left.pop(None, None)  # marks of whole checkpoints
+    folders = [root / name for name, is_folder in entries(root).items() if is_folder and NAMES.fullmatch(name)]
+    found = [*left.values(), *(folder for folder in folders if folder not in left)]
+    return sorted(map(inspect, found), key=lambda entry: (entry.step, entry.folder.name))
+
+
+def verify(folder: AnyPath, progress: Progress = lambda done, total: None) -> tuple[Manifest | None, list[str]]:
+    """Read every file of a checkpoint and compare it with the manifest; return that, if it is right, and problems."""
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        return None, [str(error)]
+    return manifest, check_files(folder, manifest, progress=progress)
+
+
+def remove(
+    paths: Sequence[AnyPath],
+    force: bool = False,
+    dry_run: bool = False,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> list[Entry]:
+    """Delete checkpoints and leftovers; return those that were (or, with `dry_run`, would be) deleted.
+
+    progress: called while a remaining checkpoint is read to be sure that it is good: which, bytes done, bytes in all.
+
+    Raises CheckpointError, before anything is deleted, for what is no checkpoint's folder and, unless `force`, for
+    pinned ones, for saves that may be under way, and when no good checkpoint would remain where there was one.
+    One that is pinned meanwhile stays, and raises then.
+    """
+    found = []
+    for path in dict.fromkeys(map(_absolute, paths)):
+        if not NAMES.fullmatch(path.name) or not path.exists():
+            raise CheckpointError(f"{path} is no folder of a checkpoint (step-N)")
+        found.append(inspect(path))
+    if not force:
+        for entry in found:
+            if entry.pinned:
+                raise CheckpointError(f"{entry.folder} is pinned: remove its file {PIN} first, or give --force")
+            if entry.state == NEWER:
+                raise CheckpointError(f"{entry.reason}. It may be good: give --force to delete it all the same")
+            if entry.state == "partial":
+                raise CheckpointError(f"{entry.folder} may be a save under way: give --force when no run writes there")
+        for root in dict.fromkeys(entry.folder.parent for entry in found if entry.state == VALID):
+            _must_leave_one(root, [entry for entry in found if entry.folder.parent == root], progress)
+    for entry in [] if dry_run else found:
+        is_mark = entry.folder.name.startswith((PARTIAL, DELETED))
+        mark = entry.folder if is_mark else unpublish(entry.folder, force)
+        if mark is None:
+            raise CheckpointError(f"{entry.folder} was pinned at this moment: it stays")
+        delete(mark)
+    return found
+
+
+def _absolute(path: AnyPath) -> AnyPath:
+    """Return an absolute path; of a checkpoint that is a link the link itself, not its target."""
+    if not isinstance(path, Path):
+        return path
+    return path.parent.resolve() / path.name if path.is_symlink() else path.resolve()
+
+
+def _must_leave_one(root: AnyPath, going: Sequence[Entry], progress: Callable[[str, int, int], None]) -> None:
+    """Raises CheckpointError unless a remaining checkpoint is good, by its hashes.
+
+    If a full checkpoint goes, one of weights only does not count.
+    """
+    folders = [entry.folder for entry in going]
+    full = any(entry.manifest is not None and not entry.manifest.weights_only for entry in going)
+    reasons = []
+    for folder in (step_folder(root, step) for step in reversed(steps_in(root))):
+        if folder in folders:
+            continue
+        manifest, problems = verify(folder, functools.partial(progress, f"{folder}: "))
+        if not problems and not (full and manifest is not None and manifest.weights_only):
+            return
+        reasons.append(f"\n  {problems[0] if problems else f'{folder} holds weights only'}")
+    raise CheckpointError(
+        f"{root} would be left without a good checkpoint{''.join(reasons)}\n"
+        "Nothing was removed; --force removes it anyway"
+    )
+
+
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `checkpoint` with its own commands to argparse."""
+    checkpoint = commands.add_parser(
+        "checkpoint", help="list, inspect, verify, compare, convert and delete checkpoints", allow_abbrev=False
+    )
+    checkpoint.set_defaults(run=lambda *_: checkpoint.format_help().rstrip())
+    actions = checkpoint.add_subparsers(title="commands", metavar="COMMAND")
+
+    def add(name: str, run: Any, help: str, description: str, code: str = "") -> argparse.ArgumentParser:
+        epilog = f"Exit status: 0; {code}{exit_codes.CHECKPOINT} when there is no such checkpoint."
+        parser = actions.add_parser(name, help=help, description=description, epilog=epilog, allow_abbrev=False)
+        parser.set_defaults(run=functools.partial(_without_flags, run))
+        return parser
+
+    one: dict[str, Any] = {
+        "type": to_path,
+        "metavar": "FOLDER",
+        "help": "a checkpoint (step-N), or the newest valid one of",
+    }
+    many: dict[str, Any] = {"nargs": "+", "type": to_path, "metavar": "FOLDER"}
+    ls = add(
+        "ls",
+        _ls,
+        "list checkpoints and whether they are valid",
+        "List checkpoints with size, state and age. valid: manifest and sizes are right (`verify` reads the contents "
+        "too); invalid: the reason stands below; set aside: an invalid one, renamed when its step was saved again; "
+        "partial: a save under way or cut short; pinned: holds a file KEEP, and no run deletes it.",
+    )
+    ls.add_argument("path", nargs="?", type=to_path, default=Path("outputs"), metavar="FOLDER", help=_PATH)
+    ls.add_argument("--json", action="store_true", help="print a JSON list, one object per folder")
+
+    inspect = add("inspect", _inspect, "show one: step, run, files, tensors", "Show the manifest of a checkpoint.")
+    inspect.add_argument("path", **one)
+    inspect.add_argument("--config", action="store_true", help="print the config of the run that wrote it, as TOML")
+    inspect.add_argument("--json", action="store_true", help="print the manifest as it is")
+
+    check = add(
+        "verify",
+        _verify,
+        "read every byte and compare with the hashes",
+        "Read every file of the checkpoints and compare it with the hash taken when it was written.",
+        f"{exit_codes.CHECKPOINT} when one is damaged, ",
+    )
+    check.add_argument("paths", help="checkpoints (step-N), or folders of them", **many)
+
+    diff = add(
+        "diff",
+        _diff,
+        "compare the tensors of two",
+        "Compare two checkpoints tensor by tensor: missing ones, types, shapes, the largest absolute and relative "
+        "difference. They are read one tensor at a time, without a GPU.",
+        f"{DIFFERENT} when they differ, ",
+    )
+    diff.add_argument("left", **one)
+    diff.add_argument("right", **one)
+
+    conversion = add(
+        "convert",
+        _convert,
+        "write its weights in another format",
+        "Write the weights in SOURCE to TARGET. SOURCE: a checkpoint (or the newest valid one of a folder), a folder "
+        "of Hugging Face's layout, or a file made with --to torch; checkpoints are compared with their hashes first. "
+        "TARGET appears when it is whole, and nothing is overwritten. It needs no GPU, and memory for a few tensors.",
+    )
+    conversion.add_argument("source", type=to_path, metavar="SOURCE", help="what to convert")
+    conversion.add_argument("target", type=to_path, metavar="TARGET", help="where to")
+    conversion.add_argument(
+        "--to",
+        required=True,
+        choices=("hf", "torch", "checkpoint"),
+        help="hf: a folder with config.json and model.safetensors, for `transformers`; torch: one file for torch.load; "
+        "checkpoint: a checkpoint of weights only in the folder TARGET, for checkpoint.initial_load_path",
+    )
+    precisions = ("float32", "bfloat16", "float16")
+    conversion.add_argument("--dtype", choices=precisions, help="precision of the weights; as they are without it")
+
+    rm = add(
+        "rm",
+        _rm,
+        "delete checkpoints",
+        "Delete checkpoints and leftovers of crashes. Refused, before anything is deleted: pinned ones, saves that may "
+        "be under way, and deletions that would leave no good checkpoint (a remaining one is read in full).",
+    )
+    rm.add_argument("paths", help="checkpoints: .../step-N", **many)
+    rm.add_argument("--force", action="store_true", help="delete what would be refused")
+    rm.add_argument("--dry-run", action="store_true", help="delete nothing, print what would be deleted")
+
+
+def _without_flags(run: Any, arguments: argparse.Namespace, flags: Sequence[str], _style: object) -> str | Answer:
+    if flags:
+        raise ConfigError([Problem("command line", flags[0], "is a config key; this command takes none")])
+    answer: str | Answer = run(arguments)
+    return answer
+
+
+def _ls(arguments: argparse.Namespace) -> str:
+    root = root_of(arguments.path)
+    found = list_checkpoints(root)
+    if arguments.json:
+        return json.dumps([entry.to_dict() for entry in found], indent=1)
+    rows = [
+        (
+            entry.folder.name,
+            entry.description,
+            human_bytes(entry.size),
+            "–" if entry.manifest is None else str(entry.manifest.world_size),
+            human_age(time.time() - entry.written),
+        )
+        for entry in found
+    ]
+    table = Table(("checkpoint", "state", "size", "ranks", "age"), rows, left=(0, 1))
+    # The reason of an invalid one names its files; that of a quarantined one names them by the old name.
+    notes = [
+        f"note: {entry.reason if entry.state in (INVALID, NEWER) else f'{entry.folder.name}: {entry.reason}'}"
+        for entry in found
+        if entry.reason
+    ]
+    valid = [entry for entry in found if entry.state == VALID]
+    newest = f"newest valid: {valid[-1].folder.name}" if valid else "none is valid"
+    total = f"{root}: {human_bytes(sum(entry.size for entry in found))}, {newest}"
+    return "\n".join([render(table, sys.stdout.isatty()), *notes, total])
+
+
+def human_age(seconds: float) -> str:
+    """Return `45 s`, `12 min`, `5 h`, `3 days`: one unit."""
+    for size, unit in ((86400.0, "days"), (3600.0, "h"), (60.0, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(seconds, 0.0):.0f} s"
+
+
+def _inspect(arguments: argparse.Namespace) -> str:
+    folder = checkpoint_of(arguments.path)
+    manifest = parse_manifest(folder)
+    if arguments.json:
+        return manifest.to_json()
+    if arguments.config:
+        config = manifest.config.get("toml")
+        if not isinstance(config, str):
+            raise CheckpointError(f"{folder} holds no config: it was not written by train.py")
+        return config.removesuffix("\n")
+    lines = [str(folder), *(f"  {label:<13} {text}" for label, text in _facts(manifest, inspect(folder)))]
+    terminal = sys.stdout.isatty()
+    files = [(name, f"{size:,}", manifest.hashes.get(name, "–")) for name, size in sorted(manifest.files.items())]
+    tensors = [
+        (name, dtype, " x ".join(map(str, shape)) or "scalar") for name, (dtype, shape) in manifest.tensors.items()
+    ]
+    return "\n\n".join(
+        [
+            "\n".join(lines),
+            render(Table(("file", "bytes", "hash"), files, left=(0, 2)), terminal),
+            render(Table(("tensor", "type", "shape"), tensors, left=(0, 1, 2)), terminal),
+        ]
+    )
+
+
+def _facts(manifest: Manifest, entry: Entry) -> list[tuple[str, str]]:
+    git = manifest.git
+    changed = " with uncommitted changes" if git.get("dirty") else ""
+    hashes = ", ".join(sorted({algorithm_of(digest) for digest in manifest.hashes.values()}))
+    shapes = [shape for name, (_, shape) in manifest.tensors.items() if name.startswith("model.")]
+    extra = list(manifest.trackers.items())
+    if manifest.validation_loss is not None:
+        extra.insert(0, ("validation", f"loss {manifest.validation_loss:.4f}"))
+    if manifest.weights_only:
+        extra.insert(0, ("holds", f"weights only{f', as {manifest.dtype}' if manifest.dtype else ''}"))
+    ranks = counted(manifest.world_size, "ranks")
+    return [
+        ("state", f"{entry.description}{f': {entry.reason}' if entry.reason else ''}"),
+        ("step", f"{manifest.step:,}"),
+        ("written", f"{datetime.fromtimestamp(manifest.created):%Y-%m-%d %H:%M:%S} by {ranks}"),
+        ("size", f"{human_bytes(manifest.size)} in {counted(len(manifest.files), 'files')}"),
+        ("model", f"{counted(len(shapes), 'tensors')}, {sum(map(math.prod, shapes)):,} parameters"),
+        *extra,
+        ("format", f"{manifest.format}, {f'hashes by {hashes}' if hashes else 'without hashes'}"),
+        ("versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())),
+        *([("commit", f"{git['commit']}{changed}")] if git.get("commit") else []),
+        *((name, value) for name, value in manifest.fingerprints.items() if name != "model"),
+        ("train", json.dumps(manifest.train)),
+    ]
+
+
+def _verify(arguments: argparse.Namespace) -> Answer:
+    folders: dict[AnyPath, None] = {}
+    for path in arguments.paths:
+        if steps_in(path) or not path.name.startswith("step-"):
+            root = root_of(path)
+            folders.update((step_folder(root, step), None) for step in steps_in(root))
+        else:
+            folders[checkpoint_of(path)] = None
+    if not folders:
+        raise CheckpointError(f"{', '.join(map(str, arguments.paths))}: no checkpoints there")
+    lines, bad = [], 0
+    with _ProgressLine(sys.stderr) as progress:
+        for folder in folders:
+            started = time.perf_counter()
+            manifest, problems = verify(folder, functools.partial(progress.show, f"{folder}: "))
+            bad += bool(problems)
+            if problems or manifest is None:
+                lines += [f"{folder}: DAMAGED", *(f"  {problem}" for problem in problems)]
+                continue
+            result = "hashes are right" if manifest.hashes else "sizes are right; it is of a time without hashes"
+            seconds = human_time(time.perf_counter() - started)
+            size = f"{counted(len(manifest.files), 'files')}, {human_bytes(manifest.size)}"
+            lines.append(f"{folder}: {result} ({size}, {seconds})")
+            if strangers := sorted({*entries(folder)} - {*manifest.files, FILE, PIN, REASON}):
+                lines.append(f"  not of the checkpoint: {', '.join(strangers)}")
+    if bad:
+        lines.append(
+            f"{bad} of {len(folders)} damaged: bring the files back from a copy, or delete it with "
+            "`titanlite checkpoint rm`; a run passes over it"
+        )
+    return "\n".join(lines), exit_codes.CHECKPOINT if bad else exit_codes.DONE
+
+
+def _diff(arguments: argparse.Namespace) -> Answer:
+    from titanlite.tools.tensors import Contents, compare
+
+    left, right = (Contents(checkpoint_of(path)) for path in (arguments.left, arguments.right))
+    found = list(compare(left, right))
+    differing = [one for one in found if one.elements or not one.comparable or one.left != one.right]
+    head = f"--- {left.folder}\n+++ {right.folder}"
+    equal = len(found) - len(differing)
+    if not differing:
+        return f"{head}\nall {equal} tensors are equal", exit_codes.DONE
+    table = Table(("tensor", "", "differ", "largest", "relative"), [_row(one) for one in differing], left=(0, 1))
+    rest = f"{len(differing)} tensors differ, {equal} are equal"
+    return f"{head}\n{render(table, sys.stdout.isatty())}\n{rest}", DIFFERENT
+
+
+def _row(one: TensorDifference) -> tuple[str, str, str, str, str]:
+    left, right = (None if side is None else f"{side[0]}{side[1]}" for side in (one.left, one.right))
+    if left is None or right is None:
+        return one.name, f"only in {'+++' if left is None else '---'}: {left or right}", "", "", ""
+    words = left if left == right else f"{left} and {right}"
+    if not one.comparable:
+        return one.name, words, "", "", ""
+    return one.name, words, f"{one.elements:,}", f"{one.absolute:.3g}", f"{one.relative:.3g}"
+
+
+def _convert(arguments: argparse.Namespace) -> str:
+    from titanlite.tools.convert import convert
+
+    started = time.perf_counter()
+    with _ProgressLine(sys.stderr) as progress:
+        show = functools.partial(progress.show, "")
+        written = convert(arguments.source, arguments.target, arguments.to, arguments.dtype, show)
+    size = sum(sizes(written).values()) if written.is_dir() else sizes(written.parent)[written.name]
+    return f"{written}: {human_bytes(size)} in {human_time(time.perf_counter() - started)}"
+
+
+class _ProgressLine:
+    """Shows progress: one line that is renewed on a terminal, elsewhere a line every ten seconds."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._terminal = stream, stream.isatty()
+        self._shown = time.monotonic()
+
+    def show(self, lead: str, done: int, total: int) -> None:
+        """lead: text before the numbers. done, total: bytes."""
+        now = time.monotonic()
+        if now - self._shown >= (0.1 if self._terminal else _PROGRESS_SECONDS):
+            self._shown = now
+            text = f"{escape(lead)}{human_bytes(done)} of {human_bytes(total)}"
+            print(f"\r{text}\x1b[K" if self._terminal else text, end="" if self._terminal else "\n", file=self._stream)
+            self._stream.flush()
+
+    def __enter__(self) -> _ProgressLine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._terminal:
+            self._stream.write("\r\x1b[K")
+
+
+def _rm(arguments: argparse.Namespace) -> str:
+    with _ProgressLine(sys.stderr) as progress:
+        gone = remove(arguments.paths, arguments.force, arguments.dry_run, progress.show)
+    did = "would delete" if arguments.dry_run else "deleted"
+    lines = [f"{did} {entry.folder}: {entry.description}, {human_bytes(entry.size)}" for entry in gone]
+    freed = human_bytes(sum(entry.size for entry in gone))
+    return "\n".join([*lines, f"{freed} {'would be freed' if arguments.dry_run else 'freed'}"])

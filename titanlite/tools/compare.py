@@ -1,0 +1,324 @@
+"""`titanlite compare`: the figures of several runs side by side, and the differences between the runs."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+from titanlite.metrics.jsonl import FILE as METRICS
+from titanlite.metrics.jsonl import json_value
+from titanlite.runs.read import Row, Run, RunError, read_run
+from titanlite.runs.record import Attempt
+from titanlite.tools.runs import NONE, last, number, refuse_keys, state_words, to_json
+from titanlite.utils import Table, human_time, render
+
+PICTURE = "comparison.png"
+PAGE = "comparison.html"
+#: Equal steps at which losses are shown.
+STEPS_SHOWN = 5
+
+#: Variables that differ between any two runs and affect neither speed nor numbers.
+_IRRELEVANT = re.compile(r"(SLURM|TORCHELASTIC)_.*|(LOCAL_|GROUP_)?WORLD_SIZE|.*_(ID|PORT|PID|FILE|DIR|ADDR)")
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `compare` to argparse."""
+    compare = commands.add_parser(
+        "compare",
+        help="put runs side by side: speed, memory, losses, what differs",
+        description="Print the figures of several runs and the differences between them, and draw their curves as "
+        f"{PICTURE} (needs the extra `plots`) and {PAGE}, which needs nothing else and opens in any browser.",
+        allow_abbrev=False,
+    )
+    compare.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="a run's folder, or a metrics file")
+    compare.add_argument(
+        "--out", metavar="FOLDER", type=Path, default=Path("comparison"), help="where to draw (default: ./comparison)"
+    )
+    compare.add_argument("--json", action="store_true", help="print the figures as one JSON object")
+    compare.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace, flags: Sequence[str], _style: object) -> str:
+    from titanlite.tools.compare_page import render_page
+    from titanlite.tools.plots import PlotsMissing, charts, draw_png
+
+    refuse_keys(flags)
+    comparison = compare(read_runs(arguments.runs))
+    drawn = charts(comparison.runs, comparison.labels)
+    page, picture = arguments.out / PAGE, arguments.out / PICTURE
+    written = [page]
+    try:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        page.write_text(render_page(comparison, drawn, f"{datetime.now():%Y-%m-%d %H:%M}"), encoding="utf-8")
+        draw_png(drawn, picture)
+        written.append(picture)
+    except PlotsMissing as error:
+        print(f"{picture} is not drawn: {error}. {PAGE} has the same curves", file=sys.stderr)
+    except OSError as error:
+        raise RunError(f"cannot write to {arguments.out}: {error.strerror or error}; name another with --out") from None
+    if arguments.json:
+        return to_json({**compare_json(comparison), "written": [str(path) for path in written]})
+    parts = [render(table, sys.stdout.isatty()) for table in tables(comparison)]
+    parts += ["\n".join(f"note: {note}" for note in comparison.notes)] if comparison.notes else []
+    return "\n\n".join([*parts, f"written: {', '.join(map(str, written))}"])
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One line of the comparison: a value per run, and the relation of the others to the first."""
+
+    name: str
+    values: tuple[float | None, ...]
+    form: str
+    relation: Literal["ratio", "difference", None]
+
+    def cells(self) -> list[str]:
+        """Return the values as text, e.g. `1,234 (1.05×)` or `4.5621 (+0.0012)`."""
+        return [self._cell(value, self.values[0] if i else None) for i, value in enumerate(self.values)]
+
+    def _cell(self, value: float | None, first: float | None) -> str:
+        text = number(value, self.form)
+        if value is None or first is None or not (math.isfinite(value) and math.isfinite(first)):
+            return text
+        if self.relation == "difference":
+            return f"{text} ({format(value - first, '+' + self.form)})"
+        return f"{text} ({value / first:.2f}×)" if first and self.relation == "ratio" else text
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The result of `compare`."""
+
+    runs: tuple[Run, ...]
+    #: A short name per run.
+    labels: tuple[str, ...]
+    figures: tuple[Figure, ...]
+    #: Steps that all runs logged, up to the last; `figures` has a line for each.
+    steps: tuple[int, ...]
+    #: Value per run of each config key and circumstance that differs; None: not set.
+    differences: Mapping[str, tuple[Any, ...]]
+    notes: tuple[str, ...]
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """Read the runs to compare. Raises RunError for a folder without a run or figures, or one named twice."""
+    runs = [read_run(path) for path in paths]
+    places = [run.folder.resolve() for run in runs]
+    for i, run in enumerate(runs):
+        if places[i] in places[:i]:
+            raise RunError(f"{run.folder}: named twice; a run compared with itself shows nothing")
+        if not run.training:
+            raise RunError(
+                f"{run.folder}: {METRICS} has no training step yet; wait for its first logged step, or leave it out"
+            )
+    return runs
+
+
+def compare(runs: Sequence[Run]) -> Comparison:
+    """Compare runs. Each has at least one training row."""
+    labels = short_names([run.folder for run in runs])
+    losses = [{int(row["step"]): row["loss"] for row in run.training} for run in runs]
+    common = sorted(set.intersection(*map(set, losses)))
+    steps = spread(common, STEPS_SHOWN)
+    rows, training = [steady(run) for run in runs], [run.training for run in runs]
+
+    def over(pick: Callable[[list[float]], float], name: str, source: Sequence[Sequence[Row]]) -> tuple:
+        values = ([row[name] for row in part if name in row and math.isfinite(row[name])] for part in source)
+        return tuple(pick(found) if found else None for found in values)
+
+    figures = [
+        Figure("tokens/s", over(median, "total_tps", rows), ",.0f", "ratio"),
+        Figure("tokens/s per device", over(median, "tps", rows), ",.0f", "ratio"),
+        Figure("MFU %", over(median, "mfu", rows), ".2f", "ratio"),
+        Figure("memory GiB, peak", over(max, "memory_gib", training), ".2f", "ratio"),
+        Figure("reserved GiB, peak", over(max, "reserved_gib", training), ".2f", "ratio"),
+        *(Figure(f"loss at step {step:,}", tuple(one[step] for one in losses), ".4f", "difference") for step in steps),
+        *_validation(runs),
+    ]
+    return Comparison(
+        tuple(runs),
+        labels,
+        tuple(figure for figure in figures if any(value is not None for value in figure.values)),
+        tuple(steps),
+        _differences(runs),
+        tuple(_notes(runs, labels, bool(common))),
+    )
+
+
+def steady(run: Run) -> list[Row]:
+    """Return the training rows without the first two of each attempt, which pay for compilation and allocation.
+
+    Of an attempt with two rows, the second is kept.
+    """
+    return [row for part in run.segments() for row in (part[2:] if len(part) > 2 else part[1:])]
+
+
+def _validation(runs: Sequence[Run]) -> Iterator[Figure]:
+    """Yield the final validation losses, and those of the last common step where the final steps differ."""
+    losses = [{int(row["step"]): row["validation_loss"] for row in run.validations} for run in runs]
+    finals = tuple(float(max(steps)) if steps else None for steps in losses)
+    same = len(set(finals)) == 1
+    if not same:
+        if shared := set.intersection(*map(set, losses)):
+            values = tuple(found[max(shared)] for found in losses)
+            yield Figure(f"validation loss at step {max(shared):,}", values, ".4f", "difference")
+        yield Figure("final validation, step", finals, ",.0f", None)
+    final = tuple(last(run, "validation_loss") for run in runs)
+    yield Figure("final validation loss", final, ".4f", "difference" if same else None)
+
+
+def spread(steps: Sequence[int], count: int) -> list[int]:
+    """Return at most `count` of the steps at equal distances, including the last."""
+    if len(steps) <= count:
+        return list(steps)
+    return [steps[round((i + 1) * len(steps) / count) - 1] for i in range(count)]
+
+
+def short_names(paths: Sequence[Path]) -> tuple[str, ...]:
+    """Return the shortest ends of the paths that differ."""
+    parts = [path.resolve().parts for path in paths]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-length:]) for part in parts]
+        if len(set(names)) == len(names):
+            break
+    return tuple(names)
+
+
+def tables(comparison: Comparison) -> list[Table]:
+    """Return the table of runs, that of figures, and that of differences if there are any."""
+    labels = comparison.labels
+    runs = [
+        (
+            label,
+            str(run.folder),
+            state_words(run),
+            _steps(run),
+            "" if run.duration is None else human_time(run.duration),
+        )
+        for label, run in zip(labels, comparison.runs, strict=True)
+    ]
+    figures = [(figure.name, *figure.cells()) for figure in comparison.figures]
+    found = [
+        Table(
+            ("run", "folder", "state", "steps", "duration"), [[cell or NONE for cell in run] for run in runs], (0, 1, 2)
+        ),
+        Table(("", *labels), figures),
+    ]
+    rows = [
+        (name, *("not set" if value is None else _plain(value) for value in values))
+        for name, values in comparison.differences.items()
+    ]
+    return found + ([Table(("what differs", *labels), rows, range(len(labels) + 1))] if rows else [])
+
+
+def compare_json(comparison: Comparison) -> dict[str, Any]:
+    """Return the content of the tables; numbers that are not finite are strings as in metrics.jsonl."""
+    differences = comparison.differences.items()
+    return {
+        "runs": [
+            {
+                "label": label,
+                "run": str(run.folder),
+                "state": run.state,
+                "step": run.step,
+                "steady_rows": len(steady(run)),
+            }
+            for label, run in zip(comparison.labels, comparison.runs, strict=True)
+        ],
+        "figures": {figure.name: [json_value(value) for value in figure.values] for figure in comparison.figures},
+        "steps": list(comparison.steps),
+        "differences": {name: [v if _has_json(v) else _plain(v) for v in values] for name, values in differences},
+        "notes": list(comparison.notes),
+    }
+
+
+def _steps(run: Run) -> str:
+    return f"{run.step:,}" if run.steps is None else f"{run.step:,} of {run.steps:,}"
+
+
+def _differences(runs: Sequence[Run]) -> dict[str, tuple[Any, ...]]:
+    """Return config keys first, in the order of the file, then circumstances that may explain a difference."""
+    sides: list[dict[str, Any]] = [{} for _ in runs]
+    if all(run.config is not None for run in runs):
+        # The folder always differs, and the table of runs has it.
+        sides = [{k: v for k, v in (run.config or {}).items() if k != "job.dump_folder"} for run in runs]
+    if all(run.attempts for run in runs):
+        sides = [{**side, **_circumstances(run.attempts[-1])} for side, run in zip(sides, runs, strict=True)]
+    values = {
+        name: tuple(side.get(name) for side in sides) for name in dict.fromkeys(n for side in sides for n in side)
+    }
+    return {name: found for name, found in values.items() if any(value != found[0] for value in found)}
+
+
+def _circumstances(attempt: Attempt) -> dict[str, Any]:
+    git = attempt.get("git") or {}
+    variables = attempt.get("environment") or {}
+    return {
+        "world_size": attempt.get("ranks"),
+        "device": attempt.get("device"),
+        "host": attempt.get("host"),
+        "git commit": str(git["commit"])[:12] if git.get("commit") else None,
+        "git dirty": git.get("dirty"),
+        **{f"version of {name}": version for name, version in (attempt.get("versions") or {}).items()},
+        **{name: value for name, value in variables.items() if not _IRRELEVANT.fullmatch(name)},
+    }
+
+
+def _notes(runs: Sequence[Run], labels: Sequence[str], common: bool) -> Iterator[str]:
+    named = list(zip(labels, runs, strict=True))
+    for run in runs:
+        if run.reason:
+            yield f"{run.folder}: {state_words(run)}: {run.reason}"
+    if not common:
+        logged = "; ".join(f"{name} {_some_steps(run)}" for name, run in named)
+        yield f"no step was logged by all runs, so no losses are compared ({logged}): metrics.log_freq sets them"
+    sizes = {name: size for name, run in named if (size := _tokens_per_step(run))}
+    if len(set(sizes.values())) > 1:
+        said = ", ".join(f"{name} {size:,.0f}" for name, size in sizes.items())
+        yield f"tokens per step differ ({said}): equal steps are not equal tokens"
+    without = [str(run.folder) for run in runs if run.config is None]
+    if without and len(runs) > 1:
+        yield f"configs are not compared: no config.toml in {', '.join(without)}"
+    for run in runs:
+        sizes_seen = list(dict.fromkeys(attempt.get("ranks") for attempt in run.attempts))
+        if len(sizes_seen) > 1:
+            ranks = ", then ".join(map(str, sizes_seen))
+            yield f"{run.folder}: ran on {ranks} ranks; its tokens/s is the median over all of them"
+        if len({attempt.get("config") for attempt in run.attempts}) > 1:
+            yield f"{run.folder}: its config changed when it was resumed; the last one is compared"
+    if unsteady := [name for name, run in named if not steady(run)]:
+        yield f"no tokens/s and MFU of {', '.join(unsteady)}: only first rows exist, which are not counted"
+
+
+def _some_steps(run: Run) -> str:
+    steps = [f"{row['step']:.0f}" for row in run.training]
+    return ", ".join(steps) if len(steps) <= 4 else f"{', '.join(steps[:3])}, …, {steps[-1]}"
+
+
+def _tokens_per_step(run: Run) -> float | None:
+    """Return the tokens between the last two training rows, per step."""
+    rows = [row for row in run.training if "tokens_seen" in row]
+    if not rows:
+        return None
+    before = rows[-2] if len(rows) > 1 else {"step": 0.0, "tokens_seen": 0.0}
+    steps = rows[-1]["step"] - before["step"]
+    return (rows[-1]["tokens_seen"] - before["tokens_seen"]) / steps if steps > 0 else None
+
+
+def _has_json(value: Any) -> bool:
+    """Return whether JSON has such a value: it has no dates (TOML does), infinities and NaN."""
+    if isinstance(value, (list, dict)):
+        return all(map(_has_json, value.values() if isinstance(value, dict) else value))
+    return value is None or isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _plain(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,417 @@
+"""`titanlite checkpoint convert`: weights between checkpoints, Hugging Face folders and files of torch.
+
+A few tensors are in memory at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch._subclasses import FakeTensorMode
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from titanlite.checkpoint.manifest import (
+    CheckpointError,
+    Manifest,
+    Progress,
+    check_files,
+    checkpoint_of,
+    step_folder,
+    step_of,
+)
+from titanlite.checkpoint.paths import AnyPath, StorePath, remove_folder, sync_folder
+from titanlite.checkpoint.retention import begin, delete, marks_of, publish
+from titanlite.checkpoint.storage import HashingWriter, converted, describe
+from titanlite.models import LlamaArgs, get_spec
+from titanlite.models.shapes import ShapeError, as_record, from_record
+from titanlite.runs import provenance
+from titanlite.tools.tensors import Contents, quiet
+
+Format = Literal["hf", "torch", "checkpoint"]
+#: Bytes of tensors in one file of a Hugging Face folder, which are in memory at a time.
+SHARD_BYTES = 2 << 30
+HF_CONFIG, HF_INDEX, HF_SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+#: Entries of the dictionary in a file of torch's.
+STATE, MODEL, STEP = "state_dict", "model", "step"
+_HEAD = "lm_head.weight"
+_HF_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """The weights of one model, under our names. `read(name)` returns a whole tensor on the CPU."""
+
+    path: AnyPath
+    family: str
+    args: LlamaArgs
+    #: Steps that it was trained for; 0: unknown.
+    step: int
+    #: Name → dtype, such as "bfloat16", and shape.
+    dtypes: Mapping[str, str]
+    shapes: Mapping[str, tuple[int, ...]]
+    read: Callable[[str], torch.Tensor]
+    #: Of a checkpoint.
+    manifest: Manifest | None = None
+    is_hf: bool = False
+
+
+def open_source(path: AnyPath, progress: Progress = lambda done, total: None) -> Source:
+    """Open the weights in `path`; compare every byte of a checkpoint with its hashes first (`progress`).
+
+    Raises CheckpointError when it holds no weights, or others than those of the model that it describes.
+    """
+    is_hf = (path / HF_CONFIG).is_file()
+    if isinstance(path, StorePath):
+        if is_hf or path.is_file():
+            raise CheckpointError(f"{path}: only checkpoints are read from a store; copy it to this machine first")
+        source = _checkpoint(checkpoint_of(path), progress)
+    elif is_hf:
+        source = _hf_folder(path)
+    else:
+        source = _torch_file(path) if path.is_file() else _checkpoint(checkpoint_of(path), progress)
+    _check(source)
+    return source
+
+
+def _check(source: Source) -> None:
+    """Raises CheckpointError unless the weights are those of the model, none too few and none too many."""
+    state = get_spec(source.family).build_on_meta(source.args).state_dict()  # a tied head has a name of its own
+    wanted = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    lines = [f"missing: {name}" for name in wanted if name not in source.shapes]
+    lines += [f"not of this model: {name}" for name in source.shapes if name not in wanted]
+    lines += [
+        f"{name} has the shape {list(source.shapes[name])}, the model's has {list(shape)}"
+        for name, shape in wanted.items()
+        if name in source.shapes and source.shapes[name] != shape
+    ]
+    if lines:
+        more = f"\n  … and {len(lines) - 8} more" if len(lines) > 8 else ""
+        listed = "\n  ".join(lines[:8])
+        raise CheckpointError(f"{source.path} does not hold the weights of its model:\n  {listed}{more}")
+
+
+def _checkpoint(folder: AnyPath, progress: Progress) -> Source:
+    contents = Contents(folder)
+    manifest = contents.manifest
+    record = manifest.config.get("model")
+    if not isinstance(record, dict):
+        raise CheckpointError(
+            f"{folder} does not say which model it is of: it was written before checkpoints did, or by a program that "
+            'gave no config = {"model": titanlite.models.shapes.as_record(…)}. Resume the run, and convert its next one'
+        )
+    if problems := check_files(folder, manifest, progress=progress):
+        raise CheckpointError("\n  ".join([f"{folder} is damaged:", *problems]))
+    family, args = _described(folder, record)
+    tensors = {n.removeprefix("model."): e for n, e in manifest.tensors.items() if n.startswith("model.")}
+    dtypes = {name: entry[0] for name, entry in tensors.items()}
+    shapes = {name: tuple(entry[1]) for name, entry in tensors.items()}
+    return Source(
+        folder, family, args, manifest.step, dtypes, shapes, lambda name: contents.read(f"model.{name}"), manifest
+    )
+
+
+def _described(path: AnyPath, record: Mapping[str, Any]) -> tuple[str, LlamaArgs]:
+    try:
+        return from_record(record)
+    except (ShapeError, TypeError) as error:
+        raise CheckpointError(f"{path}: its model cannot be read: {error}") from None
+
+
+def _hf_folder(folder: Path) -> Source:
+    from safetensors import SafetensorError, safe_open
+
+    family = "llama3"  # the models of both families differ in numbers alone
+    spec = get_spec(family)
+    try:
+        args = spec.args_from_hf(json.loads((folder / HF_CONFIG).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{folder / HF_CONFIG}: {error}") from None
+    opened: dict[str, Any] = {}  # their name → the file that holds it
+    for file in _hf_files(folder):
+        try:
+            handle = safe_open(file, framework="pt")
+            opened.update(dict.fromkeys(handle.keys(), handle))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from None
+    try:
+        names = {ours: theirs for theirs, ours in spec.names_from_hf(opened.keys(), args).items()}
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
+    if args.tied:  # the head is the embedding's tensor, which files hold once
+        names["output.weight"] = names["tok_embeddings.weight"]
+
+    def read(name: str) -> torch.Tensor:
+        tensor: torch.Tensor = opened[names[name]].get_tensor(names[name])
+        return tensor
+
+    if args.tied and _HEAD in opened and not torch.equal(opened[_HEAD].get_tensor(_HEAD), read("output.weight")):
+        raise CheckpointError(f"{folder}: {_HEAD} differs from the embedding, but {HF_CONFIG} says that they are tied")
+    slices = {ours: opened[theirs].get_slice(theirs) for ours, theirs in names.items()}
+    dtypes = {name: _HF_DTYPES.get(one.get_dtype(), one.get_dtype()) for name, one in slices.items()}
+    shapes = {name: tuple(one.get_shape()) for name, one in slices.items()}
+    return Source(folder, family, args, 0, dtypes, shapes, read, is_hf=True)
+
+
+def _hf_files(folder: Path) -> list[Path]:
+    if (folder / HF_SINGLE).is_file():
+        return [folder / HF_SINGLE]
+    try:
+        index = json.loads((folder / HF_INDEX).read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(index.values()))
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} holds neither {HF_SINGLE} nor {HF_INDEX}") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{folder / HF_INDEX} cannot be read: {error!r}") from None
+    if outside := [name for name in names if Path(name).name != name]:
+        raise CheckpointError(f"{folder / HF_INDEX} names {outside[0]!r}, which is no file of this folder")
+    return [folder / name for name in names]
+
+
+def _torch_file(path: Path) -> Source:
+    try:
+        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # torch has many ways to refuse a cut file, or a pickle of other things than tensors
+        raise CheckpointError(f"{path} is no file of tensors by torch.save: {error}") from None
+    state = content.get(STATE) if isinstance(content, dict) else None
+    if not isinstance(state, dict) or not isinstance(content.get(MODEL), dict):
+        raise CheckpointError(
+            f'{path} must hold {{"{STATE}": name → tensor, "{MODEL}": titanlite.models.shapes.as_record(…)}}, as '
+            "`titanlite checkpoint convert --to torch` writes it"
+        )
+    family, args = _described(path, content[MODEL])
+    tensors = {str(name): tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+    entries = describe(tensors)
+    dtypes, shapes = {n: entries[n][0] for n in entries}, {n: tuple(entries[n][1]) for n in entries}
+    return Source(path, family, args, int(content.get(STEP, 0)), dtypes, shapes, tensors.__getitem__)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A source with the wanted precision."""
+
+    source: Source
+    dtype: str | None
+    progress: Progress
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        saved: torch.dtype = getattr(torch, self.source.dtypes[name])
+        return getattr(torch, self.dtype) if self.dtype and saved.is_floating_point else saved
+
+    def bytes_of(self, name: str) -> int:
+        return int(torch.Size(self.source.shapes[name]).numel()) * self.dtype_of(name).itemsize
+
+    def reader(self, names: Sequence[str]) -> Callable[[str], torch.Tensor]:
+        """Return a function that reads one of these tensors, and reports the progress."""
+        done, total = 0, sum(map(self.bytes_of, names))
+
+        def read(name: str) -> torch.Tensor:
+            nonlocal done
+            tensor = self.source.read(name)
+            done += self.bytes_of(name)
+            self.progress(done, total)
+            return converted(tensor, self.dtype) if self.dtype else tensor
+
+        return read
+
+    def empty(self, name: str) -> torch.Tensor:
+        """Return a tensor without memory, on the meta device or as a fake one."""
+        return torch.empty(self.source.shapes[name], dtype=self.dtype_of(name))
+
+
+def convert(
+    path: AnyPath,
+    target: AnyPath,
+    to: Format,
+    dtype: str | None = None,
+    progress: Progress = lambda done, total: None,
+    shard_bytes: int = SHARD_BYTES,
+) -> AnyPath:
+    """Write the weights in `path` to `target` in another format; return the written folder or file.
+
+    path: one of our checkpoints (or a folder of them), a Hugging Face folder, or a file that `to = "torch"` wrote.
+    target: a folder of Hugging Face's layout, a file for `torch.load`, or a folder of checkpoints in which the new one,
+    of weights only, becomes `step-N`; that one may be in a store. It appears when it is whole, and nothing is
+    overwritten. dtype: of tensors in floating point, such as "bfloat16"; None: as they are.
+
+    Raises CheckpointError.
+    """
+    if to == "checkpoint" and step_of(target) is not None:
+        raise CheckpointError(f"{target}: name the folder of checkpoints; step-N in it is made")
+    if to != "checkpoint":
+        if isinstance(target, StorePath):
+            raise CheckpointError(f"{target}: --to {to} writes to this machine; copy it to the store afterwards")
+        _refuse_existing(target)
+    work = _Work(open_source(path, progress), dtype, progress)
+    final = step_folder(target, work.source.step) if to == "checkpoint" else target
+    try:
+        if to == "checkpoint":
+            _write_checkpoint(work, target)
+        elif isinstance(target, Path):
+            _write_aside(work, target, to, shard_bytes)
+    except OSError as error:
+        raise CheckpointError(f"{final} cannot be written: {error}") from error
+    return final
+
+
+def _refuse_existing(path: AnyPath) -> None:
+    """Raises CheckpointError when the path exists."""
+    if path.exists() or (isinstance(path, Path) and path.is_symlink()):
+        raise CheckpointError(f"{path} is there already; it is not overwritten")
+
+
+def _write_aside(work: _Work, final: Path, to: Format, shard_bytes: int) -> None:
+    """Write files under another name, make them durable, and give them their own, which nothing has."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    aside = final.parent / f".partial-{final.name}-{uuid.uuid4().hex[:8]}"
+    try:
+        if to == "hf":
+            _write_hf(work, aside, shard_bytes)
+        else:
+            _write_torch(work, aside)
+        for path in [*aside.iterdir()] if aside.is_dir() else [aside]:
+            with open(path, "rb") as stream:
+                os.fsync(stream.fileno())
+        if aside.is_dir():
+            sync_folder(aside)
+            _refuse_existing(final)
+            aside.rename(final)
+        else:
+            os.link(aside, final)  # unlike a rename, it fails where there is a file
+        sync_folder(final.parent)
+    finally:
+        remove_folder(aside) if aside.is_dir() else aside.unlink(missing_ok=True)
+
+
+def _write_hf(work: _Work, folder: Path, shard_bytes: int) -> None:
+    from safetensors.torch import save_file
+
+    source = work.source
+    spec = get_spec(source.family)
+    try:
+        names = spec.hf_names(source.args)
+        config = spec.hf_config(source.args)
+    except ValueError as error:
+        raise CheckpointError(f"{source.path}: {error}") from None
+    if source.is_hf:
+        config["max_position_embeddings"] = source.args.max_seq_len  # as it says itself
+    types = {str(work.dtype_of(name)).removeprefix("torch.") for name in names}
+    if len(types) == 1:
+        config["dtype"] = config["torch_dtype"] = types.pop()  # the latter for `transformers` 4
+    folder.mkdir()
+    (folder / HF_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    mode = (folder / HF_CONFIG).stat().st_mode
+    shards = _shards(work, list(names), shard_bytes)
+    read, where = work.reader(list(names)), {}
+    for index, shard in enumerate(shards, start=1):
+        file = HF_SINGLE if len(shards) == 1 else f"model-{index:05}-of-{len(shards):05}.safetensors"
+        tensors = {names[name]: read(name).contiguous() for name in shard}
+        where.update(dict.fromkeys(tensors, file))
+        save_file(tensors, folder / file, metadata={"format": "pt"})  # without it `transformers` refuses the file
+        (folder / file).chmod(mode)  # safetensors lets nobody else read it
+    if len(shards) > 1:
+        total = sum(map(work.bytes_of, names))
+        content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        (folder / HF_INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _shards(work: _Work, names: Sequence[str], shard_bytes: int) -> list[list[str]]:
+    """Return the names in order, in groups of at most so many bytes, or of one tensor."""
+    shards: list[list[str]] = []
+    room = 0
+    for name in names:
+        size = work.bytes_of(name)
+        if size > room or not shards:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(name)
+        room -= size
+    return shards
+
+
+def _write_torch(work: _Work, file: Path) -> None:
+    """Write the file's layout without content; then the tensors, one by one, into the file mapped to memory."""
+    source = work.source
+    with FakeTensorMode():
+        state = {name: work.empty(name) for name in source.shapes}
+        if source.args.tied:
+            state["output.weight"] = state["tok_embeddings.weight"]  # one storage, as in the model
+    content = {STATE: state, MODEL: as_record(source.family, source.args), STEP: source.step}
+    # As a stream: torch refuses to open a file whose name begins with a dot.
+    with torch.serialization.skip_data(materialize_fake_tensors=True), open(file, "wb") as stream:
+        torch.save(content, stream)
+    with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):  # the file can be written through its tensors
+        mapped: Mapping[str, torch.Tensor] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)[STATE]
+    names = [name for name in source.shapes if not (source.args.tied and name == "output.weight")]
+    read = work.reader(names)
+    for name in names:
+        mapped[name].copy_(read(name))
+
+
+class _OneByOne(DefaultSavePlanner):
+    """Reads each tensor when it is to be written; the state dictionary has them without memory.
+
+    DCP holds on to every tensor until the file is closed. So the memory of each is released when DCP asks for the next:
+    it is written by then.
+    """
+
+    def __init__(self, read: Callable[[str], torch.Tensor]) -> None:
+        super().__init__()
+        self._read = read
+        self._written: torch.Tensor | None = None
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        if self._written is not None:
+            self._written.untyped_storage().resize_(0)
+        # A clone: the source may be a part of a file in memory.
+        self._written = self._read(index.fqn.removeprefix("model.")).clone()
+        return self._written
+
+
+def _write_checkpoint(work: _Work, root: AnyPath) -> None:
+    source, started = work.source, time.perf_counter()
+    with torch.device("meta"):
+        state = {f"model.{name}": work.empty(name) for name in source.shapes}
+    for mark in marks_of(step_folder(root, source.step)):
+        way = f"`titanlite checkpoint rm --force {mark}` deletes it when nothing writes there"
+        raise CheckpointError(f"{mark} is a save under way or cut short: {way}")
+    _refuse_existing(step_folder(root, source.step))
+    folder = begin(root, source.step)
+    try:
+        writer = HashingWriter(folder)
+        with quiet():
+            planner = _OneByOne(work.reader(list(source.shapes)))
+            dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+        before = source.manifest
+        manifest = Manifest(
+            step=source.step,
+            fingerprints=before.fingerprints if before else {},
+            tensors=describe(state),
+            files={name: written.size for name, written in writer.written.items()},
+            hashes={name: written.digest for name, written in writer.written.items()},
+            train=before.train if before else {},
+            versions=provenance.versions(),
+            world_size=1,
+            created=time.time(),
+            config={**(before.config if before else {}), "model": as_record(source.family, source.args)},
+            weights_only=True,
+            dtype=work.dtype or "",
+            seconds=round(time.perf_counter() - started, 3),
+        )
+        publish(folder, manifest)
+    except BaseException:
+        with suppress(OSError):
+            for mark in marks_of(folder):
+                delete(mark)
+        raise

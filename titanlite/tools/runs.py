@@ -1,0 +1,155 @@
+"""`titanlite runs`: the runs below some folders, with their states and newest figures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from titanlite.metrics.jsonl import json_value
+from titanlite.runs.read import Run, RunError, find_runs, read_run
+from titanlite.runs.record import Attempt, read_attempts, read_entries
+from titanlite.utils import Table, human_time, render
+
+NONE = "–"
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `runs` to argparse."""
+    runs = commands.add_parser(
+        "runs",
+        help="list runs and how they are doing",
+        description="List the runs below some folders, the newest first: state, step, losses, speed. "
+        "A run without an end that shows no sign of life has died.",
+        allow_abbrev=False,
+    )
+    runs.add_argument("folders", nargs="*", metavar="FOLDER", type=Path, help="where to look (default: ./outputs)")
+    runs.add_argument("--json", action="store_true", help="print a JSON list, one object per run")
+    runs.add_argument("--attempts", action="store_true", help="show each run's attempts: how each began and ended")
+    runs.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace, flags: Sequence[str], _style: object) -> str:
+    refuse_keys(flags)
+    folders = arguments.folders or [Path("outputs")]
+    found = list_runs(folders)
+    if arguments.attempts:
+        if arguments.json:
+            return to_json({str(run.folder): read_entries(run.folder) for run in found})
+        tables = (attempts_text(run.folder, sys.stdout.isatty()) for run in found)
+        return "\n\n".join(filter(None, tables)) or "no attempts were recorded"
+    if arguments.json:
+        return to_json([_as_json(run) for run in found])
+    if not found:
+        return f"no runs below {', '.join(map(str, folders))}"
+    return runs_text(found, sys.stdout.isatty())
+
+
+def refuse_keys(flags: Sequence[str]) -> None:
+    """Raise RunError for a config key on the command line of a command that reads runs."""
+    if flags:
+        raise RunError(f"{flags[0]} is a config key; this command reads what runs have written and takes none")
+
+
+def to_json(value: Any) -> str:
+    return json.dumps(value, indent=1, allow_nan=False)
+
+
+def list_runs(folders: Iterable[Path]) -> list[Run]:
+    """Return every run below the folders, the newest first. Raises RunError for a missing folder."""
+    paths = dict.fromkeys(path for folder in folders for path in find_runs(folder))
+    runs = (read_run(path, partial=True) for path in paths)
+    return sorted(runs, key=lambda run: (-(run.started or 0), str(run.folder)))
+
+
+def runs_text(runs: Sequence[Run], terminal: bool) -> str:
+    """Return a table, and below it the reasons of stops and the parts that could not be read."""
+    columns = ("run", "state", "step", "loss", "validation", "tokens/s", "started", "duration")
+    notes = [f"{run.folder}: {state_words(run)}: {run.reason}" for run in runs if run.reason]
+    notes += [problem for run in runs for problem in run.problems]
+    table = Table(columns, [_cells(run) for run in runs], left=(0, 1))
+    return "\n".join([render(table, terminal), *(f"note: {note}" for note in notes)])
+
+
+def state_words(run: Run) -> str:
+    return "stopped by guard" if run.state == "stopped" else run.state
+
+
+def last(run: Run, name: str) -> float | None:
+    """Return the newest value of a figure."""
+    return next((row[name] for row in reversed(run.rows) if name in row), None)
+
+
+def number(value: float | None, form: str) -> str:
+    return NONE if value is None else format(value, form)
+
+
+def _cells(run: Run) -> list[str]:
+    step = number(run.step, ",")
+    return [
+        str(run.folder),
+        state_words(run),
+        step if run.steps is None else f"{step} of {run.steps:,}",
+        number(last(run, "loss"), ".4f"),
+        number(last(run, "validation_loss"), ".4f"),
+        number(last(run, "total_tps"), ",.0f"),
+        NONE if run.started is None else f"{datetime.fromtimestamp(run.started):%Y-%m-%d %H:%M}",
+        NONE if run.duration is None else human_time(run.duration),
+    ]
+
+
+def _as_json(run: Run) -> dict[str, Any]:
+    """Unknown values are null, numbers that are not finite are strings as in metrics.jsonl."""
+    return {
+        "run": str(run.folder),
+        "state": run.state,
+        "reason": run.reason or None,
+        "step": run.step,
+        "steps": run.steps,
+        "loss": json_value(last(run, "loss")),
+        "validation_loss": json_value(last(run, "validation_loss")),
+        "tokens_per_second": json_value(last(run, "total_tps")),
+        "tokens_per_second_per_device": json_value(last(run, "tps")),
+        "started": run.started,
+        "duration": run.duration,
+        "attempts": len(run.attempts),
+        "problems": list(run.problems),
+    }
+
+
+def attempts_text(folder: Path, terminal: bool) -> str:
+    """Return the attempts of a run as a table; "" where none is recorded."""
+    attempts = read_attempts(folder)
+    if not attempts:
+        return ""
+    lost = {one["lost"].get("attempt"): one["lost"].get("tokens") for one in attempts if "lost" in one}
+    rows, notes = [], []
+    for one in attempts:
+        tokens = one.get("lost_tokens", lost.get(one["attempt"]))
+        rows.append(_attempt_cells(one, 0 if one.get("state") == "done" else tokens))
+        changes: Mapping[str, str] = one.get("config_changes", {})
+        about = [one.get("reason"), *(f"{key}: {change}" for key, change in changes.items())]
+        notes += [f"note: attempt {one['attempt']}: {text}" for text in about if text]
+    columns = ("attempt", "started (UTC)", "began", "ended (UTC)", "state", "exit", "step", "saved", "tokens lost")
+    return "\n".join([render(Table(columns, rows, left=(1, 2, 3, 4), title=str(folder)), terminal), *notes])
+
+
+def _attempt_cells(attempt: Attempt, lost: int | None) -> list[str]:
+    ended = "state" in attempt
+    figures = [attempt.get("exit_code"), attempt.get("step") if ended else None, attempt.get("saved_step"), lost]
+    return [
+        str(attempt["attempt"]),
+        _utc(attempt.get("started")),
+        str(attempt.get("began", NONE)),
+        _utc(attempt.get("ended")),
+        str(attempt.get("state", "no end")),
+        *(number(figure, ",") for figure in figures),
+    ]
+
+
+def _utc(seconds: float | None) -> str:
+    return NONE if seconds is None else f"{datetime.fromtimestamp(seconds, timezone.utc):%Y-%m-%d %H:%M:%S}"
