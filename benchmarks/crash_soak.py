@@ -379,8 +379,9 @@ def bucket() -> Iterator[str]:
     from tests.checkpoint import s3
 
     with s3.serving() as port:
-        os.environ.update(s3.environment(port))
-        yield f"s3://{s3.new_bucket(port).name}"
+        bucket = s3.new_bucket(port)
+        os.environ.update(bucket.environment)
+        yield f"s3://{bucket.name}"
 
 
 def report(arguments: argparse.Namespace, tallies: list[Tally], seconds: float) -> int:
