@@ -78,7 +78,7 @@ def test_the_wheel_trains(installed: Path, tmp_path: Path) -> None:
     done = from_wheel(installed, "train", "debug_model.toml", *tiny, f"--job.dump_folder={tmp_path}/run")
     assert done.returncode == 0, done.stderr
     assert f"config: {installed}/titanlite/" in done.stdout and "training done at step 1" in done.stdout
-    assert "titanlite" in (tmp_path / "run" / "run.json").read_text()
+    assert "titanlite" in (tmp_path / "run" / "attempts.jsonl").read_text()
 
 
 def test_what_is_installed_for_training_is_imported_somewhere_and_looked_for_in_an_active_environment() -> None:

@@ -55,8 +55,8 @@ def test_a_worker_that_dies_during_imports_is_an_error(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(
         "import os, signal, time\n"
-        "from titanlite.entry import leave_on_signals\n"
-        "leave_on_signals(signal.SIGTERM)\n"
+        "from titanlite.signals import exit_on_signals\n"
+        "exit_on_signals(signal.SIGTERM)\n"
         "time.sleep(1)\n"
         "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
         "time.sleep(60)\n"
