@@ -250,7 +250,7 @@ class Soak:
         file = folder / self.chance.choice(sorted(name for name, size in sizes(folder).items() if size))
         content = bytearray(file.read_bytes())
         content[self.chance.randrange(len(content))] ^= 1 << self.chance.randrange(8)
-        file.write_bytes(content)
+        file.write_bytes(bytes(content))
         damaged.add(good[-1])
         self.tally.corruptions += 1
 
