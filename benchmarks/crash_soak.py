@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest, step_folder, steps_in  # noqa: E402
-from titanlite.checkpoint.paths import AnyPath, StorePath  # noqa: E402
+from titanlite.checkpoint.paths import AnyPath, StorePath, entries, sizes  # noqa: E402
 from titanlite.metrics.jsonl import read_metrics  # noqa: E402
 from titanlite.tools.drill_ranks import Ranks, train  # noqa: E402
 
@@ -213,8 +213,7 @@ class Soak:
 
     def _there(self, run: Path) -> list[str]:
         """Names of what lies where its checkpoints are."""
-        root = self._root(run)
-        return [path.name for path in root.iterdir()] if root.is_dir() else []
+        return list(entries(self._root(run)))
 
     def _flags(self, run: Path) -> list[str]:
         mode = KINDS[self.tally.kind].mode
@@ -248,10 +247,10 @@ class Soak:
         if len(good) < 2:
             return
         folder = step_folder(self._root(run), good[-1])
-        file = self.chance.choice(sorted(path for path in folder.iterdir() if path.stat().st_size))
+        file = folder / self.chance.choice(sorted(name for name, size in sizes(folder).items() if size))
         content = bytearray(file.read_bytes())
         content[self.chance.randrange(len(content))] ^= 1 << self.chance.randrange(8)
-        file.write_bytes(content)
+        file.write_bytes(bytes(content))
         damaged.add(good[-1])
         self.tally.corruptions += 1
 
@@ -379,9 +378,9 @@ def bucket() -> Iterator[str]:
     from tests.checkpoint import s3
 
     with s3.serving() as port:
-        bucket = s3.new_bucket(port)
-        os.environ.update(bucket.environment)
-        yield f"s3://{bucket.name}"
+        made = s3.new_bucket(port)
+        os.environ.update(made.environment)
+        yield f"s3://{made.name}"
 
 
 def report(arguments: argparse.Namespace, tallies: list[Tally], seconds: float) -> int:

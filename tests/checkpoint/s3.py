@@ -62,8 +62,8 @@ class Bucket:
 def serving() -> Iterator[int]:
     """The port of a server that lives as long as the block."""
     port = free_port()
-    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen([sys.executable, "-c", _SERVER, str(port)], **pipes)
+    command = [sys.executable, "-c", _SERVER, str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 120
         while True:
