@@ -92,21 +92,22 @@ def cell(folder: Path, repeats: int, dim: int) -> None:
     import torch.distributed as dist
 
     from titanlite.checkpoint import Checkpointer
-    from titanlite.config.sections import Optimizer
-    from titanlite.data.loader import Batch
+    from titanlite.config.sections import Checkpoint, Optimizer, Training
+    from titanlite.data.loader import Batch, to_device
     from titanlite.guard import FiniteGuard
     from titanlite.models import LlamaArgs, get_spec
     from titanlite.optim.optimizer import build_optimizer
     from titanlite.parallel.dist_env import DistEnv
-    from titanlite.step import do_nothing
+    from titanlite.parallel.parallelize import ModelBuilder
+    from titanlite.step import PlainRunner, TrainStep, do_nothing
 
     with DistEnv.open() as world:
         mesh = world.build_mesh(dp_shard=world.size)
         args = LlamaArgs(**{**SHAPE, "dim": dim})
-        shard = ShardPlan(param_dtype="float32")
-        model = build_model(get_spec("llama3"), args, mesh, shard, world.device, seed=0)
+        training = Training(mixed_precision_param="float32")
+        model = ModelBuilder(get_spec("llama3"), args, mesh, world.device, training).build(seed=0)
         optimizer = build_optimizer(model.parameters(), Optimizer(), world.device)
-        guard = FiniteGuard(world.device)
+        train_step = TrainStep(model, optimizer, PlainRunner(model), FiniteGuard(world.device), max_norm=1.0)
         window = torch.randint(0, args.n_vocab, (TOKENS[0], TOKENS[1] + 1), generator=torch.Generator().manual_seed(0))
         data = to_device([Batch(window[:, :-1].contiguous(), window[:, 1:].contiguous())], world.device)
         step = 0
@@ -121,7 +122,7 @@ def cell(folder: Path, repeats: int, dim: int) -> None:
             return time.perf_counter() - began
 
         def checkpointer(mode: str, verify: str = "hash") -> Any:
-            config = Checkpoint(folder=str(folder / mode), async_mode=mode, verify=verify)
+            config = Checkpoint(enable_checkpoint=True, folder=str(folder / mode), async_mode=mode, verify=verify)
             return Checkpointer(config, world, {"model": "benchmark"})
 
         for _ in range(3):

@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest, step_folder, steps_in  # noqa: E402
-from titanlite.checkpoint.paths import StorePath  # noqa: E402
+from titanlite.checkpoint.paths import AnyPath, StorePath  # noqa: E402
 from titanlite.metrics.jsonl import read_metrics  # noqa: E402
 from titanlite.tools.drill_ranks import Ranks, train  # noqa: E402
 
@@ -208,7 +208,7 @@ class Soak:
         tally.kills_in_a_save += any(name.startswith(".partial-") for name in self._there(run))
         print(f"{tally.kind}: kill {tally.kills}", file=sys.stderr, flush=True)
 
-    def _root(self, run: Path) -> Place:
+    def _root(self, run: Path) -> AnyPath:
         return StorePath(f"{self.bucket}/{run.name}") if self.bucket else run / "checkpoint"
 
     def _there(self, run: Path) -> list[str]:

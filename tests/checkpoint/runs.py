@@ -84,7 +84,9 @@ def train(
     every: also save after so many steps. state: also in the train state. fields: of the section `checkpoint`.
     """
     model, optimizer, rank = build_tiny(world, run)
-    after_update = ScalePrecompute(model, world.build_mesh(run.mesh(world.size))) if run.float8.precompute else None
+    after_update = None
+    if run.float8.precompute_float8_dynamic_scale_for_fsdp:
+        after_update = ScalePrecompute(model, run.mesh(world.size).build(world))
     torch.manual_seed(100 + world.rank)
     checkpointer = Checkpointer(options(folder, **fields), world, prints)
     try:

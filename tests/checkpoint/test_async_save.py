@@ -152,7 +152,7 @@ def _failing(world: DistEnv, folder: Path, part: str, bad_rank: int) -> dict[str
         saver.wait()
         outcomes.append(saver.poll())
         renewed = saver._async._group is not group
-        world.agree(None)
+        world.broadcast(None)
     return {"error": error, "outcomes": outcomes, "renewed": renewed}
 
 
@@ -240,8 +240,8 @@ def stuck(self, metadata, results):
     print("all is written", flush=True)
     time.sleep(60)
 HashingWriter.finish = stuck
-import titanlite.app
-sys.exit(titanlite.app.run(sys.argv[1:]))
+import titanlite.main
+sys.exit(titanlite.main.run(sys.argv[1:]))
 """
 
 

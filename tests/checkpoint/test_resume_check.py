@@ -12,7 +12,7 @@ import torch
 
 from tests.pool import Pools
 from tests.training.test_run import TINY, _losses, _run
-from titanlite.build import read_text
+from titanlite.build import read_datasets
 from titanlite.checkpoint import load
 from titanlite.checkpoint.load import LoadedState
 from titanlite.checkpoint.manifest import read_manifest
@@ -176,8 +176,11 @@ def test_a_skipped_batch_and_wrong_weights_are_found(
 
 def _served(world: DistEnv, folder: str, steps: int) -> str:
     """Hash of what this rank's loader serves in the step after `steps`."""
-    plans = load_config("debug_model.toml", world.size, [*TINY, f"--job.dump_folder={folder}"])
-    loader = TrainLoader(read_text(plans).train, plans.batch, world.rank, world.size)
+    run = load_config("debug_model.toml", world.size, [*TINY, f"--job.dump_folder={folder}"])
+    batch = run.batch
+    loader = TrainLoader(
+        read_datasets(run).train, batch.global_batch_size, batch.micro_batch_size, world.rank, world.size
+    )
     for _ in range(steps + 1):
         batches = loader.next_step()
     return batch_hash(batches)

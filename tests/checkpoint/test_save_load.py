@@ -307,7 +307,7 @@ def _save_thrice(
                 results.append("saved")
             except CheckpointError as error:
                 results.append(str(error))
-            results.append(f"{world.agree(None) or steps_in(saver.root)}")
+            results.append(f"{world.broadcast(None) or steps_in(saver.root)}")
     finally:
         saver.close()
     return results

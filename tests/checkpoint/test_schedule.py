@@ -28,13 +28,13 @@ def _ask(
 ) -> dict[str, Any]:
     """A step for each entry of `seconds`, which it takes on rank 0; on others time stands still."""
     met: list[int] = []
-    clock, agree = _Clock(), DistEnv.agree
+    clock, broadcast = _Clock(), DistEnv.broadcast
 
     def counted(self: DistEnv, value: object) -> object:
         met.append(step)
-        return agree(self, value)
+        return broadcast(self, value)
 
-    DistEnv.agree = counted  # type: ignore[method-assign]
+    DistEnv.broadcast = counted  # type: ignore[method-assign]
     try:
         schedule = SaveSchedule(config, world, clock=clock)
         due = []
@@ -44,7 +44,7 @@ def _ask(
                 schedule.begin(step)
                 due.append((step, clock.now))
     finally:
-        DistEnv.agree = agree  # type: ignore[method-assign]
+        DistEnv.broadcast = broadcast  # type: ignore[method-assign]
     return {"due": [step for step, _ in due], "times": [time for _, time in due], "met": met}
 
 

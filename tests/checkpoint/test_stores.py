@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from titanlite.app import _lock
 
 from tests.checkpoint import s3
 from tests.checkpoint.runs import names, unequal
@@ -22,6 +21,7 @@ from titanlite.checkpoint.paths import StoreError, StorePath, entries, to_path
 from titanlite.checkpoint.retention import begin, delete, leftovers
 from titanlite.config.fit import check_config
 from titanlite.config.load import load
+from titanlite.main import _lock
 from titanlite.tools.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -147,8 +147,8 @@ def killed(path, content):
         os.kill(os.getpid(), signal.SIGKILL)
     real(path, content)
 retention.write_new = killed
-import titanlite.app
-sys.exit(titanlite.app.run(sys.argv[1:]))
+import titanlite.main
+sys.exit(titanlite.main.run(sys.argv[1:]))
 """
 
 

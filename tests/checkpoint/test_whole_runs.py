@@ -10,23 +10,24 @@ from typing import Any
 
 import pytest
 import torch
-from titanlite.config.resolve import resolve, smallest_world
-from titanlite.prepare import resolve_plans
 from torch.distributed.checkpoint.staging import DefaultStager
 
 from tests.checkpoint.conftest import Storage
 from tests.checkpoint.runs import flip, names, unequal
 from tests.pool import Pools
-from tests.training import test_guard_policies as policies
-from tests.training.test_run import TINY, _losses, _run
-from titanlite.build import read_text
+from tests.refusals import refusal
+from tests.training import test_guard_runs as guard_runs
+from tests.training.test_run import _losses, _run, _trainer
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest, steps_in
+from titanlite.config.derive import smallest_world
 from titanlite.config.errors import ConfigError
-from titanlite.config.load import load, load_file
+from titanlite.config.fit import fitted
+from titanlite.config.load import load
 from titanlite.metrics.wandb import ID_FILE
 from titanlite.parallel.dist_env import DistEnv
+from titanlite.signals import StopRequested
 from titanlite.tools.tensors import Contents
-from titanlite.trainer import Trainer
+from titanlite.trainer import save_seed
 
 ON = "--checkpoint.enable_checkpoint"
 BRIEF = ["--training.steps=2", "--checkpoint.interval=50"]
@@ -86,9 +87,8 @@ def test_last_save_holds_weights_only(pool: Pools, tmp_path: Path, mode: str) ->
 
 
 def _seed(world: DistEnv, folder: Path, *flags: str) -> str:
-    plans = resolve_plans(load_file("debug_model.toml", [*TINY, f"--job.dump_folder={folder}", *flags]), world.size)
     try:
-        Trainer(plans, world, read_text(plans)).train()
+        save_seed(_trainer(world, str(folder), *flags).parts)
     except CheckpointError as error:
         return str(error)
     return ""
@@ -130,10 +130,10 @@ def test_a_run_from_the_seed_is_a_fresh_run_bit_for_bit(
 def test_a_seed_is_made_by_one_process_whatever_the_degrees() -> None:
     config = load([ON, SEED, TP, PP])
     assert smallest_world(config) == 1
-    mesh = resolve(config, world_size=1).mesh
+    mesh = fitted(config, 1).mesh
     assert (mesh.tensor, mesh.pipeline, mesh.dp_degree) == (1, 1, 1)
     with pytest.raises(ConfigError, match="is made by one process, and there are 4"):
-        resolve(config, world_size=4)
+        fitted(config, 4)
 
 
 @pytest.mark.parametrize(
@@ -145,9 +145,7 @@ def test_a_seed_is_made_by_one_process_whatever_the_degrees() -> None:
     ],
 )
 def test_contradictions_are_named(flags: list[str], key: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load(flags)
-    assert [problem.key for problem in caught.value.problems] == [f"checkpoint.{key}"]
+    assert refusal(flags).key == f"checkpoint.{key}"
 
 
 def _hurried(world: DistEnv, folder: Path, grace: str, *flags: str) -> list[str]:
@@ -217,12 +215,12 @@ def test_a_run_in_a_store_holds_the_same_as_one_in_a_folder(pool: Pools, storage
     """Milestones, the best, weights alone at the end; and a rollback."""
     flags = [ON, "--training.steps=8", "--checkpoint.interval=100", "--checkpoint.milestones=[3]", *BEST]
     flags += ["--checkpoint.keep_latest_k=1", "--checkpoint.model_weights_only", "--checkpoint.export_dtype=bfloat16"]
-    back = [*policies.SHORT, "--guard.policy=rollback"]
+    back = [*guard_runs.SHORT, "--guard.policy=rollback"]
     for kind, root in (("folder", tmp_path / "other"), ("storage", storage.root)):
         place = f"--checkpoint.folder={root / 'saves'}"
         storage.run(pool(2), _run, str(tmp_path / kind), *flags, place)
         place = f"--checkpoint.folder={root / 'rollback'}"
-        found = storage.run(pool(2), policies._run, str(tmp_path / f"{kind}-b"), {6: policies.NAN}, *back, place)[0]
+        found = storage.run(pool(2), guard_runs._run, str(tmp_path / f"{kind}-b"), {6: guard_runs.NAN}, *back, place)[0]
         assert found["step"] == 12 and [event["action"] for event in found["events"]] == ["rollback"]
     for name, known in (("saves", {3, 8}), ("rollback", {12})):
         here, there = tmp_path / "other" / name, storage.root / name
@@ -265,18 +263,15 @@ def test_after_falling_back_no_step_is_recorded_twice(pool: Pools, tmp_path: Pat
 
 def _owing(world: DistEnv, folder: Path, *flags: str) -> None:
     """A run that is asked to stop in its first validation."""
-    from titanlite.preempt import GracefulStop, Preempted
-
-    plans = resolve_plans(load_file("debug_model.toml", [*TINY, f"--job.dump_folder={folder}", *flags]), world.size)
-    trainer = Trainer(plans, world, read_text(plans), GracefulStop())
+    trainer = _trainer(world, str(folder), *flags)
     validate = trainer.validate
 
     def asked() -> None:
-        trainer._stopping = trainer._stopping or trainer.step == 2
+        trainer.stopping = trainer.stopping or trainer.step == 2
         validate()
 
     trainer.validate = asked  # type: ignore[method-assign]
-    with pytest.raises(Preempted):
+    with pytest.raises(StopRequested):
         trainer.train()
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from titanlite.config.derive import derive
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
 from titanlite.tools.cli import main
@@ -154,15 +155,18 @@ def test_plans_show_what_follows(capsys):
     assert main(["config", "diff", left, right, "--plans", "--world-size", "2"]) == 1
     out = capsys.readouterr().out
     assert "derived.batch.accumulation\n  - 2\n  + 1\n" in out
-    assert "training.batch_size\n  - 2\n  + 4\n" in out
     assert "tokens_per_step" not in out
     assert main(["config", "diff", left, right]) == 1
     assert "derived." not in capsys.readouterr().out
 
 
-def test_every_group_of_derived_values_is_compared():
-    flags = ["--training.steps=7", "--training.seq_len=32", "--stall.deadline_seconds=5"]
-    ours, theirs = fitted(load([]), 1), fitted(load(flags), 1)
-    found = {d.key: (d.left[0], d.right[0]) for d in derived_differences(ours, theirs)}
-    assert found["derived.steps"] == ("10000", "7") and found["derived.batch.seq_len"] == ("2048", "32")
-    assert found["derived.schedule.warmup_steps"] == ("200", "7")
+def test_derived_numbers_are_compared():
+    flags = ["--training.steps=300", "--training.data_parallel_type=ddp", "--stall.deadline_seconds=7"]
+    ours, theirs = derive(load([]), 2), derive(load(flags), 2)
+    assert [(d.key, d.left[0], d.right[0]) for d in derived_differences(ours, theirs)] == [
+        ("derived.steps", "10000", "300"),
+        ("derived.mesh.dp_replicate", "1", "2"),
+        ("derived.mesh.dp_shard", "2", "1"),
+        ("derived.schedule.total_steps", "10000", "300"),
+        ("derived.deadlines.deadline_seconds", "60.0", "7.0"),
+    ]

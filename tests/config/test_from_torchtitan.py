@@ -228,7 +228,7 @@ def test_a_file_of_may_2024_is_one_of_that_autumn(name: str) -> None:
     gpus = original("2024", name).gpus
     assert trained(run_of(may, gpus)) == trained(run_of(autumn, gpus))
     mini = run_of(may.replace('"c4"', '"c4_mini"'), gpus)
-    assert mini.data.dataset == "c4_test"
+    assert mini.training.dataset == "c4_test"
     assert any("c4_mini" in note and "c4_test" in note for note in mini.notes)
 
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from titanlite.app import run as run_app
-from titanlite.config.resolve import resolve
 
 from tests.pool import free_port
 from tests.refusals import refusal
-from titanlite import exit_codes
-from titanlite.config.fit import check_config, load_config
+from titanlite import exit_codes, main
+from titanlite.config.fit import check_config, fitted, load_config
 from titanlite.config.load import load
-from titanlite.models import SHAPES
 
 AC, TP, CP = "activation_checkpoint.", "training.tensor_parallel_degree", "experimental.context_parallel_degree"
 PP = "experimental.pipeline_parallel_"
@@ -128,17 +125,17 @@ def test_it_is_refused(flags: list[str], ranks: int, key: str, texts: list[str])
 def test_what_fits_is_accepted() -> None:
     check_config([f"--{AC}mode=budget", "--training.compile"], 1, training=False)
     for length in (2048, 2056):
-        assert resolve(load([f"--{CP}=2", f"--training.seq_len={length}"]), world_size=4).mesh.context == 2
-    resolve(load([f"--{CP}=2", "--validation.seq_len=34"]), world_size=4)  # nothing is validated
-    plans = resolve(
-        load([f"--{CP}=2", "--training.reshard_after_forward=4", "--training.prefetch=1"]), world_size=4
+        assert fitted(load([f"--{CP}=2", f"--training.seq_len={length}"]), 4).mesh.context == 2
+    fitted(load([f"--{CP}=2", "--validation.seq_len=34"]), 4)  # nothing is validated
+    plans = fitted(
+        load([f"--{CP}=2", "--training.reshard_after_forward=4", "--training.prefetch=1"]), 4
     )  # all ranks that share weights count
     assert (plans.mesh.weight_shards, plans.warnings) == (4, ())
 
 
 def test_the_default_of_recomputation_passes_over_a_model_of_one_block() -> None:
     one = "--model.overrides.n_layers=1"
-    notes = resolve(load([one]), world_size=1, shapes=SHAPES).notes
+    notes = fitted(load([one]), 1).notes
     assert any(note.endswith("but the model has 1: all activations are kept") for note in notes)
     problem = refusal([one, f"--{AC}mode=selective"])
     assert "but the model has 1" in problem.message
@@ -152,7 +149,7 @@ def test_a_pipelines_micro_batches_and_gathering_are_explained() -> None:
     assert "gathers the weights again for each pipeline micro-batch" in again.warnings[0]
     parts = '[["tok_embeddings","layers.0"],["layers.1","layers.2","layers.3","layers.4","layers.5","norm","output"]]'
     named = load_config("debug_model.toml", 2, [f"--{PP}degree=2", f"--parallelism.module_fqns_per_model_part={parts}"])
-    assert named.config.experimental.pipeline_parallel_split_points == ["layers.1"]
+    assert named.experimental.pipeline_parallel_split_points == ["layers.1"]
 
 
 @pytest.mark.slow
@@ -164,7 +161,7 @@ def test_a_tokenizers_vocabulary_that_does_not_divide_ends_before_any_process_gr
     for name, value in rank.items():
         monkeypatch.setenv(name, value)
     shape = [f"--model.overrides.{change}" for change in ("dim=320", "n_heads=10", "ffn_dim=320", "n_layers=1")]
-    code = run_app([f"--{TP}=5", "--training.seq_len=40", f"--job.dump_folder={tmp_path}", *shape])
+    code = main.run([f"--{TP}=5", "--training.seq_len=40", f"--job.dump_folder={tmp_path}", *shape])
     assert code == exit_codes.CONFIG
     error = capsys.readouterr().err
     assert "the vocabulary = 2,304" in error and "model.vocab_size = 2305 leaves 1" in error

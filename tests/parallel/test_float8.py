@@ -148,7 +148,7 @@ def test_files_of_torchtitan_convert_the_same_linears(
     from torchao.float8 import Float8LinearConfig, _auto_filter_for_recipe, convert_to_float8_training
 
     (tmp_path / "run.toml").write_text(text)
-    float8 = load_config(str(tmp_path / "run.toml"), 1).config.float8
+    float8 = load_config(str(tmp_path / "run.toml"), 1).float8
     assert float8.enable_float8_linear and float8.recipe_name == name
     args = resolve_args("llama3", "8B", {"n_layers": 12})
     wanted = converted_names(choose_linears(SPEC.linears(args), float8))
