@@ -26,7 +26,7 @@ class SaveEvent:
 
     #: Audit events, or "os.fsync".
     calls: tuple[str, ...]
-    #: Pattern of the path, for a rename of "old path -> new path". FOLDER stands for the folder of the save.
+    #: Pattern of the path, for a rename of "old path -> new path". STEP stands for the step of the save.
     path: str
     #: The event that must have come before.
     after: str = ""
@@ -39,22 +39,21 @@ class SaveEvent:
 _RENAME = ("os.rename", "os.link")
 #: Points at which a process can be killed, in the order of a save.
 SAVE_EVENTS = {
-    "folder made": SaveEvent(("os.mkdir",), r"/FOLDER$"),
-    "shard begun": SaveEvent(("open",), r"/FOLDER/[^/]*\.distcp"),
-    "shard half": SaveEvent(("os.fsync",), r"/FOLDER/[^/]*\.distcp", half=True),
-    "shards written": SaveEvent(("open",), r"/FOLDER/\.metadata"),
-    "index half": SaveEvent(("os.fsync",), r"/FOLDER/\.metadata", half=True),
-    "manifest begun": SaveEvent(("open",), r"/FOLDER/\.?manifest\.json"),
-    "manifest half": SaveEvent(("os.fsync",), r"/FOLDER/\.?manifest\.json", half=True),
-    "publish": SaveEvent(_RENAME, r"-> .*/FOLDER/manifest\.json$"),
+    "folder made": SaveEvent(("os.mkdir",), r"/step-STEP$"),
+    "shard begun": SaveEvent(("open",), r"/step-STEP/[^/]*\.distcp"),
+    "shard half": SaveEvent(("os.fsync",), r"/step-STEP/[^/]*\.distcp", half=True),
+    "shards written": SaveEvent(("open",), r"/step-STEP/\.metadata"),
+    "index half": SaveEvent(("os.fsync",), r"/step-STEP/\.metadata", half=True),
+    "manifest begun": SaveEvent(("open",), r"/step-STEP/\.?manifest\.json"),
+    "manifest half": SaveEvent(("os.fsync",), r"/step-STEP/\.?manifest\.json", half=True),
+    "publish": SaveEvent(_RENAME, r"-> .*/step-STEP/manifest\.json$"),
     "published": SaveEvent(("os.fsync",), r"/(step-\d+|checkpoint)$", after="publish"),
-    "prune": SaveEvent(("os.remove", *_RENAME), r"^[^>]*/step-\d+(/manifest\.json)?( ->|$)", after="publish"),
-    "prune half": SaveEvent(("os.remove",), r"step-\d+[^/]*/", after="prune", count=2),
+    # Of an old checkpoint: its manifest goes first, then its other files.
+    "prune": SaveEvent(("os.remove",), r"/step-\d+/manifest\.json$", after="publish"),
+    "prune half": SaveEvent(("os.remove",), r"/step-\d+/", after="prune", count=2),
 }
 #: The new checkpoint is there at these events.
 PUBLISHED = ("published", "prune", "prune half")
-#: Pattern of the folder of a save, which may have a temporary name while it is written.
-_FOLDER = r"(?:\.partial-)?step-{}(?:-[0-9a-f]+)?"
 #: On a full disk files cannot grow beyond this: less than any shard of a tiny model, more than its records.
 FULL_BYTES = 1 << 16
 _LOADER_ERROR = (errno.EIO, "Input/output error", "a shard of the drill")
@@ -183,7 +182,7 @@ def _save_watch(fault: Fault) -> _Notify:
 
     def notify(call: str, path: str, descriptor: int) -> None:
         for name, event in SAVE_EVENTS.items():
-            pattern = event.path.replace("FOLDER", _FOLDER.format(fault.number))
+            pattern = event.path.replace("STEP", str(fault.number))
             if call in event.calls and (not event.after or seen[event.after]) and re.search(pattern, path):
                 seen[name] += 1
                 if name == fault.event and seen[name] == event.count:
@@ -198,10 +197,9 @@ def _full_disk(step: int) -> _Notify:
     """Limit the size of files from the save of `step` until that of another step."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write then fails with an error, as on a full disk
-    folder = re.compile("/" + _FOLDER.format(r"(\d+)") + "(/|$)")
 
     def notify(call: str, path: str, _: int) -> None:
-        if call in ("os.mkdir", "open") and (found := folder.search(path)):
+        if call == "open" and (found := re.search(r"/step-(\d+)/", path)):
             limit = FULL_BYTES if int(found[1]) == step else soft
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
 
