@@ -136,7 +136,7 @@ def test_train_py_reports_a_wrong_environment_without_torch(
 ) -> None:
     environment(_TWO | {"RANK": "2"})
     code = (
-        "import sys; from titanlite import entry; code = entry.refused(sys.argv[1:]); "
+        "import sys; from titanlite import main; code = main.run(sys.argv[1:]); "
         "assert 'torch' not in sys.modules; sys.exit(code)"
     )
     command = [sys.executable, "-c", code, f"--job.dump_folder={tmp_path}"]
