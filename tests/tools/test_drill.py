@@ -80,7 +80,7 @@ def test_every_fault_passes(flags: list[str]) -> None:
 #: A fault of the trainer -> its file, a piece of the code, what replaces it, the scenarios that find it.
 BROKEN = {
     "the position in the text is not restored": (
-        *("trainer.py", 'self.parts.loader.load_state_dict(loaded.train["data"])', "pass"),
+        *("trainer.py", 'parts.loader.load_state_dict(loaded.train["data"])', "pass"),
         {"resume": "steps [5, 6, 7, 8]"},
     ),
     "no report names a rank": (
