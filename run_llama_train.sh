@@ -61,7 +61,7 @@ done
 source "$root/scripts/setup_env.sh"
 setup_env run
 
-checked="$(PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" "$TITANLITE_PYTHON" -c 'import sys; from titanlite.cli import main; sys.exit(main())' \
+checked="$(PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" "$TITANLITE_PYTHON" -c 'import sys; from titanlite.tools.cli import main; sys.exit(main())' \
     config check "$config" "$@" --strict --world-size "$workers" 2>&1)"
 code=$?
 if [ "$code" -ne 0 ]; then

@@ -3,7 +3,7 @@
 torchrun --nproc_per_node 8 train.py --job.config_file train_configs/llama3_8b.toml [--section.key value ...]
 """
 
-from titanlite.entry import main
+from titanlite.main import main
 
 if __name__ == "__main__":
     main()

@@ -31,8 +31,8 @@ ROOT = Path(__file__).resolve().parents[1]
 WARM = 2
 EAGER: dict[str, dict[str, Any]] = {
     "none": {"mode": "none"},
-    "selective, 2": {"mode": "every", "every": 2},
-    "selective, op": {"mode": "op"},
+    "selective, 2": {"mode": "selective", "selective_ac_option": "2"},
+    "selective, op": {"mode": "selective", "selective_ac_option": "op"},
     "full": {"mode": "full"},
 }
 COMPILED = {
@@ -85,17 +85,14 @@ def serve(shape: Shape, plan: dict[str, Any], compiled: bool) -> None:
     sys.path.insert(0, str(ROOT))
     import torch
 
-    from titanlite.build import build_model, to_device
-    from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, MeshPlan, OptimizerPlan, ShardPlan
+    from titanlite.config.sections import Optimizer
     from titanlite.data.loader import Batch
     from titanlite.guard import FiniteGuard
     from titanlite.metrics.throughput import reset_peak
     from titanlite.models import LlamaArgs, get_spec
     from titanlite.optim.optimizer import build_optimizer
-    from titanlite.parallel.activation_checkpoint import trace_block
-    from titanlite.parallel.fsdp import DTYPES
-    from titanlite.parallel.world import World
-    from titanlite.step import train_step
+    from titanlite.parallel.dist_env import DistEnv
+    from titanlite.parallel.parallelize import ModelBuilder
 
     args = LlamaArgs(
         dim=shape.dim,
@@ -104,24 +101,18 @@ def serve(shape: Shape, plan: dict[str, Any], compiled: bool) -> None:
         vocab_size=shape.vocab,
         max_seq_len=shape.seq,
     )
-    spec, activations = get_spec("llama3"), ActivationCheckpointPlan(**plan)
-    with World.open() as world:
+    with DistEnv.open() as world:
         device = world.device
-        with torch.device("meta"):
-            meta = spec.build(args)
-        tokens_shape = (shape.batch, shape.seq)
-        kept = trace_block(meta, spec.block_names(args), activations, tokens_shape, device, DTYPES[shape.dtype])
-        model = build_model(
-            spec,
+        builder = ModelBuilder(
+            get_spec("llama3"),
             args,
-            world.build_mesh(MeshPlan()),
-            ShardPlan(param_dtype=shape.dtype),  # type: ignore[arg-type]
+            world.build_mesh(),
             device,
-            seed=0,
-            compile_plan=CompilePlan(model=compiled),
-            activations=activations,
+            Training(mixed_precision_param=shape.dtype, compile=compiled),  # type: ignore[arg-type]
+            activation_checkpoint=ActivationCheckpoint(**plan),
+            compile=Compile(components=["model"]),
         )
-        optimizer = build_optimizer(model.parameters(), OptimizerPlan(), device)
+        optimizer = build_optimizer(model.parameters(), Optimizer(), device)
         guard = FiniteGuard(device)
         window = torch.randint(0, shape.vocab, (shape.batch, shape.seq + 1), generator=torch.Generator().manual_seed(0))
         batches = to_device([Batch(window[:, :-1].contiguous(), window[:, 1:].contiguous())], device)
@@ -129,8 +120,7 @@ def serve(shape: Shape, plan: dict[str, Any], compiled: bool) -> None:
         print(json.dumps({"device": _name(device), "kept": kept.total_bytes}), flush=True)
 
         def take(step: int) -> float:
-            result = train_step(model, optimizer, batches, step=step, lr=1e-4, max_norm=1.0, guard=guard)
-            return result.loss.item()  # waits for a GPU
+            return train_step(batches, step, lr=1e-4).loss.item()  # waits for a GPU
 
         for turn, _ in enumerate(sys.stdin, start=1):
             if device.type == "cuda":

@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from titanlite.config.plans import TokenizerPlan
 from titanlite.data.corpus import tokenize
 from titanlite.data.sources import source_files
 from titanlite.data.tokenizer import load_tokenizer
@@ -70,7 +69,7 @@ def main() -> None:
     parser.add_argument("--held-out", help="the same for the held-out text")
     arguments = parser.parse_args()
     started = time.perf_counter()
-    tokenizer = load_tokenizer(TokenizerPlan(arguments.tokenizer))
+    tokenizer = load_tokenizer(arguments.tokenizer)
     size = tokenizer.vocab_size
 
     def ids(dataset: str, path: str | None) -> NDArray[np.int64]:

@@ -91,24 +91,24 @@ def cell(folder: Path, repeats: int, dim: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from titanlite.build import build_model, to_device
     from titanlite.checkpoint import Checkpointer
-    from titanlite.config.plans import MeshPlan, OptimizerPlan, ShardPlan
-    from titanlite.config.sections.checkpoint import Checkpoint
-    from titanlite.data.loader import Batch
+    from titanlite.config.sections import Checkpoint, Optimizer, Training
+    from titanlite.data.loader import Batch, to_device
     from titanlite.guard import FiniteGuard
+    from titanlite.loss import cross_entropy_sum
     from titanlite.models import LlamaArgs, get_spec
     from titanlite.optim.optimizer import build_optimizer
-    from titanlite.parallel.world import World
-    from titanlite.step import train_step
+    from titanlite.parallel.dist_env import DistEnv
+    from titanlite.parallel.parallelize import ModelBuilder
+    from titanlite.step import PlainRunner, TrainStep, do_nothing
 
-    with World.open() as world:
-        mesh = world.build_mesh(MeshPlan(dp_shard=world.size, world_size=world.size))
+    with DistEnv.open() as world:
+        mesh = world.build_mesh(dp_shard=world.size)
         args = LlamaArgs(**{**SHAPE, "dim": dim})
-        shard = ShardPlan(param_dtype="float32")
-        model = build_model(get_spec("llama3"), args, mesh, shard, world.device, seed=0)
-        optimizer = build_optimizer(model.parameters(), OptimizerPlan(), world.device)
-        guard = FiniteGuard(world.device)
+        training = Training(mixed_precision_param="float32")
+        model = ModelBuilder(get_spec("llama3"), args, mesh, world.device, training).build(0)
+        optimizer = build_optimizer(model.parameters(), Optimizer(), world.device)
+        train_step = TrainStep(model, optimizer, PlainRunner(model, cross_entropy_sum), FiniteGuard(world.device), 1.0)
         window = torch.randint(0, args.n_vocab, (TOKENS[0], TOKENS[1] + 1), generator=torch.Generator().manual_seed(0))
         data = to_device([Batch(window[:, :-1].contiguous(), window[:, 1:].contiguous())], world.device)
         step = 0
@@ -117,8 +117,8 @@ def cell(folder: Path, repeats: int, dim: int) -> None:
             nonlocal step
             step += 1
             began = time.perf_counter()
-            more = {"step": step, "lr": 1e-5, "max_norm": 1.0, "guard": guard, "before_update": before_update}
-            train_step(model, optimizer, data, **more).loss.item()
+            train_step.before_update = before_update or do_nothing
+            train_step(data, step, lr=1e-5).loss.item()
             dist.barrier()
             return time.perf_counter() - began
 

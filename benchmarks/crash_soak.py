@@ -35,10 +35,8 @@ sys.path.insert(0, str(ROOT))
 
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest, step_folder, steps_in  # noqa: E402
 from titanlite.checkpoint.paths import AnyPath, StorePath  # noqa: E402
-from titanlite.drill.ranks import Ranks, train  # noqa: E402
-from titanlite.drill.strike import Strike  # noqa: E402
-from titanlite.drill.text import write_text  # noqa: E402
 from titanlite.metrics.jsonl import read_metrics  # noqa: E402
+from titanlite.tools.drill_ranks import Ranks, train  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -58,6 +56,8 @@ KINDS = {
     "pinned": Kind("copied in the background too", "async_with_pinned_mem"),
     "store": Kind("in the background to an object store", "async", store=True),
 }
+#: The module whose `main` a rank calls: `train.py` that logs the batches of each step.
+LOGGED = "tests.failures.logged"
 #: Seconds after a kill in which a store may still carry out what it was asked before.
 _STORE_SETTLES = 1.0
 #: Share of the kills that come while the processes start, before the first step.
@@ -162,7 +162,7 @@ class Soak:
         """One start, killed if there are kills left; the last step it recorded, None when it came to its end."""
         tally = self.tally
         tally.starts += 1
-        with Ranks(self._flags(run), self.ranks, run / "console", Strike(batches=str(run / "batches"))) as ranks:
+        with Ranks(self._flags(run), self.ranks, run / "console", main=LOGGED) as ranks:
             if tally.kills < kills and self.chance.random() < IN_START:
                 time.sleep(self.chance.uniform(0, self.startup))
                 began = "resumed from step" in ranks.output() or "a fresh run" in ranks.output()
@@ -278,8 +278,7 @@ class Soak:
 
 def run_flags(folder: Path, steps: int, interval: int) -> list[str]:
     length = [f"--training.steps={steps}", f"--lr_scheduler.total_steps={steps}", f"--checkpoint.interval={interval}"]
-    text = folder.parent / "text.jsonl"
-    return [*FLAGS, *length, f"--training.dataset_path={text}", f"--job.dump_folder={folder}"]
+    return [*FLAGS, *length, f"--data.token_cache={folder.parent / 'tokens'}", f"--job.dump_folder={folder}"]
 
 
 def records(run: Path) -> dict[int, list[tuple[Any, ...]]]:
@@ -355,11 +354,10 @@ def main() -> int:
         buckets = {name: stack.enter_context(bucket()) for name in arguments.kinds if KINDS[name].store}
         reference = Path(folder) / "undisturbed"
         reference.mkdir()
-        write_text(Path(folder))
         flags = run_flags(reference, arguments.steps, arguments.interval)
-        train(flags[:1] + ["--help"], 1, Path(folder) / "warm")  # torch is imported now
+        train(run_flags(Path(folder) / "warm", 1, 1), 1, Path(folder) / "warm.log")  # imports torch, tokenizes the text
         started = time.monotonic()
-        with Ranks(flags, arguments.ranks, reference / "console", Strike(batches=str(reference / "batches"))) as ranks:
+        with Ranks(flags, arguments.ranks, reference / "console", main=LOGGED) as ranks:
             ranks.until("a fresh run")
             startup = time.monotonic() - started
             codes = ranks.wait()

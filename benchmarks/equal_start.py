@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import torch
 
-    from titanlite.parallel.world import World
+    from titanlite.parallel.dist_env import DistEnv
 
 STEPS, GLOBAL_BATCH, MICRO_BATCH, SEQ = 4, 8, 2, 48
 DIM, LAYERS, HEADS, KV_HEADS, MULTIPLE_OF, VOCAB = 64, 3, 4, 2, 32, 2304
@@ -135,15 +135,14 @@ def sequence(index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     return tokens, labels
 
 
-def train_titanlite(world: World, folder: Path, *flags: str) -> list[dict[str, float]]:
+def train_titanlite(world: DistEnv, folder: Path, *flags: str) -> list[dict[str, float]]:
     """Train with titanlite's `Trainer` from `CONFIG`; on rank 0 the rows of its metrics.jsonl, one per step.
 
     folder: an empty one, the same on all ranks or not. flags: as on the command line, after `CONFIG`.
     """
-    from titanlite.build import read_text
+    from titanlite.build import build, read_datasets
     from titanlite.metrics.jsonl import FILE, read_metrics
     from titanlite.models.llama.hf import from_meta
-    from titanlite.prepare import load_plans
     from titanlite.trainer import Trainer
 
     config, text = folder / f"config-{world.rank}.toml", folder / f"text-{world.rank}.json"
@@ -151,10 +150,10 @@ def train_titanlite(world: World, folder: Path, *flags: str) -> list[dict[str, f
     text.write_text(json.dumps({"text": "replaced below", "timestamp": "", "url": ""}) + "\n")
     run = folder / "run"
     mine = [f"--job.dump_folder={run}", f"--training.dataset_path={text}", *flags]
-    plans = load_plans(str(config), world.size, mine)
-    read = read_text(plans)
+    plans = load_config(str(config), world.size, mine)
+    read = read_datasets(plans)
     read.train.sequence = sequence  # type: ignore[method-assign]
-    trainer = Trainer(plans, world, read)
+    trainer = Trainer(build(plans, world, read))
     parameters = dict(trainer.parts.model.named_parameters())
     drawn = {name: _tensor(weight(name, tuple(p.shape))) for name, p in parameters.items()}
     for name, value in from_meta(drawn, trainer.parts.args).items():

@@ -14,9 +14,9 @@ from typing import Any
 
 from benchmarks.gpu_bench import ROOT, Bench, Failed, NotMeasured, Result, last_line, out_of_memory
 from titanlite.config.errors import ConfigError
+from titanlite.config.fit import load_config
 from titanlite.metrics.jsonl import json_value
 from titanlite.models.shapes import count_parameters, flops_per_token
-from titanlite.prepare import load_plans, model_args
 
 CONFIGS = ROOT / "benchmarks" / "gpu"
 GIB = 2**30
@@ -141,7 +141,7 @@ def ladder_command(
     """`titanlite benchmark` on one rank."""
     steps, warmup = (4, 2) if bench.toy else (setting.steps, setting.warmup)
     return [
-        *(sys.executable, "-m", "titanlite.cli", "benchmark", str(CONFIGS / setting.config)),
+        *(sys.executable, "-m", "titanlite.tools.cli", "benchmark", str(CONFIGS / setting.config)),
         *("--ranks", "1", "--out", str(out), "--steps", str(steps), "--warmup", str(warmup)),
         *("--repeats", str(1 if bench.toy else setting.repeats)),
         *(word for level in skip for word in ("--skip", level)),
@@ -152,7 +152,7 @@ def ladder_command(
 def refuse(setting: Setting, flags: Sequence[str]) -> None:
     """Raise NotMeasured where a feature is still to come, Failed where the config is refused for another reason."""
     try:
-        load_plans(str(CONFIGS / setting.config), 1, list(flags))
+        load_config(str(CONFIGS / setting.config), 1, list(flags))
     except ConfigError as error:
         to_come = all("is not built yet" in one.message for one in error.problems)
         text = "; ".join(f"{one.key}: {one.message}" for one in error.problems)
@@ -206,7 +206,7 @@ def layers_by_state(setting: Setting, flags: Sequence[str], memory_bytes: int | 
     """Blocks whose weights, gradients and optimizer state leave SPARE bytes of the GPU's. Raises Failed."""
     if memory_bytes is None:
         raise Failed("there is no GPU here")
-    args = model_args(load_plans(str(CONFIGS / setting.config), 1, list(flags)).model)
+    args = load_config(str(CONFIGS / setting.config), 1, list(flags)).model_args()
     layers = args.n_layers
     while layers > 1 and setting.state_bytes * count_parameters(replace(args, n_layers=layers)) > memory_bytes - SPARE:
         layers -= 1
@@ -218,9 +218,9 @@ def tell_time(bench: Bench, name: str, setting: Setting, flags: Sequence[str], l
     peak = bench.about.get("peak_flops")
     if bench.toy or not peak:
         return
-    plans = load_plans(str(CONFIGS / setting.config), 1, [f"--model.overrides.n_layers={layers}", *flags])
-    tokens = setting.steps * plans.batch.global_batch_size * plans.batch.seq_len
-    seconds = tokens * flops_per_token(model_args(plans.model), plans.batch.seq_len) / (EXPECTED_MFU * peak)
+    config = load_config(str(CONFIGS / setting.config), 1, [f"--model.overrides.n_layers={layers}", *flags])
+    tokens = setting.steps * config.batch.tokens_per_step
+    seconds = tokens * flops_per_token(config.model_args(), config.training.seq_len) / (EXPECTED_MFU * peak)
     runs = setting.repeats * (len(LEVELS) - len(setting.skip))
     print(
         f"{name}: {runs} runs of {setting.steps} steps with {layers} blocks, each about {seconds / 60:.1f} minutes at "
@@ -233,9 +233,9 @@ def ladder_rows(
     setting: Setting, flags: Sequence[str], layers: int, ladder: dict[str, Any], command: str
 ) -> list[dict[str, Any]]:
     """A row per level that was run, each with all that its figures depend on."""
-    plans = load_plans(str(CONFIGS / setting.config), 1, [f"--model.overrides.n_layers={layers}", *flags])
-    args = model_args(plans.model)
-    per_token = flops_per_token(args, plans.batch.seq_len)
+    config = load_config(str(CONFIGS / setting.config), 1, [f"--model.overrides.n_layers={layers}", *flags])
+    args = config.model_args()
+    per_token = flops_per_token(args, config.training.seq_len)
     rows = []
     for level in ladder["levels"]:
         name, speed = level["level"], level["tokens_per_second"]
@@ -259,11 +259,11 @@ def ladder_rows(
                 "layers": layers,
                 "parameters": count_parameters(args),
                 "state_bytes_per_parameter": setting.state_bytes,
-                "seq_len": plans.batch.seq_len,
-                "sequences": plans.batch.global_batch_size,
-                "activation_checkpoint": values.get("activation_checkpoint.mode", plans.activations.mode),
-                "loss_chunks": plans.loss.chunks,
-                "float8_recipe": values.get("float8.recipe_name", plans.float8.recipe) if float8 else None,
+                "seq_len": config.training.seq_len,
+                "sequences": config.batch.global_batch_size,
+                "activation_checkpoint": values.get("activation_checkpoint.mode", config.activation_checkpoint.mode),
+                "loss_chunks": config.training.loss_chunks,
+                "float8_recipe": values.get("float8.recipe_name", config.float8.recipe_name) if float8 else None,
                 "flops_per_token": per_token,
                 "command": command,
             }

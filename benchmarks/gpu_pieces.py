@@ -29,7 +29,7 @@ def machine(bench: Bench) -> Result:
 
 
 #: Tests of other folders that need a GPU, and what selects them.
-OTHER_TESTS = ("tests/parallel/test_activation_checkpoint.py", "tests/metrics/test_meter.py")
+OTHER_TESTS = ("tests/parallel/test_activation_checkpoint.py", "tests/metrics/test_throughput.py")
 SELECT = ("-k", "gpu or cuda or device")
 
 

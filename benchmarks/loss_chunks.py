@@ -24,15 +24,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from titanlite.build import build_model, to_device
-from titanlite.config.plans import LossPlan, MeshPlan, OptimizerPlan, ShardPlan
+from titanlite.config.sections import Optimizer
 from titanlite.data.loader import Batch
 from titanlite.guard import FiniteGuard
 from titanlite.metrics.throughput import device_name
 from titanlite.models import LlamaArgs, get_spec
 from titanlite.optim.optimizer import build_optimizer
-from titanlite.parallel.world import World
-from titanlite.step import train_step
+from titanlite.parallel.dist_env import DistEnv
 
 MIB = 2**20
 
@@ -46,11 +44,11 @@ def resident(key: str) -> int:
 class Cell:
     """A model with a number of chunks, and what its steps took."""
 
-    def __init__(self, world: World, args: LlamaArgs, chunks: int, dtype: Any) -> None:
+    def __init__(self, world: DistEnv, args: LlamaArgs, chunks: int, dtype: Any) -> None:
         self.chunks, self.device = chunks, world.device
         mesh, plan = world.build_mesh(MeshPlan()), ShardPlan(param_dtype=dtype)
         self.model = build_model(get_spec("llama3"), args, mesh, plan, self.device, 0, loss=LossPlan(chunks))
-        self.optimizer = build_optimizer(self.model.parameters(), OptimizerPlan(), self.device)
+        self.optimizer = build_optimizer(self.model.parameters(), Optimizer(), self.device)
         self.guard = FiniteGuard(self.device)
         self.seconds: list[float] = []
         self.peaks: list[int] = []
@@ -69,8 +67,7 @@ class Cell:
             Path("/proc/self/clear_refs").write_text("5")
             rest = resident("VmRSS:")
         began = time.perf_counter() if cuda else time.process_time()
-        result = train_step(self.model, self.optimizer, batches, step=step, lr=1e-4, max_norm=1.0, guard=self.guard)
-        self.loss = result.loss.item()  # waits for a GPU
+        self.loss = self.train_step(batches, step, lr=1e-4).loss.item()  # waits for a GPU
         self.seconds.append((time.perf_counter() if cuda else time.process_time()) - began)
         self.peaks.append((torch.cuda.max_memory_allocated() if cuda else resident("VmHWM:")) - rest)
 
@@ -90,7 +87,7 @@ def main() -> None:
     options = parser.parse_args()
     args = LlamaArgs(options.dim, options.layers, n_heads=4, vocab_size=options.vocab, max_seq_len=options.seq)
     window = torch.randint(0, options.vocab, (options.batch, options.seq + 1), generator=torch.manual_seed(0))
-    with World.open() as world:
+    with DistEnv.open() as world:
         batches = to_device([Batch(window[:, :-1].contiguous(), window[:, 1:].contiguous())], world.device)
         cells = [Cell(world, args, chunks, options.dtype) for chunks in options.chunks]
         for turn in range(options.rounds + 1):

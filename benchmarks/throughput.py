@@ -159,11 +159,10 @@ class Torchtitan:
     def _write_assets(self) -> None:
         from transformers.convert_slow_tokenizer import TikTokenConverter
 
-        from titanlite.config.plans import TokenizerPlan
-        from titanlite.data import load_tokenizer
         from titanlite.data.sources import iter_records, source_files
+        from titanlite.data.tokenizer import load_tokenizer
 
-        ours = load_tokenizer(TokenizerPlan())
+        ours = load_tokenizer()
         special = sorted(ours.special_tokens, key=ours.special_tokens.__getitem__)
         ranks = str(ROOT / "titanlite" / "data" / "assets" / "tokenizer.tiktoken")
         tokenizer = TikTokenConverter(vocab_file=ranks, extra_special_tokens=special).converted()
@@ -321,10 +320,9 @@ def main() -> None:
     if arguments.versus and importlib.util.find_spec("transformers") is None:
         parser.error("--versus needs transformers, which the test environment has: `./run_tests.sh` makes it")
 
-    from titanlite.config.plans import TokenizerPlan
-    from titanlite.data import load_tokenizer
+    from titanlite.data.tokenizer import load_tokenizer
 
-    vocab = load_tokenizer(TokenizerPlan()).vocab_size
+    vocab = load_tokenizer().vocab_size
     dtypes = arguments.dtypes or ["float32", *(["bfloat16"] if has_bf16() else [])]
     cells = [Cell(dtype, ranks) for dtype in dtypes for ranks in arguments.ranks]
     runs: list[Run] = []

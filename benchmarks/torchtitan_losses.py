@@ -84,9 +84,9 @@ def run_titanlite(cell: Cell, folder: Path) -> Rows:
 
 def inside(record: Path, dtype: str) -> None:
     """One rank of titanlite's side."""
-    from titanlite.parallel.world import World
+    from titanlite.parallel.dist_env import DistEnv
 
-    with World.open(device_type="cpu") as world:
+    with DistEnv.open(device_type="cpu") as world:
         rows = equal_start.train_titanlite(world, record.parent, f"--training.mixed_precision_param={dtype}")
         if world.rank == 0:
             record.write_text("".join(json.dumps(row) + "\n" for row in rows))

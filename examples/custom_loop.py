@@ -1,37 +1,30 @@
-"""A training loop of one's own: torchrun --nproc_per_node 2 examples/custom_loop.py [--section.key value ...]"""
+"""A training loop of your own: torchrun --nproc_per_node 2 examples/custom_loop.py [--section.key value ...]
+
+`Trainer(build(config, world, callbacks=[PrintLoss()])).train()` is the same with checkpoints, validation and the rest.
+"""
 
 import sys
 
-import torch
+from titanlite import Callback, DistEnv, build, load_config
+from titanlite.data.loader import to_device
 
-from titanlite.build import build, read_text, to_device
-from titanlite.loss import count_valid
-from titanlite.optim.schedule import learning_rate
-from titanlite.parallel.world import World
-from titanlite.prepare import load_plans
-from titanlite.step import forward_backward
+
+class PrintLoss(Callback):
+    def on_log(self, trainer, figures):
+        if trainer.parts.world.rank == 0:
+            print(f"step {trainer.step}: {figures['loss']:.4f} nats per token")
 
 
 def main(flags: list[str]) -> None:
-    with World.open() as world:
-        plans = load_plans("debug_model.toml", world.size, flags)
-        text = read_text(plans)
-        parts = build(plans, world, text)
-        for step in range(1, plans.train.steps + 1):
-            micro_batches = to_device(parts.loader.next_step(), world.device)
-            tokens = sum(count_valid(batch.labels) for batch in micro_batches)
-            torch.distributed.all_reduce(tokens)
-
-            loss = forward_backward(parts.model, micro_batches, tokens)
-            torch.nn.utils.clip_grad_norm_(parts.model.parameters(), plans.optimizer.max_norm)
-            for group in parts.optimizer.param_groups:
-                group["lr"] = learning_rate(plans.schedule, plans.optimizer.lr, step)
-            parts.optimizer.step()
-            parts.optimizer.zero_grad()
-
-            torch.distributed.all_reduce(loss)
+    with DistEnv.open() as world:
+        parts = build(load_config("debug_model.toml", world.size, flags), world)
+        for step in range(1, parts.steps + 1):
+            batches = to_device(parts.loader.next_step(), world.device)
+            result = parts.train_step(batches, step, lr=parts.learning_rate(step))
+            parts.train_step.guard.poll()  # raises if the loss was not finite; the weights are then as before
             if world.rank == 0:
-                print(f"step {step}: {loss.item():.4f} nats per token")
+                print(f"step {step}: {result.loss.item():.4f} nats per token")
+        parts.close()
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ READING_PATH = [
     "metrics/logger",
 ]
 #: Annotations of parameters that take the whole config.
-WHOLE_CONFIG = {"Plans", "JobConfig", "LoadedConfig", "Config", "Dialect", "RunConfig", "Derived"}
+WHOLE_CONFIG = {"Plans", "LoadedConfig", "LoadedConfig", "Config", "Config", "RunConfig", "Derived"}
 FLAGS = [
     "--job.config_file=debug_model.toml",
     "--training.steps=2",
@@ -289,7 +289,7 @@ def watch(module, owner, method):
         finally:
             sys.setprofile(None); threading.setprofile(None)
     setattr(cls, method, wrapped)
-for module in ("titanlite.checkpoint.manager", "titanlite.checkpoint.checkpointer"):
+for module in ("titanlite.checkpoint.manager", "titanlite.checkpoint.manager"):
     try:
         watch(module, "Checkpointer", "save")
         break

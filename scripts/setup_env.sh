@@ -10,7 +10,7 @@ TITANLITE_ROOT="${TITANLITE_ROOT:-$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pw
 _VENV="$TITANLITE_ROOT/.venv"
 # Holds the inputs of a complete installation, or "unfinished". A .venv without a stamp was made by somebody else.
 _STAMP="$_VENV/titanlite.stamp"
-_RUN_MODULES="titanlite torch torchao numpy pydantic rich safetensors xxhash tiktoken sentencepiece tensorboard"
+_RUN_MODULES="titanlite torch torchao numpy msgspec rich safetensors xxhash tiktoken sentencepiece tensorboard"
 _DEV_MODULES="pytest xdist ruff mypy hypothesis pyte transformers tokenizers matplotlib wandb s3fs moto flask_cors"
 
 _say() { printf 'titanlite: %s\n' "$@" >&2; }
@@ -124,7 +124,7 @@ _install() {
             "Is there a network, and space on the disk? pip's settings hold (pip config list). The same command starts over."
     fi
     # Writes the byte code of what is imported, which else each process of the first run makes for itself.
-    env -u PYTHONDONTWRITEBYTECODE "$python" -c 'import torch, titanlite.app' || _die "titanlite cannot be imported."
+    env -u PYTHONDONTWRITEBYTECODE "$python" -c 'import torch, titanlite.trainer' || _die "titanlite cannot be imported."
     _stamp_text "$extras" >"$_STAMP.new" && mv "$_STAMP.new" "$_STAMP" || _die "cannot write $_STAMP."
     _say "ready after $((SECONDS - began)) s"
 }

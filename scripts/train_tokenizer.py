@@ -20,7 +20,6 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from tokenizers.trainers import BpeTrainer
 
-from titanlite.config.plans import TokenizerPlan
 from titanlite.data.sources import BUNDLED, iter_records
 from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, BUNDLED_TOKENIZER, load_tokenizer
 from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS, SPLIT_PATTERN, TiktokenTokenizer
@@ -87,7 +86,7 @@ def main() -> None:
     texts = [record.text for record in iter_records(BUNDLED["c4_test"])]
     for name, train in ((BUNDLED_TOKENIZER.name, train_ranks), (BUNDLED_SENTENCEPIECE.name, train_pieces)):
         (out / name).write_bytes(train(texts))
-        tokenizer = load_tokenizer(TokenizerPlan(str(out / name)))
+        tokenizer = load_tokenizer(str(out / name))
         tokens = sum(len(tokenizer.encode(text, bos=True, eos=True)) for text in texts)
         characters = sum(len(text) for text in texts) / (tokens - 2 * len(texts))
         print(

@@ -23,8 +23,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from titanlite.drill.ranks import prepare
-from titanlite.parent import end_with_parent
+from titanlite.signals import end_with_parent
+from titanlite.tools.drill_ranks import start_fork_server
 
 
 class RankFailure(AssertionError):
@@ -51,15 +51,15 @@ def _serve(rank: int, size: int, port: int, pipe: Connection, environment: dict[
         MASTER_PORT=str(port),
     )
     import torch
+    import torch.distributed.device_mesh
 
-    import titanlite.parallel.world as world_module
-    from titanlite.config.plans import CommPlan
-    from titanlite.parallel.world import World
+    from titanlite.parallel.dist_env import DistEnv
 
     # A mesh per test would leave its groups behind, each with a thread of gloo's that wakes a hundred times a second.
-    world_module.init_device_mesh = functools.cache(world_module.init_device_mesh)
+    cached = functools.cache(torch.distributed.device_mesh.init_device_mesh)
+    torch.distributed.device_mesh.init_device_mesh = cached
     torch.set_num_threads(1)
-    with World.open(CommPlan(init_timeout_seconds=120, meeting_seconds=120), device_type="cpu") as world:
+    with DistEnv.open("cpu", init_timeout_seconds=120, rendezvous_seconds=120) as world:
         while True:
             try:
                 job = pipe.recv()
@@ -81,7 +81,7 @@ class RankPool:
         self._pipes: list[Connection] = []
 
     def _start(self) -> None:
-        prepare()  # the ranks are copies of a process that has imported torch
+        start_fork_server()  # the ranks are copies of a process that has imported torch
         context = multiprocessing.get_context("forkserver")
         port = free_port()
         for rank in range(self.size):

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import pytest
 
 from titanlite.config.errors import ConfigError, Problem
-from titanlite.prepare import checked_plans
+from titanlite.config.fit import check_config
 
 
 def refusals(flags: Sequence[str], ranks: int = 1) -> Sequence[Problem]:
     """All that a training run of these flags on so many ranks is refused for; fails if it is not."""
     with pytest.raises(ConfigError) as caught:
-        checked_plans(list(flags), ranks, training=True)
+        check_config(list(flags), ranks)
     return caught.value.problems
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from titanlite.cli import main
+from titanlite.tools.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,57 +1,112 @@
-"""Plans and World → Parts: the one place that knows all rooms.
+"""Config and ranks → components of a training loop: the one place that knows all rooms.
 
-Order: tokenizer → text → model on the meta device → pipeline stages → float8 → tensor and context parallelism →
-activation checkpointing → `torch.compile` → `fully_shard` → memory → initial weights → optimizer.
+Order: tokenizer → text → model (`titanlite.parallel.parallelize`) → data → step → checkpoints → callbacks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
+import platform
+import sys
+import types
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.config.errors import ConfigError, Problem
-from titanlite.config.plans import (
-    ActivationCheckpointPlan,
-    BatchPlan,
-    CompilePlan,
-    Float8Plan,
-    LossPlan,
-    PipelinePlan,
-    Plans,
-    ShardPlan,
-    TensorParallelPlan,
-)
-from titanlite.data.background import PassLoader, Prefetcher, StepLoader, ValidationPrefetcher
-from titanlite.data.left_out import of_steps
-from titanlite.data.loader import Batch, TrainLoader, ValidationLoader
+from titanlite._version import __version__
+from titanlite.anomalies import AnomalyLog
+from titanlite.callbacks import Callback, load_callbacks
+from titanlite.checkpoint.manager import Checkpointer
+from titanlite.checkpoint.resume_check import FILE as RESUME_FILE
+from titanlite.checkpoint.resume_check import ResumeCheck
+from titanlite.checkpoint.schedule import SaveSchedule
+from titanlite.config.derive import RunConfig, with_steps
+from titanlite.config.errors import ConfigError
+from titanlite.config.fit import tensor_problems
+from titanlite.data.loader import TrainLoader, ValidationLoader
 from titanlite.data.packing import PackedDataset, build_dataset, build_validation_dataset
+from titanlite.data.prefetch import PassLoader, Prefetcher, StepLoader, ValidationPrefetcher
+from titanlite.data.skip_ranges import ranges_of_steps
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
-from titanlite.loss import chunk_head, cross_entropy_sum
+from titanlite.guard import FiniteGuard
+from titanlite.metrics import startup_report as rep
+from titanlite.metrics.float8_error import Float8ErrorCheck
+from titanlite.metrics.garbage import GarbageCollection
+from titanlite.metrics.jsonl import FILE as METRICS
+from titanlite.metrics.observer import MetricsLogger
+from titanlite.metrics.profiler import Profiler
+from titanlite.metrics.throughput import device_name, peak_flops, total_memory_bytes
+from titanlite.metrics.watchdog import HangWatchdog
 from titanlite.models import LlamaArgs, ModelSpec, get_spec
+from titanlite.models.shapes import as_record, flops_per_token
+from titanlite.optim.learning_rate import LearningRate
 from titanlite.optim.optimizer import build_optimizer
-from titanlite.parallel.activation_checkpoint import Kept, checkpoint_activations, trace_block
-from titanlite.parallel.compile import CompileWatch, LossFunction, compile_loss, compile_units, prepare_compile
-from titanlite.parallel.context import PartLoader, PartPasses, Share, apply_context_parallel
-from titanlite.parallel.float8 import ScalePrecompute, convert
-from titanlite.parallel.float8_choice import Choice, choose, converted_names
-from titanlite.parallel.fsdp import DTYPES, offloads, shard
-from titanlite.parallel.init import init_weights, materialize
-from titanlite.parallel.pipeline import Piece, Pipeline, PipelineModel, cut, keep_gathered
-from titanlite.parallel.pipeline_split import divide
-from titanlite.parallel.tensor import ASYNC_OPTIONS, check_async, enable_async, split, tensor_loss
-from titanlite.parallel.units import Unit, UnitError, choose_units
-from titanlite.parallel.world import World, this_rank
-from titanlite.prepare import model_args, undivided
+from titanlite.parallel.activation_checkpoint import ActivationStats
+from titanlite.parallel.compile import prepare_compile
+from titanlite.parallel.context import CPLoader
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.parallel.float8 import ScalePrecompute
+from titanlite.parallel.float8_choice import tokens_per_product
+from titanlite.parallel.init import seed_generators
+from titanlite.parallel.parallelize import ModelBuilder
+from titanlite.parallel.pipeline import PipelineModel
+from titanlite.parallel.tensor import enable_async
+from titanlite.preflight import async_tp_problems, fsdp_problems
+from titanlite.run_callbacks import (
+    AttemptRecord,
+    CompileReport,
+    SlowSaveWarning,
+    Timeouts,
+    VerifyResume,
+    Watchdog,
+)
+from titanlite.runs.provenance import config_text
+from titanlite.start_report import StartReport
+from titanlite.step import PlainRunner, ReplicationFactors, Runner, TrainStep
+
+if TYPE_CHECKING:
+    from titanlite.trainer import Trainer
+
+
+#: Keys that change how sums are rounded.
+_ROUNDING = (
+    "training.mixed_precision_param",
+    "training.mixed_precision_reduce",
+    "training.gradient_sync",
+    "training.fsdp_units",
+    "training.fsdp_min_params",
+    "training.reshard_after_forward",
+    "training.loss_chunks",
+    "training.enable_loss_parallel",
+    "training.enable_cpu_offload",
+    "training.compile",
+    "compile.components",
+    "compile.backend",
+    "experimental.enable_async_tensor_parallel",
+    "experimental.pipeline_parallel_schedule",
+    "experimental.pipeline_parallel_split_points",
+    "experimental.pipeline_parallel_microbatches",
+    "activation_checkpoint.mode",
+    "activation_checkpoint.selective_ac_option",
+    "float8.enable_float8_linear",
+    "float8.recipe_name",
+    "float8.enable_fsdp_float8_all_gather",
+    "float8.filter_fqns",
+    "float8.min_features",
+    "float8.emulate",
+)
 
 
 @dataclass(frozen=True)
-class Text:
+class Datasets:
     """What is read before anything is built."""
 
     tokenizer: Tokenizer
@@ -60,231 +115,57 @@ class Text:
 
 
 @dataclass
-class Parts:
-    """What a training loop is made of."""
+class TrainingComponents:
+    """What a training loop is made of, on this rank."""
 
+    world: DistEnv
+    mesh: DeviceMesh
     spec: ModelSpec
     args: LlamaArgs
-    mesh: DeviceMesh
     model: nn.Module
-    loss: LossFunction
-    #: None where nothing is compiled.
-    compile_watch: CompileWatch | None
-    #: What the blocks keep for their backward.
-    kept: Kept
     optimizer: torch.optim.Optimizer
+    learning_rate: LearningRate
+    train_step: TrainStep
     loader: Prefetcher
     validation: ValidationPrefetcher | None
-    #: Runs the stages of `model` where ranks share the layers.
-    pipeline: Pipeline | None = None
-    #: What float8 makes of each kind of linear; empty where it is off.
-    float8: Sequence[Choice] = ()
-    #: For `train_step`.
-    after_update: Callable[[], None] | None = None
+    datasets: Datasets
+    #: None where checkpoints are off.
+    checkpointer: Checkpointer | None
+    save_schedule: SaveSchedule | None
+    anomalies: AnomalyLog
+    callbacks: list[Callback]
+    #: Service → id of the run there, for checkpoints.
+    trackers: Callable[[], dict[str, str]]
+    #: Of the whole run.
+    steps: int
+    #: Sequences and tokens per step, over all ranks.
+    global_batch_size: int
+    tokens_per_step: int
+    #: Steps between validations.
+    validation_freq: int
+    #: Type of the weights in the last save, which holds nothing else; None: it is as all others.
+    last_save_dtype: str | None = None
+    exclude_from_loading: Sequence[str] = ()
+
+    def close(self) -> None:
+        """End the threads; what cannot be closed does not keep the rest open."""
+        with contextlib.ExitStack() as stack:
+            if self.checkpointer is not None:
+                stack.callback(self.checkpointer.close)
+            if self.validation is not None:
+                stack.callback(self.validation.close)
+            stack.callback(self.loader.close)
 
 
-def build_model(
-    spec: ModelSpec,
-    args: LlamaArgs,
-    mesh: DeviceMesh,
-    plan: ShardPlan,
-    device: torch.device,
-    seed: int,
-    compile_plan: CompilePlan | None = None,
-    activations: ActivationCheckpointPlan | None = None,
-    tensor: TensorParallelPlan = TensorParallelPlan(),  # noqa: B008 (immutable)
-    pipeline: PipelinePlan = PipelinePlan(),  # noqa: B008 (immutable)
-    float8: Float8Plan = Float8Plan(),  # noqa: B008 (immutable)
-    loss: LossPlan = LossPlan(),  # noqa: B008 (immutable)
-) -> nn.Module:
-    """The sharded model on `device` with its initial weights; no rank ever holds a full copy.
-
-    Of a pipeline: this rank's stages, in a `PipelineModel`.
-    """
-    model = lay_out(spec, args, mesh, plan, device, compile_plan, activations, tensor, pipeline, float8, loss)
-
-    def initialize(part: nn.Module) -> None:
-        init_weights(part, lambda name: spec.init_rule(name, args), seed, device)
-        part.init_buffers()  # type: ignore[operator]
-
-    parameters_on = torch.device("cpu") if offloads(plan, device.type) else device
-    for part in model.stages.values() if isinstance(model, PipelineModel) else [model]:
-        materialize(part, device, initialize, parameters_on)
-    return model
-
-
-def lay_out(
-    spec: ModelSpec,
-    args: LlamaArgs,
-    mesh: DeviceMesh,
-    plan: ShardPlan,
-    device: torch.device,
-    compile_plan: CompilePlan | None = None,
-    activations: ActivationCheckpointPlan | None = None,
-    tensor: TensorParallelPlan = TensorParallelPlan(),  # noqa: B008 (immutable)
-    pipeline: PipelinePlan = PipelinePlan(),  # noqa: B008 (immutable)
-    float8: Float8Plan = Float8Plan(),  # noqa: B008 (immutable)
-    loss: LossPlan = LossPlan(),  # noqa: B008 (immutable)
-) -> nn.Module:
-    """This rank's part of the model on the meta device: cut, divided and sharded, but without memory or weights.
-
-    device: where it is to live. Of a pipeline: this rank's stages, in a `PipelineModel`.
-    """
-
-    def whole() -> nn.Module:
-        return spec.build_on_meta(args)
-
-    if mesh["pp"].size() > 1:
-        plan = keep_gathered(plan, pipeline)
-    # Of the whole model, so that they do not depend on where it is cut.
-    units = choose_units(whole(), plan, spec.fsdp_units(args))
-    if mesh["pp"].size() == 1:
-        parts = {0: whole()}
-    else:
-        layout = divide(spec.pipeline_costs(args, args.max_seq_len), pipeline, mesh["pp"].size())
-        parts = cut(whole, layout, mesh.get_local_rank("pp"))
-    for part in parts.values():
-        if loss.chunks > 1:
-            chunk_head(part, loss.chunks)
-        _parallelize(part, spec, args, mesh, units, plan, device, compile_plan, activations, tensor, float8)
-    return parts[0] if mesh["pp"].size() == 1 else PipelineModel(parts, layout, mesh)
-
-
-def _parallelize(
-    model: nn.Module,
-    spec: ModelSpec,
-    args: LlamaArgs,
-    mesh: DeviceMesh,
-    units: Sequence[Unit],
-    plan: ShardPlan,
-    device: torch.device,
-    compile_plan: CompilePlan | None,
-    activations: ActivationCheckpointPlan | None,
-    tensor: TensorParallelPlan,
-    float8: Float8Plan,
-) -> None:
-    """Everything between the meta device and memory, for a model or one stage of it, in place."""
-    if float8.enable:
-        convert(model, converted_names(float8_choices(spec, args, float8, mesh["tp"].size())), float8)
-    if mesh["tp"].size() > 1:
-        split(model, spec.tensor_plan(args), mesh["tp"], tensor.loss_parallel)
-    modules = dict(model.named_modules())
-    if mesh["cp"].size() > 1 and any(name in modules for name in spec.block_names(args)):
-        apply_context_parallel(model, mesh)
-    if activations is not None:
-        # What a graph computes is hidden from a policy by operation, so that is applied inside of the graphs.
-        inside = activations.mode == "op" and compile_plan is not None and compile_plan.model
-        names = compiled_names(spec, args, mesh["tp"].size()) if inside else spec.block_names(args)
-        checkpoint_activations(model, names, activations, device)
-    modules = dict(model.named_modules())
-    if compile_plan is not None and compile_plan.model:
-        names = compiled_names(spec, args, mesh["tp"].size())
-        graphs = {name: modules[name] for name in names if name in modules}
-        compile_units(graphs, compile_plan.backend, ASYNC_OPTIONS if tensor.asynchronous else None)
-    held = [tuple(name for name in unit if name in modules) for unit in units]
-    shard(model, [unit for unit in held if unit], mesh, plan)
-
-
-def float8_choices(spec: ModelSpec, args: LlamaArgs, plan: Float8Plan, tensor: int) -> list[Choice]:
-    """What float8 makes of each kind of linear of the whole model. tensor: ranks that share each product."""
-    return choose(spec.linears(args), plan, spec.tensor_plan(args), tensor) if plan.enable else []
-
-
-def build_pipeline(
-    model: PipelineModel,
-    args: LlamaArgs,
-    plan: PipelinePlan,
-    batch: BatchPlan,
-    dtype: torch.dtype,
-    device: torch.device,
-    loss: LossFunction,
-) -> Pipeline:
-    """What runs the stages of a `PipelineModel`. dtype: of its activations."""
-    mesh = model.mesh
-    context, tensor = mesh["cp"].size(), mesh["tp"].size()
-    length = batch.seq_len // context
-    piece = Piece(batch.micro_batch_size // plan.microbatches, length, length // tensor, args.dim, args.n_vocab, dtype)
-
-    def positions(seq_len: int) -> torch.Tensor:
-        everywhere = torch.arange(seq_len * context, device=device)
-        return everywhere if context == 1 else Share.of(mesh).part(everywhere, 0)
-
-    return Pipeline(model, plan, piece, batch.accumulation, device, loss, positions if tensor > 1 else None)
-
-
-def compiled_names(spec: ModelSpec, args: LlamaArgs, tensor: int) -> list[str]:
-    """The modules that `torch.compile` makes one graph each.
-
-    tensor: ranks that share each product. If they do, a graph of a whole block computes wrong gradients.
-    """
-    return spec.sublayer_names(args) if tensor > 1 else spec.block_names(args)
-
-
-def check_tensor_parallel(plans: Plans, text: Text) -> None:
-    """Whether ranks can share the products of this model and vocabulary; no process group is needed.
-
-    Raises ConfigError.
-    """
-    if plans.mesh.tensor == 1:
-        return
-    if problems := undivided(model_args(plans.model, text.tokenizer.vocab_size), plans):
+def check_model(run: RunConfig, datasets: Datasets) -> None:
+    """Check that ranks can divide this model and vocabulary; no process group is needed. Raises ConfigError."""
+    spec, args = get_spec(run.model.name), run.model_args(datasets.tokenizer.vocab_size)
+    problems = tensor_problems(args, run)
+    problems += fsdp_problems(spec, args, run.training, run.compile, run.activation_checkpoint)
+    if run.experimental.enable_async_tensor_parallel:
+        problems += async_tp_problems(run.mesh.tensor)
+    if problems:
         raise ConfigError(problems)
-    if plans.tensor_parallel.asynchronous:
-        device_type = "cuda" if torch.cuda.is_available() else "cpu"
-        check_async(plans.mesh.tensor, device_type, this_rank().local_size)
-
-
-def check_units(plans: Plans, text: Text) -> None:
-    """Whether the model has the FSDP units that the plan asks for; no process group is needed. Raises ConfigError."""
-    if plans.shard.units in ("block", "root"):
-        return
-    spec = get_spec(plans.model.name)
-    args = model_args(plans.model, text.tokenizer.vocab_size)
-    model = spec.build_on_meta(args)
-    try:
-        units = choose_units(model, plans.shard, spec.fsdp_units(args))
-    except UnitError as error:
-        key = "training.fsdp_min_params" if plans.shard.units == "size" else "training.fsdp_units"
-        raise ConfigError([Problem("", key, str(error))]) from None
-    blocks = tuple(f"{name}." for name in spec.block_names(args))
-    within = next((name for unit in units for name in unit if name.startswith(blocks)), None)
-    reasons = []
-    if plans.compile.model:
-        reasons.append("training.compile makes one graph of the block around it")
-    if plans.activations.mode == "op":
-        # torch matches a block's operators by their order, and the second time weights are gathered at other places.
-        reasons.append('activation_checkpoint.selective_ac_option = "op" runs the block around it again, by operator')
-    if plans.activations.offload:
-        # Which weights stay on the device is read where the block begins; these are gathered later.
-        reasons.append("activation_checkpoint.offload would send its gathered weights to host memory with the block's")
-    if within and reasons:
-        message = f"makes {within} a unit, but {' and '.join(reasons)}"
-        hint = 'take units of a block or more: fsdp_units = "block", or a larger fsdp_min_params'
-        raise ConfigError([Problem("", "training.fsdp_units", message, hint)])
-
-
-def trace_activations(spec: ModelSpec, args: LlamaArgs, plans: Plans, device: torch.device, mesh: DeviceMesh) -> Kept:
-    """What a block keeps for its backward, seen in a trace of one micro-batch without data."""
-    model = spec.build_on_meta(args)
-    if plans.float8.enable:
-        names = converted_names(float8_choices(spec, args, plans.float8, plans.mesh.tensor))
-        convert(model, names, replace(plans.float8, all_gather=False))  # nothing is gathered here
-    if plans.mesh.context > 1:
-        apply_context_parallel(model, mesh)
-    tokens = plans.batch.micro_batch_size // plans.pipeline.microbatches, plans.batch.seq_len // plans.mesh.context
-    dtype = DTYPES[plans.shard.param_dtype]
-    return trace_block(model, spec.block_names(args), plans.activations, tokens, device, dtype)
-
-
-def watch_compilation(
-    spec: ModelSpec, args: LlamaArgs, model: nn.Module, plan: CompilePlan, tensor: int = 1
-) -> CompileWatch | None:
-    """Over what the plan compiles; None where that is nothing. tensor: ranks that share each product."""
-    modules = dict(model.named_modules())  # a pipeline stage has some of the blocks
-    names = [name for name in compiled_names(spec, args, tensor) if name in modules] if plan.model else []
-    units = [modules[name] for name in names]
-    functions = [cross_entropy_sum] if plan.loss else []
-    return CompileWatch(units, functions, plan.backend) if units or functions else None
 
 
 def data_parallel_rank(mesh: DeviceMesh) -> int:
@@ -293,101 +174,288 @@ def data_parallel_rank(mesh: DeviceMesh) -> int:
     return replicate * mesh["dp_shard"].size() + shard_rank
 
 
-def read_text(plans: Plans) -> Text:
-    """Tokenizer and texts. Read before any process group or model exists, so that bad ones end a run early.
+def read_datasets(run: RunConfig) -> Datasets:
+    """Read tokenizer and texts. Before any process group or model exists, so that bad ones end a run early.
 
     Raises DataError naming file and record, ShapeError when the tokenizer has more entries than the model.
     """
-    tokenizer = load_tokenizer(plans.tokenizer)
-    vocabulary = model_args(plans.model, tokenizer.vocab_size).n_vocab
-    train = build_dataset(plans.data, tokenizer, vocabulary)
-    enabled = plans.validation.enable
-    validation = build_validation_dataset(plans.validation, tokenizer, vocabulary, plans.data) if enabled else None
-    return Text(tokenizer, train, validation)
+    tokenizer = load_tokenizer(run.model.tokenizer_path, run.model.name)
+    vocabulary = run.model_args(tokenizer.vocab_size).n_vocab
+    train = build_dataset(run.training, run.data, tokenizer, vocabulary)
+    if not run.validation.enable:
+        return Datasets(tokenizer, train, None)
+    seq_len = run.validation.seq_len or run.training.seq_len
+    held_out = build_validation_dataset(run.validation, run.data, tokenizer, vocabulary, seq_len)
+    return Datasets(tokenizer, train, held_out)
 
 
-def build(plans: Plans, world: World, text: Text) -> Parts:
-    """Everything a loop needs, on this rank's device."""
-    spec = get_spec(plans.model.name)
-    args = model_args(plans.model, text.tokenizer.vocab_size)
-    prepare_compile(plans.compile, world.device.type)
-    mesh = world.build_mesh(plans.mesh)
-    loss = compile_loss(cross_entropy_sum, plans.compile.backend) if plans.compile.loss else cross_entropy_sum
-    if plans.mesh.tensor > 1:
-        loss = tensor_loss(loss)
-        if plans.tensor_parallel.asynchronous:
-            enable_async(mesh["tp"])
-    model = build_model(
+def build(
+    run: RunConfig,
+    world: DistEnv,
+    datasets: Datasets | None = None,
+    watchdog: HangWatchdog | None = None,
+    callbacks: Sequence[Callback] | None = None,
+) -> TrainingComponents:
+    """Build everything that a loop needs, on this rank's device. All ranks call it together.
+
+    datasets: of `read_datasets`; None: read here. watchdog: entered by the caller; None: one that only logs.
+    callbacks: run after titanlite's own; None: those of `job.callbacks`, files relative to the working directory.
+    """
+    device = world.device
+    if callbacks is None:
+        callbacks = load_callbacks(run.job.callbacks)
+    datasets = datasets or read_datasets(run)
+    if run.steps is None:
+        raise ValueError("the run's length is not known yet: derive it with the length of the text")
+
+    # Model
+    spec = get_spec(run.model.name)
+    args = run.model_args(datasets.tokenizer.vocab_size)
+    if run.training.compile:
+        prepare_compile(run.compile.backend, device.type, run.compile.cache_dir)
+    degrees, batch = run.mesh, run.batch
+    mesh = world.build_mesh(
+        pp=degrees.pipeline,
+        dp_replicate=degrees.dp_replicate,
+        dp_shard=degrees.dp_shard,
+        cp=degrees.context,
+        tp=degrees.tensor,
+    )
+    builder = ModelBuilder(
         spec,
         args,
         mesh,
-        plans.shard,
-        world.device,
-        plans.train.seed or 0,
-        plans.compile,
-        plans.activations,
-        plans.tensor_parallel,
-        plans.pipeline,
-        plans.float8,
-        plans.loss,
+        device,
+        run.training,
+        run.experimental,
+        run.activation_checkpoint,
+        run.compile,
+        run.float8,
     )
-    world.cover_groups()
-    pipeline = None
+    loss = builder.loss()
+    if run.experimental.enable_async_tensor_parallel and degrees.tensor > 1:
+        enable_async(mesh["tp"])
+    model = builder.build(run.training.seed or 0)
+    world.apply_timeout()
+    sizes = {"batch_size": batch.micro_batch_size, "seq_len": batch.seq_len}
+    runner: Runner = PlainRunner(model, loss, run.training.gradient_sync == "every")
     if isinstance(model, PipelineModel):
-        dtype = DTYPES[plans.shard.param_dtype]
-        pipeline = build_pipeline(model, args, plans.pipeline, plans.batch, dtype, world.device, loss)
-    rank = data_parallel_rank(mesh)
-    data = plans.data
-    pin = data.pin_memory and world.device.type == "cuda"
-    shared = plans.mesh.context > 1
-    left_out = of_steps(data.skip_steps, plans.batch.global_batch_size)
-    loader: StepLoader = TrainLoader(text.train, plans.batch, rank, plans.mesh.dp_degree, left_out)
-    if shared:
-        loader = PartLoader(loader, mesh)
+        runner = builder.pipeline(model, loss, accumulation=batch.accumulation, **sizes)
+    if run.training.seed is not None:  # of torch's own generators; the weights and the data order have their own
+        seed_generators(run.training.seed, mesh)
+
+    # Data
+    rank, ranks = data_parallel_rank(mesh), degrees.dp_degree
+    pin = run.data.pin_memory and device.type == "cuda"
+    skip = ranges_of_steps(run.data.skip_steps, batch.global_batch_size)
+    steps: StepLoader = TrainLoader(datasets.train, batch.global_batch_size, batch.micro_batch_size, rank, ranks, skip)
+    if degrees.context > 1:
+        steps = CPLoader(steps, mesh)
     validation = None
-    if text.validation is not None:
-        held_out: PassLoader = ValidationLoader(
-            text.validation, plans.validation.batch_size, plans.validation.steps, rank, plans.mesh.dp_degree
+    if datasets.validation is not None:
+        section = run.validation
+        passes: PassLoader = ValidationLoader(
+            datasets.validation, section.batch_size or batch.micro_batch_size, section.steps, rank, ranks
         )
-        if shared:
-            held_out = PartPasses(held_out, mesh)
-        validation = ValidationPrefetcher(held_out, data.prefetch, pin, data.persistent_workers)
-    return Parts(
+        if degrees.context > 1:
+            passes = CPLoader(passes, mesh)
+        validation = ValidationPrefetcher(passes, run.data.prefetch, pin, run.data.persistent_workers)
+
+    # Step
+    optimizer = build_optimizer(model.parameters(), run.optimizer, device)
+    policy = run.guard
+    train_step = TrainStep(
+        model,
+        optimizer,
+        runner,
+        FiniteGuard(device, policy.policy, policy.max_skips, policy.spike_sigmas, policy.window),
+        run.training.max_norm,
+        ReplicationFactors(degrees.tensor * degrees.pipeline, degrees.tensor),
+    )
+    in_float8 = run.float8.enable_float8_linear
+    if in_float8 and run.float8.precompute_float8_dynamic_scale_for_fsdp:
+        train_step.after_update = ScalePrecompute(model, mesh)
+
+    # Checkpoints
+    checkpointer = save_schedule = None
+    if run.checkpoint.enable_checkpoint:
+        prints = fingerprints(args, datasets)
+        about = {"toml": config_text(run.toml), "model": as_record(run.model.name, args)}
+        checkpointer = Checkpointer(run.checkpoint, world, prints, about)
+        save_schedule = SaveSchedule(run.checkpoint, world, prints)
+        train_step.before_update = checkpointer.await_copy
+
+    # Callbacks
+    folder = Path(run.job.dump_folder)
+    name, flops = device_name(device), flops_per_token(args, batch.seq_len)
+    peak = run.metrics.peak_tflops and run.metrics.peak_tflops * 1e12
+    peak = peak or (peak_flops(name) if device.type == "cuda" else None)
+    kept, compiled = builder.trace_activations(**sizes), builder.watch_compilation(model)
+    resume_check = ResumeCheck(
+        folder / RESUME_FILE,
+        world.rank,
+        rounding_setting(run, device),
+        # Rounding is told from a difference by this share of a number; lower precisions round more.
+        tolerance=2e-2 if run.training.mixed_precision_param != "float32" or in_float8 else 1e-4,
+        exact=device.type == "cpu" or run.debug.deterministic,
+    )
+    attempts = AttemptRecord(folder, run.toml, run.job.description, world, name, batch.tokens_per_step, watchdog)
+    gc = GarbageCollection(run.training.gc_freq)
+    metrics = MetricsLogger(
+        run.metrics,
+        run.job,
+        world,
+        run.toml,
+        tokens_per_step=batch.tokens_per_step,
+        sequences_per_step=batch.global_batch_size,
+        flops_per_token=flops,
+        peak_flops=peak,
+        gc_seconds=gc.read,
+    )
+
+    def report(trainer: Trainer) -> list[str]:
+        return startup_lines(with_steps(run, trainer.steps), datasets, builder, flops, peak, kept, model)
+
+    in_epochs = run.training.epochs is not None
+    drift = run.float8.drift_check if in_float8 else 0
+    profiles = run.profiling.enable_profiling or run.profiling.enable_memory_snapshot
+    # Every callback of a run, in the order in which it is called. The watchdog is first: other ranks wait for it.
+    every: list[Callback | None] = [
+        Watchdog(watchdog or HangWatchdog(run.stall, run.comm, end=None), entered=watchdog is not None),
+        Timeouts(run.comm.init_timeout_seconds, run.comm.train_timeout_seconds) if world.timeout else None,
+        gc,
+        attempts,
+        StartReport(report, run.checkpoint, run.toml, skip, attempts, in_epochs),
+        metrics,
+        CompileReport(compiled) if compiled else None,
+        Float8ErrorCheck(drift, builder.param_dtype, metrics.write) if drift else None,
+        Profiler(run.profiling, world.rank, device) if profiles else None,
+        VerifyResume(resume_check, datasets.train, batch.global_batch_size, skip, world),
+        SlowSaveWarning(world.rank),
+        *callbacks,
+    ]
+    if run.debug.deterministic:
+        # cuBLAS is deterministic only with a fixed workspace, chosen before its first call.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=run.debug.deterministic_warn_only)
+    return TrainingComponents(
+        world=world,
+        mesh=mesh,
         spec=spec,
         args=args,
-        mesh=mesh,
         model=model,
-        loss=loss,
-        compile_watch=watch_compilation(spec, args, model, plans.compile, plans.mesh.tensor),
-        kept=trace_activations(spec, args, plans, world.device, mesh),
-        optimizer=build_optimizer(model.parameters(), plans.optimizer, world.device),
-        loader=Prefetcher(loader, data.prefetch, pin),
+        optimizer=optimizer,
+        learning_rate=LearningRate(run.schedule, run.optimizer.lr),
+        train_step=train_step,
+        loader=Prefetcher(steps, run.data.prefetch, pin),
         validation=validation,
-        pipeline=pipeline,
-        float8=float8_choices(spec, args, plans.float8, plans.mesh.tensor),
-        after_update=ScalePrecompute(model, mesh) if plans.float8.precompute else None,
+        datasets=datasets,
+        checkpointer=checkpointer,
+        save_schedule=save_schedule,
+        anomalies=AnomalyLog(folder if world.rank == 0 else None, datasets.train, batch.global_batch_size),
+        callbacks=[callback for callback in every if callback is not None],
+        trackers=metrics.run_ids,
+        steps=run.steps,
+        global_batch_size=batch.global_batch_size,
+        tokens_per_step=batch.tokens_per_step,
+        validation_freq=run.validation.freq,
+        last_save_dtype=run.checkpoint.export_dtype if run.checkpoint.model_weights_only else None,
+        exclude_from_loading=run.checkpoint.exclude_from_loading,
     )
 
 
-def fingerprints(args: LlamaArgs, text: Text) -> dict[str, str]:
-    """What two runs must share for one to resume the other's checkpoints."""
+def startup_lines(
+    run: RunConfig,
+    datasets: Datasets,
+    builder: ModelBuilder,
+    flops: int,
+    peak: float | None,
+    kept: ActivationStats,
+    model: nn.Module,
+) -> list[str]:
+    """Return the lines of the startup report: what is about to run."""
+    parameters = parameter_counts(builder.spec.build_on_meta(builder.args))
+    device, float8 = builder.device, builder.float8_choices()
+    mesh, batch, schedule = run.mesh, run.batch, run.schedule
+    degrees = {"pp": mesh.pipeline, "dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard}
+    setup = rep.Setup(
+        device=device_name(device),
+        degrees={**degrees, "cp": mesh.context, "tp": mesh.tensor},
+        parameters=parameters,
+        micro_batch=batch.micro_batch_size,
+        accumulation=batch.accumulation,
+        seq_len=batch.seq_len,
+        tokens=tokens_per_product(
+            batch.micro_batch_size, batch.seq_len, cp=mesh.context, microbatches=run.pipeline.microbatches
+        ),
+        documents=datasets.train.documents,
+        tokens_per_epoch=datasets.train.tokens_per_epoch,
+    )
+    ranks, memory = mesh.world_size, total_memory_bytes(device)
+    floor = max(schedule.min_lr_factor * run.optimizer.lr, schedule.min_lr or 0.0)
+    lengths = schedule.warmup_steps, schedule.plateau_steps, schedule.decay_steps, schedule.total_steps
+    rows = [("run", run.job.description)] if run.job.description else []
+    versions = f"titanlite {__version__}, torch {torch.__version__}, python {platform.python_version()}"
+    rows += [("versions", versions), *rep.model_rows(run.model, setup)]
+    rows += rep.compute_rows(run.metrics, run.float8, setup, ranks, flops, peak, memory)
+    rows.append(rep.mesh_row(run.training, run.experimental, setup, ranks))
+    if isinstance(model, PipelineModel):
+        rows.append(rep.pipeline_row(run.experimental.pipeline_parallel_schedule, model.layout))
+    rows.append(rep.precision_row(run.training))
+    if run.float8.enable_float8_linear:
+        rows += rep.float8_rows(run.float8, float8, setup, builder.compiles("model"))
+    rows.append(rep.sharding_row(run.training, builder.reshard_after_forward, setup))
+    rows.append(rep.compile_row(run.training, run.compile, setup))
+    if kept:
+        rows.append(rep.activations_row(run.activation_checkpoint, kept, setup))
+    if run.training.loss_chunks > 1:
+        rows.append(rep.loss_row(run.training.loss_chunks, setup))
+    rows += [("tokenizer", run.model.tokenizer_path or "bundled"), rep.data_row(run.training, run.data, setup)]
+    rows += rep.batch_rows(setup, run.steps, run.training.epochs)
+    rows += [rep.optimizer_row(run.optimizer, run.training), rep.schedule_row(schedule.decay_type, floor, *lengths)]
+    rows += [*rep.guard_rows(run.guard), rep.validation_row(run.validation), rep.checkpoints_row(run.checkpoint)]
+    rows.append(("metrics to", str(Path(run.job.dump_folder) / METRICS)))
+    if run.metrics.enable_tensorboard:
+        rows.append(("TensorBoard to", run.metrics.save_tb_folder))
+    if run.checkpoint.enable_checkpoint:
+        rows.append(("checkpoints to", run.checkpoint.folder))
+    rows += [("note", note) for note in run.notes] + [("warning", warning) for warning in run.warnings]
+    return rep.startup_report(rows)
+
+
+def rounding_setting(run: RunConfig, device: torch.device) -> dict[str, str]:
+    """Return by name what the rounding of a step's loss and norm depends on."""
+    found = {
+        "device": device_name(device),
+        "torch": torch.__version__,
+        "threads": str(torch.get_num_threads()),
+        "batch.micro_batch_size": str(run.batch.micro_batch_size),
+        "batch.accumulation": str(run.batch.accumulation),
+        "deterministic": str(run.debug.deterministic),
+    }
+    found.update((f"mesh.{name}", str(value)) for name, value in asdict(run.mesh).items())
+    for name in _ROUNDING:
+        section, _, field = name.partition(".")
+        found[name] = str(getattr(getattr(run, section), field))
+    return found
+
+
+def fingerprints(args: LlamaArgs, datasets: Datasets) -> dict[str, str]:
+    """Return what two runs must share for one to resume the other's checkpoints."""
     shape = asdict(args)
     shape.pop("max_seq_len")  # the length of the RoPE tables changes no weight
-    order = {name: value for name, value in text.train.settings.items() if name != "epochs"}
+    order = {name: value for name, value in datasets.train.settings.items() if name != "epochs"}
+    digest = hashlib.sha256(json.dumps(shape, sort_keys=True, default=str).encode()).hexdigest()
     return {
-        "model": _digest(shape),
-        "tokenizer": text.tokenizer.fingerprint[:16],
-        "data": text.train.fingerprint[:16],
+        "model": digest[:16],
+        "tokenizer": datasets.tokenizer.fingerprint[:16],
+        "data": datasets.train.fingerprint[:16],
         "data order": ", ".join(f"{name} {value}" for name, value in order.items()),
     }
 
 
-def _digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
 def parameter_counts(model: nn.Module) -> dict[str, int]:
-    """Parameters by top-level module, in order; a tied weight counts once."""
+    """Return parameters by top-level module, in order; a tied weight counts once."""
     counts: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         top = name.split(".")[0]
@@ -395,8 +463,11 @@ def parameter_counts(model: nn.Module) -> dict[str, int]:
     return counts
 
 
-def to_device(micro_batches: Sequence[Batch], device: torch.device) -> list[Batch]:
-    """The micro-batches on `device`; without waiting for it if they are in page-locked memory (see `Prefetcher`)."""
-    return [
-        Batch(b.tokens.to(device, non_blocking=True), b.labels.to(device, non_blocking=True)) for b in micro_batches
-    ]
+class _CallableModule(types.ModuleType):
+    """Lets `from titanlite import build` give something to call: the import of this file puts the module there."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> TrainingComponents:
+        return build(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallableModule

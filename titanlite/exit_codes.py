@@ -6,7 +6,13 @@ workers' code; the last line of the run's attempts.jsonl has it too.
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import re
+
+#: Names the file in which `titanlite.torchrun` expects the workers' exit codes.
+VARIABLE = "TITANLITE_EXIT_CODES"
 
 #: Everything that was asked for is done.
 DONE = 0
@@ -51,3 +57,15 @@ def code_of(error: BaseException) -> int:
     if code is None:
         return LOST_PEER if is_of_collectives(error) else ERROR
     return int(code)
+
+
+def report_code(code: int, error: str = "") -> None:
+    """Write this worker's exit code where the launcher looks for it: torchrun does not pass it on.
+
+    error: the last line of an unforeseen error.
+    """
+    path = os.environ.get(VARIABLE)
+    if path:
+        with contextlib.suppress(OSError), open(path, "a") as file:
+            text = f" {json.dumps(error)}" if error else ""
+            file.write(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} {code}{text}\n")

@@ -1,29 +1,28 @@
-"""A bad step never reaches the weights: one whose loss or gradient is not finite, or whose loss jumps.
+"""A bad step never reaches the weights: its loss or gradient is not finite, or its loss jumps.
 
-The decision is made on the device, from numbers that are equal on all ranks, and gates the update of that very step
-there: no step waits for the host, and no collective is added. The host learns of it while the next step is under way.
+The decision is made on the device, from numbers that are equal on all ranks, and gates the update of that very step:
+no step waits for the host, and no collective is added. The host reads the decision while the next step runs.
 
     stop      nothing updates any more, and the run ends.
-    skip      that step's update alone is left out: weights, moments and the optimizer's step count stay as they are.
-    rollback  nothing updates any more, until whoever trains has gone back to a checkpoint and called `rewind`.
+    skip      that step's update alone is skipped: weights, moments and the optimizer's step count do not change.
+    rollback  nothing updates any more, until the loop has loaded a checkpoint and called `load_state_dict`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from titanlite import exit_codes
-from titanlite.config.plans import GuardPlan
 
-#: Least standard deviation that counts, as a share of the mean: losses that hardly vary would make of rounding a spike.
+#: Least standard deviation, as a share of the mean: where losses hardly vary, rounding would look like a spike.
 _LEAST_DEVIATION = 1e-3
-#: Losses that a limit takes.
+#: Losses that a limit needs.
 _LEAST_LOSSES = 20
 _FINE, _NOT_FINITE, _SPIKE = range(3)
 
@@ -31,12 +30,11 @@ _FINE, _NOT_FINITE, _SPIKE = range(3)
 class BadStepError(RuntimeError):
     """The guard found a step bad. Its update was not applied.
 
-    step, loss, norm: of that step, over all ranks. ranks: where the loss was not finite. done: the last step whose
-    update the weights hold.
+    step, norm, loss: of that step, over all ranks. ranks: where the loss was not finite. done: the last step whose
+    update is in the weights.
     """
 
     exit_code = exit_codes.GUARD
-
     kind = "bad"
 
     def __init__(self, step: int, norm: float, loss: float, why: str, ranks: list[int] | None = None) -> None:
@@ -55,18 +53,17 @@ class BadStepError(RuntimeError):
 class NonFiniteError(BadStepError):
     """A loss or gradient norm was not finite.
 
-    losses: by rank, its share of the bad step's loss. Gradients are summed over ranks before anyone sees their norm, so
-    only a loss can tell which rank it came from.
+    losses: by rank, its share of the bad step's loss. Gradients are summed over ranks before their norm is known, so
+    only a loss can show the rank.
     """
 
     kind = "not finite"
 
     def __init__(self, step: int, norm: float, loss: float, losses: list[float]) -> None:
         ranks = [rank for rank, share in enumerate(losses) if not math.isfinite(share)]
+        where = "the loss was finite on every rank, so it arose in the backward pass"
         if ranks:
-            where = f"the loss was not finite on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-        else:
-            where = "the loss was finite on every rank, so it arose in the backward pass"
+            where = f"the loss was not finite on {_named(ranks)}"
         super().__init__(step, norm, loss, where, ranks)
 
 
@@ -77,17 +74,13 @@ class LossSpikeError(BadStepError):
 
     def __init__(self, step: int, norm: float, loss: float, mean: float, deviation: float, sigmas: float) -> None:
         self.limit = mean + sigmas * deviation
-        super().__init__(
-            step,
-            norm,
-            loss,
-            f"the loss jumped over {self.limit:.6g} = {mean:.6g} + {sigmas:g} * {deviation:.3g}, mean and deviation of "
-            "the good steps before it",
-        )
+        limit = f"{self.limit:.6g} = {mean:.6g} + {sigmas:g} * {deviation:.3g}"
+        why = f"the loss jumped over {limit}, mean and deviation of the good steps before it"
+        super().__init__(step, norm, loss, why)
 
 
 class WeightsError(BadStepError):
-    """The weights, or what the optimizer keeps for them, are not finite. No later step can mend them.
+    """The weights, or the optimizer's moments, are not finite. No later step can repair them.
 
     step: where this was found. where: as `find_nonfinite` returns it.
     """
@@ -100,9 +93,13 @@ class WeightsError(BadStepError):
         self.args = (f"step {step}: {where} is not finite after step {done}. {then}",)
 
 
+def _named(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
 @torch.no_grad()
 def find_nonfinite(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None = None) -> str:
-    """The first tensor that holds a NaN or an infinity, with the ranks that have one; "" when all are finite.
+    """Return the name of the first tensor with a NaN or an infinity, and the ranks that have one; "" if there is none.
 
     All ranks of `group` call it together with their own parts, and get the same answer. Each device makes one pass
     over its tensors and is read once.
@@ -121,15 +118,15 @@ def find_nonfinite(tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup
     found = [mine] * dist.get_world_size(group)
     dist.all_gather_object(found, mine, group)
     ranks = [rank for rank, name in enumerate(found) if name]
-    return f"{found[ranks[0]]} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else ""
+    return f"{found[ranks[0]]} on {_named(ranks)}" if ranks else ""
 
 
 class LossWindow:
-    """The last `size` losses of good steps, on the device, and how high the next one may be.
+    """The last `size` losses of good steps, on the device, and the limit for the next one.
 
-    The limit is mean + sigmas * s, s the sample standard deviation but at least a thousandth of the mean. It holds when
-    half the window is filled, and twenty losses at least (of a shorter window all): a deviation of fewer means little.
-    After OLMo-core's SkipStepOptimizer (128 losses, six sigmas), which looks at gradient norms and at falls as well.
+    The limit is mean + sigmas * s, s the sample standard deviation but at least a thousandth of the mean. It applies
+    when half the window is filled, and at least twenty losses (of a shorter window all): with fewer a deviation means
+    little. After OLMo-core's SkipStepOptimizer (128 losses, six sigmas), which also judges gradient norms and falls.
     Here a loss over the limit does not enter the window, where it would raise the limit for the next.
     """
 
@@ -142,7 +139,7 @@ class LossWindow:
         self._least = min(size, max(_LEAST_LOSSES, size // 2))
 
     def judge(self, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Whether a loss is over the limit (0-dim bool), and the window's mean and deviation (0-dim float64)."""
+        """Return whether a loss is over the limit (0-dim bool), and the window's mean and deviation (0-dim float64)."""
         there = self._age <= self._count
         mean = torch.where(there, self._losses, 0.0).sum() / self._count.clamp(min=1)
         squares = torch.where(there, self._losses - mean, 0.0).square().sum()
@@ -150,18 +147,18 @@ class LossWindow:
         return (self._count >= self._least) & (loss.double() > mean + self.sigmas * deviation), mean, deviation
 
     def add(self, loss: torch.Tensor, good: torch.Tensor) -> None:
-        """Take in the loss of a step where the flag `good` (0-dim bool) is set, else change nothing."""
+        """Add the loss of a step if the flag `good` (0-dim bool) is set, else change nothing."""
         moved = torch.cat([self._losses[1:], loss.double().view(1)])
         self._losses = torch.where(good, moved, self._losses)  # selected: a NaN would outlive any product
         self._count = (self._count + good).clamp(max=len(self._losses))
 
     def values(self) -> list[float]:
-        """The losses, oldest first. Waits for the device."""
+        """Return the losses, oldest first. Waits for the device."""
         count = int(self._count)
         return self._losses[len(self._losses) - count :].tolist()
 
     def fill(self, losses: list[float]) -> None:
-        """Begin with these, oldest first; of more than there is room for the newest."""
+        """Start with these losses, oldest first; of more than fit, with the newest."""
         size = len(self._losses)
         losses = losses[-size:]
         kept = torch.tensor([0.0] * (size - len(losses)) + losses, dtype=torch.float64)
@@ -169,96 +166,92 @@ class LossWindow:
 
 
 class FiniteGuard:
-    """Watches each step's loss and gradient norm on the device, and does what `plan.policy` says.
+    """Checks each step's loss and gradient norm on the device, and does what `policy` says.
 
-    Call `gate` in the step (`train_step` does) and `watch` after each. The budget `plan.max_skips` is of bad steps
-    within the last `plan.window` steps; over it the run ends whatever the policy.
+    Call `check` in the step (`TrainStep` does) and `poll` after each.
+
+    Args:
+        max_skips: bad steps within the last `window` steps that do not end the run; one more does.
+        spike_sigmas: limit of a loss in standard deviations above the mean of the last `window` good losses; 0: none.
     """
 
-    def __init__(self, device: torch.device, plan: GuardPlan | None = None) -> None:
-        self.plan = plan or GuardPlan()
-        self._device = device
+    def __init__(
+        self,
+        device: torch.device,
+        policy: Literal["stop", "skip", "rollback"] = "stop",
+        max_skips: int = 10,
+        spike_sigmas: float = 0.0,
+        window: int = 100,
+    ) -> None:
+        self.policy, self.max_skips, self.spike_sigmas, self.window = policy, max_skips, spike_sigmas, window
+        #: `poll` reports the step before the latest: where the host runs ahead of the device.
+        self.late = device.type == "cuda"
         #: Nothing updates any more. Never set where bad steps are skipped.
         self._tripped = torch.zeros((), dtype=torch.bool, device=device)
         self._zero = torch.zeros((), dtype=torch.float64, device=device)
-        self._window: LossWindow | None = None
-        if self.plan.spike_sigmas:
-            self._window = LossWindow(self.plan.window, self.plan.spike_sigmas, device)
-        #: What the latest `gate` saw, in the order of `_read`; of a sticky flag, what set it.
-        self._record = torch.zeros(9, dtype=torch.float64, device=device)
-        #: Whether there is anything to read in it: a bad step, or a wish to stop.
+        self._losses = LossWindow(window, spike_sigmas, device) if spike_sigmas else None
+        #: What the latest `check` saw, in the order of `_read`; once tripped, the step that did it.
+        self._record = torch.zeros(8, dtype=torch.float64, device=device)
+        #: Whether the record says anything: a bad step, or that a rank was asked to stop.
         self._news = self._tripped
         self._unread = False
-        self._pending: tuple[torch.Tensor, torch.cuda.Event] | None = None
-        self._wish = False
-        #: Nothing updates any more: a rank had no data for a step.
-        self._void = self._tripped
-        #: The first such step, once it is known.
-        self.void_step: int | None = None
-        #: Bad steps that count against the budget, and those of them that nobody has asked for.
+        self._pending: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+        self._stop = False
+        #: Bad steps that count against the budget, and skipped steps that `skipped` has not returned yet.
         self._spent: list[int] = []
         self._skipped: list[BadStepError] = []
 
-    def gate(
+    def check(
         self,
         step: int,
         norm: torch.Tensor,
         loss: torch.Tensor,
         share: torch.Tensor,
         stop: torch.Tensor | None = None,
-        void: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """May this step update the weights? A 0-dim bool on the device, equal on all ranks.
+        """Return whether this step may update the weights: a 0-dim bool on the device, equal on all ranks.
 
         norm, loss: reduced over ranks; share: this rank's part of the loss (0-dim tensors on the device).
-        stop: 0-dim bool, equal on all ranks: one was asked to stop. It changes nothing here; `watch` tells.
-        void: 0-dim bool, equal on all ranks: one had no data for this step. It and all after it change nothing, and are
-        not judged; `watch` tells, and `void_step` is then the first.
+        stop: 0-dim bool, equal on all ranks: one was asked to stop. It changes nothing here; `poll` returns it.
         """
-        if void is not None:
-            self._void = self._void | void
-        good = (torch.isfinite(norm) & torch.isfinite(loss)) | self._void
+        good = torch.isfinite(norm) & torch.isfinite(loss)
         kind = (~good).double() * _NOT_FINITE
         mean = deviation = self._zero
-        if self._window is not None:
-            spike, mean, deviation = self._window.judge(loss)
-            spike = spike & good & ~self._void
+        if self._losses is not None:
+            spike, mean, deviation = self._losses.judge(loss)
+            spike = spike & good
             kind, good = kind + spike.double() * _SPIKE, good & ~spike
-        ok = good & ~self._tripped & ~self._void
-        if self._window is not None:
-            self._window.add(loss, ok)
-        wish = self._zero if stop is None else stop
+        ok = good & ~self._tripped
+        if self._losses is not None:
+            self._losses.add(loss, ok)
+        stop = torch.zeros_like(ok) if stop is None else stop
         number = torch.full_like(self._zero, step)
-        now = torch.stack([t.double() for t in (number, norm, loss, share, kind, wish, mean, deviation, self._void)])
+        now = torch.stack([t.double() for t in (number, norm, loss, share, kind, stop, mean, deviation)])
         self._record = torch.where(self._tripped, self._record, now)
-        if self.plan.policy != "skip":
+        if self.policy != "skip":
             self._tripped = self._tripped | ~good
-        self._news = ~ok if stop is None else ~ok | stop
+        self._news = ~ok | stop
         self._unread = True
         return ok
 
-    def watch(self) -> bool:
-        """Learn of the step before the latest `gate`; on a CPU, where nothing is to overlap, of the latest.
+    def poll(self) -> bool:
+        """Read the latest step; on a GPU, where the host runs ahead, the step before it.
 
-        Raises BadStepError, on all ranks together, if it was bad and the policy or the budget ends the run for it.
-        Returns whether a rank was asked to stop then: the same on all ranks, which stop after the latest step.
+        Return whether a rank was asked to stop then, the same on all ranks: they stop after the latest step.
+        Raises BadStepError, on all ranks together, if the step was bad and the policy or the budget ends the run.
         Call it once a step, after the step's work was issued: the record copied here is read at the next call.
         """
         unread, self._unread = self._unread, False
-        if self._device.type != "cuda":
-            if unread and bool(self._news):
-                self._read(self._record)
-        else:
+        if self.late:
             pending, self._pending = self._pending, self._copy() if unread else None
             self._read_copy(pending)
-        wish, self._wish = self._wish, False
-        return wish
+        elif unread and bool(self._news):
+            self._read(self._record)
+        stop, self._stop = self._stop, False
+        return stop
 
-    def check(self) -> None:
-        """Learn of all steps so far; waits for the device. Before a save, and at the end.
-
-        Raises BadStepError as `watch` does.
-        """
+    def sync(self) -> None:
+        """Read all steps so far; waits for the device. Raises BadStepError as `poll` does."""
         pending, self._pending = self._pending, None
         unread, self._unread = self._unread, False
         self._read_copy(pending)
@@ -266,76 +259,70 @@ class FiniteGuard:
             self._read(self._record)
 
     def skipped(self) -> list[BadStepError]:
-        """The steps that were left out and not yet asked for, as errors that nobody raised; equal on all ranks."""
+        """Return the steps skipped since the last call, as errors that were not raised; equal on all ranks."""
         skipped, self._skipped = self._skipped, []
         return skipped
 
-    def spend(self, bad: BadStepError) -> None:
+    def consume_budget(self, bad: BadStepError) -> None:
         """Count a bad step that does not end the run. Raises it when the budget is used up."""
-        plan = self.plan
-        self._spent = [step for step in self._spent if step > bad.step - plan.window] + [bad.step]
-        if len(self._spent) > plan.max_skips:
+        self._spent = [step for step in self._spent if step > bad.step - self.window] + [bad.step]
+        if len(self._spent) > self.max_skips:
             steps = ", ".join(map(str, self._spent))
             bad.explain(
-                f'guard.policy = "{plan.policy}", but guard.max_skips = {plan.max_skips} within {plan.window} steps '
+                f'guard.policy = "{self.policy}", but guard.max_skips = {self.max_skips} within {self.window} steps '
                 f"(guard.window) is used up; bad were the steps {steps}"
             )
             raise bad
 
-    def rewind(self, state: dict[str, Any] | None) -> None:
-        """The weights are those of a checkpoint again: updates go on, with the statistics saved there.
-
-        What was spent of the budget stays spent.
-        """
-        spent = self._spent
-        self._tripped = torch.zeros_like(self._tripped)
-        self._void, self.void_step = self._tripped, None
-        self._pending, self._unread, self._wish = None, False, False
-        if self._window is not None:
-            self._window.fill([])
-        self.load_state_dict(state or {})
-        self._spent = spent
-
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to decide alike, for JSON, whose floats are exact. Waits for the device."""
-        losses = [] if self._window is None else self._window.values()
+        """Return the statistics for a resumed run, which then decides alike. JSON keeps them exactly.
+
+        Waits for the device.
+        """
+        losses = [] if self._losses is None else self._losses.values()
         return {**({"losses": losses} if losses else {}), **({"bad_steps": list(self._spent)} if self._spent else {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the statistics of `state`; of a longer window's the newest losses."""
-        self._spent = [int(step) for step in state.get("bad_steps", [])]
-        if self._window is not None:
-            self._window.fill([float(loss) for loss in state.get("losses", [])])
+        """Go on with the weights and the statistics of a checkpoint: updates are on again.
 
-    def _copy(self) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """The record on its way to the host."""
+        Of a longer window the newest losses are kept. A budget that this process has used stays used.
+        """
+        self._tripped = torch.zeros_like(self._tripped)
+        self._pending, self._unread, self._stop = None, False, False
+        self._spent = self._spent or [int(step) for step in state.get("bad_steps", [])]
+        if self._losses is not None:
+            self._losses.fill([float(loss) for loss in state.get("losses", [])])
+
+    def _copy(self) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        """Start to copy the record to the host."""
+        if self._record.device.type != "cuda":
+            return self._record.clone(), None
         record = torch.empty(len(self._record), dtype=torch.float64, pin_memory=True)
         record.copy_(self._record, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
         return record, event
 
-    def _read_copy(self, pending: tuple[torch.Tensor, torch.cuda.Event] | None) -> None:
+    def _read_copy(self, pending: tuple[torch.Tensor, torch.cuda.Event | None] | None) -> None:
         if pending is not None:
             record, event = pending
-            event.synchronize()
+            if event is not None:
+                event.synchronize()
             self._read(record)
 
     def _read(self, record: torch.Tensor) -> None:
-        step, norm, loss, share, kind, wish, mean, deviation, void = record.tolist()
-        self._wish = self._wish or bool(wish)
-        if void and self.void_step is None:
-            self.void_step = int(step)
+        step, norm, loss, share, kind, stop, mean, deviation = record.tolist()
+        self._stop = self._stop or bool(stop)
         if kind == _FINE:
             return
         bad: BadStepError
         if kind == _SPIKE:
-            bad = LossSpikeError(int(step), norm, loss, mean, deviation, self.plan.spike_sigmas)
+            bad = LossSpikeError(int(step), norm, loss, mean, deviation, self.spike_sigmas)
         else:
             losses: list[float] = [share] * dist.get_world_size()
             dist.all_gather_object(losses, share)
             bad = NonFiniteError(int(step), norm, loss, losses)
-        if self.plan.policy != "skip":
+        if self.policy != "skip":
             raise bad
-        self.spend(bad)
+        self.consume_budget(bad)
         self._skipped.append(bad)

@@ -79,7 +79,7 @@ class ChunkedHead(nn.Linear):
     """A head that computes the loss too. Made of a linear by `chunk_head`."""
 
     chunks: int
-    #: How logits are laid out over the ranks of tensor parallelism; None without it. Set by `split`.
+    #: How logits are laid out over the ranks of tensor parallelism; None without it. Set by `apply_tp`.
     logits: Shard | Replicate | None = None
 
     def forward(self, x: Tensor, labels: Tensor | None = None, loss: LossFunction | None = None) -> Tensor:

@@ -1,6 +1,6 @@
-"""torchrun that ends with its workers' exit code: python -m titanlite.torchrun [torchrun's arguments]
+"""torchrun that ends with the exit code of its workers: python -m titanlite.torchrun [torchrun's arguments]
 
-torchrun itself ends with 1 whatever the workers returned. They leave their codes in a file (`titanlite.entry`).
+torchrun itself ends with 1 for any failure. The workers write their codes to a file (`exit_codes.report_code`).
 """
 
 from __future__ import annotations
@@ -11,41 +11,49 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from titanlite import exit_codes
-from titanlite.entry import EXIT_CODES_VARIABLE, leave_on_signals
+from titanlite.signals import exit_on_signals
 from titanlite.utils import escape
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-def after_signal(text: str | None) -> int:
-    """The exit code when torchrun was asked to stop. text: as `worst` takes it; None: no worker had begun."""
-    if text is None:
-        return exit_codes.PREEMPTED
-    return worst(text) or (exit_codes.DONE if text else exit_codes.ERROR)
+def command(ranks: int, arguments: Sequence[str]) -> list[str]:
+    """Return the command line that trains on `ranks` ranks of this machine. arguments: of `train.py`."""
+    torchrun = [sys.executable, "-m", "titanlite.torchrun", "--nproc_per_node", str(ranks)]
+    torchrun += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
+    return [*torchrun, "-m", "titanlite", "train", *arguments]
 
 
-def worst(text: str, failed: Iterable[int] = ()) -> int | None:
-    """One code of many. None where nothing is told, or all workers are done.
+def worst_code(text: str, failed: Iterable[int] = ()) -> int | None:
+    """Return the exit code that says most about the end of all workers; None if all are done or none is recorded.
 
-    text: lines of "restart code", with what there is to say of it as a JSON string behind. The last restart counts.
-    A rank that lost its peers tells less than one that has a reason of its own. failed: exit codes of the workers that
-    failed first, as torchrun saw them. torchrun stops the others by SIGTERM, so their code 5 is no reason.
+    text: lines of "restart code", each perhaps followed by an error message as a JSON string. The last restart counts.
+    failed: exit codes of the workers that failed first, as torchrun saw them.
+
+    LOST_PEER and ERROR count only if no worker has another reason. torchrun stops the other workers by SIGTERM when one
+    fails, so their PREEMPTED does not count then.
     """
     codes = {code for code, _ in _last_restart(text)} - {exit_codes.DONE}
     if any(code < 0 or code in (exit_codes.ERROR, exit_codes.LOST_PEER) for code in failed):
         codes.discard(exit_codes.PREEMPTED)
-    reasons = codes - {exit_codes.LOST_PEER, exit_codes.ERROR}
-    return min(reasons or codes, default=None)
+    return min(codes - {exit_codes.LOST_PEER, exit_codes.ERROR} or codes, default=None)
 
 
-def last_words(text: str) -> str:
-    """What was told of an error that nobody foresaw."""
-    return next((words for code, words in _last_restart(text) if code == exit_codes.ERROR and words), "")
+def code_after_signal(text: str | None) -> int:
+    """Return the exit code after torchrun was asked to stop. text: as for `worst_code`; None: no worker had begun."""
+    if text is None:
+        return exit_codes.PREEMPTED
+    return worst_code(text) or (exit_codes.DONE if text else exit_codes.ERROR)
+
+
+def last_error(text: str) -> str:
+    """Return the message of an unexpected error of a worker, or an empty string. text: as for `worst_code`."""
+    return next((message for code, message in _last_restart(text) if code == exit_codes.ERROR and message), "")
 
 
 def _last_restart(text: str) -> list[tuple[int, str]]:
@@ -56,44 +64,38 @@ def _last_restart(text: str) -> list[tuple[int, str]]:
 
 def main() -> NoReturn:
     """Run torchrun in this process. Never returns."""
-    # How long workers have for their last checkpoint after SIGTERM; torchrun's own 30 seconds are short for that.
+    # Time for the workers' last checkpoint after SIGTERM; torchrun's own 30 seconds are short for that.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "300")
-    leave_on_signals(*_SIGNALS)  # until torchrun listens; SIGUSR1 it must go on to ignore where it does
+    exit_on_signals(*_SIGNALS)  # until torchrun has its own handlers; SIGUSR1 stays ignored if it is
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
     with tempfile.TemporaryDirectory(prefix="titanlite-codes-") as folder:
-        told = Path(folder) / "codes"
-        os.environ[EXIT_CODES_VARIABLE] = str(told)
-        failure: str | None = None
-        code = exit_codes.DONE
-        stopped = False
-        failed: list[int] = []
+        record = Path(folder) / "codes"
+        os.environ[exit_codes.VARIABLE] = str(record)
+        code, failure, stopped, failed = exit_codes.DONE, "", False, list[int]()
         try:
             torchrun()
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else exit_codes.ERROR * bool(end.code)
-        except BaseException as error:  # its own for failed workers and for signals are of several kinds
+        except BaseException as error:  # torchrun has several kinds for failed workers and for signals
             code, failure = exit_codes.ERROR, traceback.format_exc()
-            stopped = isinstance(error, (SignalException, KeyboardInterrupt))
+            stopped = isinstance(error, SignalException | KeyboardInterrupt)
             if isinstance(error, ChildFailedError):
-                failed = [failure.exitcode for failure in error.failures.values()]
-        for number in _SIGNALS:  # the workers have ended, and their code stands
+                failed = [one.exitcode for one in error.failures.values()]
+        for number in _SIGNALS:  # the workers have ended, and their code counts
             signal.signal(number, signal.SIG_IGN)
-        text = told.read_text() if told.exists() else None
-        words = ""
-        if stopped:
-            code = after_signal(text)
-        elif code and text is not None:
-            code = worst(text, failed) or code
-        if code:
-            words = last_words(text or "")
-    # What the workers have explained needs no summary of the launcher's; a killed one explains nothing.
-    if failure is not None and code in (exit_codes.ERROR, exit_codes.LOST_PEER):
+        text = record.read_text() if record.exists() else None
+    if stopped:
+        code = code_after_signal(text)
+    elif code and text is not None:
+        code = worst_code(text, failed) or code
+    # If the workers have explained the end, torchrun's summary adds nothing; a killed worker explains nothing.
+    if code in (exit_codes.ERROR, exit_codes.LOST_PEER):
         print(failure, file=sys.stderr, end="")
-    if words and code == exit_codes.ERROR:  # below the summary, where it is read
-        print(escape(f"error: {words}"), file=sys.stderr)
+    if code == exit_codes.ERROR and (message := last_error(text or "")):  # the last line is read first
+        print(escape(f"error: {message}"), file=sys.stderr)
     sys.exit(code)
 
 

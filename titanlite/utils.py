@@ -1,15 +1,19 @@
-"""Helpers for every room: logger, numbers for people, tables, atomic files. It imports nothing of titanlite."""
+"""Helpers for every room: logger, numbers for people, tables, atomic files, names. It imports nothing of titanlite."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import logging
 import os
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -30,6 +34,28 @@ def escape(text: str, colors: bool = False) -> str:
     parts = _COLOR.split(text) if colors else [text]
     parts[::2] = [_CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", part) for part in parts[::2]]
     return "".join(parts)
+
+
+@dataclass(frozen=True)
+class Style:
+    """ANSI styles, or none where the output is no terminal."""
+
+    color: bool
+
+    def _wrap(self, code: str, text: str) -> str:
+        return f"\x1b[{code}m{text}\x1b[0m" if self.color and text else text
+
+    def bold(self, text: str) -> str:
+        return self._wrap("1", text)
+
+    def dim(self, text: str) -> str:
+        return self._wrap("2", text)
+
+    def good(self, text: str) -> str:
+        return self._wrap("32", text)
+
+    def warn(self, text: str) -> str:
+        return self._wrap("33", text)
 
 
 def counted(number: float, nouns: str) -> str:
@@ -85,6 +111,46 @@ def atomic_write(path: Path, data: bytes | str) -> None:
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
+
+
+def resolve(path: str, base: Path | None = None) -> Any:
+    """Return the object that a dotted path names: "package.module:Name" or "./file.py:Name".
+
+    A path that begins with a dot or a slash is a file: relative to `base`, or if there is none to the working
+    directory. Raises ValueError when there is no such thing, and as it is what the import raises.
+    """
+    module_name, _, name = path.partition(":")
+    if not (module_name and name):
+        raise ValueError("names no object: a colon comes before its name")
+    if module_name.startswith((".", "/")):
+        module = _module_of_file(module_name, base)
+    else:
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            raise ValueError(f"cannot be imported: {error}") from error
+    try:
+        return reduce(getattr, name.split("."), module)
+    except AttributeError:
+        raise ValueError(f"cannot be imported: {module.__file__} has no {name}") from None
+
+
+def _module_of_file(name: str, base: Path | None) -> Any:
+    places = [Path(folder, name).resolve() for folder in (base, Path()) if folder is not None]
+    file = next((place for place in places if place.is_file()), None)
+    if file is None:
+        raise ValueError(f"cannot be imported: there is no file {' nor '.join(map(str, dict.fromkeys(places)))}")
+    spec = importlib.util.spec_from_file_location(f"titanlite_{file.stem}_{abs(hash(file))}", file)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"cannot be imported: {file} is no Python file")
+    if spec.name not in sys.modules:
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[spec.name]
+            raise
+    return sys.modules[spec.name]
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from titanlite.checkpoint import Checkpointer
-from titanlite.config.sections.checkpoint import Checkpoint
-from titanlite.parallel.world import World
+from titanlite.config.sections import Checkpoint
+from titanlite.parallel.dist_env import DistEnv
 
 HERE = Path(__file__).parent / "golden"
 STEP = 3
@@ -61,7 +61,7 @@ def named(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch
     return tensors
 
 
-def write(world: World, folder: str) -> None:
+def write(world: DistEnv, folder: str) -> None:
     model, optimizer = make()
     for name, tensor in named(model, optimizer).items():
         tensor.copy_(expected(name, tensor))
@@ -71,5 +71,5 @@ def write(world: World, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    with World.open(device_type="cpu") as this:
+    with DistEnv.open(device_type="cpu") as this:
         write(this, sys.argv[1])

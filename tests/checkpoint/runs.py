@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
+from tests.steps import train_step
 from tests.training.harness import Run, batches, build_tiny, full, micro_batches
-from titanlite.build import to_device
 from titanlite.checkpoint import Checkpointer, CheckpointError, Manifest
 from titanlite.checkpoint.manifest import digest_of
 from titanlite.checkpoint.paths import AnyPath, entries
 from titanlite.checkpoint.retention import begin, publish
-from titanlite.config.sections.checkpoint import Checkpoint
+from titanlite.config.sections import Checkpoint
+from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.float8 import ScalePrecompute
-from titanlite.parallel.world import World
-from titanlite.step import train_step
 from titanlite.tools.tensors import Contents, compare
 
 STEPS = 20
@@ -67,7 +67,7 @@ def unequal(left: AnyPath, right: AnyPath) -> list[str]:
 
 
 def train(
-    world: World,
+    world: DistEnv,
     run: Run,
     folder: object,
     first: int,
@@ -84,7 +84,8 @@ def train(
     every: also save after so many steps. state: also in the train state. fields: of the section `checkpoint`.
     """
     model, optimizer, rank = build_tiny(world, run)
-    after_update = ScalePrecompute(model, world.build_mesh(run.mesh(world.size))) if run.float8.precompute else None
+    precompute = run.float8.precompute_float8_dynamic_scale_for_fsdp
+    after_update = ScalePrecompute(model, run.builder(world).mesh) if precompute else None
     torch.manual_seed(100 + world.rank)
     checkpointer = Checkpointer(options(folder, **fields), world, prints)
     try:
@@ -128,7 +129,7 @@ def train(
     }
 
 
-def refusal(world: World, *args: Any, **kwargs: Any) -> str:
+def refusal(world: DistEnv, *args: Any, **kwargs: Any) -> str:
     """Return the error that `train` ends with."""
     try:
         train(world, *args, **kwargs)

@@ -19,7 +19,7 @@ from tests.pool import free_port
 from titanlite.checkpoint.paths import StorePath, _filesystem
 
 if TYPE_CHECKING:
-    from titanlite.parallel.world import World
+    from titanlite.parallel.dist_env import DistEnv
 
 _SERVER = "import sys; from moto.server import main; main(['-H', '127.0.0.1', '-p', sys.argv[1]])"
 
@@ -84,7 +84,7 @@ def new_bucket(port: int) -> Bucket:
     return bucket
 
 
-def there(world: World, variables: dict[str, str], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def there(world: DistEnv, variables: dict[str, str], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """For the ranks of a pool: `function(world, …)` with a store's address and keys in the environment."""
     if any(os.environ.get(name) != value for name, value in variables.items()):
         os.environ.update(variables)

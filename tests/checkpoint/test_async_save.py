@@ -19,13 +19,13 @@ import torch.distributed as dist
 
 from tests.checkpoint.runs import PRINTS, RUN, names, options
 from tests.pool import Pools
+from tests.steps import train_step
 from tests.training.harness import build_tiny, full, micro_batches
-from titanlite.build import to_device
 from titanlite.checkpoint import Checkpointer, CheckpointError, manager
 from titanlite.checkpoint.manifest import find, steps_in
+from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
-from titanlite.parallel.world import World, set_timeouts
-from titanlite.step import train_step
+from titanlite.parallel.dist_env import DistEnv, set_timeouts
 from titanlite.tools.tensors import Contents
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +33,7 @@ PINNED = "async_with_pinned_mem"
 
 
 @contextlib.contextmanager
-def _saver(world: World, folder: Path, mode: str = "async") -> Iterator[tuple[Checkpointer, Any, Any, int]]:
+def _saver(world: DistEnv, folder: Path, mode: str = "async") -> Iterator[tuple[Checkpointer, Any, Any, int]]:
     """A checkpointer, a model, its optimizer, and this rank's place in the data."""
     model, optimizer, rank = build_tiny(world, RUN)
     saver = Checkpointer(options(folder, async_mode=mode), world, PRINTS)
@@ -51,7 +51,7 @@ def _error_of(saver: Checkpointer) -> str:
     return ""
 
 
-def _overwrite_while_saving(world: World, folder: Path) -> tuple[bool, bool, dict[str, torch.Tensor]]:
+def _overwrite_while_saving(world: DistEnv, folder: Path) -> tuple[bool, bool, dict[str, torch.Tensor]]:
     """Hold the write back, overwrite the weights, let it go on: whether it was in flight, and the weights before."""
     held, real = threading.Event(), manager.dcp.save
 
@@ -82,7 +82,7 @@ def test_the_copy_is_complete_before_weights_change(pool: Pools, tmp_path: Path)
     assert all(torch.equal(contents.read(f"model.{name}"), weight) for name, weight in before.items())
 
 
-def _copy_beside_the_next_step(world: World, folder: Path) -> dict[str, Any]:
+def _copy_beside_the_next_step(world: DistEnv, folder: Path) -> dict[str, Any]:
     """Hold the copy back: which work goes on meanwhile, which does not, and the weights that were to be saved."""
     guard, held, seen = FiniteGuard(world.device), threading.Event(), {}
     with _saver(world, folder, PINNED) as (saver, model, optimizer, rank):
@@ -120,7 +120,7 @@ def test_the_copy_is_made_beside_forward_and_backward_and_awaited_before_the_upd
     assert all(torch.equal(contents.read(f"model.{name}"), w) for name, w in found[0]["before"].items())
 
 
-def _failing(world: World, folder: Path, part: str, bad_rank: int) -> dict[str, Any]:
+def _failing(world: DistEnv, folder: Path, part: str, bad_rank: int) -> dict[str, Any]:
     """A save that fails in one part, and one that works."""
     with _saver(world, folder, PINNED if part == "copy" else "async") as (saver, model, optimizer, _):
         assert saver._async is not None
@@ -152,7 +152,7 @@ def _failing(world: World, folder: Path, part: str, bad_rank: int) -> dict[str, 
         saver.wait()
         outcomes.append(saver.poll())
         renewed = saver._async._group is not group
-        world.agree(None)
+        world.broadcast(None)
     return {"error": error, "outcomes": outcomes, "renewed": renewed}
 
 
@@ -170,7 +170,7 @@ def test_a_failure_reaches_all_ranks_and_the_next_save_works(pool: Pools, tmp_pa
     assert names(tmp_path) == ["step-2"], "nothing half-written is left or published"
 
 
-def _saves_in_a_row(world: World, folder: Path) -> list[bool]:
+def _saves_in_a_row(world: DistEnv, folder: Path) -> list[bool]:
     """Whether each save begins when the one before is published."""
     real, running, most, seen = manager.dcp.save, [], [], []
 
@@ -204,7 +204,7 @@ def test_never_two_in_flight(pool: Pools, tmp_path: Path) -> None:
     assert steps_in(tmp_path) == [1, 2, 3]
 
 
-def _group_timeouts(world: World, folder: Path, mode: str) -> list[float]:
+def _group_timeouts(world: DistEnv, folder: Path, mode: str) -> list[float]:
     """Seconds that groups wait after the first step has lowered timeouts: a save's, and the default one."""
     from torch.distributed.distributed_c10d import _get_default_group
 
@@ -240,8 +240,8 @@ def stuck(self, metadata, results):
     print("all is written", flush=True)
     time.sleep(60)
 HashingWriter.finish = stuck
-import titanlite.app
-sys.exit(titanlite.app.run(sys.argv[1:]))
+import titanlite.main
+sys.exit(titanlite.main.run(sys.argv[1:]))
 """
 
 

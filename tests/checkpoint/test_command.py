@@ -18,8 +18,8 @@ from titanlite import exit_codes
 from titanlite.checkpoint.manifest import REASON, find, parse_manifest, steps_in
 from titanlite.checkpoint.paths import AnyPath, StorePath
 from titanlite.checkpoint.retention import begin
-from titanlite.cli import main
 from titanlite.tools import checkpoint as command
+from titanlite.tools.cli import main
 from titanlite.tools.tensors import Contents, measure
 from titanlite.utils import human_bytes
 
@@ -224,7 +224,7 @@ def test_rm_refuses_pinned_ones_and_saves_under_way(run: AnyPath, capsys: pytest
 
 def test_only_diff_and_convert_need_torch(written: Path) -> None:
     code = (
-        "import sys\nfrom titanlite.cli import main\n"
+        "import sys\nfrom titanlite.tools.cli import main\n"
         "for name in ('ls', 'inspect', 'verify'):\n    assert main(['checkpoint', name, sys.argv[1]]) == 0\n"
         "assert 'torch' not in sys.modules\n"
     )

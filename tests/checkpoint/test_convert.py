@@ -21,11 +21,11 @@ from tests.pool import Pools
 from titanlite.checkpoint import Checkpointer, CheckpointError
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.checkpoint.paths import AnyPath
-from titanlite.cli import main
 from titanlite.models import LlamaArgs, get_spec
 from titanlite.models.shapes import RopeScaling, as_record
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.tools.checkpoint import verify
+from titanlite.tools.cli import main
 from titanlite.tools.convert import convert
 from titanlite.tools.tensors import Contents
 
@@ -47,7 +47,7 @@ def _model(args: LlamaArgs) -> nn.Module:
     return model.eval()
 
 
-def _save(world: World, folder: AnyPath, args: LlamaArgs, weights_only: str | None = None) -> None:
+def _save(world: DistEnv, folder: AnyPath, args: LlamaArgs, weights_only: str | None = None) -> None:
     model = _model(args)
     optimizer = torch.optim.AdamW(model.parameters())
     about = {"model": as_record("llama3", args)}

@@ -14,10 +14,10 @@ from tests.checkpoint.runs import flip, options
 from tests.pool import Pools
 from titanlite.checkpoint import Checkpointer, CheckpointError
 from titanlite.checkpoint.manifest import FORMAT, find, read_manifest
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 
 
-def _load(world: World, folder: str) -> dict[str, Any]:
+def _load(world: DistEnv, folder: str) -> dict[str, Any]:
     model, optimizer = make()
     loaded = Checkpointer(options(folder, start="resume"), world, PRINTS).load(model, optimizer)
     assert loaded is not None

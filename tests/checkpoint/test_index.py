@@ -23,8 +23,8 @@ from titanlite import exit_codes
 from titanlite.checkpoint import Checkpointer, CheckpointError
 from titanlite.checkpoint.manifest import check_files, digest_of, parse_manifest
 from titanlite.checkpoint.storage import CheckedReader
-from titanlite.cli import main
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.tools.cli import main
 from titanlite.tools.convert import convert
 from titanlite.tools.tensors import Contents
 
@@ -64,7 +64,7 @@ def _edited(folder: Path, edit: Callable[[Metadata], object]) -> Path:
     return _put(folder, index)
 
 
-def _refusal(world: World, folder: Path, **fields: Any) -> str:
+def _refusal(world: DistEnv, folder: Path, **fields: Any) -> str:
     model, optimizer = make()
     with pytest.raises(CheckpointError) as refused:
         Checkpointer(options(folder, **fields), world, PRINTS).load(model, optimizer)

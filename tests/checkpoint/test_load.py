@@ -12,16 +12,16 @@ import torch
 
 from tests.checkpoint.runs import PRINTS, RUN, flip, names, options, refusal, train
 from tests.pool import Pools
+from tests.steps import train_step
 from tests.training.harness import all_stages, build_tiny, full, initial_weights, micro_batches
-from titanlite.build import to_device
 from titanlite.checkpoint import Checkpointer
 from titanlite.checkpoint.load import LEFT_OUT, select
 from titanlite.checkpoint.manifest import CheckpointError
-from titanlite.config.plans import OptimizerPlan
+from titanlite.config.sections import Optimizer
+from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.optim.optimizer import build_optimizer
-from titanlite.parallel.world import World
-from titanlite.step import train_step
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.tools.tensors import Contents
 
 Tensors = dict[str, torch.Tensor]
@@ -36,11 +36,11 @@ def source(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _with_a_new_optimizer(world: World, folder: Path, first: int, last: int) -> dict[str, Any]:
+def _with_a_new_optimizer(world: DistEnv, folder: Path, first: int, last: int) -> dict[str, Any]:
     """Steps first … last from the weights of a checkpoint, with an optimizer that was never near it."""
     model, before, rank = build_tiny(world, RUN)
     assert Checkpointer(options(folder), world, PRINTS).load(model, before) is not None
-    optimizer = build_optimizer(model.parameters(), OptimizerPlan(weight_decay=RUN.weight_decay), world.device)
+    optimizer = build_optimizer(model.parameters(), Optimizer(weight_decay=RUN.weight_decay), world.device)
     guard, losses = FiniteGuard(world.device), []
     for step in range(first, last + 1):
         data = to_device(micro_batches(RUN, step - 1, rank, world.size), world.device)
@@ -131,7 +131,7 @@ def test_the_optimizer_is_left_out_once(pool: Pools, source: Path, tmp_path: Pat
     assert any("was left out when the run" in line for line in again["loaded"].notices)
 
 
-def _loaded(world: World, folder: Path, run: Any, **fields: Any) -> tuple[Tensors, Tensors]:
+def _loaded(world: DistEnv, folder: Path, run: Any, **fields: Any) -> tuple[Tensors, Tensors]:
     """Weights and moments after a load, of all stages of a pipeline."""
     model, optimizer, _ = build_tiny(world, run)
     saver = Checkpointer(options(folder, **fields), world, PRINTS)
@@ -151,7 +151,7 @@ def test_a_part_of_the_optimizer_begins_anew(pool: Pools, source: Path, tmp_path
         assert not value.any() if anew else torch.equal(value, old.read(f"optimizer.state.{name}")), name
 
 
-def _save_weights(world: World, source: Path, target: Path, dtype: str) -> None:
+def _save_weights(world: DistEnv, source: Path, target: Path, dtype: str) -> None:
     model, optimizer, _ = build_tiny(world, RUN)
     reader, writer = (Checkpointer(options(folder), world, PRINTS) for folder in (source, target))
     reader.load(model, optimizer)

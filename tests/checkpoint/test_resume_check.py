@@ -12,14 +12,14 @@ import torch
 
 from tests.pool import Pools
 from tests.training.test_run import TINY, _losses, _run
-from titanlite.build import read_text
+from titanlite.build import read_datasets
 from titanlite.checkpoint import load
 from titanlite.checkpoint.load import LoadedState
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.checkpoint.resume_check import FILE, STATE, ResumeCheck
+from titanlite.config.fit import load_config
 from titanlite.data.loader import TrainLoader, add_hashes, batch_hash
-from titanlite.parallel.world import World
-from titanlite.prepare import load_plans
+from titanlite.parallel.dist_env import DistEnv
 
 HERE = {"ranks": "2"}
 NEAR = float(torch.nextafter(torch.tensor(2.5), torch.tensor(3.0)))
@@ -145,7 +145,7 @@ def test_a_run_that_goes_on_is_verified(pool: Pools, left: Path, tmp_path: Path,
     assert end in result
 
 
-def _wrong(world: World, folder: str, part: str, *flags: str) -> dict[str, Any]:
+def _wrong(world: DistEnv, folder: str, part: str, *flags: str) -> dict[str, Any]:
     """A run whose loader begins one step later than it was told, or which loads the weights a little wrong."""
     move, scatter = TrainLoader.load_state_dict, load.scatter
 
@@ -174,10 +174,12 @@ def test_a_skipped_batch_and_wrong_weights_are_found(
     assert _line(found).startswith(f"RESUME NOT VERIFIED at step 4: {end}")
 
 
-def _served(world: World, folder: str, steps: int) -> str:
+def _served(world: DistEnv, folder: str, steps: int) -> str:
     """Hash of what this rank's loader serves in the step after `steps`."""
-    plans = load_plans("debug_model.toml", world.size, [*TINY, f"--job.dump_folder={folder}"])
-    loader = TrainLoader(read_text(plans).train, plans.batch, world.rank, world.size)
+    config = load_config("debug_model.toml", world.size, [*TINY, f"--job.dump_folder={folder}"])
+    batch = config.batch
+    dataset = read_datasets(config).train
+    loader = TrainLoader(dataset, batch.global_batch_size, batch.micro_batch_size, world.rank, world.size)
     for _ in range(steps + 1):
         batches = loader.next_step()
     return batch_hash(batches)

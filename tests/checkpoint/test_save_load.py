@@ -27,7 +27,7 @@ from titanlite.checkpoint.collective import reader_of, share
 from titanlite.checkpoint.manifest import FORMAT, find, parse_manifest, read_manifest, steps_in
 from titanlite.checkpoint.paths import AnyPath, StoreError, StorePath
 from titanlite.checkpoint.retention import leftovers
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.tools.checkpoint import verify
 from titanlite.tools.tensors import Contents
 from titanlite.utils import human_bytes
@@ -98,7 +98,7 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 
 
-def _hand_on(world: World, source: Path, target: Path, mesh: dict[str, Any], seed: int) -> int:
+def _hand_on(world: DistEnv, source: Path, target: Path, mesh: dict[str, Any], seed: int) -> int:
     """Load the checkpoint of another mesh into a model with other weights, and save it again as it is."""
     model, optimizer, _ = build_tiny(world, replace(RUN, **mesh, seed=seed, args=replace(RUN.args, n_kv_heads=4)))
     reader, writer = (Checkpointer(options(folder), world, PRINTS) for folder in (source, target))
@@ -159,7 +159,7 @@ def test_manifest_describes_tensors_files_and_origin(written: Path) -> None:
     assert named and not any(any(shard[at + 16 : at + 20]) for at in named), "no CRC-32 of torch's beside our hashes"
 
 
-def _load(world: World, folder: AnyPath, **fields: Any) -> dict[str, Any]:
+def _load(world: DistEnv, folder: AnyPath, **fields: Any) -> dict[str, Any]:
     """The result of a load on this rank, and what it logs."""
     model, optimizer, _ = build_tiny(world, RUN)
     before = [p.detach().to_local().clone() for p in model.parameters()]  # type: ignore[operator]
@@ -237,7 +237,7 @@ def test_without_a_good_one_the_run_is_refused_and_nothing_changes(pool: Pools, 
         assert "--job.dump_folder" in found["error"] and (f'"{start}"' in found["error"]) == (start == "resume")
 
 
-def _load_aloud(world: World, folder: AnyPath) -> list[str]:
+def _load_aloud(world: DistEnv, folder: AnyPath) -> list[str]:
     collective._LOG_SECONDS = 0.0
     try:
         return [line for line in _load(world, folder)["logged"] if line.startswith("comparing ")]
@@ -281,7 +281,7 @@ def _cut(folder: AnyPath) -> None:
 
 
 def _save_thrice(
-    world: World, folder: AnyPath, mode: str, damage: Callable[[AnyPath], None], verify_saves: bool = True
+    world: DistEnv, folder: AnyPath, mode: str, damage: Callable[[AnyPath], None], verify_saves: bool = True
 ) -> list[str]:
     """Saves of steps 1, 2 and 3 where only one stays; the second is damaged when all have written. Returns results."""
     model, optimizer, _ = build_tiny(world, RUN)
@@ -307,7 +307,7 @@ def _save_thrice(
                 results.append("saved")
             except CheckpointError as error:
                 results.append(str(error))
-            results.append(f"{world.agree(None) or steps_in(saver.root)}")
+            results.append(f"{world.broadcast(None) or steps_in(saver.root)}")
     finally:
         saver.close()
     return results
@@ -333,7 +333,7 @@ def test_without_verify_saves_lengths_are_compared(pool: Pools, tmp_path: Path) 
     assert results == ["saved", "[1]", "saved", "[2]", "saved", "[3]"], "a load finds the damage all the same"
 
 
-def _read_back(world: World, folder: Path, mode: str, broken_rank: int) -> tuple[str, list[str]]:
+def _read_back(world: DistEnv, folder: Path, mode: str, broken_rank: int) -> tuple[str, list[str]]:
     """A save where one rank cannot read: its error, and the files that this rank has read back."""
     model, optimizer, _ = build_tiny(world, RUN)
     saver = Checkpointer(options(folder, async_mode=mode), world, PRINTS)
@@ -371,7 +371,7 @@ def test_all_is_read_back_once_and_by_another_rank(pool: Pools, tmp_path: Path) 
     assert not any(f"__{rank}_0.distcp" in part for rank, part in enumerate(read))
 
 
-def _denied(world: World, folder: AnyPath, method: str, what: str, mode: str = "disabled") -> str:
+def _denied(world: DistEnv, folder: AnyPath, method: str, what: str, mode: str = "disabled") -> str:
     """A save of step 2, or a load, where the store denies access to a shard of rank 1; then a save of step 5."""
     real, error = StorePath.open, ""
 

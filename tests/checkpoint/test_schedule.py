@@ -11,8 +11,8 @@ import pytest
 from tests.checkpoint.runs import options, write
 from tests.pool import Pools
 from titanlite.checkpoint.schedule import GRACE_VARIABLE, SaveSchedule, grace_seconds, grace_warning
-from titanlite.config.sections.checkpoint import Checkpoint
-from titanlite.parallel.world import World
+from titanlite.config.sections import Checkpoint
+from titanlite.parallel.dist_env import DistEnv
 
 
 class _Clock:
@@ -24,17 +24,17 @@ class _Clock:
 
 
 def _ask(
-    world: World, config: Checkpoint, seconds: Sequence[float], losses: dict[int, float] | None = None
+    world: DistEnv, config: Checkpoint, seconds: Sequence[float], losses: dict[int, float] | None = None
 ) -> dict[str, Any]:
     """A step for each entry of `seconds`, which it takes on rank 0; on others time stands still."""
     met: list[int] = []
-    clock, agree = _Clock(), World.agree
+    clock, broadcast = _Clock(), DistEnv.broadcast
 
-    def counted(self: World, value: object) -> object:
+    def counted(self: DistEnv, value: object) -> object:
         met.append(step)
-        return agree(self, value)
+        return broadcast(self, value)
 
-    World.agree = counted  # type: ignore[method-assign]
+    DistEnv.broadcast = counted  # type: ignore[method-assign]
     try:
         schedule = SaveSchedule(config, world, clock=clock)
         due = []
@@ -44,7 +44,7 @@ def _ask(
                 schedule.begin(step)
                 due.append((step, clock.now))
     finally:
-        World.agree = agree  # type: ignore[method-assign]
+        DistEnv.broadcast = broadcast  # type: ignore[method-assign]
     return {"due": [step for step, _ in due], "times": [time for _, time in due], "met": met}
 
 
@@ -76,7 +76,7 @@ def test_steps_that_become_slower_make_a_save_late_by_little(pool: Pools) -> Non
     assert 160 <= first <= 160 + 5 * 10
 
 
-def _taken_back(world: World, config: Checkpoint) -> list[int]:
+def _taken_back(world: DistEnv, config: Checkpoint) -> list[int]:
     clock = _Clock()
     schedule = SaveSchedule(config, world, clock=clock)
     due = []

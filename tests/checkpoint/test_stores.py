@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,14 +14,14 @@ from tests.checkpoint.runs import names, unequal
 from tests.failures.runs import flags, rows
 from tests.pool import free_port
 from titanlite import exit_codes
-from titanlite.app import _lock
 from titanlite.checkpoint import CheckpointError
 from titanlite.checkpoint.manifest import steps_in
 from titanlite.checkpoint.paths import StoreError, StorePath, entries, to_path
 from titanlite.checkpoint.retention import begin, delete, leftovers
-from titanlite.cli import main
 from titanlite.config.load import load
-from titanlite.prepare import checked_plans
+from titanlite.config.sections import Checkpoint
+from titanlite.main import _lock
+from titanlite.tools.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -87,32 +86,10 @@ def test_an_upload_that_was_never_ended_goes_with_its_leftover(bucket: s3.Bucket
 
 
 def _refused(url: str, folder: Path) -> str:
-    argv = [f"--job.dump_folder={folder}", "--checkpoint.enable_checkpoint", f"--checkpoint.folder={url}"]
-    with pytest.raises(CheckpointError) as refused, _lock(checked_plans(argv, 1, training=False)[1]):
+    section = Checkpoint(enable_checkpoint=True, folder=url)
+    with pytest.raises(CheckpointError) as refused, _lock(folder, section):
         pytest.fail("it was not looked at")
     return str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("error", "text"),
-    [
-        (PermissionError("Not you"), "access denied (Not you)"),
-        (ConnectionResetError("reset"), "the store cannot be reached (reset)"),
-        (TimeoutError("30 s"), "did not answer in time (30 s)"),
-        (OSError('GET "http://host/key?X-Signature=secret" failed'), 'GET "http://host/key" failed'),
-        (FileNotFoundError("The specified bucket does not exist"), "there is no bucket memory://b"),
-    ],
-)
-def test_errors_of_clients_are_told_in_plain_words(monkeypatch: pytest.MonkeyPatch, error: OSError, text: str) -> None:
-    path = StorePath("memory://b/run/x")
-
-    def fails(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr(type(path.fs._target), "cat_file", fails)
-    with pytest.raises(StoreError, match=re.escape(text)) as told:
-        path.read_bytes()
-    assert str(told.value).startswith("memory://b/run/x: ")
 
 
 @pytest.mark.slow
@@ -147,8 +124,8 @@ def killed(path, content):
         os.kill(os.getpid(), signal.SIGKILL)
     real(path, content)
 retention.write_new = killed
-import titanlite.app
-sys.exit(titanlite.app.run(sys.argv[1:]))
+import titanlite.main
+sys.exit(titanlite.main.run(sys.argv[1:]))
 """
 
 

@@ -14,19 +14,16 @@ from torch.distributed.checkpoint.staging import DefaultStager
 
 from tests.checkpoint.conftest import Storage
 from tests.checkpoint.runs import flip, names, unequal
+from tests.metrics.test_records import scalars
 from tests.pool import Pools
-from tests.training import test_guard_policies as policies
-from tests.training.test_run import TINY, _losses, _run
-from titanlite.build import read_text
+from tests.training import test_guard_runs as guard_runs
+from tests.training.test_run import _losses, _run, _trainer
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest, steps_in
-from titanlite.config.errors import ConfigError
-from titanlite.config.load import load, load_file
-from titanlite.config.resolve import resolve, smallest_world
 from titanlite.metrics.wandb import ID_FILE
-from titanlite.parallel.world import World
-from titanlite.prepare import resolve_plans
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.signals import StopRequested
 from titanlite.tools.tensors import Contents
-from titanlite.trainer import Trainer
+from titanlite.trainer import save_seed
 
 ON = "--checkpoint.enable_checkpoint"
 BRIEF = ["--training.steps=2", "--checkpoint.interval=50"]
@@ -85,10 +82,9 @@ def test_last_save_holds_weights_only(pool: Pools, tmp_path: Path, mode: str) ->
     assert unequal(root / "step-4", tmp_path / "full" / "checkpoint" / "step-4") == []
 
 
-def _seed(world: World, folder: Path, *flags: str) -> str:
-    plans = resolve_plans(load_file("debug_model.toml", [*TINY, f"--job.dump_folder={folder}", *flags]), world.size)
+def _seed(world: DistEnv, folder: Path, *flags: str) -> str:
     try:
-        Trainer(plans, world, read_text(plans)).train()
+        save_seed(_trainer(world, str(folder), *flags).parts)
     except CheckpointError as error:
         return str(error)
     return ""
@@ -127,30 +123,7 @@ def test_a_run_from_the_seed_is_a_fresh_run_bit_for_bit(
     assert all(states[0][key] == states[1][key] for key in ("data", "tokens_seen", "global_batch"))
 
 
-def test_a_seed_is_made_by_one_process_whatever_the_degrees() -> None:
-    config = load([ON, SEED, TP, PP])
-    assert smallest_world(config) == 1
-    mesh = resolve(config, world_size=1).mesh
-    assert (mesh.tensor, mesh.pipeline, mesh.dp_degree) == (1, 1, 1)
-    with pytest.raises(ConfigError, match="is made by one process, and there are 4"):
-        resolve(config, world_size=4)
-
-
-@pytest.mark.parametrize(
-    ("flags", "key"),
-    [
-        ([ON, "--checkpoint.keep_best=1"], "keep_best"),
-        ([ON, "--checkpoint.milestones=[0, 5]"], "milestones"),
-        ([SEED], "create_seed_checkpoint"),
-    ],
-)
-def test_contradictions_are_named(flags: list[str], key: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load(flags)
-    assert [problem.key for problem in caught.value.problems] == [f"checkpoint.{key}"]
-
-
-def _hurried(world: World, folder: Path, grace: str, *flags: str) -> list[str]:
+def _hurried(world: DistEnv, folder: Path, grace: str, *flags: str) -> list[str]:
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = grace
     try:
         said = _run(world, str(folder), *flags, "--checkpoint.interval=1")["said"]
@@ -170,7 +143,7 @@ def test_a_save_too_slow_for_the_grace_period_is_told_once_and_at_the_next_start
     assert pool(2).run(_hurried, tmp_path, "3600", "--training.steps=5")[0] == []
 
 
-def _tracked(world: World, folder: Path) -> None:
+def _tracked(world: DistEnv, folder: Path) -> None:
     os.environ.update(WANDB_MODE="offline", WANDB__DISABLE_STATS="true")
     _run(world, str(folder), *BRIEF, "--metrics.enable_wandb")
 
@@ -185,7 +158,7 @@ def test_manifest_names_the_run_its_trackers_and_its_environment(pool: Pools, tm
     assert "[training]" in manifest.config["toml"] and manifest.git
 
 
-def _late_copies(world: World, folder: Path, *flags: str) -> dict[str, Any]:
+def _late_copies(world: DistEnv, folder: Path, *flags: str) -> dict[str, Any]:
     """A run whose copies for a save begin late: by then, a loop that does not wait for them has new weights."""
     real = DefaultStager.stage
     DefaultStager.stage = lambda *args: (time.sleep(0.7), real(*args))[1]  # type: ignore[method-assign]
@@ -217,12 +190,12 @@ def test_a_run_in_a_store_holds_the_same_as_one_in_a_folder(pool: Pools, storage
     """Milestones, the best, weights alone at the end; and a rollback."""
     flags = [ON, "--training.steps=8", "--checkpoint.interval=100", "--checkpoint.milestones=[3]", *BEST]
     flags += ["--checkpoint.keep_latest_k=1", "--checkpoint.model_weights_only", "--checkpoint.export_dtype=bfloat16"]
-    back = [*policies.SHORT, "--guard.policy=rollback"]
+    back = [*guard_runs.SHORT, "--guard.policy=rollback"]
     for kind, root in (("folder", tmp_path / "other"), ("storage", storage.root)):
         place = f"--checkpoint.folder={root / 'saves'}"
         storage.run(pool(2), _run, str(tmp_path / kind), *flags, place)
         place = f"--checkpoint.folder={root / 'rollback'}"
-        found = storage.run(pool(2), policies._run, str(tmp_path / f"{kind}-b"), {6: policies.NAN}, *back, place)[0]
+        found = storage.run(pool(2), guard_runs._run, str(tmp_path / f"{kind}-b"), {6: guard_runs.NAN}, *back, place)[0]
         assert found["step"] == 12 and [event["action"] for event in found["events"]] == ["rollback"]
     for name, known in (("saves", {3, 8}), ("rollback", {12})):
         here, there = tmp_path / "other" / name, storage.root / name
@@ -232,16 +205,6 @@ def test_a_run_in_a_store_holds_the_same_as_one_in_a_folder(pool: Pools, storage
             sides = [read_manifest(root / f"step-{step}") for root in (here, there)]
             assert sides[0].validation_loss == sides[1].validation_loss
             assert [side.weights_only for side in sides] == [name == "saves" and step == 8] * 2
-
-
-def _scalars(folder: Path) -> dict[str, list[int]]:
-    """Steps by tag, as TensorBoard shows them."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    (dated,) = folder.iterdir()
-    events = EventAccumulator(str(dated))
-    events.Reload()
-    return {tag: [event.step for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
 @pytest.mark.slow
@@ -258,25 +221,23 @@ def test_after_falling_back_no_step_is_recorded_twice(pool: Pools, tmp_path: Pat
         rows = [(row["step"], "validation_loss" in row) for row in found["rows"]]
         assert sorted(rows) == sorted({*rows}) == sorted((row["step"], "validation_loss" in row) for row in whole)
         assert _losses(found["rows"]) == _losses(whole)
-        shown = _scalars(tmp_path / "tb")
+        (dated,) = (tmp_path / "tb").iterdir()
+        shown = {tag: [step for step, _ in found] for tag, found in scalars(dated).items()}
         assert shown["loss_metrics/global_avg_loss"] == [*range(1, 9)]
         assert shown["validation_metrics/loss"] == [2, 4, 6, 8]
 
 
-def _owing(world: World, folder: Path, *flags: str) -> None:
+def _owing(world: DistEnv, folder: Path, *flags: str) -> None:
     """A run that is asked to stop in its first validation."""
-    from titanlite.preempt import GracefulStop, Preempted
-
-    plans = resolve_plans(load_file("debug_model.toml", [*TINY, f"--job.dump_folder={folder}", *flags]), world.size)
-    trainer = Trainer(plans, world, read_text(plans), GracefulStop())
+    trainer = _trainer(world, str(folder), *flags)
     validate = trainer.validate
 
     def asked() -> None:
-        trainer._stopping = trainer._stopping or trainer.step == 2
+        trainer.stopping = trainer.stopping or trainer.step == 2
         validate()
 
     trainer.validate = asked  # type: ignore[method-assign]
-    with pytest.raises(Preempted):
+    with pytest.raises(StopRequested):
         trainer.train()
 
 

@@ -1,26 +1,81 @@
-"""`titanlite config check` and `titanlite config explain`: what they print, how they end, how long they take."""
+"""`titanlite config`: what its commands print, how they end, how long they take.
+
+The prose is in tests/config/snapshots, a file per command: `python tests/config/test_command.py --write` renews them.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import re
 import resource
 import subprocess
 import sys
+import tempfile
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 import titanlite
-from titanlite.cli import main, split_flags
+from titanlite.config.keys import keys
 from titanlite.config.load import find_config
-from titanlite.config.schema import keys
+from titanlite.tools.cli import COMMANDS, main, split_flags
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+SNAPSHOTS = Path(__file__).parent / "snapshots"
+
+FILES = {
+    "run.toml": """\
+[training]
+steps = 20
+seq_len = 100
+batch_size = 2
+global_batch_size = 16
+[model.overrides]
+n_layers = 2
+[experimental]
+enable_compiled_autograd = true
+""",
+    "later.toml": """\
+# from the hub
+[training]
+local_batch_size = 4  # per GPU
+[metrics]
+disable_color_printing = true
+[fault_tolerance]
+enable = false
+""",
+    "wrong.toml": '[training]\nstep = 20\n[optimizer]\nlr = "1"\n',
+}
+COMMAND_LINES = {
+    "check": ["check", "run.toml", "--world-size", "4", "--model.tokenizer_path", "no.model"],
+    "check_wrong": ["check", "wrong.toml"],
+    "check_strict": ["check", "run.toml", "--strict", "--model.tokenizer_path", "no.model"],
+    "explain_section": ["explain", "run.toml", "comm", "--comm.trace_buf_size=5"],
+    "explain_key": ["explain", "metrics.disable_color_printing", "later.toml"],
+    "explain_unsupported": ["explain", "comm.mode"],
+    "explain_not_implemented": ["explain", "experimental.enable_compiled_autograd"],
+    "diff": ["diff", "run.toml", "later.toml"],
+    "migrate": ["migrate", "later.toml"],
+    "migrate_aws_fsdp": ["migrate", "--aws-fsdp", "--max_steps=30 --lr=1e-3 --bf16 0 --bogus 3"],
+}
+
+
+def output(words: list[str]) -> str:
+    """What a command prints in a folder with FILES, and its exit code."""
+    for name, text in FILES.items():
+        Path(name).write_text(text)
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        code = main(["config", *words])
+    shown = " ".join(f"'{word}'" if " " in word else word for word in words)
+    return f"$ titanlite config {shown}\n{out.getvalue()}--- standard error ---\n{err.getvalue()}--- exit code {code}\n"
 
 
 @pytest.fixture(autouse=True)
-def plain_environment(monkeypatch):
+def elsewhere(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     for name in ("WORLD_SIZE", "NGPU"):
         monkeypatch.delenv(name, raising=False)
 
@@ -31,99 +86,49 @@ def run(capsys, *words: str) -> tuple[int, str, str]:
     return status, out, err
 
 
-def test_check_shows_what_a_run_would_do(capsys, tmp_path):
-    (tmp_path / "run.toml").write_text(
-        "[training]\nsteps = 20\nseq_len = 100\nbatch_size = 2\nglobal_batch_size = 16\n"
-        "[experimental]\nenable_compiled_autograd = true\n"
-    )
-    status, out, err = run(capsys, "config", "check", str(tmp_path / "run.toml"), "--world-size", "4")
-    assert (status, err) == (0, "")
-    assert out.startswith("OK\n")
-    for text in (
-        "16 sequences of 100 tokens, 2 micro-batches of 2 per rank",
-        "20, 32,000 tokens",
-        "4 (--world-size), data_parallel_shard 4",
-        "accumulation = 2 micro-batches: global_batch_size 16 / (batch_size 2 * 4 data-parallel ranks)",
-        "warning: the warm-up of 200 steps is shortened to 20",
-        f"training will refuse: {tmp_path / 'run.toml'}:7: experimental.enable_compiled_autograd = true",
-    ):
-        assert text in out
-    assert "\x1b[" not in out
+@pytest.mark.parametrize("name", COMMAND_LINES)
+def test_a_command_prints_its_snapshot(name):
+    snapshot = (SNAPSHOTS / f"{name}.txt").read_text()
+    assert output(COMMAND_LINES[name]) == snapshot, f"stale? python {Path(__file__).relative_to(REPOSITORY)} --write"
+
+
+def test_check_strict_fails_for_what_would_stop_training(capsys):
+    assert run(capsys, "config", "check", "--experimental.enable_compiled_autograd")[0] == 0
+    assert run(capsys, "config", "check", "--experimental.enable_compiled_autograd", "--strict")[0] == 2
+    assert run(capsys, "config", "check", "--model.tokenizer_path=no.model")[0] == 0
+    assert run(capsys, "config", "check", "--model.tokenizer_path=no.model", "--strict")[0] == 2
 
 
 def test_check_counts_the_parameters_of_a_named_size(capsys):
-    assert "llama3 8B, 8,030,261,248 parameters" in run(capsys, "config", "check", "--model.flavor", "8B")[1]
-
-
-def test_check_of_a_wrong_file_prints_all_and_exits_2(capsys, tmp_path):
-    (tmp_path / "run.toml").write_text('[training]\nstep = 20\n[optimizer]\nlr = "1"\n')
-    status, out, err = run(capsys, "config", "check", str(tmp_path / "run.toml"))
-    assert (status, out) == (2, "")
-    assert err.startswith("2 problems in the config:\n")
-    assert f"{tmp_path / 'run.toml'}:2: training.step: unknown key\n      nearest: training.steps" in err
-
-
-def test_check_strict_fails_for_what_would_stop_training(capsys, tmp_path):
-    assert run(capsys, "config", "check", "--experimental.enable_compiled_autograd")[0] == 0
-    status, _, err = run(capsys, "config", "check", "--strict", "--experimental.enable_compiled_autograd")
-    assert status == 2 and "not built yet" in err
-    flag = f"--model.tokenizer_path={tmp_path / 'no.model'}"
-    status, out, _ = run(capsys, "config", "check", flag)
-    assert status == 0 and "no file or folder" in out
-    status, _, err = run(capsys, "config", "check", flag, "--strict")
-    assert status == 2 and f'model.tokenizer_path: no file or folder "{tmp_path / "no.model"}"' in err
+    assert "8,030,261,248" in run(capsys, "config", "check", "--model.flavor", "8B")[1]
 
 
 def test_world_size_comes_from_the_flag_the_environment_or_what_fits(capsys, monkeypatch):
     flags = ("config", "check", "--training.data_parallel_shard_degree", "3")
-    assert "3 (the fewest that fit" in run(capsys, *flags)[1]
+
+    def ranks(*words: str) -> str:
+        return next(line for line in run(capsys, *flags, *words)[1].splitlines() if line.startswith("  ranks"))
+
+    assert "3 (the fewest that fit" in ranks()
     monkeypatch.setenv("NGPU", "6")
-    status, _, err = run(capsys, *flags)
-    assert status == 2 and "data_parallel_shard 3 = 3, which is not the world size 6" in err
-    assert "3 (--world-size)" in run(capsys, *flags, "--world-size", "3")[1]
+    assert run(capsys, *flags)[0] == 2
+    assert "3 (--world-size)" in ranks("--world-size", "3")
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert "3 (WORLD_SIZE of the environment)" in run(capsys, *flags)[1]
+    assert "3 (WORLD_SIZE" in ranks()
+    assert "data_parallel_replicate 1" not in ranks()
     assert run(capsys, *flags, "--world-size", "0")[0] == 2
 
 
-def test_check_shows_copies_of_the_weights(capsys):
-    flags = ("--training.data_parallel_replicate_degree=2", "--world-size", "4")
-    assert (
-        "4 (--world-size), data_parallel_replicate 2, data_parallel_shard 2"
-        in run(capsys, "config", "check", *flags)[1]
-    )
+def test_settings_of_a_feature_that_is_off_are_named(capsys):
+    def idle(*words: str) -> str:
+        lines = run(capsys, "config", "check", *words)[1].splitlines()
+        return next((line for line in lines if "no effect" in line), "")
 
-
-def test_check_reports_wrong_keys_and_wrong_names_at_once(capsys):
-    status, out, err = run(capsys, "config", "check", "--training.setps", "3", "--model.flavor", "debugmodle")
-    assert (status, out) == (2, "")
-    assert err.startswith("2 problems in the config:\n")
-    assert "training.setps: unknown key" in err and 'no flavor "debugmodle"' in err
-
-
-def test_check_strict_reports_unbuilt_features_and_missing_files_at_once(capsys):
-    flags = ("--experimental.enable_compiled_autograd", "--model.tokenizer_path", "/nope/t.model")
-    status, _, err = run(capsys, "config", "check", "--strict", *flags)
-    assert status == 2 and err.startswith("2 problems in the config:\n")
-    assert "compiled autograd" in err and 'no file or folder "/nope/t.model"' in err
-
-
-def test_check_refuses_numbers_that_make_no_decoder(capsys):
-    status, _, err = run(capsys, "config", "check", "--model.overrides.n_heads", "7")
-    assert status == 2 and "n_heads = 7 does not divide dim = 256" in err
-
-
-def test_settings_of_what_is_off_are_named(capsys):
-    out = run(capsys, "config", "check", "--checkpoint.interval=5", "--validation.freq=3")[1]
-    assert "note: no effect, as what they belong to is off: validation.freq, checkpoint.interval" in out
-    # The shipped file says itself, two lines above, that checkpoints are off; and a path's text may have a name.
-    assert "no effect" not in run(capsys, "config", "check", "debug_model.toml")[1]
-    assert "no effect" not in run(capsys, "config", "check", "llama3_8b.toml")[1]
-    out = run(capsys, "config", "check", "--no-metrics.rank_0_only")[1]
-    assert "no effect, as what they belong to is off: metrics.rank_0_only" in out
-    assert (
-        "no effect" not in run(capsys, "config", "check", "--no-metrics.rank_0_only", "--metrics.enable_tensorboard")[1]
-    )
+    assert idle("--checkpoint.interval=5", "--validation.freq=3").endswith("validation.freq, checkpoint.interval")
+    assert idle("--no-metrics.rank_0_only").endswith("metrics.rank_0_only")
+    assert idle("--no-metrics.rank_0_only", "--metrics.enable_tensorboard") == ""
+    # The shipped file turns checkpoints off two lines above their interval; and a path's text may have a name.
+    assert idle("debug_model.toml") == idle("llama3_8b.toml") == ""
 
 
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "train_configs").glob("*.toml")), ids=lambda path: path.name)
@@ -131,37 +136,26 @@ def test_every_shipped_config_is_right(capsys, path):
     assert run(capsys, "config", "check", str(path))[0] == 0
 
 
-def test_explain_shows_every_key_with_value_source_and_meaning(capsys, tmp_path):
-    (tmp_path / "run.toml").write_text("[training]\nlocal_batch_size = 3\n[model.overrides]\ndim = 64\n")
-    status, out, _ = run(capsys, "config", "explain", str(tmp_path / "run.toml"), "--training.steps=5")
-    assert status == 0
-    lines = out.splitlines()
+def test_explain_shows_every_key_with_value_source_and_meaning(capsys):
+    Path("run.toml").write_text("[training]\nlocal_batch_size = 3\n[model.overrides]\ndim = 64\n")
+    lines = run(capsys, "config", "explain", "run.toml", "--training.steps=5")[1].splitlines()
     for key in keys().values():
         assert any(line.startswith(f"  {key.field} = ") for line in lines), key.name
         assert any(key.description in line and key.expected in line for line in lines), key.name
-    assert f"  batch_size = 3  {tmp_path / 'run.toml'}:2, as training.local_batch_size" in lines
-    assert "  steps = 5  command line" in lines
-    assert "  seq_len = 2048  default" in lines
-    assert f"  overrides = {{dim = 64}}  dim: {tmp_path / 'run.toml'}:4" in lines
-    assert f'  keep_latest_k = 10  default of dialect "2026" ({tmp_path / "run.toml"}:2)' in lines
-
-
-def test_explain_one_key_in_depth(capsys):
-    out = run(capsys, "config", "explain", "metrics.disable_color_printing", "--metrics.disable_color_printing")[1]
-    for text in (
-        "metrics.enable_color_printing  (metrics.disable_color_printing is another name of it)",
-        "false  from command line, as metrics.disable_color_printing",
-        "true or false",
-        "default true, for a file that says so",
-        "metrics.disable_color_printing (inverted)",
+    for line in (
+        "  batch_size = 3  run.toml:2, as training.local_batch_size",
+        "  steps = 5  command line",
+        "  seq_len = 2048  default",
+        "  overrides = {dim = 64}  dim: run.toml:4",
+        '  keep_latest_k = 10  default of dialect "2026" (run.toml:2)',
     ):
-        assert text in out
-    assert "otherwise refused" in run(capsys, "config", "explain", "comm.mode")[1]
-    explained = run(capsys, "config", "explain", "experimental.enable_compiled_autograd")[1]
-    assert "not built yet compiled autograd" in explained
-    assert "  lr = 0.0008  default" in run(capsys, "config", "explain", "optimizer")[1]
+        assert line in lines
+
+
+def test_an_unknown_key_cannot_be_explained(capsys):
     status, _, err = run(capsys, "config", "explain", "training.btach_size")
-    assert status == 2 and "nearest: training.batch_size" in err
+    assert status == 2 and "training.batch_size" in err
+    assert run(capsys, "config", "explain", "a.toml", "b.toml")[0] == 2
 
 
 def test_colours_are_for_terminals_only(capsys, monkeypatch):
@@ -181,36 +175,32 @@ def test_flags_and_their_words_are_kept_from_argparse():
 
 def test_a_value_may_begin_with_a_minus(capsys):
     flag = ["--training.data_parallel_shard_degree", "-1"]
-    config = "debug_model.toml"
     # As run_llama_train.sh does it: options of the command come behind the flags.
-    status, out, _ = run(capsys, "config", "check", config, *flag, "--world-size", "2")
+    status, out, _ = run(capsys, "config", "check", "debug_model.toml", *flag, "--world-size", "2")
     assert status == 0 and "2 (--world-size), data_parallel_shard 2" in out
-    out = run(capsys, "config", "explain", config, "--lr_scheduler.min_lr_factor", "-0.5", *flag)[2]
-    assert "min_lr_factor: expected a number >= 0 and <= 1, got -0.5" in out
-    out = run(capsys, "config", "explain", config, *flag)[1]
-    assert "data_parallel_shard_degree = -1  command line" in out
+    assert run(capsys, "config", "explain", "--lr_scheduler.min_lr_factor", "-0.5", *flag)[0] == 2
+    assert "data_parallel_shard_degree = -1  command line" in run(capsys, "config", "explain", *flag)[1]
     # Each gets as far as its own check of names.
-    assert "there is no fault 'x'" in run(capsys, "drill", config, *flag, "--only", "x")[2]
-    assert "--skip x: unknown level" in run(capsys, "benchmark", config, *flag, "--skip", "x")[2]
+    assert "'x'" in run(capsys, "drill", "debug_model.toml", *flag, "--only", "x")[2]
+    assert "--skip x" in run(capsys, "benchmark", "debug_model.toml", *flag, "--skip", "x")[2]
     with pytest.raises(SystemExit):
-        main(["config", "check", config, *flag, "-h"])
+        main(["config", "check", "debug_model.toml", *flag, "-h"])
     assert "usage: titanlite config check" in capsys.readouterr().out
 
 
 def test_help_names_the_commands(capsys):
-    for words in (["--help"], ["config", "--help"], ["config", "check", "-h"], ["config", "explain", "-h"]):
-        with pytest.raises(SystemExit) as caught:
-            main(words)
-        assert caught.value.code == 0
-    assert "KEY|FILE" in capsys.readouterr().out
-
-
-def test_without_a_command_it_helps_and_tells_its_version(capsys):
     status, out, err = run(capsys)
     assert (status, err) == (0, "") and out.startswith("usage: titanlite ")
-    assert all(f"\n    {name}" in out for name in ("train", "config", "runs", "checkpoint", "drill"))
+    assert all(f"\n    {name}" in out for name in COMMANDS if name != "ladder")
     assert run(capsys, "checkpoint")[1].startswith("usage: titanlite checkpoint ")
     assert "migrate" in run(capsys, "config")[1]
+    for words in (["--help"], ["config", "--help"], ["config", "check", "-h"], ["nonsense"]):
+        with pytest.raises(SystemExit) as caught:
+            main(words)
+        assert caught.value.code == (2 if words == ["nonsense"] else 0)
+
+
+def test_version():
     done = subprocess.run([sys.executable, "-m", "titanlite", "--version"], capture_output=True, text=True)
     versions = rf"titanlite {titanlite.__version__}, torch {re.escape(metadata.version('torch'))}, python 3\.\d+\.\d+\n"
     assert done.returncode == 0 and re.fullmatch(versions, done.stdout)
@@ -218,41 +208,48 @@ def test_without_a_command_it_helps_and_tells_its_version(capsys):
 
 def test_ranks_that_cannot_be_started_are_refused(capsys, monkeypatch):
     train = ["train", "debug_model.toml", "--nproc-per-node"]
-    assert run(capsys, *train, "0")[::2] == (2, ERROR.format("expected an integer >= 1, got 0"))
-    refused = run(capsys, *train, "3", "--training.data_parallel_shard_degree", "2")
-    assert refused[0] == 2 and "which is not the world size 3" in refused[2]
+    status, _, err = run(capsys, *train, "0")
+    assert status == 2 and "--nproc-per-node" in err
+    assert run(capsys, *train, "3", "--training.data_parallel_shard_degree", "2")[0] == 2
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    assert run(capsys, *train, "2")[::2] == (2, ERROR.format("torchrun has started this process already"))
+    status, _, err = run(capsys, *train, "2")
+    assert status == 2 and "torchrun" in err
 
 
-ERROR = "1 problem in the config:\n  command line: --nproc-per-node: {}\n"
-
-_TIMED = "import sys; from titanlite.cli import main; main(sys.argv[1:]); print('torch' in sys.modules)"
+_TIMED = """
+import sys
+from titanlite.tools.cli import main
+main(sys.argv[1:])
+print([name for name in ("torch", "pydantic", "numpy", "titanlite.drill", "titanlite.runs") if name in sys.modules])
+"""
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "seconds"),
     [
-        ["check", "llama3_8b.toml"],
-        ["explain", "llama3_8b.toml"],
-        ["explain", "training.steps"],
-        ["diff", "llama3_8b.toml", "llama3_70b.toml", "--plans"],
-        ["migrate", "llama3_8b.toml"],
-        ["migrate", "--aws-fsdp", "--max_steps=3"],
-        ["schema"],
-        ["template"],
-        ["template", "--markdown"],
+        (["check", "llama3_8b.toml"], 0.5),
+        (["explain", "llama3_8b.toml"], 0.5),
+        (["explain", "training.steps"], 0.5),
+        (["diff", "llama3_8b.toml", "llama3_70b.toml", "--plans"], 0.6),
+        (["migrate", "llama3_8b.toml"], 0.6),
+        (["migrate", "--aws-fsdp", "--max_steps=3"], 0.6),
+        (["schema"], 0.6),
+        (["template", "--markdown"], 0.6),
     ],
 )
-def test_config_commands_take_under_a_second_and_import_no_torch(words):
+def test_config_commands_are_quick_and_import_little(words, seconds):
     assert find_config("llama3_8b.toml") is not None
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        [sys.executable, "-c", _TIMED, "config", *words], capture_output=True, text=True, cwd=REPOSITORY
-    )
+    done = subprocess.run([sys.executable, "-c", _TIMED, "config", *words], capture_output=True, text=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr
-    assert "training" in done.stdout or "steps" in done.stdout
-    assert done.stdout.splitlines()[-1] == "False"
-    # Processor time: what other processes take of the machine is not our doing. A quiet one takes as long.
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
+    assert done.stdout.splitlines()[-1] == "[]"
+    # Processor time, with room for a busy machine: a quiet one takes 0.15 to 0.25 s.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < seconds
+
+
+if __name__ == "__main__" and "--write" in sys.argv:
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        for _name, _words in COMMAND_LINES.items():
+            (SNAPSHOTS / f"{_name}.txt").write_text(output(_words))

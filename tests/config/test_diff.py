@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from titanlite.config.resolve import resolve
 
-from titanlite.cli import main
-from titanlite.config.diff import differences, plan_differences, side
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
-from titanlite.config.resolve import resolve
+from titanlite.tools.cli import main
+from titanlite.tools.config import derived_differences, differences, side
 
 
 @pytest.fixture(autouse=True)
@@ -164,7 +164,7 @@ def test_plans_show_what_follows(capsys):
 def test_every_field_of_the_plans_is_compared():
     flags = ["--model.overrides.n_layers=3", "--comm.trace_buf_size=7", "--metrics.log_freq=3", "--data.seed=4"]
     ours, theirs = resolve(load([]), world_size=1), resolve(load(flags), world_size=1)
-    assert [(d.key, d.left[0], d.right[0]) for d in plan_differences(ours, theirs)] == [
+    assert [(d.key, d.left[0], d.right[0]) for d in derived_differences(ours, theirs)] == [
         ("plans.model.overrides", "[]", "{n_layers = 3}"),
         ("plans.data.seed", "0", "4"),
         ("plans.comm.trace_buf_size", "20000", "7"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from titanlite.cli import main
+import titanlite
+from titanlite.tools.cli import main
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "config.md").read_text(encoding="utf-8")
 
@@ -29,3 +30,12 @@ def test_python_example_runs(capsys):
     assert example is not None
     exec(compile(example[1], "docs/config.md", "exec"), {})
     assert "tokens per step" in capsys.readouterr().out
+
+
+def test_every_code_of_a_problem_is_listed():
+    sources = [path.read_text(encoding="utf-8") for path in Path(titanlite.__file__).parent.rglob("*.py")]
+    codes = {code for text in sources for code in re.findall(r'code(?:: str)? ?= ?"([a-z-]+)"', text)}
+    rows = re.findall(r"^\| (`[a-z-]+`(?:, `[a-z-]+`)*) \|", PAGE, re.MULTILINE)
+    assert codes | {"wrong-type", "out-of-range", "unknown-value", "missing", "unknown-key"} == set(
+        re.findall(r"`([a-z-]+)`", " ".join(rows))
+    )

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from titanlite.config.plans import BatchPlan, Float8Plan, MeshPlan, PipelinePlan, Plans
+from titanlite.observe.report import start_report
 from torch import nn
 
-from tests.refusals import refusal
 from titanlite.config.errors import ConfigError
-from titanlite.config.load import load
-from titanlite.config.plans import BatchPlan, Float8Plan, MeshPlan, PipelinePlan
-from titanlite.config.unbuilt import without_effect
+from titanlite.config.fit import load_config
 from titanlite.models import SHAPES, get_spec, resolve_args
 from titanlite.models.spec import Size
 from titanlite.parallel.float8 import check_float8
 from titanlite.parallel.float8_choice import Choice, choose, converted_names, matches, tokens
-from titanlite.prepare import checked_plans, load_plans
 
 F8, ON = "--float8.", "--float8.enable_float8_linear"
 KINDS = ["attention.wq", "attention.wk", "attention.wv", "attention.wo"]
@@ -83,19 +82,6 @@ def test_what_is_filtered_or_small_or_odd_stays_and_says_why() -> None:
     assert odd["feed_forward.w2"].reason == "K = 1000 is not a multiple of 16"
 
 
-def test_a_filter_that_cuts_a_number_is_a_warning() -> None:
-    """`layers.1` reads as one layer, and is in the names of eleven."""
-    flags = ["--model.overrides.n_layers=20", ON, f"{F8}filter_fqns=layers.1,w2,layers.7"]
-    (warning,) = load_plans("debug_model.toml", 1, flags).warnings
-    assert warning == (
-        'float8.filter_fqns: "layers.1" is also part of layers.10, layers.11, layers.12 and 7 more, which stay in high '
-        'precision too; "layers.1." is not'
-    )
-    assert (
-        load_plans("debug_model.toml", 1, [*flags, f"{F8}filter_fqns=layers.1.,w2,layers.2.attention"]).warnings == ()
-    )
-
-
 @pytest.mark.parametrize(
     ("flavor", "recipe", "kept"),
     [
@@ -107,7 +93,7 @@ def test_a_filter_that_cuts_a_number_is_a_warning() -> None:
 )
 def test_auto_filter_small_kn_keeps_what_is_too_small_for_the_recipe(flavor: str, recipe: Any, kept: list[str]) -> None:
     flags = [f"--model.flavor={flavor}", ON, f"{F8}filter_fqns=w2,auto_filter_small_kn", f"{F8}recipe_name={recipe}"]
-    plan = load_plans("debug_model.toml", 1, flags).float8
+    plan = load_config("debug_model.toml", 1, flags).float8
     assert plan.keep == ("w2",) and plan.skip_small
     found = choices(plan, resolve_args("llama3", flavor))
     assert [kind for kind, choice in found.items() if choice.reason.startswith("auto_filter_small_kn")] == kept
@@ -132,111 +118,6 @@ def test_the_tokens_of_a_product() -> None:
     assert tokens(batch, MeshPlan(context=2, pipeline=2), PipelinePlan(microbatches=2)) == 2 * 32
 
 
-# The plan
-
-
-def test_the_plan_is_what_the_keys_say() -> None:
-    assert checked_plans([], 1, training=True)[1].float8 == Float8Plan()
-    flags = [ON, f"{F8}emulate", f"{F8}enable_fsdp_float8_all_gather", f"{F8}filter_fqns=wq,wk"]
-    flags += [f"{F8}precompute_float8_dynamic_scale_for_fsdp", f"{F8}min_features=64", f"{F8}drift_check=5"]
-    assert checked_plans(flags, 1, training=True)[1].float8 == Float8Plan(
-        True, "tensorwise", True, True, ("wq", "wk"), True, 64, 5
-    )
-    assert checked_plans([ON, f"{F8}recipe_name=rowwise"], 1, training=True)[1].float8.recipe == "rowwise"
-
-
-def test_keys_without_float8_have_no_effect_and_say_so() -> None:
-    config = load([f"{F8}recipe_name=rowwise", f"{F8}emulate", f"{F8}drift_check=3"])
-    assert without_effect(config) == ["float8.recipe_name", "float8.emulate", "float8.drift_check"]
-    assert not checked_plans([f"{F8}emulate"], 1, training=True)[1].float8.enable
-
-
-# What is refused
-
-DEBUG = ["--model.overrides.dim=64", "--model.overrides.n_heads=4", "--training.seq_len=32", "--training.batch_size=2"]
-GATHER, PRECOMPUTE = f"{F8}enable_fsdp_float8_all_gather", f"{F8}precompute_float8_dynamic_scale_for_fsdp"
-TP2 = "--training.tensor_parallel_degree=2"
-
-
-@pytest.mark.parametrize(
-    ("flags", "ranks", "key", "message"),
-    [
-        ([f"{F8}recipe_name=rowwise", GATHER], 1, "enable_fsdp_float8_all_gather", "one scale for each weight"),
-        ([f"{F8}recipe_name=rowwise_with_gw_hp", GATHER], 1, "enable_fsdp_float8_all_gather", "rowwise_with_gw_hp"),
-        ([PRECOMPUTE], 1, "precompute_float8_dynamic_scale_for_fsdp", "needs float8.enable_fsdp_float8_all_gather"),
-        (
-            [GATHER, PRECOMPUTE, "--training.enable_cpu_offload"],
-            1,
-            "precompute_float8_dynamic_scale_for_fsdp",
-            "enable_cpu_offload",
-        ),
-        ([f"{F8}recipe_name=rowwise", TP2], 2, "recipe_name", "tensor_parallel_degree = 2"),
-        ([GATHER, "--training.reshard_after_forward=2"], 4, "enable_fsdp_float8_all_gather", "reshard_after_forward"),
-        ([f"{F8}scaling_type_weight=delayed"], 1, "scaling_type_weight", "delayed scaling is gone from torchao"),
-        ([f"{F8}filter_fqns=lm_head"], 1, "filter_fqns", '"lm_head" is part of no linear\'s name'),
-        ([f"{F8}filter_fqns=wq,wz"], 1, "filter_fqns", '"wz" is part of no linear\'s name'),
-        ([f"{F8}filter_fqns=attention,feed_forward"], 1, "enable_float8_linear", "leaves no product in float8"),
-        ([f"{F8}min_features=65"], 1, "enable_float8_linear", "below float8.min_features = 65"),
-        (
-            [f"{F8}recipe_name=rowwise_with_gw_hp", f"{F8}filter_fqns=auto_filter_small_kn"],
-            1,
-            "filter_fqns",
-            'does not work with float8.recipe_name = "rowwise_with_gw_hp": torchao has no sizes for it',
-        ),
-        ([f"{F8}filter_fqns=auto_filter_small_kn"], 1, "enable_float8_linear", "too small to gain by tensorwise"),
-        ([f'{F8}filter_fqns=[""]'], 1, "filter_fqns", '"" is part of no linear'),
-        (["--training.seq_len=20"], 1, "enable_float8_linear", "2 sequences x 20 tokens = 40"),
-        (
-            ["--training.seq_len=48", "--training.batch_size=1", "--experimental.context_parallel_degree=2"],
-            2,
-            "enable_float8_linear",
-            "1 sequence x 24 tokens on each of 2 context-parallel ranks = 24",
-        ),
-        ([GATHER], 48, "enable_fsdp_float8_all_gather", "divide over the 48 ranks that share them"),
-        (
-            ["--experimental.pipeline_parallel_degree=2", "--experimental.pipeline_parallel_schedule=ZBVZeroBubble"],
-            2,
-            None,
-            "float8 linear's gradients come from one function",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused_before_anything_starts(
-    flags: list[str], ranks: int, key: str | None, message: str
-) -> None:
-    problem = refusal([ON, *DEBUG, *flags], ranks)
-    assert key is None or problem.key == f"float8.{key}"
-    assert message in problem.message
-    assert problem.hint or any(word in problem.message for word in ("needs", "training.", "take", "scaling is what"))
-    without = [flag for flag in flags if not flag.startswith(F8)]
-    checked_plans([*DEBUG, *without], ranks, training=True)
-
-
-def test_settings_of_float8_that_is_off_are_a_warning_of_the_run() -> None:
-    """A run in bf16 that was meant to be one in float8 looks like any other."""
-    given = [GATHER, f"{F8}recipe_name=tensorwise"]
-    (warning,) = load_plans("debug_model.toml", 1, given).warnings
-    assert warning.startswith("products are not in float8 (float8.enable_float8_linear = false)")
-    assert warning.endswith("no effect: float8.enable_fsdp_float8_all_gather")
-    assert load_plans("debug_model.toml", 1, [ON, *given]).warnings == ()
-
-
-def test_a_filter_that_names_nothing_tells_what_there_is() -> None:
-    problem = refusal([ON, f"{F8}filter_fqns=output,outptu"])
-    assert problem.where == "command line"
-    assert problem.message == '"outptu" is part of no linear\'s name' and "nearest: output; " in problem.hint
-    assert "wq" in problem.hint and "the head is output" in problem.hint
-    assert "nearest: auto_filter_small_kn; " in refusal([ON, f"{F8}filter_fqns=auto_filter_small"]).hint
-
-
-@pytest.mark.parametrize("batch", [4, 8])
-def test_the_hint_for_tokens_holds(batch: int) -> None:
-    flags = [ON, *DEBUG, "--training.seq_len=20"]
-    with pytest.raises(ConfigError, match="these work: training.batch_size = 4 or a multiple of it"):
-        checked_plans(flags, 1, training=True)
-    checked_plans([*flags, f"--training.batch_size={batch}"], 1, training=True)
-
-
 # The hardware
 
 
@@ -259,3 +140,80 @@ def test_a_gpu_needs_capability_8_9(monkeypatch: pytest.MonkeyPatch, capability:
     with pytest.raises(ConfigError, match=rf"compute capability 8\.{capability[1]}, and float8 products need 8\.9"):
         check_float8(Float8Plan(enable=True))
     check_float8(Float8Plan(enable=True, emulate=True))
+
+
+# The report
+
+
+def _report(plans: Plans, device: str = "CPU (some model)", peak: float | None = None) -> list[str]:
+    return start_report(
+        plans,
+        parameters={"all": 1},
+        flops_per_token=1,
+        device=device,
+        world_size=1,
+        versions={},
+        tokenizer="",
+        documents=1,
+        tokens_per_epoch=1,
+        memory_bytes=0,
+        peak_flops=peak,
+        folders={},
+        float8=list(choices(plans.float8).values()) if plans.float8.enable else [],
+    )
+
+
+EMULATED = Plans(float8=Float8Plan(enable=True, emulate=True, keep=("wo",)), batch=BatchPlan(2, seq_len=64))
+
+
+def test_the_report_has_a_row_for_each_kind_of_linear() -> None:
+    lines = _report(EMULATED)
+    start = next(i for i, line in enumerate(lines) if line.startswith("float8 "))
+    said = [" ".join(line.split()) for line in lines[start : start + 9]]
+    assert said == [
+        "float8 tensorwise, emulated in float32 (slow, for tests); 192 of 225 linears; M = 128 tokens in a product of "
+        "one rank",
+        "attention.wq K x N = 4,096 x 4,096, 32 in float8",
+        "attention.wk K x N = 4,096 x 1,024, 32 in float8",
+        "attention.wv K x N = 4,096 x 1,024, 32 in float8",
+        "attention.wo K x N = 4,096 x 4,096, 32 kept: float8.filter_fqns: wo",
+        "feed_forward.w1 K x N = 4,096 x 14,336, 32 in float8",
+        "feed_forward.w2 K x N = 14,336 x 4,096, 32 in float8",
+        "feed_forward.w3 K x N = 4,096 x 14,336, 32 in float8",
+        "output K x N = 4,096 x 128,256, 1 kept: the head",
+    ]
+
+
+def test_the_report_says_how_weights_travel() -> None:
+    def line(**changes: Any) -> str:
+        plans = replace(EMULATED, float8=replace(EMULATED.float8, emulate=False, **changes))
+        return next(line for line in _report(plans) if line.startswith("float8 "))
+
+    assert "gathered" not in line()
+    assert "weights gathered in float8, each scale found as it is;" in line(all_gather=True)
+    assert "weights gathered in float8, all scales by one all-reduce after the update;" in line(
+        all_gather=True, precompute=True
+    )
+    assert "drift measured every 5 steps" in line(drift_check=5)
+
+
+def test_float8_without_compile_on_a_gpu_is_a_warning() -> None:
+    def warnings(plans: Plans, device: str) -> list[str]:
+        return [line for line in _report(plans, device) if line.startswith("warning: ") and "float8" in line]
+
+    real = replace(EMULATED, float8=Float8Plan(enable=True))
+    (warning,) = warnings(real, "NVIDIA H100")
+    assert "training.compile" in warning and "slower than bf16" in warning
+    compiled = replace(real, compile=replace(real.compile, model=True))
+    assert warnings(compiled, "NVIDIA H100") == warnings(real, "CPU (some model)") == []
+    assert warnings(replace(real, float8=Float8Plan()), "NVIDIA H100") == []
+
+
+def test_the_peak_of_the_mfu_is_named() -> None:
+    def compute(plans: Plans) -> str:
+        return next(line for line in _report(plans, "NVIDIA H200", 989e12) if line.startswith("compute "))
+
+    assert "MFU against 989 TFLOPS per device" in compute(Plans())
+    assert "MFU against 989 TFLOPS per device, its peak in bf16" in compute(EMULATED)
+    given = replace(EMULATED, observe=replace(EMULATED.observe, peak_flops=989e12))
+    assert "989 TFLOPS per device (metrics.peak_tflops)" in compute(given)

@@ -11,16 +11,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-
-from titanlite.cli import main
-from titanlite.config.errors import ConfigError
-from titanlite.config.load import load, read_text
-from titanlite.config.migrate import migrate_text
-from titanlite.config.names import LATER_FLAVORS
 from titanlite.config.plans import Plans
+
+from titanlite.config.aliases import LATER_FLAVORS
+from titanlite.config.errors import ConfigError
+from titanlite.config.fit import check_config, model_args, resolve_plans
+from titanlite.config.load import load, read_text
 from titanlite.models import SHAPES, LlamaArgs
 from titanlite.optim.schedule import learning_rate
-from titanlite.prepare import checked_plans, model_args, resolve_plans
+from titanlite.tools.cli import main
+from titanlite.tools.migrate import migrate_text
 
 PAGE = Path(__file__).parents[2] / "docs" / "from-torchtitan.md"
 TABLE = re.compile(r"(<!-- files: .*? -->\n)(.*?)(<!-- /files -->)", re.DOTALL)
@@ -229,7 +229,7 @@ def test_a_file_of_may_2024_is_one_of_that_autumn(name: str) -> None:
     assert trained(plans_of(may, gpus)) == trained(plans_of(autumn, gpus))
     mini = plans_of(may.replace('"c4"', '"c4_mini"'), gpus)
     assert mini.data.dataset == "c4_test"
-    assert any(note.endswith("c4_mini does not travel with titanlite: c4_test is read instead") for note in mini.notes)
+    assert any("c4_mini" in note and "c4_test" in note for note in mini.notes)
 
 
 def test_flavors_of_the_later_dialect_are_what_their_notes_say() -> None:
@@ -244,7 +244,7 @@ def test_what_a_person_says_of_the_model_wins_over_the_file_s_dialect(tmp_path: 
     def args(model: str, *flags: str) -> LlamaArgs:
         (tmp_path / "run.toml").write_text(f'[job]\ndialect = "2026"\n[model]\n{model}\n')
         argv = [f"--job.config_file={tmp_path / 'run.toml'}", *flags]
-        return model_args(checked_plans(argv, training=False)[1].model)
+        return model_args(check_config(argv, training=False)[1].model)
 
     assert args('rope_scaling = "none"\noverrides.n_layers = 8') == args(
         'name = "llama3"\nflavor = "debugmodel"\nrope_scaling = "none"\noverrides.n_layers = 8'
@@ -309,7 +309,7 @@ def test_a_file_of_another_trainer_is_refused_as_such(toml, message, command, tm
     path.write_text(toml)
     if command == "train":
         with pytest.raises(ValueError, match=re.escape(message)):
-            checked_plans([f"--job.config_file={path}"], training=True)
+            check_config([f"--job.config_file={path}"], training=True)
         return
     assert main(["config", command, str(path)]) == 2
     out, err = capsys.readouterr()

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-
-from titanlite.config.diff import differences, side
-from titanlite.config.load import find_config, load, load_file
 from titanlite.config.plans import Plans
 from titanlite.config.resolve import resolve
-from titanlite.config.schema import keys
-from titanlite.prepare import load_plans
+
+from titanlite.config.fit import load_config
+from titanlite.config.keys import keys
+from titanlite.config.load import find_config, load, load_file
+from titanlite.tools.config import differences, side
 
 
 def test_each_layer_wins_over_the_one_below_and_says_so(tmp_path, monkeypatch):
@@ -22,7 +22,7 @@ def test_each_layer_wins_over_the_one_below_and_says_so(tmp_path, monkeypatch):
         '[job]\nextends = ["one.toml", "two.toml"]\n[training]\nseq_len = 3\ngc_freq = 3\n'
     )
     config = load(["--job.config_file", "run.toml", "--training.gc_freq", "4"])
-    t = config.dialect.training
+    t = config.sections.training
     assert (t.max_norm, t.steps, t.batch_size, t.seq_len, t.gc_freq) == (1.0, 1, 2, 3, 4)
     fields = ("max_norm", "steps", "batch_size", "seq_len", "gc_freq")
     sources = [str(config.source(f"training.{field}")) for field in fields]
@@ -33,8 +33,8 @@ def test_each_layer_wins_over_the_one_below_and_says_so(tmp_path, monkeypatch):
 def test_flag_equal_to_the_default_still_wins_over_the_file(tmp_path):
     (tmp_path / "run.toml").write_text("[optimizer]\nlr = 1.0\n[training]\ncompile = true\n")
     config = load_file(tmp_path / "run.toml", ["--optimizer.lr", "8e-4", "--no-training.compile"])
-    assert config.dialect.optimizer.lr == 8e-4
-    assert config.dialect.training.compile is False
+    assert config.sections.optimizer.lr == 8e-4
+    assert config.sections.training.compile is False
     assert str(config.source("training.compile")) == "command line"
 
 
@@ -45,7 +45,7 @@ def test_extends_is_relative_to_the_file_that_names_it(tmp_path, monkeypatch):
     (tmp_path / "base.toml").write_text("[training]\nsteps = 7\n")
     (tmp_path / "a" / "middle.toml").write_text('[job]\nextends = ["../base.toml"]\n[training]\nseq_len = 9\n')
     (deep / "run.toml").write_text('[job]\nextends = ["../middle.toml"]\n')
-    training = load_file(deep / "run.toml").dialect.training
+    training = load_file(deep / "run.toml").sections.training
     assert (training.steps, training.seq_len) == (7, 9)
 
 
@@ -54,7 +54,7 @@ def test_one_base_reached_twice_is_no_circle(tmp_path):
     for name in ("x", "y"):
         (tmp_path / f"{name}.toml").write_text('[job]\nextends = ["base.toml"]\n')
     (tmp_path / "run.toml").write_text('[job]\nextends = ["x.toml", "y.toml"]\n')
-    assert load_file(tmp_path / "run.toml").dialect.training.steps == 7
+    assert load_file(tmp_path / "run.toml").sections.training.steps == 7
 
 
 def test_tables_merge_entry_by_entry(tmp_path):
@@ -63,7 +63,7 @@ def test_tables_merge_entry_by_entry(tmp_path):
         '[job]\nextends = ["base.toml"]\n[model.overrides]\ndim = 128\nrope_theta = 1e4\n'
     )
     config = load_file(tmp_path / "run.toml", ["--model.overrides.n_layers", "3", "--model.overrides.tied", "true"])
-    assert config.dialect.model.overrides == {"n_layers": 3, "dim": 128, "rope_theta": 1e4, "tied": True}
+    assert config.sections.model.overrides == {"n_layers": 3, "dim": 128, "rope_theta": 1e4, "tied": True}
     assert config.source("model.overrides.dim").line == 4
     assert str(config.source("model.overrides.n_layers")) == "command line"
 
@@ -71,7 +71,7 @@ def test_tables_merge_entry_by_entry(tmp_path):
 def test_table_can_be_one_word_on_the_command_line(tmp_path):
     (tmp_path / "run.toml").write_text("[model.overrides]\nn_layers = 2\ndim = 64\n")
     config = load_file(tmp_path / "run.toml", ["--model.overrides={dim = 32, tied = true}"])
-    assert config.dialect.model.overrides == {"n_layers": 2, "dim": 32, "tied": True}
+    assert config.sections.model.overrides == {"n_layers": 2, "dim": 32, "tied": True}
     assert str(config.source("model.overrides.dim")) == "command line"
 
 
@@ -79,7 +79,7 @@ def test_arrays_of_tables_and_odd_names_are_read(tmp_path):
     (tmp_path / "run.toml").write_text(
         '[[data.source]]\npath = "a"\n[[data.source]]\npath = "b"\nweight = 2\n[launch.environment]\n"A.B" = "x"\n'
     )
-    dialect = load_file(tmp_path / "run.toml").dialect
+    dialect = load_file(tmp_path / "run.toml").sections
     assert [(s.path, s.weight) for s in dialect.data.source] == [("a", 1.0), ("b", 2.0)]
     assert dialect.launch.environment == {"A.B": "x"}
 
@@ -138,7 +138,7 @@ def test_every_form_of_a_flag(flags, key, value):
 def test_sagemaker_spelling_of_the_config_file(tmp_path):
     (tmp_path / "run.toml").write_text("[training]\nsteps = 3\n")
     for flag in (["--config_file", str(tmp_path / "run.toml")], [f"--config_file={tmp_path / 'run.toml'}"]):
-        assert load(flag).dialect.training.steps == 3
+        assert load(flag).sections.training.steps == 3
 
 
 def test_bare_name_is_looked_up_in_train_configs(tmp_path, monkeypatch):
@@ -147,25 +147,25 @@ def test_bare_name_is_looked_up_in_train_configs(tmp_path, monkeypatch):
     assert repository is not None and repository.parent.name == "train_configs"
     (tmp_path / "train_configs").mkdir()
     (tmp_path / "train_configs" / "debug_model.toml").write_text("[training]\nsteps = 3\n")
-    assert load_file("debug_model.toml").dialect.training.steps == 3
+    assert load_file("debug_model.toml").sections.training.steps == 3
     (tmp_path / "debug_model.toml").write_text("[training]\nsteps = 4\n")
-    assert load_file("debug_model.toml").dialect.training.steps == 4
+    assert load_file("debug_model.toml").sections.training.steps == 4
 
 
 def test_later_layer_replaces_another_way_of_saying_it(tmp_path):
     (tmp_path / "run.toml").write_text("[training]\nsteps = 3\nwarmup_steps = 1\n")
     config = load_file(tmp_path / "run.toml", ["--training.tokens", "100", "--lr_scheduler.warmup_ratio=0.5"])
-    assert config.dialect.training.tokens == 100
+    assert config.sections.training.tokens == 100
     assert not config.is_given("training.steps")
     assert any("replaces training.steps = 3" in note for note in config.notes)
     config = load_file(tmp_path / "run.toml", ["--training.tokens", "none"])
-    assert config.dialect.training.steps == 3
+    assert config.sections.training.steps == 3
 
 
 def test_byte_order_mark_and_windows_line_ends(tmp_path):
     (tmp_path / "run.toml").write_bytes(b"\xef\xbb\xbf[training]\r\n\r\nsteps = 3\r\n")
     config = load_file(tmp_path / "run.toml")
-    assert (config.dialect.training.steps, config.source("training.steps").line) == (3, 3)
+    assert (config.sections.training.steps, config.source("training.steps").line) == (3, 3)
 
 
 def test_written_out_config_loads_to_the_same_values(tmp_path):
@@ -191,12 +191,12 @@ def test_written_out_config_loads_to_the_same_values(tmp_path):
 def test_recorded_config_of_a_later_file_trains_again_with_the_same_plans(tmp_path, sign):
     file, saved = tmp_path / "run.toml", tmp_path / "saved.toml"
     file.write_text(f"{sign}[checkpoint]\nenable_checkpoint = true\n")
-    plans = load_plans(str(file), 2)
+    plans = load_config(str(file), 2)
     assert plans.checkpoint.keep_latest_k == 10
     assert any(line.startswith("keep_latest_k = 10  # default of dialect") for line in plans.config_toml.split("\n"))
     assert plans.optimizer.implementation == "fused"
     saved.write_text(plans.config_toml)
-    again = load_plans(str(saved), 2)
+    again = load_config(str(saved), 2)
 
     def bare(plans: Plans) -> Plans:
         # The words differ: where values come from, and what the first file implied without effect.

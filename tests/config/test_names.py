@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from titanlite.config.errors import ConfigError
-from titanlite.config.foreign import FOREIGN
-from titanlite.config.load import load, load_file
-from titanlite.config.names import ALIASES, AUTUMN_2024
-from titanlite.config.schema import keys, quote
+from titanlite.config.aliases import ALIASES, LATER_DEFAULTS
+from titanlite.config.errors import Problem
+from titanlite.config.load import load, load_file, read_text
+from titanlite.config.loaded import LoadedConfig
+from titanlite.config.not_implemented import NOT_IMPLEMENTED
+from titanlite.config.sections import Config
+from titanlite.config.toml import quote
+from titanlite.config.unsupported_keys import UNSUPPORTED
 
 PIPELINE = "experimental.pipeline_parallel"
 
@@ -113,56 +118,67 @@ def test_other_name_means_the_key_and_marks_the_file_only_where_an_older_one_exi
     assert type(config.value(key)) is type(value)
     assert config.source(key).line == 2
     assert config.source(key).written == written.partition(" = ")[0]
-    assert config.dialect.job.dialect == ("2026" if implies else "2024")
-    assert config.dialect.checkpoint.keep_latest_k == (10 if implies else 0)
+    assert config.sections.job.dialect == ("2026" if implies else "2024")
+    assert config.sections.checkpoint.keep_latest_k == (10 if implies else 0)
 
 
 def test_every_other_name_is_in_a_row_or_is_one_of_a_family():
     families = ("quantize.linear.float8.", "parallelism.enable_async_tensor_parallel")
     rows = {written.partition(" = ")[0] for written, *_ in ROWS}
     assert [name for name in ALIASES if name not in rows and not name.startswith(families)] == []
-    assert set(keys()) >= AUTUMN_2024
+
+
+def written(tmp_path: Path, text: str, *flags: str) -> LoadedConfig:
+    (tmp_path / "run.toml").write_text(text)
+    return load_file(tmp_path / "run.toml", flags)
+
+
+def refused(text: str) -> Problem:
+    (problem,) = read_text(text, Path("run.toml"))[1]
+    return problem
+
+
+LATER = {
+    "checkpoint.keep_latest_k": 10,
+    "optimizer.implementation": "fused",
+    "metrics.enable_color_printing": True,
+    "experimental.pipeline_parallel_microbatches": 4,
+    "lr_scheduler.style": "titan-0.2",
+}
 
 
 def test_dialect_2026_brings_the_later_defaults_and_says_so(tmp_path):
-    (tmp_path / "run.toml").write_text('[job]\ndialect = "2026"\n[training]\nbatch_size = 4\n')
-    config = load_file(tmp_path / "run.toml")
-    assert config.dialect.checkpoint.keep_latest_k == 10
-    assert config.dialect.optimizer.implementation == "fused"
-    assert config.dialect.metrics.enable_color_printing is True
-    assert config.dialect.experimental.pipeline_parallel_microbatches == 4
+    config = written(tmp_path, '[job]\ndialect = "2026"\n[training]\nbatch_size = 4\n')
+    assert set(LATER) == set(LATER_DEFAULTS)
+    assert {key: config.value(key) for key in LATER} == LATER
     # Weights-only last saves, the one dangerous default, are never implied.
-    assert config.dialect.checkpoint.model_weights_only is False
-    where = f"{tmp_path / 'run.toml'}:2"
-    assert str(config.source("checkpoint.keep_latest_k")) == f'default of dialect "2026" ({where})'
-    assert any(where in note and "checkpoint.keep_latest_k" in note for note in config.notes)
+    assert config.sections.checkpoint.model_weights_only is False
+    source = config.source("checkpoint.keep_latest_k")
+    assert (source.kind, source.line) == ("dialect", 2)
+    assert any(f"{tmp_path / 'run.toml'}:2" in note and "checkpoint.keep_latest_k" in note for note in config.notes)
 
 
-def test_defaults_without_a_later_name():
-    config = load([])
-    assert config.dialect.checkpoint.keep_latest_k == 0
-    assert config.dialect.optimizer.implementation is None
-    assert config.dialect.metrics.enable_color_printing is None
-    assert config.dialect.experimental.pipeline_parallel_microbatches is None
+def test_no_later_default_waits_for_a_feature_to_come():
+    assert not set(LATER_DEFAULTS) & set(NOT_IMPLEMENTED)
 
 
-def test_command_line_never_brings_later_defaults():
-    config = load(["--training.local_batch_size", "4", "--checkpoint.enable"])
-    assert config.dialect.job.dialect == "2024"
-    assert config.dialect.checkpoint.keep_latest_k == 0
+@pytest.mark.parametrize("flags", [[], ["--training.local_batch_size", "4", "--checkpoint.enable"]])
+def test_only_a_file_brings_later_defaults(flags):
+    config = load(flags)
+    assert [config.value(key) for key in LATER] == [0, None, None, None, "titan"]
+    assert config.sections.job.dialect == "2024"
 
 
-def test_what_is_said_wins_over_later_defaults(tmp_path):
-    (tmp_path / "run.toml").write_text("[training]\nlocal_batch_size = 4\n[checkpoint]\nkeep_latest_k = 3\n")
-    config = load_file(tmp_path / "run.toml", ["--optimizer.implementation", "foreach"])
-    assert config.dialect.checkpoint.keep_latest_k == 3
-    assert config.dialect.optimizer.implementation == "foreach"
-    assert config.dialect.metrics.enable_color_printing is True
-
-
-def test_file_can_use_later_names_and_keep_the_older_defaults(tmp_path):
-    (tmp_path / "run.toml").write_text('[job]\ndialect = "2024"\n[training]\nlocal_batch_size = 4\n')
-    assert load_file(tmp_path / "run.toml").dialect.checkpoint.keep_latest_k == 0
+def test_written_values_win_over_later_defaults(tmp_path):
+    text = "[training]\nlocal_batch_size = 4\n[checkpoint]\nkeep_latest_k = 3\n"
+    config = written(tmp_path, text, "--optimizer.implementation", "foreach")
+    assert {key: config.value(key) for key in LATER} == {
+        **LATER,
+        "checkpoint.keep_latest_k": 3,
+        "optimizer.implementation": "foreach",
+    }
+    config = written(tmp_path, f'[job]\ndialect = "2024"\n{text}')
+    assert config.sections.metrics.enable_color_printing is None
 
 
 @pytest.mark.parametrize(
@@ -173,59 +189,44 @@ def test_file_can_use_later_names_and_keep_the_older_defaults(tmp_path):
         ("training.compile = false", "compile.enable = true"),
         ("float8.enable_float8_linear = false", 'model.converters = ["float8"]'),
         ("optimizer.fused = true", 'optimizer.implementation = "foreach"'),
-        (
-            "experimental.pipeline_parallel_microbatches = 2",
-            "parallelism.pipeline_parallel_microbatch_size = 2",
-        ),
+        ("experimental.pipeline_parallel_microbatches = 2", "parallelism.pipeline_parallel_microbatch_size = 2"),
     ],
 )
-def test_two_names_with_different_values_in_one_layer_show_both(tmp_path, first, second):
-    (tmp_path / "run.toml").write_text(f"{first}\n{second}\n")
-    with pytest.raises(ConfigError) as caught:
-        load_file(tmp_path / "run.toml")
-    (problem,) = caught.value.problems
-    assert problem.where.endswith("run.toml:2")
-    assert f"{first} ({tmp_path / 'run.toml'}:1) and {second} ({tmp_path / 'run.toml'}:2)" in problem.message
+def test_two_names_with_different_values_in_one_layer_show_both(first, second):
+    problem = refused(f"{first}\n{second}\n")
+    assert (problem.where, problem.code) == ("run.toml:2", "given-twice")
+    assert f"{first} (run.toml:1) and {second} (run.toml:2)" in problem.message
 
 
 def test_two_names_with_one_value_or_in_two_layers_are_fine(tmp_path):
-    (tmp_path / "run.toml").write_text("[training]\nbatch_size = 4\nlocal_batch_size = 4\n")
-    assert load_file(tmp_path / "run.toml").dialect.training.batch_size == 4
-    assert load_file(tmp_path / "run.toml", ["--training.local_batch_size=5"]).dialect.training.batch_size == 5
+    text = "[training]\nbatch_size = 4\nlocal_batch_size = 4\n"
+    assert written(tmp_path, text).sections.training.batch_size == 4
+    assert written(tmp_path, text, "--training.local_batch_size=5").sections.training.batch_size == 5
 
 
 def test_micro_batch_size_must_divide_the_batch(tmp_path):
-    (tmp_path / "run.toml").write_text("[parallelism]\npipeline_parallel_microbatch_size = 3\n")
-    with pytest.raises(ConfigError, match="micro-batches of 3 do not divide training.batch_size = 8"):
-        load_file(tmp_path / "run.toml")
-    config = load_file(tmp_path / "run.toml", ["--training.batch_size", "9"])
-    assert config.dialect.experimental.pipeline_parallel_microbatches == 3
+    text = "[parallelism]\npipeline_parallel_microbatch_size = 3\n"
+    assert refused(text).code == "does-not-fit"
+    config = written(tmp_path, text, "--training.batch_size", "9")
+    assert config.sections.experimental.pipeline_parallel_microbatches == 3
+    # With a wrong batch size nothing is known about its parts.
+    assert refused(f"training.batch_size = 0\n{text}").key == "training.batch_size"
 
 
 @pytest.mark.parametrize(
-    "parts", ["[]", '["a"]', "[[]]", '[["layers.1"], ["layers.0"]]', '[["layers.0"], ["layers.2"]]', "3"]
+    "parts", ['["a"]', "[[]]", '[["layers.1"], ["layers.0"]]', '[["layers.0"], ["layers.2"]]', "3"]
 )
-def test_model_parts_must_be_lists_that_hold_all_layers_in_order(tmp_path, parts):
-    (tmp_path / "run.toml").write_text(f"[parallelism]\nmodule_fqns_per_model_part = {parts}\n")
-    if parts == "[]":
-        assert load_file(tmp_path / "run.toml").dialect.experimental.pipeline_parallel_split_points == []
-        return
-    with pytest.raises(ConfigError) as caught:
-        load_file(tmp_path / "run.toml")
-    assert caught.value.problems[0].where.endswith("run.toml:2")
+def test_model_parts_must_be_lists_that_hold_all_layers_in_order(parts):
+    problem = refused(f"[parallelism]\nmodule_fqns_per_model_part = {parts}\n")
+    assert (problem.where, problem.code) == ("run.toml:2", "wrong-type")
 
 
-@pytest.mark.parametrize("name", sorted(FOREIGN))
-def test_foreign_key_is_accepted_switched_off_and_refused_otherwise(tmp_path, name):
-    for off in FOREIGN[name].off:
-        (tmp_path / "run.toml").write_text(f"{name} = {quote(off)}\n")
-        config = load_file(tmp_path / "run.toml")
-        assert all(config.value(key) == load([]).value(key) for key in keys() if key != "job.config_file")
-    other = {bool: 7, str: "other", int: 77, float: 0.7, list: ["other"]}[type(FOREIGN[name].off[0])]
-    (tmp_path / "run.toml").write_text(f"\n{name} = {quote(other)}\n")
-    with pytest.raises(ConfigError) as caught:
-        load_file(tmp_path / "run.toml")
-    (problem,) = caught.value.problems
-    assert problem.where.endswith("run.toml:2")
-    assert problem.key == name
-    assert FOREIGN[name].reason in problem.message
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
+def test_unsupported_key_is_accepted_switched_off_and_refused_otherwise(name):
+    for off in UNSUPPORTED[name].off:
+        config, problems = read_text(f"{name} = {quote(off)}\n", Path("run.toml"))
+        assert problems == [] and config.sections == Config()
+    other = {bool: 7, str: "other", int: 77, float: 0.7, list: ["other"]}[type(UNSUPPORTED[name].off[0])]
+    problem = refused(f"\n{name} = {quote(other)}\n")
+    assert (problem.where, problem.key, problem.code) == ("run.toml:2", name, "unsupported")
+    assert UNSUPPORTED[name].reason in problem.message

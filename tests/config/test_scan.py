@@ -8,21 +8,25 @@ from typing import Any
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from titanlite.config.scan import TOMLDecodeError, key_lines, loads
+from titanlite.config.toml import Scan, TOMLDecodeError, join, loads
 
 FUZZ = settings(max_examples=250, deadline=None)
 TRICKY = " .#=[]{},'\"\\\t-_aé漢\n"
 
 
 def paths_of(value: Any, path: tuple = ()) -> Iterator[tuple]:
-    """Every key path of a parsed document."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield (*path, key)
-            yield from paths_of(item, (*path, key))
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            yield from paths_of(item, (*path, index))
+    """Every path in a parsed document."""
+    for part, item in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield (*path, part)
+        yield from paths_of(item, (*path, part))
+
+
+def full_name(path: tuple) -> str:
+    """A path as messages show it: `data.source[1].weight`."""
+    name = ""
+    for part in path:
+        name = f"{name}[{part}]" if isinstance(part, int) else join(name, part)
+    return name
 
 
 def basic(text: str) -> str:
@@ -101,6 +105,7 @@ class Writer:
             self.text += "["
             for index in range(self.pick(0, 1, 2, 3)):
                 self.blank()
+                self.lines[(*path, index)] = self.line()
                 self.value((*path, index), depth + 1)
                 self.blank()
                 self.text += ","
@@ -131,6 +136,7 @@ class Writer:
             parts = self.array_names[array]
             self.text += f"[[{'.'.join(parts)}]]"
             self.arrays[array] += 1
+            self.lines[(*array, self.arrays[array])] = line
             return (*array, self.arrays[array])
         path, written = self.pick(*([((), [])] + [(a, w) for a, w in self.array_names.items()]))
         if path:
@@ -145,6 +151,7 @@ class Writer:
         self.text += f"[[ {joined} ]]" if is_array else f"[{joined}]"
         if not is_array:
             return path
+        self.lines[(*path, 0)] = line
         if not any(isinstance(part, int) for part in path):
             self.arrays[path] = 0
             self.array_names[path] = parts
@@ -179,9 +186,9 @@ def test_scanner_finds_every_key_of_the_parser_on_the_line_it_was_written_on(doc
         tree = loads(text)
     except TOMLDecodeError:
         assume(False)
-    found = key_lines(text)
-    assert set(found) == set(paths_of(tree))
-    assert found == lines
+    found = Scan(text).lines
+    assert set(found) == set(map(full_name, paths_of(tree)))
+    assert found == {full_name(path): line for path, line in lines.items()}
 
 
 @settings(max_examples=500, deadline=None)
@@ -196,7 +203,7 @@ def test_scanner_agrees_with_the_parser_on_whatever_it_accepts(pieces):
         tree = loads(text)
     except TOMLDecodeError:
         return
-    assert set(key_lines(text)) == set(paths_of(tree))
+    assert set(Scan(text).lines) == set(map(full_name, paths_of(tree)))
 
 
 def test_lines_of_a_document_with_every_form():
@@ -221,21 +228,25 @@ def test_lines_of_a_document_with_every_form():
         "[data.source.more]\n"
         "z = 1\n"
     )
-    assert key_lines(text) == {
-        ("top",): 2,
-        ("model",): 6,
-        ("model", "overrides"): 6,
-        ("model", "overrides", "n_layers"): 7,
-        ("training",): 8,
-        ("training", "seq_len"): 9,
-        ("training", "a"): 10,
-        ("training", "a", "b"): 10,
-        ("training", "a", "b", "c"): 10,
-        ("training", "a", "b", "c", 1, "k"): 12,
-        ("data",): 14,
-        ("data", "source"): 14,
-        ("data", "source", 0, "path"): 15,
-        ("data", "source", 1, "path"): 17,
-        ("data", "source", 1, "more"): 18,
-        ("data", "source", 1, "more", "z"): 19,
+    assert Scan(text).lines == {
+        "top": 2,
+        "model": 6,
+        "model.overrides": 6,
+        "model.overrides.n_layers": 7,
+        "training": 8,
+        "training.seq_len": 9,
+        "training.a": 10,
+        "training.a.b": 10,
+        "training.a.b.c": 10,
+        "training.a.b.c[0]": 11,
+        "training.a.b.c[1]": 12,
+        "training.a.b.c[1].k": 12,
+        "data": 14,
+        "data.source": 14,
+        "data.source[0]": 14,
+        "data.source[0].path": 15,
+        "data.source[1]": 16,
+        "data.source[1].path": 17,
+        "data.source[1].more": 18,
+        "data.source[1].more.z": 19,
     }

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from titanlite.config.dialect import Dialect
-from titanlite.config.foreign import FOREIGN
-from titanlite.config.names import ALIASES
-from titanlite.config.scan import loads
-from titanlite.config.schema import keys, quote
-from titanlite.config.schema_json import json_schema, to_text
-from titanlite.config.template import template
+from titanlite.config.aliases import ALIASES
+from titanlite.config.keys import keys
+from titanlite.config.sections import Config
+from titanlite.config.toml import loads, quote
+from titanlite.config.unsupported_keys import UNSUPPORTED
+from titanlite.tools.config_pages import json_schema, schema_text, template
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted((ROOT / "train_configs").glob("*.toml"))
@@ -80,7 +79,7 @@ def find(name: str) -> dict[str, Any]:
 
 def test_committed_schema_is_that_of_the_code():
     committed = (ROOT / "train_configs" / "titanlite.schema.json").read_text(encoding="utf-8")
-    assert committed == to_text(), f"stale: {COMMAND}"
+    assert committed == schema_text(), f"stale: {COMMAND}"
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
@@ -107,8 +106,8 @@ def test_every_other_name_is_known_and_deprecated():
     for alias in ALIASES.values():
         entry = find(alias.name)
         assert entry["deprecated"] is True
-        assert alias.canonical in entry["description"]
-    for name, foreign in FOREIGN.items():
+        assert alias.key in entry["description"]
+    for name, foreign in UNSUPPORTED.items():
         assert find(name)["deprecated"] is True
         assert all(fits(find(name), off, SCHEMA) for off in foreign.off)
 
@@ -167,5 +166,5 @@ def test_template_without_its_marks_is_valid():
 
 def test_draft_and_sections():
     assert SCHEMA["$schema"] == "https://json-schema.org/draft/2020-12/schema"
-    assert list(SCHEMA["properties"])[: len(Dialect.model_fields)] == list(Dialect.model_fields)
+    assert list(SCHEMA["properties"])[: len(Config.__struct_fields__)] == list(Config.__struct_fields__)
     assert quote(SCHEMA["properties"]["training"]["properties"]["steps"]["default"]) == "10000"

@@ -8,14 +8,15 @@ from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
+from titanlite.config.plans import Plans
+from titanlite.config.resolve import resolve
+from titanlite.config.unbuilt import without_effect
+from titanlite.observe.report import start_report
 
 from titanlite import app, exit_codes
 from titanlite.build import Text, check_units
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
-from titanlite.config.plans import Plans, ShardPlan
-from titanlite.config.resolve import resolve
-from titanlite.config.unbuilt import without_effect
 
 
 def plans(*flags: str, world_size: int = 4) -> Plans:
@@ -26,65 +27,37 @@ def plans(*flags: str, world_size: int = 4) -> Plans:
     ("words", "units"),
     [
         (["size"], "size"),
-        (["root"], "root"),
-        (["Attention,FeedForward"], ("Attention", "FeedForward")),
-        (["Attention", "FeedForward"], ("Attention", "FeedForward")),
-        (['["Block"]'], ("Block",)),
+        (["Attention,FeedForward"], ["Attention", "FeedForward"]),
+        (["Attention", "FeedForward"], ["Attention", "FeedForward"]),
+        (['["Block"]'], ["Block"]),
     ],
 )
 def test_units_are_a_kind_or_classes(words: list[str], units: Any) -> None:
-    assert plans("--training.fsdp_units", *words).shard.units == units
+    assert load(["--training.fsdp_units", *words]).dialect.training.fsdp_units == units
 
 
-def test_every_key_of_sharding_reaches_the_plan() -> None:
-    resolved = plans(
-        "--training.fsdp_units=size",
-        "--training.fsdp_min_params=5000",
-        "--training.prefetch=2",
-        "--training.enable_cpu_offload",
-        "--training.gradient_sync=every",
-        "--training.reshard_after_forward=2",
-        "--training.mixed_precision_param=float32",
-        "--training.mixed_precision_reduce=bfloat16",
-    )
-    assert resolved.shard == ShardPlan("float32", "bfloat16", 2, "every", "size", 5000, 2, True)
-    assert resolved.warnings == ()
+@pytest.mark.parametrize("flag", ["mixed_precision_param=float16", "mixed_precision_reduce=float16", "fsdp_units=[]"])
+def test_values_that_no_run_has_are_refused(flag: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load([f"--training.{flag}"])
+    assert [problem.key for problem in caught.value.problems] == [f"training.{flag.partition('=')[0]}"]
 
 
-@pytest.mark.parametrize("key", ["mixed_precision_param", "mixed_precision_reduce"])
-def test_float16_is_refused_with_the_reason(key: str) -> None:
-    with pytest.raises(ConfigError, match="float16 needs loss scaling, which titanlite does not do; take bfloat16"):
-        load([f"--training.{key}=float16"])
-
-
-def test_an_empty_list_of_classes_is_refused() -> None:
-    with pytest.raises(ConfigError, match='expected one of "block", "root", "size" or a list of strings'):
-        load(["--training.fsdp_units=[]"])
-
-
-def test_nothing_is_gathered_ahead_of_everything() -> None:
-    with pytest.raises(
-        ConfigError, match='prefetch: is 1, but training.fsdp_units = "root" gathers everything at once'
-    ):
-        load(["--training.prefetch=1", "--training.fsdp_units=root"])
-
-
-@pytest.mark.parametrize("flags", [[], ["--training.data_parallel_type=ddp"]])
-def test_prefetch_of_whole_weights_warns(flags: list[str]) -> None:
-    ranks = 4 if flags else 1
-    (warning,) = plans("--training.prefetch=2", *flags, world_size=ranks).warnings
-    assert warning.startswith("training.prefetch = 2 has no effect: every rank holds whole weights")
-
-
-def test_a_least_size_without_units_by_size_has_no_effect() -> None:
-    assert without_effect(load(["--training.fsdp_min_params=5"])) == ["training.fsdp_min_params"]
-    assert without_effect(load(["--training.fsdp_min_params=5", "--training.fsdp_units=size"])) == []
+@pytest.mark.parametrize(
+    ("key", "on"),
+    [
+        ("--training.fsdp_min_params=5", ["--training.fsdp_units=size"]),
+        ("--compile.cache_dir=somewhere", ["--training.compile"]),
+    ],
+)
+def test_keys_of_what_is_off_have_no_effect(key: str, on: list[str]) -> None:
+    assert without_effect(load([key])) == [key[2:].partition("=")[0]]
+    assert without_effect(load([key, *on])) == []
 
 
 def test_inductors_cache_has_no_effect_on_another_backend() -> None:
-    flags = ["--training.compile", "--compile.cache_dir=somewhere"]
-    assert without_effect(load(flags)) == []
-    assert without_effect(load([*flags, "--compile.backend=aot_eager"])) == ["compile.cache_dir"]
+    flags = ["--training.compile", "--compile.cache_dir=somewhere", "--compile.backend=aot_eager"]
+    assert without_effect(load(flags)) == ["compile.cache_dir"]
 
 
 @pytest.mark.parametrize(
@@ -111,6 +84,44 @@ def test_units_that_do_not_fit_the_model_are_refused(flags: list[str], message: 
         check_units(plans(*flags), text)
     check_units(plans("--training.fsdp_units=Attention"), text)
     check_units(plans("--training.fsdp_units=Block", "--training.compile"), text)
+
+
+def _report(*flags: str, device: str = "CPU (some model)") -> str:
+    lines = start_report(
+        plans("--training.batch_size=2", "--training.global_batch_size=16", *flags, world_size=2),
+        parameters={"all": 8_030_261_248},
+        flops_per_token=1,
+        device=device,
+        world_size=2,
+        versions={},
+        tokenizer="",
+        documents=1,
+        tokens_per_epoch=1,
+        memory_bytes=0,
+        peak_flops=None,
+        folders={},
+    )
+    (line,) = (line for line in lines if line.startswith("sharding "))
+    return line.removeprefix("sharding").strip()
+
+
+def test_the_start_report_says_what_sharding_costs() -> None:
+    kept = "whole gradients kept until the last micro-batch: 4 bytes x 8,030,261,248 parameters = 29.9 GiB per rank"
+    assert _report() == (
+        f"units of each block; freed after forward but for the last two; {kept} (training.gradient_sync)"
+    )
+    assert "kept until" not in _report("--training.gradient_sync=every")
+    assert "kept until" not in _report("--training.data_parallel_type=ddp"), "they are whole in any case"
+    assert "2 bytes x 8,030,261,248" in _report("--training.mixed_precision_reduce=bfloat16")
+    assert _report(
+        "--training.fsdp_units=A,B", "--training.prefetch=3", "--training.reshard_after_forward=2"
+    ).startswith("units of each A and B; after forward sharded over 2 ranks; gathered 3 ahead; ")
+
+
+def test_the_start_report_says_that_offload_does_nothing_on_a_cpu() -> None:
+    assert _report("--training.enable_cpu_offload").endswith("offload to host memory is without effect on a CPU")
+    on_gpu = _report("--training.enable_cpu_offload", device="NVIDIA H100")
+    assert on_gpu.endswith("parameters, gradients and optimizer state in host memory")
 
 
 def test_a_class_that_the_model_lacks_ends_a_run_before_any_process_group(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from titanlite.config.foreign import FOREIGN
-from titanlite.config.load import load, read_text
-from titanlite.config.names import ALIASES
 from titanlite.config.resolve import resolve
-from titanlite.config.schema import keys
-from titanlite.config.template import markdown, template
-from titanlite.config.unbuilt import UNBUILT, refused
+
+from titanlite.config.aliases import ALIASES
+from titanlite.config.keys import keys
+from titanlite.config.load import load, read_text
+from titanlite.config.not_implemented import NOT_IMPLEMENTED, refused
+from titanlite.config.unsupported_keys import UNSUPPORTED
+from titanlite.tools.config_pages import markdown, template
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "config-keys.md"
 COMMAND = "titanlite config template --markdown > docs/config-keys.md"
@@ -30,7 +31,7 @@ def test_template_as_it_is_sets_nothing(tmp_path):
 def test_template_uncommented_is_exactly_the_defaults(tmp_path):
     config, problems = read_text(uncommented(), tmp_path / "run.toml")
     assert problems == []
-    assert config.dialect == load([]).dialect
+    assert config.sections == load([]).sections
     ours, theirs = resolve(config, world_size=2), resolve(load([]), world_size=2)
     assert (ours.batch, ours.schedule, ours.observe, ours.checkpoint, ours.warnings) == (
         theirs.batch,
@@ -60,9 +61,9 @@ def test_page_of_all_keys_is_that_of_the_code():
 def test_page_names_every_key_and_every_other_name():
     sections = dict(re.findall(r"^## \[(\w+)\]\n(.*?)(?=^## )", markdown(), re.MULTILINE | re.DOTALL))
     for key in keys().values():
-        mark = " ◌" if key.name in UNBUILT else ""
+        mark = " ◌" if key.name in NOT_IMPLEMENTED else ""
         row = next(line for line in sections[key.section].splitlines() if line.startswith(f"| `{key.field}`{mark} |"))
         assert key.expected.replace("|", "\\|") in row
-        assert all(f"`{alias.name}`" in row for alias in ALIASES.values() if alias.canonical == key.name)
-    assert all(f"| `{name}` |" in markdown() for name in FOREIGN)
+        assert all(f"`{alias.name}`" in row for alias in ALIASES.values() if alias.key == key.name)
+    assert all(f"| `{name}` |" in markdown() for name in UNSUPPORTED)
     assert "| `checkpoint.keep_latest_k` | `10` | `0` |" in markdown()

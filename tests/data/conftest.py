@@ -1,7 +1,9 @@
-"""A small corpus of known ids, without any tokenizer."""
+"""A small corpus of known ids, without any tokenizer, and helpers for text files."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,13 @@ def make_corpus(lengths: list[int]) -> Corpus:
     )
 
 
+def write_texts(path: Path, texts: list[str], raw: dict[int, str] | None = None) -> Path:
+    """Write records of `texts`; raw: lines by number, from 1, that replace a record."""
+    lines = [(raw or {}).get(n, json.dumps({"text": text})) for n, text in enumerate(texts, start=1)]
+    path.write_text("".join(line + "\n" for line in lines))
+    return path
+
+
 @pytest.fixture
 def corpus() -> Corpus:
     """29 documents of 2 to 40 tokens, 599 tokens in all: prime, so that no size divides an epoch."""
@@ -29,3 +38,12 @@ def corpus() -> Corpus:
     lengths[-1] += 599 - sum(lengths)
     assert lengths[-1] >= 2
     return make_corpus(lengths)
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
+    """The text of all that titanlite has logged, whatever an earlier test has set up."""
+    monkeypatch.setattr("titanlite.utils.logger.handlers", [])
+    monkeypatch.setattr("titanlite.utils.logger.propagate", True)
+    caplog.set_level("INFO", logger="titanlite")
+    return lambda: caplog.text

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.tiny import EIGHT_STEPS
-from titanlite.drill.text import write_text
 from titanlite.metrics.jsonl import read_metrics
+from titanlite.tools import drill_ranks
+from titanlite.tools.faults import NO_FAULT, Fault
 from titanlite.tools.tensors import Contents, compare
 
 STEPS, INTERVAL = 8, 2
@@ -24,17 +24,13 @@ TINY = [
 ]
 
 
-_folder = tempfile.TemporaryDirectory(prefix="titanlite-failures-")
-
-
-@functools.cache
-def text() -> Path:
-    """A text that takes no time to read."""
-    return write_text(Path(_folder.name))
-
-
 def flags(folder: Path, *more: str) -> list[str]:
-    return [*TINY, f"--training.dataset_path={text()}", f"--job.dump_folder={folder}", *more]
+    return [*TINY, f"--job.dump_folder={folder}", *more]
+
+
+def train(arguments: Sequence[str], ranks: int, console: Path, fault: Fault = NO_FAULT) -> tuple[list[int], str]:
+    """Train to the end, and log the batches of each step (see `batches`). Exit codes by rank, and the output."""
+    return drill_ranks.train(arguments, ranks, console, fault, main="tests.failures.logged")
 
 
 def rows(folder: Path) -> list[tuple[Any, ...]]:

@@ -14,12 +14,11 @@ import pytest
 import torch
 
 from tests.checkpoint.runs import flip
-from tests.failures.runs import STEPS, batches, flags, rows, saved, unequal
+from tests.failures.runs import STEPS, batches, flags, rows, saved, train, unequal
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import is_valid, step_folder
 from titanlite.data.loader import add_hashes
-from titanlite.drill.ranks import train
-from titanlite.drill.strike import Strike
+from titanlite.tools.faults import Fault
 from titanlite.tools.tensors import Contents
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Eight steps on two ranks that nothing happens to."""
     folder = tmp_path_factory.mktemp("straight")
-    codes, text = train(flags(folder), 2, folder / "console", Strike(batches=str(folder / "batches")))
+    codes, text = train(flags(folder), 2, folder / "console")
     assert codes == [0, 0], text
     return folder
 
@@ -49,8 +48,7 @@ def test_saved_on_four_ranks_and_resumed_on_one_two_or_three(tmp_path: Path, str
         folder = tmp_path / str(ranks)
         folder.mkdir()
         (folder / "checkpoint").symlink_to(tmp_path / "four" / "checkpoint")
-        record = Strike(batches=str(folder / "batches"))
-        codes, text = train(flags(folder, "--checkpoint.interval=100"), ranks, tmp_path / "console", record)
+        codes, text = train(flags(folder, "--checkpoint.interval=100"), ranks, tmp_path / "console")
         assert codes == [0] * ranks and "resumed from step 4" in text, text
         assert _global_batches(folder, ranks) == {step: expected[step] for step in range(5, STEPS + 1)}
         losses = {row[0]: row[1] for row in rows(folder)}
@@ -79,17 +77,16 @@ def test_killed_in_every_epoch_each_sequence_is_still_trained_on_once_per_epoch(
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     for folder in (whole, broken):
         folder.mkdir()
-    codes, said = train(in_epochs(whole), 2, whole / "console", Strike(batches=str(whole / "batches")))
+    codes, said = train(in_epochs(whole), 2, whole / "console")
     assert codes == [0, 0], said
     steps = len(rows(whole))
     expected = _global_batches(whole, 2)
     assert steps >= 9 and len(set(expected.values())) == steps, "every epoch has an order of its own"
     kills = [steps // 6, steps // 2, steps - steps // 6]  # in the first, the second and the third epoch
     for step in kills:
-        strike = Strike("kill", step, 0, "manifest named", batches=str(broken / "batches"))
-        codes, said = train(in_epochs(broken), 2, broken / "console", strike)
+        codes, said = train(in_epochs(broken), 2, broken / "console", Fault("kill", "publish", step))
         assert codes[0] == -9, said
-    codes, said = train(in_epochs(broken), 2, broken / "console", Strike(batches=str(broken / "batches")))
+    codes, said = train(in_epochs(broken), 2, broken / "console")
     assert codes == [0, 0] and f"resumed from step {kills[-1] - 1}" in said, said
     assert _global_batches(broken, 2) == expected and rows(broken) == rows(whole)
     assert unequal(broken, whole, steps) == []
@@ -101,7 +98,7 @@ def test_killed_in_every_epoch_each_sequence_is_still_trained_on_once_per_epoch(
 def test_no_space_in_a_save(tmp_path: Path, straight: Path, mode: str, rank: int) -> None:
     """No file may grow beyond 64 KiB while step 4 is saved."""
     more = [f"--checkpoint.async_mode={mode}"]
-    codes, text = train(flags(tmp_path, *more), 2, tmp_path / "console", Strike("full", 4, rank))
+    codes, text = train(flags(tmp_path, *more), 2, tmp_path / "console", Fault("full", "save", 4, rank))
     assert codes == [0, 0], text
     (told,) = re.findall(r".*NO CHECKPOINT WAS WRITTEN.*", text)
     assert "step 4: " in told and f"rank {rank}: [Errno 27] File too large: '{tmp_path}" in told and "step-4" in told
@@ -114,7 +111,7 @@ def test_no_space_in_a_save(tmp_path: Path, straight: Path, mode: str, rank: int
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_no_space_in_the_last_save_is_no_success(tmp_path: Path, straight: Path, mode: str) -> None:
     more = [f"--checkpoint.async_mode={mode}"]
-    codes, text = train(flags(tmp_path, *more), 2, tmp_path / "console", Strike("full", STEPS, 1))
+    codes, text = train(flags(tmp_path, *more), 2, tmp_path / "console", Fault("full", "save", STEPS, 1))
     assert codes == [exit_codes.CHECKPOINT] * 2, text
     assert re.search(r"error: saving .*step-8 failed: rank 1: .*File too large: .*__1_0.distcp", text), text
     assert saved(tmp_path) == ["step-2", "step-4", "step-6"], "what was half-written takes no space"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -19,7 +19,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def world() -> Iterator[World]:
+def world() -> Iterator[DistEnv]:
     """A world of one rank on the GPU; one per process, since its process group is the default one."""
-    with World.open(device_type="cuda") as opened:
+    with DistEnv.open(device_type="cuda") as opened:
         yield opened

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from tests.training.harness import Run, build_tiny, micro_batches
-from titanlite.build import to_device
-from titanlite.parallel.world import World
+from titanlite.data.loader import to_device
+from titanlite.parallel.dist_env import DistEnv
 
 
-def peak_and_gradients(world: World, run: Run) -> tuple[int, dict[str, torch.Tensor]]:
+def peak_and_gradients(world: DistEnv, run: Run) -> tuple[int, dict[str, torch.Tensor]]:
     """Bytes at the peak of a second pass over the run's first micro-batch, less what was there before; its gradients,
     whole, by name."""
     model, _, rank = build_tiny(world, run)

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.models.llama.model import SdpaAttention
-from titanlite.parallel.context import ContextAttention, Share
+from titanlite.parallel.context import ContextAttention, CPRank
 
 SEQ, DEGREE = 1024, 4
 
 
 @dataclass
-class AllRanks(Share):
+class AllRanks(CPRank):
     """One rank of several in one process: what the others would send is there already."""
 
     whole: Tensor | None = None

@@ -9,17 +9,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.training.harness import TINY, Run, batches, build_tiny, micro_batches, train
-from titanlite.build import to_device
-from titanlite.config.plans import ShardPlan
+from tests.steps import train_step
+from tests.training.harness import TINY, Run, batches, build_tiny, full_precision, micro_batches, train
+from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
-from titanlite.parallel.world import World
-from titanlite.step import train_step
+from titanlite.parallel.dist_env import DistEnv
 
 STEPS = 5
 TOKENS, LABELS = batches(STEPS, 4, 32, 192)
 RUN = Run(TOKENS, LABELS, [1e-3] * STEPS, accumulation=2)
-OFFLOADED = replace(RUN, shard=replace(RUN.shard, cpu_offload=True))
+OFFLOADED = replace(RUN, training=full_precision(enable_cpu_offload=True))
 
 
 def _locals(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -27,7 +26,7 @@ def _locals(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("implementation", [None, "foreach"])
-def test_training_is_the_same(world: World, implementation: str | None) -> None:
+def test_training_is_the_same(world: DistEnv, implementation: str | None) -> None:
     on_device = train(world, RUN)
     offloaded = train(world, replace(OFFLOADED, implementation=implementation))
     assert offloaded.losses == pytest.approx(on_device.losses, abs=5e-6)
@@ -37,7 +36,7 @@ def test_training_is_the_same(world: World, implementation: str | None) -> None:
         assert (difference.norm() / weight.cpu().norm()).item() < 1e-4, name
 
 
-def test_state_is_on_the_host_and_computation_on_the_device(world: World) -> None:
+def test_state_is_on_the_host_and_computation_on_the_device(world: DistEnv) -> None:
     model, optimizer, rank = build_tiny(world, OFFLOADED)
     data = to_device(micro_batches(OFFLOADED, 0, rank, world.size), world.device)
     assert model(data[0].tokens).device.type == "cuda"
@@ -52,7 +51,7 @@ def test_state_is_on_the_host_and_computation_on_the_device(world: World) -> Non
     assert {b.device.type for b in model.buffers()} == {"cuda"}
 
 
-def test_the_device_holds_no_weights_between_steps(world: World) -> None:
+def test_the_device_holds_no_weights_between_steps(world: DistEnv) -> None:
     wide = replace(OFFLOADED, args=replace(TINY, dim=512, n_layers=4))
     before = torch.cuda.memory_allocated()
     model, _, _ = build_tiny(world, wide)
@@ -60,8 +59,8 @@ def test_the_device_holds_no_weights_between_steps(world: World) -> None:
     assert torch.cuda.memory_allocated() - before < 0.05 * size
 
 
-def test_a_bad_gradient_changes_no_weight(world: World) -> None:
-    model, optimizer, rank = build_tiny(world, replace(OFFLOADED, shard=ShardPlan(cpu_offload=True)))
+def test_a_bad_gradient_changes_no_weight(world: DistEnv) -> None:
+    model, optimizer, rank = build_tiny(world, replace(OFFLOADED, training=Training(enable_cpu_offload=True)))
     data = to_device(micro_batches(OFFLOADED, 0, rank, world.size), world.device)
     before = [p.clone() for p in _locals(list(model.parameters()))]
     block = model.get_submodule("layers.1")

@@ -16,19 +16,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.gpu.peak import peak_and_gradients
 from tests.parallel import float8_runs
 from tests.parallel.float8_runs import LINEARS, RATES, RECIPES, distance, spread
+from tests.steps import train_step
 from tests.training.compare import LABELS, TOKENS, WARM
 from tests.training.harness import TINY, Run, batches, build_tiny, micro_batches, train, train_afresh
-from titanlite.build import to_device
-from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, Float8Plan, ShardPlan
-from titanlite.config.sections.run import Profiling
+from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.metrics.profiler import Profiler
-from titanlite.parallel.world import World
-from titanlite.step import train_step
+from titanlite.parallel.dist_env import DistEnv
 
-BF16 = ShardPlan(param_dtype="bfloat16")
+BF16 = Training()
 RUN = Run(TOKENS, LABELS, WARM)
-COMPILED = CompilePlan(model=True, loss=True)
+COMPILED = Compile()
+
+MODES = {
+    "none": ActivationCheckpoint(mode="none"),
+    "every": ActivationCheckpoint(selective_ac_option="2"),
+    "op": ActivationCheckpoint(selective_ac_option="op"),
+    "full": ActivationCheckpoint(mode="full"),
+}
+PRECOMPUTED = Float8(
+    enable_float8_linear=True, enable_fsdp_float8_all_gather=True, precompute_float8_dynamic_scale_for_fsdp=True
+)
 
 #: Needs kernels of compute capability 8.9.
 FLOAT8_HARDWARE = pytest.mark.skipif(
@@ -48,7 +56,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operators(world: World, run: Run) -> Counter[str]:
+def operators(world: DistEnv, run: Run) -> Counter[str]:
     """Those of the second step, which are below float8's tensors; of the profiler, so that compiled ones count too."""
     model, optimizer, rank = build_tiny(world, run)
     guard = FiniteGuard(world.device)
@@ -68,29 +76,27 @@ def operators(world: World, run: Run) -> Counter[str]:
 
 @FLOAT8_HARDWARE
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_float8_products_are_the_hardwares(world: World, recipe: Any) -> None:
-    run = replace(float8_runs.RUN, float8=Float8Plan(enable=True, recipe=recipe))
+def test_float8_products_are_the_hardwares(world: DistEnv, recipe: Any) -> None:
+    run = replace(float8_runs.RUN, float8=Float8(enable_float8_linear=True, recipe_name=recipe))
     assert operators(world, run)["_scaled_mm"] == LINEARS * (2 if recipe == "rowwise_with_gw_hp" else 3)
 
 
 @FLOAT8_HARDWARE
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_float8_stays_within_the_spread_of_seeds(world: World, recipe: Any, compiled: bool) -> None:
-    long = replace(float8_runs.RUN, rates=RATES, compile=COMPILED if compiled else CompilePlan())
+def test_float8_stays_within_the_spread_of_seeds(world: DistEnv, recipe: Any, compiled: bool) -> None:
+    long = replace(float8_runs.RUN, rates=RATES, compile=COMPILED if compiled else None)
     plain, *others = (train_afresh(world, replace(long, seed=seed)).losses for seed in (7, 8, 9))
-    ours = train_afresh(world, replace(long, float8=Float8Plan(enable=True, recipe=recipe))).losses
+    ours = train_afresh(world, replace(long, float8=Float8(enable_float8_linear=True, recipe_name=recipe))).losses
     assert 0 < distance(ours, plain) < 2 * spread(plain, others)
 
 
 @FLOAT8_HARDWARE
-def test_gathering_in_float8_with_scales_computed_before_changes_little(world: World) -> None:
+def test_gathering_in_float8_with_scales_computed_before_changes_little(world: DistEnv) -> None:
     long = replace(float8_runs.RUN, rates=RATES)
     plain, *others = (train(world, replace(long, seed=seed)).losses for seed in (7, 8, 9))
-    gathered = Float8Plan(enable=True, all_gather=True)
-    alone, before = (
-        train(world, replace(long, float8=plan)) for plan in (gathered, replace(gathered, precompute=True))
-    )
+    gathered = Float8(enable_float8_linear=True, enable_fsdp_float8_all_gather=True)
+    alone, before = (train(world, replace(long, float8=plan)) for plan in (gathered, PRECOMPUTED))
     assert 0 < distance(alone.losses, plain) < 2 * spread(plain, others)
     for name, weight in alone.weights.items():
         torch.testing.assert_close(before.weights[name], weight, rtol=1e-3, atol=1e-4)
@@ -110,12 +116,12 @@ def test_gathering_in_float8_with_scales_computed_before_changes_little(world: W
 )
 @pytest.mark.parametrize("mode", ["none", "op"])
 def test_each_attention_kernel_trains_and_is_kept_by_the_policy_by_operation(
-    world: World, backend: SDPBackend, operator: str, mode: Any
+    world: DistEnv, backend: SDPBackend, operator: str, mode: Any
 ) -> None:
     """The kernel runs once per block, recomputed or not; gradients are those of plain attention to bf16's rounding."""
     args = replace(TINY, dim=256, n_heads=4, n_kv_heads=4, max_seq_len=128)
     tokens, labels = batches(1, 2, 128, 192)
-    run = Run(tokens, labels, [1e-3], args=args, shard=BF16, activations=ActivationCheckpointPlan(mode))
+    run = Run(tokens, labels, [1e-3], args=args, training=BF16, activations=MODES[mode])
     with sdpa_kernel(SDPBackend.MATH):
         plain = train(world, run)
     model, _, rank = build_tiny(world, run)
@@ -133,21 +139,16 @@ def test_each_attention_kernel_trains_and_is_kept_by_the_policy_by_operation(
 # Activation checkpointing
 
 
-def test_each_mode_keeps_less_and_computes_the_same(world: World) -> None:
+def test_each_mode_keeps_less_and_computes_the_same(world: DistEnv) -> None:
     """Peak memory over a forward and backward pass, less what was there before."""
     args = replace(TINY, dim=512, n_layers=8, n_heads=8, n_kv_heads=8, max_seq_len=512, multiple_of=256)
     tokens, labels = batches(1, 8, 512, 192)
     peaks, gradients = {}, {}
-    for name, plan in {
-        "none": ActivationCheckpointPlan(),
-        "every 2nd": ActivationCheckpointPlan("every", every=2),
-        "by operation": ActivationCheckpointPlan("op"),
-        "full": ActivationCheckpointPlan("full"),
-        "none, offload": ActivationCheckpointPlan(offload=True),
-    }.items():
-        run = Run(tokens, labels, [1e-3], args=args, shard=BF16, activations=plan)
+    offload = ActivationCheckpoint(mode="none", offload=True)
+    for name, plan in {**MODES, "none, offload": offload}.items():
+        run = Run(tokens, labels, [1e-3], args=args, training=BF16, activations=plan)
         peaks[name], gradients[name] = peak_and_gradients(world, run)
-    assert peaks["full"] < peaks["every 2nd"] < peaks["none"] and peaks["by operation"] < peaks["none"]
+    assert peaks["full"] < peaks["every"] < peaks["none"] and peaks["op"] < peaks["none"]
     assert peaks["none, offload"] < peaks["none"]
     for name, ours in gradients.items():
         for parameter, gradient in gradients["none"].items():
@@ -157,7 +158,7 @@ def test_each_mode_keeps_less_and_computes_the_same(world: World) -> None:
 # Compilation
 
 
-def test_compiled_training_is_eager_training_to_rounding(world: World) -> None:
+def test_compiled_training_is_eager_training_to_rounding(world: DistEnv) -> None:
     """In fp32, where inductor keeps the precision of the products; equal blocks are one graph."""
     from torch._dynamo.utils import counters
 
@@ -169,30 +170,32 @@ def test_compiled_training_is_eager_training_to_rounding(world: World) -> None:
 
 
 @pytest.mark.parametrize("float8", [False, pytest.param(True, marks=FLOAT8_HARDWARE)], ids=["bf16", "float8"])
-def test_compiled_recomputation_by_operation_computes_what_eager_steps_do(world: World, float8: bool) -> None:
+def test_compiled_recomputation_by_operation_computes_what_eager_steps_do(world: DistEnv, float8: bool) -> None:
     run = replace(
         float8_runs.RUN,
         compile=COMPILED,
-        activations=ActivationCheckpointPlan("op"),
-        float8=Float8Plan(enable=float8, all_gather=float8, precompute=float8),
+        activations=MODES["op"],
+        float8=PRECOMPUTED if float8 else Float8(),
     )
     compiled = train_afresh(world, run)
-    eager = train(world, replace(run, compile=CompilePlan()))
+    eager = train(world, replace(run, compile=None))
     assert distance(compiled.losses, eager.losses) < 0.05
 
 
 # Memory
 
 
-def test_snapshots_are_written_on_the_cycle_and_when_memory_runs_out(tmp_path: Path, world: World) -> None:
-    folder = str(tmp_path)
-    config = Profiling(enable_memory_snapshot=True, save_memory_snapshot_folder=folder, profile_freq=2)
+def test_snapshots_are_written_on_the_cycle_and_when_memory_runs_out(tmp_path: Path, world: DistEnv) -> None:
+    section = Profiling(enable_memory_snapshot=True, save_memory_snapshot_folder=str(tmp_path), profile_freq=2)
+    profiler = Profiler(section, 0, world.device)
+    profiler.start()
     kept: list[torch.Tensor] = []
-    with pytest.raises(torch.OutOfMemoryError), Profiler(config, 0, world.device) as profiles:
-        for step in (1, 2, 3):
-            kept.append(torch.empty(2**20, device=world.device))
-            profiles.step(step)
+    for step in (1, 2, 3):
+        kept.append(torch.empty(2**20, device=world.device))
+        profiler.step(step)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
         torch.empty(2**50, dtype=torch.uint8, device=world.device)
+    profiler.stop(caught.value)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["iteration_2", "iteration_3_out_of_memory"]
     snapshot = pickle.loads((tmp_path / "iteration_2" / "rank0_memory_snapshot.pickle").read_bytes())
     sizes = [event["size"] for trace in snapshot["device_traces"] for event in trace if event["action"] == "alloc"]
@@ -202,7 +205,7 @@ def test_snapshots_are_written_on_the_cycle_and_when_memory_runs_out(tmp_path: P
 # The loss in chunks
 
 
-def test_a_loss_in_chunks_never_has_all_logits(world: World) -> None:
+def test_a_loss_in_chunks_never_has_all_logits(world: DistEnv) -> None:
     vocab, chunks = 32768, 8
     tokens, labels = batches(2, 8, 512, vocab)
     args = replace(TINY, vocab_size=vocab, max_seq_len=512)
@@ -210,7 +213,7 @@ def test_a_loss_in_chunks_never_has_all_logits(world: World) -> None:
     for count in (1, chunks):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        run = Run(tokens, labels, [1e-3] * 2, args=args, shard=BF16, loss_chunks=count)
+        run = Run(tokens, labels, [1e-3] * 2, args=args, training=BF16, loss_chunks=count)
         losses.append(train(world, run).losses)
         peaks.append(torch.cuda.max_memory_allocated())
     assert losses[1] == pytest.approx(losses[0], rel=2e-3)

@@ -16,17 +16,16 @@ import torch
 
 from tests.checkpoint.runs import RUN as SAVED
 from tests.gpu.peak import peak_and_gradients
-from tests.gpu.test_features import COMPILED, FLOAT8_HARDWARE
+from tests.gpu.test_features import COMPILED, FLOAT8_HARDWARE, PRECOMPUTED
 from tests.parallel.float8_runs import RATES, RUN, distance, drift_of, gathered_types, resumed
-from tests.parallel.test_compile import _whole
-from tests.training.harness import TINY, Run, batches, train
-from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, Float8Plan, ShardPlan
-from titanlite.parallel.world import World
+from tests.parallel.test_whole_runs import whole as _whole
+from tests.training.harness import TINY, Run, batches, changed, train
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.tools.tensors import Contents, compare
 
-FLOAT8 = Float8Plan(enable=True)
-GATHERED = replace(FLOAT8, all_gather=True)
-PRECOMPUTED = replace(GATHERED, precompute=True)
+FLOAT8 = Float8(enable_float8_linear=True)
+GATHERED = changed(FLOAT8, enable_fsdp_float8_all_gather=True)
+ROWWISE = changed(FLOAT8, recipe_name="rowwise")
 
 
 # Drift
@@ -35,11 +34,11 @@ PRECOMPUTED = replace(GATHERED, precompute=True)
 @FLOAT8_HARDWARE
 @pytest.mark.parametrize(
     ("plan", "compiled"),
-    [(FLOAT8, False), (PRECOMPUTED, False), (PRECOMPUTED, True), (replace(FLOAT8, recipe="rowwise"), True)],
+    [(FLOAT8, False), (PRECOMPUTED, False), (PRECOMPUTED, True), (ROWWISE, True)],
     ids=["eager", "all-gather", "all-gather, compiled", "rowwise, compiled"],
 )
-def test_drift_is_measured_against_the_model_without_float8(world: World, plan: Float8Plan, compiled: bool) -> None:
-    run = replace(RUN, float8=plan, compile=COMPILED if compiled else CompilePlan())
+def test_drift_is_measured_against_the_model_without_float8(world: DistEnv, plan: Float8, compiled: bool) -> None:
+    run = replace(RUN, float8=plan, compile=COMPILED if compiled else None)
     drift, exact, first, again = drift_of(world, run)
     assert drift.exact == pytest.approx(exact, abs=1e-3)
     assert 0 < abs(drift.difference) < 0.05
@@ -47,7 +46,7 @@ def test_drift_is_measured_against_the_model_without_float8(world: World, plan: 
 
 
 @FLOAT8_HARDWARE
-def test_a_compiled_run_measures_drift_and_compiles_nothing_again(world: World, tmp_path: Path) -> None:
+def test_a_compiled_run_measures_drift_and_compiles_nothing_again(world: DistEnv, tmp_path: Path) -> None:
     flags = ["--training.mixed_precision_param=bfloat16", "--training.compile", "--training.steps=6"]
     flags += ["--float8.enable_float8_linear", "--float8.enable_fsdp_float8_all_gather", "--validation.enable=false"]
     flags += ["--float8.precompute_float8_dynamic_scale_for_fsdp"]
@@ -65,9 +64,9 @@ def test_a_compiled_run_measures_drift_and_compiles_nothing_again(world: World, 
 
 
 @FLOAT8_HARDWARE
-def test_weights_in_host_memory_are_gathered_in_float8_and_train_the_same(world: World) -> None:
+def test_weights_in_host_memory_are_gathered_in_float8_and_train_the_same(world: DistEnv) -> None:
     on_device = replace(RUN, float8=GATHERED)
-    offloaded = replace(on_device, shard=replace(RUN.shard, cpu_offload=True))
+    offloaded = replace(on_device, training=Training(enable_cpu_offload=True))
     assert gathered_types(world, offloaded) == {
         "layers.0.attention.wq": "float8_e4m3fn",
         "layers.0.attention_norm": "bfloat16",
@@ -83,16 +82,16 @@ def test_weights_in_host_memory_are_gathered_in_float8_and_train_the_same(world:
 # The compiler's budget
 
 
-def _budgeted(world: World, share: float, float8: Float8Plan) -> tuple[int, dict[str, torch.Tensor]]:
+def _budgeted(world: DistEnv, share: float, float8: Float8) -> tuple[int, dict[str, torch.Tensor]]:
     """Peak bytes of a second forward and backward pass above what was there before, and the gradients."""
     args = replace(TINY, dim=512, n_layers=8, n_heads=8, n_kv_heads=8, max_seq_len=512, multiple_of=256)
-    plan = ActivationCheckpointPlan("budget", memory_budget=share)
-    compiled = CompilePlan(model=True)
+    plan = ActivationCheckpoint(mode="budget", memory_budget=share)
+    compiled = Compile(components=["model"])
     run = Run(
         *batches(1, 8, 512, 192),
         [1e-3],
         args=args,
-        shard=ShardPlan(param_dtype="bfloat16"),
+        training=Training(),
         activations=plan,
         compile=compiled,
         float8=float8,
@@ -104,8 +103,8 @@ def _budgeted(world: World, share: float, float8: Float8Plan) -> tuple[int, dict
 
 
 @pytest.mark.parametrize("float8", [False, pytest.param(True, marks=FLOAT8_HARDWARE)], ids=["bf16", "float8"])
-def test_a_smaller_budget_keeps_less_and_computes_the_same(world: World, float8: bool) -> None:
-    plan = FLOAT8 if float8 else Float8Plan()
+def test_a_smaller_budget_keeps_less_and_computes_the_same(world: DistEnv, float8: bool) -> None:
+    plan = FLOAT8 if float8 else Float8()
     found = {share: _budgeted(world, share, plan) for share in (1.0, 0.5, 0.0)}
     peaks = {share: peak for share, (peak, _) in found.items()}
     assert peaks[0.0] < peaks[1.0] and peaks[0.5] <= peaks[1.0], peaks
@@ -118,10 +117,10 @@ def test_a_smaller_budget_keeps_less_and_computes_the_same(world: World, float8:
 
 
 @FLOAT8_HARDWARE
-def test_steps_within_a_budget_are_those_without_one(world: World) -> None:
+def test_steps_within_a_budget_are_those_without_one(world: DistEnv) -> None:
     run = replace(RUN, rates=RATES[:10], float8=PRECOMPUTED, compile=COMPILED)
     losses = []
-    for activations in (None, ActivationCheckpointPlan("budget", memory_budget=0.5)):
+    for activations in (ActivationCheckpoint(mode="none"), ActivationCheckpoint(mode="budget", memory_budget=0.5)):
         torch._dynamo.reset()
         losses.append(train(world, replace(run, activations=activations)).losses)
     torch._dynamo.reset()
@@ -145,11 +144,11 @@ def deterministic() -> Iterator[None]:
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize(
     "plan",
-    [FLOAT8, GATHERED, PRECOMPUTED, replace(FLOAT8, recipe="rowwise")],
+    [FLOAT8, GATHERED, PRECOMPUTED, ROWWISE],
     ids=["tensorwise", "all-gather", "precomputed", "rowwise"],
 )
-def test_a_resume_in_float8_is_exact(world: World, tmp_path: Path, plan: Any) -> None:
-    straight, losses = resumed(world, replace(SAVED, shard=RUN.shard, float8=plan), str(tmp_path))
+def test_a_resume_in_float8_is_exact(world: DistEnv, tmp_path: Path, plan: Any) -> None:
+    straight, losses = resumed(world, replace(SAVED, training=RUN.training, float8=plan), str(tmp_path))
     assert losses == straight["losses"]
     pair = (Contents(tmp_path / folder / "step-6") for folder in ("parts", "straight"))
     assert not [one.name for one in compare(*pair) if one.elements or one.left != one.right]

@@ -7,13 +7,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.steps import train_step
 from tests.training.harness import Run, batches, build_tiny, micro_batches
-from tests.training.test_guard_policies import _equal, _state
-from titanlite.build import to_device
-from titanlite.config.plans import GuardPlan
+from tests.training.test_guard import _equal, _state
+from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard, NonFiniteError
-from titanlite.parallel.world import World
-from titanlite.step import train_step
+from titanlite.parallel.dist_env import DistEnv
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: a CPU reads the record at once")
 
@@ -23,15 +22,15 @@ BAD = 3
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with World.open(device_type="cuda") as opened:
+def world() -> Iterator[DistEnv]:
+    with DistEnv.open(device_type="cuda") as opened:
         yield opened
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])
-def test_the_record_is_read_a_step_later(world: World, policy: str) -> None:
+def test_the_record_is_read_a_step_later(world: DistEnv, policy: str) -> None:
     model, optimizer, rank = build_tiny(world, RUN)
-    guard = FiniteGuard(world.device, GuardPlan(policy, spike_sigmas=100.0, window=20))  # type: ignore[arg-type]
+    guard = FiniteGuard(world.device, policy, spike_sigmas=100.0, window=20)  # type: ignore[arg-type]
     poison = False
     model.register_forward_hook(lambda module, inputs, out: out * float("nan") if poison else out)
     states, told, stopped = [], [], []
@@ -40,7 +39,7 @@ def test_the_record_is_read_a_step_later(world: World, policy: str) -> None:
         data = to_device(micro_batches(RUN, step - 1, rank, world.size), world.device)
         train_step(model, optimizer, data, step=step, lr=3e-3, max_norm=1.0, guard=guard)
         try:
-            guard.watch()
+            guard.poll()
         except NonFiniteError as error:
             stopped.append((step, error.step))
         told += [(step, bad.step) for bad in guard.skipped()]
@@ -49,7 +48,7 @@ def test_the_record_is_read_a_step_later(world: World, policy: str) -> None:
     if policy == "skip":
         assert told == [(BAD + 1, BAD)] and not stopped
         assert not _equal(states[BAD], states[BAD - 1])
-        guard.check()
+        guard.sync()
         assert len(guard.state_dict()["losses"]) == 4
     else:
         assert stopped[0] == (BAD + 1, BAD) and _equal(states[4], states[BAD - 1])

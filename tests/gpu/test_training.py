@@ -13,22 +13,21 @@ from torch.distributed.tensor import DTensor
 
 from tests.checkpoint.runs import RUN as SAVED
 from tests.checkpoint.runs import train as train_and_save
+from tests.steps import train_step
 from tests.training.compare import LABELS, TOKENS, WARM, relative
 from tests.training.harness import Run, build_tiny, initial_weights, micro_batches, train
 from tests.training.reference import train_reference
-from titanlite.build import to_device
-from titanlite.config.plans import ShardPlan
+from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.models import get_spec
-from titanlite.parallel.world import World
-from titanlite.step import train_step
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.tools.tensors import Contents, compare
 
 RUN = Run(TOKENS, LABELS, WARM, accumulation=2)
-BF16 = replace(RUN, shard=ShardPlan(param_dtype="bfloat16"))
+BF16 = replace(RUN, training=Training())
 
 
-def test_collectives_are_those_of_nccl(world: World) -> None:
+def test_collectives_are_those_of_nccl(world: DistEnv) -> None:
     assert dist.group.WORLD is not None and dist.group.WORLD._get_backend(world.device).name() == "nccl"
     total = torch.ones(4, device=world.device)
     dist.all_reduce(total)
@@ -36,7 +35,7 @@ def test_collectives_are_those_of_nccl(world: World) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
-def test_fp32_training_is_that_of_transformers_on_a_cpu(world: World, implementation: str) -> None:
+def test_fp32_training_is_that_of_transformers_on_a_cpu(world: DistEnv, implementation: str) -> None:
     run = replace(RUN, implementation=implementation)
     spec = get_spec("llama3")
     start = {name: weight.cpu() for name, weight in spec.to_hf(initial_weights(world, run), run.args).items()}
@@ -51,14 +50,14 @@ def test_fp32_training_is_that_of_transformers_on_a_cpu(world: World, implementa
     torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(expected.losses), rtol=0, atol=5e-5)
 
 
-def test_bf16_training_stays_within_the_spread_of_seeds(world: World) -> None:
+def test_bf16_training_stays_within_the_spread_of_seeds(world: DistEnv) -> None:
     """Mean distance of its losses from those of fp32: at most twice what another seed makes of them."""
     plain, *others = (torch.tensor(train(world, replace(RUN, seed=seed)).losses) for seed in (7, 8, 9))
     spread = torch.stack([(plain - other).abs().mean() for other in others]).mean()
     assert 0 < (torch.tensor(train(world, BF16).losses) - plain).abs().mean() < 2 * spread
 
 
-def test_a_step_never_waits_for_the_device(world: World) -> None:
+def test_a_step_never_waits_for_the_device(world: DistEnv) -> None:
     """torch raises at what waits, from the second step on; the guard's own look at the step before is left out."""
     model, optimizer, rank = build_tiny(world, BF16)
     guard = FiniteGuard(world.device)
@@ -70,11 +69,11 @@ def test_a_step_never_waits_for_the_device(world: World) -> None:
             train_step(model, optimizer, data, step=step, lr=1e-3, max_norm=1.0, guard=guard)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        guard.watch()
+        guard.poll()
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach"])
-def test_a_bad_gradient_changes_neither_weights_nor_moments(world: World, implementation: str) -> None:
+def test_a_bad_gradient_changes_neither_weights_nor_moments(world: DistEnv, implementation: str) -> None:
     run = replace(BF16, implementation=implementation)
     model, optimizer, rank = build_tiny(world, run)
     guard = FiniteGuard(world.device)
@@ -97,7 +96,7 @@ def test_a_bad_gradient_changes_neither_weights_nor_moments(world: World, implem
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
-def test_a_resume_is_exact(world: World, tmp_path: Path, mode: str) -> None:
+def test_a_resume_is_exact(world: DistEnv, tmp_path: Path, mode: str) -> None:
     """6 steps, saved at the third and gone on with, are the same bits; a save in the background copies in time."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)

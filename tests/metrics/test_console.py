@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from titanlite import cli
 from titanlite.metrics.console import StepFigures, colorize, console_handler, fsdp_line, setup_console, titan_line
 from titanlite.runs.logs import rank_log
+from titanlite.tools import cli
 from titanlite.utils import Table, logger, render
 
 FIGURES = StepFigures(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,19 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from tests.metrics.runs import make_trainer
 from tests.pool import Pools
-from tests.training.harness import Run, batches, build_tiny, full, micro_batches
-from tests.training.test_run import TINY
-from titanlite.build import read_text, to_device
-from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, ShardPlan
+from tests.steps import forward_backward, train_step
+from tests.training.harness import Run, batches, build_tiny, changed, full, micro_batches
+from titanlite.config.sections import ActivationCheckpoint, Compile
+from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard, NonFiniteError
 from titanlite.loss import cross_entropy_sum
 from titanlite.metrics.nan_finder import Finding, diagnose_nonfinite
-from titanlite.parallel.world import World
-from titanlite.prepare import load_plans
-from titanlite.runs.record import read_attempts
-from titanlite.step import forward_backward, train_step
-from titanlite.trainer import Trainer
+from titanlite.parallel.dist_env import DistEnv
 
 TOKENS, LABELS = batches(2, 8, 16, 192)
 RUN = Run(TOKENS, LABELS, [1e-3] * 2, accumulation=2)
@@ -82,7 +80,7 @@ def _poison(model: torch.nn.Module, where: str) -> None:
         weight.to_local()[0, 0] = INFINITY
 
 
-def _find(world: World, run: Run, where: str, **keywords: Any) -> tuple[Finding, str]:
+def _find(world: DistEnv, run: Run, where: str, **keywords: Any) -> tuple[Finding, str]:
     """Poison the last rank, and look."""
     model, optimizer, rank = build_tiny(world, run)
     if world.rank == world.size - 1:
@@ -120,16 +118,24 @@ def test_the_origin_is_named_on_every_rank(pool: Pools, where: str) -> None:
 @pytest.mark.parametrize(
     "run",
     [
-        replace(RUN, shard=ShardPlan(param_dtype="bfloat16", reshard_after_forward=True, gradient_sync="every")),
+        replace(
+            RUN,
+            training=changed(
+                RUN.training,
+                mixed_precision_param="bfloat16",
+                reshard_after_forward="always",
+                gradient_sync="every",
+            ),
+        ),
         replace(RUN, replicas=2),
-        replace(RUN, activations=ActivationCheckpointPlan("full")),
-        replace(RUN, activations=ActivationCheckpointPlan("op")),
+        replace(RUN, activations=ActivationCheckpoint(mode="full")),
+        replace(RUN, activations=ActivationCheckpoint(mode="selective", selective_ac_option="op")),
     ],
     ids=["bf16, each gradient reduced", "DDP", "blocks recomputed", "some operations recomputed"],
 )
 @pytest.mark.parametrize("where", ["output", "gradient of an input"])
 def test_it_is_found_in_every_kind_of_step(pool: Pools, run: Run, where: str) -> None:
-    found = pool(2).run(_find, run, where, sync_every=run.shard.gradient_sync == "every")
+    found = pool(2).run(_find, run, where, sync_every=run.training.gradient_sync == "every")
     assert [finding for finding, _ in found] == [EXPECTED[where]] * 2
 
 
@@ -138,7 +144,7 @@ def test_a_norm_that_overflows_is_told_from_gradients_that_do(pool: Pools) -> No
     assert finding.stage == "norm" and len(finding.parameters) == 1 and "overflows" in text
 
 
-def _sums_overflow(world: World) -> Finding:
+def _sums_overflow(world: DistEnv) -> Finding:
     """Both ranks' gradients are finite, their sum is not: the largest comes to over half of what float32 holds."""
     run = replace(RUN, accumulation=1)
     model, _, _ = build_tiny(world, run)
@@ -157,7 +163,7 @@ def test_gradients_that_overflow_when_summed_are_named(pool: Pools) -> None:
     assert first == second and first.stage == "reduction" and first.parameters
 
 
-def _overflow(world: World, run: Run) -> tuple[Finding, bool]:
+def _overflow(world: DistEnv, run: Run) -> tuple[Finding, bool]:
     """Weights so large that a product inside a block overflows, after a step as usual; then train on without them."""
     model, optimizer, rank = build_tiny(world, run)
     data = to_device(micro_batches(run, 0, rank, world.size), world.device)
@@ -180,7 +186,7 @@ def _overflow(world: World, run: Run) -> tuple[Finding, bool]:
 
 
 @pytest.mark.parametrize(
-    "run", [RUN, pytest.param(replace(RUN, compile=CompilePlan(model=True, backend="eager")), id="compiled")]
+    "run", [RUN, pytest.param(replace(RUN, compile=Compile(components=["model"], backend="eager")), id="compiled")]
 )
 def test_an_overflow_between_modules_is_named_and_training_can_go_on(pool: Pools, run: Run) -> None:
     for finding, learns in pool(2).run(_overflow, run):
@@ -188,10 +194,9 @@ def test_an_overflow_between_modules_is_named_and_training_can_go_on(pool: Pools
         assert learns
 
 
-def _stopped(world: World, folder: str) -> str:
-    flags = [*TINY, "--no-checkpoint.enable_checkpoint", "--no-validation.enable", "--training.steps=6"]
-    plans = load_plans("debug_model.toml", world.size, [*flags, f"--job.dump_folder={folder}"])
-    trainer = Trainer(plans, world, read_text(plans))
+def _stopped(world: DistEnv, folder: str) -> str:
+    flags = ["--no-checkpoint.enable_checkpoint", "--no-validation.enable", "--training.steps=6"]
+    trainer = make_trainer(world, folder, *flags)
 
     def spoil(module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
         return out * float("nan") if trainer.step == 3 and world.rank == 1 else out
@@ -209,5 +214,5 @@ def test_the_guards_error_says_where_it_came_from(pool: Pools, tmp_path: Path) -
     assert first == second
     assert first.startswith("step 3: loss nan") and "not finite on rank 1" in first
     assert f"first not finite: the output of {W2}, in the forward pass (rank 1, micro-batch 1)" in first
-    (attempt,) = read_attempts(tmp_path)
+    (attempt,) = json.loads((tmp_path / "run.json").read_text())["attempts"]
     assert attempt["state"] == "stopped" and attempt["reason"] == first

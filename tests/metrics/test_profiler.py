@@ -9,21 +9,17 @@ from typing import Any
 import pytest
 import torch
 
+from tests.metrics.runs import make_trainer
 from tests.pool import Pools
-from tests.training.test_run import TINY
-from titanlite.build import read_text
-from titanlite.config.sections.run import Profiling
+from titanlite.config.run_sections import Profiling
 from titanlite.metrics.profiler import Profiler
-from titanlite.parallel.world import World
-from titanlite.prepare import load_plans
-from titanlite.trainer import Trainer
+from titanlite.parallel.dist_env import DistEnv
 
-FLAGS = [*TINY, "--no-checkpoint.enable_checkpoint", "--no-validation.enable", "--profiling.profile_freq=5"]
+FLAGS = ["--no-checkpoint.enable_checkpoint", "--no-validation.enable", "--profiling.profile_freq=5"]
 
 
-def _train(world: World, folder: str, *flags: str) -> int:
-    plans = load_plans("debug_model.toml", world.size, [*FLAGS, f"--job.dump_folder={folder}", *flags])
-    trainer = Trainer(plans, world, read_text(plans))
+def _train(world: DistEnv, folder: str, *flags: str) -> int:
+    trainer = make_trainer(world, folder, *FLAGS, *flags)
     trainer.train()
     return trainer.step
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,15 +13,14 @@ import pytest
 from tests.pool import Pools
 from tests.training.test_run import TINY
 from tests.words import listening
-from titanlite.build import read_text
-from titanlite.config.sections.model import ActivationCheckpoint, Compile, Float8, Optimizer
-from titanlite.config.sections.run import Guard
-from titanlite.config.sections.training import Training
+from titanlite.build import build
+from titanlite.config.fit import load_config
+from titanlite.config.run_sections import Guard, Metrics
+from titanlite.config.sections import ActivationCheckpoint, Compile, Experimental, Float8, Model, Optimizer, Training
 from titanlite.metrics import startup_report as report
-from titanlite.metrics.startup_report import startup_report
+from titanlite.metrics.startup_report import Setup, startup_report
 from titanlite.models.spec import Size
-from titanlite.parallel.world import World
-from titanlite.prepare import load_plans
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.trainer import Trainer
 
 CPU, H100 = "CPU (some model)", "NVIDIA H100"
@@ -31,27 +31,34 @@ def test_rows_are_aligned_and_notes_and_warnings_come_last() -> None:
     assert startup_report(rows) == ["a       1", "longer  2", "note: because", "warning: careful"]
 
 
-def test_derived_numbers_and_the_singular() -> None:
+def _setup(device: str = CPU, **changes: Any) -> Setup:
+    degrees = {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1}
     parameters = {"tok_embeddings": 1000, "layers": 5000, "norm": 10, "output": 1000}
-    rows = dict(report.model_rows("llama3 8B", parameters))
+    return replace(Setup(device, degrees, parameters, 4, 1, 2048, 128, 7, 163_840), **changes)
+
+
+def test_derived_numbers_and_the_singular() -> None:
+    rows = dict([*report.model_rows(Model(flavor="8B"), _setup()), *report.batch_rows(_setup(), 10_000, None)])
     assert rows["model"] == "llama3 8B: 7,010 parameters (7.0K)"
     assert rows["parameters"] == "tok_embeddings 1,000, layers 5,000, norm 10, output 1,000"
-    rows = dict(report.batch_rows(4, 1, 2, 2048))
     assert rows["global batch"] == "8 sequences = 4 per micro-batch x 1 micro-batch x 2 data-parallel ranks"
     assert rows["tokens per step"] == "16,384 = 8 sequences x 2,048 tokens"
-    assert report.length_row(10_000, None, 16_384, 163_840)[1] == "10,000 steps, 163,840,000 tokens = 1e+03 epochs"
-    assert report.length_row(10, None, 16_384, 163_840)[1].endswith(" = 1 epoch")
-    assert report.length_row(None, 3, 16_384, 163_840)[1] == "3 epochs"
-    degrees = {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2}
-    assert report.mesh_row(degrees, 4, True, True)[1] == (
+    assert rows["length"] == "10,000 steps, 163,840,000 tokens = 1e+03 epochs"
+    assert dict(report.batch_rows(_setup(), 10, None))["length"].endswith(" = 1 epoch")
+    assert dict(report.batch_rows(_setup(), None, 3))["length"] == "3 epochs"
+    tensor = _setup(degrees={"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2})
+    assert report.mesh_row(Training(), Experimental(enable_async_tensor_parallel=True), tensor, 4)[1] == (
         "dp_replicate 1 x dp_shard 2 x tp 2 = 4 ranks; loss on sharded logits; tensor-parallel traffic overlaps with "
         "products"
     )
-    schedule: dict[str, Any] = {"warmup_steps": 1, "plateau_steps": None, "decay_type": "linear", "decay_steps": 1}
-    assert report.schedule_row(**schedule, floor=0.0, total_steps=1)[1] == (
+    assert report.schedule_row("linear", 0.0, 1, None, 1, 1)[1] == (
         "warm-up 1 step, linear decay over the last 1 step to 0, 1 step in all"
     )
-    assert "lr 0.0008, betas 0.9 and 0.95" in report.optimizer_row(Optimizer(), 1.0)[1]
+    assert "lr 0.0008, betas 0.9 and 0.95" in report.optimizer_row(Optimizer(), Training())[1]
+    layout: Any = SimpleNamespace(stages=[("tok_embeddings", "layers.0"), ("output",)], ranks=[0, 1])
+    assert report.pipeline_row("1F1B", layout)[1] == (
+        "1F1B, 2 stages, by pipeline rank: tok_embeddings to layers.0 on 0, output on 1"
+    )
 
 
 def test_the_guard_has_a_row_where_it_is_not_the_default() -> None:
@@ -61,7 +68,8 @@ def test_the_guard_has_a_row_where_it_is_not_the_default() -> None:
 
 
 def _compute(device: str, peak: float | None, given: bool = False, float8: bool = False) -> dict[str, str]:
-    return dict(report.compute_rows(42_000_000, device, 2, 2 * 1024**3, peak, given, float8))
+    metrics, config = Metrics(peak_tflops=989.0 if given else None), Float8(enable_float8_linear=float8)
+    return dict(report.compute_rows(metrics, config, _setup(device), 2, 42_000_000, peak, 2 * 1024**3))
 
 
 def test_the_peak_of_the_mfu_is_named_and_only_an_unknown_accelerator_needs_one() -> None:
@@ -81,7 +89,7 @@ LINEARS = [
 
 def _float8(compiled: bool = True, device: str = CPU, **keys: Any) -> dict[str, str]:
     config = Float8(enable_float8_linear=True, **keys)
-    return dict(report.float8_rows(config, LINEARS, 128, compiled, device))  # type: ignore[arg-type]
+    return dict(report.float8_rows(config, LINEARS, _setup(device), compiled))  # type: ignore[arg-type]
 
 
 def test_float8_has_a_row_for_each_kind_of_linear() -> None:
@@ -103,7 +111,9 @@ def test_float8_without_compile_on_a_gpu_is_a_warning(compiled: bool, device: st
 
 
 def _sharding(device: str = CPU, reshard: bool | int | None = None, shards: int = 2, **keys: Any) -> str:
-    return report.sharding_row(Training(**keys), reshard, shards, 4, 8_030_261_248, device)[1]
+    degrees = {"pp": 1, "dp_replicate": 1, "dp_shard": shards, "cp": 1, "tp": 1}
+    setup = _setup(device, degrees=degrees, parameters={"all": 8_030_261_248}, accumulation=4)
+    return report.sharding_row(Training(**keys), reshard, setup)[1]
 
 
 def test_sharding_names_its_costs() -> None:
@@ -130,7 +140,8 @@ def test_sharding_names_its_costs() -> None:
     ],
 )
 def test_compiled_parts_are_named(enabled: bool, components: Any, tensor: int, text: str) -> None:
-    assert report.compile_row(enabled, Compile(components=components), tensor) == ("compile", text)
+    setup = _setup(degrees={**_setup().degrees, "tp": tensor})
+    assert report.compile_row(Training(compile=enabled), Compile(components=components), setup) == ("compile", text)
 
 
 @pytest.mark.parametrize(
@@ -161,18 +172,18 @@ def test_activations_name_how_much_is_kept_and_where(keys: Any, recomputing: int
         plain_bytes=8192,
         total_bytes=2048 * recomputing + 8192 * (4 - recomputing),
     )
-    assert report.activations_row(ActivationCheckpoint(**keys), kept, 1, CPU)[1].startswith(text)
+    assert report.activations_row(ActivationCheckpoint(**keys), kept, _setup())[1].startswith(text)
     config = ActivationCheckpoint(**keys, offload=True)
-    assert report.activations_row(config, kept, 2, CPU)[1].endswith("; offload has no effect on a CPU")
-    away = report.activations_row(config, kept, 2, H100)[1]
+    assert report.activations_row(config, kept, _setup())[1].endswith("; offload has no effect on a CPU")
+    away = report.activations_row(config, kept, _setup(H100, degrees={**_setup().degrees, "tp": 2}))[1]
     assert "before 2 ranks share it" in away and re.search(r"; up to [\d.]+ KiB of that wait in host memory$", away)
 
 
-def _first_lines(world: World, folder: str) -> tuple[list[str], tuple[str, ...]]:
-    plans = load_plans("debug_model.toml", world.size, [*TINY, f"--job.dump_folder={folder}", "--training.steps=1"])
+def _first_lines(world: DistEnv, folder: str) -> tuple[list[str], tuple[str, ...]]:
+    config = load_config("debug_model.toml", world.size, [*TINY, f"--job.dump_folder={folder}", "--training.steps=1"])
     with listening() as said:
-        Trainer(plans, world, read_text(plans)).train()
-    return said, plans.notes
+        Trainer(build(config, world)).train()
+    return said, config.notes
 
 
 def test_a_run_reports_everything_once(pool: Pools, tmp_path: Path) -> None:

@@ -9,14 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.metrics.runs import make_trainer
 from tests.pool import Pools
-from tests.training.test_run import TINY
-from titanlite.build import read_text
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.metrics.stragglers import LOGS_IN_A_ROW, StragglerDetector
-from titanlite.parallel.world import World
-from titanlite.prepare import load_plans
-from titanlite.trainer import Trainer
+from titanlite.parallel.dist_env import DistEnv
 
 CPU = torch.device("cpu")
 #: Seconds per step by which a rank is slowed: far above what a busy machine adds to one rank and not to the other.
@@ -30,10 +27,9 @@ def _burn(seconds: float) -> None:
         pass
 
 
-def _train(world: World, folder: str, slow_rank: int, where: str) -> None:
-    flags = [*TINY, "--no-checkpoint.enable_checkpoint", "--no-validation.enable", "--training.steps=6"]
-    plans = load_plans("debug_model.toml", world.size, [*flags, f"--job.dump_folder={folder}"])
-    trainer = Trainer(plans, world, read_text(plans))
+def _train(world: DistEnv, folder: str, slow_rank: int, where: str) -> None:
+    flags = ["--no-checkpoint.enable_checkpoint", "--no-validation.enable", "--training.steps=6"]
+    trainer = make_trainer(world, folder, *flags)
     if world.rank == slow_rank and where == "data":
         next_step = trainer.parts.loader.next_step
 
@@ -63,26 +59,6 @@ def test_the_slow_rank_is_named(pool: Pools, tmp_path: Path, slow_rank: int, whe
     assert sorted(row["lag_percent"] for row in rows)[2] > 20
     waited = sorted(row["data_seconds"] for row in rows)[2]  # of rank 0, which does not wait for its own data
     assert waited < 0.5 * SLOW
-
-
-def test_only_ones_own_work_in_steps_is_read() -> None:
-    detector = StragglerDetector(CPU)
-    for _ in range(2):
-        with detector.data_wait():
-            _burn(0.02)
-            time.sleep(0.03)
-        _burn(0.05)
-        time.sleep(0.2)  # as in a collective
-        with detector.pause():
-            _burn(0.3)
-            with detector.data_wait(), detector.pause():
-                time.sleep(0.1)
-        detector.step_done()
-    work, data = detector.read()
-    assert 0.05 <= work < 0.15, "neither data nor pauses nor waiting count as work, and it is per step"
-    assert 0.05 <= data < 0.1 + 0.05, "waiting in a pause is no waiting of a step"
-    detector.step_done()
-    assert max(detector.read()) < 0.05, "a reading begins a new window"
 
 
 def test_ranks_are_compared_with_the_median() -> None:

@@ -194,3 +194,31 @@ def test_garbage_collection_is_timed() -> None:
     timer.close()
     gc.collect()
     assert timer.read() == 0.0 and not any(getattr(c, "__self__", None) is timer for c in gc.callbacks)
+
+
+def _burn(seconds: float) -> None:
+    """Keep the processor busy for so long."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def test_only_ones_own_work_in_steps_is_read() -> None:
+    clock, rate = make_throughput()
+    for _ in range(2):
+        with rate.data_wait():
+            _burn(0.02)
+            clock.now += 0.05
+        _burn(0.05)
+        time.sleep(0.2)  # as in a collective
+        with rate.pause():
+            _burn(0.3)
+            with rate.data_wait(), rate.pause():
+                clock.now += 0.1
+        rate.step_done()
+    work, data = rate.own_seconds()
+    assert 0.05 <= work < 0.15, "neither data nor pauses nor waiting count as work, and it is per step"
+    assert data == pytest.approx(0.05), "waiting in a pause is no waiting of a step"
+    rate.read(2)
+    work, data = rate.own_seconds()
+    assert work < 0.05 and data == 0, "a reading begins a new window"

@@ -12,30 +12,30 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tests.pool import Pools
 from tests.training.test_run import TINY
 from tests.words import listening
-from titanlite.build import read_text
+from titanlite.build import build
+from titanlite.callbacks import RunEnd
 from titanlite.config.errors import ConfigError
-from titanlite.config.scan import loads
-from titanlite.entry import SECONDS_TO_SPEAK
+from titanlite.config.fit import load_config
+from titanlite.config.toml import loads
+from titanlite.main import PRINT_SECONDS
 from titanlite.metrics import background_writer
 from titanlite.metrics.console import setup_console
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.metrics.live import start_view
-from titanlite.metrics.observer import Observer
+from titanlite.metrics.observer import MetricsLogger
 from titanlite.metrics.tensorboard import TensorBoard, tags
 from titanlite.metrics.wandb import ID_FILE, WandbWriter
-from titanlite.models.shapes import SHAPES
-from titanlite.parallel.world import World
-from titanlite.prepare import load_plans
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.trainer import Trainer
 from titanlite.utils import logger
 
@@ -82,13 +82,12 @@ def offline(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _train(world: World, folder: str, steps: int) -> None:
+def _train(world: DistEnv, folder: str, steps: int) -> None:
     # Without other contents: this machine's load, its packages.
     os.environ.update(WANDB_MODE="offline", WANDB__DISABLE_STATS="true", WANDB_PROJECT="llamas")
     flags = [*TINY, f"--job.dump_folder={folder}", f"--training.steps={steps}", "--metrics.enable_wandb"]
     flags += ["--validation.freq=2", "--metrics.log_freq=2", "--metrics.layer_norms=1", "--job.description=a test"]
-    plans = load_plans("debug_model.toml", world.size, flags)
-    Trainer(plans, world, read_text(plans)).train()
+    Trainer(build(load_config("debug_model.toml", world.size, flags), world)).train()
     del os.environ["WANDB_PROJECT"]
 
 
@@ -244,9 +243,9 @@ def test_a_failed_run_ends_before_the_launcher_does_so(
     monkeypatch.setenv("TERM", "xterm")
     for name in ("CI", "KUBERNETES_SERVICE_HOST"):
         monkeypatch.delenv(name, raising=False)
-    plans = load_plans("debug_model.toml", 1, TINY)
-    args = replace(SHAPES["llama3"]["debugmodel"], vocab_size=512)
-    watched = Observer(plans, World(0, 0, 1, torch.device("cpu")), args)
+    run, world = load_config("debug_model.toml", 1, TINY), DistEnv(0, 0, 1, torch.device("cpu"))
+    sizes = {"tokens_per_step": 8, "sequences_per_step": 1, "flops_per_token": 1}
+    watched = MetricsLogger(run.metrics, run.job, world, run.toml, **sizes, peak_flops=None)
     watched._tracker, watched._tensorboard = WandbWriter(tmp_path, {}), TensorBoard(tmp_path / "tb", purge_step=1)
     monkeypatch.setattr(RecordWriter, "write", lambda *_: release.wait(60))
     watched._tensorboard.write(1, {"lr": 1.0})
@@ -258,28 +257,27 @@ def test_a_failed_run_ends_before_the_launcher_does_so(
         watched._view = start_view(0, 60)
         assert watched._view is not None
         termios.tcflow(end, termios.TCOOFF)
-        watched.finish("failed", 3, "an error")
         began = time.perf_counter()
-        watched.close()
+        watched.on_end(None, RunEnd("failed", 3, reason="an error"))  # type: ignore[arg-type]
         took = time.perf_counter() - began
         termios.tcflow(end, termios.TCOON)
         logger.handlers[:] = handlers
     release.set()
     os.close(master)
-    assert 1.5 <= took < SECONDS_TO_SPEAK, "each of them was waited for, as long as there is time"
+    assert 1.5 <= took < PRINT_SECONDS, "each of them was waited for, as long as there is time"
 
 
-def _hanging(world: World, folder: str) -> tuple[int, int]:
+def _hanging(world: DistEnv, folder: str) -> tuple[int, int]:
     """A whole run with a back end that never answers."""
     stuck = threading.Event()
     sys.modules["wandb"] = Backend(init=lambda: stuck.wait(60))
     background_writer._CLOSE_SECONDS = 0.2
     flags = [*TINY, f"--job.dump_folder={folder}", "--training.steps=5", "--no-checkpoint.enable_checkpoint"]
-    plans = load_plans("debug_model.toml", world.size, [*flags, "--no-validation.enable"])
+    run = load_config("debug_model.toml", world.size, [*flags, "--no-validation.enable"])
     # Not by its key: that asks for the installed package.
-    plans = replace(plans, observe=replace(plans.observe, wandb=True))
+    run = replace(run, metrics=replace(run.metrics, enable_wandb=True))
     try:
-        trainer = Trainer(plans, world, read_text(plans))
+        trainer = Trainer(build(run, world))
         trainer.train()
     finally:
         stuck.set()
@@ -302,6 +300,6 @@ def test_without_the_package_the_key_is_refused(tmp_path: Path, monkeypatch: pyt
     else:
         monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match=r"metrics\.enable_wandb.*needs the package wandb.*\n?.*titanlite\[wandb\]"):
-        load_plans("debug_model.toml", 1, ["--metrics.enable_wandb"])
+        load_config("debug_model.toml", 1, ["--metrics.enable_wandb"])
     if not folder:
-        assert not load_plans("debug_model.toml", 1).observe.wandb
+        assert not load_config("debug_model.toml", 1).metrics.enable_wandb

@@ -21,22 +21,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.metrics.runs import make_trainer
 from tests.pool import Pools
 from tests.training.test_run import TINY
 from tests.words import listening
 from titanlite import exit_codes
-from titanlite.build import read_text
-from titanlite.checkpoint.async_save import AsyncSave
-from titanlite.config.sections.run import Comm, Stall
-from titanlite.data.background import Prefetcher
+from titanlite.checkpoint.async_save import BackgroundSave
+from titanlite.config.run_sections import Comm, Stall
+from titanlite.data.prefetch import Prefetcher
 from titanlite.guard import LossSpikeError
 from titanlite.metrics import watchdog
 from titanlite.metrics.hang_report import MAX_ROWS, RankState, table, verdict
 from titanlite.metrics.watchdog import THREAD, HangWatchdog, _stack
-from titanlite.parallel.world import World
-from titanlite.prepare import load_plans
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.run_callbacks import Watchdog
 from titanlite.runs.record import read_entries
-from titanlite.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = Stall(deadline_seconds=1.0, heartbeat_seconds=0.3)
@@ -161,7 +160,7 @@ def _loop(dog: HangWatchdog, slow: Callable[[], object]) -> None:
         dog.phase("optimizer")
 
 
-def _sleep(world: World) -> list[str]:
+def _sleep(world: DistEnv) -> list[str]:
     with _watching() as (dog, said):
 
         def read_shard() -> None:
@@ -193,7 +192,7 @@ def test_a_rank_that_sleeps_in_its_loader_is_named_with_its_stack(pool: Pools) -
     assert any(text.startswith("rank 0 goes on") for text in said) and not others
 
 
-def _stop(world: World) -> list[str]:
+def _stop(world: DistEnv) -> list[str]:
     pids = [0] * world.size
     dist.all_gather_object(pids, os.getpid())
     with _watching() as (dog, said):
@@ -259,16 +258,16 @@ def test_one_process_alone_is_watched_too_and_the_thread_that_reads_is_shown() -
     assert "has been in data of step 3" in report
 
 
-def _wait_for_a_save(world: World) -> tuple[str, ...]:
+def _wait_for_a_save(world: DistEnv) -> tuple[str, ...]:
     """The stack that is shown of a rank which waits for a save in the background."""
     main, told = threading.get_ident(), threading.Event()
-    saves = AsyncSave(world.device)
+    saves = BackgroundSave(world.device)
 
     def write_slowly(*_: Any) -> None:
         told.wait(LONG)
 
     def look() -> None:
-        _until(lambda: any("background.py" in frame for frame in _stack(main)[0]))
+        _until(lambda: any("async_save.py" in frame for frame in _stack(main)[0]))
         found.append(_stack(main)[0])
         told.set()
 
@@ -291,7 +290,7 @@ def test_a_rank_that_waits_for_a_save_shows_the_thread_that_writes(pool: Pools) 
 # Ranks that raise
 
 
-def _raise(world: World) -> tuple[list[str], list[str], float]:
+def _raise(world: DistEnv) -> tuple[list[str], list[str], float]:
     peers: list[str] = []
 
     def read_shard() -> None:
@@ -327,7 +326,7 @@ def test_an_error_of_one_rank_is_reported_on_rank_0(pool: Pools) -> None:
     assert not silent and not none
 
 
-def _raise_together(world: World, kind: type[BaseException], values: tuple[Any, ...], late: float) -> list[str]:
+def _raise_together(world: DistEnv, kind: type[BaseException], values: tuple[Any, ...], late: float) -> list[str]:
     with pytest.raises(kind), _watching(end=os._exit) as (dog, said):
         dog.phase("data", 1)
         dist.barrier()
@@ -352,20 +351,20 @@ def test_an_error_of_all_ranks_ends_no_other_rank(
     assert pool(2).run(_raise_together, kind, values, late) == [[], []]
 
 
-def _train(world: World, folder: str, *flags: str) -> list[str]:
-    plans = load_plans("debug_model.toml", world.size, [*TINY, f"--job.dump_folder={folder}", *flags])
-    trainer = Trainer(plans, world, read_text(plans))
+def _train(world: DistEnv, folder: str, *flags: str) -> list[str]:
+    trainer = make_trainer(world, folder, *flags)
+    (dog,) = (callback.watch for callback in trainer.parts.callbacks if isinstance(callback, Watchdog))
     fetch = trainer.parts.loader.next_step
 
     def next_step() -> Any:
         if trainer.step == 3 and world.rank == 1:
-            _until(lambda: trainer.stalls._calls)
+            _until(lambda: dog._calls)
         return fetch()
 
     trainer.parts.loader.next_step = next_step  # type: ignore[method-assign]
     phases: list[str] = []
-    note = trainer.stalls.phase
-    trainer.stalls.phase = lambda name, step=None: (phases.append(name), note(name, step))[1]  # type: ignore[method-assign]
+    note = dog.phase
+    dog.phase = lambda name, step=None: (phases.append(name), note(name, step))[1]  # type: ignore[method-assign]
     with mock.patch.object(watchdog, "_POLL_SECONDS", 0.1), listening() as said:
         trainer.train()
     return [" ".join(phases), *_reports(said)]
@@ -385,11 +384,11 @@ def test_the_trainer_says_where_it_is(pool: Pools, tmp_path: Path) -> None:
 _FAULTY = """
 import os, signal, sys, threading, time
 from pathlib import Path
-from titanlite import app
-from titanlite.data.background import Prefetcher
+from titanlite import main
+from titanlite.build import TrainingComponents
+from titanlite.data.prefetch import Prefetcher
 from titanlite.data.loader import TrainLoader
 from titanlite.metrics.watchdog import HangWatchdog
-from titanlite.trainer import Trainer
 kind, folder = sys.argv[1], Path(sys.argv[2])
 rank, asked, read = os.environ["RANK"], 0, 0
 victim = "0" if kind.endswith("rank 0") else "1"
@@ -420,15 +419,15 @@ def report(self, reason, tell=HangWatchdog._report):
     tell(self, reason)
     reported.set()
 
-def close(self, close=Trainer.close):
+def close(self, close=TrainingComponents.close):
     if kind == "raise and hang" and rank == victim:
         time.sleep(600)
     close(self)
 
 TrainLoader.next_step, Prefetcher.next_step = read_shard, next_step
-HangWatchdog._report, Trainer.close = report, close
+HangWatchdog._report, TrainingComponents.close = report, close
 sys.argv[1:] = sys.argv[3:]
-app.main()
+main.main()
 """
 
 

@@ -9,7 +9,9 @@ from dataclasses import FrozenInstanceError, fields
 import pytest
 import torch
 
+from titanlite.config.sections import Model
 from titanlite.models import SHAPES, LlamaArgs, RopeScaling, count_parameters, flops_per_token, get_spec, resolve_args
+from titanlite.models.shapes import NORM_TYPES, ShapeError, model_args
 
 PUBLISHED = {
     ("llama2", "7B"): (4096, 32, 32, 32, 11008, 32000, 6_738_415_616),
@@ -40,58 +42,39 @@ def test_published_shapes_and_exact_counts(family: str, flavor: str) -> None:
     assert args.tied is (flavor in ("1B", "3.2-1B", "3B", "3.2-3B"))
 
 
-@pytest.mark.parametrize(("family", "flavor"), ALL)
-def test_the_module_has_exactly_the_counted_parameters(family: str, flavor: str) -> None:
-    args = resolve_args(family, flavor, tokenizer_size=2048, max_seq_len=64)
+@pytest.mark.parametrize(
+    ("family", "flavor", "norm_type"),
+    [*((*name, "rmsnorm") for name in ALL), *(("llama3", "debugmodel", norm) for norm in NORM_TYPES[1:])],
+)
+def test_the_module_has_exactly_the_counted_parameters(family: str, flavor: str, norm_type: str) -> None:
+    args = resolve_args(family, flavor, {"norm_type": norm_type}, tokenizer_size=2048, max_seq_len=64)
     with torch.device("meta"):
         model = get_spec(family).build(args)
     assert sum(p.numel() for p in model.parameters()) == count_parameters(args)
-
-
-@pytest.mark.parametrize("norm_type", ["rmsnorm", "layernorm", "np_layernorm", "fused_rmsnorm"])
-def test_counts_follow_the_norm(norm_type: str) -> None:
-    args = resolve_args("llama3", "debugmodel", {"norm_type": norm_type}, tokenizer_size=512)
-    with torch.device("meta"):
-        model = get_spec("llama3").build(args)
-    assert sum(p.numel() for p in model.parameters()) == count_parameters(args)
     has_weights = any(name.endswith("norm.weight") for name, _ in model.named_parameters())
     assert has_weights is (norm_type != "np_layernorm")
-    assert isinstance(model.norm, torch.nn.RMSNorm) is ("rmsnorm" in norm_type)
 
 
 @pytest.mark.parametrize(
-    ("family", "flavor", "dim", "n_layers", "n_heads"),
+    ("family", "flavor", "shape"),
     [
-        ("llama2", "debugmodel", 256, 8, 16),
-        ("llama2", "271M", 1024, 16, 8),
-        ("llama2", "1B", 2048, 18, 16),
-        ("llama2", "26B", 5120, 80, 40),
-        ("llama3", "debugmodel", 256, 8, 16),
-        ("llama3", "3.1-debugmodel", 256, 6, 16),
+        ("llama2", "debugmodel", (256, 8, 16)),
+        ("llama2", "271M", (1024, 16, 8)),
+        ("llama2", "1B", (2048, 18, 16)),
+        ("llama2", "26B", (5120, 80, 40)),
+        ("llama3", "debugmodel", (256, 8, 16)),
+        ("llama3", "3.1-debugmodel", (256, 6, 16)),
     ],
 )
-def test_small_flavors(family: str, flavor: str, dim: int, n_layers: int, n_heads: int) -> None:
+def test_small_flavors(family: str, flavor: str, shape: tuple[int, int, int]) -> None:
     args = SHAPES[family][flavor]
-    assert (args.dim, args.n_layers, args.n_heads, args.kv_heads) == (dim, n_layers, n_heads, n_heads)
+    assert (args.dim, args.n_layers, args.n_heads) == shape and args.kv_heads == args.n_heads
 
 
 def test_rope_scaling_belongs_to_3_1_and_3_2_only() -> None:
-    factors = {flavor: a.rope_scaling.factor if a.rope_scaling else None for flavor, a in SHAPES["llama3"].items()}
-    assert factors == {
-        "debugmodel": None,
-        "8B": None,
-        "70B": None,
-        "3.1-debugmodel": 8.0,
-        "3.1-8B": 8.0,
-        "3.1-70B": 8.0,
-        "405B": 8.0,
-        "3.1-405B": 8.0,
-        "3.2-1B": 32.0,
-        "1B": 32.0,
-        "3.2-3B": 32.0,
-        "3B": 32.0,
-    }
-    assert SHAPES["llama3"]["3.1-8B"].rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
+    for flavor, args in SHAPES["llama3"].items():
+        factor = 8.0 if flavor.startswith("3.1") or flavor == "405B" else 32.0 if args.tied else None
+        assert args.rope_scaling == (factor and RopeScaling(factor, 1.0, 4.0, 8192)), flavor
     assert all(a.rope_scaling is None for a in SHAPES["llama2"].values())
 
 
@@ -151,6 +134,10 @@ def test_every_field_can_be_overridden() -> None:
 def test_rope_scaling_as_a_toml_file_may_say_it() -> None:
     full = {"factor": 4.0, "low_freq_factor": 2.0, "high_freq_factor": 8.0, "original_context": 1024}
     assert RopeScaling.parse(full) == RopeScaling(4.0, 2.0, 8.0, 1024)
+    section = Model(flavor="8B", rope_scaling=full, norm_type="layernorm", vocab_size=64, overrides={"n_layers": 2})
+    args = model_args(section, 128)
+    assert (args.rope_scaling, args.norm_type, args.n_vocab) == (RopeScaling.parse(full), "layernorm", 64)
+    assert (args.n_layers, args.max_seq_len) == (2, 128)
     assert RopeScaling.parse(4) == RopeScaling(4.0)
     assert RopeScaling.parse(1.0) is None
     assert RopeScaling.parse("none") is None
@@ -158,49 +145,60 @@ def test_rope_scaling_as_a_toml_file_may_say_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("overrides", "field", "words"),
     [
-        ({"n_heads": 7}, "n_heads = 7 does not divide dim = 256"),
-        ({"n_kv_heads": 3}, "n_kv_heads = 3 does not divide n_heads = 16"),
-        ({"dim": 240}, "dim / n_heads = 15 is odd"),
-        ({"n_layers": 0}, "n_layers must be positive, got 0"),
-        ({"ffn_dim": -1}, "ffn_dim must be positive, got -1"),
-        ({"n_layers": 2.0}, "n_layers must be int, got 2.0"),
-        ({"n_layers": True}, "n_layers must be int, got True"),
-        ({"tied": 1}, "tied must be bool, got 1"),
-        ({"rope_theta": "1e4"}, "rope_theta must be float, got '1e4'"),
-        ({"n_layer": 4}, "unknown field 'n_layer' (did you mean 'n_layers'?)"),
-        ({"ffn_dim": 640, "multiple_of": 64}, "ffn_dim is given, so multiple_of would do nothing"),
-        ({"norm_type": "groupnorm"}, "norm_type must be one of rmsnorm,"),
-        ({"max_seq_len": 16}, "max_seq_len = 16 is shorter than the sequences of 64 tokens"),
-        ({"vocab_size": 511}, "the tokenizer has 512 entries but the model's vocabulary only 511"),
-        ({"rope_scaling": {"factr": 8.0}}, 'rope_scaling: the table needs a "factor"'),
-        ({"rope_scaling": {"factor": 8.0, "original": 1}}, "rope_scaling: unknown field 'original'"),
-        ({"rope_scaling": {"factor": "8"}}, "rope_scaling: factor must be float, got '8'"),
-        ({"rope_scaling": 0.5}, "factor must be at least 1"),
-        ({"rope_scaling": {"factor": 8, "low_freq_factor": 4}}, "0 < low_freq_factor < high_freq_factor"),
-        ({"rope_scaling": {"factor": 8, "original_context": 0}}, "original_context must be positive"),
-        ({"rope_scaling": "yarn"}, "expected a table, a factor or \"none\", got 'yarn'"),
+        ({"n_heads": 7}, "", "n_heads = 7 does not divide dim = 256"),
+        ({"n_kv_heads": 3}, "", "n_kv_heads = 3 does not divide n_heads = 16"),
+        ({"dim": 240}, "", "dim / n_heads = 15 is odd"),
+        ({"n_layers": 0}, "", "n_layers must be positive, got 0"),
+        ({"ffn_dim": -1}, "", "ffn_dim must be positive, got -1"),
+        ({"norm_type": "groupnorm"}, "", "norm_type must be one of rmsnorm,"),
+        ({"vocab_size": 511}, "", "512 entries but the model's vocabulary only 511"),
+        ({"n_layers": 2.0}, "overrides.n_layers", "an integer, got 2.0"),
+        ({"n_layers": True}, "overrides.n_layers", "an integer, got true"),
+        ({"n_kv_heads": 1.5}, "overrides.n_kv_heads", "an integer, got 1.5"),
+        ({"tied": 1}, "overrides.tied", "true or false, got 1"),
+        ({"rope_theta": "1e4"}, "overrides.rope_theta", 'a number, got "1e4"'),
+        ({"rope_theta": float("inf")}, "overrides.rope_theta", "a number, got"),
+        ({"n_layer": 4}, "overrides.n_layer", "nearest: n_layers"),
+        ({"ffn_dim": 640, "multiple_of": 64}, "overrides.multiple_of", "ffn_dim is given"),
+        ({"max_seq_len": 16}, "overrides.max_seq_len", "is 16, shorter than the sequences of 64 tokens"),
+        ({"rope_scaling": {"factr": 8.0}}, "rope_scaling", 'needs a "factor"'),
+        ({"rope_scaling": {"factor": 8.0, "original": 1}}, "rope_scaling.original", "nearest: original_context"),
+        ({"rope_scaling": {"factor": "8"}}, "rope_scaling.factor", 'a number, got "8"'),
+        ({"rope_scaling": 0.5}, "rope_scaling", "at least 1"),
+        ({"rope_scaling": {"factor": 8, "low_freq_factor": 4}}, "rope_scaling", "low_freq_factor < high_freq_factor"),
+        ({"rope_scaling": {"factor": 8, "original_context": 0}}, "rope_scaling", "must be positive"),
+        ({"rope_scaling": "yarn"}, "rope_scaling", '"yarn"'),
     ],
 )
-def test_numbers_that_make_no_decoder_are_refused(overrides: dict[str, object], words: str) -> None:
-    with pytest.raises(ValueError) as error:
+def test_numbers_that_make_no_decoder_are_refused(overrides: dict[str, object], field: str, words: str) -> None:
+    with pytest.raises(ShapeError) as error:
         resolve_args("llama3", "debugmodel", overrides, tokenizer_size=512, max_seq_len=64)
-    assert words in str(error.value)
+    (misfit,) = error.value.misfits
+    assert misfit.field == field and words in str(error.value)
 
 
-def test_unknown_names_suggest_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"unknown model 'lama3' \(did you mean 'llama3'\?\)"):
-        resolve_args("lama3", "8B")
-    with pytest.raises(ValueError, match=r"unknown flavor '8b' of llama3; there are debugmodel, 8B"):
-        resolve_args("llama3", "8b")
+def test_all_wrong_overrides_and_all_wrong_numbers_are_named() -> None:
+    for overrides, count in (({"dimm": 1, "tied": 1, "n_layers": 0.5}, 3), ({"n_heads": 7, "n_kv_heads": 3}, 2)):
+        with pytest.raises(ShapeError) as error:
+            resolve_args("llama3", "8B", overrides)
+        assert len(error.value.misfits) == count
+
+
+@pytest.mark.parametrize(("name", "field"), [(("lama3", "8B"), "name"), (("llama3", "8b"), "flavor")])
+def test_unknown_names_suggest_the_nearest(name: tuple[str, str], field: str) -> None:
+    with pytest.raises(ShapeError) as error:
+        resolve_args(*name)
+    (misfit,) = error.value.misfits
+    assert misfit.field == field and misfit.advice.startswith(("nearest: llama3", "nearest: 8B"))
 
 
 def test_the_vocabulary_is_the_flavors_own_or_the_tokenizers() -> None:
     assert resolve_args("llama3", "debugmodel", tokenizer_size=2048).n_vocab == 2048
     assert resolve_args("llama3", "8B", tokenizer_size=2048).n_vocab == 128256
     assert resolve_args("llama3", "8B", vocab_size=2048, tokenizer_size=2048).n_vocab == 2048
-    with pytest.raises(ValueError, match="the tokenizer has 128256 entries but the model's vocabulary only 32000"):
+    with pytest.raises(ValueError, match="128256 entries but the model's vocabulary only 32000"):
         resolve_args("llama2", "7B", tokenizer_size=128256)
     with pytest.raises(ValueError, match="takes its vocabulary from the tokenizer"):
         count_parameters(resolve_args("llama3", "debugmodel"))

@@ -9,20 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from titanlite.config.plans import Plans, resolve_plans
+from titanlite.config.unbuilt import unbuilt_keys
+from titanlite.parallel.units import choose_units
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
 from tests.parallel.test_scale import fake_world
 from titanlite.config.load import load_file
-from titanlite.config.plans import ActivationCheckpointPlan, Plans
-from titanlite.config.resolve import resolve
-from titanlite.config.unbuilt import unbuilt_keys
 from titanlite.loss import cross_entropy_sum
-from titanlite.models import SHAPES, LlamaArgs, count_parameters, get_spec
+from titanlite.models import LlamaArgs, count_parameters, get_spec
 from titanlite.parallel.activation_checkpoint import Kept, checkpoint_activations, trace_block
 from titanlite.parallel.fsdp import DTYPES, set_gradient_sync, shard
-from titanlite.parallel.units import choose_units
-from titanlite.prepare import model_args
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
 SIZES = {
@@ -43,7 +41,7 @@ CPU = torch.device("cpu")
 def resolved(path: Path, ranks: int) -> Plans:
     config = load_file(path)
     assert unbuilt_keys(config) == []
-    plans = resolve(config, world_size=ranks, shapes=SHAPES)
+    plans = resolve_plans(config, ranks)
     assert plans.warnings == ()
     return plans
 
@@ -106,13 +104,13 @@ def test_there_is_one_file_for_each_size_and_the_debug_model() -> None:
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.toml")), ids=lambda path: path.stem)
 def test_the_model_builds_with_the_counted_parameters(path: Path) -> None:
-    plan = resolved(path, ranks=2).model
-    args = model_args(plan, tokenizer_size=2048)
+    run = resolved(path, ranks=2).config
+    args = run.model_args(tokenizer_size=2048)
     with torch.device("meta"):
-        module = get_spec(plan.name).build(args)
-        logits = module(torch.zeros(1, plan.max_seq_len, dtype=torch.int64))
+        module = get_spec(run.model.name).build(args)
+        logits = module(torch.zeros(1, run.max_seq_len, dtype=torch.int64))
     assert sum(p.numel() for p in module.parameters()) == count_parameters(args)
-    assert logits.shape == (1, plan.max_seq_len, args.n_vocab)
+    assert logits.shape == (1, run.max_seq_len, args.n_vocab)
 
 
 def described(name: str) -> tuple[Plans, LlamaArgs, str]:
@@ -122,7 +120,7 @@ def described(name: str) -> tuple[Plans, LlamaArgs, str]:
     gpus = re.search(r"Hardware: (\d+|one) GPUs? of", comments)
     assert gpus
     plans = resolved(path, ranks=1 if gpus[1] == "one" else int(gpus[1]))
-    return plans, model_args(plans.model, tokenizer_size=None), comments
+    return plans, plans.config.model_args(), comments
 
 
 def number(pattern: str, comments: str) -> float:
@@ -144,7 +142,7 @@ def test_a_files_name_model_and_stated_numbers_agree(name: str) -> None:
 @pytest.mark.parametrize("name", SIZES)
 def test_the_stated_memory_is_that_of_the_traced_block(name: str) -> None:
     plans, args, comments = described(name)
-    assert plans.activations == ActivationCheckpointPlan("full" if args.dim >= 8192 else "op")
+    assert plans.activations.mode == ("full" if args.dim >= 8192 else "op")
     # Whole gradients in fp32 on every GPU, which are not counted, would often not fit.
     assert plans.shard.gradient_sync == "every" or plans.mesh.weight_shards == 1
 

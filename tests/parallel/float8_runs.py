@@ -1,4 +1,4 @@
-"""What the float8 tests share: runs with learnable batches, and what is seen of their products and traffic."""
+"""Shared by the float8 tests: runs with learnable batches, and what is observed of their products and collectives."""
 
 from __future__ import annotations
 
@@ -12,23 +12,26 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.checkpoint.runs import train as train_and_save
-from tests.training.harness import TINY, Run, build_tiny, micro_batches, run_stages
-from titanlite.build import data_parallel_rank, to_device
-from titanlite.config.plans import Float8Plan, ShardPlan
+from tests.steps import train_step
+from tests.training.harness import TINY, Run, build_tiny, changed, micro_batches, run_stages
+from titanlite.config.sections import Float8, Training
+from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
-from titanlite.loss import cross_entropy_sum
 from titanlite.metrics.float8_error import Float8Error, measure_float8_error
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.float8 import ScalePrecompute
-from titanlite.parallel.tensor import tensor_loss
-from titanlite.parallel.world import World
-from titanlite.step import Duplicates, train_step
+from titanlite.step import PlainRunner, ReplicationFactors
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-EMULATED = Float8Plan(enable=True, emulate=True)
-GATHERED = Float8Plan(enable=True, emulate=True, all_gather=True)
-PRECOMPUTED = Float8Plan(enable=True, emulate=True, all_gather=True, precompute=True)
+REAL, EMULATED = Float8(enable_float8_linear=True), Float8(enable_float8_linear=True, emulate=True)
+GATHERED = changed(EMULATED, enable_fsdp_float8_all_gather=True)
+PRECOMPUTED = changed(GATHERED, precompute_float8_dynamic_scale_for_fsdp=True)
 #: Linears of TINY that are converted: seven in each of two blocks, and their parameters.
 LINEARS, CONVERTED, TOTAL = 14, 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192), 123_200
+
+
+def recipe(name: str, float8: Float8 = EMULATED) -> Float8:
+    return changed(float8, recipe_name=name)
 
 
 def learnable(steps: int, global_batch: int, seq_len: int, vocab: int) -> tuple[Tensor, Tensor]:
@@ -48,11 +51,11 @@ STEPS = 40
 TOKENS, LABELS = learnable(STEPS, 8, 16, 192)
 RATES = [1e-2 * min(1.0, (n + 1) / 5) for n in range(STEPS)]
 #: In bf16; the first ten of the rates.
-RUN = Run(TOKENS, LABELS, RATES[:10], args=TINY, shard=ShardPlan())
+RUN = Run(TOKENS, LABELS, RATES[:10], args=TINY, training=Training())
 
 
 class Seen(TorchDispatchMode):
-    """Products of float8 tensors by the roles and types of what is multiplied, others by type; and what is sent."""
+    """Counts products of float8 tensors by the factors' roles and types, others by type, and collectives by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,13 +81,13 @@ def _what(tensor: Tensor) -> str:
     return str(local.dtype).removeprefix("torch.")
 
 
-def watch_step(world: World, run: Run) -> Seen:
+def watch_step(world: DistEnv, run: Run) -> Seen:
     """The second step."""
     model, optimizer, rank = build_tiny(world, run)
     guard = FiniteGuard(world.device)
-    mesh = world.build_mesh(run.mesh(world.size))
-    after = ScalePrecompute(model, mesh) if run.float8.precompute else None
-    data = to_device(micro_batches(run, 0, data_parallel_rank(mesh), run.mesh(world.size).dp_degree), world.device)
+    precompute = run.float8.precompute_float8_dynamic_scale_for_fsdp
+    after = ScalePrecompute(model, run.builder(world).mesh) if precompute else None
+    data = to_device(micro_batches(run, 0, rank, run.mesh(world.size).dp_degree), world.device)
 
     def take(step: int) -> None:
         train_step(model, optimizer, data, step=step, lr=1e-3, max_norm=1.0, guard=guard, after_update=after)
@@ -106,7 +109,7 @@ def distance(a: list[float], b: list[float]) -> float:
     return (torch.tensor(a) - torch.tensor(b)).abs().mean().item()
 
 
-def gathered_types(world: World, run: Run) -> dict[str, str]:
+def gathered_types(world: DistEnv, run: Run) -> dict[str, str]:
     """How weights look while their block computes."""
     model, _, rank = build_tiny(world, run)
     found: dict[str, str] = {}
@@ -123,28 +126,27 @@ def gathered_types(world: World, run: Run) -> dict[str, str]:
     return found
 
 
-def drift_of(world: World, run: Run) -> tuple[Float8Error, float, list[float], list[float]]:
-    """What is measured of the initial weights, their loss without float8, and the losses measured first and again."""
+def drift_of(world: DistEnv, run: Run) -> tuple[Float8Error, float, list[float], list[float]]:
+    """The measurement on the initial weights, their loss without float8, and the losses measured first and again."""
     plan = run.mesh(world.size)
-    duplicates = Duplicates(plan.tensor * plan.pipeline, plan.tensor)
-    loss = tensor_loss(cross_entropy_sum) if plan.tensor > 1 else cross_entropy_sum
-    mesh = world.build_mesh(plan)
-    (batch,) = to_device(micro_batches(run, 0, data_parallel_rank(mesh), plan.dp_degree), world.device)
+    duplicates = ReplicationFactors(plan.tensor * plan.pipeline, plan.tensor)
 
-    def measure(run: Run, model: torch.nn.Module) -> Float8Error:
-        pipeline = run_stages(model, run, world, loss)
-        return measure_float8_error(model, [batch], world.device, torch.bfloat16, loss, duplicates, pipeline)
+    def measure(run: Run, times: int) -> list[Float8Error]:
+        model, _, rank = build_tiny(world, run)
+        loss = run.builder(world).loss()
+        data = to_device(micro_batches(run, 0, rank, plan.dp_degree), world.device)
+        runner = run_stages(model, run, world, loss) or PlainRunner(model, loss)
+        common = (data, world.device, torch.bfloat16, runner, duplicates)
+        return [measure_float8_error(model, *common) for _ in range(times)]
 
     # Not converted, both passes are the same, and its initial weights are those of the converted one.
-    exact = measure(replace(run, float8=Float8Plan()), build_tiny(world, replace(run, float8=Float8Plan()))[0])
+    (exact,) = measure(replace(run, float8=Float8()), 1)
     assert exact.difference == 0
-    model, _, _ = build_tiny(world, run)
-    first = measure(run, model)
-    again = measure(run, model)
+    first, again = measure(run, 2)
     return first, exact.exact, [first.float8], [again.float8]
 
 
-def resumed(world: World, run: Run, folder: str) -> tuple[dict[str, Any], list[float]]:
+def resumed(world: DistEnv, run: Run, folder: str) -> tuple[dict[str, Any], list[float]]:
     """Six steps without a break, and the losses of six that were saved and resumed after the third."""
     straight = train_and_save(world, run, f"{folder}/straight", 1, 6, every=3)
     parts = [train_and_save(world, run, f"{folder}/parts", *steps) for steps in ((1, 3), (4, 6))]

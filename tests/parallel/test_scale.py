@@ -1,4 +1,4 @@
-"""The largest models on thousands of ranks, without the machines: tensors on the meta device, a fake process group."""
+"""The largest models on thousands of ranks, without the machines: meta tensors and a fake process group."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -14,34 +15,27 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titanlite.build import lay_out
-from titanlite.config.plans import ActivationCheckpointPlan, CompilePlan, MeshPlan, PipelinePlan, ShardPlan
+from tests.training.harness import Degrees
+from titanlite.config.sections import ActivationCheckpoint, Compile, Training
 from titanlite.models import SHAPES, get_spec
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.parallel.parallelize import ModelBuilder
 
 #: What tensor parallelism cuts by columns of the weight; all other matrices are cut by rows.
 BY_COLUMNS = ("attention.wo.weight", "feed_forward.w2.weight")
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Degrees of parallelism; their product is the number of ranks."""
-
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    context: int = 1
-    tensor: int = 1
-    pipeline: int = 1
-
+class Layout(Degrees):
     @property
     def ranks(self) -> int:
         return self.dp_replicate * self.dp_shard * self.context * self.tensor * self.pipeline
 
     def shape_on(self, rank: int, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """What a rank holds of a parameter.
+        """Return the shape of a rank's part of a parameter.
 
-        Products are divided first, equally. Then rows are dealt out in equal parts over those who share weights, also
-        over those who share a sequence: the last part may be short, ranks after it get none.
+        Tensor parallelism divides first, equally. Then rows are divided in equal parts over the ranks that share
+        weights, also those that share a sequence: the last part may be short, ranks after it get none.
         """
         rows, *columns = shape
         if name.endswith(BY_COLUMNS):
@@ -58,33 +52,27 @@ class Layout:
 
 
 @contextmanager
-def fake_world(rank: int, size: int) -> Iterator[World]:
-    """Rank `rank` of `size`, whose collectives do nothing."""
+def fake_world(rank: int, size: int) -> Iterator[DistEnv]:
+    """Rank `rank` of `size`, with collectives that do nothing."""
     assert not dist.is_initialized()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
-        yield World(rank, 0, size, torch.device("cpu"))
+        yield DistEnv(rank, 0, size, torch.device("cpu"))
     finally:
         dist.destroy_process_group()
 
 
-def build_on(world: World, layout: Layout, flavor: str, plan: ShardPlan) -> nn.Module:
-    """What `build_model` does up to where memory is needed."""
-    spec, args = get_spec("llama3"), SHAPES["llama3"][flavor]
-    degrees = MeshPlan(
-        layout.ranks, layout.dp_replicate, layout.dp_shard, layout.context, layout.tensor, layout.pipeline
-    )
-    stages = PipelinePlan("1F1B", layout.pipeline, microbatches=layout.pipeline)
-    return lay_out(
-        spec,
-        args,
-        world.build_mesh(degrees),
-        plan,
+def build_on(world: DistEnv, layout: Layout, flavor: str, **training: Any) -> nn.Module:
+    """What `ModelBuilder.build` does before it needs memory, with recomputed and compiled blocks."""
+    return ModelBuilder(
+        get_spec("llama3"),
+        SHAPES["llama3"][flavor],
+        layout.build(world),
         world.device,
-        CompilePlan(model=True),
-        ActivationCheckpointPlan("full"),
-        pipeline=stages,
-    )
+        Training(compile=True, **training),
+        activation_checkpoint=ActivationCheckpoint(mode="full"),
+        compile=Compile(components=["model"]),
+    ).build_on_meta()
 
 
 def whole_shapes(flavor: str) -> dict[str, tuple[int, ...]]:
@@ -123,7 +111,7 @@ def test_the_largest_models_are_sharded_over_thousands_of_ranks(layout: Layout, 
     whole = whole_shapes(flavor)
     rank = layout.ranks - 1  # where parts are short or missing
     with fake_world(rank, layout.ranks) as world:
-        model = build_on(world, layout, flavor, ShardPlan())
+        model = build_on(world, layout, flavor)
         assert dict(model.named_parameters()).keys() == whole.keys()
         assert_shapes(model, layout, rank, whole)
 
@@ -154,7 +142,7 @@ def test_all_parallelisms_together_divide_the_largest_models(
     assert SHAPES["llama3"][flavor].n_layers == {"3.1-70B": 80, "3.1-405B": 126}[flavor]
     for rank, count in zip((0, layout.ranks // 2 + 5, layout.ranks - 1), blocks, strict=True):
         with fake_world(rank, layout.ranks) as world:
-            model = build_on(world, layout, flavor, ShardPlan())
+            model = build_on(world, layout, flavor)
             names = [name for name, _ in model.named_parameters()]
             assert len({name.split(".")[1] for name in names if name.startswith("layers.")}) == count
             assert ("tok_embeddings.weight" in names) == (layout.stage(rank) == 0)
@@ -175,17 +163,16 @@ def test_all_parallelisms_together_divide_the_largest_models(
 def test_an_uneven_embedding_leaves_the_last_ranks_short(rank: int, rows: int, weights: int) -> None:
     layout = Layout(dp_shard=512)
     with fake_world(rank, 512) as world:
-        model = build_on(world, layout, "3.1-70B", ShardPlan())
+        model = build_on(world, layout, "3.1-70B")
         parts = {name: p.to_local() for name, p in model.named_parameters() if isinstance(p, DTensor)}
         assert parts["tok_embeddings.weight"].shape == parts["output.weight"].shape == (rows, 8192)
         assert parts["layers.79.attention.wk.weight"].shape == (2, 8192)
         assert sum(part.numel() for part in parts.values()) == weights
 
 
-@pytest.mark.parametrize("units", ["size", ("Attention", "FeedForward")], ids=str)
-def test_other_units_shard_the_same_rows(units: str) -> None:
+@pytest.mark.parametrize("fsdp_units", ["size", ["Attention", "FeedForward"]], ids=str)
+def test_other_groups_shard_the_same_rows(fsdp_units: Any) -> None:
     layout = Layout(2, 32)
     with fake_world(63, 64) as world:
-        plan = ShardPlan(units=units, min_params=2_000_000_000, prefetch=1)  # type: ignore[arg-type]
-        model = build_on(world, layout, "3.1-70B", plan)
+        model = build_on(world, layout, "3.1-70B", fsdp_units=fsdp_units, fsdp_min_params=2_000_000_000, prefetch=1)
         assert_shapes(model, layout, 63, whole_shapes("3.1-70B"))

@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 
 from tests.runs.conftest import Start, change_start, training_row, write_metrics
-from titanlite.cli import main
 from titanlite.runs.read import read_run
+from titanlite.tools.cli import main
 from titanlite.tools.compare import compare, compare_json, read_runs, short_names, spread, steady
 from titanlite.tools.compare_page import ticks
 from titanlite.tools.plots import COLORS, thin

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,14 @@ from tests.checkpoint.golden import PRINTS, make
 from tests.pool import Pools
 from tests.words import listening
 from titanlite import exit_codes
-from titanlite.app import _lock as _lock_of_run
 from titanlite.checkpoint import Checkpointer, CheckpointError
 from titanlite.checkpoint.paths import AnyPath, StorePath
+from titanlite.config.derive import RunConfig
 from titanlite.config.errors import ConfigError
-from titanlite.config.plans import CheckpointPlan, Plans
-from titanlite.parallel.world import World
-from titanlite.prepare import checked_plans
+from titanlite.config.fit import check_config
+from titanlite.config.sections import Checkpoint
+from titanlite.main import _lock
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs import lock as lock_module
 from titanlite.runs.lock import (
     FILE,
@@ -272,19 +273,21 @@ def test_a_run_that_takes_over_is_named_and_one_that_died_doing_so_is_not_in_the
         assert _held(place)["process"]["id"] == os.getpid() and _names(place) == [FILE]
 
 
-def test_a_file_system_without_links_has_locks_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*paths: Path) -> None:
-        raise PermissionError(1, "Operation not permitted")
+def test_a_lock_that_is_being_written_is_read_again(tmp_path: Path) -> None:
+    """Its creation is exclusive, its content comes a moment later."""
+    with RunLock(tmp_path):
+        content = (tmp_path / FILE).read_bytes()
+        (tmp_path / FILE).write_bytes(b"")
+        thread = threading.Timer(0.1, lambda: (tmp_path / FILE).write_bytes(content))
+        thread.start()
+        with pytest.raises(LockedError, match=f"process {os.getpid()} on"), RunLock(tmp_path):
+            pytest.fail("two hold it")
+        thread.join()
 
-    monkeypatch.setattr(os, "link", refuse)
-    with RunLock(tmp_path), pytest.raises(LockedError), RunLock(tmp_path):
-        pytest.fail("two hold it")
-    assert _names(tmp_path) == []
 
-
-def _save(world: World, folder: str, lost: bool) -> str:
+def _save(world: DistEnv, folder: str, lost: bool) -> str:
     model, optimizer = make()
-    saver = Checkpointer(CheckpointPlan(enable=True, folder=folder), world, PRINTS)
+    saver = Checkpointer(Checkpoint(enable_checkpoint=True, folder=folder), world, PRINTS)
     saver.save(1, model, optimizer, {})
     if lost:
         (Path(folder) / FILE).write_text(json.dumps({"token": "other", "process": {"id": 1}, "host": "node7"}))
@@ -308,23 +311,27 @@ def test_a_run_that_lost_its_lock_publishes_no_checkpoint(pool: Pools, tmp_path:
 # What a run locks
 
 
-def _plans(root: Path, run: str, *flags: str) -> Plans:
+def _lock_of_run(run: RunConfig) -> AbstractContextManager[None]:
+    return _lock(Path(run.job.dump_folder), run.checkpoint)
+
+
+def _config(root: Path, run: str, *flags: str) -> RunConfig:
     argv = [f"--job.dump_folder={root / run}", "--checkpoint.enable_checkpoint", *flags]
-    return checked_plans(argv, 1, training=False)[1]
+    return check_config(argv, 1, training=False)[1]
 
 
 def test_checkpoints_that_lie_elsewhere_are_locked_too(tmp_path: Path) -> None:
     """Two runs with folders of their own, and checkpoints in one: each would take the other's saves for leftovers."""
     shared = f"--checkpoint.folder={tmp_path / 'shared'}"
-    with _lock_of_run(_plans(tmp_path, "a", shared)):
+    with _lock_of_run(_config(tmp_path, "a", shared)):
         with (
             pytest.raises(LockedError, match=r"another --checkpoint\.folder"),
-            _lock_of_run(_plans(tmp_path, "b", shared)),
+            _lock_of_run(_config(tmp_path, "b", shared)),
         ):
             pytest.fail("two runs hold it")
         assert not (tmp_path / "b").exists(), "the lock of its own folder is released"
-        off = _plans(tmp_path, "c", shared, "--no-checkpoint.enable_checkpoint")
-        with _lock_of_run(_plans(tmp_path, "b")), _lock_of_run(off):
+        off = _config(tmp_path, "c", shared, "--no-checkpoint.enable_checkpoint")
+        with _lock_of_run(_config(tmp_path, "b")), _lock_of_run(off):
             assert (tmp_path / "b" / FILE).exists() and (tmp_path / "b" / "checkpoint" / FILE).exists()
     assert _names(tmp_path) == []
 
@@ -335,12 +342,12 @@ def test_checkpoints_in_the_folder_of_a_live_run_are_locked(tmp_path: Path) -> N
     (tmp_path / "real").mkdir()
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "checkpoint").symlink_to(tmp_path / "real")
-    with _lock_of_run(_plans(tmp_path, "a")), _lock_of_run(_plans(tmp_path, "c")):
+    with _lock_of_run(_config(tmp_path, "a")), _lock_of_run(_config(tmp_path, "c")):
         for folder in ("a/checkpoint", "link", "a", "real"):
-            other = _plans(tmp_path, "b", f"--checkpoint.folder={tmp_path / folder}")
+            other = _config(tmp_path, "b", f"--checkpoint.folder={tmp_path / folder}")
             with pytest.raises(LockedError, match=r"another --checkpoint\.folder"), _lock_of_run(other):
                 pytest.fail(f"two runs hold {folder}")
-    with _lock_of_run(_plans(tmp_path, "a", "--checkpoint.folder=.")):
+    with _lock_of_run(_config(tmp_path, "a", "--checkpoint.folder=.")):
         assert _names(tmp_path / "a") == [FILE], "its own lock is not in its way"
 
 
@@ -349,12 +356,12 @@ def test_a_folder_of_checkpoints_that_cannot_be_is_found_at_the_start(tmp_path: 
     run.mkdir()
     (run / "checkpoint").write_text("a file")
     for folder, why in ((run / "checkpoint", "it is a file"), (run / "checkpoint" / "x", "Not a directory")):
-        plans = _plans(tmp_path, "a", f"--checkpoint.folder={folder}")
-        with pytest.raises(CheckpointError, match=rf"checkpoint\.folder: .*{folder}.*{why}"), _lock_of_run(plans):
+        config = _config(tmp_path, "a", f"--checkpoint.folder={folder}")
+        with pytest.raises(CheckpointError, match=rf"checkpoint\.folder: .*{folder}.*{why}"), _lock_of_run(config):
             pytest.fail("it was not looked at")
     (tmp_path / "link").symlink_to(run / "logs")
     for flag in ("logs/checkpoint", "logs", tmp_path / "link" / "checkpoint"):
-        plans = _plans(tmp_path, "a", f"--checkpoint.folder={flag}")
-        with pytest.raises(ConfigError, match=r"checkpoint\.folder: .*, where the logs of"), _lock_of_run(plans):
+        config = _config(tmp_path, "a", f"--checkpoint.folder={flag}")
+        with pytest.raises(ConfigError, match=r"checkpoint\.folder: .*, where the logs of"), _lock_of_run(config):
             pytest.fail("it was not looked at")
     assert _names(run) == ["checkpoint"]

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.runs.fixtures.make import RUNS, UNDISTURBED
-from titanlite.cli import main
 from titanlite.metrics.jsonl import read_metrics
+from titanlite.tools.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 ARCHIVE = Path(__file__).parent / "fixtures" / "runs.tar.xz"

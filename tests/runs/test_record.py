@@ -16,12 +16,12 @@ import pytest
 from tests.runs.conftest import Start, training_row, write_metrics
 from tests.words import listening
 from titanlite import exit_codes
-from titanlite.cli import main
+from titanlite.config.fit import check_config
 from titanlite.config.load import load_file
-from titanlite.prepare import checked_plans
 from titanlite.runs import provenance
 from titanlite.runs.logs import rank_log
 from titanlite.runs.record import CONFIG, FILE, read_attempts, read_entries
+from titanlite.tools.cli import main
 from titanlite.utils import logger
 
 
@@ -153,7 +153,7 @@ def test_secrets_are_not_written_down(tmp_path: Path, start: Start, monkeypatch:
     flags = ["--launch.environment.HF_TOKEN", "s3cret-8", "--launch.environment.MY_KEY=s3cret-9"]
     flags += ["--launch.environment.NCCL_IB=1"]
     for changed in ("s3cret-8", "s3cret-10"):
-        resolved = checked_plans([*flags, f"--launch.environment.HF_TOKEN={changed}"], 2, training=False)[1].config_toml
+        resolved = check_config([*flags, f"--launch.environment.HF_TOKEN={changed}"], 2, training=False)[1].config_toml
         assert changed in resolved, "else this shows nothing"
         start(tmp_path, argv=["train.py", *flags], more_config=resolved[resolved.index("[launch]") :])
     for name in (FILE, CONFIG):
@@ -205,7 +205,7 @@ def test_without_a_checkout_or_git_the_reason_is_kept(checkout: Path, monkeypatc
 
 def test_recording_and_reading_need_no_torch() -> None:
     code = (
-        "import sys; import titanlite.cli, titanlite.runs.record, titanlite.runs.logs, titanlite.runs.lock\n"
+        "import sys; import titanlite.tools.cli, titanlite.runs.record, titanlite.runs.logs, titanlite.runs.lock\n"
         "import titanlite.tools.runs, titanlite.tools.compare_page, titanlite.tools.plots\n"
         "assert not {'torch', 'matplotlib', 'numpy', 'filelock'} & set(sys.modules)\n"
     )

@@ -21,7 +21,7 @@ import benchmarks.gpu_page as gpu_page
 import benchmarks.gpu_pieces as gpu_pieces
 from benchmarks.gpu_bench import Bench, Failed, OutOfTime
 from titanlite.config.errors import ConfigError
-from titanlite.prepare import load_plans, model_args
+from titanlite.config.fit import load_config, model_args
 
 ROOT = Path(__file__).resolve().parents[2]
 ABOUT = {
@@ -131,20 +131,20 @@ def test_patience_is_longer_than_a_ladders() -> None:
 )
 def test_settings_are_the_published_ones(name: str, dim: int, seq_len: int, sequences: int) -> None:
     setting = gpu_ladder.SETTINGS[name]
-    plans = load_plans(str(gpu_ladder.CONFIGS / setting.config), 1, list(setting.flags))
+    plans = load_config(str(gpu_ladder.CONFIGS / setting.config), 1, list(setting.flags))
     assert (plans.batch.seq_len, plans.batch.global_batch_size, plans.activations.mode) == (seq_len, sequences, "full")
     assert model_args(plans.model).dim == dim and plans.shard.param_dtype == "bfloat16"
 
 
 def test_levels_are_the_ladders() -> None:
-    from titanlite.tools.benchmark_levels import LEVELS
+    from titanlite.tools.benchmark import LEVELS
 
     assert tuple(level.name for level in LEVELS) == gpu_ladder.LEVELS
 
 
 def test_what_is_not_built_is_all_that_keeps_a_setting_back() -> None:
     with pytest.raises(ConfigError) as caught:
-        load_plans(str(gpu_ladder.CONFIGS / gpu_ladder.SETTINGS["kahan-8b"].config), 1, [])
+        load_config(str(gpu_ladder.CONFIGS / gpu_ladder.SETTINGS["kahan-8b"].config), 1, [])
     assert all("is not built yet" in problem.message for problem in caught.value.problems)
 
 

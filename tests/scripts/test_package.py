@@ -26,7 +26,7 @@ def test_importing_the_package_is_quick_and_loads_no_torch() -> None:
 
 
 def test_rooms_are_attributes_and_nothing_else_is() -> None:
-    assert titanlite.config.__name__ == "titanlite.config" and "metrics" in dir(titanlite)
+    assert titanlite.config.__name__ == "titanlite.config" and "observe" in dir(titanlite)
     with pytest.raises(AttributeError, match="no attribute 'modles'"):
         _ = titanlite.modles
 
@@ -61,7 +61,7 @@ def test_the_wheel_has_configs_schema_and_types(installed: Path) -> None:
     assert {path.name for path in (installed / "titanlite" / "train_configs").iterdir()} == ours
     assert "titanlite.schema.json" in ours and (installed / "titanlite" / "py.typed").is_file()
     (distribution,) = importlib.metadata.distributions(path=[str(installed)])
-    assert [(e.name, e.value) for e in distribution.entry_points] == [("titanlite", "titanlite.cli:main")]
+    assert [(e.name, e.value) for e in distribution.entry_points] == [("titanlite", "titanlite.tools.cli:main")]
 
 
 def test_a_config_of_the_wheel_is_found_by_its_name(installed: Path) -> None:
@@ -78,7 +78,7 @@ def test_the_wheel_trains(installed: Path, tmp_path: Path) -> None:
     done = from_wheel(installed, "train", "debug_model.toml", *tiny, f"--job.dump_folder={tmp_path}/run")
     assert done.returncode == 0, done.stderr
     assert f"config: {installed}/titanlite/" in done.stdout and "training done at step 1" in done.stdout
-    assert "titanlite" in (tmp_path / "run" / "attempts.jsonl").read_text()
+    assert "titanlite" in (tmp_path / "run" / "run.json").read_text()
 
 
 def test_what_is_installed_for_training_is_imported_somewhere_and_looked_for_in_an_active_environment() -> None:

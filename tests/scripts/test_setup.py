@@ -29,7 +29,7 @@ case "$1 $2" in
             */has/*) echo "asked: ${*:3}" >>"$CALLS"; echo "${FAKE_MISSING:-}" ;;
             *) echo "titanlite torch" ;;
         esac ;;
-    "-c "*titanlite.cli*)
+    "-c "*titanlite.tools.cli*)
         echo "check: ${*:3}" >>"$CALLS"
         [ "${FAKE_CHECK:-0}" = 0 ] || echo "debug.toml:3: training.stepz: unknown key"
         exit "${FAKE_CHECK:-0}" ;;

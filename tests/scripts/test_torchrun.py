@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.torchrun import last_words, worst
+from titanlite.torchrun import last_error, worst_code
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
     ],
 )
 def test_which_code_stands_for_all(told: str, code: int | None) -> None:
-    assert worst(told) == code
+    assert worst_code(told) == code
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_a_worker_that_torchrun_stops_after_another_failed_was_not_preempted(
     failed: list[int], told: str, code: int | None
 ) -> None:
     """Code 5 means that the same command goes on: a wrapper would start a broken installation for ever."""
-    assert worst(told, failed) == code
+    assert worst_code(told, failed) == code
 
 
 @pytest.mark.slow
@@ -69,14 +69,14 @@ def test_a_worker_that_dies_during_imports_is_an_error(tmp_path: Path) -> None:
 
 def test_what_the_last_restart_said_is_kept_for_the_end() -> None:
     told = '0 1 "rank 0: first"\n1 7 ""\n1 1 "rank 1 on a: OSError: a\\nb"\n1 1 "rank 2: third"\n'
-    assert last_words(told) == "rank 1 on a: OSError: a\nb"
-    assert last_words("0 7\n") == last_words("") == ""
+    assert last_error(told) == "rank 1 on a: OSError: a\nb"
+    assert last_error("0 7\n") == last_error("") == ""
 
 
 #: A worker that says that it was asked to stop, and its launcher.
 WORKER = """
 import os, signal, time
-from titanlite.parent import stop_with_torchrun
+from titanlite.signals import stop_with_torchrun
 signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b"asked to stop"), os._exit(0)))
 stop_with_torchrun()
 os.write(1, b"ready")
@@ -96,7 +96,7 @@ def test_a_worker_is_asked_to_stop_when_its_torchrun_is_killed() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
 def test_a_parent_that_ends_before_the_kernel_knows_is_noticed() -> None:
-    script = "import os, signal; from titanlite.parent import end_with_parent; os.getppid = iter([7, 1]).__next__; "
+    script = "import os, signal; from titanlite.signals import end_with_parent; os.getppid = iter([7, 1]).__next__; "
     done = subprocess.run(
         [sys.executable, "-c", f"{script}end_with_parent(signal.SIGTERM)"], env={**os.environ, "PYTHONPATH": str(ROOT)}
     )

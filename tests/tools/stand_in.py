@@ -2,7 +2,7 @@
 
 The benchmark starts it as a process, so order, failure, signals and resume are real.
 Environment: STAND_IN_LOG, a file that gets the name of each run; STAND_IN_FAIL, a run that prints and fails;
-STAND_IN_HANG, one that waits until it is ended; STAND_IN_TORCH, the version of torch that it records.
+STAND_IN_HANG, one that waits until it is ended.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-from titanlite.prepare import checked_plans
+from titanlite.config.fit import check_config
 from titanlite.runs import provenance
-from titanlite.runs.record import begin
 
 #: Tokens per second and rank; each repeat on this machine is half as fast as the one before.
 SPEEDS = {"default": 1000.0, "compile": 1500.0, "more": 500.0}
@@ -52,11 +51,11 @@ def main() -> None:
             }
         )
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    _, plans = checked_plans(sys.argv[1:], RANKS, training=True)
-    versions = provenance.versions()
-    provenance.versions = lambda: {**versions, "torch": os.environ.get("STAND_IN_TORCH", versions["torch"])}
-    record, _ = begin(folder, config_toml=plans.config_toml, steps=steps, ranks=RANKS, device=DEVICE)
-    record.end("done", steps)
+    config, _ = check_config(sys.argv[1:], RANKS, training=True)
+    (folder / "config.toml").write_text(config.to_toml())
+    attempt = {"state": "done", "first_step": 0, "steps": steps, "step": steps, "world_size": RANKS, "device": DEVICE}
+    attempt["versions"] = provenance.versions()
+    (folder / "run.json").write_text(json.dumps({"format": 1, "attempts": [attempt]}))
 
 
 if __name__ == "__main__":

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from tests.runs.conftest import training_row, write_metrics
 from titanlite.runs.read import read_run
-from titanlite.tools.benchmark import in_turn
-from titanlite.tools.benchmark_levels import Level, Planned
+from titanlite.tools.benchmark import Level, in_turn
 from titanlite.tools.benchmark_report import RunFigures, after_warmup, measure, summarize
 
 
@@ -24,13 +23,10 @@ def test_the_warm_up_is_left_out_of_speed_and_mfu_and_not_of_memory_and_losses(t
     rows += [training_row(3 + i, 6 - i, tps, mfu=tps / 5) for i, tps in enumerate((100, 130, 110))]
     run = read_run(write_metrics(tmp_path, rows))
     found = measure(run, "default", 1, warmup=2)
-    assert found is not None
     assert found.tokens_per_second == pytest.approx(220)  # 110 on each of two devices
     assert found.mfu == 22 and found.memory_gib == 3.0
     assert found.losses == {1: 8.0, 2: 7.0, 3: 6.0, 4: 5.0, 5: 4.0}
-    with_one_more = measure(run, "default", 1, warmup=1)
-    assert with_one_more is not None and with_one_more.tokens_per_second == pytest.approx(240)
-    assert measure(run, "default", 1, warmup=5) is None
+    assert measure(run, "default", 1, warmup=1).tokens_per_second == pytest.approx(240)
 
 
 def test_a_row_whose_window_begins_in_the_warm_up_does_not_count() -> None:
@@ -85,7 +81,6 @@ def test_mfu_and_memory_over_repeats() -> None:
 
 
 def test_each_repeat_begins_with_another_level() -> None:
-    planned = [cast(Planned, type("P", (), {"level": Level(name, "", "")})) for name in "abc"]
-    slots = in_turn(planned, 4)
-    assert [slot.name for slot in slots] == [*"abc", *"bca", *"cab", *"abc"]
-    assert [slot.folder for slot in slots[2:5]] == ["c-1", "b-2", "c-2"]
+    slots = in_turn([Level(name, "") for name in "abc"], 4)
+    assert [level.name for level, _ in slots] == [*"abc", *"bca", *"cab", *"abc"]
+    assert [repeat for _, repeat in slots[2:5]] == [1, 2, 2]

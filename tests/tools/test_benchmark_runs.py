@@ -16,12 +16,12 @@ import torch
 from tests.pool import Pools
 from tests.tiny import TWO_LAYERS, size
 from titanlite.build import read_text
-from titanlite.cli import main
-from titanlite.parallel.world import World
-from titanlite.prepare import checked_plans, load_plans
-from titanlite.tools import benchmark as command
-from titanlite.tools import benchmark_levels
-from titanlite.tools.benchmark_levels import LEVELS
+from titanlite.config.fit import check_config
+from titanlite.config.load import load_file
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.tools import benchmark as room
+from titanlite.tools.benchmark import LEVELS, SWITCHES
+from titanlite.tools.cli import main
 from titanlite.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ NO_FLOAT8 = ["--skip", "float8", "--skip", "float8-all-gather"]
 
 def benchmark(folder: Path, *words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
     """The real command, in a process of its own, from `folder`."""
-    command = [sys.executable, "-m", "titanlite.cli", "ladder", str(ROOT / "train_configs" / "debug_model.toml")]
+    command = [sys.executable, "-m", "titanlite.tools.cli", "ladder", str(ROOT / "train_configs" / "debug_model.toml")]
     found = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     variables = {**found, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([*command, *TINY, *words], cwd=folder, env=variables, capture_output=True, text=True)
@@ -82,9 +82,9 @@ def test_levels_start_from_the_same_weights_and_read_the_same_text(tmp_path: Pat
         assert ("torch.compile made" in (run / "console.log").read_text()) == (level == "compile")
 
 
-def _train(world: World, arguments: list[str]) -> None:
-    """One run of a ladder, on ranks that are there already."""
-    _, plans = checked_plans(arguments, world.size, training=True)
+def _train(world: DistEnv, arguments: list[str]) -> None:
+    """One run of a benchmark, on ranks that exist already."""
+    _, plans = check_config(arguments, world.size, training=True)
     try:
         Trainer(plans, world, read_text(plans)).train()
     finally:
@@ -97,22 +97,22 @@ def test_all_four_levels_train_in_the_pool(
 ) -> None:
     """The command without torchrun: every level's own file, trained by real ranks."""
 
-    def run(command: list[str], console: Path, _: object) -> int:
+    def run(command: list[str], console: Path, device_type: str) -> int:
         pool(1).run(_train, command[command.index("train") + 1 :], timeout=600)
         return 0
 
-    monkeypatch.setattr(command, "run", run)
-    monkeypatch.setattr(benchmark_levels, "probe", lambda: benchmark_levels.Machine("cpu", "CPU (made up)", 0))
+    monkeypatch.setattr(room, "run", run)
+    monkeypatch.setattr(room, "probe", lambda: room.Machine("CPU (made up)"))
     words = [*TINY, *size(64, 1, 4, 16), "--compile.backend=eager", "--out", str(tmp_path)]
     words += ["--ranks", "1", "--steps", "3", "--warmup", "1", "--repeats", "1"]
     assert main(["benchmark", str(ROOT / "train_configs" / "debug_model.toml"), *words]) == 0
     _check_four(record(tmp_path), capsys.readouterr().out)
+    on: list[str] = []
     for level in LEVELS:
-        plans = load_plans(str(tmp_path / "runs" / f"{level.name}-1" / "config.toml"), 1)
-        on = level.name.startswith("float8")
-        assert plans.compile.model is (level.name != "default")
-        assert plans.float8.enable is plans.float8.emulate is on
-        assert plans.float8.all_gather is plans.float8.precompute is (level.name == "float8-all-gather")
+        config = load_file(tmp_path / "runs" / f"{level.name}-1" / "config.toml")
+        on += level.adds
+        assert [key for key in SWITCHES if config.value(key)] == on
+        assert config.value("float8.emulate") == config.value("float8.enable_float8_linear")
 
 
 @pytest.mark.soak
@@ -138,7 +138,7 @@ def test_a_run_that_fails_shows_what_its_ranks_said(tmp_path: Path) -> None:
     (tmp_path / "wild.toml").write_text("[optimizer]\nlr = 1e30\n")
     words = ["--skip", "compile", *NO_FLOAT8, "--overlay", "wild=wild.toml", "--out", "out"]
     done = benchmark(tmp_path, *words, "--steps", "6", "--warmup", "1", "--repeats", "1", code=1)
-    assert "wild, repeat 1 failed with exit code 1. Its last lines:" in done.stderr
+    assert "wild, repeat 1 failed with exit code 3. Its last lines:" in done.stderr
     assert re.search(r"^    error: stopped: .*not finite", done.stderr, re.MULTILINE)
     assert "torch/distributed/elastic" not in done.stderr and "ChildFailedError" not in done.stderr
     assert [run["level"] for run in record(tmp_path / "out")["runs"]] == ["default"]

@@ -51,7 +51,7 @@ class References:
     def seeds(self, run: Run) -> list[list[float]]:
         """Losses of titanlite's own run on one rank, from the run's seed and from two others."""
         alone = run.alone()
-        key = (alone.args, alone.shard, alone.accumulation, tuple(alone.rates))
+        key = (alone.args, str(alone.training), alone.accumulation, tuple(alone.rates))
         if key not in self._seeds:
             self._seeds[key] = [self.losses(replace(alone, seed=run.seed + i), 1) for i in range(3)]
         return self._seeds[key]

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from tests.training.compare import FLAT, GLOBAL_BATCH, LABELS, SEQ, TOKENS, WARM, References
-from tests.training.harness import Run
+from tests.training.harness import Degrees, Run
+from titanlite.config.derive import RunConfig
+from titanlite.config.fit import load_config
 from titanlite.config.pipeline import SCHEDULES
-from titanlite.config.plans import Plans
-from titanlite.prepare import load_plans, model_args
 
 #: Two blocks of grouped queries, as small as four ranks can share.
 MODEL = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 32, "max_seq_len": 64}
@@ -151,39 +151,40 @@ REFUSED = {
 }
 
 
-def plans_of(row: Row, column: Column) -> Plans:
+def config_of(row: Row, column: Column) -> RunConfig:
     """What the config makes of a cell. Raises ConfigError."""
     data_ranks = row.ranks // (row.flags.get(TP, 1) * row.flags.get(CP, 1) * row.flags.get(PP, 1))
     batch = {"training.batch_size": GLOBAL_BATCH // data_ranks // column.accumulation}
     flags = {**SHARED, **batch, **row.flags, **column.flags}
-    return load_plans("debug_model.toml", row.ranks, [f"--{key}={value}" for key, value in flags.items()])
+    return load_config("debug_model.toml", row.ranks, [f"--{key}={value}" for key, value in flags.items()])
 
 
-def run_of(plans: Plans, optimizer: str = "AdamW", steps: int = 20) -> Run:
+def run_of(config: RunConfig, optimizer: str = "AdamW", steps: int = 20) -> Run:
     """The cell on dumped batches."""
-    mesh = plans.mesh
+    mesh, batch = config.mesh, config.batch
     run = Run(
         TOKENS,
         LABELS,
         (FLAT if optimizer == "SGD" else WARM)[:steps],
-        args=model_args(plans.model),
-        shard=plans.shard,
+        args=config.model_args(),
+        training=config.training,
         optimizer=optimizer,
-        accumulation=plans.batch.accumulation,
+        accumulation=batch.accumulation,
         replicas=mesh.dp_replicate,
-        activations=plans.activations,
-        compile=plans.compile,
+        activations=config.activation_checkpoint,
+        compile=config.compile if config.training.compile else None,
         tensor=mesh.tensor,
-        loss_parallel=plans.tensor_parallel.loss_parallel,
+        loss_parallel=config.training.enable_loss_parallel,
         context=mesh.context,
         pipeline=mesh.pipeline,
-        schedule=plans.pipeline.schedule,
-        split_points=plans.pipeline.split_points,
-        pieces=plans.pipeline.microbatches,
-        loss_chunks=plans.loss.chunks,
+        schedule=config.experimental.pipeline_parallel_schedule,
+        split_points=tuple(config.experimental.pipeline_parallel_split_points),
+        pieces=config.experimental.pipeline_parallel_microbatches or mesh.pipeline,
+        loss_chunks=config.training.loss_chunks,
     )
-    assert run.mesh(mesh.world_size) == mesh and run.batch(mesh.world_size) == plans.batch
-    assert mesh.pipeline == 1 or run.pipeline_plan() == plans.pipeline
+    degrees = (mesh.dp_replicate, mesh.dp_shard, mesh.context, mesh.tensor, mesh.pipeline)
+    assert run.mesh(mesh.world_size) == Degrees(*degrees)
+    assert batch.global_batch_size == GLOBAL_BATCH == batch.micro_batch_size * batch.accumulation * mesh.dp_degree
     return run
 
 
@@ -208,7 +209,7 @@ def train_cell(references: References, row: str, column: str) -> None:
     cell = COLUMNS[column]
     # Twenty steps of AdamW in the quick cells: longer runs of the others would show nothing that these do not.
     steps = cell.steps if cell.optimizer == "SGD" or (row, column) in QUICK else min(cell.steps, 8)
-    references.compare(run_of(plans_of(ROWS[row], cell), cell.optimizer, steps), ROWS[row].ranks)
+    references.compare(run_of(config_of(ROWS[row], cell), cell.optimizer, steps), ROWS[row].ranks)
 
 
 def more_rows(fewest: int, most: int) -> list[Any]:
@@ -222,7 +223,7 @@ def more_rows(fewest: int, most: int) -> list[Any]:
 
 def train_row(references: References, row: Row, accumulation: int) -> None:
     steps = 8 if row.ranks < 8 else 4
-    references.compare(run_of(plans_of(row, Column(accumulation, "AdamW", {})), steps=steps), row.ranks)
+    references.compare(run_of(config_of(row, Column(accumulation, "AdamW", {})), steps=steps), row.ranks)
 
 
 def bf16_rows(fewest: int, most: int) -> list[Any]:
@@ -237,8 +238,8 @@ def bf16_rows(fewest: int, most: int) -> list[Any]:
 def train_in_bf16(references: References, row: str) -> None:
     """Mean distance of the losses from those on one rank: at most twice what another seed makes of them."""
     low = replace(ROWS[row], flags={**ROWS[row].flags, "training.mixed_precision_param": "bfloat16"})
-    run = run_of(plans_of(low, COLUMNS["accumulated"]), steps=8)
-    assert run.shard.param_dtype == "bfloat16"
+    run = run_of(config_of(low, COLUMNS["accumulated"]), steps=8)
+    assert run.training.mixed_precision_param == "bfloat16"
     plain, *others = map(torch.tensor, references.seeds(run))
     spread = torch.stack([(plain - other).abs().mean() for other in others]).mean()
     distance = (torch.tensor(references.losses(run, low.ranks)) - plain).abs().mean()

@@ -2,42 +2,70 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from tests.steps import train_step
 from tests.training.reference import Curve
-from titanlite.build import build_model, build_pipeline, data_parallel_rank, to_device
-from titanlite.config.pipeline import stage_count
-from titanlite.config.plans import (
-    ActivationCheckpointPlan,
-    BatchPlan,
-    CompilePlan,
-    Float8Plan,
-    LossPlan,
-    MeshPlan,
-    OptimizerPlan,
-    PipelinePlan,
-    ShardPlan,
-    TensorParallelPlan,
-)
-from titanlite.data.loader import Batch
+from titanlite.build import data_parallel_rank
+from titanlite.config.run_sections import Section
+from titanlite.config.sections import ActivationCheckpoint, Compile, Experimental, Float8, Optimizer, Training
+from titanlite.data.loader import Batch, to_device
 from titanlite.guard import FiniteGuard
-from titanlite.loss import cross_entropy_sum
 from titanlite.models import LlamaArgs, get_spec
 from titanlite.optim.optimizer import build_optimizer
-from titanlite.parallel.compile import LossFunction, compile_loss
+from titanlite.parallel.compile import LossFunction
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.float8 import ScalePrecompute, plain
-from titanlite.parallel.fsdp import DTYPES
+from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.parallel.pipeline import Pipeline, PipelineModel
-from titanlite.parallel.tensor import tensor_loss
-from titanlite.parallel.world import World
-from titanlite.step import Duplicates, train_step
+from titanlite.step import ReplicationFactors
+
+S = TypeVar("S", bound=Section)
 
 TINY = LlamaArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=192, multiple_of=32, max_seq_len=64)
-FULL_PRECISION = ShardPlan(param_dtype="float32")
+
+
+#: A linear in the middle of the model.
+W2 = "layers.1.feed_forward.w2"
+
+
+def changed(section: S, **changes: Any) -> S:
+    """A copy of a config section with other values."""
+    return replace(section, **changes)
+
+
+def full_precision(**changes: Any) -> Training:
+    return Training(mixed_precision_param="float32", **changes)
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Degrees of parallelism; their product is the number of ranks."""
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    context: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+
+    @property
+    def dp_degree(self) -> int:
+        """Ranks that read different data."""
+        return self.dp_replicate * self.dp_shard
+
+    def build(self, world: DistEnv) -> DeviceMesh:
+        replicate, shard = self.dp_replicate, self.dp_shard
+        return world.build_mesh(
+            pp=self.pipeline, dp_replicate=replicate, dp_shard=shard, cp=self.context, tp=self.tensor
+        )
 
 
 @dataclass
@@ -48,7 +76,7 @@ class Run:
     labels: torch.Tensor
     rates: list[float]
     args: LlamaArgs = TINY
-    shard: ShardPlan = FULL_PRECISION
+    training: Training = full_precision()
     optimizer: str = "AdamW"
     implementation: str | None = None
     weight_decay: float = 0.1
@@ -57,8 +85,9 @@ class Run:
     seed: int = 7
     #: Ranks that hold the same shard (HSDP; all of them: DDP).
     replicas: int = 1
-    activations: ActivationCheckpointPlan | None = None
-    compile: CompilePlan = CompilePlan()
+    activations: ActivationCheckpoint = ActivationCheckpoint(mode="none")
+    #: None: nothing is compiled.
+    compile: Compile | None = None
     #: Ranks that share each product, and whether the loss is computed on sharded logits.
     tensor: int = 1
     loss_parallel: bool = True
@@ -69,28 +98,42 @@ class Run:
     schedule: str = "1F1B"
     split_points: tuple[str, ...] = ()
     pieces: int = 2
-    float8: Float8Plan = Float8Plan()
+    float8: Float8 = Float8()
     #: Pieces of the tokens in which the loss is computed.
     loss_chunks: int = 1
 
-    def mesh(self, ranks: int) -> MeshPlan:
+    def mesh(self, ranks: int) -> Degrees:
         """The degrees on so many ranks; those left over share the weights."""
         rest = ranks // (self.replicas * self.tensor * self.context * self.pipeline)
-        return MeshPlan(ranks, self.replicas, rest, self.context, self.tensor, self.pipeline)
+        return Degrees(self.replicas, rest, self.context, self.tensor, self.pipeline)
 
-    def pipeline_plan(self) -> PipelinePlan:
-        stages = stage_count(self.schedule, self.pipeline, self.split_points)
-        return PipelinePlan(self.schedule, stages, self.split_points, self.pieces)
-
-    def batch(self, ranks: int) -> BatchPlan:
-        """What a rank is given in a step."""
-        _, whole, seq_len = self.tokens.shape
-        rows = whole // self.mesh(ranks).dp_degree // self.accumulation
-        return BatchPlan(rows, self.accumulation, whole, seq_len, whole * seq_len)
+    def builder(self, world: DistEnv) -> ModelBuilder:
+        training = changed(
+            self.training,
+            compile=self.compile is not None,
+            loss_chunks=self.loss_chunks,
+            enable_loss_parallel=self.loss_parallel,
+        )
+        experimental = Experimental(
+            pipeline_parallel_schedule=self.schedule,
+            pipeline_parallel_split_points=list(self.split_points),
+            pipeline_parallel_microbatches=self.pieces,
+        )
+        return ModelBuilder(
+            get_spec("llama3"),
+            self.args,
+            self.mesh(world.size).build(world),
+            world.device,
+            training,
+            experimental,
+            self.activations,
+            self.compile or Compile(),
+            self.float8,
+        )
 
     def alone(self) -> Run:
         """The same run on one rank."""
-        return replace(self, replicas=1, tensor=1, context=1, pipeline=1)
+        return dataclasses.replace(self, replicas=1, tensor=1, context=1, pipeline=1)
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -118,37 +161,24 @@ def sequence_part(run: Run, batches: list[Batch], rank: int) -> list[Batch]:
     return [Batch(part(batch.tokens), part(batch.labels)) for batch in batches]
 
 
-def build_tiny(world: World, run: Run) -> tuple[torch.nn.Module, torch.optim.Optimizer, int]:
-    mesh = world.build_mesh(run.mesh(world.size))
-    spec = get_spec("llama3")
-    model = build_model(
-        spec,
-        run.args,
-        mesh,
-        run.shard,
-        world.device,
-        run.seed,
-        run.compile,
-        run.activations,
-        TensorParallelPlan(run.loss_parallel),
-        run.pipeline_plan(),
-        run.float8,
-        LossPlan(run.loss_chunks),
-    )
+def build_tiny(world: DistEnv, run: Run) -> tuple[torch.nn.Module, torch.optim.Optimizer, int]:
+    builder = run.builder(world)
+    model = builder.build(run.seed)
     if run.optimizer == "SGD":
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     else:
-        plan = OptimizerPlan(implementation=run.implementation, weight_decay=run.weight_decay)  # type: ignore[arg-type]
-        optimizer = build_optimizer(model.parameters(), plan, world.device)
-    return model, optimizer, data_parallel_rank(mesh)
+        settings = Optimizer(implementation=run.implementation, weight_decay=run.weight_decay)  # type: ignore[arg-type]
+        optimizer = build_optimizer(model.parameters(), settings, world.device)
+    return model, optimizer, data_parallel_rank(builder.mesh)
 
 
-def run_stages(model: torch.nn.Module, run: Run, world: World, loss: LossFunction) -> Pipeline | None:
+def run_stages(model: torch.nn.Module, run: Run, world: DistEnv, loss: LossFunction) -> Pipeline | None:
     """What runs the model where ranks share its layers."""
     if not isinstance(model, PipelineModel):
         return None
-    dtype = DTYPES[run.shard.param_dtype]
-    return build_pipeline(model, run.args, run.pipeline_plan(), run.batch(world.size), dtype, world.device, loss)
+    _, sequences, seq_len = run.tokens.shape
+    rows = sequences // run.mesh(world.size).dp_degree // run.accumulation
+    return run.builder(world).pipeline(model, loss, batch_size=rows, seq_len=seq_len, accumulation=run.accumulation)
 
 
 def all_stages(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -160,15 +190,14 @@ def all_stages(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict
     return {name: tensor for part in parts for name, tensor in part.items()}
 
 
-def train(world: World, run: Run) -> Curve:
+def train(world: DistEnv, run: Run) -> Curve:
     """The run on this world; the curve holds full tensors under titanlite's names."""
     model, optimizer, rank = build_tiny(world, run)
-    plan = run.mesh(world.size)
-    loss = compile_loss(cross_entropy_sum, run.compile.backend) if run.compile.loss else cross_entropy_sum
-    if plan.tensor > 1:
-        loss = tensor_loss(loss)
+    plan, builder = run.mesh(world.size), run.builder(world)
+    loss = builder.loss()
     pipeline = run_stages(model, run, world, loss)
-    after_update = ScalePrecompute(model, world.build_mesh(plan)) if run.float8.precompute else None
+    precompute = run.float8.precompute_float8_dynamic_scale_for_fsdp
+    after_update = ScalePrecompute(model, builder.mesh) if precompute else None
     guard = FiniteGuard(world.device)
     curve = Curve([], [], {}, {})
     for step, rate in enumerate(run.rates, start=1):
@@ -189,23 +218,23 @@ def train(world: World, run: Run) -> Curve:
             lr=rate,
             max_norm=run.max_norm,
             guard=guard,
-            duplicates=Duplicates(plan.tensor * plan.pipeline, plan.tensor),
-            sync_every=run.shard.gradient_sync == "every",
+            factors=ReplicationFactors(plan.tensor * plan.pipeline, plan.tensor),
+            sync_every=run.training.gradient_sync == "every",
             loss_function=loss,
             pipeline=pipeline,
             after_update=after_update,
         )
         keep.remove()
         curve.losses.append(result.loss.item())
-        curve.norms.append(result.norm.item())
+        curve.norms.append(result.grad_norm.item())
     curve.gradients = all_stages(model, curve.gradients)
     curve.weights = all_stages(model, {n: full(p) for n, p in model.named_parameters()})
     return curve
 
 
-def train_afresh(world: World, run: Run) -> Curve:
+def train_afresh(world: DistEnv, run: Run) -> Curve:
     """`train` with nothing left of what earlier runs of this process compiled, nor anything for later ones."""
-    if not (run.compile.model or run.compile.loss):
+    if run.compile is None:
         return train(world, run)
     torch._dynamo.reset()
     try:
@@ -214,7 +243,7 @@ def train_afresh(world: World, run: Run) -> Curve:
         torch._dynamo.reset()
 
 
-def initial_weights(world: World, run: Run) -> dict[str, torch.Tensor]:
+def initial_weights(world: DistEnv, run: Run) -> dict[str, torch.Tensor]:
     model, _, _ = build_tiny(world, run)
     return all_stages(model, {n: full(p) for n, p in model.named_parameters()})
 
@@ -230,23 +259,3 @@ def batches(
     lengths[:, 0] = 1
     labels[torch.arange(seq_len) >= lengths[..., None]] = -100
     return tokens, labels
-
-
-class LateGuard(FiniteGuard):
-    """Tells of a step when the next is under way, as it does on a GPU."""
-
-    behind: torch.Tensor | None = None
-
-    def watch(self) -> bool:
-        record, self.behind = self.behind, self._record.clone() if self._unread else None
-        self._unread = False
-        if record is not None:
-            self._read(record)
-        wish, self._wish = self._wish, False
-        return wish
-
-    def check(self) -> None:
-        record, self.behind = self.behind, None
-        if record is not None:
-            self._read(record)
-        super().check()

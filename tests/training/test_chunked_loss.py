@@ -7,7 +7,6 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.parallel.test_compile import _listen
-from tests.parallel.test_fsdp import GATHER, SUM, Sent, Wire
+from tests.parallel.watch import GATHER, SUM, Sent, Wire
 from tests.pool import Pools
 from tests.refusals import refusal
+from tests.steps import train_step
 from tests.training.compare import LABELS, TOKENS, WARM, References, relative
 from tests.training.grid import (
     CP,
@@ -38,24 +37,21 @@ from tests.training.grid import (
     TP,
     Column,
     Row,
-    plans_of,
+    config_of,
     run_of,
 )
-from tests.training.harness import TINY, Run, build_tiny, micro_batches, run_stages, sequence_part
+from tests.training.harness import TINY, Run, build_tiny, full_precision, micro_batches, run_stages, sequence_part
+from tests.words import listening
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
-from titanlite.config.plans import Plans, ShardPlan
-from titanlite.config.resolve import resolve
-from titanlite.drill.shrink import shrink
 from titanlite.guard import FiniteGuard
 from titanlite.loss import ChunkedHead, batch_loss, chunk_head, cross_entropy_sum
 from titanlite.metrics.nan_finder import Finding, diagnose_nonfinite
 from titanlite.models.llama.model import Llama
 from titanlite.parallel.compile import CompileWatch, compile_loss
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.tensor import tensor_loss
-from titanlite.parallel.world import World
-from titanlite.step import Duplicates, train_step, validate
-from titanlite.utils import logger
+from titanlite.step import PlainRunner, ReplicationFactors, validate
 
 IGNORE = -100
 BATCH, SEQ, VOCAB, DIM = 4, 32, 192, 64
@@ -207,8 +203,6 @@ def test_in_bf16_gradients_are_as_near_to_float32_as_those_of_the_whole() -> Non
 def test_a_compiled_loss_has_a_graph_for_each_of_two_sizes_and_is_not_compiled_again() -> None:
     torch._dynamo.reset()
     shapes: list[tuple[int, ...]] = []
-    said: list[tuple[str, str]] = []
-    handler = _listen(said)
 
     def backend(module: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         shapes.append(tuple(inputs[0].shape))
@@ -220,17 +214,17 @@ def test_a_compiled_loss_has_a_graph_for_each_of_two_sizes_and_is_not_compiled_a
         loss = compile_loss(cross_entropy_sum, backend)
         watch = CompileWatch([], [cross_entropy_sum], "eager")
         expected, gradients = _gradients(whole, batch)
-        for step in (1, 2):
-            parts.zero_grad(set_to_none=True)
-            found = batch_loss(parts, *batch, loss) / 37
-            found.backward()
-            watch.after(step, "training")
+        with listening() as said:
+            for step in (1, 2):
+                parts.zero_grad(set_to_none=True)
+                found = batch_loss(parts, *batch, loss) / 37
+                found.backward()
+                watch.after(step, "training")
         assert found.item() == pytest.approx(expected, rel=1e-6)
         assert all(relative(p.grad, gradients[n]) < 1e-6 for n, p in parts.named_parameters() if p.grad is not None)
         assert shapes == [(1, 43, VOCAB), (1, 42, VOCAB)]
-        assert [level for level, _ in said] == ["INFO"] and "made 2 graphs for training" in said[0][1]
+        assert len(said) == 1 and "made 2 graphs for training" in said[0]
     finally:
-        logger.removeHandler(handler)
         torch._dynamo.reset()
 
 
@@ -286,12 +280,12 @@ ROWS = [
 
 @pytest.mark.parametrize(("row", "accumulation"), ROWS)
 def test_it_trains_as_transformers_does(references: References, row: Row, accumulation: int) -> None:
-    run = run_of(plans_of(row, Column(accumulation, "AdamW", {})), steps=3)
+    run = run_of(config_of(row, Column(accumulation, "AdamW", {})), steps=3)
     assert run.loss_chunks == row.flags[CHUNKS]
     references.compare(run, row.ranks)
 
 
-def _step(world: World, run: Run) -> tuple[list[Sent], dict[str, int], int]:
+def _step(world: DistEnv, run: Run) -> tuple[list[Sent], dict[str, int], int]:
     """A later step: what c10d sent but for counts, loss and norm, DTensor's collectives, and calls of the loss."""
     model, optimizer, rank = build_tiny(world, run)
     calls = [0]
@@ -304,10 +298,10 @@ def _step(world: World, run: Run) -> tuple[list[Sent], dict[str, int], int]:
     loss = tensor_loss(counting) if plan.tensor > 1 else counting
     data = sequence_part(run, micro_batches(run, 0, rank, plan.dp_degree), world.rank)
     guard, seen = FiniteGuard(world.device), []
-    duplicates = Duplicates(plan.tensor, plan.tensor)
+    factors = ReplicationFactors(plan.tensor, plan.tensor)
 
     def take(step: int) -> None:
-        common = {"lr": 1e-3, "max_norm": 1.0, "guard": guard, "duplicates": duplicates, "loss_function": loss}
+        common = {"lr": 1e-3, "max_norm": 1.0, "guard": guard, "factors": factors, "loss_function": loss}
         train_step(model, optimizer, data, step=step, **common)
 
     take(1)  # FSDP sets itself up
@@ -329,8 +323,8 @@ RUN = Run(TOKENS, LABELS, WARM)
     "run",
     [
         replace(RUN, accumulation=2),
-        replace(RUN, shard=ShardPlan("float32", reshard_after_forward=True), args=replace(TINY, tied=True)),
-        replace(RUN, shard=ShardPlan("float32", reshard_after_forward=True, units="root")),
+        replace(RUN, training=full_precision(reshard_after_forward="always"), args=replace(TINY, tied=True)),
+        replace(RUN, training=full_precision(reshard_after_forward="always", fsdp_units="root")),
         replace(RUN, context=2),
     ],
     ids=["fsdp, accumulated", "fsdp, freed, tied", "fsdp, freed, one unit", "cp"],
@@ -355,13 +349,14 @@ def test_tensor_parallel_ranks_gather_hidden_states_and_reduce_their_gradient_on
         assert seen == dict(Counter(expected) + Counter(more))
 
 
-def _validation(world: World, run: Run) -> float:
+def _validation(world: DistEnv, run: Run) -> float:
     model, _, rank = build_tiny(world, run)
     plan = run.mesh(world.size)
     loss = tensor_loss(cross_entropy_sum) if plan.tensor > 1 else cross_entropy_sum
     data = sequence_part(run, micro_batches(run, 0, rank, plan.dp_degree), world.rank)
-    duplicates = Duplicates(plan.tensor * plan.pipeline, plan.tensor)
-    mean, _ = validate(model, data, world.device, loss, duplicates, run_stages(model, run, world, loss))
+    factors = ReplicationFactors(plan.tensor * plan.pipeline, plan.tensor)
+    runner = run_stages(model, run, world, loss) or PlainRunner(model, loss)
+    mean, _ = validate(model, data, world.device, runner, factors)
     return mean.item()
 
 
@@ -375,7 +370,7 @@ def test_validation_gives_the_same_loss(pool: Pools, run: Run) -> None:
     assert parts == pytest.approx(whole, rel=1e-6)
 
 
-def _diagnosis(world: World) -> Finding:
+def _diagnosis(world: DistEnv) -> Finding:
     run = replace(RUN, loss_chunks=3, accumulation=2)
     model, _, rank = build_tiny(world, run)
     factor = float("inf") if world.rank == 1 else 1.0
@@ -388,13 +383,6 @@ def test_a_loss_that_is_not_finite_is_the_heads(pool: Pools) -> None:
 
 
 # The config
-
-
-def test_the_key_reaches_the_plan_and_a_toy() -> None:
-    assert Plans().loss.chunks == 1
-    assert resolve(load(["--training.loss_chunks=8"]), world_size=1).loss.chunks == 8
-    any_file = Path(__file__)  # nobody reads it here
-    assert shrink("debug_model.toml", ["--training.loss_chunks=500"], any_file).plans.loss.chunks == 2
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tests.training.compare import LABELS, TOKENS, WARM, References
-from tests.training.harness import TINY, Run
-from titanlite.config.plans import ActivationCheckpointPlan, ShardPlan
+from tests.training.harness import TINY, Run, full_precision
+from titanlite.config.sections import ActivationCheckpoint, Training
 from titanlite.models import RopeScaling
 
 SHAPES = {
@@ -27,33 +27,38 @@ def test_other_shapes_train_as_transformers_does(references: References, shape: 
 
 # ranks, replicas, shape, plan
 UNITS = [
-    pytest.param(2, 1, "gqa", ShardPlan("float32", units="size", min_params=30_000, prefetch=1), id="size, ahead 1"),
-    pytest.param(2, 1, "tied", ShardPlan("float32", units=("Block", "Embedding"), prefetch=2), id="tied classes"),
+    pytest.param(2, 1, "gqa", full_precision(fsdp_units="size", fsdp_min_params=30_000, prefetch=1), id="size"),
+    pytest.param(2, 1, "tied", full_precision(fsdp_units=["Block", "Embedding"], prefetch=2), id="tied classes"),
     *(
         pytest.param(*row, marks=pytest.mark.soak, id=name)
         for name, row in {
-            "root": (2, 1, "gqa", ShardPlan("float32", units="root")),
-            "root, always": (2, 1, "gqa", ShardPlan("float32", units="root", reshard_after_forward=True)),
-            "blocks, ahead 2": (4, 1, "gqa", ShardPlan("float32", prefetch=2, reshard_after_forward=True)),
-            "over 2 of 4, ahead 1": (4, 1, "gqa", ShardPlan("float32", prefetch=1, reshard_after_forward=2)),
-            "hsdp-2x2, small units": (4, 2, "gqa", ShardPlan("float32", units="size", min_params=4_000, prefetch=3)),
-            "ddp, classes": (2, 2, "gqa", ShardPlan("float32", units=("Attention", "FeedForward"))),
-            "nested": (2, 1, "gqa", ShardPlan("float32", units=("Block", "Linear"), reshard_after_forward=True)),
+            "root": (2, 1, "gqa", full_precision(fsdp_units="root")),
+            "root, always": (2, 1, "gqa", full_precision(fsdp_units="root", reshard_after_forward="always")),
+            "blocks, ahead 2": (4, 1, "gqa", full_precision(prefetch=2, reshard_after_forward="always")),
+            "over 2 of 4, ahead 1": (4, 1, "gqa", full_precision(prefetch=1, reshard_after_forward=2)),
+            "hsdp-2x2": (
+                4,
+                2,
+                "gqa",
+                full_precision(fsdp_units="size", fsdp_min_params=4_000, prefetch=3),
+            ),
+            "ddp, classes": (2, 2, "gqa", full_precision(fsdp_units=["Attention", "FeedForward"])),
+            "nested": (2, 1, "gqa", full_precision(fsdp_units=["Block", "Linear"], reshard_after_forward="always")),
         }.items()
     ),
 ]
 
 
-@pytest.mark.parametrize(("ranks", "replicas", "shape", "shard"), UNITS)
+@pytest.mark.parametrize(("ranks", "replicas", "shape", "training"), UNITS)
 def test_other_units_train_as_transformers_does(
-    references: References, ranks: int, replicas: int, shape: str, shard: ShardPlan
+    references: References, ranks: int, replicas: int, shape: str, training: Training
 ) -> None:
-    run = Run(TOKENS, LABELS, WARM, args=SHAPES[shape], shard=shard, accumulation=2, replicas=replicas)
+    run = Run(TOKENS, LABELS, WARM, args=SHAPES[shape], training=training, accumulation=2, replicas=replicas)
     references.compare(run, ranks)
 
 
 @pytest.mark.soak
 def test_units_inside_recomputed_blocks_train_as_transformers_does(references: References) -> None:
-    shard = ShardPlan("float32", units=("Block", "Attention"), prefetch=2, reshard_after_forward=True)
-    run = Run(TOKENS, LABELS, WARM, shard=shard, accumulation=2, activations=ActivationCheckpointPlan("full"))
+    training = full_precision(fsdp_units=["Block", "Attention"], prefetch=2, reshard_after_forward="always")
+    run = Run(TOKENS, LABELS, WARM, training=training, accumulation=2, activations=ActivationCheckpoint(mode="full"))
     references.compare(run, 2)

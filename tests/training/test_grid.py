@@ -12,8 +12,8 @@ from tests.training.grid import (
     Row,
     bf16_rows,
     cells,
+    config_of,
     more_rows,
-    plans_of,
     train_cell,
     train_in_bf16,
     train_row,
@@ -40,6 +40,6 @@ def test_bf16_stays_within_the_spread_of_seeds(references: References, row: str)
 def test_a_cell_that_cannot_work_is_refused(row: str, column: str) -> None:
     key, reason = REFUSED[row, column]
     with pytest.raises(ConfigError) as caught:
-        plans_of(ROWS[row], COLUMNS[column])
+        config_of(ROWS[row], COLUMNS[column])
     assert [problem.key for problem in caught.value.problems].count(key) == len(caught.value.problems)
     assert reason in caught.value.problems[0].message

@@ -1,7 +1,10 @@
-"""A non-finite loss or gradient on one rank: no rank's weights move, all stop alike, the culprit is named."""
+"""A bad step reaches no weight on any rank, whatever the policy; spikes are found as the formula says."""
 
 from __future__ import annotations
 
+import json
+import random
+import statistics
 from dataclasses import replace
 from typing import Any
 
@@ -9,103 +12,304 @@ import pytest
 import torch
 
 from tests.pool import Pools
-from tests.training.harness import Run, batches, build_tiny, full, micro_batches
-from titanlite.build import to_device
-from titanlite.guard import FiniteGuard, NonFiniteError
-from titanlite.parallel.world import World
-from titanlite.step import train_step
+from tests.steps import train_step
+from tests.training.harness import (
+    W2,
+    Run,
+    all_stages,
+    batches,
+    build_tiny,
+    full,
+    micro_batches,
+    run_stages,
+    sequence_part,
+)
+from titanlite.data.loader import to_device
+from titanlite.guard import BadStepError, FiniteGuard, LossSpikeError, NonFiniteError, find_nonfinite
+from titanlite.loss import cross_entropy_sum
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.parallel.tensor import tensor_loss
+from titanlite.step import ReplicationFactors
 
+CPU = torch.device("cpu")
 TOKENS, LABELS = batches(6, 4, 16, 192)
 RUN = Run(TOKENS, LABELS, [3e-3] * 6)
-BAD_STEP = 3
+BAD = 3
+NAN, INF = float("nan"), float("inf")
 
 
 def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    weights = {n: full(p) for n, p in model.named_parameters()}
-    moments = {f"{n}.{k}": full(v) for n, p in model.named_parameters() for k, v in optimizer.state[p].items()}
-    return {**weights, **moments}
+    """Weights, moments and the optimizer's count of steps."""
+    state = {name: full(p) for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        state.update({f"{name}.{key}": full(value) for key, value in optimizer.state[p].items()})
+    return all_stages(model, state)
 
 
-def _poisoned(world: World, run: Run, where: str, value: float) -> dict[str, Any]:
-    """Six steps with `value` put into rank 1's loss or gradient in step 3; the state before and after it."""
+def _equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def _train(world: DistEnv, run: Run, policy: Any, where: str, value: float | None) -> dict[str, Any]:
+    """Six steps with `value` in the loss, a gradient or an activation of the third on the last rank.
+
+    value: None for five steps, without that batch.
+    """
     model, optimizer, rank = build_tiny(world, run)
-    guard = FiniteGuard(world.device)
+    plan = run.mesh(world.size)
+    loss = tensor_loss(cross_entropy_sum) if plan.tensor > 1 else cross_entropy_sum
+    guard = FiniteGuard(world.device, policy, max_skips=1)
     poison = False
 
     def spoil_gradient(gradient: torch.Tensor) -> torch.Tensor:
         return gradient.masked_fill(torch.ones_like(gradient, dtype=torch.bool), value) if poison else gradient
 
-    def spoil_logits(module: Any, inputs: Any, logits: torch.Tensor) -> torch.Tensor:
+    def spoil(module: Any, inputs: Any, out: torch.Tensor) -> torch.Tensor:
         if not poison:
-            return logits
+            return out
         if where == "gradient":
-            logits.register_hook(spoil_gradient)
-            return logits
-        return logits + torch.tensor(value)
+            out.register_hook(spoil_gradient)
+            return out
+        return out + torch.tensor(value) if where == "loss" else out * torch.tensor(value)
 
-    model.register_forward_hook(spoil_logits)
+    for name, module in model.named_modules():
+        if name.endswith(W2) if where == "activation" else module is model:
+            module.register_forward_hook(spoil)
     states: list[dict[str, torch.Tensor]] = []
+    skipped: list[tuple[int, list[int]]] = []
     error: NonFiniteError | None = None
     for step in range(1, 7):
-        poison = step == BAD_STEP and world.rank == world.size - 1
-        data = to_device(micro_batches(run, step - 1, rank, world.size), world.device)
-        train_step(model, optimizer, data, step=step, lr=3e-3, max_norm=1.0, guard=guard)
+        if value is None and step == BAD:
+            continue
+        poison = value is not None and step == BAD and world.rank == world.size - 1
+        own = sequence_part(run, micro_batches(run, step - 1, rank, plan.dp_degree), world.rank)
+        train_step(
+            model,
+            optimizer,
+            to_device(own, world.device),
+            step=step,
+            lr=3e-3,
+            max_norm=1.0,
+            guard=guard,
+            factors=ReplicationFactors(plan.tensor * plan.pipeline, plan.tensor),
+            loss_function=loss,
+            pipeline=run_stages(model, run, world, loss) if plan.pipeline > 1 else None,
+        )
         states.append(_state(model, optimizer))
-        if error is None:
-            try:
-                guard.watch()
-            except NonFiniteError as caught:
-                error = caught
-    assert error is not None
-    unchanged = [all(torch.equal(states[i][name], states[BAD_STEP - 2][name]) for name in states[i]) for i in range(6)]
-    return {
-        "message": str(error),
-        "step": error.step,
-        "ranks": error.ranks,
-        "unchanged": unchanged,
-        "moved": any(not torch.equal(states[0][n], states[1][n]) for n in states[0]),
-    }
+        try:
+            if error is None:
+                guard.poll()
+        except NonFiniteError as caught:
+            error = caught
+        skipped += [(bad.step, bad.ranks) for bad in guard.skipped()]
+    told = None if error is None else (error.step, error.done, error.ranks, str(error))
+    return {"states": states, "skipped": skipped, "error": told}
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
-@pytest.mark.parametrize(
-    ("where", "value"), [("gradient", float("nan")), ("gradient", float("inf")), ("loss", float("nan"))]
-)
-def test_poison_on_one_rank_reaches_no_weight(pool: Pools, implementation: str, where: str, value: float) -> None:
-    results = pool(2).run(_poisoned, replace(RUN, implementation=implementation), where, value)
-    assert results[0]["message"] == results[1]["message"]
+@pytest.mark.parametrize(("where", "value"), [("gradient", NAN), ("gradient", INF), ("loss", NAN)])
+def test_poison_on_one_rank_stops_all_and_reaches_no_weight(
+    pool: Pools, implementation: str, where: str, value: float
+) -> None:
+    results = pool(2).run(_train, replace(RUN, implementation=implementation), "stop", where, value)
     for result in results:
-        assert result["moved"], "healthy steps must train"
-        assert result["unchanged"][BAD_STEP - 1 :] == [True] * 4, "the bad step, and all after it, change nothing"
-        assert result["step"] == BAD_STEP
-        if where == "loss":
-            assert result["ranks"] == [1] and "not finite on rank 1." in result["message"]
-        else:
-            assert result["ranks"] == [] and "arose in the backward pass" in result["message"]
-        assert f"weights are those after step {BAD_STEP - 1}" in result["message"]
+        states = result["states"]
+        assert not _equal(states[0], states[1]), "healthy steps must train"
+        assert all(_equal(state, states[BAD - 2]) for state in states[BAD - 1 :]), "the bad step, and all after it"
+        assert result["error"] == results[0]["error"], "all ranks stop alike"
+        assert result["error"][:3] == (BAD, BAD - 1, [1] if where == "loss" else [])
+        assert ("backward pass" in result["error"][3]) == (where == "gradient")
 
 
-def test_infinite_loss_with_finite_gradients_is_caught(pool: Pools) -> None:
-    """A target of probability zero has loss infinity, but a finite gradient: the norm alone would miss it."""
-    (result,) = pool(1).run(_zero_probability)
-    assert result["norm_is_finite"] and result["step"] == 1
+@pytest.mark.parametrize(
+    ("implementation", "values"),
+    [
+        pytest.param("fused", (NAN, INF), marks=pytest.mark.slow),
+        ("foreach", (NAN,)),
+        pytest.param("for-loop", (NAN,), marks=pytest.mark.slow),
+    ],
+    ids=["fused", "foreach", "for-loop"],
+)
+def test_a_skipped_step_leaves_no_trace(pool: Pools, implementation: str, values: tuple[float, ...]) -> None:
+    run = replace(RUN, implementation=implementation)
+    without = pool(2).run(_train, run, "skip", "activation", None)
+    for value in values:
+        for found, other in zip(pool(2).run(_train, run, "skip", "activation", value), without, strict=True):
+            states = found["states"]
+            assert found["skipped"] == [(BAD, [1])]
+            assert _equal(states[BAD - 1], states[BAD - 2]), "weights, moments and step count stay bit for bit"
+            assert not _equal(states[BAD], states[BAD - 1]), "the step after it trains"
+            assert _equal(states[-1], other["states"][-1]), "as if the batch had never been there"
 
 
-def _zero_probability(world: World) -> dict[str, Any]:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "run",
+    [replace(RUN, accumulation=2), replace(RUN, tensor=2), replace(RUN, context=2), replace(RUN, pipeline=2)],
+    ids=["accumulation", "tensor", "context", "pipeline"],
+)
+def test_all_ranks_skip_alike_however_they_share_the_work(pool: Pools, run: Run) -> None:
+    without = pool(2).run(_train, run, "skip", "activation", None)
+    for found, other in zip(pool(2).run(_train, run, "skip", "activation", NAN), without, strict=True):
+        assert [step for step, _ in found["skipped"]] == [BAD]
+        assert _equal(found["states"][BAD - 1], found["states"][BAD - 2])
+        assert _equal(found["states"][-1], other["states"][-1])
+
+
+def _zero_probability(world: DistEnv) -> tuple[bool, int]:
     model, optimizer, rank = build_tiny(world, RUN)
     guard = FiniteGuard(world.device)
     data = to_device(micro_batches(RUN, 0, rank, world.size), world.device)
     target = next(int(t) for t in data[0].labels.flatten() if t >= 0)
-
-    def forbid(module: Any, inputs: Any, logits: torch.Tensor) -> torch.Tensor:
-        barred = torch.zeros(logits.shape[-1], dtype=torch.bool)
-        barred[target] = True
-        return logits.masked_fill(barred, float("-inf"))
-
-    model.register_forward_hook(forbid)
+    model.register_forward_hook(
+        lambda module, inputs, logits: logits.masked_fill(torch.arange(logits.shape[-1]) == target, -INF)
+    )
     result = train_step(model, optimizer, data, step=1, lr=3e-3, max_norm=1.0, guard=guard)
-    try:
-        guard.watch()
-    except NonFiniteError as error:
-        return {"norm_is_finite": bool(result.norm.isfinite()), "step": error.step}
-    raise AssertionError("not caught")
+    with pytest.raises(NonFiniteError) as caught:
+        guard.poll()
+    return bool(result.grad_norm.isfinite()), caught.value.step
+
+
+def test_infinite_loss_with_finite_gradients_is_caught(pool: Pools) -> None:
+    """A target of probability zero has loss infinity, but a finite gradient: the norm alone would miss it."""
+    assert pool(1).run(_zero_probability) == [(True, 1)]
+
+
+def test_on_a_gpu_a_step_is_known_when_the_next_is_under_way() -> None:
+    guard = FiniteGuard(CPU, spike_sigmas=3.0, window=4)
+    guard.late = True
+    for step in range(1, 9):
+        _feed(guard, step, 2.0)
+    assert not _feed(guard, 9, 9.0), "the update is held back at once"
+    with pytest.raises(LossSpikeError) as caught:
+        _feed(guard, 10, 2.0)
+    assert caught.value.step == 9
+    two = torch.tensor(2.0)
+    assert not guard.check(11, two, two, two), "nothing updates any more"
+    guard.load_state_dict({})
+    assert _feed(guard, 5, 2.0), "until a checkpoint is loaded"
+
+
+# Spikes and the budget, by numbers alone
+
+
+def _feed(guard: FiniteGuard, step: int, loss: float) -> bool:
+    """One step with this loss; whether it may update."""
+    value = torch.tensor(loss)
+    ok = bool(guard.check(step, torch.tensor(1.0), value, value))
+    guard.poll()
+    return ok
+
+
+def _noisy(seed: int, steps: int) -> list[float]:
+    """Losses that fall and jitter, with jumps here and there."""
+    draw = random.Random(seed)
+    losses = [8 * 0.97**n + draw.gauss(0, 0.05) for n in range(steps)]
+    return [loss + (draw.uniform(0.1, 3) if draw.random() < 0.08 else 0) for loss in losses]
+
+
+@pytest.mark.parametrize(("sigmas", "window"), [(3.0, 12), (1.5, 7), (6.0, 30)])
+def test_spikes_are_those_of_the_formula(sigmas: float, window: int) -> None:
+    """Against mean and sample deviation of Python's own over the last losses that were not flagged."""
+    guard = FiniteGuard(CPU, "skip", 149, sigmas, 150)
+    guard._losses = type(guard._losses)(window, sigmas, CPU)  # type: ignore[misc]
+    kept: list[float] = []
+    flagged = []
+    for step, loss in enumerate(_noisy(5, 150), 1):
+        loss = torch.tensor(loss).item()  # float32, as a step's loss is
+        good = True
+        if len(kept) >= min(window, max(20, window // 2)):
+            mean = statistics.mean(kept)
+            good = loss <= mean + sigmas * max(statistics.stdev(kept), 1e-3 * mean)
+        assert _feed(guard, step, loss) == good, step
+        if good:
+            kept = [*kept, loss][-window:]
+        else:
+            flagged.append(step)
+    assert flagged == [bad.step for bad in guard.skipped()] and 2 < len(flagged) < 100
+
+
+def test_losses_that_hardly_vary_make_no_spike_of_rounding() -> None:
+    guard = FiniteGuard(CPU, spike_sigmas=3.0, window=4)
+    for step in range(1, 20):
+        assert _feed(guard, step, 2.0 + 1e-6 * (step % 2))
+    assert _feed(guard, 20, 2.005)
+    with pytest.raises(LossSpikeError) as caught:
+        _feed(guard, 21, 2.02)
+    assert 2.005 < caught.value.limit < 2.02
+
+
+def test_without_spike_sigmas_any_finite_loss_is_good() -> None:
+    guard = FiniteGuard(CPU, window=2)
+    assert all(_feed(guard, step, loss) for step, loss in enumerate([1.0, 1.0, 1.0, 1e30], 1))
+
+
+def _nan_between(world: DistEnv) -> tuple[list[bool], list[float]]:
+    guard = FiniteGuard(world.device, "skip", 5, 4.0, 4)
+    losses = [2.0, 2.1, NAN, 1.9, INF, 2.0, 9.0, 2.05, -INF, 2.0, 9.0]
+    return [_feed(guard, step, loss) for step, loss in enumerate(losses, 1)], guard.state_dict()["losses"]
+
+
+def test_what_is_flagged_never_enters_the_window(pool: Pools) -> None:
+    (found, losses), _ = pool(2).run(_nan_between)
+    assert found == [True, True, False, True, False, True, False, True, False, True, False]
+    assert losses == [torch.tensor(loss).item() for loss in (1.9, 2.0, 2.05, 2.0)]
+
+
+def test_statistics_survive_json_and_decide_alike_to_the_last_bit() -> None:
+    losses = _noisy(8, 300)
+    straight = FiniteGuard(CPU, "skip", 29, 2.0, 30)
+    decisions = [_feed(straight, step, loss) for step, loss in enumerate(losses, 1)]
+    limits = {bad.step: bad.limit for bad in straight.skipped()}  # type: ignore[attr-defined]
+    assert len(limits) > 5
+    broken = FiniteGuard(CPU, "skip", 29, 2.0, 30)
+    for step, loss in enumerate(losses, 1):
+        if step % 7 == 0:
+            saved = json.dumps(broken.state_dict())
+            broken = FiniteGuard(CPU, "skip", 29, 2.0, 30)
+            broken.load_state_dict(json.loads(saved))
+        assert _feed(broken, step, loss) == decisions[step - 1]
+        for bad in broken.skipped():
+            assert bad.limit == limits[bad.step]  # type: ignore[attr-defined]
+    assert broken.state_dict() == straight.state_dict()
+
+
+def test_the_budget_is_of_the_last_steps() -> None:
+    guard = FiniteGuard(CPU, "skip", 2, 4.0, 10)
+    bad_steps = (18, 22, 29, 33, 37)
+    for step in range(1, 37):
+        assert _feed(guard, step, 9.0 if step in bad_steps else 2.0) == (step not in bad_steps)
+    saved = json.loads(json.dumps(guard.state_dict()))
+    assert saved["bad_steps"] == [29, 33]
+    guard = FiniteGuard(CPU, "skip", 2, 4.0, 10)
+    guard.load_state_dict(saved)
+    with pytest.raises(BadStepError, match=r"guard\.max_skips = 2 within 10 steps .*29, 33, 37"):
+        _feed(guard, 37, 9.0)
+
+
+# Weights
+
+
+def _search(world: DistEnv) -> list[str]:
+    def found(*tensors: torch.Tensor) -> str:
+        return find_nonfinite({f"t{i}": tensor for i, tensor in enumerate(tensors)})
+
+    def one(value: float, dtype: torch.dtype, rank: int = 1) -> torch.Tensor:
+        tensor = torch.ones(1000, dtype=dtype)
+        tensor[777] = value if world.rank == rank else 1.0
+        return tensor
+
+    whole = torch.ones(3, dtype=torch.int64)
+    largest = [torch.full((100,), torch.finfo(t).max, dtype=t) for t in (torch.float16, torch.bfloat16, torch.float32)]
+    return [
+        found(whole, torch.empty(0), *largest, torch.ones(3, dtype=torch.float64) * 1e300),
+        *(found(whole, *largest, one(NAN, t)) for t in (torch.float16, torch.bfloat16, torch.float32, torch.float64)),
+        found(one(-INF, torch.float32), one(NAN, torch.float32)),
+        found(one(1.0, torch.float32), one(NAN, torch.float32, rank=0)),
+        found(torch.tensor([INF, -INF])),
+    ]
+
+
+def test_the_search_finds_what_is_not_finite_and_nothing_else(pool: Pools) -> None:
+    for found in pool(2).run(_search):
+        assert found == ["", *["t4 on rank 1"] * 4, "t0 on rank 1", "t1 on rank 0", "t0 on ranks 0, 1"]

@@ -11,20 +11,21 @@ import torch
 
 from tests.metrics.test_records import scalars
 from tests.pool import Pools
+from tests.steps import train_step
 from tests.training.harness import Run, batches, build_tiny, full, micro_batches
 from tests.training.test_run import _run
-from titanlite.build import to_device
+from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.metrics.jsonl import read_metrics
-from titanlite.parallel.world import World
-from titanlite.step import layer_of, train_step
+from titanlite.optim.gradients import layer_of
+from titanlite.parallel.dist_env import DistEnv
 
 TOKENS, LABELS = batches(1, 8, 16, 192)
 RUN = Run(TOKENS, LABELS, [1e-3], accumulation=2)
 LAYERS = ["tok_embeddings", "layers.0", "layers.1", "norm", "output"]
 
 
-def _norms(world: World, run: Run) -> tuple[dict[str, float], dict[str, float], float]:
+def _norms(world: DistEnv, run: Run) -> tuple[dict[str, float], dict[str, float], float]:
     """Norms by layer as the step tells them and as the full gradients have them, and the norm of all."""
     model, optimizer, rank = build_tiny(world, run)
     gradients: dict[str, torch.Tensor] = {}
@@ -50,7 +51,7 @@ def _norms(world: World, run: Run) -> tuple[dict[str, float], dict[str, float], 
     for name, gradient in gradients.items():
         squares[layer_of(name)] += gradient.double().square().sum().item()
     told = {layer: norm.item() for layer, norm in result.layer_norms.items()}
-    return told, {layer: math.sqrt(square) for layer, square in squares.items()}, result.norm.item()
+    return told, {layer: math.sqrt(square) for layer, square in squares.items()}, result.grad_norm.item()
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.pool import Pools
 from tests.training.test_run import TINY
-from titanlite.build import read_text
-from titanlite.parallel.world import World
-from titanlite.prepare import load_plans
+from titanlite.build import build
+from titanlite.callbacks import Callback
+from titanlite.config.fit import load_config
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.trainer import Trainer
 
 FLAGS = [
@@ -78,33 +79,33 @@ class Calls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _watch(world: World, folder: str, flags: list[str]) -> dict[int, dict[str, Any]]:
-    """Train, and watch two steps from the fetching of their data to that of the next: all that the loop does."""
-    os.environ.update(WANDB_MODE="offline", WANDB__DISABLE_STATS="true")
-    trainer = _trainer(world, folder, flags)
-    seen: dict[int, dict[str, Any]] = {}
-    train_one = trainer.train_one
-    modes: list[Any] = []
+class Watch(Callback):
+    """Watches two steps from the fetching of their data to that of the next: all that the loop does."""
 
-    def watched() -> Any:
-        if modes:
-            operations, calls = modes
+    def __init__(self) -> None:
+        self.seen: dict[int, dict[str, Any]] = {}
+        self.modes: list[Any] = []
+
+    def on_phase(self, trainer: Trainer, phase: str) -> None:
+        if phase != "data":
+            return
+        if self.modes:
+            operations, calls = self.modes
             calls.__exit__(None, None, None)
             operations.__exit__(None, None, None)
-            modes.clear()
-            seen[trainer.step - 1] = {"sent": operations.sent, "reads": operations.reads, "calls": calls.reads}
+            self.modes.clear()
+            figures = {"sent": operations.sent, "reads": operations.reads, "calls": calls.reads}
+            self.seen[trainer.step - 1] = figures
         if trainer.step in (QUIET, LOGGED):
-            modes.extend([Operations().__enter__(), Calls().__enter__()])
-        return train_one()
-
-    trainer.train_one = watched  # type: ignore[method-assign]
-    trainer.train()
-    return seen
+            self.modes.extend([Operations().__enter__(), Calls().__enter__()])
 
 
-def _trainer(world: World, folder: str, flags: list[str]) -> Trainer:
-    plans = load_plans("debug_model.toml", world.size, [*FLAGS, f"--job.dump_folder={folder}", *flags])
-    return Trainer(plans, world, read_text(plans))
+def _watch(world: DistEnv, folder: str, flags: list[str]) -> dict[int, dict[str, Any]]:
+    os.environ.update(WANDB_MODE="offline", WANDB__DISABLE_STATS="true")
+    plans = load_config("debug_model.toml", world.size, [*FLAGS, f"--job.dump_folder={folder}", *flags])
+    watch = Watch()
+    Trainer(build(plans, world, callbacks=[watch])).train()
+    return watch.seen
 
 
 UNITS = 2 + 2  # blocks, embedding, norm with head
@@ -124,7 +125,7 @@ def test_a_step_between_two_logs_sends_and_reads_only_its_own(pool: Pools, tmp_p
     for seen in pool(2).run(_watch, str(tmp_path), flags):
         quiet, logged = seen[QUIET], seen[LOGGED]
         assert quiet["sent"] == OWN
-        # The guard's flag, by `FiniteGuard.watch`, is the one thing that is read: on a CPU at once, on a GPU that of
+        # The guard's flag, by `FiniteGuard.poll`, is the one thing that is read: on a CPU at once, on a GPU that of
         # the step before, from a copy that went on beside the work.
         assert quiet["calls"] == {"__bool__": 1} and quiet["reads"] == 1
         # A log adds one collective and one read, gradient norms by layer or not.

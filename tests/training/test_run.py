@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.checkpoint.test_manifest import sign
 from tests.pool import Pools
 from tests.tiny import KEPT_TOKENS, TWO_LAYERS
 from tests.words import listening
 from titanlite import exit_codes
-from titanlite.build import read_text
+from titanlite.build import build, read_datasets
+from titanlite.callbacks import Callback, Callbacks
 from titanlite.checkpoint import CheckpointError
 from titanlite.checkpoint.manifest import read_manifest
+from titanlite.config.fit import fitted
 from titanlite.config.load import load_file
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER
-from titanlite.drill.ranks import train
-from titanlite.guard import NonFiniteError
-from titanlite.loss import cross_entropy_sum
+from titanlite.guard import BadStepError
 from titanlite.metrics.jsonl import read_metrics
-from titanlite.parallel.world import World, WorldError
-from titanlite.prepare import resolve_plans
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.record import read_attempts
+from titanlite.signals import StopRequested
+from titanlite.tools.drill_ranks import train
 from titanlite.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,20 +50,33 @@ TINY = [
 ]
 
 
-def _run(world: World, folder: str, *flags: str) -> dict[str, Any]:
-    """Train as `train.py` would, inside the pool; the rows of metrics.jsonl."""
+def _trainer(world: DistEnv, folder: str, *flags: str) -> Trainer:
+    """A trainer as `train.py` makes it, inside the pool."""
     config = load_file("debug_model.toml", [*TINY, f"--job.dump_folder={folder}", *flags])
-    plans = resolve_plans(config, world.size)
-    text = read_text(plans)
-    if plans.train.steps is None:
-        plans = resolve_plans(config, world.size, text.train.total_sequences)
+    run = fitted(config, world.size)
+    datasets = read_datasets(run)
+    if run.steps is None:
+        run = fitted(config, world.size, datasets.train.total_sequences)
+    return Trainer(build(run, world, datasets))
+
+
+def _outcome(trainer: Trainer, folder: str) -> dict[str, Any]:
+    """Train; how that ended, what was logged, and what is in the run's folder."""
+    found: dict[str, Any] = {"error": "", "code": exit_codes.DONE}
     with listening() as said:
         try:
-            trainer = Trainer(plans, world, text)
             trainer.train()
-        except (CheckpointError, NonFiniteError) as error:
-            return {"error": str(error)}
-    return {"said": said, "rows": read_metrics(Path(folder) / "metrics.jsonl"), "step": trainer.step}
+        except (CheckpointError, BadStepError, StopRequested) as error:
+            found = {"error": str(error), "code": exit_codes.code_of(error)}
+    events, rows = Path(folder) / "guard.jsonl", Path(folder) / "metrics.jsonl"
+    found["events"] = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
+    found["rows"] = read_metrics(rows) if rows.exists() else []
+    return {**found, "said": said, "step": trainer.step}
+
+
+def _run(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
+    """Train as `train.py` would, inside the pool."""
+    return _outcome(_trainer(world, folder, *flags), folder)
 
 
 def _losses(rows: list[dict[str, Any]]) -> dict[int, tuple[float, float, float]]:
@@ -222,42 +235,28 @@ def _python(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def _train_py(*flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return _python("train.py", *flags, **variables)
-
-
-def test_wrong_config_exits_2_without_a_traceback(tmp_path: Path) -> None:
-    """By `train.py` itself, and before it imports torch, which takes longer than all the rest."""
-    wrong = _train_py("--job.config_file=debug_model.toml", "--training.setps=3", "--model.flavor=debugmodle")
+def test_wrong_config_exits_2_before_torch_is_imported(tmp_path: Path) -> None:
+    code = (
+        "import sys; from titanlite import main\n"
+        "main.exit_now = lambda code, _: sys.exit(code + 40 * ('torch' in sys.modules))\n"
+        "main.main()"
+    )
+    wrong = _python("-c", code, "--training.setps=3", "--optimizer.lr=fast")
     assert wrong.returncode == exit_codes.CONFIG
     assert "training.setps" in wrong.stderr and "training.steps" in wrong.stderr and "Traceback" not in wrong.stderr
-    assert "debugmodle" in wrong.stderr, "everything that is wrong is said at once"
-    heads = _train_py("--job.config_file=debug_model.toml", "--model.overrides.n_heads=7")
-    assert heads.returncode == exit_codes.CONFIG and "n_heads = 7 does not divide dim = 256" in heads.stderr
-    lost = _train_py("--job.config_file=debug_model.toml", f"--training.dataset_path={tmp_path}/nothing")
+    assert "optimizer.lr" in wrong.stderr, "all wrong keys are reported at once"
+    lost = _python("train.py", "--job.config_file=debug_model.toml", f"--training.dataset_path={tmp_path}/nothing")
     assert lost.returncode == exit_codes.CONFIG and f"{tmp_path}/nothing" in lost.stderr
     assert "Traceback" not in lost.stderr
-    code = (
-        "import sys, titanlite.entry as entry; sys.argv = ['train.py', '--training.setps=3']\n"
-        "entry.leave = lambda code: sys.exit(code + 40 * ('torch' in sys.modules))\n"
-        "entry.main()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == exit_codes.CONFIG and "training.setps" in done.stderr
 
 
 @pytest.mark.slow
 def test_a_model_that_cannot_be_compiled_is_an_error_of_one_screen(tmp_path: Path) -> None:
     """With a compiler that is there, but fails."""
-    done = _train_py(
-        *("--job.config_file=debug_model.toml", *TINY, f"--job.dump_folder={tmp_path}/run", "--training.compile"),
-        CXX="/bin/false",
-        TORCHINDUCTOR_CACHE_DIR=f"{tmp_path}/cache",
-    )
+    flags = ["--job.config_file=debug_model.toml", *TINY, f"--job.dump_folder={tmp_path}/run", "--training.compile"]
+    done = _python("train.py", *flags, CXX="/bin/false", TORCHINDUCTOR_CACHE_DIR=f"{tmp_path}/cache")
     assert done.returncode == exit_codes.CONFIG, done.stderr
-    assert (
-        "error: the backend failed to compile layers.0: " in done.stderr and "training.compile = false" in done.stderr
-    )
+    assert "failed to compile layers.0: " in done.stderr and "training.compile = false" in done.stderr
     assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) < 30
     end = json.loads((tmp_path / "run" / "attempts.jsonl").read_text().splitlines()[-1])
     assert end["exit_code"] == exit_codes.CONFIG and end["step"] == 0
@@ -314,18 +313,18 @@ def test_each_way_to_stop_has_its_exit_code(tmp_path: Path) -> None:
     assert "has no valid checkpoint" in said and "Traceback" not in said
 
 
-def _garbage(world: World, folder: str) -> tuple[list[int], bool, bool]:
+def _garbage(world: DistEnv, folder: str) -> tuple[list[int], bool, bool]:
     """Steps after which garbage was collected, whether collection was off in training, and on again after it."""
-    import gc
-
-    config = load_file("debug_model.toml", [*TINY, f"--job.dump_folder={folder}", "--training.gc_freq=3"])
-    plans = resolve_plans(config, world.size)
-    trainer = Trainer(plans, world, read_text(plans))
-    trainer.steps = 8
+    trainer = _trainer(world, folder, "--training.steps=8", "--training.gc_freq=3", "--no-checkpoint.enable_checkpoint")
     collected: list[int] = []
-    gc.callbacks.append(lambda phase, _: collected.append(trainer.step) if phase == "start" else None)
     off: list[bool] = []
-    trainer.observer.step = lambda *args: off.append(not gc.isenabled())  # type: ignore[method-assign]
+
+    class Look(Callback):
+        def on_step_end(self, trainer: Trainer, result: Any) -> None:
+            off.append(not gc.isenabled())
+
+    trainer.callbacks = Callbacks([*trainer.parts.callbacks, Look()])
+    gc.callbacks.append(lambda phase, _: collected.append(trainer.step) if phase == "start" else None)
     try:
         trainer.train()
     finally:
@@ -361,11 +360,11 @@ def test_errors_reach_the_console_however_slow_the_rank_that_prints(tmp_path: Pa
     slow = tmp_path / "slow_rank_0.py"
     slow.write_text(
         "import os, sys, time\n"
-        "import titanlite.app as app\n"
+        "import titanlite.main as main, titanlite.build as build\n"
         "if os.environ['RANK'] == '0':\n"
-        "    load = app.read_text\n"
-        "    app.read_text = lambda plans: (time.sleep(1.0), load(plans))[1]\n"
-        "os._exit(app.run(sys.argv[1:]))\n"
+        "    load = build.read_datasets\n"
+        "    build.read_datasets = lambda plans: (time.sleep(1.0), load(plans))[1]\n"
+        "os._exit(main.run(sys.argv[1:]))\n"
     )
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"text": 5}\n')
@@ -413,33 +412,3 @@ def test_a_run_in_epochs_goes_on_with_another_batch_size(pool: Pools, tmp_path: 
     assert rest["rows"][-1]["step"] == rest["step"], "the last step is logged, though it is not the planned one"
     attempt = read_attempts(folder)[-1]
     assert (attempt["state"], attempt["steps"]) == ("done", rest["step"])
-
-
-def test_what_a_run_sets_for_the_process_ends_with_it(pool: Pools, tmp_path: Path) -> None:
-    during, after, failed, before = pool(1).run(_set_for_the_process, str(tmp_path))[0]
-    assert during == {(True, ":4096:8", f"{tmp_path}/cache")}
-    assert after == failed == before
-
-
-def _set_for_the_process(world: World, folder: str) -> tuple[set[Any], Any, Any, Any]:
-    """Determinism, cuBLAS's workspace and inductor's folder: in a step, after the run, after a failed build, before."""
-
-    def now() -> tuple[bool, str | None, str | None]:
-        variables = (os.environ.get(name) for name in ("CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_CACHE_DIR"))
-        return torch.are_deterministic_algorithms_enabled(), *variables
-
-    flags = [f"--job.dump_folder={folder}", "--debug.deterministic", f"--compile.cache_dir={folder}/cache"]
-    plans = resolve_plans(load_file("debug_model.toml", [*TINY, *flags]), world.size)
-    plans = replace(plans, compile=replace(plans.compile, loss=True))
-    text, before = read_text(plans), now()
-    trainer = Trainer(plans, world, text)
-    trainer.parts.loss = cross_entropy_sum  # not to wait for the compiler
-    trainer.steps = 1
-    seen: set[Any] = set()
-    hook = trainer.parts.model.register_forward_hook(lambda *_: seen.add(now()))
-    trainer.train()
-    hook.remove()
-    after = now()
-    with pytest.raises(WorldError):
-        Trainer(replace(plans, mesh=replace(plans.mesh, world_size=2, dp_shard=2)), world, text)
-    return seen, after, now(), before

@@ -11,12 +11,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.pool import Pools
-from tests.training.harness import TINY, Run, batches, build_tiny, micro_batches, train
-from titanlite.build import to_device
-from titanlite.config.plans import ShardPlan
+from tests.steps import train_step
+from tests.training.harness import TINY, Run, batches, build_tiny, full_precision, micro_batches, train
+from titanlite.config.sections import Training
+from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
-from titanlite.parallel.world import World
-from titanlite.step import square_norm, train_step
+from titanlite.optim.gradients import square_norm
+from titanlite.parallel.dist_env import DistEnv
 
 TOKENS, LABELS = batches(1, 8, 16, 192)
 
@@ -39,13 +40,13 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _count(world: World, run: Run) -> Counter[tuple[str, torch.dtype]]:
+def _count(world: DistEnv, run: Run) -> Counter[tuple[str, torch.dtype]]:
     model, optimizer, rank = build_tiny(world, run)
     guard = FiniteGuard(world.device)
     data = to_device(micro_batches(run, 0, rank, world.size), world.device)
 
     def take(step: int) -> None:
-        sync_every = run.shard.gradient_sync == "every"
+        sync_every = run.training.gradient_sync == "every"
         train_step(model, optimizer, data, step=step, lr=1e-3, max_norm=1.0, guard=guard, sync_every=sync_every)
 
     take(1)  # FSDP sets itself up
@@ -61,14 +62,14 @@ UNITS = TINY.n_layers + 2  # embedding, blocks, norm with head
 @pytest.mark.parametrize(
     ("reshard", "gathers"),
     [
-        (None, UNITS + UNITS - 2),  # all but the last block and the head are gathered again for backward
-        (True, 2 * UNITS),
-        (False, UNITS),
+        ("default", UNITS + UNITS - 2),  # all but the last block and the head are gathered again for backward
+        ("always", 2 * UNITS),
+        ("never", UNITS),
     ],
 )
-def test_all_gathers_per_step_follow_the_reshard_policy(pool: Pools, reshard: bool | None, gathers: int) -> None:
-    shard = ShardPlan(param_dtype="float32", reshard_after_forward=reshard)
-    for seen in pool(2).run(_count, Run(TOKENS, LABELS, [1e-3], shard=shard)):
+def test_all_gathers_per_step_follow_the_reshard_policy(pool: Pools, reshard: str, gathers: int) -> None:
+    training = full_precision(reshard_after_forward=reshard)
+    for seen in pool(2).run(_count, Run(TOKENS, LABELS, [1e-3], training=training)):
         assert seen == {
             ("_allgather_base_", FP32): gathers,
             ("_reduce_scatter_base_", FP32): UNITS,
@@ -79,22 +80,22 @@ def test_all_gathers_per_step_follow_the_reshard_policy(pool: Pools, reshard: bo
 
 @pytest.mark.parametrize(("sync", "reductions"), [("last", UNITS), ("every", 4 * UNITS)])
 def test_accumulation_reduces_once_or_with_every_micro_batch(pool: Pools, sync: str, reductions: int) -> None:
-    shard = ShardPlan(param_dtype="float32", gradient_sync=sync)  # type: ignore[arg-type]
-    seen = pool(2).run(_count, Run(TOKENS, LABELS, [1e-3], shard=shard, accumulation=4))[0]
+    run = Run(TOKENS, LABELS, [1e-3], training=full_precision(gradient_sync=sync), accumulation=4)
+    seen = pool(2).run(_count, run)[0]
     assert seen["_reduce_scatter_base_", FP32] == reductions
     assert seen["allreduce_", FP32] == seen["allreduce_", INT64] == 1
 
 
 @pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
 def test_mixed_precision_gathers_and_reduces_in_its_dtypes(pool: Pools, reduce_dtype: str) -> None:
-    shard = ShardPlan(param_dtype="bfloat16", reduce_dtype=reduce_dtype)  # type: ignore[arg-type]
-    seen = pool(2).run(_count, Run(TOKENS, LABELS, [1e-3], shard=shard))[0]
+    training = Training(mixed_precision_reduce=reduce_dtype)  # type: ignore[arg-type]
+    seen = pool(2).run(_count, Run(TOKENS, LABELS, [1e-3], training=training))[0]
     assert seen["_allgather_base_", BF16] and not seen["_allgather_base_", FP32]
     assert seen["_reduce_scatter_base_", getattr(torch, reduce_dtype)] == UNITS
     assert sum(n for (name, _), n in seen.items() if name == "_reduce_scatter_base_") == UNITS
 
 
-def _compute_dtypes(world: World, run: Run) -> dict[str, torch.dtype]:
+def _compute_dtypes(world: DistEnv, run: Run) -> dict[str, torch.dtype]:
     model, _, rank = build_tiny(world, run)
     seen: dict[str, torch.dtype] = {}
     watched = ("layers.0.attention.wq", "output")
@@ -109,7 +110,7 @@ def _compute_dtypes(world: World, run: Run) -> dict[str, torch.dtype]:
 
 def test_one_rank_computes_in_the_same_precision_as_many(pool: Pools) -> None:
     """Mixed precision is silently lost where sharding is skipped at world size 1."""
-    run = Run(TOKENS, LABELS, [1e-3], shard=ShardPlan(param_dtype="bfloat16"))
+    run = Run(TOKENS, LABELS, [1e-3], training=Training())
     for ranks in (1, 2):
         assert pool(ranks).run(_compute_dtypes, run)[0] == {
             "layers.0.attention.wq": BF16,
@@ -119,15 +120,19 @@ def test_one_rank_computes_in_the_same_precision_as_many(pool: Pools) -> None:
 
 
 @pytest.mark.parametrize(
-    "shard",
-    [ShardPlan("float32"), ShardPlan(), pytest.param(ShardPlan("bfloat16", "bfloat16"), marks=pytest.mark.slow)],
-    ids=str,
+    "training",
+    [
+        full_precision(),
+        Training(),
+        pytest.param(Training(mixed_precision_reduce="bfloat16"), marks=pytest.mark.slow),
+    ],
+    ids=["float32", "bfloat16", "bfloat16 reduced"],
 )
-def test_every_parameter_moves(pool: Pools, shard: ShardPlan) -> None:
+def test_every_parameter_moves(pool: Pools, training: Training) -> None:
     """Norm weights near 1 would stand still in bf16 weights: updates of 1e-3 are below their spacing."""
     tokens, labels = batches(50, 4, 16, 192)
     # Without decay, which moves a weight whether it has a gradient or not.
-    run = Run(tokens, labels, [1e-4] * 50, shard=shard, weight_decay=0.0)
+    run = Run(tokens, labels, [1e-4] * 50, training=training, weight_decay=0.0)
     before, after = (pool(2).run(train, replace(run, rates=run.rates[:n]))[0].weights for n in (0, 50))
     for name, weight in before.items():
         changed = (after[name] != weight).float().mean()
@@ -147,7 +152,7 @@ class HostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _host_reads(world: World, run: Run) -> int:
+def _host_reads(world: DistEnv, run: Run) -> int:
     model, optimizer, rank = build_tiny(world, run)
     guard = FiniteGuard(world.device)
     data = to_device(micro_batches(run, 0, rank, world.size), world.device)
@@ -158,7 +163,7 @@ def _host_reads(world: World, run: Run) -> int:
 
 
 def test_a_step_reads_nothing_back_from_the_device(pool: Pools) -> None:
-    run = Run(TOKENS, LABELS, [1e-3], shard=ShardPlan(), accumulation=2)
+    run = Run(TOKENS, LABELS, [1e-3], training=Training(), accumulation=2)
     # Fused is the default on GPUs; the others read the guard's flag, and their step counts, which are on the CPU.
     assert pool(2).run(_host_reads, replace(run, implementation="fused")) == [0, 0]
     assert pool(2).run(_host_reads, replace(run, implementation="foreach"))[0] > 0, "the counter counts"

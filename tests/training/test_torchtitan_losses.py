@@ -13,7 +13,7 @@ import pytest
 from benchmarks.equal_start import train_titanlite
 from tests.pool import Pools
 from titanlite.models.llama import hf
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 
 GOLDEN = json.loads((Path(__file__).parent / "torchtitan_losses.json").read_text())
 #: Nats per token. When stored, the largest difference was 1e-6: one rounding of a float32 of that size.
@@ -26,7 +26,7 @@ def _torchtitan(ranks: int) -> Rows:
     return steps
 
 
-def _train(world: World, folder: str, *flags: str) -> Rows:
+def _train(world: DistEnv, folder: str, *flags: str) -> Rows:
     return train_titanlite(world, Path(folder), *flags)
 
 
@@ -49,7 +49,7 @@ def test_float32_losses_are_torchtitans(pool: Pools, tmp_path: Path, ranks: int,
     assert [row["grad_norm"] for row in ours] == pytest.approx([row["grad_norm"] for row in theirs], rel=1e-5)
 
 
-def _train_wrong(world: World, folder: str, mistake: str) -> Rows:
+def _train_wrong(world: DistEnv, folder: str, mistake: str) -> Rows:
     if mistake != "q and k not permuted":
         return train_titanlite(world, Path(folder), mistake)
     with pytest.MonkeyPatch.context() as patch:

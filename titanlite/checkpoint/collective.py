@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from titanlite.checkpoint.index import INDEX
 from titanlite.checkpoint.manifest import CheckpointError, Manifest, Progress, check_files
 from titanlite.checkpoint.paths import AnyPath, StoreError
-from titanlite.parallel.world import PATIENT, World
+from titanlite.parallel.dist_env import KEEPS_TIMEOUT, DistEnv
 from titanlite.utils import human_bytes, logger
 
 #: Seconds between two log lines of a long comparison.
@@ -25,12 +25,12 @@ T = TypeVar("T")
 
 def new_group(timeout: timedelta) -> dist.ProcessGroup:
     """Make a gloo group of all ranks for agreements around a save; nobody lowers its timeout. All ranks call it."""
-    group = dist.new_group(backend="gloo", timeout=timeout, group_desc=PATIENT)
+    group = dist.new_group(backend="gloo", timeout=timeout, group_desc=KEEPS_TIMEOUT)
     assert isinstance(group, dist.ProcessGroup)
     return group
 
 
-def on_rank_0(world: World, action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+def on_rank_0(world: DistEnv, action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Run on rank 0 only; all ranks get its result, or its error as a CheckpointError.
 
     group: of all ranks, in which they wait; None: the default one.
@@ -64,7 +64,7 @@ def dcp_errors(action: str) -> Iterator[None]:
         raise CheckpointError(f"{action} failed: {'; '.join(sorted(causes))}") from error
 
 
-def verify_before_load(folder: AnyPath, manifest: Manifest, world: World, every_byte: bool) -> str | None:
+def verify_before_load(folder: AnyPath, manifest: Manifest, world: DistEnv, every_byte: bool) -> str | None:
     """Return what is wrong with a checkpoint's content, the same on all ranks; None when nothing is.
 
     Each rank reads its share of the files, and the index, which all will use; without every_byte the index alone.
@@ -78,7 +78,7 @@ def verify_before_load(folder: AnyPath, manifest: Manifest, world: World, every_
 
 
 def verify_after_save(
-    folder: AnyPath, manifest: Manifest, writers: Mapping[str, int], world: World, group: dist.ProcessGroup
+    folder: AnyPath, manifest: Manifest, writers: Mapping[str, int], world: DistEnv, group: dist.ProcessGroup
 ) -> str | None:
     """As `verify_before_load`, right after a save. writers: file → rank; group: in which all ranks agree."""
     names = [name for name, writer in writers.items() if reader_of(writer, world.size) == world.rank]
@@ -99,7 +99,7 @@ def reader_of(writer: int, ranks: int) -> int:
 
 
 def _verify(
-    folder: AnyPath, manifest: Manifest, names: Sequence[str], world: World, group: dist.ProcessGroup | None
+    folder: AnyPath, manifest: Manifest, names: Sequence[str], world: DistEnv, group: dist.ProcessGroup | None
 ) -> str | None:
     problems: list[str] = []
     failure = ""
@@ -118,7 +118,7 @@ def _verify(
     return all_problems[0] + more if all_problems else None
 
 
-def _progress(folder: AnyPath, world: World) -> Progress:
+def _progress(folder: AnyPath, world: DistEnv) -> Progress:
     """Log the progress every ten seconds."""
     logged = time.monotonic()
 

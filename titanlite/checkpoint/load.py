@@ -38,12 +38,12 @@ from titanlite.checkpoint.storage import (
     set_rng_state,
 )
 from titanlite.guard import find_nonfinite
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.provenance import config_changes
 from titanlite.utils import Table, counted, render
 
 if TYPE_CHECKING:
-    from titanlite.config.sections.checkpoint import Checkpoint
+    from titanlite.config.sections import Checkpoint
 
 #: Parts of a checkpoint by name: weights, the optimizer's state, the step at which the schedule began, the place in the
 #: text, torch's random generators.
@@ -106,7 +106,7 @@ class Loader:
     """Loads one run's checkpoints, or another's to start from. All ranks make one and call it alike."""
 
     config: Checkpoint
-    world: World
+    world: DistEnv
     fingerprints: dict[str, str]
     #: Of this run, as manifests hold it, to name differences.
     run_config: Mapping[str, Any]

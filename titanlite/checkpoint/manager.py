@@ -35,13 +35,13 @@ from titanlite.checkpoint.storage import (
     rng_state,
 )
 from titanlite.guard import WeightsError, find_nonfinite
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs import provenance
 from titanlite.runs.lock import OwnershipCheck
 from titanlite.utils import logger
 
 if TYPE_CHECKING:
-    from titanlite.config.sections.checkpoint import Checkpoint
+    from titanlite.config.sections import Checkpoint
 
 #: Seconds that a run which is ending waits for the deletion of old checkpoints; the next start continues it.
 _DELETE_SECONDS = 3.0
@@ -60,7 +60,7 @@ class Checkpointer:
     def __init__(
         self,
         config: Checkpoint,
-        world: World,
+        world: DistEnv,
         fingerprints: dict[str, str],
         run_config: dict[str, Any] | None = None,
     ) -> None:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, cast
 from titanlite.checkpoint.manifest import CheckpointError, parse_manifest, step_folder, steps_in
 from titanlite.checkpoint.paths import to_path
 from titanlite.checkpoint.retention import is_milestone
-from titanlite.parallel.world import World
+from titanlite.parallel.dist_env import DistEnv
 from titanlite.utils import human_time
 
 if TYPE_CHECKING:
-    from titanlite.config.sections.checkpoint import Checkpoint
+    from titanlite.config.sections import Checkpoint
 
 #: How often in an interval rank 0 tells the others the time.
 _SYNCS = 16
@@ -52,7 +52,7 @@ class SaveSchedule:
     def __init__(
         self,
         config: Checkpoint,
-        world: World,
+        world: DistEnv,
         fingerprints: dict[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -92,7 +92,7 @@ class SaveSchedule:
                 answer = self._decide(step, validation_loss if judged else None)
             except OSError:
                 answer = True, step + 1  # the folder cannot be read: the save will say why
-        due, next_sync = cast("tuple[bool, int]", self._world.agree(answer))
+        due, next_sync = cast("tuple[bool, int]", self._world.broadcast(answer))
         if syncs:
             self._next_sync = next_sync
         return due

@@ -1,1 +1,1 @@
-"""From a TOML file to plans: `load.load`, `resolve.resolve`; with every check, `titanlite.prepare.checked_plans`."""
+"""From a TOML file to a run: `load.load`, then `derive.derive`; with every check, `fit.check_config`."""

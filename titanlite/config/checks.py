@@ -1,336 +1,221 @@
-"""Keys that contradict each other, whatever the number of ranks."""
+"""Check the second stage of a config: keys that contradict each other, and files and packages that are missing.
+
+The first stage checks each key by itself (`titanlite.config.load`), the third the ranks and the model
+(`titanlite.config.fit`). No torch here.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from titanlite.config.errors import Problem
-from titanlite.config.job import JobConfig
-from titanlite.config.schema import quote
-from titanlite.config.sections.base import steps_of
+from titanlite.config.loaded import LoadedConfig
+from titanlite.config.sections import AUTO_FILTER, Config, steps_of
+from titanlite.config.toml import quote
 from titanlite.config.urls import is_url, url_problem
 from titanlite.utils import counted
 
+_AC_OPTION = "activation_checkpoint.selective_ac_option"
+_GATHER = "float8.enable_fsdp_float8_all_gather"
 
-def contradictions(config: JobConfig) -> list[Problem]:
-    """Every pair of keys that cannot both be meant."""
-    found: list[Problem] = []
-
-    def contradict(key: str, message: str, *others: str) -> None:
-        found.append(Problem(config.place(key), key, message, about=(key, *others)))
-
-    _schedule(config, contradict)
-    _activations(config, contradict)
-    d = config.dialect
-    if d.training.data_parallel_type == "ddp" and d.training.data_parallel_shard_degree > 1:
-        contradict(
-            "training.data_parallel_shard_degree",
-            f'is {d.training.data_parallel_shard_degree}, but training.data_parallel_type = "ddp" shards nothing',
-            "training.data_parallel_type",
-        )
-    if d.training.prefetch and d.training.fsdp_units == "root":
-        contradict(
-            "training.prefetch",
-            f'is {d.training.prefetch}, but training.fsdp_units = "root" gathers everything at once',
-            "training.fsdp_units",
-        )
-    _profiler(config, contradict)
-    _async_tensor(config, contradict)
-    _float8(config, contradict)
-    _loss_chunks(config, contradict)
-    _stall(config, contradict)
-    _guard(config, contradict)
-    if d.training.compile and not d.compile.components:
-        contradict("compile.components", "is empty, but training.compile = true", "training.compile")
-    _saves(config, contradict)
-    if d.checkpoint.last_save_in_hf and not d.checkpoint.model_weights_only:
-        contradict(
-            "checkpoint.last_save_in_hf",
-            "needs checkpoint.model_weights_only = true: it holds weights only",
-            "checkpoint.model_weights_only",
-        )
-    _start(config, contradict)
-    if d.debug.deterministic_warn_only and not d.debug.deterministic:
-        contradict("debug.deterministic_warn_only", "needs debug.deterministic = true", "debug.deterministic")
-    if d.model.vocab_size is not None and d.model.overrides.get("vocab_size", d.model.vocab_size) != d.model.vocab_size:
-        contradict(
-            "model.vocab_size",
-            f"is {d.model.vocab_size}, but model.overrides.vocab_size = {quote(d.model.overrides['vocab_size'])}",
-            "model.overrides.vocab_size",
-        )
-    if "norm_type" in d.model.overrides:
-        contradict("model.overrides.norm_type", "is set by model.norm_type")
-    if d.model.rope_scaling is not None and "rope_scaling" in d.model.overrides:
-        contradict("model.overrides.rope_scaling", "is set by model.rope_scaling already", "model.rope_scaling")
-    return found
+#: (code, key, message, what to do about it)
+Finding = tuple[str, str, str, str]
 
 
-def _profiler(config: JobConfig, contradict: Callable[..., None]) -> None:
-    """A cycle holds its warm-up and the steps recorded."""
-    p = config.dialect.profiling
-    if p.enable_profiling and p.profile_freq < p.profiler_warmup + p.profiler_active:
-        keys = [f"profiling.{name}" for name in ("profile_freq", "profiler_warmup", "profiler_active")]
-        contradict(
-            next((key for key in keys if config.is_given(key)), keys[0]),
-            f"a cycle of profiling.profile_freq = {p.profile_freq} steps is shorter than profiling.profiler_warmup "
-            f"{p.profiler_warmup} + profiling.profiler_active {p.profiler_active}",
-            *keys,
-        )
+def placed(config: LoadedConfig, found: Iterable[Finding]) -> list[Problem]:
+    """Return findings as problems, each at the place of its key."""
+    return [Problem(config.place(key), key, message, hint, code=code) for code, key, message, hint in found]
 
 
-def _start(config: JobConfig, contradict: Callable[..., None]) -> None:
-    """What a run starts from."""
-    c = config.dialect.checkpoint
-    for key in ("start", "initial_load_in_hf"):
-        wanted = c.start == "from" if key == "start" else c.initial_load_in_hf
-        if wanted and c.initial_load_path is None:
-            contradict(f"checkpoint.{key}", "needs checkpoint.initial_load_path", "checkpoint.initial_load_path")
-    if c.start == "fresh":
-        nothing = 'but checkpoint.start = "fresh" loads nothing'
-        if c.load_step >= 0:
-            contradict("checkpoint.load_step", f"asks for step {c.load_step}, {nothing}", "checkpoint.start")
-        if c.initial_load_path is not None:
-            message = f'is {quote(c.initial_load_path)}, {nothing}: "from" starts there'
-            contradict("checkpoint.initial_load_path", message, "checkpoint.start")
-    needed = {
-        "start": (c.start == "resume", '"resume" needs'),
-        "initial_load_path": (c.initial_load_path is not None, "needs"),
-    }
-    for key, (wanted, needs) in needed.items():
-        if wanted and not c.enable_checkpoint:
-            message = f"{needs} checkpoint.enable_checkpoint = true"
-            contradict(f"checkpoint.{key}", message, "checkpoint.enable_checkpoint")
+# Stage 2: contradictions
+
+_GIVEN = object()
+#: (key, its value, the key that it needs, the value of that). _GIVEN: any value but none, and of the first key but 0.
+_NEEDS: tuple[tuple[str, Any, str, Any], ...] = (
+    ("checkpoint.start", "from", "checkpoint.initial_load_path", _GIVEN),
+    ("checkpoint.start", "resume", "checkpoint.enable_checkpoint", True),
+    ("checkpoint.initial_load_in_hf", True, "checkpoint.initial_load_path", _GIVEN),
+    ("checkpoint.initial_load_path", _GIVEN, "checkpoint.enable_checkpoint", True),
+    ("checkpoint.create_seed_checkpoint", True, "checkpoint.enable_checkpoint", True),
+    ("checkpoint.last_save_in_hf", True, "checkpoint.model_weights_only", True),
+    ("checkpoint.keep_best", _GIVEN, "validation.enable", True),
+    ("guard.policy", "rollback", "checkpoint.enable_checkpoint", True),
+    ("debug.deterministic_warn_only", True, "debug.deterministic", True),
+    ("lr_scheduler.decay_type", "plateau", "lr_scheduler.plateau_ratio", _GIVEN),
+    ("activation_checkpoint.mode", "budget", "training.compile", True),
+    ("experimental.enable_async_tensor_parallel", True, "training.compile", True),
+)
+#: Keys that shape the decay of the learning rate.
+_DECAY = ("decay_ratio", "decay_steps", "plateau_ratio", "min_lr_factor")
 
 
-def _schedule(config: JobConfig, contradict: Callable[..., None]) -> None:
-    schedule, peak = config.dialect.lr_scheduler, config.dialect.optimizer.lr
-    shapers = [k for k in ("decay_ratio", "decay_steps", "plateau_ratio") if getattr(schedule, k) is not None]
-    if schedule.decay_type == "plateau" and schedule.plateau_ratio is None:
-        contradict(
-            "lr_scheduler.decay_type",
-            '"plateau" needs lr_scheduler.plateau_ratio, the share it is held for',
-            "lr_scheduler.plateau_ratio",
-        )
-    if schedule.decay_type == "constant":
-        if schedule.min_lr_factor:
-            shapers.append("min_lr_factor")
-        for key in shapers:
+def contradictions(config: LoadedConfig) -> list[Problem]:
+    """Return every pair of keys that cannot both hold, whatever the number of ranks."""
+    d = config.sections
+    found = [*_needs(config), *_training(d), *_runtime(config)]
+    if d.float8.enable_float8_linear:
+        found += _float8_keys(d)
+    return placed(config, found)
+
+
+def _needs(config: LoadedConfig) -> Iterator[Finding]:
+    for key, value, other, wanted in _NEEDS:
+        given, there = config.value(key), config.value(other)
+        applies = bool(given) if value is _GIVEN else given == value
+        if applies and (there is None if wanted is _GIVEN else there != wanted):
+            subject = f"{quote(given)} needs" if isinstance(value, str) else "needs"
+            yield "needs", key, f"{subject} {other}{'' if wanted is _GIVEN else f' = {quote(wanted)}'}", ""
+
+
+def _training(d: Config) -> Iterator[Finding]:
+    """Check model, schedule, batch and compilation."""
+    t, s, e, ac = d.training, d.lr_scheduler, d.experimental, d.activation_checkpoint
+    overrides = d.model.overrides
+    if d.model.vocab_size is not None and overrides.get("vocab_size", d.model.vocab_size) != d.model.vocab_size:
+        other = f"model.overrides.vocab_size = {quote(overrides['vocab_size'])}"
+        yield "conflict", "model.vocab_size", f"is {d.model.vocab_size}, but {other}", ""
+    for name, given in (("norm_type", True), ("rope_scaling", d.model.rope_scaling is not None)):
+        if given and name in overrides:
+            yield "conflict", f"model.overrides.{name}", f"is set by model.{name}", ""
+    if t.data_parallel_type == "ddp" and t.data_parallel_shard_degree > 1:
+        message = f'is {t.data_parallel_shard_degree}, but training.data_parallel_type = "ddp" shards nothing'
+        yield "conflict", "training.data_parallel_shard_degree", message, ""
+    if t.prefetch and t.fsdp_units == "root":
+        message = f'is {t.prefetch}, but training.fsdp_units = "root" gathers everything at once'
+        yield "conflict", "training.prefetch", message, ""
+    for name in [name for name in _DECAY if getattr(s, name)]:
+        if s.decay_type == "constant":
             message = 'has nothing to shape: lr_scheduler.decay_type = "constant"'
-            contradict(f"lr_scheduler.{key}", message, "lr_scheduler.decay_type")
-    if schedule.style == "fsdp":
-        for key in ("decay_ratio", "decay_steps"):
-            if getattr(schedule, key) is not None:
-                contradict(
-                    f"lr_scheduler.{key}",
-                    'has no meaning under lr_scheduler.style = "fsdp", whose decay runs over the whole schedule',
-                    "lr_scheduler.style",
-                )
-    if schedule.min_lr is not None and schedule.min_lr > peak:
-        contradict(
-            "lr_scheduler.min_lr", f"is {quote(schedule.min_lr)}, above optimizer.lr = {quote(peak)}", "optimizer.lr"
-        )
-
-
-def _activations(config: JobConfig, contradict: Callable[..., None]) -> None:
-    d = config.dialect
-    ac = d.activation_checkpoint
-    if ac.mode == "budget" and not (d.training.compile and "model" in d.compile.components):
-        lacking = "compile.components" if d.training.compile else "training.compile"
-        contradict(
-            "activation_checkpoint.mode",
-            f'"budget" is kept by the compiler: it needs {"model in " if d.training.compile else ""}{lacking}'
-            f"{'' if d.training.compile else ' = true'}. Without it, full and selective save memory",
-            lacking,
-        )
+            yield "conflict", f"lr_scheduler.{name}", message, ""
+        elif s.style == "fsdp" and name in ("decay_ratio", "decay_steps"):
+            message = 'has no meaning under lr_scheduler.style = "fsdp", whose decay runs over the whole schedule'
+            yield "conflict", f"lr_scheduler.{name}", message, ""
+    if s.min_lr is not None and s.min_lr > d.optimizer.lr:
+        message = f"is {quote(s.min_lr)}, above optimizer.lr = {quote(d.optimizer.lr)}"
+        yield "conflict", "lr_scheduler.min_lr", message, ""
+    if t.compile and not d.compile.components:
+        yield "conflict", "compile.components", "is empty, but training.compile = true", ""
+    for key, on in (
+        ("activation_checkpoint.mode", ac.mode == "budget"),
+        ("experimental.enable_async_tensor_parallel", e.enable_async_tensor_parallel),
+    ):
+        if on and t.compile and "model" not in d.compile.components:
+            yield "needs", key, "needs model in compile.components", ""
+    if e.enable_async_tensor_parallel and d.compile.backend != "inductor":
+        message = f'needs compile.backend = "inductor", not {quote(d.compile.backend)}'
+        yield "needs", "experimental.enable_async_tensor_parallel", message, ""
     if ac.offload and ac.mode == "selective" and ac.selective_ac_option == "op":
-        contradict(
-            "activation_checkpoint.offload",
-            "moves what autograd saves, but what the per-op policy saves is held elsewhere, on the device: take "
-            'mode = "full", "none", or selective_ac_option = "N"',
-            "activation_checkpoint.selective_ac_option",
-        )
-
-
-def _saves(config: JobConfig, contradict: Callable[..., None]) -> None:
-    d = config.dialect
-    if d.checkpoint.keep_best and not d.validation.enable:
-        contradict(
-            "checkpoint.keep_best",
-            f"is {d.checkpoint.keep_best}, but there is no validation loss to judge by: it needs "
-            "validation.enable = true",
-            "validation.enable",
-        )
-    never = [step for step in d.checkpoint.milestones if isinstance(step, int) and step < 1]
-    if never:
-        contradict("checkpoint.milestones", f"holds {never[0]}: the first step is 1")
-    if d.checkpoint.create_seed_checkpoint and not d.checkpoint.enable_checkpoint:
-        contradict(
-            "checkpoint.create_seed_checkpoint",
-            "needs checkpoint.enable_checkpoint = true",
-            "checkpoint.enable_checkpoint",
-        )
-
-
-def _async_tensor(config: JobConfig, contradict: Callable[..., None]) -> None:
-    """The overlap is made by inductor, in the graphs of the blocks."""
-    d, key = config.dialect, "experimental.enable_async_tensor_parallel"
-    if not d.experimental.enable_async_tensor_parallel:
-        return
-    if not d.training.compile:
-        contradict(key, "needs training.compile = true", "training.compile")
-    elif "model" not in d.compile.components:
-        contradict(key, "needs model in compile.components", "compile.components")
-    elif d.compile.backend != "inductor":
-        contradict(key, f'needs compile.backend = "inductor", not {quote(d.compile.backend)}', "compile.backend")
-
-
-def _float8(config: JobConfig, contradict: Callable[..., None]) -> None:
-    d, recipe = config.dialect, config.dialect.float8.recipe_name
-    if not d.float8.enable_float8_linear:
-        return
-    gather, precompute = "enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp"
-    if recipe != "tensorwise":
-        if d.float8.enable_fsdp_float8_all_gather:
-            contradict(
-                f"float8.{gather}",
-                "needs one scale for each weight, and float8.recipe_name = "
-                f'{quote(recipe)} has one for each row: take "tensorwise", or set this to false',
-                "float8.recipe_name",
-            )
-        if d.training.tensor_parallel_degree > 1:
-            contradict(
-                "float8.recipe_name",
-                f"{quote(recipe)} does not work with training.tensor_parallel_degree = "
-                f'{d.training.tensor_parallel_degree}: torchao divides products of the recipe "tensorwise" only',
-                "training.tensor_parallel_degree",
-            )
-    if d.float8.precompute_float8_dynamic_scale_for_fsdp:
-        if not d.float8.enable_fsdp_float8_all_gather:
-            contradict(
-                f"float8.{precompute}",
-                f"needs float8.{gather} = true: weights gathered in high precision are scaled after that",
-                f"float8.{gather}",
-            )
-        elif d.training.enable_cpu_offload:
-            contradict(
-                f"float8.{precompute}",
-                "does not work with training.enable_cpu_offload = true: weights lose their scales on the way from "
-                "host memory. Without it they are computed there, one by one",
-                "training.enable_cpu_offload",
-            )
-    if d.float8.enable_fsdp_float8_all_gather and isinstance(d.training.reshard_after_forward, int):
-        contradict(
-            f"float8.{gather}",
-            f"does not work with training.reshard_after_forward = {d.training.reshard_after_forward}: torch keeps no "
-            'weights gathered in float8 sharded over fewer ranks. "default", "always" and "never" work',
-            "training.reshard_after_forward",
-        )
-
-
-def _loss_chunks(config: JobConfig, contradict: Callable[..., None]) -> None:
-    """A piece of the loss holds a token at least."""
-    t, e = config.dialect.training, config.dialect.experimental
+        message = f'does not work with {_AC_OPTION} = "op": its tensors are held elsewhere, on the device'
+        hint = 'take mode = "full" or "none", or selective_ac_option = "N"'
+        yield "conflict", "activation_checkpoint.offload", message, hint
     rows = max(t.batch_size // (e.pipeline_parallel_microbatches or e.pipeline_parallel_degree), 1)
     length = max(t.seq_len // e.context_parallel_degree, 1)
     if t.loss_chunks > rows * length:
-        contradict(
-            "training.loss_chunks",
-            f"is {t.loss_chunks}, but a rank computes the loss of {counted(rows * length, 'tokens')} at once ("
-            f"{counted(rows, 'sequences')} x {counted(length, 'tokens')}): take so many pieces at most",
-            "training.batch_size",
-            "training.seq_len",
-            "experimental.pipeline_parallel_microbatches",
-            "experimental.context_parallel_degree",
+        message = (
+            f"is {t.loss_chunks}, but a rank computes the loss of {counted(rows * length, 'tokens')} at once "
+            f"({counted(rows, 'sequences')} x {counted(length, 'tokens')})"
         )
+        yield "conflict", "training.loss_chunks", message, f"take {rows * length} at most"
 
 
-def _stall(config: JobConfig, contradict: Callable[..., None]) -> None:
-    deadline, timeout = config.dialect.stall.deadline_seconds, config.dialect.comm.train_timeout_seconds
-    if deadline is None or deadline == 0:
-        return
-    if deadline >= timeout:
-        contradict(
-            "stall.deadline_seconds",
-            f"is {quote(deadline)}, but comm.train_timeout_seconds = {timeout} ends a run that waits before that is "
-            "reported: lower the one or raise the other",
-            "comm.train_timeout_seconds",
-        )
-    beat = config.dialect.stall.heartbeat_seconds
-    if config.is_given("stall.heartbeat_seconds") and beat > deadline:
-        contradict(
-            "stall.heartbeat_seconds",
-            f"is {quote(beat)}, more than stall.deadline_seconds = {quote(deadline)}: nobody would say in that time "
-            "where it is",
-            "stall.deadline_seconds",
-        )
-
-
-def _guard(config: JobConfig, contradict: Callable[..., None]) -> None:
-    d = config.dialect
-    if d.guard.policy == "rollback" and not d.checkpoint.enable_checkpoint:
-        contradict(
-            "guard.policy",
-            '"rollback" goes back to a checkpoint: it needs checkpoint.enable_checkpoint = true',
-            "checkpoint.enable_checkpoint",
-        )
+def _runtime(config: LoadedConfig) -> Iterator[Finding]:
+    """Check checkpoints, guard, watchdog and profiler."""
+    d = config.sections
+    c, p, deadline, timeout = d.checkpoint, d.profiling, d.stall.deadline_seconds, d.comm.train_timeout_seconds
+    if c.start == "fresh":
+        nothing = 'but checkpoint.start = "fresh" loads nothing'
+        if c.load_step >= 0:
+            yield "conflict", "checkpoint.load_step", f"is {c.load_step}, {nothing}", ""
+        if c.initial_load_path is not None:
+            message = f'is {quote(c.initial_load_path)}, {nothing}: "from" starts there'
+            yield "conflict", "checkpoint.initial_load_path", message, ""
+    if too_early := [step for step in c.milestones if isinstance(step, int) and step < 1]:
+        yield "range", "checkpoint.milestones", f"holds {too_early[0]}: the first step is 1", ""
     if d.guard.policy != "stop" and d.guard.max_skips >= d.guard.window:
-        contradict(
-            "guard.max_skips",
-            f"is {d.guard.max_skips} of the last {d.guard.window} steps (guard.window): a run that does nothing but "
-            "skip would never end. Take less than guard.window",
-            "guard.window",
-        )
+        message = f"is {d.guard.max_skips}, so a run that skips all of guard.window = {d.guard.window} steps never ends"
+        yield "conflict", "guard.max_skips", message, "take less than guard.window"
     for item in d.data.skip_steps:
-        if isinstance(item, str) and steps_of(item)[0] > steps_of(item)[1]:
-            contradict("data.skip_steps", f"{quote(item)} ends before it begins")
+        if steps_of(item)[0] > steps_of(item)[1]:
+            yield "range", "data.skip_steps", f"{quote(item)} ends before it begins", ""
+    if deadline and deadline >= timeout:
+        message = f"is {quote(deadline)}, but comm.train_timeout_seconds = {timeout} ends a run before that report"
+        yield "conflict", "stall.deadline_seconds", message, "lower the one or raise the other"
+    beat = d.stall.heartbeat_seconds
+    if deadline and beat > deadline and config.is_given("stall.heartbeat_seconds"):
+        message = f"is {quote(beat)}, more than stall.deadline_seconds = {quote(deadline)}"
+        yield "conflict", "stall.heartbeat_seconds", message, ""
+    if p.enable_profiling and p.profile_freq < p.profiler_warmup + p.profiler_active:
+        keys = [f"profiling.{name}" for name in ("profile_freq", "profiler_warmup", "profiler_active")]
+        message = (
+            f"a cycle of profiling.profile_freq = {p.profile_freq} steps is shorter than profiling.profiler_warmup "
+            f"{p.profiler_warmup} + profiling.profiler_active {p.profiler_active}"
+        )
+        yield "conflict", next((key for key in keys if config.is_given(key)), keys[0]), message, ""
 
 
-def missing_files(config: JobConfig) -> list[Problem]:
-    """Files and folders that are named and not there, on this machine."""
-    named = ["model.tokenizer_path", "training.dataset_path"]
-    if config.dialect.validation.enable:
-        named.append("validation.dataset_path")
-    if not _has_checkpoints(config):  # else it is not used any more
-        named.append("checkpoint.initial_load_path")
-    return [
-        Problem(config.place(key), key, f"no file or folder {quote(config.value(key))}")
-        for key in named
-        if config.value(key) is not None and not is_url(config.value(key)) and not os.path.exists(config.value(key))
-    ]
+def _float8_keys(d: Config) -> Iterator[Finding]:
+    f, t = d.float8, d.training
+    precompute = "float8.precompute_float8_dynamic_scale_for_fsdp"
+    recipe = quote(f.recipe_name)
+    if f.recipe_name == "rowwise_with_gw_hp" and AUTO_FILTER in f.filter_fqns:
+        message = f"{quote(AUTO_FILTER)} does not work with float8.recipe_name = {recipe}: torchao has no sizes for it"
+        hint = "leave it out; float8.min_features = 4096 keeps linears with fewer input or output features"
+        yield "conflict", "float8.filter_fqns", message, hint
+    if f.recipe_name != "tensorwise" and f.enable_fsdp_float8_all_gather:
+        message = f"needs one scale for each weight, and float8.recipe_name = {recipe} has one for each row"
+        yield "conflict", _GATHER, message, 'take "tensorwise", or set this to false'
+    if f.recipe_name != "tensorwise" and t.tensor_parallel_degree > 1:
+        message = f"{recipe} does not work with training.tensor_parallel_degree = {t.tensor_parallel_degree}"
+        yield "conflict", "float8.recipe_name", message, 'torchao divides products of the recipe "tensorwise" only'
+    if f.precompute_float8_dynamic_scale_for_fsdp and not f.enable_fsdp_float8_all_gather:
+        yield "needs", precompute, f"needs {_GATHER} = true: other weights get their scales after the gathering", ""
+    elif f.precompute_float8_dynamic_scale_for_fsdp and t.enable_cpu_offload:
+        message = "does not work with training.enable_cpu_offload = true: weights in host memory lose their scales"
+        yield "conflict", precompute, message, "set it to false: the scales are then computed one by one"
+    if f.enable_fsdp_float8_all_gather and isinstance(t.reshard_after_forward, int):
+        message = f"does not work with training.reshard_after_forward = {t.reshard_after_forward}"
+        hint = 'torch gathers float8 weights from all ranks only: take "default", "always" or "never"'
+        yield "conflict", _GATHER, message, hint
 
 
-def _has_checkpoints(config: JobConfig) -> bool:
-    """Whether the folder that the run saves in looks as if it held some; a store is not asked here."""
-    if is_url(config.dialect.checkpoint.folder):
+# Stage 2, on this machine: files and packages
+
+
+def missing_files(config: LoadedConfig) -> list[Problem]:
+    """Return a problem for each local file or folder that a key names and that does not exist."""
+    keys = ["model.tokenizer_path", "training.dataset_path"]
+    if config.sections.validation.enable:
+        keys.append("validation.dataset_path")
+    if not _has_checkpoints(config.sections):  # a run with checkpoints of its own does not read it
+        keys.append("checkpoint.initial_load_path")
+    paths = {key: path for key in keys if (path := config.value(key)) is not None and not is_url(path)}
+    found = [("missing-file", key, path) for key, path in paths.items() if not os.path.exists(path)]
+    return placed(config, ((code, key, f"no file or folder {quote(path)}", "") for code, key, path in found))
+
+
+def _has_checkpoints(d: Config) -> bool:
+    """Return whether the checkpoint folder seems to hold checkpoints. True for a store, which is not asked."""
+    if is_url(d.checkpoint.folder):
         return True
-    folder = os.path.join(config.dialect.job.dump_folder, config.dialect.checkpoint.folder)
+    folder = os.path.join(d.job.dump_folder, d.checkpoint.folder)
     return os.path.isdir(folder) and any(name.startswith("step-") for name in os.listdir(folder))
 
 
-def missing_packages(config: JobConfig) -> list[Problem]:
-    """Optional packages that a key needs and that are not installed here."""
-    return _missing_wandb(config) + unusable_urls(config)
-
-
-def unusable_urls(config: JobConfig) -> list[Problem]:
-    """Stores of checkpoints that cannot be reached from here whatever they hold."""
-    found = []
-    for key in (
-        ("checkpoint.folder", "checkpoint.initial_load_path") if config.value("checkpoint.enable_checkpoint") else ()
-    ):
+def missing_packages(config: LoadedConfig) -> list[Problem]:
+    """Return problems for optional packages that a key needs and that are not installed, and unusable stores."""
+    found: list[Finding] = []
+    spec = importlib.util.find_spec("wandb") if config.sections.metrics.enable_wandb else None
+    # A folder of that name, as wandb itself makes one in the working directory, is found too, but has no origin.
+    if config.sections.metrics.enable_wandb and (spec is None or spec.origin is None):
+        hint = "pip install 'titanlite[wandb]', or leave the key out"
+        message = "needs the package wandb, which is not installed"
+        found.append(("missing-package", "metrics.enable_wandb", message, hint))
+    keys = ("checkpoint.folder", "checkpoint.initial_load_path")
+    for key in keys if config.sections.checkpoint.enable_checkpoint else ():
         url = config.value(key)
         if url is not None and is_url(url) and (problem := url_problem(url)) is not None:
-            found.append(Problem(config.place(key), key, f"{quote(url)} {problem[0]}", problem[1]))
-    return found
-
-
-def _missing_wandb(config: JobConfig) -> list[Problem]:
-    key = "metrics.enable_wandb"
-    spec = importlib.util.find_spec("wandb") if config.value(key) else None
-    # A folder of that name, as wandb itself makes one in the working directory, is found too, but has no origin.
-    if not config.value(key) or (spec is not None and spec.origin is not None):
-        return []
-    advice = "pip install 'titanlite[wandb]', or leave the key out"
-    return [Problem(config.place(key), key, "needs the package wandb, which is not installed", advice)]
+            found.append(("url", key, f"{quote(url)} {problem[0]}", problem[1]))
+    return placed(config, found)

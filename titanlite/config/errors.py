@@ -18,7 +18,7 @@ class Source:
     #: The file as the user would name it, and the line, counted from 1.
     file: str | None = None
     line: int | None = None
-    #: The name it was written under, where that is not the key's own.
+    #: The name it was written under.
     written: str = ""
 
     def __str__(self) -> str:
@@ -49,8 +49,10 @@ class Problem:
     message: str
     #: What to do about it.
     hint: str = ""
-    #: Keys that it weighs against each other or leaves open (a section: all its keys), where that is not `key` alone.
+    #: Other keys that it depends on.
     about: tuple[str, ...] = field(default=(), compare=False)
+    #: A short name of the kind of problem that stays the same when the words change; docs/config.md lists them.
+    code: str = "does-not-fit"
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -70,21 +72,18 @@ class ConfigError(ValueError):
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems: Sequence[Problem] = tuple(sorted(dict.fromkeys(problems), key=_by_place))
-        super().__init__(self.report())
-
-    def report(self) -> str:
         count = len(self.problems)
         head = "1 problem in the config:" if count == 1 else f"{count} problems in the config:"
-        return "\n".join([head, *(f"  {str(problem).replace(chr(10), chr(10) + '  ')}" for problem in self.problems)])
+        super().__init__("\n".join([head, *(f"  {str(p).replace(chr(10), chr(10) + '  ')}" for p in self.problems)]))
 
 
 def _by_place(problem: Problem) -> tuple[bool, str, int]:
-    """Files first, each from top to bottom; then the command line, then what has no single place."""
+    """Sort by file and line; then the command line, then what has no single place."""
     file, _, line = problem.where.rpartition(":")
     return (not file, file, int(line)) if line.isdigit() else (True, "" if problem.where else "~", 0)
 
 
 def nearest(word: str, known: Iterable[str], count: int = 1) -> list[str]:
-    """Up to `count` known words that look like `word`, the most alike first; capitals do not count."""
+    """Return up to `count` known words that look like `word`, the most alike first; capitals do not count."""
     by_lower = {k.lower(): k for k in known}
     return [by_lower[m] for m in difflib.get_close_matches(word.lower(), list(by_lower), n=count, cutoff=0.6)]

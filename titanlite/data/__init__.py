@@ -1,56 +1,21 @@
 """Text in, batches out: sources, tokenizers, the global order of sequences, loaders.
 
-Names are looked up when they are first used, so that importing this package loads neither torch nor tiktoken.
+tokenizer = load_tokenizer()                                          # tokenizer/
+dataset = build_dataset(training, data, tokenizer, vocab_size)        # sources, corpus, token_cache, packing
+loader = Prefetcher(TrainLoader(dataset, global_batch_size=16, micro_batch_size=8))  # loader, prefetch
+batches = loader.next_step()
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from titanlite.data.background import Prefetcher, ValidationPrefetcher
-    from titanlite.data.errors import DataError, EndOfData
-    from titanlite.data.loader import Batch, TrainLoader, ValidationLoader, add_hashes, batch_hash
-    from titanlite.data.packing import PackedDataset, build_dataset, build_validation_dataset
-    from titanlite.data.tokenizer import Tokenizer, load_tokenizer
-
-_HOME = {
-    "DataError": "errors",
-    "EndOfData": "errors",
-    "Batch": "loader",
-    "TrainLoader": "loader",
-    "ValidationLoader": "loader",
-    "ValidationPrefetcher": "background",
-    "add_hashes": "loader",
-    "batch_hash": "loader",
-    "PackedDataset": "packing",
-    "Prefetcher": "background",
-    "build_dataset": "packing",
-    "build_validation_dataset": "packing",
-    "Tokenizer": "tokenizer",
-    "load_tokenizer": "tokenizer",
-}
-
-__all__ = [
-    "Batch",
-    "DataError",
-    "EndOfData",
-    "PackedDataset",
-    "Prefetcher",
-    "Tokenizer",
-    "TrainLoader",
-    "ValidationLoader",
-    "ValidationPrefetcher",
-    "add_hashes",
-    "batch_hash",
-    "build_dataset",
-    "build_validation_dataset",
-    "load_tokenizer",
-]
+from titanlite import exit_codes
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+class DataError(ValueError):
+    """Bad text, tokenizer or settings: the message names the file (and record or line) and the remedy."""
+
+    exit_code = exit_codes.CONFIG
+
+
+class EndOfData(Exception):  # noqa: N818 - an end, not an error, like StopIteration
+    """All epochs of a finite data set are served."""

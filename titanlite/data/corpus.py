@@ -1,13 +1,12 @@
-"""Whole files of text as one array of token ids, tokenized by several threads.
+"""Tokenize whole files of text into one array of token ids, with several threads.
 
-The libraries behind the tokenizers work outside Python's lock, so threads are enough: no process has to be started,
-fed and ended, and text is in memory once.
+The tokenizers' libraries work outside Python's lock, so threads are enough. No process needs a start, data and an end,
+and the text is in memory once.
 """
 
 from __future__ import annotations
 
 import hashlib
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -19,19 +18,18 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from titanlite.data.errors import DataError
+from titanlite.data import DataError
 from titanlite.data.sources import Record, iter_records
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.utils import logger
 
-logger = logging.getLogger("titanlite")
+#: Seconds between two lines about progress.
+REPORT_EVERY = 5.0
 
-#: Seconds between two lines about how far the reading is.
-SAY_EVERY = 5.0
-
-#: Part of the fingerprint; to be changed with anything that changes the token stream.
+#: Part of the fingerprint. Change it with anything that changes the token stream.
 PACKING = "BOS + ids + EOS per document, split at seq_len, no document mask, order 2"
 
-#: Bytes of text that a thread takes at a time: a tenth of a second at most, so that an interrupted run ends at once.
+#: Bytes of text that a thread takes at once: a tenth of a second at most, so that an interrupted run ends quickly.
 _CHUNK = 256 * 1024
 
 _In = TypeVar("_In")
@@ -64,11 +62,10 @@ class _Chunk(NamedTuple):
 def tokenize(files: list[Path], tokenizer: Tokenizer, vocab_size: int, workers: int = 0) -> Corpus:
     """Read and tokenize whole files.
 
-    Args:
-        workers: threads that tokenize, besides this one that reads; 0: this one does both. The result is the same.
+    workers: threads that tokenize, besides this one that reads; 0: this one does both. The result is the same.
 
-    Raises DataError for the first record in file order that is damaged or has a token id at or over `vocab_size` (the
-    model's), naming file, line and id.
+    Raises DataError with file and line for the first record in file order that is damaged or has a token id of
+    `vocab_size` (the model's) or more.
     """
     dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
     digest = hashlib.sha256(f"{PACKING}\n{tokenizer.fingerprint}\n".encode())
@@ -99,13 +96,13 @@ def tokenize(files: list[Path], tokenizer: Tokenizer, vocab_size: int, workers: 
 
 
 def _chunks(files: list[Path], update: Callable[[bytes], None]) -> Iterator[_Chunk]:
-    """The records of `files`, every text passed to `update` with its length before it.
+    """Iterate over the records of `files` in chunks; `update` gets every text after its length.
 
-    An error comes as part of the last chunk: a thread may find a worse one in the records before it.
+    An error comes as part of the last chunk: a thread may find another one in the records before it.
     """
     records: list[Record] = []
     size = read = documents = 0
-    said = time.monotonic()
+    reported = time.monotonic()
     try:
         for record in iter_records(files):
             content = record.text.encode("utf-8", errors="surrogatepass")
@@ -115,8 +112,8 @@ def _chunks(files: list[Path], update: Callable[[bytes], None]) -> Iterator[_Chu
             size += len(content)
             read += len(content)
             documents += 1
-            if time.monotonic() - said > SAY_EVERY:
-                said = time.monotonic()
+            if time.monotonic() - reported > REPORT_EVERY:
+                reported = time.monotonic()
                 logger.info(
                     f"reading text: {documents:,} documents, {read / 1e6:,.0f} MB so far; now in {record.file}, "
                     f"file {files.index(record.file) + 1} of {len(files)}"
@@ -132,7 +129,7 @@ def _chunks(files: list[Path], update: Callable[[bytes], None]) -> Iterator[_Chu
 
 
 def _in_order(function: Callable[[_In], _Out], items: Iterable[_In], workers: int) -> Iterator[_Out]:
-    """`map` over several threads; a few items are under way at a time, results and errors come in the items' order."""
+    """Map over several threads, a few items at a time; results and errors come in the items' order."""
     if workers == 0:
         yield from map(function, items)
         return

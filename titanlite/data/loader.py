@@ -1,8 +1,8 @@
 """Batches for one data-parallel rank, cut from the global order of sequences.
 
 A training step takes sequences n … n + G - 1, G the global batch; rank r of D serves those with
-i ≡ r (mod D). Which sequences a step sees therefore depends on n alone, and n is all there is to save. Stretches that
-are left out are passed over: a step takes the next G sequences that are in none.
+i ≡ r (mod D). So the sequences of a step depend on n alone, and n is the whole state. Skipped ranges are passed over:
+a step takes the next G sequences that are in none.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from titanlite.config.plans import BatchPlan
-from titanlite.data import left_out as stretches
-from titanlite.data.errors import DataError, EndOfData
+from titanlite.data import DataError, EndOfData, skip_ranges
 from titanlite.data.packing import PackedDataset
+from titanlite.data.skip_ranges import Range
 from titanlite.utils import counted
 
 _HASH_BITS = 128
@@ -30,57 +29,49 @@ class Batch(NamedTuple):
     labels: torch.Tensor
 
 
+def to_device(batches: Iterable[Batch], device: torch.device) -> list[Batch]:
+    """Copy the batches to `device`; without waiting for it if they are in page-locked memory (see `Prefetcher`)."""
+    return [Batch(b.tokens.to(device, non_blocking=True), b.labels.to(device, non_blocking=True)) for b in batches]
+
+
 class TrainLoader:
     """The micro-batches of one rank, step by step.
 
     Args:
         dataset: sequences by global index.
-        batch: micro-batch size, accumulation and global batch size.
+        global_batch_size: sequences per step over all ranks.
+        micro_batch_size: sequences per micro-batch and rank.
         rank: this process among the ranks that read different data, 0 … dp_degree - 1.
-        dp_degree: number of those ranks; it must divide the global batch.
-        left_out: stretches of sequences that are not served, see `titanlite.data.left_out`.
-
-    Raises:
-        DataError: the sizes do not fit each other; the message names rank counts that do.
+        dp_degree: number of those ranks; times micro_batch_size it must divide the global batch.
+        skip: ranges of sequences that are not served, see `titanlite.data.skip_ranges`.
     """
 
     def __init__(
         self,
         dataset: PackedDataset,
-        batch: BatchPlan,
+        global_batch_size: int,
+        micro_batch_size: int,
         rank: int = 0,
         dp_degree: int = 1,
-        left_out: Iterable[stretches.Stretch] = (),
+        skip: Iterable[Range] = (),
     ) -> None:
         _check_rank(rank, dp_degree)
-        if batch.global_batch_size % dp_degree:
-            fitting = ", ".join(
-                str(d) for d in range(1, batch.global_batch_size + 1) if batch.global_batch_size % d == 0
-            )
+        if global_batch_size % (micro_batch_size * dp_degree):
             raise DataError(
-                f"training.global_batch_size: {batch.global_batch_size} sequences cannot be shared evenly by "
-                f"{dp_degree} data-parallel ranks; rank counts that divide it: {fitting}"
+                f"training.global_batch_size: {global_batch_size} is not a multiple of "
+                f"micro-batch {micro_batch_size} x {dp_degree} data-parallel ranks"
             )
-        if batch.micro_batch_size * batch.accumulation * dp_degree != batch.global_batch_size:
-            raise DataError(
-                f"training.global_batch_size: {batch.global_batch_size} is not micro-batch {batch.micro_batch_size} x "
-                f"accumulation {batch.accumulation} x {dp_degree} data-parallel ranks"
-            )
-        if batch.seq_len != dataset.seq_len:
-            raise DataError(f"training.seq_len: the batch expects {batch.seq_len}, the data set has {dataset.seq_len}")
-        self.dataset = dataset
-        self.batch = batch
-        self.rank = rank
-        self.dp_degree = dp_degree
-        self.left_out = stretches.merged(left_out)
+        self.dataset, self.rank, self.dp_degree = dataset, rank, dp_degree
+        self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
+        self.skip = skip_ranges.merged(skip)
         self._position = 0
-        #: The position that was loaded, and what was left out before it.
+        #: The position that was loaded, and the ranges that were skipped before it.
         self._loaded = 0
-        self._left_out_before: tuple[stretches.Stretch, ...] = ()
+        self._skipped_before: tuple[Range, ...] = ()
 
     @property
     def position(self) -> int:
-        """Global index of the sequence after the last one served; the next step begins there or behind a stretch."""
+        """Global index of the sequence after the last one served; the next step begins there or after a range."""
         return self._position
 
     @property
@@ -89,11 +80,11 @@ class TrainLoader:
         total = self.dataset.total_sequences
         if total is None:
             return None
-        left = total - self._position - stretches.count(self._position, total, self.left_out)
-        return max(0, -(-left // self.batch.global_batch_size))
+        left = total - self._position - skip_ranges.count(self._position, total, self.skip)
+        return max(0, -(-left // self.global_batch_size))
 
     def next_step(self) -> list[Batch]:
-        """`accumulation` micro-batches of [micro_batch_size, seq_len] each, on the CPU.
+        """Return this rank's micro-batches of [micro_batch_size, seq_len] each, on the CPU.
 
         Finite data fill up their last step with sequences without targets, alike on every number of ranks,
         and raise EndOfData after it, on all ranks at the same step.
@@ -101,46 +92,45 @@ class TrainLoader:
         if self.steps_left == 0:
             epochs = counted(self.dataset.epochs or 0, "epochs")
             raise EndOfData(f"the data end: {epochs} of {self.dataset.tokens_per_epoch:,} tokens are served")
-        size = self.batch.micro_batch_size
-        step = stretches.take(self._position, self.batch.global_batch_size, self.left_out)
+        step = skip_ranges.take(self._position, self.global_batch_size, self.skip)
         indexes = step[(self.rank - step[0]) % self.dp_degree :: self.dp_degree]
+        size = self.micro_batch_size
         batches = [_stack(self.dataset, indexes[m : m + size]) for m in range(0, len(indexes), size)]
         self._position = step[-1] + 1
         return batches
 
     def state_dict(self) -> dict[str, Any]:
-        """All there is to resume from, the same on every rank: sequences below `next_sequence` have been served.
+        """Return the state to resume from, the same on every rank: sequences below `next_sequence` were served.
 
-        `left_out`, where there is any: the stretches among them that have not.
+        `left_out`, if there are any: the ranges below it that were skipped.
         """
-        ours = stretches.without(stretches.before(self._position, self.left_out), [(0, self._loaded)])
-        passed = stretches.merged([*self._left_out_before, *ours])
-        left_out = {"left_out": [list(stretch) for stretch in passed]} if passed else {}
-        return {"next_sequence": self._position, **left_out}
+        ours = skip_ranges.without(skip_ranges.before(self._position, self.skip), [(0, self._loaded)])
+        skipped = skip_ranges.merged([*self._skipped_before, *ours])
+        return {"next_sequence": self._position, **({"left_out": [list(r) for r in skipped]} if skipped else {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`, also one saved by another number of ranks. Raises DataError if it is not one.
+        """Continue from `state`, also of another number of ranks. Raises DataError if it is not a loader's state.
 
-        Stretches that this loader is to leave out and that lie before the position have no effect: see `late`.
+        Ranges of this loader that lie before the position have no effect: see `served_already`.
         """
         position = state.get("next_sequence")
         if not isinstance(position, int) or position < 0:
             raise DataError(f"the data position in the checkpoint is not valid: next_sequence = {position!r}")
         self._position = self._loaded = position
-        self._left_out_before = stretches.merged(state.get("left_out", ()))
+        self._skipped_before = skip_ranges.merged(state.get("left_out", ()))
 
 
-def late(left_out: Iterable[stretches.Stretch], state: dict[str, Any]) -> tuple[stretches.Stretch, ...]:
-    """What of these stretches was served already before a loader's `state`."""
-    asked = stretches.before(state["next_sequence"], stretches.merged(left_out))
-    return stretches.without(asked, stretches.merged(state.get("left_out", ())))
+def served_already(skip: Iterable[Range], state: dict[str, Any]) -> tuple[Range, ...]:
+    """Return the part of these ranges that was served before a loader's `state`."""
+    past = skip_ranges.before(state["next_sequence"], skip_ranges.merged(skip))
+    return skip_ranges.without(past, skip_ranges.merged(state.get("left_out", ())))
 
 
 class ValidationLoader:
-    """The same held-out batches every time it is iterated, as many on every rank.
+    """The same held-out batches in every pass, the same number on every rank.
 
     Batch j of rank r holds sequences j * batch_size * dp_degree + k * dp_degree + r, k = 0 … batch_size - 1;
-    what lies beyond the end of the data has labels -100. With `steps=-1` that is one full pass whatever the
+    sequences beyond the end of the data have labels -100. With `steps=-1` that is one full pass whatever the
     number of ranks; with `steps > 0` it is the first steps * batch_size * dp_degree sequences, so numbers
     from different rank counts compare only if that product is the same. `steps` beyond a full pass end with it.
     """
@@ -151,14 +141,7 @@ class ValidationLoader:
         _check_rank(rank, dp_degree)
         if dataset.total_sequences is None:
             raise DataError("validation needs finite data: build them with epochs=1")
-        if batch_size < 1:
-            raise DataError(f"validation.batch_size: {batch_size} must be at least 1")
-        if steps != -1 and steps < 1:
-            raise DataError(f"validation.steps: {steps} must be at least 1, or -1 for one full pass")
-        self.dataset = dataset
-        self.batch_size = batch_size
-        self.rank = rank
-        self.dp_degree = dp_degree
+        self.dataset, self.batch_size, self.rank, self.dp_degree = dataset, batch_size, rank, dp_degree
         full_pass = -(-dataset.total_sequences // (batch_size * dp_degree))
         self._batches = full_pass if steps == -1 else min(steps, full_pass)
 
@@ -173,10 +156,10 @@ class ValidationLoader:
 
 
 def batch_hash(batches: Iterable[Batch]) -> str:
-    """Hex digest of the sequences in `batches`, whatever their order or split into micro-batches.
+    """Return the hex digest of the sequences in `batches`, in any order and split into any micro-batches.
 
-    It is the sum of the rows' digests, so the digests of all ranks put together by `add_hashes` give that of
-    the global batch, on any number of ranks.
+    It is the sum of the rows' digests. So `add_hashes` of all ranks' digests gives that of the global batch, on any
+    number of ranks.
     """
     total = 0
     for batch in batches:
@@ -192,21 +175,21 @@ def step_hash(
     size: int,
     part: int = 0,
     parts: int = 1,
-    left_out: Iterable[stretches.Stretch] = (),
+    skip: Iterable[Range] = (),
 ) -> str | None:
-    """`batch_hash` of the step that takes the next `size` sequences from `first` on, or of one of `parts` shares of it.
+    """Return the `batch_hash` of the step of the next `size` sequences from `first`, or of one of `parts` shares of it.
 
-    None where the data end before that step. Shares are put together by `add_hashes`.
+    None if the data end before that step. `add_hashes` joins shares.
     """
     total = dataset.total_sequences
-    sequences = stretches.take(first, size, stretches.merged(left_out))
+    sequences = skip_ranges.take(first, size, skip_ranges.merged(skip))
     if total is not None and sequences[0] >= total:
         return None
     return add_hashes(batch_hash([_stack(dataset, [i])]) for i in sequences[part::parts])
 
 
 def add_hashes(hashes: Iterable[str]) -> str:
-    """The `batch_hash` of several ranks' batches together."""
+    """Return the `batch_hash` of several ranks' batches together."""
     return _hex(sum(int(value, 16) for value in hashes))
 
 

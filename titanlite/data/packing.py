@@ -1,13 +1,13 @@
-"""Documents packed into training sequences that can be asked for by number.
+"""Documents packed into training sequences, each of which is found by its number.
 
 Each document is BOS + ids + EOS. An epoch puts all documents one after the other in its own order, epochs
 follow each other, and the endless stream is cut into windows of seq_len + 1 tokens with a stride of
 seq_len: window w reads stream[w * seq_len : (w + 1) * seq_len] and predicts the token after each. So every
 token but the very first is a target exactly once, across documents and epochs.
 
-Windows are served in blocks of as many as one pass holds, each block in an order of its own: neighbours are
-of one document, and a batch made of them would be a batch of one or two texts. Sequence i depends on nothing
-but i: any rank can serve it, and a run resumes from a number.
+The windows of one pass are served in a mixed order: neighbours are of one document, and a batch of them would hold one
+or two texts. Sequence i depends on i alone: any rank can serve it, and a run resumes from a number. Both orders are
+computed from (seed, epoch) alone.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from titanlite.config.plans import DataPlan, ValidationPlan
+from titanlite.config.sections import Data, Training, Validation
+from titanlite.data import EndOfData
 from titanlite.data.corpus import Corpus
-from titanlite.data.errors import DataError, EndOfData
-from titanlite.data.order import epoch_order
 from titanlite.data.sources import source_files
 from titanlite.data.token_cache import load_corpus
 from titanlite.data.tokenizer import Tokenizer
@@ -42,16 +41,8 @@ class PackedDataset:
     def __init__(
         self, corpus: Corpus, *, seq_len: int, seed: int = 0, shuffle: bool = True, epochs: int | None = None
     ) -> None:
-        if seq_len < 1:
-            raise DataError(f"training.seq_len: {seq_len} is not a length; it must be at least 1")
-        if epochs is not None and epochs < 1:
-            raise DataError(f"training.epochs: {epochs} is not a number of passes; it must be at least 1")
-        self.corpus = corpus
-        self.seq_len = seq_len
-        self.seed = seed
-        self.shuffle = shuffle
-        self.epochs = epochs
-        # Loaders in several threads may share a data set: these are replaced, never changed.
+        self.corpus, self.seq_len, self.seed, self.shuffle, self.epochs = corpus, seq_len, seed, shuffle, epochs
+        # Loaders in several threads may share a data set: so these are replaced, never changed.
         self._orders: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
         self._windows: dict[int, NDArray[np.int64]] = {}
 
@@ -66,15 +57,15 @@ class PackedDataset:
 
     @property
     def sequences_per_epoch(self) -> int:
-        """Sequences in which one pass is seen, the last one shared with the next pass."""
+        """Sequences of one pass, the last one shared with the next pass."""
         return -(-self.tokens_per_epoch // self.seq_len)
 
     @property
     def total_sequences(self) -> int | None:
         """Sequences of all epochs, or None without an end.
 
-        In a mixed order a few of them lie past the end of the text and hold no target: so an order does not depend on
-        the number of epochs, and a run can be given more of them.
+        In a mixed order a few of them lie past the end of the text and hold no target. So the order does not depend on
+        the number of epochs, and a run can be extended by more epochs.
         """
         if self.epochs is None:
             return None
@@ -87,19 +78,19 @@ class PackedDataset:
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest of texts, tokenizer and packing; not of `settings`."""
+        """Hex digest of texts, tokenizer and packing, without `settings`."""
         return self.corpus.fingerprint
 
     @property
     def settings(self) -> dict[str, int | bool | None]:
-        """What besides the fingerprint decides sequence i."""
+        """The settings that decide sequence i, besides the fingerprint."""
         return {"seq_len": self.seq_len, "seed": self.seed, "shuffle": self.shuffle, "epochs": self.epochs}
 
     def sequence(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Sequence `index`: (tokens [seq_len] int64, labels [seq_len] int64, shifted by one).
+        """Return sequence `index`: (tokens [seq_len] int64, labels [seq_len] int64, shifted by one).
 
         After the last target of the last epoch labels are `IGNORE`. Raises EndOfData for an index at or
-        over `total_sequences`.
+        above `total_sequences`.
         """
         if index < 0:
             raise IndexError(f"sequence {index}: indexes start at 0")
@@ -118,24 +109,24 @@ class PackedDataset:
         return tokens, labels
 
     def padding(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """A sequence without targets, to fill up the last batch of finite data."""
+        """Return a sequence without targets, to fill up the last batch of finite data."""
         return np.full(self.seq_len, self.corpus.pad_id, dtype=np.int64), np.full(self.seq_len, IGNORE, dtype=np.int64)
 
     def window(self, index: int) -> int:
-        """The window that sequence `index` is."""
+        """Return the window of sequence `index`."""
         if not self.shuffle:
             return index
         size = self.sequences_per_epoch
         block, place = divmod(index, size)
         order = self._windows.get(block)
         if order is None:
-            # Another seed than the documents' order has, so that the two are not the same permutation.
+            # Another seed than for the order of documents, so that the two are not the same permutation.
             order = epoch_order(size, ~self.seed, block)
             self._windows = {**dict(list(self._windows.items())[-1:]), block: order}
         return block * size + int(order[place])
 
     def documents_in(self, index: int) -> list[int]:
-        """The documents that sequence `index` has tokens of, in its order.
+        """Return the documents of the tokens of sequence `index`, in its order.
 
         Their numbers are those of the records, counted from 0 in the order of `corpus.files` and within each.
         """
@@ -145,11 +136,11 @@ class PackedDataset:
         return [document for document, _, _ in self._parts(place * self.seq_len, self.seq_len + 1)]
 
     def _stream(self, start: int, length: int) -> NDArray[np.unsignedinteger]:
-        """Tokens [start, start + length) of all epochs end to end; fewer at the end of finite data."""
+        """Return tokens [start, start + length) of all epochs end to end; fewer at the end of finite data."""
         return np.concatenate([self.corpus.tokens[begin:end] for _, begin, end in self._parts(start, length)])
 
     def _parts(self, start: int, length: int) -> list[tuple[int, int, int]]:
-        """What `_stream` is made of: (document, first and end of its tokens in the corpus)."""
+        """Return the parts of `_stream`: (document, first and end of its tokens in the corpus)."""
         parts = []
         epoch, within = divmod(start, self.tokens_per_epoch)
         while length > 0 and (self.epochs is None or epoch < self.epochs):
@@ -167,7 +158,7 @@ class PackedDataset:
         return parts
 
     def _epoch(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(documents in order [n], stream position within the epoch at which each begins [n])."""
+        """Return (documents in order [n], stream position within the epoch at which each begins [n])."""
         found = self._orders.get(epoch)
         if found is None:
             order = epoch_order(self.documents, self.seed, epoch, self.shuffle)
@@ -178,18 +169,50 @@ class PackedDataset:
         return found
 
 
-def build_dataset(plan: DataPlan, tokenizer: Tokenizer, vocab_size: int) -> PackedDataset:
-    """The training sequences of `plan`. Raises DataError as `source_files`, `iter_records` and `tokenize` do."""
-    files = source_files(plan.dataset, plan.path)
-    corpus = load_corpus(files, tokenizer, vocab_size, workers=plan.num_workers, cache=plan.token_cache)
-    return PackedDataset(corpus, seq_len=plan.seq_len, seed=plan.seed, shuffle=plan.shuffle, epochs=plan.epochs)
+def build_dataset(training: Training, data: Data, tokenizer: Tokenizer, vocab_size: int) -> PackedDataset:
+    """Build the training sequences of these sections. Raises DataError as `source_files` and `load_corpus` do."""
+    files = source_files(training.dataset, training.dataset_path)
+    corpus = load_corpus(files, tokenizer, vocab_size, workers=data.num_workers, cache=data.token_cache)
+    return PackedDataset(corpus, seq_len=training.seq_len, seed=data.seed, shuffle=data.shuffle, epochs=training.epochs)
 
 
 def build_validation_dataset(
-    plan: ValidationPlan, tokenizer: Tokenizer, vocab_size: int, reading: DataPlan | None = None
+    validation: Validation, data: Data, tokenizer: Tokenizer, vocab_size: int, seq_len: int
 ) -> PackedDataset:
-    """One pass over the held-out text of `plan`, in file order; `reading` has the threads and the cache."""
-    reading = reading or DataPlan()
-    files = source_files(plan.dataset, plan.path, "validation")
-    corpus = load_corpus(files, tokenizer, vocab_size, workers=reading.num_workers, cache=reading.token_cache)
-    return PackedDataset(corpus, seq_len=plan.seq_len, shuffle=False, epochs=1)
+    """Build one pass over the held-out text, in file order. data: for its threads and its cache."""
+    files = source_files(validation.dataset, validation.dataset_path, "validation")
+    corpus = load_corpus(files, tokenizer, vocab_size, workers=data.num_workers, cache=data.token_cache)
+    return PackedDataset(corpus, seq_len=seq_len, shuffle=False, epochs=1)
+
+
+_MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+
+
+def epoch_order(count: int, seed: int, epoch: int, shuffle: bool = True) -> NDArray[np.int64]:
+    """Return the indexes [count] in the order of `epoch`; in file order without `shuffle`.
+
+    Indexes are sorted by a hash of (seed, epoch, index). The hash is SplitMix64 (Steele, Lea and Flood
+    2014) in integer arithmetic. A generator of numpy's may change between versions, and a run resumed years later must
+    still find its place. SplitMix64 is a bijection, so no two indexes of an epoch share a hash, and the order does not
+    depend on the sort.
+    """
+    index = np.arange(count, dtype=np.int64)
+    if not shuffle:
+        return index
+    key = _mix_int(_mix_int(seed & _MASK) ^ _mix_int((epoch + 1) * _GAMMA & _MASK))
+    with np.errstate(over="ignore"):
+        hashes = _mix(np.uint64(key) + index.astype(np.uint64) * np.uint64(_GAMMA))
+    return np.argsort(hashes, kind="stable")
+
+
+def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def _mix_int(z: int) -> int:
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK
+    return z ^ (z >> 31)

@@ -1,6 +1,6 @@
-"""Where text comes from: files of C4-format records (JSON lines with `text`, `timestamp`, `url`).
+"""Read files of C4-format records: JSON lines with `text`, `timestamp`, `url`.
 
-A source that is missing, empty or damaged is an error that names it; there is no stand-in for text.
+A missing, empty or damaged source is an error that names it; nothing replaces the text.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from titanlite.data.errors import DataError
+from titanlite.data import DataError
+from titanlite.utils import logger
 
-logger = logging.getLogger("titanlite")
-
-#: Empty files that a warning names.
+#: Number of empty files that a warning names.
 _NAMED = 3
 _ASSETS = Path(__file__).parent / "assets"
 
-#: Text that travels with titanlite, by data set name.
+#: Text that is bundled with titanlite, by data set name.
 BUNDLED: dict[str, Path] = {
     "c4_test": _ASSETS / "train",
     "c4_validation": _ASSETS / "validation",
@@ -32,7 +31,7 @@ SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 
 
 class Record(NamedTuple):
-    """One document and where it stands: `number` counts a file's lines from 1."""
+    """One document and its place: `number` counts a file's lines from 1."""
 
     file: Path
     number: int
@@ -40,27 +39,20 @@ class Record(NamedTuple):
 
 
 def source_files(dataset: str, path: str | None, section: str = "training") -> list[Path]:
-    """The files of a data set in the order in which they are read (by name). Rank 0 warns of those without a byte.
+    """Return the files of a data set in reading order, by name. Rank 0 warns of empty ones.
 
     Args:
-        dataset: a name in `BUNDLED`, or `c4` for files of that format elsewhere.
+        dataset: a name in `BUNDLED`; any other needs a path.
         path: local file or folder of C4-format records; None: the bundled text.
-        section: of the config, for the keys that errors name.
+        section: of the config, for the keys in errors.
 
-    Raises:
-        DataError: an unknown name, a path that is missing, or one that holds no such file.
+    Raises DataError for text that is not bundled, a missing path, or one without such a file.
     """
-    if dataset != "c4" and dataset not in BUNDLED:
-        known = ", ".join([*BUNDLED, "c4"])
-        raise DataError(
-            f'{section}.dataset: "{dataset}" is unknown; known are {known} (for text of your own '
-            f"set {section}.dataset_path to a file or folder of C4-format records)"
-        )
     if path is None:
-        if dataset == "c4":
+        if dataset not in BUNDLED:
             raise DataError(
-                f'{section}.dataset: streaming "c4" from the Hugging Face hub is not built yet; '
-                f'set {section}.dataset_path to local C4 files, or use the bundled "c4_test"'
+                f'{section}.dataset: the text "{dataset}" is not bundled; set {section}.dataset_path to local files of '
+                f"C4-format records, or take {' or '.join(BUNDLED)}"
             )
         return list_files(BUNDLED[dataset])
     files = list_files(Path(path), f"{section}.dataset_path")
@@ -69,12 +61,12 @@ def source_files(dataset: str, path: str | None, section: str = "training") -> l
         names = ", ".join(map(str, empty[:_NAMED])) + f" and {len(empty) - _NAMED} more" * (len(empty) > _NAMED)
         level = logging.INFO if os.environ.get("RANK", "0") != "0" else logging.WARNING
         count = f"{len(empty)} of {len(files)} files"
-        logger.log(level, f"{section}.dataset_path: {count} are empty (0 bytes) and bring no text: {names}")
+        logger.log(level, f"{section}.dataset_path: {count} are empty (0 bytes) and hold no text: {names}")
     return files
 
 
 def list_files(path: Path, key: str = "training.dataset_path") -> list[Path]:
-    """`path` itself if it is a file, else the record files directly in that folder, sorted by name.
+    """Return `path` itself if it is a file, else the record files directly in that folder, sorted by name.
 
     Raises DataError, naming the config's `key`, if there is none.
     """
@@ -94,11 +86,10 @@ def list_files(path: Path, key: str = "training.dataset_path") -> list[Path]:
 
 
 def iter_records(path: Path | Iterable[Path]) -> Iterator[Record]:
-    """Every record of a file, a folder or a list of files, in order.
+    """Iterate over the records of a file, a folder or a list of files, in order.
 
-    Raises:
-        DataError: naming file and line, for what is not a JSON object with a string `text`, for a damaged
-            or truncated file, and if there is no record at all.
+    Raises DataError with file and line for a line that is not a JSON object with a string `text`, for a damaged or
+    truncated file, and if there is no record at all.
     """
     files = list_files(path) if isinstance(path, Path) else list(path)
     count = 0

@@ -1,8 +1,8 @@
 """Tokenized text on disk: one process of a node tokenizes, the others and later runs map the file.
 
-A file is named after all that decides its content (path, size and times of the texts, tokenizer, library versions), is
-written under another name and published whole, and carries a checksum. A lock that ends with its process keeps others
-from doing the same work meanwhile. Whatever goes wrong with disk or lock, the text is tokenized in memory instead.
+The name of a file is a hash of all that decides its content: path, size and times of the texts, tokenizer, library
+versions. A file is published atomically and has a checksum. A lock that ends with its process keeps others from the
+same work. When disk or lock fail, the text is tokenized in memory instead.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import logging
 import os
 import re
 import tempfile
@@ -26,26 +25,25 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from titanlite._version import __version__
+from titanlite.data import DataError
 from titanlite.data.corpus import PACKING, Corpus, tokenize
-from titanlite.data.errors import DataError
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.utils import logger
 
-logger = logging.getLogger("titanlite")
-
-#: Bytes of text files from which on "auto" keeps tokens: less is tokenized in about a second.
+#: "auto" keeps the tokens of texts of at least so many bytes: less is tokenized in about a second.
 AUTO_BYTES = 32 << 20
 
-#: Seconds after which a lock whose owner shows no sign of life is waited for no longer.
+#: Seconds without a heartbeat of its owner after which nobody waits for a lock.
 STALLED = 60.0
 
 #: Seconds without use after which a file is removed.
 KEEP = 7 * 86400.0
 
-#: Seconds between two signs of life. Short, since file servers' clients ask rarely for what seldom changes.
-_SIGN = 1.0
+#: Seconds between two heartbeats. Short, since clients of file servers rarely ask for files that seldom change.
+_HEARTBEAT = 1.0
 
-#: Seconds after which a file in the making that is not locked is nobody's. Where nodes have no common locks, the time
-#: of the last write is all that there is to see.
+#: Seconds without a write after which a partial file without a lock is removed. Nodes may have no common locks, so
+#: the time of the last write counts too.
 _WRITING = 10.0
 
 _HEADER_BYTES = 4096
@@ -55,16 +53,16 @@ _LIBRARIES = ("tiktoken", "sentencepiece", "tokenizers")
 
 
 def load_corpus(files: list[Path], tokenizer: Tokenizer, vocab_size: int, *, workers: int | None, cache: str) -> Corpus:
-    """The tokens of `files`, from `cache` if they are there.
+    """Return the tokens of `files`, from `cache` if they are there.
 
     Args:
-        workers: threads that tokenize, see `tokenize`; None: as many as there are cores for this rank, 8 at most.
-        cache: a folder, `~` being the home; "auto": one below the system's folder of temporary files, for large texts;
+        workers: threads that tokenize, see `tokenize`; None: the cores of the node per rank, 8 at most.
+        cache: a folder, `~` is the home; "auto": one in the system's folder of temporary files, for large texts;
             "off": none.
 
-    Raises DataError as `tokenize` does, and if LOCAL_WORLD_SIZE, which the number of threads follows, is no number.
+    Raises DataError as `tokenize` does, and if LOCAL_WORLD_SIZE, which decides the number of threads, is no number.
     """
-    if not _wanted(files, cache):
+    if cache == "off" or cache == "auto" and not _are_large(files):
         return tokenize(files, tokenizer, vocab_size, _workers(workers, alone=False))
     folder: Path | str = f'"{cache}"'
     try:
@@ -77,18 +75,18 @@ def load_corpus(files: list[Path], tokenizer: Tokenizer, vocab_size: int, *, wor
                 found = _load(path, files, tokenizer)
                 if found is None and held:
                     corpus = tokenize(files, tokenizer, vocab_size, _workers(workers, alone=True))
-                    if _stamp(files, tokenizer, vocab_size) == stamp:  # else they were written to meanwhile
-                        found = _keep(corpus, path, files, tokenizer)
+                    if _stamp(files, tokenizer, vocab_size) == stamp:  # else the text has changed meanwhile
+                        found = _save(corpus, path, files, tokenizer)
                     return found or corpus
     except OSError as error:
         logger.warning(f"data.token_cache: {folder} cannot be used ({error}); this rank tokenizes the text for itself")
         found = None
-    # The process that was waited for left nothing: whatever kept it from writing would keep this one, too.
+    # The process that held the lock wrote nothing: this one could not write either.
     return found or tokenize(files, tokenizer, vocab_size, _workers(workers, alone=False))
 
 
 def _workers(wanted: int | None, alone: bool) -> int:
-    """Threads to tokenize with. alone: the other ranks of this node wait meanwhile."""
+    """Return the number of threads. alone: the other ranks of this node wait meanwhile."""
     if wanted is not None:
         return wanted
     text = "1" if alone else os.environ.get("LOCAL_WORLD_SIZE", "1")
@@ -103,17 +101,15 @@ def _workers(wanted: int | None, alone: bool) -> int:
     return min(cores // ranks, 8) if cores // ranks > 1 else 0
 
 
-def _wanted(files: list[Path], cache: str) -> bool:
-    if cache != "auto":
-        return cache != "off"
+def _are_large(files: list[Path]) -> bool:
     try:
         return sum(file.stat().st_size for file in files) >= AUTO_BYTES
     except OSError:
-        return False  # reading says what is wrong
+        return False  # the error comes when the text is read
 
 
 def _folder(cache: str) -> Path:
-    """The folder, made if need be. Raises OSError: no place for it, or below one where all may write, not ours."""
+    """Return the folder, made if need be. Raises OSError if it cannot be made, or belongs to another user."""
     if cache != "auto":
         try:
             folder = Path(cache).expanduser()
@@ -129,7 +125,7 @@ def _folder(cache: str) -> Path:
 
 
 def _temporary() -> Path:
-    """The folder of temporary files. Raises OSError if there is none but the working directory, the last resort."""
+    """Return the folder of temporary files. Raises OSError if there is none but the working directory."""
     folder = os.path.abspath(tempfile.gettempdir())
     named = [os.environ.get(name, "") for name in ("TMPDIR", "TEMP", "TMP")]
     usual = [os.path.abspath(name) for name in (*named, "/tmp", "/var/tmp", "/usr/tmp") if name]
@@ -139,11 +135,9 @@ def _temporary() -> Path:
 
 
 def _stamp(files: list[Path], tokenizer: Tokenizer, vocab_size: int) -> str:
-    """Changes with everything that the tokens depend on. The time of a file's change of state cannot be set back."""
-    texts = []
-    for file in files:
-        seen = file.stat()
-        texts.append([str(file.resolve()), seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns])
+    """Return a hash of everything that decides the tokens. A file's ctime cannot be set back."""
+    stats = [(file, file.stat()) for file in files]
+    texts = [[str(file.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for file, stat in stats]
     versions = [__version__]
     for name in _LIBRARIES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -154,45 +148,45 @@ def _stamp(files: list[Path], tokenizer: Tokenizer, vocab_size: int) -> str:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[bool]:
-    """True: held. False: waited for; its owner is done, dead, or shows no sign of life for `STALLED` seconds."""
+    """Hold the lock (True), or wait until its owner is done, dead, or silent for `STALLED` seconds (False)."""
     with open(path, "a+b") as file:
         if not _try_lock(file, fcntl.LOCK_EX):
             _wait(file, path)
             yield False
             return
         done = threading.Event()
-        # A thread, since a single call may take minutes: one to a slow disk, or a copy of many gigabytes.
-        signs = threading.Thread(target=_show_life, args=(file, done), name="titanlite-lock", daemon=True)
-        signs.start()
+        # A thread, since a single call to a slow disk may take minutes.
+        heartbeat = threading.Thread(target=_beat, args=(file, done), name="titanlite-lock", daemon=True)
+        heartbeat.start()
         try:
             yield True
         finally:
             done.set()
-            signs.join()
+            heartbeat.join()
             with contextlib.suppress(OSError):
                 path.unlink()
 
 
-def _show_life(file: BinaryIO, done: threading.Event) -> None:
-    while not done.wait(_SIGN):
+def _beat(file: BinaryIO, done: threading.Event) -> None:
+    while not done.wait(_HEARTBEAT):
         with contextlib.suppress(OSError):
             os.utime(file.fileno())
 
 
 def _wait(file: BinaryIO, path: Path) -> None:
-    """Until the owner lets go, or shows no sign of life. Clocks of a file server may differ from ours."""
+    """Wait until the owner releases the lock or is silent. The clock of a file server may differ from ours."""
     seen, changed = os.fstat(file.fileno()).st_mtime_ns, time.monotonic()
-    said = changed
+    logged = changed
     while not _try_lock(file, fcntl.LOCK_SH):
         time.sleep(0.05)
         now = time.monotonic()
         if (moved := os.fstat(file.fileno()).st_mtime_ns) != seen:
             seen, changed = moved, now
         if now - changed > STALLED:
-            logger.warning(f"the process that holds {path} has not moved for {STALLED:.0f} s: not waiting any longer")
+            logger.warning(f"the process that holds {path} is silent for {STALLED:.0f} s: not waiting any longer")
             return
-        if now - said > 30.0:
-            said = now
+        if now - logged > 30.0:
+            logged = now
             logger.info(f"waiting for another process to tokenize the text ({path})")
 
 
@@ -205,13 +199,13 @@ def _try_lock(file: BinaryIO, kind: int) -> bool:
 
 
 def _load(path: Path, files: list[Path], tokenizer: Tokenizer) -> Corpus | None:
-    """The tokens of `path`, mapped into memory; None if there are none. A damaged file is removed."""
+    """Map the tokens of `path` into memory; None if there is no such file. Removes a damaged file."""
     try:
         file = open(path, "rb")  # noqa: SIM115 - closed below, the maps have descriptors of their own
     except FileNotFoundError:
         return None
     with file:
-        # Shared by all who map the file, for as long as they do: `_remove_old` leaves it alone.
+        # Shared by all processes that map the file, so that `_remove_old` keeps it.
         if not _try_lock(file, fcntl.LOCK_SH) or os.fstat(file.fileno()).st_nlink == 0:
             return None
         about = _header(file)
@@ -236,7 +230,7 @@ def _load(path: Path, files: list[Path], tokenizer: Tokenizer) -> Corpus | None:
 
 
 def _header(file: BinaryIO) -> dict[str, Any] | None:
-    """What the file says about itself, or None if it is not as long as it says. Leaves the file at the end of it."""
+    """Read the header; None if it is damaged or the file has another length than it says."""
     try:
         about = json.loads(file.read(_HEADER_BYTES))
         payload = 8 * (about["documents"] + 1) + np.dtype(about["dtype"]).itemsize * about["tokens"]
@@ -247,7 +241,7 @@ def _header(file: BinaryIO) -> dict[str, Any] | None:
 
 
 def _checksum(about: dict[str, Any], pieces: Iterable[bytes | memoryview]) -> int:
-    """CRC-32 of the header, but for the checksum itself, and of what follows it."""
+    """Return the CRC-32 of the header without the checksum, and of `pieces`."""
     named = {name: value for name, value in about.items() if name != "crc32"}
     checksum = zlib.crc32(json.dumps(named, sort_keys=True).encode())
     for piece in pieces:
@@ -255,8 +249,8 @@ def _checksum(about: dict[str, Any], pieces: Iterable[bytes | memoryview]) -> in
     return checksum
 
 
-def _keep(corpus: Corpus, path: Path, files: list[Path], tokenizer: Tokenizer) -> Corpus | None:
-    """Write `corpus` and give it back as a map of the file; None if that cannot be."""
+def _save(corpus: Corpus, path: Path, files: list[Path], tokenizer: Tokenizer) -> Corpus | None:
+    """Write `corpus` and return it as a map of the file; None if that fails."""
     folder = path.parent
     about: dict[str, Any] = {
         "documents": len(corpus.offsets) - 1,
@@ -269,7 +263,7 @@ def _keep(corpus: Corpus, path: Path, files: list[Path], tokenizer: Tokenizer) -
         _remove_old(folder)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=f"{path.stem}-", suffix=".partial", delete=False) as file:
             partial = Path(file.name)
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it has its name: `_remove_old` leaves it alone
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # so that `_remove_old` keeps it
             file.seek(_HEADER_BYTES)
 
             def written() -> Iterator[memoryview]:
@@ -285,24 +279,21 @@ def _keep(corpus: Corpus, path: Path, files: list[Path], tokenizer: Tokenizer) -
             file.write(json.dumps(about).encode().ljust(_HEADER_BYTES))
             file.flush()
             os.fsync(file.fileno())
-            with contextlib.suppress(FileExistsError):  # of another node, where the file system has no common locks
-                # Not a rename: a file that others have mapped must not lose its name to another one.
-                os.link(partial, path)
+            with contextlib.suppress(FileExistsError):  # by another node, if the file system has no common locks
+                os.link(partial, path)  # not a rename: it would replace a file that others have mapped
     except OSError as error:
-        logger.warning(f"data.token_cache: tokens cannot be kept in {folder} ({error.strerror or error})")
+        logger.warning(f"data.token_cache: tokens cannot be saved in {folder} ({error.strerror or error})")
         return None
     finally:
         if partial is not None:
             partial.unlink(missing_ok=True)
     size = path.stat().st_size / 1e6
-    logger.info(
-        f"tokens kept in {path} ({size:,.0f} MB) for this node's ranks and later runs; data.token_cache says where"
-    )
+    logger.info(f"tokens saved in {path} ({size:,.0f} MB) for this node's ranks and later runs (data.token_cache)")
     return _load(path, files, tokenizer)
 
 
 def _remove_old(folder: Path) -> None:
-    """Remove, of files with our names, those of dead writers and those that nobody has used for `KEEP` seconds."""
+    """Remove files of ours that dead writers left, and files that nobody used for `KEEP` seconds."""
     for path in folder.iterdir():
         if not _NAMES.fullmatch(path.name):
             continue

@@ -1,23 +1,21 @@
-"""The error that float8 adds to the loss: one micro-batch, with the same weights, in float8 and in high precision."""
+"""The error of float8 in the loss: the same micro-batch and weights, in float8 and in high precision."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 
-from titanlite.config.sections.model import Float8
-from titanlite.loss import cross_entropy_sum
+from titanlite.callbacks import Callback
 from titanlite.parallel.float8 import high_precision, uncompiled
-from titanlite.step import Duplicates, validate
+from titanlite.step import ReplicationFactors, Runner, validate
+from titanlite.utils import logger
 
 if TYPE_CHECKING:
-    from titanlite.build import Parts
     from titanlite.data.loader import Batch
-    from titanlite.parallel.compile import LossFunction
-    from titanlite.parallel.pipeline import Pipeline
+    from titanlite.trainer import Trainer
 
 
 class Float8Error(NamedTuple):
@@ -40,38 +38,45 @@ def measure_float8_error(
     batches: Iterable[Batch],
     device: torch.device,
     dtype: torch.dtype,
-    loss_function: LossFunction = cross_entropy_sum,
-    duplicates: Duplicates = Duplicates(),  # noqa: B008 (immutable)
-    pipeline: Pipeline | None = None,
+    runner: Runner,
+    factors: ReplicationFactors = ReplicationFactors(),  # noqa: B008 (immutable)
 ) -> Float8Error:
-    """Run two forward passes over these batches, without gradients and uncompiled. All ranks call it together.
+    """Run two forward passes over these batches without gradients, uncompiled; all ranks call it together.
 
-    dtype: of the matrix products in high precision. The other arguments are those of `validate`.
+    dtype: of the products in high precision. The other arguments are those of `validate`.
     """
     batches = list(batches)
     with uncompiled():
-        low, _ = validate(model, batches, device, loss_function, duplicates, pipeline)
+        low, _ = validate(model, batches, device, runner, factors)
     with high_precision(model, dtype):
-        high, _ = validate(model, batches, device, loss_function, duplicates, pipeline)
+        high, _ = validate(model, batches, device, runner, factors)
     return Float8Error(*torch.stack([low, high]).tolist())
 
 
-class Float8ErrorCheck:
-    """Calls `measure_float8_error` for a run, every `config.drift_check` steps; never without float8."""
+class Float8ErrorCheck(Callback):
+    """Measures the error every `every` steps, on this rank's first micro-batch and the weights before the update.
 
-    def __init__(
-        self, config: Float8, dtype: torch.dtype, parts: Parts, device: torch.device, duplicates: Duplicates
-    ) -> None:
-        self._every = config.drift_check if config.enable_float8_linear else 0
-        self._dtype = dtype
-        self._parts, self._device, self._duplicates = parts, device, duplicates
+    write: takes a step and a row for metrics.jsonl.
+    """
 
-    def due(self, step: int) -> bool:
-        return bool(self._every) and step % self._every == 0
+    def __init__(self, every: int, dtype: torch.dtype, write: Callable[[int, Mapping[str, float]], None]) -> None:
+        self._every, self._dtype, self._write = every, dtype, write
 
-    def measure(self, batches: Iterable[Batch]) -> Float8Error:
-        """Measure on these batches of this rank. All ranks call it together."""
-        parts = self._parts
-        return measure_float8_error(
-            parts.model, batches, self._device, self._dtype, parts.loss, self._duplicates, parts.pipeline
+    def before_update(self, trainer: Trainer) -> None:
+        step, parts = trainer.step, trainer.parts
+        if step % self._every:
+            return
+        device = parts.world.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # the step's own work must not count as a part of this pause
+        trainer.phase("validate")
+        batch = trainer.recent[step].batches[:1]
+        step_fn = parts.train_step
+        error = measure_float8_error(parts.model, batch, device, self._dtype, step_fn.runner, step_fn.factors)
+        trainer.phase("optimizer")
+        logger.info(
+            f"float8 drift at {step}: loss {error.float8:.5f}, in high precision {error.exact:.5f}: "
+            f"{error.difference:+.1e} ({error.relative:+.2%})"
         )
+        row = {"float8_loss": error.float8, "float8_exact_loss": error.exact}
+        self._write(step, {**row, "float8_drift": error.difference, "float8_drift_relative": error.relative})

@@ -21,7 +21,8 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from titanlite.loss import count_valid, cross_entropy_sum
-from titanlite.step import forward_backward, local_gradients, total_norm
+from titanlite.optim.gradients import local_gradients, total_norm
+from titanlite.step import PlainRunner
 
 if TYPE_CHECKING:
     from titanlite.data.loader import Batch
@@ -100,7 +101,7 @@ def diagnose_nonfinite(
     tokens.clamp_(min=1)
     recorder = _Recorder(model)
     with recorder.hooks(), torch.compiler.set_stance("force_eager"):
-        share = forward_backward(model, micro_batches, tokens, sync_every, loss_function)
+        share = PlainRunner(model, loss_function, sync_every).forward_backward(micro_batches, tokens)
     try:
         return _first(model, recorder, bool(share.isfinite()))
     finally:

@@ -1,25 +1,35 @@
 """The startup report: what is about to run, and where each number comes from.
 
-Each function returns the rows (name, text) of one subject, from the sections of the config that it describes and plain
-numbers; `startup_report` makes lines of all rows. device: a name of `titanlite.metrics.throughput.device_name`.
+Each function returns the row (name, text), or rows, of one subject. It takes the sections of the config that it
+describes, and `Setup` with what follows from several. `startup_report` makes lines of all rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from titanlite.config.sections.checkpoint import Checkpoint
-from titanlite.config.sections.model import ActivationCheckpoint, Compile, Float8, Optimizer
-from titanlite.config.sections.run import Guard
-from titanlite.config.sections.training import Data, Training, Validation
+from titanlite.config.run_sections import Guard, Metrics
+from titanlite.config.sections import (
+    ActivationCheckpoint,
+    Checkpoint,
+    Compile,
+    Data,
+    Experimental,
+    Float8,
+    Model,
+    Optimizer,
+    Training,
+    Validation,
+)
 from titanlite.metrics.throughput import is_cpu
 from titanlite.utils import counted, human_bytes, human_count
 
 if TYPE_CHECKING:
-    from titanlite.parallel.activation_checkpoint import Kept
-    from titanlite.parallel.float8_choice import Choice
-    from titanlite.parallel.pipeline_split import Layout
+    from titanlite.parallel.activation_checkpoint import ActivationStats
+    from titanlite.parallel.float8_choice import Float8Choice
+    from titanlite.parallel.pipeline_split import StageLayout
 
 Row = tuple[str, str]
 
@@ -31,6 +41,39 @@ _LAST = ("note", "warning")
 _SHOWN = ("global batch = ", "accumulation = ", "tokens per step = ", "data_parallel_shard = ")
 
 
+@dataclass(frozen=True)
+class Setup:
+    """Numbers of a run that follow from several sections, the ranks, the model and the text."""
+
+    #: From `titanlite.metrics.throughput.device_name`.
+    device: str
+    #: Ranks by dimension of the mesh: pp, dp_replicate, dp_shard, cp, tp.
+    degrees: Mapping[str, int]
+    #: Count by top-level module, over all ranks.
+    parameters: Mapping[str, int]
+    #: Sequences of a micro-batch of one rank, and micro-batches per step.
+    micro_batch: int
+    accumulation: int
+    seq_len: int
+    #: Tokens of a matrix product of one rank.
+    tokens: int
+    #: Of the training text.
+    documents: int
+    tokens_per_epoch: int
+
+    @property
+    def cpu(self) -> bool:
+        return is_cpu(self.device)
+
+    @property
+    def data_parallel(self) -> int:
+        return self.degrees["dp_replicate"] * self.degrees["dp_shard"]
+
+    @property
+    def sequences(self) -> int:
+        return self.micro_batch * self.accumulation * self.data_parallel
+
+
 def startup_report(rows: Sequence[Row]) -> list[str]:
     """Return aligned lines `name  text`, then `note:` and `warning:` lines."""
     width = max(len(name) for name, _ in rows if name not in _LAST)
@@ -40,55 +83,48 @@ def startup_report(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def model_rows(name: str, parameters: Mapping[str, int]) -> list[Row]:
-    """parameters: count by top-level module, over all ranks."""
-    total = sum(parameters.values())
+def model_rows(model: Model, setup: Setup) -> list[Row]:
+    total = sum(setup.parameters.values())
     return [
-        ("model", f"{name}: {total:,} parameters ({human_count(total)})"),
-        ("parameters", ", ".join(f"{module} {count:,}" for module, count in parameters.items())),
+        ("model", f"{model.name} {model.flavor}: {total:,} parameters ({human_count(total)})"),
+        ("parameters", ", ".join(f"{module} {count:,}" for module, count in setup.parameters.items())),
     ]
 
 
 def compute_rows(
-    flops_per_token: int,
-    device: str,
-    world_size: int,
-    memory_bytes: int,
-    peak_flops: float | None,
-    peak_is_given: bool,
-    float8: bool,
+    metrics: Metrics, float8: Float8, setup: Setup, ranks: int, flops: int, peak: float | None, memory: int
 ) -> list[Row]:
-    """memory_bytes, peak_flops: of one device; 0 and None where unknown."""
-    cpu = is_cpu(device)
-    peak, rows = "", []
-    if peak_flops is not None:
-        peak = f"; MFU against {peak_flops / 1e12:,.4g} TFLOPS per device"
-        if float8:
-            peak += " (metrics.peak_tflops)" * peak_is_given
-            peak += ", its peak in bf16; float8 products can be above it" * (not peak_is_given)
-    elif not cpu:
-        text = f"no MFU is shown: the peak of {device} is not known here; metrics.peak_tflops sets it"
+    """flops: per token. peak, memory: FLOPS and bytes of one device; None and 0 where unknown."""
+    mfu, rows = "", []
+    if peak is not None:
+        mfu = f"; MFU against {peak / 1e12:,.4g} TFLOPS per device"
+        if float8.enable_float8_linear and metrics.peak_tflops is not None:
+            mfu += " (metrics.peak_tflops)"
+        elif float8.enable_float8_linear:
+            mfu += ", its peak in bf16; float8 products can be above it"
+    elif not setup.cpu:
+        text = f"no MFU is shown: the peak of {setup.device} is not known here; metrics.peak_tflops sets it"
         rows.append(("note", text))
-    memory = f", {human_bytes(memory_bytes)} {'of memory, shared' if cpu else 'each'}" if memory_bytes else ""
+    each = f", {human_bytes(memory)} {'of memory, shared' if setup.cpu else 'each'}" if memory else ""
     return [
-        ("compute", f"{flops_per_token / 1e9:,.4g} GFLOPs per token, forward and backward{peak}"),
-        ("devices", f"{world_size} x {device}{memory}"),
+        ("compute", f"{flops / 1e9:,.4g} GFLOPs per token, forward and backward{mfu}"),
+        ("devices", f"{ranks} x {setup.device}{each}"),
         *rows,
     ]
 
 
-def mesh_row(degrees: Mapping[str, int], world_size: int, loss_parallel: bool, asynchronous: bool) -> Row:
-    """degrees: ranks by dimension: pp, dp_replicate, dp_shard, cp, tp."""
-    # Those of data parallelism are always shown: they divide a batch.
-    shown = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1 or name.startswith("dp_")]
+def mesh_row(training: Training, experimental: Experimental, setup: Setup, ranks: int) -> Row:
+    # The two of data parallelism are always shown: they divide a batch.
+    shown = [f"{name} {degree}" for name, degree in setup.degrees.items() if degree > 1 or name.startswith("dp_")]
     how = ""
-    if degrees["tp"] > 1:
-        how = f"; loss on {'sharded' if loss_parallel else 'gathered'} logits"
-        how += "; tensor-parallel traffic overlaps with products" * asynchronous
-    return "mesh", f"{' x '.join(shown)} = {counted(world_size, 'ranks')}{how}"
+    if setup.degrees["tp"] > 1:
+        how = f"; loss on {'sharded' if training.enable_loss_parallel else 'gathered'} logits"
+        if experimental.enable_async_tensor_parallel:
+            how += "; tensor-parallel traffic overlaps with products"
+    return "mesh", f"{' x '.join(shown)} = {counted(ranks, 'ranks')}{how}"
 
 
-def pipeline_row(schedule: str, layout: Layout) -> Row:
+def pipeline_row(schedule: str, layout: StageLayout) -> Row:
     parts = [
         f"{names[0]} to {names[-1]} on {rank}" if len(names) > 1 else f"{names[0]} on {rank}"
         for names, rank in zip(layout.stages, layout.ranks, strict=True)
@@ -97,14 +133,12 @@ def pipeline_row(schedule: str, layout: Layout) -> Row:
 
 
 def precision_row(training: Training) -> Row:
-    return (
-        "precision",
-        f"parameters {training.mixed_precision_param}, gradients reduced in {training.mixed_precision_reduce}",
-    )
+    reduce = training.mixed_precision_reduce
+    return "precision", f"parameters {training.mixed_precision_param}, gradients reduced in {reduce}"
 
 
-def float8_rows(float8: Float8, choices: Sequence[Choice], tokens: int, compiled: bool, device: str) -> list[Row]:
-    """Return one row of all, and one for each kind of linear. tokens: M of a product of one rank."""
+def float8_rows(float8: Float8, choices: Sequence[Float8Choice], setup: Setup, compiled: bool) -> list[Row]:
+    """Return one row of all, and one for each kind of linear."""
     total = sum(len(choice.names) for choice in choices)
     converted = sum(len(choice.names) for choice in choices if choice.converted)
     parts = [float8.recipe_name + ", emulated in float32 (slow, for tests)" * float8.emulate]
@@ -112,15 +146,15 @@ def float8_rows(float8: Float8, choices: Sequence[Choice], tokens: int, compiled
         together = float8.precompute_float8_dynamic_scale_for_fsdp
         how = "all scales by one all-reduce after the update" if together else "each scale found as it is"
         parts.append(f"weights gathered in float8, {how}")
-    parts += [f"{converted:,} of {total:,} linears", f"M = {tokens:,} tokens in a product of one rank"]
+    parts += [f"{converted:,} of {total:,} linears", f"M = {setup.tokens:,} tokens in a product of one rank"]
     if float8.drift_check:
         parts.append(f"drift measured every {counted(float8.drift_check, 'steps')}")
     rows = [("float8", "; ".join(parts))]
     for choice in choices:
-        what = "in float8" if choice.converted else f"kept: {choice.reason}"
         size = f"K x N = {choice.size.in_features:,} x {choice.size.out_features:,}"
+        what = "in float8" if choice.converted else f"kept: {choice.reason}"
         rows.append((f"  {choice.kind}", f"{size}, {len(choice.names)} {what}"))
-    if not compiled and not is_cpu(device):
+    if not compiled and not setup.cpu:
         text = (
             "float8 without training.compile is slower than bf16: scaling and rounding then run as kernels of their "
             "own, which take longer than the products save. Set training.compile = true"
@@ -129,18 +163,13 @@ def float8_rows(float8: Float8, choices: Sequence[Choice], tokens: int, compiled
     return rows
 
 
-def sharding_row(
-    training: Training, reshard: bool | int | None, weight_shards: int, accumulation: int, parameters: int, device: str
-) -> Row:
-    """reshard: as `fully_shard` takes it; None: all groups but the last two. parameters: over all ranks."""
-    units = training.fsdp_units
-    if isinstance(units, str):
-        size = f"{training.fsdp_min_params:,} parameters or more"
-        unit = {"block": "each block", "root": "the whole model", "size": size}[units]
-    else:
-        unit = f"each {' and '.join(units)}"
-    parts = [f"units of {unit}"]
-    if weight_shards > 1:
+def sharding_row(training: Training, reshard: bool | int | None, setup: Setup) -> Row:
+    """reshard: as `fully_shard` takes it; None: all groups but the last two."""
+    units, reduce, total = training.fsdp_units, training.mixed_precision_reduce, sum(setup.parameters.values())
+    size = f"{training.fsdp_min_params:,} parameters or more"
+    kinds = {"block": "each block", "root": "the whole model", "size": size}
+    parts = ["units of " + (kinds[units] if isinstance(units, str) else f"each {' and '.join(units)}")]
+    if setup.degrees["dp_shard"] * setup.degrees["cp"] > 1:
         freed: dict[bool | int | None, str] = {
             None: "freed after forward but for the last two",
             True: "freed after forward",
@@ -149,25 +178,26 @@ def sharding_row(
         parts.append(freed.get(reshard, f"after forward sharded over {reshard} ranks"))
         if training.prefetch:
             parts.append(f"gathered {training.prefetch} ahead")
-        if accumulation > 1 and training.gradient_sync == "last":
-            width = 4 if training.mixed_precision_reduce == "float32" else 2
+        if setup.accumulation > 1 and training.gradient_sync == "last":
+            width = 4 if reduce == "float32" else 2
             parts.append(
-                f"whole gradients kept until the last micro-batch: {width} bytes x {parameters:,} parameters = "
-                f"{human_bytes(width * parameters)} per rank (training.gradient_sync)"
+                f"whole gradients kept until the last micro-batch: {width} bytes x {total:,} parameters = "
+                f"{human_bytes(width * total)} per rank (training.gradient_sync)"
             )
     if training.enable_cpu_offload:
         on_cpu = "offload to host memory is without effect on a CPU"
-        parts.append(on_cpu if is_cpu(device) else "parameters, gradients and optimizer state in host memory")
+        parts.append(on_cpu if setup.cpu else "parameters, gradients and optimizer state in host memory")
     return "sharding", "; ".join(parts)
 
 
-def compile_row(enabled: bool, config: Compile, tensor_parallel: int) -> Row:
-    block = "each block" if tensor_parallel == 1 else "attention and feed-forward of each block"
-    parts = [text for name, text in (("model", block), ("loss", "the loss")) if enabled and name in config.components]
-    return "compile", f"{' and '.join(parts)}, backend {config.backend}" if parts else "off"
+def compile_row(training: Training, config: Compile, setup: Setup) -> Row:
+    block = "each block" if setup.degrees["tp"] == 1 else "attention and feed-forward of each block"
+    parts = [text for name, text in (("model", block), ("loss", "the loss")) if name in config.components]
+    on = training.compile and parts
+    return "compile", f"{' and '.join(parts)}, backend {config.backend}" if on else "off"
 
 
-def activations_row(config: ActivationCheckpoint, kept: Kept, tensor_parallel: int, device: str) -> Row:
+def activations_row(config: ActivationCheckpoint, kept: ActivationStats, setup: Setup) -> Row:
     """kept: statistics of a traced block."""
     by_operation = config.mode == "selective" and config.selective_ac_option == "op"
     every_byte = kept.blocks * kept.plain_bytes
@@ -184,10 +214,10 @@ def activations_row(config: ActivationCheckpoint, kept: Kept, tensor_parallel: i
     if config.mode == "budget":
         text = f"the compiler keeps {config.memory_budget:.0%} of what it would by itself"
         amount += " without it"
-    if tensor_parallel > 1:
-        amount += f", before {tensor_parallel} ranks share it (tensor parallelism)"
+    if (ranks := setup.degrees["tp"]) > 1:
+        amount += f", before {ranks} ranks share it (tensor parallelism)"
     away = f"up to {human_bytes(kept.total_bytes)} of that wait in host memory"
-    where = "offload has no effect on a CPU" if is_cpu(device) else away
+    where = "offload has no effect on a CPU" if setup.cpu else away
     return "activations", "; ".join([text, amount, *([where] if config.offload else [])])
 
 
@@ -197,63 +227,54 @@ def _runs(forward: Mapping[str, int], some: Mapping[str, int]) -> str:
     return " and ".join([*parts, *(["attention"] if some.get("attention") else [])])
 
 
-def loss_row(chunks: int, tokens: int) -> Row:
-    """tokens: of a micro-batch of one rank."""
-    pieces = f"{chunks} pieces of {-(-tokens // chunks):,} tokens"
+def loss_row(chunks: int, setup: Setup) -> Row:
+    pieces = f"{chunks} pieces of {-(-setup.tokens // chunks):,} tokens"
     return "loss", f"head and cross-entropy in {pieces}, one after the other"
 
 
-def data_row(training: Training, data: Data, documents: int, tokens_per_epoch: int) -> Row:
+def data_row(training: Training, data: Data, setup: Setup) -> Row:
     order = f"shuffled with seed {data.seed}" if data.shuffle else "in file order"
-    size = f"{counted(documents, 'documents')}, {tokens_per_epoch:,} tokens per epoch"
+    size = f"{counted(setup.documents, 'documents')}, {setup.tokens_per_epoch:,} tokens per epoch"
     return "data", f"{training.dataset_path or training.dataset}: {size}, {order}"
 
 
-def batch_rows(micro_batch: int, accumulation: int, data_parallel: int, seq_len: int) -> list[Row]:
-    """micro_batch: sequences of one rank. data_parallel: ranks that read different data."""
-    sequences = micro_batch * accumulation * data_parallel
+def batch_rows(setup: Setup, steps: int | None, epochs: int | None) -> list[Row]:
+    """steps: length of the run; None while the text is not counted."""
+    sequences, epoch = counted(setup.sequences, "sequences"), setup.tokens_per_epoch
+    per_step = setup.sequences * setup.seq_len
+    length = counted(epochs or 0, "epochs")
+    if steps is not None:
+        passes = f" = {steps * per_step / epoch:.3g} epochs".replace(" 1 epochs", " 1 epoch") if epoch else ""
+        length = f"{counted(steps, 'steps')}, {steps * per_step:,} tokens{passes}"
     return [
         (
             "global batch",
-            f"{counted(sequences, 'sequences')} = {micro_batch} per micro-batch x "
-            f"{counted(accumulation, 'micro-batches')} x {counted(data_parallel, 'data-parallel ranks')}",
+            f"{sequences} = {setup.micro_batch} per micro-batch x {counted(setup.accumulation, 'micro-batches')} x "
+            f"{counted(setup.data_parallel, 'data-parallel ranks')}",
         ),
-        ("tokens per step", f"{sequences * seq_len:,} = {counted(sequences, 'sequences')} x {seq_len:,} tokens"),
+        ("tokens per step", f"{per_step:,} = {sequences} x {setup.seq_len:,} tokens"),
+        ("length", length),
     ]
 
 
-def length_row(steps: int | None, epochs: int | None, tokens_per_step: int, tokens_per_epoch: int) -> Row:
-    if steps is None:
-        return "length", counted(epochs or 0, "epochs")
-    tokens = steps * tokens_per_step
-    passes = f" = {tokens / tokens_per_epoch:.3g} epochs".replace(" 1 epochs", " 1 epoch") if tokens_per_epoch else ""
-    return "length", f"{counted(steps, 'steps')}, {tokens:,} tokens{passes}"
-
-
-def optimizer_row(o: Optimizer, max_norm: float) -> Row:
+def optimizer_row(o: Optimizer, training: Training) -> Row:
     return "optimizer", (
         f"{o.name}, lr {o.lr:g}, betas {o.beta1:g} and {o.beta2:g}, eps {o.eps:g}, weight decay {o.weight_decay:g}, "
-        f"gradients clipped to norm {max_norm:g}"
+        f"gradients clipped to norm {training.max_norm:g}"
     )
 
 
 def schedule_row(
-    *,
-    warmup_steps: float,
-    plateau_steps: float | None,
-    decay_type: str,
-    decay_steps: int | None,
-    floor: float,
-    total_steps: int | None,
+    decay_type: str, floor: float, warmup: float, plateau: float | None, decay: int | None, total: int | None
 ) -> Row:
-    """floor: lowest learning rate of the decay."""
-    parts = [f"warm-up {counted(warmup_steps, 'steps')}"]
-    if plateau_steps:
-        parts.append(f"plateau {counted(plateau_steps, 'steps')}")
-    over = "" if decay_steps is None else f" over the last {counted(decay_steps, 'steps')}"
+    """floor: lowest learning rate of the decay. The others are lengths in steps."""
+    parts = [f"warm-up {counted(warmup, 'steps')}"]
+    if plateau:
+        parts.append(f"plateau {counted(plateau, 'steps')}")
+    over = "" if decay is None else f" over the last {counted(decay, 'steps')}"
     parts.append("then constant" if decay_type == "constant" else f"{decay_type} decay{over} to {floor:g}")
-    if total_steps is not None:
-        parts.append(f"{counted(total_steps, 'steps')} in all")
+    if total is not None:
+        parts.append(f"{counted(total, 'steps')} in all")
     return "schedule", ", ".join(parts)
 
 

@@ -10,14 +10,14 @@ ranks multiply the same matrices there, without communication.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median_low
 
 import torch
 from torch import nn
+
+from titanlite.metrics.throughput import Throughput
 
 #: A rank so far behind the median, in percent, in so many logs in a row is reported in a warning.
 BEHIND_PERCENT = 20.0
@@ -41,7 +41,7 @@ class RankComparison:
 
 
 class StragglerDetector:
-    """Measures this rank's own times between logs, and compares those of all ranks. Costs a few clock calls per step.
+    """Compares the own times of all ranks.
 
     device: of this rank. model: with its head as `output`; without one only the data waits of a GPU's rank are known.
     """
@@ -50,50 +50,18 @@ class StragglerDetector:
         self._cuda = device.type == "cuda"
         head = getattr(model, "output", None)
         self._head = _HeadTimer(head) if self._cuda and isinstance(head, nn.Module) else None
-        self._paused = False
         self._last: int | None = None
         self._times = 0
-        self._begin_window()
 
-    def step_done(self) -> None:
-        """Call after each step."""
-        self._steps += 1
-
-    @contextmanager
-    def data_wait(self) -> Iterator[None]:
-        """Count the time inside as waiting for data."""
-        began, worked = time.perf_counter(), time.thread_time()
-        try:
-            yield
-        finally:
-            if not self._paused:
-                self._data += time.perf_counter() - began
-                self._excluded += time.thread_time() - worked
-
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Leave the time inside out of the step. May be nested."""
-        outer, self._paused = self._paused, True
-        worked = time.thread_time()
-        try:
-            yield
-        finally:
-            self._paused = outer
-            if not outer:
-                self._excluded += time.thread_time() - worked
-
-    def read(self) -> tuple[float, float]:
-        """Return this rank's work and data waits, in seconds per step since the last reading; begin a new window.
+    def read(self, throughput: Throughput) -> tuple[float, float]:
+        """Return this rank's work and data waits, in seconds per step since the last log.
 
         On a GPU the work is a sample to compare with those of other ranks, and reading it waits for the device.
         """
-        steps = max(self._steps, 1)
-        work = (time.thread_time() - self._began - self._excluded) / steps
+        work, data = throughput.own_seconds()
         if self._cuda:
             work = self._head.seconds() if self._head else 0.0
-        data = self._data / steps
-        self._begin_window()
-        return max(work, 0.0), data
+        return work, data
 
     def compare(self, work: Sequence[float], data: Sequence[float], seconds_per_step: float) -> RankComparison | None:
         """Compare the readings of all ranks; None for a rank alone, or where all readings are zero."""
@@ -128,11 +96,6 @@ class StragglerDetector:
         """Remove the hooks from the model."""
         if self._head:
             self._head.remove()
-
-    def _begin_window(self) -> None:
-        self._began = time.thread_time()
-        self._excluded = self._data = 0.0
-        self._steps = 0
 
 
 class _HeadTimer:

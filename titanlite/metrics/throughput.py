@@ -100,12 +100,13 @@ class Throughput:
     @contextmanager
     def data_wait(self) -> Iterator[None]:
         """Count the time inside as waiting for data; it is part of the step."""
-        began = self._clock()
+        began, worked = self._clock(), time.thread_time()
         try:
             yield
         finally:
             if not self._open_pauses:
                 self._waited += self._clock() - began
+                self._cpu_excluded += time.thread_time() - worked
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -113,7 +114,7 @@ class Throughput:
 
         On a GPU begin it after a reading: otherwise the pause contains the steps that the device still works on.
         """
-        began = self._clock()
+        began, worked = self._clock(), time.thread_time()
         self._open_pauses += 1
         try:
             yield
@@ -121,6 +122,15 @@ class Throughput:
             self._open_pauses -= 1
             if not self._open_pauses:
                 self._paused += self._clock() - began
+                self._cpu_excluded += time.thread_time() - worked
+
+    def own_seconds(self) -> tuple[float, float]:
+        """Return this rank's CPU time in steps, and its waiting for data, in seconds per step of the window so far.
+
+        Of the calling thread, which is to be the one that trains. Waiting in a collective takes no CPU time.
+        """
+        worked = max(time.thread_time() - self._cpu_began - self._cpu_excluded, 0.0)
+        return worked / max(self._steps, 1), self._waited / max(self._steps, 1)
 
     def read(self, step: int) -> Rates:
         """Return the rates since `start` or the last reading, and begin a new window. step: the last step done.
@@ -152,9 +162,9 @@ class Throughput:
         return rates
 
     def _begin_window(self) -> None:
-        self._began = self._clock()
+        self._began, self._cpu_began = self._clock(), time.thread_time()
         self._steps = 0
-        self._waited = self._paused = 0.0
+        self._waited = self._paused = self._cpu_excluded = 0.0
 
     def _elapsed(self) -> float:
         return self._clock() - self._began - self._paused

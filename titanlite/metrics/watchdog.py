@@ -38,18 +38,19 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from titanlite import exit_codes
-from titanlite.config.sections.run import Comm, Stall
+from titanlite.callbacks import SLOW_PHASES
+from titanlite.config.run_sections import Comm, Stall
 from titanlite.exit_codes import is_of_collectives
 from titanlite.guard import BadStepError
 from titanlite.metrics.console import console_handler
 from titanlite.metrics.hang_report import RankState, process_state, table, verdict
-from titanlite.preempt import Preempted
+from titanlite.signals import StopRequested
 from titanlite.utils import logger
 
 #: Name of the thread, as `threading.enumerate` and a debugger show it.
 THREAD = "titanlite-watchdog"
 #: Phases that may take as long as a first step.
-PATIENT = frozenset({"start", "compile", "validate", "save", "rollback", "end"})
+PATIENT = SLOW_PHASES | {"start"}
 
 #: Shares of the collectives' timeout: the deadline where none is configured, and the longest one, where steps are slow.
 _DEADLINE_SHARE, _LATEST_SHARE = 0.6, 0.8
@@ -73,9 +74,9 @@ _UNWIND_SECONDS = 7.0
 #: Characters of an error's text, and frames of a stack, that are published.
 _TEXT, _FRAMES, _DEPTH = 2000, 12, 60
 #: File in which a main thread waits for another one -> that thread, whose stack says more.
-_WORKERS = {"data/background.py": "titanlite-prefetch", "checkpoint/async_save.py": "titanlite-save"}
+_WORKERS = {"data/prefetch.py": "titanlite-prefetch", "checkpoint/async_save.py": "titanlite-save"}
 #: All ranks raise these together.
-_TOGETHER = (Preempted, BadStepError, KeyboardInterrupt, SystemExit, GeneratorExit)
+_TOGETHER = (StopRequested, BadStepError, KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 class PeerError(RuntimeError):
@@ -376,9 +377,9 @@ class HangWatchdog:
             self._store.set("verdict", self.verdict)
         elif self._wait_for("verdict"):
             self.verdict = self._store.get("verdict").decode()
-        else:
-            self._answer()
-            self.verdict = "" if self._peer else verdict([_silent(0, self._beat(0), self._host)])[1]
+        elif self._peer is None:  # rank 0 may be the one that is gone
+            _, self.verdict = verdict([_silent(0, self._beat(0), self._host)])
+            logger.error(f"a collective failed: {self.verdict}")
 
     def _follow(self, peer: RankState) -> None:
         """Another rank has raised: end, unless this one has a reason of its own."""
@@ -451,7 +452,7 @@ def _is_collective(frame: FrameType, index: int) -> bool:
     if index:
         return False
     return any(part in path for part in ("torch/distributed/fsdp/", "torch/distributed/pipelining/")) or (
-        path == sys.modules[Preempted.__module__].__file__ and frame.f_code.co_name == "result"
+        path == sys.modules[StopRequested.__module__].__file__ and frame.f_code.co_name == "result"
     )
 
 

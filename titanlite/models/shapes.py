@@ -6,21 +6,39 @@ No torch here, so that the config can be checked without it.
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 
 from titanlite import exit_codes
 
+if typing.TYPE_CHECKING:
+    from titanlite.config.sections import Model
+
 NORM_TYPES = ("rmsnorm", "layernorm", "np_layernorm", "fused_rmsnorm")
 
 
+class Misfit(typing.NamedTuple):
+    """One thing that is wrong with a model's arguments."""
+
+    message: str
+    #: The key of `[model]` to blame, as `flavor` or `overrides.dim`; empty where several are.
+    field: str = ""
+    advice: str = ""
+
+
 class ShapeError(ValueError):
-    """Numbers that make no decoder, or a name that no family has; the message says which."""
+    """Numbers that make no decoder, or a name that no family has; `misfits` says which."""
 
     exit_code = exit_codes.CONFIG
+
+    def __init__(self, *misfits: Misfit) -> None:
+        self.misfits = misfits
+        lines = [f"model{m.field and '.'}{m.field}: {m.message}{m.advice and '; '}{m.advice}" for m in misfits]
+        super().__init__("; ".join(lines))
 
 
 @dataclass(frozen=True)
@@ -35,29 +53,32 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         if not self.factor >= 1.0:
-            raise ShapeError(f"rope_scaling: factor must be at least 1, got {self.factor}")
+            raise _scaling_error(f"factor must be at least 1, got {self.factor}")
         if not 0.0 < self.low_freq_factor < self.high_freq_factor:
-            raise ShapeError(
-                "rope_scaling: needs 0 < low_freq_factor < high_freq_factor, got "
-                f"{self.low_freq_factor} and {self.high_freq_factor}"
+            raise _scaling_error(
+                f"needs 0 < low_freq_factor < high_freq_factor, got {self.low_freq_factor} and {self.high_freq_factor}"
             )
         if self.original_context < 1:
-            raise ShapeError(f"rope_scaling: original_context must be positive, got {self.original_context}")
+            raise _scaling_error(f"original_context must be positive, got {self.original_context}")
 
     @classmethod
     def parse(cls, value: object) -> RopeScaling | None:
-        """What a TOML file may say: a table of this class's fields, a bare factor (1: no scaling), or "none"."""
-        if value is None or isinstance(value, RopeScaling):
-            return value
-        if isinstance(value, str) and value == "none":
-            return None
+        """Return the scaling of a table, of a section with these fields, of a bare factor (1: none) or of "none"."""
+        if value is None or isinstance(value, RopeScaling) or value == "none":
+            return None if value == "none" else value  # type: ignore[return-value]
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return None if value == 1 else cls(factor=float(value))
-        if isinstance(value, Mapping):
-            if "factor" not in value:
-                raise ShapeError('rope_scaling: the table needs a "factor"')
-            return cls(**_checked_fields(cls, value, where="rope_scaling"))
-        raise ShapeError(f'rope_scaling: expected a table, a factor or "none", got {value!r}')
+        if hasattr(value, "factor"):
+            value = {field.name: getattr(value, field.name) for field in fields(cls)}
+        if not isinstance(value, Mapping):
+            raise _scaling_error(f'expected a table, a factor or "none", got {_shown(value)}')
+        if "factor" not in value:
+            raise _scaling_error('the table needs a "factor"')
+        return cls(**_checked_fields(cls, value, "rope_scaling"))
+
+
+def _scaling_error(message: str) -> ShapeError:
+    return ShapeError(Misfit(message, "rope_scaling"))
 
 
 @dataclass(frozen=True)
@@ -113,7 +134,8 @@ class LlamaArgs:
     def n_vocab(self) -> int:
         """`vocab_size`, or a ShapeError while it is still to be taken from a tokenizer."""
         if self.vocab_size is None:
-            raise ShapeError("this flavor takes its vocabulary from the tokenizer: pass vocab_size or tokenizer_size")
+            message = "this flavor takes its vocabulary from the tokenizer: pass vocab_size or tokenizer_size"
+            raise ShapeError(Misfit(message, "vocab_size"))
         return self.vocab_size
 
 
@@ -182,30 +204,46 @@ def resolve_args(
     """
     flavors = SHAPES.get(family)
     if flavors is None:
-        raise ShapeError(f"unknown model {family!r}{_nearest(family, SHAPES)}; there are {', '.join(SHAPES)}")
+        raise ShapeError(Misfit(f"no model {_shown(family)}", "name", _known(family, SHAPES)))
     base = flavors.get(flavor)
     if base is None:
-        raise ShapeError(
-            f"unknown flavor {flavor!r} of {family}{_nearest(flavor, flavors)}; there are {', '.join(flavors)}"
-        )
+        raise ShapeError(Misfit(f"{family} has no flavor {_shown(flavor)}", "flavor", _known(flavor, flavors)))
 
-    changes = _checked_fields(LlamaArgs, overrides or {}, where="model overrides")
+    changes = _checked_fields(LlamaArgs, overrides or {}, "overrides")
     without_effect = [name for name in ("ffn_dim_multiplier", "multiple_of") if name in changes]
     if changes.get("ffn_dim") is not None and without_effect:
-        raise ShapeError(f"model overrides: ffn_dim is given, so {' and '.join(without_effect)} would do nothing")
+        message = f"ffn_dim is given, so {' and '.join(without_effect)} would do nothing"
+        raise ShapeError(Misfit(message, f"overrides.{without_effect[0]}"))
     if vocab_size is not None:
         if changes.get("vocab_size", vocab_size) != vocab_size:
-            raise ShapeError(f"vocab_size is {vocab_size} but the overrides say {changes['vocab_size']}")
+            message = f"is {vocab_size}, but model.overrides.vocab_size = {changes['vocab_size']}"
+            raise ShapeError(Misfit(message, "vocab_size"))
         changes["vocab_size"] = vocab_size
     if max_seq_len is not None:
         wanted = changes.setdefault("max_seq_len", max_seq_len)
         if wanted < max_seq_len:
-            raise ShapeError(f"max_seq_len = {wanted} is shorter than the sequences of {max_seq_len} tokens")
+            message = f"is {wanted}, shorter than the sequences of {max_seq_len} tokens"
+            raise ShapeError(Misfit(message, "overrides.max_seq_len"))
     args = replace(base, **changes)
     if args.vocab_size is None:
         args = replace(args, vocab_size=tokenizer_size)
     _check(args, tokenizer_size)
     return args
+
+
+def model_args(model: Model, max_seq_len: int, tokenizer_size: int | None = None) -> LlamaArgs:
+    """Return the arguments of the model that section `[model]` describes; the rest is as for `resolve_args`."""
+    overrides = {**model.overrides, "norm_type": model.norm_type}
+    if model.rope_scaling is not None:
+        overrides["rope_scaling"] = model.rope_scaling
+    return resolve_args(
+        model.name,
+        model.flavor,
+        overrides,
+        vocab_size=model.vocab_size,
+        tokenizer_size=tokenizer_size,
+        max_seq_len=max_seq_len,
+    )
 
 
 def as_record(family: str, args: LlamaArgs) -> dict[str, typing.Any]:
@@ -214,14 +252,14 @@ def as_record(family: str, args: LlamaArgs) -> dict[str, typing.Any]:
 
 
 def from_record(record: Mapping[str, typing.Any]) -> tuple[str, LlamaArgs]:
-    """Family and arguments. Raises ShapeError for what describes no model."""
+    """Return family and arguments. Raises ShapeError for a record that describes no model."""
     values = dict(record)
     family = values.pop("family", None)
     if family not in SHAPES:
-        raise ShapeError(f"unknown model {family!r}; there are {', '.join(SHAPES)}")
-    checked = _checked_fields(LlamaArgs, values, where="model")
+        raise ShapeError(Misfit(f"no model {_shown(family)}", "name", _known(str(family), SHAPES)))
+    checked = _checked_fields(LlamaArgs, values, "")
     if missing := [name for name in ("dim", "n_layers", "n_heads") if name not in checked]:
-        raise ShapeError(f"model: {', '.join(missing)} is missing")
+        raise ShapeError(Misfit(f"{', '.join(missing)} is missing"))
     args = LlamaArgs(**checked)
     _check(args, None)
     return family, args
@@ -274,30 +312,48 @@ def _check(args: LlamaArgs, tokenizer_size: int | None) -> None:
                 "choose the model's own tokenizer, or set model.vocab_size"
             )
     if wrong:
-        raise ShapeError("model: " + "; ".join(wrong))
+        raise ShapeError(*map(Misfit, wrong))
 
 
-def _checked_fields(cls: type, values: Mapping[str, object], *, where: str) -> dict[str, typing.Any]:
-    """Values for fields of `cls`, each of the annotated type (an int will do for a float, nothing else converts)."""
+_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+
+
+def _checked_fields(cls: type, values: Mapping[str, object], table: str) -> dict[str, typing.Any]:
+    """Return values for fields of `cls`, each of the annotated type; an integer also fits a float.
+
+    table: of `[model]`, for messages. Raises ShapeError with all that do not fit.
+    """
     hints = typing.get_type_hints(cls)
-    names = [f.name for f in fields(cls)]
+    names = [field.name for field in fields(cls)]
     checked: dict[str, typing.Any] = {}
+    wrong: list[Misfit] = []
     for name, value in values.items():
+        where = f"{table}.{name}".removeprefix(".")
+        allowed = typing.get_args(hints.get(name)) or (hints.get(name),)
         if name not in names:
-            raise ShapeError(f"{where}: unknown field {name!r}{_nearest(name, names)}; there are {', '.join(names)}")
-        if name == "rope_scaling":
+            wrong.append(Misfit(f"no argument {_shown(name)}", where, _known(name, names)))
+        elif name == "rope_scaling":
             checked[name] = RopeScaling.parse(value)
-            continue
-        allowed = typing.get_args(hints[name]) or (hints[name],)
-        if float in allowed and type(value) is int:
-            value = float(value)
-        if type(value) not in allowed:
-            expected = " or ".join("none" if t is type(None) else t.__name__ for t in allowed)
-            raise ShapeError(f"{where}: {name} must be {expected}, got {value!r}")
-        checked[name] = value
+        elif type(value) in allowed and (not isinstance(value, float) or math.isfinite(value)):
+            checked[name] = value
+        elif type(value) is int and float in allowed:
+            checked[name] = float(value)
+        else:
+            expected = " or ".join(_NAMES[kind] for kind in allowed if kind in _NAMES)
+            wrong.append(Misfit(f"expected {expected}, got {_shown(value)}", where))
+    if wrong:
+        raise ShapeError(*wrong)
     return checked
 
 
-def _nearest(word: str, known: typing.Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+def _shown(value: object) -> str:
+    """Return a value as TOML writes it."""
+    return json.dumps(value, default=str, ensure_ascii=False)
+
+
+def _known(word: str, known: Iterable[str]) -> str:
+    """Return the names that exist, those nearest to `word` first."""
+    by_lower = {name.lower(): name for name in known}
+    close = [by_lower[name] for name in difflib.get_close_matches(word.lower(), list(by_lower))]
+    lead = f"nearest: {', '.join(close)}; " if close else ""
+    return f"{lead}there are {', '.join(by_lower.values())}"

@@ -1,4 +1,4 @@
-"""torch's AdamW and Adam, and a step that a flag on the device can hold back."""
+"""torch's AdamW and Adam, and an update that a flag on the device can hold back."""
 
 from __future__ import annotations
 
@@ -7,32 +7,29 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from titanlite.config.errors import ConfigError, Problem
-from titanlite.config.plans import OptimizerPlan
-from titanlite.config.schema import quote
+from titanlite.config.sections import Optimizer
 
 _CLASSES = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}
 
 
 def build_optimizer(
-    parameters: Iterable[nn.Parameter], plan: OptimizerPlan, device: torch.device
+    parameters: Iterable[nn.Parameter], settings: Optimizer, device: torch.device
 ) -> torch.optim.Optimizer:
-    """The optimizer of the plan. Its learning rate is set before every step (see `titanlite.optim.schedule`).
+    """Build the optimizer of section `[optimizer]`. `gated_step` sets its learning rate at every step.
 
     All parameters are in one group with one weight decay, norms included, as in Llama 2's and torchtitan's training.
 
-    Raises ConfigError for an optimizer that is not built yet.
+    Raises ValueError for an optimizer that is not implemented yet.
     """
-    if plan.name not in _CLASSES:
-        advice = f"take {' or '.join(_CLASSES)}"
-        raise ConfigError([Problem("", "optimizer.name", f"{quote(plan.name)} is not built yet", advice)])
-    implementation = plan.implementation or ("fused" if device.type == "cuda" else "foreach")
-    return _CLASSES[plan.name](
+    if settings.name not in _CLASSES:
+        raise ValueError(f'optimizer.name = "{settings.name}" is not implemented yet: take {" or ".join(_CLASSES)}')
+    implementation = settings.implementation or ("fused" if device.type == "cuda" else "foreach")
+    return _CLASSES[settings.name](
         parameters,
-        lr=plan.lr,
-        betas=(plan.beta1, plan.beta2),
-        eps=plan.eps,
-        weight_decay=plan.weight_decay,
+        lr=settings.lr,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
         fused=implementation == "fused",
         foreach=implementation == "foreach",
     )
@@ -41,12 +38,11 @@ def build_optimizer(
 def gated_step(optimizer: torch.optim.Optimizer, ok: torch.Tensor, lr: float) -> None:
     """Take one optimizer step at learning rate `lr` if the flag `ok` (0-dim bool) is set, else change nothing.
 
-    ok: on the device of the parameters.
-
     Fused kernels select on the device, so the host does not wait (`found_inf` is the protocol that gradient
     scalers use). The other implementations have no such selection: the host reads the flag, which costs nothing
     on a CPU and one synchronization on a GPU.
     """
+    ok = ok.to(optimizer.param_groups[0]["params"][0].device)  # offloaded parameters are in host memory
     for group in optimizer.param_groups:
         group["lr"] = lr
     if all(group.get("fused") for group in optimizer.param_groups):

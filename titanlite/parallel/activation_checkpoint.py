@@ -1,11 +1,11 @@
-"""Activation checkpointing: which activations of a block live until its backward, and which are computed again.
+"""Activation checkpointing (AC): which activations of a block live until its backward, and which are recomputed.
 
-    checkpoint_activations(model, spec.block_names(args), plan, device)     # before compile and `fully_shard`
-    kept = trace_block(model_on_meta, spec.block_names(args), plan, (batch, seq), device, dtype)
+    apply_ac(model, spec.block_names(args), ActivationCheckpoint(mode="full"), device)  # before compile and FSDP
+    stats = trace_block(model_on_meta, spec.block_names(args), activation_checkpoint, (batch, seq), device, dtype)
 
-A block is given a subclass of its own class, as `fully_shard` does, instead of a wrapper around it. No module is added,
-so names of parameters and keys of state dictionaries are the same in every mode. Hooks of `fully_shard` stay outside of
-what is recomputed, so weights are gathered no more often. Blocks of one class stay one class to `torch.compile`, which
+A block gets a subclass of its own class, as with `fully_shard`, instead of a wrapper around it. No module is added, so
+names of parameters and keys of state dictionaries are the same in every mode. Hooks of `fully_shard` stay outside of
+the recomputation, so weights are gathered no more often. Blocks of one class stay one class to `torch.compile`, which
 compiles them once.
 """
 
@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +27,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from titanlite.config.errors import ConfigError, Problem
-from titanlite.config.plans import ActivationCheckpointPlan
-from titanlite.parallel.activation_offload import CudaHost, offload
+from titanlite.parallel import ParallelismError
+from titanlite.parallel.activation_offload import HostMemory, offload
 
-#: Products of matrices: every second one is saved, the first included. By overload: `aten.mm` alone matches nothing.
-#: The batched ones are left out: attention without a kernel of its own is made of them, and the scores they return,
-#: [batch, heads, seq, seq], are what recomputing is to avoid.
+if TYPE_CHECKING:
+    from titanlite.config.sections import ActivationCheckpoint
+
+#: Matrix products: every second one is saved, the first included. By overload: `aten.mm` alone matches nothing.
+#: Batched products are left out: attention without a kernel of its own consists of them, and recomputation exists to
+#: avoid their scores, [batch, heads, seq, seq].
 MATMULS = (
     "aten.mm.default",
     "aten.addmm.default",
@@ -42,7 +44,7 @@ MATMULS = (
     "aten._grouped_mm.default",  # experts
     "aten._scaled_grouped_mm.default",
 )
-#: Attention kernels: always saved. They cost most to repeat, and return little beside what they read.
+#: Attention kernels: always saved. They cost most to repeat, and return little beside their input.
 ATTENTION = (
     "aten._scaled_dot_product_flash_attention.default",
     "aten._scaled_dot_product_efficient_attention.default",
@@ -55,7 +57,7 @@ ATTENTION = (
     "torch_attn._varlen_attn.default",
     "higher_order.flex_attention",
 )
-#: Always saved as well: a reduction over ranks is not sent twice; a largest value, float8's scale, is one number.
+#: Always saved as well: a reduction over ranks would be sent twice; a maximum, float8's scale, is one number.
 OTHERS = ("_c10d_functional.reduce_scatter_tensor.default", "aten.max.default")
 
 
@@ -66,20 +68,20 @@ _KINDS = {
 
 @functools.cache
 def kind_of(op: Any) -> str:
-    """ "matmul", "attention", "other" for what the policy knows; "" for every other operator."""
+    """Return "matmul", "attention" or "other" for the operators of the policy; "" for every other operator."""
     return _KINDS.get(str(op) if isinstance(op, torch._ops.OpOverload) else f"higher_order.{op.name()}", "")
 
 
 class OpPolicy:
-    """The per-op policy of one pass through a block; what it saved is counted by kind."""
+    """The per-op policy of one pass through a block; it counts the saved operators by kind."""
 
     def __init__(self) -> None:
-        # Also asked during recomputation by some versions of torch: a count of its own gives the same answers again.
+        # Some versions of torch also ask during recomputation: a count of its own gives the same answers again.
         self._matmuls = {False: 0, True: 0}
         self.saved: Counter[str] = Counter()
 
     def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        """Whether the output of `op` is kept for the backward."""
+        """Decide whether to keep the output of `op` for the backward."""
         kind = kind_of(op)
         save = kind in ("attention", "other")
         if kind == "matmul":
@@ -91,54 +93,48 @@ class OpPolicy:
 
 
 def save_by_op() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """A `context_fn` for `torch.utils.checkpoint`: saves what `OpPolicy` says. A new policy counts from zero."""
+    """Return contexts for `torch.utils.checkpoint` with a new `OpPolicy`, which counts from zero."""
     return create_selective_checkpoint_contexts(OpPolicy())
 
 
-def checkpoint_activations(
-    model: nn.Module, names: Sequence[str], plan: ActivationCheckpointPlan, device: torch.device
-) -> list[str]:
-    """Apply the plan to the blocks of a model in place; returns the names of those that recompute.
+def apply_ac(model: nn.Module, names: Sequence[str], settings: ActivationCheckpoint, device: torch.device) -> list[str]:
+    """Apply activation checkpointing to the blocks of a model in place. Return the names of those that recompute.
 
-    names: all blocks in the order they run. One that this model lacks (another pipeline stage's) is passed over, but
-    counts: what is checkpointed does not depend on how blocks are divided.
+    names: all blocks in the order they run. One that this model lacks (another pipeline stage's) is skipped but
+    counts: the choice does not depend on how blocks are divided.
     device: where the model will run. Offload is for accelerators: a CPU's activations are in host memory already.
-
-    Raises ConfigError when no block is chosen.
     """
     modules = dict(model.named_modules())
-    chosen = {name for name in chosen_blocks(names, plan) if name in modules}
-    host = CudaHost(device) if plan.offload and device.type == "cuda" else None
+    chosen = {name for name in recomputed_blocks(names, settings) if name in modules}
+    host = HostMemory(device) if settings.offload and device.type == "cuda" else None
     for name in filter(modules.__contains__, names):
         block = modules[name]
         if name in chosen:
-            _checkpoint(block, save_by_op if plan.mode == "op" else None)
-        if plan.mode == "budget":
+            _checkpoint(block, save_by_op if is_by_op(settings) else None)
+        if settings.mode == "budget":
             cls: Any = type(block)
-            block.__class__ = _budgeted(cls, plan.memory_budget)
+            block.__class__ = _budgeted(cls, settings.memory_budget)
         if host is not None:
             offload(block, host, model)
     return [name for name in names if name in chosen]
 
 
-def chosen_blocks(names: Sequence[str], plan: ActivationCheckpointPlan) -> list[str]:
-    """The blocks that recompute: all, every Nth (the Nth, the 2Nth, …), or none of them.
+def is_by_op(settings: ActivationCheckpoint) -> bool:
+    """Whether `OpPolicy` decides inside each block."""
+    return settings.mode == "selective" and settings.selective_ac_option == "op"
 
-    Raises ConfigError when there are fewer than N.
-    """
-    if plan.mode in ("none", "budget"):
+
+def recomputed_blocks(names: Sequence[str], settings: ActivationCheckpoint) -> list[str]:
+    """Return the blocks that recompute: all, every Nth (the Nth, the 2Nth, …), or none of them."""
+    if settings.mode in ("none", "budget"):
         return []
-    if plan.mode != "every":
-        return list(names)
-    if plan.every > len(names):
-        message = f'"{plan.every}" recomputes one block of each {plan.every}, but the model has {len(names)}'
-        raise ConfigError([Problem("", "activation_checkpoint.selective_ac_option", message)])
-    return list(names[plan.every - 1 :: plan.every])
+    every = 1 if settings.mode == "full" or is_by_op(settings) else int(settings.selective_ac_option)
+    return list(names[every - 1 :: every])
 
 
 def _checkpoint(block: nn.Module, context_fn: Callable[[], Any] | None) -> None:
     """context_fn: None, `save_by_op`, or one for this block alone."""
-    # The generators' states are copied with each forward for drawing the same numbers again; without dropout none are.
+    # To draw the same numbers again, each forward copies the generators' states; without dropout that is not needed.
     draws = any(isinstance(module, _DropoutNd) and module.p > 0 for module in block.modules())
     cls: Any = type(block)
     make = _checkpointed if context_fn in (None, save_by_op) else _checkpointed.__wrapped__
@@ -165,7 +161,7 @@ def _budgeted(cls: type[nn.Module], budget: float) -> type:
 
     class Budgeted(cls):  # type: ignore[valid-type,misc]
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            # Read where the first call compiles the block. Set around it, it is nobody else's setting.
+            # The first call reads it when it compiles the block. Outside of the call the setting is unchanged.
             with config.patch(activation_memory_budget=budget):
                 return super().__call__(*args, **kwargs)
 
@@ -174,14 +170,14 @@ def _budgeted(cls: type[nn.Module], budget: float) -> type:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What a block keeps for its backward, seen in a trace of one; bytes are per rank and micro-batch."""
+class ActivationStats:
+    """What a block keeps for its backward, by a trace of one block; bytes are per rank and micro-batch."""
 
     #: Blocks of the model, and those that recompute.
     blocks: int
     recomputing: int
-    #: In one recomputing block by kind ("matmul", "attention"): runs of the forward, those saved by the policy, and
-    #: those that ran again in the backward.
+    #: In one recomputing block by kind ("matmul", "attention"): operators of the forward, those that the policy saves,
+    #: and those that run again in the backward.
     forward: dict[str, int]
     saved: dict[str, int]
     recomputed: dict[str, int]
@@ -191,26 +187,26 @@ class Kept:
 
     @property
     def total_bytes(self) -> int:
-        """In all blocks."""
+        """Bytes that all blocks keep."""
         return self.recomputing * self.block_bytes + (self.blocks - self.recomputing) * self.plain_bytes
 
 
 def trace_block(
     model: nn.Module,
     names: Sequence[str],
-    plan: ActivationCheckpointPlan,
+    settings: ActivationCheckpoint,
     tokens: tuple[int, int],
     device: torch.device,
     dtype: torch.dtype,
-) -> Kept:
-    """Run one block forward and backward as the plan says, on tensors without data, and look what happens.
+) -> ActivationStats:
+    """Run one block forward and backward under these settings, on tensors without data, and measure it.
 
-    model: on the meta device, without checkpointing, and not used for anything else. tokens: (batch, seq) of a
-    micro-batch. device, dtype: of the real run, since both decide which attention kernel runs.
+    model: on the meta device, without checkpointing; do not use it afterwards. tokens: (batch, seq) of a micro-batch.
+    device, dtype: of the real run, since both decide which attention kernel runs.
 
-    Raises ConfigError when the per-op policy saves nothing in a block.
+    Raises ParallelismError when the per-op policy saves nothing in a block.
     """
-    chosen = chosen_blocks(names, plan)
+    chosen = recomputed_blocks(names, settings)
     model.to(dtype)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device=device)
@@ -224,16 +220,14 @@ def trace_block(
                 policies.append(OpPolicy())
                 return create_selective_checkpoint_contexts(policies[-1])
 
-            _checkpoint(block, contexts if plan.mode == "op" else None)
+            _checkpoint(block, contexts if is_by_op(settings) else None)
             traced = _Recorder().run(block, args, kwargs)
     saved = policies[0].saved if policies else Counter()
-    if plan.mode == "op" and not saved:
+    if is_by_op(settings) and not saved:
         seen = ", ".join(sorted(traced.names))
-        message = f'"op" saves nothing in {names[0]}: none of its operators is in the policy ({seen})'
-        hint = 'mode = "full" recomputes all of it, mode = "none" nothing'
-        raise ConfigError([Problem("", "activation_checkpoint.selective_ac_option", message, hint)])
+        raise ParallelismError(f'"op" saves nothing in {names[0]}: none of its operators is in the policy ({seen})')
     kinds = ("matmul", "attention")
-    return Kept(
+    return ActivationStats(
         blocks=len(names),
         recomputing=len(chosen),
         forward={kind: plain.forward[kind] for kind in kinds},
@@ -249,7 +243,7 @@ class _Found(Exception):
 
 
 def _arguments_of(block: nn.Module, model: nn.Module, tokens: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What the model calls that block with."""
+    """Return the arguments with which the model calls that block."""
     caught: list[Any] = []
 
     def catch(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -268,7 +262,7 @@ def _arguments_of(block: nn.Module, model: nn.Module, tokens: Tensor) -> tuple[t
 
 
 class _Recorder(TorchDispatchMode):
-    """Counts operators by kind in a block's forward and backward, and measures what lives in between."""
+    """Counts operators by kind in a block's forward and backward, and measures the tensors that live in between."""
 
     supports_higher_order_operators = True  # flex_attention is one
 
@@ -284,7 +278,7 @@ class _Recorder(TorchDispatchMode):
     def run(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Recorder:
         with self:
             output = block(*args, **kwargs)
-        # The input is another block's output, but kept by this one; the output is the next one's to keep.
+        # This block keeps its input, though another block made it; the next block keeps the output.
         others = {StorageWeakRef(t.untyped_storage()) for t in (output, *block.parameters())}
         made = {ref: size for ref, size in self._made.items() if not ref.expired() and ref not in others}
         hidden = args[0].untyped_storage()
@@ -300,7 +294,7 @@ class _Recorder(TorchDispatchMode):
         self._phase[kind_of(func)] += 1
         self.names.add(str(func))
         for tensor in tree_leaves(out):
-            # A tensor made of others (float8's) holds what was seen when they were made.
+            # A tensor made of others (float8's) holds storages that were counted when those were made.
             if isinstance(tensor, Tensor) and not is_traceable_wrapper_subclass(tensor):
                 storage = tensor.untyped_storage()
                 self._made.setdefault(StorageWeakRef(storage), storage.nbytes())

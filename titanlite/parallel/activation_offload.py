@@ -1,8 +1,8 @@
-"""Saved activations wait for their backward in host memory.
+"""Keep saved activations in host memory until their backward.
 
-Built on autograd's saved-tensor hooks, which torch 2.11 and 2.13 both have (the checkpoint policies that offload do so
-under `torch.compile` only). Unlike `torch.autograd.graph.save_on_cpu` they leave weights and tables where they are,
-move a tensor that several operators save once, and copy beside the computation.
+Built on autograd's saved-tensor hooks, which torch 2.11 and 2.13 both have (checkpoint policies offload only under
+`torch.compile`). Unlike `torch.autograd.graph.save_on_cpu` they leave weights and tables on the device, move a tensor
+once that several operators save, and copy beside the computation.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,46 +22,30 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 #: Smaller tensors stay: a copy costs some microseconds whatever its size.
 LEAST_BYTES = 1 << 16
-#: Copies to the host under way at once: what they read stays on the device, and the computation waits for the oldest.
+#: Copies to the host under way at once: their sources stay on the device, and the computation waits for the oldest.
 MOST_LEAVING = 2
 
 
-class Parcel(Protocol):
-    """A tensor that is away."""
+class HostMemory:
+    """Page-locked memory beside a CUDA device, reached over a stream of its own: copies run beside the computation.
 
-    def fetch(self) -> Tensor:
-        """The tensor, on its device again."""
-        ...
-
-
-class Host(Protocol):
-    """Takes tensors of one device to host memory."""
-
-    device: torch.device
-
-    def send(self, tensor: Tensor) -> Parcel: ...
-
-
-class CudaHost:
-    """Page-locked host memory, reached over a stream of its own: copies run beside the computation.
-
-    A fetch begins to bring back what was sent before it too, which a backward wants next. Device memory on both ends
-    belongs to the computation's stream: the other one is waited for instead of recorded (`Tensor.record_stream`), for
-    which the allocator would take new memory as far as the host runs ahead of the device.
+    A fetch also begins to copy back the tensor that was sent before, which a backward needs next. Device memory on both
+    ends belongs to the computation's stream, which waits for the other one. With `Tensor.record_stream` instead, the
+    allocator would take new memory as far as the host runs ahead of the device.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)
-        self._latest: weakref.ref[_CudaParcel] | None = None
+        self._latest: weakref.ref[OffloadedTensor] | None = None
         self._leaving: deque[tuple[Tensor, torch.cuda.Event]] = deque()
 
-    def send(self, tensor: Tensor) -> _CudaParcel:
-        parcel = _CudaParcel(self, tensor, self._latest)
-        self._latest = weakref.ref(parcel)
+    def send(self, tensor: Tensor) -> OffloadedTensor:
+        offloaded = OffloadedTensor(self, tensor, self._latest)
+        self._latest = weakref.ref(offloaded)
         self._leaving.append((tensor, self.stream.record_event()))
         self.let_go(MOST_LEAVING)
-        return parcel
+        return offloaded
 
     def let_go(self, most: int) -> None:
         """Hold no more than `most` tensors for their copy to the host; later computation waits for those copies."""
@@ -71,8 +55,10 @@ class CudaHost:
             self._leaving.popleft()
 
 
-class _CudaParcel:
-    def __init__(self, host: CudaHost, tensor: Tensor, before: weakref.ref[_CudaParcel] | None) -> None:
+class OffloadedTensor:
+    """A tensor whose values are in host memory."""
+
+    def __init__(self, host: HostMemory, tensor: Tensor, before: weakref.ref[OffloadedTensor] | None) -> None:
         self._copy: Tensor | None = None
         self._arrived: torch.cuda.Event | None = None
         self.host, self._before = host, before
@@ -83,7 +69,7 @@ class _CudaParcel:
             self.held.copy_(tensor, non_blocking=True)
 
     def begin(self) -> None:
-        """Start the copy back, if it is neither under way nor there."""
+        """Start the copy back, if it is neither under way nor done."""
         if self._copy is not None or (self._given is not None and self._given() is not None):
             return
         stream, device = self.host.stream, self.host.device
@@ -94,9 +80,10 @@ class _CudaParcel:
         self._arrived = stream.record_event()
 
     def fetch(self) -> Tensor:
+        """Return the tensor on its device."""
         given = self._given() if self._given is not None else None
         if given is not None:
-            return given  # another operator that saved the same tensor has it
+            return given  # another operator that saved the same tensor still holds it
         self.host.let_go(0)
         self.begin()
         tensor, arrived = self._copy, self._arrived
@@ -110,14 +97,14 @@ class _CudaParcel:
 
     def __del__(self) -> None:
         if self._copy is not None and self._arrived is not None:
-            # Begun, but no backward wanted it: its memory is not used again before the copy is done.
+            # Begun, but no backward needed it: its memory must not be used again before the copy is done.
             torch.cuda.current_stream(self.host.device).wait_event(self._arrived)
 
 
-def offload(block: nn.Module, host: Host, model: nn.Module, least_bytes: int = LEAST_BYTES) -> None:
-    """From now on `host` holds what calls of `block` save for their backward; in place, the names stay as they are.
+def offload(block: nn.Module, host: HostMemory, model: nn.Module, least_bytes: int = LEAST_BYTES) -> None:
+    """Let `host` hold the tensors that calls of `block` save for their backward, in place; names stay as they are.
 
-    Weights, buffers of `model` and arguments without a gradient (masks: all blocks share them) are left where they are.
+    Weights, buffers of `model` and arguments without a gradient (masks, which all blocks share) stay on the device.
     The hooks surround the block's call, so they also work on a block that is compiled or checkpointed, whose saved
     tensors are then its inputs.
     """
@@ -141,8 +128,8 @@ def _offloaded(cls: type[nn.Module]) -> type:
 def _sending(block: nn.Module, arguments: list[Any]) -> Iterator[None]:
     host, buffers, least_bytes = block._offload  # type: ignore[misc]
     stay: set[int] = set()
-    # The tensors themselves are held until the block is done, so that an address means one tensor.
-    sent: dict[tuple[Any, ...], tuple[Tensor, Parcel]] = {}
+    # Holds the tensors themselves until the block is done, so that an address means one tensor.
+    sent: dict[tuple[Any, ...], tuple[Tensor, OffloadedTensor]] = {}
 
     def pack(tensor: Tensor) -> Callable[[], Tensor]:
         if not stay:
@@ -150,7 +137,7 @@ def _sending(block: nn.Module, arguments: list[Any]) -> Iterator[None]:
             shared = [a for a in arguments if isinstance(a, Tensor) and not a.requires_grad]
             stay.update(_storage(_local(t)) for t in (*block.parameters(), *buffers(), *shared))
         local = _local(tensor)
-        # A tensor made of others is torchao's: a weight gathered in float8, or an input that float8 made small.
+        # A tensor made of others is torchao's: a weight gathered in float8, or an input cast to float8.
         if is_traceable_wrapper_subclass(local):
             return lambda: tensor
         if local.device.type != host.device.type or local.nbytes < least_bytes or _storage(local) in stay:
@@ -158,22 +145,22 @@ def _sending(block: nn.Module, arguments: list[Any]) -> Iterator[None]:
         layout = (local.shape, local.stride(), local.storage_offset())
         whole = local.nbytes == local.untyped_storage().nbytes()
         if whole:
-            # All that its memory holds: what operators save of it in other shapes travels once.
+            # As one flat tensor: views of it in other shapes are then sent once.
             local = local.as_strided((local.numel(),), (1,), 0)
         key = (_storage(local), local.storage_offset(), local.shape, local.stride(), local.dtype, local._version)
         if key not in sent:
             sent[key] = local, host.send(local)
-        parcel = sent[key][1]
+        offloaded = sent[key][1]
 
         def fetch() -> Tensor:
-            fetched = parcel.fetch()
+            fetched = offloaded.fetch()
             return fetched.as_strided(*layout) if whole else fetched
 
         return _fetch_sharded(fetch, tensor) if isinstance(tensor, DTensor) else fetch
 
     with saved_tensors_hooks(pack, lambda fetch: fetch()):
         yield
-    # The graph holds `pack`, and so what it reads, until the backward.
+    # The graph holds `pack`, and so these variables, until the backward.
     sent.clear()
     arguments.clear()
 

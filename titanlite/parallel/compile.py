@@ -1,12 +1,13 @@
-"""`torch.compile` of a model's units and of the loss: each one graph, and equal units one compilation.
+"""`torch.compile` of a model's modules and of the loss: each one graph, and equal modules one compilation.
 
-prepare_compile(plan)                       # before anything is compiled, best before any process group
-compile_units(blocks, plan.backend)         # after activation checkpointing, before `fully_shard`
-loss = compile_loss(cross_entropy_sum, plan.backend)
+prepare_compile("inductor", "cuda")     # before anything is compiled, best before any process group
+apply_compile(blocks, "inductor")       # after activation checkpointing, before `fully_shard`
+loss = compile_loss(cross_entropy_sum, "inductor")
 """
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import inspect
 import os
@@ -23,9 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite import exit_codes
-from titanlite.config.errors import ConfigError, Problem, nearest
-from titanlite.config.plans import CompilePlan
-from titanlite.config.schema import quote
+from titanlite.parallel import ParallelismError
 from titanlite.utils import counted, logger
 
 #: logits [batch, seq, vocab], labels [batch, seq] → a scalar.
@@ -33,73 +32,69 @@ LossFunction = Callable[[Tensor, Tensor], Tensor]
 #: A name that torch knows, or a function (graph module, example inputs) → callable.
 Backend = str | Callable[..., Any]
 
-#: Where torch's own code generator keeps what it made, read from the environment of each process.
+#: Names inductor's folder of compiled code; each process reads it from its environment.
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 class CompileError(RuntimeError):
-    """Something cannot be compiled as one graph; the message names it."""
+    """A module or function cannot be compiled as one graph; the message names it."""
 
     exit_code = exit_codes.CONFIG
 
 
-def prepare_compile(plan: CompilePlan, device_type: str | None = None) -> None:
-    """Check that the plan's backend can work on this machine, and fix the folder of compiled code.
+def prepare_compile(backend: str, device_type: str | None = None, cache_dir: str | None = None) -> None:
+    """Check that the backend can work on this machine, and set the folder of compiled code.
 
-    device_type: "cpu" or "cuda"; by default CUDA when this machine has it. Raises ConfigError.
+    device_type: "cpu" or "cuda"; by default CUDA when this machine has it. cache_dir: see `use_cache_folder`.
+    Raises ParallelismError.
     """
-    if plan.model or plan.loss:
-        check_backend(plan.backend, device_type or ("cuda" if torch.cuda.is_available() else "cpu"))
-        if plan.backend == "inductor":
-            use_cache_folder(plan.cache_dir)
+    check_backend(backend, device_type)
+    if backend == "inductor":
+        use_cache_folder(cache_dir)
 
 
-def check_backend(backend: str, device_type: str) -> None:
-    """Raise ConfigError unless torch knows `backend` and this machine has what it needs to make code for the device."""
+def check_backend(backend: str, device_type: str | None = None) -> None:
+    """Raise ParallelismError unless torch knows `backend` and this machine has its tools for the device."""
     known = torch._dynamo.list_backends(exclude_tags=())
     if backend not in known:
-        close = [f"nearest: {', '.join(names)}"] if (names := nearest(backend, known, 3)) else []
-        usual = f"there are {', '.join(torch._dynamo.list_backends())}; for finding faults eager and aot_eager"
-        message = f"torch has no backend {quote(backend)}"
-        raise ConfigError([Problem("", "compile.backend", message, "; ".join([*close, usual]))])
+        close = difflib.get_close_matches(backend, known, 3)
+        nearest = f"nearest: {', '.join(close)}; " if close else ""
+        usual = ", ".join(torch._dynamo.list_backends())
+        raise ParallelismError(
+            f'torch has no backend "{backend}"; {nearest}there are {usual}; for debugging eager and aot_eager'
+        )
+    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     missing = _missing_tool(device_type) if backend == "inductor" else None
     if missing is not None:
-        message = f'"inductor" makes code that has to be built on this machine, and {missing[0]}'
-        hint = f"{missing[1]}, or set training.compile = false"
-        raise ConfigError([Problem("", "compile.backend", message, hint)])
+        raise ParallelismError(f'"inductor" makes code that has to be built on this machine, and {missing}')
 
 
-def _missing_tool(device_type: str) -> tuple[str, str] | None:
-    """What inductor lacks here, and how to get it."""
+def _missing_tool(device_type: str) -> str | None:
+    """Return what inductor lacks here, and how to get it."""
     if device_type == "cuda":
         if importlib.util.find_spec("triton") is None:
-            return "the package triton, which builds it for GPUs, is not installed", "install triton"
+            return "the package triton, which builds it for GPUs, is not installed: install triton"
         variable, names, package = "CC", ["gcc", "clang"], "gcc"
     else:
         variable, names, package = "CXX", ["clang++" if sys.platform == "darwin" else "g++"], "g++"
-    if variable in os.environ:
-        names = [os.environ[variable]]
+    given = f" (environment variable {variable})" if variable in os.environ else ""
+    names = [os.environ[variable]] if given else names
     if not any(map(shutil.which, names)):
-        found = f"there is no compiler {' or '.join(names)}"
-        if variable in os.environ:
-            found += f" (environment variable {variable})"
-        return found, f"install one (Debian and Ubuntu: apt-get install {package}) or name yours in {variable}"
-    include = Path(sysconfig.get_path("include"))
-    if not (include / "Python.h").is_file():
-        return (
-            f"there is no {include / 'Python.h'}",
-            "install Python's headers (Debian and Ubuntu: apt-get install python3-dev)",
-        )
+        advice = f"install one (Debian and Ubuntu: apt-get install {package}) or name yours in {variable}"
+        return f"there is no compiler {' or '.join(names)}{given}: {advice}"
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not header.is_file():
+        return f"there is no {header}: install Python's headers (Debian and Ubuntu: apt-get install python3-dev)"
     return None
 
 
 def use_cache_folder(cache_dir: str | None) -> str:
-    """Decide where this process keeps compiled code, and return the folder. Call it before anything is compiled.
+    """Choose the folder of this process's compiled code, and return it. Call it before anything is compiled.
 
     cache_dir: the folder; None: the one in the environment variable TORCHINDUCTOR_CACHE_DIR, else `titanlite/inductor`
-    in the user's cache folder ($XDG_CACHE_HOME or ~/.cache), which outlives a restart of the machine, unlike torch's
-    own default below /tmp; that one is left in place where the user's cannot be written.
-    Raises ConfigError when a folder that was named cannot be written to.
+    in the user's cache folder ($XDG_CACHE_HOME or ~/.cache). Unlike torch's own default below /tmp, that survives a
+    restart of the machine. Where the user's cache cannot be written, torch's default stays.
+    Raises ParallelismError when a named folder cannot be written to.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
@@ -115,40 +110,40 @@ def use_cache_folder(cache_dir: str | None) -> str:
     except OSError as error:
         if named is None:
             return os.environ.setdefault(CACHE_VARIABLE, default_cache_dir())
-        key = CACHE_VARIABLE if cache_dir is None else "compile.cache_dir"
-        reason = f"cannot write to {quote(str(folder))}: {error.strerror}"
-        raise ConfigError([Problem("", key, reason, "name a folder that you may write to")]) from None
+        variable = f" ({CACHE_VARIABLE})" if cache_dir is None else ""
+        advice = "name a folder that you may write to"
+        raise ParallelismError(f'cannot write to "{folder}"{variable}: {error.strerror}; {advice}') from None
     os.environ[CACHE_VARIABLE] = str(folder)
     return str(folder)
 
 
-def compile_units(
-    units: Mapping[str, nn.Module], backend: Backend = "inductor", options: Mapping[str, Any] | None = None
+def apply_compile(
+    modules: Mapping[str, nn.Module], backend: Backend = "inductor", options: Mapping[str, Any] | None = None
 ) -> None:
-    """Compile each unit in place, as one graph, when it first runs.
+    """Compile each module in place, as one graph, when it first runs.
 
-    units: name in the model → module. Units of one class, with the same shapes and settings, share one compilation.
+    modules: by name in the model. Modules of one class, with the same shapes and settings, share one compilation.
     Under tensor parallelism with sequence parallelism pass attention and feed-forward of each block: a whole block
     then gets wrong gradients without an error.
 
-    options: settings of inductor for these units alone.
+    options: settings of inductor for these modules alone.
 
-    Comes after activation checkpointing, which is to be a part of the graph, and before `fully_shard`, whose
-    collectives are not. A unit that is no single graph raises CompileError with its name when it first runs.
+    Call it after activation checkpointing, which becomes a part of the graph, and before `fully_shard`, whose
+    collectives do not. A module that is no single graph raises CompileError with its name when it first runs.
     """
-    for name, module in units.items():
-        # Shapes are constants of a run. With symbolic ones a new shape would make slower code for all shapes.
+    for name, module in modules.items():
+        # Shapes are constants of a run. With symbolic shapes one new shape would make slower code for all.
         module.compile(backend=backend, fullgraph=True, dynamic=False, options=dict(options) if options else None)
-        module._compiled_call_impl = _naming(name, module._compiled_call_impl)
+        module._compiled_call_impl = _with_name(name, module._compiled_call_impl)
 
 
 def compile_loss(loss: LossFunction, backend: Backend = "inductor") -> LossFunction:
-    """`loss` as one graph, made when it first runs."""
-    return _naming("the loss", torch.compile(loss, backend=backend, fullgraph=True, dynamic=False))
+    """Return `loss` as one graph, made when it first runs."""
+    return _with_name("the loss", torch.compile(loss, backend=backend, fullgraph=True, dynamic=False))
 
 
-def _naming(name: str, compiled: Any) -> Any:
-    """`compiled`, whose failures to compile say what failed."""
+def _with_name(name: str, compiled: Any) -> Any:
+    """Return `compiled` with errors of compilation that name the module or function."""
     exc = torch._dynamo.exc
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -171,17 +166,17 @@ def _naming(name: str, compiled: Any) -> Any:
 
 
 class CompileWatch:
-    """Says what is compiled and for how long, and after the warm-up what is compiled *again*, with the reason.
+    """Logs what is compiled and for how long, and after the warm-up what is compiled *again*, with the reason.
 
-    The warm-up is the first step and the first validation: gradients are recorded in one and not in the other, so each
-    needs graphs of its own.
+    The warm-up is the first step and the first validation: only one of them records gradients, so each needs graphs of
+    its own.
     """
 
-    def __init__(self, units: Iterable[nn.Module], functions: Iterable[Callable[..., Any]], backend: str) -> None:
-        """units, functions: what was given to `compile_units` and `compile_loss`."""
-        named: list[tuple[str, Any]] = [(f"{type(unit).__name__.removeprefix('FSDP')}", unit.forward) for unit in units]
+    def __init__(self, modules: Iterable[nn.Module], functions: Iterable[Callable[..., Any]], backend: str) -> None:
+        """modules, functions: the arguments of `apply_compile` and `compile_loss`."""
+        named: list[tuple[str, Any]] = [(type(m).__name__.removeprefix("FSDP"), m.forward) for m in modules]
         named += [(function.__name__, function) for function in functions]
-        #: Where a function begins → how to call it.
+        #: Where a function begins → its name in messages.
         self._names: dict[tuple[str, int], str] = {}
         for name, function in named:
             code = inspect.unwrap(function).__code__
@@ -190,14 +185,14 @@ class CompileWatch:
             self._names[place] = "/".join(dict.fromkeys([*filter(None, [self._names.get(place)]), name]))
         self._backend = backend
         self._warm: set[str] = set()
-        self._said: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = set()
         self._since = _now()
         #: Guards of each function that had failed so far.
         self._failed: dict[CodeType, int] = {}
         self._new_failures()
 
     def start(self) -> None:
-        """Before the first step."""
+        """Log what the first step compiles."""
         names = " and ".join(dict.fromkeys(self._names.values()))
         patience = ""
         if self._backend == "inductor":
@@ -205,18 +200,18 @@ class CompileWatch:
         logger.info(f"the first step compiles {names} with {self._backend}{patience}")
 
     def is_warm(self, phase: Literal["training", "validation"]) -> bool:
-        """Whether `phase` has run before, so that nothing should be left to compile in it."""
+        """Whether `phase` has run before, so that it should compile nothing any more."""
         return phase in self._warm
 
     def after(self, step: int, phase: Literal["training", "validation"]) -> None:
-        """After every step, and after every validation.
+        """Call it after every step and after every validation.
 
-        A recompilation is reported as a warning, once per function and failed guard.
+        It warns of a recompilation, once per function and failed guard.
         """
         entries = [m for m in torch._dynamo.utils.get_compilation_metrics() if (m.start_time_us or 0) >= self._since]
         self._since = _now()
         failures = self._new_failures()
-        # Entries without a function are backward passes that were compiled later; their time counts.
+        # Entries without a function are backward passes, which are compiled later; their time counts.
         graphs = [m for m in entries if m.co_name is not None]
         if phase not in self._warm:
             self._warm.add(phase)
@@ -230,15 +225,15 @@ class CompileWatch:
             place = (m.co_filename or "", m.co_firstlineno or 0)
             name = self._names.get(place, f"{m.co_name} ({place[0]}:{place[1]})")
             reason = _reason(failures.get(place, []))
-            if (name, reason) not in self._said:
-                self._said.add((name, reason))
+            if (name, reason) not in self._reported:
+                self._reported.add((name, reason))
                 seconds = (m.duration_us or 0) / 1e6
-                # Ranks compile alike: the others only tell their own log.
-                say = logger.warning if self._is_first_rank() else logger.info
-                say(f"step {step}: torch.compile compiled {name} again, in {seconds:.1f} s: {reason}")
+                # Ranks compile alike: the others write to their own log only.
+                log = logger.warning if self._is_first_rank() else logger.info
+                log(f"step {step}: torch.compile compiled {name} again, in {seconds:.1f} s: {reason}")
 
     def _new_failures(self) -> dict[tuple[str, int], list[str]]:
-        """Where a function begins → why, since the last call, none of its graphs could be used."""
+        """Return by function why, since the last call, none of its graphs could be used."""
         found: dict[tuple[str, int], list[str]] = {}
         for code, reasons in torch._dynamo.utils.guard_failures.items():
             found[code.co_filename, code.co_firstlineno] = reasons[self._failed.get(code, 0) :]
@@ -251,15 +246,16 @@ class CompileWatch:
 
 
 def _reason(failures: list[str]) -> str:
-    """What failed in the guards of all graphs that there were.
+    """Return the guards that failed.
 
-    Training's and validation's graphs always miss each other's grad mode: that is the reason only if there is no other.
+    Training's and validation's graphs always fail each other's guard on grad mode: that is the reason only if there is
+    no other.
     """
-    # "0/1: tensor 'x' size mismatch …": the number of the graph says nothing to a person.
+    # "0/1: tensor 'x' size mismatch …": drop the number of the graph.
     reasons = list(dict.fromkeys(text.split(": ", 1)[-1].strip() for text in failures))
     return "; ".join([r for r in reasons if "grad_mode" not in r] or reasons) or "it had not run before"
 
 
 def _now() -> int:
-    """Microseconds, on the clock of torch's records of compilation."""
+    """Return microseconds on the clock of torch's records of compilation."""
     return time.time_ns() // 1000

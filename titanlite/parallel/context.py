@@ -1,20 +1,21 @@
-"""Context parallelism: ranks that share each sequence.
+"""Context parallelism (CP): ranks that share each sequence.
 
-    apply_context_parallel(model, mesh)     # after tensor parallelism, before activation checkpointing
-    part = split_batch(batch, mesh)         # loaders of `build` do it themselves: `PartLoader`, `PartPasses`
-    logits = model(part.tokens)             # [batch, seq / ranks, vocab]; the loss as ever
+    apply_cp(model, mesh)                   # after tensor parallelism, before activation checkpointing
+    part = split_batch(batch, mesh)         # the loaders of `build` do it (`CPLoader`)
+    logits = model(part.tokens)             # [batch, seq / ranks, vocab]; the loss as without CP
 
 A sequence is cut into twice as many chunks as there are ranks, and rank r takes chunk r and chunk r from the end. Under
-a causal mask an early chunk has few keys and a late one many; so every rank has as many pairs of query and key as any
-other (Llama 3, 2024, section 3.3.2). All of a block but its attention works on single tokens. Attention gathers the
-keys and values of the whole sequence, once per block.
+a causal mask an early chunk has few keys and a late one many; so all ranks have equally many pairs of query and key
+(Llama 3, 2024, section 3.3.2). All layers of a block but attention work on single tokens. Attention gathers the keys
+and values of the whole sequence, once per block.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import torch
 import torch.distributed._functional_collectives as collectives
@@ -26,9 +27,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 
 from titanlite.data.loader import Batch
-
-if TYPE_CHECKING:
-    from titanlite.data.background import PassLoader, StepLoader
+from titanlite.parallel import ParallelismError
 
 #: The differentiable all-gather: its backward is a reduce-scatter. torch 2.13 renamed it.
 _all_gather: Any = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
@@ -37,13 +36,9 @@ _all_gather: Any = getattr(collectives, "all_gather_single_autograd", None) or c
 _REPLACED = "inner_attention"
 
 
-class ContextParallelError(ValueError):
-    """A model or sequence that ranks cannot share; the message says why."""
-
-
 @dataclass
-class Share:
-    """One rank's place among those that share each sequence."""
+class CPRank:
+    """One rank among those that share each sequence."""
 
     rank: int
     degree: int
@@ -52,30 +47,30 @@ class Share:
     seq_len: int = 0
 
     @classmethod
-    def of(cls, mesh: DeviceMesh) -> Share:
-        """mesh: of `World.build_mesh`."""
+    def of(cls, mesh: DeviceMesh) -> CPRank:
+        """Return this rank's. mesh: from `DistEnv.build_mesh`."""
         return cls(mesh.get_local_rank("cp"), mesh["cp"].size(), mesh.get_group("cp"))
 
     @property
     def chunks(self) -> tuple[int, int]:
-        """The chunks of this rank, of 2 * degree."""
+        """Return the two chunks of this rank, of 2 * degree."""
         return self.rank, 2 * self.degree - 1 - self.rank
 
     def part(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's share of x along `dim`, the sequence; its two chunks one after the other, in a copy.
+        """Return this rank's two chunks of x along `dim`, the sequence, one after the other in a copy.
 
-        Raises ContextParallelError if x cannot be cut into as many equal chunks.
+        Raises ParallelismError if x cannot be cut into as many equal chunks.
         """
         chunk, rest = divmod(x.size(dim), 2 * self.degree)
         if rest or not chunk:
-            raise ContextParallelError(
+            raise ParallelismError(
                 f"a sequence of {x.size(dim)} tokens cannot be cut into 2 equal chunks for each of {self.degree} "
                 f"ranks: its length must be a multiple of {2 * self.degree}"
             )
         return torch.cat([x.narrow(dim, index * chunk, chunk) for index in self.chunks], dim)
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
-        """The whole from every rank's `part`, in the order of the sequence; differentiable."""
+        """Return the whole from every rank's `part`, in the order of the sequence; differentiable."""
         parts = _all_gather(x.unsqueeze(0).contiguous(), 0, self.group).unbind(0)
         # Each `unbind` and `chunk` is one node of the graph, whose backward makes one copy; a slice's makes one each.
         heads, tails = zip(*(part.chunk(2, dim) for part in parts), strict=True)
@@ -85,29 +80,28 @@ class Share:
 class ContextAttention(nn.Module):
     """Causal attention of this rank's queries to the keys of the whole sequence.
 
-    Keys and values are gathered before they are repeated for groups of queries. Nothing is computed for keys that come
-    after a chunk's end.
+    Keys and values are gathered before they are repeated for groups of queries. Keys after a chunk's end are not
+    multiplied.
     """
 
-    def __init__(self, share: Share) -> None:
+    def __init__(self, cp_rank: CPRank) -> None:
         super().__init__()
-        self.share = share
+        self.cp_rank = cp_rank
 
     def prepare(self, doc_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        """For each chunk, which keys up to its end its queries may look at.
+        """Return for each chunk the mask of its queries over the keys up to its end.
 
         doc_ids: this rank's, [batch, seq / ranks] int: masks [batch, 1, chunk, end] bool. None: torch's `CausalBias`,
         which attention kernels for GPUs know; elsewhere torch makes a mask [chunk, end] of it.
         """
-        share = self.share
-        chunk = share.seq_len // (2 * share.degree)
-        ends = [(index + 1) * chunk for index in share.chunks]
+        chunk = self.cp_rank.seq_len // (2 * self.cp_rank.degree)
+        ends = [(index + 1) * chunk for index in self.cp_rank.chunks]
         if doc_ids is None:
             # Made here, since `torch.compile` can take them as arguments but cannot make them in a graph. They hold no
-            # data, and a mode that watches operators (a trace without data, a counter of FLOPs) cannot take them.
+            # data, and dispatch modes (a trace without data, a counter of FLOPs) cannot take them.
             with _disable_current_modes():
                 return causal_lower_right(chunk, ends[0]), causal_lower_right(chunk, ends[1])
-        documents = share.gather(doc_ids, 1)
+        documents = self.cp_rank.gather(doc_ids, 1)
 
         def mask(own: Tensor, end: int) -> Tensor:
             causal = torch.ones(chunk, end, dtype=torch.bool, device=own.device).tril(end - chunk)
@@ -117,10 +111,10 @@ class ContextAttention(nn.Module):
         return first, second
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: tuple[Tensor, Tensor]) -> Tensor:
-        """q: [batch, heads, seq / ranks, head_dim], k and v: [batch, kv_heads, …]; returns q's shape."""
-        keys, values = self.share.gather(torch.stack((k, v)), dim=3).unbind(0)
+        """q: [batch, heads, seq / ranks, head_dim], k and v: [batch, kv_heads, …]. Return q's shape."""
+        keys, values = self.cp_rank.gather(torch.stack((k, v)), dim=3).unbind(0)
         parts = []
-        for index, queries, allowed in zip(self.share.chunks, q.chunk(2, 2), mask, strict=True):
+        for index, queries, allowed in zip(self.cp_rank.chunks, q.chunk(2, 2), mask, strict=True):
             end = (index + 1) * queries.size(2)
             k, v = keys[:, :, :end], values[:, :, :end]
             gqa = q.size(1) != k.size(1)
@@ -128,94 +122,81 @@ class ContextAttention(nn.Module):
         return torch.cat(parts, 2)
 
 
-def apply_context_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+def apply_cp(model: nn.Module, mesh: DeviceMesh) -> None:
     """Let `model` take each rank's part of the tokens (`split_batch`), in place.
 
-    mesh: of `World.build_mesh`. Every block's `inner_attention` is replaced, and `positions`, where a call gives none,
-    are those of this rank's part. Weights stay what and where they are.
+    mesh: from `DistEnv.build_mesh`. Replaces every block's `inner_attention`; where a call gives no `positions`, they
+    are those of this rank's part. Weights stay as they are.
 
-    Raises ContextParallelError if the model has no such attention; so does a call with a sequence that, whole, is
-    longer than the model's RoPE tables.
+    Raises ParallelismError if the model has no such attention. A call with a sequence that is, as a whole, longer than
+    the model's RoPE tables raises it too.
     """
-    share = Share.of(mesh)
+    cp_rank = CPRank.of(mesh)
     owners = [module for module in model.modules() if _REPLACED in dict(module.named_children())]
     if not owners:
-        raise ContextParallelError(f"context parallelism finds no {_REPLACED!r} in {type(model).__name__}")
+        raise ParallelismError(f"context parallelism finds no {_REPLACED!r} in {type(model).__name__}")
     for owner in owners:
-        setattr(owner, _REPLACED, ContextAttention(share))
-    model.register_forward_pre_hook(_Positions(share), with_kwargs=True)
+        setattr(owner, _REPLACED, ContextAttention(cp_rank))
+    model.register_forward_pre_hook(functools.partial(_pass_positions, cp_rank), with_kwargs=True)
 
 
-class _Positions:
-    """Before each forward pass of the model: the places of this rank's tokens in the sequence."""
-
-    def __init__(self, share: Share) -> None:
-        self.share = share
-
-    def __call__(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        share, local = self.share, args[0] if args else kwargs["tokens"]
-        positions = args[1] if len(args) > 1 else kwargs.get("positions")
-        # Positions that are given tell the length: what a pipeline hands on may be divided over other ranks as well.
-        own = local.size(1) if positions is None else positions.size(-1)
-        share.seq_len = own * share.degree
-        rope: Any = model.get_submodule("rope")
-        if share.seq_len > rope.max_seq_len:
-            raise ContextParallelError(
-                f"{share.degree} ranks with {own} tokens each share a sequence of {share.seq_len}, but the model's "
-                f"RoPE tables have {rope.max_seq_len}: does each rank take its part only (split_batch)?"
-            )
-        if positions is not None:
-            return args, kwargs
-        positions = share.part(torch.arange(share.seq_len, device=local.device), 0).unsqueeze(0)
-        if len(args) > 1:
-            return (args[0], positions, *args[2:]), kwargs
-        return args, {**kwargs, "positions": positions}
+def _pass_positions(cp_rank: CPRank, model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """A hook before each forward pass: passes the positions of this rank's tokens in the sequence."""
+    local = args[0] if args else kwargs["tokens"]
+    positions = args[1] if len(args) > 1 else kwargs.get("positions")
+    # Given positions tell the length: the hidden states of a pipeline may also be divided over other ranks.
+    own = local.size(1) if positions is None else positions.size(-1)
+    cp_rank.seq_len = own * cp_rank.degree
+    rope: Any = model.get_submodule("rope")
+    if cp_rank.seq_len > rope.max_seq_len:
+        raise ParallelismError(
+            f"{cp_rank.degree} ranks with {own} tokens each share a sequence of {cp_rank.seq_len}, but the model's "
+            f"RoPE tables have {rope.max_seq_len}: does each rank take its part only (split_batch)?"
+        )
+    if positions is not None:
+        return args, kwargs
+    positions = cp_rank.part(torch.arange(cp_rank.seq_len, device=local.device), 0).unsqueeze(0)
+    if len(args) > 1:
+        return (args[0], positions, *args[2:]), kwargs
+    return args, {**kwargs, "positions": positions}
 
 
 def split_batch(batch: Batch, mesh: DeviceMesh) -> Batch:
-    """This rank's part of a batch that all ranks of its "cp" group hold alike.
+    """Return this rank's part of a batch that all ranks of its "cp" group hold alike.
 
-    mesh: of `World.build_mesh`; where no ranks share sequences, the batch itself. Parts do not overlap, so valid tokens
-    and losses add up over ranks as those of different sequences do.
+    mesh: from `DistEnv.build_mesh`; the batch itself where no ranks share sequences. Parts do not overlap, so valid
+    tokens and losses add up over ranks as those of different sequences do.
     """
-    share = Share.of(mesh)
-    return batch if share.degree == 1 else _part(batch, share)
+    cp_rank = CPRank.of(mesh)
+    return batch if cp_rank.degree == 1 else _part(batch, cp_rank)
 
 
-def _part(batch: Batch, share: Share) -> Batch:
-    return Batch(share.part(batch.tokens), share.part(batch.labels))
+def _part(batch: Batch, cp_rank: CPRank) -> Batch:
+    return Batch(cp_rank.part(batch.tokens), cp_rank.part(batch.labels))
 
 
-class PartLoader:
-    """A training loader's steps, of each sequence this rank's part. Position and state are the loader's own."""
+class CPLoader:
+    """Gives this rank's part of the batches of a training or validation loader; position and state are the loader's."""
 
-    def __init__(self, loader: StepLoader, mesh: DeviceMesh) -> None:
+    def __init__(self, loader: Any, mesh: DeviceMesh) -> None:
         self.loader = loader
-        self.share = Share.of(mesh)
+        self.cp_rank = CPRank.of(mesh)
 
     @property
     def steps_left(self) -> int | None:
-        return self.loader.steps_left
+        return cast("int | None", self.loader.steps_left)
 
     def next_step(self) -> list[Batch]:
-        return [_part(batch, self.share) for batch in self.loader.next_step()]
+        return [_part(batch, self.cp_rank) for batch in self.loader.next_step()]
 
     def state_dict(self) -> dict[str, Any]:
-        return self.loader.state_dict()
+        return dict(self.loader.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.loader.load_state_dict(state)
-
-
-class PartPasses:
-    """A validation loader's passes, of each sequence this rank's part."""
-
-    def __init__(self, loader: PassLoader, mesh: DeviceMesh) -> None:
-        self.loader = loader
-        self.share = Share.of(mesh)
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Batch]:
-        return (_part(batch, self.share) for batch in self.loader)
+        return (_part(batch, self.cp_rank) for batch in self.loader)

@@ -1,12 +1,11 @@
-"""torch's flight recorder: the last collectives of each rank, kept when one fails, for `torchfrtrace` to compare.
+"""torch's flight recorder: the last collectives of each rank, written when one fails, for `torchfrtrace` to compare.
 
-NCCL's watchdog writes them itself. gloo records too, but nothing writes what it recorded: that is done here.
+NCCL's watchdog writes the record itself. gloo records too, but nothing writes its record: this module does.
 """
 
 from __future__ import annotations
 
 import ast
-import logging
 import os
 import pickle
 import time
@@ -17,10 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titanlite.config.plans import CommPlan
 from titanlite.exit_codes import is_of_collectives
-
-logger = logging.getLogger("titanlite")
+from titanlite.utils import logger
 
 #: Environment variables of one meaning; torch takes the first that is set.
 _ENTRIES: tuple[str, ...] = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
@@ -32,21 +29,21 @@ _PATIENCE_SECONDS = 5.0
 
 
 @contextmanager
-def recording(plan: CommPlan, device: torch.device, size: int) -> Iterator[None]:
-    """Record collectives as `plan` says; to be entered before the process groups are made, which read the environment.
+def recording(folder: str, buffer_size: int, device: torch.device, world_size: int) -> Iterator[None]:
+    """Record the last `buffer_size` collectives (0: none). Enter it before process groups, which read the environment.
 
-    What the user's environment says already stays. When a collective fails inside, this rank's record is in
-    `plan.trace_folder`, one file per rank. On GPUs NCCL's watchdog writes it, also on ranks that are stuck elsewhere;
-    with gloo a rank that is not in a collective leaves none. One rank alone waits for nobody: nothing is done then.
+    Variables that the user has set stay. When a collective fails inside, this rank writes its record to `folder`, one
+    file per rank; "" leaves torch's place on GPUs, and writes none on CPUs. On GPUs NCCL's watchdog writes, also on
+    ranks that are stuck elsewhere; with gloo a rank that is not in a collective leaves none. Does nothing for one rank.
     """
-    if size == 1:
+    if world_size == 1:
         yield
         return
-    wanted = {_ENTRIES: str(plan.trace_buf_size)}
-    if plan.trace_buf_size > 0 and plan.trace_folder:
-        wanted |= {_PREFIX: str(Path(plan.trace_folder).absolute() / "rank_"), _ON_TIMEOUT: "1"}
+    wanted = {_ENTRIES: str(buffer_size)}
+    if buffer_size > 0 and folder:
+        wanted |= {_PREFIX: str(Path(folder).absolute() / "rank_"), _ON_TIMEOUT: "1"}
         if device.type == "cuda":
-            _make_folder(Path(plan.trace_folder))  # the watchdog makes none
+            _make_folder(Path(folder))  # the watchdog makes none
     ours = {names[0]: value for names, value in wanted.items() if not any(name in os.environ for name in names)}
     os.environ.update(ours)
     began = time.time()
@@ -61,9 +58,9 @@ def recording(plan: CommPlan, device: torch.device, size: int) -> Iterator[None]
 
 
 def write_record(path: Path) -> None:
-    """Write what this rank recorded so far, in the form that `torchfrtrace` reads.
+    """Write the collectives of this rank so far, in the form that `torchfrtrace` reads.
 
-    gloo's record does not say which ranks its groups have; it is added, for without it the tool stops.
+    gloo's record lacks the ranks of its groups, without which the tool stops; this adds them.
     """
     from torch._C._distributed_c10d import _dump_fr_trace  # type: ignore[attr-defined]
     from torch.distributed.distributed_c10d import _world
@@ -85,7 +82,7 @@ def _leave_record(since: float) -> None:
     path = Path(f"{prefix}{dist.get_rank()}")
     try:
         write_record(path)
-    except Exception as error:  # the collective's own error is the one to be seen
+    except Exception as error:  # report the collective's own error, not this one
         logger.warning(f"the flight recorder's record could not be written to {path}: {error}")
     else:
         logger.error(f"this rank's last collectives are in {path}; compare the ranks: torchfrtrace {path.parent}")

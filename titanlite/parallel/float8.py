@@ -1,8 +1,8 @@
-"""Products of linears in float8, by torchao: what it does to a model between the pipeline's cut and `fully_shard`.
+"""Linears in float8, by torchao: between the pipeline's cut and `fully_shard`.
 
-    convert(model, names, plan)                 # on the meta device, before tensor parallelism and all else
-    split(model, spec.tensor_plan(args), mesh)  # `titanlite.parallel.tensor` knows converted linears
-    after_update = ScalePrecompute(model, mesh) # for `train_step`, where the plan says so
+    apply_float8(model, names, "tensorwise")    # on the meta device, before tensor parallelism and everything else
+    apply_tp(model, plan, mesh)                 # recognises converted linears
+    after_update = ScalePrecompute(model, mesh) # for `train_step`, with all_gather
 
 torchao is imported when the first of these is called, and not before: it takes seconds.
 """
@@ -28,8 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.distributed.tensor.placement_types import Placement
 
-from titanlite.config.errors import ConfigError, Problem
-from titanlite.config.plans import Float8Plan
+from titanlite.parallel import ParallelismError
 from titanlite.parallel.fsdp import fsdp_mesh
 from titanlite.parallel.pipeline import PipelineModel
 
@@ -37,24 +36,19 @@ from titanlite.parallel.pipeline import PipelineModel
 _CAPABILITY = (8, 9)
 
 
-def check_float8(plan: Float8Plan) -> None:
-    """Raise ConfigError unless this machine can do what the plan asks for; no process group is needed."""
-    if not plan.enable or plan.emulate:
-        return
+def check_float8() -> None:
+    """Raise ParallelismError unless this machine has float8 products; no process group is needed."""
     if not torch.cuda.is_available():
-        lacking = "a CPU has no float8 products"
-    elif torch.version.hip is None and torch.cuda.get_device_capability() < _CAPABILITY:
-        major, minor = torch.cuda.get_device_capability()
-        lacking = f"{torch.cuda.get_device_name()} has compute capability {major}.{minor}, and float8 products need 8.9"
-    else:
-        return
-    hint = "float8.emulate = true computes with the same rounded numbers in float32, which is slow and for tests"
-    raise ConfigError([Problem("", "float8.enable_float8_linear", lacking, f"set it to false; {hint}")])
+        raise ParallelismError("a CPU has no float8 products")
+    capability = torch.cuda.get_device_capability()
+    if torch.version.hip is None and capability < _CAPABILITY:
+        version, name = ".".join(map(str, capability)), torch.cuda.get_device_name()
+        raise ParallelismError(f"{name} has compute capability {version}, and float8 products need 8.9")
 
 
 @functools.cache
 def torchao() -> Any:
-    """`torchao.float8`, without what it has to say when it is imported: of kernels for other devices, mostly."""
+    """Import `torchao.float8` without its log lines and warnings, which are mostly about kernels for other devices."""
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -71,19 +65,24 @@ def torchao() -> Any:
     return torchao.float8
 
 
-def convert(model: nn.Module, names: Sequence[str], plan: Float8Plan) -> list[str]:
-    """Let the linears of these names compute in float8, in place; returns those that this model has.
+def apply_float8(
+    model: nn.Module, names: Sequence[str], recipe: str, *, all_gather: bool = False, emulate: bool = False
+) -> list[str]:
+    """Let the linears of these names compute in float8, in place. Return the names that this model has.
 
-    model: on the meta device. Those that it lacks (another pipeline stage's) are passed over. Names and shapes of
-    parameters stay as they are, and so do the weights, which are in high precision.
+    model: on the meta device. Names of other pipeline stages are skipped. Names and shapes of parameters stay as they
+    are, and so do the weights, which are in high precision.
+    recipe: "tensorwise", "rowwise" or "rowwise_with_gw_hp" (weights' gradients in high precision). all_gather: FSDP
+    gathers weights in float8. emulate: the same rounded numbers, multiplied in float32.
     """
     float8 = torchao()
     config = replace(
-        float8.Float8LinearConfig.from_recipe_name(plan.recipe),
-        emulate=plan.emulate,
-        enable_fsdp_float8_all_gather=plan.all_gather,
+        float8.Float8LinearConfig.from_recipe_name(recipe),
+        emulate=emulate,
+        enable_fsdp_float8_all_gather=all_gather,
     )
-    wanted = {name for name in names if name in dict(model.named_modules())}
+    modules = dict(model.named_modules())
+    wanted = {name for name in names if name in modules}
     float8.convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in wanted)
     for linear in float8_linears(model):
         linear.__class__ = _linear_class()
@@ -95,7 +94,7 @@ def _linear_class() -> type[nn.Module]:
     base: Any = torchao().float8_linear.Float8Linear
 
     class Linear(base):
-        #: Gives the weight for a product in high precision; None: the product is in float8.
+        #: Returns the weight for a product in high precision; None: the product is in float8.
         exact: Callable[[], Tensor] | None = None
 
         def forward(self, input: Tensor) -> Tensor:
@@ -114,7 +113,7 @@ def is_float8(module: nn.Module) -> bool:
 
 
 def float8_linears(model: nn.Module) -> list[Any]:
-    """The linears of a model that compute in float8."""
+    """Return the linears of a model that compute in float8."""
     return [module for module in model.modules() if is_float8(module)]
 
 
@@ -122,30 +121,30 @@ def float8_linears(model: nn.Module) -> list[Any]:
 
 
 def _wrapper(tensor: Tensor) -> Any:
-    """torchao's wrapper of a weight that is gathered in float8, or None."""
+    """Return torchao's wrapper of a weight that is gathered in float8, or None."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     module = sys.modules.get("torchao.float8.fsdp_utils")
     return local if module is not None and isinstance(local, module.WeightWithDynamicFloat8CastTensor) else None
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """A weight without torchao's wrapper around it, on the same memory; any other tensor as it is."""
+    """Return a weight without torchao's wrapper around it, on the same memory; any other tensor as it is."""
     wrapper = _wrapper(tensor)
     if wrapper is None:
         return tensor
     inner = wrapper._tensor.detach()
-    # With the placements as they are: those of tensor parallelism under FSDP cannot be given to `from_local`.
+    # Keep the placements: `from_local` does not take those of tensor parallelism under FSDP.
     return DTensor(inner, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else inner
 
 
 class ScalePrecompute:
     """Computes the scales of all weights that are gathered in float8, with one all-reduce. Call it after each update.
 
-    Without it each weight's largest value travels by itself, whenever the weight is gathered. The scales are the same.
+    Without it each weight has an all-reduce of its own, whenever it is gathered. The scales are the same.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        """mesh: of `World.build_mesh`."""
+        """mesh: from `DistEnv.build_mesh`."""
         shards = fsdp_mesh(mesh)
         self._group = shards.get_group(shards.ndim - 1)
         self._linears = float8_linears(model)
@@ -166,7 +165,7 @@ class ScalePrecompute:
 
 
 def forget_scales(model: nn.Module) -> None:
-    """After weights were replaced: what `ScalePrecompute` found does not hold any more."""
+    """Forget the scales of `ScalePrecompute`; call it after weights were replaced."""
     for linear in float8_linears(model):
         if (wrapper := _wrapper(linear.weight)) is not None:
             wrapper._precomputed_scale = None
@@ -177,10 +176,10 @@ def forget_scales(model: nn.Module) -> None:
 
 @contextmanager
 def high_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Converted linears compute in `dtype` inside; nothing is compiled there, and there is no backward.
+    """Let converted linears compute in `dtype` inside, where compiled code and backward passes do not run.
 
-    All ranks enter it together, with no unit of `fully_shard` between its forward and its backward. A weight that is
-    gathered in float8 is gathered once more, as it is.
+    All ranks enter it together, with no module of `fully_shard` between its forward and its backward. A weight that is
+    gathered in float8 is gathered once more in `dtype`.
     """
     linears = float8_linears(model)
     _free(model)
@@ -196,19 +195,19 @@ def high_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 def uncompiled() -> Any:
-    """Compiled modules run as they were written inside."""
+    """Run compiled modules eagerly inside."""
     return torch.compiler.set_stance("force_eager")
 
 
 def _exact(linear: nn.Linear, sharded: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight in high precision. sharded: as it is while no unit holds it gathered."""
+    """Return the weight in high precision. sharded: the parameter while it is not gathered."""
     if _wrapper(sharded) is None:
         return linear.weight
     weight = plain(sharded)
     assert isinstance(weight, DTensor)
     mesh, names = weight.device_mesh, weight.device_mesh.mesh_dim_names or ()
     placements = dict(zip(names, weight.placements, strict=True))
-    # Rows over the ranks of FSDP, equal numbers of them (see `gather_problem`); tensor parallelism's part stays one.
+    # FSDP's ranks hold equal numbers of rows (see `uneven_for_gather`); tensor parallelism's part stays divided.
     over = [name for name in names if name != "tp"][-1]
     parts = DTensor.from_local(weight.to_local().to(dtype), mesh[over], [Shard(0)])
     whole = parts.full_tensor()
@@ -216,7 +215,7 @@ def _exact(linear: nn.Linear, sharded: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _free(model: nn.Module) -> None:
-    """Free gathered weights, so that parameters are the sharded ones."""
+    """Free gathered weights, so that the parameters are sharded."""
     stages = model.stages.values() if isinstance(model, PipelineModel) else [model]
     for module in (m for stage in stages for m in stage.modules()):
         if isinstance(module, FSDPModule):
@@ -227,17 +226,17 @@ def _free(model: nn.Module) -> None:
 
 
 def sends_float8(mesh: DeviceMesh) -> bool:
-    """Whether ranks can send each other float8 tensors. gloo cannot: they travel as they were before the cast.
+    """Whether ranks can send each other float8 tensors. gloo cannot: there tensors are cast after they were sent.
 
-    The numbers are the same: the scale of a tensor is that of all its parts, whether it is cast before or after.
+    The numbers are the same: the scale of a tensor is that of all its parts, before and after.
     """
     return not (mesh.device_type == "cpu" and dist.get_backend(mesh.get_group()) == "gloo")
 
 
 def float8_style(kind: str, output: Placement, mesh: DeviceMesh) -> ParallelStyle:
-    """How a converted linear is divided over the ranks of `mesh`: torchao's styles.
+    """Return torchao's style that divides a converted linear over the ranks of `mesh`.
 
-    kind: "colwise" or "rowwise". output: of a rowwise one.
+    kind: "colwise" or "rowwise". output: placement of a rowwise linear's output.
     """
     style = _styles(sends_float8(mesh))[kind]
     made = style() if kind == "colwise" else style(output_layouts=output)
@@ -272,11 +271,11 @@ def _styles(sends: bool) -> dict[str, Any]:
 
 
 def input_cast() -> Callable[[Tensor, Any], Tensor]:
-    """(x, linear) → what `linear`, and others of its recipe that take the same input, would make of x by themselves.
+    """Return a function (x, linear) → x in float8, as `linear` and others of its recipe would cast it.
 
-    Cast before ranks gather it, it travels as half the bytes and is cast once for all of them.
+    A cast before the all-gather halves its bytes, and happens once for all linears with the same input.
     """
-    # Outside of what is compiled: that cannot import.
+    # Outside of compiled code, which cannot import.
     float8 = torchao()
     to_float8, role = float8.float8_scaling_utils.hp_tensor_to_float8_dynamic, float8.GemmInputRole.INPUT
 

@@ -1,9 +1,9 @@
 """Initial weights that do not depend on how the model is sharded.
 
-Each parameter is drawn in fixed blocks of rows, each block from a generator seeded by (seed, parameter
-name, block). A rank draws only the blocks that its shard touches: the same weights on any mesh, with no full tensor in
-memory. (Plain `nn.init` on DTensors gives every CPU rank the same shard.) Streams differ between device
-types, as torch's generators do.
+Each parameter is drawn in fixed blocks of rows, each block from a generator seeded by (seed, parameter name, block). A
+rank draws only the blocks that its shard touches: the same weights on any mesh, with no full tensor in memory. (Plain
+`nn.init` on DTensors gives every CPU rank the same shard.) Weights differ between device types, as torch's generators
+do.
 """
 
 from __future__ import annotations
@@ -24,17 +24,13 @@ from titanlite.models.spec import Init
 ROWS = 128
 
 
-class InitError(RuntimeError):
-    """A parameter or buffer was left without a value."""
-
-
 def seed_generators(seed: int, mesh: DeviceMesh) -> None:
-    """Seed torch's own generators on this rank, for what a model draws while it trains (dropout, say).
+    """Seed torch's own generators on this rank, for random numbers while a model trains (dropout, for example).
 
     Ranks that share each product (`tp`) hold parts of the same activations and draw the same numbers, as DTensor's
-    random operators require. All others have other tokens or other layers, and draw others.
+    random operators require. All other ranks have other tokens or other layers, and draw other numbers.
 
-    mesh: of `World.build_mesh`.
+    mesh: from `DistEnv.build_mesh`.
     """
     place = 0
     for name in mesh.mesh_dim_names or ():
@@ -49,13 +45,13 @@ def _block_seed(seed: int, name: str, block: int) -> int:
 
 
 def _draw(shape: torch.Size | tuple[int, ...], init: Init, generator: torch.Generator) -> torch.Tensor:
-    """One block [rows, ...] in float32."""
+    """Draw one block [rows, ...] in float32."""
     block = torch.empty(shape, dtype=torch.float32, device=generator.device)
     if init.kind == "normal":
         return block.normal_(0.0, init.std, generator=generator)
     if init.kind == "trunc_normal":
         return nn.init.trunc_normal_(block, 0.0, init.std, -init.bound, init.bound, generator=generator)
-    raise InitError(f"unknown kind of initial values: {init.kind!r}")
+    raise ValueError(f"unknown kind of initial values: {init.kind!r}")
 
 
 @torch.no_grad()
@@ -70,7 +66,7 @@ def fill(
 ) -> None:
     """Fill `local`, the part of a parameter of global `shape` that starts at `offset`, in place.
 
-    device: where values are drawn, if not where `local` is.
+    device: where to draw the values, if not where `local` is.
     """
     if local.numel() == 0:
         return
@@ -93,8 +89,8 @@ def fill(
 def init_weights(model: nn.Module, rule: Callable[[str], Init], seed: int, device: torch.device | None = None) -> None:
     """Give every parameter of `model` (plain or DTensor, already on its device) its initial value.
 
-    rule: full parameter name -> Init. device: where values are drawn, if not where the parameters are: weights kept in
-    host memory start as those on the device would.
+    rule: full parameter name → Init. device: where to draw the values, if not where the parameters are: weights in host
+    memory then start as those on the device.
     """
     for name, parameter in model.named_parameters():
         shape = tuple(parameter.shape)
@@ -115,8 +111,8 @@ def materialize(
 ) -> None:
     """Give a meta-device model memory and values. parameters_on: where parameters live, if not on `device`.
 
-    `to_empty` leaves garbage in whatever is not written afterwards, so all of it is set to NaN first, and a
-    parameter or buffer that is still NaN after `initialize` is an InitError.
+    `to_empty` leaves garbage in tensors that are not written afterwards. So this sets all of them to NaN first, and
+    raises RuntimeError for a parameter or buffer that is still NaN after `initialize`.
     """
     model.to_empty(device=parameters_on or device)
     tensors = [*model.named_parameters(), *model.named_buffers()]
@@ -124,12 +120,12 @@ def materialize(
     for _, tensor in floating:
         tensor.fill_(float("nan"))
     initialize(model)
-    # Buffers may have been replaced rather than written, so they are looked up again.
+    # Look the buffers up again: `initialize` may have replaced instead of written them.
     floating = [(n, _local(t)) for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_floating_point()]
     bad = torch.stack([torch.isnan(t).any() for _, t in floating]).tolist()
     missed = [name for (name, _), is_bad in zip(floating, bad, strict=True) if is_bad]
     if missed:
-        raise InitError(f"no initial value for: {', '.join(missed)}")
+        raise RuntimeError(f"no initial value for: {', '.join(missed)}")
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.device.type != device.type:

@@ -1,17 +1,17 @@
 """Pipeline parallelism by `torch.distributed.pipelining`: each rank holds some of the layers.
 
-    stages = cut(build, layout, rank)                  # on the meta device, before all else that wraps modules
+    stages = cut_stages(build, layout, rank)           # on the meta device, before everything that wraps modules
     model = PipelineModel(stages, layout, mesh)        # when each stage has its memory and weights
-    pipeline = Pipeline(model, plan, piece, accumulation, device, loss)
+    pipeline = Pipeline(model, "1F1B", shape, microbatches, accumulation, device, loss)
     share = pipeline.forward_backward(micro_batches, tokens)
 
-`titanlite.build` does the first two (`build_model`) and the third (`build_pipeline`).
+`titanlite.parallel.parallelize` does the first two (`build_model`) and the third (`build_pipeline`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -23,24 +23,23 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from titanlite.config.pipeline import SCHEDULES
-from titanlite.config.plans import PipelinePlan, ShardPlan
 from titanlite.loss import in_chunks
-from titanlite.parallel.pipeline_split import Layout
+from titanlite.parallel.pipeline_split import StageLayout
 
 if TYPE_CHECKING:
     from titanlite.data.loader import Batch
     from titanlite.parallel.compile import LossFunction
 
 
-def cut(build: Callable[[], nn.Module], layout: Layout, rank: int) -> dict[int, nn.Module]:
-    """The stages of pipeline rank `rank`: whole models without the modules of other stages, which are None or gone.
+def cut_stages(build: Callable[[], nn.Module], layout: StageLayout, rank: int) -> dict[int, nn.Module]:
+    """Return the stages of pipeline rank `rank`: whole models, in which modules of other stages are None or gone.
 
     build: makes the whole model; on the meta device it costs no memory.
     """
-    return {stage: _without(build(), layout, stage) for stage in layout.on(rank)}
+    return {stage: _without_others(build(), layout, stage) for stage in layout.on(rank)}
 
 
-def _without(model: nn.Module, layout: Layout, stage: int) -> nn.Module:
+def _without_others(model: nn.Module, layout: StageLayout, stage: int) -> nn.Module:
     for name in (name for other, names in enumerate(layout.stages) if other != stage for name in names):
         parent, _, leaf = name.rpartition(".")
         holder = model.get_submodule(parent)
@@ -51,28 +50,14 @@ def _without(model: nn.Module, layout: Layout, stage: int) -> nn.Module:
     return model
 
 
-def keep_gathered(shard: ShardPlan, plan: PipelinePlan) -> ShardPlan:
-    """The plan of sharding for a stage: weights stay gathered between micro-batches, unless it says otherwise.
-
-    Raises ValueError if it does, and the schedule splits the backward: weights that are gathered between its two halves
-    are new tensors, and get no gradient without an error.
-    """
-    if shard.reshard_after_forward is None:
-        return replace(shard, reshard_after_forward=False)
-    if shard.reshard_after_forward is not False and SCHEDULES[plan.schedule].splits_backward:
-        raise ValueError(f"{plan.schedule} needs ShardPlan.reshard_after_forward = False")
-    return shard
-
-
 class PipelineModel(nn.Module):
-    """The stages of this rank as one module, in which everything has the name that it has in the whole model.
+    """The stages of this rank as one module, in which every parameter has its name of the whole model.
 
-    It is for what goes by names and parameters: optimizer, norms, checkpoints. It cannot be called; `Pipeline` runs the
-    stages.
+    It serves the optimizer, norms and checkpoints. It cannot be called; `Pipeline` runs the stages.
     """
 
-    def __init__(self, stages: Mapping[int, nn.Module], layout: Layout, mesh: DeviceMesh) -> None:
-        """mesh: of `World.build_mesh`."""
+    def __init__(self, stages: Mapping[int, nn.Module], layout: StageLayout, mesh: DeviceMesh) -> None:
+        """mesh: from `DistEnv.build_mesh`."""
         super().__init__()
         #: By number. In a dictionary of Python's, so that no parameter has a second name.
         self.stages = dict(stages)
@@ -86,7 +71,7 @@ class PipelineModel(nn.Module):
                     if name not in self._modules:
                         self.add_module(name, nn.ModuleDict())
                     cast(nn.ModuleDict, self.get_submodule(name)).update(dict(child.items()))
-                elif name not in self._modules:  # what all stages have (RoPE tables) is shown once
+                elif name not in self._modules:  # all stages have the RoPE tables: register them once
                     self.add_module(name, child)
 
     def train(self, mode: bool = True) -> PipelineModel:
@@ -96,12 +81,12 @@ class PipelineModel(nn.Module):
 
 
 @dataclass(frozen=True)
-class Piece:
+class MicroBatchShape:
     """The shapes of one pipeline micro-batch on one rank."""
 
     #: Sequences.
     rows: int
-    #: Tokens of each sequence that the first stage is given.
+    #: Tokens of each sequence at the input of the first stage.
     seq_len: int
     #: Positions of each sequence in the hidden states between stages: fewer where ranks share a sequence.
     hidden_len: int
@@ -111,84 +96,89 @@ class Piece:
     dtype: torch.dtype
 
     def hidden(self, rows: int, seq_len: int, device: torch.device | str) -> Tensor:
-        """What one stage sends to the next for `rows` sequences of `seq_len` tokens each, without values."""
+        """Return an empty tensor for the hidden states of `rows` sequences of `seq_len` tokens between stages."""
         length = seq_len * self.hidden_len // self.seq_len
         return torch.empty(rows, length, self.dim, dtype=self.dtype, device=device)
 
 
 class Pipeline:
-    """Runs the stages of a `PipelineModel` by the plan's schedule. All ranks of the pipeline call the same methods.
-
-    accumulation: micro-batches per step. All of them go through one run of the schedule, cut into
-    `plan.microbatches` pieces each, so ranks wait for the pipeline to fill and to drain once per step.
-    loss: summed over tokens. positions: tokens per sequence on this rank → their places in it, [that many] int64, where
-    hidden states do not have as many as to count them by.
-    """
+    """Runs the stages of a `PipelineModel` by a schedule. All ranks of the pipeline call the same methods."""
 
     def __init__(
         self,
         model: PipelineModel,
-        plan: PipelinePlan,
-        piece: Piece,
+        schedule: str,
+        shape: MicroBatchShape,
+        microbatches: int,
         accumulation: int,
         device: torch.device,
         loss: LossFunction,
         positions: Callable[[int], Tensor] | None = None,
     ) -> None:
-        self._model, self._piece, self._device, self._loss = model, piece, device, loss
-        self._pieces = plan.microbatches
+        """schedule: a name of `titanlite.config.pipeline.SCHEDULES`.
+
+        microbatches: pieces of each micro-batch. accumulation: micro-batches per step. All pieces of a step go through
+        one run of the schedule, so ranks wait once per step for the pipeline to fill and to drain.
+        loss: summed over tokens. positions: tokens per sequence on this rank → their places in it, [that many] int64;
+        needed where hidden states have another length.
+        """
+        self._model, self._shape, self._device, self._loss = model, shape, device, loss
+        self._microbatches = microbatches
         self._positions = positions
         self._tokens = torch.ones((), dtype=torch.float32, device=device)
         count = len(model.layout.stages)
         self._has_first, self._has_last = 0 in model.stages, count - 1 in model.stages
-        #: The last stage is given labels, and gives the loss.
+        #: The last stage takes labels and returns the loss.
         self._chunked = self._has_last and in_chunks(model.stages[count - 1])
         stages = [self._stage(number, count) for number in model.stages]
-        self._schedule = get_schedule_class(plan.schedule)(
-            stages[0] if SCHEDULES[plan.schedule].stages == "one" else stages,
-            plan.microbatches * accumulation,
-            loss_fn=self._share,
+        self._schedule = get_schedule_class(schedule)(
+            stages[0] if SCHEDULES[schedule].stages == "one" else stages,
+            microbatches * accumulation,
+            loss_fn=self._loss_share,
             # Each piece's loss is divided by the tokens of the whole step, so gradients add up as they are.
             scale_grads=False,
         )
 
     def _stage(self, number: int, count: int) -> PipelineStage:
-        """A stage whose shapes are known, so that torch need not run the model once to learn them."""
-        piece = self._piece
-        first, last = number == 0, number == count - 1
-        shape = piece.rows, piece.seq_len
-        tokens = torch.empty(shape, dtype=torch.int64, device="meta")
-        logits = torch.empty(*shape, piece.vocab, dtype=piece.dtype, device="meta")
+        """Make a stage of known shapes, so that torch does not run the model once to infer them."""
+        shape, first, last = self._shape, number == 0, number == count - 1
+        tokens = torch.empty(shape.rows, shape.seq_len, dtype=torch.int64, device="meta")
+        hidden = shape.hidden(shape.rows, shape.seq_len, "meta")
+        logits = torch.empty(*tokens.shape, shape.vocab, dtype=shape.dtype, device="meta")
         result = torch.empty((), device="meta") if self._chunked else logits
         return PipelineStage(
             self._model.stages[number],
             number,
             count,
             self._device,
-            input_args=(tokens if first else piece.hidden(*shape, "meta").requires_grad_(),),
-            output_args=((result if last else piece.hidden(*shape, "meta")).requires_grad_(),),
+            input_args=(tokens if first else hidden.clone().requires_grad_(),),
+            output_args=((result if last else hidden.clone()).requires_grad_(),),
             group=self._model.group,
         )
 
-    def _share(self, output: Tensor, labels: Tensor) -> Tensor:
-        """A piece's share of the step's loss, from what the last stage gives."""
-        return self._of_output(output, labels) / self._tokens
+    def _loss_share(self, output: Tensor, labels: Tensor) -> Tensor:
+        """Return a piece's share of the step's loss, from the output of the last stage."""
+        return self._loss_of(output, labels) / self._tokens
 
-    def _of_output(self, output: Tensor, labels: Tensor) -> Tensor:
+    def _loss_of(self, output: Tensor, labels: Tensor) -> Tensor:
         return output if self._chunked else self._loss(output, labels)
 
-    def forward_backward(self, micro_batches: Sequence[Batch], tokens: Tensor) -> Tensor:
-        """Accumulate gradients of the step's loss; returns this rank's share of it (0-dim, detached).
+    def forward_backward(
+        self, micro_batches: Sequence[Batch], tokens: Tensor, phase: Callable[[str], object] = lambda _: None
+    ) -> Tensor:
+        """Accumulate gradients of the step's loss. Return this rank's share of it (0-dim, detached).
 
         Only the last stage has a loss: the shares of other ranks are zero. tokens: valid tokens of the whole step over
         all data-parallel ranks, so that shares simply add up. Gradients are reduced over ranks once, at the end.
+        phase: is told that "pipeline" begins.
         """
+        phase("pipeline")
         self._tokens = tokens
         inputs = (torch.cat([b.tokens for b in micro_batches]),) if self._has_first else ()
         labels = torch.cat([b.labels for b in micro_batches]) if self._has_last else None
         losses: list[Tensor] | None = [] if self._has_last else None
         rows = sum(len(b.tokens) for b in micro_batches)
-        keywords = self._keywords(rows, self._piece.seq_len, labels)
+        keywords = self._keywords(rows, self._shape.seq_len, labels)
         self._schedule.step(*inputs, target=labels, losses=losses, return_outputs=False, **keywords)
         return (
             torch.stack(losses).detach().sum() if losses else torch.zeros((), dtype=torch.float32, device=self._device)
@@ -196,55 +186,55 @@ class Pipeline:
 
     @torch.no_grad()
     def loss_sum(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """A batch's loss, summed over tokens (0-dim), without gradients: zero on ranks without the last stage.
+        """Return a batch's loss, summed over tokens (0-dim), without gradients: zero on ranks without the last stage.
 
         tokens, labels: [any number of sequences, seq] int64, on the device; the same on all ranks of the pipeline.
         """
-        pieces = tokens.chunk(self._pieces)
+        pieces = tokens.chunk(self._microbatches)
         total = torch.zeros((), dtype=torch.float32, device=self._device)
         sent: list[tuple[dist.Work | None, Tensor]] = []
         local: list[Tensor] = []  # from a stage to the next one on the same rank
         for number, stage in self._model.stages.items():
             inputs = self._inputs(number, pieces, local)
             local = []
-            for x, y in zip(inputs, labels.chunk(self._pieces), strict=True):
+            for x, y in zip(inputs, labels.chunk(self._microbatches), strict=True):
                 out = stage(x, **self._keywords(len(y), y.size(1), y))
                 if number + 1 == len(self._model.layout.stages):
-                    total += self._of_output(out, y)
+                    total += self._loss_of(out, y)
                 elif number + 1 in self._model.stages:
                     local.append(out)
                 else:
                     out = out.contiguous()
-                    sent.append((dist.isend(out, self._peer(number + 1), self._model.group), out))
+                    sent.append((dist.isend(out, self._rank_of(number + 1), self._model.group), out))
         for work, _ in sent:
             if work is not None:
                 work.wait()
         for module in (m for stage in self._model.stages.values() for m in stage.modules()):
             if isinstance(module, FSDPModule):
-                module.reshard()  # without a backward nothing else frees weights that are kept for it
+                module.reshard()  # no backward comes that would free the weights
         return total
 
     def _inputs(self, number: int, tokens: Sequence[Tensor], local: Sequence[Tensor]) -> Iterator[Tensor]:
-        """What a stage is given, piece by piece, waited for when it is needed."""
+        """Yield the inputs of a stage, piece by piece; wait for each when it is needed."""
         if number == 0:
             yield from tokens
         elif number - 1 in self._model.stages:
             yield from local
         else:
-            # All receives are posted before the stage's first send: ranks that each wait with a send would never meet.
-            buffers = [self._piece.hidden(len(t), t.size(1), self._device) for t in tokens]
-            source, group = self._peer(number - 1), self._model.group
+            # Post all receives before the stage's first send: ranks that each wait in a send would deadlock.
+            buffers = [self._shape.hidden(len(t), t.size(1), self._device) for t in tokens]
+            source, group = self._rank_of(number - 1), self._model.group
             for work, buffer in [(dist.irecv(buffer, source, group), buffer) for buffer in buffers]:
                 if work is not None:
                     work.wait()
                 yield buffer
 
-    def _peer(self, number: int) -> int:
-        """The rank in the world that has a stage."""
+    def _rank_of(self, number: int) -> int:
+        """Return the global rank that holds a stage."""
         return dist.get_global_rank(self._model.group, self._model.layout.ranks[number])
 
     def _keywords(self, rows: int, seq_len: int, labels: Tensor | None) -> dict[str, Any]:
-        """For every stage of this rank, of which all but the last pass over the labels."""
+        """Return the keyword arguments for all stages of this rank; only the last one uses the labels."""
         keywords: dict[str, Any] = {"labels": labels, "loss": self._loss} if self._chunked else {}
         if self._positions is not None:
             keywords["positions"] = self._positions(seq_len).expand(rows, -1)

@@ -1,6 +1,6 @@
-"""Where a pipeline is cut: which modules each stage has, and which rank each stage is on. No torch here.
+"""Where a pipeline is cut: the modules of each stage, and the rank of each stage. This module imports no torch.
 
-    layout = divide(spec.pipeline_costs(args, seq_len), plan, degree)
+    layout = split_stages(spec.pipeline_costs(args, seq_len), degree, "1F1B")
     layout.stages[0]        # ("tok_embeddings", "layers.0", …)
 
 A model is cut between its embedding, blocks, last norm and head.
@@ -13,17 +13,13 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from titanlite.config.pipeline import SCHEDULES
-from titanlite.config.plans import PipelinePlan
+from titanlite.config.pipeline import SCHEDULES, stage_count
 from titanlite.models.spec import Cost
-
-
-class SplitError(ValueError):
-    """A model that cannot be cut as asked; the message says why."""
+from titanlite.parallel import ParallelismError
 
 
 @dataclass(frozen=True)
-class Layout:
+class StageLayout:
     """The stages of a pipeline."""
 
     #: Names of modules by stage, in the order they run.
@@ -34,7 +30,7 @@ class Layout:
     costs: tuple[tuple[str, Cost], ...]
 
     def on(self, rank: int) -> list[int]:
-        """The stages of a rank, in the order they run."""
+        """Return the stages of a rank, in the order they run."""
         return [stage for stage, owner in enumerate(self.ranks) if owner == rank]
 
     @property
@@ -43,58 +39,62 @@ class Layout:
         return [name for name, cost in self.costs if cost.parameters]
 
 
-def divide(costs: Mapping[str, Cost], plan: PipelinePlan, degree: int) -> Layout:
-    """The stages of `plan` on `degree` ranks.
+def split_stages(
+    costs: Mapping[str, Cost], degree: int, schedule: str, split_points: Sequence[str] = ()
+) -> StageLayout:
+    """Divide a model into the stages of `schedule` on `degree` ranks.
 
-    costs: the modules that a pipeline may be cut before, in the order they run. Raises SplitError.
+    costs: the modules before which a pipeline may be cut, in the order they run. split_points: modules that start a
+    stage, all but the first; empty: stages of even cost. Raises ParallelismError.
     """
     names = list(costs)
-    cuts = _named(names, plan.split_points) if plan.split_points else balance(list(costs.values()), plan.stages)
+    count = stage_count(schedule, degree, split_points)
+    cuts = _named_cuts(names, split_points) if split_points else balance_stages(list(costs.values()), count)
     bounds = [0, *cuts, len(names)]
     stages = tuple(tuple(names[first:last]) for first, last in itertools.pairwise(bounds))
     for stage in stages:
         if not any(costs[name].parameters for name in stage):
-            raise SplitError(f"a stage of {' and '.join(stage)} alone has no parameters: there is nothing to train")
-    if SCHEDULES[plan.schedule].stages == "v":
+            raise ParallelismError(f"a stage of {' and '.join(stage)} alone has no parameters: nothing to train")
+    if SCHEDULES[schedule].stages == "v":
         ranks = tuple(min(stage, len(stages) - 1 - stage) for stage in range(len(stages)))
     else:
         ranks = tuple(stage % degree for stage in range(len(stages)))
-    return Layout(stages, ranks, tuple(costs.items()))
+    return StageLayout(stages, ranks, tuple(costs.items()))
 
 
-def _named(names: Sequence[str], points: Sequence[str]) -> list[int]:
+def _named_cuts(names: Sequence[str], points: Sequence[str]) -> list[int]:
     cuts: list[int] = []
     for point in points:
         if point not in names:
             close = difflib.get_close_matches(point, names, n=1)
             nearest = f" (did you mean {close[0]}?)" if close else ""
-            raise SplitError(
+            raise ParallelismError(
                 f"no stage can start at {point!r}{nearest}: the model's pieces are {names[0]}, {names[1]} to "
                 f"{names[-3]}, {', '.join(names[-2:])}"
             )
         cut = names.index(point)
         if cut == 0:
-            raise SplitError(f"the first stage starts at {point} by itself: name the modules that start the others")
+            raise ParallelismError(f"the first stage starts at {point} anyway: name the modules that start the others")
         if cuts and cut <= cuts[-1]:
-            raise SplitError(f"{point} comes after {names[cuts[-1]]}, but the model runs it before: name them in order")
+            raise ParallelismError(f"{point} comes after {names[cuts[-1]]}, but the model runs it before: sort them")
         cuts.append(cut)
     return cuts
 
 
-def balance(costs: Sequence[Cost], stages: int) -> list[int]:
-    """Where each stage but the first begins, for stages of the most even cost.
+def balance_stages(costs: Sequence[Cost], stages: int) -> list[int]:
+    """Return where each stage but the first begins, for stages of the most even cost.
 
-    The largest number of FLOPs of a stage is as small as can be: all others wait for that stage. Of the divisions for
-    which that holds, the one whose largest stage has the fewest parameters: the embedding costs memory alone.
+    The largest number of FLOPs of a stage is as small as possible: all others wait for that stage. Among such divisions
+    it takes the one whose largest stage has the fewest parameters: the embedding costs memory alone.
 
-    costs: of the embedding, the blocks, the last norm and the head. Each stage has one block at least; SplitError if
-    there are too few.
+    costs: of the embedding, the blocks, the last norm and the head. Each stage has at least one block;
+    ParallelismError if there are too few.
     """
     blocks = range(1, len(costs) - 2)
     if len(blocks) < stages:
-        raise SplitError(f"{len(blocks)} blocks cannot be divided into {stages} stages: each needs one at least")
-    # A stage begins with a block: what is before the first belongs to the first stage, what is after the last to the
-    # last one.
+        raise ParallelismError(f"{len(blocks)} blocks cannot be divided into {stages} stages: each needs one at least")
+    # A stage begins with a block: modules before the first block belong to the first stage, those after the last block
+    # to the last stage.
     pieces = [range(start, end) for start, end in itertools.pairwise([*blocks, len(costs)])]
     pieces[0] = range(pieces[0].stop)
     flops = [sum(costs[i].flops for i in piece) for piece in pieces]
@@ -107,14 +107,14 @@ def balance(costs: Sequence[Cost], stages: int) -> list[int]:
 def _smallest_maximum(
     sizes: Sequence[int], limited: Sequence[int], stages: int, limit: int | None
 ) -> tuple[int, list[int]]:
-    """The smallest possible largest sum of `sizes` over contiguous stages, and where each but the first begins.
+    """Return the smallest possible largest sum of `sizes` over contiguous stages, and where each but the first begins.
 
     limited, limit: no stage's sum of `limited` may be above it.
     """
     total = [0, *itertools.accumulate(sizes)]
     bound = [0, *itertools.accumulate(limited)]
     n = len(sizes)
-    # best[i]: of the first i pieces in so many stages.
+    # best[i]: of the first i pieces, in as many stages as the loop has counted.
     best: list[tuple[int, list[int]] | None] = [(0, []), *[None] * n]
     for stage in range(stages):
         after: list[tuple[int, list[int]] | None] = [None] * (n + 1)

@@ -1,11 +1,11 @@
 """Tensor parallelism with sequence parallelism (Shoeybi et al. 2019; Korthikanti et al. 2022), by torch's styles.
 
-    split(model, spec.tensor_plan(args), mesh["tp"])    # on the meta device, before all else that wraps modules
-    loss = tensor_loss(cross_entropy_sum)               # for the logits that it gives
+    apply_tp(model, spec.tensor_plan(args), mesh["tp"])  # on the meta device, before everything that wraps modules
+    loss = tensor_loss(cross_entropy_sum)                # for the logits of that model
 
-Heads, the feed-forward's width and the vocabulary are divided over the ranks of a mesh. Between the products, where
-each rank would do the same work on the same activations, the sequence is divided instead: one all-gather before and
-one reduce-scatter after attention and feed-forward move what an all-reduce would.
+Heads, the feed-forward's width and the vocabulary are divided over the ranks of a mesh. Between the products each rank
+would do the same work on the same activations, so the sequence is divided there instead: an all-gather before and a
+reduce-scatter after attention and feed-forward move as many bytes as one all-reduce.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from titanlite.config.errors import ConfigError, Problem
 from titanlite.loss import ChunkedHead
+from titanlite.parallel import ParallelismError
 from titanlite.parallel.compile import LossFunction
 from titanlite.parallel.float8 import float8_style, input_cast, is_float8, sends_float8
 
@@ -37,27 +37,22 @@ from titanlite.parallel.float8 import float8_style, input_cast, is_float8, sends
 _SEQUENCE = Shard(1)
 
 
-class TensorParallelError(ValueError):
-    """A plan that does not fit the model; the message names the module or parameter."""
-
-
-def split(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, shard_logits: bool = True) -> None:
+def apply_tp(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, shard_logits: bool = True) -> None:
     """Divide the weights of `model` over the ranks of `mesh` in place, and its activations with them.
 
-    plan: name of a module, in the order they run → how it is divided; those that this model lacks (another pipeline
-    stage's) are passed over.
+    plan: name of a module, in the order they run → how it is divided; names of other pipeline stages are skipped.
         embedding: rows of the table; tokens whole, output divided by sequence.
-        sequence:  a normalisation; weights whole, input and output divided by sequence, the output a DTensor: plain if
-                   it is the model's last module, since what one pipeline stage sends to the next is.
+        sequence:  a normalisation; weights whole, input and output divided by sequence, the output a DTensor. It is
+                   plain if it is the model's last module, since a pipeline stage sends plain tensors.
         gather:    no weights of its own; the first argument comes from a `sequence` module and is made whole.
         colwise:   a linear's outputs; input whole, output a plain tensor of this rank's features.
         rowwise:   a linear's inputs; input as colwise leaves it, output divided by sequence.
-        head:      as colwise, from an input divided by sequence to logits, a DTensor for `tensor_loss`; one that
-                   computes the loss itself (`titanlite.loss.chunk_head`) gives them to that.
+        head:      as colwise, from an input divided by sequence to logits, a DTensor for `tensor_loss`; a head that
+                   computes the loss itself (`titanlite.loss.chunk_head`) passes them on to it.
     mesh: one-dimensional. shard_logits: logits stay divided by vocabulary; else every rank gets all of them.
 
-    Modules that shared a parameter still do. Raises TensorParallelError for an unknown kind, or if the plan leaves a
-    parameter undivided that no module of it covers.
+    Modules that shared a parameter still do. Raises ParallelismError for an unknown kind, or for a parameter that no
+    module of the plan covers.
     """
     shared = _shared_parameters(model)
     modules = dict(model.named_modules())
@@ -76,7 +71,7 @@ def split(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, shard_log
         if kind == "gather":
             cls: Any = type(module)
             takers = [other for other, way in kinds.items() if way == "colwise" and other.startswith(f"{name}.")]
-            # Cast before it travels, if all products that take it are in float8.
+            # Cast before the all-gather, if all products that take it are in float8.
             cast = bool(takers) and all(is_float8(modules[taker]) for taker in takers) and sends_float8(mesh)
             module.__class__ = _gathering(cls, takers[0].removeprefix(f"{name}.") if cast else "")
         elif kind == "embedding" or (kind == "sequence" and name == last):
@@ -87,11 +82,11 @@ def split(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, shard_log
             _tie(model, first, name)
     left = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     if left:
-        raise TensorParallelError(f"the plan of tensor parallelism covers no module with {', '.join(left)}")
+        raise ParallelismError(f"the plan of tensor parallelism covers no module with {', '.join(left)}")
 
 
 class _ChunkedHead(ColwiseParallel):
-    """The weights of a head that makes its input whole, and of it logits, by itself: chunk by chunk."""
+    """Divides the weights of a head that gathers its input and computes logits by itself, chunk by chunk."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         (module.logits,) = self.output_layouts  # type: ignore[assignment]
@@ -113,15 +108,15 @@ def _style(kind: str, shard_logits: bool, chunked: bool, last: bool) -> Parallel
             return _ChunkedHead(output_layouts=output)
         return ColwiseParallel(input_layouts=_SEQUENCE, output_layouts=output, use_local_output=False)
     known = "embedding, sequence, gather, colwise, rowwise, head"
-    raise TensorParallelError(f"tensor parallelism knows no way {kind!r} to divide a module; there are {known}")
+    raise ParallelismError(f"tensor parallelism knows no way {kind!r} to divide a module; there are {known}")
 
 
 @functools.cache  # one class for all blocks: torch.compile would compile each class anew
 def _gathering(cls: type[nn.Module], float8: str = "") -> type[nn.Module]:
-    """A module that makes its first argument whole. float8: a linear inside; the argument is cast as it would do it.
+    """Return a subclass that gathers its first argument. float8: a linear inside, by whose rules it is cast before.
 
     A class and no hook, so that `torch.compile` of the module has the all-gather in its graph. A hook is compiled
-    apart, and then the gradient is all-reduced where a reduce-scatter would do.
+    apart, and then an all-reduce of the gradient replaces the reduce-scatter.
     """
 
     cast = input_cast() if float8 else None
@@ -130,7 +125,7 @@ def _gathering(cls: type[nn.Module], float8: str = "") -> type[nn.Module]:
         def forward(self, x: DTensor, *args: Any, **kwargs: Any) -> Any:
             if cast is not None:
                 x = cast(x, self.get_submodule(float8))  # type: ignore[assignment]  # a DTensor still
-            # Still a DTensor: of plain copies each product would reduce its own gradient over the ranks.
+            # Still a DTensor: with plain copies each product would reduce its own gradient over the ranks.
             return super().forward(x.redistribute(placements=[Replicate()]), *args, **kwargs)
 
     Gathering.__name__, Gathering.__qualname__ = cls.__name__, cls.__qualname__
@@ -138,7 +133,7 @@ def _gathering(cls: type[nn.Module], float8: str = "") -> type[nn.Module]:
 
 
 def _shared_parameters(model: nn.Module) -> list[list[str]]:
-    """Names of each parameter that has more than one."""
+    """Return the names of each parameter that has more than one."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -146,17 +141,17 @@ def _shared_parameters(model: nn.Module) -> list[list[str]]:
 
 
 def _tie(model: nn.Module, first: str, name: str) -> None:
-    """Make parameter `name` be parameter `first` again: each module was given a divided one of its own."""
+    """Make parameter `name` be parameter `first` again: each module has got a divided one of its own."""
     source, parameter = model.get_parameter(first), model.get_parameter(name)
     ways = [getattr(p, "placements", "undivided") for p in (source, parameter)]
     if ways[0] != ways[1]:
-        raise TensorParallelError(f"{first} and {name} are one parameter, but the plan divides them as {ways}")
+        raise ParallelismError(f"{first} and {name} are one parameter, but the plan divides them as {ways}")
     path, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(path), leaf, source)
 
 
 def tensor_loss(loss: LossFunction) -> LossFunction:
-    """`loss` for logits [batch, seq, vocab] that are a DTensor; those divided by vocabulary are never gathered.
+    """Return `loss` for logits [batch, seq, vocab] that are a DTensor. Logits divided by vocabulary are never gathered.
 
     loss: made of `cross_entropy`; also compiled. The result is a plain scalar, the same on every rank of the mesh.
     """
@@ -172,10 +167,7 @@ def tensor_loss(loss: LossFunction) -> LossFunction:
 
 
 class _ShardedLoss(torch.autograd.Function):
-    """Enters torch's `loss_parallel` for the forward and for the backward of one loss function.
-
-    The context replaces operators wherever it is entered; so callers need not know of it.
-    """
+    """Enters torch's `loss_parallel`, which replaces operators, around one loss function's forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, loss: LossFunction) -> Tensor:
@@ -202,33 +194,32 @@ class _ShardedLoss(torch.autograd.Function):
 ASYNC_OPTIONS = {"_micro_pipeline_tp": True}
 
 
-def check_async(tensor: int, device_type: str, ranks_per_node: int) -> None:
-    """Raise ConfigError unless tensor-parallel ranks can write to each other's memory, which async TP is made of.
+def check_async(tp: int, device_type: str, ranks_per_node: int) -> None:
+    """Raise ParallelismError unless tensor-parallel ranks can write to each other's memory, which async TP needs.
 
-    tensor: their number. ranks_per_node: ranks on this machine, neighbours in the mesh.
+    tp: their number. ranks_per_node: ranks on this machine, neighbours in the mesh.
     """
-    message = ""
     if device_type != "cuda":
-        message = "needs GPUs that reach each other's memory (CUDA symmetric memory), and this run is on a CPU"
-    elif ranks_per_node % tensor:
-        message = f"needs the {tensor} ranks of tensor parallelism on one node, and there are {ranks_per_node} on each"
-    else:
-        # Neighbouring ranks share a product, and the local rank is the number of the GPU.
-        groups = [range(first, first + tensor) for first in range(0, ranks_per_node, tensor)]
-        pairs = [(a, b) for group in groups for a in group for b in group if a != b]
-        apart = next((pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)), None)
-        if apart is not None:
-            message = f"needs GPUs that reach each other's memory; GPU {apart[0]} does not reach GPU {apart[1]}"
-    if message:
-        hint = "set it to false: tensor parallelism works without it, its traffic then waits for the products"
-        raise ConfigError([Problem("", "experimental.enable_async_tensor_parallel", message, hint)])
+        raise ParallelismError(
+            "needs GPUs that reach each other's memory (CUDA symmetric memory), and this run is on a CPU"
+        )
+    if ranks_per_node % tp:
+        raise ParallelismError(
+            f"needs the {tp} ranks of tensor parallelism on one node, and there are {ranks_per_node} on each"
+        )
+    # Neighbouring ranks share a product, and the local rank is the number of the GPU.
+    groups = [range(first, first + tp) for first in range(0, ranks_per_node, tp)]
+    pairs = [(a, b) for group in groups for a in group for b in group if a != b]
+    for a, b in pairs:
+        if not torch.cuda.can_device_access_peer(a, b):
+            raise ParallelismError(f"needs GPUs that reach each other's memory; GPU {a} does not reach GPU {b}")
 
 
 def enable_async(mesh: DeviceMesh) -> None:
-    """Give the ranks of a one-dimensional CUDA mesh the memory that compiled overlapping goes through."""
+    """Give the ranks of a one-dimensional CUDA mesh the shared memory that compiled overlap needs."""
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
     with warnings.catch_warnings():
-        # It says that nobody need call it; but inductor fuses for groups alone for which it was called.
+        # The warning says that the call is not needed; but inductor fuses only for groups that had it.
         warnings.simplefilter("ignore", FutureWarning)
         enable_symm_mem_for_group(mesh.get_group().group_name)

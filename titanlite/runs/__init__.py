@@ -1,1 +1,1 @@
-"""What a run leaves in its folder, and how to list and compare runs. No torch here: these answer at once anywhere."""
+"""The folder of a run: its record, its lock, its logs, and reading them. No torch here."""

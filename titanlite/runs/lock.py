@@ -88,15 +88,23 @@ class RunLock:
         if isinstance(self.folder, Path):
             self._made_folder = not self.folder.exists()
             self.folder.mkdir(parents=True, exist_ok=True)
-        self._take(self.path)
-        self._thread.start()
+        try:
+            self._take(self.path)
+            self._thread.start()
+        except BaseException:  # also of a signal
+            self._release()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._release()
+
+    def _release(self) -> None:
         self._released.set()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         with suppress(OSError):
             if (_read(self.path) or {}).get("token") == self._token:
                 self.path.unlink()
@@ -106,7 +114,9 @@ class RunLock:
     def _take(self, path: Path | StorePath) -> None:
         """Create a lock file, instead of an abandoned one if there is one. Raises LockedError."""
         while not self._create(path):
-            holder = _read(path)
+            if (holder := _read(path)) == {}:  # perhaps it is being written at this moment
+                time.sleep(_POLL_SECONDS)
+                holder = _read(path)
             if holder is None:
                 continue  # released in between
             if self._is_alive(path, holder):
@@ -127,25 +137,21 @@ class RunLock:
                 claim.unlink(missing_ok=True)
 
     def _create(self, path: Path | StorePath) -> bool:
-        """Create a file with all its content; False where one exists."""
+        """Create a lock file; False where one exists."""
         try:
             if not isinstance(path, Path):
                 path.write_new(self._content)
                 return True
-            # A link fails where a file exists, on NFS too, and nobody reads half of one.
-            aside = path.with_name(f".{FILE}.{self._token}")
-            aside.write_bytes(self._content)
-            try:
-                os.link(aside, path)
-            except FileExistsError:
-                raise
-            except OSError:  # a file system without links
-                with open(path, "xb") as file:
-                    file.write(self._content)
-            finally:
-                aside.unlink(missing_ok=True)
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)  # atomic on NFS 3 and later: open(2)
         except FileExistsError:
             return False
+        try:
+            os.write(file, self._content)
+        except BaseException:  # a full disk, or a signal
+            path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(file)
         return True
 
     def _is_alive(self, path: Path | StorePath, holder: dict[str, Any]) -> bool:

@@ -15,14 +15,14 @@ from typing import Any
 
 import titanlite
 from titanlite._version import __version__
-from titanlite.config.scan import TOMLDecodeError, loads
+from titanlite.config.toml import TOMLDecodeError, loads
 
 #: Bytes of `git.diff` that are kept.
 DIFF_LIMIT = 1 << 20
 REMOVED = "(removed)"
 
 _LIBRARIES = (
-    *("torch", "torchao", "triton", "numpy", "pydantic", "datasets", "safetensors", "transformers"),
+    *("torch", "torchao", "triton", "numpy", "msgspec", "datasets", "safetensors", "transformers"),
     *("tiktoken", "sentencepiece", "tokenizers"),
 )
 _PREFIXES = (

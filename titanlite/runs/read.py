@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from titanlite import exit_codes
-from titanlite.config.scan import TOMLDecodeError
+from titanlite.config.toml import TOMLDecodeError
 from titanlite.metrics.jsonl import FILE as METRICS
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.runs.lock import last_sign_of_life
@@ -143,7 +143,7 @@ def read_run(path: Path, *, partial: bool = False) -> Run:
         )
     problems: list[str] = []
 
-    def attempt(read: Callable[[Path], T], name: str) -> T | None:
+    def unless_broken(read: Callable[[Path], T], name: str) -> T | None:
         try:
             return read(folder / name)
         except (RunError, OSError) as error:
@@ -155,7 +155,7 @@ def read_run(path: Path, *, partial: bool = False) -> Run:
     attempts = read_attempts(folder)
     # A run that began anew in the folder of an earlier one has metrics of its own, and so its own attempts.
     begins = [i for i, one in enumerate(attempts) if one.get("first_step") == 0]
-    rows, config = attempt(_rows, METRICS) or (), attempt(_config, CONFIG)
+    rows, config = unless_broken(_rows, METRICS) or (), unless_broken(_config, CONFIG)
     alive = last_sign_of_life(folder)
     return Run(folder, tuple(attempts[begins[-1] if begins else 0 :]), rows, config, alive, tuple(problems))
 

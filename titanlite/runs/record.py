@@ -178,13 +178,14 @@ def read_entries(folder: Path) -> list[dict[str, Any]]:
     return [line for line in lines if line.get("event") in ("start", "end") and isinstance(line.get("attempt"), int)]
 
 
-def read_attempts(folder: Path) -> list[Attempt]:
+def read_attempts(folder: Path) -> Sequence[Attempt]:
     """Return the attempts of a run, oldest first. Unreadable records count as missing.
 
     An attempt is its start entry and its end entry in one: "time" becomes "started" and "ended" (seconds since 1970),
     and the "step" of the start "first_step". Without an end it has neither "ended" nor "state".
     """
     found: dict[int, dict[str, Any]] = {}
+    older: list[dict[str, Any]] = []
     for entry in read_entries(folder):
         number, time = entry["attempt"], _seconds(entry.get("time"))
         if entry["event"] == "start":
@@ -196,13 +197,13 @@ def read_attempts(folder: Path) -> list[Attempt]:
         if (twin := next(same, None)) is not None:
             twin.update({**old, **twin})
         else:
-            found[-i] = {"attempt": i, **old}
-    attempts = sorted(found.values(), key=lambda attempt: attempt["started"] or 0.0)
+            older.append({"attempt": i, **old})
+    attempts = [*older, *found.values()]
     names: dict[str, str] = {}
     for attempt in reversed(attempts):  # the files of an attempt are renamed by the next start with others
         attempt.update({key: names.get(attempt[key], attempt[key]) for key in ("config", "diff") if key in attempt})
         names.update(attempt.get("renamed", {}))
-    return list(attempts)
+    return attempts
 
 
 def _old_attempts(path: Path) -> Iterator[dict[str, Any]]:

@@ -1,1 +1,17 @@
 """Commands of `titanlite` beside training. Training never imports them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+
+def refuse_keys(flags: Sequence[str], hints: Mapping[str, str]) -> None:
+    """Raise ConfigError for flags of keys that a command sets itself. hints: key -> what to use instead."""
+    from titanlite.config.aliases import key_of
+    from titanlite.config.entries import command_line_entries
+    from titanlite.config.errors import ConfigError, Problem
+
+    names = [entry.name for entry in command_line_entries(flags)[0]]
+    keys = {name: key_of(name) for name in names}
+    if found := [(name, hints[key]) for name, key in keys.items() if key in hints]:
+        raise ConfigError([Problem("command line", name, "cannot be set here", hint) for name, hint in found])

@@ -4,29 +4,87 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
+import re
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from titanlite import exit_codes
-from titanlite.config.errors import ConfigError
-from titanlite.config.load import find_config, read
-from titanlite.metrics.jsonl import json_value
-from titanlite.runs import provenance
-from titanlite.runs.read import Run, RunError, read_run
-from titanlite.tools import benchmark_levels
-from titanlite.tools import benchmark_report as report
-from titanlite.tools.benchmark_levels import LEVELS, BenchmarkError, Machine, Planned, task_differences, without_folder
-from titanlite.tools.plots import PlotsMissing
-from titanlite.tools.processes import Stopped, last_lines, run, stoppable, training_command, training_environment
-from titanlite.utils import escape, human_time, render
+from msgspec.structs import replace as replace_fields
 
+from titanlite import exit_codes, torchrun
+from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.fit import check_config, fitted
+from titanlite.config.load import find_config, read
+from titanlite.config.toml import quote
+from titanlite.runs import provenance
+from titanlite.runs.provenance import config_values
+from titanlite.runs.read import Run, RunError, read_run
+from titanlite.tools import benchmark_report as report
+from titanlite.tools import refuse_keys
+from titanlite.tools.plots import PlotsMissing
+from titanlite.tools.processes import Stopped, last_lines, run, stoppable
+from titanlite.utils import atomic_write, escape, human_time, render
+
+
+class BenchmarkError(RunError):
+    """A benchmark cannot start or continue; the text gives the reason and the remedy."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """A row of the table. The fields after `text` are set by `check_levels`."""
+
+    name: str
+    about: str
+    #: Keys that this level switches on beside those of the level before.
+    adds: tuple[str, ...] = ()
+    #: Its TOML file, which extends the level before.
+    text: str = ""
+    #: Further flags for `train.py`.
+    flags: tuple[str, ...] = ()
+    #: The resolved config by `section.key`, without the output folder.
+    values: Mapping[str, Any] = field(default_factory=dict)
+    #: Whatever must be equal for losses to be comparable: weights, text and batch.
+    task: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def file(self) -> str:
+        return f"{self.name}.toml"
+
+
+LEVELS = (
+    Level("default", "the config with all of these off"),
+    Level("compile", "torch.compile of each block and the loss", ("training.compile",)),
+    Level("float8", "products of linear layers in float8", ("float8.enable_float8_linear",)),
+    Level(
+        "float8-all-gather",
+        "weights gathered in float8, their scales computed ahead",
+        ("float8.enable_fsdp_float8_all_gather", "float8.precompute_float8_dynamic_scale_for_fsdp"),
+    ),
+)
+SWITCHES = tuple(key for level in LEVELS for key in level.adds)
+#: Off in every run: extra time, or files elsewhere.
+_OFF = (
+    *("checkpoint.enable_checkpoint", "validation.enable", "profiling.enable_profiling"),
+    *("profiling.enable_memory_snapshot", "metrics.enable_tensorboard", "metrics.enable_wandb"),
+)
+#: Keys that the command sets itself -> the hint for a flag of that name.
+OWN = {
+    "job.config_file": "name the config first, without a flag",
+    "job.dump_folder": "every run has its own folder; --out names the folder above them",
+    **dict.fromkeys(("training.steps", "training.tokens", "training.epochs"), "use --steps, the length of each run"),
+    "checkpoint.enable_checkpoint": "the runs are short and save no checkpoints",
+    **dict.fromkeys(SWITCHES, "the levels differ in this key: use --skip and --overlay"),
+}
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _RESULTS, _PAGE, _LOSSES, _SPEEDS = "benchmark.json", "benchmark.md", "losses.png", "throughput.png"
 
 _EPILOG = """\
@@ -58,95 +116,226 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add = parser.add_argument
     add("config", metavar="CONFIG", help="TOML file; also looked up in train_configs/")
-    add(
-        "--overlay",
-        action="append",
-        default=[],
-        metavar="NAME=FILE.toml",
-        help="add a level: FILE over the first level; repeatable",
-    )
+    overlay = "add a level: FILE over the first level; repeatable"
+    add("--overlay", action="append", default=[], metavar="NAME=FILE.toml", help=overlay)
     add("--skip", action="append", default=[], metavar="LEVEL", help="leave a level out; repeatable")
-    add("--steps", type=int, default=30, metavar="N", help="steps of a run (default: 30)")
-    add("--warmup", type=int, default=10, metavar="N", help="first steps not counted for speed (default: 10)")
-    add("--repeats", type=int, default=3, metavar="N", help="runs of each level (default: 3)")
-    add("--ranks", type=int, metavar="N", help="processes (default: one per GPU; without a GPU 2)")
+    add("--steps", type=_positive, default=30, metavar="N", help="steps of a run (default: 30)")
+    add("--warmup", type=_positive, default=10, metavar="N", help="first steps not counted for speed (default: 10)")
+    add("--repeats", type=_positive, default=3, metavar="N", help="runs of each level (default: 3)")
+    add("--ranks", type=_positive, metavar="N", help="processes (default: one per GPU; without a GPU 2)")
     add("--out", type=Path, metavar="FOLDER", help="output folder (default: ./outputs/benchmark/NAME-OF-CONFIG)")
     add("--json", action="store_true", help="print the results as JSON")
     parser.set_defaults(run=_run)
 
 
+def _positive(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text}: expected an integer >= 1")
+    return int(text)
+
+
 def _run(arguments: argparse.Namespace, flags: list[str], _style: object) -> tuple[str, int]:
-    _check_numbers(arguments)
-    benchmark_levels.refuse_own_keys(flags)
+    steps, warmup, repeats = arguments.steps, arguments.warmup, arguments.repeats
+    if steps <= warmup:
+        raise BenchmarkError(f"--steps {steps}: no step is left to count after --warmup {warmup}")
+    refuse_keys(flags, OWN)
     config = find_config(arguments.config)
     if config is None:
         raise ConfigError(read([f"--job.config_file={arguments.config}"])[1])
-    levels = benchmark_levels.make_levels(config, arguments.overlay)
+    levels = make_levels(config, arguments.overlay)
     names = [level.name for level in levels]
     if unknown := [name for name in arguments.skip if name not in names]:
         raise BenchmarkError(f"--skip {unknown[0]}: unknown level; the levels are {', '.join(names)}")
     if not (chosen := [level for level in levels if level.name not in arguments.skip]):
         raise BenchmarkError("--skip leaves no level")
-    machine = benchmark_levels.probe()
+    machine = probe()
     ranks = arguments.ranks or machine.gpus or 2
     if machine.gpus and ranks > machine.gpus:
         raise BenchmarkError(f"--ranks {ranks}: each rank needs its own GPU, and this machine has {machine.gpus}")
-    out = arguments.out or Path("outputs", "benchmark", config.stem)
     with tempfile.TemporaryDirectory() as scratch:  # a refused benchmark writes nothing to `out`
-        benchmark_levels.write_levels(levels, Path(scratch))
-        common = benchmark_levels.common_flags(str(Path(scratch, levels[0].file)), flags, arguments.steps, ranks)
-        planned = benchmark_levels.check_levels(chosen, Path(scratch), common, ranks, machine)
-    benchmark_levels.check_logged_steps(planned, arguments.steps, arguments.warmup)
-    sizes = arguments.steps, arguments.warmup, arguments.repeats
-    benchmark = Benchmark(config.name, planned, common, machine, ranks, out, *sizes)
+        write_levels(levels, Path(scratch))
+        common = common_flags(str(Path(scratch, levels[0].file)), flags, steps, ranks)
+        checked = check_levels(chosen, Path(scratch), common, ranks, machine)
+    check_logged_steps(checked, steps, warmup)
+    out = arguments.out or Path("outputs", "benchmark", config.stem)
+    benchmark = Benchmark(config.name, checked, common, machine, ranks, out, steps, warmup, repeats)
     benchmark.find_finished()
     try:
-        benchmark_levels.write_levels(levels, out / "levels")
+        write_levels(levels, out / "levels")
         code = benchmark.make_runs()
         return benchmark.finish(arguments.json), code
     except OSError as error:
         raise BenchmarkError(f"cannot write to {out}: {error.strerror or error}; name another with --out") from None
 
 
-def _check_numbers(arguments: argparse.Namespace) -> None:
-    for name in ("warmup", "repeats", "ranks"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            why = ": the first step compiles and allocates" if name == "warmup" else ""
-            raise BenchmarkError(f"--{name} {value}: expected at least 1{why}")
-    if arguments.steps <= arguments.warmup:
-        raise BenchmarkError(f"--steps {arguments.steps}: no step is left to count after --warmup {arguments.warmup}")
+def make_levels(config: Path, overlays: Sequence[str]) -> list[Level]:
+    """Return the four levels of a config, then each overlay NAME=FILE.toml over the first. Raises BenchmarkError."""
+    levels: list[Level] = []
+    for level in LEVELS:
+        below = levels[-1].file if levels else str(config.resolve())
+        values = dict.fromkeys(level.adds or SWITCHES, bool(level.adds))
+        levels.append(replace(level, text=_toml(level.name, [below], values)))
+    for words in overlays:
+        name, _, file = words.partition("=")
+        if not file or not _NAME.fullmatch(name):
+            why = "expected NAME=FILE.toml, the name of letters, digits, dots, dashes and underscores"
+        elif not Path(file).is_file():
+            why = f"there is no file {file}"
+        elif name in [level.name for level in levels]:
+            why = f"there is a level {name} already; take another name"
+        else:
+            text = _toml(name, [levels[0].file, str(Path(file).resolve())], {})
+            levels.append(Level(name, f"{file} over {levels[0].name}", text=text))
+            continue
+        raise BenchmarkError(f"--overlay {words}: {why}")
+    return levels
+
+
+def _toml(name: str, extends: Sequence[str], values: Mapping[str, bool]) -> str:
+    lines = [f'# Level "{name}", written by `titanlite benchmark`.', f"job.extends = {quote(list(extends))}"]
+    return "\n".join([*lines, *(f"{key} = {quote(value)}" for key, value in values.items())]) + "\n"
+
+
+def write_levels(levels: Sequence[Level], folder: Path) -> None:
+    """Write the file of each level. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for level in levels:
+        (folder / level.file).write_text(level.text, encoding="utf-8")
 
 
 @dataclass(frozen=True)
-class Slot:
-    """One run to make."""
+class Machine:
+    """The hardware of the runs."""
 
-    planned: Planned
-    #: From 1.
-    repeat: int
+    #: Name of the device.
+    device: str
+    #: GPUs that torch finds.
+    gpus: int = 0
+    #: Why the GPUs cannot do float8 products; empty if they can, and on a CPU.
+    no_float8: Sequence[Problem] = ()
 
     @property
-    def name(self) -> str:
-        return self.planned.level.name
-
-    @property
-    def folder(self) -> str:
-        return f"{self.name}-{self.repeat}"
+    def device_type(self) -> str:
+        return "cuda" if self.gpus else "cpu"
 
 
-def in_turn(planned: Sequence[Planned], repeats: int) -> list[Slot]:
-    """All runs in their order. Each repeat starts with another level, so a drift of the machine favours none."""
-    order = [(repeat, (repeat + i) % len(planned)) for repeat in range(repeats) for i in range(len(planned))]
-    return [Slot(planned[level], repeat + 1) for repeat, level in order]
+def probe() -> Machine:
+    """Describe this machine, in a child process: a process that has used a GPU keeps some of its memory.
+
+    Raises BenchmarkError.
+    """
+    try:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as child:
+            return child.submit(_describe).result()
+    except Exception as error:
+        raise BenchmarkError(f"torch cannot list the devices of this machine: {error}") from None
+
+
+def _describe() -> Machine:
+    import torch
+
+    from titanlite.config.sections import Float8
+    from titanlite.metrics.throughput import device_name
+    from titanlite.preflight import float8_problems
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    no_float8 = float8_problems(Float8(enable_float8_linear=True)) if gpus else []
+    return Machine(device_name(torch.device("cuda" if gpus else "cpu")), gpus, no_float8)
+
+
+def common_flags(config: str, flags: Sequence[str], steps: int, ranks: int) -> list[str]:
+    """Return the flags of all runs: their length, one seed, and the config's own learning rates for these steps."""
+    found = [f"--training.steps={steps}", "--metrics.log_freq=1", "--float8.drift_check=0"]
+    found += [f"--{key}=false" for key in _OFF]
+    base, _ = read([f"--job.config_file={config}", *flags])
+    if base.value("checkpoint.start") == "resume":
+        found.append("--checkpoint.start=resume-or-fresh")
+    found.append(f"--training.seed={base.value('training.seed') or 0}")
+    try:
+        # The schedule keeps its length: the runs are its first steps, not a short copy of it.
+        length = fitted(base, ranks).schedule.total_steps
+    except ConfigError:
+        length = None  # reported with the levels
+    return [*found, *([] if length is None else [f"--lr_scheduler.total_steps={length}"]), *flags]
+
+
+def check_levels(
+    levels: Sequence[Level], folder: Path, common: Sequence[str], ranks: int, machine: Machine
+) -> list[Level]:
+    """Check all levels as they will run, and return them with flags, values and task.
+
+    Raises ConfigError for problems of the config itself, BenchmarkError with every problem of the other levels.
+    """
+    checked = [_check(levels[0], folder, common, ranks, machine)]
+    refused: dict[str, Sequence[Problem]] = {}
+    for level in levels[1:]:
+        try:
+            checked.append(_check(level, folder, common, ranks, machine))
+        except ConfigError as error:
+            refused[level.name] = error.problems
+    if refused:
+        lines = [f"{len(refused)} of {len(levels)} levels cannot run; nothing was started"]
+        for name, problems in refused.items():
+            lines += [f"  level {name}:", *("    " + str(one).replace("\n", "\n    ") for one in problems)]
+        lines.append(f"to run the others: {' '.join(f'--skip {name}' for name in refused)}")
+        raise BenchmarkError("\n".join(lines))
+    return checked
+
+
+def _check(level: Level, folder: Path, common: Sequence[str], ranks: int, machine: Machine) -> Level:
+    arguments = [f"--job.config_file={folder / level.file}", *common]
+    if not machine.gpus and read(arguments)[0].value("float8.enable_float8_linear"):
+        level = replace(level, flags=("--float8.emulate=true",))
+    config, run_config = check_config([*arguments, *level.flags], ranks)
+    d = config.sections
+    if d.training.compile:
+        from titanlite.preflight import compile_problems  # needs torch
+
+        if problems := compile_problems(d.training, d.compile, machine.device_type):
+            raise ConfigError(problems)
+    if d.float8.enable_float8_linear and not d.float8.emulate and machine.no_float8:
+        raise ConfigError(machine.no_float8)
+    task = {
+        "model": replace_fields(d.model, tokenizer_path=None),
+        "tokenizer": d.model.tokenizer_path,
+        "text": (d.training.dataset, d.training.dataset_path),
+        "order of the text": (d.data.seed, d.data.shuffle),
+        "training.seed": d.training.seed,
+        "sequence length": d.training.seq_len,
+        "sequences per step": run_config.batch.global_batch_size,
+    }
+    return replace(level, values=_without_folder(config_values(config.to_toml())), task=task)
+
+
+def _without_folder(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key != "job.dump_folder"}
+
+
+def check_logged_steps(levels: Sequence[Level], steps: int, warmup: int) -> None:
+    for freq in {level.values["metrics.log_freq"] for level in levels}:
+        logged = [{"step": float(step)} for step in sorted({1, steps, *range(freq, steps + 1, freq)})]
+        if not report.after_warmup(logged, warmup):
+            raise BenchmarkError(
+                f"metrics.log_freq = {freq} logs no steps between step {warmup} (--warmup) and step {steps} (--steps): "
+                "use a lower value"
+            )
+
+
+def in_turn(levels: Sequence[Level], repeats: int) -> list[tuple[Level, int]]:
+    """Return level and number of all runs, in their order.
+
+    Each repeat starts with another level, so a drift of the machine favours none.
+    """
+    count = len(levels)
+    return [(levels[(repeat + i) % count], repeat + 1) for repeat in range(repeats) for i in range(count)]
 
 
 @dataclass
 class Benchmark:
-    """All runs of a benchmark. `planned`: the levels, the baseline first."""
+    """All runs of a benchmark. `levels`: the baseline first."""
 
     title: str
-    planned: Sequence[Planned]
+    levels: Sequence[Level]
     common: Sequence[str]
     machine: Machine
     ranks: int
@@ -154,188 +343,152 @@ class Benchmark:
     steps: int
     warmup: int
     repeats: int
-    #: Finished runs by the name of their folder.
-    finished: dict[str, Run] = field(default_factory=dict)
+    #: Finished runs by level and number.
+    finished: dict[tuple[str, int], Run] = field(default_factory=dict)
+
+    def folder(self, level: Level, repeat: int) -> Path:
+        return self.out / "runs" / f"{level.name}-{repeat}"
 
     def find_finished(self) -> None:
         """Find the runs in the folder that need no repeat. Raises BenchmarkError if they are of another benchmark."""
         if self.out.exists() and not self.out.is_dir():
             raise BenchmarkError(f"{self.out} is not a folder; name another with --out")
-        found = self._finished_runs()
-        for slot in in_turn(self.planned, self.repeats):
-            if slot.folder in found and (differences := self._differences(slot, found[slot.folder])):
-                lines = [f"{self.out / 'runs' / slot.folder} is a run of another benchmark:"]
-                lines += [f"  {line}" for line in differences[:8]]
-                raise BenchmarkError("\n".join([*lines, "name another folder with --out"]))
-        self.finished = found
-
-    def _finished_runs(self) -> dict[str, Run]:
-        slots = in_turn(self.planned, self.repeats)
-        return {slot.folder: done for slot in slots if (done := self._done(slot)) is not None}
-
-    def _done(self, slot: Slot) -> Run | None:
-        """The run of a slot if it was trained to its end."""
-        try:
-            found = read_run(self.out / "runs" / slot.folder)
-        except (RunError, OSError):
-            return None
-        return found if found.state == "done" and found.step == found.steps and found.training else None
-
-    def _differences(self, slot: Slot, found: Run) -> list[str]:
-        """Config, device, ranks and versions of a finished run against those of this benchmark."""
-        before = {**without_folder(found.config or {}), **self._conditions(found.attempts[-1])}
-        now = {**slot.planned.values, **self._conditions({**self._hardware(), "versions": provenance.versions()})}
-        names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-        return [f"{name}: {json.dumps(before.get(name))} there, {json.dumps(now.get(name))} now" for name in names]
-
-    @staticmethod
-    def _conditions(record: Mapping[str, Any]) -> dict[str, Any]:
-        versions = {f"version of {name}": record.get("versions", {}).get(name) for name in ("titanlite", "torch")}
-        return {"ranks": record.get("ranks"), "device": record.get("device"), **versions}
+        for level, repeat in in_turn(self.levels, self.repeats):
+            if (done := _finished_run(self.folder(level, repeat))) is not None:
+                before = {**_without_folder(done.config or {}), **_conditions(done.attempts[-1])}
+                now = {**level.values, **_conditions({**self._hardware(), "versions": provenance.versions()})}
+                if names := [name for name in {**before, **now} if before.get(name) != now.get(name)]:
+                    lines = [f"{n}: {json.dumps(before.get(n))} there, {json.dumps(now.get(n))} now" for n in names]
+                    head = f"{self.folder(level, repeat)} is a run of another benchmark:"
+                    raise BenchmarkError("\n  ".join([head, *lines[:8]]) + "\nname another folder with --out")
+                self.finished[level.name, repeat] = done
 
     def _hardware(self) -> dict[str, Any]:
-        return {"device": self.machine.device, "ranks": self.ranks, "cores": os.cpu_count()}
+        return {"device": self.machine.device, "world_size": self.ranks, "cores": os.cpu_count()}
 
     def make_runs(self) -> int:
         """Make the missing runs, and write the results after each. Returns the exit code. Raises OSError."""
-        slots = in_turn(self.planned, self.repeats)
-        missing = [slot for slot in slots if slot.folder not in self.finished]
+        slots = in_turn(self.levels, self.repeats)
+        missing = [(level, repeat) for level, repeat in slots if (level.name, repeat) not in self.finished]
         if self.finished:
             _log(f"{len(self.finished)} of {len(slots)} runs are in {self.out} already")
         began = time.monotonic()
         with stoppable():
             try:
-                for i, slot in enumerate(missing):
-                    label = (
-                        f"run {len(slots) - len(missing) + i + 1} of {len(slots)}: {slot.name}, repeat {slot.repeat}"
-                    )
-                    if (figures := self._make(slot, label)) is None:
+                for i, (level, repeat) in enumerate(missing, 1):
+                    label = f"run {len(slots) - len(missing) + i} of {len(slots)}: {level.name}, repeat {repeat}"
+                    if not self._make(level, repeat, label):
                         return exit_codes.ERROR
                     self._save()
-                    mean, left = (time.monotonic() - began) / (i + 1), len(missing) - i - 1
-                    speed = f"{figures.tokens_per_second:,.0f} tokens/s, loss {figures.losses[self.steps]:.4f}"
-                    _log(f"{label}: {speed}" + (f"; about {human_time(left * mean)} left" if left else ""))
+                    if left := (len(missing) - i) * (time.monotonic() - began) / i:
+                        _log(f"about {human_time(left)} left")
             except Stopped as stop:
                 _log(f"stopped by {stop}; the same command makes the missing runs")
                 return 128 + stop.number
         return exit_codes.DONE
 
-    def _make(self, slot: Slot, label: str) -> report.RunFigures | None:
-        """Make one run; its figures, or None if it failed."""
-        folder = self.out / "runs" / slot.folder
+    def _make(self, level: Level, repeat: int, label: str) -> bool:
+        """Make one run. Return whether it is finished."""
+        folder = self.folder(level, repeat)
         folder.mkdir(parents=True, exist_ok=True)
         console = folder / "console.log"
         _log(f"{label} starts; its output: {console}")
-        config = self.out / "levels" / slot.planned.level.file
-        arguments = [f"--job.config_file={config}", *self.common, *slot.planned.flags, f"--job.dump_folder={folder}"]
-        environment = training_environment(self.machine.device_type)
-        code = run(training_command(self.ranks, arguments), console, environment)
-        done = self._done(slot)
-        figures = None if done is None else report.measure(done, slot.name, slot.repeat, self.warmup)
-        if code or done is None or figures is None:
+        config = f"--job.config_file={self.out / 'levels' / level.file}"
+        arguments = [config, *self.common, *level.flags, f"--job.dump_folder={folder}"]
+        code = run(torchrun.command(self.ranks, arguments), console, self.machine.device_type)
+        done = None if code else _finished_run(folder)
+        if done is None:
             why = f"failed with exit code {code}" if code else f"left no metrics of {self.steps} steps in {folder}"
-            _log(f"{label} {why}. Its last lines:")
-            print(escape("\n".join(f"    {line}" for line in last_lines(console))), file=sys.stderr, flush=True)
-            _log(f"the whole output: {console}; the same command tries again, --skip {slot.name} leaves it out")
-            return None
-        self.finished[slot.folder] = done
-        return figures
+            _log("\n    ".join([f"{label} {why}. Its last lines:", *last_lines(console)]))
+            _log(f"the whole output: {console}; the same command tries again, --skip {level.name} leaves it out")
+            return False
+        self.finished[level.name, repeat] = done
+        figures = report.measure(done, level.name, repeat, self.warmup)
+        _log(f"{label}: {figures.tokens_per_second:,.0f} tokens/s, loss {figures.losses[self.steps]:.4f}")
+        return True
 
     def _figures(self) -> tuple[list[report.RunFigures], list[report.LevelFigures], list[str]]:
-        """Figures of each run and of each level, and notes on them."""
-        names = [one.level.name for one in self.planned]
-        slots = [slot for slot in in_turn(self.planned, self.repeats) if slot.folder in self.finished]
-        measured = [report.measure(self.finished[s.folder], s.name, s.repeat, self.warmup) for s in slots]
-        runs = [one for one in measured if one is not None]
-        base = self.planned[0]
-        unlike = {
-            one.level.name: found for one in self.planned[1:] if (found := task_differences(base.plans, one.plans))
+        """Return figures of each run, in their order, and of each level, and notes on them."""
+        base, *others = self.levels
+        slots = [(level.name, repeat) for level, repeat in in_turn(self.levels, self.repeats)]
+        runs = [report.measure(self.finished[s], *s, self.warmup) for s in slots if s in self.finished]
+        unlike = {one.name: [key for key, value in base.task.items() if one.task[key] != value] for one in others}
+        unlike = {name: keys for name, keys in unlike.items() if keys}
+        levels = report.summarize([level.name for level in self.levels], runs, unlike)
+        emulated = [one.name for one in self.levels if one.values["float8.emulate"] and one.values[SWITCHES[1]]]
+        spread = levels[0].loss_spread
+        notes = {
+            f"float8 is emulated in {', '.join(emulated)}: compare their losses, not their speed": bool(emulated),
+            **{f"{n} differs from {base.name} in {', '.join(k)}: losses not compared": True for n, k in unlike.items()},
+            "memory on a CPU is the resident memory of rank 0's process, libraries included": not self.machine.gpus,
+            f"between repeats of {base.name} losses differ by at most {spread or 0:.2g}": spread is not None,
         }
-        levels = report.summarize(names, runs, unlike)
-        notes = [
-            f"{name} differs from {names[0]} in {', '.join(found)}: losses not compared"
-            for name, found in unlike.items()
-        ]
-        if emulated := [one.level.name for one in self.planned if one.plans.float8.enable and one.plans.float8.emulate]:
-            notes.insert(0, f"float8 is emulated in {', '.join(emulated)}: compare their losses, not their speed")
-        if self.machine.device_type == "cpu":
-            notes.append("memory on a CPU is the resident memory of rank 0's process, libraries included")
-        if levels[0].loss_spread is not None:
-            notes.append(f"between repeats of {names[0]} losses differ by at most {levels[0].loss_spread:.2g}")
-        return runs, levels, notes
+        return runs, levels, [note for note, shown in notes.items() if shown]
 
-    def _head(self) -> list[str]:
-        versions = provenance.versions()
-        return [
-            f"{self.ranks} x {self.machine.device}, {os.cpu_count()} processor cores; "
-            + ", ".join(f"{name} {versions[name]}" for name in ("titanlite", "torch", "python")),
-            f"{self.steps} steps a run, the first {self.warmup} not counted; medians of {self.repeats} repeats in turn",
-        ]
-
-    def _save(self) -> str:
+    def _save(self) -> dict[str, Any]:
         """Write the results as JSON and return them. Raises OSError."""
         runs, levels, notes = self._figures()
         content = {
-            "format": 2,
-            "title": self.title,
-            "command": list(provenance.command(["titanlite", *sys.argv[1:]])),
-            "hardware": self._hardware(),
-            "versions": provenance.versions(),
-            "steps": self.steps,
-            "warmup": self.warmup,
-            "repeats": self.repeats,
-            "levels": [asdict(level) for level in levels],
-            "runs": [asdict(one) for one in runs],
-            "notes": notes,
-            "config": {one.level.name: one.values for one in self.planned},
+            **{"format": 2, "title": self.title, "command": provenance.command(["titanlite", *sys.argv[1:]])},
+            **{"hardware": self._hardware(), "versions": provenance.versions()},
+            **{"steps": self.steps, "warmup": self.warmup, "repeats": self.repeats},
+            **{"levels": [asdict(level) for level in levels], "runs": [asdict(one) for one in runs], "notes": notes},
+            "config": {level.name: level.values for level in self.levels},
         }
-        text = json.dumps(_plain(content), indent=1, allow_nan=False) + "\n"
-        aside = self.out / f".{_RESULTS}.{os.getpid()}.tmp"
-        aside.write_text(text, encoding="utf-8")
-        os.replace(aside, self.out / _RESULTS)
-        return text
+        # Numbers that are not finite become strings, as in metrics.jsonl.
+        plain: dict[str, Any] = json.loads(json.dumps(content), parse_constant=lambda name: str(float(name)))
+        atomic_write(self.out / _RESULTS, json.dumps(plain, indent=1) + "\n")
+        return plain
 
     def finish(self, as_json: bool) -> str:
         """Write the page, the results and the pictures; return the text for standard output. Raises OSError."""
         results = self._save()
         runs, levels, notes = self._figures()
-        pictures = []
+        table, pictures = report.table(levels, self.steps, self.repeats), [_LOSSES, _SPEEDS] if runs else []
         if runs:
-            first: dict[str, Run] = {}
-            for one in runs:
-                first.setdefault(one.level, self.finished[f"{one.level}-{one.repeat}"])
-            ordered = {level.level: first[level.level] for level in levels if level.level in first}
+            first = {one.level: self.finished[one.level, one.repeat] for one in reversed(runs)}
+            ordered = {level.name: first[level.name] for level in self.levels if level.name in first}
             try:
                 report.draw(levels, runs, ordered, self.out / _LOSSES, self.out / _SPEEDS)
-                pictures = [_LOSSES, _SPEEDS]
             except PlotsMissing as error:
                 print(f"{_LOSSES} and {_SPEEDS} are not drawn: {error}", file=sys.stderr)
-        table = report.table(levels, self.steps, self.repeats)
+                pictures = []
+        versions = ", ".join(f"{name} {results['versions'][name]}" for name in ("titanlite", "torch", "python"))
+        head = [
+            f"{self.ranks} x {self.machine.device}, {os.cpu_count()} processor cores; {versions}",
+            f"{self.steps} steps a run, the first {self.warmup} not counted; medians of {self.repeats} repeats in turn",
+        ]
         parts = [
             f"# Benchmark: {self.title}",
-            "\n".join(f"- {line}" for line in [*self._head(), f"`{' '.join(json.loads(results)['command'])}`"]),
-            report.markdown_table(table),
-            "\n".join(f"- {one.level.name}: {one.level.about}" for one in self.planned),
+            "\n".join(f"- {line}" for line in [*head, f"`{' '.join(results['command'])}`"]),
+            report.markdown(table),
+            "\n".join(f"- {level.name}: {level.about}" for level in self.levels),
             "\n".join(f"- {note}" for note in notes),
             "\n".join(f"![{Path(name).stem}]({name})" for name in pictures),
         ]
         (self.out / _PAGE).write_text("\n\n".join(filter(None, parts)) + "\n", encoding="utf-8")
-        written = ", ".join(str(self.out / name) for name in (_PAGE, _RESULTS, *pictures))
         if as_json:
-            return results.removesuffix("\n")
-        lines = [*self._head(), "", render(table, sys.stdout.isatty()), "", *(f"note: {note}" for note in notes)]
+            return json.dumps(results, indent=1)
+        written = ", ".join(str(self.out / name) for name in (_PAGE, _RESULTS, *pictures))
+        lines = [*head, "", render(table, sys.stdout.isatty()), "", *(f"note: {note}" for note in notes)]
         return "\n".join(["", *lines, "", f"written: {written}"])
 
 
-def _plain(value: Any) -> Any:
-    """As JSON; numbers that are not finite become strings, as in metrics.jsonl."""
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return json_value(value)
+def _finished_run(folder: Path) -> Run | None:
+    """Return the run in a folder if it was trained to its end."""
+    try:
+        found = read_run(folder)
+    except (RunError, OSError):
+        return None
+    return found if found.state == "done" and found.step == found.steps and found.training else None
+
+
+def _conditions(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what must not change between the runs of a benchmark, from the record of an attempt."""
+    versions = {f"version of {name}": record.get("versions", {}).get(name) for name in ("titanlite", "torch")}
+    return {"ranks": record.get("world_size"), "device": record.get("device"), **versions}
 
 
 def _log(text: str) -> None:
-    """Write a line of progress to standard error: standard output holds the table."""
+    """Write progress to standard error: standard output holds the table."""
     print(f"{datetime.now():%H:%M:%S} {escape(text)}", file=sys.stderr, flush=True)

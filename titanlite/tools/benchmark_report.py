@@ -1,9 +1,9 @@
-"""Figures of a benchmark: medians over steps, then over repeats; the table, the page and the pictures."""
+"""Figures of a benchmark: medians over steps, then over repeats; the table and the pictures."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -52,22 +52,17 @@ class LevelFigures:
 
 
 def after_warmup(rows: Sequence[Row], warmup: int) -> list[Row]:
-    """The rows whose steps all come after the warm-up. A row holds means over the steps since the row before."""
+    """Return the rows whose steps all come after the warm-up. A row holds means over the steps since the row before."""
     before = [0.0, *(row["step"] for row in rows)]
     return [row for row, start in zip(rows, before, strict=False) if start >= warmup]
 
 
-def measure(run: Run, level: str, repeat: int, warmup: int) -> RunFigures | None:
-    """The figures of a finished run; None if no step after the warm-up has a speed."""
+def measure(run: Run, level: str, repeat: int, warmup: int) -> RunFigures:
+    """Return the figures of a finished run that logged steps after the warm-up."""
     rows = after_warmup(run.training, warmup)
-    speeds = _finite(rows, "total_tps")
-    if not speeds:
-        return None
-    mfu, memory = _finite(rows, "mfu"), _finite(run.training, "memory_gib")
+    speed, mfu, memory = (_finite(rows, "total_tps"), _finite(rows, "mfu"), _finite(run.training, "memory_gib"))
     losses = {int(row["step"]): row["loss"] for row in run.training}
-    return RunFigures(
-        level, repeat, median(speeds), median(mfu) if mfu else None, max(memory) if memory else None, losses
-    )
+    return RunFigures(level, repeat, median(speed), median(mfu) if mfu else None, max(memory, default=None), losses)
 
 
 def _finite(rows: Iterable[Row], name: str) -> list[float]:
@@ -77,33 +72,29 @@ def _finite(rows: Iterable[Row], name: str) -> list[float]:
 def summarize(
     levels: Sequence[str], runs: Sequence[RunFigures], not_comparable: Iterable[str] = ()
 ) -> list[LevelFigures]:
-    """One row per level; the first level is the baseline.
+    """Return one row per level; the first level is the baseline.
 
     not_comparable: levels with other weights or text, whose losses are not compared with the baseline.
     """
-    found = []
     baseline = {run.repeat: run for run in runs if run.level == levels[0]}
-    for level in levels:
+    found = [LevelFigures(level, 0) for level in levels]
+    for i, level in enumerate(levels):
         mine = sorted((run for run in runs if run.level == level), key=lambda run: run.repeat)
         if not mine:
-            found.append(LevelFigures(level, 0))
             continue
         pairs = [(run, baseline[run.repeat]) for run in mine if run.repeat in baseline]
         ratios = [run.tokens_per_second / base.tokens_per_second for run, base in pairs]
         mfu = [run.mfu for run in mine if run.mfu is not None]
-        compared = level != levels[0] and level not in not_comparable
-        found.append(
-            LevelFigures(
-                level,
-                len(mine),
-                median(run.tokens_per_second for run in mine),
-                (median(ratios), min(ratios), max(ratios)) if ratios else None,
-                median(mfu) if mfu else None,
-                max((run.memory_gib for run in mine if run.memory_gib is not None), default=None),
-                median(run.losses[max(run.losses)] for run in mine),
-                _largest_difference(pairs) if compared else None,
-                _largest_difference([(run, mine[0]) for run in mine[1:]]),
-            )
+        found[i] = LevelFigures(
+            level,
+            len(mine),
+            median(run.tokens_per_second for run in mine),
+            (median(ratios), min(ratios), max(ratios)) if ratios else None,
+            median(mfu) if mfu else None,
+            max((run.memory_gib for run in mine if run.memory_gib is not None), default=None),
+            median(run.losses[max(run.losses)] for run in mine),
+            _largest_difference(pairs) if i and level not in not_comparable else None,
+            _largest_difference([(run, mine[0]) for run in mine[1:]]),
         )
     return found
 
@@ -115,7 +106,7 @@ def _largest_difference(pairs: Iterable[tuple[RunFigures, RunFigures]]) -> float
 
 
 def table(levels: Sequence[LevelFigures], steps: int, repeats: int) -> Table:
-    """One row per level."""
+    """Return one row per level."""
     columns = (
         *("level", "tokens/s", "ratio (min–max)", "MFU %", "memory GiB"),
         *(f"loss at step {steps:,}", "largest loss difference", "runs"),
@@ -136,14 +127,14 @@ def table(levels: Sequence[LevelFigures], steps: int, repeats: int) -> Table:
     return Table(columns, rows)
 
 
-def markdown_table(found: Table) -> str:
-    """The table in Markdown."""
+def markdown(found: Table) -> str:
+    """Return the table in Markdown."""
     rules = ["---" if i in found.left else "---:" for i in range(len(found.columns))]
     return "\n".join(f"| {' | '.join(row)} |" for row in (found.columns, rules, *found.rows))
 
 
 def draw(
-    levels: Sequence[LevelFigures], runs: Sequence[RunFigures], first: dict[str, Run], losses: Path, speeds: Path
+    levels: Sequence[LevelFigures], runs: Sequence[RunFigures], first: Mapping[str, Run], losses: Path, speeds: Path
 ) -> None:
     """Draw the loss curves of one run of each level, and a bar for the speed of each. Raises PlotsMissing, OSError."""
     draw_png(charts(list(first.values()), list(first))[:1], losses)
@@ -153,18 +144,15 @@ def draw(
     figure = Figure(figsize=(10, 1.2 + 0.6 * len(measured)), dpi=110, layout="constrained")
     axis = figure.subplots()
     for place, level in enumerate(measured):
-        assert level.tokens_per_second is not None
-        repeats = [run.tokens_per_second for run in runs if run.level == level.level]
-        axis.barh(place, level.tokens_per_second, color=COLORS[place % len(COLORS)], height=0.6)
-        axis.plot(repeats, [place] * len(repeats), "|", color="black", markersize=12)
+        speed, repeats = level.tokens_per_second or 0.0, [r.tokens_per_second for r in runs if r.level == level.level]
         ratio = "" if level.ratio is None or not place else f"  ({level.ratio[0]:.2f}×)"
-        axis.text(max(repeats), place, f"  {level.tokens_per_second:,.0f}{ratio}", va="center")
+        axis.barh(place, speed, color=COLORS[place % len(COLORS)], height=0.6)
+        axis.plot(repeats, [place] * len(repeats), "|", color="black", markersize=12)
+        axis.text(max(repeats), place, f"  {speed:,.0f}{ratio}", va="center")
     axis.set_yticks(range(len(measured)), [level.level for level in measured])
     axis.invert_yaxis()
     axis.set_xlim(0, 1.2 * max(run.tokens_per_second for run in runs))
     axis.set(title="Speed: medians, and each repeat as a mark", xlabel="tokens/s, all devices")
     axis.xaxis.set_major_formatter("{x:,g}")
-    axis.grid(alpha=0.25, axis="x")
-    axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(speeds)

@@ -7,19 +7,17 @@ import os
 import re
 import signal
 import subprocess
-import sys
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
 import titanlite
 
-#: torchrun gives its workers 30 seconds to end.
+#: Time for torchrun to end; it gives its workers 10 seconds less.
 GRACE_SECONDS = 40
 
-_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
-#: torchrun's own report of a failure begins here, after the output of the workers.
+_COLORS = re.compile(r"\x1b\[[0-9;]*m")
+#: The first line of torchrun's own report of a failure, after the output of the workers.
 _TORCHRUN = re.compile(r"[WE]\d{4} \S+ \d+ (\S*/)?torch/distributed/")
 
 
@@ -34,9 +32,6 @@ class Stopped(BaseException):
 @contextlib.contextmanager
 def stoppable() -> Iterator[None]:
     """Raise Stopped on Ctrl-C, SIGTERM and a closed terminal, unless the signal was ignored before (nohup)."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def stop(number: int, _: FrameType | None) -> None:
         raise Stopped(number)
@@ -50,33 +45,18 @@ def stoppable() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def training_command(ranks: int, arguments: Sequence[str]) -> list[str]:
-    """The command line of a training run with `ranks` processes on this machine."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
-    return [
-        *torchrun,
-        "--rdzv_backend",
-        "c10d",
-        "--rdzv_endpoint",
-        "localhost:0",
-        "-m",
-        "titanlite",
-        "train",
-        *arguments,
-    ]
-
-
-def training_environment(device_type: str) -> dict[str, str]:
-    """The environment of a run: this titanlite, unbuffered plain output, one thread per rank on a CPU by default."""
+def environment(device_type: str) -> dict[str, str]:
+    """Return the environment of a run: this titanlite, unbuffered plain output, one thread per rank on a CPU."""
     package = str(Path(titanlite.__file__).resolve().parents[1])
-    found = {**os.environ, "PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
-    found["PYTHONPATH"] = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+    paths = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+    found = {**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
+    found.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_SECONDS - 10))
     if device_type == "cpu":
         found.setdefault("OMP_NUM_THREADS", "1")
     return found
 
 
-def run(command: Sequence[str], console: Path, variables: Mapping[str, str]) -> int:
+def run(command: Sequence[str], console: Path, device_type: str) -> int:
     """Run a command, write its output to the file `console`, return its exit code.
 
     An exception while it runs, such as Stopped, ends the command and its workers first. Raises OSError.
@@ -88,7 +68,7 @@ def run(command: Sequence[str], console: Path, variables: Mapping[str, str]) -> 
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=dict(variables),
+            env=environment(device_type),
             start_new_session=True,
         )
         try:
@@ -104,28 +84,21 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     try:
         process.wait(GRACE_SECONDS)
     except BaseException as error:
-        for worker in _children(process.pid):
-            with contextlib.suppress(OSError):
-                os.kill(worker, signal.SIGKILL)
+        with contextlib.suppress(OSError):
+            for worker in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+                os.kill(int(worker), signal.SIGKILL)
         process.kill()
         process.wait()
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
 
 
-def _children(pid: int) -> list[int]:
-    try:
-        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-
-
 def last_lines(console: Path, count: int = 15) -> list[str]:
-    """The last lines that the ranks of a run wrote, without torchrun's report of the failure."""
+    """Return the last lines that the ranks of a run wrote, without torchrun's report of the failure."""
     try:
-        lines = _ESCAPE.sub("", console.read_text(encoding="utf-8", errors="replace")).splitlines()
+        lines = _COLORS.sub("", console.read_text(encoding="utf-8", errors="replace")).splitlines()
     except OSError:
         return []
-    own = next((i for i, line in enumerate(lines) if _TORCHRUN.match(line) and any(map(str.strip, lines[:i]))), None)
-    written = [line for line in lines[:own] if line.strip()]
-    return (written or lines)[-count:]
+    lines = [line for line in lines if line.strip()]
+    own = next((i for i, line in enumerate(lines) if i and _TORCHRUN.match(line)), None)
+    return lines[:own][-count:]

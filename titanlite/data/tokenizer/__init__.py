@@ -1,71 +1,140 @@
-"""Tokenizers of three kinds, told apart by what is in the file.
+"""Tokenizers of three kinds; the content of the file decides which.
 
 tiktoken rank files (Llama 3), sentencepiece models (Llama 2) and Hugging Face's tokenizer.json all become a `Tokenizer`
-with the ids that the library of that name gives.
+with the ids of the library of that name.
 """
 
 from __future__ import annotations
 
-import logging
 import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-from titanlite.config.plans import TokenizerPlan
-from titanlite.data.errors import DataError
-from titanlite.data.tokenizer.base import Tokenizer
+import numpy as np
+from numpy.typing import NDArray
 
-__all__ = ["BUNDLED_SENTENCEPIECE", "BUNDLED_TOKENIZER", "Kind", "Tokenizer", "kind_of", "load_tokenizer"]
-
-logger = logging.getLogger("titanlite")
+from titanlite.data import DataError
+from titanlite.utils import logger
 
 _ASSETS = Path(__file__).parents[1] / "assets"
 BUNDLED_TOKENIZER = _ASSETS / "tokenizer.tiktoken"
 BUNDLED_SENTENCEPIECE = _ASSETS / "tokenizer.model"
-_BUNDLED = {"tiktoken": BUNDLED_TOKENIZER, "sentencepiece": BUNDLED_SENTENCEPIECE}
 
 Kind = Literal["tiktoken", "sentencepiece", "tokenizer.json"]
 
-#: In a folder, the first of these that is there.
+#: The names that are read in a folder, the first that exists.
 _IN_A_FOLDER = ("tokenizer.json", "tokenizer.model")
 
 _EXPECTED = "a tiktoken rank file, a sentencepiece model or a Hugging Face tokenizer.json"
 
 
-def load_tokenizer(plan: TokenizerPlan) -> Tokenizer:
-    """The tokenizer of `plan.path`, or the bundled one of the kind `plan.bundled`.
+class Tokenizer(ABC):
+    """Text to token ids and back.
 
-    Of a folder the tokenizer.json is read, else the tokenizer.model. Raises DataError naming the file, and what to do,
-    if there is none, it is damaged, or its BOS and EOS are not known.
+    `vocab_size` is one more than the highest id, special tokens included; `special_tokens` maps the names of tokens
+    that stand for no text to their ids; `fingerprint` is the hex sha256 of everything in the file that decides the ids.
     """
-    path = _BUNDLED[plan.bundled] if plan.path is None else _file(Path(plan.path))
-    content = _read(path)
-    kind = kind_of(content, path)
+
+    vocab_size: int
+    bos_id: int
+    eos_id: int
+    special_tokens: dict[str, int]
+    fingerprint: str
+
+    def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
+        """Return the ids of `text`. Names of special tokens in it are plain text; lone surrogates become U+FFFD."""
+        ids = self._encode(text if text.isascii() else _whole_characters(text))
+        if bos:
+            ids.insert(0, self.bos_id)
+        if eos:
+            ids.append(self.eos_id)
+        return ids
+
+    def encode_document(self, text: str) -> NDArray[np.int64]:
+        """Return BOS, the ids of `text` and EOS as an array [ids]. Several threads may call it at once."""
+        ids = self._encode_array(text if text.isascii() else _whole_characters(text))
+        return np.concatenate([[self.bos_id], ids, [self.eos_id]], dtype=np.int64)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of `ids`, special tokens by name; bytes that are not UTF-8 become U+FFFD.
+
+        Raises DataError for an id outside the vocabulary.
+        """
+        names = {token_id: name for name, token_id in self.special_tokens.items()}
+        parts: list[str] = []
+        run: list[int] = []
+        for position, token_id in enumerate(ids):
+            if not 0 <= token_id < self.vocab_size:
+                raise DataError(
+                    f"token id {token_id} at position {position} is outside the tokenizer's vocabulary of "
+                    f"{self.vocab_size}; decode with the tokenizer that made the ids"
+                )
+            if token_id in names:
+                # Some kinds drop the first space of a text: each document is decoded by itself.
+                parts += [self._decode(run), names[token_id]]
+                run = []
+            else:
+                run.append(int(token_id))
+        return "".join([*parts, self._decode(run)])
+
+    @abstractmethod
+    def _encode(self, text: str) -> list[int]:
+        """Return a new list of the ids of valid Unicode, without BOS and EOS."""
+
+    def _encode_array(self, text: str) -> NDArray[np.integer]:
+        """Return the ids as an array. Kinds that can do it without a list need a third of the time."""
+        return np.array(self._encode(text), dtype=np.int64)
+
+    @abstractmethod
+    def _decode(self, ids: list[int]) -> str:
+        """Return the text of ids that are in the vocabulary and not special."""
+
+
+def _whole_characters(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def load_tokenizer(path: str | None = None, family: str = "llama3") -> Tokenizer:
+    """Load the tokenizer at `path`; None: a bundled one, sentencepiece for the family llama2, else tiktoken.
+
+    In a folder it reads the tokenizer.json, else the tokenizer.model. Raises DataError with the file and the remedy if
+    there is none, it is damaged, or its BOS and EOS are not known.
+    """
+    bundled = BUNDLED_SENTENCEPIECE if family == "llama2" else BUNDLED_TOKENIZER
+    file = bundled if path is None else _file(Path(path))
+    content = _read(file)
+    kind = kind_of(content, file)
     named_by = "the file"
     tokenizer: Tokenizer
     if kind == "tiktoken":
         from titanlite.data.tokenizer.tiktoken_ranks import TiktokenTokenizer, parse_ranks
 
-        tokenizer, named_by = TiktokenTokenizer(parse_ranks(content, path)), "Llama 3"
+        tokenizer, named_by = TiktokenTokenizer(parse_ranks(content, file)), "Llama 3"
     elif kind == "sentencepiece":
         from titanlite.data.tokenizer.sentencepiece_model import SentencePieceTokenizer
 
-        tokenizer = SentencePieceTokenizer(content, path)
+        tokenizer = SentencePieceTokenizer(content, file)
     else:
         from titanlite.data.tokenizer.hf_json import JsonTokenizer
 
-        tokenizer = json_tokenizer = JsonTokenizer(content, path)
+        tokenizer = json_tokenizer = JsonTokenizer(content, file)
         named_by = json_tokenizer.named_by
-    if plan.path is not None:
+    if path is not None:
         logger.info(
-            f"tokenizer: {path} ({kind}), {tokenizer.vocab_size:,} ids; "
+            f"tokenizer: {file} ({kind}), {tokenizer.vocab_size:,} ids; "
             f"BOS {tokenizer.bos_id} and EOS {tokenizer.eos_id} by {named_by}"
         )
     return tokenizer
 
 
 def kind_of(content: bytes, path: Path) -> Kind:
-    """What kind of tokenizer file `content` is, whole or damaged. Raises DataError, naming `path`, if it is none."""
+    """Return the kind of tokenizer file, whole or damaged. Raises DataError, naming `path`, for any other file."""
     where = f"model.tokenizer_path: {path}"
     start = content[:4096].lstrip()
     if not content.strip():
@@ -90,7 +159,7 @@ def _file(path: Path) -> Path:
     found = [path / name for name in _IN_A_FOLDER if (path / name).is_file()]
     if found:
         if len(found) > 1:
-            logger.info(f"tokenizer: {path} holds {' and '.join(_IN_A_FOLDER)}; the first is read")
+            logger.info(f"tokenizer: {path} holds {' and '.join(_IN_A_FOLDER)}; the first is used")
         return found[0]
     others = sorted(file.name for file in path.iterdir() if file.suffix in (".tiktoken", ".model", ".json"))
     raise DataError(

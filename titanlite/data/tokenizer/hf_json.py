@@ -7,13 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from titanlite.data.errors import DataError
-from titanlite.data.tokenizer.base import Tokenizer
+from titanlite.data import DataError
+from titanlite.data.tokenizer import Tokenizer
 
-#: Files beside tokenizer.json that name BOS and EOS, the first that does so decides.
+#: Files beside tokenizer.json that may name BOS and EOS; the first that does decides.
 NAMING_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 
-#: BOS and EOS where no file names them; the first pair that the vocabulary has.
+#: BOS and EOS if no file names them: the first pair that the vocabulary has.
 WELL_KNOWN = (
     ("<|begin_of_text|>", "<|end_of_text|>"),
     ("<s>", "</s>"),
@@ -24,20 +24,20 @@ WELL_KNOWN = (
 
 _KEYS = ("bos_token", "eos_token")
 
-# Parts that do not decide the ids that we ask for.
+# Parts without effect on the ids.
 _NOT_IN_THE_IDS = ("post_processor", "decoder", "padding", "truncation")
 
 
 class JsonTokenizer(Tokenizer):
-    """The ids of the `tokenizers` library, without what its post-processor, truncation and padding would do to them.
+    """The ids of the `tokenizers` library, without its post-processor, truncation and padding.
 
     So BOS is never added twice and no document is cut. Text never matches an added token that the file marks as
-    special. Added tokens that are not special are found in text, as the library does. A model whose own vocabulary
+    special. Added tokens that are not special are found in text, as in the library. A model whose own vocabulary
     spells a special token (word lists, Unigram files) still gives its id for such text, as in the library.
     """
 
     def __init__(self, content: bytes, path: Path) -> None:
-        """`content` of the file at `path`. Raises DataError if it is no whole tokenizer.json or has no BOS and EOS."""
+        """content: of the file at `path`. Raises DataError if it is no whole tokenizer.json or has no BOS and EOS."""
         where = f"model.tokenizer_path: {path}"
         parsed = _parse(content, where)
         try:
@@ -56,7 +56,7 @@ class JsonTokenizer(Tokenizer):
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         names, self.named_by = _bos_and_eos(self._tokenizer, path)
-        # They have ids already; this marks them as special where the file does not.
+        # They have ids already; this marks them as special if the file does not.
         self._tokenizer.add_special_tokens(list(names))
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.bos_id, self.eos_id = (vocabulary[name] for name in names)
@@ -90,7 +90,7 @@ def _parse(content: bytes, where: str) -> dict[str, Any]:
 
 
 def _bos_and_eos(tokenizer: Any, path: Path) -> tuple[tuple[str, str], str]:
-    """The names of BOS and EOS, and what names them."""
+    """Return the names of BOS and EOS, and the file that names them."""
     named: dict[str, tuple[str | None, Path]] = {}
     for file in (path.parent / name for name in NAMING_FILES):
         for key, token in _named_in(file).items():
@@ -122,7 +122,7 @@ def _bos_and_eos(tokenizer: Any, path: Path) -> tuple[tuple[str, str], str]:
 
 
 def _named_in(file: Path) -> dict[str, str | None]:
-    """bos_token and eos_token as far as `file` has them: a string, an object with its `content`, or null."""
+    """Return bos_token and eos_token if `file` has them: a string, an object with its `content`, or null."""
     try:
         parsed = json.loads(file.read_bytes())
     except FileNotFoundError:

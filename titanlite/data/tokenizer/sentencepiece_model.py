@@ -1,4 +1,4 @@
-"""sentencepiece models: Llama 2's kind of tokenizer."""
+"""sentencepiece models, as Llama 2 has."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from pathlib import Path
 
 import sentencepiece
 
-from titanlite.data.errors import DataError
-from titanlite.data.tokenizer.base import Tokenizer
+from titanlite.data import DataError
+from titanlite.data.tokenizer import Tokenizer
 
-# Fields of sentencepiece's ModelProto that come after the pieces: how to merge them, and how to prepare text.
+# Fields of sentencepiece's ModelProto after the pieces: how to merge them, and how to normalise text.
 _TRAINER_SPEC, _NORMALIZER_SPEC = 2, 3
 
 
 class SentencePieceTokenizer(Tokenizer):
     """The library's ids with the model's own options (normalisation, dummy prefix, byte fallback) and no others.
 
-    Text never becomes a control piece such as `<s>`. User-defined pieces are found in text, as the library does and
-    cannot be told not to: they stand for text, and are not among `special_tokens`. Decoding a document gives back its
-    text, but for a first space, which the dummy prefix cannot be told from, and for what normalisation changes.
+    Text never becomes a control piece such as `<s>`. User-defined pieces are found in text, as the library always does:
+    they stand for text, and are not among `special_tokens`. Decoding a document returns its text, except for a first
+    space (the dummy prefix looks the same) and for changes by normalisation.
     """
 
     def __init__(self, content: bytes, path: Path) -> None:
-        """`content` of the file at `path`. Raises DataError if it is not a whole model with BOS and EOS."""
+        """content: of the file at `path`. Raises DataError if it is not a whole model with BOS and EOS."""
         key = f"model.tokenizer_path: {path}"
         try:
             fields = protobuf_fields(content)
@@ -55,7 +55,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def protobuf_fields(content: bytes) -> set[int]:
-    """Numbers of the fields at the top of a protobuf message. Raises ValueError if the bytes are not a whole one.
+    """Return the numbers of the top fields of a protobuf message. Raises ValueError if it is not whole.
 
     The library's own reader takes a file that ends between two pieces for a small model with other settings.
     """
@@ -74,7 +74,7 @@ def protobuf_fields(content: bytes) -> set[int]:
 
 
 def _varint(content: bytes, at: int) -> tuple[int, int]:
-    """Value of the base-128 number at byte `at`, and the byte after it."""
+    """Return the base-128 number at byte `at`, and the position after it."""
     value = 0
     for shift in range(0, 70, 7):
         if at >= len(content):

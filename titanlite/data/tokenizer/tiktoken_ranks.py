@@ -17,10 +17,10 @@ import numpy as np
 import tiktoken
 from numpy.typing import NDArray
 
-from titanlite.data.errors import DataError
-from titanlite.data.tokenizer.base import Tokenizer
+from titanlite.data import DataError
+from titanlite.data.tokenizer import Tokenizer
 
-#: How Llama 3 cuts text into pieces before merging bytes.
+#: Llama 3 splits text by this pattern before it merges bytes.
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -41,8 +41,8 @@ SPECIAL_TOKENS: tuple[str, ...] = (
     *(f"<|reserved_special_token_{i}|>" for i in range(5, 251)),
 )
 
-# tiktoken's regex engine recurses over a piece and its merge is worse than linear in a piece's length,
-# so longer texts, and longer runs with (or of nothing but) white space, are cut before it sees them.
+# tiktoken's regex engine recurses over a piece, and its merge is worse than linear in a piece's length.
+# So longer texts, and longer runs without (or only of) white space, are cut before.
 _MAX_ENCODE_CHARS = 400_000
 _MAX_RUN_CHARS = 25_000
 
@@ -82,7 +82,7 @@ class TiktokenTokenizer(Tokenizer):
 
 
 def _segments(text: str) -> list[str]:
-    """`text` in pieces that are safe for tiktoken; one piece, unless it is unusually long."""
+    """Cut `text` into pieces that are safe for tiktoken; one piece, unless it is unusually long."""
     if len(text) <= _MAX_RUN_CHARS:
         return [text]
     cuts = {0, len(text), *range(_MAX_ENCODE_CHARS, len(text), _MAX_ENCODE_CHARS)}
@@ -92,13 +92,8 @@ def _segments(text: str) -> list[str]:
     return [text[start:end] for start, end in zip(ordered, ordered[1:], strict=False)]
 
 
-def read_ranks(path: Path) -> dict[bytes, int]:
-    """Read a tiktoken file. Raises DataError naming file and line if it is foreign or incomplete."""
-    return parse_ranks(path.read_bytes(), path)
-
-
 def parse_ranks(content: bytes, path: Path) -> dict[bytes, int]:
-    """As `read_ranks`, of the `content` of `path`."""
+    """Parse the `content` of a tiktoken file. Raises DataError with path and line if it is another or incomplete."""
     ranks: dict[bytes, int] = {}
     line_of_rank: dict[int, int] = {}
     for number, line in enumerate(content.splitlines(), start=1):

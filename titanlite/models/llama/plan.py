@@ -89,8 +89,8 @@ _BLOCK = {
 
 
 def tensor_plan(args: LlamaArgs) -> dict[str, str]:
-    """Module name → how tensor parallelism divides it, in the words of `titanlite.parallel.tensor.split`, and in the
-    order the modules run."""
+    """Module name → how tensor parallelism divides it, in the words of `titanlite.parallel.tensor.apply_tp`, and in
+    the order the modules run."""
     blocks = {f"{block}.{name}": kind for block in block_names(args) for name, kind in _BLOCK.items()}
     return {"tok_embeddings": "embedding", **blocks, "norm": "sequence", "output": "head"}
 

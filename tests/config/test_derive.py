@@ -1,0 +1,223 @@
+"""Derived numbers: degrees, batch arithmetic, the length of the run, the schedule, deadlines, folders."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+
+import pytest
+from titanlite.config.unbuilt import UNBUILT, Unbuilt, refused
+
+from titanlite.config.derive import Deadlines, RunConfig, derive, smallest_world, with_steps
+from titanlite.config.fit import check_config, fitted
+from titanlite.config.load import load
+from titanlite.models import SHAPES
+from titanlite.optim.schedule import learning_rate
+
+T, E = "--training.", "--experimental."
+DDP = f"{T}data_parallel_type=ddp"
+
+
+def run_of(*flags: str, ranks: int = 1, sequences: int | None = None) -> RunConfig:
+    return fitted(load(flags), ranks, sequences)
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "replicate", "shard"),
+    [
+        ([], 6, 1, 6),
+        ([f"{T}data_parallel_replicate_degree=2"], 6, 2, 3),
+        ([f"{T}tensor_parallel_degree=2", f"{E}context_parallel_degree=2"], 8, 1, 2),
+        ([DDP], 4, 4, 1),
+        ([DDP, f"{T}data_parallel_shard_degree=1", f"{T}tensor_parallel_degree=2"], 4, 2, 1),
+        ([DDP, f"{T}data_parallel_shard_degree=1", f"{T}data_parallel_replicate_degree=4"], 4, 4, 1),
+    ],
+)
+def test_ranks_left_over_shard_the_weights_or_copy_them(flags, ranks, replicate, shard):
+    mesh = run_of(*flags, ranks=ranks).mesh
+    assert (mesh.dp_replicate, mesh.dp_shard, mesh.dp_degree) == (replicate, shard, replicate * shard)
+    assert mesh.weight_shards == shard * mesh.context
+
+
+def test_a_derived_degree_comes_with_its_equation():
+    notes = run_of(f"{T}tensor_parallel_degree=2", f"{E}context_parallel_degree=2", ranks=8).notes
+    assert "data_parallel_shard = 2: the ranks left over, 8 ranks / tensor_parallel 2 / context_parallel 2" in notes
+    assert any("data_parallel_replicate = 4" in note and '"ddp"' in note for note in run_of(DDP, ranks=4).notes)
+
+
+@pytest.mark.parametrize(
+    ("flags", "fewest"),
+    [
+        ([], 1),
+        ([f"{T}tensor_parallel_degree=2", f"{E}pipeline_parallel_degree=4"], 8),
+        ([f"{T}tensor_parallel_degree=2", f"{T}data_parallel_shard_degree=4"], 8),
+        ([f"{T}reshard_after_forward=4"], 4),
+        (["--checkpoint.create_seed_checkpoint", "--checkpoint.enable_checkpoint", f"{T}tensor_parallel_degree=2"], 1),
+    ],
+)
+def test_smallest_world_that_fits(flags, fewest):
+    assert smallest_world(load(flags)) == fewest
+    config, run = check_config(flags, training=False)
+    assert run.mesh.world_size == fewest and config.files == ()
+
+
+def test_accumulation_follows_from_the_global_batch():
+    batch = run_of(f"{T}batch_size=4", f"{T}global_batch_size=24", f"{T}seq_len=10", ranks=3).batch
+    assert astuple(batch) == (4, 2, 24, 10, 240)
+    assert run_of(f"{T}batch_size=4", ranks=3).batch.global_batch_size == 12
+
+
+@pytest.mark.parametrize(("tokens", "steps"), [(100, 1), (101, 2)])
+def test_tokens_become_steps_rounded_up(tokens, steps):
+    assert run_of(f"{T}seq_len=10", f"{T}batch_size=5", f"{T}tokens={tokens}", ranks=2).steps == steps
+
+
+def test_epochs_become_steps_once_the_text_is_counted():
+    flags = [f"{T}epochs=3", f"{T}batch_size=4"]
+    before, after = run_of(*flags), run_of(*flags, sequences=30)
+    assert (before.steps, before.schedule.total_steps) == (None, None)
+    assert after.steps == after.schedule.total_steps == 8
+    skipping = run_of(*flags, "--data.skip_steps=7-20,2,2-3", sequences=30)
+    assert skipping.steps == 4  # sequences 0-3, 12-15, 16-19, 20-23
+    assert any("less 14 skipped (data.skip_steps) / 4" in note for note in skipping.notes)
+    assert run_of(f"{T}steps=9", "--data.skip_steps=2").steps == 9
+
+
+def test_schedule_is_as_long_as_the_run_unless_it_has_its_own_length():
+    own = run_of(f"{T}steps=50", "--lr_scheduler.total_steps=5000")
+    assert (own.steps, own.schedule.total_steps, own.schedule.warmup_steps, own.warnings) == (50, 5000, 200, ())
+    run = run_of(f"{T}steps=500")
+    assert run.schedule.total_steps == 500
+    longer = with_steps(run, 700)
+    assert (longer.steps, longer.schedule.total_steps) == (700, 700)
+    assert with_steps(own, 70).schedule == own.schedule
+
+
+@pytest.mark.parametrize(
+    ("flags", "field", "steps", "shortened"),
+    [
+        (["steps=50"], "warmup_steps", 50, "200 steps is shortened to 50"),
+        (["steps=200"], "warmup_steps", 200, ""),
+        (["steps=100", "decay_steps=90"], "decay_steps", 80, "90 steps is shortened to 80"),
+        (["steps=100", "decay_ratio=0.9"], "decay_steps", 80, "90 steps is shortened to 80"),
+        (["steps=100", "decay_ratio=0.3"], "decay_steps", 30, ""),
+        (["steps=100", "decay_type=plateau", "plateau_ratio=0.5"], "plateau_steps", 50, ""),
+        (["steps=100", "decay_type=plateau", "plateau_ratio=0.9"], "plateau_steps", 80, "90 steps is shortened to 80"),
+        (["steps=100", "decay_type=plateau", "plateau_ratio=0"], "plateau_steps", 0, ""),
+        (["steps=1000", "style=fsdp", "warmup_ratio=0.0125"], "warmup_steps", 12.5, ""),
+        (["steps=1000", "warmup_ratio=0.0125"], "warmup_steps", 12, ""),
+    ],
+)
+def test_parts_of_the_schedule_are_shortened_to_it_with_a_warning(flags, field, steps, shortened):
+    given = [f"--{'training' if flag.startswith('steps') else 'lr_scheduler'}.{flag}" for flag in flags]
+    if steps < 100 and field != "warmup_steps":
+        given.append(f"{T}warmup_steps=20")
+    run = run_of(*given)
+    assert getattr(run.schedule, field) == steps and run.schedule.decay_type == "linear"
+    assert [shortened in warning for warning in run.warnings] == ([True] if shortened else [])
+
+
+def test_aws_schedule():
+    flags = ["style=fsdp", "warmup_ratio=0.0032", "decay_type=cosine", "min_lr=1e-5"]
+    run = run_of(f"{T}steps=5000", "--optimizer.lr=1e-4", *(f"--lr_scheduler.{flag}" for flag in flags))
+    # Printed by the AWS FSDP samples, as in their logs.
+    printed = {1: 6e-6, 2: 13e-6, 3: 19e-6, 4: 25e-6, 5: 31e-6, 6: 38e-6, 35: 100e-6, 2500: 51e-6}
+    assert run.schedule.warmup_steps == 16
+    for step, rate in printed.items():
+        assert abs(learning_rate(run.schedule, 1e-4, step) - rate) <= 0.5001e-6, step
+
+
+def test_folders_are_below_the_dump_folder_unless_absolute():
+    flags = ["--job.dump_folder=out", "--job.save_config_file=c.toml", "--profiling.save_traces_folder=/p"]
+    run = run_of(*flags)
+    assert (run.checkpoint.folder, run.metrics.save_tb_folder) == ("out/checkpoint", "out/tb")
+    assert (run.job.save_config_file, run.profiling.save_traces_folder) == ("out/c.toml", "/p")
+    assert run_of(*flags, "--checkpoint.folder=s3://b/c").checkpoint.folder == "s3://b/c"
+    assert 'folder = "checkpoint"' in run_of(*flags).toml, "as it was written"
+
+
+def test_sections_are_filled_from_others():
+    run = run_of(f"{T}batch_size=4", f"{T}seq_len=64", "--validation.seq_len=128")
+    assert (run.validation.batch_size, run.validation.seq_len, run.max_seq_len) == (4, 128, 64)
+    assert run_of("--validation.enable", "--validation.seq_len=4096").max_seq_len == 4096
+    few = run_of("--model.overrides.n_layers=1")
+    assert few.activation_checkpoint.mode == "none" and any("all activations are kept" in note for note in few.notes)
+    assert run_of().activation_checkpoint.mode == "selective"
+
+
+def test_a_pipeline_keeps_weights_gathered_and_knows_its_stages():
+    flags = [f"{E}pipeline_parallel_degree=2", f"{E}pipeline_parallel_schedule=interleaved1f1b"]
+    run = run_of(*flags, ranks=4)
+    assert (run.pipeline.stages, run.pipeline.microbatches) == (4, 2)
+    e = run.experimental
+    assert (e.pipeline_parallel_schedule, e.pipeline_parallel_microbatches) == ("Interleaved1F1B", 2)
+    assert run.training.reshard_after_forward == "never" and any("stay gathered" in note for note in run.notes)
+    (warning,) = run_of(*flags, f"{T}reshard_after_forward=always", ranks=4).warnings
+    assert "training.reshard_after_forward" in warning
+    assert run_of(*flags, ranks=2).notes[-1].startswith("pipeline micro-batches per step = 2")
+
+
+@pytest.mark.parametrize(
+    ("flags", "deadlines"),
+    [
+        ([], (60, 180, 2, 80)),
+        (["--comm.train_timeout_seconds=10", "--comm.init_timeout_seconds=600"], (6, 360, 2, 8)),
+        (["--comm.train_timeout_seconds=5"], (3, 180, 1.5, 4)),  # two heartbeats in a deadline
+        (["--stall.deadline_seconds=20", "--stall.heartbeat_seconds=20"], (20, 180, 10, 80)),
+        (["--stall.deadline_seconds=900", "--comm.train_timeout_seconds=1000"], (900, 900, 2, 800)),
+        (["--stall.deadline_seconds=0", "--stall.heartbeat_seconds=20"], (0, 180, 20, 80)),
+    ],
+)
+def test_deadlines_follow_the_timeouts(flags, deadlines):
+    assert astuple(run_of(*flags).deadlines) == pytest.approx(deadlines)
+    assert Deadlines() == run_of().deadlines
+
+
+@pytest.mark.parametrize(("ranks", "flags"), [(1, []), (4, [DDP])])
+def test_prefetch_of_whole_weights_warns(ranks, flags):
+    (warning,) = run_of(f"{T}prefetch=2", *flags, ranks=ranks).warnings
+    assert warning.startswith("training.prefetch = 2 has no effect")
+    assert run_of(f"{T}prefetch=2", ranks=2).warnings == ()
+
+
+def test_float8_keys_without_float8_are_a_warning_and_other_idle_keys_a_note():
+    run = run_of("--float8.emulate", "--checkpoint.keep_latest_k=3")
+    (warning,) = run.warnings
+    assert warning.endswith("these keys are ignored: float8.emulate")
+    assert run.notes[-1].endswith("checkpoint.keep_latest_k")
+
+
+def test_a_float8_filter_that_cuts_a_number_is_a_warning():
+    """`layers.1` reads as one layer, and is in the names of eleven."""
+    flags = ["--model.overrides.n_layers=20", "--float8.enable_float8_linear", "--float8.filter_fqns="]
+    (warning,) = run_of(*flags[:2], f"{flags[2]}layers.1,w2,layers.7").warnings
+    assert '"layers.1" is also part of layers.10, layers.11, layers.12 and 7 more' in warning
+    assert run_of(*flags[:2], f"{flags[2]}layers.1.,w2,layers.2.attention").warnings == ()
+
+
+def test_llama2_has_the_bundled_sentencepiece_model():
+    assert any(note.startswith("tokenizer: ") for note in run_of("--model.name=llama2").notes)
+    own = run_of("--model.name=llama2", "--model.tokenizer_path=/a/tokenizer.json")
+    assert not any("tokenizer" in note for note in own.notes)
+
+
+def test_a_default_of_later_versions_that_is_not_implemented_warns(tmp_path, monkeypatch):
+    # All of them are implemented by now; the next one may not be.
+    entry = Unbuilt("retention", lambda dialect: dialect.checkpoint.enable_checkpoint)
+    monkeypatch.setitem(UNBUILT, "checkpoint.keep_latest_k", entry)
+    (tmp_path / "run.toml").write_text('[job]\ndialect = "2026"\n[checkpoint]\nenable = true\n')
+    config = load([f"--job.config_file={tmp_path / 'run.toml'}"])
+    assert refused(config) == []
+    assert any("checkpoint.keep_latest_k = 10" in warning for warning in derive(config, 1).warnings)
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_every_shape_has_arguments(family):
+    for flavor in SHAPES[family]:
+        args = run_of(f"--model.name={family}", f"--model.flavor={flavor}").model_args(tokenizer_size=2048)
+        assert args.dim == SHAPES[family][flavor].dim and args.max_seq_len == 2048
+
+
+def test_overrides_and_scaling_reach_the_model():
+    flags = ["--model.overrides.n_layers=2", "--model.rope_scaling=8", "--model.norm_type=layernorm"]
+    args = run_of(*flags).model_args()
+    assert (args.n_layers, args.rope_scaling.factor, args.norm_type) == (2, 8.0, "layernorm")

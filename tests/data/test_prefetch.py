@@ -1,0 +1,317 @@
+"""Steps prepared by a thread: the same ones in the same order, a state of what was handed out, and a clean end."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from titanlite.data import DataError, EndOfData
+from titanlite.data.corpus import Corpus
+from titanlite.data.loader import Batch, TrainLoader, ValidationLoader, add_hashes, batch_hash
+from titanlite.data.packing import PackedDataset
+from titanlite.data.prefetch import THREAD, Prefetcher, ValidationPrefetcher
+
+SEQ, GLOBAL = 16, 12
+
+
+def loader(corpus: Corpus, rank: int = 0, ranks: int = 1, epochs: int | None = None, skip: Any = ()) -> TrainLoader:
+    dataset = PackedDataset(corpus, seq_len=SEQ, seed=4, epochs=epochs)
+    return TrainLoader(dataset, GLOBAL, GLOBAL // ranks // 2, rank, ranks, skip)
+
+
+def changed(inner: TrainLoader, before: Callable[[], None]) -> TrainLoader:
+    """`inner`, with a call before each of its steps."""
+    step = inner.next_step
+
+    def next_step() -> list[Batch]:
+        before()
+        return step()
+
+    inner.next_step = next_step  # type: ignore[method-assign]
+    return inner
+
+
+def held_out(corpus: Corpus) -> ValidationLoader:
+    return ValidationLoader(PackedDataset(corpus, seq_len=SEQ, shuffle=False, epochs=1), 4)
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == THREAD]
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    assert threads() == []
+    yield
+    gc.collect()
+    assert threads() == []
+
+
+@pytest.mark.parametrize("skip", [(), [(6, 12)]])
+@pytest.mark.parametrize("depth", [0, 1, 2, 5])
+def test_steps_and_states_are_those_of_the_loader(corpus: Corpus, depth: int, skip: Any) -> None:
+    plain = loader(corpus, skip=skip)
+    with Prefetcher(loader(corpus, skip=skip), depth) as batches:
+        for _ in range(12):
+            expected, found = plain.next_step(), batches.next_step()
+            assert len(found) == len(expected) == 2
+            assert all(
+                torch.equal(a, b) for x, y in zip(found, expected, strict=True) for a, b in zip(x, y, strict=True)
+            )
+            assert batches.state_dict() == plain.state_dict()
+            assert len(threads()) == (depth > 0)
+
+
+@pytest.mark.parametrize("stop", [0, 1, 4, 7])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_resume_after_any_step_on_any_number_of_ranks_sees_the_same_batches(
+    corpus: Corpus, stop: int, ranks: int
+) -> None:
+    plain = loader(corpus)
+    straight = [batch_hash(plain.next_step()) for _ in range(12)]
+    with Prefetcher(loader(corpus), 3) as first:
+        seen = [batch_hash(first.next_step()) for _ in range(stop)]
+        eventually(lambda: stop == 0 or first.loader.state_dict()["next_sequence"] == (stop + 3) * GLOBAL)
+        state = first.state_dict()
+    assert state == {"next_sequence": stop * GLOBAL}
+    resumed = [Prefetcher(loader(corpus, rank, ranks), 2) for rank in range(ranks)]
+    for batches in resumed:
+        batches.next_step()  # thrown away again
+        batches.load_state_dict(state)
+    seen += [add_hashes(batch_hash(batches.next_step()) for batches in resumed) for _ in range(12 - stop)]
+    assert seen == straight
+    for batches in resumed:
+        batches.close()
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+def test_no_more_than_depth_steps_are_prepared_and_none_on_this_thread(corpus: Corpus, depth: int) -> None:
+    makers, furthest = set(), [0]
+    inner = loader(corpus)
+    changed(inner, lambda: (makers.add(threading.current_thread().name), furthest.append(inner.position)))  # type: ignore[arg-type, func-returns-value]
+    with Prefetcher(inner, depth) as batches:
+        for taken in range(1, 4):
+            batches.next_step()
+            eventually(lambda taken=taken: inner.position == (taken + depth) * GLOBAL)  # type: ignore[misc]
+        time.sleep(0.02)
+        assert inner.position == (3 + depth) * GLOBAL
+    assert makers == {THREAD} and max(furthest) == (2 + depth) * GLOBAL
+
+
+def test_an_error_comes_at_its_step_and_the_step_can_be_tried_again(corpus: Corpus) -> None:
+    inner, plain, broken = loader(corpus), loader(corpus), True
+
+    def fail() -> None:
+        if broken and inner.position == 3 * GLOBAL:
+            raise DataError("text.jsonl, line 7: not valid")
+
+    with Prefetcher(changed(inner, fail), 2) as batches:
+        for _ in range(3):
+            assert batch_hash(batches.next_step()) == batch_hash(plain.next_step())
+        for _ in range(2):
+            with pytest.raises(DataError, match=r"^text.jsonl, line 7: not valid$") as caught:
+                batches.next_step()
+            assert caught.traceback[-1].name == "fail"  # where it was raised, not where it was handed on
+            assert threads() == []
+            assert batches.state_dict() == {"next_sequence": 3 * GLOBAL}
+        broken = False
+        assert batch_hash(batches.next_step()) == batch_hash(plain.next_step())
+        with pytest.raises(DataError, match="next_sequence = -1"):
+            batches.load_state_dict({"next_sequence": -1})
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_data_end_for_all_ranks_at_the_same_step(corpus: Corpus, ranks: int) -> None:
+    for rank in range(ranks):
+        with Prefetcher(loader(corpus, rank, ranks, epochs=1), 3) as batches:  # 38 sequences: four steps of 12
+            for left in (4, 3, 2, 1):
+                assert batches.steps_left == left
+                batches.next_step()
+            for _ in range(2):
+                with pytest.raises(EndOfData, match="599 tokens"):
+                    batches.next_step()
+            assert batches.steps_left == 0
+
+
+def test_after_close_the_loader_is_at_the_last_step_handed_out(corpus: Corpus) -> None:
+    inner, plain = loader(corpus), loader(corpus)
+    batches = Prefetcher(inner, 4)
+    for _ in range(2):
+        hashes = [batch_hash(batches.next_step()) for _ in range(2)]
+        eventually(lambda: inner.position == plain.position + 6 * GLOBAL)
+        batches.close()
+        batches.close()
+        assert threads() == []
+        assert hashes == [batch_hash(plain.next_step()) for _ in range(2)]
+        assert inner.position == plain.position
+    assert batch_hash(inner.next_step()) == batch_hash(plain.next_step())
+
+
+def test_a_collected_prefetcher_takes_its_thread_along(corpus: Corpus) -> None:
+    batches = Prefetcher(loader(corpus), 2)
+    batches.next_step()
+    gone = weakref.ref(batches)
+    assert len(threads()) == 1
+    del batches
+    gc.collect()
+    assert gone() is None
+    assert threads() == []
+
+
+def test_a_loader_that_never_returns_does_not_keep_its_user(
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch, logged: Callable[[], str]
+) -> None:
+    monkeypatch.setattr("titanlite.data.prefetch._PATIENCE", 0.05)
+    inner, release = loader(corpus), threading.Event()
+    batches = Prefetcher(changed(inner, lambda: release.wait(30 if inner.position else 0) and None), 2)
+    batches.next_step()
+    batches.close()
+    assert "has not returned from a step" in logged()
+    with pytest.raises(RuntimeError, match="cannot be used again"):
+        batches.next_step()
+    release.set()
+    eventually(lambda: threads() == [])
+    batches.close()
+    assert inner.position == GLOBAL
+
+
+def test_batches_are_pinned_by_the_thread_on_this_ranks_gpu(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without set_device the thread would open a context on GPU 0, on every rank."""
+    calls: list[tuple[str, str, Any]] = []
+
+    def called(name: str, result: Any) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            calls.append((name, threading.current_thread().name, arguments))
+            return result(*arguments)
+
+        return call
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", called("set_device", lambda device: None))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", called("pin", lambda tensor: tensor))
+    with Prefetcher(loader(corpus), 1, pin=True) as batches:
+        batches.next_step()
+    assert calls[0] == ("set_device", THREAD, (3,))
+    assert {call[:2] for call in calls[1:]} == {("pin", THREAD)}
+    assert len(calls) >= 1 + 4  # tokens and labels of two micro-batches
+    calls.clear()
+    list(ValidationPrefetcher(held_out(corpus), 2, pin=True))
+    assert calls[0] == ("set_device", THREAD, (3,)) and len(calls) == 1 + 2 * 10
+    calls.clear()
+    Prefetcher(loader(corpus), 0, pin=True).next_step()
+    assert [call[:2] for call in calls] == [("pin", "MainThread")] * 4
+    calls.clear()
+    with Prefetcher(loader(corpus), 1, pin=False) as batches:
+        batches.next_step()
+    assert calls == []
+
+
+@pytest.mark.parametrize("depth", [0, 1, 100])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_every_validation_pass_has_the_same_batches(corpus: Corpus, depth: int, persistent: bool) -> None:
+    expected = [batch_hash([batch]) for batch in held_out(corpus)]
+    batches = ValidationPrefetcher(held_out(corpus), depth, persistent=persistent)
+    assert len(batches) == len(expected) == 10
+    for _ in range(3):
+        assert [batch_hash([batch]) for batch in batches] == expected
+        assert len(threads()) == (1 if persistent and depth else 0)
+    for _ in batches:
+        break  # what a pass left behind is not the beginning of the next
+    assert [batch_hash([batch]) for batch in batches] == expected
+    batches.close()
+    assert threads() == []
+
+
+def test_a_persistent_thread_has_the_next_pass_ready(corpus: Corpus) -> None:
+    batches = ValidationPrefetcher(held_out(corpus), 2, persistent=True)
+    list(batches)
+    (thread,) = threads()
+    producer = batches._producer
+    assert producer is not None
+    eventually(lambda: len(producer._buffer.items) == 2)
+    list(batches)
+    assert threads() == [thread]
+    batches.close()
+    with pytest.raises(ValueError, match="no batches"):  # its thread would look for the first one forever
+        ValidationPrefetcher([], 2, persistent=True)  # type: ignore[arg-type]
+
+
+PROGRAM = """
+import signal, sys, threading, time
+import torch
+from titanlite.data.loader import Batch
+from titanlite.data.prefetch import Prefetcher
+
+class Loader:
+    steps_left = None
+    step = 0
+    def next_step(self):
+        if self.step >= 5:
+            time.sleep(0.3)
+        self.step += 1
+        return [Batch(torch.zeros(2000, 100), torch.zeros(2000, 100))]
+    def state_dict(self):
+        return {"step": self.step}
+    def load_state_dict(self, state):
+        self.step = state["step"]
+
+batches = Prefetcher(Loader(), depth=2)
+try:
+    for step in range(4):
+        batches.next_step()
+    print("ready", flush=True)
+    END
+except KeyboardInterrupt:
+    print("interrupted at", batches.state_dict(), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "signal_number", "code", "output"),
+    [
+        ("pass", None, 0, "ready"),
+        ("raise ValueError('mine')", None, 1, "ready"),
+        ("while True: batches.next_step()", signal.SIGINT, 0, "interrupted at {'step': "),
+        pytest.param(
+            "while True: batches.next_step()", signal.SIGTERM, -signal.SIGTERM, "ready", marks=pytest.mark.soak
+        ),
+    ],
+)
+def test_a_program_that_does_not_close_ends_at_once(
+    end: str, signal_number: int | None, code: int, output: str
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.replace("END", end)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        ready = time.monotonic()
+        if signal_number is not None:
+            time.sleep(0.1)
+            process.send_signal(signal_number)
+        rest, errors = process.communicate(timeout=20)
+    assert time.monotonic() - ready < 5
+    assert process.returncode == code, errors
+    assert output in first + rest
+    assert "Fatal" not in errors and ("mine" in errors) == ("mine" in end)

@@ -1,0 +1,271 @@
+"""Tokenizer files of three kinds: which kind a path holds, the ids of the libraries, round trips and errors."""
+
+from __future__ import annotations
+
+import base64
+import io
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencepiece
+import tokenizers
+
+from titanlite.data import DataError
+from titanlite.data.sources import BUNDLED, iter_records
+from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, BUNDLED_TOKENIZER, kind_of, load_tokenizer
+from titanlite.data.tokenizer.sentencepiece_model import protobuf_fields
+from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS, TiktokenTokenizer, parse_ranks
+
+TIKTOKEN, SENTENCEPIECE = load_tokenizer(), load_tokenizer(family="llama2")
+LIBRARY = sentencepiece.SentencePieceProcessor(model_file=str(BUNDLED_SENTENCEPIECE))
+RANKS = parse_ranks(BUNDLED_TOKENIZER.read_bytes(), BUNDLED_TOKENIZER)
+BYTES = [bytes([byte]) for byte in range(256)]
+TEXTS = [
+    "",
+    " ",
+    "In the beginning God created the heaven and the earth.",
+    "naïve café — “quotes” … 1811, £20,000",
+    "日本語 русский العربية हिन्दी 👩‍👩‍👧‍👦",
+    "".join(map(chr, range(0x300))),
+    "tabs\t\tand\r\nlines\n\n\n  spaces   ",
+    "nul\0nul",
+    "<|begin_of_text|> not special <|end_of_text|> <s> </s> <unk> <0x0A>",
+]
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(DataError) as caught:
+        load_tokenizer(str(path))
+    assert str(caught.value).startswith(f"model.tokenizer_path: {path}")
+    return str(caught.value)
+
+
+def write_ranks(path: Path, tokens: list[bytes]) -> Path:
+    path.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)))
+    return path
+
+
+def write_json(path: Path) -> Path:
+    """A tokenizer.json of four words."""
+    words = {"<s>": 0, "</s>": 1, "a": 2, "b": 3}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="a"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(path))
+    return path
+
+
+def train(path: Path, **options: object) -> Path:
+    """A small sentencepiece model."""
+    model = io.BytesIO()
+    sentence = "the cat sat on the mat and the ﬁrst dog ran after that cat"
+    settings = {"vocab_size": 40, "model_type": "bpe", "hard_vocab_limit": False, "minloglevel": 2}
+    settings |= {"normalization_rule_name": "identity", **options}
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter([sentence] * 20), model_writer=model, **settings)
+    path.write_bytes(model.getvalue())
+    return path
+
+
+# Kinds and paths
+
+
+def test_the_content_decides_and_the_name_does_not(tmp_path: Path) -> None:
+    sizes = {}
+    for source in (BUNDLED_TOKENIZER, BUNDLED_SENTENCEPIECE, write_json(tmp_path / "tokenizer.json")):
+        path = tmp_path / f"{source.suffix[1:]}.bin"
+        shutil.copy(source, path)
+        tokenizer = load_tokenizer(str(path))
+        sizes[kind_of(path.read_bytes(), path)] = (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id)
+    assert sizes == {"tiktoken": (2304, 2048, 2049), "sentencepiece": (2304, 1, 2), "tokenizer.json": (4, 0, 1)}
+
+
+def test_of_a_folder_the_json_is_read_before_the_model(tmp_path: Path, logged: Callable[[], str]) -> None:
+    assert "holds no tokenizer.json or tokenizer.model" in refused_folder(tmp_path)
+    shutil.copy(BUNDLED_TOKENIZER, tmp_path / "llama.tiktoken")
+    assert refused_folder(tmp_path).endswith("give the file itself: llama.tiktoken")
+    shutil.copy(BUNDLED_SENTENCEPIECE, tmp_path / "tokenizer.model")
+    assert load_tokenizer(str(tmp_path)).vocab_size == 2304
+    write_json(tmp_path / "tokenizer.json")
+    assert load_tokenizer(str(tmp_path)).vocab_size == 4
+    for line in ("(sentencepiece), 2,304 ids; BOS 1 and EOS 2 by the file", "(tokenizer.json), 4 ids; BOS 0 and EOS 1"):
+        assert line in logged()
+
+
+def refused_folder(path: Path) -> str:
+    with pytest.raises(DataError) as caught:
+        load_tokenizer(str(path))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "does not exist"),
+        (b" \n\n", "is empty"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "is a pointer of Git LFS"),
+        (b"<!DOCTYPE html><html>", "is a web page"),
+        (b"PK\x03\x04\0\0\0\0", "is a binary file of another kind"),
+        (b"hello world again", "line 1: expected a base64 token"),
+    ],
+)
+def test_a_file_of_another_kind_is_called_by_name(tmp_path: Path, content: bytes | None, words: str) -> None:
+    path = tmp_path / "tokenizer.model"
+    if content is not None:
+        path.write_bytes(content)
+    assert words in refused(path)
+
+
+# All kinds
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("tokenizer", [TIKTOKEN, SENTENCEPIECE])
+def test_text_comes_back_and_never_becomes_a_special_token(tokenizer: TiktokenTokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert not set(tokenizer.special_tokens.values()) & set(ids)
+    assert tokenizer is TIKTOKEN or LIBRARY.unk_id() not in ids
+    begin, end = tokenizer.bos_id, tokenizer.eos_id
+    assert tokenizer.encode(text, bos=True) == [begin, *ids]
+    document = tokenizer.encode_document(text)
+    assert document.dtype == np.int64 and document.tolist() == [begin, *ids, end]
+    # A first space goes with each document.
+    names = {token_id: name for name, token_id in tokenizer.special_tokens.items()}
+    assert tokenizer.decode([*document, *document]) == f"{names[begin]}{text}{names[end]}" * 2
+
+
+@pytest.mark.parametrize("tokenizer", [TIKTOKEN, SENTENCEPIECE])
+def test_odd_texts_and_foreign_ids(tokenizer: TiktokenTokenizer) -> None:
+    assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a�b"
+    for text in ("a" * 500_000, " " * 200_000, "!" * 200_000, "é" * 50_000, "word " * 100_000, "x\n" * 100_000):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        assert tokenizer.encode_document(text).tolist() == tokenizer.encode(text, bos=True, eos=True)
+    with pytest.raises(DataError, match="token id 2304 at position 1 is outside the tokenizer's vocabulary of 2304"):
+        tokenizer.decode([5, 2304])
+    line = "And God said, Let there be light: and there was light.\n"
+    assert TIKTOKEN.encode(line * 1000) == TIKTOKEN.encode(line) * 1000, "ordinary text must not be cut"
+
+
+def test_fingerprints_follow_the_ids(tmp_path: Path) -> None:
+    by_rank = sorted(RANKS, key=lambda token: RANKS[token])
+    swapped = {token: i for i, token in enumerate([*by_rank[:-2], by_rank[-1], by_rank[-2]])}
+    assert TiktokenTokenizer(RANKS).fingerprint == TIKTOKEN.fingerprint
+    shutil.copy(BUNDLED_SENTENCEPIECE, tmp_path / "renamed")
+    assert load_tokenizer(str(tmp_path / "renamed")).fingerprint == SENTENCEPIECE.fingerprint
+    plain, split = train(tmp_path / "a.model"), train(tmp_path / "b.model", split_digits=True)
+    others = [TiktokenTokenizer(swapped), TiktokenTokenizer(RANKS, SPECIAL_TOKENS[:-1])]
+    others += [load_tokenizer(str(plain)), load_tokenizer(str(split)), TIKTOKEN, SENTENCEPIECE]
+    assert len({tokenizer.fingerprint for tokenizer in others}) == 6
+    assert all(len(tokenizer.fingerprint) == 64 for tokenizer in others)
+
+
+# tiktoken
+
+
+def test_metas_vocabulary_gets_llama3_ids(tmp_path: Path) -> None:
+    """128,000 ranks, as in Meta's file, must give the ids published with Llama 3."""
+    tokens = BYTES + [b"%06d" % i for i in range(128_000 - 256)]
+    tokenizer = load_tokenizer(str(write_ranks(tmp_path / "tokenizer.model", tokens)))
+    assert tokenizer.vocab_size == 128_256
+    published = {
+        "<|begin_of_text|>": 128000,
+        "<|end_of_text|>": 128001,
+        "<|reserved_special_token_0|>": 128002,
+        "<|reserved_special_token_3|>": 128005,
+        "<|start_header_id|>": 128006,
+        "<|end_header_id|>": 128007,
+        "<|reserved_special_token_4|>": 128008,
+        "<|eot_id|>": 128009,
+        "<|reserved_special_token_5|>": 128010,
+        "<|reserved_special_token_250|>": 128255,
+    }
+    assert {name: tokenizer.special_tokens[name] for name in published} == published
+    assert len(SPECIAL_TOKENS) == len(set(SPECIAL_TOKENS)) == 256
+    assert len(RANKS) == 2048 and set(BYTES) <= set(RANKS) and TIKTOKEN.vocab_size == 2304 == 36 * 64
+
+
+@pytest.mark.parametrize("broken", [b"hello world again", b"aGk=", b"aGk= x", b"a*k= 256", b"aGk= -1", "é 3".encode()])
+def test_a_damaged_line_is_named(tmp_path: Path, broken: bytes) -> None:
+    path = write_ranks(tmp_path / "t.model", BYTES)
+    lines = path.read_bytes().splitlines()
+    path.write_bytes(b"\n".join([*lines[:99], broken, *lines[99:]]))
+    assert "line 100: expected a base64 token" in refused(path)
+
+
+def test_gap_duplicates_and_missing_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "t.model"
+    lines = write_ranks(path, [*BYTES, b"ab", b"cd"]).read_bytes().splitlines()
+    path.write_bytes(b"\n".join([*lines[:256], *lines[257:]]))
+    assert "rank 256 is missing (line 257 has rank 257)" in refused(path)
+    path.write_bytes(b"\n".join([*lines, base64.b64encode(b"ef") + b" 7"]))
+    assert "line 259: rank 7 was already given on line 8" in refused(path)
+    path.write_bytes(b"\n".join([*lines, base64.b64encode(b"ab") + b" 258"]))
+    assert "line 259: the token b'ab' was already given rank 256" in refused(path)
+    write_ranks(path, [*BYTES[:65], *BYTES[66:]])
+    assert "the byte 0x41 has no token (1 of 256 missing)" in refused(path)
+
+
+# sentencepiece
+
+
+def test_ids_are_those_of_the_library() -> None:
+    assert SENTENCEPIECE.special_tokens == {"<s>": 1, "</s>": 2}
+    # Llama 2's first 259 ids: unknown, BOS, EOS, then the bytes.
+    pieces = [LIBRARY.id_to_piece(i) for i in range(259)]
+    assert pieces == ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    for text in [*(record.text for record in iter_records(BUNDLED["c4_validation"])), *TEXTS]:
+        assert SENTENCEPIECE.encode(text, bos=True, eos=True) == LIBRARY.encode(text, add_bos=True, add_eos=True)
+
+
+def test_a_models_own_options_are_obeyed(tmp_path: Path) -> None:
+    """Another algorithm, normalisation, no dummy prefix, pieces of the user's, ids of BOS and EOS elsewhere."""
+    path = train(
+        tmp_path / "other.model",
+        model_type="unigram",
+        normalization_rule_name="nmt_nfkc_cf",
+        add_dummy_prefix=False,
+        user_defined_symbols=["<sep>"],
+        bos_id=5,
+        eos_id=6,
+        pad_id=7,
+        bos_piece="<begin>",
+    )
+    tokenizer = load_tokenizer(str(path))
+    library = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (5, 6)
+    assert tokenizer.special_tokens == {"<begin>": 5, "</s>": 6, "<pad>": 7}
+    for text in ("The ﬁrst CAT", "the cat<sep>the mat", "a  b <begin></s>", "日"):
+        assert tokenizer.encode(text) == library.encode(text)
+        assert not {5, 6, 7} & set(tokenizer.encode(text))
+    assert library.piece_to_id("<sep>") in tokenizer.encode("the cat<sep>the mat")
+    assert tokenizer.decode(tokenizer.encode("The ﬁrst CAT")) == "the first cat"
+
+
+@pytest.mark.parametrize("name", ["bos", "eos"])
+def test_a_model_without_bos_or_eos(tmp_path: Path, name: str) -> None:
+    assert f"has no {name.upper()} piece" in refused(train(tmp_path / "t.model", **{f"{name}_id": -1}))
+
+
+def test_every_truncation_is_noticed(tmp_path: Path) -> None:
+    """Also between two pieces, where the rest is a whole model of fewer pieces to the library."""
+    content = train(tmp_path / "t.model").read_bytes()
+    path = tmp_path / "cut.model"
+    whole_messages = 0
+    for end in range(4, len(content)):
+        path.write_bytes(content[:end])
+        try:
+            whole = {2, 3} <= protobuf_fields(content[:end])
+            whole_messages += 1
+        except ValueError:
+            whole = False
+        if whole:  # only the empty message of denormalisation, the last two bytes, may be missing
+            assert end >= len(content) - 2
+        else:
+            assert "is a sentencepiece model that is damaged or" in refused(path)
+    assert whole_messages > 40
+    flipped = bytearray(BUNDLED_SENTENCEPIECE.read_bytes())
+    flipped[16] = 0x7F
+    path.write_bytes(flipped)
+    assert "is a sentencepiece model that is damaged" in refused(path)

@@ -1,0 +1,15 @@
+"""Trainers of tiny runs, inside the pool."""
+
+from __future__ import annotations
+
+from tests.training.test_run import TINY
+from titanlite.build import build
+from titanlite.config.fit import load_config
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.trainer import Trainer
+
+
+def make_trainer(world: DistEnv, folder: str, *flags: str) -> Trainer:
+    """A trainer of the debug model, as `train.py` makes it."""
+    config = load_config("debug_model.toml", world.size, [*TINY, f"--job.dump_folder={folder}", *flags])
+    return Trainer(build(config, world))

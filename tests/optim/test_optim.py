@@ -1,0 +1,132 @@
+"""The learning rate by step, against published sequences and hand-computed values, and gated updates."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from titanlite.config.aws_fsdp import migrate_arguments
+
+from titanlite.config.derive import derive
+from titanlite.config.load import read_text
+from titanlite.config.sections import Optimizer
+from titanlite.optim.optimizer import build_optimizer, gated_step
+from titanlite.optim.schedule import Schedule, learning_rate, lr_factor
+
+
+def test_autumn_2024_warmup_and_linear_decay() -> None:
+    schedule = Schedule(total_steps=10, warmup_steps=3)
+    factors = [lr_factor(schedule, step) for step in range(1, 11)]
+    assert factors[:3] == [1 / 4, 2 / 4, 3 / 4]
+    assert factors[3:] == pytest.approx([1 - n / 7 for n in range(7)])
+
+
+def test_aws_sequence_as_logged() -> None:
+    """AWS FSDP logs: lr 1e-4, T = 5000, warm-up 0.0032 T, cosine, hard floor 1e-5, printed with six decimals."""
+    schedule = Schedule(total_steps=5000, warmup_steps=16, decay_type="cosine", min_lr=1e-5, style="fsdp")
+    printed = [f"{learning_rate(schedule, 1e-4, step):.6f}" for step in range(1, 7)]
+    assert printed == ["0.000006", "0.000013", "0.000019", "0.000025", "0.000031", "0.000038"]
+    assert f"{learning_rate(schedule, 1e-4, 35):.6f}" == "0.000100"
+    assert f"{learning_rate(schedule, 1e-4, 2500):.6f}" == "0.000051"
+    first = next(step for step in range(17, 5001) if learning_rate(schedule, 1e-4, step) == 1e-5)
+    assert first == 3992
+    assert learning_rate(schedule, 1e-4, 5000) == 1e-5
+    assert learning_rate(schedule, 1e-4, 1) < 1e-5, "the floor does not lift the warm-up"
+
+
+def test_stable_phase_then_decay_to_the_floor() -> None:
+    schedule = Schedule(total_steps=100, warmup_steps=10, decay_steps=20, decay_type="cosine", min_lr_factor=0.1)
+    assert lr_factor(schedule, 11) == lr_factor(schedule, 80) == 1.0
+    assert lr_factor(schedule, 81) == 1.0
+    assert lr_factor(schedule, 91) == pytest.approx(0.1 + 0.9 * 0.5)
+    assert lr_factor(schedule, 101) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "halfway"),
+    [("linear", 0.5), ("sqrt", 1 - math.sqrt(0.5)), ("cosine", 0.5), ("exponential", 0.5**0.5), ("constant", 1.0)],
+)
+def test_decay_shapes_halfway(kind: str, halfway: float) -> None:
+    schedule = Schedule(total_steps=20, warmup_steps=0, decay_type=kind)  # type: ignore[arg-type]
+    assert lr_factor(schedule, 11) == pytest.approx(halfway)
+    assert lr_factor(schedule, 1) == 1.0
+    if kind == "exponential":
+        floored = replace(schedule, min_lr_factor=0.01)
+        assert [lr_factor(floored, step) for step in (11, 21)] == pytest.approx([0.1, 0.01])
+
+
+def test_plateau_holds_the_peak_then_decays() -> None:
+    schedule = Schedule(total_steps=50, warmup_steps=10, plateau_steps=20)
+    assert {lr_factor(schedule, step) for step in range(11, 32)} == {1.0}
+    assert lr_factor(schedule, 41) == pytest.approx(0.5)
+
+
+def test_warmup_as_long_as_the_run_divides_by_nothing() -> None:
+    schedule = Schedule(total_steps=5, warmup_steps=5)
+    assert [lr_factor(schedule, step) for step in range(1, 6)] == pytest.approx([n / 6 for n in range(1, 6)])
+    assert 0.0 <= lr_factor(schedule, 6) <= 1.0
+
+
+def test_unknown_length_is_an_error() -> None:
+    with pytest.raises(ValueError, match="length"):
+        lr_factor(Schedule(total_steps=None), 1)
+
+
+def _aws(style: str, step: int, total: int, warmup: float, plateau: float, peak: float, floor: float) -> float:
+    """The formulas of the AWS FSDP samples. warmup, plateau: shares of the run, as their arguments are."""
+    w, p = warmup * total, plateau * total
+    if step <= w:
+        return peak * step / w
+    k = min(step, total - w) - w
+    rate = {
+        "linear": peak * (total - k) / total,
+        "cosine": peak / 2 * (math.cos(math.pi * k / total) + 1),
+        "exponential": peak * math.exp(-0.693 * k / total),
+        "plateau": peak if step <= w + p else peak * (total - step) / (total - w - p),
+        "constant": peak,
+    }[style]
+    return max(rate, floor)
+
+
+@pytest.mark.parametrize(("warmup", "floor"), [(0.0032, 1e-5), (0.4, 0.0)])
+@pytest.mark.parametrize(
+    ("style", "plateau"),
+    [("linear", 0), ("cosine", 0), ("exponential", 0), ("constant", 0), ("plateau", 0.4), ("plateau", 0.0)],
+)
+def test_every_step_of_a_run_of_the_aws_samples(style: str, plateau: float, warmup: float, floor: float) -> None:
+    arguments = f"--max_steps=1003 --lr=1e-4 --lr_decay_style={style} --warmup={warmup} --min_lr={floor}"
+    if style == "plateau":
+        arguments += f" --plateau={plateau}"
+    config, problems = read_text(migrate_arguments(arguments).text, Path("run.toml"))
+    assert not problems
+    run = derive(config, 1)
+    here = [learning_rate(run.schedule, run.optimizer.lr, step) for step in range(1, 1004)]
+    there = [_aws(style, step, 1003, warmup, plateau, 1e-4, floor) for step in range(1, 1004)]
+    assert here == pytest.approx(there, rel=1e-12, abs=1e-18)
+
+
+@pytest.mark.parametrize(("name", "decoupled"), [("AdamW", True), ("Adam", False)])
+@pytest.mark.parametrize("implementation", ["foreach", "for-loop", "fused"])
+def test_a_gated_step_is_torchs_or_none(name: str, decoupled: bool, implementation: str) -> None:
+    settings = Optimizer(name=name, implementation=implementation, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.2)
+    plain = torch.optim.AdamW if decoupled else torch.optim.Adam
+    ours, theirs = (torch.nn.Parameter(torch.linspace(-1, 1, 6)) for _ in range(2))
+    optimizer = build_optimizer([ours], settings, torch.device("cpu"))
+    reference = plain([theirs], lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2, foreach=True)
+    for step in range(4):
+        ours.grad, theirs.grad = (torch.linspace(1, 2, 6) * (step + 1) for _ in range(2))
+        before = ours.detach().clone()
+        gated_step(optimizer, torch.tensor(False), 0.01)
+        assert torch.equal(ours, before)
+        gated_step(optimizer, torch.tensor(True), 0.01)
+        reference.step()
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["Muon", "AnyPrecisionAdamW"])
+def test_an_optimizer_that_is_not_implemented_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f'"{name}" is not implemented yet: take AdamW or Adam'):
+        build_optimizer([torch.nn.Parameter(torch.zeros(2))], Optimizer(name=name), torch.device("cpu"))

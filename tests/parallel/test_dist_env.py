@@ -1,0 +1,209 @@
+"""Launcher variables, meshes and timeouts; a wrong environment is named; freed memory is used again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from tests.pool import Pools
+from titanlite import exit_codes
+from titanlite.parallel import ParallelismError
+from titanlite.parallel.dist_env import DistEnv, LaunchEnv, patience, read_launch_env, set_timeouts
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _timeouts(world: DistEnv) -> dict[str, timedelta]:
+    mesh = world.build_mesh(dp_shard=world.size)
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=mesh["dp_shard"], reshard_after_forward=2)  # within nodes of 2: a group of its own
+    world.apply_timeout()
+    groups = {
+        "default": dist.group.WORLD,
+        "shard": mesh["dp_shard"].get_group(),
+        "rep": mesh["dp_replicate"].get_group(),
+        "partial reshard": model._get_fsdp_state()._fsdp_param_group.post_forward_mesh_info.shard_process_group,
+    }
+
+    def read() -> dict[str, Any]:
+        return {name: g._get_backend(torch.device("cpu")).options._timeout for name, g in groups.items() if g}
+
+    before = read()
+    set_timeouts(77)
+    with patience(99, 77):
+        assert set(read().values()) == {timedelta(seconds=99)}
+    after = read()
+    set_timeouts(120)
+    assert set(before.values()) == {timedelta(seconds=120)}
+    return after
+
+
+def test_timeouts_are_lowered_for_every_group(pool: Pools) -> None:
+    for after in pool(4).run(_timeouts):
+        assert after == {name: timedelta(seconds=77) for name in ("default", "shard", "rep", "partial reshard")}
+
+
+def _joins(world: DistEnv) -> tuple[int, int, bool, str]:
+    with DistEnv.open("cpu") as inner:
+        seen = inner.rank, inner.size
+    with pytest.raises(ParallelismError) as wrong:
+        world.build_mesh(dp_shard=3)
+    return *seen, dist.is_initialized(), str(wrong.value)
+
+
+def test_an_existing_group_is_joined_and_left_alone_and_wrong_degrees_are_refused(pool: Pools) -> None:
+    for rank, found in enumerate(pool(2).run(_joins)):
+        assert found == (rank, 2, True, "dp_shard 3 = 3, but there are 2 ranks")
+
+
+_TWO = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None]:
+    """Sets the variables of a rank, and no others."""
+
+    def put(variables: dict[str, str]) -> None:
+        for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return put
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"WORLD_SIZE": "2"}, "3 environment variables are wrong:\n  RANK is not set, but WORLD_SIZE is: start with"),
+        ({"RANK": "1"}, "environment variable WORLD_SIZE is not set, but RANK is"),
+        (_TWO | {"MASTER_ADDR": ""}, "MASTER_ADDR is not set, but WORLD_SIZE is"),
+        (_TWO | {"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', expected a whole number of at least 1"),
+        (_TWO | {"WORLD_SIZE": "0"}, "WORLD_SIZE is '0', expected a whole number of at least 1"),
+        (_TWO | {"RANK": "2"}, "RANK is '2', expected a whole number from 0 to 1: WORLD_SIZE is 2"),
+        (_TWO | {"RANK": "-1"}, "RANK is '-1', expected a whole number from 0 to 1"),
+        (_TWO | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK is '1', expected a whole number from 0 to 0"),
+        (_TWO | {"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE is '8', expected a whole number from 1 to 2"),
+        (_TWO | {"RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK is not set, but LOCAL_WORLD_SIZE is"),
+        (_TWO | {"MASTER_PORT": "99999"}, "MASTER_PORT is '99999', expected a whole number from 1 to 65535"),
+        (_TWO | {"MASTER_PORT": "0"}, "MASTER_PORT is '0', expected a whole number from 1 to 65535"),
+    ],
+)
+def test_wrong_environments_are_named(
+    environment: Callable[[dict[str, str]], None], variables: dict[str, str], message: str
+) -> None:
+    environment(variables)
+    with pytest.raises(ParallelismError) as error, DistEnv.open("cpu"):
+        pass
+    assert message in str(error.value)
+
+
+def test_environments_of_launchers_are_read(environment: Callable[[dict[str, str]], None]) -> None:
+    address = ("localhost", 29500)
+    for variables, expected in [
+        ({}, LaunchEnv(0, 1, 0, 1, None)),
+        ({"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": "0"}, LaunchEnv(0, 1, 0, 1, None)),
+        (
+            _TWO | {"WORLD_SIZE": "16", "RANK": "9", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"},
+            LaunchEnv(9, 16, 1, 8, address),
+        ),
+        (_TWO | {"RANK": "1", "LOCAL_RANK": "0"}, LaunchEnv(1, 2, 0, 1, address)),  # two nodes with a rank each
+    ]:
+        environment(variables)
+        assert read_launch_env() == expected
+    for variables in ({"LOCAL_RANK": "1"}, {"RANK": "1", "LOCAL_RANK": "1", "MASTER_PORT": "x"}):
+        environment(variables)
+        assert read_launch_env(joined=(1, 2)) == LaunchEnv(1, 2, 1, 2, None)
+    environment({})
+    with DistEnv.open("cpu") as world:
+        assert (world.rank, world.size) == (0, 1)
+
+
+def test_train_py_reports_a_wrong_environment_without_torch(
+    environment: Callable[[dict[str, str]], None], tmp_path: Path
+) -> None:
+    environment(_TWO | {"RANK": "2"})
+    code = (
+        "import sys; from titanlite import entry; code = entry.refused(sys.argv[1:]); "
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    command = [sys.executable, "-c", code, f"--job.dump_folder={tmp_path}"]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    error = "error: environment variable RANK is '2', expected a whole number from 0 to 1: WORLD_SIZE is 2\n"
+    assert (done.returncode, done.stderr) == (exit_codes.CONFIG, error)
+
+
+_RESTARTS = """
+import os, sys, torch, torch.distributed as dist
+from titanlite.parallel.dist_env import DistEnv
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+with DistEnv.open("cpu") as world:
+    x = torch.ones(()); dist.all_reduce(x)
+    if attempt == "0" and world.rank == 1:
+        os._exit(7)
+    dist.all_reduce(x)
+    os.write(1, f"attempt {attempt} rank {world.rank} sum {int(x)}\\n".encode())  # whole, so lines cannot mix
+os._exit(0)
+"""
+
+
+@pytest.mark.soak
+def test_restarted_workers_meet_again(tmp_path: Path) -> None:
+    """The agent's store outlives the workers: without keys per attempt the restart often hangs."""
+    script = tmp_path / "restarts.py"
+    script.write_text(_RESTARTS)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--max-restarts=1"]
+    launch += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", str(script)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    again = sorted(line for line in done.stdout.splitlines() if line.startswith("attempt 1"))
+    assert again == ["attempt 1 rank 0 sum 4", "attempt 1 rank 1 sum 4"]
+
+
+_FAULTS = """
+import ctypes, json, resource, torch
+from titanlite.parallel.dist_env import keep_freed_memory
+torch.set_num_threads(1)
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        kept = [torch.zeros(10 << 20) for _ in range(2)]  # 40 MiB: more than malloc keeps
+        del kept
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults()
+plain, done, = faults(), keep_freed_memory()
+faults()
+kept = faults()
+sbrk = ctypes.CDLL(None).sbrk
+sbrk.restype = ctypes.c_void_p
+before = sbrk(0)
+torch.empty(3 << 30, dtype=torch.uint8)  # freed at once; no page of it is touched
+print(json.dumps([done, plain, kept, sbrk(0) - before]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
+@pytest.mark.parametrize("settings", [{}, pytest.param({"MALLOC_ARENA_MAX": "4"}, marks=pytest.mark.slow)], ids=str)
+def test_freed_memory_is_kept_for_the_next_step_unless_the_user_chose_settings(settings: dict[str, str]) -> None:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD"))}
+    command = [sys.executable, "-c", _FAULTS]
+    output = subprocess.run(command, env={**clean, **settings}, check=True, capture_output=True).stdout
+    done, plain, kept, grown = json.loads(output)
+    assert done is not bool(settings)
+    if not settings:
+        assert plain > 1_000  # 80 MiB at a time are 20,480 pages, fewer where they are huge
+        assert kept < plain / 50
+        assert grown > 2 << 30  # the end of the heap stays, however much it is

@@ -1,0 +1,149 @@
+"""Which modules become FSDP groups, for our models and for a user's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.training.harness import TINY
+from titanlite.models import SHAPES, LlamaArgs, get_spec
+from titanlite.parallel import ParallelismError
+from titanlite.parallel.wrapping import FSDPGroup, choose_groups, groups_by_class, groups_by_size
+
+SPEC = get_spec("llama3")
+
+
+def on_meta(args: LlamaArgs = TINY) -> nn.Module:
+    return SPEC.build_on_meta(args)
+
+
+def numbers(model: nn.Module, groups: list[FSDPGroup]) -> list[int]:
+    """Parameters of each group without those of groups inside it, and last the root's."""
+    claimed: set[nn.Parameter] = set()
+    found = []
+    for group in [*groups, ("",)]:
+        held = {p for name in group for p in model.get_submodule(name).parameters()} - claimed
+        claimed |= held
+        found.append(sum(p.numel() for p in held))
+    return found
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x))
+
+
+class Stack(nn.Module):
+    """Layers in a list, a parameter of its own, and attention that never calls the module inside it."""
+
+    def __init__(self, layers: int = 5, width: int = 8) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+        self.attention = nn.MultiheadAttention(width, 2)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+        self.head = nn.Linear(width, width)
+
+
+LAYER = 280  # 16 * 8 + 16 + 8 * 16 + 8
+
+
+@pytest.mark.parametrize(
+    ("policy", "groups"),
+    [
+        ("block", SPEC.fsdp_units(TINY)),
+        ("root", []),
+        (["Block"], [("layers.0",), ("layers.1",)]),
+        ("size", [("layers.0",), ("layers.1",)]),
+        (
+            ["Block", "Attention"],
+            [("layers.0.attention",), ("layers.0",), ("layers.1.attention",), ("layers.1",)],  # in the order they end
+        ),
+    ],
+    ids=str,
+)
+def test_the_policy_decides(policy: Any, groups: list[FSDPGroup]) -> None:
+    assert choose_groups(on_meta(), policy, 30_000, SPEC.fsdp_units(TINY)) == groups
+
+
+@pytest.mark.parametrize("name", ["DecoderLayer", "SdpaAttention", "ModuleDict", "Llama", "block"])
+def test_a_class_that_makes_no_group_is_refused_with_those_that_do(name: str) -> None:
+    """Also modules without parameters, lists that are never called, and the root itself."""
+    there = "Attention (2), Block (2), Embedding (1), FeedForward (2), Linear (15), RMSNorm (5)"
+    with pytest.raises(ParallelismError) as error:
+        groups_by_class(on_meta(), ["Block", name])
+    assert f"of {name};" in str(error.value) and str(error.value).endswith(there)
+
+
+@pytest.mark.parametrize("least", [1, 41, 100, 280, 281, 700, 1200])
+def test_groups_by_size_hold_enough_and_every_parameter_once(least: int) -> None:
+    model = Stack()
+    groups = groups_by_size(model, least)
+    *sizes, root = numbers(model, groups)
+    assert sum(sizes) + root == sum(p.numel() for p in model.parameters())
+    assert min(sizes) >= least
+    assert not any("attention.out_proj" in name or name == "layers" for group in groups for name in group)
+
+
+def test_groups_by_size_join_small_neighbours() -> None:
+    model = Stack()
+    assert groups_by_size(model, LAYER)[1:] == [(f"layers.{i}",) for i in range(5)]
+    # The fifth layer is too small alone and joins the group before it.
+    assert groups_by_size(model, 2 * LAYER) == [("layers.0", "layers.1"), ("layers.2", "layers.3", "layers.4")]
+    # Of a layer, `up` alone is large enough and `down` is not: the layer is a group as a whole.
+    assert groups_by_size(model, 144)[1:6] == [(f"layers.{i}",) for i in range(5)]
+
+
+def test_groups_by_size_of_published_models() -> None:
+    model = on_meta(SHAPES["llama3"]["8B"])
+    found = groups_by_size(model, 100_000_000)
+    assert found == [("tok_embeddings",), *((f"layers.{i}",) for i in range(32)), ("output",)]
+    assert numbers(model, found)[-1] == 4096  # the final norm
+    found = groups_by_size(model, 400_000_000)
+    assert found[1:3] == [("layers.0", "layers.1"), ("layers.2", "layers.3")] and len(found) == 18
+    with pytest.raises(ParallelismError, match="has 1,000,000 parameters or more: Llama has 123,200 in all"):
+        groups_by_size(on_meta(), 1_000_000)
+
+
+class Tied(nn.Module):
+    """Embedding and head share a weight; the middle layer runs twice; the first and last are in different lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.early = nn.ModuleList([Layer(8), Layer(8)])
+        self.late = nn.ModuleList([self.early[1], Layer(8)])
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def test_shared_parameters_stay_in_one_group() -> None:
+    model = Tied()
+    layers = [("early.0",), ("early.1",), ("late.1",)]
+    assert groups_by_class(model, ["Layer"]) == layers, "a module that runs twice is one group; tied weights: the root"
+    # The head has no group of its own, but its weight's group runs last.
+    assert groups_by_class(model, ["Layer", "Embedding"]) == [*layers, ("embedding", "head")]
+    by_size = groups_by_size(model, 128)
+    assert by_size[-1] == ("embedding", "head") and sum(numbers(model, by_size)) == 128 + 3 * LAYER
+
+
+def test_a_group_around_shared_parameters_is_merged_with_them() -> None:
+    model = Stack(layers=2)
+    model.head.weight = nn.Parameter(torch.ones(16, 8))
+    model.layers[1].up.weight = model.head.weight  # type: ignore[union-attr,assignment]
+    inner = [("layers.0.up",), ("layers.0.down",), ("layers.0",), ("layers.1.down",)]
+    assert groups_by_class(model, ["Layer", "Linear"]) == [*inner, ("layers.1", "head")]
+
+
+def test_modules_that_share_with_the_root_stay_in_the_root() -> None:
+    model = Stack(layers=1)
+    model.scale = model.layers[0].down.bias  # type: ignore[union-attr,assignment]
+    with pytest.raises(ParallelismError):
+        groups_by_size(model, 2000)
+    assert groups_by_class(model, ["Layer", "MultiheadAttention"]) == [("attention",)]

@@ -1,0 +1,236 @@
+"""Callbacks of your own: the points, their state, their errors, and how a config names them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import titanlite
+from tests.pool import Pools
+from tests.training.test_run import ROOT, TINY, _python, _trainer
+from titanlite import exit_codes
+from titanlite.callbacks import Callback, CallbackError, Callbacks, RunEnd, load_callbacks
+from titanlite.checkpoint.manifest import read_manifest
+from titanlite.config.errors import ConfigError
+from titanlite.config.load import load_file
+from titanlite.guard import LossSpikeError
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.runs.record import read_entries
+from titanlite.trainer import Trainer
+from titanlite.utils import resolve
+
+FLAGS = ["--training.steps=4", "--validation.freq=2", "--checkpoint.interval=3", "--metrics.log_freq=2"]
+
+
+class Note(Callback):
+    """Notes what it is called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def on_start(self, trainer: Trainer) -> None:
+        before = None if trainer.loaded is None else trainer.loaded.train["note"]
+        self.calls.append(("start", trainer.step, before))
+
+    def before_update(self, trainer: Trainer) -> None:
+        self.complete = all(p.grad is not None for p in trainer.parts.model.parameters())
+
+    def on_step_end(self, trainer: Trainer, result: Any) -> None:
+        assert self.complete and result.loss.ndim == 0
+        self.calls.append(("step", trainer.step))
+
+    def on_log(self, trainer: Trainer, figures: Any) -> None:
+        self.calls.append(("log", trainer.step, round(figures["loss"], 3) > 5 and figures["grad_norm"] > 0))
+
+    def on_validation_end(self, trainer: Trainer, loss: float, tokens: int, seconds: float) -> None:
+        self.calls.append(("validation", trainer.step, tokens))
+
+    def state_dict(self, trainer: Trainer) -> dict[str, Any]:
+        return {"note": f"of step {trainer.step}"}
+
+    def on_save(self, trainer: Trainer, step: int, folder: Any, seconds: float) -> None:
+        self.calls.append(("save", step))
+
+    def on_end(self, trainer: Trainer, end: RunEnd) -> None:
+        self.calls.append(("end", end.state, end.step))
+
+
+def _noted(world: DistEnv, folder: str, *flags: str) -> list[Any]:
+    trainer = _trainer(world, folder, *FLAGS, *flags)
+    note = Note()
+    # First in the list: titanlite's own show what they do after it.
+    trainer.callbacks = Callbacks([*trainer.parts.callbacks, note])
+    trainer.train()
+    return note.calls
+
+
+def test_each_point_is_called_on_every_rank_and_state_comes_back(pool: Pools, tmp_path: Path) -> None:
+    tokens = 2 * 2 * 4 * 32  # ranks x batches x sequences x length
+    middle = [("step", 2), ("validation", 2, tokens), ("step", 3), ("save", 3)]
+    last = [("step", 4), ("validation", 4, tokens), ("save", 4), ("end", "done", 4)]
+    for calls in pool(2).run(_noted, str(tmp_path)):
+        logs = [call for call in calls if call[0] == "log"]
+        assert logs == [("log", step, True) for step in (1, 2, 4)]
+        rest = [call for call in calls if call[0] != "log"]
+        assert rest == [("start", 0, None), ("step", 1), *middle, *last]
+    assert read_manifest(tmp_path / "checkpoint" / "step-3").train["note"] == "of step 3"
+    assert pool(2).run(_noted, str(tmp_path), "--training.steps=5")[0][0] == ("start", 4, "of step 4")
+
+
+class Raises(Callback):
+    def on_step_end(self, trainer: Trainer, result: Any) -> None:
+        if trainer.step == 2:
+            raise ZeroDivisionError("on purpose")
+
+
+class RaisesAtTheEnd(Raises):
+    def on_end(self, trainer: Trainer, end: RunEnd) -> None:
+        raise ValueError("later")
+
+
+def _raised(world: DistEnv, folder: str) -> str:
+    trainer = _trainer(world, folder, *FLAGS)
+    trainer.callbacks = Callbacks([*trainer.parts.callbacks, RaisesAtTheEnd()])
+    with pytest.raises(CallbackError) as caught:
+        trainer.train()
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    return str(caught.value)
+
+
+def test_a_callback_that_raises_ends_the_run_with_its_name(pool: Pools, tmp_path: Path) -> None:
+    (said,) = pool(1).run(_raised, str(tmp_path))
+    assert "test_callbacks:RaisesAtTheEnd failed in on_step_end: ZeroDivisionError: on purpose" in said
+    end = read_entries(tmp_path)[-1]
+    assert (end["state"], end["step"], end["exit_code"]) == ("failed", 2, exit_codes.ERROR)
+
+
+def test_errors_with_an_exit_code_pass_as_they_are() -> None:
+    class Stops(Callback):
+        def on_phase(self, trainer: Any, phase: str) -> None:
+            raise LossSpikeError(1, 1.0, 9.0, 2.0, 0.1, 6.0)
+
+    with pytest.raises(LossSpikeError):
+        Callbacks([Callback(), Stops()])("on_phase", None, "data")
+
+
+def test_the_end_reaches_all_and_an_error_of_theirs_counts_if_the_run_has_none() -> None:
+    seen: list[str] = []
+
+    class Good(Callback):
+        def on_end(self, trainer: Any, end: RunEnd) -> None:
+            seen.append(end.state)
+
+    callbacks: Any = Callbacks([Good(), RaisesAtTheEnd(), Good()])
+    callbacks.end(None, RunEnd("failed", 3, ValueError("its own")))
+    with pytest.raises(CallbackError, match="later"):
+        callbacks.end(None, RunEnd("done", 3))
+    assert seen == ["failed", "failed", "done", "done"]
+
+
+# By dotted path
+
+SOURCE = """
+from titanlite import Callback
+class Mine(Callback):
+    made = 0
+    def __init__(self): type(self).made += 1
+    def on_end(self, trainer, end): print("mine:", end.state, trainer.step, flush=True)
+ready = Mine()
+number = 7
+class Needs(Callback):
+    def __init__(self, something): ...
+"""
+
+
+def test_names_are_resolved_beside_the_config_then_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert resolve("os.path:join") is os.path.join and resolve("titanlite.callbacks:Callback.on_end") is Callback.on_end
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "mine.py").write_text(SOURCE)
+    (tmp_path / "here.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    mine = resolve("./mine.py:Mine", tmp_path / "there")
+    assert mine is resolve(f"{tmp_path}/there/mine.py:Mine"), "one file is one module"
+    assert resolve("./here.py:Mine", tmp_path / "there") is not mine
+    first, second = load_callbacks(["./mine.py:Mine", "./mine.py:ready"], tmp_path / "there")
+    assert type(first) is type(second) is mine and mine.made == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("no_such_package.module:Name", "no_such_package"),
+        ("os.path:missing", "has no missing"),
+        ("os.path", "colon"),
+        ("./missing.py:Mine", "no file"),
+        ("./mine.py:number", "is 7, and no titanlite.Callback"),
+        ("./mine.py:Needs", "TypeError"),
+        ("./broken.py:Mine", "ZeroDivisionError"),
+    ],
+)
+def test_what_cannot_be_loaded_is_a_config_error(tmp_path: Path, path: str, words: str) -> None:
+    (tmp_path / "mine.py").write_text(SOURCE)
+    (tmp_path / "broken.py").write_text("1 / 0")
+    with pytest.raises(ConfigError) as caught:
+        load_callbacks([path, "os:also_missing"], tmp_path, "run.toml:7")
+    problem, other = caught.value.problems
+    assert (problem.key, problem.where) == ("job.callbacks", "run.toml:7")
+    assert repr(path) in problem.message and words in problem.message and "also_missing" in other.message
+    assert not [name for name in sys.modules if "broken" in name and name.startswith("titanlite_")]
+
+
+def test_a_config_names_callbacks_and_mistakes_end_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SOURCE)
+    config = tmp_path / "run.toml"
+    config.write_text(f'[job]\nextends = ["{ROOT}/train_configs/debug_model.toml"]\ncallbacks = ["./mine.py:Mine"]\n')
+    assert load_file(str(config), []).source("job.callbacks").line == 3
+    flags = [f"--job.config_file={config}", *TINY, "--training.steps=1", f"--job.dump_folder={tmp_path}/run"]
+    done = _python("train.py", *flags)
+    assert done.returncode == 0 and "mine: done 1" in done.stdout, done.stderr
+    refused = _python("train.py", *flags, "--job.callbacks=./nothing.py:Mine", f"--job.dump_folder={tmp_path}/other")
+    assert refused.returncode == exit_codes.CONFIG and "job.callbacks" in refused.stderr
+    assert "Traceback" not in refused.stderr and not (tmp_path / "other").exists()
+
+
+# The public names
+
+
+def test_public_names_are_there_and_importing_them_is_late() -> None:
+    code = (
+        "import json, sys, titanlite; from titanlite import Callback\n"
+        "late = 'torch' not in sys.modules; import titanlite.build; from titanlite import *\n"
+        "from titanlite import build; print(json.dumps([late, callable(build), Trainer.__name__]))"
+    )
+    done = _python("-c", code)
+    assert json.loads(done.stdout) == [True, True, "Trainer"], done.stderr
+    assert all(getattr(titanlite, name) is not None for name in titanlite.__all__)
+    assert set(titanlite.__all__) <= set(dir(titanlite)) and "parallel" in dir(titanlite)
+
+
+def _deterministic(world: DistEnv, folder: str) -> set[tuple[bool, str | None]]:
+    """Settings of the process while it trains with debug.deterministic."""
+    seen: set[tuple[bool, str | None]] = set()
+
+    class Look(Callback):
+        def on_step_end(self, trainer: Trainer, result: Any) -> None:
+            seen.add((torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
+
+    try:
+        trainer = _trainer(world, folder, "--training.steps=1", "--debug.deterministic")
+        trainer.callbacks = Callbacks([*trainer.parts.callbacks, Look()])
+        trainer.train()
+    finally:
+        torch.use_deterministic_algorithms(False)
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+    return seen
+
+
+def test_deterministic_kernels_are_on_in_training(pool: Pools, tmp_path: Path) -> None:
+    assert pool(1).run(_deterministic, str(tmp_path)) == [{(True, ":4096:8")}]

@@ -1,0 +1,395 @@
+"""Whole runs with bad steps or bad weights: skipped, stopped, or rolled back to a run that left the text out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.metrics.test_records import scalars
+from tests.pool import Pools
+from tests.steps import train_step
+from tests.training.harness import W2, Run, batches, build_tiny, micro_batches, run_stages
+from tests.training.test_run import _losses, _outcome, _trainer
+from titanlite import exit_codes
+from titanlite.checkpoint import CheckpointError, manager
+from titanlite.checkpoint.manager import Checkpointer
+from titanlite.checkpoint.manifest import steps_in
+from titanlite.config.sections import Checkpoint
+from titanlite.data.loader import to_device
+from titanlite.guard import FiniteGuard, WeightsError
+from titanlite.loss import cross_entropy_sum
+from titanlite.metrics.jsonl import read_metrics
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.runs.record import read_entries
+from titanlite.step import ReplicationFactors
+from titanlite.tools.tensors import Contents, compare
+
+NAN = float("nan")
+#: Sequences per step.
+GLOBAL = 8
+
+
+def _run(world: DistEnv, folder: str, poison: dict[int, float], *flags: str) -> dict[str, Any]:
+    """Train; on the last rank, in these steps of the data order, an activation (by NaN) or the logits are scaled."""
+    trainer = _trainer(world, folder, "--no-validation.enable", *flags)
+    model = trainer.parts.model
+
+    def spoil(module: Any, inputs: Any, out: torch.Tensor) -> torch.Tensor:
+        factor = poison.get(trainer.parts.loader.state_dict()["next_sequence"] // GLOBAL)
+        mine = factor is not None and world.rank == world.size - 1 and (module is model) == math.isfinite(factor)
+        return out * factor if mine else out
+
+    for module in (model, model.get_submodule(W2)):
+        module.register_forward_hook(spoil)
+    documents = {str(n): trainer.parts.datasets.train.documents_in(n) for n in range(12 * GLOBAL)}
+    return {**_outcome(trainer, folder), "documents": documents}
+
+
+def _loop(folder: Path) -> dict[str, Any]:
+    """What a checkpoint holds of the loop, without the id of the save."""
+    state = Contents(folder).manifest.train
+    del state["resume"]["id"]
+    return state
+
+
+def _same_checkpoint(left: Path, right: Path) -> bool:
+    """Weights, moments, random generators and what is saved of the loop."""
+    differences = compare(Contents(left), Contents(right))
+    return _loop(left) == _loop(right) and not any(difference.elements for difference in differences)
+
+
+def test_skip_goes_on_and_records_the_documents(pool: Pools, tmp_path: Path) -> None:
+    found = pool(2).run(_run, str(tmp_path), {5: NAN}, "--training.steps=8", "--guard.policy=skip")[0]
+    assert (found["step"], found["code"]) == (8, exit_codes.DONE)
+    losses = _losses(found["rows"])
+    assert [step for step, (loss, _, _) in losses.items() if not math.isfinite(float(loss))] == [5]
+    assert sorted(losses) == list(range(1, 9))
+    (event,) = found["events"]
+    assert (event["step"], event["action"], event["kind"], event["ranks"]) == (5, "skip", "not finite", [1])
+    assert (event["loss"], event["data_steps"]) == ("nan", "5")
+    assert event["documents"] == {str(n): found["documents"][str(n)] for n in range(32, 40)}
+    (line,) = [line for line in found["said"] if "Skipped" in line]
+    assert line.startswith("step 5: loss nan") and "rank 1" in line and "guard.jsonl" in line
+
+
+@pytest.mark.slow
+def test_stop_records_the_documents_too(pool: Pools, tmp_path: Path) -> None:
+    found = pool(2).run(_run, str(tmp_path), {3: NAN}, "--training.steps=8")[0]
+    (event,) = found["events"]
+    assert (found["code"], event["step"], event["action"]) == (exit_codes.GUARD, 3, "stop")
+    assert event["message"] == found["error"] and len(event["documents"]) == 8
+
+
+SPIKES = ["--guard.spike_sigmas=6", "--guard.window=6", "--guard.max_skips=2"]
+SHORT = ["--checkpoint.interval=4", "--training.steps=12", *SPIKES]
+ROLLBACK = "--guard.policy=rollback"
+
+
+@pytest.mark.slow
+def test_a_rollback_is_the_run_that_left_the_stretch_out(pool: Pools, tmp_path: Path) -> None:
+    rolled, plain = tmp_path / "rolled", tmp_path / "plain"
+    found = pool(2).run(_run, str(rolled), {6: NAN}, *SHORT, ROLLBACK, "--metrics.enable_tensorboard")[0]
+    pool(2).run(_run, str(plain), {}, *SHORT, "--training.steps=4")
+    other = pool(2).run(_run, str(plain), {}, *SHORT, "--data.skip_steps=5-6")[0]
+    assert found["step"] == other["step"] == 12
+    assert _losses(found["rows"]) == _losses(other["rows"])
+    assert [row["step"] for row in found["rows"]] == list(range(1, 13)), "no step twice"
+    (dated,) = (rolled / "tb").iterdir()
+    assert [step for step, _ in scalars(dated)["loss_metrics/global_avg_loss"]] == list(range(1, 13))
+    state = _loop(rolled / "checkpoint" / "step-12")
+    assert state["data"] == {"next_sequence": 14 * GLOBAL, "left_out": [[4 * GLOBAL, 6 * GLOBAL]]}
+    assert len(state["guard"]["losses"]) == 6
+    # The one thing that differs: the budget.
+    assert state["guard"].pop("bad_steps") == [6]
+    assert state == _loop(plain / "checkpoint" / "step-12")
+    (verdict,) = [line for line in other["said"] if line.startswith("resume verified")]
+    assert "as allowed: data.skip_steps" in verdict
+    step_12 = [Contents(folder / "checkpoint" / "step-12") for folder in (rolled, plain)]
+    assert [difference.name for difference in compare(*step_12) if difference.elements] == []
+    (event,) = found["events"]
+    assert (event["action"], event["back_to_step"], event["left_out"]) == ("rollback", 4, "5-6")
+    assert event["documents"] == {str(n): found["documents"][str(n)] for n in range(40, 48)}
+
+
+@pytest.mark.soak
+def test_a_run_that_rolled_back_resumes_exactly(pool: Pools, tmp_path: Path) -> None:
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    pool(2).run(_run, str(straight), {6: NAN}, *SHORT, ROLLBACK)
+    pool(2).run(_run, str(broken), {6: NAN}, *SHORT, ROLLBACK, "--training.steps=8")
+    resumed = pool(2).run(_run, str(broken), {}, *SHORT, ROLLBACK)[0]
+    assert any("resume verified" in line and "the next batch is the one" in line for line in resumed["said"])
+    assert _same_checkpoint(straight / "checkpoint" / "step-12", broken / "checkpoint" / "step-12")
+    rows = [_losses(read_metrics(folder / "metrics.jsonl")) for folder in (straight, broken)]
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.slow
+def test_rollbacks_end_with_their_budget(pool: Pools, tmp_path: Path) -> None:
+    found = pool(2).run(
+        _run, str(tmp_path), {6: NAN, 8: NAN, 11: NAN}, *SHORT, ROLLBACK, "--checkpoint.async_mode=async"
+    )[0]
+    assert [(e["step"], e["action"], e["data_steps"]) for e in found["events"]] == [
+        (6, "rollback", "6"),
+        (6, "rollback", "8"),
+        (7, "stop", "11"),
+    ]
+    assert found["code"] == exit_codes.GUARD and "bad were the steps 6, 6, 7" in found["error"]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_with_bad_weights_is_left_for_the_one_before(pool: Pools, tmp_path: Path) -> None:
+    """Whatever is read behind the checkpoint of step 4, step 5 or 6 is bad, until the run goes on from step 2."""
+    poison = dict.fromkeys((5, 7, 8), NAN)  # in the data order: each time another stretch
+    found = pool(2).run(_run, str(tmp_path), poison, "--checkpoint.interval=2", "--training.steps=8", ROLLBACK)[0]
+    assert [(e["step"], e["back_to_step"], e["left_out"]) for e in found["events"]] == [
+        (5, 4, "5"),
+        (6, 4, "5-7"),
+        (5, 2, "3-8"),
+    ]
+    assert found["step"] == 8 and [row["step"] for row in found["rows"]] == list(range(1, 9)), "no step twice"
+    root = tmp_path / "checkpoint"
+    why = (root / "step-4.invalid-0" / "invalid.txt").read_text()
+    assert "suspect" in why and "2 times" in why and "the last time step 5" in why
+    assert sorted(path.name for path in root.iterdir()) == ["step-2", "step-4", "step-4.invalid-0", "step-6", "step-8"]
+    assert _loop(root / "step-4")["data"] == {"next_sequence": 10 * GLOBAL, "left_out": [[2 * GLOBAL, 8 * GLOBAL]]}
+    (end,) = [entry for entry in read_entries(tmp_path) if entry["event"] == "end"]
+    assert (end["state"], end["saved_step"], end["lost_steps"]) == ("done", 8, 0)
+
+
+@pytest.mark.slow
+def test_the_only_checkpoint_is_gone_back_to_until_the_budget_is_used_up(pool: Pools, tmp_path: Path) -> None:
+    flags = ["--checkpoint.interval=4", "--training.steps=8", ROLLBACK, "--guard.max_skips=4"]
+    found = pool(2).run(_run, str(tmp_path), dict.fromkeys(range(5, 13), NAN), *flags)[0]
+    assert [e.get("back_to_step") for e in found["events"]] == [4, 4, 4, 4, None]
+    assert found["code"] == exit_codes.GUARD and "guard.max_skips = 4" in found["error"]
+    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["step-4"]
+
+
+@pytest.mark.slow
+def test_without_a_checkpoint_there_is_nothing_to_go_back_to(pool: Pools, tmp_path: Path) -> None:
+    found = pool(2).run(_run, str(tmp_path), {2: NAN}, *SHORT, ROLLBACK)[0]
+    assert found["code"] == exit_codes.GUARD and found["error"].startswith("step 2:")
+    assert "nothing to go back to" in found["error"]
+
+
+@pytest.mark.soak
+def test_a_spike_is_found_alike_after_a_resume(pool: Pools, tmp_path: Path) -> None:
+    """The window is needed for it: six losses of which four are from before the resume."""
+    flags = [*SHORT, "--guard.policy=skip", "--checkpoint.interval=12"]
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    found = pool(2).run(_run, str(straight), {9: 50.0}, *flags)[0]
+    pool(2).run(_run, str(broken), {}, *flags, "--training.steps=8")
+    resumed = pool(2).run(_run, str(broken), {9: 50.0}, *flags)[0]
+    (event,), (again,) = found["events"], resumed["events"]
+    assert event["kind"] == again["kind"] == "spike" and event["step"] == again["step"] == 9
+    assert event["message"] == again["message"]
+    assert _losses(found["rows"]) == _losses(resumed["rows"])
+    assert _same_checkpoint(straight / "checkpoint" / "step-12", broken / "checkpoint" / "step-12")
+
+
+@pytest.mark.slow
+def test_steps_left_out_too_late_are_told(pool: Pools, tmp_path: Path) -> None:
+    pool(1).run(_run, str(tmp_path), {}, *SHORT, "--training.steps=4", "--data.skip_steps=2")
+    found = pool(1).run(_run, str(tmp_path), {}, *SHORT, "--training.steps=6", "--data.skip_steps=2,4-7")[0]
+    (line,) = [line for line in found["said"] if line.startswith("data.skip_steps")]
+    assert line.startswith("data.skip_steps: 4-5 comes too late")
+    state = Contents(tmp_path / "checkpoint" / "step-6").manifest.train
+    assert state["data"] == {"next_sequence": 9 * GLOBAL, "left_out": [[8, 16], [40, 56]]}
+
+
+@pytest.mark.slow
+def test_a_step_after_a_rollback_is_not_taken_for_the_one_after_the_checkpoint(pool: Pools, tmp_path: Path) -> None:
+    """The step after the checkpoint is bad, and done again with other text; then the run ends before it saves."""
+    flags = [*SHORT, ROLLBACK, "--guard.max_skips=1"]
+    found = pool(1).run(_run, str(tmp_path), {5: NAN, 7: NAN}, *flags)[0]
+    assert [(event["step"], event["action"]) for event in found["events"]] == [(5, "rollback"), (6, "stop")]
+    resumed = pool(1).run(_run, str(tmp_path), {}, *flags, "--training.steps=6")[0]
+    (verdict,) = [line for line in resumed["said"] if "verified" in line.lower()]
+    assert verdict.startswith("resume verified at step 4") and "no earlier attempt" in verdict
+
+
+@pytest.mark.slow
+def test_weights_that_make_every_step_bad_do_not_push_out_the_last_good_ones(pool: Pools, tmp_path: Path) -> None:
+    """The steps after 4 are all skipped, whatever the text: what is saved then was never proven."""
+    flags = ["--training.steps=9", "--guard.policy=skip", "--guard.max_skips=9", "--checkpoint.interval=2"]
+    poison = dict.fromkeys(range(5, 12), NAN)
+    found = pool(2).run(_run, str(tmp_path), poison, *flags, "--checkpoint.keep_latest_k=2")[0]
+    assert [event["step"] for event in found["events"]] == [5, 6, 7, 8, 9]
+    assert steps_in(tmp_path / "checkpoint") == [2, 4, 6, 8, 9], "2 is the newest of which later steps were good"
+
+
+@pytest.mark.slow
+def test_runs_in_epochs_end_sooner_for_text_that_is_skipped(pool: Pools, tmp_path: Path) -> None:
+    text = tmp_path / "text.jsonl"
+    records = (f'{{"text": "Verse {n}: the word was number {n * n}.", "timestamp": "", "url": ""}}' for n in range(60))
+    text.write_text("\n".join(records))
+    flags = ["--training.epochs=1", f"--training.dataset_path={text}", "--no-checkpoint.enable_checkpoint"]
+    whole = pool(1).run(_run, str(tmp_path / "whole"), {}, *flags)[0]
+    less = pool(1).run(_run, str(tmp_path / "less"), {}, *flags, "--data.skip_steps=2-3")[0]
+    assert whole["step"] - less["step"] == 2
+
+
+# Weights that are not finite: never saved, skipped over or gone on from
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+TOKENS, LABELS = batches(1, 4, 16, 192)
+RUN = Run(TOKENS, LABELS, [3e-3])
+
+
+def _saves(world: DistEnv, folder: str, run: Run, mode: Any) -> list[str]:
+    """Save with a NaN in a weight of the last rank, then in a moment of it, then with neither; what each save says."""
+    model, optimizer, rank = build_tiny(world, run)
+    mesh = run.mesh(world.size)
+    train_step(
+        model,
+        optimizer,
+        to_device(micro_batches(run, 0, rank, mesh.dp_degree), world.device),
+        step=1,
+        lr=3e-3,
+        max_norm=1.0,
+        guard=FiniteGuard(world.device),
+        factors=ReplicationFactors(mesh.pipeline),
+        pipeline=run_stages(model, run, world, cross_entropy_sum) if mesh.pipeline > 1 else None,
+    )
+    saver = Checkpointer(Checkpoint(enable_checkpoint=True, folder=folder, async_mode=mode), world, {})
+    weight = list(model.parameters())[-1]
+    moment = optimizer.state[weight]["exp_avg"]
+    said = []
+    for kind, spoilt in ((None, weight), ("bfloat16", weight), (None, moment), (None, None)):
+        kept = None if spoilt is None else _local(spoilt).detach().clone()
+        if spoilt is not None and world.rank == world.size - 1:
+            _local(spoilt).data.view(-1)[-1:] = NAN
+        try:
+            saver.save(1, model, optimizer, {"tokens_seen": 0}, weights_only=kind)
+            saver.wait()
+            said.append("saved")
+        except WeightsError as error:
+            said.append(f"{error} {sorted(path.name for path in Path(folder).glob('*'))}")
+        if spoilt is not None and kept is not None:
+            _local(spoilt).data.copy_(kept)
+    saver.close()
+    return said
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
+@pytest.mark.parametrize("run", [RUN, replace(RUN, pipeline=2)], ids=["sharded", "pipeline"])
+def test_no_save_publishes_what_is_not_finite(pool: Pools, tmp_path: Path, mode: str, run: Run) -> None:
+    for said in pool(2).run(_saves, str(tmp_path), run, mode):
+        weight = "step 1: model.output.weight on rank 1 is not finite after step 1"
+        assert all(words.startswith(weight) and words.endswith(" []") for words in said[:2]), "nothing was written"
+        assert "optimizer.state.output.weight.exp_avg on rank 1 is not finite" in said[2]
+        assert said[3] == "saved"
+    assert steps_in(tmp_path) == [1]
+
+
+def _too_large(world: DistEnv, folder: str) -> str:
+    model, optimizer, _ = build_tiny(world, RUN)
+    _local(list(model.parameters())[-1]).data.fill_(1e6)
+    saver = Checkpointer(Checkpoint(enable_checkpoint=True, folder=folder), world, {})
+    with pytest.raises(CheckpointError) as caught:
+        saver.save(1, model, optimizer, {}, weights_only="float16")
+    saver.close()
+    return str(caught.value)
+
+
+def test_good_weights_that_the_type_of_the_save_cannot_hold_are_told_apart(pool: Pools, tmp_path: Path) -> None:
+    (said,) = pool(1).run(_too_large, str(tmp_path))
+    assert "model.output.weight on rank 0 does not fit float16" in said and "checkpoint.export_dtype" in said
+
+
+def _spoil_weight(world: DistEnv, folder: str, spoilt: int, *flags: str, checked: bool = True) -> dict[str, Any]:
+    """Train; a weight of the last rank turns NaN once, by the update of step `spoilt`. How that ended.
+
+    checked: otherwise saves do not look, as in versions that did not.
+    """
+    trainer = _trainer(world, folder, "--no-validation.enable", "--training.steps=8", *flags)
+    left = [spoilt]
+
+    def spoil(*_: Any) -> None:
+        if trainer.step in left:
+            left.clear()
+            if world.rank == world.size - 1:
+                _local(list(trainer.parts.model.parameters())[-1]).data.view(-1)[0] = NAN
+
+    trainer.parts.optimizer.register_step_post_hook(spoil)
+    real = manager.find_nonfinite
+    if not checked:
+        manager.find_nonfinite = lambda *_: ""
+    try:
+        return _outcome(trainer, folder)
+    finally:
+        manager.find_nonfinite = real
+
+
+EVERY_TWO = "--checkpoint.interval=2"
+
+
+def test_a_weight_that_turns_nan_is_not_saved_and_the_restart_goes_on(pool: Pools, tmp_path: Path) -> None:
+    for found in pool(2).run(_spoil_weight, str(tmp_path), 4, EVERY_TWO):
+        assert found["code"] == exit_codes.GUARD
+        assert found["error"].startswith("step 4: model.output.weight on rank 1 is not finite after step 4")
+    (event,) = found["events"]
+    assert (event["step"], event["kind"], event["action"]) == (4, "weights not finite", "stop")
+    end = read_entries(tmp_path)[-1]
+    assert (end["state"], end["exit_code"], end["step"], end["saved_step"]) == ("stopped", exit_codes.GUARD, 4, 2)
+    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["step-2"]
+    again = pool(2).run(_spoil_weight, str(tmp_path), 0, EVERY_TWO)[0]
+    assert (again["step"], again["error"]) == (8, "")
+    assert any("resumed from step 2" in line for line in again["said"])
+
+
+def test_a_rollback_leaves_weights_that_are_not_finite_behind(pool: Pools, tmp_path: Path) -> None:
+    found = pool(2).run(_spoil_weight, str(tmp_path), 4, EVERY_TWO, ROLLBACK)[0]
+    assert (found["step"], found["error"]) == (8, "")
+    (event,) = found["events"]
+    assert (event["step"], event["action"], event["back_to_step"], event["left_out"]) == (4, "rollback", 2, "3-4")
+    assert steps_in(tmp_path / "checkpoint") == [2, 4, 6, 8]
+
+
+def test_steps_are_not_skipped_where_the_weights_are_to_blame(pool: Pools, tmp_path: Path) -> None:
+    flags = ["--guard.policy=skip", "--guard.max_skips=50", "--checkpoint.interval=100"]
+    for found in pool(2).run(_spoil_weight, str(tmp_path), 4, *flags):
+        assert (found["code"], found["step"]) == (exit_codes.GUARD, 5)
+        assert found["error"].startswith("step 5: model.output.weight on rank 1 is not finite after step 4")
+    assert steps_in(tmp_path / "checkpoint") == [] and [e["action"] for e in found["events"]] == ["stop"]
+    end = read_entries(tmp_path)[-1]
+    assert (end["state"], end["exit_code"], end["step"]) == ("stopped", exit_codes.GUARD, 4)
+
+
+def _nonfinite_in(folder: Path) -> list[str]:
+    """Names of the tensors in a checkpoint that are not finite."""
+    contents = Contents(folder)
+    return [name for name in contents.manifest.tensors if not contents.read(name).isfinite().all()]
+
+
+def test_an_older_version_s_checkpoint_of_such_weights_is_passed_over(pool: Pools, tmp_path: Path) -> None:
+    pool(2).run(_spoil_weight, str(tmp_path), 4, EVERY_TWO, "--training.steps=4", checked=False)
+    root = tmp_path / "checkpoint"
+    assert steps_in(root) == [2, 4]
+    named = f"--checkpoint.initial_load_path={root}/step-4"
+    other = pool(2).run(_spoil_weight, str(tmp_path / "other"), 0, named)[0]
+    why = f"{root}/step-4 holds what is not finite (model.output.weight on rank 1)"
+    assert other["code"] == exit_codes.CHECKPOINT and other["error"].startswith(f"checkpoint.initial_load_path: {why}")
+    found = pool(2).run(_spoil_weight, str(tmp_path), 0, EVERY_TWO)[0]
+    assert (found["step"], found["error"]) == (8, "")
+    (passed,) = [line for line in found["said"] if line.startswith("passed over")]
+    assert passed.startswith(f"passed over: {why}") and f"`titanlite checkpoint rm {root}/step-4`" in passed
+    assert any("resumed from step 2" in line for line in found["said"])
+    assert _nonfinite_in(root / "step-4") == [], "the good one of that step has its place"
+
+
+def test_with_no_other_checkpoint_the_run_does_not_start(pool: Pools, tmp_path: Path) -> None:
+    pool(2).run(_spoil_weight, str(tmp_path), 2, "--training.steps=2", checked=False)
+    found = pool(2).run(_spoil_weight, str(tmp_path), 0)[0]
+    assert (found["code"], found["step"]) == (exit_codes.CHECKPOINT, 0)
+    assert "has no valid checkpoint" in found["error"] and "titanlite checkpoint rm" in found["error"]

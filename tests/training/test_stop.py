@@ -1,0 +1,609 @@
+"""Asked to stop by real signals: all ranks stop at the same step, save, and the run that goes on is the same."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.pool import Pools
+from tests.steps import train_step
+from tests.tiny import EIGHT_STEPS
+from tests.training.harness import Run, batches, build_tiny, full, micro_batches
+from tests.training.test_run import _outcome, _trainer
+from titanlite import exit_codes
+from titanlite.checkpoint import Checkpointer
+from titanlite.data.loader import to_device
+from titanlite.guard import FiniteGuard
+from titanlite.metrics.jsonl import read_metrics
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.runs.lock import FILE as LOCK
+from titanlite.runs.record import read_entries
+from titanlite.signals import SIGNALS, StopRequested, StopSignal
+from titanlite.torchrun import code_after_signal
+from titanlite.trainer import Trainer
+
+ROOT = Path(__file__).resolve().parents[2]
+#: No save but for a signal, and at the end.
+TINY = [
+    *EIGHT_STEPS,
+    "--validation.enable",
+    "--validation.freq=4",
+    "--validation.steps=3",
+    "--validation.batch_size=2",
+    "--validation.seq_len=16",
+    "--checkpoint.enable_checkpoint",
+    "--checkpoint.interval=100",
+]
+EIGHT = "--training.steps=8"
+
+
+def _losses(folder: Path) -> dict[tuple[int, str], float]:
+    rows = read_metrics(folder / "metrics.jsonl")
+    return {
+        (row["step"], key): row[key] for row in rows for key in ("loss", "grad_norm", "validation_loss") if key in row
+    }
+
+
+def _run(world: DistEnv, folder: str, where: str, step: int, rank: int, number: int, *flags: str) -> dict[str, Any]:
+    """Train; a signal comes to one rank in the given place of a step (0: never). How that ended."""
+    trainer = _trainer(world, folder, *TINY, *flags)
+    struck: list[int] = []
+
+    def strike() -> None:
+        if trainer.step == step and world.rank == rank and not struck:
+            struck.append(number)
+            os.kill(os.getpid(), number)
+
+    _strike_in(trainer, where, strike)
+    printed: list[str] = []
+    trainer.stop._print = printed.append  # type: ignore[method-assign]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs in its background
+    handlers = [signal.getsignal(n) for n in SIGNALS]
+    found = _outcome(trainer, folder)
+    assert [signal.getsignal(n) for n in SIGNALS] == handlers
+    assert not [t.name for t in threading.enumerate() if t.name in ("titanlite-prefetch", "titanlite-heartbeat")]
+    return {**found, "printed": printed}
+
+
+def _strike_in(trainer: Trainer, where: str, strike: Callable[[], None]) -> None:
+    """Call `strike` in every step: while it waits for data, in its backward, in a validation, or in a save."""
+    if where == "data":
+        fetch = trainer.parts.loader.next_step
+        trainer.parts.loader.next_step = lambda: (strike(), fetch())[1]  # type: ignore[method-assign]
+    elif where == "backward":
+        next(trainer.parts.model.parameters()).register_post_accumulate_grad_hook(lambda _: strike())
+    elif where == "validation":
+        trainer.parts.model.register_forward_pre_hook(lambda model, _: None if model.training else strike())
+    elif where == "save":
+        saver: Any = trainer.parts.checkpointer
+        write = saver.save
+        saver.save = lambda *args, **kwargs: (strike(), write(*args, **kwargs))[1]
+
+
+@pytest.fixture(scope="module")
+def straight(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], float]:
+    """8 steps on 2 ranks without a break."""
+    folder = tmp_path_factory.mktemp("straight")
+    pool(2).run(_run, str(folder), "", 0, 0, 0, EIGHT)
+    losses = _losses(folder)
+    assert {step for step, _ in losses} == set(range(1, 9)) and (4, "validation_loss") in losses
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("where", "step", "rank", "number", "last"),
+    [
+        ("data", 3, 1, signal.SIGTERM, 3),  # known before the step's counts are summed
+        ("backward", 3, 0, signal.SIGUSR1, 4),  # after them: the next step brings it
+        ("validation", 4, 1, signal.SIGINT, 4),
+        ("save", 2, 1, signal.SIGTERM, 2),
+    ],
+)
+def test_a_signal_to_one_rank_stops_all_at_the_same_step_and_nothing_is_lost(
+    pool: Pools,
+    tmp_path: Path,
+    straight: dict[tuple[int, str], float],
+    where: str,
+    step: int,
+    rank: int,
+    number: signal.Signals,
+    last: int,
+) -> None:
+    flags = [EIGHT, *(["--checkpoint.interval=2"] if where == "save" else [])]
+    for ended in pool(2).run(_run, str(tmp_path), where, step, rank, number, *flags):
+        assert (ended["step"], ended["code"]) == (last, exit_codes.PREEMPTED)
+        assert ended["error"].startswith(f"{number.name} on rank {rank}: the checkpoint of step {last} is written")
+    end = read_entries(tmp_path)[-1]
+    assert end["reason"].startswith(f"{number.name} on rank {rank}")
+    assert (end["event"], end["state"], end["exit_code"]) == ("end", "preempted", exit_codes.PREEMPTED)
+    assert end["reason"].startswith(f"{number.name} on rank {rank}")
+    assert (end["step"], end["saved_step"], end["lost_steps"], end["lost_tokens"]) == (last, last, 0, 0)
+    if where == "validation":
+        assert (4, "validation_loss") not in _losses(tmp_path), "it was broken off"
+    for ended in pool(2).run(_run, str(tmp_path), "", 0, 0, 0, EIGHT):
+        assert (ended["step"], ended["code"]) == (8, exit_codes.DONE)
+    assert _losses(tmp_path) == straight
+    start, end = read_entries(tmp_path)[-2:]
+    assert (start["began"], start["after"], start["step"]) == (f"resumed from step {last}", "preempted", last)
+    assert (end["state"], end["exit_code"], end["step"], end["saved_step"]) == ("done", 0, 8, 8)
+
+
+@pytest.mark.parametrize(("ranks", "last"), [(1, 3), (2, 4)])
+def test_what_is_printed_says_after_which_step_a_run_stops(pool: Pools, tmp_path: Path, ranks: int, last: int) -> None:
+    """A signal in the backward pass comes too late for the token counts, with which other ranks learn of it."""
+    found = pool(ranks).run(_run, str(tmp_path), "backward", 3, 0, signal.SIGTERM, EIGHT)
+    assert [(ended["step"], ended["code"]) for ended in found] == [(last, exit_codes.PREEMPTED)] * ranks
+    when = {1: "stopping as soon as this step is done", 2: "all ranks stop after this step or the next"}[ranks]
+    assert found[0]["printed"] == [f"SIGTERM: {when}, then a checkpoint is written"]
+
+
+def _validated_batches(world: DistEnv, folder: str, *flags: str) -> tuple[int, list[str]]:
+    """Batches that were validated when a signal comes in the tenth, and what was logged."""
+    trainer = _trainer(world, folder, *TINY, *flags)
+    batches = 0
+
+    def count(model: torch.nn.Module, _: Any) -> None:
+        nonlocal batches
+        batches += not model.training
+        if batches == 10 and world.rank == 1 and not model.training:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer.parts.model.register_forward_pre_hook(count)
+    said = _outcome(trainer, folder)["said"]
+    return batches, said
+
+
+def test_a_validation_is_broken_off_within_two_batches(pool: Pools, tmp_path: Path) -> None:
+    (here, said), (there, also) = pool(2).run(_validated_batches, str(tmp_path), EIGHT, "--validation.steps=40")
+    assert here == there <= 12
+    assert all(any("validation at 4 was broken off" in line for line in lines) for lines in (said, also))
+
+
+def test_without_checkpoints_it_is_said_at_once_that_nothing_is_saved(pool: Pools, tmp_path: Path) -> None:
+    flags = [EIGHT, "--no-checkpoint.enable_checkpoint"]
+    first, second = pool(2).run(_run, str(tmp_path), "backward", 3, 0, signal.SIGTERM, *flags)
+    assert first["code"] == second["code"] == exit_codes.PREEMPTED_UNSAVED
+    assert "CHECKPOINTS ARE OFF" in first["printed"][0] and second["printed"] == []
+    assert "stopped after step 4 by SIGTERM on rank 0: checkpoints are off, nothing is saved" in second["said"]
+    end = read_entries(tmp_path)[-1]
+    assert (end["exit_code"], end["step"], end["saved_step"]) == (exit_codes.PREEMPTED_UNSAVED, 4, None)
+    assert (end["lost_steps"], end["lost_tokens"]) == (4, 4 * 64)
+
+
+def _run_without_loading(world: DistEnv, folder: str) -> dict[str, Any]:
+    before = Checkpointer.load
+    Checkpointer.load = lambda *_: None  # type: ignore[method-assign]  # it would refuse the file in the folder's place
+    try:
+        return _run(world, folder, "data", 2, 0, signal.SIGTERM, EIGHT)
+    finally:
+        Checkpointer.load = before  # type: ignore[method-assign]
+
+
+def test_a_save_that_fails_is_not_called_saved(pool: Pools, tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").write_text("not a folder")
+    for ended in pool(2).run(_run_without_loading, str(tmp_path)):
+        assert ended["code"] == exit_codes.PREEMPTED_UNSAVED
+        assert "its checkpoint could not be written, there is no checkpoint" in ended["error"]
+
+
+def test_a_signal_in_the_very_last_step_lets_the_run_be_done(pool: Pools, tmp_path: Path) -> None:
+    flags = [EIGHT, "--no-validation.enable"]
+    ended = pool(2).run(_run, str(tmp_path), "backward", 8, 0, signal.SIGTERM, *flags)
+    assert [one["code"] for one in ended] == [exit_codes.DONE] * 2
+    assert read_entries(tmp_path)[-1]["state"] == "done"
+
+
+def _numbers(world: DistEnv, stop: bool) -> list[torch.Tensor]:
+    tokens, labels = batches(3, 4, 16, 192)
+    model, optimizer, rank = build_tiny(world, Run(tokens, labels, [1e-3] * 3))
+    guard = FiniteGuard(world.device)
+    figures = []
+    for step in (1, 2, 3):
+        data = to_device(micro_batches(Run(tokens, labels, []), step - 1, rank, world.size), world.device)
+        asked = stop and step == 2 and world.rank == 3
+        result = train_step(model, optimizer, data, step=step, lr=1e-3, max_norm=1.0, guard=guard, stop=asked)
+        figures += [result.loss, result.grad_norm]
+        assert guard.poll() is (stop and step == 2)
+    return [*figures, *(full(p) for p in model.parameters())]
+
+
+@pytest.mark.slow
+def test_a_stop_changes_no_number_and_one_of_four_ranks_is_enough(pool: Pools) -> None:
+    for stopped, without in zip(pool(4).run(_numbers, True), pool(4).run(_numbers, False), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(stopped, without, strict=True))
+
+
+# StopSignal alone
+
+
+def test_blocks_may_be_nested_and_handlers_are_as_before() -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    try:
+        with StopSignal() as outer:
+            with StopSignal() as inner, inner:
+                os.kill(os.getpid(), signal.SIGTERM)
+                assert inner.requested and inner.reason == "SIGTERM" and not outer.requested
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert outer.reason == "SIGUSR1" and seen == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert seen == [signal.SIGTERM]
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == mask
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_before_the_first_step_a_signal_raises_at_once() -> None:
+    with pytest.raises(StopRequested, match="SIGTERM before the first step"), StopSignal(at_once=True):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+
+def test_a_second_ctrl_c_ends_but_not_its_echo() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with pytest.raises(KeyboardInterrupt), StopSignal() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)  # a launcher passes on what its workers have got already
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested
+        time.sleep(1.2)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+
+
+def test_sigterm_again_and_again_is_one_request() -> None:
+    with StopSignal() as stop:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)
+        assert stop.reason == "SIGTERM"
+
+
+def test_in_another_thread_nothing_is_installed_and_a_request_counts() -> None:
+    found: list[Any] = []
+
+    def work() -> None:
+        handler = signal.getsignal(signal.SIGTERM)
+        with StopSignal() as stop:
+            found.append(signal.getsignal(signal.SIGTERM) is handler)
+            stop.request("the budget is used up")
+            found.extend(
+                [stop.requested_anywhere(), stop.describe(), list(stop.interruptible("abc")), stop.interrupted]
+            )
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [True, True, "the budget is used up", ["a"], True]
+
+
+def _python(*command: str, path: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run Python, in a session of its own, with modules of `path` before others."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{path}{os.pathsep}{ROOT}", **variables}
+    command = (sys.executable, *command)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, start_new_session=True
+    )
+
+
+def test_a_process_that_hangs_on_its_way_out_ends_after_a_second_ctrl_c(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, time\n"
+        "from titanlite.signals import StopSignal\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "with StopSignal():\n"
+        "    try:\n"
+        "        for _ in range(2):\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "            time.sleep(1.2)\n"
+        "    finally:\n"
+        "        time.sleep(60)\n"
+    )
+    done = _python("-c", code, TITANLITE_EXIT_CODES=f"{tmp_path}/codes")
+    assert done.returncode == exit_codes.INTERRUPTED and "SIGINT again" in done.stderr, done.stderr
+    assert (tmp_path / "codes").read_text() == "0 130\n"
+
+
+def test_children_started_under_the_shield_survive_what_is_sent_to_the_group() -> None:
+    code = (
+        "import os, signal, subprocess, sys, time\n"
+        "from titanlite.signals import StopSignal\n"
+        "with StopSignal() as stop:\n"
+        "    with stop.shield_children():\n"
+        "        child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(2); print(7, flush=True)'])\n"
+        "        time.sleep(0.5)\n"
+        "        os.killpg(os.getpgid(0), signal.SIGTERM)\n"
+        "        code = child.wait()\n"
+        "    print(code, stop.reason)\n"
+    )
+    done = _python("-c", code)
+    assert (done.returncode, done.stdout) == (0, "7\n0 SIGTERM\n"), done.stderr
+
+
+# Whole processes
+
+
+@pytest.mark.parametrize(
+    ("launched", "number"),
+    [
+        (True, signal.SIGTERM),
+        (True, signal.SIGINT),
+        (False, signal.SIGTERM),
+        (False, signal.SIGINT),
+        (False, signal.SIGUSR1),
+    ],
+)
+def test_a_signal_while_torch_is_imported(tmp_path: Path, launched: bool, number: signal.Signals) -> None:
+    """A module in torch's place sends the signal to its own process. The launcher is started with SIGUSR1 ignored."""
+    (tmp_path / "torch.py").write_text(f"import os, time\nos.kill(os.getpid(), {int(number)})\ntime.sleep(20)\n")
+    run = "run_module('titanlite.torchrun'" if launched else "run_path('train.py'"
+    start = f"import signal, runpy; signal.signal(2, signal.default_int_handler); runpy.{run}, run_name='__main__')"
+    codes = tmp_path / "codes"
+    done = _python("-c", start, "--job.config_file=debug_model.toml", path=tmp_path, TITANLITE_EXIT_CODES=str(codes))
+    assert (done.returncode, done.stdout) == (exit_codes.PREEMPTED, ""), done.stderr
+    assert done.stderr == f"stopped: {number.name} before the first step\n"
+    assert codes.read_text() == "0 5\n"
+
+
+@pytest.mark.parametrize(
+    ("told", "code"),
+    [
+        (None, exit_codes.PREEMPTED),
+        ("", exit_codes.ERROR),
+        ("0 0\n0 0\n", exit_codes.DONE),
+        ("0 5\n0 0\n", exit_codes.PREEMPTED),
+        ("0 6\n", exit_codes.PREEMPTED_UNSAVED),
+    ],
+    ids=["no worker began", "they were killed", "all were done", "one was done", "nothing was saved"],
+)
+def test_the_exit_code_after_a_signal_to_torchrun(told: str | None, code: int) -> None:
+    assert code_after_signal(told) == code
+
+
+@pytest.mark.slow
+def test_torchrun_asked_to_stop_when_its_workers_are_done(tmp_path: Path) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text(
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "open(os.environ['TITANLITE_EXIT_CODES'], 'a').write('0 0\\n')\n"
+        "os.kill(os.getppid(), signal.SIGTERM)\n"
+        "time.sleep(1)\n"
+    )
+    done = _python("-m", "titanlite.torchrun", "--nproc_per_node=1", str(script))
+    assert done.returncode == exit_codes.DONE, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_signal_when_the_run_is_done_does_not_change_its_code(tmp_path: Path) -> None:
+    script = tmp_path / "late.py"
+    script.write_text(
+        "import os, signal, time\n"
+        "from titanlite import main\n"
+        "leave = main.exit_now\n"
+        "def late(*rest):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    time.sleep(0.5)\n"
+        "    leave(*rest)\n"
+        "main.exit_now = late\n"
+        "main.main()\n"
+    )
+    flags = [*TINY, "--training.steps=1", "--no-validation.enable", f"--job.dump_folder={tmp_path}/run"]
+    done = _python(str(script), "--job.config_file=debug_model.toml", *flags)
+    assert done.returncode == exit_codes.DONE, done.stderr
+    end = read_entries(tmp_path / "run")[-1]
+    assert (end["state"], end["exit_code"], end["saved_step"]) == ("done", exit_codes.DONE, 1)
+
+
+class Launch:
+    """train.py by torchrun (or alone), what it prints, and its workers' exit codes."""
+
+    def __init__(self, folder: Path, *flags: str, ranks: int = 2, launcher: tuple[str, ...] = ()) -> None:
+        self.folder, self.codes = folder, folder.parent / f"{folder.name}.codes"
+        command = [sys.executable]
+        if ranks:
+            command += ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--rdzv_backend=c10d"]
+            command += ["--rdzv_endpoint=localhost:0", *launcher]
+        self.process = subprocess.Popen(
+            [*command, "train.py", "--job.config_file=debug_model.toml", *TINY, f"--job.dump_folder={folder}", *flags],
+            cwd=ROOT,
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(ROOT),
+                "TITANLITE_EXIT_CODES": str(self.codes),
+                "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300",  # torchrun's 30 seconds are few where a step compiles
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.lines: list[str] = []
+
+    def until(self, words: str) -> str:
+        """Read up to a line that holds the words."""
+        assert self.process.stdout is not None
+        while words not in (line := self.process.stdout.readline()):
+            assert line, "".join(self.lines)
+            self.lines.append(line)
+        self.lines.append(line)
+        return line
+
+    def worker(self, rank: int) -> int:
+        log = (self.folder / "logs" / f"rank_{rank}.log").read_text()
+        return int(re.findall(rf"rank {rank} begins, process (\d+)", log)[-1])
+
+    def end(self, timeout: float = 300) -> str:
+        rest, _ = self.process.communicate(timeout=timeout)
+        self.lines.append(rest)
+        return "".join(self.lines)
+
+    def worker_codes(self) -> list[int]:
+        return sorted(int(line.split()[1]) for line in self.codes.read_text().splitlines())
+
+
+LONG = ["--training.steps=100000", "--no-validation.enable"]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_torchrun_saves_and_the_restart_is_the_same_run(tmp_path: Path, number: signal.Signals) -> None:
+    launch = Launch(tmp_path / "run", *LONG)
+    launch.until("step: 12")
+    launch.process.send_signal(number)
+    text = launch.end()
+    assert launch.worker_codes() == [exit_codes.PREEMPTED] * 2, text
+    step = int(re.findall(rf"stopped after step (\d+) by {number.name} on every rank", text)[0])
+    assert not (tmp_path / "run" / LOCK).exists()
+    again = Launch(tmp_path / "run", f"--training.steps={step + 5}", "--no-validation.enable")
+    assert f"resumed from step {step}" in again.end() and again.process.returncode == 0
+    whole = Launch(tmp_path / "whole", f"--training.steps={step + 5}", "--no-validation.enable")
+    whole.end()
+    assert _losses(tmp_path / "run") == _losses(tmp_path / "whole")
+    states = [(e["event"], e.get("state"), e.get("exit_code")) for e in read_entries(tmp_path / "run")]
+    assert states == [("start", None, None), ("end", "preempted", 5), ("start", None, None), ("end", "done", 0)]
+
+
+@pytest.mark.soak
+def test_sigusr1_to_one_worker_and_torchrun_restarts_by_itself(tmp_path: Path) -> None:
+    launch = Launch(tmp_path / "run", *LONG, launcher=("--max-restarts=1",))
+    launch.until("step:  5")
+    os.kill(launch.worker(1), signal.SIGUSR1)
+    line = launch.until("stopped after step")
+    step = int(re.findall(r"step (\d+) by SIGUSR1 on rank 1: the checkpoint", line)[0])
+    launch.until(f"resumed from step {step}")
+    launch.until(f"step: {step + 3}".replace(": ", ":  " if step + 3 < 10 else ": "))
+    launch.process.send_signal(signal.SIGTERM)
+    text = launch.end()
+    codes = launch.codes.read_text().splitlines()
+    assert sorted(codes) == ["0 5", "0 5", "1 5", "1 5"], text
+    assert [e.get("torchrun_restarts") for e in read_entries(tmp_path / "run")] == [None, None, 1, None]
+
+
+@pytest.mark.soak
+def test_a_killed_rank_is_a_lost_peer_to_the_other_and_the_next_start_says_what_was_lost(tmp_path: Path) -> None:
+    launch = Launch(tmp_path / "run", *LONG, "--checkpoint.interval=5")
+    launch.until("step:  8")
+    os.kill(launch.worker(1), signal.SIGKILL)
+    text = launch.end()
+    assert launch.worker_codes() in ([exit_codes.LOST_PEER], []), text
+    end = read_entries(tmp_path / "run")[-1]
+    if end["event"] == "end":  # torchrun leaves a worker 30 s
+        assert (end["state"], end["exit_code"]) == ("failed", exit_codes.LOST_PEER)
+        assert end["saved_step"] == end["step"] // 5 * 5
+        assert end["lost_steps"] == end["step"] - end["saved_step"]
+        assert end["lost_tokens"] == 64 * end["lost_steps"]
+    # torchrun prints a traceback of its own; the worker's would name this file.
+    assert "a collective failed" in text and "titanlite/trainer.py" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
+def test_workers_of_a_killed_torchrun_save_and_stop_and_the_next_start_goes_on(tmp_path: Path) -> None:
+    launch = Launch(tmp_path / "run", *LONG)  # no save before the stop's own: torchrun's store is gone then
+    launch.until("step:  3")
+    launch.process.kill()
+    text = launch.end(timeout=60)  # the workers hold the pipe
+    assert launch.worker_codes() == [exit_codes.PREEMPTED] * 2, text
+    step = int(re.findall(r"stopped after step (\d+) by SIGTERM on every rank: the checkpoint", text)[0])
+    again = Launch(tmp_path / "run", f"--training.steps={step + 1}", "--no-validation.enable")
+    assert f"resumed from step {step}" in again.end() and again.process.returncode == 0
+
+
+@pytest.mark.soak
+def test_a_killed_run_leaves_a_lock_and_no_end_and_the_next_start_takes_over(tmp_path: Path) -> None:
+    launch = Launch(tmp_path / "run", *LONG, "--checkpoint.interval=5", ranks=0)
+    launch.until("step:  8")
+    refused = Launch(tmp_path / "run", *LONG, ranks=0)
+    text = refused.end()
+    assert refused.process.returncode == exit_codes.CHECKPOINT
+    assert f"process {launch.process.pid} on" in text and "step:" not in text
+    launch.process.kill()
+    launch.end()
+    again = Launch(tmp_path / "run", "--training.steps=12", "--optimizer.lr=0.5", "--no-validation.enable", ranks=0)
+    text = again.end()
+    assert again.process.returncode == 0, text
+    start = read_entries(tmp_path / "run")[1]
+    assert start["after"] == "killed" and start["step"] % 5 == 0
+    lost = start["lost"]
+    assert lost["attempt"] == 1 and 0 <= lost["steps"] <= 10 and lost["tokens"] == 64 * lost["steps"]
+    assert start["config_changes"]["optimizer.lr"] == "0.003 -> 0.5"
+    assert "config changed since attempt 1: optimizer.lr: 0.003 -> 0.5" in text
+
+
+@pytest.mark.soak
+def test_a_signal_before_the_first_step_ends_at_once_and_leaves_no_lock(tmp_path: Path) -> None:
+    launch = Launch(tmp_path / "run", *LONG, ranks=0)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "run" / LOCK).exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    sent = time.monotonic()
+    launch.process.send_signal(signal.SIGTERM)
+    text = launch.end()
+    assert time.monotonic() - sent < 10
+    assert launch.process.returncode == exit_codes.PREEMPTED, text
+    assert "stopped: SIGTERM before the first step" in text and "Traceback" not in text
+    assert not (tmp_path / "run").exists() or not (tmp_path / "run" / LOCK).exists()
+
+
+@pytest.mark.soak
+def test_a_second_ctrl_c_ends_at_once_and_the_older_checkpoint_is_intact(tmp_path: Path) -> None:
+    slow = tmp_path / "slow_save.py"
+    slow.write_text(
+        "import signal, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from titanlite import Checkpointer, main\n"
+        "save = Checkpointer.save\n"
+        "def slowly(self, step, *rest, **more):\n"
+        "    if step != 3: print('saving', flush=True); time.sleep(60)\n"
+        "    return save(self, step, *rest, **more)\n"
+        "Checkpointer.save = slowly\n"
+        "if __name__ == '__main__': main.main()\n"
+    )
+    flags = ["--job.config_file=debug_model.toml", *TINY, f"--job.dump_folder={tmp_path}/run", *LONG]
+    with subprocess.Popen(
+        [sys.executable, str(slow), *flags, "--checkpoint.interval=3"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        while "saving" not in (line := process.stdout.readline()):
+            assert line
+        process.send_signal(signal.SIGINT)
+        time.sleep(1.5)
+        sent = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        text, _ = process.communicate(timeout=60)
+    assert time.monotonic() - sent < 12 and process.returncode == exit_codes.INTERRUPTED, text
+    assert [p.name for p in (tmp_path / "run" / "checkpoint").glob("step-*")] == ["step-3"]
+    again = Launch(tmp_path / "run", "--training.steps=4", "--no-validation.enable", ranks=0)
+    assert "resumed from step 3" in again.end() and again.process.returncode == 0
+
+
+@pytest.mark.soak
+def test_a_signal_while_the_first_step_compiles_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun sends SIGTERM to all that its workers have started, the compilers too."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    launch = Launch(tmp_path / "run", *LONG, "--training.compile")
+    launch.until("a fresh run")
+    time.sleep(4)
+    launch.process.send_signal(signal.SIGTERM)
+    text = launch.end(200)
+    assert launch.worker_codes() == [exit_codes.PREEMPTED] * 2, text
+    assert re.search(r"stopped after step [12] by SIGTERM on every rank: the checkpoint", text), text

@@ -1,0 +1,142 @@
+"""The record of bad steps: the text they were trained on, and how to skip it.
+
+guard.jsonl in the run's folder has a line for each bad step, and is only ever appended to:
+
+    {"step": 7, "time": 1764682391.2, "kind": "not finite", "action": "skip", "loss": "nan", "grad_norm": "nan",
+     "message": "step 7: …", "ranks": [1], "data_steps": "7", "documents": {"48": [3, 17], "49": [5], …}}
+
+`documents` has the numbers of the documents of each sequence of the global batch, counted from 0 in the order of the
+files and of the records in them.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from titanlite.data.loader import Batch
+from titanlite.data.packing import PackedDataset
+from titanlite.data.skip_ranges import merged, take
+from titanlite.guard import BadStepError, NonFiniteError
+from titanlite.metrics.jsonl import MetricsLog
+from titanlite.metrics.nan_finder import diagnose_nonfinite
+from titanlite.step import PlainRunner, Runner
+from titanlite.utils import counted, logger
+
+#: Name of the file below `job.dump_folder`.
+FILE = "guard.jsonl"
+#: A checkpoint is suspect when so many returns to it were each followed, within so many steps, by a bad step: the text
+#: differs each time, so the weights are to blame.
+_SOON, _RETURNS = 10, 2
+
+
+class Fetched(NamedTuple):
+    """The data of one step."""
+
+    #: This rank's micro-batches, on its device.
+    batches: list[Batch]
+    #: The loader's state before and after they were fetched.
+    before: dict[str, Any]
+    after: dict[str, Any]
+
+
+class AnomalyLog:
+    """Reports bad steps on the console and in guard.jsonl; all ranks call it, rank 0 writes.
+
+    folder: the run's; None on other ranks. global_batch: sequences per step over all ranks.
+    """
+
+    def __init__(self, folder: Path | None, dataset: PackedDataset, global_batch: int) -> None:
+        self._log = None if folder is None else MetricsLog(folder / FILE)
+        self._dataset, self._global_batch = dataset, global_batch
+        #: Step of the checkpoint that the run went back to, and how often in a row a bad step came soon after it.
+        self._returned = (-1, 0)
+
+    def skipped(self, bad: BadStepError, fetched: Fetched) -> None:
+        """Report a step whose update was skipped."""
+        self._write(bad, "skip", fetched, ". Skipped")
+
+    def stopped(self, bad: BadStepError, fetched: Fetched) -> None:
+        """Record the step that ends the run; the caller logs it."""
+        self._write(bad, "stop", fetched)
+
+    def rolled_back(self, bad: BadStepError, fetched: Fetched, step: int, data: dict[str, Any]) -> None:
+        """Report a return to the checkpoint of `step`, where the loader's state was `data`."""
+        skipped = steps_text(data["next_sequence"], fetched.after["next_sequence"], self._global_batch)
+        words = f". Rolled back to the checkpoint of step {step}, without the data of steps {skipped} from now on"
+        self._write(bad, "rollback", fetched, words, back_to_step=step, left_out=skipped)
+        before, times = self._returned
+        soon = bad.step - step <= _SOON
+        self._returned = (step, (times if step == before else 0) + 1) if soon else (step, 0)
+
+    def mark_suspect(self, bad: BadStepError, newest: int) -> str:
+        """Return why a rollback for `bad` must not use the checkpoint of step `newest`; "" if it may."""
+        step, times = self._returned
+        if step != newest or times < _RETURNS or bad.step - newest > _SOON:
+            return ""
+        return (
+            f"its weights are suspect: the run went back to it {counted(times, 'times')}, and each time a bad step "
+            f"came within {counted(_SOON, 'steps')}, the last time step {bad.step}"
+        )
+
+    def _write(self, bad: BadStepError, action: str, fetched: Fetched, words: str = "", **more: Any) -> None:
+        if self._log is None:
+            return
+        if words:
+            logger.warning(f"{bad}{words}. The documents of step {bad.step} are in {self._log.path}")
+        skipped = merged(fetched.after.get("left_out", ()))
+        sequences = take(fetched.before["next_sequence"], self._global_batch, skipped)
+        self._log.write(
+            {
+                "step": bad.step,
+                "time": time.time(),
+                "kind": bad.kind,
+                "action": action,
+                "loss": bad.loss,
+                "grad_norm": bad.norm,
+                "message": str(bad),
+                "ranks": bad.ranks,
+                "data_steps": steps_text(sequences[0], sequences[-1] + 1, self._global_batch),
+                **more,
+                "documents": {str(n): self._dataset.documents_in(n) for n in sequences},
+            }
+        )
+
+    def close(self) -> None:
+        if self._log is not None:
+            self._log.close()
+
+
+def explain(bad: BadStepError, model: nn.Module, runner: Runner, fetched: Fetched) -> None:
+    """Add to the error which module is to blame. All ranks call it together."""
+    if not isinstance(bad, NonFiniteError):
+        return
+    if not isinstance(runner, PlainRunner):
+        bad.explain(
+            "Its origin is not searched for in a pipeline: to find it, resume with "
+            "experimental.pipeline_parallel_degree = 1"
+        )
+        return
+    try:
+        finding: object = diagnose_nonfinite(
+            model, fetched.batches, sync_every=runner.sync_every, loss_function=runner.loss_function
+        )
+    except Exception as failure:
+        finding = f"The search for its origin failed: {type(failure).__name__}: {failure}"
+    bad.explain(finding)
+
+
+def steps_text(first: int, end: int, global_batch: int) -> str:
+    """Return sequences [first, end) as steps of the data order, as `data.skip_steps` takes them: "7" or "6-8"."""
+    begin, last = first // global_batch + 1, (end - 1) // global_batch + 1
+    return str(begin) if begin == last else f"{begin}-{last}"
+
+
+def skip_to(data: dict[str, Any], bad: Fetched) -> dict[str, Any]:
+    """Return the loader state `data`, moved behind the step `bad`; the text between the two is skipped."""
+    between = data["next_sequence"], bad.after["next_sequence"]
+    skipped = merged([*data.get("left_out", ()), between])
+    return {"next_sequence": bad.after["next_sequence"], "left_out": [list(stretch) for stretch in skipped]}

@@ -1,0 +1,158 @@
+"""Callbacks accompany a training run: they observe it, log it, or add something to a step.
+
+    class StopAtLoss(Callback):
+        def on_log(self, trainer, figures):
+            if figures["loss"] < 2.5:
+                trainer.stop.request("the loss is low enough")
+
+    Trainer(build(config, world, callbacks=[StopAtLoss()])).train()
+
+or `job.callbacks = ["./my_callbacks.py:StopAtLoss"]` in a TOML file. `titanlite.build` has the list of all that run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from titanlite.config.errors import ConfigError, Problem
+from titanlite.exit_codes import is_of_collectives
+from titanlite.utils import logger, resolve
+
+if TYPE_CHECKING:
+    from titanlite.checkpoint.paths import AnyPath
+    from titanlite.step import StepResult
+    from titanlite.trainer import Trainer
+
+#: Phases that are no part of a step: they may take as long as the first step.
+SLOW_PHASES = frozenset({"validate", "save", "rollback", "profile", "end"})
+
+
+@dataclass
+class RunEnd:
+    """How a run ended."""
+
+    #: done: the last step. stopped: by the guard. preempted: a signal. failed: any other exception.
+    state: Literal["done", "stopped", "preempted", "failed"]
+    #: Steps done.
+    step: int
+    error: BaseException | None = None
+    #: For people; "" where the run is done.
+    reason: str = ""
+
+
+class CallbackError(RuntimeError):
+    """A callback raised. The message names it; the cause has the traceback."""
+
+
+class Callback:
+    """Base of all callbacks; each method is called at one point of the run, on every rank.
+
+    All ranks have the same callbacks in the same order, so a callback may use collectives at every point. Only
+    `on_save` is different: with saves in the background rank 0 alone calls it. A callback that raises ends the run.
+    Read what you need from `trainer`: `step`, `steps`, `tokens_seen`, `parts` (model, optimizer, loader, …).
+    """
+
+    def on_start(self, trainer: Trainer) -> None:
+        """The checkpoint is loaded (`trainer.loaded`), the first step comes next."""
+
+    def on_phase(self, trainer: Trainer, phase: str) -> None:
+        """The trainer begins something: "data", "forward", "backward", "optimizer", "log", "validate", "save", …"""
+
+    def before_update(self, trainer: Trainer) -> None:
+        """The gradients are complete and clipped; the weights are those that the step started from.
+
+        The only point where a callback may change gradients.
+        """
+
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        """A step is done. To read a number of `result` waits for the device: on logged steps use `on_log` instead."""
+
+    def on_log(self, trainer: Trainer, figures: Mapping[str, float]) -> None:
+        """The figures of a logged step, as in metrics.jsonl: the same on all ranks, times apart."""
+
+    def on_validation_end(self, trainer: Trainer, loss: float, tokens: int, seconds: float) -> None:
+        """A validation is done. loss: mean over so many tokens, in nats."""
+
+    def on_save(self, trainer: Trainer, step: int, folder: AnyPath, seconds: float) -> None:
+        """The checkpoint of `step` is complete; it took so many seconds."""
+
+    def state_dict(self, trainer: Trainer) -> dict[str, Any]:
+        """Return entries for the train state of a checkpoint, JSON-able; all ranks call it together.
+
+        After a resume `trainer.loaded.train` has them. Callbacks and trainer share the names: choose one of your own.
+        """
+        return {}
+
+    def on_rollback(self, trainer: Trainer) -> None:
+        """The guard took the run back to the checkpoint of `trainer.step`; other text follows."""
+
+    def on_end(self, trainer: Trainer, end: RunEnd) -> None:
+        """The run is over, however it ended: release what you hold. Other ranks may be gone: use no collective."""
+
+
+class Callbacks:
+    """Calls one point of all callbacks, in their order."""
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self.all = list(callbacks)
+        points = [name for name, value in vars(Callback).items() if callable(value) and not name.startswith("__")]
+        #: Those that implement a point: the others cost nothing.
+        self._at = {
+            point: [c for c in self.all if getattr(type(c), point) is not getattr(Callback, point)] for point in points
+        }
+
+    def __call__(self, point: str, *args: Any) -> list[Any]:
+        """Call `point` with these arguments; return the results. Raises CallbackError.
+
+        Errors with an exit code of their own, and failed collectives, pass as they are.
+        """
+        return [self._call(callback, point, *args) for callback in self._at[point]]
+
+    def end(self, trainer: Trainer, end: RunEnd) -> None:
+        """Call `on_end` of all, whatever one of them raises. The run's own error takes precedence over theirs."""
+        failed: Exception | None = None
+        for callback in self._at["on_end"]:
+            try:
+                self._call(callback, "on_end", trainer, end)
+            except Exception as error:
+                failed = failed or error
+                logger.error(str(error))
+        if failed is not None and end.error is None:
+            raise failed
+
+    @staticmethod
+    def _call(callback: Callback, point: str, *args: Any) -> Any:
+        try:
+            return getattr(callback, point)(*args)
+        except Exception as error:
+            if hasattr(error, "exit_code") or is_of_collectives(error):
+                raise
+            kind = type(callback)
+            raise CallbackError(
+                f"callback {kind.__module__}:{kind.__qualname__} failed in {point}: {type(error).__name__}: {error}"
+            ) from error
+
+
+def load_callbacks(paths: Sequence[str], base: Path | None = None, where: str = "") -> list[Callback]:
+    """Make the callbacks that `job.callbacks` names. base: folder of the TOML file that names them.
+
+    where: its place in the config, for messages. Raises ConfigError naming all that cannot be loaded.
+    """
+    made, problems = [], []
+    for path in paths:
+        try:
+            found = resolve(path, base)
+            found = found() if isinstance(found, type) and issubclass(found, Callback) else found
+            if not isinstance(found, Callback):
+                raise ValueError(f"is {found!r:.80}, and no titanlite.Callback")
+            made.append(found)
+        except Exception as error:
+            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            hint = 'name a class as "package.module:Name" or "./file.py:Name"'
+            problems.append(Problem(where, "job.callbacks", f"{path!r} {reason}", hint))
+    if problems:
+        raise ConfigError(problems)
+    return made

@@ -1,0 +1,253 @@
+"""Other names and values of the same things, of torchtitan's later and oldest versions, turned into the keys here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from titanlite.config.keys import keys
+from titanlite.config.toml import quote
+
+
+class Misfit(ValueError):
+    """A value does not fit the other name; the text says what was expected."""
+
+
+@dataclass(frozen=True)
+class MicrobatchSize:
+    """A pipeline micro-batch given by its size; the count follows once the batch size is known."""
+
+    size: int
+
+
+@dataclass(frozen=True)
+class Alias:
+    """Another name of a key."""
+
+    name: str
+    key: str
+    #: Turns the value; raises Misfit. None: the value is the same.
+    convert: Callable[[Any], Any] | None = None
+    #: Type of the value under this name; None: the key's own.
+    own_type: Any = None
+    #: How the values relate, for `explain`.
+    relation: str = "the same"
+    #: Whether this name shows that a file was written for torchtitan 0.2.x: the files of 2024 had another one.
+    is_later: bool = False
+
+    @property
+    def type(self) -> Any:
+        return keys()[self.key].type if self.own_type is None else self.own_type
+
+
+def _boolean(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise Misfit(f"expected true or false, got {quote(value)}")
+    return value
+
+
+def _microbatch_size(value: Any) -> MicrobatchSize:
+    if type(value) is not int or value < 1:
+        raise Misfit(f"expected an integer >= 1, got {quote(value)}")
+    return MicrobatchSize(value)
+
+
+def _fp8_linear(value: Any) -> bool:
+    if value not in ("", "dynamic"):
+        raise Misfit(_DELAYED if value == "delayed" else f'expected "" or "dynamic", got {quote(value)}')
+    return bool(value)
+
+
+def _converters(value: Any) -> bool:
+    known = ("float8", "quantize.linear.float8")
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise Misfit(f"expected a list of strings, got {quote(value)}")
+    if unknown := [quote(item) for item in value if item not in known]:
+        raise Misfit(f"no converter {', '.join(unknown)}; there are {', '.join(known)}")
+    return bool(value)
+
+
+def _split_points(value: Any) -> list[str]:
+    """Return the first module of each part but the first; parts must cover the layers in order."""
+    well_formed = isinstance(value, list) and all(
+        isinstance(part, list) and part and all(isinstance(name, str) for name in part) for part in value
+    )
+    if not well_formed:
+        raise Misfit(f"expected a list of lists of module names, none of them empty, got {quote(value)}")
+    layers = [int(n.split(".")[1]) for part in value for n in part if n.startswith("layers.") and n[7:].isdigit()]
+    if layers != list(range(len(layers))):
+        raise Misfit("the parts must hold layers.0, layers.1, … in order, none left out")
+    return [part[0] for part in value[1:]]
+
+
+_PIPELINE = "experimental.pipeline_parallel"
+_FLOAT8 = "float8.enable_float8_linear"
+
+#: Names of torchtitan 0.2.x for keys that the files of 2024 had under another one.
+_LATER = {
+    "training.local_batch_size": "training.batch_size",
+    "lr_scheduler.warmup_steps": "training.warmup_steps",
+    "compile.enable": "training.compile",
+    "debug.seed": "training.seed",
+    "parallelism.tensor_parallel_degree": "training.tensor_parallel_degree",
+    "parallelism.data_parallel_replicate_degree": "training.data_parallel_replicate_degree",
+    "parallelism.data_parallel_shard_degree": "training.data_parallel_shard_degree",
+    "parallelism.enable_async_tensor_parallel": "experimental.enable_async_tensor_parallel",
+    "parallelism.pipeline_parallel_degree": f"{_PIPELINE}_degree",
+    "parallelism.pipeline_parallel_split_points": f"{_PIPELINE}_split_points",
+    "parallelism.pipeline_parallel_schedule": f"{_PIPELINE}_schedule",
+    "parallelism.pipeline_parallel_microbatches": f"{_PIPELINE}_microbatches",
+    "parallelism.enable_compiled_autograd": "experimental.enable_compiled_autograd",
+    "parallelism.context_parallel_degree": "experimental.context_parallel_degree",
+    "model.hf_assets_path": "model.tokenizer_path",
+    "checkpoint.enable": "checkpoint.enable_checkpoint",
+    "checkpoint.last_save_model_weights_only": "checkpoint.model_weights_only",
+    "checkpoint.last_save_model_only": "checkpoint.model_weights_only",
+    **{
+        f"quantize.linear.float8.{field}": f"float8.{field}"
+        for field in (
+            "enable_float8_linear",
+            "enable_fsdp_float8_all_gather",
+            "precompute_float8_dynamic_scale_for_fsdp",
+            "scaling_type_input",
+            "scaling_type_weight",
+            "scaling_type_grad_output",
+        )
+    },
+    "memory_estimation.enable": "memory_estimation.enabled",
+}
+#: The oldest names, and later names of keys that the files of 2024 did not have.
+_OTHER = {
+    "training.pipeline_parallel_degree": f"{_PIPELINE}_degree",
+    "training.enable_float8_linear": _FLOAT8,
+    "training.data_parallel_degree": "training.data_parallel_shard_degree",
+    "training.deterministic": "debug.deterministic",
+    "quantize.linear.float8.recipe_name": "float8.recipe_name",
+    "quantize.linear.float8.filter_fqns": "float8.filter_fqns",
+    "quantize.linear.float8.emulate": "float8.emulate",
+    "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
+    "checkpoint.initial_load_model_weights_only": "checkpoint.initial_load_model_only",
+    "job.print_args": "job.print_config",
+    "validation.local_batch_size": "validation.batch_size",
+    "validation.enabled": "validation.enable",
+    "training.dataloader.num_workers": "data.num_workers",
+    "training.dataloader.persistent_workers": "data.persistent_workers",
+    "training.dataloader.pin_memory": "data.pin_memory",
+    "training.dataloader.prefetch_factor": "data.prefetch",
+    "parallelism.fsdp_reshard_after_forward": "training.reshard_after_forward",
+    "training.fsdp_reshard_after_forward": "training.reshard_after_forward",
+}
+
+
+def _inverted(name: str, key: str) -> Alias:
+    return Alias(name, key, lambda value: not _boolean(value), bool, "inverted", True)
+
+
+def _parts(name: str) -> Alias:
+    relation = "the first module of each part but the first"
+    return Alias(name, f"{_PIPELINE}_split_points", _split_points, list[list[str]], relation, True)
+
+
+def _size(name: str) -> Alias:
+    relation = "a size instead of a count: the batch size divided by it"
+    return Alias(name, f"{_PIPELINE}_microbatches", _microbatch_size, int, relation, True)
+
+
+_FUSED = 'true is "fused", false is "foreach"'
+_LIST_OF_FLOAT8 = 'true for ["float8"] or ["quantize.linear.float8"]'
+ALIASES: dict[str, Alias] = {
+    alias.name: alias
+    for alias in [
+        *(Alias(name, key, is_later=True) for name, key in _LATER.items()),
+        *(Alias(name, key) for name, key in _OTHER.items()),
+        _inverted("parallelism.disable_loss_parallel", "training.enable_loss_parallel"),
+        _inverted("training.disable_loss_parallel", "training.enable_loss_parallel"),
+        _inverted("metrics.disable_color_printing", "metrics.enable_color_printing"),
+        _inverted("metrics.save_for_all_ranks", "metrics.rank_0_only"),
+        *map(_parts, ("parallelism.module_fqns_per_model_part", "experimental.module_fqns_per_model_part")),
+        *map(_size, ("parallelism.pipeline_parallel_microbatch_size", f"{_PIPELINE}_microbatch_size")),
+        Alias("training.fp8_linear", _FLOAT8, _fp8_linear, str, 'true for "dynamic", false for ""'),
+        Alias("model.converters", _FLOAT8, _converters, list[str], _LIST_OF_FLOAT8, True),
+        Alias(
+            "optimizer.fused", "optimizer.implementation", lambda v: "fused" if _boolean(v) else "foreach", bool, _FUSED
+        ),
+    ]
+}
+
+_COMMA_KEYS = ("float8.filter_fqns", f"{_PIPELINE}_split_points", "checkpoint.exclude_from_loading")
+COMMA_LISTS = frozenset(
+    ["model.converters", *_COMMA_KEYS, *(a.name for a in ALIASES.values() if a.key in _COMMA_KEYS and not a.convert)]
+)
+"""Names of lists of strings that files of other versions also write as one string, with commas between its words."""
+
+
+def key_of(name: str) -> str:
+    """Return the key behind a name."""
+    return ALIASES[name].key if name in ALIASES else name
+
+
+def names_of(key: str) -> list[Alias]:
+    """Return every other name of a key."""
+    return [alias for alias in ALIASES.values() if alias.key == key]
+
+
+def convert(name: str, value: Any) -> Any:
+    """Return a value under a name as the key's own kind of value. Raises Misfit."""
+    if name in COMMA_LISTS and isinstance(value, str):
+        value = [word.strip() for word in value.split(",") if word.strip()]
+    alias = ALIASES.get(name)
+    if alias and alias.convert:
+        value = alias.convert(value)
+    if isinstance(value, str):
+        value = VALUE_NAMES.get((key_of(name), value), value)
+        if reason := REFUSED_VALUES.get((key_of(name), value)):
+            raise Refused(reason)
+    return value
+
+
+class Refused(Misfit):
+    """A value that other trainers know and titanlite does not take; the text is the reason."""
+
+
+VALUE_NAMES: dict[tuple[str, str], str] = {
+    ("activation_checkpoint.mode", "memory_budget"): "budget",
+    ("model.norm_type", "compiled_rmsnorm"): "rmsnorm",
+    ("training.dataset", "c4_mini"): "c4_test",
+}
+"""(key, other value) → the value here."""
+
+VALUE_NOTES: dict[tuple[str, str], str] = {
+    ("training.dataset", "c4_mini"): "c4_mini is not bundled with titanlite: c4_test is read instead",
+}
+"""(key, other value) → how the value here differs."""
+
+_DELAYED = "delayed scaling is gone from torchao; dynamic scaling is what it has"
+_FLOAT16 = "float16 needs loss scaling, which titanlite does not do; take bfloat16"
+_ATTENTION = "attention within each document (data.mask_documents) is not built yet"
+REFUSED_VALUES: dict[tuple[str, str], str] = {
+    **{(f"float8.scaling_type_{name}", "delayed"): _DELAYED for name in ("input", "weight", "grad_output")},
+    **{(f"training.{k}", "float16"): _FLOAT16 for k in ("mixed_precision_param", "mixed_precision_reduce", "dtype")},
+    **{
+        ("model.flavor", flavor): _ATTENTION
+        for flavor in ("debugmodel_flex_attn", "debugmodel_varlen_attn", "8B_flex", "8B_varlen")
+    },
+}
+"""(key, value) → why a value that other trainers know is not taken."""
+
+LATER_DEFAULTS: dict[str, Any] = {
+    "checkpoint.keep_latest_k": 10,
+    "optimizer.implementation": "fused",
+    "metrics.enable_color_printing": True,
+    f"{_PIPELINE}_microbatches": MicrobatchSize(1),
+    "lr_scheduler.style": "titan-0.2",
+}
+"""Defaults of torchtitan 0.2.x where they differ."""
+
+LATER_FLAVORS: dict[str, tuple[str, str]] = {
+    "debugmodel": ("3.1-debugmodel", "6 layers and RoPE scaled by 8. The vocabulary is the tokenizer's, not 2048"),
+    "8B": ("3.1-8B", "RoPE scaled by 8"),
+    "70B": ("3.1-70B", "RoPE scaled by 8"),
+    "405B": ("3.1-405B", "RoPE scaled by 8"),
+}
+"""Flavor of llama3 in torchtitan 0.2.x → the flavor here, and what it is."""

@@ -1,0 +1,444 @@
+"""Derive a run from a config: what follows from two sections, the number of ranks or the length of the text.
+
+It checks nothing: `titanlite.config.fit.load_config` does both. No torch here.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from msgspec.structs import replace as replace_fields
+
+from titanlite.config.keys import sections
+from titanlite.config.loaded import LoadedConfig
+from titanlite.config.not_implemented import without_effect
+from titanlite.config.pipeline import find_schedule, stage_count
+from titanlite.config.sections import Config
+from titanlite.config.toml import quote
+from titanlite.config.urls import is_url
+from titanlite.data.skip_ranges import count, ranges_of_steps
+from titanlite.models.llama.plan import linears
+from titanlite.models.shapes import SHAPES, LlamaArgs, ShapeError, model_args
+from titanlite.optim.schedule import Schedule
+from titanlite.utils import counted
+
+S = TypeVar("S", bound=Any)
+
+#: Share of the collective timeouts after which the watchdog reports that ranks wait.
+_DEADLINE_SHARE = 0.6
+#: The same where steps are slow; the rest is time for the report.
+_LATEST_SHARE = 0.8
+
+
+@dataclass(frozen=True)
+class MeshSizes:
+    """Degrees of parallelism; their product is the world size."""
+
+    world_size: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    #: Ranks that share one sequence (context), one layer's weights (tensor), the layers of one copy (pipeline).
+    context: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+
+    @property
+    def dp_degree(self) -> int:
+        """Ranks that read different data."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def weight_shards(self) -> int:
+        """Ranks over which `fully_shard` divides each weight; ranks that share sequences hold the same weights."""
+        return self.dp_shard * self.context
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """Batch arithmetic: sequences per step = micro_batch_size * accumulation * data-parallel ranks."""
+
+    #: Sequences per micro-batch and data-parallel rank.
+    micro_batch_size: int = 8
+    #: Micro-batches per step and rank.
+    accumulation: int = 1
+    #: Sequences per step over all ranks.
+    global_batch_size: int = 8
+    seq_len: int = 2048
+    #: Tokens per step over all ranks (global_batch_size * seq_len).
+    tokens_per_step: int = 8 * 2048
+
+
+@dataclass(frozen=True)
+class PipelineSizes:
+    """How often a model and a micro-batch are cut."""
+
+    #: Stages of the whole model, over all ranks.
+    stages: int = 1
+    #: Pieces of each micro-batch of `BatchSizes.micro_batch_size` sequences.
+    microbatches: int = 1
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """When the watchdog reports, in seconds."""
+
+    #: Time without progress before a report; 0: never.
+    deadline_seconds: float = 60.0
+    #: The same for phases that may take as long as the first step.
+    patience_seconds: float = 180.0
+    #: How often a rank writes where it is.
+    heartbeat_seconds: float = 2.0
+    #: The longest deadline of a run of slow steps: before collectives time out.
+    latest_seconds: float = 80.0
+
+
+class RunConfig(Config, frozen=True):
+    """One run: its sections, with folders joined and defaults of other sections filled in, and what follows from them.
+
+    Filled in: folders below job.dump_folder, validation.batch_size and seq_len, and of a pipeline its schedule's exact
+    name, its micro-batches and training.reshard_after_forward. activation_checkpoint.mode is "none" where it would
+    recompute no block. The degrees and sizes that are -1 in the sections are in `mesh` and `batch`.
+    """
+
+    mesh: MeshSizes = MeshSizes()
+    batch: BatchSizes = BatchSizes()
+    pipeline: PipelineSizes = PipelineSizes()
+    #: Optimizer steps; None: `training.epochs` waits for the length of the text.
+    steps: int | None = 10000
+    schedule: Schedule = Schedule()
+    deadlines: Deadlines = Deadlines()
+    #: How each derived number came about, one sentence each.
+    notes: tuple[str, ...] = ()
+    #: What a user should know and what stops nothing.
+    warnings: tuple[str, ...] = ()
+    #: The config as written, as one TOML file with the source of each value as a comment.
+    toml: str = ""
+
+    @property
+    def max_seq_len(self) -> int:
+        """The longest sequence of training and validation, in tokens."""
+        held_out = self.validation.seq_len if self.validation.enable else None
+        return max(self.training.seq_len, held_out or 0)
+
+    def model_args(self, tokenizer_size: int | None = None) -> LlamaArgs:
+        """Return the model's arguments. Raises ShapeError when the tokenizer has more entries than the model."""
+        return model_args(self.model, self.max_seq_len, tokenizer_size)
+
+
+def smallest_world(config: LoadedConfig) -> int:
+    """Return the fewest ranks on which the degrees of parallelism fit."""
+    if config.sections.checkpoint.create_seed_checkpoint:
+        return 1
+    degrees = degrees_of(config.sections)
+    reshard, shard = config.sections.training.reshard_after_forward, "training.data_parallel_shard_degree"
+    if isinstance(reshard, int) and degrees[shard] == -1:
+        degrees[shard] = reshard
+    return math.prod(max(degree, 1) for degree in degrees.values())
+
+
+def derive(config: LoadedConfig, world_size: int, total_sequences: int | None = None) -> RunConfig:
+    """Derive the run of a config on `world_size` ranks. It checks nothing.
+
+    total_sequences: packed sequences in all epochs of the text. A run in epochs has no length without it:
+    `steps` and `schedule.total_steps` are then None, and the schedule's other numbers are provisional.
+    """
+    d = config.sections
+    notes, warnings = list(config.notes), _warnings(config)
+    mesh = _mesh(d, world_size, notes)
+    batch = _batch(d, mesh, notes)
+    if mesh.weight_shards == 1 and d.training.prefetch:
+        warnings.append(
+            f"training.prefetch = {d.training.prefetch} has no effect: every rank holds whole weights "
+            "(data_parallel_shard = 1)"
+        )
+    d, pipeline = _filled(config, mesh, batch, notes, warnings)
+    steps = _steps(d, batch, total_sequences, notes)
+    schedule = _schedule(d, steps, notes, warnings)
+    _name_idle_keys(config, notes, warnings)
+    run = RunConfig(
+        **{name: getattr(d, name) for name in sections()},
+        mesh=mesh,
+        batch=batch,
+        pipeline=pipeline,
+        steps=steps,
+        schedule=schedule,
+        deadlines=_deadlines(d),
+        notes=tuple(notes),
+        warnings=tuple(warnings),
+        toml=config.to_toml(),
+    )
+    return _replace(run, warnings=(*run.warnings, *wide_filters(run)))
+
+
+def with_steps(run: RunConfig, steps: int) -> RunConfig:
+    """Return the same run with another number of steps; a schedule as long as the run keeps to its length."""
+    follows = run.schedule.total_steps == run.steps
+    schedule = replace(run.schedule, total_steps=steps) if follows else run.schedule
+    return _replace(run, steps=steps, schedule=schedule)
+
+
+def below(folder: str, path: str) -> str:
+    """Return a path of the run: below `folder`, unless it is absolute or a URL."""
+    return path if is_url(path) else os.path.join(folder, path)
+
+
+def _replace(section: S, **changes: Any) -> S:
+    return replace_fields(section, **changes)
+
+
+# Ranks and batches
+
+
+def degrees_of(d: Config) -> dict[str, int]:
+    """Return the dimensions of the mesh by key; one of data parallelism may be -1 for the ranks left over."""
+    replicate, shard = d.training.data_parallel_replicate_degree, d.training.data_parallel_shard_degree
+    if d.training.data_parallel_type == "ddp":
+        replicate, shard = replicate if replicate > 1 else -1, 1
+    return {
+        "training.data_parallel_replicate_degree": replicate,
+        "training.data_parallel_shard_degree": shard,
+        "training.tensor_parallel_degree": d.training.tensor_parallel_degree,
+        "experimental.pipeline_parallel_degree": d.experimental.pipeline_parallel_degree,
+        "experimental.context_parallel_degree": d.experimental.context_parallel_degree,
+    }
+
+
+def parallelism(key: str) -> str:
+    """Return the name of a dimension of the mesh, by the key of its degree."""
+    return key.rpartition(".")[2].removesuffix("_degree")
+
+
+def _mesh(d: Config, world_size: int, notes: list[str]) -> MeshSizes:
+    if d.checkpoint.create_seed_checkpoint:  # it holds whole tensors, which any mesh can load
+        notes.append("one process, whatever the degrees of parallelism: it makes a seed checkpoint and ends")
+        return MeshSizes(world_size)
+    degrees = degrees_of(d)
+    rest_key = next((key for key, degree in degrees.items() if degree == -1), None)
+    if rest_key is not None:
+        fixed = {key: degree for key, degree in degrees.items() if key != rest_key}
+        degrees[rest_key] = max(world_size // math.prod(fixed.values()), 1)
+        divisors = "".join(f" / {parallelism(key)} {degree}" for key, degree in fixed.items() if degree > 1)
+        why = ' (data_parallel_type = "ddp")' if d.training.data_parallel_type == "ddp" else ""
+        notes.append(
+            f"{parallelism(rest_key)} = {degrees[rest_key]}: the ranks left over, "
+            f"{counted(world_size, 'ranks')}{divisors}{why}"
+        )
+    replicate, shard, tensor, pipeline, context = degrees.values()
+    return MeshSizes(world_size, replicate, shard, context, tensor, pipeline)
+
+
+def _batch(d: Config, mesh: MeshSizes, notes: list[str]) -> BatchSizes:
+    micro, wanted, ranks = d.training.batch_size, d.training.global_batch_size, mesh.dp_degree
+    at_once, width = micro * ranks, counted(ranks, "data-parallel ranks")
+    accumulation = 1 if wanted == -1 else max(wanted // at_once, 1)
+    total = at_once * accumulation
+    tokens = total * d.training.seq_len
+    if wanted == -1:
+        notes.append(f"global batch = {counted(total, 'sequences')}: batch_size {micro} * {width}")
+    else:
+        notes.append(
+            f"accumulation = {counted(accumulation, 'micro-batches')}: global_batch_size {wanted} / "
+            f"(batch_size {micro} * {width})"
+        )
+    notes.append(f"tokens per step = {tokens:,}: {counted(total, 'sequences')} * seq_len {d.training.seq_len}")
+    return BatchSizes(micro, accumulation, total, d.training.seq_len, tokens)
+
+
+# Sections that depend on others
+
+
+def _filled(
+    config: LoadedConfig, mesh: MeshSizes, batch: BatchSizes, notes: list[str], warnings: list[str]
+) -> tuple[Config, PipelineSizes]:
+    """Return the sections of `RunConfig`, and how a pipeline cuts."""
+    d = config.sections
+    root = d.job.dump_folder
+
+    def joined(section: S, *names: str) -> S:
+        return _replace(section, **{n: below(root, path) for n in names if (path := getattr(section, n)) is not None})
+
+    changes: dict[str, Any] = {
+        "job": joined(d.job, "save_config_file"),
+        "checkpoint": joined(d.checkpoint, "folder"),
+        "metrics": joined(d.metrics, "save_tb_folder"),
+        "profiling": joined(d.profiling, "save_traces_folder", "save_memory_snapshot_folder"),
+        "validation": _replace(
+            d.validation,
+            batch_size=d.validation.batch_size or d.training.batch_size,
+            seq_len=d.validation.seq_len or d.training.seq_len,
+        ),
+    }
+    if d.model.name == "llama2" and d.model.tokenizer_path is None:
+        notes.append("tokenizer: the bundled sentencepiece model, the kind of llama2")
+    if problem := useless_selective_checkpoint(d):
+        notes.append(f"activation_checkpoint.selective_ac_option = {problem}: all activations are kept")
+        changes["activation_checkpoint"] = _replace(d.activation_checkpoint, mode="none")
+    pipeline = PipelineSizes()
+    if mesh.pipeline > 1:
+        e = d.experimental
+        name = find_schedule(e.pipeline_parallel_schedule) or "1F1B"
+        pieces = e.pipeline_parallel_microbatches or mesh.pipeline
+        pipeline = PipelineSizes(stage_count(name, mesh.pipeline, e.pipeline_parallel_split_points), pieces)
+        changes["experimental"] = _replace(e, pipeline_parallel_schedule=name, pipeline_parallel_microbatches=pieces)
+        notes.append(
+            f"pipeline micro-batches per step = {pieces * batch.accumulation}: {pieces} of each batch of "
+            f"{batch.micro_batch_size} sequences * accumulation {batch.accumulation}"
+        )
+        reshard = d.training.reshard_after_forward
+        if reshard == "default":
+            changes["training"] = _replace(d.training, reshard_after_forward="never")
+            if mesh.weight_shards > 1:
+                notes.append(
+                    "weights stay gathered for the whole step (reshard_after_forward): each pipeline micro-batch "
+                    "would gather them again"
+                )
+        elif reshard != "never" and mesh.weight_shards > 1:
+            warnings.append(
+                f"training.reshard_after_forward = {quote(reshard)} gathers the weights again for each pipeline "
+                "micro-batch"
+            )
+    return _replace(d, **changes), pipeline
+
+
+def useless_selective_checkpoint(d: Config) -> str:
+    """Return why "every Nth block" recomputes none: the model has fewer blocks. Empty where it has enough."""
+    ac, shape = d.activation_checkpoint, SHAPES.get(d.model.name, {}).get(d.model.flavor)
+    blocks = d.model.overrides.get("n_layers", shape and shape.n_layers)
+    if ac.mode != "selective" or ac.selective_ac_option == "op" or not isinstance(blocks, int):
+        return ""
+    every = int(ac.selective_ac_option)
+    return f'"{every}" recomputes one block of each {every}, but the model has {blocks}' if every > blocks else ""
+
+
+def _deadlines(d: Config) -> Deadlines:
+    train, init, beat = d.comm.train_timeout_seconds, d.comm.init_timeout_seconds, d.stall.heartbeat_seconds
+    deadline = d.stall.deadline_seconds
+    if deadline is None:
+        deadline = _DEADLINE_SHARE * train
+    return Deadlines(
+        deadline_seconds=deadline,
+        patience_seconds=max(deadline, _DEADLINE_SHARE * init),
+        heartbeat_seconds=min(beat, deadline / 2) if deadline else beat,
+        latest_seconds=_LATEST_SHARE * train,
+    )
+
+
+# The length of the run and the schedule
+
+
+def _steps(d: Config, batch: BatchSizes, total_sequences: int | None, notes: list[str]) -> int | None:
+    tokens, epochs, size = d.training.tokens, d.training.epochs, batch.global_batch_size
+    if tokens is not None:
+        steps = math.ceil(tokens / batch.tokens_per_step)
+        notes.append(
+            f"steps = {steps}: training.tokens {tokens:,} / {batch.tokens_per_step:,} tokens per step, rounded up"
+        )
+        return steps
+    if epochs is None:
+        return d.training.steps
+    if total_sequences is None:
+        notes.append(f"steps follow from {counted(epochs, 'epochs')} once the text is counted")
+        return None
+    skipped = count(0, total_sequences, ranges_of_steps(d.data.skip_steps, size))
+    steps = math.ceil((total_sequences - skipped) / size)
+    less = f" less {skipped} skipped (data.skip_steps)" if skipped else ""
+    notes.append(
+        f"steps = {steps}: {counted(total_sequences, 'sequences')} in {counted(epochs, 'epochs')}{less} / "
+        f"{counted(size, 'sequences')} per step, rounded up"
+    )
+    return steps
+
+
+def _schedule(d: Config, steps: int | None, notes: list[str], warnings: list[str]) -> Schedule:
+    s, warmup = d.lr_scheduler, d.training.warmup_steps
+    total = steps if s.total_steps is None else s.total_steps
+    schedule = Schedule(
+        total_steps=total,
+        warmup_steps=0 if s.warmup_ratio is not None else warmup,
+        decay_type="linear" if s.decay_type == "plateau" else s.decay_type,
+        decay_steps=s.decay_steps,
+        min_lr_factor=s.min_lr_factor,
+        min_lr=s.min_lr,
+        style=s.style,
+    )
+    if total is None:
+        return schedule
+    if steps not in (None, total):
+        notes.append(f"the schedule is {total} steps long (lr_scheduler.total_steps), the run {steps}")
+
+    def length(name: str, ratio: float | None, given: float | None, limit: float, whole: bool) -> float | None:
+        """Return the steps of one part of the schedule, shortened to `limit`. whole: no fractions of steps."""
+        if ratio is not None:
+            given = round(ratio * total) if whole else ratio * total
+            notes.append(f"{name} = {counted(given, 'steps')}: {name}_ratio {ratio} * {total} steps")
+        if given is not None and given > limit:
+            warnings.append(
+                f"the {name} of {counted(given, 'steps')} is shortened to {limit:.10g}: the schedule has {total} steps"
+                + (f", {total - limit:.10g} of them warm-up" if limit < total else "")
+            )
+            return limit
+        return given
+
+    whole = s.style != "fsdp"  # the AWS samples take fractions of steps
+    warmup_steps = length("warmup", s.warmup_ratio, warmup, total, whole) or 0
+    rest = total - warmup_steps
+    decay = length("decay", s.decay_ratio, s.decay_steps, rest, True)
+    return replace(
+        schedule,
+        warmup_steps=warmup_steps,
+        decay_steps=None if decay is None else int(decay),
+        plateau_steps=length("plateau", s.plateau_ratio, None, rest, whole),
+    )
+
+
+# Keys without effect
+
+
+def _warnings(config: LoadedConfig) -> list[str]:
+    return ["job.use_for_integration_test has no effect"] if config.sections.job.use_for_integration_test else []
+
+
+def wide_filters(run: RunConfig) -> list[str]:
+    """Return a warning for each filter of float8 that ends within a number of some names, as layers.1 in layers.10."""
+    found: list[str] = []
+    if not run.float8.enable_float8_linear:
+        return found
+    try:
+        names = list(linears(replace(run.model_args(), vocab_size=1)))
+    except ShapeError:  # `misfits` reports it
+        return found
+    for part in run.float8.filter_fqns:
+        whole = any(re.search(rf"{re.escape(part)}(?!\d)", name) for name in names)
+        cut = [match[0] for name in names if (match := re.search(rf"^.*?{re.escape(part)}\d+", name))]
+        others = list(dict.fromkeys(cut))
+        if part[-1:].isdigit() and whole and others:
+            shown = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+            found.append(
+                f"float8.filter_fqns: {quote(part)} is also part of {shown}, which stay in high precision too; "
+                f"{quote(part + '.')} is not"
+            )
+    return found
+
+
+def _name_idle_keys(config: LoadedConfig, notes: list[str], warnings: list[str]) -> None:
+    """Name the keys that a user wrote for a feature that is off."""
+    idle = [key for key in without_effect(config) if not _off_beside(config, key)]
+    # A run in bf16 looks like one in float8: so this is a warning.
+    if float8 := [key for key in idle if key.startswith("float8.")]:
+        warnings.append(
+            f"float8 is disabled (float8.enable_float8_linear = false); these keys are ignored: {', '.join(float8)}"
+        )
+    if rest := [key for key in idle if key not in float8]:
+        notes.append(f"no effect, as their features are off: {', '.join(rest)}")
+
+
+def _off_beside(config: LoadedConfig, key: str) -> bool:
+    """Return whether the file that holds a key also turns its section off: its reader sees both."""
+    section = key.partition(".")[0]
+    switch = {"checkpoint": "enable_checkpoint", "validation": "enable"}.get(section)
+    here, there = config.source(key), config.source(f"{section}.{switch}")
+    return here.kind == there.kind == "file" and here.file == there.file

@@ -1,0 +1,375 @@
+"""Load, check and derive a run; the third stage of the checks: what does not fit the ranks and the model.
+
+The first stage checks each key by itself (`titanlite.config.load`), the second contradictions between keys
+(`titanlite.config.checks`). A stage reports all its problems at once, and the next one runs only if there are none. No
+torch here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from titanlite.config.checks import Finding, contradictions, missing_files, missing_packages, placed
+from titanlite.config.derive import (
+    RunConfig,
+    degrees_of,
+    derive,
+    parallelism,
+    smallest_world,
+    useless_selective_checkpoint,
+)
+from titanlite.config.errors import ConfigError, Problem, nearest
+from titanlite.config.load import read
+from titanlite.config.loaded import LoadedConfig
+from titanlite.config.not_implemented import refused
+from titanlite.config.pipeline import SCHEDULES, find_schedule
+from titanlite.config.sections import AUTO_FILTER, Config
+from titanlite.config.toml import quote
+from titanlite.models.llama.plan import linears, pipeline_costs, tensor_plan
+from titanlite.models.shapes import LlamaArgs, ShapeError
+from titanlite.parallel import ParallelismError
+from titanlite.parallel.float8_choice import choose_linears
+from titanlite.parallel.pipeline_split import split_stages
+from titanlite.utils import counted
+
+_PP = "experimental.pipeline_parallel_"
+_TP, _CP = "training.tensor_parallel_degree", "experimental.context_parallel_degree"
+_AC_OPTION = "activation_checkpoint.selective_ac_option"
+
+
+def load_config(path: str, world_size: int, flags: Sequence[str] = ()) -> RunConfig:
+    """Load a TOML file for a run on `world_size` ranks, with flags as on a command line.
+
+    A bare name is also looked up in train_configs/. Raises ConfigError as `check_config` does.
+    """
+    return check_config([f"--job.config_file={path}", *flags], world_size)[1]
+
+
+def check_config(
+    argv: Sequence[str], world_size: int | None = None, *, training: bool = True
+) -> tuple[LoadedConfig, RunConfig]:
+    """Load the config of a command line, check it and derive its run.
+
+    world_size: ranks; None: the fewest on which the degrees of parallelism fit.
+    training: also refuse features that are not implemented yet, and files and packages that are missing here.
+
+    Raises ConfigError with all problems of the first stage that finds some.
+    """
+    config, problems = read(argv)
+    _stop(problems)
+    found = contradictions(config)
+    if training:
+        found += [*refused(config), *missing_files(config), *missing_packages(config)]
+    _stop(found)
+    return config, fitted(config, world_size or smallest_world(config))
+
+
+def fitted(config: LoadedConfig, world_size: int, total_sequences: int | None = None) -> RunConfig:
+    """Derive a run and check that it fits the ranks and the model. Raises ConfigError with all that does not."""
+    run = derive(config, world_size, total_sequences)
+    _stop(misfits(config, run))
+    return run
+
+
+def _stop(problems: Sequence[Problem]) -> None:
+    if problems:
+        raise ConfigError(problems)
+
+
+def misfits(config: LoadedConfig, run: RunConfig) -> list[Problem]:
+    """Return all that does not fit the number of ranks and the model, for a config without contradictions.
+
+    The numbers of the ranks and the model's own are checked together. If one is wrong, the model is not divided.
+    """
+    d = config.sections
+    found = list(_rank_misfits(d, run))
+    if not found:
+        found += [*_batch_misfits(d, run), *_context_misfits(run), *_pipeline_misfits(d, run.mesh.pipeline)]
+    if not found:
+        found += _microbatch_misfits(run)
+    given = config.is_given(_AC_OPTION) or config.is_given("activation_checkpoint.mode")
+    if given and (problem := useless_selective_checkpoint(d)):
+        hint = 'take a smaller number, or "op", or set activation_checkpoint.mode = "none"'
+        found.append(("model", _AC_OPTION, problem, hint))
+    try:
+        args = run.model_args()
+    except ShapeError as error:
+        return placed(config, found) + _model_problems(config, error)
+    if not found:
+        found += [*tensor_misfits(args, run), *_stage_misfits(args, run), *_float8_misfits(args, run)]
+    return placed(config, found)
+
+
+def _model_problems(config: LoadedConfig, error: ShapeError) -> list[Problem]:
+    """Return what is wrong with the model's arguments."""
+    given = [source.place for key, source in config.sources.items() if key.startswith("model.")]
+    problems = []
+    for misfit in error.misfits:
+        key = f"model.{misfit.field}" if misfit.field else "model"
+        place = config.place(key) or (given[-1] if given else "")
+        problems.append(Problem(place, key, misfit.message, misfit.advice, code="model"))
+    return problems
+
+
+def _rank_misfits(d: Config, run: RunConfig) -> Iterator[Finding]:
+    size = run.mesh.world_size
+    if d.checkpoint.create_seed_checkpoint:
+        if size > 1:
+            hint = "start it with `python train.py …` and the same config, whatever its degrees of parallelism"
+            yield "ranks", "checkpoint.create_seed_checkpoint", f"is made by one process, and there are {size}", hint
+        return
+    degrees = degrees_of(d)
+    fixed = {key: degree for key, degree in degrees.items() if degree != -1}
+    product, rest = math.prod(fixed.values()), len(fixed) < len(degrees)
+    if product == size or rest and size % product == 0:
+        return
+    equation = " * ".join(f"{parallelism(key)} {degree}" for key, degree in fixed.items() if degree != 1)
+    shown = f"{equation or 'all degrees 1'} = {product}"
+    relation = "which does not divide" if rest else "which is not"
+    key = next((key for key, degree in reversed(degrees.items()) if degree > 1), "training.data_parallel_shard_degree")
+    open_key = "replicate_degree = 1" if d.training.data_parallel_type == "ddp" else "shard_degree = -1"
+    other = "a multiple of it" if rest else f"set training.data_parallel_{open_key} for the ranks left over"
+    message = f"the degrees do not fit the ranks: {shown}, {relation} the world size {size}"
+    yield "ranks", key, message, f"run on {counted(product, 'ranks')}, or {'on ' if rest else ''}{other}"
+
+
+def _batch_misfits(d: Config, run: RunConfig) -> Iterator[Finding]:
+    t, mesh, batch = d.training, run.mesh, run.batch
+    reshard, shards = t.reshard_after_forward, mesh.weight_shards
+    if isinstance(reshard, int) and shards % reshard:
+        which = f"data_parallel_shard{' * context_parallel' if mesh.context > 1 else ''}"
+        numbers = f"{_some(divisors(shards)[1:])}, or " if shards > 1 else ""
+        message = f"is {reshard}, which does not divide the {shards} ranks that share one copy of the weights ({which})"
+        hint = f'these work: {numbers}"default", "always" or "never"'
+        yield "ranks", "training.reshard_after_forward", message, hint
+    if t.global_batch_size not in (-1, batch.global_batch_size):
+        at_once, width = t.batch_size * mesh.dp_degree, counted(mesh.dp_degree, "data-parallel ranks")
+        message = f"is {t.global_batch_size}, not a multiple of batch_size {t.batch_size} * {width} = {at_once}"
+        yield (
+            "batch",
+            "training.global_batch_size",
+            message,
+            _batch_advice(t.global_batch_size, t.batch_size, mesh.dp_degree),
+        )
+    elif mesh.pipeline > 1:
+        yield from _microbatch_misfits(run)
+
+
+def _context_misfits(run: RunConfig) -> Iterator[Finding]:
+    """Check that each sequence can be cut into two equal chunks per rank."""
+    chunks = 2 * run.mesh.context
+    for key, length in _lengths(run).items():
+        if chunks > 2 and length % chunks:
+            fitting = ", ".join(str(n) for n in range(1, chunks) if n == 1 or length % (2 * n) == 0)
+            yield (
+                "divide",
+                _CP,
+                f"is {chunks // 2}, but {key} = {length} cannot be cut into {chunks} equal chunks, two for each of "
+                f"{chunks // 2} ranks",
+                f"these work: {key} = {_around(length, chunks)}; context_parallel_degree = {fitting}",
+            )
+
+
+def _pipeline_misfits(d: Config, degree: int) -> Iterator[Finding]:
+    e, t = d.experimental, d.training
+    name = find_schedule(e.pipeline_parallel_schedule)
+    if name is None:
+        close = nearest(e.pipeline_parallel_schedule, SCHEDULES, 3)
+        hint = (
+            f"{'nearest: ' if close else ''}{', '.join(close)}{'; ' if close else ''}there are {', '.join(SCHEDULES)}"
+        )
+        yield "unknown-name", f"{_PP}schedule", f"no schedule {quote(e.pipeline_parallel_schedule)}", hint
+    if degree == 1:
+        return
+    if t.gradient_sync == "every":
+        message = 'is "every", but a pipeline reduces gradients once, after the last micro-batch'
+        yield "conflict", "training.gradient_sync", message, 'set it to "last"'
+    pieces = e.pipeline_parallel_microbatches or degree
+    if t.batch_size % pieces:
+        said = f"is {pieces}{'' if e.pipeline_parallel_microbatches else ', the pipeline degree,'}"
+        fitting = ", ".join(map(str, divisors(t.batch_size)))
+        hint = f"these divide it: {fitting}; or set training.batch_size to a multiple of {pieces}"
+        yield "divide", f"{_PP}microbatches", f"{said} which does not divide training.batch_size = {t.batch_size}", hint
+    if name is None:
+        return
+    kind, points = SCHEDULES[name].stages, len(e.pipeline_parallel_split_points)
+    stages = points + 1
+    fits = {"one": stages == degree, "loop": stages % degree == 0 and stages > degree, "v": stages == 2 * degree}[kind]
+    if points and not fits:
+        wanted = {
+            "one": f"one stage per rank: {degree} stages, {degree - 1} split points",
+            "loop": f"two or more stages per rank, as {2 * degree} stages by {2 * degree - 1} split points",
+            "v": f"two stages per rank: {2 * degree} stages, {2 * degree - 1} split points",
+        }[kind]
+        made = f"{points} split points make {stages} stages, but {quote(name)} on {degree} pipeline ranks"
+        hint = "give as many, or none: then titanlite divides the model evenly"
+        yield "divide", f"{_PP}split_points", f"{made} needs {wanted}", hint
+    if SCHEDULES[name].splits_backward:
+        why = f"{quote(name)} splits each backward into one for inputs and one for weights, and"
+        for reason, remedy in _whole_backward(d):
+            hint = f'"1F1B" and "Interleaved1F1B" do not split it; or set {remedy}'
+            yield "conflict", f"{_PP}schedule", f"{why} {reason}", hint
+
+
+def _whole_backward(d: Config) -> Iterator[tuple[str, str]]:
+    """Find settings that need a backward in one piece, each with the reason and the remedy."""
+    ac, reshard = d.activation_checkpoint, d.training.reshard_after_forward
+    if d.training.compile and "model" in d.compile.components:
+        reason = "the block that training.compile makes has one backward, which would run twice or fail"
+        yield reason, 'training.compile = false, or compile.components = ["loss"]'
+    if ac.mode == "selective" and ac.selective_ac_option == "op":
+        yield (
+            f'{_AC_OPTION} = "op" lets a block be run again only once',
+            'activation_checkpoint.mode = "full" or "none"',
+        )
+    if d.float8.enable_float8_linear:
+        reason = "a float8 linear's gradients come from one function, which would run twice"
+        yield reason, "float8.enable_float8_linear = false"
+    if reshard not in ("default", "never"):
+        reason = f"weights gathered again in between (training.reshard_after_forward = {quote(reshard)})"
+        yield f"{reason} would get no gradient", 'training.reshard_after_forward = "default"'
+
+
+def _microbatch_misfits(run: RunConfig) -> Iterator[Finding]:
+    """Check how many micro-batches a pipeline has in a step."""
+    if run.mesh.pipeline == 1:
+        return
+    degree, pieces, name = run.mesh.pipeline, run.pipeline.microbatches, run.experimental.pipeline_parallel_schedule
+    total = pieces * run.batch.accumulation
+    rounds = max(1, total // degree)
+    number = (
+        f"is {pieces}, which makes {total} micro-batches per step ({pieces} * accumulation {run.batch.accumulation})"
+    )
+    if name == "1F1B" and total < degree:
+        message = f"{number}, and 1F1B needs one for each of the {degree} stages at least"
+        yield "batch", f"{_PP}microbatches", message, f'give {degree} or more, or take the schedule "GPipe"'
+    if name.startswith("Interleaved") and total % rounds:
+        message = f"{number}; {name} runs them in {rounds} rounds of equal size over {degree} ranks"
+        yield "batch", f"{_PP}microbatches", message, f"give a multiple of {degree}"
+
+
+def tensor_misfits(args: LlamaArgs, run: RunConfig) -> Iterator[Finding]:
+    """Check what the ranks of tensor parallelism cannot share equally; a vocabulary that is unknown yet is left out."""
+    tensor, context = run.mesh.tensor, run.mesh.context
+    if tensor == 1:
+        return
+    vocabulary = args.vocab_size or 0
+    shared = {"n_heads": args.n_heads, "n_kv_heads": args.kv_heads, "the feed-forward's width": args.ffn_width}
+    shared["the vocabulary"] = vocabulary
+    if odd := [f"{name} = {number:,}" for name, number in shared.items() if number % tensor]:
+        hint = f"these work: {', '.join(str(n) for n in divisors(math.gcd(*shared.values())) if n <= args.n_heads)}"
+        if vocabulary % tensor:
+            larger = -(-vocabulary // tensor) * tensor
+            hint += f"; model.vocab_size = {larger} leaves {larger - vocabulary} entries unused"
+        yield "divide", _TP, f"is {tensor}, which does not divide {' nor '.join(odd)}", hint
+    ranks = tensor * context
+    for key, length in _lengths(run).items():
+        if length % ranks:
+            by = f"tensor_parallel {tensor}" + (f" * context_parallel {context}" if context > 1 else "")
+            message = f"is {length}, and the sequence is divided over {by} = {ranks} ranks"
+            yield "divide", key, message, f"these work: {_around(length, ranks)}"
+
+
+def tensor_problems(args: LlamaArgs, run: RunConfig) -> list[Problem]:
+    """Return `tensor_misfits` without places, for a vocabulary that is known only when the tokenizer is read."""
+    return [Problem("", key, message, hint, code=code) for code, key, message, hint in tensor_misfits(args, run)]
+
+
+def _stage_misfits(args: LlamaArgs, run: RunConfig) -> Iterator[Finding]:
+    """Check that the model can be cut into the stages of the pipeline."""
+    if run.mesh.pipeline == 1:
+        return
+    if args.tied:
+        message = "embedding and head share one weight, and a pipeline has them on different ranks"
+        hint = "set model.overrides.tied = false for two weights, or divide the model by other degrees"
+        yield "divide", f"{_PP}degree", message, hint
+        return
+    try:
+        # No stage depends on the size of a vocabulary that is the tokenizer's, which is not read yet.
+        costs = pipeline_costs(replace(args, vocab_size=args.vocab_size or 1), 1)
+        e = run.experimental
+        split_stages(costs, run.mesh.pipeline, e.pipeline_parallel_schedule, e.pipeline_parallel_split_points)
+    except ParallelismError as error:
+        if run.experimental.pipeline_parallel_split_points:
+            yield "divide", f"{_PP}split_points", str(error), ""
+        else:
+            several = SCHEDULES[run.experimental.pipeline_parallel_schedule].stages != "one"
+            hint = f"take a smaller degree{', or a schedule with one stage per rank' if several else ''}"
+            yield "divide", f"{_PP}degree", str(error), hint
+
+
+def _float8_misfits(args: LlamaArgs, run: RunConfig) -> Iterator[Finding]:
+    """Check that float8 can take the products of the model, and that it takes some."""
+    f, mesh, pieces = run.float8, run.mesh, run.pipeline.microbatches
+    if not f.enable_float8_linear:
+        return
+    names = linears(replace(args, vocab_size=args.vocab_size or 1))  # the head is not converted, whatever its size
+    choices = choose_linears(names, f, tensor_plan(args), mesh.tensor)
+    filters = [part for part in f.filter_fqns if part != AUTO_FILTER]
+    unknown = [part for part in filters if not part or not any(part in name for name in names)]
+    for part in unknown:
+        components = list(dict.fromkeys(c for name in names for c in name.split(".") if not c.isdigit()))
+        hint = "".join(f"nearest: {name}; " for name in nearest(part, [*components, AUTO_FILTER]))
+        hint += f"parts of names are {', '.join(components)}; the head is output, and it always stays in high precision"
+        yield "float8", "float8.filter_fqns", f"{quote(part)} is part of no linear's name", hint
+    if not unknown and not any(choice.converted for choice in choices):
+        reasons: dict[str, list[str]] = {}
+        for choice in choices:
+            reasons.setdefault(choice.reason, []).append(choice.kind)
+        shown = "; ".join(f"{', '.join(kinds)} ({reason})" for reason, kinds in reasons.items())
+        message = f"leaves no product in float8: {shown}"
+        yield "float8", "float8.enable_float8_linear", message, "convert some linears, or set it to false"
+    rows, length = run.training.batch_size // pieces, run.training.seq_len // mesh.context
+    if rows * length % _FLOAT8_MULTIPLE:
+        by = counted(rows, "sequences") + (" of a pipeline micro-batch" if pieces > 1 else "")
+        by += f" x {length} tokens" + (f" on each of {mesh.context} context-parallel ranks" if mesh.context > 1 else "")
+        message = f"needs a multiple of {_FLOAT8_MULTIPLE} tokens in a product, and there are {by} = {rows * length}"
+        fitting = _FLOAT8_MULTIPLE // math.gcd(_FLOAT8_MULTIPLE, length) * pieces
+        hint = f"these work: training.batch_size = {fitting} or a multiple of it, or another training.seq_len"
+        yield "float8", "float8.enable_float8_linear", message, hint
+    odd = [c for c in choices if c.converted and c.size.out_features % mesh.weight_shards]
+    if f.enable_fsdp_float8_all_gather and odd:
+        which = ", ".join(f"{c.kind} has {c.size.out_features}" for c in odd)
+        message = f"needs weights whose rows divide over the {mesh.weight_shards} ranks that share them; {which}"
+        hint = (
+            f"set it to false, keep them with float8.filter_fqns = {quote([c.kind for c in odd])}, or take fewer ranks"
+        )
+        yield "float8", "float8.enable_fsdp_float8_all_gather", message, hint
+
+
+#: float8 units need every dimension of a product to be a multiple of it.
+_FLOAT8_MULTIPLE = 16
+
+
+def _batch_advice(wanted: int, micro: int, ranks: int) -> str:
+    """Return changes of one number that make the batch divisible."""
+    options = [f"global_batch_size = {_around(wanted, micro * ranks)}"]
+    if wanted % ranks == 0:
+        options.append(f"batch_size = {_some(divisors(wanted // ranks))} on {counted(ranks, 'ranks')}")
+    if wanted % micro == 0:
+        options.append(f"{_some(divisors(wanted // micro))} data-parallel ranks with batch_size {micro}")
+    return "these work: " + "; ".join(options)
+
+
+def _lengths(d: Config) -> dict[str, int]:
+    """Return the lengths of sequences by key, in tokens."""
+    held_out = d.validation.seq_len if d.validation.enable else None
+    return {"training.seq_len": d.training.seq_len, **({"validation.seq_len": held_out} if held_out else {})}
+
+
+def _around(number: int, factor: int) -> str:
+    """Return the multiples of `factor` on both sides of a number."""
+    return " or ".join(str(n) for n in (number // factor * factor, -(-number // factor) * factor) if n)
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors, rising."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _some(numbers: Sequence[int]) -> str:
+    """Return the largest eight of rising numbers, as `1, 2 or 4`."""
+    *first, last = map(str, numbers[-8:])
+    return f"{', '.join(first)} or {last}" if first else last

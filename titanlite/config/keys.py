@@ -1,0 +1,245 @@
+"""The keys of all sections as data: type in words, default, meaning; and the check of one value."""
+
+from __future__ import annotations
+
+import ast
+import math
+import sys
+import types
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import msgspec
+from msgspec.structs import FieldInfo, fields
+
+from titanlite.config.errors import Problem, nearest
+from titanlite.config.run_sections import Section
+from titanlite.config.sections import Config
+from titanlite.config.toml import quote
+
+
+@dataclass(frozen=True)
+class Key:
+    """One `section.field`."""
+
+    section: str
+    field: str
+    #: The type with its limits, as `Annotated[int, Meta(ge=1)] | None`.
+    type: Any
+    default: Any
+    required: bool
+    owner: type[Section]
+
+    @classmethod
+    def all_of(cls, section: str, owner: type[Section]) -> list[Key]:
+        """Return the keys of a section; a required one has the default None."""
+
+        def default(info: FieldInfo) -> Any:
+            return info.default_factory() if info.default is msgspec.NODEFAULT else info.default
+
+        return [
+            cls(section, i.name, i.type, None if i.required else default(i), i.required, owner) for i in fields(owner)
+        ]
+
+    @property
+    def name(self) -> str:
+        return f"{self.section}.{self.field}"
+
+    @property
+    def expected(self) -> str:
+        """The type and the allowed values in words."""
+        return describe(self.type)
+
+    @property
+    def description(self) -> str:
+        """The text under the field."""
+        return descriptions(self.owner)[self.field]
+
+    @property
+    def is_table(self) -> bool:
+        """Whether it is a free table: each of its entries is a value of its own, with its own source."""
+        return get_origin(self.type) is dict
+
+
+@cache
+def sections() -> dict[str, type[Section]]:
+    """Return section name → class, in order."""
+    return {info.name: info.type for info in fields(Config)}
+
+
+@cache
+def keys() -> dict[str, Key]:
+    """Return every key by its full name, in order."""
+    return {key.name: key for name, owner in sections().items() for key in Key.all_of(name, owner)}
+
+
+def table_of(name: str) -> str | None:
+    """Return the free table that a dotted name lies in: `model.overrides` for `model.overrides.n_layers`."""
+    table = ".".join(name.split(".", 2)[:2])
+    return table if table != name and table in keys() and keys()[table].is_table else None
+
+
+def type_of(name: str) -> Any:
+    """Return the type of a key or of a free table's entry."""
+    table = table_of(name)
+    return get_args(keys()[table].type)[1] if table else keys()[name].type
+
+
+@cache
+def _classes(module: str) -> dict[str, list[ast.stmt]]:
+    """Return the classes of a module with the statements in them."""
+    tree = ast.parse(Path(str(sys.modules[module].__file__)).read_text(encoding="utf-8"))
+    return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+@cache
+def descriptions(section: type[Section]) -> dict[str, str]:
+    """Return field → the text under it in the class's source, on one line."""
+    body = _classes(section.__module__)[section.__name__]
+    return {
+        node.target.id: " ".join(str(below.value.value).split())
+        for node, below in zip(body, body[1:], strict=False)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+    }
+
+
+def members(type_: Any) -> tuple[Any, ...]:
+    """Return the alternatives of a union (`Annotated` kept), or the type alone."""
+    if get_origin(type_) in (Union, types.UnionType):
+        return tuple(part for arg in get_args(type_) for part in members(arg))
+    return (type_,)
+
+
+def base(type_: Any) -> Any:
+    """Return the type without its limits."""
+    return get_args(type_)[0] if get_origin(type_) is Annotated else type_
+
+
+def choices(type_: Any) -> list[Any]:
+    """Return the values that a type lists one by one."""
+    return [value for part in members(type_) if get_origin(part) is Literal for value in get_args(part)]
+
+
+def inner_section(type_: Any) -> type[Section] | None:
+    """Return the section among the alternatives of a type, or among the items of its list."""
+    parts = [item for part in members(type_) for item in (part, *get_args(part))]
+    return next((part for part in parts if isinstance(part, type) and issubclass(part, Section)), None)
+
+
+_PLAIN = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+_MANY = {int: "integers", float: "numbers", str: "strings"}
+_LIMITS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+
+
+def describe(type_: Any) -> str:
+    """Return a type in words: `an integer >= 1`, `one of "a", "b"`, `a list of strings`."""
+    return " or ".join(_describe(part) for part in members(type_) if part is not type(None))
+
+
+def _describe(part: Any) -> str:
+    kind, metas = base(part), getattr(part, "__metadata__", ())
+    words = [meta.extra["words"] for meta in metas if "words" in (meta.extra or {})]
+    if words:
+        return str(words[0])
+    if get_origin(kind) is Literal:
+        values = [quote(value) for value in get_args(kind)]
+        return values[0] if len(values) == 1 else f"one of {', '.join(values)}"
+    if get_origin(kind) is list:
+        (item,) = get_args(kind)
+        if section := inner_section(item):
+            return f"an array of tables with {', '.join(section.__struct_fields__)}"
+        if get_origin(item) is Literal:
+            return f"a list of {', '.join(map(quote, get_args(item)))}"
+        return f"a list of {_MANY[item]}" if item in _MANY else f"a list whose items are each {describe(item)}"
+    if get_origin(kind) is dict:
+        return "a table"
+    if section := inner_section(kind):
+        return f"a table with {', '.join(section.__struct_fields__)}"
+    limits = [f"{sign} {getattr(m, limit)}" for m in metas for limit, sign in _LIMITS.items() if _has(m, limit)]
+    empty = ["that is not empty"] if any(meta.min_length for meta in metas) else []
+    return f"{_PLAIN.get(kind, 'a value')} {' and '.join([*limits, *empty])}".rstrip()
+
+
+def _has(meta: msgspec.Meta, limit: str) -> bool:
+    return getattr(meta, limit) is not None
+
+
+def check(type_: Any, value: Any, path: str = "") -> list[Problem]:
+    """Return all that is wrong with a value for a type, without places; the key is the path inside: `[1].weight`."""
+    section = inner_section(type_)
+    if section is not None:
+        tables = {"": value} if section in members(type_) else {}
+        if isinstance(value, list):
+            tables = {f"[{i}]": item for i, item in enumerate(value)}
+        tables = {inner: table for inner, table in tables.items() if isinstance(table, dict)}
+        if found := [p for inner, table in tables.items() for p in _check_table(section, table, path + inner)]:
+            return found
+    if (code := _misfit(type_, value)) is None:
+        return []
+    text = quote(value)
+    message = f"expected {describe(type_)}, got {text if len(text) <= 80 else f'{text[:77]}…'}"
+    return [Problem("", path, message, _hint(type_, value), code=code)]
+
+
+def _misfit(type_: Any, value: Any) -> str | None:
+    """Return the code of what is wrong with a value as a whole."""
+    try:
+        msgspec.convert(value, type_)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        return "wrong-type" if ", got `" in text else "unknown-value" if "enum" in text else "out-of-range"
+    refused = [m.extra["refused"] for m in getattr(type_, "__metadata__", ()) if "refused" in (m.extra or {})]
+    return "out-of-range" if value in refused or not _finite(value) else None
+
+
+def fits(type_: Any, value: Any) -> bool:
+    """Return whether a value is right for a type."""
+    return not check(type_, value)
+
+
+def _finite(value: Any) -> bool:
+    if isinstance(value, (list, dict)):
+        return all(map(_finite, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _check_table(section: type[Section], table: dict[str, Any], path: str) -> list[Problem]:
+    infos = {info.name: info for info in fields(section)}
+    found: list[Problem] = []
+    for name, value in table.items():
+        if name in infos:
+            found += check(infos[name].type, value, f"{path}.{name}")
+        else:
+            close = nearest(name, infos)
+            hint = f"nearest: {close[0]}" if close else f"known: {', '.join(infos)}"
+            found.append(Problem("", f"{path}.{name}", "unknown key", hint, code="unknown-key"))
+    missing = [name for name, info in infos.items() if info.required and name not in table]
+    meaning = descriptions(section) if missing else {}
+    return found + [Problem("", f"{path}.{n}", "is missing", meaning[n], code="missing") for n in missing]
+
+
+def _hint(type_: Any, value: Any) -> str:
+    """Return the remedy for usual slips."""
+    kinds = {base(part) for part in members(type_)}
+    if isinstance(value, str):
+        if close := nearest(value, map(str, choices(type_))):
+            return f'did you mean "{close[0]}"?'
+        if bool in kinds and value.lower() in ("true", "false"):
+            return f"write it without quotes: {value.lower()}"
+        if kinds & {int, float} and _is_number(value):
+            return f"write it without quotes: {value}"
+    if isinstance(value, float) and int in kinds and value.is_integer():
+        return f"write it as an integer: {int(value)}"
+    if type(value) in (int, float) and kinds <= {str, type(None)}:
+        return f'write it with quotes: "{value}"'
+    return ""
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False

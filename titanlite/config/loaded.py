@@ -1,0 +1,83 @@
+"""A loaded config: the typed sections, and where each value came from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from titanlite.config.errors import DEFAULT, Source
+from titanlite.config.keys import keys, sections
+from titanlite.config.sections import Config
+from titanlite.config.toml import quote, quote_key
+
+EXCLUSIVE = (
+    ("training.steps", "training.tokens", "training.epochs"),
+    ("training.warmup_steps", "lr_scheduler.warmup_ratio"),
+    ("lr_scheduler.decay_ratio", "lr_scheduler.decay_steps", "lr_scheduler.plateau_ratio"),
+)
+"""Keys for one thing: a layer has one of them, and a later layer's choice replaces an earlier one's."""
+
+#: Keys that only say where and how a config was written.
+ABOUT_FILES = ("job.config_file", "job.extends", "job.dialect")
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A config, each key checked by itself, and where each value was written."""
+
+    sections: Config
+    #: Source of every value that is not the plain default, by key (or `model.overrides.<field>`).
+    sources: Mapping[str, Source] = field(default_factory=dict)
+    #: Files read, in the order of their layers.
+    files: tuple[str, ...] = ()
+    #: Decisions of the loader: later defaults taken, a choice replaced by a later layer.
+    notes: tuple[str, ...] = ()
+
+    def value(self, key: str) -> Any:
+        """Return the value of `section.field`."""
+        section, _, name = key.partition(".")
+        return getattr(getattr(self.sections, section), name)
+
+    def source(self, key: str) -> Source:
+        """Return where the value of `section.field` was written."""
+        return self.sources.get(key, DEFAULT)
+
+    def is_given(self, key: str) -> bool:
+        """Return whether a file or the command line sets a key (to its default, too)."""
+        if key in self.sources:
+            return self.sources[key].kind in ("file", "command line")
+        return key in keys() and keys()[key].is_table and any(name.startswith(f"{key}.") for name in self.sources)
+
+    def place(self, key: str) -> str:
+        """Return `file:line` or `command line` of a given key, empty for a default: for messages."""
+        if self.is_given(key) and key not in self.sources:
+            return next(s.place for name, s in self.sources.items() if name.startswith(f"{key}."))
+        source = self.source(key)
+        return "" if source.kind == "default" else source.place
+
+    def to_toml(self) -> str:
+        """Return the whole config as a TOML file that loads to the same values, with sources as comments."""
+        lines: list[str] = []
+        for section in sections():
+            body = []
+            for key in (k for k in keys().values() if k.section == section):
+                value = self.value(key.name)
+                if key.name in ABOUT_FILES or value is None or value == {} or self.superseded(key.name):
+                    continue
+                source = self.source(key.name)
+                if key.is_table:
+                    body += [f"{key.field}.{quote_key(name)} = {quote(item)}" for name, item in value.items()]
+                else:
+                    note = "" if source.kind == "default" else f"  # {source}"
+                    body.append(f"{key.field} = {quote(value)}{note}")
+            if body:
+                lines += [f"[{section}]", *body, ""]
+        return "\n".join(lines)
+
+    def superseded(self, key: str) -> bool:
+        """Return whether a default gave way to another key for the same thing."""
+        return not self.is_given(key) and any(
+            key in group and any(self.is_given(other) and self.value(other) is not None for other in group)
+            for group in EXCLUSIVE
+        )

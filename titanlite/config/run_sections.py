@@ -1,0 +1,198 @@
+"""Types of config values, and the sections about the run around the training; `titanlite.config.sections` has the rest.
+
+A class is one `[section]` of a TOML file, and the only place with a key's type, limits, default and meaning. The text
+under a field is its documentation: `titanlite config explain KEY` prints it.
+"""
+
+import os
+from functools import cache
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+from msgspec.structs import force_setattr
+
+Count = Annotated[int, Meta(ge=1)]
+Natural = Annotated[int, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0)]
+NonNegative = Annotated[float, Meta(ge=0)]
+Ratio = Annotated[float, Meta(ge=0, le=1)]
+Name = Annotated[str, Meta(min_length=1)]
+
+CountOrRest = Annotated[int, Meta(ge=-1, extra={"words": "-1 or an integer >= 1", "refused": 0})]
+"""-1 stands for all that is left."""
+
+Seed = Annotated[int, Meta(ge=0, le=2**63 - 1 - 2**20)]
+"""Room for a million ranks to add their number to it and still give torch the 64-bit integer that it takes."""
+
+HOME = Meta(extra={"home": True})
+"""Marks paths: a leading `~` means the home folder, as in a shell."""
+
+Location = Annotated[str, HOME, Meta(min_length=1)]
+"""A file or folder."""
+
+
+class Section(Struct, frozen=True, forbid_unknown_fields=True):
+    """One `[section]`. Loading refuses unknown keys and converts nothing but an integer to a float."""
+
+    def __post_init__(self) -> None:
+        for name in _paths(type(self)):
+            value = getattr(self, name)
+            if value and value.startswith("~"):
+                force_setattr(self, name, os.path.expanduser(value))
+
+
+@cache
+def _paths(section: type[Section]) -> list[str]:
+    """Return the fields that hold paths."""
+
+    def is_path(annotation: Any) -> bool:
+        return HOME in getattr(annotation, "__metadata__", ()) or any(map(is_path, getattr(annotation, "__args__", ())))
+
+    return [name for name, annotation in section.__annotations__.items() if is_path(annotation)]
+
+
+class Job(Section, frozen=True):
+    """What this run is and where it writes."""
+
+    config_file: Annotated[str, HOME] | None = None
+    """The TOML file. A bare name that is not in the working directory is looked up in train_configs/."""
+    extends: list[str] = []
+    """Files this one builds on, in order; paths are relative to the file that names them."""
+    dialect: Literal["2024", "2026"] = "2024"
+    """Whose defaults and models a file expects. "2026": those of torchtitan 0.2.x. A file that uses a later name of an
+    older key implies "2026". Only a file can set this, not the command line."""
+    dump_folder: Location = "./outputs"
+    """Root of everything a run writes."""
+    description: str = ""
+    """Logged when the run starts."""
+    print_config: bool = False
+    """Print the whole resolved config when the run starts."""
+    save_config_file: Location | None = None
+    """Write the whole resolved config as TOML to this file, below job.dump_folder unless absolute."""
+    callbacks: list[str] = []
+    """Callbacks to add to a run, as "package.module:Name" or "./file.py:Name", relative to the file that names them."""
+    use_for_integration_test: bool = False
+    """Accepted without effect; a mark for test suites."""
+
+
+class Profiling(Section, frozen=True):
+    """Traces of time and memory."""
+
+    enable_profiling: bool = False
+    """torch.profiler traces, one per rank."""
+    save_traces_folder: Location = "profile_traces"
+    """Trace folder, below job.dump_folder."""
+    profile_freq: Count = 10
+    """Steps of a cycle: wait, profiler_warmup, profiler_active."""
+    profiler_warmup: Natural = 3
+    """Steps of a cycle in which the profiler runs without recording."""
+    profiler_active: Count = 1
+    """Steps recorded at the end of a cycle, in one trace."""
+    enable_memory_snapshot: bool = False
+    """CUDA allocator history. It is also dumped when memory runs out; the error is raised again."""
+    save_memory_snapshot_folder: Location = "memory_snapshot"
+    """Snapshot folder, below job.dump_folder."""
+
+
+class Metrics(Section, frozen=True):
+    """What a run logs and shows."""
+
+    log_freq: Count = 10
+    """Log the first step of every start, the last one, and every so many."""
+    log_style: Literal["titan", "fsdp"] = "titan"
+    """Step line: "titan" (step, loss, memory, tps, mfu) or "fsdp" (Batch N Loss: …, Speed: …)."""
+    enable_color_printing: bool | None = None
+    """Colours. None: on a terminal only."""
+    enable_progress: bool = True
+    """On a terminal, show a table of the last steps and a progress line in place of step lines. Files and pipes get
+    plain lines in any case, and so does log_style = "fsdp"."""
+    enable_tensorboard: bool = False
+    """Write TensorBoard events."""
+    save_tb_folder: Location = "tb"
+    """TensorBoard folder, below job.dump_folder; a dated subfolder is added."""
+    enable_wandb: bool = False
+    """Send the metrics to Weights & Biases too, from rank 0. Needs the package wandb, and reads its WANDB_*
+    environment variables."""
+    layer_norms: Natural = 0
+    """With every so many logs, log the gradient norm of each block, the embedding and the head; 0: never."""
+    rank_0_only: bool = True
+    """Only rank 0 writes TensorBoard events; false: every rank, each in a folder of its own. Only rank 0 writes
+    metrics.jsonl in any case."""
+    peak_tflops: Positive | None = None
+    """Peak TFLOPS of one device, for the MFU. None: known devices only, others show no MFU."""
+
+
+class Debug(Section, frozen=True):
+    """Reproducibility."""
+
+    deterministic: bool = False
+    """Deterministic algorithms only; slower."""
+    deterministic_warn_only: bool = False
+    """With debug.deterministic: warn where an operation has no deterministic form, do not stop."""
+
+
+class Comm(Section, frozen=True):
+    """Collectives and their timeouts."""
+
+    init_timeout_seconds: Count = 300
+    """Timeout of collectives until step 1 is done, in seconds."""
+    train_timeout_seconds: Count = 100
+    """Timeout of collectives after step 1, in seconds."""
+    trace_buf_size: Natural = 20000
+    """Collectives that the flight recorder keeps; 0: off."""
+
+
+class MemoryEstimation(Section, frozen=True):
+    """An estimate of memory instead of a run."""
+
+    enabled: bool = False
+    """Estimate the memory of the run and exit."""
+    disable_fake_mode: bool = False
+    """Estimate with real tensors."""
+
+
+class Guard(Section, frozen=True):
+    """What to do about a loss or gradient that is not finite, or a spike."""
+
+    policy: Literal["stop", "skip", "rollback"] = "stop"
+    """stop: end the run, weights untouched; skip: leave out that step's update; rollback: go back to the newest
+    checkpoint, and continue with the text after the bad step."""
+    max_skips: Natural = 10
+    """Skipped steps or rollbacks within the last window steps that a run survives; one more ends it."""
+    spike_sigmas: NonNegative = 0.0
+    """A loss so many standard deviations above the mean of the last window good ones counts as bad; 0: off."""
+    window: Annotated[int, Meta(ge=2)] = 100
+    """Steps of history for max_skips and spike_sigmas."""
+
+
+class Stall(Section, frozen=True):
+    """A watchdog over ranks that stop making progress."""
+
+    deadline_seconds: NonNegative | None = None
+    """Report where every rank is after so long without progress; less than comm.train_timeout_seconds. None: 0.6 of
+    that; 0: only when a rank has ended. With slow steps it is three times the longest so far, on several ranks at most
+    0.8 of comm.train_timeout_seconds. Start, compilation, saves and validation have 0.6 of comm.init_timeout_seconds,
+    or this if it is more."""
+    heartbeat_seconds: Positive = 2.0
+    """How often a rank reports its position, the last sign of one that dies; at least twice in the deadline."""
+
+
+class Launch(Section, frozen=True):
+    """How a job is started on a cluster."""
+
+    nodes: Count = 1
+    """Machines."""
+    gpus_per_node: Count | None = None
+    """Accelerators of each machine. None: all of them."""
+    instance_type: str = ""
+    """Kind of machine, as the cluster calls it."""
+    image: str = ""
+    """Container image."""
+    shared_dir: Annotated[str, HOME] = ""
+    """Folder that all machines see."""
+    time_limit: str = ""
+    """Longest run, as hours:minutes:seconds."""
+    queue: str = ""
+    """Queue or partition."""
+    environment: dict[str, str] = {}
+    """Table of environment variables for every process."""

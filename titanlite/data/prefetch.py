@@ -1,0 +1,274 @@
+"""Batches prepared ahead of the training thread.
+
+One daemon thread cuts the next steps and pins their memory while the model works on this one. Packing copies numpy
+arrays, mostly outside Python's lock. So a thread is enough: no loader processes with their start, copies and signals.
+Prepared steps that were not handed out are not part of the state.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from titanlite.data.loader import Batch
+from titanlite.utils import logger
+
+#: Name of the threads, as `threading.enumerate` and a debugger show it.
+THREAD = "titanlite-prefetch"
+
+#: Seconds that `close` waits for a thread to finish its item.
+_PATIENCE = 10.0
+
+_T = TypeVar("_T")
+
+
+class StepLoader(Protocol):
+    """A source of steps for `Prefetcher`: `TrainLoader`, or one of your own."""
+
+    @property
+    def steps_left(self) -> int | None: ...
+
+    def next_step(self) -> list[Batch]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class PassLoader(Protocol):
+    """A source of passes for `ValidationPrefetcher`: `ValidationLoader`, or one of your own."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+
+class _Buffer(Generic[_T]):
+    """Items that the thread has made. Apart from its owner, which can so be collected while the thread runs."""
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self.changed = threading.Condition()
+        self.items: deque[_T | BaseException] = deque()
+        self.closed = False
+
+
+def _fill(buffer: _Buffer[_T], make: Callable[[], _T], device: int | None) -> None:
+    """Make items until `buffer` is closed, or until an error, which takes its place among them."""
+    try:
+        if device is not None:
+            # A new thread is on GPU 0, and pinning would open a context there for every rank.
+            torch.cuda.set_device(device)
+        while True:
+            with buffer.changed:
+                buffer.changed.wait_for(lambda: buffer.closed or len(buffer.items) < buffer.depth)
+                if buffer.closed:
+                    return
+            item = make()
+            with buffer.changed:
+                buffer.items.append(item)
+                buffer.changed.notify_all()
+    except BaseException as error:
+        with buffer.changed:
+            buffer.items.append(error)
+            buffer.changed.notify_all()
+
+
+class _Producer(Generic[_T]):
+    """A thread that keeps up to `depth` results of `make` ready, until an error or `stop`."""
+
+    def __init__(self, make: Callable[[], _T], depth: int, device: int | None) -> None:
+        self._buffer: _Buffer[_T] = _Buffer(depth)
+        self._thread = threading.Thread(target=_fill, args=(self._buffer, make, device), name=THREAD, daemon=True)
+        self._thread.start()
+        # Runs when the owner is collected, and before the interpreter ends: a thread that is still in a library then
+        # would abort the process, and a thread that is no daemon would keep it from ending.
+        self._finalizer = weakref.finalize(self, _stop, self._buffer, self._thread)
+
+    def take(self) -> _T:
+        """Wait for the next item. Raises the error of `make` in its place, and then again and again."""
+        with self._buffer.changed:
+            if self._buffer.closed:
+                raise RuntimeError("the loader did not return when its thread was ended: it cannot be used again")
+            while not self._buffer.items:
+                if not self._thread.is_alive():
+                    raise RuntimeError("the thread that prepares batches is gone: was the process forked?")
+                self._buffer.changed.wait(timeout=1.0)
+            item = self._buffer.items[0]
+            if isinstance(item, BaseException):
+                raise item
+            self._buffer.items.popleft()
+            self._buffer.changed.notify_all()
+        return item
+
+    def stop(self) -> bool:
+        """End the thread; return False if it does not end because `make` does not return."""
+        self._finalizer()
+        return not self._thread.is_alive()
+
+
+def _stop(buffer: _Buffer[Any], thread: threading.Thread) -> None:
+    with buffer.changed:
+        buffer.closed = True
+        buffer.changed.notify_all()
+    thread.join(_PATIENCE)
+
+
+class _Step(NamedTuple):
+    """A step's micro-batches, and the loader's state and steps left after it."""
+
+    batches: list[Batch]
+    state: dict[str, Any]
+    steps_left: int | None
+
+
+class Prefetcher:
+    """A loader whose next steps are prepared by a thread.
+
+        with Prefetcher(loader, depth=2, pin=True) as batches:
+            micro_batches = batches.next_step()
+
+    Steps, their order, errors and the state are those of `loader`, which must not be used meanwhile. After `close` the
+    loader is at the last step handed out, and the prefetcher may be used again. The thread starts with the first step
+    and ends on `close`, after an error, when the prefetcher is collected, and with the interpreter.
+
+    Args:
+        loader: the source of the steps.
+        depth: steps kept ready; 0: no thread, each step is prepared when it is needed.
+        pin: batches in page-locked memory, from which copies to a GPU do not wait. Without CUDA it has no effect.
+    """
+
+    def __init__(self, loader: StepLoader, depth: int = 2, pin: bool = False) -> None:
+        self.loader, self.depth, self.pin = loader, depth, pin and torch.cuda.is_available()
+        self._producer: _Producer[_Step] | None = None
+        #: State and steps left after the last step handed out; None while nothing is prepared ahead.
+        self._last: tuple[dict[str, Any], int | None] | None = None
+
+    def __enter__(self) -> Prefetcher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def steps_left(self) -> int | None:
+        """Steps until EndOfData, counted from the last one handed out; None without an end."""
+        return self.loader.steps_left if self._last is None else self._last[1]
+
+    def next_step(self) -> list[Batch]:
+        """Return the micro-batches of the next step, on the CPU. Raises the loader's error of this very step."""
+        if self.depth == 0:
+            return _pinned(self.loader.next_step(), self.pin)
+        if self._producer is None:
+            self._last = self.loader.state_dict(), self.loader.steps_left
+            self._producer = _Producer(_steps(self.loader, self.pin), self.depth, _current_device(self.pin))
+        try:
+            step = self._producer.take()
+        except Exception:
+            self.close()
+            raise
+        self._last = step.state, step.steps_left
+        return step.batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loader's state after the last step handed out, however many are prepared."""
+        return self.loader.state_dict() if self._last is None else dict(self._last[0])
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state` and drop prepared steps. Raises the errors of `loader.load_state_dict`."""
+        self.close()
+        if self._producer is not None:
+            raise RuntimeError("the loader is still busy with a step: it cannot be set to another state")
+        self.loader.load_state_dict(state)
+
+    def close(self) -> None:
+        """End the thread and set the loader to the last step handed out.
+
+        A loader that does not return from a step within seconds is left alone, with a warning.
+        """
+        if self._producer is None:
+            return
+        if not self._producer.stop():
+            logger.warning(f"the loader has not returned from a step for {_PATIENCE:.0f} s: its thread is left behind")
+            return
+        assert self._last is not None
+        self.loader.load_state_dict(self._last[0])
+        self._producer = self._last = None
+
+
+class ValidationPrefetcher:
+    """The passes of a validation loader, their batches prepared by a thread.
+
+    Args:
+        loader: the batches of a pass, the same every time.
+        depth: batches kept ready; 0: no thread.
+        pin: batches in page-locked memory, see `Prefetcher`.
+        persistent: the thread stays between passes, with the first batches of the next one ready. Otherwise it ends
+            with its pass.
+
+    Raises ValueError for a pass without batches.
+    """
+
+    def __init__(self, loader: PassLoader, depth: int = 2, pin: bool = False, persistent: bool = False) -> None:
+        if len(loader) == 0:  # a persistent thread would look for the first batch forever
+            raise ValueError("loader: a pass has no batches; give it text for at least one, or disable validation")
+        self.loader, self.depth, self.pin = loader, depth, pin and torch.cuda.is_available()
+        self.persistent = persistent
+        self._producer: _Producer[Batch] | None = None
+
+    def __len__(self) -> int:
+        """Batches per pass, the same on all ranks."""
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self.depth == 0:
+            for batch in self.loader:
+                yield _pinned([batch], self.pin)[0]
+            return
+        producer, self._producer = self._producer, None
+        if producer is None:
+            make = _passes(self.loader, self.pin, self.persistent)
+            producer = _Producer(make, self.depth, _current_device(self.pin))
+        whole = False
+        try:
+            for _ in range(len(self.loader)):
+                yield producer.take()
+            whole = True
+        finally:
+            # A pass that was broken off leaves batches of its middle behind.
+            if whole and self.persistent and self._producer is None:
+                self._producer = producer
+            else:
+                producer.stop()
+
+    def close(self) -> None:
+        """End the thread, if it stays between passes."""
+        if self._producer is not None:
+            self._producer.stop()
+            self._producer = None
+
+
+# Closures over the loader alone: a thread that held its owner would keep it from being collected.
+
+
+def _steps(loader: StepLoader, pin: bool) -> Callable[[], _Step]:
+    return lambda: _Step(_pinned(loader.next_step(), pin), loader.state_dict(), loader.steps_left)
+
+
+def _passes(loader: PassLoader, pin: bool, endless: bool) -> Callable[[], Batch]:
+    batches = itertools.chain.from_iterable(itertools.repeat(loader)) if endless else iter(loader)
+    return lambda: _pinned([next(batches)], pin)[0]
+
+
+def _pinned(batches: list[Batch], pin: bool) -> list[Batch]:
+    return [Batch(b.tokens.pin_memory(), b.labels.pin_memory()) for b in batches] if pin else batches
+
+
+def _current_device(pin: bool) -> int | None:
+    return torch.cuda.current_device() if pin else None

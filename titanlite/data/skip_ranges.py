@@ -1,0 +1,62 @@
+"""Ranges of the data order that training skips.
+
+A range is [first, end) by global index of sequences; several ranges are sorted and do not touch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from titanlite.config.sections import steps_of
+
+Range = tuple[int, int]
+
+
+def ranges_of_steps(steps: Iterable[int | str], global_batch: int) -> tuple[Range, ...]:
+    """Return the sequences of `data.skip_steps`: steps as 120, ranges of steps as "200-250", from 1.
+
+    Step n takes the sequences that an undisturbed run of this global batch takes in its nth step.
+    """
+    return merged(((first - 1) * global_batch, last * global_batch) for first, last in map(steps_of, steps))
+
+
+def merged(ranges: Iterable[Sequence[int]]) -> tuple[Range, ...]:
+    """Return the same sequences as sorted ranges, joined where they overlap or touch."""
+    found: list[Range] = []
+    for first, end in sorted((r[0], r[1]) for r in ranges if r[0] < r[1]):
+        if found and first <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((first, end))
+    return tuple(found)
+
+
+def before(position: int, ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """Return the part of the ranges before `position`."""
+    return tuple((first, min(end, position)) for first, end in ranges if first < position)
+
+
+def without(ranges: Iterable[Range], others: Iterable[Range]) -> tuple[Range, ...]:
+    """Return the part of `ranges` that is in none of `others`."""
+    left = list(ranges)
+    for first, end in others:
+        pieces = [((a, min(b, first)), (max(a, end), b)) for a, b in left]
+        left = [piece for both in pieces for piece in both if piece[0] < piece[1]]
+    return merged(left)
+
+
+def count(first: int, end: int, ranges: Iterable[Range]) -> int:
+    """Count the sequences of [first, end) that the ranges skip."""
+    return sum(max(0, min(b, end) - max(a, first)) for a, b in ranges)
+
+
+def take(position: int, number: int, ranges: Iterable[Range]) -> list[int]:
+    """Return the next `number` sequences from `position` that no range skips."""
+    taken: list[int] = []
+    for first, end in ranges:
+        if first > position:
+            taken += range(position, min(first, position + number - len(taken)))
+        if len(taken) == number:
+            return taken
+        position = max(position, end)
+    return [*taken, *range(position, position + number - len(taken))]

@@ -1,0 +1,251 @@
+"""The process of one rank, `train.py` as functions: command line → config → exit code.
+
+Environment and config are checked before torch is imported, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from titanlite import exit_codes
+from titanlite.callbacks import load_callbacks
+from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.fit import check_config, fitted
+from titanlite.config.run_sections import Job
+from titanlite.config.sections import Checkpoint, Model
+from titanlite.parallel import ParallelismError
+from titanlite.parallel.dist_env import read_launch_env
+from titanlite.signals import SIGNALS, StopRequested, StopSignal, exit_on_signals, stop_with_torchrun
+from titanlite.utils import counted, escape, logger
+
+if TYPE_CHECKING:
+    from titanlite.checkpoint.paths import StorePath
+
+#: Time in which the rank that prints an error must do so, before other ranks leave: the first makes torchrun end all.
+PRINT_SECONDS = 3.0
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Train as the command line says (None: that of the process), and end the process."""
+    exit_on_signals(*SIGNALS)
+    stop_with_torchrun()
+    last_error = ""
+    try:
+        code = run(sys.argv[1:] if argv is None else argv)
+    except (StopRequested, KeyboardInterrupt) as error:  # it came while `run` was ending
+        code = exit_codes.code_of(error)
+    except Exception as error:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)  # for torchrun's summary
+        traceback.print_exc()
+        code = exit_codes.ERROR
+        last_error = f"{type(error).__name__}: {error}"
+        if os.environ.get("WORLD_SIZE", "1") != "1":  # the line that is read last should say where this is from
+            last_error = f"rank {os.environ.get('RANK')} on {socket.gethostname()}: {last_error}"
+            print(escape(f"error: {last_error}"), file=sys.stderr)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # a signal after the run does not change its code
+    exit_now(code, last_error)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Train as the command line says; return the exit code (see `titanlite.exit_codes`).
+
+    Expected errors are printed without a traceback. Mistakes in config, tokenizer and text are found before any process
+    group or model exists. A signal before the first step ends the run at once, a later one when a checkpoint is
+    written; see `titanlite.signals`.
+    """
+    try:
+        environment = read_launch_env()
+        asked, config = check_config(argv, environment.world_size)
+    except (ConfigError, ParallelismError) as error:
+        return print_error(str(error), error.exit_code)
+
+    from titanlite.build import build, check_model, read_datasets
+    from titanlite.metrics.console import setup_console
+    from titanlite.metrics.watchdog import HangWatchdog
+    from titanlite.parallel.dist_env import DistEnv, connect_store, keep_freed_memory
+    from titanlite.parallel.rendezvous import report_failure, wait_for_rank_0
+    from titanlite.preflight import check_machine
+    from titanlite.runs.logs import FOLDER as LOGS
+    from titanlite.runs.logs import rank_log
+    from titanlite.trainer import Trainer, save_seed
+
+    gc.freeze()  # what is imported is never garbage, and half a million objects take a while to look through
+    rank, size = environment.rank, environment.world_size
+    folder, watchdog = Path(config.job.dump_folder), HangWatchdog()
+    # Around everything: when the first worker has ended torchrun sends SIGTERM to the rest, which must not die of it.
+    with StopSignal(at_once=True) as stop:
+        try:
+            setup_console(rank, config.metrics.enable_color_printing)
+            if rank == 0:
+                steps, epochs = config.steps, config.training.epochs or 0
+                length = counted(epochs, "epochs") if steps is None else counted(steps, "steps")
+                _log_files(asked.files, config.model, length, folder)
+            source = asked.source("job.callbacks")
+            base = Path(source.file).parent if source.file else None
+            callbacks = load_callbacks(config.job.callbacks, base, source.place)
+            store = connect_store()  # before what takes longer on one rank than on another
+            with report_failure(store, rank, size), contextlib.ExitStack() as held:
+                check_machine(config.training, config.compile, config.float8)
+                if rank == 0:
+                    held.enter_context(_lock(folder, config.checkpoint))
+                    _show_config(config.job, config.toml)
+                if store is not None:
+                    wait_for_rank_0(store, rank, size, config.comm.init_timeout_seconds)
+                datasets = read_datasets(config)
+                check_model(config, datasets)
+                if config.steps is None:
+                    config = fitted(asked, size, datasets.train.total_sequences)
+                traces = str(folder / "comm_traces")
+                watchdog = HangWatchdog(config.stall, config.comm, str(folder / LOGS), traces, exit_now)
+                opened = DistEnv.open(
+                    store=store,
+                    init_timeout_seconds=config.comm.init_timeout_seconds,
+                    trace_buf_size=config.comm.trace_buf_size,
+                    trace_folder=traces,
+                )
+                with opened as world, rank_log(folder, rank), watchdog:
+                    if world.device.type == "cpu":
+                        keep_freed_memory()
+                    parts = build(config, world, datasets, watchdog, callbacks)
+                    if config.checkpoint.create_seed_checkpoint:
+                        save_seed(parts)
+                    else:
+                        Trainer(parts, stop).train()
+        except (StopRequested, KeyboardInterrupt) as error:
+            if not getattr(error, "together", False) and os.environ.get("LOCAL_RANK", "0") == "0":  # else it is logged
+                print(f"stopped: {str(error) or 'second Ctrl-C'}", file=sys.stderr, flush=True)
+            return exit_codes.code_of(error)
+        except Exception as error:
+            code = exit_codes.code_of(error)
+            if code == exit_codes.ERROR:
+                raise
+            return print_error(_explained(error, watchdog.verdict, config.checkpoint), code)
+    return exit_codes.DONE
+
+
+def _explained(error: Exception, verdict: str, section: Checkpoint) -> str:
+    """Return the message of an expected error, with advice. verdict: the watchdog's."""
+    from titanlite.guard import BadStepError
+    from titanlite.parallel.compile import CompileError
+
+    if isinstance(error, CompileError):
+        if os.environ.get("TORCHDYNAMO_VERBOSE", "0") != "0":
+            traceback.print_exc()
+        return f"{error}\nTORCHDYNAMO_VERBOSE=1 shows torch's own report, training.compile = false trains without"
+    if isinstance(error, BadStepError):
+        kept = f"checkpoints are in {section.folder}" if section.enable_checkpoint else "checkpoints are off"
+        return f"stopped: {error}; {kept}"
+    if exit_codes.is_of_collectives(error):
+        unknown = "Another rank has ended, hangs or cannot be reached: see who in the logs of the ranks"
+        return f"a collective failed: {error}\n{verdict or unknown}"
+    return str(error)
+
+
+def print_error(message: str, code: int) -> int:
+    """Print why the run ends, once per node: its ranks all have the same to say. Return `code`.
+
+    The first worker to leave makes torchrun end the others, so ranks that do not print give the one that does time.
+    """
+    message = escape(message)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(PRINT_SECONDS)
+        # Still here: the rank that prints had nothing to say, so this went wrong on this rank alone.
+        print(f"error: [rank {os.environ.get('RANK')}] {message}", file=sys.stderr, flush=True)
+    return code
+
+
+def exit_now(code: int, last_error: str = "") -> NoReturn:
+    """End this process here and now. last_error: the last line of an unforeseen error."""
+    exit_codes.report_code(code, last_error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # gloo's threads sometimes abort a finished process at interpreter exit; everything of ours is closed by now, or
+    # cannot be closed.
+    os._exit(code)
+
+
+def _log_files(files: Sequence[str], model: Model, length: str, folder: Path) -> None:
+    """Log the config files; warn if there is none, since a run with defaults alone is rarely intended."""
+    if files:
+        logger.info(f"config: {', '.join(files)}")
+        return
+    logger.warning(
+        f"no --job.config_file is given: this run has the defaults and your flags ({model.name} {model.flavor}, "
+        f"{length}, folder {folder}); train_configs/ has configs to start from"
+    )
+
+
+@contextlib.contextmanager
+def _lock(run_folder: Path, section: Checkpoint) -> Iterator[None]:
+    """Lock the run's folder and the real path of its checkpoint folder against other runs.
+
+    Raises LockedError; ConfigError where the run's folder cannot be written to or holds the checkpoints among its logs,
+    CheckpointError where that of the checkpoints, or a store, cannot be used.
+    """
+    from titanlite.checkpoint.manifest import CheckpointError
+    from titanlite.checkpoint.paths import StoreError, StorePath, to_path
+    from titanlite.runs.lock import RunLock
+    from titanlite.runs.logs import FOLDER as LOGS
+
+    checkpoints, logs = to_path(section.folder), run_folder / LOGS
+    folders: dict[str, Path | StorePath] = {"job.dump_folder": run_folder}
+    if section.enable_checkpoint and isinstance(checkpoints, Path):
+        checkpoints = Path(os.path.realpath(checkpoints))  # two paths may lead to one folder
+        if checkpoints.is_relative_to(os.path.realpath(logs)):
+            reason = f"{section.folder!r} lies in {str(logs)!r}, where the logs of this run are"
+            raise ConfigError([Problem("", "checkpoint.folder", reason, "name another folder")])
+    if section.enable_checkpoint and checkpoints != Path(os.path.realpath(run_folder)):
+        folders["checkpoint.folder"] = checkpoints
+    source = to_path(section.initial_load_path or "") if section.enable_checkpoint else Path()
+    with contextlib.ExitStack() as stack:
+        for key, folder in {"checkpoint.initial_load_path": source, **folders}.items():
+            try:
+                if isinstance(folder, StorePath):
+                    folder.is_dir()  # fails for a missing bucket, wrong keys or a wrong address
+                if key in folders:
+                    stack.enter_context(RunLock(folder, key))
+            except StoreError as error:
+                raise CheckpointError(f"{key}: {error}") from None
+            except OSError as error:
+                problem = _not_writable(key, folder, error)
+                raise CheckpointError(str(problem)) if key == "checkpoint.folder" else problem from None
+        yield
+
+
+def _not_writable(key: str, folder: Path | StorePath, error: OSError) -> ConfigError:
+    why = "it is a file" if os.path.isfile(str(folder)) else error.strerror
+    reason = f"cannot write to {str(folder)!r}: {why}"
+    return ConfigError([Problem("", key, reason, "name a folder that you may write to")])
+
+
+def _show_config(job: Job, toml: str) -> None:
+    """`job.print_config` and `job.save_config_file`: the whole config as one TOML file. Raises ConfigError."""
+    if job.print_config:
+        print(toml, flush=True)
+    if job.save_config_file is not None:
+        path = Path(job.save_config_file)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(toml, encoding="utf-8")
+        except OSError as error:
+            raise _not_writable("job.save_config_file", path, error) from None
+        logger.info(f"config written to {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+"""The recipe from a model's arguments to this rank's part of it: the features, their order and their settings.
+
+    builder = ModelBuilder(spec, args, mesh, device, training=Training(compile=True))
+    model = builder.build(seed=0)
+    loss = builder.loss()
+
+Order: model on the meta device → pipeline stages → loss in chunks → float8 → tensor and context parallelism →
+activation checkpointing → `torch.compile` → `fully_shard` → memory → initial weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from titanlite.config.pipeline import SCHEDULES, find_schedule
+from titanlite.config.sections import ActivationCheckpoint, Compile, Experimental, Float8, Training
+from titanlite.loss import chunk_head, cross_entropy_sum
+from titanlite.models.spec import ModelSpec
+from titanlite.parallel import ParallelismError
+from titanlite.parallel.activation_checkpoint import ActivationStats, apply_ac, is_by_op, trace_block
+from titanlite.parallel.compile import CompileWatch, LossFunction, apply_compile, compile_loss
+from titanlite.parallel.context import CPRank, apply_cp
+from titanlite.parallel.float8 import apply_float8
+from titanlite.parallel.float8_choice import Float8Choice, choose_linears, converted_names
+from titanlite.parallel.fsdp import DTYPES, apply_fsdp, offloads
+from titanlite.parallel.init import init_weights, materialize
+from titanlite.parallel.pipeline import MicroBatchShape, Pipeline, PipelineModel, cut_stages
+from titanlite.parallel.pipeline_split import split_stages
+from titanlite.parallel.tensor import ASYNC_OPTIONS, apply_tp, tensor_loss
+from titanlite.parallel.wrapping import FSDPGroup, choose_groups
+
+
+@dataclass(frozen=True)
+class ModelBuilder:
+    """Builds this rank's part of a model, as the config sections say."""
+
+    spec: ModelSpec
+    #: The model's arguments.
+    args: Any
+    #: From `DistEnv.build_mesh`.
+    mesh: DeviceMesh
+    #: Where the model will run.
+    device: torch.device
+    training: Training = Training()
+    experimental: Experimental = Experimental()
+    activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint(mode="none")
+    compile: Compile = Compile()
+    float8: Float8 = Float8()
+
+    def build(self, seed: int) -> nn.Module:
+        """Build the sharded model on the device with its initial weights; no rank ever holds a full copy.
+
+        With pipeline ranks: this rank's stages, in a `PipelineModel`.
+        """
+        model = self.build_on_meta()
+
+        def initialize(part: nn.Module) -> None:
+            init_weights(part, lambda name: self.spec.init_rule(name, self.args), seed, self.device)
+            part.init_buffers()  # type: ignore[operator]
+
+        offload = offloads(self.training.enable_cpu_offload, self.device.type)
+        for part in model.stages.values() if isinstance(model, PipelineModel) else [model]:
+            materialize(part, self.device, initialize, torch.device("cpu") if offload else self.device)
+        return model
+
+    def build_on_meta(self) -> nn.Module:
+        """Build the model as `build` does, divided and sharded, but on the meta device: without memory or weights."""
+
+        def whole() -> nn.Module:
+            return self.spec.build_on_meta(self.args)
+
+        # Groups of the whole model, so that they do not depend on where it is cut.
+        policy, min_params = self.training.fsdp_units, self.training.fsdp_min_params
+        groups = choose_groups(whole(), policy, min_params, self.spec.fsdp_units(self.args))
+        if self.pp == 1:
+            return self.parallelize(whole(), groups)
+        costs = self.spec.pipeline_costs(self.args, self.args.max_seq_len)
+        layout = split_stages(costs, self.pp, self.schedule, self.experimental.pipeline_parallel_split_points)
+        stages = cut_stages(whole, layout, self.mesh.get_local_rank("pp"))
+        parts = {number: self.parallelize(stage, groups) for number, stage in stages.items()}
+        return PipelineModel(parts, layout, self.mesh)
+
+    def parallelize(self, model: nn.Module, groups: Sequence[FSDPGroup]) -> nn.Module:
+        """Apply every feature to a model or pipeline stage on the meta device, in place, in the order that works."""
+        if self.training.loss_chunks > 1:
+            chunk_head(model, self.training.loss_chunks)
+        self.apply_float8(model, self.float8.enable_fsdp_float8_all_gather)
+        if self.tp > 1:
+            apply_tp(model, self.spec.tensor_plan(self.args), self.mesh["tp"], self.training.enable_loss_parallel)
+        self.apply_cp(model)
+        self.apply_ac(model)
+        self.apply_compile(model)
+        self.apply_fsdp(model, groups)
+        return model
+
+    def apply_float8(self, model: nn.Module, all_gather: bool) -> None:
+        if names := converted_names(self.float8_choices()):
+            apply_float8(model, names, self.float8.recipe_name, all_gather=all_gather, emulate=self.float8.emulate)
+
+    def apply_cp(self, model: nn.Module) -> None:
+        blocks = set(self.spec.block_names(self.args))
+        if self.cp > 1 and any(name in blocks for name, _ in model.named_modules()):  # a stage may have no block
+            apply_cp(model, self.mesh)
+
+    def apply_ac(self, model: nn.Module) -> None:
+        # Graphs hide their operators from a policy by operator, so that one is applied inside of them.
+        inside = self.compiled_names() if is_by_op(self.activation_checkpoint) else []
+        names = inside or self.spec.block_names(self.args)
+        apply_ac(model, names, self.activation_checkpoint, self.device)
+
+    def apply_compile(self, model: nn.Module) -> None:
+        options = ASYNC_OPTIONS if self.experimental.enable_async_tensor_parallel else None
+        apply_compile(self.compiled_modules(model), self.compile.backend, options)
+
+    def apply_fsdp(self, model: nn.Module, groups: Sequence[FSDPGroup]) -> None:
+        modules = dict(model.named_modules())
+        present = [tuple(name for name in group if name in modules) for group in groups]
+        apply_fsdp(
+            model,
+            [group for group in present if group],
+            self.mesh,
+            param_dtype=self.param_dtype,
+            reduce_dtype=DTYPES[self.training.mixed_precision_reduce],
+            reshard_after_forward=self.reshard_after_forward,
+            prefetch=self.training.prefetch,
+            cpu_offload=self.training.enable_cpu_offload,
+        )
+
+    def loss(self) -> LossFunction:
+        """Return the loss function for the logits of the model, compiled if asked."""
+        compiled = compile_loss(cross_entropy_sum, self.compile.backend) if self.compiles("loss") else cross_entropy_sum
+        return tensor_loss(compiled) if self.tp > 1 else compiled
+
+    def pipeline(
+        self, model: PipelineModel, loss: LossFunction, *, batch_size: int, seq_len: int, accumulation: int
+    ) -> Pipeline:
+        """Build the runner of a `PipelineModel`.
+
+        batch_size: sequences per micro-batch and data-parallel rank. accumulation: micro-batches per step.
+        """
+        rows, length = batch_size // self.microbatches, seq_len // self.cp
+        args, cp = self.args, self.cp
+        shape = MicroBatchShape(rows, length, length // self.tp, args.dim, args.n_vocab, self.param_dtype)
+
+        def positions(seq_len: int) -> torch.Tensor:
+            everywhere = torch.arange(seq_len * cp, device=self.device)
+            return everywhere if cp == 1 else CPRank.of(self.mesh).part(everywhere, 0)
+
+        return Pipeline(
+            model,
+            self.schedule,
+            shape,
+            self.microbatches,
+            accumulation,
+            self.device,
+            loss,
+            positions if self.tp > 1 else None,
+        )
+
+    # What was applied
+
+    def float8_choices(self) -> list[Float8Choice]:
+        """Decide for each kind of linear of the whole model; [] without float8."""
+        if not self.float8.enable_float8_linear:
+            return []
+        plan = self.spec.tensor_plan(self.args)
+        return choose_linears(self.spec.linears(self.args), self.float8, plan, self.tp)
+
+    def trace_activations(self, *, batch_size: int, seq_len: int) -> ActivationStats:
+        """Measure what a block keeps for its backward, by a trace of one micro-batch without data.
+
+        batch_size: sequences per micro-batch and data-parallel rank.
+        """
+        model = self.spec.build_on_meta(self.args)
+        self.apply_float8(model, all_gather=False)  # the trace gathers nothing
+        self.apply_cp(model)
+        tokens = batch_size // self.microbatches, seq_len // self.cp
+        names = self.spec.block_names(self.args)
+        return trace_block(model, names, self.activation_checkpoint, tokens, self.device, self.param_dtype)
+
+    def watch_compilation(self, model: nn.Module) -> CompileWatch | None:
+        """Watch what is compiled; None where that is nothing."""
+        modules = self.compiled_modules(model).values()
+        functions = [cross_entropy_sum] if self.compiles("loss") else []
+        return CompileWatch(modules, functions, self.compile.backend) if modules or functions else None
+
+    def compiles(self, component: str) -> bool:
+        """Whether `torch.compile` is applied to "model" or to "loss"."""
+        return self.training.compile and component in self.compile.components
+
+    def compiled_names(self) -> list[str]:
+        """Return the modules of the whole model that `torch.compile` makes one graph each.
+
+        Where ranks share each product, a graph of a whole block computes wrong gradients.
+        """
+        if not self.compiles("model"):
+            return []
+        return (self.spec.sublayer_names if self.tp > 1 else self.spec.block_names)(self.args)
+
+    def compiled_modules(self, model: nn.Module) -> dict[str, nn.Module]:
+        """Return those of `compiled_names` that this model or pipeline stage has."""
+        modules = dict(model.named_modules())
+        return {name: modules[name] for name in self.compiled_names() if name in modules}
+
+    # Values that follow from the sections and the mesh
+
+    @property
+    def tp(self) -> int:
+        return self.mesh["tp"].size()
+
+    @property
+    def cp(self) -> int:
+        return self.mesh["cp"].size()
+
+    @property
+    def pp(self) -> int:
+        return self.mesh["pp"].size()
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        """Of gathered weights and of activations."""
+        return DTYPES[self.training.mixed_precision_param]
+
+    @property
+    def schedule(self) -> str:
+        """A name of `SCHEDULES`."""
+        name = self.experimental.pipeline_parallel_schedule
+        if (schedule := find_schedule(name)) is None:
+            raise ParallelismError(f"no pipeline schedule {name!r}; there are {', '.join(SCHEDULES)}")
+        return schedule
+
+    @property
+    def microbatches(self) -> int:
+        """Pieces of each micro-batch that go through the pipeline one by one."""
+        return 1 if self.pp == 1 else self.experimental.pipeline_parallel_microbatches or self.pp
+
+    @property
+    def reshard_after_forward(self) -> bool | int | None:
+        """The argument of `apply_fsdp`. Pipeline stages keep weights gathered between micro-batches by default.
+
+        Raises ParallelismError if they should not, and the schedule splits the backward: weights that are gathered
+        anew between its two halves are new tensors, and get no gradient without an error.
+        """
+        named: dict[Any, bool | None] = {"default": None if self.pp == 1 else False, "always": True, "never": False}
+        given = self.training.reshard_after_forward
+        reshard: bool | int | None = named.get(given, given)  # type: ignore[arg-type]
+        if self.pp > 1 and reshard is not False and SCHEDULES[self.schedule].splits_backward:
+            raise ParallelismError(f"{self.schedule} needs weights that stay gathered: reshard_after_forward = False")
+        return reshard

@@ -1,0 +1,252 @@
+"""How the ranks of a run find each other: within a minute all are there, or a message names the missing ones.
+
+store = register(rank, size, address)             # as soon as the process is up
+with report_failure(store, rank, size):           # an error before the barrier ends the other ranks too
+    ...                                           # rank 0 locks the run's folder
+    wait_for_rank_0(store, rank, size, patience=300)
+    ...                                           # read the text, which may take longer on one node than on another
+    barrier(store, rank, size, patience=300)      # all ranks are ready for collectives
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from titanlite import exit_codes
+from titanlite.parallel import ParallelismError
+from titanlite.parallel.dist_env import RENDEZVOUS_SECONDS
+from titanlite.utils import logger
+
+#: The longest that a failing rank waits until the others have read its error: it may be the one that serves the store.
+_REPORT_SECONDS = 5.0
+_RETRY_SECONDS = 0.2
+#: Ranks and hosts that a message names at most, and characters of an error that others repeat.
+_MOST_NAMED = 8
+_MOST_CHARACTERS = 2000
+
+
+class RendezvousError(RuntimeError):
+    """Another rank is missing or cannot be reached."""
+
+    exit_code = exit_codes.LOST_PEER
+
+
+def register(
+    rank: int, size: int, address: tuple[str, int], is_master: bool = False, limit: float = RENDEZVOUS_SECONDS
+) -> dist.Store:
+    """Connect to the run's TCP store, and note there that this process is up.
+
+    address: host and port of the store. is_master: this process serves it. limit: seconds until something must listen
+    there, and as many until it must answer. Raises RendezvousError; ParallelismError when this process should serve
+    the store and the port is taken.
+    """
+    tcp = _open_store(rank, size, address, is_master, limit)
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "titanlite")
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # torchrun's store survives a restart of the workers, so each attempt needs keys of its own: without the prefix a
+    # restarted attempt reads the dead one's addresses and hangs.
+    store = dist.PrefixStore(f"titanlite/{run}/{attempt}", tcp)
+    store.set(f"up/{rank}", f"{socket.gethostname()}, process {os.getpid()}")
+    store.add("up", 1)
+    return store
+
+
+def _open_store(rank: int, size: int, address: tuple[str, int], is_master: bool, limit: float) -> dist.TCPStore:
+    host, port = address
+    who, where = f"rank {rank} on {socket.gethostname()}", f"{host}:{port} (MASTER_ADDR, MASTER_PORT)"
+    if not is_master and (reason := _why_nothing_listens(address, limit)):
+        raise RendezvousError(
+            f"{who} cannot reach the store of the run at {where} within {limit:.0f} s: the process that serves it has "
+            f"not started or has ended, the name means another host here, or a firewall is between ({reason})"
+        )
+    made: queue.SimpleQueue[dist.TCPStore | Exception] = queue.SimpleQueue()
+
+    def make() -> None:
+        try:
+            seconds = timedelta(seconds=limit)
+            made.put(dist.TCPStore(host, port, size, is_master, timeout=seconds, wait_for_workers=False))
+        except Exception as error:
+            made.put(error)
+
+    # In a thread, because torch waits forever for the answer of a listener that is no store.
+    threading.Thread(target=make, name="store", daemon=True).start()
+    try:
+        store = made.get(timeout=limit)
+    except queue.Empty:
+        store = TimeoutError("silence")
+    if not isinstance(store, Exception):
+        return store
+    reason = _first_line(store)
+    if "failed to listen" in reason:
+        raise ParallelismError(
+            f"{who} cannot open port {port} (MASTER_PORT) for the other ranks: {reason.rpartition('message: ')[2]}. "
+            "If another program or run listens there, end it, or set another MASTER_PORT on all ranks"
+        ) from None
+    raise RendezvousError(
+        f"{who} gets no answer from the store of the run at {where} within {limit:.0f} s: something else listens "
+        f"there, or MASTER_ADDR is not the host of rank 0. Set a free MASTER_PORT on all ranks ({reason})"
+    ) from None
+
+
+def _why_nothing_listens(address: tuple[str, int], limit: float) -> str:
+    """Wait until something listens there: rank 0 may start late. Return why nothing does, or an empty string."""
+    until = time.monotonic() + limit
+    while True:
+        left = until - time.monotonic()
+        try:
+            socket.create_connection(address, timeout=max(left, 0.1)).close()
+            return ""
+        except (OSError, UnicodeError) as error:  # UnicodeError: no host can have that name
+            reason = str(error)
+        if left < _RETRY_SECONDS:
+            return reason
+        time.sleep(_RETRY_SECONDS)
+
+
+def barrier(store: dist.Store, rank: int, size: int, patience: float, limit: float = RENDEZVOUS_SECONDS) -> None:
+    """Wait until all ranks call this.
+
+    Raises RendezvousError when a process is not up within `limit` seconds, when one that is up is not ready within
+    `patience` seconds, and at once when one has ended (`report_failure`). Costs the store two reads of a counter per
+    rank and tenth of a second, fewer from 200 ranks on.
+    """
+
+    def done() -> bool:
+        return store.add("ready", 0) >= size
+
+    with _explain_store_errors(rank):
+        store.set(f"ready/{rank}", "")
+        store.add("ready", 1)
+        _wait(store, rank, size, done, lambda: _not_ready(store, size), "preparing its text", patience, limit)
+
+
+def wait_for_rank_0(
+    store: dist.Store, rank: int, size: int, patience: float, limit: float = RENDEZVOUS_SECONDS
+) -> None:
+    """Wait until rank 0 calls this, which itself does not wait. Raises RendezvousError as `barrier` does."""
+    with _explain_store_errors(rank):
+        if rank == 0:
+            store.set("rank 0", "")
+        else:
+            late = "rank 0 does not have the run's folder"
+            _wait(store, rank, size, lambda: store.check(["rank 0"]), lambda: late, "waiting for it", patience, limit)
+
+
+@contextlib.contextmanager
+def report_failure(store: dist.Store | None, rank: int, size: int) -> Iterator[None]:
+    """Around all code before `barrier`: an error that this rank raises there also ends the others, with its text.
+
+    Once the process group exists, the watchdog does that. store: None for a single process.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if store is not None and not isinstance(error, RendezvousError) and not dist.is_initialized():
+            # A signal leaves no time to wait for others; most likely it has reached them as well.
+            seconds = _REPORT_SECONDS if isinstance(error, Exception) else 0.0
+            with contextlib.suppress(dist.DistError):
+                _report(store, rank, size, str(error) or type(error).__name__, seconds)
+        raise
+
+
+def _report(store: dist.Store, rank: int, size: int, reason: str, seconds: float) -> None:
+    text = f"rank {rank} ({socket.gethostname()}, process {os.getpid()}) has ended: {reason}"
+    store.set("failure", text[:_MOST_CHARACTERS])
+    store.set("rank 0", "")
+    store.add("ready", size)  # ends every wait
+    store.add("read", 1)
+    until = time.monotonic() + seconds
+    while store.add("read", 0) < size and time.monotonic() < until:
+        time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def _explain_store_errors(rank: int) -> Iterator[None]:
+    try:
+        yield
+    except dist.DistError as error:
+        raise RendezvousError(
+            f"rank {rank} on {socket.gethostname()} lost the store of the run while it waited for the others: the "
+            f"process that serves it (rank 0, or the first torchrun) has ended, see its output ({_first_line(error)})"
+        ) from None
+
+
+def _wait(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    done: Callable[[], bool],
+    late: Callable[[], str],
+    doing: str,
+    patience: float,
+    limit: float,
+) -> None:
+    began = reported = time.monotonic()
+    while not done():
+        now = time.monotonic()
+        if now - began > limit and store.add("up", 0) < size:
+            raise RendezvousError(_not_up(store, size, limit))
+        if now - began > patience:
+            raise RendezvousError(
+                f"{late()} after {patience:.0f} s (init_timeout_seconds): it is still {doing}, or has ended since "
+                "it came; see its output"
+            )
+        if rank == 0 and now - reported > limit:
+            reported = now
+            logger.warning(f"{late()} after {now - began:.0f} s; the others wait")
+        time.sleep(max(0.1, size / 2000))
+    if store.check(["failure"]):
+        store.add("read", 1)
+        raise RendezvousError(store.get("failure").decode())
+
+
+def connect(backend: str, store: dist.Store, rank: int, size: int, limit: float = RENDEZVOUS_SECONDS) -> None:
+    """Make the default process group of ranks that are all up. Its collectives have `limit` seconds too.
+
+    Raises RendezvousError when the ranks cannot connect to each other.
+    """
+    seconds = timedelta(seconds=limit)
+    store.set_timeout(seconds)
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=seconds)
+    except RuntimeError as error:
+        raise RendezvousError(
+            f"all {size} ranks are there, but rank {rank} on {socket.gethostname()} could not connect to them within "
+            f"{limit:.0f} s: one has ended since, a firewall is between the hosts, or a network interface is chosen "
+            f"that the others cannot reach (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) ({_first_line(error)})"
+        ) from error
+
+
+def _not_up(store: dist.Store, size: int, limit: float) -> str:
+    missing = [rank for rank in range(size) if not store.check([f"up/{rank}"])]
+    hosts = {store.get(f"up/{rank}").decode().partition(",")[0] for rank in range(size) if rank not in missing}
+    verb = "has" if len(missing) == 1 else "have"
+    return (
+        f"{_ranks(missing)} of {size} {verb} not come within {limit:.0f} s; the others are on "
+        f"{', '.join(sorted(hosts)[:_MOST_NAMED])}. The missing were not started, have ended, or cannot reach the "
+        "store of the run (another MASTER_ADDR or MASTER_PORT, a firewall): see their output"
+    )
+
+
+def _not_ready(store: dist.Store, size: int) -> str:
+    late = [rank for rank in range(size) if not store.check([f"ready/{rank}"])]
+    first = store.get(f"up/{late[0]}").decode() if late and store.check([f"up/{late[0]}"]) else "not there"
+    return f"{_ranks(late)} {'is' if len(late) == 1 else 'are'} not ready ({first})"
+
+
+def _ranks(ranks: list[int]) -> str:
+    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_MOST_NAMED]))}{more}"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]

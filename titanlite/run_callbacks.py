@@ -1,0 +1,233 @@
+"""The small callbacks of every run: hang watchdog, timeouts, compilation, attempts, save times, resume check."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from titanlite import exit_codes
+from titanlite.callbacks import SLOW_PHASES, Callback, RunEnd
+from titanlite.checkpoint.load import LoadedState
+from titanlite.checkpoint.paths import AnyPath
+from titanlite.checkpoint.resume_check import ResumeCheck, ResumeResult
+from titanlite.checkpoint.schedule import grace_warning
+from titanlite.config.toml import TOMLDecodeError, loads
+from titanlite.data.loader import add_hashes, step_hash
+from titanlite.data.packing import PackedDataset
+from titanlite.data.skip_ranges import Range, ranges_of_steps, take
+from titanlite.parallel.compile import CompileWatch
+from titanlite.parallel.dist_env import DistEnv, patience, set_timeouts
+from titanlite.runs import record
+from titanlite.utils import logger
+
+if TYPE_CHECKING:
+    from titanlite.metrics.watchdog import HangWatchdog
+    from titanlite.step import StepResult
+    from titanlite.trainer import Trainer
+
+
+class Watchdog(Callback):
+    """Tells the hang watchdog what this rank does. entered: the caller has entered it, and leaves it."""
+
+    def __init__(self, watch: HangWatchdog, entered: bool) -> None:
+        self.watch, self._entered = watch, entered
+
+    def on_start(self, trainer: Trainer) -> None:
+        if not self._entered:
+            self.watch.__enter__()
+
+    def on_phase(self, trainer: Trainer, phase: str) -> None:
+        self.watch.phase(phase, trainer.step if phase == "data" else None)
+
+    def on_end(self, trainer: Trainer, end: RunEnd) -> None:
+        """First of all callbacks: the other ranks wait for this one."""
+        if end.error is not None:
+            end.reason = self.watch.failed(end.error) or end.reason
+        if not self._entered:
+            self.watch.__exit__(None if end.error is None else type(end.error), end.error, None)
+
+
+class Timeouts(Callback):
+    """Sets the timeouts of collectives, in seconds: of the first step and slow phases, and of all else.
+
+    A slow phase must end on all ranks together.
+    """
+
+    def __init__(self, first: int, later: int) -> None:
+        self._first, self._later = first, later
+        self._lowered = False
+        self._slow = contextlib.ExitStack()
+        self._is_slow = False
+
+    def on_phase(self, trainer: Trainer, phase: str) -> None:
+        slow = self._lowered and phase in SLOW_PHASES
+        if slow and not self._is_slow:
+            self._slow.enter_context(patience(self._first, self._later))
+        elif self._is_slow and not slow:
+            self._slow.close()
+        self._is_slow = slow
+
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        if not self._lowered:
+            self._lowered = True
+            set_timeouts(self._later)
+
+
+class CompileReport(Callback):
+    """Reports what `torch.compile` compiles, and what it compiles again."""
+
+    def __init__(self, watch: CompileWatch) -> None:
+        self._watch = watch
+
+    def on_start(self, trainer: Trainer) -> None:
+        if trainer.step < trainer.steps:
+            self._watch.start()
+
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        self._watch.after(trainer.step, "training")
+
+    def on_validation_end(self, trainer: Trainer, loss: float, tokens: int, seconds: float) -> None:
+        self._watch.after(trainer.step, "validation")
+
+
+class AttemptRecord(Callback):
+    """Records on rank 0 that an attempt starts, what it saves and how it ends (`titanlite.runs.record`).
+
+    toml: the resolved config. watch: when another rank has raised, it ends this process, and records that first.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        toml: str,
+        description: str,
+        world: DistEnv,
+        device: str,
+        tokens_per_step: int,
+        watch: HangWatchdog | None,
+    ) -> None:
+        self._watch = watch
+        self._folder, self._toml, self._description = folder, toml, description
+        self._world, self._device, self._tokens_per_step = world, device, tokens_per_step
+        #: Lines about the attempt before, for the start report.
+        self.lines: list[str] = []
+        self._record: record.AttemptRecord | None = None
+
+    def on_start(self, trainer: Trainer) -> None:
+        if self._world.rank:
+            return
+        if self._watch is not None:
+            self._watch.on_peer = lambda error: self.on_end(trainer, RunEnd("failed", trainer.done, error, str(error)))
+        loaded = trainer.loaded
+        self._record, self.lines = record.begin(
+            self._folder,
+            config_toml=self._toml,
+            steps=trainer.steps,
+            ranks=self._world.size,
+            device=self._device,
+            description=self._description,
+            step=trainer.step,
+            tokens=trainer.tokens_seen,
+            resumed=loaded is not None and loaded.origin == "resume",
+            source=loaded.folder if loaded is not None and loaded.origin == "from" else None,
+        )
+
+    def on_save(self, trainer: Trainer, step: int, folder: AnyPath, seconds: float) -> None:
+        if self._record:
+            self._record.saved(step, self._tokens_at(trainer, step))
+
+    def on_rollback(self, trainer: Trainer) -> None:
+        if self._record:
+            self._record.saved(trainer.step, trainer.tokens_seen)  # what is kept, should the run end now
+
+    def on_end(self, trainer: Trainer, end: RunEnd) -> None:
+        """Record the end. The first call counts: the watchdog may call it before the trainer does."""
+        if self._record:
+            code = exit_codes.DONE if end.error is None else exit_codes.code_of(end.error)
+            self._record.end(end.state, end.step, self._tokens_at(trainer, end.step), code, end.reason)
+
+    def _tokens_at(self, trainer: Trainer, step: int) -> int:
+        """Tokens seen when `step` was done."""
+        return trainer.tokens_seen - (trainer.step - step) * self._tokens_per_step
+
+
+class SlowSaveWarning(Callback):
+    """Warns, once, when a save is likely to outlast the time that torchrun gives a process after SIGTERM."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self._warned = rank, False
+
+    def on_save(self, trainer: Trainer, step: int, folder: AnyPath, seconds: float) -> None:
+        text = "" if self._warned or self._rank else grace_warning(seconds, f"the save of step {step}", os.environ)
+        self._warned = self._warned or bool(text)
+        if text:
+            logger.warning(text)
+
+
+class VerifyResume(Callback):
+    """Checks that a resumed run goes on as the attempt before did: the next batch, and the next step's figures.
+
+    skip: ranges of sequences that this run skips.
+    """
+
+    def __init__(
+        self, check: ResumeCheck, dataset: PackedDataset, global_batch: int, skip: tuple[Range, ...], world: DistEnv
+    ) -> None:
+        self._check, self._dataset, self._global_batch = check, dataset, global_batch
+        self._skip, self._world = skip, world
+
+    def on_start(self, trainer: Trainer) -> None:
+        loaded = trainer.loaded
+        if loaded is not None and loaded.origin == "resume":
+            self._check.resumed(self._with_other_skips(loaded), self._next_batch(trainer))
+
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        self._tell(self._check.after_step(trainer.step, result.loss, result.grad_norm))
+
+    def on_rollback(self, trainer: Trainer) -> None:
+        self._check.forget()
+
+    def state_dict(self, trainer: Trainer) -> dict[str, Any]:
+        return self._check.at_save(trainer.step, self._next_batch(trainer))
+
+    def _tell(self, result: ResumeResult | None) -> None:
+        if result is not None:
+            logger.log(logging.INFO if result.verified else logging.WARNING, result.text)
+
+    def _next_batch(self, trainer: Trainer) -> str | None:
+        """Return the hash of the next global batch, the same on any number of ranks; None where the data end.
+
+        All ranks call it together, each hashes a part.
+        """
+        first, rank, size = trainer.parts.loader.state_dict()["next_sequence"], self._world.rank, self._world.size
+        part: str | None = None
+        try:
+            part = step_hash(self._dataset, first, self._global_batch, rank, size, self._skip)
+        except Exception as error:  # the step itself raises it again; a save is complete without the hash
+            logger.warning(f"the next batch cannot be hashed, so a resume will not compare it: {error}")
+        parts: list[str | None] = [None] * size
+        dist.all_gather_object(parts, part)
+        whole = [part for part in parts if part is not None]
+        return add_hashes(whole) if len(whole) == size else None
+
+    def _with_other_skips(self, loaded: LoadedState) -> LoadedState:
+        """Return it with `data.skip_steps` among its changes if the next batch is another one for that.
+
+        That key may be changed for a resume.
+        """
+        text, size = loaded.config.get("toml"), self._global_batch
+        try:
+            before = loads(text)["data"].get("skip_steps", []) if isinstance(text, str) else []
+            then = ranges_of_steps(before, size)
+        except (TOMLDecodeError, KeyError, ValueError):
+            return loaded
+        first = loaded.train["data"]["next_sequence"]
+        if take(first, size, then) == take(first, size, self._skip):
+            return loaded
+        return replace(loaded, changes=(*loaded.changes, "data.skip_steps"))

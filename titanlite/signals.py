@@ -1,0 +1,256 @@
+"""Stop requests from outside: SIGTERM, SIGUSR1 (Slurm's `--signal`), Ctrl-C. All ranks act on one together.
+
+    with StopSignal() as stop:
+        for step in range(1, steps + 1):
+            train(step)
+            if stop.requested_anywhere():  # one small all-reduce between the hosts
+                save(step)
+                break
+
+A loop over `TrainStep` needs no collective of its own: pass it `stop=stop.requested`, and `FiniteGuard.poll` answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
+from typing import Any, TypeVar
+
+from titanlite import exit_codes
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+#: A signal that comes sooner after the first is the same request again: a scheduler signals torchrun and its workers.
+_APART_SECONDS = 1.0
+#: Time to clean up for a process that ends at once. It may hang on its way out, in a collective.
+_UNWIND_SECONDS = 3.0
+
+T = TypeVar("T")
+
+
+class StopRequested(BaseException):
+    """The run was asked to stop and did. No `Exception`, like KeyboardInterrupt: it is not an error.
+
+    step: steps done. saved: nothing of them is lost. together: all ranks raise it at the same place.
+    """
+
+    def __init__(self, reason: str, step: int = 0, saved: bool = True, together: bool = False) -> None:
+        super().__init__(reason)
+        self.step, self.saved, self.together = step, saved, together
+
+    @property
+    def exit_code(self) -> int:
+        return exit_codes.PREEMPTED if self.saved else exit_codes.PREEMPTED_UNSAVED
+
+
+class StopSignal:
+    """Turns signals into a flag while the block runs, and restores the handlers afterwards. Blocks may be nested.
+
+    A second Ctrl-C raises KeyboardInterrupt; if the process hangs on its way out it ends by exit code 130. Outside the
+    main thread nothing is installed; only `request` sets the flag then.
+
+    Args:
+        at_once: raise StopRequested at the first signal, for the time before there is anything to save. May be changed
+            while the block runs.
+    """
+
+    def __init__(self, at_once: bool = False) -> None:
+        self.at_once = at_once
+        #: Is printed after the signal's name when one comes: when the loop stops, and whether it saves.
+        self.notice = "stopping as soon as this step is done"
+        #: Whether the latest `interruptible` left items out.
+        self.interrupted = False
+        self._first: tuple[int, float] | None = None
+        self._requested = ""
+        self._depth = 0
+        self._handlers: dict[int, Any] = {}
+        self._exit: threading.Timer | None = None
+
+    @property
+    def requested(self) -> bool:
+        """Whether this rank was asked to stop. Others may not know yet: see `requested_anywhere`."""
+        return bool(self.reason)
+
+    @property
+    def reason(self) -> str:
+        """What asked this rank: a signal's name, or the words given to `request`; "" if nothing did."""
+        return self._requested if self._first is None else signal.Signals(self._first[0]).name
+
+    def request(self, reason: str) -> None:
+        """Ask to stop from within the program, on one rank or all."""
+        self._requested = self._requested or reason
+
+    def requested_anywhere(self) -> bool:
+        """Return whether any rank was asked to stop: the same answer on all, which call it together.
+
+        A small all-reduce between the hosts; no device is waited for.
+        """
+        return _ask_all(self.requested)()
+
+    def interruptible(self, items: Iterable[T]) -> Iterator[T]:
+        """Yield `items`, on all ranks alike up to one after a rank was asked to stop. Each must bring as many.
+
+        `interrupted` says afterwards whether items were left out.
+        """
+        self.interrupted = False
+        answer: Callable[[], bool] = bool
+        with contextlib.ExitStack() as stack:
+            iterator = iter(items)
+            if close := getattr(iterator, "close", None):
+                stack.callback(close)
+            for item in iterator:
+                # Asked with the item before, answered while the loop worked on it: nothing waits for the answer.
+                if answer():
+                    self.interrupted = True
+                    return
+                answer = _ask_all(self.requested)
+                yield item
+            answer()
+
+    def describe(self) -> str:
+        """Return which ranks were asked by what, as "SIGTERM on every rank". All ranks call it together."""
+        import torch.distributed as dist
+
+        reasons = [self.reason]
+        if dist.is_initialized():
+            reasons *= dist.get_world_size()
+            dist.all_gather_object(reasons, self.reason)
+        parts = []
+        for reason in dict.fromkeys(filter(None, reasons)):
+            ranks = [rank for rank, other in enumerate(reasons) if other == reason]
+            where = f" on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}"
+            where += " and more" * (len(ranks) > 8)
+            if len(ranks) == len(reasons):
+                where = " on every rank" if len(ranks) > 1 else ""
+            parts.append(reason + where)
+        return "; ".join(parts)
+
+    @contextlib.contextmanager
+    def shield_children(self) -> Iterator[None]:
+        """Hide these signals from processes started inside: torchrun sends them to all that its worker has started.
+
+        For the compilers that `torch.compile` starts: without one the step cannot end. This process still gets them.
+        """
+        if not self._handlers:
+            yield
+            return
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a new process inherits it; other threads do not
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def __enter__(self) -> StopSignal:
+        self._depth += 1
+        if self._depth == 1 and threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                old = signal.getsignal(number)
+                # A shell ignores SIGINT for jobs in its background: a Ctrl-C there means another job.
+                if number != signal.SIGINT or old != signal.SIG_IGN:
+                    self._handlers[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        for number, old in self._handlers.items():
+            signal.signal(number, signal.SIG_DFL if old is None else old)
+        self._handlers.clear()
+        if self._exit is not None:
+            self._exit.cancel()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        name, now = signal.Signals(number).name, time.monotonic()
+        if self._first is None:
+            self._first = number, now
+            if self.at_once:
+                self._exit_later(exit_codes.PREEMPTED)
+                raise StopRequested(f"{name} before the first step")
+            self._print(f"{name}: {self.notice}")
+            return
+        # torchrun passes the second Ctrl-C on to its workers as SIGTERM.
+        insists = number == signal.SIGINT or (number == signal.SIGTERM and self._first[0] == signal.SIGINT)
+        if insists and now - self._first[1] > _APART_SECONDS:
+            self._print(f"{name} again: ending at once")
+            self._exit_later(exit_codes.INTERRUPTED)
+            raise KeyboardInterrupt
+
+    def _print(self, text: str) -> None:
+        """Print it once for all ranks. A handler may interrupt a write to the log, so it does not use that."""
+        if os.environ.get("RANK", "0") == "0":
+            os.write(2, f"{text}\n".encode())
+
+    def _exit_later(self, code: int) -> None:
+        """End the process by this code, unless the block ends within seconds."""
+
+        def end() -> None:
+            exit_codes.report_code(code)
+            os._exit(code)
+
+        self._exit = threading.Timer(_UNWIND_SECONDS, end)
+        self._exit.daemon = True
+        self._exit.start()
+
+
+def _ask_all(mine: bool) -> Callable[[], bool]:
+    """Start to ask all ranks; the function returned waits for the answer, whether any of them says yes."""
+    import torch
+    import torch.distributed as dist
+
+    answer = torch.tensor([mine], dtype=torch.int32)
+    work = dist.all_reduce(answer, op=dist.ReduceOp.MAX, async_op=True) if dist.is_initialized() else None
+
+    def result() -> bool:
+        if work is not None:
+            work.wait()
+        return bool(answer.item())
+
+    return result
+
+
+def exit_on_signals(*numbers: signal.Signals) -> None:
+    """End the process at once with exit code 5 on these signals, while it only imports: nothing is lost yet.
+
+    A later handler (`StopSignal`, torchrun) replaces it.
+    """
+    # The file tells the launcher that this worker will write its exit code.
+    with contextlib.suppress(OSError), open(os.environ.get(exit_codes.VARIABLE, os.devnull), "a"):
+        pass
+    for number in numbers:
+        if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:  # as `StopSignal` does
+            signal.signal(number, _exit_now)
+
+
+def _exit_now(number: int, frame: FrameType | None) -> None:
+    exit_codes.report_code(exit_codes.PREEMPTED)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        os.write(2, f"stopped: {signal.Signals(number).name} before the first step\n".encode())
+    os._exit(exit_codes.PREEMPTED)
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """Let the kernel send this process a signal when its parent has ended, for whatever reason.
+
+    Linux only; elsewhere nothing happens. The parent is the thread that started this process.
+    """
+    import ctypes
+
+    parent = os.getppid()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+        if os.getppid() != parent:  # it ended before the call
+            os.kill(os.getpid(), number)
+
+
+def stop_with_torchrun() -> None:
+    """Let a worker save a checkpoint and stop when its torchrun is killed. Without torchrun nothing happens."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent(signal.SIGTERM)

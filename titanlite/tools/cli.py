@@ -1,0 +1,154 @@
+"""The `titanlite` command. A command's module is imported only when that command runs, or for the list of all."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from titanlite import exit_codes
+from titanlite.config.entries import begins_option, names_key
+from titanlite.config.errors import ConfigError, Problem
+from titanlite.utils import Style, escape
+
+Commands = Any  # argparse._SubParsersAction[argparse.ArgumentParser]
+
+#: Command → the function that adds it to argparse.
+COMMANDS = {
+    "train": "titanlite.tools.cli:add_train",
+    "config": "titanlite.tools.config:add_commands",
+    "runs": "titanlite.tools.runs:add_command",
+    "compare": "titanlite.tools.compare:add_command",
+    "checkpoint": "titanlite.tools.checkpoint:add_commands",
+    "benchmark": "titanlite.tools.benchmark:add_command",
+    "ladder": "titanlite.tools.benchmark:add_command",
+    "drill": "titanlite.tools.drill:add_command",
+}
+
+FLAGS = (
+    "Any further --section.key VALUE is laid over the file, as for train.py: --training.steps 100, "
+    "--no-training.compile, --model.overrides.n_layers 4."
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return the exit code (see `titanlite.exit_codes`)."""
+    ours, flags = split_flags(sys.argv[1:] if argv is None else argv)
+    arguments = make_parser(next((word for word in ours if word in COMMANDS), None)).parse_args(ours)
+
+    from titanlite.metrics.console import wants_color
+
+    try:
+        result = arguments.run(arguments, flags, Style(wants_color(sys.stdout)))
+    except Exception as error:
+        code = getattr(error, "exit_code", None)
+        if code is None:
+            raise
+        print(escape(str(error) if isinstance(error, ConfigError) else f"error: {error}"), file=sys.stderr)
+        return int(code)
+    text, code = result if isinstance(result, tuple) else (result, exit_codes.DONE)
+    try:
+        if text:
+            # In a pipe it may be a file to be kept as it is.
+            print(escape(text, colors=True) if sys.stdout.isatty() else text, flush=True)
+    except BrokenPipeError:
+        # A pager or `head` has seen enough; without this Python complains again while it shuts down.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
+
+
+def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Divide a command line into argparse's part and the `--section.key value` flags with their words.
+
+    argparse would take a flag's value for the name of the config file, and the value of `--aws-fsdp` for flags.
+    """
+    ours: list[str] = []
+    flags: list[str] = []
+    part = ours
+    words = iter(argv)
+    for word in words:
+        if word == "--aws-fsdp":
+            word = f"{word}={next(words, '')}"  # its value looks like flags
+        if begins_option(word):
+            part = flags if names_key(word) else ours
+        part.append(word)
+    return ours, flags
+
+
+def no_flags(flags: Sequence[str]) -> None:
+    """Refuse `--section.key` flags for a command that takes none."""
+    if flags:
+        message = "this command takes no --section.key flags"
+        raise ConfigError([Problem("command line", flags[0], message, code="bad-flag")])
+
+
+def make_parser(command: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser of one command; None: of all."""
+    parser = argparse.ArgumentParser(
+        prog="titanlite", description="Train Llama-family models from one TOML file.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="store_true", help="print the versions of titanlite, torch and Python")
+    parser.set_defaults(run=lambda arguments, *_: _versions() if arguments.version else parser.format_help().rstrip())
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for adder in dict.fromkeys(COMMANDS.values()):
+        if command is None or COMMANDS[command] == adder:
+            module, _, name = adder.partition(":")
+            getattr(importlib.import_module(module), name)(commands)
+    return parser
+
+
+def _versions() -> str:
+    """Return the versions in the records of the installation: importing torch takes seconds."""
+    import importlib.metadata
+    import platform
+
+    from titanlite import __version__
+
+    try:
+        torch = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        torch = "is not installed"
+    return f"titanlite {__version__}, torch {torch}, python {platform.python_version()}"
+
+
+def add_train(commands: Commands) -> None:
+    """Add `titanlite train` to argparse."""
+    train = commands.add_parser(
+        "train",
+        help="train a model on this machine",
+        description="Train a config, as train.py does: one rank in this process, or N ranks with --nproc-per-node. A "
+        "process that torchrun starts is one of its ranks: torchrun --nproc_per_node 8 -m titanlite train CONFIG",
+        epilog=f"{FLAGS} Exit status: docs/reliability.md lists it.",
+        allow_abbrev=False,
+    )
+    train.add_argument("file", nargs="?", metavar="CONFIG", help="TOML file; also looked up in train_configs/")
+    train.add_argument("--nproc-per-node", type=int, metavar="N", help="start N ranks on this machine with torchrun")
+    train.set_defaults(run=_train)
+
+
+def _train(arguments: argparse.Namespace, flags: list[str], _: Style) -> NoReturn:
+    import signal
+
+    from titanlite import main
+    from titanlite.config.fit import check_config
+
+    argv = [*([f"--job.config_file={arguments.file}"] if arguments.file else []), *flags]
+    ranks = arguments.nproc_per_node
+    if ranks is None:
+        main.main(argv)
+    if ranks < 1 or "TORCHELASTIC_RUN_ID" in os.environ:
+        why = f"expected an integer >= 1, got {ranks}" if ranks < 1 else "torchrun has started this process already"
+        raise ConfigError([Problem("command line", "--nproc-per-node", why, code="bad-flag")])
+    check_config(argv, ranks)
+    # torchrun would die of SIGUSR1, by which schedulers announce a time limit. Its workers listen to it.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    torchrun = [sys.executable, "-m", "titanlite.torchrun", "--nproc_per_node", str(ranks)]
+    rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
+    os.execv(sys.executable, [*torchrun, *rendezvous, "-m", "titanlite", "train", *argv])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,418 @@
+"""`titanlite config`: check, explain, compare, migrate; and the pages that are generated from the keys."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from titanlite import exit_codes
+from titanlite.config.aliases import (
+    ALIASES,
+    LATER_DEFAULTS,
+    LATER_FLAVORS,
+    MicrobatchSize,
+    key_of,
+    names_of,
+)
+from titanlite.config.checks import contradictions, missing_files
+from titanlite.config.derive import RunConfig, smallest_world
+from titanlite.config.entries import unknown
+from titanlite.config.errors import COMMAND_LINE, ConfigError, Problem
+from titanlite.config.fit import check_config, fitted
+from titanlite.config.keys import Key, keys, sections
+from titanlite.config.load import load, load_file, read_text
+from titanlite.config.loaded import ABOUT_FILES, LoadedConfig
+from titanlite.config.not_implemented import NOT_IMPLEMENTED, notes
+from titanlite.config.toml import quote, quote_key
+from titanlite.config.unsupported_keys import UNSUPPORTED
+from titanlite.models.shapes import count_parameters
+from titanlite.tools.cli import FLAGS, Commands, no_flags
+from titanlite.utils import Style, counted, escape
+
+DIFFERENT = 1
+"""Exit status of `config diff` and `config migrate --check`, as that of `diff`."""
+
+RUN_CONFIG = "config.toml"
+_MANIFEST = "manifest.json"
+_FILE = "TOML file; also looked up in train_configs/"
+
+
+def add_commands(commands: Commands) -> None:
+    """Add `titanlite config` to argparse."""
+    config = commands.add_parser("config", help="check, explain, compare and migrate config files", allow_abbrev=False)
+    config.set_defaults(run=lambda *_: config.format_help().rstrip())
+    actions = config.add_subparsers(title="commands", metavar="COMMAND")
+
+    def add(name: str, run: Any, help: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
+        parser = actions.add_parser(name, help=help, description=description, epilog=epilog, allow_abbrev=False)
+        parser.set_defaults(run=run)
+        return parser
+
+    check = add(
+        "check",
+        _check,
+        "check a config and show what a run of it would do",
+        "Check a config and show what a run of it would do. All problems of a stage are reported at once: first each "
+        "key by itself, then contradictions between keys, then numbers that do not fit the ranks or the model.",
+        f"{FLAGS} Exit status: 0 when it is right, 2 when not.",
+    )
+    check.add_argument("file", nargs="?", metavar="FILE", help=_FILE)
+    ranks = "ranks (default: WORLD_SIZE or NGPU of the environment, else the fewest that fit)"
+    check.add_argument("--world-size", type=int, metavar="N", help=ranks)
+    strict = "also refuse features that are not built yet and files that are not there, as training does"
+    check.add_argument("--strict", action="store_true", help=strict)
+
+    explain = add(
+        "explain",
+        _explain,
+        "show every key, or one: value, source, type, default, meaning",
+        "Show each value and where it comes from. Nothing given: the defaults of all keys.",
+        FLAGS,
+    )
+    words = "a key or section to explain in depth, and the TOML file"
+    explain.add_argument("words", nargs="*", metavar="KEY|FILE", help=words)
+
+    diff = add(
+        "diff",
+        _diff,
+        "compare the effective values of two configs",
+        "Show the keys whose values differ, whatever their spelling, with the source of each. A config is a TOML file, "
+        "the folder of a run, or a folder of checkpoints.",
+        f"Exit status: 0 when they are equal, {DIFFERENT} when not, 2 when one is wrong.",
+    )
+    diff.add_argument("left", metavar="FILE|FOLDER")
+    diff.add_argument("right", metavar="FILE|FOLDER")
+    diff.add_argument("--plans", action="store_true", help="also compare the values derived from them")
+    ranks = "ranks for --plans (default: as for `config check`, on each side)"
+    diff.add_argument("--world-size", type=int, metavar="N", help=ranks)
+
+    migrate = add(
+        "migrate",
+        _migrate,
+        "rewrite later names and other trainers' files",
+        "Rewrite a TOML file with titanlite's own names in their sections. Comments stay beside their keys, later "
+        "defaults are written out, and a key without equivalent becomes a comment with the reason. The new text goes "
+        "to standard output, the list of changes to standard error.",
+        f"Exit status: 0; with --check {DIFFERENT} when the file would change; 2 when it holds other mistakes.",
+    )
+    migrate.add_argument("file", nargs="?", metavar="FILE", help=_FILE)
+    migrate.add_argument("--in-place", action="store_true", help="replace the file, and keep the old one as FILE.orig")
+    migrate.add_argument("--check", action="store_true", help="only list the changes")
+    arguments = 'a command line of the AWS FSDP samples instead: "--max_steps=100 ..."'
+    migrate.add_argument("--aws-fsdp", metavar="ARGUMENTS", help=arguments)
+
+    add(
+        "schema",
+        _schema,
+        "print a JSON Schema of all keys, for editors",
+        "Print the JSON Schema (draft 2020-12) with which editors complete and check TOML files.",
+    )
+    template = add(
+        "template",
+        _template,
+        "print a commented TOML file with every key",
+        "Print a TOML file with every key, its meaning and its default, to uncomment from.",
+    )
+    template.add_argument("--markdown", action="store_true", help="print the table of the documentation instead")
+
+
+def _migrate(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str, int]:
+    from titanlite.tools.migrate import migrate_file, write_in_place
+
+    no_flags(flags)
+    shown = arguments.file
+    if arguments.aws_fsdp is not None:
+        from titanlite.tools.aws_fsdp import migrate_arguments
+
+        if arguments.file or arguments.in_place or arguments.check:
+            raise _wrong_words("--aws-fsdp", "takes no file, and no --in-place or --check")
+        shown, migration = "--aws-fsdp", migrate_arguments(arguments.aws_fsdp)
+    elif not arguments.file or (arguments.in_place and arguments.check):
+        raise _wrong_words(
+            "", "--in-place and --check exclude each other" if shown else "name a TOML file, or --aws-fsdp"
+        )
+    else:
+        path, migration = migrate_file(arguments.file)
+    report = migration.report(shown)
+    if arguments.check:
+        return report, DIFFERENT if migration.changes else exit_codes.DONE
+    if arguments.in_place:
+        kept = f"\nthe old file is {write_in_place(path, migration.text)}" if migration.changes else ""
+        return report + kept, exit_codes.DONE
+    print(escape(report), file=sys.stderr)
+    return migration.text.removesuffix("\n"), exit_codes.DONE
+
+
+def _wrong_words(key: str, message: str) -> ConfigError:
+    return ConfigError([Problem("command line", key, message, code="bad-flag")])
+
+
+def _schema(arguments: argparse.Namespace, flags: list[str], _: Style) -> str:
+    from titanlite.tools.config_pages import schema_text
+
+    no_flags(flags)
+    return schema_text().removesuffix("\n")
+
+
+def _template(arguments: argparse.Namespace, flags: list[str], _: Style) -> str:
+    from titanlite.tools.config_pages import markdown, template
+
+    no_flags(flags)
+    return markdown() if arguments.markdown else template()
+
+
+# Check
+
+
+def _check(arguments: argparse.Namespace, flags: list[str], style: Style) -> str:
+    argv = [*([f"--job.config_file={arguments.file}"] if arguments.file else []), *flags]
+    world_size, why = _world_size(arguments.world_size)
+    config, run = check_config(argv, world_size, training=arguments.strict)
+    return _report(config, run, why, style)
+
+
+def _world_size(asked: int | None) -> tuple[int | None, str]:
+    """Return the ranks to check for (None: the fewest that fit), and where the number comes from."""
+    if asked is not None:
+        if asked < 1:
+            raise _wrong_words("--world-size", f"expected an integer >= 1, got {asked}")
+        return asked, "--world-size"
+    for name in ("WORLD_SIZE", "NGPU"):
+        text = os.environ.get(name, "")
+        if text.isdigit() and int(text) > 0:
+            return int(text), f"{name} of the environment"
+    return None, "the fewest that fit; --world-size N checks another number"
+
+
+def _report(config: LoadedConfig, run: RunConfig, why: str, style: Style) -> str:
+    """Return what a run of the config does, line by line."""
+    mesh, batch, schedule, steps = run.mesh, run.batch, run.schedule, run.steps
+    args = run.model_args()
+    size = "the tokenizer's vocabulary" if args.vocab_size is None else f"{count_parameters(args):,} parameters"
+    degrees = {"data_parallel_replicate": mesh.dp_replicate, "data_parallel_shard": mesh.dp_shard}
+    degrees |= {f"{name}_parallel": getattr(mesh, name) for name in ("tensor", "pipeline", "context")}
+    shown = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1 or name == "data_parallel_shard"]
+    length = counted(run.training.epochs or 0, "epochs") if steps is None else f"{steps:,}"
+    tokens = "" if steps is None else f", {steps * batch.tokens_per_step:,} tokens"
+    pieces = f"{counted(batch.accumulation, 'micro-batches')} of {batch.micro_batch_size} per rank"
+    warmup = f"warm-up {counted(schedule.warmup_steps, 'steps')}, then {schedule.decay_type}"
+    saves = run.checkpoint
+    rows = {
+        "model": f"{run.model.name} {run.model.flavor}, {size}",
+        "ranks": f"{mesh.world_size} ({why}), {', '.join(shown)}",
+        "batch": f"{counted(batch.global_batch_size, 'sequences')} of {batch.seq_len} tokens, {pieces}",
+        "steps": f"{length}{tokens}",
+        "learning rate": f"{run.optimizer.lr:g}, {warmup}",
+        "checkpoints": f"every {counted(saves.interval, saves.interval_type)} in {saves.folder}"
+        if saves.enable_checkpoint
+        else "none",
+        "files": ", ".join(config.files) or "none: all defaults",
+    }
+    lines = [style.good("OK"), *(f"  {label:<14} {text}" for label, text in rows.items())]
+    lines += [style.dim(f"  note: {note}") for note in run.notes]
+    lines += [style.warn(f"  warning: {warning}") for warning in run.warnings]
+    lines += [style.warn(f"  not there: {problem}") for problem in missing_files(config)]
+    lines += [style.warn(f"  training will refuse: {note}") for note in notes(config)]
+    return "\n".join(lines)
+
+
+# Explain
+
+
+def _explain(arguments: argparse.Namespace, flags: list[str], style: Style) -> str:
+    files = [w for w in arguments.words if w.endswith(".toml") or os.sep in w or os.path.isfile(w)]
+    names = [word.strip("[]") for word in arguments.words if word not in files]
+    if len(files) > 1:
+        raise _wrong_words("", f"one file at a time, got {', '.join(files)}")
+    config = load([*(f"--job.config_file={file}" for file in files), *flags])
+    return "\n\n".join(_explain_one(config, name, style) for name in names or sections())
+
+
+def _explain_one(config: LoadedConfig, name: str, style: Style) -> str:
+    """Explain a section, or a key (by any of its names). Raises ConfigError for an unknown one."""
+    if name in sections():
+        return _explain_section(config, name, style)
+    if name in UNSUPPORTED:
+        off, reason = UNSUPPORTED[name]
+        head = f"{style.bold(name)} is a key of other trainers without effect here."
+        return f"{head}\n  accepted  {' or '.join(map(quote, off))}\n  otherwise refused: {reason}"
+    if key_of(name) not in keys():
+        problem = unknown(name, COMMAND_LINE)
+        raise ConfigError([Problem("", name, problem.message, problem.hint, code=problem.code)])
+    key = keys()[key_of(name)]
+    rows = [
+        ("value", f"{style.bold(quote(config.value(key.name)))}  from {_source(config, key)}"),
+        ("type", key.expected),
+        ("default", quote(key.default)),
+        ("meaning", key.description),
+    ]
+    if key.name in LATER_DEFAULTS:
+        later = LATER_DEFAULTS[key.name]
+        text = f"a micro-batch size of {later.size}" if isinstance(later, MicrobatchSize) else quote(later)
+        rows.append(("dialect 2026", f"default {text}, for a file that says so or uses later names of older keys"))
+    if key.name == "model.flavor":
+        text = ", ".join(f"{quote(there)} is {quote(here)}" for there, (here, _) in LATER_FLAVORS.items())
+        rows.append(("dialect 2026", f"of llama3 {text}, in such a file"))
+    rows += [("also", f"{other.name} ({other.relation})") for other in names_of(key.name)]
+    if entry := NOT_IMPLEMENTED.get(key.name):
+        possible = " or ".join(map(quote, (key.default, *entry.implemented)))
+        advice = f"; {entry.advice}" if entry.advice else ""
+        rows.append(("not built yet", f"{entry.feature}: values other than {possible} stop training{advice}"))
+    head = f"{style.bold(key.name)}" + (f"  ({name} is another name of it)" if name in ALIASES else "")
+    return "\n".join([head, *(f"  {label:<13} {text}" for label, text in rows)])
+
+
+def _explain_section(config: LoadedConfig, name: str, style: Style) -> str:
+    lines = [style.bold(f"[{name}]") + f"  {(sections()[name].__doc__ or '').splitlines()[0]}"]
+    for key in (k for k in keys().values() if k.section == name):
+        value = f"{key.field} = {quote(config.value(key.name))}"
+        value = style.bold(value) if config.is_given(key.name) else value
+        lines.append(f"  {value}  {style.dim(_source(config, key))}")
+        lines.append(style.dim(f"      {key.description} ({key.expected}; default {quote(key.default)})"))
+    return "\n".join(lines)
+
+
+def _source(config: LoadedConfig, key: Key) -> str:
+    if key.is_table and config.is_given(key.name):
+        prefix = f"{key.name}."
+        return ", ".join(f"{n[len(prefix) :]}: {s}" for n, s in config.sources.items() if n.startswith(prefix))
+    return _shown_source(config, key.name)
+
+
+def _shown_source(config: LoadedConfig, key: str) -> str:
+    source = config.source(key)
+    return f"{source}, as {source.written}" if source.written not in ("", key) else str(source)
+
+
+# Diff
+
+
+def _diff(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple[str, int]:
+    no_flags(flags)
+    left, right = side(arguments.left), side(arguments.right)
+    found = differences(left, right)
+    if arguments.plans:
+        size, _ = _world_size(arguments.world_size)
+        runs = [fitted(one.config, size or smallest_world(one.config)) for one in (left, right)]
+        found += derived_differences(*runs)
+    if not found:
+        return "no difference in effect", exit_codes.DONE
+    lines = [f"{style.dim('---')} {left.name}", f"{style.dim('+++')} {right.name}"]
+    for difference in found:
+        lines.append(style.bold(difference.key))
+        for mark, (value, source) in (("-", difference.left), ("+", difference.right)):
+            lines.append(f"  {mark} {value}" + (style.dim(f"  {source}") if source else ""))
+    return "\n".join(lines), DIFFERENT
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two configs."""
+
+    #: As the user named it.
+    name: str
+    config: LoadedConfig
+    #: Lines of a config that a run recorded, whose comments hold the source of each value; else empty.
+    recorded: tuple[str, ...] = ()
+
+    def shown(self, values: Mapping[str, Any], key: str) -> tuple[str, str]:
+        """Return a value in words, and where it was written."""
+        if key not in values:
+            return "(not set)", ""
+        if key in keys() and keys()[key].default is not None and self.config.superseded(key):
+            return "(not set)", "said in another way"
+        source, text = self.config.source(key), _shown_source(self.config, key)
+        if self.recorded and source.line is not None:
+            _, mark, origin = self.recorded[source.line - 1].rpartition("  # ")
+            text += f" ({origin})" if mark else ""
+        return quote(self.config.value(key) if key in keys() else values[key]), text
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that is not the same on both sides, each as (value, source)."""
+
+    key: str
+    left: tuple[str, str]
+    right: tuple[str, str]
+
+
+def side(name: str) -> Side:
+    """Return the config of a TOML file, of a run's folder or of a checkpoint's folder. Raises ConfigError."""
+    path = Path(name)
+    if not path.is_dir():
+        return Side(name, load_file(name))
+    file = path / RUN_CONFIG
+    if file.is_file():
+        return Side(name, load_file(file), tuple(file.read_text(encoding="utf-8").splitlines()))
+    for manifest in _manifests(path):
+        text = _recorded(manifest)
+        if text is not None:
+            config, problems = read_text(text, manifest)
+            if problems := problems or contradictions(config):
+                raise ConfigError(problems)
+            return Side(name, config, tuple(text.splitlines()))
+    hint = f"give a TOML file, or a folder with {RUN_CONFIG} or a checkpoint (step-N/{_MANIFEST})"
+    raise ConfigError([Problem("command line", "", f"no config in {quote(name)}", hint, code="no-file")])
+
+
+def _manifests(folder: Path) -> list[Path]:
+    """Return the manifests in a checkpoint's own folder, a folder of checkpoints, or a run's; the newest first."""
+    if (folder / _MANIFEST).is_file():
+        return [folder / _MANIFEST]
+    found = [*folder.glob(f"step-*/{_MANIFEST}"), *folder.glob(f"*/step-*/{_MANIFEST}")]
+    steps = {path: int(match[1]) for path in found if (match := re.fullmatch(r"step-(\d+)", path.parent.name))}
+    return sorted(steps, key=lambda path: steps[path], reverse=True)
+
+
+def _recorded(manifest: Path) -> str | None:
+    """Return the config in a checkpoint's manifest; None when it cannot be read or holds none."""
+    try:
+        text = json.loads(manifest.read_text(encoding="utf-8"))["config"]["toml"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return text if isinstance(text, str) and text else None
+
+
+def differences(left: Side, right: Side) -> list[Difference]:
+    """Return the keys whose values differ in effect, in order; entries of tables one by one."""
+    ours, theirs = dict(_values(left.config)), dict(_values(right.config))
+    order = list(keys())
+    both = sorted({**ours, **theirs}, key=lambda key: order.index(".".join(key.split(".")[:2])))
+    return [
+        Difference(key, left.shown(ours, key), right.shown(theirs, key))
+        for key in both
+        if key not in ours or key not in theirs or ours[key] != theirs[key]
+    ]
+
+
+def _values(config: LoadedConfig) -> Iterator[tuple[str, Any]]:
+    for key in keys().values():
+        value = config.value(key.name)
+        if key.is_table:
+            yield from ((f"{key.name}.{quote_key(name)}", entry) for name, entry in value.items())
+        elif key.name not in ABOUT_FILES:
+            yield key.name, None if config.superseded(key.name) else value
+
+
+def derived_differences(left: RunConfig, right: RunConfig) -> list[Difference]:
+    """Return the derived values that differ."""
+    ours, theirs = dict(_derived(left)), dict(_derived(right))
+    return [
+        Difference(f"derived.{name}", (quote(value), ""), (quote(theirs[name]), ""))
+        for name, value in ours.items()
+        if theirs[name] != value
+    ]
+
+
+def _derived(run: RunConfig) -> Iterator[tuple[str, Any]]:
+    yield "steps", run.steps
+    for group in ("mesh", "batch", "pipeline", "schedule", "deadlines"):
+        yield from ((f"{group}.{name}", value) for name, value in asdict(getattr(run, group)).items())

@@ -1,0 +1,443 @@
+"""`titanlite drill`: train a tiny copy of a config, inject faults, and compare with a run without a fault."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from titanlite import exit_codes
+from titanlite.config.errors import ConfigError, Problem
+from titanlite.metrics.jsonl import read_metrics
+from titanlite.tools.drill_config import HALF, INTERVAL, ONE_RANK, STEPS, TinyConfig, tiny_config
+from titanlite.tools.drill_ranks import Ranks, RanksError, start_fork_server, train
+from titanlite.tools.faults import LOADER_ERROR, NO_FAULT, Fault
+from titanlite.tools.processes import Stopped, stoppable
+from titanlite.utils import Style, escape
+
+#: Relative difference of losses on another number of ranks, which adds up in another order.
+_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
+#: Time in which all ranks must end after one raised; on a slow machine two half runs.
+_END_SECONDS = 10.0
+#: Time without progress until the run reports it; on a slow machine one half run.
+_STALL_SECONDS = 5.0
+
+_EPILOG = """\
+examples:
+  titanlite drill llama3_8b.toml
+  titanlite drill my.toml --ranks 4 --training.tensor_parallel_degree 2
+  titanlite drill my.toml --only sigterm --only full-disk
+
+Further --section.key VALUE flags are laid over the file, as for train.py. Exit status: 0 if all faults passed, 1 if one
+failed (the folders of the runs are then kept), 2 if the config or the command line is wrong, 130 after Ctrl-C."""
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to argparse."""
+    parser = commands.add_parser(
+        "drill",
+        help="test how a tiny copy of a config survives kills, damage, signals and other faults",
+        description="Train a tiny copy of CONFIG, with its features and kinds of parallelism, on CPU processes in a\n"
+        "temporary folder. Inject faults, one per run. Compare the result bit for bit with a run without\na fault, or "
+        "check the trace that the fault must leave.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("config", nargs="?", metavar="CONFIG", help="TOML file; also looked up in train_configs/")
+    add("--ranks", type=int, metavar="N", help="processes (default: 2, or 4 with two kinds of parallelism)")
+    names = [scenario.name for scenario in SCENARIOS]
+    add("--only", action="append", choices=names, metavar="NAME", help="only this fault; repeatable")
+    add("--list", action="store_true", help="print the names of the faults and exit")
+    add("--compile", action="store_true", help="leave training.compile as it is in CONFIG: slow")
+    add("--json", action="store_true", help="print the result as JSON")
+    parser.set_defaults(run=_run)
+
+
+class Failed(Exception):
+    """A scenario failed; the text says why."""
+
+
+def check(passed: bool, problem: str, text: str = "") -> None:
+    """Raise Failed with the problem and the last lines of an output."""
+    if not passed:
+        last = "".join(f"\n    {line}" for line in text.splitlines()[-6:])
+        raise Failed(problem + (":" + last if last else ""))
+
+
+@dataclass
+class Workspace:
+    """The folder of a drill: a whole run without a fault, the first half of one, and a run per scenario."""
+
+    tiny: TinyConfig
+    folder: Path
+    #: From the start of the half run to its end: shows how slow this machine is.
+    half_seconds: float = 0.0
+
+    def make_references(self) -> None:
+        """Train the runs without a fault. Raises Failed and RanksError."""
+        self.train(self.folder / "whole")
+        began = time.monotonic()
+        self.train(self.folder / "half", f"--training.steps={HALF}")
+        self.half_seconds = time.monotonic() - began
+        check(HALF in saved_steps(self.folder / "half"), f"no checkpoint of step {HALF} was saved")
+
+    def begin(self, name: str) -> Path:
+        """Make the folder of a run that holds the first half."""
+        return Path(shutil.copytree(self.folder / "half", self.folder / name))
+
+    def start(self, run: Path, *flags: str, fault: Fault = NO_FAULT, ranks: int = 0) -> Ranks:
+        """Start a run on this number of ranks; 0: that of the drill."""
+        run.mkdir(exist_ok=True)
+        folders = [f"--job.dump_folder={run}", f"--data.token_cache={self.folder / 'tokens'}"]
+        arguments = [*self.tiny.arguments, *folders, *flags]
+        return Ranks(arguments, ranks or self.tiny.ranks, run / "console.log", fault)
+
+    def train(
+        self, run: Path, *flags: str, fault: Fault = NO_FAULT, code: int = exit_codes.DONE, ranks: int = 0
+    ) -> str:
+        """Train once to the end and return the output.
+
+        Raises Failed unless the struck rank ends with exit code `code`, and the others with the same, or with LOST_PEER
+        if only that rank fails.
+        """
+        with self.start(run, *flags, fault=fault, ranks=ranks) as started:
+            codes, text = started.wait(), started.output()
+        expected = [exit_codes.LOST_PEER if code in (-signal.SIGKILL, exit_codes.ERROR) else code] * len(codes)
+        expected[fault.rank] = code
+        check(codes == expected, f"exit codes {codes}, not {expected}", text)
+        return text
+
+    def finish(self, run: Path, step: int, *flags: str) -> str:
+        """Resume a run from `step`, train to its end and compare it with the whole run. Return the output."""
+        text = self.train(run, *flags)
+        check_resumed(text, step)
+        self.compare(run)
+        return text
+
+    def compare(self, run: Path, like: str = "whole") -> None:
+        """Raise Failed unless two runs have the same figures in each step, and the same last checkpoint."""
+        ours, theirs = Counter(records(run)), Counter(records(self.folder / like))
+        unlike = sorted({step for step, *_ in (ours - theirs) + (theirs - ours)})
+        check(not unlike, f"steps {unlike} differ from those of the run {like!r}")
+        difference = self.difference(checkpoint(run), checkpoint(self.folder / like))
+        check(not difference, f"the last checkpoint differs from that of the run {like!r}", difference)
+
+    def difference(self, *checkpoints: Path) -> str:
+        """Compare the tensors of two checkpoints bit for bit. Return a table, empty if they are equal."""
+        words = ["checkpoint", "diff", *map(str, checkpoints)]
+        (code,), text = train(words, 1, self.folder / "diff.log", main="titanlite.tools.cli")
+        check(code in (0, 1), f"{words[2]} and {words[3]} cannot be compared", text)
+        return text if code else ""
+
+
+def checkpoint(run: Path, step: int = STEPS) -> Path:
+    return run / "checkpoint" / f"step-{step}"
+
+
+def saved_steps(run: Path) -> list[int]:
+    """Return the steps of the checkpoints of a run, ascending."""
+    names = [path.parent.name[5:] for path in (run / "checkpoint").glob("step-*/manifest.json")]
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def records(run: Path, needed: str = "") -> list[tuple[Any, ...]]:
+    """Return the rows of metrics.jsonl that have the figure `needed`, without times and memory."""
+    kept = ("loss", "grad_norm", "lr", "tokens_seen", "validation_loss", "validation_tokens")
+    rows = [row for row in read_metrics(run / "metrics.jsonl") if not needed or needed in row]
+    return [(row["step"], *((key, row[key]) for key in kept if key in row)) for row in rows]
+
+
+def check_resumed(text: str, step: int) -> None:
+    found = re.findall(r"resumed from step (\d+)", text)
+    check(found == [str(step)], f"the run resumed from step {', '.join(found) or 'none'}, not {step}", text)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One fault in a run that goes on from the first half."""
+
+    name: str
+    about: str
+    #: Its rank counts from the end if it is negative.
+    fault: Fault = NO_FAULT
+    #: Flags of the run.
+    flags: Sequence[str] = ()
+    #: Exit code of the rank after the fault, and whether a checkpoint newer than that of the first half is there then.
+    code: int = -signal.SIGKILL
+    newer: bool = False
+    #: Plays it in the folder of a run; returns a line about the success. Raises Failed. None: `interrupt`.
+    play: Callable[[Workspace, Path, Scenario], str] | None = None
+
+
+def interrupt(
+    work: Workspace, run: Path, scenario: Scenario, look: Callable[[str], object] = lambda output: None
+) -> str:
+    """End a run by a fault, check its output with `look`, resume it and compare the result."""
+    began, code = time.monotonic(), scenario.code
+    text = work.train(run, *scenario.flags, fault=scenario.fault, code=code)
+    seconds = time.monotonic() - began
+    look(text)
+    step = max(saved_steps(run), default=0)
+    check(step > HALF if scenario.newer else step == HALF, f"the newest checkpoint is of step {step}", text)
+    work.finish(run, step, *scenario.flags)
+    told = f"signal {-code}" if code < 0 else f"exit code {code}"
+    return f"all had ended {seconds:.0f} s after the start, by {told}; resumed from step {step}, same end"
+
+
+def interrupt_validation(work: Workspace, run: Path, scenario: Scenario) -> str:
+    def look(text: str) -> None:
+        check(records(run, "validation_loss")[-1][0] == HALF, "the validation was not interrupted", text)
+
+    flags = ["--checkpoint.interval=1000"]  # only the stop saves
+    return interrupt(work, run, replace(scenario, flags=flags, code=exit_codes.PREEMPTED, newer=True), look)
+
+
+def loader_raises(work: Workspace, run: Path, scenario: Scenario) -> str:
+    rank, step, limit = scenario.fault.rank, HALF + scenario.fault.number, max(_END_SECONDS, 2 * work.half_seconds)
+
+    def look(text: str) -> None:
+        seconds = time.time() - float(re.findall(r"fault: raise ([\d.]+)", text)[0])
+        named = re.search(rf"rank {rank} \(.+\) raised in data of step {step}, .*: all ranks end", text)
+        check(named is not None, f"rank 0 did not report that rank {rank} raised in data of step {step}", text)
+        check(LOADER_ERROR in text.splitlines()[-1], f"the last line is not the error of rank {rank}", text)
+        check(seconds <= limit, f"all ranks had ended after {seconds:.0f} s, more than {limit:.0f}", text)
+
+    return f"rank {rank} named, its error the last line, {interrupt(work, run, scenario, look)}"
+
+
+def resume(work: Workspace, run: Path, _: Scenario) -> str:
+    work.finish(run, HALF)
+    return f"{HALF} + {STEPS - HALF} steps equal {STEPS} steps without a stop, bit for bit"
+
+
+def largest_shard(folder: Path) -> Path:
+    return max(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)
+
+
+def damage(work: Workspace, run: Path, scenario: Scenario) -> str:
+    folder = checkpoint(run, HALF)
+    file = folder / "manifest.json" if scenario.name == "missing-manifest" else largest_shard(folder)
+    content = bytearray(file.read_bytes())
+    middle = len(content) // 2
+    content[middle] ^= 1
+    file.write_bytes(content if scenario.name == "flipped-bit" else content[:middle])
+    if scenario.name == "missing-manifest":
+        file.unlink()
+    text = work.finish(run, HALF - INTERVAL)
+    check(file.name in text, f"the start did not name {file.name}", text)
+    check(len([*folder.parent.glob(f"{folder.name}?*")]) == 1, "the damaged checkpoint was not kept")
+    return f"{file.name} named, resumed from step {HALF - INTERVAL}, same end"
+
+
+def none_left(work: Workspace, run: Path, _: Scenario) -> str:
+    for step in saved_steps(run):
+        largest_shard(checkpoint(run, step)).unlink()
+    before = records(run)
+    text = work.train(run, "--checkpoint.start=resume", code=exit_codes.CHECKPOINT)
+    check(records(run) == before, "it trained, but there was no checkpoint to resume from", text)
+    return f"refused with exit code {exit_codes.CHECKPOINT}, nothing trained"
+
+
+def loader_hangs(work: Workspace, run: Path, scenario: Scenario) -> str:
+    rank, step, config = scenario.fault.rank, HALF + 2, work.tiny.config
+    seconds = min(max(_STALL_SECONDS, work.half_seconds), config.comm.train_timeout_seconds / 2)
+    heartbeat = min(config.stall.heartbeat_seconds, seconds / 2)
+    flags = [f"--stall.deadline_seconds={seconds:.3f}", f"--stall.heartbeat_seconds={heartbeat:.3f}"]
+    mark = run / "hang"
+    mark.touch()
+    with work.start(run, *flags, fault=replace(scenario.fault, mark=str(mark))) as ranks:
+        report = ranks.until(r"no progress for \d+ s:\n(?:  .*\n)+(.*)\n")  # a table and a sentence
+        mark.unlink()
+        named = re.match(rf"rank {rank} \(.+\) has been in data of step {step} for ", report[1])
+        check(named is not None, f"the report does not name rank {rank} in data of step {step}", report[0])
+        codes = ranks.wait()
+        check(set(codes) == {exit_codes.DONE}, f"after the hang the run ended with {codes}", ranks.output())
+    work.compare(run)
+    return f"rank {rank} named, in data of step {step}, after {seconds:.0f} s without progress; it goes on, same end"
+
+
+def second_run(work: Workspace, run: Path, scenario: Scenario) -> str:
+    with work.start(run, fault=scenario.fault) as first:
+        first.until("fault: pause")
+        with work.start(run) as second:
+            code = second.wait(grace=1.0)[0]  # only rank 0 takes the lock; the others wait for it in vain
+            text = second.output()
+        check(code == exit_codes.CHECKPOINT, f"the second run ended with {code}", text)
+        check(str(first.processes[0].pid) in text, "the second run does not name the process of the first", text)
+        first.send(signal.SIGCONT)
+        codes = first.wait()
+        check(set(codes) == {exit_codes.DONE}, f"the first run ended with {codes}", first.output())
+    work.compare(run)
+    return "refused while the first run is alive, which goes on, same end"
+
+
+def bad_steps(work: Workspace, run: Path, scenario: Scenario, *names: str) -> list[list[Any]]:
+    """Train with a NaN in the gradient of one rank. Return these values of the rows in guard.jsonl."""
+    work.train(run, *scenario.flags, fault=scenario.fault)
+    rows = [json.loads(line) for line in (run / "guard.jsonl").read_text().splitlines()]
+    return [[row.get(name) for name in names] for row in rows]
+
+
+def nan_skip(work: Workspace, run: Path, scenario: Scenario) -> str:
+    step = scenario.fault.number
+    rows = bad_steps(work, run, scenario, "step", "action")
+    check(rows == [[step, "skip"]], f"guard.jsonl has {rows}")
+    changed = work.difference(checkpoint(run, HALF), checkpoint(run, step))
+    check(not changed, f"the bad step {step} changed the checkpoint", changed)
+    check(work.difference(checkpoint(run, step), checkpoint(run, step + 1)) != "", f"step {step + 1} changed nothing")
+    steps = [row[0] for row in records(run, "loss")]
+    check(steps == [*range(1, STEPS + 1)] and STEPS in saved_steps(run), f"metrics.jsonl has the steps {steps}")
+    return f"step {step} changed no weight or moment, the run goes on to its end"
+
+
+def nan_rollback(work: Workspace, run: Path, scenario: Scenario) -> str:
+    step, own = scenario.fault.number, work.tiny.config.data.skip_steps
+    rows = bad_steps(work, run, scenario, "step", "action", "back_to_step", "left_out")
+    # Steps of the data order, which are not those of the run if the config skips some itself.
+    skipped = rows[0][-1] if own and rows else f"{HALF + 1}-{step}"
+    check(rows == [[step, "rollback", HALF, skipped]], f"guard.jsonl has {rows}")
+    # The result must equal a run that resumes from that checkpoint and is told to skip these steps.
+    other = work.begin("nan-skip-steps")
+    check_resumed(work.train(other, f"--data.skip_steps={json.dumps([*own, skipped])}"), HALF)
+    work.compare(run, other.name)
+    return f"back to step {HALF}, then as if steps {skipped} of the data had been skipped"
+
+
+def full_disk(work: Workspace, run: Path, scenario: Scenario) -> str:
+    step, mode = scenario.fault.number, work.tiny.config.checkpoint.async_mode
+    if scenario.name == "background-save" and mode == "disabled":
+        mode = "async"
+    text = work.train(run, f"--checkpoint.async_mode={mode}", fault=scenario.fault)
+    told = re.search(rf"step {step}\b.*rank {scenario.fault.rank}: .*{os.strerror(errno.EFBIG)}", text)
+    check(told is not None, "the failed save was not reported", text)
+    steps = saved_steps(run)
+    check(step not in steps and {HALF, STEPS} <= {*steps}, f"there are checkpoints of steps {steps}", text)
+    work.compare(run)
+    return f"async_mode = {mode!r}: reported, step {HALF} stays, training goes on, the next save succeeds"
+
+
+def other_ranks(work: Workspace, run: Path, _: Scenario) -> str:
+    check_resumed(work.train(run, *ONE_RANK, ranks=1), HALF)
+    whole, tolerance = work.folder / "whole", _TOLERANCE[work.tiny.config.training.mixed_precision_param]
+    expected = {step: dict(figures) for step, *figures in records(whole, "loss")}
+    for step, *figures in records(run, "loss"):
+        found, other = dict(figures), expected[step]
+        gap = abs(found["loss"] - other["loss"])
+        check(gap <= tolerance * other["loss"], f"the loss of step {step} differs by {gap:.2g}")
+        check(found["tokens_seen"] == other["tokens_seen"], f"tokens_seen of step {step} differs")
+    places = [json.loads((checkpoint(one) / "manifest.json").read_text())["train"]["data"] for one in (run, whole)]
+    check(places[0] == places[1], f"the position in the data is {places[0]}, not {places[1]}")
+    return f"saved on {work.tiny.ranks} ranks, resumed on 1: same position in the data, losses equal to rounding"
+
+
+_SAVE, _NEXT = HALF + INTERVAL, HALF + 1
+_PURGE, _FULL = Fault("kill", "prune half", _SAVE), Fault("full", "save", _SAVE, -1)
+_RAISE, _HANG = Fault("raise", "batch", 2, -1), Fault("hang", "batch", 2, -1)
+_SIGTERM, _IN_VALIDATION = Fault("term", "step", _NEXT, -1), Fault("term", "validation", 1, -1)
+_NAN, _NAN_LATER = Fault("nan", "step", _NEXT, -1), Fault("nan", "step", _SAVE, -1)
+_SKIP = ["--guard.policy=skip", "--guard.max_skips=1", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=0"]
+_ROLLBACK = ["--guard.policy=rollback", "--guard.max_skips=1"]
+SCENARIOS = (
+    Scenario("resume", "stop and start again, without any fault", play=resume),
+    Scenario("kill-shard", "SIGKILL while a shard is written", Fault("kill", "shard half", _SAVE, -1)),
+    Scenario("kill-rename", "SIGKILL before the manifest gets its name", Fault("kill", "publish", _SAVE)),
+    Scenario(
+        "kill-purge", "SIGKILL while old checkpoints are deleted", _PURGE, ["--checkpoint.keep_latest_k=1"], newer=True
+    ),
+    Scenario("kill-rank", "SIGKILL of one rank in a step", Fault("kill", "step", _NEXT, -1)),
+    Scenario("truncated-shard", "the newest checkpoint's largest file is cut in half", play=damage),
+    Scenario("flipped-bit", "one bit of the newest checkpoint has changed", play=damage),
+    Scenario("missing-manifest", "the newest checkpoint has no manifest", play=damage),
+    Scenario("none-left", "no checkpoint is good, and the run must resume", play=none_left),
+    Scenario("sigterm", "SIGTERM to one rank", _SIGTERM, code=exit_codes.PREEMPTED, newer=True),
+    Scenario("sigterm-validation", "SIGTERM to one rank in a validation", _IN_VALIDATION, play=interrupt_validation),
+    Scenario("loader-raises", "an error in one rank's loader", _RAISE, code=exit_codes.ERROR, play=loader_raises),
+    Scenario("loader-hangs", "storage does not answer one rank's loader", _HANG, play=loader_hangs),
+    Scenario("second-run", "another run starts in the same folder", Fault("pause", "step", _NEXT), play=second_run),
+    Scenario("dead-lock", "a killed run has left its lock", Fault("kill", "step", _NEXT)),
+    Scenario(
+        "nan-stop",
+        'a NaN gradient on one rank, guard.policy = "stop"',
+        _NAN,
+        ["--guard.policy=stop"],
+        code=exit_codes.GUARD,
+    ),
+    Scenario("nan-skip", 'the same, guard.policy = "skip"', _NAN, _SKIP, play=nan_skip),
+    Scenario("nan-rollback", 'the same, guard.policy = "rollback"', _NAN_LATER, _ROLLBACK, play=nan_rollback),
+    Scenario("full-disk", "no space for a save", _FULL, play=full_disk),
+    Scenario("background-save", "no space for a save in the background", _FULL, play=full_disk),
+    Scenario("other-ranks", "resume on one rank", play=other_ranks),
+)
+_WIDTH = max(len(scenario.name) for scenario in SCENARIOS)
+
+
+def _run(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple[str, int]:
+    if arguments.list:
+        return "\n".join(f"{one.name:<{_WIDTH}}  {one.about}" for one in SCENARIOS), exit_codes.DONE
+    if arguments.config is None:
+        raise ConfigError([Problem("command line", "CONFIG", "name a TOML file", "or --list for the faults")])
+    if arguments.ranks is not None and arguments.ranks < 2:
+        raise ConfigError([Problem("command line", "--ranks", f"expected an integer >= 2, got {arguments.ranks}")])
+    chosen = [one for one in SCENARIOS if not arguments.only or one.name in arguments.only]
+    tiny = tiny_config(arguments.config, flags, arguments.ranks, arguments.compile)
+    for line in tiny.notes:
+        _log(f"  {line}")
+    folder, results, code = Path(tempfile.mkdtemp(prefix="titanlite-drill-")), list[dict[str, Any]](), exit_codes.ERROR
+    try:
+        with stoppable():
+            code = _play(Workspace(tiny, folder), chosen, results, style)
+    except Stopped as stop:
+        _log(f"stopped by {stop}")
+        code = 128 + stop.number
+    finally:
+        if code == exit_codes.ERROR:
+            _log(f"the runs, with their output in console.log: {folder}")
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+    if not arguments.json:
+        return f"{sum(result['passed'] for result in results)} of {len(chosen)} passed", code
+    record = {"config": arguments.config, "ranks": tiny.ranks, "passed": code == exit_codes.DONE, "faults": results}
+    return json.dumps({**record, "kept": str(folder) if folder.exists() else None}, indent=1), code
+
+
+def _play(work: Workspace, chosen: Sequence[Scenario], results: list[dict[str, Any]], style: Style) -> int:
+    """Play the scenarios, and print and append the result of each. Return the exit code."""
+    start_fork_server()
+    began = time.monotonic()
+    try:
+        work.make_references()
+    except (Failed, RanksError) as problem:
+        _log(f"{style.warn('FAIL')}    the run without a fault: {problem}")
+        return exit_codes.ERROR
+    _log(f"        {'(no fault)':<{_WIDTH}}  {time.monotonic() - began:5.1f} s  the run to compare with")
+    for scenario in chosen:
+        began = time.monotonic()
+        scenario = replace(scenario, fault=replace(scenario.fault, rank=scenario.fault.rank % work.tiny.ranks))
+        try:
+            passed, told = True, (scenario.play or interrupt)(work, work.begin(scenario.name), scenario)
+        except Exception as problem:  # an error of a check means that a run left something unexpected
+            passed, told = False, str(problem) if isinstance(problem, Failed | RanksError) else repr(problem)
+        seconds = time.monotonic() - began
+        word = style.good("pass") if passed else style.warn("FAIL")
+        _log(f"{word}    {scenario.name:<{_WIDTH}}  {seconds:5.1f} s  {told}")
+        results.append({"name": scenario.name, "passed": passed, "seconds": round(seconds, 2), "told": told})
+    return exit_codes.DONE if all(result["passed"] for result in results) else exit_codes.ERROR
+
+
+def _log(text: str) -> None:
+    """Print progress to standard error; standard output has the result."""
+    print(escape(text), file=sys.stderr, flush=True)

@@ -1,0 +1,208 @@
+"""Faults inside the process of one rank, shared by `titanlite drill` and the tests.
+
+Faults in a save are placed by calls on files, not by functions of the trainer. Python reports these calls as audit
+events (docs.python.org/3/library/audit_events.html); only `os.fsync` has none, so it is wrapped.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import re
+import resource
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class SaveEvent:
+    """A point in a save: just before a call on a file."""
+
+    #: Audit events, or "os.fsync".
+    calls: tuple[str, ...]
+    #: Pattern of the path, for a rename of "old path -> new path". FOLDER stands for the folder of the save.
+    path: str
+    #: The event that must have come before.
+    after: str = ""
+    #: Number of the call among those that match.
+    count: int = 1
+    #: Half of the file is cut off first, as if the rest had not been written.
+    half: bool = False
+
+
+_RENAME = ("os.rename", "os.link")
+#: Points at which a process can be killed, in the order of a save.
+SAVE_EVENTS = {
+    "folder made": SaveEvent(("os.mkdir",), r"/FOLDER$"),
+    "shard begun": SaveEvent(("open",), r"/FOLDER/[^/]*\.distcp"),
+    "shard half": SaveEvent(("os.fsync",), r"/FOLDER/[^/]*\.distcp", half=True),
+    "shards written": SaveEvent(("open",), r"/FOLDER/\.metadata"),
+    "index half": SaveEvent(("os.fsync",), r"/FOLDER/\.metadata", half=True),
+    "manifest begun": SaveEvent(("open",), r"/FOLDER/\.?manifest\.json"),
+    "manifest half": SaveEvent(("os.fsync",), r"/FOLDER/\.?manifest\.json", half=True),
+    "publish": SaveEvent(_RENAME, r"-> .*/FOLDER/manifest\.json$"),
+    "published": SaveEvent(("os.fsync",), r"/(step-\d+|checkpoint)$", after="publish"),
+    "prune": SaveEvent(("os.remove", *_RENAME), r"^[^>]*/step-\d+(/manifest\.json)?( ->|$)", after="publish"),
+    "prune half": SaveEvent(("os.remove",), r"step-\d+[^/]*/", after="prune", count=2),
+}
+#: The new checkpoint is there at these events.
+PUBLISHED = ("published", "prune", "prune half")
+#: Pattern of the folder of a save, which may have a temporary name while it is written.
+_FOLDER = r"(?:\.partial-)?step-{}(?:-[0-9a-f]+)?"
+#: On a full disk files cannot grow beyond this: less than any shard of a tiny model, more than its records.
+FULL_BYTES = 1 << 16
+_LOADER_ERROR = (errno.EIO, "Input/output error", "a shard of the drill")
+#: Text of the error that a loader raises.
+LOADER_ERROR = str(OSError(*_LOADER_ERROR))
+_SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "pause": signal.SIGSTOP}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault in one rank; the default is none.
+
+    kill, term, pause: the process gets SIGKILL, SIGTERM or SIGSTOP. nan: a gradient becomes NaN, once. full: the disk
+    is full. raise, hang: the loader raises LOADER_ERROR, or does not return while the file `mark` exists.
+    All but full print "fault: KIND TIME" when they strike; TIME is in seconds since 1970.
+    """
+
+    kind: Literal["none", "kill", "term", "pause", "nan", "full", "raise", "hang"] = "none"
+    #: When it strikes: at a key of SAVE_EVENTS (signals), in a "save" (full), in a "step" that has its batches (signals
+    #: and nan), when the loader reads the "batch" of a step (raise, hang) or begins a "validation" (signals).
+    event: str = ""
+    #: Number of the step. Of a batch or a validation: its number since the start of the process.
+    number: int = 0
+    rank: int = 0
+    mark: str = ""
+
+
+NO_FAULT = Fault()
+
+
+def inject(fault: Fault) -> None:
+    """Prepare this process for a fault, before it trains."""
+    from titanlite.data.loader import TrainLoader, ValidationLoader
+
+    calls, steps = itertools.count(1), {fault.number}
+
+    def count(_: object) -> None:
+        if next(calls) == fault.number:
+            _strike(fault)
+
+    def look(step: int, model: Any, _: object) -> None:
+        if step in steps:
+            steps.remove(step)  # after a rollback the step is repeated without the fault
+            _strike(fault, model)
+
+    if fault.event in SAVE_EVENTS:
+        _watch_files(_save_watch(fault))
+    elif fault.event == "save":
+        _watch_files(_full_disk(fault.number))
+    elif fault.event == "step":
+        before_steps(look)
+    elif fault.event == "batch":
+        call_before(TrainLoader, "next_step", count)
+    elif fault.event == "validation":
+        call_before(ValidationLoader, "__iter__", count)
+    else:
+        raise ValueError(f"unknown event {fault.event!r}")
+
+
+def _strike(fault: Fault, model: Any = None) -> None:
+    os.write(1, f"fault: {fault.kind} {time.time():.3f}\n".encode())
+    if fault.kind in _SIGNALS:
+        os.kill(os.getpid(), _SIGNALS[fault.kind])
+    elif fault.kind == "raise":
+        raise OSError(*_LOADER_ERROR)
+    elif fault.kind == "nan":
+        factors = itertools.chain([float("nan")], itertools.repeat(1.0))
+        list(model.parameters())[-1].register_post_accumulate_grad_hook(lambda p: p.grad.mul_(next(factors)))
+    while fault.kind == "hang" and os.path.exists(fault.mark):
+        time.sleep(0.05)
+
+
+def call_before(owner: Any, name: str, notify: Callable[..., object]) -> None:
+    """Replace a function of a module or class by one that first calls `notify` with the same arguments."""
+    original = getattr(owner, name)
+
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        notify(*arguments, **options)
+        return original(*arguments, **options)
+
+    setattr(owner, name, wrapped)
+
+
+def before_steps(notify: Callable[[int, Any, Any], object]) -> None:
+    """Call notify(step, model, batches) before each training step of this process, when its batches are there."""
+    from titanlite.step import TrainStep
+
+    def adapted(train_step: TrainStep, batches: Any, step: int, *_: Any) -> None:
+        notify(step, train_step.model, batches)
+
+    call_before(TrainStep, "__call__", adapted)
+
+
+#: Called with a call on files, a path (of a rename "old path -> new path") and, for "os.fsync", a file descriptor.
+_Notify = Callable[[str, str, int], None]
+
+
+def _watch_files(notify: _Notify) -> None:
+    """Call `notify` before each call that creates, writes, syncs, renames or removes a file."""
+
+    def hook(call: str, arguments: tuple[Any, ...]) -> None:
+        if call == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR):
+            notify(call, _path(arguments[0]), -1)
+        elif call in ("os.mkdir", "os.remove"):
+            notify(call, _path(arguments[0], arguments[-1]), -1)
+        elif call in _RENAME:
+            notify(call, f"{_path(arguments[0])} -> {_path(arguments[1])}", -1)
+
+    def synced(file: Any) -> None:
+        descriptor = file if isinstance(file, int) else file.fileno()
+        notify("os.fsync", os.readlink(f"/proc/self/fd/{descriptor}"), descriptor)
+
+    sys.addaudithook(hook)
+    call_before(os, "fsync", synced)
+
+
+def _path(value: object, folder: int = -1) -> str:
+    """Return a path of an audit event. folder: descriptor of the folder that it is relative to; -1: none."""
+    path = os.fsdecode(value) if isinstance(value, str | bytes | os.PathLike) else ""
+    return path if folder < 0 else os.path.join(os.readlink(f"/proc/self/fd/{folder}"), path)
+
+
+def _save_watch(fault: Fault) -> _Notify:
+    """Strike at an event of the save of step `fault.number`."""
+    seen: Counter[str] = Counter()
+
+    def notify(call: str, path: str, descriptor: int) -> None:
+        for name, event in SAVE_EVENTS.items():
+            pattern = event.path.replace("FOLDER", _FOLDER.format(fault.number))
+            if call in event.calls and (not event.after or seen[event.after]) and re.search(pattern, path):
+                seen[name] += 1
+                if name == fault.event and seen[name] == event.count:
+                    if event.half:
+                        os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
+                    _strike(fault)
+
+    return notify
+
+
+def _full_disk(step: int) -> _Notify:
+    """Limit the size of files from the save of `step` until that of another step."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write then fails with an error, as on a full disk
+    folder = re.compile("/" + _FOLDER.format(r"(\d+)") + "(/|$)")
+
+    def notify(call: str, path: str, _: int) -> None:
+        if call in ("os.mkdir", "open") and (found := folder.search(path)):
+            limit = FULL_BYTES if int(found[1]) == step else soft
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+
+    return notify
