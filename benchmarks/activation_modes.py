@@ -85,14 +85,15 @@ def serve(shape: Shape, plan: dict[str, Any], compiled: bool) -> None:
     sys.path.insert(0, str(ROOT))
     import torch
 
-    from titanlite.config.sections import Optimizer
-    from titanlite.data.loader import Batch
+    from titanlite.config.sections import ActivationCheckpoint, Compile, Optimizer, Training
+    from titanlite.data.loader import Batch, to_device
     from titanlite.guard import FiniteGuard
     from titanlite.metrics.throughput import reset_peak
     from titanlite.models import LlamaArgs, get_spec
     from titanlite.optim.optimizer import build_optimizer
     from titanlite.parallel.dist_env import DistEnv
     from titanlite.parallel.parallelize import ModelBuilder
+    from titanlite.step import PlainRunner, TrainStep
 
     args = LlamaArgs(
         dim=shape.dim,
@@ -112,8 +113,10 @@ def serve(shape: Shape, plan: dict[str, Any], compiled: bool) -> None:
             activation_checkpoint=ActivationCheckpoint(**plan),
             compile=Compile(components=["model"]),
         )
+        kept = builder.trace_activations(batch_size=shape.batch, seq_len=shape.seq)
+        model = builder.build(seed=0)
         optimizer = build_optimizer(model.parameters(), Optimizer(), device)
-        guard = FiniteGuard(device)
+        train_step = TrainStep(model, optimizer, PlainRunner(model), FiniteGuard(device), max_norm=1.0)
         window = torch.randint(0, shape.vocab, (shape.batch, shape.seq + 1), generator=torch.Generator().manual_seed(0))
         batches = to_device([Batch(window[:, :-1].contiguous(), window[:, 1:].contiguous())], device)
         at_rest = 0

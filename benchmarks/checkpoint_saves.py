@@ -95,7 +95,6 @@ def cell(folder: Path, repeats: int, dim: int) -> None:
     from titanlite.config.sections import Checkpoint, Optimizer, Training
     from titanlite.data.loader import Batch, to_device
     from titanlite.guard import FiniteGuard
-    from titanlite.loss import cross_entropy_sum
     from titanlite.models import LlamaArgs, get_spec
     from titanlite.optim.optimizer import build_optimizer
     from titanlite.parallel.dist_env import DistEnv
@@ -106,9 +105,9 @@ def cell(folder: Path, repeats: int, dim: int) -> None:
         mesh = world.build_mesh(dp_shard=world.size)
         args = LlamaArgs(**{**SHAPE, "dim": dim})
         training = Training(mixed_precision_param="float32")
-        model = ModelBuilder(get_spec("llama3"), args, mesh, world.device, training).build(0)
+        model = ModelBuilder(get_spec("llama3"), args, mesh, world.device, training).build(seed=0)
         optimizer = build_optimizer(model.parameters(), Optimizer(), world.device)
-        train_step = TrainStep(model, optimizer, PlainRunner(model, cross_entropy_sum), FiniteGuard(world.device), 1.0)
+        train_step = TrainStep(model, optimizer, PlainRunner(model), FiniteGuard(world.device), max_norm=1.0)
         window = torch.randint(0, args.n_vocab, (TOKENS[0], TOKENS[1] + 1), generator=torch.Generator().manual_seed(0))
         data = to_device([Batch(window[:, :-1].contiguous(), window[:, 1:].contiguous())], world.device)
         step = 0
@@ -123,7 +122,7 @@ def cell(folder: Path, repeats: int, dim: int) -> None:
             return time.perf_counter() - began
 
         def checkpointer(mode: str, verify: str = "hash") -> Any:
-            config = Checkpoint(folder=str(folder / mode), async_mode=mode, verify=verify)
+            config = Checkpoint(enable_checkpoint=True, folder=str(folder / mode), async_mode=mode, verify=verify)
             return Checkpointer(config, world, {"model": "benchmark"})
 
         for _ in range(3):

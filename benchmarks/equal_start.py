@@ -141,6 +141,7 @@ def train_titanlite(world: DistEnv, folder: Path, *flags: str) -> list[dict[str,
     folder: an empty one, the same on all ranks or not. flags: as on the command line, after `CONFIG`.
     """
     from titanlite.build import build, read_datasets
+    from titanlite.config.fit import load_config
     from titanlite.metrics.jsonl import FILE, read_metrics
     from titanlite.models.llama.hf import from_meta
     from titanlite.trainer import Trainer
@@ -148,18 +149,18 @@ def train_titanlite(world: DistEnv, folder: Path, *flags: str) -> list[dict[str,
     config, text = folder / f"config-{world.rank}.toml", folder / f"text-{world.rank}.json"
     config.write_text(CONFIG)
     text.write_text(json.dumps({"text": "replaced below", "timestamp": "", "url": ""}) + "\n")
-    run = folder / "run"
-    mine = [f"--job.dump_folder={run}", f"--training.dataset_path={text}", *flags]
-    plans = load_config(str(config), world.size, mine)
-    read = read_datasets(plans)
+    dump = folder / "run"
+    mine = [f"--job.dump_folder={dump}", f"--training.dataset_path={text}", *flags]
+    run = load_config(str(config), world.size, mine)
+    read = read_datasets(run)
     read.train.sequence = sequence  # type: ignore[method-assign]
-    trainer = Trainer(build(plans, world, read))
+    trainer = Trainer(build(run, world, read))
     parameters = dict(trainer.parts.model.named_parameters())
     drawn = {name: _tensor(weight(name, tuple(p.shape))) for name, p in parameters.items()}
     for name, value in from_meta(drawn, trainer.parts.args).items():
         place(parameters[name], value)
     trainer.train()
-    return read_metrics(run / FILE) if world.rank == 0 else []
+    return read_metrics(dump / FILE) if world.rank == 0 else []
 
 
 def place(parameter: torch.nn.Parameter, full: torch.Tensor) -> None:

@@ -24,13 +24,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from titanlite.config.sections import Optimizer
-from titanlite.data.loader import Batch
+from titanlite.config.sections import Optimizer, Training
+from titanlite.data.loader import Batch, to_device
 from titanlite.guard import FiniteGuard
 from titanlite.metrics.throughput import device_name
 from titanlite.models import LlamaArgs, get_spec
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.dist_env import DistEnv
+from titanlite.parallel.parallelize import ModelBuilder
+from titanlite.step import PlainRunner, TrainStep
 
 MIB = 2**20
 
@@ -46,10 +48,12 @@ class Cell:
 
     def __init__(self, world: DistEnv, args: LlamaArgs, chunks: int, dtype: Any) -> None:
         self.chunks, self.device = chunks, world.device
-        mesh, plan = world.build_mesh(MeshPlan()), ShardPlan(param_dtype=dtype)
-        self.model = build_model(get_spec("llama3"), args, mesh, plan, self.device, 0, loss=LossPlan(chunks))
-        self.optimizer = build_optimizer(self.model.parameters(), Optimizer(), self.device)
-        self.guard = FiniteGuard(self.device)
+        training = Training(mixed_precision_param=dtype, loss_chunks=chunks)
+        builder = ModelBuilder(get_spec("llama3"), args, world.build_mesh(), self.device, training)
+        model = builder.build(seed=0)
+        optimizer = build_optimizer(model.parameters(), Optimizer(), self.device)
+        runner = PlainRunner(model, builder.loss())
+        self.train_step = TrainStep(model, optimizer, runner, FiniteGuard(self.device), max_norm=1.0)
         self.seconds: list[float] = []
         self.peaks: list[int] = []
         self.loss = 0.0

@@ -1,18 +1,12 @@
 """A training loop of your own: torchrun --nproc_per_node 2 examples/custom_loop.py [--section.key value ...]
 
-`Trainer(build(config, world, callbacks=[PrintLoss()])).train()` is the same with checkpoints, validation and the rest.
+`Trainer(build(config, world)).train()` is the same loop with checkpoints, validation, metrics and the rest.
 """
 
 import sys
 
-from titanlite import Callback, DistEnv, build, load_config
+from titanlite import DistEnv, build, load_config
 from titanlite.data.loader import to_device
-
-
-class PrintLoss(Callback):
-    def on_log(self, trainer, figures):
-        if trainer.parts.world.rank == 0:
-            print(f"step {trainer.step}: {figures['loss']:.4f} nats per token")
 
 
 def main(flags: list[str]) -> None:

@@ -48,7 +48,7 @@ READING_PATH = [
     "metrics/logger",
 ]
 #: Annotations of parameters that take the whole config.
-WHOLE_CONFIG = {"Plans", "LoadedConfig", "LoadedConfig", "Config", "Config", "RunConfig", "Derived"}
+WHOLE_CONFIG = {"Plans", "LoadedConfig", "Config", "RunConfig", "Derived"}
 FLAGS = [
     "--job.config_file=debug_model.toml",
     "--training.steps=2",

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from titanlite.checkpoint import Checkpointer
     from titanlite.config.fit import load_config
     from titanlite.guard import FiniteGuard
+    from titanlite.parallel.dist_env import DistEnv
     from titanlite.signals import StopSignal
     from titanlite.step import PlainRunner, StepResult, TrainStep, validate
     from titanlite.trainer import Trainer

@@ -154,7 +154,7 @@ class AttemptRecord(Callback):
 
     def _tokens_at(self, trainer: Trainer, step: int) -> int:
         """Tokens seen when `step` was done."""
-        return trainer.tokens_seen - (trainer.step - step) * self._tokens_per_step
+        return trainer.tokens_seen - (trainer.done - step) * self._tokens_per_step
 
 
 class SlowSaveWarning(Callback):

@@ -39,10 +39,9 @@ class Trainer:
         self.parts = parts
         self.stop = stop or StopSignal()
         self.callbacks = Callbacks(parts.callbacks)
-        #: The step under way or just done; steps whose update is done; the run's last step.
-        self.step = self.done = 0
+        #: The step under way or just done; steps that are done, and their tokens over all ranks; the run's last step.
+        self.step = self.done = self.tokens_seen = 0
         self.steps = parts.steps
-        self.tokens_seen = 0
         #: All ranks know that one was asked to stop: the step under way is the last.
         self.stopping = False
         self.validation_owed = False
@@ -144,7 +143,6 @@ class Trainer:
         batches = to_device(loader.next_step(), self.parts.world.device)
         self.recent[self.step] = Fetched(batches, before, loader.state_dict())
         self.recent.pop(self.step - 2, None)
-        self.tokens_seen += self.parts.tokens_per_step
         return batches
 
     def check_step(self) -> None:
@@ -154,6 +152,7 @@ class Trainer:
         self.stopping = self.parts.train_step.guard.poll() or (alone and self.stop.requested)
         self.report_skipped()
         self.done = self.step
+        self.tokens_seen += self.parts.tokens_per_step
         self.good_steps += 1
 
     def sync_guard(self) -> None:

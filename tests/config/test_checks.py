@@ -189,7 +189,7 @@ def test_keys_that_contradict_each_other_are_both_named(flags: list[str], key: s
     ],
 )
 def test_numbers_out_of_range(flag: str, key: str) -> None:
-    assert (refusal([flag]).code, refusal([flag]).key) == ("range", key)
+    assert (refusal([flag]).code, refusal([flag]).key) == ("out-of-range", key)
 
 
 # Files, packages, features
@@ -200,7 +200,7 @@ def test_all_missing_files_are_named(tmp_path: Path) -> None:
     assert keys(refusals(flags)) == {"model.tokenizer_path", "training.dataset_path"}
     assert len(refusals([*flags, "--validation.enable"])) == 3
     start = [f"{C}enable_checkpoint", f"{C}initial_load_path=/a", f"--job.dump_folder={tmp_path}"]
-    assert (refusal(start).code, refusal(start).key) == ("missing-file", "checkpoint.initial_load_path")
+    assert (refusal(start).code, refusal(start).key) == ("no-file", "checkpoint.initial_load_path")
     (tmp_path / "checkpoint" / "step-3").mkdir(parents=True)
     check_config(start, 1)  # the run has a checkpoint of its own
 
@@ -314,7 +314,7 @@ def test_what_cannot_be_divided_names_its_key(flags: list[str], ranks: int, key:
 @pytest.mark.parametrize(
     ("flags", "code", "key"),
     [
-        ([f"{E}pipeline_parallel_schedule=1F2B"], "unknown-name", "experimental.pipeline_parallel_schedule"),
+        ([f"{E}pipeline_parallel_schedule=1F2B"], "unknown-value", "experimental.pipeline_parallel_schedule"),
         ([PP2, f"--{MICRO}=1"], "batch", MICRO),
         ([PP2, f"{T}gradient_sync=every"], "conflict", "training.gradient_sync"),
         ([*ZERO_BUBBLE, f"{T}compile"], "conflict", "experimental.pipeline_parallel_schedule"),
@@ -338,21 +338,27 @@ def test_a_block_is_recomputed_of_each_n_only_if_there_are_n() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "ranks", "key", "words"),
+    ("flags", "ranks", "code", "key", "words"),
     [
-        ([f"{F8}filter_fqns=wq,wz"], 1, "filter_fqns", '"wz"'),
-        ([f'{F8}filter_fqns=[""]'], 1, "filter_fqns", '""'),
-        ([f"{F8}filter_fqns=attention,feed_forward"], 1, "enable_float8_linear", "float8.filter_fqns: attention"),
-        ([f"{F8}min_features=65"], 1, "enable_float8_linear", "min_features = 65"),
-        ([f"{F8}filter_fqns=auto_filter_small_kn"], 1, "enable_float8_linear", "tensorwise"),
-        ([f"{T}seq_len=20"], 1, "enable_float8_linear", "2 sequences x 20 tokens = 40"),
-        ([f"{T}seq_len=48", f"{T}batch_size=1", CP2], 2, "enable_float8_linear", "1 sequence x 24 tokens on each of 2"),
-        ([GATHER], 48, "enable_fsdp_float8_all_gather", "the 48 ranks"),
+        ([f"{F8}filter_fqns=wq,wz"], 1, "unknown-value", "filter_fqns", '"wz"'),
+        ([f'{F8}filter_fqns=[""]'], 1, "unknown-value", "filter_fqns", '""'),
+        ([f"{F8}filter_fqns=attention,feed_forward"], 1, "model", "enable_float8_linear", "filter_fqns: attention"),
+        ([f"{F8}min_features=65"], 1, "model", "enable_float8_linear", "min_features = 65"),
+        ([f"{F8}filter_fqns=auto_filter_small_kn"], 1, "model", "enable_float8_linear", "tensorwise"),
+        ([f"{T}seq_len=20"], 1, "divide", "enable_float8_linear", "2 sequences x 20 tokens = 40"),
+        (
+            [f"{T}seq_len=48", f"{T}batch_size=1", CP2],
+            2,
+            "divide",
+            "enable_float8_linear",
+            "1 sequence x 24 tokens on each of 2",
+        ),
+        ([GATHER], 48, "divide", "enable_fsdp_float8_all_gather", "the 48 ranks"),
     ],
 )
-def test_products_that_float8_cannot_take(flags: list[str], ranks: int, key: str, words: str) -> None:
+def test_products_that_float8_cannot_take(flags: list[str], ranks: int, code: str, key: str, words: str) -> None:
     problem = refusal([ON, *SMALL, *flags], ranks)
-    assert (problem.code, problem.key) == ("float8", f"float8.{key}") and words in problem.message and problem.hint
+    assert (problem.code, problem.key) == (code, f"float8.{key}") and words in problem.message and problem.hint
     check_config([*SMALL, *(flag for flag in flags if not flag.startswith(F8))], ranks)
 
 

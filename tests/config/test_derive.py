@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import astuple
 
 import pytest
-from titanlite.config.unbuilt import UNBUILT, Unbuilt, refused
 
-from titanlite.config.derive import Deadlines, RunConfig, derive, smallest_world, with_steps
+from titanlite.config.derive import Deadlines, RunConfig, smallest_world, with_steps
 from titanlite.config.fit import check_config, fitted
 from titanlite.config.load import load
 from titanlite.models import SHAPES
@@ -198,16 +197,6 @@ def test_llama2_has_the_bundled_sentencepiece_model():
     assert any(note.startswith("tokenizer: ") for note in run_of("--model.name=llama2").notes)
     own = run_of("--model.name=llama2", "--model.tokenizer_path=/a/tokenizer.json")
     assert not any("tokenizer" in note for note in own.notes)
-
-
-def test_a_default_of_later_versions_that_is_not_implemented_warns(tmp_path, monkeypatch):
-    # All of them are implemented by now; the next one may not be.
-    entry = Unbuilt("retention", lambda dialect: dialect.checkpoint.enable_checkpoint)
-    monkeypatch.setitem(UNBUILT, "checkpoint.keep_latest_k", entry)
-    (tmp_path / "run.toml").write_text('[job]\ndialect = "2026"\n[checkpoint]\nenable = true\n')
-    config = load([f"--job.config_file={tmp_path / 'run.toml'}"])
-    assert refused(config) == []
-    assert any("checkpoint.keep_latest_k = 10" in warning for warning in derive(config, 1).warnings)
 
 
 @pytest.mark.parametrize("family", SHAPES)

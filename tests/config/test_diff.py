@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from titanlite.config.resolve import resolve
 
+from titanlite.config.derive import derive
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
 from titanlite.tools.cli import main
@@ -154,19 +154,19 @@ def test_plans_show_what_follows(capsys):
     right = write("b.toml", "[training]\nbatch_size = 4\nglobal_batch_size = 8\nseq_len = 64\n")
     assert main(["config", "diff", left, right, "--plans", "--world-size", "2"]) == 1
     out = capsys.readouterr().out
-    assert "plans.batch.accumulation\n  - 2\n  + 1\n" in out
-    assert "plans.validation.batch_size\n  - 2\n  + 4\n" in out
+    assert "derived.batch.accumulation\n  - 2\n  + 1\n" in out
     assert "tokens_per_step" not in out
     assert main(["config", "diff", left, right]) == 1
-    assert "plans." not in capsys.readouterr().out
+    assert "derived." not in capsys.readouterr().out
 
 
-def test_every_field_of_the_plans_is_compared():
-    flags = ["--model.overrides.n_layers=3", "--comm.trace_buf_size=7", "--metrics.log_freq=3", "--data.seed=4"]
-    ours, theirs = resolve(load([]), world_size=1), resolve(load(flags), world_size=1)
+def test_derived_numbers_are_compared():
+    flags = ["--training.steps=300", "--training.data_parallel_type=ddp", "--stall.deadline_seconds=7"]
+    ours, theirs = derive(load([]), 2), derive(load(flags), 2)
     assert [(d.key, d.left[0], d.right[0]) for d in derived_differences(ours, theirs)] == [
-        ("plans.model.overrides", "[]", "{n_layers = 3}"),
-        ("plans.data.seed", "0", "4"),
-        ("plans.comm.trace_buf_size", "20000", "7"),
-        ("plans.observe.log_freq", "10", "3"),
+        ("derived.steps", "10000", "300"),
+        ("derived.mesh.dp_replicate", "1", "2"),
+        ("derived.mesh.dp_shard", "2", "1"),
+        ("derived.schedule.total_steps", "10000", "300"),
+        ("derived.deadlines.deadline_seconds", "60.0", "7.0"),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -33,9 +34,14 @@ def test_python_example_runs(capsys):
 
 
 def test_every_code_of_a_problem_is_listed():
-    sources = [path.read_text(encoding="utf-8") for path in Path(titanlite.__file__).parent.rglob("*.py")]
+    package = Path(titanlite.__file__).parent
+    sources = [path.read_text(encoding="utf-8") for path in package.rglob("*.py")]
     codes = {code for text in sources for code in re.findall(r'code(?:: str)? ?= ?"([a-z-]+)"', text)}
-    rows = re.findall(r"^\| (`[a-z-]+`(?:, `[a-z-]+`)*) \|", PAGE, re.MULTILINE)
+    for name in ("checks.py", "fit.py"):  # tuples (code, key, message, hint)
+        for node in ast.walk(ast.parse((package / "config" / name).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Tuple) and len(node.elts) in (3, 4) and isinstance(node.elts[0], ast.Constant):
+                codes |= set(re.findall(r"^[a-z0-9-]+$", str(node.elts[0].value)))
+    rows = re.findall(r"^\| (`[a-z0-9-]+`(?:, `[a-z0-9-]+`)*) \|", PAGE, re.MULTILINE)
     assert codes | {"wrong-type", "out-of-range", "unknown-value", "missing", "unknown-key"} == set(
-        re.findall(r"`([a-z-]+)`", " ".join(rows))
+        re.findall(r"`([a-z0-9-]+)`", " ".join(rows))
     )

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from titanlite.config.plans import Plans
 
 from titanlite.config.aliases import LATER_FLAVORS
+from titanlite.config.derive import RunConfig
 from titanlite.config.errors import ConfigError
-from titanlite.config.fit import check_config, model_args, resolve_plans
+from titanlite.config.fit import check_config, fitted
 from titanlite.config.load import load, read_text
 from titanlite.models import SHAPES, LlamaArgs
 from titanlite.optim.schedule import learning_rate
@@ -173,50 +173,50 @@ num_workers = 0
 """
 
 
-def plans_of(toml: str, gpus: int) -> Plans:
+def run_of(toml: str, gpus: int) -> RunConfig:
     config, problems = read_text(toml, HERE)
     assert problems == []
-    return resolve_plans(config, gpus)
+    return fitted(config, gpus)
 
 
-def trained(plans: Plans) -> tuple[object, ...]:
+def trained(run: RunConfig) -> tuple[object, ...]:
     """What must not depend on a file's spelling."""
-    return plans.model, plans.batch, plans.schedule, plans.optimizer, plans.mesh, plans.profile, plans.float8
+    return run.model, run.batch, run.schedule, run.optimizer, run.mesh, run.profiling, run.float8
 
 
 @pytest.mark.parametrize(("version", "name"), CELLS)
 def test_a_file_of_torchtitan_gives_its_model_schedule_and_batch(version: str, name: str) -> None:
     o, later = original(version, name), version != "2024"
-    plans = plans_of(text(version, name), o.gpus)
-    args = model_args(plans.model)
+    run = run_of(text(version, name), o.gpus)
+    args = run.model_args()
     assert (args.dim, args.n_layers) == (o.dim, o.layers)
     scaling = SHAPES["llama3"]["3.1-8B"].rope_scaling if o.rope_factor else None
     if (version, name) == ("2024", "llama3_405b"):  # on purpose: published with scaling, and a note says so
-        assert args.rope_scaling is not None and any('"405B" is Llama 3.1' in note for note in plans.notes)
+        assert args.rope_scaling is not None and any('"405B" is Llama 3.1' in note for note in run.notes)
         without = text(version, name).replace("[model]", '[model]\nrope_scaling = "none"')
-        args = model_args(plans_of(without, o.gpus).model)
+        args = run_of(without, o.gpus).model_args()
     assert args.rope_scaling == scaling
     assert args.rope_theta == (1e4 if o.family == "llama2" else 5e5)
-    assert plans.batch.global_batch_size == o.batch * o.gpus // o.tensor
-    assert plans.batch.tokens_per_step == plans.batch.global_batch_size * o.seq_len
+    assert run.batch.global_batch_size == o.batch * o.gpus // o.tensor
+    assert run.batch.tokens_per_step == run.batch.global_batch_size * o.seq_len
     for step in {1, 2, o.warmup - 1, o.warmup, o.warmup + 1, o.warmup + 2, o.steps // 2, o.steps - 1, o.steps} - {0}:
         wanted = o.rate(step, later=later)
-        assert learning_rate(plans.schedule, plans.optimizer.lr, step) == pytest.approx(wanted, rel=1e-12), step
+        assert learning_rate(run.schedule, run.optimizer.lr, step) == pytest.approx(wanted, rel=1e-12), step
 
 
 @pytest.mark.parametrize(("version", "name"), CELLS)
 def test_the_saved_config_and_the_migrated_file_train_the_same(version: str, name: str) -> None:
     toml, gpus = text(version, name), original(version, name).gpus
-    plans = plans_of(toml, gpus)
-    for again in (plans.config_toml, migrate_text(toml, HERE).text):
-        assert trained(plans_of(again, gpus)) == trained(plans)
+    run = run_of(toml, gpus)
+    for again in (run.toml, migrate_text(toml, HERE).text):
+        assert trained(run_of(again, gpus)) == trained(run)
 
 
 def test_a_run_from_a_later_file_says_at_its_start_what_that_means() -> None:
-    notes = "\n".join(plans_of(text("0.2.x", "debug_model"), 8).notes)
+    notes = "\n".join(run_of(text("0.2.x", "debug_model"), 8).notes)
     assert 'model.flavor "debugmodel" of torchtitan 0.2.x is "3.1-debugmodel": 6 layers and RoPE scaled by 8' in notes
     assert 'the warm-up of torchtitan 0.2.x is n / W at step n: lr_scheduler.style = "titan-0.2"' in notes
-    assert not any("0.2.x" in note for note in plans_of(text("2024", "debug_model"), 8).notes)
+    assert not any("0.2.x" in note for note in run_of(text("2024", "debug_model"), 8).notes)
 
 
 @pytest.mark.parametrize("name", [name for name in AUTUMN if name != "llama3_405b"])
@@ -226,9 +226,9 @@ def test_a_file_of_may_2024_is_one_of_that_autumn(name: str) -> None:
     may = may.replace("data_parallel_shard_degree = -1", "data_parallel_degree = -1\npipeline_parallel_degree = 1")
     may = may.replace("compile = false", 'fp8_linear = ""\ncompile = false')
     gpus = original("2024", name).gpus
-    assert trained(plans_of(may, gpus)) == trained(plans_of(autumn, gpus))
-    mini = plans_of(may.replace('"c4"', '"c4_mini"'), gpus)
-    assert mini.data.dataset == "c4_test"
+    assert trained(run_of(may, gpus)) == trained(run_of(autumn, gpus))
+    mini = run_of(may.replace('"c4"', '"c4_mini"'), gpus)
+    assert mini.training.dataset == "c4_test"
     assert any("c4_mini" in note and "c4_test" in note for note in mini.notes)
 
 
@@ -244,7 +244,7 @@ def test_what_a_person_says_of_the_model_wins_over_the_file_s_dialect(tmp_path: 
     def args(model: str, *flags: str) -> LlamaArgs:
         (tmp_path / "run.toml").write_text(f'[job]\ndialect = "2026"\n[model]\n{model}\n')
         argv = [f"--job.config_file={tmp_path / 'run.toml'}", *flags]
-        return model_args(check_config(argv, training=False)[1].model)
+        return check_config(argv, training=False)[1].model_args()
 
     assert args('rope_scaling = "none"\noverrides.n_layers = 8') == args(
         'name = "llama3"\nflavor = "debugmodel"\nrope_scaling = "none"\noverrides.n_layers = 8'
@@ -329,15 +329,15 @@ def table() -> str:
     lines = [[*heads, "warm-up", "lr at steps 1 and 2", "decay"], ["---"] * 10]
     for version, name in CELLS:
         o = original(version, name)
-        plans = plans_of(text(version, name), o.gpus)
-        args, s = model_args(plans.model), plans.schedule
+        run = run_of(text(version, name), o.gpus)
+        args, s = run.model_args(), run.schedule
         scaling = f"{args.rope_scaling.factor:g}" if args.rope_scaling else "no"
         scaling += " (there: no)" if (version, name) == ("2024", "llama3_405b") else ""
         form = f"n / {s.warmup_steps}" if s.style == "titan-0.2" else f"n / {s.warmup_steps + 1}"
-        rates = ", ".join(f"{learning_rate(s, plans.optimizer.lr, step):.3e}" for step in (1, 2))
+        rates = ", ".join(f"{learning_rate(s, run.optimizer.lr, step):.3e}" for step in (1, 2))
         decay = s.decay_steps if s.decay_steps is not None else s.total_steps - s.warmup_steps
-        model = f"`{plans.model.name}` `{plans.model.flavor}`"
-        batch = f"{plans.batch.global_batch_size} x {plans.batch.seq_len}"
+        model = f"`{run.model.name}` `{run.model.flavor}`"
+        batch = f"{run.batch.global_batch_size} x {run.batch.seq_len}"
         warmup = f"{form} at step n"
         row = [version, f"`{name}.toml`", str(o.gpus), model, str(args.n_layers), scaling, batch, warmup, rates]
         lines.append([*row, f"{s.decay_type}, last {decay} of {s.total_steps}"])

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-from titanlite.config.plans import Plans
-from titanlite.config.resolve import resolve
+from msgspec.structs import replace
 
-from titanlite.config.fit import load_config
+from titanlite.config.derive import RunConfig
+from titanlite.config.fit import fitted, load_config
 from titanlite.config.keys import keys
 from titanlite.config.load import find_config, load, load_file
 from titanlite.tools.config import differences, side
@@ -188,21 +186,22 @@ def test_written_out_config_loads_to_the_same_values(tmp_path):
 
 
 @pytest.mark.parametrize("sign", ['[job]\ndialect = "2026"\n', "[training]\nlocal_batch_size = 4\n"])
-def test_recorded_config_of_a_later_file_trains_again_with_the_same_plans(tmp_path, sign):
+def test_recorded_config_of_a_later_file_trains_again_with_the_same_values(tmp_path, sign):
     file, saved = tmp_path / "run.toml", tmp_path / "saved.toml"
     file.write_text(f"{sign}[checkpoint]\nenable_checkpoint = true\n")
-    plans = load_config(str(file), 2)
-    assert plans.checkpoint.keep_latest_k == 10
-    assert any(line.startswith("keep_latest_k = 10  # default of dialect") for line in plans.config_toml.split("\n"))
-    assert plans.optimizer.implementation == "fused"
-    saved.write_text(plans.config_toml)
+    run = load_config(str(file), 2)
+    assert run.checkpoint.keep_latest_k == 10
+    assert any(line.startswith("keep_latest_k = 10  # default of dialect") for line in run.toml.split("\n"))
+    assert run.optimizer.implementation == "fused"
+    saved.write_text(run.toml)
     again = load_config(str(saved), 2)
 
-    def bare(plans: Plans) -> Plans:
+    def bare(run: RunConfig) -> RunConfig:
         # The words differ: where values come from, and what the first file implied without effect.
-        return replace(plans, config_toml="", notes=(), warnings=())
+        job = replace(run.job, config_file=None, dialect="2024")
+        return replace(run, job=job, toml="", notes=(), warnings=())
 
-    assert bare(again) == bare(plans)
+    assert bare(again) == bare(run)
     assert differences(side(str(file)), side(str(saved))) == []
 
 
@@ -222,10 +221,10 @@ def test_a_leading_tilde_is_the_home_folder(tmp_path, monkeypatch):
         'initial_load_path = "s3://~/x"\n[metrics]\nenable_tensorboard = true\n'
     )
     config = load(["--job.config_file=~/run.toml", "--model.tokenizer_path=~/a~/t.model", "--metrics.save_tb_folder=~"])
-    plans = resolve(config, world_size=1)
+    run = fitted(config, 1)
     home = str(tmp_path)
-    assert plans.observe.dump_folder == f"{home}/runs" and plans.comm.trace_folder == f"{home}/runs/comm_traces"
-    assert plans.checkpoint.folder == f"{home}/kept" and plans.checkpoint.initial_load_path == "s3://~/x"
-    assert plans.data.path == f"{home}/text" and plans.tokenizer.path == f"{home}/a~/t.model"
-    assert plans.observe.save_config_file == f"{home}/all.toml" and plans.observe.tensorboard_folder == home
-    assert f'dump_folder = "{home}/runs"' in plans.config_toml
+    assert run.job.dump_folder == f"{home}/runs"
+    assert run.checkpoint.folder == f"{home}/kept" and run.checkpoint.initial_load_path == "s3://~/x"
+    assert run.training.dataset_path == f"{home}/text" and run.model.tokenizer_path == f"{home}/a~/t.model"
+    assert run.job.save_config_file == f"{home}/all.toml" and run.metrics.save_tb_folder == home
+    assert f'dump_folder = "{home}/runs"' in run.toml

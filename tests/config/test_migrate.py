@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import stat
 from pathlib import Path
 
 import pytest
-from titanlite.config.resolve import resolve
+from msgspec.structs import replace
 
 from titanlite.config.errors import ConfigError
+from titanlite.config.fit import fitted
 from titanlite.config.load import load_file, read_text
 from titanlite.tools import migrate as module
 from titanlite.tools.aws_fsdp import migrate_arguments
@@ -160,8 +160,8 @@ def test_a_file_of_2025_is_rewritten_to_the_letter():
     after, more = read_text(LLAMA_8B_MIGRATED, Path("run.toml"))
     assert problems == more == []
     ours, theirs = (
-        dataclasses.replace(resolve(config, world_size=32), config_toml="", notes=(), warnings=())
-        for config in (before, after)
+        replace(run, job=replace(run.job, dialect="2024"), toml="", notes=(), warnings=())
+        for run in (fitted(before, 32), fitted(after, 32))
     )
     assert ours == theirs
 
@@ -361,7 +361,7 @@ def test_arguments_of_the_aws_samples_become_a_file_with_their_defaults(tmp_path
     assert (d.checkpoint.enable_checkpoint, d.checkpoint.folder, d.checkpoint.interval) == (True, "./checkpoints", 50)
     assert (d.activation_checkpoint.mode, d.activation_checkpoint.offload) == ("full", True)
     assert (d.metrics.log_freq, d.metrics.log_style) == (1, "fsdp")
-    schedule = resolve(config, world_size=8).schedule
+    schedule = fitted(config, 8).schedule
     assert (schedule.total_steps, schedule.warmup_steps, schedule.plateau_steps) == (5000, 16, 2000)
     left = [change.text.split("=")[0] for change in migration.changes if change.kind == "no equivalent"]
     assert sorted(left) == sorted(

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from titanlite.config.plans import Plans
-from titanlite.config.resolve import resolve, smallest_world
+from msgspec.structs import replace
 
 from tests.config.test_scan import documents
 from titanlite.config.aliases import ALIASES, VALUE_NAMES, Alias
+from titanlite.config.derive import RunConfig, smallest_world
 from titanlite.config.entries import file_entries
 from titanlite.config.errors import ConfigError
+from titanlite.config.fit import fitted
 from titanlite.config.keys import Key, base, fits, keys, members, table_of
 from titanlite.config.load import read_text
 from titanlite.config.loaded import LoadedConfig
@@ -113,13 +113,13 @@ def files(draw: st.DrawFn) -> tuple[str, int]:
     return "\n".join([*root, *below]) + "\n", count
 
 
-def plans_of(config: LoadedConfig) -> Plans | list[str]:
-    """The plans but for their words, or the messages of what is wrong."""
+def run_of(config: LoadedConfig) -> RunConfig | list[str]:
+    """The run but for its words, or the messages of what is wrong."""
     try:
-        plans = resolve(config, world_size=smallest_world(config))
+        run = fitted(config, smallest_world(config))
     except ConfigError as error:
         return [problem.message for problem in error.problems]
-    return dataclasses.replace(plans, config_toml="", notes=(), warnings=())
+    return replace(run, job=replace(run.job, dialect="2024"), toml="", notes=(), warnings=())
 
 
 @settings(max_examples=250, deadline=None)
@@ -134,7 +134,7 @@ def test_migrated_file_means_the_same_and_keeps_its_comments(file):
     for key in keys():
         if key != "job.dialect":
             assert (after.value(key), type(after.value(key))) == (before.value(key), type(before.value(key)))
-    assert plans_of(after) == plans_of(before)
+    assert run_of(after) == run_of(before)
     entries, _ = file_entries(migration.text, "run.toml")
     assert [entry.name for entry in entries if entry.name not in keys() and not table_of(entry.name)] == []
     found = [int(number) for number in re.findall(r"# <(\d+)>", migration.text)]

@@ -1,4 +1,4 @@
-"""Keys of sharding: from the command line to the plan, and what is refused before anything is built."""
+"""Keys of sharding: what is read, and what is refused before anything is built."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
-from titanlite.config.plans import Plans
-from titanlite.config.resolve import resolve
-from titanlite.config.unbuilt import without_effect
-from titanlite.observe.report import start_report
 
-from titanlite import app, exit_codes
-from titanlite.build import Text, check_units
+from titanlite import exit_codes
+from titanlite.build import Datasets, check_model
+from titanlite.config.derive import RunConfig
 from titanlite.config.errors import ConfigError
+from titanlite.config.fit import fitted
 from titanlite.config.load import load
+from titanlite.config.not_implemented import without_effect
+from titanlite.main import run
 
 
-def plans(*flags: str, world_size: int = 4) -> Plans:
-    return resolve(load(flags), world_size=world_size)
+def run_of(*flags: str) -> RunConfig:
+    return fitted(load(flags), 4)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def plans(*flags: str, world_size: int = 4) -> Plans:
     ],
 )
 def test_units_are_a_kind_or_classes(words: list[str], units: Any) -> None:
-    assert load(["--training.fsdp_units", *words]).dialect.training.fsdp_units == units
+    assert load(["--training.fsdp_units", *words]).sections.training.fsdp_units == units
 
 
 @pytest.mark.parametrize("flag", ["mixed_precision_param=float16", "mixed_precision_reduce=float16", "fsdp_units=[]"])
@@ -63,65 +63,30 @@ def test_inductors_cache_has_no_effect_on_another_backend() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--training.fsdp_units=size"], "training.fsdp_min_params: no unit has 100,000,000 parameters or more: Llama"),
+        (
+            ["--training.fsdp_units=size"],
+            "training.fsdp_min_params: no FSDP group has 100,000,000 parameters or more",
+        ),
         (
             ["--training.fsdp_units=Attention", "--training.compile"],
-            "training.fsdp_units: makes layers.0.attention a unit, but training.compile makes one graph of the block",
+            "training.fsdp_units: makes layers.0.attention an FSDP group, but training.compile makes one graph",
         ),
         (
             ["--training.fsdp_units=Linear", "--activation_checkpoint.selective_ac_option=op"],
-            "makes layers.0.attention.wq a unit, but activation_checkpoint.selective_ac_option",
+            "makes layers.0.attention.wq an FSDP group, but activation_checkpoint.selective_ac_option",
         ),
         (
             ["--training.fsdp_units=Attention", "--activation_checkpoint.offload"],
-            "makes layers.0.attention a unit, but activation_checkpoint.offload would send its gathered weights",
+            "makes layers.0.attention an FSDP group, but activation_checkpoint.offload would send its gathered weights",
         ),
     ],
 )
 def test_units_that_do_not_fit_the_model_are_refused(flags: list[str], message: str) -> None:
-    text = cast(Text, SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=512)))
+    datasets = cast(Datasets, SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=512)))
     with pytest.raises(ConfigError, match=message):
-        check_units(plans(*flags), text)
-    check_units(plans("--training.fsdp_units=Attention"), text)
-    check_units(plans("--training.fsdp_units=Block", "--training.compile"), text)
-
-
-def _report(*flags: str, device: str = "CPU (some model)") -> str:
-    lines = start_report(
-        plans("--training.batch_size=2", "--training.global_batch_size=16", *flags, world_size=2),
-        parameters={"all": 8_030_261_248},
-        flops_per_token=1,
-        device=device,
-        world_size=2,
-        versions={},
-        tokenizer="",
-        documents=1,
-        tokens_per_epoch=1,
-        memory_bytes=0,
-        peak_flops=None,
-        folders={},
-    )
-    (line,) = (line for line in lines if line.startswith("sharding "))
-    return line.removeprefix("sharding").strip()
-
-
-def test_the_start_report_says_what_sharding_costs() -> None:
-    kept = "whole gradients kept until the last micro-batch: 4 bytes x 8,030,261,248 parameters = 29.9 GiB per rank"
-    assert _report() == (
-        f"units of each block; freed after forward but for the last two; {kept} (training.gradient_sync)"
-    )
-    assert "kept until" not in _report("--training.gradient_sync=every")
-    assert "kept until" not in _report("--training.data_parallel_type=ddp"), "they are whole in any case"
-    assert "2 bytes x 8,030,261,248" in _report("--training.mixed_precision_reduce=bfloat16")
-    assert _report(
-        "--training.fsdp_units=A,B", "--training.prefetch=3", "--training.reshard_after_forward=2"
-    ).startswith("units of each A and B; after forward sharded over 2 ranks; gathered 3 ahead; ")
-
-
-def test_the_start_report_says_that_offload_does_nothing_on_a_cpu() -> None:
-    assert _report("--training.enable_cpu_offload").endswith("offload to host memory is without effect on a CPU")
-    on_gpu = _report("--training.enable_cpu_offload", device="NVIDIA H100")
-    assert on_gpu.endswith("parameters, gradients and optimizer state in host memory")
+        check_model(run_of(*flags), datasets)
+    check_model(run_of("--training.fsdp_units=Attention"), datasets)
+    check_model(run_of("--training.fsdp_units=Block", "--training.compile"), datasets)
 
 
 def test_a_class_that_the_model_lacks_ends_a_run_before_any_process_group(
@@ -130,10 +95,8 @@ def test_a_class_that_the_model_lacks_ends_a_run_before_any_process_group(
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("a process group was made"))
-    code = app.run(["--training.fsdp_units=Blok", "--training.seq_len=64", f"--job.dump_folder={tmp_path}"])
+    code = run(["--training.fsdp_units=Blok", "--training.seq_len=64", f"--job.dump_folder={tmp_path}"])
     assert code == exit_codes.CONFIG
-    message = (
-        "training.fsdp_units: no unit can be made of Blok; classes of Llama with parameters: Attention (8), Block (8)"
-    )
+    message = "training.fsdp_units: no FSDP group can be made of Blok; classes of Llama with parameters: Att"
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

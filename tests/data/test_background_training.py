@@ -6,12 +6,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from titanlite.prepare import resolve_plans
-
 from tests.pool import Pools
 from tests.tiny import EIGHT_STEPS
-from titanlite.build import read_text
-from titanlite.config.load import load_file
+from titanlite.build import build
+from titanlite.config.fit import load_config
 from titanlite.data.prefetch import THREAD
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.parallel.dist_env import DistEnv
@@ -35,8 +33,8 @@ def _threads() -> int:
 
 def _run(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
     """Train; return losses by step, and the number of threads in mid-run and after it."""
-    plans = resolve_plans(load_file("debug_model.toml", [*TINY, f"--job.dump_folder={folder}", *flags]), world.size)
-    trainer = Trainer(plans, world, read_text(plans))
+    run = load_config("debug_model.toml", world.size, [*TINY, f"--job.dump_folder={folder}", *flags])
+    trainer = Trainer(build(run, world))
     during = set()
     validate = trainer.validate
 

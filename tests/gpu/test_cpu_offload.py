@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.steps import train_step
 from tests.training.harness import TINY, Run, batches, build_tiny, full_precision, micro_batches, train
+from titanlite.config.sections import Training
 from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.parallel.dist_env import DistEnv

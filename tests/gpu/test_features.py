@@ -19,6 +19,8 @@ from tests.parallel.float8_runs import LINEARS, RATES, RECIPES, distance, spread
 from tests.steps import train_step
 from tests.training.compare import LABELS, TOKENS, WARM
 from tests.training.harness import TINY, Run, batches, build_tiny, micro_batches, train, train_afresh
+from titanlite.config.run_sections import Profiling
+from titanlite.config.sections import ActivationCheckpoint, Compile, Float8, Training
 from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.metrics.profiler import Profiler

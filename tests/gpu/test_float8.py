@@ -20,6 +20,7 @@ from tests.gpu.test_features import COMPILED, FLOAT8_HARDWARE, PRECOMPUTED
 from tests.parallel.float8_runs import RATES, RUN, distance, drift_of, gathered_types, resumed
 from tests.parallel.test_whole_runs import whole as _whole
 from tests.training.harness import TINY, Run, batches, changed, train
+from titanlite.config.sections import ActivationCheckpoint, Compile, Float8, Training
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.tools.tensors import Contents, compare
 

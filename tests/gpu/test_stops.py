@@ -11,6 +11,7 @@ import pytest
 from tests.training import test_stop
 from tests.words import listening
 from titanlite import exit_codes
+from titanlite.config.run_sections import Comm, Stall
 from titanlite.metrics.watchdog import HangWatchdog
 from titanlite.parallel.dist_env import DistEnv
 

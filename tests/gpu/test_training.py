@@ -17,6 +17,7 @@ from tests.steps import train_step
 from tests.training.compare import LABELS, TOKENS, WARM, relative
 from tests.training.harness import Run, build_tiny, initial_weights, micro_batches, train
 from tests.training.reference import train_reference
+from titanlite.config.sections import Training
 from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.models import get_spec

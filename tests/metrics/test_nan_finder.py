@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from titanlite.guard import FiniteGuard, NonFiniteError
 from titanlite.loss import cross_entropy_sum
 from titanlite.metrics.nan_finder import Finding, diagnose_nonfinite
 from titanlite.parallel.dist_env import DistEnv
+from titanlite.runs.record import read_entries
 
 TOKENS, LABELS = batches(2, 8, 16, 192)
 RUN = Run(TOKENS, LABELS, [1e-3] * 2, accumulation=2)
@@ -214,5 +214,5 @@ def test_the_guards_error_says_where_it_came_from(pool: Pools, tmp_path: Path) -
     assert first == second
     assert first.startswith("step 3: loss nan") and "not finite on rank 1" in first
     assert f"first not finite: the output of {W2}, in the forward pass (rank 1, micro-batch 1)" in first
-    (attempt,) = json.loads((tmp_path / "run.json").read_text())["attempts"]
-    assert attempt["state"] == "stopped" and attempt["reason"] == first
+    end = read_entries(tmp_path)[-1]
+    assert (end["event"], end["state"], end["reason"]) == ("end", "stopped", first)

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from tests.metrics.runs import make_trainer
@@ -46,10 +45,12 @@ def test_a_trace_holds_the_active_steps_of_a_cycle_and_no_others(tmp_path: Path)
     config = Profiling(
         enable_profiling=True, save_traces_folder=folder, profile_freq=4, profiler_warmup=1, profiler_active=3
     )
-    with Profiler(config, 0, torch.device("cpu")) as profiles:
-        for step in range(1, 10):
-            torch.ones(step).neg()
-            profiles.step(step)
+    profiler = Profiler(config, 0, torch.device("cpu"))
+    profiler.start()
+    for step in range(1, 10):
+        torch.ones(step).neg()
+        profiler.step(step)
+    profiler.stop()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iteration_4", "iteration_8"]
     trace = json.loads((tmp_path / "iteration_8" / "rank0_trace.json").read_text())
     negations = [event for event in trace["traceEvents"] if event["name"] == "aten::neg"]
@@ -66,10 +67,11 @@ def test_a_full_disk_costs_the_trace_not_the_run(pool: Pools, tmp_path: Path) ->
     assert pool(1).run(_train, str(tmp_path), "--profiling.enable_profiling", "--training.steps=6") == [6]
 
 
-def test_errors_pass_through(tmp_path: Path) -> None:
+def test_a_cycle_that_an_error_cuts_short_leaves_no_trace(tmp_path: Path) -> None:
     folders = {"save_traces_folder": str(tmp_path), "save_memory_snapshot_folder": str(tmp_path)}
     config = Profiling(enable_profiling=True, enable_memory_snapshot=True, profile_freq=5, **folders)
-    with pytest.raises(torch.OutOfMemoryError), Profiler(config, 0, torch.device("cpu")) as profiles:
-        profiles.step(1)
-        raise torch.OutOfMemoryError("as on a GPU")
-    assert not list(tmp_path.iterdir()), "a cycle cut short leaves no trace"
+    profiler = Profiler(config, 0, torch.device("cpu"))
+    profiler.start()
+    profiler.step(1)
+    profiler.stop(torch.OutOfMemoryError("as on a GPU"))
+    assert not list(tmp_path.iterdir())

@@ -26,7 +26,7 @@ from tests.pool import Pools
 from tests.training.test_run import TINY
 from tests.words import listening
 from titanlite import exit_codes
-from titanlite.checkpoint.async_save import BackgroundSave
+from titanlite.checkpoint.async_save import AsyncSave
 from titanlite.config.run_sections import Comm, Stall
 from titanlite.data.prefetch import Prefetcher
 from titanlite.guard import LossSpikeError
@@ -261,7 +261,7 @@ def test_one_process_alone_is_watched_too_and_the_thread_that_reads_is_shown() -
 def _wait_for_a_save(world: DistEnv) -> tuple[str, ...]:
     """The stack that is shown of a rank which waits for a save in the background."""
     main, told = threading.get_ident(), threading.Event()
-    saves = BackgroundSave(world.device)
+    saves = AsyncSave(world.device)
 
     def write_slowly(*_: Any) -> None:
         told.wait(LONG)

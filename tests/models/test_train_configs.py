@@ -9,18 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from titanlite.config.plans import Plans, resolve_plans
-from titanlite.config.unbuilt import unbuilt_keys
-from titanlite.parallel.units import choose_units
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
 from tests.parallel.test_scale import fake_world
+from titanlite.config.derive import RunConfig
+from titanlite.config.fit import fitted
 from titanlite.config.load import load_file
+from titanlite.config.not_implemented import not_implemented
 from titanlite.loss import cross_entropy_sum
 from titanlite.models import LlamaArgs, count_parameters, get_spec
-from titanlite.parallel.activation_checkpoint import Kept, checkpoint_activations, trace_block
-from titanlite.parallel.fsdp import DTYPES, set_gradient_sync, shard
+from titanlite.parallel.activation_checkpoint import ActivationStats, apply_ac, is_by_op, trace_block
+from titanlite.parallel.fsdp import DTYPES, apply_fsdp, set_gradient_sync
+from titanlite.parallel.wrapping import choose_groups
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
 SIZES = {
@@ -38,41 +39,41 @@ SIZES = {
 CPU = torch.device("cpu")
 
 
-def resolved(path: Path, ranks: int) -> Plans:
+def resolved(path: Path, ranks: int) -> RunConfig:
     config = load_file(path)
-    assert unbuilt_keys(config) == []
-    plans = resolve_plans(config, ranks)
-    assert plans.warnings == ()
-    return plans
+    assert not_implemented(config) == []
+    run = fitted(config, ranks)
+    assert run.warnings == ()
+    return run
 
 
 @dataclass(frozen=True)
 class Memory:
     """What one GPU needs, in bytes, counted from shapes; where FSDP divides nothing by another kind of parallelism."""
 
-    plans: Plans
+    run: RunConfig
     args: LlamaArgs
 
     @property
     def tokens(self) -> int:
         """Of a micro-batch."""
-        return self.plans.batch.micro_batch_size * self.plans.batch.seq_len
+        return self.run.batch.micro_batch_size * self.run.batch.seq_len
 
     @cached_property
-    def kept(self) -> Kept:
+    def kept(self) -> ActivationStats:
         """One block, as traced. The kernels of CUDA keep for attention what the CPU's does: q, k, v, the output, one
         number per token and head."""
-        spec, one = get_spec(self.plans.model.name), replace(self.args, n_layers=1)
+        spec, one = get_spec(self.run.model.name), replace(self.args, n_layers=1)
         with torch.device("meta"):
             model = spec.build(one)
-        tokens = (self.plans.batch.micro_batch_size, self.plans.batch.seq_len)
-        dtype = DTYPES[self.plans.shard.param_dtype]
-        return trace_block(model, spec.block_names(one), self.plans.activations, tokens, CPU, dtype)
+        tokens = (self.run.batch.micro_batch_size, self.run.batch.seq_len)
+        dtype = DTYPES[self.run.training.mixed_precision_param]
+        return trace_block(model, spec.block_names(one), self.run.activation_checkpoint, tokens, CPU, dtype)
 
     @property
     def state(self) -> float:
         """Weights, gradients and both moments of AdamW, in fp32."""
-        return 16 * count_parameters(self.args) / self.plans.mesh.weight_shards
+        return 16 * count_parameters(self.args) / self.run.mesh.weight_shards
 
     @property
     def activations(self) -> int:
@@ -104,7 +105,7 @@ def test_there_is_one_file_for_each_size_and_the_debug_model() -> None:
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.toml")), ids=lambda path: path.stem)
 def test_the_model_builds_with_the_counted_parameters(path: Path) -> None:
-    run = resolved(path, ranks=2).config
+    run = resolved(path, ranks=2)
     args = run.model_args(tokenizer_size=2048)
     with torch.device("meta"):
         module = get_spec(run.model.name).build(args)
@@ -113,14 +114,14 @@ def test_the_model_builds_with_the_counted_parameters(path: Path) -> None:
     assert logits.shape == (1, run.max_seq_len, args.n_vocab)
 
 
-def described(name: str) -> tuple[Plans, LlamaArgs, str]:
-    """A file's plans on the hardware it names, its model, and its comments as one line."""
+def described(name: str) -> tuple[RunConfig, LlamaArgs, str]:
+    """A file's run on the hardware it names, its model, and its comments as one line."""
     path = FOLDER / f"{name}.toml"
     comments = " ".join(line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#"))
     gpus = re.search(r"Hardware: (\d+|one) GPUs? of", comments)
     assert gpus
-    plans = resolved(path, ranks=1 if gpus[1] == "one" else int(gpus[1]))
-    return plans, plans.config.model_args(), comments
+    run = resolved(path, ranks=1 if gpus[1] == "one" else int(gpus[1]))
+    return run, run.model_args(), comments
 
 
 def number(pattern: str, comments: str) -> float:
@@ -131,22 +132,23 @@ def number(pattern: str, comments: str) -> float:
 
 @pytest.mark.parametrize("name", SIZES)
 def test_a_files_name_model_and_stated_numbers_agree(name: str) -> None:
-    plans, args, comments = described(name)
-    assert (plans.model.name, plans.model.flavor) == SIZES[name]
-    assert plans.observe.dump_folder == f"./outputs/{name}"
+    run, args, comments = described(name)
+    assert (run.model.name, run.model.flavor) == SIZES[name]
+    assert run.job.dump_folder == f"./outputs/{name}"
     assert f"{count_parameters(args):,} parameters" in comments
-    batch = plans.batch
+    batch = run.batch
     assert f"{batch.global_batch_size} * {batch.seq_len:,} = {batch.tokens_per_step:,} tokens" in comments
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_the_stated_memory_is_that_of_the_traced_block(name: str) -> None:
-    plans, args, comments = described(name)
-    assert plans.activations.mode == ("full" if args.dim >= 8192 else "op")
+    run, args, comments = described(name)
+    activations = run.activation_checkpoint
+    assert activations.mode == "full" if args.dim >= 8192 else is_by_op(activations)
     # Whole gradients in fp32 on every GPU, which are not counted, would often not fit.
-    assert plans.shard.gradient_sync == "every" or plans.mesh.weight_shards == 1
+    assert run.training.gradient_sync == "every" or run.mesh.weight_shards == 1
 
-    memory = Memory(plans, args)
+    memory = Memory(run, args)
     per_token: dict[str, float] = {
         r"a token's activations take ([\d.]+) MB": memory.activations,
         r"its logits ([\d.]+) MB": memory.logits,
@@ -160,8 +162,8 @@ def test_the_stated_memory_is_that_of_the_traced_block(name: str) -> None:
         rf"so {memory.tokens:,} tokens ([\d.]+) GB": memory.activations + memory.logits,
         r"at most about ([\d.]+) GB": memory.peak,
     }
-    if plans.mesh.world_size > 1:
-        total[rf"over {plans.mesh.world_size} GPUs is ([\d.]+) GB each"] = memory.state
+    if run.mesh.world_size > 1:
+        total[rf"over {run.mesh.world_size} GPUs is ([\d.]+) GB each"] = memory.state
     for pattern, size in total.items():
         assert number(pattern, comments) == pytest.approx(size / 1e9, rel=0.02), pattern
     available = number(r"GPUs? of (\d+) GB", comments)
@@ -172,23 +174,32 @@ def test_the_stated_memory_is_that_of_the_traced_block(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(set(SIZES) - {"llama3_1_8b", "llama3_1_70b"}))  # shapes of their own
 def test_the_memory_of_sharded_steps_is_what_the_files_count_on(name: str) -> None:
     """Four layers of each model, two micro-batches on tensors without data, the fake ranks of the file's hardware."""
-    plans, args, _ = described(name)
+    run, args, _ = described(name)
     args = replace(args, n_layers=4)
-    spec, ranks = get_spec(plans.model.name), plans.mesh.world_size
+    spec, ranks = get_spec(run.model.name), run.mesh.world_size
     with fake_world(0, ranks) as world:
         with torch.device("meta"):
             model = spec.build(args)
-        checkpoint_activations(model, spec.block_names(args), plans.activations, CPU)
-        units = choose_units(model, plans.shard, spec.fsdp_units(args))
-        shard(model, units, world.build_mesh(plans.mesh), plans.shard)
+        apply_ac(model, spec.block_names(args), run.activation_checkpoint, CPU)
+        training, mesh = run.training, run.mesh
+        groups = choose_groups(model, training.fsdp_units, training.fsdp_min_params, spec.fsdp_units(args))
+        assert training.reshard_after_forward == "default" and mesh.weight_shards == mesh.dp_shard
+        apply_fsdp(
+            model,
+            groups,
+            world.build_mesh(dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard),
+            param_dtype=DTYPES[training.mixed_precision_param],
+            reduce_dtype=DTYPES[training.mixed_precision_reduce],
+            prefetch=training.prefetch,
+        )
         with FakeTensorMode(allow_non_fake_inputs=True):
             model.to_empty(device=CPU)
             optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
 
             def step(micro_batches: int) -> None:
                 for index in range(micro_batches):
-                    tokens = torch.zeros(plans.batch.micro_batch_size, plans.batch.seq_len, dtype=torch.int64)
-                    set_gradient_sync(model, plans.shard.gradient_sync == "every" or index == micro_batches - 1)
+                    tokens = torch.zeros(run.batch.micro_batch_size, run.batch.seq_len, dtype=torch.int64)
+                    set_gradient_sync(model, run.training.gradient_sync == "every" or index == micro_batches - 1)
                     cross_entropy_sum(model(tokens), tokens).backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -198,4 +209,4 @@ def test_the_memory_of_sharded_steps_is_what_the_files_count_on(name: str) -> No
             with tracker:
                 step(2)
     peak = tracker.get_tracker_snapshot("peak")[CPU]["Total"]
-    assert Memory(plans, args).peak == pytest.approx(peak, rel=0.03)
+    assert Memory(run, args).peak == pytest.approx(peak, rel=0.03)

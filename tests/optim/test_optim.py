@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from titanlite.config.aws_fsdp import migrate_arguments
 
 from titanlite.config.derive import derive
 from titanlite.config.load import read_text
 from titanlite.config.sections import Optimizer
 from titanlite.optim.optimizer import build_optimizer, gated_step
 from titanlite.optim.schedule import Schedule, learning_rate, lr_factor
+from titanlite.tools.aws_fsdp import migrate_arguments
 
 
 def test_autumn_2024_warmup_and_linear_decay() -> None:

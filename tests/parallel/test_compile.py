@@ -128,7 +128,7 @@ def test_all_blocks_share_one_graph_in_training_and_one_in_validation(pool: Pool
     assert "made 2 graphs for validation in " in counted.logged[1][1]
 
 
-@pytest.mark.parametrize("component", ["model", "loss"])
+@pytest.mark.parametrize("component", ["loss", pytest.param("model", marks=pytest.mark.slow)])
 def test_each_component_is_compiled_alone(pool: Pools, component: Any) -> None:
     run = Run(TOKENS, LABELS, [], compile=Compile(components=[component], backend="counting"))
     assert pool(1).run(_count, run, [SEQ] * 2)[0].steps == [1, 1]
@@ -175,15 +175,12 @@ def _assert_equal(curve: Curve, expected: Curve, weights_within: float) -> None:
         assert _relative(curve.weights[name], weight) < weights_within, name
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "ranks", "accumulation", "within"),
-    [("AdamW", 1, 4, 1e-4), pytest.param("SGD", 2, 2, 1e-6, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow  # the grid has compiled cells that are quick
+@pytest.mark.parametrize(("optimizer", "ranks", "accumulation", "within"), [("AdamW", 1, 4, 1e-4), ("SGD", 2, 2, 1e-6)])
 def test_compiled_run_equals_eager_one(
     pool: Pools, optimizer: str, ranks: int, accumulation: int, within: float
 ) -> None:
-    steps = 8 if optimizer == "AdamW" else STEPS
-    rates = [0.1] * steps if optimizer == "SGD" else WARM[:steps]
+    rates = [0.1] * STEPS if optimizer == "SGD" else WARM
     run = Run(TOKENS, LABELS, rates, optimizer=optimizer, accumulation=accumulation)
     expected = pool(ranks).run(train, run)[0]
     graphs, curve = pool(ranks).run(_train_afresh, replace(run, compile=EAGER))[0]
@@ -235,10 +232,10 @@ HALVES = [f"{block}.{half}" for block in BLOCKS for half in ("attention", "feed_
     [
         (NONE, HALVES, 2, 8),  # as tensor parallelism needs it: two for each of four
         (ActivationCheckpoint(selective_ac_option="op"), BLOCKS, 1, 14 + 3),
-        (ActivationCheckpoint(mode="full"), BLOCKS, 1, 14 + 6),  # no gradient needs the last one's result
         *(
             pytest.param(*row, marks=pytest.mark.slow)
             for row in [
+                (ActivationCheckpoint(mode="full"), BLOCKS, 1, 14 + 6),  # no gradient needs the last one's result
                 (NONE, BLOCKS, 1, 14),
                 (ActivationCheckpoint(selective_ac_option="2"), BLOCKS, 2, 14 + 6),
                 (ActivationCheckpoint(mode="budget", memory_budget=1.0), BLOCKS, 1, 14),

@@ -179,7 +179,7 @@ from titanlite.parallel.dist_env import keep_freed_memory
 torch.set_num_threads(1)
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(20):
+    for _ in range(8):
         kept = [torch.zeros(10 << 20) for _ in range(2)]  # 40 MiB: more than malloc keeps
         del kept
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
@@ -204,6 +204,6 @@ def test_freed_memory_is_kept_for_the_next_step_unless_the_user_chose_settings(s
     done, plain, kept, grown = json.loads(output)
     assert done is not bool(settings)
     if not settings:
-        assert plain > 1_000  # 80 MiB at a time are 20,480 pages, fewer where they are huge
+        assert plain > 300  # 80 MiB at a time are 20,480 pages, fewer where they are huge
         assert kept < plain / 50
         assert grown > 2 << 30  # the end of the heap stays, however much it is

@@ -97,7 +97,7 @@ LAYOUTS = {
     "hsdp 8x512": Layout(8, 512),
     "hsdp 64x64": Layout(64, 64),
 }
-QUICK = [("fsdp 512", "3.1-70B"), ("hsdp 8x512", "3.1-405B")]
+QUICK = [("hsdp 8x512", "3.1-70B")]
 CELLS = [
     pytest.param(layout, flavor, id=f"{name}, {flavor}", marks=[] if (name, flavor) in QUICK else pytest.mark.soak)
     for name, layout in LAYOUTS.items()
@@ -155,7 +155,8 @@ def test_all_parallelisms_together_divide_the_largest_models(
 @pytest.mark.parametrize(
     ("rank", "rows", "weights"),
     [
-        (0, 251, 137_808_400),  # ceil(128,256 / 512) rows of the embedding
+        # ceil(128,256 / 512) rows of the embedding
+        pytest.param(0, 251, 137_808_400, marks=pytest.mark.slow),
         pytest.param(510, 246, 137_726_480, marks=pytest.mark.slow),
         (511, 0, 133_696_016),
     ],
@@ -170,7 +171,9 @@ def test_an_uneven_embedding_leaves_the_last_ranks_short(rank: int, rows: int, w
         assert sum(part.numel() for part in parts.values()) == weights
 
 
-@pytest.mark.parametrize("fsdp_units", ["size", ["Attention", "FeedForward"]], ids=str)
+@pytest.mark.parametrize(
+    "fsdp_units", [["Attention", "FeedForward"], pytest.param("size", marks=pytest.mark.slow)], ids=str
+)
 def test_other_groups_shard_the_same_rows(fsdp_units: Any) -> None:
     layout = Layout(2, 32)
     with fake_world(63, 64) as world:

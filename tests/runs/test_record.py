@@ -153,7 +153,7 @@ def test_secrets_are_not_written_down(tmp_path: Path, start: Start, monkeypatch:
     flags = ["--launch.environment.HF_TOKEN", "s3cret-8", "--launch.environment.MY_KEY=s3cret-9"]
     flags += ["--launch.environment.NCCL_IB=1"]
     for changed in ("s3cret-8", "s3cret-10"):
-        resolved = check_config([*flags, f"--launch.environment.HF_TOKEN={changed}"], 2, training=False)[1].config_toml
+        resolved = check_config([*flags, f"--launch.environment.HF_TOKEN={changed}"], 2, training=False)[1].toml
         assert changed in resolved, "else this shows nothing"
         start(tmp_path, argv=["train.py", *flags], more_config=resolved[resolved.index("[launch]") :])
     for name in (FILE, CONFIG):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from titanlite import exit_codes
-from titanlite.tools.cli import _parser, main
+from titanlite.tools.cli import main, make_parser
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 ROWS = {
@@ -33,7 +33,7 @@ def commands(parser: argparse.ArgumentParser, name: str = "") -> dict[str, argpa
 
 
 def test_the_table_has_every_command_and_which_has_json() -> None:
-    parsers = commands(_parser())
+    parsers = commands(make_parser())
     assert set(ROWS) == set(parsers)
     for name, parser in parsers.items():
         assert ("--json" in parser.format_help()) == (not ROWS[name][1].startswith("–")), name

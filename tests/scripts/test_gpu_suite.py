@@ -21,7 +21,7 @@ import benchmarks.gpu_page as gpu_page
 import benchmarks.gpu_pieces as gpu_pieces
 from benchmarks.gpu_bench import Bench, Failed, OutOfTime
 from titanlite.config.errors import ConfigError
-from titanlite.config.fit import load_config, model_args
+from titanlite.config.fit import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 ABOUT = {
@@ -131,9 +131,13 @@ def test_patience_is_longer_than_a_ladders() -> None:
 )
 def test_settings_are_the_published_ones(name: str, dim: int, seq_len: int, sequences: int) -> None:
     setting = gpu_ladder.SETTINGS[name]
-    plans = load_config(str(gpu_ladder.CONFIGS / setting.config), 1, list(setting.flags))
-    assert (plans.batch.seq_len, plans.batch.global_batch_size, plans.activations.mode) == (seq_len, sequences, "full")
-    assert model_args(plans.model).dim == dim and plans.shard.param_dtype == "bfloat16"
+    run = load_config(str(gpu_ladder.CONFIGS / setting.config), 1, list(setting.flags))
+    assert (run.batch.seq_len, run.batch.global_batch_size, run.activation_checkpoint.mode) == (
+        seq_len,
+        sequences,
+        "full",
+    )
+    assert run.model_args().dim == dim and run.training.mixed_precision_param == "bfloat16"
 
 
 def test_levels_are_the_ladders() -> None:

@@ -26,7 +26,7 @@ def test_importing_the_package_is_quick_and_loads_no_torch() -> None:
 
 
 def test_rooms_are_attributes_and_nothing_else_is() -> None:
-    assert titanlite.config.__name__ == "titanlite.config" and "observe" in dir(titanlite)
+    assert titanlite.config.__name__ == "titanlite.config" and "metrics" in dir(titanlite)
     with pytest.raises(AttributeError, match="no attribute 'modles'"):
         _ = titanlite.modles
 

@@ -22,7 +22,7 @@ UPDATED = MADE[1:]
 PYTHON = r"""#!/usr/bin/env bash
 case "$1 $2" in
     "-c "*fcntl*) exec "$REAL_PYTHON" -S "$@" ;;
-    "-c " | "-c import torch, titanlite.app") ;;
+    "-c " | "-c import torch, titanlite.trainer") ;;
     "-c "*ensurepip*) echo "${FAKE_VERSION:-3.11} ${FAKE_STATE:-fits}" ;;
     "-c "*find_spec*)
         case "$0" in

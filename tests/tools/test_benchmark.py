@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from titanlite.runs.plots import COLORS
 
 from tests.tools.stand_in import SPEEDS
 from titanlite.tools import benchmark as room
 from titanlite.tools import processes
 from titanlite.tools.cli import main
+from titanlite.tools.plots import COLORS
 
 ROOT = Path(__file__).parents[2]
 Benchmark = Callable[..., tuple[int, str, str]]

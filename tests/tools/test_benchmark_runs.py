@@ -15,7 +15,7 @@ import torch
 
 from tests.pool import Pools
 from tests.tiny import TWO_LAYERS, size
-from titanlite.build import read_text
+from titanlite.build import build
 from titanlite.config.fit import check_config
 from titanlite.config.load import load_file
 from titanlite.parallel.dist_env import DistEnv
@@ -84,9 +84,9 @@ def test_levels_start_from_the_same_weights_and_read_the_same_text(tmp_path: Pat
 
 def _train(world: DistEnv, arguments: list[str]) -> None:
     """One run of a benchmark, on ranks that exist already."""
-    _, plans = check_config(arguments, world.size, training=True)
+    _, run = check_config(arguments, world.size)
     try:
-        Trainer(plans, world, read_text(plans)).train()
+        Trainer(build(run, world)).train()
     finally:
         torch._dynamo.reset()
 

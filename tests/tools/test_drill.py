@@ -84,11 +84,11 @@ BROKEN = {
         {"resume": "steps [5, 6, 7, 8]"},
     ),
     "no report names a rank": (
-        *("observe/stall_report.py", "return free if len(free) < len(states) else []", "return []"),
+        *("metrics/hang_report.py", "return free if len(free) < size else []", "return []"),
         {"loader-hangs": "does not name rank 1 in data of step 6"},
     ),
     "an error of a rank is not reported": (
-        *("observe/stalls.py", 'self._alarm("raised", replace(self._state(), stack=stack))', "pass"),
+        *("metrics/watchdog.py", 'self._store.compare_set("raised", ""', 'str.format("raised", ""'),
         {"loader-raises": "rank 1 raised in data of step 6"},
     ),
     "an interrupted validation is forgotten": (
@@ -96,15 +96,15 @@ BROKEN = {
         {"sigterm-validation": "steps [6]"},
     ),
     "a failed save in the background is not reported": (
-        *("saving.py", "if outcome.problem:", "if False:"),
+        *("trainer.py", "if outcome.problem:", "if False:"),
         {"background-save": "not reported"},
     ),
     "a bad step is applied": (
-        *("step.py", "gated_step(optimizer, ok.to(host), lr)", "gated_step(optimizer, ok.to(host) | True, lr)"),
+        *("step.py", "gated_step(self.optimizer, ok, lr)", "gated_step(self.optimizer, ok | True, lr)"),
         {"nan-skip": f"{[exit_codes.GUARD] * 2}"},
     ),
     "the bad text is read again after a rollback": (
-        *("trainer.py", '"data": behind(data, fetched)', '"data": data'),
+        *("trainer.py", '"data": skip_to(data, fetched)', '"data": data'),
         {"nan-rollback": "steps [5, 6, 7, 8]"},
     ),
 }

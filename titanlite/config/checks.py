@@ -133,13 +133,13 @@ def _runtime(config: LoadedConfig) -> Iterator[Finding]:
             message = f'is {quote(c.initial_load_path)}, {nothing}: "from" starts there'
             yield "conflict", "checkpoint.initial_load_path", message, ""
     if too_early := [step for step in c.milestones if isinstance(step, int) and step < 1]:
-        yield "range", "checkpoint.milestones", f"holds {too_early[0]}: the first step is 1", ""
+        yield "out-of-range", "checkpoint.milestones", f"holds {too_early[0]}: the first step is 1", ""
     if d.guard.policy != "stop" and d.guard.max_skips >= d.guard.window:
         message = f"is {d.guard.max_skips}, so a run that skips all of guard.window = {d.guard.window} steps never ends"
         yield "conflict", "guard.max_skips", message, "take less than guard.window"
     for item in d.data.skip_steps:
         if steps_of(item)[0] > steps_of(item)[1]:
-            yield "range", "data.skip_steps", f"{quote(item)} ends before it begins", ""
+            yield "out-of-range", "data.skip_steps", f"{quote(item)} ends before it begins", ""
     if deadline and deadline >= timeout:
         message = f"is {quote(deadline)}, but comm.train_timeout_seconds = {timeout} ends a run before that report"
         yield "conflict", "stall.deadline_seconds", message, "lower the one or raise the other"
@@ -192,7 +192,7 @@ def missing_files(config: LoadedConfig) -> list[Problem]:
     if not _has_checkpoints(config.sections):  # a run with checkpoints of its own does not read it
         keys.append("checkpoint.initial_load_path")
     paths = {key: path for key in keys if (path := config.value(key)) is not None and not is_url(path)}
-    found = [("missing-file", key, path) for key, path in paths.items() if not os.path.exists(path)]
+    found = [("no-file", key, path) for key, path in paths.items() if not os.path.exists(path)]
     return placed(config, ((code, key, f"no file or folder {quote(path)}", "") for code, key, path in found))
 
 

@@ -180,7 +180,7 @@ def _pipeline_misfits(d: Config, degree: int) -> Iterator[Finding]:
         hint = (
             f"{'nearest: ' if close else ''}{', '.join(close)}{'; ' if close else ''}there are {', '.join(SCHEDULES)}"
         )
-        yield "unknown-name", f"{_PP}schedule", f"no schedule {quote(e.pipeline_parallel_schedule)}", hint
+        yield "unknown-value", f"{_PP}schedule", f"no schedule {quote(e.pipeline_parallel_schedule)}", hint
     if degree == 1:
         return
     if t.gradient_sync == "every":
@@ -313,14 +313,14 @@ def _float8_misfits(args: LlamaArgs, run: RunConfig) -> Iterator[Finding]:
         components = list(dict.fromkeys(c for name in names for c in name.split(".") if not c.isdigit()))
         hint = "".join(f"nearest: {name}; " for name in nearest(part, [*components, AUTO_FILTER]))
         hint += f"parts of names are {', '.join(components)}; the head is output, and it always stays in high precision"
-        yield "float8", "float8.filter_fqns", f"{quote(part)} is part of no linear's name", hint
+        yield "unknown-value", "float8.filter_fqns", f"{quote(part)} is part of no linear's name", hint
     if not unknown and not any(choice.converted for choice in choices):
         reasons: dict[str, list[str]] = {}
         for choice in choices:
             reasons.setdefault(choice.reason, []).append(choice.kind)
         shown = "; ".join(f"{', '.join(kinds)} ({reason})" for reason, kinds in reasons.items())
         message = f"leaves no product in float8: {shown}"
-        yield "float8", "float8.enable_float8_linear", message, "convert some linears, or set it to false"
+        yield "model", "float8.enable_float8_linear", message, "convert some linears, or set it to false"
     rows, length = run.training.batch_size // pieces, run.training.seq_len // mesh.context
     if rows * length % _FLOAT8_MULTIPLE:
         by = counted(rows, "sequences") + (" of a pipeline micro-batch" if pieces > 1 else "")
@@ -328,7 +328,7 @@ def _float8_misfits(args: LlamaArgs, run: RunConfig) -> Iterator[Finding]:
         message = f"needs a multiple of {_FLOAT8_MULTIPLE} tokens in a product, and there are {by} = {rows * length}"
         fitting = _FLOAT8_MULTIPLE // math.gcd(_FLOAT8_MULTIPLE, length) * pieces
         hint = f"these work: training.batch_size = {fitting} or a multiple of it, or another training.seq_len"
-        yield "float8", "float8.enable_float8_linear", message, hint
+        yield "divide", "float8.enable_float8_linear", message, hint
     odd = [c for c in choices if c.converted and c.size.out_features % mesh.weight_shards]
     if f.enable_fsdp_float8_all_gather and odd:
         which = ", ".join(f"{c.kind} has {c.size.out_features}" for c in odd)
@@ -336,7 +336,7 @@ def _float8_misfits(args: LlamaArgs, run: RunConfig) -> Iterator[Finding]:
         hint = (
             f"set it to false, keep them with float8.filter_fqns = {quote([c.kind for c in odd])}, or take fewer ranks"
         )
-        yield "float8", "float8.enable_fsdp_float8_all_gather", message, hint
+        yield "divide", "float8.enable_fsdp_float8_all_gather", message, hint
 
 
 #: float8 units need every dimension of a product to be a multiple of it.

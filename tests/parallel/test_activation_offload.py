@@ -1,0 +1,277 @@
+"""Activations that wait in host memory: which ones, in which order they are copied, and what that frees."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tests.parallel.test_activation_checkpoint import (
+    EVERY_2,
+    FOUR,
+    FULL,
+    NONE,
+    RUN,
+    SPEC,
+    TOKENS,
+    assert_equal,
+    build,
+    gradients,
+    traced,
+)
+from tests.pool import Pools
+from tests.training.harness import Run, build_tiny, changed, full, full_precision, micro_batches
+from titanlite.config.sections import ActivationCheckpoint
+from titanlite.parallel.activation_checkpoint import apply_ac
+from titanlite.parallel.activation_offload import HostMemory, offload
+from titanlite.parallel.dist_env import DistEnv
+
+CPU = torch.device("cpu")
+
+
+class Shelf:
+    """Stands for host memory: keeps the tensors that it is sent."""
+
+    device = CPU
+
+    def __init__(self) -> None:
+        self.kept: list[Kept] = []
+
+    def send(self, tensor: Tensor) -> Kept:
+        self.kept.append(Kept(tensor.clone()))
+        return self.kept[-1]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(kept.tensor.nbytes for kept in self.kept)
+
+
+class Kept:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.fetched = tensor, 0
+
+    def fetch(self) -> Tensor:
+        self.fetched += 1
+        return self.tensor
+
+
+def on_shelf(model: nn.Module, blocks: Any = None, least_bytes: int = 0) -> Shelf:
+    """Offload the blocks of a model (or the given modules) to a new shelf."""
+    shelf = Shelf()
+    for block in model.layers.values() if blocks is None else blocks:  # type: ignore[operator,union-attr]
+        offload(block, cast(HostMemory, shelf), model, least_bytes=least_bytes)
+    return shelf
+
+
+@pytest.fixture(scope="module")
+def plain_gradients() -> dict[str, Tensor]:
+    return gradients(build(NONE))
+
+
+@pytest.mark.parametrize("settings", [NONE, EVERY_2, FULL], ids=["none", "every", "full"])
+def test_tensors_that_blocks_keep_are_sent_and_nothing_else(
+    settings: ActivationCheckpoint, plain_gradients: dict[str, Tensor]
+) -> None:
+    model, inputs = build(settings), []
+    shelf = on_shelf(model)
+    for block in model.layers.values():  # type: ignore[operator,union-attr]
+        block.register_forward_pre_hook(lambda _, args: inputs.append(StorageWeakRef(args[0].untyped_storage())))
+    output = model(TOKENS[0])
+    if settings != EVERY_2:
+        gc.collect()
+        assert [ref.expired() for ref in inputs] == [True] * 4, "the input of a block that is away is free"
+    output.logsumexp(-1).sum().backward()
+    assert_equal({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, plain_gradients)
+    # 8 sequences, where the trace has 4. A tensor is sent once and fetched by each operator that saved it.
+    assert shelf.nbytes == 2 * traced(settings).total_bytes
+    assert all(kept.fetched for kept in shelf.kept)
+    weights = {p.detach().sum().item() for p in model.parameters()}
+    assert not [kept.tensor.shape for kept in shelf.kept if kept.tensor.sum().item() in weights], "a weight was sent"
+    assert list(model.state_dict()) == list(build(NONE).state_dict())
+
+
+def test_small_tensors_and_a_cpus_model_stay() -> None:
+    model = build(FULL)
+    shelf = on_shelf(model, least_bytes=8 * 32 * FOUR.dim * 4 + 1)
+    gradients(model)
+    assert shelf.kept == []
+    plain, offloaded = build(NONE), build(ActivationCheckpoint(mode="none", offload=True))
+    assert {type(block) for block in offloaded.modules()} == {type(block) for block in plain.modules()}
+
+
+class Views(nn.Module):
+    """Saves parts of one memory."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(16, 32), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if self.kind == "chunk":
+            a, b = y.chunk(2, -1)
+            return a * b
+        # The last has as many elements as its memory, but only repeats one column.
+        part = y.unfold(-1, 4, 2) if self.kind == "unfold" else y[:, 1:2].expand(8, 32)
+        return part * part
+
+
+@pytest.mark.parametrize(("kind", "sent"), [("chunk", 3), ("unfold", 2), ("expand", 2)])
+def test_views_come_back_as_they_were(kind: str, sent: int) -> None:
+    found = []
+    for away in (False, True):
+        torch.manual_seed(0)
+        block = Views(kind)
+        shelf = on_shelf(block, [block] if away else [])
+        x = torch.randn(8, 16, requires_grad=True)
+        block(x).sum().backward()
+        found.append({"x": x.grad, **{name: p.grad for name, p in block.named_parameters()}})
+    assert len(shelf.kept) == sent
+    assert_equal(*found)
+
+
+class Stream:
+    """Stands for a CUDA stream: writes down its calls."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log, self.events = name, log, 0
+
+    def wait_stream(self, other: Stream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: str) -> None:
+        self.log.append(f"{self.name} waits for {event}")
+
+    def record_event(self) -> str:
+        self.events += 1
+        self.log.append(f"{self.name} {self.events}")
+        return self.log[-1]
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Of streams, where `HostMemory` takes the CPU for its device."""
+    seen: list[str] = []
+    compute, empty_like = Stream("compute", seen), torch.empty_like
+    cuda = SimpleNamespace(
+        Stream=lambda _: Stream("copy", seen), current_stream=lambda _: compute, stream=lambda _: nullcontext()
+    )
+    monkeypatch.setattr(torch, "cuda", cuda)
+    monkeypatch.setattr(torch, "empty_like", lambda t, *, device, pin_memory=False: empty_like(t, device=device))
+    return seen
+
+
+def test_two_tensors_at_most_are_on_their_way_to_the_host(log: list[str]) -> None:
+    host, sent, refs = HostMemory(CPU), [], []
+    for value in range(4):
+        tensor = torch.full((4,), float(value))
+        refs.append(StorageWeakRef(tensor.untyped_storage()))
+        sent.append(host.send(tensor))
+        del tensor
+    assert [ref.expired() for ref in refs] == [True, True, False, False]
+    send = ["copy waits for compute", "copy {}"]
+    waits = [[], [], ["compute waits for copy 1"], ["compute waits for copy 2"]]
+    assert log == [line.format(n + 1) for n in range(4) for line in (*send, *waits[n])]
+    log.clear()
+    last = sent[3].fetch()
+    assert last.tolist() == [3.0] * 4 and all(ref.expired() for ref in refs)
+    assert log == [
+        *("compute waits for copy 3", "compute waits for copy 4"),
+        *("copy waits for compute", "copy 5", "compute waits for copy 5"),
+        *("copy waits for compute", "copy 6"),  # the one before, ahead of time
+    ]
+    log.clear()
+    assert sent[3].fetch() is last and log == []
+    del sent[2]
+    assert log == ["compute waits for copy 6"], "memory of a copy that nobody fetched is in use until it is done"
+
+
+def _sent(world: DistEnv, run: Run) -> tuple[int, int]:
+    model, _, rank = build_tiny(world, run)
+    shelf = on_shelf(model)
+    for batch in micro_batches(run, 0, rank, world.size):
+        model(batch.tokens).sum().backward()
+    return shelf.nbytes, [p.grad for p in model.parameters()].count(None)
+
+
+def test_gathered_weights_of_a_sharded_block_stay(pool: Pools) -> None:
+    run = replace(RUN, training=full_precision(reshard_after_forward="always"))
+    assert pool(2).run(_sent, run) == [(traced(NONE).total_bytes, 0)] * 2
+
+
+def _sent_in_parallel(world: DistEnv) -> tuple[list[int], list[bool]]:
+    torch.manual_seed(0)
+    found = []
+    block = nn.Sequential(nn.Linear(16, 32, bias=False), nn.ReLU(), nn.Linear(32, 16, bias=False))
+    parts = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()}
+    parallelize_module(block, init_device_mesh("cpu", (world.size,)), parts)
+    for away in (False, True):
+        shelf = on_shelf(block, [block] if away else [])
+        block.zero_grad()
+        block(torch.ones(8, 16)).sum().backward()
+        found.append([full(p.grad) for p in block.parameters() if p.grad is not None])
+    same = [torch.equal(a, b) for a, b in zip(*found, strict=True)]
+    return [kept.tensor.numel() for kept in shelf.kept], same
+
+
+def test_a_rank_sends_its_own_part_of_tensor_parallel_activations(pool: Pools) -> None:
+    """ReLU's output, 8 x 32 over 2 ranks, sent once for ReLU and the next product."""
+    assert pool(2).run(_sent_in_parallel) == [([8 * 16], [True, True])] * 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="moves tensors between a GPU and its host")
+def test_offload_frees_a_gpus_memory() -> None:
+    """Nothing waits for the device in between: memory that the host has run ahead of it is in the peaks."""
+    found, forward, whole = [], [], []
+    args = replace(FOUR, n_layers=16, dim=512, n_heads=8, n_kv_heads=8, max_seq_len=512, multiple_of=256)
+    device = torch.device("cuda")
+    tokens = torch.randint(0, 192, (8, 512), device=device)
+    one_input = tokens.numel() * args.dim * 4
+    for settings in (NONE, changed(NONE, offload=True), FULL, changed(FULL, offload=True)):
+        torch.manual_seed(3)
+        model = SPEC.build(args).to(device)
+        apply_ac(model, SPEC.block_names(args), settings, device)
+        for _ in range(2):
+            model.zero_grad()
+            before = torch.cuda.memory_stats()["active_bytes.all.current"]
+            torch.cuda.reset_peak_memory_stats()
+            output = model(tokens)
+            forward.append(torch.cuda.memory_stats()["active_bytes.all.peak"] - before)
+            output.float().logsumexp(-1).sum().backward()
+            whole.append(torch.cuda.memory_stats()["active_bytes.all.peak"] - before)
+            del output
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    for other in found[1:]:
+        for name, gradient in found[0].items():
+            torch.testing.assert_close(other[name], gradient, rtol=1e-5, atol=1e-5)
+    for none, none_away, full_kept, full_away in (forward[1::2], whole[1::2]):
+        assert none_away < none / 2
+        assert full_away < full_kept - args.n_layers / 2 * one_input
+
+
+@pytest.mark.soak
+def test_a_budget_is_a_share_of_what_the_compiler_would_keep(plain_gradients: dict[str, Tensor]) -> None:
+    from torch._functorch import config
+
+    sizes = []
+    for budget in (0.0, 0.3, 0.6, 1.0):
+        torch._dynamo.reset()
+        model = build(ActivationCheckpoint(mode="budget", memory_budget=budget))
+        for block in model.layers.values():  # type: ignore[operator,union-attr]
+            block.compile(backend="aot_eager", fullgraph=True)
+        shelf = on_shelf(model)
+        assert_equal(gradients(model), plain_gradients)
+        sizes.append(shelf.nbytes)
+    assert sizes[0] == 4 * 8 * 32 * 4 * FOUR.dim, "a budget of 0 keeps the blocks' inputs"
+    assert sizes == sorted(sizes) and len(set(sizes)) == 4
+    assert all(size <= (budget + 0.05) * sizes[3] for budget, size in zip((0.3, 0.6), sizes[1:3], strict=True))
+    assert config.activation_memory_budget == 1.0, "the setting outside is as it was"
