@@ -84,9 +84,8 @@ def train(
     every: also save after so many steps. state: also in the train state. fields: of the section `checkpoint`.
     """
     model, optimizer, rank = build_tiny(world, run)
-    after_update = None
-    if run.float8.precompute_float8_dynamic_scale_for_fsdp:
-        after_update = ScalePrecompute(model, run.mesh(world.size).build(world))
+    precompute = run.float8.precompute_float8_dynamic_scale_for_fsdp
+    after_update = ScalePrecompute(model, run.builder(world).mesh) if precompute else None
     torch.manual_seed(100 + world.rank)
     checkpointer = Checkpointer(options(folder, **fields), world, prints)
     try:

@@ -176,11 +176,10 @@ def test_a_skipped_batch_and_wrong_weights_are_found(
 
 def _served(world: DistEnv, folder: str, steps: int) -> str:
     """Hash of what this rank's loader serves in the step after `steps`."""
-    run = load_config("debug_model.toml", world.size, [*TINY, f"--job.dump_folder={folder}"])
-    batch = run.batch
-    loader = TrainLoader(
-        read_datasets(run).train, batch.global_batch_size, batch.micro_batch_size, world.rank, world.size
-    )
+    config = load_config("debug_model.toml", world.size, [*TINY, f"--job.dump_folder={folder}"])
+    batch = config.batch
+    dataset = read_datasets(config).train
+    loader = TrainLoader(dataset, batch.global_batch_size, batch.micro_batch_size, world.rank, world.size)
     for _ in range(steps + 1):
         batches = loader.next_step()
     return batch_hash(batches)

@@ -71,7 +71,7 @@ def _kill_at(monkeypatch: pytest.MonkeyPatch, call: int, action: Any) -> bool:
             for name in ("mkdir", "unlink", "rename", "write_bytes", "write_new", "copy_to", "rmdir"):
                 if hasattr(kind, name):
                     patch.setattr(kind, name, counting(getattr(kind, name)))
-        for name in ("write_new", "remove_folder"):
+        for name in ("write_new", "remove_folder", "copy_folder"):
             patch.setattr(retention, name, counting(getattr(retention, name)))
         try:
             action()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,8 +18,8 @@ from titanlite.checkpoint import CheckpointError
 from titanlite.checkpoint.manifest import steps_in
 from titanlite.checkpoint.paths import StoreError, StorePath, entries, to_path
 from titanlite.checkpoint.retention import begin, delete, leftovers
-from titanlite.config.fit import check_config
 from titanlite.config.load import load
+from titanlite.config.sections import Checkpoint
 from titanlite.main import _lock
 from titanlite.tools.cli import main
 
@@ -87,32 +86,10 @@ def test_an_upload_that_was_never_ended_goes_with_its_leftover(bucket: s3.Bucket
 
 
 def _refused(url: str, folder: Path) -> str:
-    argv = [f"--job.dump_folder={folder}", "--checkpoint.enable_checkpoint", f"--checkpoint.folder={url}"]
-    with pytest.raises(CheckpointError) as refused, _lock(check_config(argv, 1, training=False)[1]):
+    section = Checkpoint(enable_checkpoint=True, folder=url)
+    with pytest.raises(CheckpointError) as refused, _lock(folder, section):
         pytest.fail("it was not looked at")
     return str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("error", "text"),
-    [
-        (PermissionError("Not you"), "access denied (Not you)"),
-        (ConnectionResetError("reset"), "the store cannot be reached (reset)"),
-        (TimeoutError("30 s"), "did not answer in time (30 s)"),
-        (OSError('GET "http://host/key?X-Signature=secret" failed'), 'GET "http://host/key" failed'),
-        (FileNotFoundError("The specified bucket does not exist"), "there is no bucket memory://b"),
-    ],
-)
-def test_errors_of_clients_are_told_in_plain_words(monkeypatch: pytest.MonkeyPatch, error: OSError, text: str) -> None:
-    path = StorePath("memory://b/run/x")
-
-    def fails(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr(type(path.fs._target), "cat_file", fails)
-    with pytest.raises(StoreError, match=re.escape(text)) as told:
-        path.read_bytes()
-    assert str(told.value).startswith("memory://b/run/x: ")
 
 
 @pytest.mark.slow

@@ -14,15 +14,11 @@ from torch.distributed.checkpoint.staging import DefaultStager
 
 from tests.checkpoint.conftest import Storage
 from tests.checkpoint.runs import flip, names, unequal
+from tests.metrics.test_records import scalars
 from tests.pool import Pools
-from tests.refusals import refusal
 from tests.training import test_guard_runs as guard_runs
 from tests.training.test_run import _losses, _run, _trainer
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest, steps_in
-from titanlite.config.derive import smallest_world
-from titanlite.config.errors import ConfigError
-from titanlite.config.fit import fitted
-from titanlite.config.load import load
 from titanlite.metrics.wandb import ID_FILE
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.signals import StopRequested
@@ -127,27 +123,6 @@ def test_a_run_from_the_seed_is_a_fresh_run_bit_for_bit(
     assert all(states[0][key] == states[1][key] for key in ("data", "tokens_seen", "global_batch"))
 
 
-def test_a_seed_is_made_by_one_process_whatever_the_degrees() -> None:
-    config = load([ON, SEED, TP, PP])
-    assert smallest_world(config) == 1
-    mesh = fitted(config, 1).mesh
-    assert (mesh.tensor, mesh.pipeline, mesh.dp_degree) == (1, 1, 1)
-    with pytest.raises(ConfigError, match="is made by one process, and there are 4"):
-        fitted(config, 4)
-
-
-@pytest.mark.parametrize(
-    ("flags", "key"),
-    [
-        ([ON, "--checkpoint.keep_best=1"], "keep_best"),
-        ([ON, "--checkpoint.milestones=[0, 5]"], "milestones"),
-        ([SEED], "create_seed_checkpoint"),
-    ],
-)
-def test_contradictions_are_named(flags: list[str], key: str) -> None:
-    assert refusal(flags).key == f"checkpoint.{key}"
-
-
 def _hurried(world: DistEnv, folder: Path, grace: str, *flags: str) -> list[str]:
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = grace
     try:
@@ -232,16 +207,6 @@ def test_a_run_in_a_store_holds_the_same_as_one_in_a_folder(pool: Pools, storage
             assert [side.weights_only for side in sides] == [name == "saves" and step == 8] * 2
 
 
-def _scalars(folder: Path) -> dict[str, list[int]]:
-    """Steps by tag, as TensorBoard shows them."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    (dated,) = folder.iterdir()
-    events = EventAccumulator(str(dated))
-    events.Reload()
-    return {tag: [event.step for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-
-
 @pytest.mark.slow
 def test_after_falling_back_no_step_is_recorded_twice(pool: Pools, tmp_path: Path) -> None:
     """Past two damaged checkpoints, and again when the attempt that went on from there is lost as well."""
@@ -256,7 +221,8 @@ def test_after_falling_back_no_step_is_recorded_twice(pool: Pools, tmp_path: Pat
         rows = [(row["step"], "validation_loss" in row) for row in found["rows"]]
         assert sorted(rows) == sorted({*rows}) == sorted((row["step"], "validation_loss" in row) for row in whole)
         assert _losses(found["rows"]) == _losses(whole)
-        shown = _scalars(tmp_path / "tb")
+        (dated,) = (tmp_path / "tb").iterdir()
+        shown = {tag: [step for step, _ in found] for tag, found in scalars(dated).items()}
         assert shown["loss_metrics/global_avg_loss"] == [*range(1, 9)]
         assert shown["validation_metrics/loss"] == [2, 4, 6, 8]
 

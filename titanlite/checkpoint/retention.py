@@ -96,10 +96,14 @@ def _make_way(final: AnyPath, reason: str | None) -> None:
 
 
 def _mark(kind: str, folder: AnyPath) -> AnyPath:
-    """Write the mark of a save or a deletion beside the folder."""
+    """Write the mark of a save or a deletion beside the folder.
+
+    It is not made durable, which could take long beside a save: after a crash of the machine a folder without a mark is
+    reported, and not deleted.
+    """
     mark = folder.parent / f"{kind}{folder.name}-{uuid.uuid4().hex[:8]}"
     action = "a save" if kind == PARTIAL else "the deletion"
-    write_new(mark, f"{action} of {folder.name}, under way or cut short\n".encode())
+    mark.write_bytes(f"{action} of {folder.name}, under way or cut short\n".encode())
     return mark
 
 
