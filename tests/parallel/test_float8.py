@@ -330,7 +330,7 @@ def _python(code: str) -> str:
 def test_torchao_is_imported_only_for_float8_and_quietly() -> None:
     code = """
 import sys, torch
-import titanlite.trainer, titanlite.app, titanlite.parallel.float8 as float8
+import titanlite.trainer, titanlite.build, titanlite.parallel.float8 as float8
 assert not [name for name in sys.modules if name.startswith("torchao")]
 float8.apply_float8(torch.nn.Sequential(torch.nn.Linear(16, 16)), ["0"], "tensorwise")
 assert "torchao.float8" in sys.modules
