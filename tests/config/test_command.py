@@ -222,7 +222,8 @@ _TIMED = """
 import sys
 from titanlite.tools.cli import main
 main(sys.argv[1:])
-print([name for name in ("torch", "pydantic", "numpy", "titanlite.tools.drill", "titanlite.runs") if name in sys.modules])
+heavy = ("torch", "pydantic", "numpy", "titanlite.tools.drill", "titanlite.runs")
+print([name for name in heavy if name in sys.modules])
 """
 
 
