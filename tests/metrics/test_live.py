@@ -378,7 +378,7 @@ def test_a_forked_child_leaves_the_view_alone(terminal: Terminal) -> None:
 
 @pytest.mark.slow
 def test_threads_may_log_while_steps_go_on(terminal: Terminal) -> None:
-    view = show(terminal)
+    view = show(terminal, clock=(clock := Clock()))
     said = [[f"thread {n} line {line}" for line in range(20)] for n in range(3)]
     threads = [threading.Thread(target=lambda lines=lines: [logger.info(line) for line in lines]) for lines in said]
     for thread in threads:
@@ -388,6 +388,8 @@ def test_threads_may_log_while_steps_go_on(terminal: Terminal) -> None:
         view.tick(step)
     for thread in threads:
         thread.join()
+    clock.now += 1  # the next drawing is due
+    view.tick(8)
     rows = texts(terminal.rows())
     assert sorted(rows[:60]) == sorted(sum(said, [])) and len(rows) == 60 + 1 + 1 + 8 + 1
 

@@ -20,6 +20,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from tests.metrics.runs import make_trainer
 from tests.pool import Pools
@@ -161,12 +162,19 @@ def _loop(dog: HangWatchdog, slow: Callable[[], object]) -> None:
 
 
 def _sleep(world: DistEnv) -> list[str]:
+    store = _get_default_store().clone()
     with _watching() as (dog, said):
+
+        def tell() -> None:
+            _until(lambda: _reports(said))
+            store.set("reported", "")
 
         def read_shard() -> None:
             if world.rank == 1:
-                _until(lambda: dog._calls)  # rank 0 has asked where it is
+                _until(lambda: store.check(["reported"]))
 
+        if world.rank == 0:
+            threading.Thread(target=tell, daemon=True).start()
         _loop(dog, read_shard)
         # The loop is over before rank 0's thread has looked again.
         _until(lambda: world.rank or any("goes on" in text for text in said))
