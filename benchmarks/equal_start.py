@@ -143,7 +143,7 @@ def train_titanlite(world: DistEnv, folder: Path, *flags: str) -> list[dict[str,
     from titanlite.build import build, read_datasets
     from titanlite.config.fit import load_config
     from titanlite.metrics.jsonl import FILE, read_metrics
-    from titanlite.models.llama.hf import from_meta
+    from titanlite.models.llama_hf import from_meta
     from titanlite.trainer import Trainer
 
     config, text = folder / f"config-{world.rank}.toml", folder / f"text-{world.rank}.json"

@@ -16,7 +16,7 @@ from benchmarks.gpu_bench import ROOT, Bench, Failed, NotMeasured, Result, last_
 from titanlite.config.errors import ConfigError
 from titanlite.config.fit import load_config
 from titanlite.metrics.jsonl import json_value
-from titanlite.models.shapes import count_parameters, flops_per_token
+from titanlite.models import count_parameters, flops_per_token
 
 CONFIGS = ROOT / "benchmarks" / "gpu"
 GIB = 2**30

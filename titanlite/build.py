@@ -36,6 +36,7 @@ from titanlite.data.packing import PackedDataset, build_dataset, build_validatio
 from titanlite.data.prefetch import PassLoader, Prefetcher, StepLoader, ValidationPrefetcher
 from titanlite.data.skip_ranges import ranges_of_steps
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
+from titanlite.extensions import load_function
 from titanlite.guard import FiniteGuard
 from titanlite.metrics import startup_report as rep
 from titanlite.metrics.float8_error import Float8ErrorCheck
@@ -45,8 +46,7 @@ from titanlite.metrics.observer import MetricsLogger
 from titanlite.metrics.profiler import Profiler
 from titanlite.metrics.throughput import device_name, peak_flops, total_memory_bytes
 from titanlite.metrics.watchdog import HangWatchdog
-from titanlite.models import LlamaArgs, ModelSpec, get_spec
-from titanlite.models.shapes import as_record, flops_per_token
+from titanlite.models.spec import ModelSpec, as_record
 from titanlite.optim.learning_rate import LearningRate
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.parallel.activation_checkpoint import ActivationStats
@@ -59,7 +59,7 @@ from titanlite.parallel.init import seed_generators
 from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.parallel.pipeline import PipelineModel
 from titanlite.parallel.tensor import enable_async
-from titanlite.preflight import async_tp_problems, fsdp_problems
+from titanlite.preflight import async_tp_problems, fsdp_problems, loss_problems
 from titanlite.run_callbacks import (
     AttemptRecord,
     CompileReport,
@@ -71,6 +71,7 @@ from titanlite.run_callbacks import (
 from titanlite.runs.provenance import config_text
 from titanlite.start_report import StartReport
 from titanlite.step import PlainRunner, ReplicationFactors, Runner, TrainStep
+from titanlite.utils import is_dotted
 
 if TYPE_CHECKING:
     from titanlite.trainer import Trainer
@@ -121,7 +122,8 @@ class TrainingComponents:
     world: DistEnv
     mesh: DeviceMesh
     spec: ModelSpec
-    args: LlamaArgs
+    #: The model's arguments.
+    args: Any
     model: nn.Module
     optimizer: torch.optim.Optimizer
     learning_rate: LearningRate
@@ -159,8 +161,8 @@ class TrainingComponents:
 
 def check_model(run: RunConfig, datasets: Datasets) -> None:
     """Check that ranks can divide this model and vocabulary; no process group is needed. Raises ConfigError."""
-    spec, args = get_spec(run.model.name), run.model_args(datasets.tokenizer.vocab_size)
-    problems = tensor_problems(args, run)
+    spec, args = run.spec, run.model_args(datasets.tokenizer.vocab_size)
+    problems = [*tensor_problems(args, run), *loss_problems(spec, args, run.training)]
     problems += fsdp_problems(spec, args, run.training, run.compile, run.activation_checkpoint)
     if run.experimental.enable_async_tensor_parallel:
         problems += async_tp_problems(run.mesh.tensor)
@@ -180,7 +182,7 @@ def read_datasets(run: RunConfig) -> Datasets:
     Raises DataError naming file and record, ShapeError when the tokenizer has more entries than the model.
     """
     tokenizer = load_tokenizer(run.model.tokenizer_path, run.model.name)
-    vocabulary = run.model_args(tokenizer.vocab_size).n_vocab
+    vocabulary = run.model_args(tokenizer.vocab_size).vocab_size
     train = build_dataset(run.training, run.data, tokenizer, vocabulary)
     if not run.validation.enable:
         return Datasets(tokenizer, train, None)
@@ -199,7 +201,7 @@ def build(
     """Build everything that a loop needs, on this rank's device. All ranks call it together.
 
     datasets: of `read_datasets`; None: read here. watchdog: entered by the caller; None: one that only logs.
-    callbacks: run after titanlite's own; None: those of `job.callbacks`, files relative to the working directory.
+    callbacks: run after titanlite's own; None: those of `job.callbacks`.
     """
     device = world.device
     if callbacks is None:
@@ -209,7 +211,7 @@ def build(
         raise ValueError("the run's length is not known yet: derive it with the length of the text")
 
     # Model
-    spec = get_spec(run.model.name)
+    spec = run.spec
     args = run.model_args(datasets.tokenizer.vocab_size)
     if run.training.compile:
         prepare_compile(run.compile.backend, device.type, run.compile.cache_dir)
@@ -231,6 +233,7 @@ def build(
         run.activation_checkpoint,
         run.compile,
         run.float8,
+        load_function("training.loss", run.training.loss) if is_dotted(run.training.loss) else None,
     )
     loss = builder.loss()
     if run.experimental.enable_async_tensor_parallel and degrees.tensor > 1:
@@ -262,7 +265,7 @@ def build(
         validation = ValidationPrefetcher(passes, run.data.prefetch, pin, run.data.persistent_workers)
 
     # Step
-    optimizer = build_optimizer(model.parameters(), run.optimizer, device)
+    optimizer = build_optimizer(dict(model.named_parameters()), run.optimizer, device)
     policy = run.guard
     train_step = TrainStep(
         model,
@@ -279,7 +282,7 @@ def build(
     # Checkpoints
     checkpointer = save_schedule = None
     if run.checkpoint.enable_checkpoint:
-        prints = fingerprints(args, datasets)
+        prints = fingerprints(run.model.name, args, datasets)
         about = {"toml": config_text(run.toml), "model": as_record(run.model.name, args)}
         checkpointer = Checkpointer(run.checkpoint, world, prints, about)
         save_schedule = SaveSchedule(run.checkpoint, world, prints)
@@ -287,7 +290,7 @@ def build(
 
     # Callbacks
     folder = Path(run.job.dump_folder)
-    name, flops = device_name(device), flops_per_token(args, batch.seq_len)
+    name, flops = device_name(device), spec.flops_per_token(args, batch.seq_len)
     peak = run.metrics.peak_tflops and run.metrics.peak_tflops * 1e12
     peak = peak or (peak_flops(name) if device.type == "cuda" else None)
     kept, compiled = builder.trace_activations(**sizes), builder.watch_compilation(model)
@@ -440,10 +443,12 @@ def rounding_setting(run: RunConfig, device: torch.device) -> dict[str, str]:
     return found
 
 
-def fingerprints(args: LlamaArgs, datasets: Datasets) -> dict[str, str]:
-    """Return what two runs must share for one to resume the other's checkpoints."""
+def fingerprints(model: str, args: Any, datasets: Datasets) -> dict[str, str]:
+    """Return what two runs must share for one to resume the other's checkpoints. model: `model.name`."""
     shape = asdict(args)
     shape.pop("max_seq_len")  # the length of the RoPE tables changes no weight
+    if is_dotted(model):
+        shape["model"] = os.path.basename(model)
     order = {name: value for name, value in datasets.train.settings.items() if name != "epochs"}
     digest = hashlib.sha256(json.dumps(shape, sort_keys=True, default=str).encode()).hexdigest()
     return {

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.exit_codes import is_of_collectives
-from titanlite.utils import logger, resolve
+from titanlite.extensions import HINT
+from titanlite.utils import logger, resolve_as
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.paths import AnyPath
@@ -136,23 +136,23 @@ class Callbacks:
             ) from error
 
 
-def load_callbacks(paths: Sequence[str], base: Path | None = None, where: str = "") -> list[Callback]:
-    """Make the callbacks that `job.callbacks` names. base: folder of the TOML file that names them.
+def load_callbacks(paths: Sequence[str], where: str = "") -> list[Callback]:
+    """Make the callbacks that `job.callbacks` names. where: its place in the config, for messages.
 
-    where: its place in the config, for messages. Raises ConfigError naming all that cannot be loaded.
+    Raises ConfigError naming all that cannot be loaded.
     """
+
+    def accept(found: Any) -> bool:
+        return isinstance(found, Callback) or isinstance(found, type) and issubclass(found, Callback)
+
     made, problems = [], []
     for path in paths:
         try:
-            found = resolve(path, base)
-            found = found() if isinstance(found, type) and issubclass(found, Callback) else found
-            if not isinstance(found, Callback):
-                raise ValueError(f"is {found!r:.80}, and no titanlite.Callback")
-            made.append(found)
+            found = resolve_as(path, accept, "a titanlite.Callback")
+            made.append(found() if isinstance(found, type) else found)
         except Exception as error:
-            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            hint = 'name a class as "package.module:Name" or "./file.py:Name"'
-            problems.append(Problem(where, "job.callbacks", f"{path!r} {reason}", hint))
+            reason = str(error) if isinstance(error, ValueError) else f"{path!r} {type(error).__name__}: {error}"
+            problems.append(Problem(where, "job.callbacks", reason, HINT, code="unresolved"))
     if problems:
         raise ConfigError(problems)
     return made

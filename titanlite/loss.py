@@ -9,7 +9,9 @@ compute them piece by piece:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import inspect
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,25 +21,35 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from titanlite.data.packing import IGNORE
 
-if TYPE_CHECKING:
-    from titanlite.parallel.compile import LossFunction
+#: (logits [batch, seq, vocab], labels [batch, seq] int64) → the loss summed over valid tokens, a scalar.
+LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum over valid tokens of -log p(label), in float32.
+    """Return the sum over valid tokens of -log p(label), in float32.
 
     logits: [batch, seq, vocab]; labels: [batch, seq] int64, `IGNORE` where there is no target. Returns a scalar.
     """
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
+def of_tokens(loss: LossFunction) -> LossFunction:
+    """Return `loss`, a function of logits [tokens, vocab] and labels [tokens], as one of whole batches."""
+
+    def flat(logits: Tensor, labels: Tensor) -> Tensor:
+        return loss(logits.flatten(0, 1), labels.flatten())
+
+    flat.__name__ = getattr(loss, "__name__", "loss")  # for reports of compilation
+    return flat
+
+
 def count_valid(labels: Tensor) -> Tensor:
-    """Number of targets in labels [batch, seq], a 0-dim int64 tensor on its device."""
+    """Return the number of targets in labels [batch, seq], a 0-dim int64 tensor on its device."""
     return (labels != IGNORE).sum()
 
 
 def batch_loss(model: nn.Module, tokens: Tensor, labels: Tensor, loss_function: LossFunction) -> Tensor:
-    """A micro-batch's loss, a scalar; of a model that `chunk_head` was told of, without ever having all its logits.
+    """Return a micro-batch's loss, a scalar. After `chunk_head` not all its logits exist at a time.
 
     tokens, labels: [batch, seq] int64.
     """
@@ -46,19 +58,25 @@ def batch_loss(model: nn.Module, tokens: Tensor, labels: Tensor, loss_function: 
     return loss_function(model(tokens), labels)
 
 
-def chunk_head(model: nn.Module, chunks: int) -> None:
+def chunk_head(model: nn.Module, chunks: int, head_name: str = "output") -> None:
     """Let `model` compute its loss in `chunks` pieces of the tokens (fewer if there are fewer tokens), in place.
 
-    The model hands `labels` and `loss`, the arguments of its call, on to its head (`output`) and returns what that
-    returns, as `titanlite.models.llama.model.Llama` does. So the head is called once, like every other module and
-    inside of the model's own call: `fully_shard` gathers its weights once, whatever the unit they belong to. Names and
-    weights stay what they are. Of a pipeline: for every stage.
+    The model hands `labels` and `loss`, the arguments of its call, on to its head and returns what that returns, as
+    `titanlite.models.layers.Llama` does. So the head is called once, like every other module and inside of the model's
+    own call: `fully_shard` gathers its weights once, whatever the unit they belong to. Names and weights stay what
+    they are. Of a pipeline: for every stage.
 
-    Raises ValueError if chunks is below 1, or the head no linear without bias, as after `fully_shard` or in float8.
+    Raises ValueError if chunks is below 1, the model takes no labels, or the head is no linear without bias, as after
+    `fully_shard` or in float8.
     """
     if chunks < 1:
         raise ValueError(f"a loss cannot be computed in {chunks} chunks")
-    head: Any = getattr(model, "output", None)
+    if not {"labels", "loss"} <= inspect.signature(model.forward).parameters.keys():
+        raise ValueError(
+            f"a loss in chunks needs a model that takes labels and loss and hands them to its head; the forward of "
+            f"{type(model).__name__} does not"
+        )
+    head: Any = dict(model.named_modules()).get(head_name)
     if head is not None:
         if type(head) is not nn.Linear or head.bias is not None:
             raise ValueError(

@@ -23,6 +23,7 @@ from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.fit import check_config, fitted
 from titanlite.config.run_sections import Job
 from titanlite.config.sections import Checkpoint, Model
+from titanlite.extensions import load_functions
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.dist_env import read_launch_env
 from titanlite.signals import SIGNALS, StopRequested, StopSignal, exit_on_signals, stop_with_torchrun
@@ -93,9 +94,8 @@ def run(argv: Sequence[str]) -> int:
                 steps, epochs = config.steps, config.training.epochs or 0
                 length = counted(epochs, "epochs") if steps is None else counted(steps, "steps")
                 _log_files(asked.files, config.model, length, folder)
-            source = asked.source("job.callbacks")
-            base = Path(source.file).parent if source.file else None
-            callbacks = load_callbacks(config.job.callbacks, base, source.place)
+            load_functions(asked)
+            callbacks = load_callbacks(config.job.callbacks, asked.place("job.callbacks"))
             store = connect_store()  # before what takes longer on one rank than on another
             with report_failure(store, rank, size), contextlib.ExitStack() as held:
                 check_machine(config.training, config.compile, config.float8)

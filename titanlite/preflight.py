@@ -6,15 +6,12 @@ Importing this module needs no torch; the functions that need it import it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.sections import ActivationCheckpoint, Compile, Float8, Training
 from titanlite.models.spec import ModelSpec
 from titanlite.parallel import ParallelismError
-
-if TYPE_CHECKING:
-    from titanlite.models import LlamaArgs
 
 ENABLE_FLOAT8, FILTERS = "float8.enable_float8_linear", "float8.filter_fqns"
 
@@ -81,8 +78,20 @@ def async_tp_problems(tp: int) -> list[Problem]:
 # The model
 
 
+def loss_problems(spec: ModelSpec, args: Any, training: Training) -> list[Problem]:
+    """Find what keeps the model from computing its loss in chunks, if it shall."""
+    from titanlite.loss import chunk_head
+
+    if training.loss_chunks > 1:
+        try:
+            chunk_head(spec.build_on_meta(args), training.loss_chunks, spec.head)
+        except ValueError as error:
+            return [Problem("", "training.loss_chunks", str(error), "set it to 1")]
+    return []
+
+
 def fsdp_problems(
-    spec: ModelSpec, args: LlamaArgs, training: Training, compile: Compile, activation_checkpoint: ActivationCheckpoint
+    spec: ModelSpec, args: Any, training: Training, compile: Compile, activation_checkpoint: ActivationCheckpoint
 ) -> list[Problem]:
     """Find what keeps the model from being sharded in the groups of `training.fsdp_units`."""
     from titanlite.parallel.activation_checkpoint import is_by_op
@@ -92,7 +101,7 @@ def fsdp_problems(
     if policy in ("block", "root"):
         return []
     try:
-        groups = choose_groups(spec.build_on_meta(args), policy, min_params, spec.fsdp_units(args))
+        groups = choose_groups(spec.build_on_meta(args), policy, min_params, spec.fsdp_groups(args))
     except ParallelismError as error:
         key = "training.fsdp_min_params" if policy == "size" else "training.fsdp_units"
         return [Problem("", key, str(error))]

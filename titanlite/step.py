@@ -15,14 +15,13 @@ import torch.distributed as dist
 from torch import nn
 
 from titanlite.guard import FiniteGuard
-from titanlite.loss import batch_loss, count_valid, cross_entropy_sum
+from titanlite.loss import LossFunction, batch_loss, count_valid, cross_entropy_sum
 from titanlite.optim.gradients import clip_gradients, square_norm, square_norms
 from titanlite.optim.optimizer import gated_step
 from titanlite.parallel.fsdp import set_gradient_sync
 
 if TYPE_CHECKING:
     from titanlite.data.loader import Batch
-    from titanlite.parallel.compile import LossFunction
 
 #: Is told the name of the phase that begins: "forward", "backward", "pipeline", "optimizer".
 Phase = Callable[[str], object]

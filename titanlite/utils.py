@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import reduce
@@ -113,17 +113,22 @@ def atomic_write(path: Path, data: bytes | str) -> None:
         raise
 
 
-def resolve(path: str, base: Path | None = None) -> Any:
-    """Return the object that a dotted path names: "package.module:Name" or "./file.py:Name".
+def is_dotted(name: str) -> bool:
+    """Return whether a name is a dotted path: "package.module:name" or "./file.py:name"."""
+    return ":" in name
 
-    A path that begins with a dot or a slash is a file: relative to `base`, or if there is none to the working
-    directory. Raises ValueError when there is no such thing, and as it is what the import raises.
+
+def resolve(path: str) -> Any:
+    """Return the object that a dotted path names.
+
+    A path that begins with a dot or a slash is a file, relative to the working directory. Raises ValueError when there
+    is no such thing, and as it is what the import raises.
     """
     module_name, _, name = path.partition(":")
     if not (module_name and name):
         raise ValueError("names no object: a colon comes before its name")
     if module_name.startswith((".", "/")):
-        module = _module_of_file(module_name, base)
+        module = _module_of_file(Path(module_name).resolve())
     else:
         try:
             module = importlib.import_module(module_name)
@@ -135,11 +140,41 @@ def resolve(path: str, base: Path | None = None) -> Any:
         raise ValueError(f"cannot be imported: {module.__file__} has no {name}") from None
 
 
-def _module_of_file(name: str, base: Path | None) -> Any:
-    places = [Path(folder, name).resolve() for folder in (base, Path()) if folder is not None]
-    file = next((place for place in places if place.is_file()), None)
-    if file is None:
-        raise ValueError(f"cannot be imported: there is no file {' nor '.join(map(str, dict.fromkeys(places)))}")
+def resolve_as(path: str, accept: Callable[[Any], bool], kind: str) -> Any:
+    """Return the object that a dotted path names, if `accept` takes it. Raises ValueError naming the path.
+
+    kind: what it must be, with an article, for messages.
+    """
+    try:
+        found = resolve(path)
+    except ValueError as error:
+        raise ValueError(f"{path!r} {error}") from error
+    except Exception as error:
+        raise ValueError(f"{path!r} cannot be imported: {type(error).__name__}: {error}") from error
+    if not accept(found):
+        raise ValueError(f"{path!r} is {found!r:.80}, and not {kind}")
+    return found
+
+
+def unresolved(path: str) -> str:
+    """Return why a dotted path surely cannot be resolved, without an import; "" where it may be."""
+    module_name, _, name = path.partition(":")
+    if not (module_name and name):
+        return "names no object: a colon comes before its name"
+    if not module_name.startswith((".", "/")):
+        package = module_name.partition(".")[0]
+        return "" if importlib.util.find_spec(package) else f"cannot be imported: No module named {package!r}"
+    try:
+        words = set(re.findall(rb"\w+", Path(module_name).read_bytes()))
+    except OSError:
+        return f"cannot be imported: there is no file {Path(module_name).resolve()}"
+    first = name.partition(".")[0]
+    return "" if first.encode() in words else f"cannot be imported: {module_name} has no {first}"
+
+
+def _module_of_file(file: Path) -> Any:
+    if not file.is_file():
+        raise ValueError(f"cannot be imported: there is no file {file}")
     spec = importlib.util.spec_from_file_location(f"titanlite_{file.stem}_{abs(hash(file))}", file)
     if spec is None or spec.loader is None:
         raise ValueError(f"cannot be imported: {file} is no Python file")

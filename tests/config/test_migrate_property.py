@@ -16,7 +16,7 @@ from titanlite.config.derive import RunConfig, smallest_world
 from titanlite.config.entries import file_entries
 from titanlite.config.errors import ConfigError
 from titanlite.config.fit import fitted
-from titanlite.config.keys import Key, base, fits, keys, members, table_of
+from titanlite.config.keys import Key, base, fits, keys, members, names_beside_paths, table_of
 from titanlite.config.load import read_text
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.toml import Scan, TOMLDecodeError, loads, quote
@@ -28,7 +28,7 @@ SKIPPED = ("job.config_file", "job.extends", "job.dialect")
 
 
 def legal_values(key: Key) -> list[Any]:
-    found: list[Any] = []
+    found: list[Any] = names_beside_paths(key.type)
     for part in map(base, members(key.type)):
         if get_origin(part) is Literal:
             found += get_args(part)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titanlite.models.llama.model import SdpaAttention
+from titanlite.models.layers import SdpaAttention
 from titanlite.parallel.context import ContextAttention, CPRank
 
 SEQ, DEGREE = 1024, 4

@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from titanlite.models import LlamaArgs, RopeScaling, get_spec
-from titanlite.models.llama import hf
-from titanlite.models.llama.model import Llama, SdpaAttention
-from titanlite.models.rope import Rope, Rotation
-from titanlite.models.shapes import NORM_TYPES
+from titanlite.models import llama_hf as hf
+from titanlite.models.layers import Llama, Rope, Rotation, SdpaAttention
+from titanlite.models.llama import NORM_TYPES
 
 SMALL = LlamaArgs(dim=64, n_layers=2, n_heads=4, vocab_size=96, multiple_of=32, max_seq_len=128)
 SCALED = RopeScaling(factor=8.0, original_context=32)

@@ -11,7 +11,8 @@ import torch
 
 from titanlite.config.sections import Model
 from titanlite.models import SHAPES, LlamaArgs, RopeScaling, count_parameters, flops_per_token, get_spec, resolve_args
-from titanlite.models.shapes import NORM_TYPES, ShapeError, model_args
+from titanlite.models.llama import NORM_TYPES
+from titanlite.models.spec import ShapeError, model_args
 
 PUBLISHED = {
     ("llama2", "7B"): (4096, 32, 32, 32, 11008, 32000, 6_738_415_616),
@@ -161,7 +162,6 @@ def test_rope_scaling_as_a_toml_file_may_say_it() -> None:
         ({"rope_theta": "1e4"}, "overrides.rope_theta", 'a number, got "1e4"'),
         ({"rope_theta": float("inf")}, "overrides.rope_theta", "a number, got"),
         ({"n_layer": 4}, "overrides.n_layer", "nearest: n_layers"),
-        ({"ffn_dim": 640, "multiple_of": 64}, "overrides.multiple_of", "ffn_dim is given"),
         ({"max_seq_len": 16}, "overrides.max_seq_len", "is 16, shorter than the sequences of 64 tokens"),
         ({"rope_scaling": {"factr": 8.0}}, "rope_scaling", 'needs a "factor"'),
         ({"rope_scaling": {"factor": 8.0, "original": 1}}, "rope_scaling.original", "nearest: original_context"),

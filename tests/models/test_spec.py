@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from titanlite.models import Init, LlamaArgs, get_spec, resolve_args
-from titanlite.models.llama import hf
-from titanlite.models.llama.model import Llama
+from titanlite.models import llama_hf as hf
+from titanlite.models.layers import Llama
 
 ARGS = LlamaArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=96)
 TIED = LlamaArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=96, tied=True)

@@ -20,8 +20,7 @@ from tests.training.harness import TINY, Run, build_tiny
 from titanlite.config.sections import ActivationCheckpoint
 from titanlite.data.loader import Batch
 from titanlite.models import get_spec
-from titanlite.models.llama.model import SdpaAttention
-from titanlite.models.rope import Rope
+from titanlite.models.layers import Rope, SdpaAttention
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.activation_checkpoint import apply_ac
 from titanlite.parallel.compile import apply_compile

@@ -32,7 +32,7 @@ from titanlite.config.sections import ActivationCheckpoint, Compile
 from titanlite.guard import FiniteGuard
 from titanlite.loss import cross_entropy_sum
 from titanlite.models import SHAPES, LlamaArgs, count_parameters, flops_per_token
-from titanlite.models.llama.plan import pipeline_costs
+from titanlite.models.llama import pipeline_costs
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.pipeline_split import split_stages

@@ -19,9 +19,9 @@ from titanlite.config.run_sections import Section
 from titanlite.config.sections import ActivationCheckpoint, Compile, Experimental, Float8, Optimizer, Training
 from titanlite.data.loader import Batch, to_device
 from titanlite.guard import FiniteGuard
+from titanlite.loss import LossFunction
 from titanlite.models import LlamaArgs, get_spec
 from titanlite.optim.optimizer import build_optimizer
-from titanlite.parallel.compile import LossFunction
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.float8 import ScalePrecompute, plain
 from titanlite.parallel.parallelize import ModelBuilder

@@ -156,11 +156,14 @@ def test_names_are_resolved_beside_the_config_then_in_the_working_directory(
     (tmp_path / "there" / "mine.py").write_text(SOURCE)
     (tmp_path / "here.py").write_text(SOURCE)
     monkeypatch.chdir(tmp_path)
-    mine = resolve("./mine.py:Mine", tmp_path / "there")
-    assert mine is resolve(f"{tmp_path}/there/mine.py:Mine"), "one file is one module"
-    assert resolve("./here.py:Mine", tmp_path / "there") is not mine
-    first, second = load_callbacks(["./mine.py:Mine", "./mine.py:ready"], tmp_path / "there")
-    assert type(first) is type(second) is mine and mine.made == 2
+    config = tmp_path / "there" / "run.toml"
+    config.write_text('[job]\ncallbacks = ["./mine.py:Mine", "./mine.py:ready", "./here.py:Mine"]\n')
+    paths = load_file(str(config)).sections.job.callbacks
+    assert paths == [f"{tmp_path}/{name}" for name in ("there/mine.py:Mine", "there/mine.py:ready", "here.py:Mine")]
+    mine = resolve("./there/mine.py:Mine")
+    first, second, third = load_callbacks(paths)
+    assert type(first) is type(second) is mine and mine.made == 2, "one file is one module"
+    assert type(third) is not mine
 
 
 @pytest.mark.parametrize(
@@ -170,16 +173,19 @@ def test_names_are_resolved_beside_the_config_then_in_the_working_directory(
         ("os.path:missing", "has no missing"),
         ("os.path", "colon"),
         ("./missing.py:Mine", "no file"),
-        ("./mine.py:number", "is 7, and no titanlite.Callback"),
+        ("./mine.py:number", "is 7, and not a titanlite.Callback"),
         ("./mine.py:Needs", "TypeError"),
         ("./broken.py:Mine", "ZeroDivisionError"),
     ],
 )
-def test_what_cannot_be_loaded_is_a_config_error(tmp_path: Path, path: str, words: str) -> None:
+def test_what_cannot_be_loaded_is_a_config_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(SOURCE)
     (tmp_path / "broken.py").write_text("1 / 0")
     with pytest.raises(ConfigError) as caught:
-        load_callbacks([path, "os:also_missing"], tmp_path, "run.toml:7")
+        load_callbacks([path, "os:also_missing"], "run.toml:7")
     problem, other = caught.value.problems
     assert (problem.key, problem.where) == ("job.callbacks", "run.toml:7")
     assert repr(path) in problem.message and words in problem.message and "also_missing" in other.message

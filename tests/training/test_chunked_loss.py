@@ -47,7 +47,7 @@ from titanlite.config.load import load
 from titanlite.guard import FiniteGuard
 from titanlite.loss import ChunkedHead, batch_loss, chunk_head, cross_entropy_sum
 from titanlite.metrics.nan_finder import Finding, diagnose_nonfinite
-from titanlite.models.llama.model import Llama
+from titanlite.models.layers import Llama
 from titanlite.parallel.compile import CompileWatch, compile_loss
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.tensor import tensor_loss

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.equal_start import train_titanlite
 from tests.pool import Pools
-from titanlite.models.llama import hf
+from titanlite.models import llama_hf as hf
 from titanlite.parallel.dist_env import DistEnv
 
 GOLDEN = json.loads((Path(__file__).parent / "torchtitan_losses.json").read_text())

@@ -11,12 +11,13 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from titanlite import extensions
 from titanlite.config.errors import Problem
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.sections import AUTO_FILTER, Config, steps_of
 from titanlite.config.toml import quote
 from titanlite.config.urls import is_url, url_problem
-from titanlite.utils import counted
+from titanlite.utils import counted, is_dotted
 
 _AC_OPTION = "activation_checkpoint.selective_ac_option"
 _GATHER = "float8.enable_fsdp_float8_all_gather"
@@ -55,7 +56,7 @@ _DECAY = ("decay_ratio", "decay_steps", "plateau_ratio", "min_lr_factor")
 def contradictions(config: LoadedConfig) -> list[Problem]:
     """Return every pair of keys that cannot both hold, whatever the number of ranks."""
     d = config.sections
-    found = [*_needs(config), *_training(d), *_runtime(config)]
+    found = [*_needs(config), *_training(d), *_runtime(config), *extensions.missing(config)]
     if d.float8.enable_float8_linear:
         found += _float8_keys(d)
     return placed(config, found)
@@ -96,6 +97,10 @@ def _training(d: Config) -> Iterator[Finding]:
     if s.min_lr is not None and s.min_lr > d.optimizer.lr:
         message = f"is {quote(s.min_lr)}, above optimizer.lr = {quote(d.optimizer.lr)}"
         yield "conflict", "lr_scheduler.min_lr", message, ""
+    for section, text in (("training", t), ("validation", d.validation)):
+        if text.dataset_path is not None and is_dotted(text.dataset):
+            message = f"has no effect: {section}.dataset = {quote(text.dataset)} returns the text"
+            yield "conflict", f"{section}.dataset_path", message, "give one of the two"
     if t.compile and not d.compile.components:
         yield "conflict", "compile.components", "is empty, but training.compile = true", ""
     for key, on in (

@@ -21,8 +21,7 @@ from titanlite.config.sections import Config
 from titanlite.config.toml import quote
 from titanlite.config.urls import is_url
 from titanlite.data.skip_ranges import count, ranges_of_steps
-from titanlite.models.llama.plan import linears
-from titanlite.models.shapes import SHAPES, LlamaArgs, ShapeError, model_args
+from titanlite.models.spec import ModelSpec, ShapeError, get_spec, model_args
 from titanlite.optim.schedule import Schedule
 from titanlite.utils import counted
 
@@ -124,7 +123,12 @@ class RunConfig(Config, frozen=True):
         held_out = self.validation.seq_len if self.validation.enable else None
         return max(self.training.seq_len, held_out or 0)
 
-    def model_args(self, tokenizer_size: int | None = None) -> LlamaArgs:
+    @property
+    def spec(self) -> ModelSpec:
+        """The model. Raises ShapeError for an unknown name."""
+        return get_spec(self.model.name)
+
+    def model_args(self, tokenizer_size: int | None = None) -> Any:
         """Return the model's arguments. Raises ShapeError when the tokenizer has more entries than the model."""
         return model_args(self.model, self.max_seq_len, tokenizer_size)
 
@@ -306,9 +310,12 @@ def _filled(
 
 def useless_selective_checkpoint(d: Config) -> str:
     """Return why "every Nth block" recomputes none: the model has fewer blocks. Empty where it has enough."""
-    ac, shape = d.activation_checkpoint, SHAPES.get(d.model.name, {}).get(d.model.flavor)
-    blocks = d.model.overrides.get("n_layers", shape and shape.n_layers)
-    if ac.mode != "selective" or ac.selective_ac_option == "op" or not isinstance(blocks, int):
+    ac = d.activation_checkpoint
+    if ac.mode != "selective" or ac.selective_ac_option == "op":
+        return ""
+    try:
+        blocks = len(get_spec(d.model.name).block_names(model_args(d.model, 1)))
+    except ShapeError:  # `misfits` reports it
         return ""
     every = int(ac.selective_ac_option)
     return f'"{every}" recomputes one block of each {every}, but the model has {blocks}' if every > blocks else ""
@@ -408,7 +415,7 @@ def wide_filters(run: RunConfig) -> list[str]:
     if not run.float8.enable_float8_linear:
         return found
     try:
-        names = list(linears(replace(run.model_args(), vocab_size=1)))
+        names = list(run.spec.linears(replace(run.model_args(), vocab_size=1))) if run.spec.linears else []
     except ShapeError:  # `misfits` reports it
         return found
     for part in run.float8.filter_fqns:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from titanlite.config.checks import Finding, contradictions, missing_files, missing_packages, placed
 from titanlite.config.derive import (
@@ -27,8 +28,7 @@ from titanlite.config.not_implemented import refused
 from titanlite.config.pipeline import SCHEDULES, find_schedule
 from titanlite.config.sections import AUTO_FILTER, Config
 from titanlite.config.toml import quote
-from titanlite.models.llama.plan import linears, pipeline_costs, tensor_plan
-from titanlite.models.shapes import LlamaArgs, ShapeError
+from titanlite.models.spec import ShapeError
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.float8_choice import choose_linears
 from titanlite.parallel.pipeline_split import split_stages
@@ -97,9 +97,28 @@ def misfits(config: LoadedConfig, run: RunConfig) -> list[Problem]:
         args = run.model_args()
     except ShapeError as error:
         return placed(config, found) + _model_problems(config, error)
+    found += _not_offered(run)
     if not found:
         found += [*tensor_misfits(args, run), *_stage_misfits(args, run), *_float8_misfits(args, run)]
     return placed(config, found)
+
+
+def _not_offered(run: RunConfig) -> Iterator[Finding]:
+    """Find the features that the config asks for and the model does not offer."""
+    spec, mesh = run.spec, run.mesh
+    compiled = run.training.compile and "model" in run.compile.components
+    features = {
+        "tensor_plan": (_TP, mesh.tensor > 1),
+        "sublayer_names": (_TP, mesh.tensor > 1 and compiled),
+        "pipeline_costs": (f"{_PP}degree", mesh.pipeline > 1),
+        "context_parallel": (_CP, mesh.context > 1),
+        "linears": ("float8.enable_float8_linear", run.float8.enable_float8_linear),
+    }
+    for name, (key, asked) in features.items():
+        if asked and not getattr(spec, name):
+            beside = " together with training.compile" if name == "sublayer_names" else ""
+            message = f"is not offered by the model {run.model.name}{beside}: its ModelSpec has no {name}"
+            yield "model", key, message, "leave the key out, or add it to the model"
 
 
 def _model_problems(config: LoadedConfig, error: ShapeError) -> list[Problem]:
@@ -250,16 +269,15 @@ def _microbatch_misfits(run: RunConfig) -> Iterator[Finding]:
         yield "batch", f"{_PP}microbatches", message, f"give a multiple of {degree}"
 
 
-def tensor_misfits(args: LlamaArgs, run: RunConfig) -> Iterator[Finding]:
+def tensor_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
     """Check what the ranks of tensor parallelism cannot share equally; a vocabulary that is unknown yet is left out."""
     tensor, context = run.mesh.tensor, run.mesh.context
     if tensor == 1:
         return
     vocabulary = args.vocab_size or 0
-    shared = {"n_heads": args.n_heads, "n_kv_heads": args.kv_heads, "the feed-forward's width": args.ffn_width}
-    shared["the vocabulary"] = vocabulary
+    shared = {**run.spec.tensor_sizes(args), "the vocabulary": vocabulary}
     if odd := [f"{name} = {number:,}" for name, number in shared.items() if number % tensor]:
-        hint = f"these work: {', '.join(str(n) for n in divisors(math.gcd(*shared.values())) if n <= args.n_heads)}"
+        hint = f"these work: {', '.join(str(n) for n in divisors(math.gcd(*shared.values())))}"
         if vocabulary % tensor:
             larger = -(-vocabulary // tensor) * tensor
             hint += f"; model.vocab_size = {larger} leaves {larger - vocabulary} entries unused"
@@ -272,23 +290,23 @@ def tensor_misfits(args: LlamaArgs, run: RunConfig) -> Iterator[Finding]:
             yield "divide", key, message, f"these work: {_around(length, ranks)}"
 
 
-def tensor_problems(args: LlamaArgs, run: RunConfig) -> list[Problem]:
+def tensor_problems(args: Any, run: RunConfig) -> list[Problem]:
     """Return `tensor_misfits` without places, for a vocabulary that is known only when the tokenizer is read."""
     return [Problem("", key, message, hint, code=code) for code, key, message, hint in tensor_misfits(args, run)]
 
 
-def _stage_misfits(args: LlamaArgs, run: RunConfig) -> Iterator[Finding]:
+def _stage_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
     """Check that the model can be cut into the stages of the pipeline."""
-    if run.mesh.pipeline == 1:
+    if run.mesh.pipeline == 1 or run.spec.pipeline_costs is None:
         return
-    if args.tied:
+    if getattr(args, "tied", False):
         message = "embedding and head share one weight, and a pipeline has them on different ranks"
         hint = "set model.overrides.tied = false for two weights, or divide the model by other degrees"
         yield "divide", f"{_PP}degree", message, hint
         return
     try:
         # No stage depends on the size of a vocabulary that is the tokenizer's, which is not read yet.
-        costs = pipeline_costs(replace(args, vocab_size=args.vocab_size or 1), 1)
+        costs = run.spec.pipeline_costs(replace(args, vocab_size=args.vocab_size or 1), 1)
         e = run.experimental
         split_stages(costs, run.mesh.pipeline, e.pipeline_parallel_schedule, e.pipeline_parallel_split_points)
     except ParallelismError as error:
@@ -300,19 +318,21 @@ def _stage_misfits(args: LlamaArgs, run: RunConfig) -> Iterator[Finding]:
             yield "divide", f"{_PP}degree", str(error), hint
 
 
-def _float8_misfits(args: LlamaArgs, run: RunConfig) -> Iterator[Finding]:
+def _float8_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
     """Check that float8 can take the products of the model, and that it takes some."""
     f, mesh, pieces = run.float8, run.mesh, run.pipeline.microbatches
-    if not f.enable_float8_linear:
+    if not f.enable_float8_linear or run.spec.linears is None:
         return
-    names = linears(replace(args, vocab_size=args.vocab_size or 1))  # the head is not converted, whatever its size
-    choices = choose_linears(names, f, tensor_plan(args), mesh.tensor)
+    names = run.spec.linears(replace(args, vocab_size=args.vocab_size or 1))  # the head stays, whatever its size
+    plan = run.spec.tensor_plan(args) if run.spec.tensor_plan else {}
+    choices = choose_linears(names, f, plan, mesh.tensor, run.spec.head)
     filters = [part for part in f.filter_fqns if part != AUTO_FILTER]
     unknown = [part for part in filters if not part or not any(part in name for name in names)]
     for part in unknown:
         components = list(dict.fromkeys(c for name in names for c in name.split(".") if not c.isdigit()))
         hint = "".join(f"nearest: {name}; " for name in nearest(part, [*components, AUTO_FILTER]))
-        hint += f"parts of names are {', '.join(components)}; the head is output, and it always stays in high precision"
+        hint += f"parts of names are {', '.join(components)}; the head is {run.spec.head}, and it always stays"
+        hint += " in high precision"
         yield "unknown-value", "float8.filter_fqns", f"{quote(part)} is part of no linear's name", hint
     if not unknown and not any(choice.converted for choice in choices):
         reasons: dict[str, list[str]] = {}

@@ -120,7 +120,14 @@ def base(type_: Any) -> Any:
 
 def choices(type_: Any) -> list[Any]:
     """Return the values that a type lists one by one."""
-    return [value for part in members(type_) if get_origin(part) is Literal for value in get_args(part)]
+    listed = [value for part in members(type_) if get_origin(part) is Literal for value in get_args(part)]
+    return listed + names_beside_paths(type_)
+
+
+def names_beside_paths(type_: Any) -> list[str]:
+    """Return the names that a type takes besides dotted paths (`dotted_or`)."""
+    metas = [meta.extra or {} for part in members(type_) for meta in getattr(part, "__metadata__", ())]
+    return [name for extra in metas for name in extra.get("choices", ())]
 
 
 def inner_section(type_: Any) -> type[Section] | None:
@@ -190,7 +197,13 @@ def _misfit(type_: Any, value: Any) -> str | None:
         msgspec.convert(value, type_)
     except msgspec.ValidationError as error:
         text = str(error)
-        return "wrong-type" if ", got `" in text else "unknown-value" if "enum" in text else "out-of-range"
+        return (
+            "wrong-type"
+            if ", got `" in text
+            else "unknown-value"
+            if "enum" in text or names_beside_paths(type_)
+            else "out-of-range"
+        )
     refused = [m.extra["refused"] for m in getattr(type_, "__metadata__", ()) if "refused" in (m.extra or {})]
     return "out-of-range" if value in refused or not _finite(value) else None
 

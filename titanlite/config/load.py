@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from titanlite import extensions
 from titanlite.config.aliases import (
     ALIASES,
     LATER_DEFAULTS,
@@ -205,6 +206,10 @@ class _Layers:
         if isinstance(value, str) and (note := VALUE_NOTES.get((key_of(name), value))):
             self.notes.append(f"{source.place}: {note}")
         problems = [replace(p, where=entry.place(p.key), key=shown + p.key) for p in wrong]
+        if key_of(name) in extensions.KEYS and not problems:
+            folder = file.parent if file else Path()
+            anchor = partial(extensions.anchored, folder=folder)
+            converted = anchor(converted) if isinstance(converted, str) else [anchor(path) for path in converted]
         return problems or _Value(converted, source, value)
 
     def _exclude(self, layer: dict[str, _Value]) -> None:

@@ -13,6 +13,7 @@ from titanlite.config.keys import keys, sections
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.sections import Config
 from titanlite.config.toml import quote
+from titanlite.utils import is_dotted
 
 
 class Missing(NamedTuple):
@@ -115,6 +116,8 @@ def not_implemented(config: LoadedConfig) -> list[str]:
         value, entry = config.value(key), NOT_IMPLEMENTED[key]
         if key == "training.dataset" and not _streams(config.sections):
             return False  # with a path of one's own it is the name of that text
+        if isinstance(value, str) and is_dotted(value):
+            return False
         return value != keys()[key].default and value not in entry.implemented and _is_on(config, key)
 
     return [key for key in keys() if key in NOT_IMPLEMENTED and asks(key)]

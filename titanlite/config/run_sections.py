@@ -31,6 +31,13 @@ Location = Annotated[str, HOME, Meta(min_length=1)]
 """A file or folder."""
 
 
+def dotted_or(*names: str) -> Meta:
+    """Limit a string to these names and to dotted paths ("package.module:name")."""
+    words = ("one of " if len(names) > 1 else "") + ", ".join(f'"{name}"' for name in names)
+    extra = {"choices": names, "words": f'{words}, or a dotted path "package.module:name"'}
+    return Meta(pattern=rf"^({'|'.join(names)})$|:", extra=extra)
+
+
 class Section(Struct, frozen=True, forbid_unknown_fields=True):
     """One `[section]`. Loading refuses unknown keys and converts nothing but an integer to a float."""
 

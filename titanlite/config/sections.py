@@ -19,6 +19,7 @@ from titanlite.config.run_sections import (
     Ratio,
     Section,
     Seed,
+    dotted_or,
 )
 
 Decay = Annotated[float, Meta(ge=0, lt=1)]
@@ -42,8 +43,8 @@ class RopeScaling(Section, frozen=True):
 class Model(Section, frozen=True):
     """Which model is trained."""
 
-    name: str = "llama3"
-    """Model family."""
+    name: Name = "llama3"
+    """Model family: llama2, llama3, or a dotted path to a ModelSpec (docs/library.md)."""
     flavor: str = "debugmodel"
     """Size within the family."""
     norm_type: Literal["rmsnorm", "layernorm", "np_layernorm", "fused_rmsnorm"] = "rmsnorm"
@@ -66,8 +67,9 @@ class Model(Section, frozen=True):
 class Training(Section, frozen=True):
     """The batch, the length of the run, sharding and precision."""
 
-    dataset: Literal["c4", "c4_test"] = "c4_test"
-    """Text by name: c4_test is bundled with titanlite, c4 is streamed from its hub."""
+    dataset: Annotated[str, dotted_or("c4", "c4_test")] = "c4_test"
+    """Text by name: c4_test is bundled with titanlite, c4 is streamed from its hub. Or a dotted path to a function that
+    returns documents (docs/library.md)."""
     dataset_path: Location | None = None
     """Local file or folder of C4-format records, used instead of the named text."""
     batch_size: Count = 8
@@ -106,6 +108,8 @@ class Training(Section, frozen=True):
     """Precision of the gradient reduction over ranks."""
     dtype: Dtype = "float32"
     """Precision of the weights themselves, which the optimizer updates."""
+    loss: Annotated[str, dotted_or("cross_entropy")] = "cross_entropy"
+    """Loss of each token, summed. Or a dotted path to a function of logits and labels (docs/library.md)."""
     loss_chunks: Count = 1
     """Compute head and cross-entropy in so many pieces of a micro-batch's tokens; only one piece's logits are in
     memory. 1: all at once."""
@@ -151,8 +155,8 @@ class OptimizerGroup(Section, frozen=True):
 class Optimizer(Section, frozen=True):
     """What turns gradients into updates."""
 
-    name: Literal["AdamW", "Adam", "AnyPrecisionAdamW", "Muon"] = "AdamW"
-    """Algorithm."""
+    name: Annotated[str, dotted_or("AdamW", "Adam", "AnyPrecisionAdamW", "Muon")] = "AdamW"
+    """Algorithm. Or a dotted path to a function that makes an optimizer (docs/library.md)."""
     lr: NonNegative = 8e-4
     """Peak learning rate."""
     beta1: Decay = 0.9
@@ -278,8 +282,8 @@ class Validation(Section, frozen=True):
     """Sequences per data-parallel rank. None: training.batch_size."""
     seq_len: Count | None = None
     """Tokens per sequence. None: training.seq_len."""
-    dataset: Literal["c4_validation", "c4_test"] = "c4_validation"
-    """Text by name: the held-out part, or the training text."""
+    dataset: Annotated[str, dotted_or("c4_validation", "c4_test")] = "c4_validation"
+    """Text by name: the held-out part, or the training text. Or a dotted path, as for training.dataset."""
     dataset_path: Location | None = None
     """Local file or folder of C4-format records to validate on."""
     sources: list[DataSource] = []

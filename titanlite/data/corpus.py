@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +42,8 @@ class Corpus:
 
     `tokens`: [all tokens] uint16 (uint32 for vocabularies over 65,536), each document with BOS and EOS;
     `offsets`: [documents + 1] int64, document d is tokens[offsets[d] : offsets[d + 1]];
-    `fingerprint`: hex sha256 of the texts in file order, the tokenizer and the way of packing.
+    `fingerprint`: hex sha256 of the texts in order, the tokenizer and the way of packing;
+    `files`: of the texts, in order; empty for those that a function returned.
     """
 
     tokens: NDArray[np.unsignedinteger]
@@ -59,9 +60,16 @@ class _Chunk(NamedTuple):
     error: DataError | None
 
 
-def tokenize(files: list[Path], tokenizer: Tokenizer, vocab_size: int, workers: int = 0) -> Corpus:
+def tokenize(
+    files: Sequence[Path],
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    workers: int = 0,
+    records: Iterable[Record] | None = None,
+) -> Corpus:
     """Read and tokenize whole files.
 
+    records: documents to tokenize instead of those of `files`.
     workers: threads that tokenize, besides this one that reads; 0: this one does both. The result is the same.
 
     Raises DataError with file and line for the first record in file order that is damaged or has a token id of
@@ -83,7 +91,8 @@ def tokenize(files: list[Path], tokenizer: Tokenizer, vocab_size: int, workers: 
 
     parts: list[NDArray[np.unsignedinteger]] = []
     lengths: list[int] = []
-    for tokens, counts in _in_order(encode, _chunks(files, digest.update), workers):
+    chunks = _chunks(iter_records(files) if records is None else records, len(files), digest.update)
+    for tokens, counts in _in_order(encode, chunks, workers):
         parts.append(tokens)
         lengths += counts
     return Corpus(
@@ -95,16 +104,18 @@ def tokenize(files: list[Path], tokenizer: Tokenizer, vocab_size: int, workers: 
     )
 
 
-def _chunks(files: list[Path], update: Callable[[bytes], None]) -> Iterator[_Chunk]:
-    """Iterate over the records of `files` in chunks; `update` gets every text after its length.
+def _chunks(source: Iterable[Record], files: int, update: Callable[[bytes], None]) -> Iterator[_Chunk]:
+    """Iterate over records of so many files in chunks; `update` gets every text after its length.
 
     An error comes as part of the last chunk: a thread may find another one in the records before it.
     """
     records: list[Record] = []
     size = read = documents = 0
     reported = time.monotonic()
+    seen: set[Path | str] = set()
     try:
-        for record in iter_records(files):
+        for record in source:
+            seen.add(record.file)
             content = record.text.encode("utf-8", errors="surrogatepass")
             update(b"%d " % len(content))
             update(content)
@@ -116,7 +127,7 @@ def _chunks(files: list[Path], update: Callable[[bytes], None]) -> Iterator[_Chu
                 reported = time.monotonic()
                 logger.info(
                     f"reading text: {documents:,} documents, {read / 1e6:,.0f} MB so far; now in {record.file}, "
-                    f"file {files.index(record.file) + 1} of {len(files)}"
+                    f"file {len(seen)} of {files or 1}"
                 )
             if size >= _CHUNK:
                 yield _Chunk(records, None)

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from titanlite.config.sections import Data, Training, Validation
 from titanlite.data import EndOfData
-from titanlite.data.corpus import Corpus
-from titanlite.data.sources import source_files
+from titanlite.data.corpus import Corpus, tokenize
+from titanlite.data.sources import own_records, source_files
 from titanlite.data.token_cache import load_corpus
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.utils import counted
+from titanlite.utils import counted, is_dotted
 
 #: Label of a position that is no target.
 IGNORE = -100
@@ -171,8 +171,7 @@ class PackedDataset:
 
 def build_dataset(training: Training, data: Data, tokenizer: Tokenizer, vocab_size: int) -> PackedDataset:
     """Build the training sequences of these sections. Raises DataError as `source_files` and `load_corpus` do."""
-    files = source_files(training.dataset, training.dataset_path)
-    corpus = load_corpus(files, tokenizer, vocab_size, workers=data.num_workers, cache=data.token_cache)
+    corpus = _corpus("training", training, data, tokenizer, vocab_size)
     return PackedDataset(corpus, seq_len=training.seq_len, seed=data.seed, shuffle=data.shuffle, epochs=training.epochs)
 
 
@@ -180,9 +179,17 @@ def build_validation_dataset(
     validation: Validation, data: Data, tokenizer: Tokenizer, vocab_size: int, seq_len: int
 ) -> PackedDataset:
     """Build one pass over the held-out text, in file order. data: for its threads and its cache."""
-    files = source_files(validation.dataset, validation.dataset_path, "validation")
-    corpus = load_corpus(files, tokenizer, vocab_size, workers=data.num_workers, cache=data.token_cache)
+    corpus = _corpus("validation", validation, data, tokenizer, vocab_size)
     return PackedDataset(corpus, seq_len=seq_len, shuffle=False, epochs=1)
+
+
+def _corpus(name: str, section: Training | Validation, data: Data, tokenizer: Tokenizer, vocab_size: int) -> Corpus:
+    """Read and tokenize the text of a section. That of a function is not cached: its code says nothing of its text."""
+    if is_dotted(section.dataset):
+        records = own_records(section.dataset, f"{name}.dataset")
+        return tokenize((), tokenizer, vocab_size, data.num_workers or 0, records)
+    files = source_files(section.dataset, section.dataset_path, name)
+    return load_corpus(files, tokenizer, vocab_size, workers=data.num_workers, cache=data.token_cache)
 
 
 _MASK = (1 << 64) - 1

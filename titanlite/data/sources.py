@@ -1,4 +1,4 @@
-"""Read files of C4-format records: JSON lines with `text`, `timestamp`, `url`.
+"""Read documents: files of C4-format records (JSON lines with `text`, `timestamp`, `url`), or a function of yours.
 
 A missing, empty or damaged source is an error that names it; nothing replaces the text.
 """
@@ -10,11 +10,12 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from titanlite.data import DataError
+from titanlite.extensions import load_function
 from titanlite.utils import logger
 
 #: Number of empty files that a warning names.
@@ -31,9 +32,10 @@ SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 
 
 class Record(NamedTuple):
-    """One document and its place: `number` counts a file's lines from 1."""
+    """One document and its place: `number` counts a file's lines, or a function's documents, from 1."""
 
-    file: Path
+    #: The file; of a function its dotted path.
+    file: Path | str
     number: int
     text: str
 
@@ -83,6 +85,24 @@ def list_files(path: Path, key: str = "training.dataset_path") -> list[Path]:
     if not files:
         raise DataError(f"{key}: the folder {path} holds no record files; expected names in {expected}")
     return files
+
+
+def own_records(function: str, key: str) -> Iterator[Record]:
+    """Iterate over the documents that a function of yours returns: texts, or tables with a `text`.
+
+    function: its dotted path. It must return the same documents in the same order on each rank and at each start:
+    a document's number is its place in the data order, and a checkpoint's fingerprint is of all texts.
+    Raises DataError, naming the config's `key`, for a document without a text, and if there is none at all.
+    """
+    number = 0
+    for number, document in enumerate(load_function(key, function)(), 1):
+        text = document.get("text") if isinstance(document, Mapping) else document
+        if not isinstance(text, str):
+            what = f"{key}: document {number} of {function} is {document!r:.80}"
+            raise DataError(f"{what}; expected a text, or a table with the key 'text'")
+        yield Record(function, number, text)
+    if not number:
+        raise DataError(f"{key}: {function} returned no documents")
 
 
 def iter_records(path: Path | Iterable[Path]) -> Iterator[Record]:

@@ -20,13 +20,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from titanlite.loss import count_valid, cross_entropy_sum
+from titanlite.loss import LossFunction, count_valid, cross_entropy_sum
 from titanlite.optim.gradients import local_gradients, total_norm
 from titanlite.step import PlainRunner
 
 if TYPE_CHECKING:
     from titanlite.data.loader import Batch
-    from titanlite.parallel.compile import LossFunction
 
 Stage = Literal["weights", "forward", "loss", "backward", "reduction", "norm", "nowhere"]
 

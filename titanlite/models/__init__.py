@@ -1,42 +1,28 @@
-"""Decoders as plain modules: they know nothing of how they will be sharded.
+"""Models as plain modules, which know nothing of how they will be sharded, and a `ModelSpec` of each.
 
-Shapes and counts need no torch; what does is imported at first use.
+Specs, arguments and counts need no torch.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from titanlite.models.shapes import (
-    SHAPES,
-    LlamaArgs,
-    RopeScaling,
-    ShapeError,
-    count_parameters,
-    flops_per_token,
-    resolve_args,
-)
-
-if TYPE_CHECKING:
-    from titanlite.models.spec import Init, ModelSpec, get_spec
+from titanlite.models.llama import SHAPES, LlamaArgs, RopeScaling, count_parameters, flops_per_token, llama_spec
+from titanlite.models.spec import Cost, Init, ModelSpec, ShapeError, Size, get_spec, resolve_args
 
 __all__ = [
     "SHAPES",
+    "SPECS",
+    "Cost",
     "Init",
     "LlamaArgs",
     "ModelSpec",
     "RopeScaling",
     "ShapeError",
+    "Size",
     "count_parameters",
     "flops_per_token",
     "get_spec",
     "resolve_args",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in ("Init", "ModelSpec", "get_spec"):
-        from titanlite.models import spec
-
-        return getattr(spec, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+#: The built-in models by `model.name`.
+SPECS: dict[str, ModelSpec] = {family: llama_spec(family) for family in SHAPES}

@@ -21,14 +21,13 @@ from types import CodeType
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from titanlite import exit_codes
+from titanlite.loss import LossFunction
 from titanlite.parallel import ParallelismError
 from titanlite.utils import counted, logger
 
-#: logits [batch, seq, vocab], labels [batch, seq] → a scalar.
-LossFunction = Callable[[Tensor, Tensor], Tensor]
 #: A name that torch knows, or a function (graph module, example inputs) → callable.
 Backend = str | Callable[..., Any]
 

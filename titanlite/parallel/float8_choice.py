@@ -13,9 +13,6 @@ from titanlite.models.spec import Size
 #: float8 units need every dimension of a product to be a multiple of it.
 MULTIPLE = 16
 
-#: The head: its outputs are the logits, and every recipe of float8 changes the loss when they are rounded.
-HEAD = "output"
-
 _LAYER = re.compile(r"^\w+\.\d+\.")
 
 #: By recipe, pairs (K, N): a linear that is no larger in both is too small to gain. These are torchao's, measured on
@@ -44,12 +41,17 @@ class Float8Choice:
 
 
 def choose_linears(
-    linears: Mapping[str, Size], settings: Float8, tp_plan: Mapping[str, str] | None = None, tp: int = 1
+    linears: Mapping[str, Size],
+    settings: Float8,
+    tp_plan: Mapping[str, str] | None = None,
+    tp: int = 1,
+    head: str = "output",
 ) -> list[Float8Choice]:
     """Decide for each linear of a model, by kind and in its order.
 
     linears: name → size, of the whole model. tp_plan: name → how tensor parallelism divides it over `tp` ranks (see
-    `titanlite.parallel.tensor.apply_tp`).
+    `titanlite.parallel.tensor.apply_tp`). head: it stays; its outputs are the logits, and every recipe changes the loss
+    when they are rounded.
     """
     found: dict[tuple[str, Size, str], list[str]] = {}
     for name, size in linears.items():
@@ -58,13 +60,12 @@ def choose_linears(
             size.in_features // tp if way == "rowwise" else size.in_features,
             size.out_features // tp if way in ("colwise", "head") else size.out_features,
         )
-        found.setdefault((_LAYER.sub("", name), local, _reason(name, size, local, settings)), []).append(name)
+        reason = "the head" if name == head else _reason(name, size, local, settings)
+        found.setdefault((_LAYER.sub("", name), local, reason), []).append(name)
     return [Float8Choice(kind, tuple(names), size, reason) for (kind, size, reason), names in found.items()]
 
 
 def _reason(name: str, size: Size, local: Size, settings: Float8) -> str:
-    if name == HEAD:
-        return "the head"
     filters, skip_small = split_filters(settings.filter_fqns)
     if matching := [part for part in filters if matches(part, name)]:
         return f"filter_fqns: {', '.join(matching)}"

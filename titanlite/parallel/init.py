@@ -70,8 +70,8 @@ def fill(
     """
     if local.numel() == 0:
         return
-    if init.kind == "ones":
-        local.fill_(1.0)
+    if init.kind in ("ones", "zeros"):
+        local.fill_(float(init.kind == "ones"))
         return
     first, last = offset[0], offset[0] + local.shape[0]
     columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], local.shape[1:], strict=True))

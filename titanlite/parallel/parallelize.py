@@ -10,9 +10,10 @@ activation checkpointing → `torch.compile` → `fully_shard` → memory → in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -20,11 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.pipeline import SCHEDULES, find_schedule
 from titanlite.config.sections import ActivationCheckpoint, Compile, Experimental, Float8, Training
-from titanlite.loss import chunk_head, cross_entropy_sum
+from titanlite.loss import LossFunction, chunk_head, cross_entropy_sum, of_tokens
 from titanlite.models.spec import ModelSpec
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.activation_checkpoint import ActivationStats, apply_ac, is_by_op, trace_block
-from titanlite.parallel.compile import CompileWatch, LossFunction, apply_compile, compile_loss
+from titanlite.parallel.compile import CompileWatch, apply_compile, compile_loss
 from titanlite.parallel.context import CPRank, apply_cp
 from titanlite.parallel.float8 import apply_float8
 from titanlite.parallel.float8_choice import Float8Choice, choose_linears, converted_names
@@ -52,6 +53,8 @@ class ModelBuilder:
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint(mode="none")
     compile: Compile = Compile()
     float8: Float8 = Float8()
+    #: (logits [tokens, vocab], labels [tokens]) → the summed loss. None: cross-entropy.
+    own_loss: LossFunction | None = None
 
     def build(self, seed: int) -> nn.Module:
         """Build the sharded model on the device with its initial weights; no rank ever holds a full copy.
@@ -62,7 +65,8 @@ class ModelBuilder:
 
         def initialize(part: nn.Module) -> None:
             init_weights(part, lambda name: self.spec.init_rule(name, self.args), seed, self.device)
-            part.init_buffers()  # type: ignore[operator]
+            if hasattr(part, "init_buffers"):
+                part.init_buffers()  # type: ignore[operator]
 
         offload = offloads(self.training.enable_cpu_offload, self.device.type)
         for part in model.stages.values() if isinstance(model, PipelineModel) else [model]:
@@ -77,10 +81,10 @@ class ModelBuilder:
 
         # Groups of the whole model, so that they do not depend on where it is cut.
         policy, min_params = self.training.fsdp_units, self.training.fsdp_min_params
-        groups = choose_groups(whole(), policy, min_params, self.spec.fsdp_units(self.args))
+        groups = choose_groups(whole(), policy, min_params, self.spec.fsdp_groups(self.args))
         if self.pp == 1:
             return self.parallelize(whole(), groups)
-        costs = self.spec.pipeline_costs(self.args, self.args.max_seq_len)
+        costs = self.offered("pipeline_costs")(self.args, self.args.max_seq_len)
         layout = split_stages(costs, self.pp, self.schedule, self.experimental.pipeline_parallel_split_points)
         stages = cut_stages(whole, layout, self.mesh.get_local_rank("pp"))
         parts = {number: self.parallelize(stage, groups) for number, stage in stages.items()}
@@ -89,10 +93,12 @@ class ModelBuilder:
     def parallelize(self, model: nn.Module, groups: Sequence[FSDPGroup]) -> nn.Module:
         """Apply every feature to a model or pipeline stage on the meta device, in place, in the order that works."""
         if self.training.loss_chunks > 1:
-            chunk_head(model, self.training.loss_chunks)
+            chunk_head(model, self.training.loss_chunks, self.spec.head)
         self.apply_float8(model, self.float8.enable_fsdp_float8_all_gather)
         if self.tp > 1:
-            apply_tp(model, self.spec.tensor_plan(self.args), self.mesh["tp"], self.training.enable_loss_parallel)
+            # torch divides cross-entropy over ranks, and no other loss.
+            shard_logits = self.training.enable_loss_parallel and self.own_loss is None
+            apply_tp(model, self.offered("tensor_plan")(self.args), self.mesh["tp"], shard_logits)
         self.apply_cp(model)
         self.apply_ac(model)
         self.apply_compile(model)
@@ -134,8 +140,13 @@ class ModelBuilder:
 
     def loss(self) -> LossFunction:
         """Return the loss function for the logits of the model, compiled if asked."""
-        compiled = compile_loss(cross_entropy_sum, self.compile.backend) if self.compiles("loss") else cross_entropy_sum
+        plain = self.plain_loss
+        compiled = compile_loss(plain, self.compile.backend) if self.compiles("loss") else plain
         return tensor_loss(compiled) if self.tp > 1 else compiled
+
+    @cached_property
+    def plain_loss(self) -> LossFunction:
+        return cross_entropy_sum if self.own_loss is None else of_tokens(self.own_loss)
 
     def pipeline(
         self, model: PipelineModel, loss: LossFunction, *, batch_size: int, seq_len: int, accumulation: int
@@ -146,7 +157,7 @@ class ModelBuilder:
         """
         rows, length = batch_size // self.microbatches, seq_len // self.cp
         args, cp = self.args, self.cp
-        shape = MicroBatchShape(rows, length, length // self.tp, args.dim, args.n_vocab, self.param_dtype)
+        shape = MicroBatchShape(rows, length, length // self.tp, args.dim, args.vocab_size, self.param_dtype)
 
         def positions(seq_len: int) -> torch.Tensor:
             everywhere = torch.arange(seq_len * cp, device=self.device)
@@ -169,8 +180,14 @@ class ModelBuilder:
         """Decide for each kind of linear of the whole model; [] without float8."""
         if not self.float8.enable_float8_linear:
             return []
-        plan = self.spec.tensor_plan(self.args)
-        return choose_linears(self.spec.linears(self.args), self.float8, plan, self.tp)
+        plan = self.offered("tensor_plan")(self.args) if self.tp > 1 else {}
+        return choose_linears(self.offered("linears")(self.args), self.float8, plan, self.tp, self.spec.head)
+
+    def offered(self, feature: str) -> Callable[..., Any]:
+        """Return a function of the spec. Raises ParallelismError if the model does not offer this feature."""
+        if (found := getattr(self.spec, feature)) is None:
+            raise ParallelismError(f"the model {self.spec.name} does not offer this: its ModelSpec has no {feature}")
+        return cast("Callable[..., Any]", found)
 
     def trace_activations(self, *, batch_size: int, seq_len: int) -> ActivationStats:
         """Measure what a block keeps for its backward, by a trace of one micro-batch without data.
@@ -187,7 +204,7 @@ class ModelBuilder:
     def watch_compilation(self, model: nn.Module) -> CompileWatch | None:
         """Watch what is compiled; None where that is nothing."""
         modules = self.compiled_modules(model).values()
-        functions = [cross_entropy_sum] if self.compiles("loss") else []
+        functions = [self.plain_loss] if self.compiles("loss") else []
         return CompileWatch(modules, functions, self.compile.backend) if modules or functions else None
 
     def compiles(self, component: str) -> bool:
@@ -201,7 +218,8 @@ class ModelBuilder:
         """
         if not self.compiles("model"):
             return []
-        return (self.spec.sublayer_names if self.tp > 1 else self.spec.block_names)(self.args)
+        names: list[str] = self.offered("sublayer_names" if self.tp > 1 else "block_names")(self.args)
+        return names
 
     def compiled_modules(self, model: nn.Module) -> dict[str, nn.Module]:
         """Return those of `compiled_names` that this model or pipeline stage has."""

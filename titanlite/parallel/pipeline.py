@@ -23,12 +23,11 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from titanlite.config.pipeline import SCHEDULES
-from titanlite.loss import in_chunks
+from titanlite.loss import LossFunction, in_chunks
 from titanlite.parallel.pipeline_split import StageLayout
 
 if TYPE_CHECKING:
     from titanlite.data.loader import Batch
-    from titanlite.parallel.compile import LossFunction
 
 
 def cut_stages(build: Callable[[], nn.Module], layout: StageLayout, rank: int) -> dict[int, nn.Module]:

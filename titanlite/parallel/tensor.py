@@ -28,9 +28,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from titanlite.loss import ChunkedHead
+from titanlite.loss import ChunkedHead, LossFunction
 from titanlite.parallel import ParallelismError
-from titanlite.parallel.compile import LossFunction
 from titanlite.parallel.float8 import float8_style, input_cast, is_float8, sends_float8
 
 #: Dimension of the sequence in activations [batch, seq, …].

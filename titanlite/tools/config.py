@@ -32,7 +32,6 @@ from titanlite.config.loaded import ABOUT_FILES, LoadedConfig
 from titanlite.config.not_implemented import NOT_IMPLEMENTED, notes
 from titanlite.config.toml import quote, quote_key
 from titanlite.config.unsupported_keys import UNSUPPORTED
-from titanlite.models.shapes import count_parameters
 from titanlite.tools.cli import FLAGS, Commands, no_flags
 from titanlite.utils import Style, counted, escape
 
@@ -195,7 +194,8 @@ def _report(config: LoadedConfig, run: RunConfig, why: str, style: Style) -> str
     """Return what a run of the config does, line by line."""
     mesh, batch, schedule, steps = run.mesh, run.batch, run.schedule, run.steps
     args = run.model_args()
-    size = "the tokenizer's vocabulary" if args.vocab_size is None else f"{count_parameters(args):,} parameters"
+    count = run.spec.count_parameters
+    size = "the tokenizer's vocabulary" if args.vocab_size is None else f"{count(args):,} parameters"
     degrees = {"data_parallel_replicate": mesh.dp_replicate, "data_parallel_shard": mesh.dp_shard}
     degrees |= {f"{name}_parallel": getattr(mesh, name) for name in ("tensor", "pipeline", "context")}
     shown = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1 or name == "data_parallel_shard"]

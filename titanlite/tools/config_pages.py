@@ -17,7 +17,7 @@ from titanlite.config.aliases import (
     MicrobatchSize,
     names_of,
 )
-from titanlite.config.keys import Key, base, inner_section, keys, members, sections
+from titanlite.config.keys import Key, base, inner_section, keys, members, names_beside_paths, sections
 from titanlite.config.not_implemented import NOT_IMPLEMENTED
 from titanlite.config.run_sections import Section
 from titanlite.config.toml import quote
@@ -200,6 +200,8 @@ def _one(part: Any) -> Schema:
         return {}
     if get_origin(kind) is Literal:
         return {"enum": list(get_args(kind))}
+    if named := names_beside_paths(part):
+        return {"anyOf": [{"enum": named}, {"type": "string", "pattern": ":"}]}
     if get_origin(kind) is dict:
         return {"type": "object", "additionalProperties": _type(get_args(kind)[1]) or True}
     lengths = [meta.min_length for meta in metas if meta.min_length]

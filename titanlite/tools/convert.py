@@ -34,8 +34,8 @@ from titanlite.checkpoint.manifest import (
 from titanlite.checkpoint.paths import AnyPath, StorePath, remove_folder, sync_folder
 from titanlite.checkpoint.retention import begin, delete, marks_of, publish
 from titanlite.checkpoint.storage import HashingWriter, converted, describe
-from titanlite.models import LlamaArgs, get_spec
-from titanlite.models.shapes import ShapeError, as_record, from_record
+from titanlite.models import get_spec
+from titanlite.models.spec import ShapeError, as_record, from_record
 from titanlite.runs import provenance
 from titanlite.tools.tensors import Contents, quiet
 
@@ -55,7 +55,7 @@ class Source:
 
     path: AnyPath
     family: str
-    args: LlamaArgs
+    args: Any
     #: Steps that it was trained for; 0: unknown.
     step: int
     #: Name → dtype, such as "bfloat16", and shape.
@@ -109,7 +109,7 @@ def _checkpoint(folder: AnyPath, progress: Progress) -> Source:
     if not isinstance(record, dict):
         raise CheckpointError(
             f"{folder} does not say which model it is of: it was written before checkpoints did, or by a program that "
-            'gave no config = {"model": titanlite.models.shapes.as_record(…)}. Resume the run, and convert its next one'
+            'gave no config = {"model": titanlite.models.spec.as_record(…)}. Resume the run, and convert its next one'
         )
     if problems := check_files(folder, manifest, progress=progress):
         raise CheckpointError("\n  ".join([f"{folder} is damaged:", *problems]))
@@ -122,7 +122,7 @@ def _checkpoint(folder: AnyPath, progress: Progress) -> Source:
     )
 
 
-def _described(path: AnyPath, record: Mapping[str, Any]) -> tuple[str, LlamaArgs]:
+def _described(path: AnyPath, record: Mapping[str, Any]) -> tuple[str, Any]:
     try:
         return from_record(record)
     except (ShapeError, TypeError) as error:
@@ -187,7 +187,7 @@ def _torch_file(path: Path) -> Source:
     state = content.get(STATE) if isinstance(content, dict) else None
     if not isinstance(state, dict) or not isinstance(content.get(MODEL), dict):
         raise CheckpointError(
-            f'{path} must hold {{"{STATE}": name → tensor, "{MODEL}": titanlite.models.shapes.as_record(…)}}, as '
+            f'{path} must hold {{"{STATE}": name → tensor, "{MODEL}": titanlite.models.spec.as_record(…)}}, as '
             "`titanlite checkpoint convert --to torch` writes it"
         )
     family, args = _described(path, content[MODEL])
@@ -345,7 +345,7 @@ def _write_torch(work: _Work, file: Path) -> None:
     source = work.source
     with FakeTensorMode():
         state = {name: work.empty(name) for name in source.shapes}
-        if source.args.tied:
+        if getattr(source.args, "tied", False):
             state["output.weight"] = state["tok_embeddings.weight"]  # one storage, as in the model
     content = {STATE: state, MODEL: as_record(source.family, source.args), STEP: source.step}
     # As a stream: torch refuses to open a file whose name begins with a dot.
@@ -353,7 +353,7 @@ def _write_torch(work: _Work, file: Path) -> None:
         torch.save(content, stream)
     with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):  # the file can be written through its tensors
         mapped: Mapping[str, torch.Tensor] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)[STATE]
-    names = [name for name in source.shapes if not (source.args.tied and name == "output.weight")]
+    names = [name for name in source.shapes if not (getattr(source.args, "tied", False) and name == "output.weight")]
     read = work.reader(names)
     for name in names:
         mapped[name].copy_(read(name))

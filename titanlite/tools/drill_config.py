@@ -12,7 +12,7 @@ from titanlite.config.fit import check_config
 from titanlite.config.load import read
 from titanlite.config.sections import AUTO_FILTER, Config
 from titanlite.config.toml import quote
-from titanlite.models.shapes import SHAPES
+from titanlite.models import SHAPES
 from titanlite.tools import refuse_keys
 
 #: Steps of a whole run, of its first half, and between saves.

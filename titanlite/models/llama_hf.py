@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from titanlite.models.llama import LlamaArgs, RopeScaling, block_names
 
-from titanlite.models.llama.plan import block_names
-from titanlite.models.shapes import LlamaArgs, RopeScaling
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _BLOCK_MODULES = {
     "attention.wq": "self_attn.q_proj",
@@ -191,7 +190,7 @@ def _adopt(
     _compare(set(names), given - ({head} if args.tied else set()))
     ours = {names[name]: state[name] for name in names}
     if args.tied:
-        if head in given and not torch.equal(state[head], state[embedding]):
+        if head in given and not state[head].equal(state[embedding]):
             raise ValueError(f"{head} differs from {embedding}, but the model's head is tied to its embedding")
         ours["output.weight"] = ours["tok_embeddings.weight"]
     return ours

@@ -1,0 +1,360 @@
+"""The Llama family (Llama 2, 3, 3.1, 3.2): arguments, published shapes, counts, initial weights, and how it is divided.
+
+No torch here; `titanlite.models.layers` has the modules, `titanlite.models.llama_hf` other people's names of weights.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+from titanlite.models.spec import Cost, Init, Misfit, ModelSpec, ShapeError, Size, checked_fields, shown
+
+if typing.TYPE_CHECKING:
+    from torch import nn
+
+NORM_TYPES = ("rmsnorm", "layernorm", "np_layernorm", "fused_rmsnorm")
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's stretching of the RoPE frequencies (Llama 3 model card; `transformers` calls it "llama3")."""
+
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    #: Tokens of context the model was first trained with.
+    original_context: int = 8192
+
+    def __post_init__(self) -> None:
+        if not self.factor >= 1.0:
+            raise _scaling_error(f"factor must be at least 1, got {self.factor}")
+        if not 0.0 < self.low_freq_factor < self.high_freq_factor:
+            raise _scaling_error(
+                f"needs 0 < low_freq_factor < high_freq_factor, got {self.low_freq_factor} and {self.high_freq_factor}"
+            )
+        if self.original_context < 1:
+            raise _scaling_error(f"original_context must be positive, got {self.original_context}")
+
+    @classmethod
+    def parse(cls, value: object) -> RopeScaling | None:
+        """Return the scaling of a table, of a section with these fields, of a bare factor (1: none) or of "none"."""
+        if value is None or isinstance(value, RopeScaling) or value == "none":
+            return None if value == "none" else value  # type: ignore[return-value]
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return None if value == 1 else cls(factor=float(value))
+        if hasattr(value, "factor"):
+            value = {field.name: getattr(value, field.name) for field in fields(cls)}
+        if not isinstance(value, Mapping):
+            raise _scaling_error(f'expected a table, a factor or "none", got {shown(value)}')
+        if "factor" not in value:
+            raise _scaling_error('the table needs a "factor"')
+        return cls(**checked_fields(cls, value, "rope_scaling"))
+
+
+def _scaling_error(message: str) -> ShapeError:
+    return ShapeError(Misfit(message, "rope_scaling"))
+
+
+@dataclass(frozen=True)
+class LlamaArgs:
+    """Everything that determines a decoder's shape and arithmetic."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    #: Key/value heads shared by groups of query heads; None: as many as query heads.
+    n_kv_heads: int | None = None
+    #: Hidden width of the feed-forward; None: Llama's rule, see `ffn_width`.
+    ffn_dim: int | None = None
+    ffn_dim_multiplier: float = 1.0
+    multiple_of: int = 256
+    #: Vocabulary entries; None only in a flavor that takes the tokenizer's.
+    vocab_size: int | None = None
+    norm_eps: float = 1e-5
+    norm_type: str = "rmsnorm"
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    #: The head is the transposed embedding.
+    tied: bool = False
+    #: Positions that the RoPE tables hold, in tokens.
+    max_seq_len: int = 2048
+
+    def __post_init__(self) -> None:
+        """Raise ShapeError with all numbers that make no decoder."""
+        wrong = []
+        for name in ("dim", "n_layers", "n_heads", "kv_heads", "ffn_dim", "multiple_of", "vocab_size", "max_seq_len"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                wrong.append(f"{name} must be positive, got {value}")
+        for name in ("norm_eps", "rope_theta", "ffn_dim_multiplier"):
+            if not 0 < getattr(self, name) < math.inf:
+                wrong.append(f"{name} must be positive, got {getattr(self, name)}")
+        if self.norm_type not in NORM_TYPES:
+            wrong.append(f"norm_type must be one of {', '.join(NORM_TYPES)}, got {self.norm_type!r}")
+        if not wrong:
+            if self.ffn_width < 1:
+                wrong.append(f"ffn_width must be positive, got {self.ffn_width}")
+            if self.dim % self.n_heads:
+                wrong.append(f"n_heads = {self.n_heads} does not divide dim = {self.dim}")
+            elif self.head_dim % 2:
+                wrong.append(f"dim / n_heads = {self.head_dim} is odd: RoPE rotates pairs")
+            if self.n_heads % self.kv_heads:
+                wrong.append(f"n_kv_heads = {self.kv_heads} does not divide n_heads = {self.n_heads}")
+        if wrong:
+            raise ShapeError(*map(Misfit, wrong))
+
+    # The derived numbers are properties, so that replacing `dim` or `n_heads` can never leave a stale one behind.
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.n_heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
+
+    @property
+    def ffn_width(self) -> int:
+        """`ffn_dim`, or the rule of Llama's reference code: int(2 * 4 * dim / 3) times the multiplier, rounded up."""
+        if self.ffn_dim is not None:
+            return self.ffn_dim
+        width = int(self.ffn_dim_multiplier * int(2 * 4 * self.dim / 3))
+        return -(-width // self.multiple_of) * self.multiple_of
+
+    @property
+    def context(self) -> int:
+        """Tokens of context of the published models with this RoPE, or `max_seq_len` where that is more."""
+        if self.rope_scaling is not None:
+            return max(self.max_seq_len, 16 * self.rope_scaling.original_context)  # 131072 of Llama 3.1 and 3.2
+        return max(self.max_seq_len, {1e4: 4096, 5e5: 8192}.get(self.rope_theta, 0))  # Llama 2, Llama 3
+
+    @property
+    def n_vocab(self) -> int:
+        """`vocab_size`, or a ShapeError while it is still to be taken from a tokenizer."""
+        if self.vocab_size is None:
+            message = "this flavor takes its vocabulary from the tokenizer: pass vocab_size or tokenizer_size"
+            raise ShapeError(Misfit(message, "vocab_size"))
+        return self.vocab_size
+
+
+_LLAMA3_VOCAB = 128256
+
+
+def _llama2(dim: int, n_layers: int, n_heads: int, **rest: typing.Any) -> LlamaArgs:
+    return LlamaArgs(dim, n_layers, n_heads, **{"vocab_size": 32000, "rope_theta": 1e4, **rest})
+
+
+def _llama3(dim: int, n_layers: int, n_heads: int, **rest: typing.Any) -> LlamaArgs:
+    return LlamaArgs(dim, n_layers, n_heads, **{"vocab_size": _LLAMA3_VOCAB, "rope_theta": 5e5, **rest})
+
+
+def _shapes() -> dict[str, Mapping[str, LlamaArgs]]:
+    llama2 = {
+        "debugmodel": _llama2(256, 8, 16, vocab_size=None),
+        "271M": _llama2(1024, 16, 8),
+        "1B": _llama2(2048, 18, 16),
+        "7B": _llama2(4096, 32, 32),
+        "13B": _llama2(5120, 40, 40),
+        "26B": _llama2(5120, 80, 40),
+        "70B": _llama2(8192, 80, 64, n_kv_heads=8, ffn_dim_multiplier=1.3, multiple_of=4096),
+    }
+    llama3 = {
+        "debugmodel": _llama3(256, 8, 16, vocab_size=None),
+        "8B": _llama3(4096, 32, 32, n_kv_heads=8, ffn_dim_multiplier=1.3, multiple_of=1024),
+        "70B": _llama3(8192, 80, 64, n_kv_heads=8, ffn_dim_multiplier=1.3, multiple_of=4096),
+    }
+    for size in ("8B", "70B"):
+        llama3[f"3.1-{size}"] = replace(llama3[size], rope_scaling=RopeScaling(factor=8.0))
+    llama3["3.1-debugmodel"] = replace(llama3["debugmodel"], n_layers=6, rope_scaling=RopeScaling(factor=8.0))
+    llama3["3.1-405B"] = llama3["405B"] = _llama3(
+        16384, 126, 128, n_kv_heads=8, ffn_dim_multiplier=1.2, multiple_of=4096, rope_scaling=RopeScaling(factor=8.0)
+    )
+    llama3["3.2-1B"] = llama3["1B"] = _llama3(
+        2048, 16, 32, n_kv_heads=8, ffn_dim_multiplier=1.5, rope_scaling=RopeScaling(factor=32.0), tied=True
+    )
+    llama3["3.2-3B"] = llama3["3B"] = _llama3(
+        3072, 28, 24, n_kv_heads=8, rope_scaling=RopeScaling(factor=32.0), tied=True
+    )
+    return {"llama2": types.MappingProxyType(llama2), "llama3": types.MappingProxyType(llama3)}
+
+
+#: Family → flavor → arguments. "8B" and "70B" of llama3 are Llama 3; Llama 3.1 and 3.2 say so in their names.
+SHAPES: Mapping[str, Mapping[str, LlamaArgs]] = types.MappingProxyType(_shapes())
+
+
+def count_parameters(args: LlamaArgs) -> int:
+    """Return the parameters of the decoder, closed form; a tied head is counted once."""
+    norm = 0 if args.norm_type == "np_layernorm" else args.dim
+    heads = args.n_heads * args.head_dim
+    attention = args.dim * (2 * heads + 2 * args.kv_heads * args.head_dim)
+    block = attention + 3 * args.dim * args.ffn_width + 2 * norm
+    return args.n_layers * block + norm + args.n_vocab * args.dim * (1 if args.tied else 2)
+
+
+def flops_per_token(args: LlamaArgs, seq_len: int) -> int:
+    """Return the model FLOPs of one training token, forward and backward.
+
+    6 per weight that is multiplied (PaLM, appendix B) plus 12 * layers * heads * head_dim * seq_len for attention,
+    causality not discounted. The embedding is a look-up and costs nothing; a tied one still costs as the head.
+    """
+    embedding = 0 if args.tied else args.n_vocab * args.dim
+    attention = 12 * args.n_layers * args.n_heads * args.head_dim * seq_len
+    return 6 * (count_parameters(args) - embedding) + attention
+
+
+_STD = 0.02
+#: Truncation in standard deviations.
+_CUT = 3.0
+
+_BLOCK_PARAMETER = re.compile(
+    r"layers\.(?P<layer>\d+)\.(?:(?:attention|feed_forward)\.(?P<linear>w[qkvo123])|(?P<norm>attention_norm|ffn_norm))\.weight"
+)
+
+
+def init_rule(name: str, args: LlamaArgs) -> Init:
+    """Return how the parameter of that full name is drawn.
+
+    Embedding: normal, std 1. Linears: truncated normal, std 0.02, and those that write to the residual stream
+    (wo, w2, and w3 that gates w2's input) divided by sqrt(2 (layer + 1)), so that the stream's variance grows
+    evenly with depth. Head: dim ** -0.5, for logits of order one; a tied weight is drawn as a head. Norms: one.
+
+    Raises KeyError for a name that no Llama has.
+    """
+    head = _truncated(args.dim**-0.5)
+    if name == "tok_embeddings.weight":
+        return head if args.tied else Init("normal", std=1.0)
+    if name == "output.weight":
+        return head
+    if name == "norm.weight":
+        return Init("ones")
+    match = _BLOCK_PARAMETER.fullmatch(name)
+    if match is None or int(match["layer"]) >= args.n_layers:
+        raise KeyError(f"no initialisation is known for a parameter called {name!r}")
+    if match["norm"]:
+        return Init("ones")
+    if match["linear"] in ("wo", "w2", "w3"):
+        return _truncated(_STD / math.sqrt(2 * (int(match["layer"]) + 1)))
+    return _truncated(_STD)
+
+
+def _truncated(std: float) -> Init:
+    return Init("trunc_normal", std=std, bound=_CUT * std)
+
+
+def block_names(args: LlamaArgs) -> list[str]:
+    """Return the decoder blocks in the order they run."""
+    return [f"layers.{i}" for i in range(args.n_layers)]
+
+
+def sublayer_names(args: LlamaArgs) -> list[str]:
+    """Return the two halves of each decoder block, in the order they run."""
+    return [f"{block}.{half}" for block in block_names(args) for half in ("attention", "feed_forward")]
+
+
+def fsdp_units(args: LlamaArgs) -> list[tuple[str, ...]]:
+    """Return the modules to be sharded and gathered together, in the order they last run.
+
+    The final norm travels with the head. Modules that share a weight must be one unit.
+    """
+    blocks: list[tuple[str, ...]] = [(name,) for name in block_names(args)]
+    if args.tied:
+        return [*blocks, ("tok_embeddings", "norm", "output")]
+    return [("tok_embeddings",), *blocks, ("norm", "output")]
+
+
+#: How the modules of a block are divided.
+_BLOCK = {
+    "attention_norm": "sequence",
+    "attention": "gather",
+    "attention.wq": "colwise",
+    "attention.wk": "colwise",
+    "attention.wv": "colwise",
+    "attention.wo": "rowwise",
+    "ffn_norm": "sequence",
+    "feed_forward": "gather",
+    "feed_forward.w1": "colwise",
+    "feed_forward.w3": "colwise",
+    "feed_forward.w2": "rowwise",
+}
+
+
+def tensor_plan(args: LlamaArgs) -> dict[str, str]:
+    """Return module name → how tensor parallelism divides it, in the order the modules run.
+
+    The kinds are those of `titanlite.parallel.tensor.apply_tp`.
+    """
+    blocks = {f"{block}.{name}": kind for block in block_names(args) for name, kind in _BLOCK.items()}
+    return {"tok_embeddings": "embedding", **blocks, "norm": "sequence", "output": "head"}
+
+
+def tensor_sizes(args: LlamaArgs) -> dict[str, int]:
+    """Return the numbers that tensor-parallel ranks must divide, besides the vocabulary."""
+    return {"n_heads": args.n_heads, "n_kv_heads": args.kv_heads, "the feed-forward's width": args.ffn_width}
+
+
+def linears(args: LlamaArgs) -> dict[str, Size]:
+    """Return name → size of every linear, in the model's order."""
+    heads, groups, width = args.n_heads * args.head_dim, args.kv_heads * args.head_dim, args.ffn_width
+    block = {
+        "attention.wq": Size(args.dim, heads),
+        "attention.wk": Size(args.dim, groups),
+        "attention.wv": Size(args.dim, groups),
+        "attention.wo": Size(heads, args.dim),
+        "feed_forward.w1": Size(args.dim, width),
+        "feed_forward.w2": Size(width, args.dim),
+        "feed_forward.w3": Size(args.dim, width),
+    }
+    blocks = {f"{name}.{linear}": size for name in block_names(args) for linear, size in block.items()}
+    return {**blocks, "output": Size(args.dim, args.n_vocab)}
+
+
+def pipeline_costs(args: LlamaArgs, seq_len: int) -> dict[str, Cost]:
+    """Return the cost of each module that a pipeline can be cut before, in the order they run."""
+    one, two = (replace(args, n_layers=n, tied=False) for n in (1, 2))
+    table = args.n_vocab * args.dim
+    block = Cost(
+        flops_per_token(two, seq_len) - flops_per_token(one, seq_len), count_parameters(two) - count_parameters(one)
+    )
+    norm = count_parameters(one) - block.parameters - 2 * table
+    blocks = dict.fromkeys(block_names(args), block)
+    return {"tok_embeddings": Cost(0, table), **blocks, "norm": Cost(6 * norm, norm), "output": Cost(6 * table, table)}
+
+
+def _build(args: LlamaArgs) -> nn.Module:
+    from titanlite.models.layers import Llama
+
+    return Llama(args)
+
+
+def llama_spec(family: str) -> ModelSpec:
+    """Return the spec of a family in `SHAPES`."""
+    from titanlite.models import llama_hf  # it imports this module
+
+    return ModelSpec(
+        name=family,
+        args_class=LlamaArgs,
+        flavors=SHAPES[family],
+        build=_build,
+        init_rule=init_rule,
+        block_names=block_names,
+        count_parameters=count_parameters,
+        flops_per_token=flops_per_token,
+        fsdp_units=fsdp_units,
+        linears=linears,
+        tensor_plan=tensor_plan,
+        tensor_sizes=tensor_sizes,
+        sublayer_names=sublayer_names,
+        pipeline_costs=pipeline_costs,
+        context_parallel=True,
+        to_hf=llama_hf.to_hf,
+        from_hf=llama_hf.from_hf,
+        hf_names=llama_hf.hf_names,
+        names_from_hf=llama_hf.names_from_hf,
+        hf_config=llama_hf.hf_config,
+        args_from_hf=llama_hf.args_from_hf,
+    )
