@@ -25,12 +25,14 @@ if TYPE_CHECKING:
     from titanlite.signals import StopSignal
     from titanlite.step import PlainRunner, StepResult, TrainStep, validate
     from titanlite.trainer import Trainer
+    from titanlite.models.spec import ModelSpec
 
 #: Public name → where it is.
 _NAMES = {
     "Callback": "callbacks:Callback",
     "Checkpointer": "checkpoint.manager:Checkpointer",
     "FiniteGuard": "guard:FiniteGuard",
+    "ModelSpec": "models.spec:ModelSpec",
     "PlainRunner": "step:PlainRunner",
     "StepResult": "step:StepResult",
     "StopSignal": "signals:StopSignal",
@@ -47,6 +49,7 @@ __all__ = [
     "Callback",
     "Checkpointer",
     "FiniteGuard",
+    "ModelSpec",
     "PlainRunner",
     "StepResult",
     "StopSignal",
