@@ -1,10 +1,10 @@
 """titanlite trains Llama-family language models with PyTorch FSDP2 from one TOML file.
 
-    config = load_config("debug_model.toml", world.size)
-    Trainer(build(config, world)).train()
+    with DistEnv.open() as world:
+        Trainer(build(load_config("debug_model.toml", world.size), world)).train()
 
-Importing it is quick: `import titanlite` loads neither torch nor any room. The names below, and rooms such as
-`titanlite.parallel`, are imported when they are first used.
+The names below are public; docs/library.md explains them. `import titanlite` is quick: it loads neither torch nor any
+room. Names, and rooms such as `titanlite.parallel`, are imported when they are first used.
 """
 
 from __future__ import annotations
@@ -13,56 +13,54 @@ import importlib
 import pkgutil
 from typing import TYPE_CHECKING, Any
 
-from titanlite._version import __version__
+from titanlite._version import __version__ as __version__
 
-if TYPE_CHECKING:
-    from titanlite.build import TrainingComponents, build, read_datasets
-    from titanlite.callbacks import Callback
-    from titanlite.checkpoint import Checkpointer
-    from titanlite.config.fit import load_config
-    from titanlite.guard import FiniteGuard
-    from titanlite.parallel.dist_env import DistEnv
-    from titanlite.signals import StopSignal
-    from titanlite.step import PlainRunner, StepResult, TrainStep, validate
-    from titanlite.trainer import Trainer
-    from titanlite.models.spec import ModelSpec
+if TYPE_CHECKING:  # for type checkers; the same names as below
+    from titanlite.build import TrainingComponents as TrainingComponents
+    from titanlite.build import build as build
+    from titanlite.build import read_datasets as read_datasets
+    from titanlite.callbacks import Callback as Callback
+    from titanlite.checkpoint.manager import Checkpointer as Checkpointer
+    from titanlite.config.derive import RunConfig as RunConfig
+    from titanlite.config.fit import load_config as load_config
+    from titanlite.guard import FiniteGuard as FiniteGuard
+    from titanlite.models.spec import ModelSpec as ModelSpec
+    from titanlite.parallel.activation_checkpoint import apply_ac as apply_ac
+    from titanlite.parallel.compile import apply_compile as apply_compile
+    from titanlite.parallel.context import apply_cp as apply_cp
+    from titanlite.parallel.dist_env import DistEnv as DistEnv
+    from titanlite.parallel.float8 import apply_float8 as apply_float8
+    from titanlite.parallel.fsdp import apply_fsdp as apply_fsdp
+    from titanlite.parallel.tensor import apply_tp as apply_tp
+    from titanlite.signals import StopSignal as StopSignal
+    from titanlite.step import PlainRunner as PlainRunner
+    from titanlite.step import StepResult as StepResult
+    from titanlite.step import TrainStep as TrainStep
+    from titanlite.step import validate as validate
+    from titanlite.trainer import Trainer as Trainer
 
-#: Public name → where it is.
-_NAMES = {
-    "Callback": "callbacks:Callback",
-    "Checkpointer": "checkpoint.manager:Checkpointer",
-    "FiniteGuard": "guard:FiniteGuard",
-    "ModelSpec": "models.spec:ModelSpec",
-    "PlainRunner": "step:PlainRunner",
-    "StepResult": "step:StepResult",
-    "StopSignal": "signals:StopSignal",
-    "TrainStep": "step:TrainStep",
-    "Trainer": "trainer:Trainer",
-    "TrainingComponents": "build:TrainingComponents",
-    "DistEnv": "parallel.dist_env:DistEnv",
-    "build": "build:build",
-    "load_config": "config.fit:load_config",
-    "read_datasets": "build:read_datasets",
-    "validate": "step:validate",
+#: Module → its public names.
+_PUBLIC = {
+    "build": ["TrainingComponents", "build", "read_datasets"],
+    "callbacks": ["Callback"],
+    "checkpoint.manager": ["Checkpointer"],
+    "config.derive": ["RunConfig"],
+    "config.fit": ["load_config"],
+    "guard": ["FiniteGuard"],
+    "models.spec": ["ModelSpec"],
+    "parallel.activation_checkpoint": ["apply_ac"],
+    "parallel.compile": ["apply_compile"],
+    "parallel.context": ["apply_cp"],
+    "parallel.dist_env": ["DistEnv"],
+    "parallel.float8": ["apply_float8"],
+    "parallel.fsdp": ["apply_fsdp"],
+    "parallel.tensor": ["apply_tp"],
+    "signals": ["StopSignal"],
+    "step": ["PlainRunner", "StepResult", "TrainStep", "validate"],
+    "trainer": ["Trainer"],
 }
-__all__ = [
-    "Callback",
-    "Checkpointer",
-    "FiniteGuard",
-    "ModelSpec",
-    "PlainRunner",
-    "StepResult",
-    "StopSignal",
-    "TrainStep",
-    "Trainer",
-    "TrainingComponents",
-    "DistEnv",
-    "__version__",
-    "build",
-    "load_config",
-    "read_datasets",
-    "validate",
-]
+_MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
+__all__ = ["__version__", *_MODULES]
 
 
 def _rooms() -> list[str]:
@@ -70,13 +68,12 @@ def _rooms() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if name in _NAMES:
-        module, _, attribute = _NAMES[name].partition(":")
-        return getattr(importlib.import_module(f"titanlite.{module}"), attribute)
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"titanlite.{_MODULES[name]}"), name)
     if name.startswith("_") or name not in _rooms():
         raise AttributeError(f"module 'titanlite' has no attribute {name!r}")
     return importlib.import_module(f"titanlite.{name}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_NAMES, *_rooms()})
+    return sorted({*globals(), *_MODULES, *_rooms()})

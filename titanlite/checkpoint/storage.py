@@ -71,6 +71,8 @@ def gather(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
         return tensors
     fresh = not optimizer.state
     state: dict[str, Any] = state_dicts.get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
+    if numbers := [name for name, value in state.items() if not _is_tensor(name, value)]:
+        raise TypeError(f"{numbers[0]} of {type(optimizer).__name__} is no tensor, and checkpoints hold tensors only")
     if fresh:  # torch makes the state by a step of size zero, which is counted in it
         for entry in optimizer.state.values():
             for value in entry.values():
@@ -79,6 +81,10 @@ def gather(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
         (f"optimizer.{name}", value) for name, value in state.items() if not name.startswith(_HYPERPARAMETERS)
     )
     return tensors  # without param_groups only tensors are left
+
+
+def _is_tensor(name: str, value: object) -> bool:
+    return name.startswith(_HYPERPARAMETERS) or isinstance(value, torch.Tensor)
 
 
 def converted(tensor: torch.Tensor, dtype: str) -> torch.Tensor:

@@ -1,0 +1,301 @@
+"""examples/: real runs of what docs/library.md shows, and each extension point by its effect."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from tests.pool import Pools
+from titanlite import Callback, Trainer, build, load_config
+from titanlite.checkpoint.manifest import read_manifest
+from titanlite.config.errors import ConfigError
+from titanlite.config.fit import check_config
+from titanlite.config.sections import Optimizer
+from titanlite.extensions import load_functions
+from titanlite.models import ShapeError, get_spec, resolve_args
+from titanlite.models.spec import as_record, from_record
+from titanlite.optim.optimizer import build_optimizer, gated_step, keep_ratios
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.utils import resolve
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
+CONFIG = str(EXAMPLES / "extensions.toml")
+MODEL, LOSS = f"{EXAMPLES}/tiny_gpt.py:SPEC", f"{EXAMPLES}/z_loss.py:z_loss"
+SMALL = ["--training.batch_size=2", "--training.seq_len=32", "--training.warmup_steps=2", "--checkpoint.interval=3"]
+LLAMA = ["--model.name=llama3", "--model.flavor=debugmodel", "--model.overrides.n_layers=2", "--model.overrides.dim=64"]
+
+
+class Watch(Callback):
+    """Notes the numbers of each step, and what was built."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, float, float, float]] = []
+        self.rates: list[list[float]] = []
+
+    def on_start(self, trainer: Trainer) -> None:
+        model, optimizer = trainer.parts.model, trainer.parts.optimizer
+        self.wrapped = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+        self.sharded = all(isinstance(p, DTensor) for p in model.parameters())
+        self.scales = [group.get("lr_scale") for group in optimizer.param_groups]
+        self.decays = [group["weight_decay"] for group in optimizer.param_groups]
+        self.weights = {name: p.full_tensor().detach().numpy() for name, p in model.named_parameters()}  # type: ignore[operator]
+        self.texts = trainer.parts.datasets.train.documents
+        self.first = trainer.parts.datasets.train.sequence(0)
+
+    def on_log(self, trainer: Trainer, figures: Mapping[str, float]) -> None:
+        self.rows.append((trainer.step, figures["loss"], figures["grad_norm"], figures["lr"]))
+        self.rates.append([group["lr"] for group in trainer.parts.optimizer.param_groups])
+
+
+def _run(world: DistEnv, folder: str, *flags: str, config: str = CONFIG) -> Watch:
+    watch = Watch()
+    loaded = load_config(config, world.size, [*SMALL, f"--job.dump_folder={folder}", *flags])
+    parts = build(loaded, world)
+    parts.callbacks.append(watch)
+    Trainer(parts).train()
+    return watch
+
+
+@pytest.fixture(scope="module")
+def straight(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> Watch:
+    """Six steps of all examples together, on 2 ranks."""
+    found: Watch = pool(2).run(_run, str(tmp_path_factory.mktemp("straight")), "--training.steps=6")[0]
+    return found
+
+
+def test_all_examples_together_resume_to_the_last_bit(pool: Pools, straight: Watch, tmp_path: Path) -> None:
+    first = pool(2).run(_run, str(tmp_path), "--training.steps=3", "--lr_scheduler.total_steps=6")[0]
+    second = pool(2).run(_run, str(tmp_path), "--training.steps=6")[0]
+    assert first.rows + second.rows == straight.rows and [row[0] for row in straight.rows] == [1, 2, 3, 4, 5, 6]
+    assert first.rates + second.rates == straight.rates
+    train = read_manifest(tmp_path / "checkpoint" / "step-6").train
+    assert train["best_loss"] == min(row[1] for row in straight.rows)
+    # The checkpoint names the source of each part.
+    toml = read_manifest(tmp_path / "checkpoint" / "step-6").config["toml"]
+    for path in (MODEL, LOSS, f"{EXAMPLES}/lr_groups.py:adamw", f"{EXAMPLES}/text_files.py:documents"):
+        assert path in toml
+    with pytest.raises(AssertionError, match="allow_changes|model"):
+        pool(2).run(_run, str(tmp_path), "--training.steps=8", *LLAMA)
+
+
+def test_groups_keep_their_ratio_to_the_rate_that_is_logged(straight: Watch) -> None:
+    assert straight.scales == [1.0, 1.0, pytest.approx(0.2, rel=1e-12)] and straight.decays == [0.1, 0.0, 0.1]
+    rates = [row[3] for row in straight.rows]
+    assert rates == pytest.approx([1e-3 * f for f in (1 / 3, 2 / 3, 1, 0.75, 0.5, 0.25)])
+    assert straight.rates == [[rate, rate, rate * straight.scales[2]] for rate in rates]
+
+
+def test_the_model_is_sharded_by_block_and_drawn_by_its_rule(straight: Watch) -> None:
+    assert straight.wrapped == ["", "blocks.0", "blocks.1"] and straight.sharded
+    args = resolve_args(MODEL, "tiny", tokenizer_size=2048, max_seq_len=32)
+    spec, weights = get_spec(MODEL), straight.weights
+    assert sum(weight.size for weight in weights.values()) == spec.count_parameters(args)
+    assert set(weights) == {name for name, _ in spec.build_on_meta(args).named_parameters()}
+    assert (weights["blocks.1.norm2.bias"] == 0).all() and (weights["norm.weight"] == 1).all()
+    assert weights["embedding.weight"].std() == pytest.approx(0.02, rel=0.02)
+    assert weights["blocks.0.down.weight"].std() == pytest.approx(0.01, rel=0.02)
+
+
+def test_the_text_is_that_of_the_function(straight: Watch) -> None:
+    assert straight.texts == len(list((ROOT / "docs").glob("*.md")))
+
+
+def test_the_loss_has_its_penalty(pool: Pools, straight: Watch, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    logits, labels = torch.randn(12, 96), torch.randint(96, (12,))
+    labels[3:5] = -100
+    valid = labels != -100
+    expected = F.cross_entropy(logits[valid], labels[valid], reduction="sum")
+    expected += 1e-4 * logits[valid].logsumexp(-1).square().sum()
+    torch.testing.assert_close(resolve(LOSS)(logits, labels), expected)
+    plain = pool(2).run(_run, str(tmp_path), "--training.steps=1", "--training.loss=cross_entropy")[0]
+    # At the start all logits are near 0: log Z is that of 2048 entries.
+    assert straight.rows[0][1] - plain.rows[0][1] == pytest.approx(1e-4 * math.log(2048) ** 2, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("flags", "tolerance"),
+    [
+        (["--training.loss_chunks=3"], 1e-6),
+        (["--training.compile", "--compile.backend=aot_eager"], 1e-5),
+        (["--activation_checkpoint.mode=full"], 1e-6),
+        (["--training.global_batch_size=8", "--training.batch_size=4"], None),
+        (["--float8.enable_float8_linear", "--float8.emulate"], 2e-2),
+        (["--training.fsdp_units=Block"], 1e-6),
+    ],
+    ids=lambda value: value[0].partition("=")[0].partition(".")[2] if isinstance(value, list) else "",
+)
+def test_features_work_on_a_model_and_a_loss_of_ones_own(
+    pool: Pools, straight: Watch, tmp_path: Path, flags: list[str], tolerance: float | None
+) -> None:
+    rows = pool(2).run(_run, str(tmp_path), "--training.steps=2", "--lr_scheduler.total_steps=6", *flags)[0].rows
+    if tolerance is None:
+        assert rows[1][1] < rows[0][1]
+    else:
+        assert [row[1] for row in rows] == pytest.approx([row[1] for row in straight.rows[:2]], rel=tolerance)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--training.tensor_parallel_degree=2", "--training.batch_size=4"],
+        ["--training.tensor_parallel_degree=2", "--training.batch_size=4", "--training.loss_chunks=3"],
+        ["--experimental.pipeline_parallel_degree=2", "--training.batch_size=4"],
+        ["--experimental.context_parallel_degree=2", "--training.batch_size=4"],
+    ],
+    ids=["tensor", "tensor_chunks", "pipeline", "context"],
+)
+def test_loss_optimizer_and_text_work_with_every_parallelism(pool: Pools, tmp_path: Path, flags: list[str]) -> None:
+    steps = ["--training.steps=2", "--lr_scheduler.total_steps=6", *LLAMA]
+    plain = pool(2).run(_run, str(tmp_path / "plain"), *steps)[0]
+    divided = pool(2).run(_run, str(tmp_path / "divided"), *steps, *flags)
+    for rank in divided:
+        assert [row[1] for row in rank.rows] == pytest.approx([row[1] for row in plain.rows], rel=2e-5)
+        assert {rates[-1] for rates in rank.rates} <= {rate for rates in plain.rates for rate in rates}
+
+
+@pytest.mark.parametrize(
+    ("flags", "key", "words"),
+    [
+        (["--training.tensor_parallel_degree=2"], "training.tensor_parallel_degree", "has no tensor_plan"),
+        (["--experimental.pipeline_parallel_degree=2"], "experimental.pipeline_parallel_degree", "no pipeline_costs"),
+        (["--experimental.context_parallel_degree=2"], "experimental.context_parallel_degree", "no context_parallel"),
+        (["--model.flavor=big"], "model.flavor", "there are tiny, small"),
+        (["--model.overrides.n_head=2"], "model.overrides.n_head", "nearest: n_heads"),
+        (["--model.overrides.n_heads=3"], "model", "n_heads = 3 does not divide dim = 64"),
+        (["--model.norm_type=layernorm"], "model.norm_type", "no such argument"),
+        (["--model.name=./tiny_gpt.py:GPT"], "model.name", "not a titanlite.ModelSpec"),
+        (["--model.name=./tiny_gpt.py:SPECK"], "model.name", "has no SPECK"),
+        (["--model.name=no_such_package.model:SPEC"], "model.name", "no_such_package"),
+        (["--training.loss=./z_loss.py:zloss"], "training.loss", "has no zloss"),
+        (["--training.loss=hinge"], "training.loss", '"cross_entropy", or a dotted path'),
+        (["--optimizer.name=AdamX"], "optimizer.name", 'did you mean "Adam"?'),
+        (["--optimizer.name=./no_file.py:adamw"], "optimizer.name", "there is no file"),
+        (["--training.dataset=no_such_package:documents"], "training.dataset", "no_such_package"),
+        (["--training.dataset_path=."], "training.dataset_path", "has no effect"),
+    ],
+)
+def test_config_check_names_what_is_not_offered_or_not_there(
+    monkeypatch: pytest.MonkeyPatch, flags: list[str], key: str, words: str
+) -> None:
+    monkeypatch.chdir(EXAMPLES)
+    with pytest.raises(ConfigError) as caught:
+        check_config([f"--job.config_file={CONFIG}", *flags], 2, training=False)
+    (problem,) = caught.value.problems
+    assert problem.key == key and words in f"{problem.message}; {problem.hint}" and problem.where
+
+
+def test_functions_of_another_kind_are_refused_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("loss = 7\ndef adamw(parameters): ...\ndef broken(): ...\n1 / 0\n")
+    (tmp_path / "other.py").write_text("loss = 7\ndef adamw(parameters): ...\n")
+    config = tmp_path / "run.toml"
+    config.write_text(
+        '[training]\nloss = "./other.py:loss"\ndataset = "./mine.py:broken"\n[optimizer]\nname = "./other.py:adamw"\n'
+    )
+    asked, _ = check_config([f"--job.config_file={config}"], 1, training=False)
+    with pytest.raises(ConfigError) as caught:
+        load_functions(asked)
+    found = {p.key: (p.where.rpartition(":")[2], p.message) for p in caught.value.problems}
+    assert {key: line for key, (line, _) in found.items()} == {
+        "optimizer.name": "5",
+        "training.loss": "2",
+        "training.dataset": "3",
+    }
+    assert "is 7, and not a function to call with (logits, labels)" in found["training.loss"][1]
+    assert "ZeroDivisionError" in found["training.dataset"][1]
+    assert "(parameters, settings, device)" in found["optimizer.name"][1]
+
+
+def test_a_model_of_ones_own_is_recorded_and_has_no_hugging_face_form() -> None:
+    args = resolve_args(MODEL, "tiny", {"n_layers": 3}, vocab_size=64, max_seq_len=16)
+    assert from_record(json.loads(json.dumps(as_record(MODEL, args)))) == (MODEL, args)
+    with pytest.raises(ShapeError, match="dim, n_layers is missing"):
+        from_record({"family": MODEL, "n_heads": 2})
+    with pytest.raises(ValueError, match="no conversion"):
+        get_spec(MODEL).hf_names(args)
+
+
+# Any optimizer
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.RMSprop, torch.optim.AdamW, torch.optim.Adagrad])
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_guard_holds_back_any_optimizer_and_groups_keep_their_ratio(make: Any, fused: bool) -> None:
+    if make is torch.optim.RMSprop and fused:
+        pytest.skip("it has no fused kernel")
+    torch.manual_seed(0)
+    weights = [torch.nn.Parameter(torch.randn(3)) for _ in range(2)]
+    groups = [{"params": weights[:1]}, {"params": weights[1:], "lr": 0.05}]
+    optimizer = keep_ratios(make(groups, lr=0.1, **({"fused": True} if fused else {})), 0.1)
+    assert [group["lr_scale"] for group in optimizer.param_groups] == [1.0, 0.5]
+    for ok, rate in ((True, 0.2), (False, 0.4), (True, 0.1)):
+        before = [w.detach().clone() for w in weights]
+        for weight in weights:
+            weight.grad = torch.full((3,), 1.0 if ok else math.nan)
+        gated_step(optimizer, torch.tensor(ok), rate)
+        assert [group["lr"] for group in optimizer.param_groups] == [rate, rate * 0.5]
+        assert all(torch.equal(w, b) is not ok for w, b in zip(weights, before, strict=True))
+        assert all(weight.isfinite().all() for weight in weights)
+
+
+def test_an_optimizer_that_only_says_that_it_is_fused_is_held_back_too() -> None:
+    class Plain(torch.optim.SGD):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, lr=0.1)
+            self.param_groups[0]["fused"] = True
+
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.data.add_(p.grad, alpha=-group["lr"])
+
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.full((2,), math.nan)
+    gated_step(Plain([weight]), torch.tensor(False), 0.1)
+    assert weight.eq(1).all()
+
+
+def test_ratios_that_are_given_stay_and_a_base_of_zero_has_none() -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+    given = keep_ratios(torch.optim.SGD([{"params": [weight], "lr_scale": 3.0}], lr=0.1), 0.1)
+    assert keep_ratios(given, 0.5).param_groups[0]["lr_scale"] == 3.0
+    assert keep_ratios(torch.optim.SGD([weight], lr=0.1), 0.0).param_groups[0]["lr_scale"] == 1.0
+    with pytest.raises(TypeError, match="no torch optimizer"):
+        build_optimizer({}, Optimizer(name="builtins:slice"), torch.device("cpu"))
+
+
+# The page
+
+
+def test_the_code_of_the_page_is_that_of_the_examples() -> None:
+    page = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
+    shown = re.findall(r"<!-- (examples/\w+\.py) -->\n```python\n(.*?)```", page, re.DOTALL)
+    assert {name for name, _ in shown} >= {f"examples/{name}.py" for name in ("tiny_gpt", "lr_groups", "z_loss")}
+    for name, code in shown:
+        source = (ROOT / name).read_text(encoding="utf-8")
+        for piece in code.split("# …\n"):
+            assert piece.strip("\n") in source, f"{name}: {piece.splitlines()[0]}"
+    assert all(f"examples/{file.name}" in page for file in EXAMPLES.iterdir() if file.suffix in (".py", ".toml"))
+
+
+def test_config_check_of_a_built_in_model_imports_neither_torch_nor_much_else() -> None:
+    code = (
+        "import sys\nfrom titanlite.config.fit import check_config\n"
+        "check_config(['--job.config_file=debug_model.toml'], 2, training=False)\n"
+        "print(sorted({n.partition('.')[0] for n in sys.modules} & {'torch', 'numpy', 'rich', 'tomlkit', 'fsspec'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "[]\n", done.stderr
