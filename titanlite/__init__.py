@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from titanlite.build import TrainingComponents, build, read_datasets
     from titanlite.callbacks import Callback
     from titanlite.checkpoint import Checkpointer
-    from titanlite.config.fit import load_config
+    from titanlite.fit import load_config
     from titanlite.guard import FiniteGuard
     from titanlite.parallel.dist_env import DistEnv
     from titanlite.signals import StopSignal
@@ -39,7 +39,7 @@ _NAMES = {
     "TrainingComponents": "build:TrainingComponents",
     "DistEnv": "parallel.dist_env:DistEnv",
     "build": "build:build",
-    "load_config": "config.fit:load_config",
+    "load_config": "fit:load_config",
     "read_datasets": "build:read_datasets",
     "validate": "step:validate",
 }

@@ -8,8 +8,8 @@ import pytest
 
 from tests.refusals import refusal, refusals
 from titanlite.config.errors import ConfigError, Problem
-from titanlite.config.fit import check_config, load_config
 from titanlite.config.load import load
+from titanlite.fit import check_config, load_config
 
 T, E, L, C, F8 = "--training.", "--experimental.", "--lr_scheduler.", "--checkpoint.", "--float8."
 ON = f"{F8}enable_float8_linear"
@@ -148,7 +148,11 @@ ZERO_BUBBLE = [PP2, f"{E}pipeline_parallel_schedule=ZBVZeroBubble"]
         ([f"{L}decay_type=constant", f"{L}decay_ratio=0.5"], "lr_scheduler.decay_ratio", "decay_type"),
         ([f"{L}style=fsdp", f"{L}decay_steps=5"], "lr_scheduler.decay_steps", "style"),
         (["--model.vocab_size=9", "--model.overrides.vocab_size=8"], "model.vocab_size", "overrides.vocab_size = 8"),
-        (["--model.overrides.norm_type=layernorm"], "model.overrides.norm_type", "model.norm_type"),
+        (
+            ["--model.norm_type=rmsnorm", "--model.overrides.norm_type=layernorm"],
+            "model.overrides.norm_type",
+            "model.norm_type",
+        ),
         (["--model.rope_scaling=8", "--model.overrides.rope_scaling=8"], "model.overrides.rope_scaling", ""),
         ([f"{C}start=fresh", f"{C}load_step=5"], "checkpoint.load_step", "checkpoint.start"),
         (["--guard.policy=skip", "--guard.max_skips=100"], "guard.max_skips", "guard.window = 100"),

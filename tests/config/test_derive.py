@@ -6,9 +6,9 @@ from dataclasses import astuple
 
 import pytest
 
-from titanlite.config.derive import Deadlines, RunConfig, smallest_world, with_steps
-from titanlite.config.fit import check_config, fitted
 from titanlite.config.load import load
+from titanlite.derive import RunConfig, smallest_world, with_steps
+from titanlite.fit import check_config, fitted
 from titanlite.models import SHAPES
 from titanlite.optim.schedule import learning_rate
 
@@ -153,22 +153,6 @@ def test_a_pipeline_keeps_weights_gathered_and_knows_its_stages():
     (warning,) = run_of(*flags, f"{T}reshard_after_forward=always", ranks=4).warnings
     assert "training.reshard_after_forward" in warning
     assert run_of(*flags, ranks=2).notes[-1].startswith("pipeline micro-batches per step = 2")
-
-
-@pytest.mark.parametrize(
-    ("flags", "deadlines"),
-    [
-        ([], (60, 180, 2, 80)),
-        (["--comm.train_timeout_seconds=10", "--comm.init_timeout_seconds=600"], (6, 360, 2, 8)),
-        (["--comm.train_timeout_seconds=5"], (3, 180, 1.5, 4)),  # two heartbeats in a deadline
-        (["--stall.deadline_seconds=20", "--stall.heartbeat_seconds=20"], (20, 180, 10, 80)),
-        (["--stall.deadline_seconds=900", "--comm.train_timeout_seconds=1000"], (900, 900, 2, 800)),
-        (["--stall.deadline_seconds=0", "--stall.heartbeat_seconds=20"], (0, 180, 20, 80)),
-    ],
-)
-def test_deadlines_follow_the_timeouts(flags, deadlines):
-    assert astuple(run_of(*flags).deadlines) == pytest.approx(deadlines)
-    assert Deadlines() == run_of().deadlines
 
 
 @pytest.mark.parametrize(("ranks", "flags"), [(1, []), (4, [DDP])])

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.config.derive import derive
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
+from titanlite.derive import derive
 from titanlite.tools.cli import main
 from titanlite.tools.config import derived_differences, differences, side
 
@@ -161,12 +161,11 @@ def test_plans_show_what_follows(capsys):
 
 
 def test_derived_numbers_are_compared():
-    flags = ["--training.steps=300", "--training.data_parallel_type=ddp", "--stall.deadline_seconds=7"]
+    flags = ["--training.steps=300", "--training.data_parallel_type=ddp"]
     ours, theirs = derive(load([]), 2), derive(load(flags), 2)
     assert [(d.key, d.left[0], d.right[0]) for d in derived_differences(ours, theirs)] == [
         ("derived.steps", "10000", "300"),
         ("derived.mesh.dp_replicate", "1", "2"),
         ("derived.mesh.dp_shard", "2", "1"),
         ("derived.schedule.total_steps", "10000", "300"),
-        ("derived.deadlines.deadline_seconds", "60.0", "7.0"),
     ]

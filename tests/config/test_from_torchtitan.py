@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from titanlite.config.aliases import LATER_FLAVORS
-from titanlite.config.derive import RunConfig
 from titanlite.config.errors import ConfigError
-from titanlite.config.fit import check_config, fitted
 from titanlite.config.load import load, read_text
+from titanlite.derive import RunConfig
+from titanlite.fit import check_config, fitted
 from titanlite.models import SHAPES, LlamaArgs
 from titanlite.optim.schedule import learning_rate
 from titanlite.tools.cli import main

@@ -6,10 +6,10 @@ import ast
 from pathlib import Path
 
 import titanlite
-from titanlite.config.derive import derive
 from titanlite.config.keys import keys, sections
 from titanlite.config.load import load
 from titanlite.config.not_implemented import NOT_IMPLEMENTED
+from titanlite.derive import derive
 
 #: Read while the config is loaded, and tested there; the fourth has no effect, and a warning says so.
 AT_LOAD = {"job.config_file", "job.extends", "job.dialect", "job.use_for_integration_test"}

@@ -9,8 +9,8 @@ import pytest
 from tests.pool import free_port
 from tests.refusals import refusal
 from titanlite import exit_codes, main
-from titanlite.config.fit import check_config, fitted, load_config
 from titanlite.config.load import load
+from titanlite.fit import check_config, fitted, load_config
 
 AC, TP, CP = "activation_checkpoint.", "training.tensor_parallel_degree", "experimental.context_parallel_degree"
 PP = "experimental.pipeline_parallel_"

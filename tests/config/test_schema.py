@@ -138,7 +138,6 @@ def test_every_other_name_is_known_and_deprecated():
         ('activation_checkpoint.mode = "memory_budget"', True),
         ('activation_checkpoint.mode = "memory"', False),
         ("model.rope_scaling = {factor = 8, low_freq_factor = 1.0}", True),
-        ("model.rope_scaling = {low_freq_factor = 1.0}", False),
         ("model.overrides.n_layers = 4", True),
         ('launch.environment = {A = "b"}', True),
         ("launch.environment = {A = 1}", False),

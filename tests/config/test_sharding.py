@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from titanlite import exit_codes
 from titanlite.build import Datasets, check_model
-from titanlite.config.derive import RunConfig
 from titanlite.config.errors import ConfigError
-from titanlite.config.fit import fitted
 from titanlite.config.load import load
 from titanlite.config.not_implemented import without_effect
+from titanlite.derive import RunConfig
+from titanlite.fit import fitted
 from titanlite.main import run
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from titanlite.config.aliases import ALIASES
-from titanlite.config.fit import fitted
 from titanlite.config.keys import keys
 from titanlite.config.load import load, read_text
 from titanlite.config.not_implemented import NOT_IMPLEMENTED, refused
 from titanlite.config.unsupported_keys import UNSUPPORTED
+from titanlite.fit import fitted
 from titanlite.tools.config_pages import markdown, template
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "config-keys.md"

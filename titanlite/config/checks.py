@@ -1,7 +1,7 @@
 """Check the second stage of a config: keys that contradict each other, and files and packages that are missing.
 
 The first stage checks each key by itself (`titanlite.config.load`), the third the ranks and the model
-(`titanlite.config.fit`). No torch here.
+(`titanlite.fit`). No torch here.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def _training(d: Config) -> Iterator[Finding]:
     if d.model.vocab_size is not None and overrides.get("vocab_size", d.model.vocab_size) != d.model.vocab_size:
         other = f"model.overrides.vocab_size = {quote(overrides['vocab_size'])}"
         yield "conflict", "model.vocab_size", f"is {d.model.vocab_size}, but {other}", ""
-    for name, given in (("norm_type", True), ("rope_scaling", d.model.rope_scaling is not None)):
-        if given and name in overrides:
+    for name in ("norm_type", "rope_scaling"):
+        if getattr(d.model, name) is not None and name in overrides:
             yield "conflict", f"model.overrides.{name}", f"is set by model.{name}", ""
     if t.data_parallel_type == "ddp" and t.data_parallel_shard_degree > 1:
         message = f'is {t.data_parallel_shard_degree}, but training.data_parallel_type = "ddp" shards nothing'

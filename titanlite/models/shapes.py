@@ -63,13 +63,11 @@ class RopeScaling:
 
     @classmethod
     def parse(cls, value: object) -> RopeScaling | None:
-        """Return the scaling of a table, of a section with these fields, of a bare factor (1: none) or of "none"."""
+        """Return the scaling of a table, of a bare factor (1: none) or of "none"."""
         if value is None or isinstance(value, RopeScaling) or value == "none":
             return None if value == "none" else value  # type: ignore[return-value]
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return None if value == 1 else cls(factor=float(value))
-        if hasattr(value, "factor"):
-            value = {field.name: getattr(value, field.name) for field in fields(cls)}
         if not isinstance(value, Mapping):
             raise _scaling_error(f'expected a table, a factor or "none", got {_shown(value)}')
         if "factor" not in value:
@@ -233,9 +231,8 @@ def resolve_args(
 
 def model_args(model: Model, max_seq_len: int, tokenizer_size: int | None = None) -> LlamaArgs:
     """Return the arguments of the model that section `[model]` describes; the rest is as for `resolve_args`."""
-    overrides = {**model.overrides, "norm_type": model.norm_type}
-    if model.rope_scaling is not None:
-        overrides["rope_scaling"] = model.rope_scaling
+    own = {"norm_type": model.norm_type, "rope_scaling": model.rope_scaling}
+    overrides = {**model.overrides, **{name: value for name, value in own.items() if value is not None}}
     return resolve_args(
         model.name,
         model.flavor,

@@ -22,16 +22,16 @@ from titanlite.config.aliases import (
     names_of,
 )
 from titanlite.config.checks import contradictions, missing_files
-from titanlite.config.derive import RunConfig, smallest_world
 from titanlite.config.entries import unknown
 from titanlite.config.errors import COMMAND_LINE, ConfigError, Problem
-from titanlite.config.fit import check_config, fitted
 from titanlite.config.keys import Key, keys, sections
 from titanlite.config.load import load, load_file, read_text
 from titanlite.config.loaded import ABOUT_FILES, LoadedConfig
 from titanlite.config.not_implemented import NOT_IMPLEMENTED, notes
 from titanlite.config.toml import quote, quote_key
 from titanlite.config.unsupported_keys import UNSUPPORTED
+from titanlite.derive import RunConfig, smallest_world
+from titanlite.fit import check_config, fitted
 from titanlite.models.shapes import count_parameters
 from titanlite.tools.cli import FLAGS, Commands, no_flags
 from titanlite.utils import Style, counted, escape
@@ -414,5 +414,5 @@ def derived_differences(left: RunConfig, right: RunConfig) -> list[Difference]:
 
 def _derived(run: RunConfig) -> Iterator[tuple[str, Any]]:
     yield "steps", run.steps
-    for group in ("mesh", "batch", "pipeline", "schedule", "deadlines"):
+    for group in ("mesh", "batch", "pipeline", "schedule"):
         yield from ((f"{group}.{name}", value) for name, value in asdict(getattr(run, group)).items())

@@ -1,6 +1,6 @@
 """Derive a run from a config: what follows from two sections, the number of ranks or the length of the text.
 
-It checks nothing: `titanlite.config.fit.load_config` does both. No torch here.
+It checks nothing: `titanlite.fit.load_config` does both. No torch here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from msgspec.structs import replace as replace_fields
 from titanlite.config.keys import sections
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.not_implemented import without_effect
-from titanlite.config.pipeline import find_schedule, stage_count
 from titanlite.config.sections import Config
 from titanlite.config.toml import quote
 from titanlite.config.urls import is_url
@@ -24,14 +23,10 @@ from titanlite.data.skip_ranges import count, ranges_of_steps
 from titanlite.models.llama.plan import linears
 from titanlite.models.shapes import SHAPES, LlamaArgs, ShapeError, model_args
 from titanlite.optim.schedule import Schedule
+from titanlite.parallel.pipeline_split import find_schedule, stage_count
 from titanlite.utils import counted
 
 S = TypeVar("S", bound=Any)
-
-#: Share of the collective timeouts after which the watchdog reports that ranks wait.
-_DEADLINE_SHARE = 0.6
-#: The same where steps are slow; the rest is time for the report.
-_LATEST_SHARE = 0.8
 
 
 @dataclass(frozen=True)
@@ -62,14 +57,15 @@ class BatchSizes:
     """Batch arithmetic: sequences per step = micro_batch_size * accumulation * data-parallel ranks."""
 
     #: Sequences per micro-batch and data-parallel rank.
-    micro_batch_size: int = 8
+    micro_batch_size: int
     #: Micro-batches per step and rank.
-    accumulation: int = 1
+    accumulation: int
     #: Sequences per step over all ranks.
-    global_batch_size: int = 8
-    seq_len: int = 2048
+    global_batch_size: int
+    #: Tokens per sequence.
+    seq_len: int
     #: Tokens per step over all ranks (global_batch_size * seq_len).
-    tokens_per_step: int = 8 * 2048
+    tokens_per_step: int
 
 
 @dataclass(frozen=True)
@@ -82,21 +78,7 @@ class PipelineSizes:
     microbatches: int = 1
 
 
-@dataclass(frozen=True)
-class Deadlines:
-    """When the watchdog reports, in seconds."""
-
-    #: Time without progress before a report; 0: never.
-    deadline_seconds: float = 60.0
-    #: The same for phases that may take as long as the first step.
-    patience_seconds: float = 180.0
-    #: How often a rank writes where it is.
-    heartbeat_seconds: float = 2.0
-    #: The longest deadline of a run of slow steps: before collectives time out.
-    latest_seconds: float = 80.0
-
-
-class RunConfig(Config, frozen=True):
+class RunConfig(Config, frozen=True, kw_only=True):
     """One run: its sections, with folders joined and defaults of other sections filled in, and what follows from them.
 
     Filled in: folders below job.dump_folder, validation.batch_size and seq_len, and of a pipeline its schedule's exact
@@ -104,19 +86,18 @@ class RunConfig(Config, frozen=True):
     recompute no block. The degrees and sizes that are -1 in the sections are in `mesh` and `batch`.
     """
 
-    mesh: MeshSizes = MeshSizes()
-    batch: BatchSizes = BatchSizes()
-    pipeline: PipelineSizes = PipelineSizes()
+    mesh: MeshSizes
+    batch: BatchSizes
+    pipeline: PipelineSizes
     #: Optimizer steps; None: `training.epochs` waits for the length of the text.
-    steps: int | None = 10000
-    schedule: Schedule = Schedule()
-    deadlines: Deadlines = Deadlines()
+    steps: int | None
+    schedule: Schedule
     #: How each derived number came about, one sentence each.
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
     #: What a user should know and what stops nothing.
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...]
     #: The config as written, as one TOML file with the source of each value as a comment.
-    toml: str = ""
+    toml: str
 
     @property
     def max_seq_len(self) -> int:
@@ -166,7 +147,6 @@ def derive(config: LoadedConfig, world_size: int, total_sequences: int | None = 
         pipeline=pipeline,
         steps=steps,
         schedule=schedule,
-        deadlines=_deadlines(d),
         notes=tuple(notes),
         warnings=tuple(warnings),
         toml=config.to_toml(),
@@ -312,19 +292,6 @@ def useless_selective_checkpoint(d: Config) -> str:
         return ""
     every = int(ac.selective_ac_option)
     return f'"{every}" recomputes one block of each {every}, but the model has {blocks}' if every > blocks else ""
-
-
-def _deadlines(d: Config) -> Deadlines:
-    train, init, beat = d.comm.train_timeout_seconds, d.comm.init_timeout_seconds, d.stall.heartbeat_seconds
-    deadline = d.stall.deadline_seconds
-    if deadline is None:
-        deadline = _DEADLINE_SHARE * train
-    return Deadlines(
-        deadline_seconds=deadline,
-        patience_seconds=max(deadline, _DEADLINE_SHARE * init),
-        heartbeat_seconds=min(beat, deadline / 2) if deadline else beat,
-        latest_seconds=_LATEST_SHARE * train,
-    )
 
 
 # The length of the run and the schedule

@@ -12,7 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from titanlite.config.checks import Finding, contradictions, missing_files, missing_packages, placed
-from titanlite.config.derive import (
+from titanlite.config.errors import ConfigError, Problem, nearest
+from titanlite.config.load import read
+from titanlite.config.loaded import LoadedConfig
+from titanlite.config.not_implemented import refused
+from titanlite.config.sections import AUTO_FILTER, Config
+from titanlite.config.toml import quote
+from titanlite.derive import (
     RunConfig,
     degrees_of,
     derive,
@@ -20,18 +26,11 @@ from titanlite.config.derive import (
     smallest_world,
     useless_selective_checkpoint,
 )
-from titanlite.config.errors import ConfigError, Problem, nearest
-from titanlite.config.load import read
-from titanlite.config.loaded import LoadedConfig
-from titanlite.config.not_implemented import refused
-from titanlite.config.pipeline import SCHEDULES, find_schedule
-from titanlite.config.sections import AUTO_FILTER, Config
-from titanlite.config.toml import quote
 from titanlite.models.llama.plan import linears, pipeline_costs, tensor_plan
 from titanlite.models.shapes import LlamaArgs, ShapeError
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.float8_choice import choose_linears
-from titanlite.parallel.pipeline_split import split_stages
+from titanlite.parallel.pipeline_split import SCHEDULES, find_schedule, split_stages
 from titanlite.utils import counted
 
 _PP = "experimental.pipeline_parallel_"
