@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -20,8 +19,7 @@ from titanlite.config.sections import Config
 from titanlite.config.toml import quote
 from titanlite.config.urls import is_url
 from titanlite.data.skip_ranges import count, ranges_of_steps
-from titanlite.models.llama.plan import linears
-from titanlite.models.shapes import SHAPES, LlamaArgs, ShapeError, model_args
+from titanlite.models.shapes import LlamaArgs, model_args
 from titanlite.optim.schedule import Schedule
 from titanlite.parallel.pipeline_split import find_schedule, stage_count
 from titanlite.utils import counted
@@ -82,8 +80,8 @@ class RunConfig(Config, frozen=True, kw_only=True):
     """One run: its sections, with folders joined and defaults of other sections filled in, and what follows from them.
 
     Filled in: folders below job.dump_folder, validation.batch_size and seq_len, and of a pipeline its schedule's exact
-    name, its micro-batches and training.reshard_after_forward. activation_checkpoint.mode is "none" where it would
-    recompute no block. The degrees and sizes that are -1 in the sections are in `mesh` and `batch`.
+    name, its micro-batches and training.reshard_after_forward. The degrees and sizes that are -1 in the sections are in
+    `mesh` and `batch`.
     """
 
     mesh: MeshSizes
@@ -128,7 +126,7 @@ def derive(config: LoadedConfig, world_size: int, total_sequences: int | None = 
     `steps` and `schedule.total_steps` are then None, and the schedule's other numbers are provisional.
     """
     d = config.sections
-    notes, warnings = list(config.notes), _warnings(config)
+    notes, warnings = list(config.notes), list[str]()
     mesh = _mesh(d, world_size, notes)
     batch = _batch(d, mesh, notes)
     if mesh.weight_shards == 1 and d.training.prefetch:
@@ -140,7 +138,7 @@ def derive(config: LoadedConfig, world_size: int, total_sequences: int | None = 
     steps = _steps(d, batch, total_sequences, notes)
     schedule = _schedule(d, steps, notes, warnings)
     _name_idle_keys(config, notes, warnings)
-    run = RunConfig(
+    return RunConfig(
         **{name: getattr(d, name) for name in sections()},
         mesh=mesh,
         batch=batch,
@@ -151,23 +149,18 @@ def derive(config: LoadedConfig, world_size: int, total_sequences: int | None = 
         warnings=tuple(warnings),
         toml=config.to_toml(),
     )
-    return _replace(run, warnings=(*run.warnings, *wide_filters(run)))
 
 
 def with_steps(run: RunConfig, steps: int) -> RunConfig:
     """Return the same run with another number of steps; a schedule as long as the run keeps to its length."""
     follows = run.schedule.total_steps == run.steps
     schedule = replace(run.schedule, total_steps=steps) if follows else run.schedule
-    return _replace(run, steps=steps, schedule=schedule)
+    return replace_fields(run, steps=steps, schedule=schedule)
 
 
 def below(folder: str, path: str) -> str:
     """Return a path of the run: below `folder`, unless it is absolute or a URL."""
     return path if is_url(path) else os.path.join(folder, path)
-
-
-def _replace(section: S, **changes: Any) -> S:
-    return replace_fields(section, **changes)
 
 
 # Ranks and batches
@@ -239,14 +232,16 @@ def _filled(
     root = d.job.dump_folder
 
     def joined(section: S, *names: str) -> S:
-        return _replace(section, **{n: below(root, path) for n in names if (path := getattr(section, n)) is not None})
+        return replace_fields(
+            section, **{n: below(root, path) for n in names if (path := getattr(section, n)) is not None}
+        )
 
     changes: dict[str, Any] = {
         "job": joined(d.job, "save_config_file"),
         "checkpoint": joined(d.checkpoint, "folder"),
         "metrics": joined(d.metrics, "save_tb_folder"),
         "profiling": joined(d.profiling, "save_traces_folder", "save_memory_snapshot_folder"),
-        "validation": _replace(
+        "validation": replace_fields(
             d.validation,
             batch_size=d.validation.batch_size or d.training.batch_size,
             seq_len=d.validation.seq_len or d.training.seq_len,
@@ -254,23 +249,22 @@ def _filled(
     }
     if d.model.name == "llama2" and d.model.tokenizer_path is None:
         notes.append("tokenizer: the bundled sentencepiece model, the kind of llama2")
-    if problem := useless_selective_checkpoint(d):
-        notes.append(f"activation_checkpoint.selective_ac_option = {problem}: all activations are kept")
-        changes["activation_checkpoint"] = _replace(d.activation_checkpoint, mode="none")
     pipeline = PipelineSizes()
     if mesh.pipeline > 1:
         e = d.experimental
         name = find_schedule(e.pipeline_parallel_schedule) or "1F1B"
         pieces = e.pipeline_parallel_microbatches or mesh.pipeline
         pipeline = PipelineSizes(stage_count(name, mesh.pipeline, e.pipeline_parallel_split_points), pieces)
-        changes["experimental"] = _replace(e, pipeline_parallel_schedule=name, pipeline_parallel_microbatches=pieces)
+        changes["experimental"] = replace_fields(
+            e, pipeline_parallel_schedule=name, pipeline_parallel_microbatches=pieces
+        )
         notes.append(
             f"pipeline micro-batches per step = {pieces * batch.accumulation}: {pieces} of each batch of "
             f"{batch.micro_batch_size} sequences * accumulation {batch.accumulation}"
         )
         reshard = d.training.reshard_after_forward
         if reshard == "default":
-            changes["training"] = _replace(d.training, reshard_after_forward="never")
+            changes["training"] = replace_fields(d.training, reshard_after_forward="never")
             if mesh.weight_shards > 1:
                 notes.append(
                     "weights stay gathered for the whole step (reshard_after_forward): each pipeline micro-batch "
@@ -281,17 +275,7 @@ def _filled(
                 f"training.reshard_after_forward = {quote(reshard)} gathers the weights again for each pipeline "
                 "micro-batch"
             )
-    return _replace(d, **changes), pipeline
-
-
-def useless_selective_checkpoint(d: Config) -> str:
-    """Return why "every Nth block" recomputes none: the model has fewer blocks. Empty where it has enough."""
-    ac, shape = d.activation_checkpoint, SHAPES.get(d.model.name, {}).get(d.model.flavor)
-    blocks = d.model.overrides.get("n_layers", shape and shape.n_layers)
-    if ac.mode != "selective" or ac.selective_ac_option == "op" or not isinstance(blocks, int):
-        return ""
-    every = int(ac.selective_ac_option)
-    return f'"{every}" recomputes one block of each {every}, but the model has {blocks}' if every > blocks else ""
+    return replace_fields(d, **changes), pipeline
 
 
 # The length of the run and the schedule
@@ -365,35 +349,10 @@ def _schedule(d: Config, steps: int | None, notes: list[str], warnings: list[str
 # Keys without effect
 
 
-def _warnings(config: LoadedConfig) -> list[str]:
-    return ["job.use_for_integration_test has no effect"] if config.sections.job.use_for_integration_test else []
-
-
-def wide_filters(run: RunConfig) -> list[str]:
-    """Return a warning for each filter of float8 that ends within a number of some names, as layers.1 in layers.10."""
-    found: list[str] = []
-    if not run.float8.enable_float8_linear:
-        return found
-    try:
-        names = list(linears(replace(run.model_args(), vocab_size=1)))
-    except ShapeError:  # `misfits` reports it
-        return found
-    for part in run.float8.filter_fqns:
-        whole = any(re.search(rf"{re.escape(part)}(?!\d)", name) for name in names)
-        cut = [match[0] for name in names if (match := re.search(rf"^.*?{re.escape(part)}\d+", name))]
-        others = list(dict.fromkeys(cut))
-        if part[-1:].isdigit() and whole and others:
-            shown = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
-            found.append(
-                f"float8.filter_fqns: {quote(part)} is also part of {shown}, which stay in high precision too; "
-                f"{quote(part + '.')} is not"
-            )
-    return found
-
-
 def _name_idle_keys(config: LoadedConfig, notes: list[str], warnings: list[str]) -> None:
-    """Name the keys that a user wrote for a feature that is off."""
-    idle = [key for key in without_effect(config) if not _off_beside(config, key)]
+    """Name the keys that a user wrote for a feature that is off, and did not turn off as explicitly."""
+    switches = {"checkpoint": "checkpoint.enable_checkpoint", "validation": "validation.enable"}
+    idle = [key for key in without_effect(config) if not config.is_given(switches.get(key.partition(".")[0], ""))]
     # A run in bf16 looks like one in float8: so this is a warning.
     if float8 := [key for key in idle if key.startswith("float8.")]:
         warnings.append(
@@ -401,11 +360,3 @@ def _name_idle_keys(config: LoadedConfig, notes: list[str], warnings: list[str])
         )
     if rest := [key for key in idle if key not in float8]:
         notes.append(f"no effect, as their features are off: {', '.join(rest)}")
-
-
-def _off_beside(config: LoadedConfig, key: str) -> bool:
-    """Return whether the file that holds a key also turns its section off: its reader sees both."""
-    section = key.partition(".")[0]
-    switch = {"checkpoint": "enable_checkpoint", "validation": "enable"}.get(section)
-    here, there = config.source(key), config.source(f"{section}.{switch}")
-    return here.kind == there.kind == "file" and here.file == there.file

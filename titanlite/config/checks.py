@@ -55,7 +55,7 @@ _DECAY = ("decay_ratio", "decay_steps", "plateau_ratio", "min_lr_factor")
 def contradictions(config: LoadedConfig) -> list[Problem]:
     """Return every pair of keys that cannot both hold, whatever the number of ranks."""
     d = config.sections
-    found = [*_needs(config), *_training(d), *_runtime(config)]
+    found = [*_needs(config), *_training(d), *_runtime(d)]
     if d.float8.enable_float8_linear:
         found += _float8_keys(d)
     return placed(config, found)
@@ -96,8 +96,6 @@ def _training(d: Config) -> Iterator[Finding]:
     if s.min_lr is not None and s.min_lr > d.optimizer.lr:
         message = f"is {quote(s.min_lr)}, above optimizer.lr = {quote(d.optimizer.lr)}"
         yield "conflict", "lr_scheduler.min_lr", message, ""
-    if t.compile and not d.compile.components:
-        yield "conflict", "compile.components", "is empty, but training.compile = true", ""
     for key, on in (
         ("activation_checkpoint.mode", ac.mode == "budget"),
         ("experimental.enable_async_tensor_parallel", e.enable_async_tensor_parallel),
@@ -121,9 +119,8 @@ def _training(d: Config) -> Iterator[Finding]:
         yield "conflict", "training.loss_chunks", message, f"take {rows * length} at most"
 
 
-def _runtime(config: LoadedConfig) -> Iterator[Finding]:
+def _runtime(d: Config) -> Iterator[Finding]:
     """Check checkpoints, guard, watchdog and profiler."""
-    d = config.sections
     c, p, deadline, timeout = d.checkpoint, d.profiling, d.stall.deadline_seconds, d.comm.train_timeout_seconds
     if c.start == "fresh":
         nothing = 'but checkpoint.start = "fresh" loads nothing'
@@ -132,8 +129,6 @@ def _runtime(config: LoadedConfig) -> Iterator[Finding]:
         if c.initial_load_path is not None:
             message = f'is {quote(c.initial_load_path)}, {nothing}: "from" starts there'
             yield "conflict", "checkpoint.initial_load_path", message, ""
-    if too_early := [step for step in c.milestones if isinstance(step, int) and step < 1]:
-        yield "out-of-range", "checkpoint.milestones", f"holds {too_early[0]}: the first step is 1", ""
     if d.guard.policy != "stop" and d.guard.max_skips >= d.guard.window:
         message = f"is {d.guard.max_skips}, so a run that skips all of guard.window = {d.guard.window} steps never ends"
         yield "conflict", "guard.max_skips", message, "take less than guard.window"
@@ -143,17 +138,12 @@ def _runtime(config: LoadedConfig) -> Iterator[Finding]:
     if deadline and deadline >= timeout:
         message = f"is {quote(deadline)}, but comm.train_timeout_seconds = {timeout} ends a run before that report"
         yield "conflict", "stall.deadline_seconds", message, "lower the one or raise the other"
-    beat = d.stall.heartbeat_seconds
-    if deadline and beat > deadline and config.is_given("stall.heartbeat_seconds"):
-        message = f"is {quote(beat)}, more than stall.deadline_seconds = {quote(deadline)}"
-        yield "conflict", "stall.heartbeat_seconds", message, ""
     if p.enable_profiling and p.profile_freq < p.profiler_warmup + p.profiler_active:
-        keys = [f"profiling.{name}" for name in ("profile_freq", "profiler_warmup", "profiler_active")]
         message = (
             f"a cycle of profiling.profile_freq = {p.profile_freq} steps is shorter than profiling.profiler_warmup "
             f"{p.profiler_warmup} + profiling.profiler_active {p.profiler_active}"
         )
-        yield "conflict", next((key for key in keys if config.is_given(key)), keys[0]), message, ""
+        yield "conflict", "profiling.profile_freq", message, ""
 
 
 def _float8_keys(d: Config) -> Iterator[Finding]:
@@ -191,9 +181,8 @@ def missing_files(config: LoadedConfig) -> list[Problem]:
         keys.append("validation.dataset_path")
     if not _has_checkpoints(config.sections):  # a run with checkpoints of its own does not read it
         keys.append("checkpoint.initial_load_path")
-    paths = {key: path for key in keys if (path := config.value(key)) is not None and not is_url(path)}
-    found = [("no-file", key, path) for key, path in paths.items() if not os.path.exists(path)]
-    return placed(config, ((code, key, f"no file or folder {quote(path)}", "") for code, key, path in found))
+    paths = {key: path for key in keys if (path := config.value(key)) and not is_url(path) and not os.path.exists(path)}
+    return placed(config, (("no-file", key, f"no file or folder {quote(path)}", "") for key, path in paths.items()))
 
 
 def _has_checkpoints(d: Config) -> bool:

@@ -129,22 +129,16 @@ def without_effect(config: LoadedConfig) -> list[str]:
     ]
 
 
-def notes(config: LoadedConfig) -> list[str]:
-    """Return a line per key that asks for a feature to come, for `config check`."""
-    return [f"{config.source(key)}: {key} = {_text(config, key)}" for key in not_implemented(config)]
-
-
 def refused(config: LoadedConfig) -> list[Problem]:
     """Return a problem per key that asks for a feature to come."""
+    found = {key: NOT_IMPLEMENTED[key] for key in not_implemented(config)}
     return [
-        Problem(config.place(key), key, _text(config, key), _advice(key), code="not-implemented")
-        for key in not_implemented(config)
+        Problem(
+            config.place(key),
+            key,
+            f"{quote(config.value(key))} is not built yet: {missing.feature}",
+            missing.advice or "remove it until then",
+            code="not-implemented",
+        )
+        for key, missing in found.items()
     ]
-
-
-def _advice(key: str) -> str:
-    return NOT_IMPLEMENTED[key].advice or "remove it until then"
-
-
-def _text(config: LoadedConfig, key: str) -> str:
-    return f"{quote(config.value(key))} is not built yet: {NOT_IMPLEMENTED[key].feature}"

@@ -283,7 +283,7 @@ class Checkpoint(Section, frozen=True):
     """Unit of interval."""
     interval: Count = 500
     """Save every so many steps (or seconds), and at the end."""
-    milestones: Literal["powers_of_two"] | list[int] = []
+    milestones: Literal["powers_of_two"] | list[Count] = []
     """Save after these steps too, and keep them for good. powers_of_two: 1, 2, 4, 8, …; or a list."""
     start: Literal["resume-or-fresh", "resume", "fresh", "from"] = "resume-or-fresh"
     """resume-or-fresh: the newest valid checkpoint if there is one; resume: there must be one; fresh: there must be
@@ -351,7 +351,9 @@ class ActivationCheckpoint(Section, frozen=True):
 class Compile(Section, frozen=True):
     """How training.compile compiles."""
 
-    components: list[Literal["model", "loss"]] = field(default_factory=lambda: ["model", "loss"])
+    components: Annotated[list[Literal["model", "loss"]], Meta(min_length=1)] = field(
+        default_factory=lambda: ["model", "loss"]
+    )
     """What training.compile compiles: each block of the model, the loss function."""
     backend: Name = "inductor"
     """Backend of torch.compile, by torch's name for it."""

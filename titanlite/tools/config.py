@@ -27,7 +27,7 @@ from titanlite.config.errors import COMMAND_LINE, ConfigError, Problem
 from titanlite.config.keys import Key, keys, sections
 from titanlite.config.load import load, load_file, read_text
 from titanlite.config.loaded import ABOUT_FILES, LoadedConfig
-from titanlite.config.not_implemented import NOT_IMPLEMENTED, notes
+from titanlite.config.not_implemented import NOT_IMPLEMENTED, refused
 from titanlite.config.toml import quote, quote_key
 from titanlite.config.unsupported_keys import UNSUPPORTED
 from titanlite.derive import RunConfig, smallest_world
@@ -219,7 +219,7 @@ def _report(config: LoadedConfig, run: RunConfig, why: str, style: Style) -> str
     lines += [style.dim(f"  note: {note}") for note in run.notes]
     lines += [style.warn(f"  warning: {warning}") for warning in run.warnings]
     lines += [style.warn(f"  not there: {problem}") for problem in missing_files(config)]
-    lines += [style.warn(f"  training will refuse: {note}") for note in notes(config)]
+    lines += [style.warn(f"  training will refuse: {p.where}: {p.key} = {p.message}") for p in refused(config)]
     return "\n".join(lines)
 
 
