@@ -247,8 +247,6 @@ def _filled(
             seq_len=d.validation.seq_len or d.training.seq_len,
         ),
     }
-    if d.model.name == "llama2" and d.model.tokenizer_path is None:
-        notes.append("tokenizer: the bundled sentencepiece model, the kind of llama2")
     pipeline = PipelineSizes()
     if mesh.pipeline > 1:
         e = d.experimental

@@ -28,7 +28,7 @@ def write(name: str, text: str) -> str:
 
 
 def found(left: str, right: str) -> list[tuple]:
-    return [(d.key, d.left, d.right) for d in differences(side(left), side(right))]
+    return differences(side(left), side(right))
 
 
 def test_spelling_order_and_written_defaults_are_no_difference(capsys):
@@ -163,7 +163,7 @@ def test_plans_show_what_follows(capsys):
 def test_derived_numbers_are_compared():
     flags = ["--training.steps=300", "--training.data_parallel_type=ddp"]
     ours, theirs = derive(load([]), 2), derive(load(flags), 2)
-    assert [(d.key, d.left[0], d.right[0]) for d in derived_differences(ours, theirs)] == [
+    assert [(key, left[0], right[0]) for key, left, right in derived_differences(ours, theirs)] == [
         ("derived.steps", "10000", "300"),
         ("derived.mesh.dp_replicate", "1", "2"),
         ("derived.mesh.dp_shard", "2", "1"),

@@ -22,7 +22,7 @@ COMMAND = "titanlite config schema > train_configs/titanlite.schema.json"
 KEYWORDS = {
     "$schema", "$ref", "$defs", "title", "description", "default", "deprecated", "type", "enum", "const", "anyOf",
     "properties", "additionalProperties", "required", "items", "minimum", "maximum", "exclusiveMinimum",
-    "exclusiveMaximum", "minLength", "pattern",
+    "exclusiveMaximum", "minItems", "minLength", "pattern",
 }  # fmt: skip
 TYPES = {
     "object": lambda v: isinstance(v, dict),

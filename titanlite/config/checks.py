@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from titanlite.config.errors import Problem
+from titanlite.config.keys import keys
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.sections import AUTO_FILTER, Config, steps_of
 from titanlite.config.toml import quote
@@ -26,8 +28,13 @@ Finding = tuple[str, str, str, str]
 
 
 def placed(config: LoadedConfig, found: Iterable[Finding]) -> list[Problem]:
-    """Return findings as problems, each at the place of its key."""
-    return [Problem(config.place(key), key, message, hint, code=code) for code, key, message, hint in found]
+    """Return findings as problems, each at the place of its key; of a default, at that of a key in the message."""
+
+    def place(key: str, message: str) -> str:
+        places = map(config.place, [key, *filter(keys().__contains__, re.findall(r"\w+\.\w+", message))])
+        return next(filter(None, places), "")
+
+    return [Problem(place(key, message), key, message, hint, code=code) for code, key, message, hint in found]
 
 
 # Stage 2: contradictions
@@ -176,12 +183,14 @@ def _float8_keys(d: Config) -> Iterator[Finding]:
 
 def missing_files(config: LoadedConfig) -> list[Problem]:
     """Return a problem for each local file or folder that a key names and that does not exist."""
-    keys = ["model.tokenizer_path", "training.dataset_path"]
+    names = ["model.tokenizer_path", "training.dataset_path"]
     if config.sections.validation.enable:
-        keys.append("validation.dataset_path")
+        names.append("validation.dataset_path")
     if not _has_checkpoints(config.sections):  # a run with checkpoints of its own does not read it
-        keys.append("checkpoint.initial_load_path")
-    paths = {key: path for key in keys if (path := config.value(key)) and not is_url(path) and not os.path.exists(path)}
+        names.append("checkpoint.initial_load_path")
+    paths = {
+        key: path for key in names if (path := config.value(key)) and not is_url(path) and not os.path.exists(path)
+    }
     return placed(config, (("no-file", key, f"no file or folder {quote(path)}", "") for key, path in paths.items()))
 
 
@@ -202,8 +211,8 @@ def missing_packages(config: LoadedConfig) -> list[Problem]:
         hint = "pip install 'titanlite[wandb]', or leave the key out"
         message = "needs the package wandb, which is not installed"
         found.append(("missing-package", "metrics.enable_wandb", message, hint))
-    keys = ("checkpoint.folder", "checkpoint.initial_load_path")
-    for key in keys if config.sections.checkpoint.enable_checkpoint else ():
+    names = ("checkpoint.folder", "checkpoint.initial_load_path")
+    for key in names if config.sections.checkpoint.enable_checkpoint else ():
         url = config.value(key)
         if url is not None and is_url(url) and (problem := url_problem(url)) is not None:
             found.append(("url", key, f"{quote(url)} {problem[0]}", problem[1]))
