@@ -77,19 +77,6 @@ def test_another_way_to_say_the_length_of_the_run():
     ]
 
 
-def test_a_later_default_is_a_difference_like_any_other():
-    later = write(
-        "a.toml", '[job]\ndialect = "2026"\n[optimizer]\nimplementation = "fused"\n[checkpoint]\nenable = true\n'
-    )
-    plain = '[optimizer]\nimplementation = "fused"\n[checkpoint]\nenable_checkpoint = true\n'
-    rows = {key: rest for key, *rest in found(later, write("b.toml", plain))}
-    assert rows.keys() >= {"checkpoint.keep_latest_k", "metrics.enable_color_printing"}
-    assert rows["checkpoint.keep_latest_k"][0] == ("10", 'default of dialect "2026" (a.toml:2)')
-    assert rows["checkpoint.keep_latest_k"][1][0] == "0"
-    other = found(later, write("c.toml", plain + "keep_latest_k = 3\n"))
-    assert ("checkpoint.keep_latest_k", ("10", 'default of dialect "2026" (a.toml:2)'), ("3", "c.toml:5")) in other
-
-
 def recorded(*flags: str) -> str:
     return load(flags).to_toml()
 
