@@ -348,9 +348,10 @@ def _schedule(d: Config, steps: int | None, notes: list[str], warnings: list[str
 
 
 def _name_idle_keys(config: LoadedConfig, notes: list[str], warnings: list[str]) -> None:
-    """Name the keys that a user wrote for a feature that is off, and did not turn off as explicitly."""
+    """Name the keys that a user wrote for a feature that is off, unless its switch was written too."""
     switches = {"checkpoint": "checkpoint.enable_checkpoint", "validation": "validation.enable"}
-    idle = [key for key in without_effect(config) if not config.is_given(switches.get(key.partition(".")[0], ""))]
+    turned_off = [section for section, key in switches.items() if config.is_given(key) and not config.value(key)]
+    idle = [key for key in without_effect(config) if key.partition(".")[0] not in turned_off]
     # A run in bf16 looks like one in float8: so this is a warning.
     if float8 := [key for key in idle if key.startswith("float8.")]:
         warnings.append(
