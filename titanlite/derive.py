@@ -348,7 +348,7 @@ def _schedule(d: Config, steps: int | None, notes: list[str], warnings: list[str
 
 
 def _name_idle_keys(config: LoadedConfig, notes: list[str], warnings: list[str]) -> None:
-    """Name the keys that a user wrote for a feature that is off, unless its switch was written too."""
+    """Name the keys that a user wrote for a feature that is off, unless its switch is written as off."""
     switches = {"checkpoint": "checkpoint.enable_checkpoint", "validation": "validation.enable"}
     turned_off = [section for section, key in switches.items() if config.is_given(key) and not config.value(key)]
     idle = [key for key in without_effect(config) if key.partition(".")[0] not in turned_off]

@@ -55,19 +55,25 @@ HEADERS = [
 ]
 
 
-@FUZZ
-@given(st.lists(st.sampled_from([*PAIRS, *HEADERS]), max_size=12))
-def test_scanner_finds_every_key_of_the_parser_on_the_line_it_was_written_on(parts):
-    text, table, expected = "", "", dict[str, int]()
-    for number, (part, *inside, names) in enumerate(parts):
-        line, fresh = text.count("\n") + 1, f"k{number}"
-        if inside:
-            table = f"{inside[0].replace('@', fresh)}."
+@st.composite
+def documents(draw: st.DrawFn) -> tuple[str, dict[str, int]]:
+    """Return a random valid document, and the line of each of its keys."""
+    text, table, lines = "", "", dict[str, int]()
+    for number, (part, *inside, names) in enumerate(draw(st.lists(st.sampled_from([*PAIRS, *HEADERS]), max_size=12))):
+        first, fresh = text.count("\n") + 1, f"k{number}"
+        table = f"{inside[0].replace('@', fresh)}." if inside else table
         above = "" if inside else table
-        expected |= {above + name.replace("@", fresh): line + below for name, below in names.items()}
+        lines |= {above + name.replace("@", fresh): first + below for name, below in names.items()}
         text += part.replace("@", fresh)
-    assert set(expected) == set(map(full_name, paths_of(loads(text))))
-    assert Scan(text).lines == expected
+    return text, lines
+
+
+@FUZZ
+@given(documents())
+def test_scanner_finds_every_key_of_the_parser_on_the_line_it_was_written_on(document):
+    text, lines = document
+    assert set(lines) == set(map(full_name, paths_of(loads(text))))
+    assert Scan(text).lines == lines
 
 
 @settings(max_examples=500, deadline=None)
