@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.gpu_bench import ROOT, Bench, Failed, NotMeasured, Result, last_line, out_of_memory
 from titanlite.config.errors import ConfigError
-from titanlite.config.fit import load_config
+from titanlite.fit import load_config
 from titanlite.metrics.jsonl import json_value
 from titanlite.models import count_parameters, flops_per_token
 

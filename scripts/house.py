@@ -31,7 +31,7 @@ READING_PATH = [
     "guard",
     "callbacks",
     "config/sections",
-    "config/derive",
+    "derive",
     "models/spec",
     "models/layers",
     "models/llama",
@@ -193,9 +193,9 @@ def imports(node: ast.AST) -> Iterator[str]:
 
 
 def takes_whole_config(library: Path, trees: dict[Path, ast.Module]) -> Iterator[str]:
-    """Yield the functions outside config/ and build.py with a parameter that is the whole config."""
+    """Yield the functions outside config/, derive.py, fit.py and build.py with a parameter that is the whole config."""
     for path, tree in trees.items():
-        if room(library, path) in ("config", "build", "tools"):
+        if room(library, path) in ("config", "derive", "fit", "build", "tools"):
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef):
@@ -215,10 +215,9 @@ def doubled_keys(library: Path, trees: dict[Path, ast.Module]) -> list[str]:
                 continue
             for item in node.body:
                 if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and item.value is not None:
-                    value = item.value
-                    if isinstance(value, ast.Call):  # Field(default=…), field(default=…)
-                        value = next((k.value for k in value.keywords if k.arg == "default"), value)
-                    key = item.target.id, ast.unparse(value)
+                    if isinstance(item.value, ast.Call):  # a section, or a factory
+                        continue
+                    key = item.target.id, ast.unparse(item.value)
                     fields[key].add(f"{path.name}:{node.name}")
                     if "sections" in path.as_posix():
                         sections.add(key)

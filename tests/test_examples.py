@@ -21,9 +21,9 @@ from tests.pool import Pools
 from titanlite import Callback, Trainer, build, load_config
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.errors import ConfigError
-from titanlite.config.fit import check_config
 from titanlite.config.sections import Optimizer
 from titanlite.extensions import load_functions
+from titanlite.fit import check_config
 from titanlite.models import ShapeError, get_spec, resolve_args
 from titanlite.models.spec import as_record, from_record
 from titanlite.optim.optimizer import build_optimizer, gated_step, keep_ratios
@@ -293,7 +293,7 @@ def test_the_code_of_the_page_is_that_of_the_examples() -> None:
 
 def test_config_check_of_a_built_in_model_imports_neither_torch_nor_much_else() -> None:
     code = (
-        "import sys\nfrom titanlite.config.fit import check_config\n"
+        "import sys\nfrom titanlite.fit import check_config\n"
         "check_config(['--job.config_file=debug_model.toml'], 2, training=False)\n"
         "print(sorted({n.partition('.')[0] for n in sys.modules} & {'torch', 'numpy', 'rich', 'tomlkit', 'fsspec'}))"
     )

@@ -21,8 +21,8 @@ if TYPE_CHECKING:  # for type checkers; the same names as below
     from titanlite.build import read_datasets as read_datasets
     from titanlite.callbacks import Callback as Callback
     from titanlite.checkpoint.manager import Checkpointer as Checkpointer
-    from titanlite.config.derive import RunConfig as RunConfig
-    from titanlite.config.fit import load_config as load_config
+    from titanlite.derive import RunConfig as RunConfig
+    from titanlite.fit import load_config as load_config
     from titanlite.guard import FiniteGuard as FiniteGuard
     from titanlite.models.spec import ModelSpec as ModelSpec
     from titanlite.parallel.activation_checkpoint import apply_ac as apply_ac
@@ -44,8 +44,8 @@ _PUBLIC = {
     "build": ["TrainingComponents", "build", "read_datasets"],
     "callbacks": ["Callback"],
     "checkpoint.manager": ["Checkpointer"],
-    "config.derive": ["RunConfig"],
-    "config.fit": ["load_config"],
+    "derive": ["RunConfig"],
+    "fit": ["load_config"],
     "guard": ["FiniteGuard"],
     "models.spec": ["ModelSpec"],
     "parallel.activation_checkpoint": ["apply_ac"],

@@ -17,8 +17,8 @@ from titanlite.checkpoint import load
 from titanlite.checkpoint.load import LoadedState
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.checkpoint.resume_check import FILE, STATE, ResumeCheck
-from titanlite.config.fit import load_config
 from titanlite.data.loader import TrainLoader, add_hashes, batch_hash
+from titanlite.fit import load_config
 from titanlite.parallel.dist_env import DistEnv
 
 HERE = {"ranks": "2"}

@@ -92,13 +92,6 @@ def test_a_command_prints_its_snapshot(name):
     assert output(COMMAND_LINES[name]) == snapshot, f"stale? python {Path(__file__).relative_to(REPOSITORY)} --write"
 
 
-def test_check_strict_fails_for_what_would_stop_training(capsys):
-    assert run(capsys, "config", "check", "--experimental.enable_compiled_autograd")[0] == 0
-    assert run(capsys, "config", "check", "--experimental.enable_compiled_autograd", "--strict")[0] == 2
-    assert run(capsys, "config", "check", "--model.tokenizer_path=no.model")[0] == 0
-    assert run(capsys, "config", "check", "--model.tokenizer_path=no.model", "--strict")[0] == 2
-
-
 def test_check_counts_the_parameters_of_a_named_size(capsys):
     assert "8,030,261,248" in run(capsys, "config", "check", "--model.flavor", "8B")[1]
 

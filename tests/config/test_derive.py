@@ -1,4 +1,4 @@
-"""Derived numbers: degrees, batch arithmetic, the length of the run, the schedule, deadlines, folders."""
+"""Derived numbers: degrees, batch arithmetic, the length of the run, the schedule, folders."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from dataclasses import astuple
 
 import pytest
 
-from titanlite.config.derive import Deadlines, RunConfig, smallest_world, with_steps
-from titanlite.config.fit import check_config, fitted
 from titanlite.config.load import load
-from titanlite.models import SHAPES
-from titanlite.optim.schedule import learning_rate
+from titanlite.derive import RunConfig, smallest_world, with_steps
+from titanlite.fit import check_config, fitted
 
 T, E = "--training.", "--experimental."
 DDP = f"{T}data_parallel_type=ddp"
@@ -115,16 +113,6 @@ def test_parts_of_the_schedule_are_shortened_to_it_with_a_warning(flags, field, 
     assert [shortened in warning for warning in run.warnings] == ([True] if shortened else [])
 
 
-def test_aws_schedule():
-    flags = ["style=fsdp", "warmup_ratio=0.0032", "decay_type=cosine", "min_lr=1e-5"]
-    run = run_of(f"{T}steps=5000", "--optimizer.lr=1e-4", *(f"--lr_scheduler.{flag}" for flag in flags))
-    # Printed by the AWS FSDP samples, as in their logs.
-    printed = {1: 6e-6, 2: 13e-6, 3: 19e-6, 4: 25e-6, 5: 31e-6, 6: 38e-6, 35: 100e-6, 2500: 51e-6}
-    assert run.schedule.warmup_steps == 16
-    for step, rate in printed.items():
-        assert abs(learning_rate(run.schedule, 1e-4, step) - rate) <= 0.5001e-6, step
-
-
 def test_folders_are_below_the_dump_folder_unless_absolute():
     flags = ["--job.dump_folder=out", "--job.save_config_file=c.toml", "--profiling.save_traces_folder=/p"]
     run = run_of(*flags)
@@ -138,9 +126,7 @@ def test_sections_are_filled_from_others():
     run = run_of(f"{T}batch_size=4", f"{T}seq_len=64", "--validation.seq_len=128")
     assert (run.validation.batch_size, run.validation.seq_len, run.max_seq_len) == (4, 128, 64)
     assert run_of("--validation.enable", "--validation.seq_len=4096").max_seq_len == 4096
-    few = run_of("--model.overrides.n_layers=1")
-    assert few.activation_checkpoint.mode == "none" and any("all activations are kept" in note for note in few.notes)
-    assert run_of().activation_checkpoint.mode == "selective"
+    assert run_of("--model.overrides.n_layers=1").activation_checkpoint.mode == "selective", "a default that fits none"
 
 
 def test_a_pipeline_keeps_weights_gathered_and_knows_its_stages():
@@ -155,22 +141,6 @@ def test_a_pipeline_keeps_weights_gathered_and_knows_its_stages():
     assert run_of(*flags, ranks=2).notes[-1].startswith("pipeline micro-batches per step = 2")
 
 
-@pytest.mark.parametrize(
-    ("flags", "deadlines"),
-    [
-        ([], (60, 180, 2, 80)),
-        (["--comm.train_timeout_seconds=10", "--comm.init_timeout_seconds=600"], (6, 360, 2, 8)),
-        (["--comm.train_timeout_seconds=5"], (3, 180, 1.5, 4)),  # two heartbeats in a deadline
-        (["--stall.deadline_seconds=20", "--stall.heartbeat_seconds=20"], (20, 180, 10, 80)),
-        (["--stall.deadline_seconds=900", "--comm.train_timeout_seconds=1000"], (900, 900, 2, 800)),
-        (["--stall.deadline_seconds=0", "--stall.heartbeat_seconds=20"], (0, 180, 20, 80)),
-    ],
-)
-def test_deadlines_follow_the_timeouts(flags, deadlines):
-    assert astuple(run_of(*flags).deadlines) == pytest.approx(deadlines)
-    assert Deadlines() == run_of().deadlines
-
-
 @pytest.mark.parametrize(("ranks", "flags"), [(1, []), (4, [DDP])])
 def test_prefetch_of_whole_weights_warns(ranks, flags):
     (warning,) = run_of(f"{T}prefetch=2", *flags, ranks=ranks).warnings
@@ -183,27 +153,6 @@ def test_float8_keys_without_float8_are_a_warning_and_other_idle_keys_a_note():
     (warning,) = run.warnings
     assert warning.endswith("these keys are ignored: float8.emulate")
     assert run.notes[-1].endswith("checkpoint.keep_latest_k")
-
-
-def test_a_float8_filter_that_cuts_a_number_is_a_warning():
-    """`layers.1` reads as one layer, and is in the names of eleven."""
-    flags = ["--model.overrides.n_layers=20", "--float8.enable_float8_linear", "--float8.filter_fqns="]
-    (warning,) = run_of(*flags[:2], f"{flags[2]}layers.1,w2,layers.7").warnings
-    assert '"layers.1" is also part of layers.10, layers.11, layers.12 and 7 more' in warning
-    assert run_of(*flags[:2], f"{flags[2]}layers.1.,w2,layers.2.attention").warnings == ()
-
-
-def test_llama2_has_the_bundled_sentencepiece_model():
-    assert any(note.startswith("tokenizer: ") for note in run_of("--model.name=llama2").notes)
-    own = run_of("--model.name=llama2", "--model.tokenizer_path=/a/tokenizer.json")
-    assert not any("tokenizer" in note for note in own.notes)
-
-
-@pytest.mark.parametrize("family", SHAPES)
-def test_every_shape_has_arguments(family):
-    for flavor in SHAPES[family]:
-        args = run_of(f"--model.name={family}", f"--model.flavor={flavor}").model_args(tokenizer_size=2048)
-        assert args.dim == SHAPES[family][flavor].dim and args.max_seq_len == 2048
 
 
 def test_overrides_and_scaling_reach_the_model():

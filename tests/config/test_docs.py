@@ -37,8 +37,8 @@ def test_every_code_of_a_problem_is_listed():
     package = Path(titanlite.__file__).parent
     sources = [path.read_text(encoding="utf-8") for path in package.rglob("*.py")]
     codes = {code for text in sources for code in re.findall(r'code(?:: str)? ?= ?"([a-z-]+)"', text)}
-    for name in ("checks.py", "fit.py"):  # tuples (code, key, message, hint)
-        for node in ast.walk(ast.parse((package / "config" / name).read_text(encoding="utf-8"))):
+    for name in ("config/checks.py", "fit.py"):  # tuples (code, key, message, hint)
+        for node in ast.walk(ast.parse((package / name).read_text(encoding="utf-8"))):
             if isinstance(node, ast.Tuple) and len(node.elts) in (3, 4) and isinstance(node.elts[0], ast.Constant):
                 codes |= set(re.findall(r"^[a-z0-9-]+$", str(node.elts[0].value)))
     rows = re.findall(r"^\| (`[a-z0-9-]+`(?:, `[a-z0-9-]+`)*) \|", PAGE, re.MULTILINE)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from titanlite.config.entries import known_names, known_sections
 from titanlite.config.errors import ConfigError, Problem
-from titanlite.config.fit import check_config
 from titanlite.config.load import load, read_text
+from titanlite.fit import check_config
 
 HERE = Path("run.toml")
 
@@ -39,41 +39,25 @@ WRONG = [
     ("[zzz]\nq = 1.0", 1, "[zzz]", "unknown-section", "sections: job, model, training"),
     ("training = 4", 1, "training", "wrong-type", ""),
     ('[optimizer]\nlr = "3e-4"', 2, "optimizer.lr", "wrong-type", "without quotes: 3e-4"),
-    ("[optimizer]\nlr = true", 2, "optimizer.lr", "wrong-type", ""),
     ("[optimizer]\nlr = -1", 2, "optimizer.lr", "out-of-range", ""),
-    ("[optimizer]\nlr = inf", 2, "optimizer.lr", "out-of-range", ""),
     ("[optimizer]\nlr = nan", 2, "optimizer.lr", "out-of-range", ""),
-    ("[training]\nsteps = true", 2, "training.steps", "wrong-type", ""),
     ("[training]\nsteps = 1e3", 2, "training.steps", "wrong-type", "integer: 1000"),
     ("[training]\nsteps = 0", 2, "training.steps", "out-of-range", ""),
-    ("[training]\nsteps = 1979-05-27", 2, "training.steps", "wrong-type", ""),
-    ("[training]\ncompile = 1", 2, "training.compile", "wrong-type", ""),
     ('[training]\ncompile = "False"', 2, "training.compile", "wrong-type", "without quotes: false"),
     ("[job]\ndescription = 5", 2, "job.description", "wrong-type", 'with quotes: "5"'),
     ("[training]\nglobal_batch_size = 0", 2, "training.global_batch_size", "out-of-range", ""),
-    ("[training]\nglobal_batch_size = -2", 2, "training.global_batch_size", "out-of-range", ""),
     ('[training]\ndataset = "c4test"', 2, "training.dataset", "unknown-value", '"c4_test"'),
     ('[training]\ndtype = "float16"', 2, "training.dtype", "unsupported", ""),
-    ('[float8]\nscaling_type_input = "delayed"', 2, "float8.scaling_type_input", "unsupported", ""),
-    ('[model]\nflavor = "8B_flex"', 2, "model.flavor", "unsupported", ""),
-    ("[training]\nreshard_after_forward = 1", 2, "training.reshard_after_forward", "out-of-range", ""),
     ("[training]\nfsdp_units = []", 2, "training.fsdp_units", "out-of-range", ""),
-    ("[training]\nseed = -1", 2, "training.seed", "out-of-range", ""),
     (f"[training]\nseed = {2**63 - 1}", 2, "training.seed", "out-of-range", ""),
-    (f"[data]\nseed = {2**63}", 2, "data.seed", "out-of-range", ""),
     ('[data]\nskip_steps = [1, "2"]', 2, "data.skip_steps", "out-of-range", ""),
-    ("[model]\noverrides = 3", 2, "model.overrides", "wrong-type", ""),
     ("[model.overrides]\nrope_theta = inf", 2, "model.overrides.rope_theta", "out-of-range", ""),
     ("[launch.environment]\nA = 1", 2, "launch.environment.A", "wrong-type", 'with quotes: "1"'),
     ('[[data.source]]\npath = "a"\nweihgt = 1.0', 3, "data.source[0].weihgt", "unknown-key", "weight"),
     ('[[data.source]]\npath = "a"\nweight = 0', 3, "data.source[0].weight", "out-of-range", ""),
     ('[[data.source]]\npath = "a"\n[[data.source]]\nformat = "text"', 3, "data.source[1].path", "missing", "File"),
-    ("[data.source]\npath = 'x'", 1, "data.source", "wrong-type", ""),
     ("[optimizer]\ngroups = [1]", 2, "optimizer.groups", "wrong-type", ""),
-    ("[model.rope_scaling]\nfactor = 0.5", 2, "model.rope_scaling.factor", "out-of-range", ""),
     ("[[training]]\nsteps = 1", 1, "training", "wrong-type", ""),
-    ("[training.steps]\nx = 1", 1, "training.steps", "wrong-type", ""),
-    ("quantize = 3", 1, "quantize", "wrong-type", ""),
     ("[quantize.linear.float9]\nx = 1", 1, "quantize.linear.float9", "unknown-key", "quantize.linear.float8"),
     ('[comm]\nmode = "fake_backend"', 2, "comm.mode", "unsupported", 'leave it at "default"'),
     ("[fault_tolerance]\nenable = true", 2, "fault_tolerance.enable", "unsupported", "at false"),
@@ -108,12 +92,6 @@ def test_all_problems_of_a_stage_are_reported_at_once_in_the_order_of_the_file(t
         ("/run.toml:4", "[optimzer]"),
         ("command line", "nosuch.key"),
         ("command line", "training.compile"),
-    ]
-    # Contradictions are looked for once every key is right by itself.
-    file.write_text('[checkpoint]\nstart = "from"\n')
-    assert [p.key for p in problems("--debug.deterministic_warn_only", file=file)] == [
-        "checkpoint.start",
-        "debug.deterministic_warn_only",
     ]
 
 
@@ -179,53 +157,13 @@ def test_files_that_cannot_be_read_are_named_where_they_are_written(tmp_path):
         (["--job.dialect", "2026"], "job.dialect", "misplaced"),
         (["--job.extends", "a.toml"], "job.extends", "misplaced"),
         (["--comm.mode=x"], "comm.mode", "unsupported"),
+        (["--"], "", "bad-flag"),
+        (["--training"], "training", "unknown-key"),
+        (["--model.overrides=3"], "model.overrides", "wrong-type"),
     ],
 )
 def test_wrong_flag_is_named(flags, key, code):
     assert [(p.where, p.key, p.code) for p in problems(*flags)] == [("command line", key, code)]
-
-
-@pytest.mark.parametrize("flag", ["--", "--.", "--=", "--training", "--training.", "--model.overrides=3", "-x"])
-def test_odd_flags_are_problems_too(flag):
-    assert problems(flag)
-
-
-@pytest.mark.parametrize(
-    ("flags", "key"),
-    [
-        (["--lr_scheduler.decay_type", "plateau"], "lr_scheduler.decay_type"),
-        (["--lr_scheduler.decay_type=constant", "--lr_scheduler.decay_ratio=0.1"], "lr_scheduler.decay_ratio"),
-        (["--lr_scheduler.decay_type=constant", "--lr_scheduler.min_lr_factor=0.1"], "lr_scheduler.min_lr_factor"),
-        (["--lr_scheduler.style=fsdp", "--lr_scheduler.decay_steps=5"], "lr_scheduler.decay_steps"),
-        (["--lr_scheduler.min_lr=1.0"], "lr_scheduler.min_lr"),
-        (
-            ["--training.data_parallel_type=ddp", "--training.data_parallel_shard_degree=2"],
-            "training.data_parallel_shard_degree",
-        ),
-        (["--experimental.enable_async_tensor_parallel"], "experimental.enable_async_tensor_parallel"),
-        (["--checkpoint.last_save_in_hf"], "checkpoint.last_save_in_hf"),
-        (["--checkpoint.start=from"], "checkpoint.start"),
-        (["--checkpoint.start=resume"], "checkpoint.start"),
-        (["--checkpoint.initial_load_in_hf"], "checkpoint.initial_load_in_hf"),
-        (["--checkpoint.start=fresh", "--checkpoint.load_step=5"], "checkpoint.load_step"),
-        (["--checkpoint.initial_load_path=/x"], "checkpoint.initial_load_path"),
-        (
-            ["--checkpoint.enable_checkpoint", "--checkpoint.start=fresh", "--checkpoint.initial_load_path=/x"],
-            "checkpoint.initial_load_path",
-        ),
-        (["--guard.policy=rollback"], "guard.policy"),
-        (["--guard.policy=skip", "--guard.max_skips=100"], "guard.max_skips"),
-        (["--data.skip_steps=3,250-200"], "data.skip_steps"),
-        (["--debug.deterministic_warn_only"], "debug.deterministic_warn_only"),
-        (["--profiling.enable_profiling", "--profiling.profiler_active=8"], "profiling.profiler_active"),
-        (["--profiling.enable_profiling", "--profiling.profile_freq=3"], "profiling.profile_freq"),
-        (["--model.vocab_size=64", "--model.overrides.vocab_size=128"], "model.vocab_size"),
-        (["--model.overrides.norm_type=layernorm"], "model.overrides.norm_type"),
-        (["--model.rope_scaling=8", "--model.overrides.rope_scaling=4"], "model.overrides.rope_scaling"),
-    ],
-)
-def test_contradictions_are_refused(flags, key):
-    assert [(p.where, p.key) for p in problems(*flags)] == [("command line", key)]
 
 
 @pytest.mark.parametrize(

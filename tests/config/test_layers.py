@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from titanlite.config.derive import RunConfig
-from titanlite.config.fit import fitted, load_config
 from titanlite.config.keys import keys
 from titanlite.config.load import find_config, load, load_file
+from titanlite.derive import RunConfig
+from titanlite.fit import fitted, load_config
 from titanlite.tools.config import differences, side
 
 

@@ -11,8 +11,8 @@ import pytest
 from msgspec.structs import replace
 
 from titanlite.config.errors import ConfigError
-from titanlite.config.fit import fitted
 from titanlite.config.load import load_file, read_text
+from titanlite.fit import fitted
 from titanlite.tools import migrate as module
 from titanlite.tools.aws_fsdp import migrate_arguments
 from titanlite.tools.cli import main

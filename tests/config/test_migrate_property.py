@@ -12,15 +12,15 @@ from msgspec.structs import replace
 
 from tests.config.test_scan import documents
 from titanlite.config.aliases import ALIASES, VALUE_NAMES, Alias
-from titanlite.config.derive import RunConfig, smallest_world
 from titanlite.config.entries import file_entries
 from titanlite.config.errors import ConfigError
-from titanlite.config.fit import fitted
 from titanlite.config.keys import Key, base, fits, keys, members, names_beside_paths, table_of
 from titanlite.config.load import read_text
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.toml import Scan, TOMLDecodeError, loads, quote
 from titanlite.config.unsupported_keys import UNSUPPORTED
+from titanlite.derive import RunConfig, smallest_world
+from titanlite.fit import fitted
 from titanlite.tools.migrate import join_blocks, migrate_text, parse_blocks
 
 HERE = Path("run.toml")

@@ -6,17 +6,13 @@ import ast
 from pathlib import Path
 
 import titanlite
-from titanlite.config.derive import derive
 from titanlite.config.keys import keys, sections
-from titanlite.config.load import load
 from titanlite.config.not_implemented import NOT_IMPLEMENTED
 
-#: Read while the config is loaded, and tested there; the fourth has no effect, and a warning says so.
+#: Read while the config is loaded, and tested there; the fourth has no effect.
 AT_LOAD = {"job.config_file", "job.extends", "job.dialect", "job.use_for_integration_test"}
 #: The one legal value is the default; the others that users know are refused with a reason.
 SINGLE = "float8.scaling_type_"
-#: Of `config/`, the files that act on keys; the others load, check and print them.
-ACTING = {"derive.py"}
 CLASSES = {section.__name__: name for name, section in sections().items()}
 
 
@@ -54,15 +50,11 @@ def keys_read(tree: ast.AST) -> set[str]:
 
 def test_every_key_is_read_by_code_that_acts_on_it() -> None:
     package = Path(titanlite.__file__).parent
-    files = [f for f in package.rglob("*.py") if "config" not in f.relative_to(package).parts or f.name in ACTING]
+    # config/ and fit.py load, check and print keys.
+    files = [f for f in package.rglob("*.py") if not {"config", "fit.py"} & set(f.relative_to(package).parts)]
     read = set().union(*(keys_read(ast.parse(file.read_text(encoding="utf-8"))) for file in files))
     assert [key for key in keys() if not (key in read | AT_LOAD | set(NOT_IMPLEMENTED) or key.startswith(SINGLE))] == []
 
 
 def test_the_registry_of_features_to_come_names_only_keys() -> None:
     assert set(NOT_IMPLEMENTED) <= set(keys())
-
-
-def test_the_mark_for_test_suites_has_no_effect_and_says_so() -> None:
-    (warning,) = derive(load(["--job.use_for_integration_test"]), 1).warnings
-    assert warning.startswith("job.use_for_integration_test")

@@ -4,43 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch.distributed as dist
 
 from titanlite import exit_codes
 from titanlite.build import Datasets, check_model
-from titanlite.config.derive import RunConfig
 from titanlite.config.errors import ConfigError
-from titanlite.config.fit import fitted
 from titanlite.config.load import load
 from titanlite.config.not_implemented import without_effect
+from titanlite.derive import RunConfig
+from titanlite.fit import fitted
 from titanlite.main import run
 
 
 def run_of(*flags: str) -> RunConfig:
     return fitted(load(flags), 4)
-
-
-@pytest.mark.parametrize(
-    ("words", "units"),
-    [
-        (["size"], "size"),
-        (["Attention,FeedForward"], ["Attention", "FeedForward"]),
-        (["Attention", "FeedForward"], ["Attention", "FeedForward"]),
-        (['["Block"]'], ["Block"]),
-    ],
-)
-def test_units_are_a_kind_or_classes(words: list[str], units: Any) -> None:
-    assert load(["--training.fsdp_units", *words]).sections.training.fsdp_units == units
-
-
-@pytest.mark.parametrize("flag", ["mixed_precision_param=float16", "mixed_precision_reduce=float16", "fsdp_units=[]"])
-def test_values_that_no_run_has_are_refused(flag: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load([f"--training.{flag}"])
-    assert [problem.key for problem in caught.value.problems] == [f"training.{flag.partition('=')[0]}"]
 
 
 @pytest.mark.parametrize(
@@ -53,11 +33,6 @@ def test_values_that_no_run_has_are_refused(flag: str) -> None:
 def test_keys_of_what_is_off_have_no_effect(key: str, on: list[str]) -> None:
     assert without_effect(load([key])) == [key[2:].partition("=")[0]]
     assert without_effect(load([key, *on])) == []
-
-
-def test_inductors_cache_has_no_effect_on_another_backend() -> None:
-    flags = ["--training.compile", "--compile.cache_dir=somewhere", "--compile.backend=aot_eager"]
-    assert without_effect(load(flags)) == ["compile.cache_dir"]
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from typing import Any
 from tests.pool import Pools
 from tests.tiny import EIGHT_STEPS
 from titanlite.build import build
-from titanlite.config.fit import load_config
 from titanlite.data.prefetch import THREAD
+from titanlite.fit import load_config
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.trainer import Trainer

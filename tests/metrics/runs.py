@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.training.test_run import TINY
 from titanlite.build import build
-from titanlite.config.fit import load_config
+from titanlite.fit import load_config
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.trainer import Trainer
 

@@ -14,9 +14,9 @@ from tests.pool import Pools
 from tests.training.test_run import TINY
 from tests.words import listening
 from titanlite.build import build
-from titanlite.config.fit import load_config
 from titanlite.config.run_sections import Guard, Metrics
 from titanlite.config.sections import ActivationCheckpoint, Compile, Experimental, Float8, Model, Optimizer, Training
+from titanlite.fit import load_config
 from titanlite.metrics import startup_report as report
 from titanlite.metrics.startup_report import Setup, startup_report
 from titanlite.models.spec import Size

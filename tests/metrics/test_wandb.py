@@ -25,8 +25,8 @@ from tests.words import listening
 from titanlite.build import build
 from titanlite.callbacks import RunEnd
 from titanlite.config.errors import ConfigError
-from titanlite.config.fit import load_config
 from titanlite.config.toml import loads
+from titanlite.fit import load_config
 from titanlite.main import PRINT_SECONDS
 from titanlite.metrics import background_writer
 from titanlite.metrics.console import setup_console

@@ -13,10 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
 from tests.parallel.test_scale import fake_world
-from titanlite.config.derive import RunConfig
-from titanlite.config.fit import fitted
 from titanlite.config.load import load_file
 from titanlite.config.not_implemented import not_implemented
+from titanlite.derive import RunConfig
+from titanlite.fit import fitted
 from titanlite.loss import cross_entropy_sum
 from titanlite.models import LlamaArgs, count_parameters, get_spec
 from titanlite.parallel.activation_checkpoint import ActivationStats, apply_ac, is_by_op, trace_block

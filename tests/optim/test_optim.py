@@ -5,20 +5,25 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from titanlite.config.derive import derive
 from titanlite.config.load import read_text
 from titanlite.config.sections import Optimizer
+from titanlite.derive import derive
 from titanlite.optim.optimizer import build_optimizer, gated_step
 from titanlite.optim.schedule import Schedule, learning_rate, lr_factor
 from titanlite.tools.aws_fsdp import migrate_arguments
 
 
+def schedule_of(**numbers: Any) -> Schedule:
+    return Schedule(**{"decay_type": "linear", "style": "titan", "min_lr_factor": 0.0, **numbers})
+
+
 def test_autumn_2024_warmup_and_linear_decay() -> None:
-    schedule = Schedule(total_steps=10, warmup_steps=3)
+    schedule = schedule_of(total_steps=10, warmup_steps=3)
     factors = [lr_factor(schedule, step) for step in range(1, 11)]
     assert factors[:3] == [1 / 4, 2 / 4, 3 / 4]
     assert factors[3:] == pytest.approx([1 - n / 7 for n in range(7)])
@@ -26,7 +31,7 @@ def test_autumn_2024_warmup_and_linear_decay() -> None:
 
 def test_aws_sequence_as_logged() -> None:
     """AWS FSDP logs: lr 1e-4, T = 5000, warm-up 0.0032 T, cosine, hard floor 1e-5, printed with six decimals."""
-    schedule = Schedule(total_steps=5000, warmup_steps=16, decay_type="cosine", min_lr=1e-5, style="fsdp")
+    schedule = schedule_of(total_steps=5000, warmup_steps=16, decay_type="cosine", min_lr=1e-5, style="fsdp")
     printed = [f"{learning_rate(schedule, 1e-4, step):.6f}" for step in range(1, 7)]
     assert printed == ["0.000006", "0.000013", "0.000019", "0.000025", "0.000031", "0.000038"]
     assert f"{learning_rate(schedule, 1e-4, 35):.6f}" == "0.000100"
@@ -38,7 +43,7 @@ def test_aws_sequence_as_logged() -> None:
 
 
 def test_stable_phase_then_decay_to_the_floor() -> None:
-    schedule = Schedule(total_steps=100, warmup_steps=10, decay_steps=20, decay_type="cosine", min_lr_factor=0.1)
+    schedule = schedule_of(total_steps=100, warmup_steps=10, decay_steps=20, decay_type="cosine", min_lr_factor=0.1)
     assert lr_factor(schedule, 11) == lr_factor(schedule, 80) == 1.0
     assert lr_factor(schedule, 81) == 1.0
     assert lr_factor(schedule, 91) == pytest.approx(0.1 + 0.9 * 0.5)
@@ -50,7 +55,7 @@ def test_stable_phase_then_decay_to_the_floor() -> None:
     [("linear", 0.5), ("sqrt", 1 - math.sqrt(0.5)), ("cosine", 0.5), ("exponential", 0.5**0.5), ("constant", 1.0)],
 )
 def test_decay_shapes_halfway(kind: str, halfway: float) -> None:
-    schedule = Schedule(total_steps=20, warmup_steps=0, decay_type=kind)  # type: ignore[arg-type]
+    schedule = schedule_of(total_steps=20, warmup_steps=0, decay_type=kind)
     assert lr_factor(schedule, 11) == pytest.approx(halfway)
     assert lr_factor(schedule, 1) == 1.0
     if kind == "exponential":
@@ -59,20 +64,20 @@ def test_decay_shapes_halfway(kind: str, halfway: float) -> None:
 
 
 def test_plateau_holds_the_peak_then_decays() -> None:
-    schedule = Schedule(total_steps=50, warmup_steps=10, plateau_steps=20)
+    schedule = schedule_of(total_steps=50, warmup_steps=10, plateau_steps=20)
     assert {lr_factor(schedule, step) for step in range(11, 32)} == {1.0}
     assert lr_factor(schedule, 41) == pytest.approx(0.5)
 
 
 def test_warmup_as_long_as_the_run_divides_by_nothing() -> None:
-    schedule = Schedule(total_steps=5, warmup_steps=5)
+    schedule = schedule_of(total_steps=5, warmup_steps=5)
     assert [lr_factor(schedule, step) for step in range(1, 6)] == pytest.approx([n / 6 for n in range(1, 6)])
     assert 0.0 <= lr_factor(schedule, 6) <= 1.0
 
 
 def test_unknown_length_is_an_error() -> None:
     with pytest.raises(ValueError, match="length"):
-        lr_factor(Schedule(total_steps=None), 1)
+        lr_factor(schedule_of(total_steps=None, warmup_steps=0), 1)
 
 
 def _aws(style: str, step: int, total: int, warmup: float, plateau: float, peak: float, floor: float) -> float:

@@ -34,9 +34,9 @@ from tests.pool import Pools
 from tests.steps import train_step
 from tests.training.harness import TINY, Run, build_tiny, full, full_precision, initial_weights, micro_batches, train
 from titanlite.checkpoint.storage import gather
-from titanlite.config.fit import load_config
 from titanlite.config.sections import ActivationCheckpoint, Float8, Training
 from titanlite.data.loader import to_device
+from titanlite.fit import load_config
 from titanlite.guard import FiniteGuard
 from titanlite.models import get_spec, resolve_args
 from titanlite.models.spec import Size

@@ -22,10 +22,10 @@ from tests.words import listening
 from titanlite import exit_codes
 from titanlite.checkpoint import Checkpointer, CheckpointError
 from titanlite.checkpoint.paths import AnyPath, StorePath
-from titanlite.config.derive import RunConfig
 from titanlite.config.errors import ConfigError
-from titanlite.config.fit import check_config
 from titanlite.config.sections import Checkpoint
+from titanlite.derive import RunConfig
+from titanlite.fit import check_config
 from titanlite.main import _lock
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs import lock as lock_module

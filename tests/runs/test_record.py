@@ -16,8 +16,8 @@ import pytest
 from tests.runs.conftest import Start, training_row, write_metrics
 from tests.words import listening
 from titanlite import exit_codes
-from titanlite.config.fit import check_config
 from titanlite.config.load import load_file
+from titanlite.fit import check_config
 from titanlite.runs import provenance
 from titanlite.runs.logs import rank_log
 from titanlite.runs.record import CONFIG, FILE, read_attempts, read_entries

@@ -21,7 +21,7 @@ import benchmarks.gpu_page as gpu_page
 import benchmarks.gpu_pieces as gpu_pieces
 from benchmarks.gpu_bench import Bench, Failed, OutOfTime
 from titanlite.config.errors import ConfigError
-from titanlite.config.fit import load_config
+from titanlite.fit import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 ABOUT = {

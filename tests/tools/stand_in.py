@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from titanlite.config.fit import check_config
+from titanlite.fit import check_config
 from titanlite.runs import provenance
 
 #: Tokens per second and rank; each repeat on this machine is half as fast as the one before.

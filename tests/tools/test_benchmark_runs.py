@@ -16,8 +16,8 @@ import torch
 from tests.pool import Pools
 from tests.tiny import TWO_LAYERS, size
 from titanlite.build import build
-from titanlite.config.fit import check_config
 from titanlite.config.load import load_file
+from titanlite.fit import check_config
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.tools import benchmark as room
 from titanlite.tools.benchmark import LEVELS, SWITCHES

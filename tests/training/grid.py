@@ -15,9 +15,9 @@ import torch
 
 from tests.training.compare import FLAT, GLOBAL_BATCH, LABELS, SEQ, TOKENS, WARM, References
 from tests.training.harness import Degrees, Run
-from titanlite.config.derive import RunConfig
-from titanlite.config.fit import load_config
-from titanlite.config.pipeline import SCHEDULES
+from titanlite.derive import RunConfig
+from titanlite.fit import load_config
+from titanlite.parallel.pipeline_split import SCHEDULES
 
 #: Two blocks of grouped queries, as small as four ranks can share.
 MODEL = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 32, "max_seq_len": 64}

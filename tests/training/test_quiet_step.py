@@ -15,7 +15,7 @@ from tests.pool import Pools
 from tests.training.test_run import TINY
 from titanlite.build import build
 from titanlite.callbacks import Callback
-from titanlite.config.fit import load_config
+from titanlite.fit import load_config
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.trainer import Trainer
 

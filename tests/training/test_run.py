@@ -21,9 +21,9 @@ from titanlite.build import build, read_datasets
 from titanlite.callbacks import Callback, Callbacks
 from titanlite.checkpoint import CheckpointError
 from titanlite.checkpoint.manifest import read_manifest
-from titanlite.config.fit import fitted
 from titanlite.config.load import load_file
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER
+from titanlite.fit import fitted
 from titanlite.guard import BadStepError
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.parallel.dist_env import DistEnv

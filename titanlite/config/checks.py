@@ -1,18 +1,20 @@
 """Check the second stage of a config: keys that contradict each other, and files and packages that are missing.
 
 The first stage checks each key by itself (`titanlite.config.load`), the third the ranks and the model
-(`titanlite.config.fit`). No torch here.
+(`titanlite.fit`). No torch here.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from titanlite import extensions
 from titanlite.config.errors import Problem
+from titanlite.config.keys import keys
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.sections import AUTO_FILTER, Config, steps_of
 from titanlite.config.toml import quote
@@ -27,8 +29,13 @@ Finding = tuple[str, str, str, str]
 
 
 def placed(config: LoadedConfig, found: Iterable[Finding]) -> list[Problem]:
-    """Return findings as problems, each at the place of its key."""
-    return [Problem(config.place(key), key, message, hint, code=code) for code, key, message, hint in found]
+    """Return findings as problems, each at the place of its key; of a default, at that of a key in the message."""
+
+    def place(key: str, message: str) -> str:
+        places = map(config.place, [key, *filter(keys().__contains__, re.findall(r"\w+\.\w+", message))])
+        return next(filter(None, places), "")
+
+    return [Problem(place(key, message), key, message, hint, code=code) for code, key, message, hint in found]
 
 
 # Stage 2: contradictions
@@ -56,7 +63,7 @@ _DECAY = ("decay_ratio", "decay_steps", "plateau_ratio", "min_lr_factor")
 def contradictions(config: LoadedConfig) -> list[Problem]:
     """Return every pair of keys that cannot both hold, whatever the number of ranks."""
     d = config.sections
-    found = [*_needs(config), *_training(d), *_runtime(config), *extensions.missing(config)]
+    found = [*_needs(config), *_training(d), *_runtime(d), *extensions.missing(config)]
     if d.float8.enable_float8_linear:
         found += _float8_keys(d)
     return placed(config, found)
@@ -78,8 +85,8 @@ def _training(d: Config) -> Iterator[Finding]:
     if d.model.vocab_size is not None and overrides.get("vocab_size", d.model.vocab_size) != d.model.vocab_size:
         other = f"model.overrides.vocab_size = {quote(overrides['vocab_size'])}"
         yield "conflict", "model.vocab_size", f"is {d.model.vocab_size}, but {other}", ""
-    for name, given in (("norm_type", True), ("rope_scaling", d.model.rope_scaling is not None)):
-        if given and name in overrides:
+    for name in ("norm_type", "rope_scaling"):
+        if getattr(d.model, name) is not None and name in overrides:
             yield "conflict", f"model.overrides.{name}", f"is set by model.{name}", ""
     if t.data_parallel_type == "ddp" and t.data_parallel_shard_degree > 1:
         message = f'is {t.data_parallel_shard_degree}, but training.data_parallel_type = "ddp" shards nothing'
@@ -101,8 +108,6 @@ def _training(d: Config) -> Iterator[Finding]:
         if text.dataset_path is not None and is_dotted(text.dataset):
             message = f"has no effect: {section}.dataset = {quote(text.dataset)} returns the text"
             yield "conflict", f"{section}.dataset_path", message, "give one of the two"
-    if t.compile and not d.compile.components:
-        yield "conflict", "compile.components", "is empty, but training.compile = true", ""
     for key, on in (
         ("activation_checkpoint.mode", ac.mode == "budget"),
         ("experimental.enable_async_tensor_parallel", e.enable_async_tensor_parallel),
@@ -126,9 +131,8 @@ def _training(d: Config) -> Iterator[Finding]:
         yield "conflict", "training.loss_chunks", message, f"take {rows * length} at most"
 
 
-def _runtime(config: LoadedConfig) -> Iterator[Finding]:
+def _runtime(d: Config) -> Iterator[Finding]:
     """Check checkpoints, guard, watchdog and profiler."""
-    d = config.sections
     c, p, deadline, timeout = d.checkpoint, d.profiling, d.stall.deadline_seconds, d.comm.train_timeout_seconds
     if c.start == "fresh":
         nothing = 'but checkpoint.start = "fresh" loads nothing'
@@ -137,8 +141,6 @@ def _runtime(config: LoadedConfig) -> Iterator[Finding]:
         if c.initial_load_path is not None:
             message = f'is {quote(c.initial_load_path)}, {nothing}: "from" starts there'
             yield "conflict", "checkpoint.initial_load_path", message, ""
-    if too_early := [step for step in c.milestones if isinstance(step, int) and step < 1]:
-        yield "out-of-range", "checkpoint.milestones", f"holds {too_early[0]}: the first step is 1", ""
     if d.guard.policy != "stop" and d.guard.max_skips >= d.guard.window:
         message = f"is {d.guard.max_skips}, so a run that skips all of guard.window = {d.guard.window} steps never ends"
         yield "conflict", "guard.max_skips", message, "take less than guard.window"
@@ -148,17 +150,12 @@ def _runtime(config: LoadedConfig) -> Iterator[Finding]:
     if deadline and deadline >= timeout:
         message = f"is {quote(deadline)}, but comm.train_timeout_seconds = {timeout} ends a run before that report"
         yield "conflict", "stall.deadline_seconds", message, "lower the one or raise the other"
-    beat = d.stall.heartbeat_seconds
-    if deadline and beat > deadline and config.is_given("stall.heartbeat_seconds"):
-        message = f"is {quote(beat)}, more than stall.deadline_seconds = {quote(deadline)}"
-        yield "conflict", "stall.heartbeat_seconds", message, ""
     if p.enable_profiling and p.profile_freq < p.profiler_warmup + p.profiler_active:
-        keys = [f"profiling.{name}" for name in ("profile_freq", "profiler_warmup", "profiler_active")]
         message = (
             f"a cycle of profiling.profile_freq = {p.profile_freq} steps is shorter than profiling.profiler_warmup "
             f"{p.profiler_warmup} + profiling.profiler_active {p.profiler_active}"
         )
-        yield "conflict", next((key for key in keys if config.is_given(key)), keys[0]), message, ""
+        yield "conflict", "profiling.profile_freq", message, ""
 
 
 def _float8_keys(d: Config) -> Iterator[Finding]:
@@ -191,14 +188,15 @@ def _float8_keys(d: Config) -> Iterator[Finding]:
 
 def missing_files(config: LoadedConfig) -> list[Problem]:
     """Return a problem for each local file or folder that a key names and that does not exist."""
-    keys = ["model.tokenizer_path", "training.dataset_path"]
+    names = ["model.tokenizer_path", "training.dataset_path"]
     if config.sections.validation.enable:
-        keys.append("validation.dataset_path")
+        names.append("validation.dataset_path")
     if not _has_checkpoints(config.sections):  # a run with checkpoints of its own does not read it
-        keys.append("checkpoint.initial_load_path")
-    paths = {key: path for key in keys if (path := config.value(key)) is not None and not is_url(path)}
-    found = [("no-file", key, path) for key, path in paths.items() if not os.path.exists(path)]
-    return placed(config, ((code, key, f"no file or folder {quote(path)}", "") for code, key, path in found))
+        names.append("checkpoint.initial_load_path")
+    paths = {
+        key: path for key in names if (path := config.value(key)) and not is_url(path) and not os.path.exists(path)
+    }
+    return placed(config, (("no-file", key, f"no file or folder {quote(path)}", "") for key, path in paths.items()))
 
 
 def _has_checkpoints(d: Config) -> bool:
@@ -218,8 +216,8 @@ def missing_packages(config: LoadedConfig) -> list[Problem]:
         hint = "pip install 'titanlite[wandb]', or leave the key out"
         message = "needs the package wandb, which is not installed"
         found.append(("missing-package", "metrics.enable_wandb", message, hint))
-    keys = ("checkpoint.folder", "checkpoint.initial_load_path")
-    for key in keys if config.sections.checkpoint.enable_checkpoint else ():
+    names = ("checkpoint.folder", "checkpoint.initial_load_path")
+    for key in names if config.sections.checkpoint.enable_checkpoint else ():
         url = config.value(key)
         if url is not None and is_url(url) and (problem := url_problem(url)) is not None:
             found.append(("url", key, f"{quote(url)} {problem[0]}", problem[1]))

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, get_args, get_origin
 
-from titanlite.config import unsupported_keys
 from titanlite.config.aliases import ALIASES
 from titanlite.config.errors import COMMAND_LINE, Problem, Source, nearest
 from titanlite.config.keys import base, choices, fits, keys, members, sections, table_of, type_of
 from titanlite.config.toml import Scan, TOMLDecodeError, join, loads, quote, quote_key
-from titanlite.config.unsupported_keys import OTHER_TRAINERS, UNSUPPORTED
+from titanlite.config.unsupported_keys import OTHER_TRAINERS, UNSUPPORTED, unsupported_type
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,6 @@ def is_subsection(name: str) -> bool:
     return (name in keys() and keys()[name].is_table) or (name in known_sections() and name not in known_names())
 
 
-_REWRITE = "rewrite it with the keys that `titanlite config explain` lists"
 #: A file with more unknown keys than this, and with more of them than of others, is taken for another trainer's.
 _SLIPS = 5
 
@@ -61,9 +59,6 @@ def file_entries(text: str, file: str) -> tuple[list[Entry], list[Problem]]:
         tree = loads(text)
     except TOMLDecodeError as error:
         return [], [Problem(file, "", f"broken TOML: {error}", code="broken-toml")]
-    if other := unsupported_keys.trainer_of(tree):
-        message = f"is a file of {other[0]}, not of titanlite or torchtitan: it has {', '.join(other[1])}"
-        return [], [Problem(file, "", message, _REWRITE, code="other-trainer")]
     lines = Scan(text).lines
     entries: list[Entry] = []
     problems: list[Problem] = []
@@ -88,37 +83,34 @@ def file_entries(text: str, file: str) -> tuple[list[Entry], list[Problem]]:
         visit(quote_key(part), item)
     if strange > max(len(entries), _SLIPS):
         message = f"is no file of titanlite or torchtitan: {strange} of its {strange + len(entries)} keys are unknown"
-        problems.insert(0, Problem(f"{file}:1", "", message, _REWRITE, code="other-trainer"))
+        hint = "rewrite it with the keys that `titanlite config explain` lists"
+        problems.insert(0, Problem(f"{file}:1", "", message, hint, code="other-trainer"))
     return entries, problems
 
 
 def unknown(name: str, source: Source, is_section: bool = False) -> Problem:
     """Return the problem of an unknown key or section, with the nearest one or the place where the key lives."""
-    top = [known for known in known_sections() if "." not in known]
     if is_section:
-        close = nearest(name, top)
+        close = nearest(name, [known for known in known_sections() if "." not in known])
         hint = f"nearest section: [{close[0]}]" if close else f"sections: {', '.join(sections())}"
         return Problem(source.place, f"[{name}]", "unknown section", hint, code="unknown-section")
-    section, _, field_ = name.rpartition(".")
+    section, _, last = name.rpartition(".")
     if section in known_sections():
-        return Problem(source.place, name, "unknown key", _suggest(section, field_), code="unknown-key")
+        return Problem(source.place, name, "unknown key", _suggest(section, last), code="unknown-key")
     message = f"unknown section [{section}]" if section else "unknown key outside any section"
-    close = nearest(section, top) if section else []
-    meant = f"{close[0]}.{field_}" if close else ""
-    hint = f"nearest: {meant}" if meant in known_names() else _suggest(section, field_)
-    return Problem(source.place, name, message, hint, code="unknown-section" if section else "unknown-key")
+    code = "unknown-section" if section else "unknown-key"
+    return Problem(source.place, name, message, _suggest(section, last), code=code)
 
 
-def _suggest(section: str, field_: str) -> str:
+def _suggest(section: str, last: str) -> str:
     """Return what an unknown key may have meant."""
-    same_name = [name for name in known_names() - UNSUPPORTED.keys() if name.rpartition(".")[2] == field_]
+    same_name = [name for name in known_names() - UNSUPPORTED.keys() if name.rpartition(".")[2] == last]
     if same_name:  # keys first, then other names
-        return f"{field_} belongs to another section: {min(same_name, key=lambda name: (name not in keys(), name))}"
-    if field_ in OTHER_TRAINERS:
-        return f"here this is {OTHER_TRAINERS[field_]}"
+        return f"{last} belongs to another section: {min(same_name, key=lambda name: (name not in keys(), name))}"
+    if last in OTHER_TRAINERS:
+        return f"here this is {OTHER_TRAINERS[last]}"
     here = {name.rpartition(".")[2]: name for name in known_names() if name.rpartition(".")[0] == section}
-    close = [here[name] for name in nearest(field_, here)] or nearest(f"{section}.{field_}", known_names())
-    close = close or [name for name in keys() if nearest(field_, [name.partition(".")[2]])]
+    close = [here[name] for name in nearest(last, here)] or nearest(f"{section}.{last}", known_names())
     if close:
         return f"nearest: {close[0]}"
     return f"keys of [{section}]: {', '.join(sorted(here))}" if here else "`titanlite config explain` lists the keys"
@@ -194,7 +186,7 @@ def _flag_name(flag: str) -> tuple[str | None, bool]:
 
 def _type(name: str) -> Any:
     if name in UNSUPPORTED:
-        return unsupported_keys.type_of(name)
+        return unsupported_type(name)
     return ALIASES[name].type if name in ALIASES else type_of(name)
 
 

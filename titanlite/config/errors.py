@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from titanlite import exit_codes
@@ -49,15 +49,8 @@ class Problem:
     message: str
     #: What to do about it.
     hint: str = ""
-    #: Other keys that it depends on.
-    about: tuple[str, ...] = field(default=(), compare=False)
     #: A short name of the kind of problem that stays the same when the words change; docs/config.md lists them.
     code: str = "does-not-fit"
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """The keys whose values are in doubt while this is not mended."""
-        return self.about or ((self.key,) if self.key else ())
 
     def __str__(self) -> str:
         lead = ": ".join(part for part in (self.where, self.key) if part)

@@ -5,13 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from titanlite.config.errors import Problem
 from titanlite.config.keys import keys, sections
 from titanlite.config.loaded import LoadedConfig
-from titanlite.config.sections import Config
 from titanlite.config.toml import quote
 from titanlite.utils import is_dotted
 
@@ -67,46 +65,53 @@ NOT_IMPLEMENTED: dict[str, Missing] = {
 }
 
 
-def _streams(c: Config) -> bool:
-    return c.training.dataset == "c4" and c.training.dataset_path is None
-
-
-_SWITCHES: dict[str, Callable[[Config], bool]] = {
-    "checkpoint": lambda c: c.checkpoint.enable_checkpoint,
-    "checkpoint.export_dtype": lambda c: c.checkpoint.enable_checkpoint and c.checkpoint.model_weights_only,
-    "checkpoint.keep_every": lambda c: c.checkpoint.enable_checkpoint and c.checkpoint.keep_latest_k > 0,
-    "checkpoint.initial_load_model_only": lambda c: (
-        c.checkpoint.enable_checkpoint and c.checkpoint.initial_load_path is not None
-    ),
-    "validation": lambda c: c.validation.enable,
-    "float8": lambda c: c.float8.enable_float8_linear,
-    **dict.fromkeys(_TENSOR, lambda c: c.training.tensor_parallel_degree > 1),
-    "training.fsdp_min_params": lambda c: c.training.fsdp_units == "size",
-    **dict.fromkeys(_PIPELINE, lambda c: c.experimental.pipeline_parallel_degree > 1),
-    **dict.fromkeys(_ANY_PRECISION, lambda c: c.optimizer.name == "AnyPrecisionAdamW"),
-    "data.lanes": lambda c: bool(c.data.source) or _streams(c),
-    "data.shuffle_buffer": lambda c: bool(c.data.source) or _streams(c),
-    "data.persistent_workers": lambda c: c.validation.enable and c.data.prefetch > 0,
-    "compile": lambda c: c.training.compile,
-    "compile.cache_dir": lambda c: c.training.compile and c.compile.backend == "inductor",
-    "activation_checkpoint.selective_ac_option": lambda c: c.activation_checkpoint.mode == "selective",
-    "activation_checkpoint.memory_budget": lambda c: c.activation_checkpoint.mode == "budget",
-    "metrics.save_tb_folder": lambda c: c.metrics.enable_tensorboard,
-    "metrics.rank_0_only": lambda c: c.metrics.enable_tensorboard,
-    "profiling.save_traces_folder": lambda c: c.profiling.enable_profiling,
-    "profiling.save_memory_snapshot_folder": lambda c: c.profiling.enable_memory_snapshot,
-    "profiling.profiler_warmup": lambda c: c.profiling.enable_profiling,
-    "profiling.profiler_active": lambda c: c.profiling.enable_profiling,
-    "profiling.profile_freq": lambda c: c.profiling.enable_profiling or c.profiling.enable_memory_snapshot,
-    "guard.max_skips": lambda c: c.guard.policy != "stop",
-    "guard.window": lambda c: c.guard.policy != "stop" or c.guard.spike_sigmas > 0,
-    "memory_estimation.disable_fake_mode": lambda c: c.memory_estimation.enabled,
+_SET, _MANY = object(), object()
+#: Key, or section for its other keys → keys that it needs, any of them, with their value. _SET: any but 0 and none;
+#: _MANY: a degree above 1.
+_SWITCHES: dict[str, dict[str, Any]] = {
+    "checkpoint": {"checkpoint.enable_checkpoint": True},
+    "checkpoint.export_dtype": {"checkpoint.model_weights_only": True},
+    "checkpoint.keep_every": {"checkpoint.keep_latest_k": _SET},
+    "checkpoint.initial_load_model_only": {"checkpoint.initial_load_path": _SET},
+    "validation": {"validation.enable": True},
+    "float8": {"float8.enable_float8_linear": True},
+    **dict.fromkeys(_TENSOR, {"training.tensor_parallel_degree": _MANY}),
+    "training.fsdp_min_params": {"training.fsdp_units": "size"},
+    **dict.fromkeys(_PIPELINE, {"experimental.pipeline_parallel_degree": _MANY}),
+    **dict.fromkeys(_ANY_PRECISION, {"optimizer.name": "AnyPrecisionAdamW"}),
+    "data.lanes": {"data.source": _SET, "training.dataset": "c4"},
+    "data.shuffle_buffer": {"data.source": _SET, "training.dataset": "c4"},
+    "data.persistent_workers": {"validation.enable": True},
+    "compile": {"training.compile": True},
+    "compile.cache_dir": {"compile.backend": "inductor"},
+    "activation_checkpoint.selective_ac_option": {"activation_checkpoint.mode": "selective"},
+    "activation_checkpoint.memory_budget": {"activation_checkpoint.mode": "budget"},
+    "metrics.save_tb_folder": {"metrics.enable_tensorboard": True},
+    "metrics.rank_0_only": {"metrics.enable_tensorboard": True},
+    "profiling.save_traces_folder": {"profiling.enable_profiling": True},
+    "profiling.save_memory_snapshot_folder": {"profiling.enable_memory_snapshot": True},
+    "profiling.profiler_warmup": {"profiling.enable_profiling": True},
+    "profiling.profiler_active": {"profiling.enable_profiling": True},
+    "profiling.profile_freq": {"profiling.enable_profiling": True, "profiling.enable_memory_snapshot": True},
+    "guard.max_skips": {"guard.policy": ("skip", "rollback")},
+    "guard.window": {"guard.policy": ("skip", "rollback"), "guard.spike_sigmas": _SET},
+    "memory_estimation.disable_fake_mode": {"memory_estimation.enabled": True},
 }
-"""Key, or section for its other keys → whether the feature that it belongs to is on."""
 
 
 def _is_on(config: LoadedConfig, key: str) -> bool:
-    return _SWITCHES.get(key, _SWITCHES.get(key.partition(".")[0], lambda c: True))(config.sections)
+    """Return whether the feature that a key belongs to is on."""
+
+    def holds(switch: str, wanted: Any) -> bool:
+        value = config.value(switch)
+        if wanted is _MANY:
+            return bool(value > 1)
+        return bool(value) if wanted is _SET else value in wanted if isinstance(wanted, tuple) else value == wanted
+
+    switches = _SWITCHES.get(key, _SWITCHES.get(key.partition(".")[0], {}))
+    if not switches or key in switches:
+        return True
+    return any(holds(switch, wanted) and _is_on(config, switch) for switch, wanted in switches.items())
 
 
 def not_implemented(config: LoadedConfig) -> list[str]:
@@ -114,7 +119,7 @@ def not_implemented(config: LoadedConfig) -> list[str]:
 
     def asks(key: str) -> bool:
         value, entry = config.value(key), NOT_IMPLEMENTED[key]
-        if key == "training.dataset" and not _streams(config.sections):
+        if key == "training.dataset" and config.sections.training.dataset_path is not None:
             return False  # with a path of one's own it is the name of that text
         if isinstance(value, str) and is_dotted(value):
             return False
@@ -132,22 +137,16 @@ def without_effect(config: LoadedConfig) -> list[str]:
     ]
 
 
-def notes(config: LoadedConfig) -> list[str]:
-    """Return a line per key that asks for a feature to come, for `config check`."""
-    return [f"{config.source(key)}: {key} = {_text(config, key)}" for key in not_implemented(config)]
-
-
 def refused(config: LoadedConfig) -> list[Problem]:
     """Return a problem per key that asks for a feature to come."""
+    found = {key: NOT_IMPLEMENTED[key] for key in not_implemented(config)}
     return [
-        Problem(config.place(key), key, _text(config, key), _advice(key), code="not-implemented")
-        for key in not_implemented(config)
+        Problem(
+            config.place(key),
+            key,
+            f"{quote(config.value(key))} is not built yet: {missing.feature}",
+            missing.advice or "remove it until then",
+            code="not-implemented",
+        )
+        for key, missing in found.items()
     ]
-
-
-def _advice(key: str) -> str:
-    return NOT_IMPLEMENTED[key].advice or "remove it until then"
-
-
-def _text(config: LoadedConfig, key: str) -> str:
-    return f"{quote(config.value(key))} is not built yet: {NOT_IMPLEMENTED[key].feature}"

@@ -18,7 +18,14 @@ NonNegative = Annotated[float, Meta(ge=0)]
 Ratio = Annotated[float, Meta(ge=0, le=1)]
 Name = Annotated[str, Meta(min_length=1)]
 
-CountOrRest = Annotated[int, Meta(ge=-1, extra={"words": "-1 or an integer >= 1", "refused": 0})]
+CountOrRest = Annotated[
+    int,
+    Meta(
+        ge=-1,
+        extra={"words": "-1 or an integer >= 1", "refused": 0},
+        extra_json_schema={"anyOf": [{"const": -1}, {"minimum": 1}]},
+    ),
+]
 """-1 stands for all that is left."""
 
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1 - 2**20)]

@@ -23,21 +23,7 @@ from titanlite.config.run_sections import (
 )
 
 Decay = Annotated[float, Meta(ge=0, lt=1)]
-FactorFromOne = Annotated[float, Meta(ge=1)]
 Dtype = Literal["float32", "bfloat16"]
-
-
-class RopeScaling(Section, frozen=True):
-    """`[model.rope_scaling]`: Llama 3.1's scaling of the rotary frequencies."""
-
-    factor: FactorFromOne
-    """How far the lowest frequencies are scaled."""
-    low_freq_factor: Positive = 1.0
-    """Wavelengths above original_context / this are scaled."""
-    high_freq_factor: Positive = 4.0
-    """Wavelengths below original_context / this stay."""
-    original_context: Count = 8192
-    """Tokens of context the model was first trained with."""
 
 
 class Model(Section, frozen=True):
@@ -47,18 +33,18 @@ class Model(Section, frozen=True):
     """Model family: llama2, llama3, or a dotted path to a ModelSpec (docs/library.md)."""
     flavor: str = "debugmodel"
     """Size within the family."""
-    norm_type: Literal["rmsnorm", "layernorm", "np_layernorm", "fused_rmsnorm"] = "rmsnorm"
+    norm_type: Literal["rmsnorm", "layernorm", "np_layernorm", "fused_rmsnorm"] | None = None
     """Every normalisation of the model: rmsnorm (fused_rmsnorm is the same module: torch runs it as one kernel where
-    it can), layernorm with a weight and no bias, or np_layernorm, without parameters."""
+    it can), layernorm with a weight and no bias, or np_layernorm, without parameters. None: the flavor's, rmsnorm."""
     tokenizer_path: Location | None = None
     """Tokenizer: a tiktoken rank file (original/tokenizer.model of Llama 3), a sentencepiece model (tokenizer.model of
     Llama 2), a Hugging Face tokenizer.json, or a folder with a tokenizer.json or tokenizer.model. None: a bundled one,
     sentencepiece for llama2, else tiktoken."""
     overrides: dict[str, Any] = {}
     """Table of the flavor's own arguments to replace: `[model.overrides]`, `n_layers = 4`."""
-    rope_scaling: Literal["none"] | FactorFromOne | RopeScaling | None = None
-    """Llama 3.1's scaling of the rotary frequencies: a factor, a table with factor, low_freq_factor, high_freq_factor
-    and original_context, or "none". None: the flavor's own."""
+    rope_scaling: Literal["none"] | Annotated[float, Meta(ge=1)] | dict[str, Any] | None = None
+    """Llama 3.1's scaling of the rotary frequencies: a factor, a table with factor, low_freq_factor (1),
+    high_freq_factor (4) and original_context (8192 tokens), or "none". None: the flavor's own."""
     vocab_size: Count | None = None
     """Vocabulary entries. None: the flavor's (the tokenizer's, for debug models). A tokenizer with more is an
     error."""
@@ -301,7 +287,7 @@ class Checkpoint(Section, frozen=True):
     """Unit of interval."""
     interval: Count = 500
     """Save every so many steps (or seconds), and at the end."""
-    milestones: Literal["powers_of_two"] | list[int] = []
+    milestones: Literal["powers_of_two"] | list[Count] = []
     """Save after these steps too, and keep them for good. powers_of_two: 1, 2, 4, 8, …; or a list."""
     start: Literal["resume-or-fresh", "resume", "fresh", "from"] = "resume-or-fresh"
     """resume-or-fresh: the newest valid checkpoint if there is one; resume: there must be one; fresh: there must be
@@ -369,7 +355,9 @@ class ActivationCheckpoint(Section, frozen=True):
 class Compile(Section, frozen=True):
     """How training.compile compiles."""
 
-    components: list[Literal["model", "loss"]] = field(default_factory=lambda: ["model", "loss"])
+    components: Annotated[list[Literal["model", "loss"]], Meta(min_length=1)] = field(
+        default_factory=lambda: ["model", "loss"]
+    )
     """What training.compile compiles: each block of the model, the loss function."""
     backend: Name = "inductor"
     """Backend of torch.compile, by torch's name for it."""

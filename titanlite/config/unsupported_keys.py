@@ -6,7 +6,6 @@ defaults still loads. Any other value is refused with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 
@@ -106,7 +105,7 @@ UNSUPPORTED: dict[str, Unsupported] = {
 }
 
 
-def type_of(name: str) -> Any:
+def unsupported_type(name: str) -> Any:
     """Return the type of an unsupported key, for reading the command line."""
     off = UNSUPPORTED[name].off[0]
     return list[str] if isinstance(off, list) else type(off)
@@ -141,19 +140,3 @@ OTHER_TRAINERS: dict[str, str] = {
     "warmup": "lr_scheduler.warmup_ratio",
 }
 """Names that other trainers use → the key here, for the hint under an unknown key."""
-
-_MARKS: dict[str, tuple[str, ...]] = {
-    "flame": ("model.config", "training.context_len", "training.varlen", "training.skip_nan_inf"),
-    "KempnerForge": ("[train]", "[scheduler]", "[distributed]"),
-}
-
-
-def trainer_of(tree: Mapping[str, Any]) -> tuple[str, list[str]] | None:
-    """Return the other trainer whose file a parsed TOML file looks like, and the names that show it: two at least."""
-    tables = {name: table for name, table in tree.items() if isinstance(table, dict)}
-    names = {f"[{name}]" for name in tables} | {f"{name}.{key}" for name, table in tables.items() for key in table}
-    for trainer, marks in _MARKS.items():
-        found = [mark for mark in marks if mark in names]
-        if len(found) > 1:
-            return trainer, found
-    return None

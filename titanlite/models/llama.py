@@ -10,7 +10,7 @@ import re
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from titanlite.models.spec import Cost, Init, Misfit, ModelSpec, ShapeError, Size, checked_fields, shown
 
@@ -42,13 +42,11 @@ class RopeScaling:
 
     @classmethod
     def parse(cls, value: object) -> RopeScaling | None:
-        """Return the scaling of a table, of a section with these fields, of a bare factor (1: none) or of "none"."""
+        """Return the scaling of a table, of a bare factor (1: none) or of "none"."""
         if value is None or isinstance(value, RopeScaling) or value == "none":
             return None if value == "none" else value  # type: ignore[return-value]
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return None if value == 1 else cls(factor=float(value))
-        if hasattr(value, "factor"):
-            value = {field.name: getattr(value, field.name) for field in fields(cls)}
         if not isinstance(value, Mapping):
             raise _scaling_error(f'expected a table, a factor or "none", got {shown(value)}')
         if "factor" not in value:

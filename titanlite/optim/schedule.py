@@ -19,19 +19,19 @@ class Schedule:
     """The numbers of a schedule, in steps. Checkpoints hold them under these names."""
 
     #: Length of the schedule, not necessarily of the run; None: not known yet.
-    total_steps: int | None = 10000
+    total_steps: int | None
     #: A fraction is possible under style "fsdp".
-    warmup_steps: float = 200
-    decay_type: Literal["constant", "linear", "cosine", "sqrt", "exponential"] = "linear"
+    warmup_steps: float
+    decay_type: Literal["constant", "linear", "cosine", "sqrt", "exponential"]
+    style: Literal["titan", "titan-0.2", "fsdp"]
+    #: The decay ends at this fraction of the peak.
+    min_lr_factor: float
     #: Steps of the decay at the end of the schedule; None: all steps after the warm-up.
     decay_steps: int | None = None
     #: Steps at the peak between warm-up and decay; None: no plateau.
     plateau_steps: float | None = None
-    #: The decay ends at this fraction of the peak.
-    min_lr_factor: float = 0.0
     #: Hard floor of the learning rate itself, applied after the warm-up; None: no such floor.
     min_lr: float | None = None
-    style: Literal["titan", "titan-0.2", "fsdp"] = "titan"
 
 
 def _decay(kind: str, progress: float, floor: float) -> float:

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.config.pipeline import SCHEDULES, find_schedule
 from titanlite.config.sections import ActivationCheckpoint, Compile, Experimental, Float8, Training
 from titanlite.loss import LossFunction, chunk_head, cross_entropy_sum, of_tokens
 from titanlite.models.spec import ModelSpec
@@ -32,7 +31,7 @@ from titanlite.parallel.float8_choice import Float8Choice, choose_linears, conve
 from titanlite.parallel.fsdp import DTYPES, apply_fsdp, offloads
 from titanlite.parallel.init import init_weights, materialize
 from titanlite.parallel.pipeline import MicroBatchShape, Pipeline, PipelineModel, cut_stages
-from titanlite.parallel.pipeline_split import split_stages
+from titanlite.parallel.pipeline_split import SCHEDULES, find_schedule, split_stages
 from titanlite.parallel.tensor import ASYNC_OPTIONS, apply_tp, tensor_loss
 from titanlite.parallel.wrapping import FSDPGroup, choose_groups
 

@@ -22,9 +22,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from titanlite.config.pipeline import SCHEDULES
 from titanlite.loss import LossFunction, in_chunks
-from titanlite.parallel.pipeline_split import StageLayout
+from titanlite.parallel.pipeline_split import SCHEDULES, StageLayout
 
 if TYPE_CHECKING:
     from titanlite.data.loader import Batch
@@ -114,7 +113,7 @@ class Pipeline:
         loss: LossFunction,
         positions: Callable[[int], Tensor] | None = None,
     ) -> None:
-        """schedule: a name of `titanlite.config.pipeline.SCHEDULES`.
+        """schedule: a name of `titanlite.parallel.pipeline_split.SCHEDULES`.
 
         microbatches: pieces of each micro-batch. accumulation: micro-batches per step. All pieces of a step go through
         one run of the schedule, so ranks wait once per step for the pipeline to fill and to drain.

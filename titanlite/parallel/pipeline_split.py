@@ -1,4 +1,4 @@
-"""Where a pipeline is cut: the modules of each stage, and the rank of each stage. This module imports no torch.
+"""The schedules of a pipeline, and where it is cut: modules and rank of each stage. This module imports no torch.
 
     layout = split_stages(spec.pipeline_costs(args, seq_len), degree, "1F1B")
     layout.stages[0]        # ("tok_embeddings", "layers.0", …)
@@ -12,10 +12,43 @@ import difflib
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from titanlite.config.pipeline import SCHEDULES, stage_count
 from titanlite.models.spec import Cost
 from titanlite.parallel import ParallelismError
+
+
+@dataclass(frozen=True)
+class PipelineSchedule:
+    """One schedule of `torch.distributed.pipelining`."""
+
+    #: "one": a stage per rank. "loop": several, stage i on rank i modulo their number. "v": two, the second half of the
+    #: stages in reverse order of ranks.
+    stages: Literal["one", "loop", "v"]
+    #: Splits each backward into one for inputs and one for weights, which fills the time that ranks would wait.
+    splits_backward: bool = False
+
+
+SCHEDULES = {
+    "GPipe": PipelineSchedule("one"),
+    "1F1B": PipelineSchedule("one"),
+    "LoopedBFS": PipelineSchedule("loop"),
+    "Interleaved1F1B": PipelineSchedule("loop"),
+    "InterleavedZeroBubble": PipelineSchedule("loop", splits_backward=True),
+    "ZBVZeroBubble": PipelineSchedule("v", splits_backward=True),
+}
+
+
+def find_schedule(name: str) -> str | None:
+    """Return the schedule of that name, in any case of letters."""
+    return next((known for known in SCHEDULES if known.lower() == name.lower()), None)
+
+
+def stage_count(schedule: str, degree: int, split_points: Sequence[str]) -> int:
+    """Return the stages of the whole pipeline: as the split points make them, else one per rank, or two."""
+    if split_points:
+        return len(split_points) + 1
+    return degree * (1 if SCHEDULES[schedule].stages == "one" else 2)
 
 
 @dataclass(frozen=True)

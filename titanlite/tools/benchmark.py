@@ -21,9 +21,9 @@ from msgspec.structs import replace as replace_fields
 
 from titanlite import exit_codes, torchrun
 from titanlite.config.errors import ConfigError, Problem
-from titanlite.config.fit import check_config, fitted
 from titanlite.config.load import find_config, read
 from titanlite.config.toml import quote
+from titanlite.fit import check_config, fitted
 from titanlite.runs import provenance
 from titanlite.runs.provenance import config_values
 from titanlite.runs.read import Run, RunError, read_run

@@ -133,7 +133,7 @@ def _train(arguments: argparse.Namespace, flags: list[str], _: Style) -> NoRetur
     import signal
 
     from titanlite import main
-    from titanlite.config.fit import check_config
+    from titanlite.fit import check_config
 
     argv = [*([f"--job.config_file={arguments.file}"] if arguments.file else []), *flags]
     ranks = arguments.nproc_per_node

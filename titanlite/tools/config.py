@@ -7,7 +7,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,16 +21,16 @@ from titanlite.config.aliases import (
     names_of,
 )
 from titanlite.config.checks import contradictions, missing_files
-from titanlite.config.derive import RunConfig, smallest_world
 from titanlite.config.entries import unknown
 from titanlite.config.errors import COMMAND_LINE, ConfigError, Problem
-from titanlite.config.fit import check_config, fitted
 from titanlite.config.keys import Key, keys, sections
 from titanlite.config.load import load, load_file, read_text
 from titanlite.config.loaded import ABOUT_FILES, LoadedConfig
-from titanlite.config.not_implemented import NOT_IMPLEMENTED, notes
+from titanlite.config.not_implemented import NOT_IMPLEMENTED, refused
 from titanlite.config.toml import quote, quote_key
 from titanlite.config.unsupported_keys import UNSUPPORTED
+from titanlite.derive import RunConfig, smallest_world
+from titanlite.fit import check_config, fitted
 from titanlite.tools.cli import FLAGS, Commands, no_flags
 from titanlite.utils import Style, counted, escape
 
@@ -49,76 +48,51 @@ def add_commands(commands: Commands) -> None:
     config.set_defaults(run=lambda *_: config.format_help().rstrip())
     actions = config.add_subparsers(title="commands", metavar="COMMAND")
 
-    def add(name: str, run: Any, help: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
-        parser = actions.add_parser(name, help=help, description=description, epilog=epilog, allow_abbrev=False)
+    def add(name: str, run: Any, help: str, more: str = "", epilog: str = "") -> argparse.ArgumentParser:
+        about = f"{help[0].upper()}{help[1:]}. {more}"
+        parser = actions.add_parser(name, help=help, description=about, epilog=epilog, allow_abbrev=False)
         parser.set_defaults(run=run)
         return parser
 
-    check = add(
-        "check",
-        _check,
-        "check a config and show what a run of it would do",
-        "Check a config and show what a run of it would do. All problems of a stage are reported at once: first each "
-        "key by itself, then contradictions between keys, then numbers that do not fit the ranks or the model.",
-        f"{FLAGS} Exit status: 0 when it is right, 2 when not.",
+    stages = (
+        "All problems of a stage are reported at once: first each key by itself, then contradictions between keys, "
+        "then numbers that do not fit the ranks or the model."
     )
+    exits = f"{FLAGS} Exit status: 0 when it is right, 2 when not."
+    check = add("check", _check, "check a config and show what a run of it would do", stages, exits)
     check.add_argument("file", nargs="?", metavar="FILE", help=_FILE)
     ranks = "ranks (default: WORLD_SIZE or NGPU of the environment, else the fewest that fit)"
     check.add_argument("--world-size", type=int, metavar="N", help=ranks)
     strict = "also refuse features that are not built yet and files that are not there, as training does"
     check.add_argument("--strict", action="store_true", help=strict)
 
-    explain = add(
-        "explain",
-        _explain,
-        "show every key, or one: value, source, type, default, meaning",
-        "Show each value and where it comes from. Nothing given: the defaults of all keys.",
-        FLAGS,
-    )
-    words = "a key or section to explain in depth, and the TOML file"
-    explain.add_argument("words", nargs="*", metavar="KEY|FILE", help=words)
+    defaults = "Nothing given: the defaults of all keys."
+    explain = add("explain", _explain, "show every key, or one: value, source, type, default, meaning", defaults, FLAGS)
+    named = "a key or section to explain in depth, and the TOML file"
+    explain.add_argument("words", nargs="*", metavar="KEY|FILE", help=named)
 
-    diff = add(
-        "diff",
-        _diff,
-        "compare the effective values of two configs",
-        "Show the keys whose values differ, whatever their spelling, with the source of each. A config is a TOML file, "
-        "the folder of a run, or a folder of checkpoints.",
-        f"Exit status: 0 when they are equal, {DIFFERENT} when not, 2 when one is wrong.",
-    )
+    sides = "A config is a TOML file, the folder of a run, or a folder of checkpoints."
+    exits = f"Exit status: 0 when they are equal, {DIFFERENT} when not, 2 when one is wrong."
+    diff = add("diff", _diff, "compare the effective values of two configs, with their sources", sides, exits)
     diff.add_argument("left", metavar="FILE|FOLDER")
     diff.add_argument("right", metavar="FILE|FOLDER")
     diff.add_argument("--plans", action="store_true", help="also compare the values derived from them")
-    ranks = "ranks for --plans (default: as for `config check`, on each side)"
-    diff.add_argument("--world-size", type=int, metavar="N", help=ranks)
+    diff.add_argument("--world-size", type=int, metavar="N", help="ranks for --plans (default: as for `config check`)")
 
-    migrate = add(
-        "migrate",
-        _migrate,
-        "rewrite later names and other trainers' files",
-        "Rewrite a TOML file with titanlite's own names in their sections. Comments stay beside their keys, later "
-        "defaults are written out, and a key without equivalent becomes a comment with the reason. The new text goes "
-        "to standard output, the list of changes to standard error.",
-        f"Exit status: 0; with --check {DIFFERENT} when the file would change; 2 when it holds other mistakes.",
+    rewriting = (
+        "Comments stay beside their keys, later defaults are written out, and a key without equivalent becomes a "
+        "comment with the reason. The new text goes to standard output, the list of changes to standard error."
     )
+    exits = f"Exit status: 0; with --check {DIFFERENT} when the file would change; 2 when it holds other mistakes."
+    migrate = add("migrate", _migrate, "rewrite a TOML file with titanlite's own names of the keys", rewriting, exits)
     migrate.add_argument("file", nargs="?", metavar="FILE", help=_FILE)
     migrate.add_argument("--in-place", action="store_true", help="replace the file, and keep the old one as FILE.orig")
     migrate.add_argument("--check", action="store_true", help="only list the changes")
     arguments = 'a command line of the AWS FSDP samples instead: "--max_steps=100 ..."'
     migrate.add_argument("--aws-fsdp", metavar="ARGUMENTS", help=arguments)
 
-    add(
-        "schema",
-        _schema,
-        "print a JSON Schema of all keys, for editors",
-        "Print the JSON Schema (draft 2020-12) with which editors complete and check TOML files.",
-    )
-    template = add(
-        "template",
-        _template,
-        "print a commented TOML file with every key",
-        "Print a TOML file with every key, its meaning and its default, to uncomment from.",
-    )
+    add("schema", _schema, "print a JSON Schema of all keys, with which editors complete and check files")
+    template = add("template", _template, "print a TOML file with every key, its meaning and its default, as comments")
     template.add_argument("--markdown", action="store_true", help="print the table of the documentation instead")
 
 
@@ -219,7 +193,7 @@ def _report(config: LoadedConfig, run: RunConfig, why: str, style: Style) -> str
     lines += [style.dim(f"  note: {note}") for note in run.notes]
     lines += [style.warn(f"  warning: {warning}") for warning in run.warnings]
     lines += [style.warn(f"  not there: {problem}") for problem in missing_files(config)]
-    lines += [style.warn(f"  training will refuse: {note}") for note in notes(config)]
+    lines += [style.warn(f"  training will refuse: {p.where}: {p.key} = {p.message}") for p in refused(config)]
     return "\n".join(lines)
 
 
@@ -293,6 +267,11 @@ def _shown_source(config: LoadedConfig, key: str) -> str:
 
 # Diff
 
+#: A value in words, and where it was written.
+Shown = tuple[str, str]
+#: A key, and its value on both sides.
+Difference = tuple[str, Shown, Shown]
+
 
 def _diff(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple[str, int]:
     no_flags(flags)
@@ -305,9 +284,9 @@ def _diff(arguments: argparse.Namespace, flags: list[str], style: Style) -> tupl
     if not found:
         return "no difference in effect", exit_codes.DONE
     lines = [f"{style.dim('---')} {left.name}", f"{style.dim('+++')} {right.name}"]
-    for difference in found:
-        lines.append(style.bold(difference.key))
-        for mark, (value, source) in (("-", difference.left), ("+", difference.right)):
+    for key, *sides in found:
+        lines.append(style.bold(key))
+        for mark, (value, source) in zip("-+", sides, strict=True):
             lines.append(f"  {mark} {value}" + (style.dim(f"  {source}") if source else ""))
     return "\n".join(lines), DIFFERENT
 
@@ -322,26 +301,27 @@ class Side:
     #: Lines of a config that a run recorded, whose comments hold the source of each value; else empty.
     recorded: tuple[str, ...] = ()
 
-    def shown(self, values: Mapping[str, Any], key: str) -> tuple[str, str]:
-        """Return a value in words, and where it was written."""
-        if key not in values:
-            return "(not set)", ""
-        if key in keys() and keys()[key].default is not None and self.config.superseded(key):
-            return "(not set)", "said in another way"
+    def values(self) -> dict[str, tuple[Any, Shown]]:
+        """Return key → value and its words; entries of tables one by one, a default that gave way as None."""
+        found: dict[str, tuple[Any, Shown]] = {}
+        for key in keys().values():
+            value = self.config.value(key.name)
+            if key.is_table:
+                for name, item in value.items():
+                    entry = f"{key.name}.{quote_key(name)}"
+                    found[entry] = item, (quote(item), self._source(entry))
+            elif self.config.superseded(key.name):
+                found[key.name] = None, ("(not set)", "said in another way")
+            elif key.name not in ABOUT_FILES:
+                found[key.name] = value, (quote(value), self._source(key.name))
+        return found
+
+    def _source(self, key: str) -> str:
         source, text = self.config.source(key), _shown_source(self.config, key)
         if self.recorded and source.line is not None:
             _, mark, origin = self.recorded[source.line - 1].rpartition("  # ")
             text += f" ({origin})" if mark else ""
-        return quote(self.config.value(key) if key in keys() else values[key]), text
-
-
-@dataclass(frozen=True)
-class Difference:
-    """One thing that is not the same on both sides, each as (value, source)."""
-
-    key: str
-    left: tuple[str, str]
-    right: tuple[str, str]
+        return text
 
 
 def side(name: str) -> Side:
@@ -349,27 +329,22 @@ def side(name: str) -> Side:
     path = Path(name)
     if not path.is_dir():
         return Side(name, load_file(name))
-    file = path / RUN_CONFIG
+    file, text = path / RUN_CONFIG, None
     if file.is_file():
-        return Side(name, load_file(file), tuple(file.read_text(encoding="utf-8").splitlines()))
-    for manifest in _manifests(path):
-        text = _recorded(manifest)
-        if text is not None:
-            config, problems = read_text(text, manifest)
-            if problems := problems or contradictions(config):
-                raise ConfigError(problems)
-            return Side(name, config, tuple(text.splitlines()))
-    hint = f"give a TOML file, or a folder with {RUN_CONFIG} or a checkpoint (step-N/{_MANIFEST})"
-    raise ConfigError([Problem("command line", "", f"no config in {quote(name)}", hint, code="no-file")])
-
-
-def _manifests(folder: Path) -> list[Path]:
-    """Return the manifests in a checkpoint's own folder, a folder of checkpoints, or a run's; the newest first."""
-    if (folder / _MANIFEST).is_file():
-        return [folder / _MANIFEST]
-    found = [*folder.glob(f"step-*/{_MANIFEST}"), *folder.glob(f"*/step-*/{_MANIFEST}")]
-    steps = {path: int(match[1]) for path in found if (match := re.fullmatch(r"step-(\d+)", path.parent.name))}
-    return sorted(steps, key=lambda path: steps[path], reverse=True)
+        text = file.read_text(encoding="utf-8")
+    else:  # the manifests of a checkpoint's own folder, a folder of checkpoints, or a run; the newest first
+        found = [f for pattern in ("", "step-*/", "*/step-*/") for f in path.glob(f"{pattern}{_MANIFEST}")]
+        steps = {f: int(match[1]) for f in found if (match := re.fullmatch(r"step-(\d+)", f.resolve().parent.name))}
+        for file in sorted(steps, key=lambda f: steps[f], reverse=True):
+            if text := _recorded(file):
+                break
+    if not text:
+        hint = f"give a TOML file, or a folder with {RUN_CONFIG} or a checkpoint (step-N/{_MANIFEST})"
+        raise ConfigError([Problem("command line", "", f"no config in {quote(name)}", hint, code="no-file")])
+    config, problems = read_text(text, file)
+    if problems := problems or contradictions(config):
+        raise ConfigError(problems)
+    return Side(name, config, tuple(text.splitlines()))
 
 
 def _recorded(manifest: Path) -> str | None:
@@ -378,41 +353,29 @@ def _recorded(manifest: Path) -> str | None:
         text = json.loads(manifest.read_text(encoding="utf-8"))["config"]["toml"]
     except (OSError, ValueError, LookupError, TypeError):
         return None
-    return text if isinstance(text, str) and text else None
+    return text if isinstance(text, str) else None
 
 
 def differences(left: Side, right: Side) -> list[Difference]:
-    """Return the keys whose values differ in effect, in order; entries of tables one by one."""
-    ours, theirs = dict(_values(left.config)), dict(_values(right.config))
-    order = list(keys())
+    """Return the keys whose values differ in effect, in order."""
+    ours, theirs, order = left.values(), right.values(), list(keys())
+    absent = (object(), ("(not set)", ""))
     both = sorted({**ours, **theirs}, key=lambda key: order.index(".".join(key.split(".")[:2])))
-    return [
-        Difference(key, left.shown(ours, key), right.shown(theirs, key))
-        for key in both
-        if key not in ours or key not in theirs or ours[key] != theirs[key]
-    ]
+    pairs = [(key, ours.get(key, absent), theirs.get(key, absent)) for key in both]
+    return [(key, here[1], there[1]) for key, here, there in pairs if here[0] != there[0]]
 
 
-def _values(config: LoadedConfig) -> Iterator[tuple[str, Any]]:
-    for key in keys().values():
-        value = config.value(key.name)
-        if key.is_table:
-            yield from ((f"{key.name}.{quote_key(name)}", entry) for name, entry in value.items())
-        elif key.name not in ABOUT_FILES:
-            yield key.name, None if config.superseded(key.name) else value
+_DERIVED = ("mesh", "batch", "pipeline", "schedule")
 
 
 def derived_differences(left: RunConfig, right: RunConfig) -> list[Difference]:
     """Return the derived values that differ."""
-    ours, theirs = dict(_derived(left)), dict(_derived(right))
+    ours, theirs = (
+        {"steps": run.steps} | {f"{part}.{k}": v for part in _DERIVED for k, v in asdict(getattr(run, part)).items()}
+        for run in (left, right)
+    )
     return [
-        Difference(f"derived.{name}", (quote(value), ""), (quote(theirs[name]), ""))
+        (f"derived.{name}", (quote(value), ""), (quote(theirs[name]), ""))
         for name, value in ours.items()
         if theirs[name] != value
     ]
-
-
-def _derived(run: RunConfig) -> Iterator[tuple[str, Any]]:
-    yield "steps", run.steps
-    for group in ("mesh", "batch", "pipeline", "schedule", "deadlines"):
-        yield from ((f"{group}.{name}", value) for name, value in asdict(getattr(run, group)).items())

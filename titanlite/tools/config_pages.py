@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Iterable
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Union
+
+import msgspec
 
 from titanlite.config.aliases import (
     ALIASES,
@@ -17,7 +19,7 @@ from titanlite.config.aliases import (
     MicrobatchSize,
     names_of,
 )
-from titanlite.config.keys import Key, base, inner_section, keys, members, names_beside_paths, sections
+from titanlite.config.keys import Key, inner_section, keys, members, names_beside_paths, sections
 from titanlite.config.not_implemented import NOT_IMPLEMENTED
 from titanlite.config.run_sections import Section
 from titanlite.config.toml import quote
@@ -183,38 +185,11 @@ def _values(name: str, type_: Any) -> Schema:
 
 
 def _type(type_: Any) -> Schema:
-    options = [_one(part) for part in members(type_) if part is not type(None)]
-    return options[0] if len(options) == 1 else {"anyOf": options}
-
-
-_PLAIN = {bool: "boolean", int: "integer", float: "number", str: "string"}
-_LIMITS = {
-    **{"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"},
-    "pattern": "pattern",
-}
-
-
-def _one(part: Any) -> Schema:
-    kind, metas = base(part), getattr(part, "__metadata__", ())
-    if kind is Any:
-        return {}
-    if get_origin(kind) is Literal:
-        return {"enum": list(get_args(kind))}
-    if named := names_beside_paths(part):
+    if (section := inner_section(type_)) is not None:
+        return {"type": "array", "items": _section("", section)}
+    if named := names_beside_paths(type_):
         return {"anyOf": [{"enum": named}, {"type": "string", "pattern": ":"}]}
-    if get_origin(kind) is dict:
-        return {"type": "object", "additionalProperties": _type(get_args(kind)[1]) or True}
-    lengths = [meta.min_length for meta in metas if meta.min_length]
-    if get_origin(kind) is list:
-        return {"type": "array", "items": _type(get_args(kind)[0]), **({"minItems": lengths[0]} if lengths else {})}
-    if isinstance(kind, type) and issubclass(kind, Section):
-        return _section("", kind)
-    if any("refused" in (meta.extra or {}) for meta in metas):
-        return {"anyOf": [{"const": -1}, {"type": "integer", "minimum": 1}]}
-    limits = {
-        word: getattr(m, limit) for m in metas for limit, word in _LIMITS.items() if getattr(m, limit) is not None
-    }
-    return {"type": _PLAIN[kind], **limits, **({"minLength": lengths[0]} if lengths else {})}
+    return msgspec.json.schema(Union[tuple(part for part in members(type_) if part is not type(None))])  # noqa: UP007
 
 
 def _alias(alias: Alias) -> Schema:

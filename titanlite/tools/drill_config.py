@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from titanlite.config.errors import ConfigError
-from titanlite.config.fit import check_config
 from titanlite.config.load import read
 from titanlite.config.sections import AUTO_FILTER, Config
 from titanlite.config.toml import quote
+from titanlite.fit import check_config
 from titanlite.models import SHAPES
 from titanlite.tools import refuse_keys
 

@@ -13,25 +13,23 @@ from dataclasses import replace
 from typing import Any
 
 from titanlite.config.checks import Finding, contradictions, missing_files, missing_packages, placed
-from titanlite.config.derive import (
+from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.load import read
+from titanlite.config.loaded import LoadedConfig
+from titanlite.config.not_implemented import refused
+from titanlite.config.sections import AUTO_FILTER, Config
+from titanlite.config.toml import quote
+from titanlite.derive import (
     RunConfig,
     degrees_of,
     derive,
     parallelism,
     smallest_world,
-    useless_selective_checkpoint,
 )
-from titanlite.config.errors import ConfigError, Problem, nearest
-from titanlite.config.load import read
-from titanlite.config.loaded import LoadedConfig
-from titanlite.config.not_implemented import refused
-from titanlite.config.pipeline import SCHEDULES, find_schedule
-from titanlite.config.sections import AUTO_FILTER, Config
-from titanlite.config.toml import quote
-from titanlite.models.spec import ShapeError
+from titanlite.models.spec import ModelSpec, ShapeError
 from titanlite.parallel import ParallelismError
-from titanlite.parallel.float8_choice import choose_linears
-from titanlite.parallel.pipeline_split import split_stages
+from titanlite.parallel.float8_choice import MULTIPLE, choose_linears
+from titanlite.parallel.pipeline_split import SCHEDULES, find_schedule, split_stages
 from titanlite.utils import counted
 
 _PP = "experimental.pipeline_parallel_"
@@ -89,15 +87,13 @@ def misfits(config: LoadedConfig, run: RunConfig) -> list[Problem]:
         found += [*_batch_misfits(d, run), *_context_misfits(run), *_pipeline_misfits(d, run.mesh.pipeline)]
     if not found:
         found += _microbatch_misfits(run)
-    given = config.is_given(_AC_OPTION) or config.is_given("activation_checkpoint.mode")
-    if given and (problem := useless_selective_checkpoint(d)):
-        hint = 'take a smaller number, or "op", or set activation_checkpoint.mode = "none"'
-        found.append(("model", _AC_OPTION, problem, hint))
     try:
         args = run.model_args()
     except ShapeError as error:
         return placed(config, found) + _model_problems(config, error)
     found += _not_offered(run)
+    if config.is_given(_AC_OPTION) or config.is_given("activation_checkpoint.mode"):
+        found += _recomputation_misfits(run.spec, args, d)
     if not found:
         found += [*tensor_misfits(args, run), *_stage_misfits(args, run), *_float8_misfits(args, run)]
     return placed(config, found)
@@ -132,6 +128,15 @@ def _model_problems(config: LoadedConfig, error: ShapeError) -> list[Problem]:
     return problems
 
 
+def _recomputation_misfits(spec: ModelSpec, args: Any, d: Config) -> Iterator[Finding]:
+    """Check that "every Nth block" recomputes some."""
+    ac, blocks = d.activation_checkpoint, len(spec.block_names(args))
+    if ac.mode == "selective" and ac.selective_ac_option != "op" and int(ac.selective_ac_option) > blocks:
+        every = ac.selective_ac_option
+        message = f'"{every}" recomputes one block of each {every}, but the model has {blocks}'
+        yield "model", _AC_OPTION, message, 'take a smaller number, or "op", or set activation_checkpoint.mode = "none"'
+
+
 def _rank_misfits(d: Config, run: RunConfig) -> Iterator[Finding]:
     size = run.mesh.world_size
     if d.checkpoint.create_seed_checkpoint:
@@ -159,21 +164,15 @@ def _batch_misfits(d: Config, run: RunConfig) -> Iterator[Finding]:
     reshard, shards = t.reshard_after_forward, mesh.weight_shards
     if isinstance(reshard, int) and shards % reshard:
         which = f"data_parallel_shard{' * context_parallel' if mesh.context > 1 else ''}"
-        numbers = f"{_some(divisors(shards)[1:])}, or " if shards > 1 else ""
+        numbers = "".join(f"{n}, " for n in divisors(shards)[1:])
         message = f"is {reshard}, which does not divide the {shards} ranks that share one copy of the weights ({which})"
         hint = f'these work: {numbers}"default", "always" or "never"'
         yield "ranks", "training.reshard_after_forward", message, hint
     if t.global_batch_size not in (-1, batch.global_batch_size):
         at_once, width = t.batch_size * mesh.dp_degree, counted(mesh.dp_degree, "data-parallel ranks")
         message = f"is {t.global_batch_size}, not a multiple of batch_size {t.batch_size} * {width} = {at_once}"
-        yield (
-            "batch",
-            "training.global_batch_size",
-            message,
-            _batch_advice(t.global_batch_size, t.batch_size, mesh.dp_degree),
-        )
-    elif mesh.pipeline > 1:
-        yield from _microbatch_misfits(run)
+        hint = f"these work: global_batch_size = {_around(t.global_batch_size, at_once)}"
+        yield "batch", "training.global_batch_size", message, hint
 
 
 def _context_misfits(run: RunConfig) -> Iterator[Finding]:
@@ -181,25 +180,16 @@ def _context_misfits(run: RunConfig) -> Iterator[Finding]:
     chunks = 2 * run.mesh.context
     for key, length in _lengths(run).items():
         if chunks > 2 and length % chunks:
-            fitting = ", ".join(str(n) for n in range(1, chunks) if n == 1 or length % (2 * n) == 0)
-            yield (
-                "divide",
-                _CP,
-                f"is {chunks // 2}, but {key} = {length} cannot be cut into {chunks} equal chunks, two for each of "
-                f"{chunks // 2} ranks",
-                f"these work: {key} = {_around(length, chunks)}; context_parallel_degree = {fitting}",
-            )
+            message = f"is {chunks // 2}, but {key} = {length} cannot be cut into {chunks} chunks, two for each rank"
+            yield "divide", _CP, message, f"these work: {key} = {_around(length, chunks)}"
 
 
 def _pipeline_misfits(d: Config, degree: int) -> Iterator[Finding]:
     e, t = d.experimental, d.training
     name = find_schedule(e.pipeline_parallel_schedule)
     if name is None:
-        close = nearest(e.pipeline_parallel_schedule, SCHEDULES, 3)
-        hint = (
-            f"{'nearest: ' if close else ''}{', '.join(close)}{'; ' if close else ''}there are {', '.join(SCHEDULES)}"
-        )
-        yield "unknown-value", f"{_PP}schedule", f"no schedule {quote(e.pipeline_parallel_schedule)}", hint
+        message = f"no schedule {quote(e.pipeline_parallel_schedule)}"
+        yield "unknown-value", f"{_PP}schedule", message, f"there are {', '.join(SCHEDULES)}"
     if degree == 1:
         return
     if t.gradient_sync == "every":
@@ -218,9 +208,9 @@ def _pipeline_misfits(d: Config, degree: int) -> Iterator[Finding]:
     fits = {"one": stages == degree, "loop": stages % degree == 0 and stages > degree, "v": stages == 2 * degree}[kind]
     if points and not fits:
         wanted = {
-            "one": f"one stage per rank: {degree} stages, {degree - 1} split points",
-            "loop": f"two or more stages per rank, as {2 * degree} stages by {2 * degree - 1} split points",
-            "v": f"two stages per rank: {2 * degree} stages, {2 * degree - 1} split points",
+            "one": f"one stage per rank: {degree - 1} split points",
+            "loop": f"two or more stages per rank, as by {2 * degree - 1} split points",
+            "v": f"two stages per rank: {2 * degree - 1} split points",
         }[kind]
         made = f"{points} split points make {stages} stages, but {quote(name)} on {degree} pipeline ranks"
         hint = "give as many, or none: then titanlite divides the model evenly"
@@ -328,11 +318,9 @@ def _float8_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
     choices = choose_linears(names, f, plan, mesh.tensor, run.spec.head)
     filters = [part for part in f.filter_fqns if part != AUTO_FILTER]
     unknown = [part for part in filters if not part or not any(part in name for name in names)]
+    components = ", ".join(dict.fromkeys(c for name in names for c in name.split(".") if not c.isdigit()))
     for part in unknown:
-        components = list(dict.fromkeys(c for name in names for c in name.split(".") if not c.isdigit()))
-        hint = "".join(f"nearest: {name}; " for name in nearest(part, [*components, AUTO_FILTER]))
-        hint += f"parts of names are {', '.join(components)}; the head is {run.spec.head}, and it always stays"
-        hint += " in high precision"
+        hint = f"parts of names are {components}; the head is {run.spec.head}, and it always stays in high precision"
         yield "unknown-value", "float8.filter_fqns", f"{quote(part)} is part of no linear's name", hint
     if not unknown and not any(choice.converted for choice in choices):
         reasons: dict[str, list[str]] = {}
@@ -342,11 +330,11 @@ def _float8_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
         message = f"leaves no product in float8: {shown}"
         yield "model", "float8.enable_float8_linear", message, "convert some linears, or set it to false"
     rows, length = run.training.batch_size // pieces, run.training.seq_len // mesh.context
-    if rows * length % _FLOAT8_MULTIPLE:
+    if rows * length % MULTIPLE:
         by = counted(rows, "sequences") + (" of a pipeline micro-batch" if pieces > 1 else "")
         by += f" x {length} tokens" + (f" on each of {mesh.context} context-parallel ranks" if mesh.context > 1 else "")
-        message = f"needs a multiple of {_FLOAT8_MULTIPLE} tokens in a product, and there are {by} = {rows * length}"
-        fitting = _FLOAT8_MULTIPLE // math.gcd(_FLOAT8_MULTIPLE, length) * pieces
+        message = f"needs a multiple of {MULTIPLE} tokens in a product, and there are {by} = {rows * length}"
+        fitting = MULTIPLE // math.gcd(MULTIPLE, length) * pieces
         hint = f"these work: training.batch_size = {fitting} or a multiple of it, or another training.seq_len"
         yield "divide", "float8.enable_float8_linear", message, hint
     odd = [c for c in choices if c.converted and c.size.out_features % mesh.weight_shards]
@@ -357,20 +345,6 @@ def _float8_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
             f"set it to false, keep them with float8.filter_fqns = {quote([c.kind for c in odd])}, or take fewer ranks"
         )
         yield "divide", "float8.enable_fsdp_float8_all_gather", message, hint
-
-
-#: float8 units need every dimension of a product to be a multiple of it.
-_FLOAT8_MULTIPLE = 16
-
-
-def _batch_advice(wanted: int, micro: int, ranks: int) -> str:
-    """Return changes of one number that make the batch divisible."""
-    options = [f"global_batch_size = {_around(wanted, micro * ranks)}"]
-    if wanted % ranks == 0:
-        options.append(f"batch_size = {_some(divisors(wanted // ranks))} on {counted(ranks, 'ranks')}")
-    if wanted % micro == 0:
-        options.append(f"{_some(divisors(wanted // micro))} data-parallel ranks with batch_size {micro}")
-    return "these work: " + "; ".join(options)
 
 
 def _lengths(d: Config) -> dict[str, int]:
@@ -387,9 +361,3 @@ def _around(number: int, factor: int) -> str:
 def divisors(number: int) -> list[int]:
     """Return all divisors, rising."""
     return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _some(numbers: Sequence[int]) -> str:
-    """Return the largest eight of rising numbers, as `1, 2 or 4`."""
-    *first, last = map(str, numbers[-8:])
-    return f"{', '.join(first)} or {last}" if first else last

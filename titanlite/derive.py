@@ -1,6 +1,6 @@
 """Derive a run from a config: what follows from two sections, the number of ranks or the length of the text.
 
-It checks nothing: `titanlite.config.fit.load_config` does both. No torch here.
+It checks nothing: `titanlite.fit.load_config` does both. No torch here.
 """
 
 from __future__ import annotations
@@ -16,21 +16,16 @@ from msgspec.structs import replace as replace_fields
 from titanlite.config.keys import sections
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.not_implemented import without_effect
-from titanlite.config.pipeline import find_schedule, stage_count
 from titanlite.config.sections import Config
 from titanlite.config.toml import quote
 from titanlite.config.urls import is_url
 from titanlite.data.skip_ranges import count, ranges_of_steps
 from titanlite.models.spec import ModelSpec, ShapeError, get_spec, model_args
 from titanlite.optim.schedule import Schedule
+from titanlite.parallel.pipeline_split import find_schedule, stage_count
 from titanlite.utils import counted
 
 S = TypeVar("S", bound=Any)
-
-#: Share of the collective timeouts after which the watchdog reports that ranks wait.
-_DEADLINE_SHARE = 0.6
-#: The same where steps are slow; the rest is time for the report.
-_LATEST_SHARE = 0.8
 
 
 @dataclass(frozen=True)
@@ -61,14 +56,15 @@ class BatchSizes:
     """Batch arithmetic: sequences per step = micro_batch_size * accumulation * data-parallel ranks."""
 
     #: Sequences per micro-batch and data-parallel rank.
-    micro_batch_size: int = 8
+    micro_batch_size: int
     #: Micro-batches per step and rank.
-    accumulation: int = 1
+    accumulation: int
     #: Sequences per step over all ranks.
-    global_batch_size: int = 8
-    seq_len: int = 2048
+    global_batch_size: int
+    #: Tokens per sequence.
+    seq_len: int
     #: Tokens per step over all ranks (global_batch_size * seq_len).
-    tokens_per_step: int = 8 * 2048
+    tokens_per_step: int
 
 
 @dataclass(frozen=True)
@@ -81,41 +77,26 @@ class PipelineSizes:
     microbatches: int = 1
 
 
-@dataclass(frozen=True)
-class Deadlines:
-    """When the watchdog reports, in seconds."""
-
-    #: Time without progress before a report; 0: never.
-    deadline_seconds: float = 60.0
-    #: The same for phases that may take as long as the first step.
-    patience_seconds: float = 180.0
-    #: How often a rank writes where it is.
-    heartbeat_seconds: float = 2.0
-    #: The longest deadline of a run of slow steps: before collectives time out.
-    latest_seconds: float = 80.0
-
-
-class RunConfig(Config, frozen=True):
+class RunConfig(Config, frozen=True, kw_only=True):
     """One run: its sections, with folders joined and defaults of other sections filled in, and what follows from them.
 
     Filled in: folders below job.dump_folder, validation.batch_size and seq_len, and of a pipeline its schedule's exact
-    name, its micro-batches and training.reshard_after_forward. activation_checkpoint.mode is "none" where it would
-    recompute no block. The degrees and sizes that are -1 in the sections are in `mesh` and `batch`.
+    name, its micro-batches and training.reshard_after_forward. The degrees and sizes that are -1 in the sections are in
+    `mesh` and `batch`.
     """
 
-    mesh: MeshSizes = MeshSizes()
-    batch: BatchSizes = BatchSizes()
-    pipeline: PipelineSizes = PipelineSizes()
+    mesh: MeshSizes
+    batch: BatchSizes
+    pipeline: PipelineSizes
     #: Optimizer steps; None: `training.epochs` waits for the length of the text.
-    steps: int | None = 10000
-    schedule: Schedule = Schedule()
-    deadlines: Deadlines = Deadlines()
+    steps: int | None
+    schedule: Schedule
     #: How each derived number came about, one sentence each.
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
     #: What a user should know and what stops nothing.
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...]
     #: The config as written, as one TOML file with the source of each value as a comment.
-    toml: str = ""
+    toml: str
 
     @property
     def max_seq_len(self) -> int:
@@ -151,7 +132,7 @@ def derive(config: LoadedConfig, world_size: int, total_sequences: int | None = 
     `steps` and `schedule.total_steps` are then None, and the schedule's other numbers are provisional.
     """
     d = config.sections
-    notes, warnings = list(config.notes), _warnings(config)
+    notes, warnings = list(config.notes), list[str]()
     mesh = _mesh(d, world_size, notes)
     batch = _batch(d, mesh, notes)
     if mesh.weight_shards == 1 and d.training.prefetch:
@@ -170,28 +151,23 @@ def derive(config: LoadedConfig, world_size: int, total_sequences: int | None = 
         pipeline=pipeline,
         steps=steps,
         schedule=schedule,
-        deadlines=_deadlines(d),
         notes=tuple(notes),
         warnings=tuple(warnings),
         toml=config.to_toml(),
     )
-    return _replace(run, warnings=(*run.warnings, *wide_filters(run)))
+    return replace_fields(run, warnings=(*run.warnings, *wide_filters(run)))
 
 
 def with_steps(run: RunConfig, steps: int) -> RunConfig:
     """Return the same run with another number of steps; a schedule as long as the run keeps to its length."""
     follows = run.schedule.total_steps == run.steps
     schedule = replace(run.schedule, total_steps=steps) if follows else run.schedule
-    return _replace(run, steps=steps, schedule=schedule)
+    return replace_fields(run, steps=steps, schedule=schedule)
 
 
 def below(folder: str, path: str) -> str:
     """Return a path of the run: below `folder`, unless it is absolute or a URL."""
     return path if is_url(path) else os.path.join(folder, path)
-
-
-def _replace(section: S, **changes: Any) -> S:
-    return replace_fields(section, **changes)
 
 
 # Ranks and batches
@@ -263,38 +239,37 @@ def _filled(
     root = d.job.dump_folder
 
     def joined(section: S, *names: str) -> S:
-        return _replace(section, **{n: below(root, path) for n in names if (path := getattr(section, n)) is not None})
+        return replace_fields(
+            section, **{n: below(root, path) for n in names if (path := getattr(section, n)) is not None}
+        )
 
     changes: dict[str, Any] = {
         "job": joined(d.job, "save_config_file"),
         "checkpoint": joined(d.checkpoint, "folder"),
         "metrics": joined(d.metrics, "save_tb_folder"),
         "profiling": joined(d.profiling, "save_traces_folder", "save_memory_snapshot_folder"),
-        "validation": _replace(
+        "validation": replace_fields(
             d.validation,
             batch_size=d.validation.batch_size or d.training.batch_size,
             seq_len=d.validation.seq_len or d.training.seq_len,
         ),
     }
-    if d.model.name == "llama2" and d.model.tokenizer_path is None:
-        notes.append("tokenizer: the bundled sentencepiece model, the kind of llama2")
-    if problem := useless_selective_checkpoint(d):
-        notes.append(f"activation_checkpoint.selective_ac_option = {problem}: all activations are kept")
-        changes["activation_checkpoint"] = _replace(d.activation_checkpoint, mode="none")
     pipeline = PipelineSizes()
     if mesh.pipeline > 1:
         e = d.experimental
         name = find_schedule(e.pipeline_parallel_schedule) or "1F1B"
         pieces = e.pipeline_parallel_microbatches or mesh.pipeline
         pipeline = PipelineSizes(stage_count(name, mesh.pipeline, e.pipeline_parallel_split_points), pieces)
-        changes["experimental"] = _replace(e, pipeline_parallel_schedule=name, pipeline_parallel_microbatches=pieces)
+        changes["experimental"] = replace_fields(
+            e, pipeline_parallel_schedule=name, pipeline_parallel_microbatches=pieces
+        )
         notes.append(
             f"pipeline micro-batches per step = {pieces * batch.accumulation}: {pieces} of each batch of "
             f"{batch.micro_batch_size} sequences * accumulation {batch.accumulation}"
         )
         reshard = d.training.reshard_after_forward
         if reshard == "default":
-            changes["training"] = _replace(d.training, reshard_after_forward="never")
+            changes["training"] = replace_fields(d.training, reshard_after_forward="never")
             if mesh.weight_shards > 1:
                 notes.append(
                     "weights stay gathered for the whole step (reshard_after_forward): each pipeline micro-batch "
@@ -305,33 +280,7 @@ def _filled(
                 f"training.reshard_after_forward = {quote(reshard)} gathers the weights again for each pipeline "
                 "micro-batch"
             )
-    return _replace(d, **changes), pipeline
-
-
-def useless_selective_checkpoint(d: Config) -> str:
-    """Return why "every Nth block" recomputes none: the model has fewer blocks. Empty where it has enough."""
-    ac = d.activation_checkpoint
-    if ac.mode != "selective" or ac.selective_ac_option == "op":
-        return ""
-    try:
-        blocks = len(get_spec(d.model.name).block_names(model_args(d.model, 1)))
-    except ShapeError:  # `misfits` reports it
-        return ""
-    every = int(ac.selective_ac_option)
-    return f'"{every}" recomputes one block of each {every}, but the model has {blocks}' if every > blocks else ""
-
-
-def _deadlines(d: Config) -> Deadlines:
-    train, init, beat = d.comm.train_timeout_seconds, d.comm.init_timeout_seconds, d.stall.heartbeat_seconds
-    deadline = d.stall.deadline_seconds
-    if deadline is None:
-        deadline = _DEADLINE_SHARE * train
-    return Deadlines(
-        deadline_seconds=deadline,
-        patience_seconds=max(deadline, _DEADLINE_SHARE * init),
-        heartbeat_seconds=min(beat, deadline / 2) if deadline else beat,
-        latest_seconds=_LATEST_SHARE * train,
-    )
+    return replace_fields(d, **changes), pipeline
 
 
 # The length of the run and the schedule
@@ -405,10 +354,6 @@ def _schedule(d: Config, steps: int | None, notes: list[str], warnings: list[str
 # Keys without effect
 
 
-def _warnings(config: LoadedConfig) -> list[str]:
-    return ["job.use_for_integration_test has no effect"] if config.sections.job.use_for_integration_test else []
-
-
 def wide_filters(run: RunConfig) -> list[str]:
     """Return a warning for each filter of float8 that ends within a number of some names, as layers.1 in layers.10."""
     found: list[str] = []
@@ -432,8 +377,10 @@ def wide_filters(run: RunConfig) -> list[str]:
 
 
 def _name_idle_keys(config: LoadedConfig, notes: list[str], warnings: list[str]) -> None:
-    """Name the keys that a user wrote for a feature that is off."""
-    idle = [key for key in without_effect(config) if not _off_beside(config, key)]
+    """Name the keys that a user wrote for a feature that is off, unless its switch is written as off."""
+    switches = {"checkpoint": "checkpoint.enable_checkpoint", "validation": "validation.enable"}
+    turned_off = [section for section, key in switches.items() if config.is_given(key) and not config.value(key)]
+    idle = [key for key in without_effect(config) if key.partition(".")[0] not in turned_off]
     # A run in bf16 looks like one in float8: so this is a warning.
     if float8 := [key for key in idle if key.startswith("float8.")]:
         warnings.append(
@@ -441,11 +388,3 @@ def _name_idle_keys(config: LoadedConfig, notes: list[str], warnings: list[str])
         )
     if rest := [key for key in idle if key not in float8]:
         notes.append(f"no effect, as their features are off: {', '.join(rest)}")
-
-
-def _off_beside(config: LoadedConfig, key: str) -> bool:
-    """Return whether the file that holds a key also turns its section off: its reader sees both."""
-    section = key.partition(".")[0]
-    switch = {"checkpoint": "enable_checkpoint", "validation": "enable"}.get(section)
-    here, there = config.source(key), config.source(f"{section}.{switch}")
-    return here.kind == there.kind == "file" and here.file == there.file

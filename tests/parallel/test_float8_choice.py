@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from titanlite.config.errors import ConfigError
-from titanlite.config.fit import load_config
 from titanlite.config.sections import Compile, Float8, Training
+from titanlite.fit import load_config
 from titanlite.models import SHAPES, get_spec, resolve_args
 from titanlite.models.spec import Size
 from titanlite.parallel.float8_choice import (
