@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from titanlite.metrics.startup_report import Setup, startup_report
 
 from tests.pool import Pools
 from tests.training.test_run import TINY
@@ -18,7 +19,6 @@ from titanlite.config.fit import load_config
 from titanlite.config.run_sections import Guard, Metrics
 from titanlite.config.sections import ActivationCheckpoint, Compile, Experimental, Float8, Model, Optimizer, Training
 from titanlite.metrics import startup_report as report
-from titanlite.metrics.startup_report import Setup, startup_report
 from titanlite.models.spec import Size
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.trainer import Trainer

@@ -15,28 +15,28 @@ import torch.distributed as dist
 from titanlite.callbacks import SLOW_PHASES, Callback, RunEnd
 from titanlite.config.run_sections import Job, Metrics
 from titanlite.config.toml import loads
-from titanlite.metrics.console import StepFigures, colorize, fsdp_line, titan_line
+from titanlite.metrics.console import StepFigures, fsdp_line, titan_line
 from titanlite.metrics.jsonl import FILE, MetricsLog
-from titanlite.metrics.live import LiveView, start_view
 from titanlite.metrics.stragglers import RankComparison, StragglerDetector
 from titanlite.metrics.tensorboard import TensorBoard, tags
 from titanlite.metrics.throughput import MemoryReading, Rates, Throughput, read_memory, reset_peak
 from titanlite.metrics.wandb import WandbWriter
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.runs.provenance import config_text
 from titanlite.step import StepResult
 from titanlite.utils import human_time, logger
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.paths import AnyPath
+    from titanlite.metrics.live import LiveView
     from titanlite.trainer import Trainer
 
 
 class MetricsLogger(Callback):
     """Turns steps into figures. Between two logs it only keeps time: it reads no device and communicates nothing.
 
-    toml: the resolved config. tokens_per_step, sequences_per_step: over all ranks. flops_per_token: forward and
-    backward. peak_flops: of one device, None if unknown. gc_seconds: seconds of garbage collection since its last call.
+    toml: the resolved config, without secrets. tokens_per_step, sequences_per_step: over all ranks. flops_per_token:
+    forward and backward. peak_flops: of one device, None if unknown. gc_seconds: seconds of garbage collection since
+    its last call.
     """
 
     def __init__(
@@ -57,9 +57,6 @@ class MetricsLogger(Callback):
         self._flops, self._peak, self._gc_seconds = flops_per_token, peak_flops, gc_seconds
         self._meter = self._new_meter(0)
         self._ranks = StragglerDetector(world.device)
-        #: The phase that times are counted for ("data", "pause" or ""), and what counts them.
-        self._timed = ""
-        self._timing = contextlib.ExitStack()
         self._jsonl: MetricsLog | None = None
         self._tensorboard: TensorBoard | None = None
         self._tracker: WandbWriter | None = None
@@ -81,10 +78,12 @@ class MetricsLogger(Callback):
             self._jsonl.truncate_after(step)
             self._validated = self._jsonl.has(step, "validation_loss")
             if self._metrics.enable_wandb:
-                config = loads(config_text(self._toml))
+                config = loads(self._toml)
                 self._tracker = WandbWriter(folder, config, self._job.description, step + 1)
         self._open_tensorboard(step)
         if self._metrics.enable_progress and self._metrics.log_style == "titan":
+            from titanlite.metrics.live import start_view
+
             self._view = start_view(step, trainer.steps)
         self._ranks = StragglerDetector(self._world.device, trainer.parts.model)
         self._begin(trainer)
@@ -101,15 +100,7 @@ class MetricsLogger(Callback):
 
     def on_phase(self, trainer: Trainer, phase: str) -> None:
         """Count waiting for data as such, and slow phases (validation, saving) not as training."""
-        timed = "data" if phase == "data" else "pause" if phase in SLOW_PHASES else ""
-        if timed == self._timed:
-            return
-        self._timed = timed
-        self._timing.close()
-        if timed == "data":
-            self._timing.enter_context(self._meter.data_wait())
-        elif timed == "pause":
-            self._timing.enter_context(self._meter.pause())
+        self._meter.enter("data" if phase == "data" else "pause" if phase in SLOW_PHASES else "work")
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         """Read and show the figures of a step that is logged."""
@@ -134,7 +125,7 @@ class MetricsLogger(Callback):
         """Close all records. Of a run that failed, within two seconds: other ranks leave after three."""
         failed = end.state not in ("done", "preempted")
         if self._view:
-            self._view.close(0.3 if failed else 2.0)
+            self._view.close()
         if self._jsonl:
             self._jsonl.close()
         if self._tensorboard:
@@ -156,8 +147,6 @@ class MetricsLogger(Callback):
                 board.write(step, tags(row))
 
     def _begin(self, trainer: Trainer) -> None:
-        self._timing.close()
-        self._timed = ""
         reset_peak(self._world.device)
         self._meter = self._new_meter(trainer.steps)
         self._request_layer_norms(trainer)
@@ -231,7 +220,7 @@ class MetricsLogger(Callback):
                 with contextlib.suppress(OSError):  # a terminal that was closed
                     print(fsdp_line(figures, datetime.now()), flush=True)  # its readers expect the bare line
         else:
-            logger.info(colorize(titan_line(figures)), extra={"figures": figures})
+            logger.info(titan_line(figures), extra={"figures": figures})
 
     def _row(
         self,
