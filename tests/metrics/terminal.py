@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import queue
 import re
 import select
 import struct
 import termios
+import threading
 from collections.abc import Sequence
 
 import pyte
@@ -48,12 +50,23 @@ class Terminal:
         self.screen = pyte.HistoryScreen(columns, lines, history=10_000)
         self._emulator = pyte.ByteStream(self.screen)
         self.sent = b""
+        # A terminal takes text at any time: its kernel buffer holds but a few drawings.
+        self._arrived: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._gone = threading.Event()
+        self._reader = threading.Thread(target=self._take, daemon=True)
+        self._reader.start()
+
+    def _take(self) -> None:
+        while not self._gone.is_set():
+            if select.select([self.master], [], [], 0.01)[0]:
+                self._arrived.put(os.read(self.master, 65536))
 
     def read(self, wait: float = 0.05) -> bytes:
         """Return the text sent since, once nothing more comes; the screen shows it."""
         new = b""
-        while select.select([self.master], [], [], wait)[0]:
-            new += os.read(self.master, 65536)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                new += self._arrived.get(timeout=wait)
         self._emulator.feed(new)
         self.sent += new
         return new
@@ -67,10 +80,17 @@ class Terminal:
             rows.pop()
         return rows
 
+    def hang_up(self) -> None:
+        """Close the other end: writing gives an error."""
+        self._gone.set()
+        self._reader.join()
+        os.close(self.master)
+
     def close(self) -> None:
-        for close in (lambda: os.close(self.master), self.stream.close):
-            with contextlib.suppress(OSError):
-                close()
+        if not self._gone.is_set():
+            self.hang_up()
+        with contextlib.suppress(OSError):
+            self.stream.close()
 
 
 def texts(rows: Sequence[str]) -> list[str]:

@@ -77,24 +77,6 @@ def test_lines_carry_local_time_problems_their_level_and_other_ranks_their_numbe
     assert abs((datetime.now() - datetime.strptime(stamps[0], "%Y-%m-%d %H:%M:%S")).total_seconds()) < 60
 
 
-def test_the_newest_stream_gets_each_line_once(console: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a second set-up, beside a root handler, and where sys.stdout was replaced."""
-    out, first, root, stdout = io.StringIO(), io.StringIO(), io.StringIO(), io.StringIO()
-    elsewhere = logging.StreamHandler(root)
-    logging.getLogger().addHandler(elsewhere)
-    try:
-        setup_console(0, stream=first)
-        setup_console(0, stream=out)
-        console.info("once")
-        setup_console(0)
-        monkeypatch.setattr(sys, "stdout", stdout)
-        console.info("here")
-    finally:
-        logging.getLogger().removeHandler(elsewhere)
-    assert out.getvalue().count("once") == stdout.getvalue().count("here") == 1
-    assert first.getvalue() == root.getvalue() == ""
-
-
 @pytest.mark.parametrize(
     ("color", "stream", "colored"),
     [

@@ -120,16 +120,6 @@ def test_neither_the_first_nor_a_single_slow_step_enters_the_time_left() -> None
     assert rates.seconds_per_step == pytest.approx(64 / 3) and rates.seconds_left == pytest.approx(97 * 2.0)
 
 
-def test_only_the_last_fifty_steps_tell_the_time_left() -> None:
-    clock, rate = make_throughput(total_steps=1000)
-    for step in range(1, 301):
-        clock.now += 5.0 if step <= 240 else 1.0
-        rate.step_done()
-        if step % 20 == 0:
-            left = rate.read(step).seconds_left
-    assert left == pytest.approx(700.0)
-
-
 def test_nothing_is_left_at_the_end_and_a_reading_needs_a_step() -> None:
     clock, rate = make_throughput(total_steps=1)
     with pytest.raises(ValueError, match="no step"):

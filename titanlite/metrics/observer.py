@@ -85,7 +85,6 @@ class MetricsLogger(Callback):
             from titanlite.metrics.live import start_view
 
             self._view = start_view(step, trainer.steps)
-        self._ranks = StragglerDetector(self._world.device, trainer.parts.model)
         self._begin(trainer)
 
     def on_rollback(self, trainer: Trainer) -> None:
@@ -132,7 +131,6 @@ class MetricsLogger(Callback):
             self._tensorboard.close(failed=failed)
         if self._tracker:
             self._tracker.close(failed=failed)
-        self._ranks.close()
 
     def run_ids(self) -> dict[str, str]:
         """Return where the run is recorded: service → id of the run there. Rank 0 knows."""
@@ -208,7 +206,7 @@ class MetricsLogger(Callback):
         One all-reduce and one reading of the device. Every rank has a place of its own, where the others have zero.
         """
         times = torch.zeros(2, self._world.size)
-        times[:, self._world.rank] = torch.tensor(self._ranks.read(self._meter))
+        times[:, self._world.rank] = torch.tensor(self._meter.own_seconds())
         shared = torch.cat([result.local_loss.detach().float().view(1), times.flatten().to(self._world.device)])
         dist.all_reduce(shared, op=dist.ReduceOp.MAX)
         numbers: list[float] = torch.cat([shared, torch.stack(list(mine)).float()]).tolist()
