@@ -63,8 +63,6 @@ class MetricsLogger(Callback):
         self._view: LiveView | None = None
         self._logs = 0
         self._first_step = 1
-        #: An attempt that was lost has recorded the validation that a resumed run still owes.
-        self._validated = False
 
     def on_start(self, trainer: Trainer) -> None:
         """Continue (or begin) the records."""
@@ -76,7 +74,6 @@ class MetricsLogger(Callback):
                 _keep_earlier(folder / FILE)
             self._jsonl = MetricsLog(folder / FILE)
             self._jsonl.truncate_after(step)
-            self._validated = self._jsonl.has(step, "validation_loss")
             if self._metrics.enable_wandb:
                 config = loads(self._toml)
                 self._tracker = WandbWriter(folder, config, self._job.description, step + 1)
@@ -114,8 +111,7 @@ class MetricsLogger(Callback):
     def on_validation_end(self, trainer: Trainer, loss: float, tokens: int, seconds: float) -> None:
         step = trainer.step
         logger.info(f"validation at {step}: loss {loss:.4f} over {tokens:,} tokens in {human_time(seconds)}")
-        if not (self._validated and step < self._first_step):
-            self.write(step, {"validation_loss": loss, "validation_tokens": tokens, "validation_seconds": seconds})
+        self.write(step, {"validation_loss": loss, "validation_tokens": tokens, "validation_seconds": seconds})
 
     def on_save(self, trainer: Trainer, step: int, folder: AnyPath, seconds: float) -> None:
         logger.info(f"checkpoint of step {step} written to {folder} in {human_time(seconds)}")

@@ -53,6 +53,8 @@ PATIENT = SLOW_PHASES | {"start"}
 
 #: Share of the collectives' timeout that is the deadline where none is configured.
 _DEADLINE_SHARE = 0.6
+#: A phase is reported when it takes so many times as long as the longest so far, if the deadline is shorter.
+_SLOW = 3.0
 _POLL_SECONDS = 0.5
 #: Upper limits over all ranks.
 _POLLS_PER_SECOND, _BEATS_PER_SECOND = 2000, 1000
@@ -79,10 +81,10 @@ class HangWatchdog:
     """Watches the ranks of the default process group, or one process alone, while the block runs.
 
     Enter it on all ranks, after the group was made. When rank 0 makes no progress for the deadline, it logs a table of
-    all ranks and a sentence that names the culprit; the report ends no process. When an exception leaves the block on
-    one rank alone, the others end within seconds, with `exit_codes.LOST_PEER`, and rank 0's last line is that
-    exception. A stop or the guard raises on all ranks, which ends no other rank. A collective that failed ends no other
-    rank either: rank 0 logs the table.
+    all ranks and a sentence that names the culprit; the report ends no process. The deadline is longer where phases are
+    slow. When an exception leaves the block on one rank alone, the others end within seconds, with
+    `exit_codes.LOST_PEER`, and rank 0's last line is that exception. A stop or the guard raises on all ranks, which
+    ends no other rank. A collective that failed ends no other rank either: rank 0 logs the table.
 
     Args:
         stall, comm: sections with the deadlines. Phases in PATIENT have the collectives' first timeout.
@@ -116,6 +118,8 @@ class HangWatchdog:
         #: Step, number of the phase in it, phase, and when it began.
         self._now = (0, 0, "start", time.monotonic())
         self._first_step: int | None = None
+        #: Seconds of the longest phase so far, without the first step and the phases in PATIENT.
+        self._longest = 0.0
         self._thread: threading.Thread | None = None
 
     def phase(self, name: str, step: int | None = None) -> None:
@@ -123,13 +127,16 @@ class HangWatchdog:
 
         Costs about half a microsecond. step: number of the step where another one begins.
         """
-        old, place, _, _ = self._now
+        old, place, before, since = self._now
+        now = time.monotonic()
+        if before not in PATIENT and old != self._first_step:  # the first step allocates and warms up
+            self._longest = max(self._longest, now - since)
         if step is None or step == old:
-            self._now = (old, place + 1, name, time.monotonic())
+            self._now = (old, place + 1, name, now)
             return
         if self._first_step is None:
             self._first_step = step
-        self._now = (step, 0, name, time.monotonic())
+        self._now = (step, 0, name, now)
 
     def __enter__(self) -> HangWatchdog:
         grouped = dist.is_initialized()
@@ -266,8 +273,10 @@ class HangWatchdog:
                 logger.warning(f"rank 0 goes on, in {phase} of step {step}")
                 self._reported, self.verdict = None, ""
             return
-        patient = phase in PATIENT or step == self._first_step
-        if now - since > (self._patience if patient else self._deadline):
+        limit = max(self._deadline, _SLOW * self._longest)
+        if phase in PATIENT or step == self._first_step:
+            limit = self._patience
+        if now - since > limit:
             self._reported = since
             self._report(f"no progress for {now - since:.0f} s")
 
