@@ -15,7 +15,7 @@ from titanlite.anomalies import steps_text
 from titanlite.callbacks import Callback
 from titanlite.checkpoint.load import GROUPS, LoadedState
 from titanlite.config.run_sections import Metrics
-from titanlite.config.sections import ActivationCheckpoint, Checkpoint, Data, Experimental, Float8, Model, Training
+from titanlite.config.sections import ActivationCheckpoint, Checkpoint, Data, Float8, Model, Training
 from titanlite.data.loader import served_already
 from titanlite.data.skip_ranges import Range
 from titanlite.metrics.throughput import is_cpu
@@ -113,15 +113,10 @@ def compute_rows(
     ]
 
 
-def mesh_row(training: Training, experimental: Experimental, setup: Setup, ranks: int) -> Row:
+def mesh_row(setup: Setup, ranks: int) -> Row:
     # The two of data parallelism are always shown: they divide a batch.
     shown = [f"{name} {degree}" for name, degree in setup.degrees.items() if degree > 1 or name.startswith("dp_")]
-    how = ""
-    if setup.degrees["tp"] > 1:
-        how = f"; loss on {'sharded' if training.enable_loss_parallel else 'gathered'} logits"
-        if experimental.enable_async_tensor_parallel:
-            how += "; tensor-parallel traffic overlaps with products"
-    return "mesh", f"{' x '.join(shown)} = {counted(ranks, 'ranks')}{how}"
+    return "mesh", f"{' x '.join(shown)} = {counted(ranks, 'ranks')}"
 
 
 def pipeline_row(schedule: str, layout: StageLayout) -> Row:
