@@ -10,8 +10,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import resource
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -233,19 +231,14 @@ def total_memory_bytes(device: torch.device) -> int:
 
 
 def _resident_bytes() -> int:
-    """Return the resident memory of this process; without /proc (macOS) its peak so far."""
-    if resident := _proc_field("/proc/self/status", "VmRSS"):
-        return int(resident.split()[0]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB elsewhere
+    """Return the resident memory of this process; 0 without /proc."""
+    return int(_proc_field("/proc/self/status", "VmRSS").partition(" ")[0] or 0) * 1024
 
 
 def _proc_field(path: str, name: str) -> str:
     """Return the first value of that name in a file of /proc; "" where there is none."""
     try:
         with open(path) as file:
-            return next(
-                (value.strip() for key, _, value in (s.partition(":") for s in file) if key.strip() == name), ""
-            )
+            return next((line.partition(":")[2].strip() for line in file if line.startswith(name)), "")
     except OSError:
         return ""
