@@ -97,7 +97,7 @@ class LiveView:
         self._step = step
         if (now := time.monotonic()) >= self._drawn + _SECONDS_BETWEEN:
             self._drawn = now
-            with contextlib.suppress(OSError):  # the terminal is gone
+            with contextlib.suppress(Exception):  # the terminal may be gone, and no drawing may cost a step
                 self._live.refresh()
 
     def add(self, figures: StepFigures, line: str) -> None:

@@ -323,9 +323,11 @@ class HangWatchdog:
             self._log_peer(peer)
             self._store.set("told", "")
         if self.on_peer is not None:
-            self.on_peer(PeerError(self.verdict))
+            with contextlib.suppress(Exception):
+                self.on_peer(PeerError(self.verdict))
         if self._end is not None:
-            self._wait_for("out", 2 * _TOLD_SECONDS)  # torchrun blames the first rank that ends
+            with contextlib.suppress(RuntimeError):  # the store may end with the rank that raised
+                self._wait_for("out", 2 * _TOLD_SECONDS)  # torchrun blames the first rank that ends
             if not self._stop.wait(2 * _POLL_SECONDS):
                 self._end(exit_codes.LOST_PEER)
 
