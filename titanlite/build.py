@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from titanlite import start_report as rep
 from titanlite._version import __version__
 from titanlite.anomalies import AnomalyLog
 from titanlite.callbacks import Callback, load_callbacks
@@ -38,10 +39,8 @@ from titanlite.derive import RunConfig, with_steps
 from titanlite.extensions import load_function
 from titanlite.fit import tensor_problems
 from titanlite.guard import FiniteGuard
-from titanlite.metrics import startup_report as rep
 from titanlite.metrics.float8_error import Float8ErrorCheck
 from titanlite.metrics.garbage import GarbageCollection
-from titanlite.metrics.jsonl import FILE as METRICS
 from titanlite.metrics.observer import MetricsLogger
 from titanlite.metrics.profiler import Profiler
 from titanlite.metrics.throughput import device_name, peak_flops, total_memory_bytes
@@ -69,7 +68,6 @@ from titanlite.run_callbacks import (
     Watchdog,
 )
 from titanlite.runs.provenance import config_text
-from titanlite.start_report import StartReport
 from titanlite.step import PlainRunner, ReplicationFactors, Runner, TrainStep
 from titanlite.utils import is_dotted
 
@@ -308,7 +306,7 @@ def build(
         run.metrics,
         run.job,
         world,
-        run.toml,
+        config_text(run.toml),
         tokens_per_step=batch.tokens_per_step,
         sequences_per_step=batch.global_batch_size,
         flops_per_token=flops,
@@ -328,7 +326,7 @@ def build(
         Timeouts(run.comm.init_timeout_seconds, run.comm.train_timeout_seconds) if world.timeout else None,
         gc,
         attempts,
-        StartReport(report, run.checkpoint, run.toml, skip, attempts, in_epochs),
+        rep.StartReport(report, run.checkpoint, run.toml, skip, attempts, in_epochs),
         metrics,
         CompileReport(compiled) if compiled else None,
         Float8ErrorCheck(drift, builder.param_dtype, metrics.write) if drift else None,
@@ -401,27 +399,16 @@ def startup_lines(
     versions = f"titanlite {__version__}, torch {torch.__version__}, python {platform.python_version()}"
     rows += [("versions", versions), *rep.model_rows(run.model, setup)]
     rows += rep.compute_rows(run.metrics, run.float8, setup, ranks, flops, peak, memory)
-    rows.append(rep.mesh_row(run.training, run.experimental, setup, ranks))
+    rows.append(rep.mesh_row(setup, ranks))
     if isinstance(model, PipelineModel):
         rows.append(rep.pipeline_row(run.experimental.pipeline_parallel_schedule, model.layout))
-    rows.append(rep.precision_row(run.training))
     if run.float8.enable_float8_linear:
         rows += rep.float8_rows(run.float8, float8, setup, builder.compiles("model"))
-    rows.append(rep.sharding_row(run.training, builder.reshard_after_forward, setup))
-    rows.append(rep.compile_row(run.training, run.compile, setup))
+    rows += rep.sharding_rows(run.training, setup)
     if kept:
         rows.append(rep.activations_row(run.activation_checkpoint, kept, setup))
-    if run.training.loss_chunks > 1:
-        rows.append(rep.loss_row(run.training.loss_chunks, setup))
-    rows += [("tokenizer", run.model.tokenizer_path or "bundled"), rep.data_row(run.training, run.data, setup)]
-    rows += rep.batch_rows(setup, run.steps, run.training.epochs)
-    rows += [rep.optimizer_row(run.optimizer, run.training), rep.schedule_row(schedule.decay_type, floor, *lengths)]
-    rows += [*rep.guard_rows(run.guard), rep.validation_row(run.validation), rep.checkpoints_row(run.checkpoint)]
-    rows.append(("metrics to", str(Path(run.job.dump_folder) / METRICS)))
-    if run.metrics.enable_tensorboard:
-        rows.append(("TensorBoard to", run.metrics.save_tb_folder))
-    if run.checkpoint.enable_checkpoint:
-        rows.append(("checkpoints to", run.checkpoint.folder))
+    rows += [rep.data_row(run.training, run.data, setup), *rep.batch_rows(setup, run.steps, run.training.epochs)]
+    rows.append(rep.schedule_row(schedule.decay_type, floor, *lengths))
     rows += [("note", note) for note in run.notes] + [("warning", warning) for warning in run.warnings]
     return rep.startup_report(rows)
 

@@ -26,6 +26,9 @@ _LEAST_DEVIATION = 1e-3
 _LEAST_LOSSES = 20
 _FINE, _NOT_FINITE, _SPIKE = range(3)
 
+#: Figures of a step on the host, and the event after which they are there (CUDA).
+Record = tuple[torch.Tensor, "torch.cuda.Event | None"]
+
 
 class BadStepError(RuntimeError):
     """The guard found a step bad. Its update was not applied.
@@ -192,10 +195,8 @@ class FiniteGuard:
         self._losses = LossWindow(window, spike_sigmas, device) if spike_sigmas else None
         #: What the latest `check` saw, in the order of `_read`; once tripped, the step that did it.
         self._record = torch.zeros(8, dtype=torch.float64, device=device)
-        #: Whether the record says anything: a bad step, or that a rank was asked to stop.
-        self._news = self._tripped
         self._unread = False
-        self._pending: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+        self._pending: Record | None = None
         self._stop = False
         #: Bad steps that count against the budget, and skipped steps that `skipped` has not returned yet.
         self._spent: list[int] = []
@@ -230,7 +231,6 @@ class FiniteGuard:
         self._record = torch.where(self._tripped, self._record, now)
         if self.policy != "skip":
             self._tripped = self._tripped | ~good
-        self._news = ~ok | stop
         self._unread = True
         return ok
 
@@ -241,22 +241,18 @@ class FiniteGuard:
         Raises BadStepError, on all ranks together, if the step was bad and the policy or the budget ends the run.
         Call it once a step, after the step's work was issued: the record copied here is read at the next call.
         """
-        unread, self._unread = self._unread, False
-        if self.late:
-            pending, self._pending = self._pending, self._copy() if unread else None
-            self._read_copy(pending)
-        elif unread and bool(self._news):
-            self._read(self._record)
+        record, latest = self._pending, self._copy()
+        record, self._pending = (record, latest) if self.late else (latest, None)
+        self._read(record)
         stop, self._stop = self._stop, False
         return stop
 
     def sync(self) -> None:
         """Read all steps so far; waits for the device. Raises BadStepError as `poll` does."""
-        pending, self._pending = self._pending, None
-        unread, self._unread = self._unread, False
-        self._read_copy(pending)
-        if unread:
-            self._read(self._record)
+        records = self._pending, self._copy()
+        self._pending = None
+        for record in records:
+            self._read(record)
 
     def skipped(self) -> list[BadStepError]:
         """Return the steps skipped since the last call, as errors that were not raised; equal on all ranks."""
@@ -293,8 +289,11 @@ class FiniteGuard:
         if self._losses is not None:
             self._losses.fill([float(loss) for loss in state.get("losses", [])])
 
-    def _copy(self) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        """Start to copy the record to the host."""
+    def _copy(self) -> Record | None:
+        """Start to copy the record to the host, if there is a new one."""
+        unread, self._unread = self._unread, False
+        if not unread:
+            return None
         if self._record.device.type != "cuda":
             return self._record.clone(), None
         record = torch.empty(len(self._record), dtype=torch.float64, pin_memory=True)
@@ -303,14 +302,12 @@ class FiniteGuard:
         event.record()
         return record, event
 
-    def _read_copy(self, pending: tuple[torch.Tensor, torch.cuda.Event | None] | None) -> None:
-        if pending is not None:
-            record, event = pending
-            if event is not None:
-                event.synchronize()
-            self._read(record)
-
-    def _read(self, record: torch.Tensor) -> None:
+    def _read(self, copied: Record | None) -> None:
+        if copied is None:
+            return
+        record, event = copied
+        if event is not None:
+            event.synchronize()
         step, norm, loss, share, kind, stop, mean, deviation = record.tolist()
         self._stop = self._stop or bool(stop)
         if kind == _FINE:

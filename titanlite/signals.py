@@ -121,12 +121,9 @@ class StopSignal:
             dist.all_gather_object(reasons, self.reason)
         parts = []
         for reason in dict.fromkeys(filter(None, reasons)):
-            ranks = [rank for rank, other in enumerate(reasons) if other == reason]
-            where = f" on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}"
-            where += " and more" * (len(ranks) > 8)
-            if len(ranks) == len(reasons):
-                where = " on every rank" if len(ranks) > 1 else ""
-            parts.append(reason + where)
+            ranks = [str(rank) for rank, other in enumerate(reasons) if other == reason]
+            where = f" on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
+            parts.append(reason + (where if len(ranks) < len(reasons) else " on every rank" * (len(ranks) > 1)))
         return "; ".join(parts)
 
     @contextlib.contextmanager

@@ -1,27 +1,241 @@
-"""The start report: what will run, from where it goes on, and what changed since the attempt before."""
+"""The start report: what will run, from where it goes on, and what changed since the attempt before.
+
+Rows are what follows from several keys, from the model or from the text; `config.toml` in the run's folder has the keys
+themselves. Each `*_row` function returns (name, text) of one subject, `*_rows` a list of them.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from titanlite.anomalies import steps_text
 from titanlite.callbacks import Callback
 from titanlite.checkpoint.load import GROUPS, LoadedState
-from titanlite.config.sections import Checkpoint
+from titanlite.config.run_sections import Metrics
+from titanlite.config.sections import ActivationCheckpoint, Checkpoint, Data, Float8, Model, Training
 from titanlite.data.loader import served_already
 from titanlite.data.skip_ranges import Range
-from titanlite.metrics.startup_report import WARNING
+from titanlite.metrics.throughput import is_cpu
 from titanlite.optim.learning_rate import LearningRate
 from titanlite.runs.provenance import config_changes, config_text
-from titanlite.utils import counted, logger
+from titanlite.utils import counted, human_bytes, human_count, logger
 
 if TYPE_CHECKING:
+    from titanlite.parallel.activation_checkpoint import ActivationStats
+    from titanlite.parallel.float8_choice import Float8Choice
+    from titanlite.parallel.pipeline_split import StageLayout
     from titanlite.run_callbacks import AttemptRecord
     from titanlite.trainer import Trainer
 
+Row = tuple[str, str]
+
+#: Prefix of a line for level WARNING.
+WARNING = "warning: "
+#: Names of rows that come last, as `note: text` and `warning: text`.
+_LAST = ("note", "warning")
+#: Prefixes of notes of the config whose numbers rows of the report show already.
+_SHOWN = ("global batch = ", "accumulation = ", "tokens per step = ", "data_parallel_shard = ")
 _WORDS = {"optimizer": "optimizer", "lr_scheduler": "schedule", "dataloader": "text", "rng": "random generators"}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Numbers of a run that follow from several sections, the ranks, the model and the text."""
+
+    #: From `titanlite.metrics.throughput.device_name`.
+    device: str
+    #: Ranks by dimension of the mesh: pp, dp_replicate, dp_shard, cp, tp.
+    degrees: Mapping[str, int]
+    #: Count by top-level module, over all ranks.
+    parameters: Mapping[str, int]
+    #: Sequences of a micro-batch of one rank, and micro-batches per step.
+    micro_batch: int
+    accumulation: int
+    seq_len: int
+    #: Tokens of a matrix product of one rank.
+    tokens: int
+    #: Of the training text.
+    documents: int
+    tokens_per_epoch: int
+
+    @property
+    def cpu(self) -> bool:
+        return is_cpu(self.device)
+
+    @property
+    def data_parallel(self) -> int:
+        return self.degrees["dp_replicate"] * self.degrees["dp_shard"]
+
+    @property
+    def sequences(self) -> int:
+        return self.micro_batch * self.accumulation * self.data_parallel
+
+
+def startup_report(rows: Sequence[Row]) -> list[str]:
+    """Return aligned lines `name  text`, then `note:` and `warning:` lines."""
+    width = max(len(name) for name, _ in rows if name not in _LAST)
+    lines = [f"{name:<{width}}  {text}" for name, text in rows if name not in _LAST]
+    for kind in _LAST:
+        lines += [f"{kind}: {text}" for name, text in rows if name == kind and not text.startswith(_SHOWN)]
+    return lines
+
+
+def model_rows(model: Model, setup: Setup) -> list[Row]:
+    total = sum(setup.parameters.values())
+    return [
+        ("model", f"{model.name} {model.flavor}: {total:,} parameters ({human_count(total)})"),
+        ("parameters", ", ".join(f"{module} {count:,}" for module, count in setup.parameters.items())),
+    ]
+
+
+def compute_rows(
+    metrics: Metrics, float8: Float8, setup: Setup, ranks: int, flops: int, peak: float | None, memory: int
+) -> list[Row]:
+    """flops: per token. peak, memory: FLOPS and bytes of one device; None and 0 where unknown."""
+    mfu, rows = "", []
+    if peak is not None:
+        mfu = f"; MFU against {peak / 1e12:,.4g} TFLOPS per device"
+        if float8.enable_float8_linear and metrics.peak_tflops is not None:
+            mfu += " (metrics.peak_tflops)"
+        elif float8.enable_float8_linear:
+            mfu += ", its peak in bf16; float8 products can be above it"
+    elif not setup.cpu:
+        text = f"no MFU is shown: the peak of {setup.device} is not known here; metrics.peak_tflops sets it"
+        rows.append(("note", text))
+    each = f", {human_bytes(memory)} {'of memory, shared' if setup.cpu else 'each'}" if memory else ""
+    return [
+        ("compute", f"{flops / 1e9:,.4g} GFLOPs per token, forward and backward{mfu}"),
+        ("devices", f"{ranks} x {setup.device}{each}"),
+        *rows,
+    ]
+
+
+def mesh_row(setup: Setup, ranks: int) -> Row:
+    # The two of data parallelism are always shown: they divide a batch.
+    shown = [f"{name} {degree}" for name, degree in setup.degrees.items() if degree > 1 or name.startswith("dp_")]
+    return "mesh", f"{' x '.join(shown)} = {counted(ranks, 'ranks')}"
+
+
+def pipeline_row(schedule: str, layout: StageLayout) -> Row:
+    parts = [
+        f"{names[0]} to {names[-1]} on {rank}" if len(names) > 1 else f"{names[0]} on {rank}"
+        for names, rank in zip(layout.stages, layout.ranks, strict=True)
+    ]
+    return "pipeline", f"{schedule}, {len(parts)} stages, by pipeline rank: {', '.join(parts)}"
+
+
+def float8_rows(float8: Float8, choices: Sequence[Float8Choice], setup: Setup, compiled: bool) -> list[Row]:
+    """Return one row of all, and one for each kind of linear."""
+    total = sum(len(choice.names) for choice in choices)
+    converted = sum(len(choice.names) for choice in choices if choice.converted)
+    parts = [float8.recipe_name + ", emulated in float32 (slow, for tests)" * float8.emulate]
+    if float8.enable_fsdp_float8_all_gather:
+        together = float8.precompute_float8_dynamic_scale_for_fsdp
+        how = "all scales by one all-reduce after the update" if together else "each scale found as it is"
+        parts.append(f"weights gathered in float8, {how}")
+    parts += [f"{converted:,} of {total:,} linears", f"M = {setup.tokens:,} tokens in a product of one rank"]
+    if float8.drift_check:
+        parts.append(f"drift measured every {counted(float8.drift_check, 'steps')}")
+    rows = [("float8", "; ".join(parts))]
+    for choice in choices:
+        size = f"K x N = {choice.size.in_features:,} x {choice.size.out_features:,}"
+        what = "in float8" if choice.converted else f"kept: {choice.reason}"
+        rows.append((f"  {choice.kind}", f"{size}, {len(choice.names)} {what}"))
+    if not compiled and not setup.cpu:
+        text = (
+            "float8 without training.compile is slower than bf16: scaling and rounding then run as kernels of their "
+            "own, which take longer than the products save. Set training.compile = true"
+        )
+        rows.append(("warning", text))
+    return rows
+
+
+def sharding_rows(training: Training, setup: Setup) -> list[Row]:
+    """Return memory that sharding does not divide, and what offload moves; nothing if there is neither."""
+    parts, total = [], sum(setup.parameters.values())
+    shards = setup.degrees["dp_shard"] * setup.degrees["cp"]
+    if shards > 1 and setup.accumulation > 1 and training.gradient_sync == "last":
+        width = 4 if training.mixed_precision_reduce == "float32" else 2
+        parts.append(
+            f"whole gradients kept until the last micro-batch: {width} bytes x {total:,} parameters = "
+            f"{human_bytes(width * total)} per rank (training.gradient_sync)"
+        )
+    if training.enable_cpu_offload:
+        on_cpu = "offload to host memory is without effect on a CPU"
+        parts.append(on_cpu if setup.cpu else "parameters, gradients and optimizer state in host memory")
+    return [("sharding", "; ".join(parts))] if parts else []
+
+
+def activations_row(config: ActivationCheckpoint, kept: ActivationStats, setup: Setup) -> Row:
+    """kept: statistics of a traced block."""
+    by_operation = config.mode == "selective" and config.selective_ac_option == "op"
+    every_byte = kept.blocks * kept.plain_bytes
+    amount = f"{human_bytes(kept.total_bytes)} of {human_bytes(every_byte)} kept per micro-batch"
+    if by_operation:
+        text = f"by operation: each block saves {_runs(kept.forward, kept.saved)}"
+    elif kept.recomputing:
+        text = f"{kept.recomputing} of {counted(kept.blocks, 'blocks')} keep only their input"
+    else:
+        text, amount = "all kept", f"{human_bytes(every_byte)} in {counted(kept.blocks, 'blocks')} per micro-batch"
+    if kept.recomputing:
+        again = {kind: times for kind, times in kept.recomputed.items() if times}
+        text += f" and recompute{'s' * by_operation} {_runs(kept.forward, again) if again else 'no product'}"
+    if config.mode == "budget":
+        text = f"the compiler keeps {config.memory_budget:.0%} of what it would by itself"
+        amount += " without it"
+    if (ranks := setup.degrees["tp"]) > 1:
+        amount += f", before {ranks} ranks share it (tensor parallelism)"
+    away = f"up to {human_bytes(kept.total_bytes)} of that wait in host memory"
+    where = "offload has no effect on a CPU" if setup.cpu else away
+    return "activations", "; ".join([text, amount, *([where] if config.offload else [])])
+
+
+def _runs(forward: Mapping[str, int], some: Mapping[str, int]) -> str:
+    """Return `4 of 7 matmuls and attention`."""
+    parts = [f"{some['matmul']} of {forward['matmul']} matmuls"] if "matmul" in some else []
+    return " and ".join([*parts, *(["attention"] if some.get("attention") else [])])
+
+
+def data_row(training: Training, data: Data, setup: Setup) -> Row:
+    order = f"shuffled with seed {data.seed}" if data.shuffle else "in file order"
+    size = f"{counted(setup.documents, 'documents')}, {setup.tokens_per_epoch:,} tokens per epoch"
+    return "data", f"{training.dataset_path or training.dataset}: {size}, {order}"
+
+
+def batch_rows(setup: Setup, steps: int | None, epochs: int | None) -> list[Row]:
+    """steps: length of the run; None while the text is not counted."""
+    sequences, epoch = counted(setup.sequences, "sequences"), setup.tokens_per_epoch
+    per_step = setup.sequences * setup.seq_len
+    length = counted(epochs or 0, "epochs")
+    if steps is not None:
+        passes = f" = {steps * per_step / epoch:.3g} epochs".replace(" 1 epochs", " 1 epoch") if epoch else ""
+        length = f"{counted(steps, 'steps')}, {steps * per_step:,} tokens{passes}"
+    return [
+        (
+            "global batch",
+            f"{sequences} = {setup.micro_batch} per micro-batch x {counted(setup.accumulation, 'micro-batches')} x "
+            f"{counted(setup.data_parallel, 'data-parallel ranks')}",
+        ),
+        ("tokens per step", f"{per_step:,} = {sequences} x {setup.seq_len:,} tokens"),
+        ("length", length),
+    ]
+
+
+def schedule_row(
+    decay_type: str, floor: float, warmup: float, plateau: float | None, decay: int | None, total: int | None
+) -> Row:
+    """floor: lowest learning rate of the decay. The others are lengths in steps."""
+    parts = [f"warm-up {counted(warmup, 'steps')}"]
+    if plateau:
+        parts.append(f"plateau {counted(plateau, 'steps')}")
+    over = "" if decay is None else f" over the last {counted(decay, 'steps')}"
+    parts.append("then constant" if decay_type == "constant" else f"{decay_type} decay{over} to {floor:g}")
+    if total is not None:
+        parts.append(f"{counted(total, 'steps')} in all")
+    return "schedule", ", ".join(parts)
 
 
 class StartReport(Callback):
@@ -47,7 +261,11 @@ class StartReport(Callback):
         loaded, rank = trainer.loaded, trainer.parts.world.rank
         notices = list(self._notices(trainer))
         changes = self._config_changes(loaded, notices)
-        log_lines([*self._report(trainer), *notices, *changes, began(self._checkpoint, loaded)], rank)
+        for line in [*self._report(trainer), *notices, *changes, began(self._checkpoint, loaded)]:
+            # Every rank has it in its own log; the console shows a warning once.
+            warns = line.startswith(WARNING) and not rank
+            level, text = (logging.WARNING, line.removeprefix(WARNING)) if warns else (logging.INFO, line)
+            logger.log(level, text)
         change = schedule_change(loaded, trainer.parts.learning_rate, trainer.steps) if loaded else None
         if change and not rank:
             logger.warning(change)
@@ -83,27 +301,11 @@ class StartReport(Callback):
         return [f"config is not that of the checkpoint: {line}" for line in new]
 
     def _nothing_to_do(self, steps: int) -> str:
-        section, key = self._checkpoint, "training.epochs" if self._in_epochs else "training.steps (or training.tokens)"
-        weights = ""
-        if section.model_weights_only:
-            weights = (
-                ". If the weights alone were wanted of it (checkpoint.model_weights_only) and it holds more: "
-                f"`titanlite checkpoint convert {section.folder}/step-{steps} TARGET --to hf --dtype "
-                f"{section.export_dtype}`"
-            )
+        folder, key = self._checkpoint.folder, "training.epochs" if self._in_epochs else "training.steps (or .tokens)"
         return (
-            f"nothing to do: the checkpoint in {section.folder} is of step {steps} and the run has "
-            f"{counted(steps, 'steps')}. To train on, raise {key}; to start anew, give another --job.dump_folder or "
-            f"move the checkpoints away{weights}"
+            f"nothing to do: the checkpoint in {folder} is of step {steps} and the run has {counted(steps, 'steps')}. "
+            f"To train on, raise {key}; to start anew, give another --job.dump_folder or move the checkpoints away"
         )
-
-
-def log_lines(lines: Sequence[str], rank: int) -> None:
-    """Log a report. Every rank has it in its own log; the console shows a warning once."""
-    for line in lines:
-        warns = line.startswith(WARNING) and not rank
-        level, text = (logging.WARNING, line.removeprefix(WARNING)) if warns else (logging.INFO, line)
-        logger.log(level, text, extra={"wrap": True})
 
 
 def began(section: Checkpoint, loaded: LoadedState | None) -> str:

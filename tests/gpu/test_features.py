@@ -14,11 +14,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.gpu.peak import peak_and_gradients
+from tests.metrics.runs import ANY, at_step
 from tests.parallel import float8_runs
 from tests.parallel.float8_runs import LINEARS, RATES, RECIPES, distance, spread
 from tests.steps import train_step
 from tests.training.compare import LABELS, TOKENS, WARM
 from tests.training.harness import TINY, Run, batches, build_tiny, micro_batches, train, train_afresh
+from titanlite.callbacks import RunEnd
 from titanlite.config.run_sections import Profiling
 from titanlite.config.sections import ActivationCheckpoint, Compile, Float8, Training
 from titanlite.data.loader import to_device
@@ -190,14 +192,14 @@ def test_compiled_recomputation_by_operation_computes_what_eager_steps_do(world:
 def test_snapshots_are_written_on_the_cycle_and_when_memory_runs_out(tmp_path: Path, world: DistEnv) -> None:
     section = Profiling(enable_memory_snapshot=True, save_memory_snapshot_folder=str(tmp_path), profile_freq=2)
     profiler = Profiler(section, 0, world.device)
-    profiler.start()
+    profiler.on_start(at_step(0))
     kept: list[torch.Tensor] = []
     for step in (1, 2, 3):
         kept.append(torch.empty(2**20, device=world.device))
-        profiler.step(step)
+        profiler.on_step_end(at_step(step), ANY)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         torch.empty(2**50, dtype=torch.uint8, device=world.device)
-    profiler.stop(caught.value)
+    profiler.on_end(at_step(3), RunEnd("failed", 3, caught.value))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["iteration_2", "iteration_3_out_of_memory"]
     snapshot = pickle.loads((tmp_path / "iteration_2" / "rank0_memory_snapshot.pickle").read_bytes())
     sizes = [event["size"] for trace in snapshot["device_traces"] for event in trace if event["action"] == "alloc"]

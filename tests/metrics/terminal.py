@@ -11,12 +11,11 @@ import select
 import struct
 import termios
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pyte
 
-from titanlite.metrics.console import StepFigures, colorize, console_handler, setup_console, titan_line
-from titanlite.metrics.live import LiveView
+from titanlite.metrics.console import StepFigures, titan_line
 from titanlite.utils import logger
 
 
@@ -37,20 +36,20 @@ def figures(step: int, steps: int = 60) -> StepFigures:
 
 
 def log_step(step: int) -> None:
-    """Log a step as the observer does."""
-    logger.info(colorize(titan_line(figures(step))), extra={"figures": figures(step)})
+    """Log a step as MetricsLogger does."""
+    logger.info(titan_line(figures(step)), extra={"figures": figures(step)})
 
 
 class Terminal:
     """`stream` is the program's end, `screen` what the other end shows."""
 
-    def __init__(self, columns: int = 100, lines: int = 30) -> None:
+    def __init__(self, columns: int, lines: int) -> None:
         self.master, self.end = os.openpty()
+        fcntl.ioctl(self.end, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
         self.stream = os.fdopen(self.end, "w", buffering=1, encoding="utf-8")
         self.screen = pyte.HistoryScreen(columns, lines, history=10_000)
         self._emulator = pyte.ByteStream(self.screen)
         self.sent = b""
-        self.resize(columns, lines)
         # A terminal takes text at any time: its kernel buffer holds but a few drawings.
         self._arrived: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._gone = threading.Event()
@@ -62,10 +61,6 @@ class Terminal:
             if select.select([self.master], [], [], 0.01)[0]:
                 self._arrived.put(os.read(self.master, 65536))
 
-    def resize(self, columns: int, lines: int) -> None:
-        fcntl.ioctl(self.end, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
-        self.screen.resize(lines, columns)
-
     def read(self, wait: float = 0.05) -> bytes:
         """Return the text sent since, once nothing more comes; the screen shows it."""
         new = b""
@@ -76,10 +71,6 @@ class Terminal:
         self.sent += new
         return new
 
-    def feed(self, data: bytes) -> None:
-        """Put something on the screen as the terminal itself would."""
-        self._emulator.feed(data)
-
     def rows(self) -> list[str]:
         """Return all rows that can be seen or scrolled back to, without empty rows at the end."""
         self.read()
@@ -88,21 +79,6 @@ class Terminal:
         while rows and not rows[-1]:
             rows.pop()
         return rows
-
-    def colors(self, text: str) -> set[str]:
-        """Return the foreground colours of the characters of `text`, where it stands last on the screen."""
-        y = max(n for n, row in enumerate(self.screen.display) if text in row)
-        x = self.screen.display[y].index(text)
-        return {self.screen.buffer[y][x + n].fg for n, char in enumerate(text) if char != " "}
-
-    @contextlib.contextmanager
-    def stopped(self) -> Iterator[None]:
-        """Inside, the terminal takes nothing, as after Ctrl-S."""
-        termios.tcflow(self.end, termios.TCOOFF)
-        try:
-            yield
-        finally:
-            termios.tcflow(self.end, termios.TCOON)
 
     def hang_up(self) -> None:
         """Close the other end: writing gives an error."""
@@ -115,22 +91,6 @@ class Terminal:
             self.hang_up()
         with contextlib.suppress(OSError):
             self.stream.close()
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def show(terminal: Terminal, steps: int = 60, clock: Clock | None = None) -> LiveView:
-    setup_console(0, stream=terminal.stream)
-    handler = console_handler()
-    assert handler is not None
-    handler.view = view = LiveView(handler, 0, steps, clock or Clock())
-    return view
 
 
 def texts(rows: Sequence[str]) -> list[str]:

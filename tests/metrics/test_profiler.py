@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from tests.metrics.runs import make_trainer
+from tests.metrics.runs import ANY, at_step, make_trainer
 from tests.pool import Pools
+from titanlite.callbacks import RunEnd
 from titanlite.config.run_sections import Profiling
 from titanlite.metrics.profiler import Profiler
 from titanlite.parallel.dist_env import DistEnv
@@ -46,20 +47,15 @@ def test_a_trace_holds_the_active_steps_of_a_cycle_and_no_others(tmp_path: Path)
         enable_profiling=True, save_traces_folder=folder, profile_freq=4, profiler_warmup=1, profiler_active=3
     )
     profiler = Profiler(config, 0, torch.device("cpu"))
-    profiler.start()
+    profiler.on_start(at_step(0))
     for step in range(1, 10):
         torch.ones(step).neg()
-        profiler.step(step)
-    profiler.stop()
+        profiler.on_step_end(at_step(step), ANY)
+    profiler.on_end(at_step(9), RunEnd("done", 9))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iteration_4", "iteration_8"]
     trace = json.loads((tmp_path / "iteration_8" / "rank0_trace.json").read_text())
     negations = [event for event in trace["traceEvents"] if event["name"] == "aten::neg"]
     assert [event["args"]["Input Dims"][0] for event in negations] == [[6], [7], [8]]
-
-
-def test_no_profile_unless_asked(pool: Pools, tmp_path: Path) -> None:
-    pool(1).run(_train, str(tmp_path), "--training.steps=6")
-    assert not (tmp_path / "profile_traces").exists()
 
 
 def test_a_full_disk_costs_the_trace_not_the_run(pool: Pools, tmp_path: Path) -> None:
@@ -71,7 +67,7 @@ def test_a_cycle_that_an_error_cuts_short_leaves_no_trace(tmp_path: Path) -> Non
     folders = {"save_traces_folder": str(tmp_path), "save_memory_snapshot_folder": str(tmp_path)}
     config = Profiling(enable_profiling=True, enable_memory_snapshot=True, profile_freq=5, **folders)
     profiler = Profiler(config, 0, torch.device("cpu"))
-    profiler.start()
-    profiler.step(1)
-    profiler.stop(torch.OutOfMemoryError("as on a GPU"))
+    profiler.on_start(at_step(0))
+    profiler.on_step_end(at_step(1), ANY)
+    profiler.on_end(at_step(1), RunEnd("failed", 1, torch.OutOfMemoryError("as on a GPU")))
     assert not list(tmp_path.iterdir())

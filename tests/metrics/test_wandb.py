@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import struct
 import sys
-import termios
 import threading
 import time
 import types
@@ -16,28 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from msgspec.structs import replace
 
 from tests.pool import Pools
 from tests.training.test_run import TINY
 from tests.words import listening
 from titanlite.build import build
-from titanlite.callbacks import RunEnd
 from titanlite.config.errors import ConfigError
 from titanlite.config.toml import loads
 from titanlite.fit import load_config
-from titanlite.main import PRINT_SECONDS
 from titanlite.metrics import background_writer
-from titanlite.metrics.console import setup_console
 from titanlite.metrics.jsonl import read_metrics
-from titanlite.metrics.live import start_view
-from titanlite.metrics.observer import MetricsLogger
-from titanlite.metrics.tensorboard import TensorBoard, tags
+from titanlite.metrics.tensorboard import tags
 from titanlite.metrics.wandb import ID_FILE, WandbWriter
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.trainer import Trainer
-from titanlite.utils import logger
 
 
 @pytest.fixture(autouse=True)
@@ -177,16 +168,6 @@ def test_the_environment_goes_before(tmp_path: Path, install: Any, monkeypatch: 
     assert (tmp_path / ID_FILE).read_text().strip() == "mine"
 
 
-def test_rows_arrive_in_order_and_a_failed_run_is_marked_once(tmp_path: Path, install: Any) -> None:
-    backend = install(Backend())
-    board = WandbWriter(tmp_path, {})
-    for step in range(1, 101):
-        board.write(step, {"loss": float(step)})
-    board.close(failed=True)
-    board.close()
-    assert backend.rows == [(step, {"loss": float(step)}) for step in range(1, 101)] and backend.exits == [1]
-
-
 def _raise(*_: Any, **__: Any) -> None:
     raise ConnectionError("no route")
 
@@ -230,41 +211,6 @@ def test_a_back_end_that_hangs_stops_neither_writing_nor_closing(
     board._thread.join(10)
     assert not board._thread.is_alive(), "what is left goes on, and ends"
     assert len(backend.rows) <= 51 and backend.exits == [0]
-
-
-def test_a_failed_run_ends_before_the_launcher_does_so(
-    tmp_path: Path, install: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Weights & Biases, TensorBoard and the terminal hang, all at once."""
-    from tensorboard.summary.writer.record_writer import RecordWriter
-
-    release = threading.Event()
-    install(Backend(init=lambda: release.wait(60)))
-    monkeypatch.setenv("TERM", "xterm")
-    for name in ("CI", "KUBERNETES_SERVICE_HOST"):
-        monkeypatch.delenv(name, raising=False)
-    run, world = load_config("debug_model.toml", 1, TINY), DistEnv(0, 0, 1, torch.device("cpu"))
-    sizes = {"tokens_per_step": 8, "sequences_per_step": 1, "flops_per_token": 1}
-    watched = MetricsLogger(run.metrics, run.job, world, run.toml, **sizes, peak_flops=None)
-    watched._tracker, watched._tensorboard = WandbWriter(tmp_path, {}), TensorBoard(tmp_path / "tb", purge_step=1)
-    monkeypatch.setattr(RecordWriter, "write", lambda *_: release.wait(60))
-    watched._tensorboard.write(1, {"lr": 1.0})
-    handlers = logger.handlers[:]
-    master, end = os.openpty()
-    with os.fdopen(end, "w") as stream:
-        fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
-        setup_console(0, stream=stream)
-        watched._view = start_view(0, 60)
-        assert watched._view is not None
-        termios.tcflow(end, termios.TCOOFF)
-        began = time.perf_counter()
-        watched.on_end(None, RunEnd("failed", 3, reason="an error"))  # type: ignore[arg-type]
-        took = time.perf_counter() - began
-        termios.tcflow(end, termios.TCOON)
-        logger.handlers[:] = handlers
-    release.set()
-    os.close(master)
-    assert 1.5 <= took < PRINT_SECONDS, "each of them was waited for, as long as there is time"
 
 
 def _hanging(world: DistEnv, folder: str) -> tuple[int, int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +31,6 @@ from tests.training.grid import (
     REPLICAS,
     RESHARD,
     SCHEDULE,
-    SPLIT,
     SYNC,
     TP,
     Column,
@@ -41,14 +39,9 @@ from tests.training.grid import (
     run_of,
 )
 from tests.training.harness import TINY, Run, build_tiny, full_precision, micro_batches, run_stages, sequence_part
-from tests.words import listening
-from titanlite.config.errors import ConfigError
-from titanlite.config.load import load
 from titanlite.guard import FiniteGuard
 from titanlite.loss import ChunkedHead, batch_loss, chunk_head, cross_entropy_sum
-from titanlite.metrics.nan_finder import Finding, diagnose_nonfinite
 from titanlite.models.layers import Llama
-from titanlite.parallel.compile import CompileWatch, compile_loss
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.tensor import tensor_loss
 from titanlite.step import PlainRunner, ReplicationFactors, validate
@@ -120,21 +113,6 @@ def test_names_and_weights_stay_what_they_are() -> None:
     assert list(ours) == list(theirs) and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize("frozen", ["the head", "all but the head"])
-def test_what_needs_no_gradient_is_not_differentiated(frozen: str) -> None:
-    batch = _batch()
-    flops = {}
-    for chunks in (1, 3):
-        model = _model() if chunks == 1 else _chunked(_model(), chunks)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad = (name == "output.weight") != (frozen == "the head")
-        with FlopCounterMode(display=False) as counter:
-            _, gradients = _gradients(model, batch)
-        flops[chunks] = counter.get_total_flops()
-        assert ("output.weight" in gradients) == (frozen != "the head")
-    assert flops[3] == flops[1]
-
-
 def test_no_product_is_computed_twice() -> None:
     flops, calls = {}, {}
     for chunks in (1, 4):
@@ -200,34 +178,6 @@ def test_in_bf16_gradients_are_as_near_to_float32_as_those_of_the_whole() -> Non
         assert all(a < 1.25 * b for a, b in zip(distance(parts), distance(whole), strict=True)), chunks
 
 
-def test_a_compiled_loss_has_a_graph_for_each_of_two_sizes_and_is_not_compiled_again() -> None:
-    torch._dynamo.reset()
-    shapes: list[tuple[int, ...]] = []
-
-    def backend(module: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        shapes.append(tuple(inputs[0].shape))
-        return module.forward
-
-    try:
-        whole, batch = _model(), _batch()
-        parts = _chunked(whole, 3)  # 128 tokens: 43, 43, 42
-        loss = compile_loss(cross_entropy_sum, backend)
-        watch = CompileWatch([], [cross_entropy_sum], "eager")
-        expected, gradients = _gradients(whole, batch)
-        with listening() as said:
-            for step in (1, 2):
-                parts.zero_grad(set_to_none=True)
-                found = batch_loss(parts, *batch, loss) / 37
-                found.backward()
-                watch.after(step, "training")
-        assert found.item() == pytest.approx(expected, rel=1e-6)
-        assert all(relative(p.grad, gradients[n]) < 1e-6 for n, p in parts.named_parameters() if p.grad is not None)
-        assert shapes == [(1, 43, VOCAB), (1, 42, VOCAB)]
-        assert len(said) == 1 and "made 2 graphs for training" in said[0]
-    finally:
-        torch._dynamo.reset()
-
-
 def test_a_head_that_cannot_do_it_is_refused() -> None:
     with pytest.raises(ValueError, match="0 chunks"):
         chunk_head(_model(), 0)
@@ -254,25 +204,18 @@ ROWS = [
     _row("fsdp 2, accumulated", 2, 2, {FSDP: 2}),
     _row("fsdp 2, freed, tied, more chunks than one needs", 2, 1, {FSDP: 2, RESHARD: "always", **TIED, CHUNKS: 100}),
     _row("fsdp 2, one unit, freed", 2, 2, {FSDP: 2, RESHARD: "always", "training.fsdp_units": "root"}, slow),
-    _row("fsdp 2, linears, ahead", 2, 1, {FSDP: 2, "training.fsdp_units": "Linear", "training.prefetch": 2}, slow),
     _row("fsdp 2, reduced with each", 2, 2, {FSDP: 2, SYNC: "every", MODE: "full"}, slow),
     _row("fsdp 2, compiled", 2, 1, {FSDP: 2, "training.compile": "true"}, slow),
-    _row("1 rank", 1, 1, {}, slow),
     _row("ddp 2", 2, 1, {REPLICAS: 2, FSDP: 1}, slow),
     _row("hsdp 2 x 2", 4, 1, {REPLICAS: 2, FSDP: 2}, slow),
     _row("tp 2", 2, 1, {TP: 2}),
     _row("tp 2, whole logits", 2, 1, {TP: 2, LOSS_PARALLEL: "false"}),
-    _row("tp 2, tied, accumulated", 2, 2, {TP: 2, **TIED}, slow),
     _row("tp 2, compiled", 2, 1, {TP: 2, "training.compile": "true"}, slow),
     _row("tp 2, fsdp 2, freed", 4, 1, {TP: 2, FSDP: 2, RESHARD: "always"}, slow),
     _row("cp 2", 2, 1, {CP: 2}),
     _row("pp 2, 1F1B", 2, 1, {PP: 2, **FOUR}),
     _row("pp 2, zero bubble", 2, 2, ZERO_BUBBLE),
     _row("pp 2, zero bubble, loss compiled", 2, 1, {**ZERO_BUBBLE, **COMPILED}, slow),
-    _row("pp 2, head alone", 2, 1, {PP: 2, SPLIT: '["output"]', **FOUR}, slow),
-    _row("pp 2, GPipe", 2, 1, {PP: 2, SCHEDULE: "GPipe", **FOUR}, slow),
-    _row("pp 2, fsdp 2, zero bubble", 4, 1, {**ZERO_BUBBLE, FSDP: 2}, slow),
-    _row("pp 2, tp 2", 4, 1, {PP: 2, TP: 2, **FOUR}, slow),
     _row("pp 2, tp 2, zero bubble, whole logits", 4, 1, {**ZERO_BUBBLE, TP: 2, LOSS_PARALLEL: "false"}, slow),
     _row("pp 2, cp 2", 4, 1, {PP: 2, CP: 2, **FOUR}, slow),
 ]
@@ -370,18 +313,6 @@ def test_validation_gives_the_same_loss(pool: Pools, run: Run) -> None:
     assert parts == pytest.approx(whole, rel=1e-6)
 
 
-def _diagnosis(world: DistEnv) -> Finding:
-    run = replace(RUN, loss_chunks=3, accumulation=2)
-    model, _, rank = build_tiny(world, run)
-    factor = float("inf") if world.rank == 1 else 1.0
-    data = micro_batches(run, 0, rank, world.size)
-    return diagnose_nonfinite(model, data, loss_function=lambda *args: cross_entropy_sum(*args) * factor)
-
-
-def test_a_loss_that_is_not_finite_is_the_heads(pool: Pools) -> None:
-    assert pool(2).run(_diagnosis)[0] == Finding("forward", "output", (1,), 0)
-
-
 # The config
 
 
@@ -398,8 +329,3 @@ def test_more_chunks_than_tokens_are_refused(flags: list[str], ranks: int, messa
     problem = refusal([*size, *flags], ranks)
     assert problem.key == "training.loss_chunks"
     assert re.search(message, problem.message)
-
-
-def test_no_chunk_at_all_is_refused() -> None:
-    with pytest.raises(ConfigError, match="training.loss_chunks: expected an integer >= 1, got 0"):
-        load(["--training.loss_chunks=0"])

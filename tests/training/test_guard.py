@@ -239,11 +239,6 @@ def test_losses_that_hardly_vary_make_no_spike_of_rounding() -> None:
     assert 2.005 < caught.value.limit < 2.02
 
 
-def test_without_spike_sigmas_any_finite_loss_is_good() -> None:
-    guard = FiniteGuard(CPU, window=2)
-    assert all(_feed(guard, step, loss) for step, loss in enumerate([1.0, 1.0, 1.0, 1e30], 1))
-
-
 def _nan_between(world: DistEnv) -> tuple[list[bool], list[float]]:
     guard = FiniteGuard(world.device, "skip", 5, 4.0, 4)
     losses = [2.0, 2.1, NAN, 1.9, INF, 2.0, 9.0, 2.05, -INF, 2.0, 9.0]

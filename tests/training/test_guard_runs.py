@@ -78,14 +78,6 @@ def test_skip_goes_on_and_records_the_documents(pool: Pools, tmp_path: Path) -> 
     assert line.startswith("step 5: loss nan") and "rank 1" in line and "guard.jsonl" in line
 
 
-@pytest.mark.slow
-def test_stop_records_the_documents_too(pool: Pools, tmp_path: Path) -> None:
-    found = pool(2).run(_run, str(tmp_path), {3: NAN}, "--training.steps=8")[0]
-    (event,) = found["events"]
-    assert (found["code"], event["step"], event["action"]) == (exit_codes.GUARD, 3, "stop")
-    assert event["message"] == found["error"] and len(event["documents"]) == 8
-
-
 SPIKES = ["--guard.spike_sigmas=6", "--guard.window=6", "--guard.max_skips=2"]
 SHORT = ["--checkpoint.interval=4", "--training.steps=12", *SPIKES]
 ROLLBACK = "--guard.policy=rollback"
@@ -163,15 +155,6 @@ def test_a_checkpoint_with_bad_weights_is_left_for_the_one_before(pool: Pools, t
 
 
 @pytest.mark.slow
-def test_the_only_checkpoint_is_gone_back_to_until_the_budget_is_used_up(pool: Pools, tmp_path: Path) -> None:
-    flags = ["--checkpoint.interval=4", "--training.steps=8", ROLLBACK, "--guard.max_skips=4"]
-    found = pool(2).run(_run, str(tmp_path), dict.fromkeys(range(5, 13), NAN), *flags)[0]
-    assert [e.get("back_to_step") for e in found["events"]] == [4, 4, 4, 4, None]
-    assert found["code"] == exit_codes.GUARD and "guard.max_skips = 4" in found["error"]
-    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["step-4"]
-
-
-@pytest.mark.slow
 def test_without_a_checkpoint_there_is_nothing_to_go_back_to(pool: Pools, tmp_path: Path) -> None:
     found = pool(2).run(_run, str(tmp_path), {2: NAN}, *SHORT, ROLLBACK)[0]
     assert found["code"] == exit_codes.GUARD and found["error"].startswith("step 2:")
@@ -204,17 +187,6 @@ def test_steps_left_out_too_late_are_told(pool: Pools, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_step_after_a_rollback_is_not_taken_for_the_one_after_the_checkpoint(pool: Pools, tmp_path: Path) -> None:
-    """The step after the checkpoint is bad, and done again with other text; then the run ends before it saves."""
-    flags = [*SHORT, ROLLBACK, "--guard.max_skips=1"]
-    found = pool(1).run(_run, str(tmp_path), {5: NAN, 7: NAN}, *flags)[0]
-    assert [(event["step"], event["action"]) for event in found["events"]] == [(5, "rollback"), (6, "stop")]
-    resumed = pool(1).run(_run, str(tmp_path), {}, *flags, "--training.steps=6")[0]
-    (verdict,) = [line for line in resumed["said"] if "verified" in line.lower()]
-    assert verdict.startswith("resume verified at step 4") and "no earlier attempt" in verdict
-
-
-@pytest.mark.slow
 def test_weights_that_make_every_step_bad_do_not_push_out_the_last_good_ones(pool: Pools, tmp_path: Path) -> None:
     """The steps after 4 are all skipped, whatever the text: what is saved then was never proven."""
     flags = ["--training.steps=9", "--guard.policy=skip", "--guard.max_skips=9", "--checkpoint.interval=2"]
@@ -222,17 +194,6 @@ def test_weights_that_make_every_step_bad_do_not_push_out_the_last_good_ones(poo
     found = pool(2).run(_run, str(tmp_path), poison, *flags, "--checkpoint.keep_latest_k=2")[0]
     assert [event["step"] for event in found["events"]] == [5, 6, 7, 8, 9]
     assert steps_in(tmp_path / "checkpoint") == [2, 4, 6, 8, 9], "2 is the newest of which later steps were good"
-
-
-@pytest.mark.slow
-def test_runs_in_epochs_end_sooner_for_text_that_is_skipped(pool: Pools, tmp_path: Path) -> None:
-    text = tmp_path / "text.jsonl"
-    records = (f'{{"text": "Verse {n}: the word was number {n * n}.", "timestamp": "", "url": ""}}' for n in range(60))
-    text.write_text("\n".join(records))
-    flags = ["--training.epochs=1", f"--training.dataset_path={text}", "--no-checkpoint.enable_checkpoint"]
-    whole = pool(1).run(_run, str(tmp_path / "whole"), {}, *flags)[0]
-    less = pool(1).run(_run, str(tmp_path / "less"), {}, *flags, "--data.skip_steps=2-3")[0]
-    assert whole["step"] - less["step"] == 2
 
 
 # Weights that are not finite: never saved, skipped over or gone on from
@@ -386,10 +347,3 @@ def test_an_older_version_s_checkpoint_of_such_weights_is_passed_over(pool: Pool
     assert passed.startswith(f"passed over: {why}") and f"`titanlite checkpoint rm {root}/step-4`" in passed
     assert any("resumed from step 2" in line for line in found["said"])
     assert _nonfinite_in(root / "step-4") == [], "the good one of that step has its place"
-
-
-def test_with_no_other_checkpoint_the_run_does_not_start(pool: Pools, tmp_path: Path) -> None:
-    pool(2).run(_spoil_weight, str(tmp_path), 2, "--training.steps=2", checked=False)
-    found = pool(2).run(_spoil_weight, str(tmp_path), 0)[0]
-    assert (found["code"], found["step"]) == (exit_codes.CHECKPOINT, 0)
-    assert "has no valid checkpoint" in found["error"] and "titanlite checkpoint rm" in found["error"]

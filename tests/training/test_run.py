@@ -250,18 +250,6 @@ def test_wrong_config_exits_2_before_torch_is_imported(tmp_path: Path) -> None:
     assert "Traceback" not in lost.stderr
 
 
-@pytest.mark.slow
-def test_a_model_that_cannot_be_compiled_is_an_error_of_one_screen(tmp_path: Path) -> None:
-    """With a compiler that is there, but fails."""
-    flags = ["--job.config_file=debug_model.toml", *TINY, f"--job.dump_folder={tmp_path}/run", "--training.compile"]
-    done = _python("train.py", *flags, CXX="/bin/false", TORCHINDUCTOR_CACHE_DIR=f"{tmp_path}/cache")
-    assert done.returncode == exit_codes.CONFIG, done.stderr
-    assert "failed to compile layers.0: " in done.stderr and "training.compile = false" in done.stderr
-    assert "Traceback" not in done.stderr and len(done.stderr.splitlines()) < 30
-    end = json.loads((tmp_path / "run" / "attempts.jsonl").read_text().splitlines()[-1])
-    assert end["exit_code"] == exit_codes.CONFIG and end["step"] == 0
-
-
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
 
 
@@ -354,46 +342,12 @@ def test_the_shipped_default_learns(tmp_path: Path) -> None:
     assert losses[1][0] - sum(last) / len(last) > 1.0
 
 
-@pytest.mark.soak
-def test_errors_reach_the_console_however_slow_the_rank_that_prints(tmp_path: Path) -> None:
-    """torchrun ends all workers when the first one leaves: the silent ones must give rank 0 time to say why."""
-    slow = tmp_path / "slow_rank_0.py"
-    slow.write_text(
-        "import os, sys, time\n"
-        "import titanlite.main as main, titanlite.build as build\n"
-        "if os.environ['RANK'] == '0':\n"
-        "    load = build.read_datasets\n"
-        "    build.read_datasets = lambda plans: (time.sleep(1.0), load(plans))[1]\n"
-        "os._exit(main.run(sys.argv[1:]))\n"
-    )
-    broken = tmp_path / "broken.jsonl"
-    broken.write_text('{"text": 5}\n')
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(slow)]
-    flags = ["--job.config_file=debug_model.toml", f"--training.dataset_path={broken}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*launch, *flags], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    (said,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert f"{broken}" in said and "line 1" in said
-    assert "[rank 1]" not in said, "rank 0 was not given its time"
-
-
 def test_a_folder_that_cannot_be_written_ends_the_run_early(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     flags = ["--job.config_file=debug_model.toml", f"--job.dump_folder={tmp_path}/file/outputs"]
     codes, said = train(flags, 1, tmp_path / "console")
     assert codes == [exit_codes.CONFIG]
     assert "job.dump_folder: cannot write to" in said and "Traceback" not in said
-
-
-def test_a_run_says_which_config_it_is(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("not a folder")
-    nowhere = f"--job.dump_folder={tmp_path}/file/outputs"  # so the run ends before it trains
-    _, said = train([nowhere], 1, tmp_path / "defaults")
-    defaults = f"(llama3 debugmodel, 10,000 steps, folder {tmp_path}/file/outputs)"
-    assert f"no --job.config_file is given: this run has the defaults and your flags {defaults}" in said
-    _, said = train([nowhere, "--job.config_file=debug_model.toml"], 1, tmp_path / "file's")
-    assert "config: train_configs/debug_model.toml" in said and "is given" not in said
 
 
 @pytest.mark.slow

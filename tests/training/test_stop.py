@@ -139,37 +139,6 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step_and_nothing_is_lost(
     assert (end["state"], end["exit_code"], end["step"], end["saved_step"]) == ("done", 0, 8, 8)
 
 
-@pytest.mark.parametrize(("ranks", "last"), [(1, 3), (2, 4)])
-def test_what_is_printed_says_after_which_step_a_run_stops(pool: Pools, tmp_path: Path, ranks: int, last: int) -> None:
-    """A signal in the backward pass comes too late for the token counts, with which other ranks learn of it."""
-    found = pool(ranks).run(_run, str(tmp_path), "backward", 3, 0, signal.SIGTERM, EIGHT)
-    assert [(ended["step"], ended["code"]) for ended in found] == [(last, exit_codes.PREEMPTED)] * ranks
-    when = {1: "stopping as soon as this step is done", 2: "all ranks stop after this step or the next"}[ranks]
-    assert found[0]["printed"] == [f"SIGTERM: {when}, then a checkpoint is written"]
-
-
-def _validated_batches(world: DistEnv, folder: str, *flags: str) -> tuple[int, list[str]]:
-    """Batches that were validated when a signal comes in the tenth, and what was logged."""
-    trainer = _trainer(world, folder, *TINY, *flags)
-    batches = 0
-
-    def count(model: torch.nn.Module, _: Any) -> None:
-        nonlocal batches
-        batches += not model.training
-        if batches == 10 and world.rank == 1 and not model.training:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    trainer.parts.model.register_forward_pre_hook(count)
-    said = _outcome(trainer, folder)["said"]
-    return batches, said
-
-
-def test_a_validation_is_broken_off_within_two_batches(pool: Pools, tmp_path: Path) -> None:
-    (here, said), (there, also) = pool(2).run(_validated_batches, str(tmp_path), EIGHT, "--validation.steps=40")
-    assert here == there <= 12
-    assert all(any("validation at 4 was broken off" in line for line in lines) for lines in (said, also))
-
-
 def test_without_checkpoints_it_is_said_at_once_that_nothing_is_saved(pool: Pools, tmp_path: Path) -> None:
     flags = [EIGHT, "--no-checkpoint.enable_checkpoint"]
     first, second = pool(2).run(_run, str(tmp_path), "backward", 3, 0, signal.SIGTERM, *flags)
@@ -261,14 +230,6 @@ def test_a_second_ctrl_c_ends_but_not_its_echo() -> None:
         time.sleep(1.2)
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(5)
-
-
-def test_sigterm_again_and_again_is_one_request() -> None:
-    with StopSignal() as stop:
-        for _ in range(3):
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.5)
-        assert stop.reason == "SIGTERM"
 
 
 def test_in_another_thread_nothing_is_installed_and_a_request_counts() -> None:
@@ -372,42 +333,6 @@ def test_the_exit_code_after_a_signal_to_torchrun(told: str | None, code: int) -
     assert code_after_signal(told) == code
 
 
-@pytest.mark.slow
-def test_torchrun_asked_to_stop_when_its_workers_are_done(tmp_path: Path) -> None:
-    script = tmp_path / "worker.py"
-    script.write_text(
-        "import os, signal, time\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "open(os.environ['TITANLITE_EXIT_CODES'], 'a').write('0 0\\n')\n"
-        "os.kill(os.getppid(), signal.SIGTERM)\n"
-        "time.sleep(1)\n"
-    )
-    done = _python("-m", "titanlite.torchrun", "--nproc_per_node=1", str(script))
-    assert done.returncode == exit_codes.DONE, done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.slow
-def test_a_signal_when_the_run_is_done_does_not_change_its_code(tmp_path: Path) -> None:
-    script = tmp_path / "late.py"
-    script.write_text(
-        "import os, signal, time\n"
-        "from titanlite import main\n"
-        "leave = main.exit_now\n"
-        "def late(*rest):\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n"
-        "    time.sleep(0.5)\n"
-        "    leave(*rest)\n"
-        "main.exit_now = late\n"
-        "main.main()\n"
-    )
-    flags = [*TINY, "--training.steps=1", "--no-validation.enable", f"--job.dump_folder={tmp_path}/run"]
-    done = _python(str(script), "--job.config_file=debug_model.toml", *flags)
-    assert done.returncode == exit_codes.DONE, done.stderr
-    end = read_entries(tmp_path / "run")[-1]
-    assert (end["state"], end["exit_code"], end["saved_step"]) == ("done", exit_codes.DONE, 1)
-
-
 class Launch:
     """train.py by torchrun (or alone), what it prints, and its workers' exit codes."""
 
@@ -475,39 +400,6 @@ def test_a_signal_to_torchrun_saves_and_the_restart_is_the_same_run(tmp_path: Pa
     assert _losses(tmp_path / "run") == _losses(tmp_path / "whole")
     states = [(e["event"], e.get("state"), e.get("exit_code")) for e in read_entries(tmp_path / "run")]
     assert states == [("start", None, None), ("end", "preempted", 5), ("start", None, None), ("end", "done", 0)]
-
-
-@pytest.mark.soak
-def test_sigusr1_to_one_worker_and_torchrun_restarts_by_itself(tmp_path: Path) -> None:
-    launch = Launch(tmp_path / "run", *LONG, launcher=("--max-restarts=1",))
-    launch.until("step:  5")
-    os.kill(launch.worker(1), signal.SIGUSR1)
-    line = launch.until("stopped after step")
-    step = int(re.findall(r"step (\d+) by SIGUSR1 on rank 1: the checkpoint", line)[0])
-    launch.until(f"resumed from step {step}")
-    launch.until(f"step: {step + 3}".replace(": ", ":  " if step + 3 < 10 else ": "))
-    launch.process.send_signal(signal.SIGTERM)
-    text = launch.end()
-    codes = launch.codes.read_text().splitlines()
-    assert sorted(codes) == ["0 5", "0 5", "1 5", "1 5"], text
-    assert [e.get("torchrun_restarts") for e in read_entries(tmp_path / "run")] == [None, None, 1, None]
-
-
-@pytest.mark.soak
-def test_a_killed_rank_is_a_lost_peer_to_the_other_and_the_next_start_says_what_was_lost(tmp_path: Path) -> None:
-    launch = Launch(tmp_path / "run", *LONG, "--checkpoint.interval=5")
-    launch.until("step:  8")
-    os.kill(launch.worker(1), signal.SIGKILL)
-    text = launch.end()
-    assert launch.worker_codes() in ([exit_codes.LOST_PEER], []), text
-    end = read_entries(tmp_path / "run")[-1]
-    if end["event"] == "end":  # torchrun leaves a worker 30 s
-        assert (end["state"], end["exit_code"]) == ("failed", exit_codes.LOST_PEER)
-        assert end["saved_step"] == end["step"] // 5 * 5
-        assert end["lost_steps"] == end["step"] - end["saved_step"]
-        assert end["lost_tokens"] == 64 * end["lost_steps"]
-    # torchrun prints a traceback of its own; the worker's would name this file.
-    assert "a collective failed" in text and "titanlite/trainer.py" not in text
 
 
 @pytest.mark.slow

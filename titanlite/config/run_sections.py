@@ -184,9 +184,8 @@ class Stall(Section, frozen=True):
 
     deadline_seconds: NonNegative | None = None
     """Report where every rank is after so long without progress; less than comm.train_timeout_seconds. None: 0.6 of
-    that; 0: only when a rank has ended. With slow steps it is three times the longest so far, on several ranks at most
-    0.8 of comm.train_timeout_seconds. Start, compilation, saves and validation have 0.6 of comm.init_timeout_seconds,
-    or this if it is more."""
+    that; 0: only when a rank has ended. Where phases of a step are slow it is three times the longest so far. Start,
+    compilation, saves and validation have 0.6 of comm.init_timeout_seconds, or this if it is more."""
     heartbeat_seconds: Positive = 2.0
     """How often a rank reports its position, the last sign of one that dies; at least twice in the deadline."""
 

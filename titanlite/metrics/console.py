@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import sys
-import textwrap
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, TextIO
@@ -34,10 +33,6 @@ FIELD_COLORS = {
     "left": "90",
 }
 _LEVEL_COLORS = {logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "31"}
-#: Characters of a time stamp and the space after it.
-_STAMP = 20
-#: The name of a line of the startup report, and the spaces up to its text.
-_NAME = re.compile(r" {0,2}\S{1,20}( \S{1,20}){0,3} {2,}")
 _FIELD = re.compile(rf"(?<!\S)({'|'.join(FIELD_COLORS)}): +\S+")
 
 
@@ -99,9 +94,8 @@ def fsdp_line(f: StepFigures, now: datetime) -> str:
 class ConsoleHandler(_StreamHandler):
     """Writes the log lines of one rank. `color` says whether escape codes may go to the stream.
 
-    A record with `wrap` (`extra={"wrap": True}`) is broken between words at a terminal's width.
-    While there is a `view`, lines go through it, and a record with `figures` (`extra={"figures": StepFigures(...)}`) is
-    shown in its table first.
+    A step line has `figures` (`extra={"figures": StepFigures(...)}`), and its fields have colours. While there is a
+    `view`, lines go through it, and steps are shown in its table first.
     """
 
     def __init__(self, rank: int, color: bool | None, stream: TextIO | None) -> None:
@@ -125,7 +119,7 @@ class ConsoleHandler(_StreamHandler):
         try:
             text, figures = self.format(record), getattr(record, "figures", None)
             if figures is None:
-                self.view.print(f"{text}\n")
+                self.view.print(text)
             else:
                 self.view.add(figures, text)
         except Exception:
@@ -133,38 +127,18 @@ class ConsoleHandler(_StreamHandler):
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
-        if not hasattr(record, "figures"):  # a step line holds only numbers, and our own colours
+        if not hasattr(record, "figures"):
             text = escape(text)
+        elif self.color:
+            text = _FIELD.sub(lambda match: f"\033[{FIELD_COLORS[match[1]]}m{match[0]}{_RESET}", text)
         if record.levelno >= logging.WARNING:
             text = f"{record.levelname}: {text}"
         if self.rank:
             text = f"[rank {self.rank}] {text}"
-        if getattr(record, "wrap", False) and self.target().isatty():
-            text = _wrapped(text, _columns(self.target()))
         if self.color and record.levelno in _LEVEL_COLORS:
             text = f"\033[{_LEVEL_COLORS[record.levelno]}m{text}{_RESET}"
         stamp = logging.Formatter().formatTime(record, "%Y-%m-%d %H:%M:%S")
         return f"{stamp} {text}"
-
-
-def _wrapped(text: str, columns: int) -> str:
-    """Break `name  text` between words into lines of at most `columns`; later lines begin below `text`."""
-    name = _NAME.match(text)
-    return textwrap.fill(
-        text,
-        max(columns - _STAMP, 40),
-        subsequent_indent=" " * (name.end() if name else 2),
-        break_long_words=False,
-        break_on_hyphens=False,
-    ).replace("\n", "\n" + " " * _STAMP)
-
-
-def _columns(stream: TextIO) -> int:
-    """Return the columns of the terminal; 80 if it does not know."""
-    try:
-        return os.get_terminal_size(stream.fileno()).columns or 80
-    except (AttributeError, OSError, ValueError):
-        return 80
 
 
 def is_dumb() -> bool:
@@ -194,13 +168,6 @@ def setup_console(rank: int, color: bool | None = None, stream: TextIO | None = 
     logger.setLevel(logging.INFO)
     # Libraries that call logging.basicConfig would otherwise print every line a second time.
     logger.propagate = False
-
-
-def colorize(line: str) -> str:
-    """Return the step line with each field in the colour of its key, where `setup_console` chose colours."""
-    if not any(handler.color for handler in _handlers()):
-        return line
-    return _FIELD.sub(lambda match: f"\033[{FIELD_COLORS[match[1]]}m{match[0]}{_RESET}", line)
 
 
 def console_handler() -> ConsoleHandler | None:

@@ -6,7 +6,6 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from titanlite.utils import Table, render
@@ -18,7 +17,7 @@ _SHOWN_FRAMES, _NAMED = 2, 8
 
 @dataclass(frozen=True)
 class RankState:
-    """One rank: where it is, or where it was in its last heartbeat."""
+    """Where one rank was in its last heartbeat."""
 
     rank: int
     host: str = "?"
@@ -35,10 +34,8 @@ class RankState:
     #: "": it runs. "raised": with `text`; "lost": a collective failed there; "left": it ended in order.
     end: Literal["", "raised", "lost", "left"] = ""
     text: str = ""
-    #: Seconds since its last heartbeat, of a rank that was asked and did not answer.
-    silent: float | None = None
-    #: State of that rank's process, where this host can see it: "gone", or a letter as in `ps`.
-    process: str = ""
+    #: Sends no heartbeat any more.
+    silent: bool = False
 
     def dump(self) -> str:
         return json.dumps(asdict(self))
@@ -60,15 +57,11 @@ class RankState:
     def spot(self) -> str:
         return f", at {self.stack[0]}" if self.stack else ""
 
-    @property
-    def heard(self) -> str:
-        return f"last heard of {_seconds(self.silent or 0)} ago" if self.pid else "never heard of"
-
     def at(self) -> str:
         """Return the last column of the table."""
         if self.end:
             return {"raised": self.text.partition("\n")[0], "lost": "lost its peers", "left": "has left"}[self.end]
-        return " < ".join(self.stack[:_SHOWN_FRAMES]) if self.silent is None else f"no answer, {self.heard}"
+        return "no answer" if self.silent else " < ".join(self.stack[:_SHOWN_FRAMES])
 
 
 def table(states: Sequence[RankState], culprits: Sequence[RankState] = ()) -> str:
@@ -90,11 +83,15 @@ def verdict(states: Sequence[RankState]) -> tuple[list[RankState], str]:
     same place it is the one that is not in a collective.
     """
     if raised := [s for s in states if s.end == "raised"]:
-        more = f" (and {len(raised) - 1} more)" if len(raised) > 1 else ""
         first = raised[0]
-        return raised, f"{first.name}{more} raised in {first.where}{first.spot}: {first.text}"
-    if mute := [s for s in states if not s.end and s.silent is not None]:
-        return mute, _describe_mute(mute)
+        return raised, f"{first.name} raised in {first.where}{first.spot}: {first.text}"
+    if mute := [s for s in states if not s.end and s.silent]:
+        first = mute[0]
+        who = f"{first.name} does" if len(mute) == 1 else f"{_names(mute)} do"
+        return mute, (
+            f"{who} not answer, last seen in {first.where}: killed (dmesg tells if the memory was short), stopped "
+            "(kill -CONT), or cut off from the others"
+        )
     left = [s for s in states if s.end == "left"]
     if 0 < len(left) < len(states):
         verb = "has" if len(left) == 1 else "have"
@@ -102,7 +99,7 @@ def verdict(states: Sequence[RankState]) -> tuple[list[RankState], str]:
         return left, f"{_names(left)} {verb} left the loop, in {where}, and the others wait for collectives with it"
     if culprits := list(states) if len(states) == 1 else _behind([s for s in states if not s.end], len(states)):
         slow = max(culprits, key=lambda s: s.seconds)
-        been = f"been in {slow.where} for {'up to ' * (len(culprits) > 1)}{_seconds(slow.seconds)}{slow.spot}"
+        been = f"been in {slow.where} for {'up to ' * (len(culprits) > 1)}{slow.seconds:.1f} s{slow.spot}"
         if len(culprits) > 1:
             return culprits, f"{_names(culprits)} have {been}: the other {len(states) - len(culprits)} wait for them"
         return culprits, f"{slow.name} has {been}" + ": the others wait for it" * (len(states) > 1)
@@ -111,18 +108,6 @@ def verdict(states: Sequence[RankState]) -> tuple[list[RankState], str]:
         f"every rank is {f'in {places.pop()}' if len(places) == 1 else 'in collectives'} and none holds the others up: "
         "they wait for a device, or for each other in different collectives"
     )
-
-
-def process_state(pid: int) -> str:
-    """Return the state of a process of this machine: "gone", its letter as in `ps`, or "" where there is no /proc."""
-    if not Path("/proc/self/stat").exists():
-        return ""
-    try:
-        # The name before the state stands in brackets and may itself hold some.
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return "gone"
-    return "gone" if state in "ZX" else state
 
 
 def _behind(running: Sequence[RankState], size: int) -> list[RankState]:
@@ -135,27 +120,6 @@ def _behind(running: Sequence[RankState], size: int) -> list[RankState]:
     return free if len(free) < size else []  # all at one place, and none in a collective: no rank stands out
 
 
-def _describe_mute(mute: Sequence[RankState]) -> str:
-    first = mute[0]
-    if len(mute) > 1:
-        hosts = ", ".join(sorted({s.host for s in mute})[:_NAMED])
-        return f"{_names(mute)} on {hosts} do not answer: they have ended, are frozen, or are cut off"
-    why = {
-        "": "does not answer: it has ended, is frozen, or is cut off from the others",
-        "gone": "has ended without a word: something killed it. If it was the kernel, short of memory, its log says "
-        "so (dmesg)",
-        "T": f"is stopped, by SIGSTOP or a debugger: kill -CONT {first.pid} lets it go on",
-        "D": "is stuck in the kernel, in most cases in a disk or a network file system",
-    }.get(first.process.upper() if first.process == "t" else first.process)
-    why = why or "runs but does not answer: it is in a call that keeps Python's lock"
-    return f"{first.name} {why}. It was {first.heard}" + (f" in {first.where}" if first.pid else "")
-
-
 def _names(states: Sequence[RankState]) -> str:
-    ranks = [str(s.rank) for s in states]
-    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks[:_NAMED])}{more}"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    more = f" and {len(states) - _NAMED} more" if len(states) > _NAMED else ""
+    return f"rank{'s' * (len(states) > 1)} {', '.join(str(s.rank) for s in states[:_NAMED])}{more}"

@@ -5,7 +5,6 @@ This costs one more step after the bad one, and nothing before it.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,13 +20,13 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from titanlite.loss import LossFunction, count_valid, cross_entropy_sum
-from titanlite.optim.gradients import local_gradients, total_norm
+from titanlite.optim.gradients import local_gradients
 from titanlite.step import PlainRunner
 
 if TYPE_CHECKING:
     from titanlite.data.loader import Batch
 
-Stage = Literal["weights", "forward", "loss", "backward", "reduction", "norm", "nowhere"]
+Stage = Literal["weights", "forward", "loss", "backward", "reduction", "nowhere"]
 
 #: Parameters that a message names.
 _NAMED = 5
@@ -39,7 +38,7 @@ class Finding:
 
     #: weights: they were not finite before the step. forward, backward: a module computed it. loss: all activations are
     #: finite, the loss is not. reduction: gradients became so when they were summed over micro-batches and ranks.
-    #: norm: all gradients are finite, the sum of their squares is not. nowhere: the second time all was finite.
+    #: nowhere: the second time all was finite, but perhaps the sum of the gradients' squares.
     stage: Stage
     #: Name of the module; "" is the model itself. None where no single module is to blame.
     module: str | None = None
@@ -47,11 +46,9 @@ class Finding:
     ranks: tuple[int, ...] = ()
     #: Number of the micro-batch, from 0; None where all of them are involved.
     micro_batch: int | None = None
-    #: "output": a result of the module. "inside": a value that it passes to one of its own modules, `before`.
+    #: "output": a result of the module. "inside": a value that it passes to one of its own modules.
     kind: Literal["output", "inside"] = "output"
-    before: str | None = None
-    #: The parameters that are not finite (weights), or whose gradients are not (reduction), or the one with the largest
-    #: gradient (norm), by name.
+    #: The parameters that are not finite (weights), or whose gradients are not (reduction), by name.
     parameters: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -61,21 +58,18 @@ class Finding:
         named = ", ".join(self.parameters[:_NAMED])
         if len(self.parameters) > _NAMED:
             named += f" and {len(self.parameters) - _NAMED} more"
-        module, inside = self.module or "the model", f"hands to {self.before or 'the model'}"
+        module = self.module or "the model"
+        forward, backward = f"the output of {module}", f"the gradient with respect to the input of {module}"
         if self.kind == "inside":
-            forward, backward = f"what {module} {inside}", f"the gradient that {module} {inside}"
-        else:
-            forward, backward = f"the output of {module}", f"the gradient with respect to the input of {module}"
+            forward, backward = (f"a {kind} inside of {module}, between its modules" for kind in ("value", "gradient"))
         return {
             "weights": f"not finite before the step: the weights {named} ({where})",
             "forward": f"first not finite: {forward}, in the forward pass ({where})",
             "loss": f"first not finite: the loss itself; every module's output is finite ({where})",
             "backward": f"first not finite: {backward} ({where})",
             "reduction": f"first not finite: the gradients of {named}, when they were summed ({where})",
-            "norm": "every gradient is finite, but the sum of their squares overflows; "
-            f"the largest is that of {named} ({where})",
-            "nowhere": "run a second time, the step is finite everywhere: it is not reproducible, as with a fault of "
-            "the hardware",
+            "nowhere": "run a second time, every activation and gradient is finite: the sum of the gradients' squares "
+            "overflows, or the step is not reproducible, as with a fault of the hardware",
         }[self.stage]
 
 
@@ -115,22 +109,14 @@ def _first(model: nn.Module, recorder: _Recorder, loss_is_finite: bool) -> Findi
         if events := {rank: found[stage] for rank, found in enumerate(shared) if stage in found}:
             first = min(events.values(), key=lambda event: event.order)
             ranks = tuple(rank for rank, event in events.items() if event.order == first.order)
-            return Finding(stage, first.module, ranks, first.order[0], first.kind, first.before)
+            return Finding(stage, first.module, ranks, first.order[0], first.kind)
         if stage == "forward":
             losses: list[bool] = _gather(loss_is_finite)
             if not all(losses):
                 return Finding("loss", None, tuple(rank for rank, finite in enumerate(losses) if not finite))
     gradients = {name: local_gradients([p]) for name, p in model.named_parameters()}
-    if found := _parameter_finding("reduction", [name for name, g in gradients.items() if not all(map(_finite, g))]):
-        return found
-    peaks = ((max((t.abs().max().item() for t in g if t.numel()), default=0.0), name) for name, g in gradients.items())
-    square = sum(total_norm(g).square().item() for g in gradients.values())
-    others: list[tuple[tuple[float, str], float]] = _gather((max(peaks, default=(0.0, "")), square))
-    # In float32, as the step itself adds them up.
-    if not math.isfinite(torch.tensor(sum(square for _, square in others), dtype=torch.float32).item()):
-        rank = max(range(len(others)), key=lambda r: others[r][0])
-        return Finding("norm", None, (rank,), parameters=(others[rank][0][1],))
-    return Finding("nowhere")
+    bad = [name for name, parts in gradients.items() if not all(map(_finite, parts))]
+    return _parameter_finding("reduction", bad) or Finding("nowhere")
 
 
 def _parameter_finding(stage: Stage, mine: Sequence[str]) -> Finding | None:
@@ -160,7 +146,6 @@ class _Event:
     order: tuple[int, int]
     module: str
     kind: Literal["output", "inside"]
-    before: str | None
 
 
 @dataclass
@@ -174,15 +159,14 @@ class _TensorTrace:
         """Return the event that this tensor (backward: its gradient) was the first that is not finite."""
         if stage == "forward":
             if self.producers:
-                return _Event(order, self.producers[0], "output", None)
-            consumer = self.consumers[0]
-            return _Event(order, _parent(consumer), "inside", consumer)
+                return _Event(order, self.producers[0], "output")
+            return _Event(order, _parent(self.consumers[0]), "inside")
         if self.consumers:
             # Modules inside others receive it too, and made the gradient; several side by side add theirs up.
             inner = [name for name in self.consumers if not any(_contains(name, other) for other in self.consumers)]
-            return _Event(order, ", ".join(dict.fromkeys(inner)), "output", None)
+            return _Event(order, ", ".join(dict.fromkeys(inner)), "output")
         producer = self.producers[-1]
-        return _Event(order, _parent(producer) if producer else "the loss", "inside", producer)
+        return _Event(order, _parent(producer) if producer else "the loss", "inside")
 
 
 class _Recorder:

@@ -15,28 +15,28 @@ import torch.distributed as dist
 from titanlite.callbacks import SLOW_PHASES, Callback, RunEnd
 from titanlite.config.run_sections import Job, Metrics
 from titanlite.config.toml import loads
-from titanlite.metrics.console import StepFigures, colorize, fsdp_line, titan_line
+from titanlite.metrics.console import StepFigures, fsdp_line, titan_line
 from titanlite.metrics.jsonl import FILE, MetricsLog
-from titanlite.metrics.live import LiveView, start_view
 from titanlite.metrics.stragglers import RankComparison, StragglerDetector
 from titanlite.metrics.tensorboard import TensorBoard, tags
 from titanlite.metrics.throughput import MemoryReading, Rates, Throughput, read_memory, reset_peak
 from titanlite.metrics.wandb import WandbWriter
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.runs.provenance import config_text
 from titanlite.step import StepResult
 from titanlite.utils import human_time, logger
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.paths import AnyPath
+    from titanlite.metrics.live import LiveView
     from titanlite.trainer import Trainer
 
 
 class MetricsLogger(Callback):
     """Turns steps into figures. Between two logs it only keeps time: it reads no device and communicates nothing.
 
-    toml: the resolved config. tokens_per_step, sequences_per_step: over all ranks. flops_per_token: forward and
-    backward. peak_flops: of one device, None if unknown. gc_seconds: seconds of garbage collection since its last call.
+    toml: the resolved config, without secrets. tokens_per_step, sequences_per_step: over all ranks. flops_per_token:
+    forward and backward. peak_flops: of one device, None if unknown. gc_seconds: seconds of garbage collection since
+    its last call.
     """
 
     def __init__(
@@ -57,17 +57,12 @@ class MetricsLogger(Callback):
         self._flops, self._peak, self._gc_seconds = flops_per_token, peak_flops, gc_seconds
         self._meter = self._new_meter(0)
         self._ranks = StragglerDetector(world.device)
-        #: The phase that times are counted for ("data", "pause" or ""), and what counts them.
-        self._timed = ""
-        self._timing = contextlib.ExitStack()
         self._jsonl: MetricsLog | None = None
         self._tensorboard: TensorBoard | None = None
         self._tracker: WandbWriter | None = None
         self._view: LiveView | None = None
         self._logs = 0
         self._first_step = 1
-        #: An attempt that was lost has recorded the validation that a resumed run still owes.
-        self._validated = False
 
     def on_start(self, trainer: Trainer) -> None:
         """Continue (or begin) the records."""
@@ -79,14 +74,14 @@ class MetricsLogger(Callback):
                 _keep_earlier(folder / FILE)
             self._jsonl = MetricsLog(folder / FILE)
             self._jsonl.truncate_after(step)
-            self._validated = self._jsonl.has(step, "validation_loss")
             if self._metrics.enable_wandb:
-                config = loads(config_text(self._toml))
+                config = loads(self._toml)
                 self._tracker = WandbWriter(folder, config, self._job.description, step + 1)
         self._open_tensorboard(step)
         if self._metrics.enable_progress and self._metrics.log_style == "titan":
+            from titanlite.metrics.live import start_view
+
             self._view = start_view(step, trainer.steps)
-        self._ranks = StragglerDetector(self._world.device, trainer.parts.model)
         self._begin(trainer)
 
     def on_rollback(self, trainer: Trainer) -> None:
@@ -101,15 +96,7 @@ class MetricsLogger(Callback):
 
     def on_phase(self, trainer: Trainer, phase: str) -> None:
         """Count waiting for data as such, and slow phases (validation, saving) not as training."""
-        timed = "data" if phase == "data" else "pause" if phase in SLOW_PHASES else ""
-        if timed == self._timed:
-            return
-        self._timed = timed
-        self._timing.close()
-        if timed == "data":
-            self._timing.enter_context(self._meter.data_wait())
-        elif timed == "pause":
-            self._timing.enter_context(self._meter.pause())
+        self._meter.enter("data" if phase == "data" else "pause" if phase in SLOW_PHASES else "work")
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         """Read and show the figures of a step that is logged."""
@@ -124,8 +111,7 @@ class MetricsLogger(Callback):
     def on_validation_end(self, trainer: Trainer, loss: float, tokens: int, seconds: float) -> None:
         step = trainer.step
         logger.info(f"validation at {step}: loss {loss:.4f} over {tokens:,} tokens in {human_time(seconds)}")
-        if not (self._validated and step < self._first_step):
-            self.write(step, {"validation_loss": loss, "validation_tokens": tokens, "validation_seconds": seconds})
+        self.write(step, {"validation_loss": loss, "validation_tokens": tokens, "validation_seconds": seconds})
 
     def on_save(self, trainer: Trainer, step: int, folder: AnyPath, seconds: float) -> None:
         logger.info(f"checkpoint of step {step} written to {folder} in {human_time(seconds)}")
@@ -134,14 +120,13 @@ class MetricsLogger(Callback):
         """Close all records. Of a run that failed, within two seconds: other ranks leave after three."""
         failed = end.state not in ("done", "preempted")
         if self._view:
-            self._view.close(0.3 if failed else 2.0)
+            self._view.close()
         if self._jsonl:
             self._jsonl.close()
         if self._tensorboard:
             self._tensorboard.close(failed=failed)
         if self._tracker:
             self._tracker.close(failed=failed)
-        self._ranks.close()
 
     def run_ids(self) -> dict[str, str]:
         """Return where the run is recorded: service → id of the run there. Rank 0 knows."""
@@ -156,8 +141,6 @@ class MetricsLogger(Callback):
                 board.write(step, tags(row))
 
     def _begin(self, trainer: Trainer) -> None:
-        self._timing.close()
-        self._timed = ""
         reset_peak(self._world.device)
         self._meter = self._new_meter(trainer.steps)
         self._request_layer_norms(trainer)
@@ -219,7 +202,7 @@ class MetricsLogger(Callback):
         One all-reduce and one reading of the device. Every rank has a place of its own, where the others have zero.
         """
         times = torch.zeros(2, self._world.size)
-        times[:, self._world.rank] = torch.tensor(self._ranks.read(self._meter))
+        times[:, self._world.rank] = torch.tensor(self._meter.own_seconds())
         shared = torch.cat([result.local_loss.detach().float().view(1), times.flatten().to(self._world.device)])
         dist.all_reduce(shared, op=dist.ReduceOp.MAX)
         numbers: list[float] = torch.cat([shared, torch.stack(list(mine)).float()]).tolist()
@@ -231,7 +214,7 @@ class MetricsLogger(Callback):
                 with contextlib.suppress(OSError):  # a terminal that was closed
                     print(fsdp_line(figures, datetime.now()), flush=True)  # its readers expect the bare line
         else:
-            logger.info(colorize(titan_line(figures)), extra={"figures": figures})
+            logger.info(titan_line(figures), extra={"figures": figures})
 
     def _row(
         self,

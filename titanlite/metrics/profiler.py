@@ -24,7 +24,7 @@ _ENTRIES = 100_000
 
 
 class Profiler(Callback):
-    """Records what section `[profiling]` asks for, between `start` and `stop`.
+    """Records what section `[profiling]` asks for.
 
     Time: torch.profiler traces in `iteration_N/rankR_trace.json`, N the last step recorded, for Perfetto or
     chrome://tracing. Memory: CUDA's allocations in `iteration_N/rankR_memory_snapshot.pickle`, for
@@ -54,37 +54,26 @@ class Profiler(Callback):
             )
 
     def on_start(self, trainer: Trainer) -> None:
-        self.start()
-
-    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
-        trainer.phase("profile")  # writing a trace takes a while
-        self.step(trainer.step)
-
-    def on_end(self, trainer: Trainer, end: RunEnd) -> None:
-        self.stop(end.error)
-
-    def start(self) -> None:
-        """Begin the first cycle."""
         self._started = True
         if self._snapshots:
             torch.cuda.memory._record_memory_history(max_entries=_ENTRIES)
         if self._profiler:
             self._profiler.start()
 
-    def step(self, step: int) -> None:
-        """Call after every step."""
-        self._step = step
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        trainer.phase("profile")  # writing a trace takes a while
+        self._step = trainer.step
         if self._profiler:
             self._profiler.step()
-        if self._snapshots and step % self._config.profile_freq == 0:
+        if self._snapshots and self._step % self._config.profile_freq == 0:
             self._write_snapshot("")
 
-    def stop(self, error: BaseException | None = None) -> None:
+    def on_end(self, trainer: Trainer, end: RunEnd) -> None:
         """Record no more. A cycle that was cut short leaves no trace: steps would be missing."""
         if not self._started:
             return
         if self._snapshots:
-            if isinstance(error, torch.OutOfMemoryError):
+            if isinstance(end.error, torch.OutOfMemoryError):
                 self._write_snapshot("_out_of_memory")
             torch.cuda.memory._record_memory_history(enabled=None)
         if self._profiler:

@@ -1,4 +1,4 @@
-"""How fast a run is, and what it needs: rates since the last log, peak FLOPS, memory, garbage collection.
+"""How fast a run is, and what it needs: rates since the last log, peak FLOPS, memory.
 
 Times are the host's. On a GPU the host only issues a step, so single step times say little. A log reads values from
 the device and so waits for it: the window between two logs is right on every device. That is why rates are means over
@@ -7,22 +7,21 @@ a window, and why each step enters the estimate of the time left with its window
 
 from __future__ import annotations
 
-import gc
 import os
 import platform
 import re
-import resource
-import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Literal
 
 import torch
 
+Kind = Literal["work", "data", "pause"]
+
+_KINDS: tuple[Kind, ...] = ("work", "data", "pause")
 _RECENT_STEPS = 50
 _GIB = 1024**3
 
@@ -82,7 +81,8 @@ class Throughput:
         self._flops_per_token, self._peak, self._total_steps = flops_per_token, peak_flops, total_steps
         self._clock = clock
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
-        self._open_pauses = 0
+        self._kind: Kind = "work"
+        self._since = self._cpu_since = 0.0
         self.start()
 
     def start(self) -> None:
@@ -97,40 +97,24 @@ class Throughput:
         if self._in_first_window and self._steps == 1:
             self._first_seconds = self._elapsed()
 
-    @contextmanager
-    def data_wait(self) -> Iterator[None]:
-        """Count the time inside as waiting for data; it is part of the step."""
-        began, worked = self._clock(), time.thread_time()
-        try:
-            yield
-        finally:
-            if not self._open_pauses:
-                self._waited += self._clock() - began
-                self._cpu_excluded += time.thread_time() - worked
+    def enter(self, kind: Kind) -> None:
+        """Say what begins: work of a step; waiting for data, a part of the step; a pause (validation, saving), which is
+        none.
 
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Leave the time inside (validation, saving) out of the step. May be nested.
-
-        On a GPU begin it after a reading: otherwise the pause contains the steps that the device still works on.
+        On a GPU begin a pause after a reading: otherwise it contains the steps that the device still works on.
         """
-        began, worked = self._clock(), time.thread_time()
-        self._open_pauses += 1
-        try:
-            yield
-        finally:
-            self._open_pauses -= 1
-            if not self._open_pauses:
-                self._paused += self._clock() - began
-                self._cpu_excluded += time.thread_time() - worked
+        now, cpu = self._clock(), time.thread_time()
+        self._seconds[self._kind] += now - self._since
+        self._cpu[self._kind] += cpu - self._cpu_since
+        self._kind, self._since, self._cpu_since = kind, now, cpu
 
     def own_seconds(self) -> tuple[float, float]:
         """Return this rank's CPU time in steps, and its waiting for data, in seconds per step of the window so far.
 
         Of the calling thread, which is to be the one that trains. Waiting in a collective takes no CPU time.
         """
-        worked = max(time.thread_time() - self._cpu_began - self._cpu_excluded, 0.0)
-        return worked / max(self._steps, 1), self._waited / max(self._steps, 1)
+        self.enter(self._kind)
+        return self._cpu["work"] / max(self._steps, 1), self._seconds["data"] / max(self._steps, 1)
 
     def read(self, step: int) -> Rates:
         """Return the rates since `start` or the last reading, and begin a new window. step: the last step done.
@@ -153,8 +137,8 @@ class Throughput:
             mfu=None if self._peak is None else 100 * tps * self._flops_per_token / self._peak,
             samples_per_second=self._sequences / per_step,
             seconds_per_step=per_step,
-            data_seconds=self._waited / self._steps,
-            data_percent=100 * self._waited / elapsed,
+            data_seconds=self._seconds["data"] / self._steps,
+            data_percent=100 * self._seconds["data"] / elapsed,
             seconds_left=median(self._recent) * steps_left if self._recent else None if steps_left else 0.0,
         )
         self._in_first_window = False
@@ -162,38 +146,14 @@ class Throughput:
         return rates
 
     def _begin_window(self) -> None:
-        self._began, self._cpu_began = self._clock(), time.thread_time()
+        self._since, self._cpu_since = self._clock(), time.thread_time()
         self._steps = 0
-        self._waited = self._paused = self._cpu_excluded = 0.0
+        self._seconds: dict[Kind, float] = dict.fromkeys(_KINDS, 0.0)
+        self._cpu: dict[Kind, float] = dict.fromkeys(_KINDS, 0.0)
 
     def _elapsed(self) -> float:
-        return self._clock() - self._began - self._paused
-
-
-class GCTimer:
-    """Adds up the seconds that Python's garbage collector takes, from `start` to `close`."""
-
-    def __init__(self) -> None:
-        self._seconds = self._began = 0.0
-
-    def start(self) -> None:
-        gc.callbacks.append(self._on_gc)
-
-    def read(self) -> float:
-        """Return the seconds since the last reading."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
-    def close(self) -> None:
-        if self._on_gc in gc.callbacks:
-            gc.callbacks.remove(self._on_gc)
-
-    def _on_gc(self, phase: str, _: dict[str, Any]) -> None:
-        now = time.perf_counter()
-        if phase == "start":
-            self._began = now
-        elif self._began:
-            self._seconds, self._began = self._seconds + now - self._began, 0.0
+        self.enter(self._kind)
+        return self._seconds["work"] + self._seconds["data"]
 
 
 def peak_flops(device_name: str) -> float | None:
@@ -271,19 +231,14 @@ def total_memory_bytes(device: torch.device) -> int:
 
 
 def _resident_bytes() -> int:
-    """Return the resident memory of this process; without /proc (macOS) its peak so far."""
-    if resident := _proc_field("/proc/self/status", "VmRSS"):
-        return int(resident.split()[0]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB elsewhere
+    """Return the resident memory of this process; 0 without /proc."""
+    return int(_proc_field("/proc/self/status", "VmRSS").partition(" ")[0] or 0) * 1024
 
 
 def _proc_field(path: str, name: str) -> str:
     """Return the first value of that name in a file of /proc; "" where there is none."""
     try:
         with open(path) as file:
-            return next(
-                (value.strip() for key, _, value in (s.partition(":") for s in file) if key.strip() == name), ""
-            )
+            return next((line.partition(":")[2].strip() for line in file if line.startswith(name)), "")
     except OSError:
         return ""
