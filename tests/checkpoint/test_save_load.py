@@ -22,11 +22,12 @@ from tests.checkpoint.runs import PRINTS, RUN, flip, names, options, refusal, tr
 from tests.pool import Pools
 from tests.training.harness import build_tiny
 from tests.words import listening
-from titanlite.checkpoint import Checkpointer, CheckpointError, collective
-from titanlite.checkpoint.collective import reader_of, share
+from titanlite.checkpoint import Checkpointer, CheckpointError
+from titanlite.checkpoint import storage as storage_module
 from titanlite.checkpoint.manifest import FORMAT, find, parse_manifest, read_manifest, steps_in
 from titanlite.checkpoint.paths import AnyPath, StoreError, StorePath
 from titanlite.checkpoint.retention import leftovers
+from titanlite.checkpoint.storage import reader_of, share
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.tools.checkpoint import verify
 from titanlite.tools.tensors import Contents
@@ -238,11 +239,11 @@ def test_without_a_good_one_the_run_is_refused_and_nothing_changes(pool: Pools, 
 
 
 def _load_aloud(world: DistEnv, folder: AnyPath) -> list[str]:
-    collective._LOG_SECONDS = 0.0
+    storage_module._LOG_SECONDS = 0.0
     try:
         return [line for line in _load(world, folder)["logged"] if line.startswith("comparing ")]
     finally:
-        collective._LOG_SECONDS = 10.0
+        storage_module._LOG_SECONDS = 10.0
 
 
 def test_each_rank_compares_its_share_and_logs_the_progress(pool: Pools, written: Path) -> None:
@@ -337,7 +338,7 @@ def _read_back(world: DistEnv, folder: Path, mode: str, broken_rank: int) -> tup
     """A save where one rank cannot read: its error, and the files that this rank has read back."""
     model, optimizer, _ = build_tiny(world, RUN)
     saver = Checkpointer(options(folder, async_mode=mode), world, PRINTS)
-    real, read, error = collective.check_files, [], ""
+    real, read, error = storage_module.check_files, [], ""
 
     def check_files(folder: AnyPath, manifest: Any, names: list[str], progress: Any) -> list[str]:
         if world.rank == broken_rank:
@@ -345,14 +346,14 @@ def _read_back(world: DistEnv, folder: Path, mode: str, broken_rank: int) -> tup
         read.extend(names)
         return real(folder, manifest, names, progress)
 
-    collective.check_files = check_files  # type: ignore[assignment]
+    storage_module.check_files = check_files  # type: ignore[assignment]
     try:
         saver.save(1, model, optimizer, {})
         saver.wait()
     except CheckpointError as failure:
         error = str(failure)
     finally:
-        collective.check_files = real
+        storage_module.check_files = real
         saver.close()
     return error, read
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
@@ -38,6 +39,12 @@ _GIT_SECONDS = 10
 _UNTRACKED_SHOWN = 50
 #: Keys that only name the files of a config.
 _NOT_COMPARED = ("job.config_file", "job.extends", "job.dialect")
+
+
+@functools.cache
+def origin() -> dict[str, Any]:
+    """Return what a process runs with, as manifests hold it: versions, commit and variables."""
+    return {"versions": versions(), "git": git_state().record, "environment": environment(os.environ)}
 
 
 def versions() -> dict[str, str]:
@@ -136,26 +143,20 @@ class GitState:
 def git_state(package: Path | None = None) -> GitState:
     """Return commit and changes of the checkout that contains the package.
 
-    Without a checkout, or when git fails, `record` has the reason as "unknown".
+    The diff is cut after `DIFF_LIMIT` bytes. Without a checkout, or when git fails, `record` has the reason as
+    "unknown".
     """
     folder = package or Path(titanlite.__file__).parent
     try:
         # A package installed into an environment inside a checkout does not belong to that checkout.
         _git(folder, "ls-files", "--error-unmatch", "__init__.py")
         commit = _git(folder, "rev-parse", "HEAD").decode().strip()
-        changes = _git(folder, "status", "--porcelain=v1", "-z").decode(errors="replace").split("\0")
+        dirty = bool(_git(folder, "status", "--porcelain"))
         diff = _git(folder, "diff", "HEAD", "--no-color", "--no-ext-diff", "--no-textconv")
     except (OSError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
         return GitState({"unknown": said.partition("\n")[0] or str(error)})
-    untracked = [change[3:] for change in changes if change.startswith("?? ")]
-    record: dict[str, Any] = {"commit": commit, "dirty": bool(diff or untracked)}
-    if untracked:
-        record |= {"untracked": untracked[:_UNTRACKED_SHOWN], "untracked_files": len(untracked)}
-    if len(diff) > DIFF_LIMIT:
-        record["diff_cut"] = f"git.diff holds the first {DIFF_LIMIT:,} of {len(diff):,} bytes"
-        diff = diff[:DIFF_LIMIT].rpartition(b"\n")[0] + b"\n"
-    return GitState(record, diff or None)
+    return GitState({"commit": commit, "dirty": dirty}, diff[:DIFF_LIMIT] or None)
 
 
 def _git(folder: Path, *words: str) -> bytes:

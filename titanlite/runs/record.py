@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from titanlite.metrics.jsonl import FILE as METRICS
 from titanlite.runs import provenance
-from titanlite.utils import atomic_write, counted, logger, timestamp
+from titanlite.utils import append_line, atomic_write, counted, logger, read_lines, timestamp
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.paths import AnyPath
@@ -83,15 +83,7 @@ class AttemptRecord:
     def write(self, entry: Mapping[str, Any]) -> None:
         """Append one line durably."""
         try:
-            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            try:
-                size = os.fstat(file).st_size
-                # A line that a crash cut short stays a line of its own.
-                torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
-                os.write(file, (b"\n" * torn) + (json.dumps(entry) + "\n").encode())
-                os.fsync(file)
-            finally:
-                os.close(file)
+            append_line(self.path, entry)
         except OSError as error:
             if not self._warned:
                 self._warned = True
@@ -174,7 +166,7 @@ def begin(
 
 def read_entries(folder: Path) -> list[dict[str, Any]]:
     """Return the lines of attempts.jsonl, oldest first; none without the file. Damaged lines are skipped."""
-    lines = _lines(folder / FILE)
+    lines = read_lines(folder / FILE)
     return [line for line in lines if line.get("event") in ("start", "end") and isinstance(line.get("attempt"), int)]
 
 
@@ -236,19 +228,10 @@ def _replace(path: Path, content: bytes | None, attempt: int) -> str | None:
 
 def _newest_row(path: Path) -> tuple[int, int]:
     """Return step and tokens seen of the last training row; zeros without one."""
-    for row in reversed(_lines(path)):
+    for row in reversed(read_lines(path)):
         if isinstance(row.get("step"), int) and isinstance(row.get("tokens_seen"), int):
             return row["step"], row["tokens_seen"]
     return 0, 0
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    found = []
-    with suppress(OSError):
-        for line in path.read_bytes().splitlines():
-            with suppress(ValueError):
-                found.append(json.loads(line))
-    return [entry for entry in found if isinstance(entry, dict)]
 
 
 def _text(path: Path) -> str | None:

@@ -27,7 +27,6 @@ from titanlite.checkpoint.manifest import (
     Manifest,
     Progress,
     check_files,
-    checkpoint_of,
     step_folder,
     step_of,
 )
@@ -37,6 +36,7 @@ from titanlite.checkpoint.storage import HashingWriter, converted, describe
 from titanlite.models import LlamaArgs, get_spec
 from titanlite.models.shapes import ShapeError, as_record, from_record
 from titanlite.runs import provenance
+from titanlite.tools.checkpoint import checkpoint_of
 from titanlite.tools.tensors import Contents, quiet
 
 Format = Literal["hf", "torch", "checkpoint"]
