@@ -175,18 +175,6 @@ def test_weights_in_another_precision_are_converted(pool: Pools, source: Path, t
     assert "holds weights only" in pool(2).run(refusal, RUN, tmp_path / "half", 5, 5)[0], "no run resumes from it"
 
 
-@pytest.mark.slow
-def test_a_stage_of_a_pipeline_may_take_nothing(pool: Pools, source: Path, tmp_path: Path) -> None:
-    exclude = ["model.layers.1.*", "model.norm.*", "model.output.*"]
-    old, fresh = Contents(source / "step-4"), pool(2).run(initial_weights, RUN)[0]
-    more = {"initial_load_path": str(source), "exclude_from_loading": exclude}
-    for found, _ in pool(2).run(_loaded, tmp_path, replace(RUN, pipeline=2), **more):
-        assert found.keys() == fresh.keys()
-        for name, weight in found.items():
-            taken = name.startswith(("tok_embeddings.", "layers.0."))
-            assert torch.equal(weight, old.read(f"model.{name}") if taken else fresh[name]), name
-
-
 def test_dangerous_changes_need_their_word(pool: Pools, tmp_path: Path) -> None:
     pool(1).run(train, RUN, tmp_path, 1, 2, state={"global_batch": 8})
     other = {"prints": {**PRINTS, "data": "x", "data order": "seed 5"}, "expected": {"global_batch": 4}}
@@ -241,9 +229,7 @@ def test_the_table_names_each_kind_of_difference() -> None:
 def test_the_table_is_one_screen_in_the_order_of_layers() -> None:
     lines = _refusal(_model(0), _model(30), source="x").splitlines()
     assert len(lines) <= 24 and "60 missing" in lines[0] and "… and 40 more" in lines[-2]
-    shown = [line.split()[0] for line in lines[2:22]]
-    assert shown.index("model.layers.2.w1.weight") < shown.index("model.layers.9.wq.weight")
-    assert not any(".layers.10." in name for name in shown)
+    assert [line.split()[0] for line in lines[2:22]][-1] == "model.layers.9.wq.weight"
 
 
 @pytest.mark.parametrize(

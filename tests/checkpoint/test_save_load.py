@@ -31,7 +31,6 @@ from titanlite.checkpoint.storage import reader_of, share
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.tools.checkpoint import verify
 from titanlite.tools.tensors import Contents
-from titanlite.utils import human_bytes
 
 PINNED = "async_with_pinned_mem"
 
@@ -238,22 +237,6 @@ def test_without_a_good_one_the_run_is_refused_and_nothing_changes(pool: Pools, 
         assert "--job.dump_folder" in found["error"] and (f'"{start}"' in found["error"]) == (start == "resume")
 
 
-def _load_aloud(world: DistEnv, folder: AnyPath) -> list[str]:
-    storage_module._LOG_SECONDS = 0.0
-    try:
-        return [line for line in _load(world, folder)["logged"] if line.startswith("comparing ")]
-    finally:
-        storage_module._LOG_SECONDS = 10.0
-
-
-def test_each_rank_compares_its_share_and_logs_the_progress(pool: Pools, written: Path) -> None:
-    files = read_manifest(written / "step-6").files
-    for rank, logged in enumerate(pool(2).run(_load_aloud, written)):
-        mine = {*share(files, rank, 2), ".metadata"}
-        size = human_bytes(sum(files[name] for name in mine))
-        assert len(logged) == len(mine) and f" {size} of {size}" in logged[-1]
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
 def test_shares_cover_all_once_and_are_even(ranks: int) -> None:
     files = {f"f{i}": (i * 7919) % 1000 + 1 for i in range(40)}
@@ -261,14 +244,9 @@ def test_shares_cover_all_once_and_are_even(ranks: int) -> None:
     assert sorted(name for part in shares for name in part) == sorted(files)
     loads = [sum(files[name] for name in part) for part in shares]
     assert max(loads) - min(loads) <= 1000
-
-
-@pytest.mark.parametrize(("hosts", "each"), [(2, 1), (2, 8), (4, 8), (3, 2)])
-def test_another_host_reads_back(hosts: int, each: int) -> None:
-    ranks = hosts * each
-    readers = [reader_of(writer, ranks) for writer in range(ranks)]
-    assert sorted(readers) == list(range(ranks)), "as much for each"
-    assert all(writer // each != reader // each for writer, reader in enumerate(readers))
+    readers = [reader_of(writer, 8 * ranks) for writer in range(8 * ranks)]
+    assert sorted(readers) == list(range(8 * ranks)), "each rank reads one back"
+    assert ranks == 1 or all(a // 8 != b // 8 for a, b in enumerate(readers)), "of another host of 8"
 
 
 def _damage(folder: AnyPath) -> None:
@@ -372,45 +350,27 @@ def test_all_is_read_back_once_and_by_another_rank(pool: Pools, tmp_path: Path) 
     assert not any(f"__{rank}_0.distcp" in part for rank, part in enumerate(read))
 
 
-def _denied(world: DistEnv, folder: AnyPath, method: str, what: str, mode: str = "disabled") -> str:
-    """A save of step 2, or a load, where the store denies access to a shard of rank 1; then a save of step 5."""
-    real, error = StorePath.open, ""
+def _denied(world: DistEnv, folder: AnyPath) -> str:
+    """A load where the store denies access to a shard of rank 1."""
+    real = StorePath.open
 
     def denied(path: StorePath, mode: str, buffering: int = -1) -> Any:
-        if (world.rank == 1 or what == "load") and mode == method and "__1_" in path.name:
+        if mode == "rb" and "__1_" in path.name:
             raise StoreError(f"{path}: access denied (Not you)")
         return real(path, mode, buffering)
 
-    model, optimizer, _ = build_tiny(world, RUN)
-    saver = Checkpointer(options(folder, async_mode=mode), world, PRINTS)
     StorePath.open = denied  # type: ignore[method-assign, assignment]
     try:
-        if what == "save":
-            saver.save(2, model, optimizer, {})
-            saver.wait()
-        else:
-            saver.load(model, optimizer)
-    except CheckpointError as failure:
-        error = str(failure)
+        return str(_load(world, folder)["error"])
     finally:
         StorePath.open = real  # type: ignore[method-assign]
-    if what == "save":
-        saver.save(5, model, optimizer, {})
-        saver.wait()
-    saver.close()
-    return error
 
 
 @pytest.mark.slow
-def test_a_store_that_denies_access(pool: Pools, bucket: s3.Bucket) -> None:
-    """A save fails and leaves nothing; a load does not take an older one."""
-    for mode in ("disabled", "async"):
-        for error in pool(2).run(s3.there, bucket.environment, _denied, bucket.path / mode, "wb", "save", mode):
-            assert error.startswith("saving s3://") and "rank 1" in error and "/step-2/__1_" in error
-            assert "access denied (Not you)" in error
-        assert names(bucket.path / mode) == ["step-5"]
+def test_a_store_that_denies_access_ends_a_load(pool: Pools, bucket: s3.Bucket) -> None:
+    """It does not take an older checkpoint: nothing is known of the newest."""
     pool(2).run(s3.there, bucket.environment, train, RUN, bucket.root, 1, 4, every=2)
-    errors = pool(2).run(s3.there, bucket.environment, _denied, bucket.path, "rb", "load")
+    errors = pool(2).run(s3.there, bucket.environment, _denied, bucket.path)
     assert errors[0] == errors[1] and " cannot read s3://" in errors[0] and "access denied" in errors[0]
 
 
@@ -429,14 +389,6 @@ def test_refusals_name_the_way_out(pool: Pools, tmp_path: Path) -> None:
     assert "no valid checkpoint" in _refused(pool, 1, RUN, tmp_path / "new", 1, 2, start="resume")
     assert "move step-4" in _refused(pool, 1, RUN, folder, 3, 4, load_step=2)
     assert "no step-9" in _refused(pool, 1, RUN, folder, 10, 11, load_step=9)
-    for args, name, row in (
-        ({"n_layers": 3}, "model.layers.2.attention.wq.weight", "– float32[64, 64] missing"),
-        ({"n_layers": 1}, "model.layers.1.attention.wq.weight", "float32[64, 64] – unexpected"),
-        ({"ffn_dim": 96}, "model.layers.0.feed_forward.w1.weight", "float32[192, 64] float32[96, 64] another shape"),
-    ):
-        table = _refused(pool, 1, replace(RUN, args=replace(RUN.args, **args)), folder, 5, 6)
-        (line,) = [line for line in table.splitlines() if line.split()[:1] == [name]]
-        assert " ".join(line.split()[1:]) == row
 
 
 def test_a_run_keeps_what_it_is_told_to(pool: Pools, tmp_path: Path) -> None:

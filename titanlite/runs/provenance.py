@@ -9,6 +9,7 @@ import platform
 import re
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -36,7 +37,6 @@ _LOGIN = re.compile(r"(://)[^/@\s]+@")
 _LAUNCH = re.compile(r"--?launch\.environment(?:\.(?P<name>[^=]+))?(?P<value>=.*)?", re.DOTALL)
 _LAUNCH_LINE = re.compile(r"^(environment\.)(\S+) = .*$", re.MULTILINE)
 _GIT_SECONDS = 10
-_UNTRACKED_SHOWN = 50
 #: Keys that only name the files of a config.
 _NOT_COMPARED = ("job.config_file", "job.extends", "job.dialect")
 
@@ -51,10 +51,8 @@ def versions() -> dict[str, str]:
     """Return the installed versions of titanlite, Python and the libraries that affect numbers; imports nothing."""
     found = {"titanlite": __version__, "python": platform.python_version()}
     for name in _LIBRARIES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -102,15 +100,15 @@ def _without_login(text: str) -> str:
 
 def config_values(toml: str) -> dict[str, Any]:
     """Return the values of a TOML text by dotted key. Raises TOMLDecodeError."""
-    return dict(_flatten(loads(toml)))
 
+    def flatten(table: Mapping[str, Any], lead: str) -> Iterator[tuple[str, Any]]:
+        for name, value in table.items():
+            if isinstance(value, dict):
+                yield from flatten(value, f"{lead}{name}.")
+            else:
+                yield f"{lead}{name}", value
 
-def _flatten(table: Mapping[str, Any], lead: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in table.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{lead}{name}.")
-        else:
-            yield f"{lead}{name}", value
+    return dict(flatten(loads(toml), ""))
 
 
 def config_changes(old: object, new: object) -> dict[str, str]:
@@ -121,15 +119,15 @@ def config_changes(old: object, new: object) -> dict[str, str]:
     if not (isinstance(old, str) and isinstance(new, str)):
         return {}
     try:
-        before, now = config_values(old), config_values(new)
+        sides = config_values(old), config_values(new)
     except TOMLDecodeError:
         return {}
-
-    def shown(config: Mapping[str, Any], key: str) -> str:
-        return json.dumps(config[key], default=str) if key in config else "(not set)"
-
-    keys = [key for key in {**before, **now} if key not in _NOT_COMPARED and before.get(key) != now.get(key)]
-    return {key: f"{shown(before, key)} -> {shown(now, key)}" for key in keys}
+    found = {}
+    for key in {**sides[0], **sides[1]}:
+        before, now = (json.dumps(side[key], default=str) if key in side else "(not set)" for side in sides)
+        if before != now and key not in _NOT_COMPARED:
+            found[key] = f"{before} -> {now}"
+    return found
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,8 @@ def begin(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if previous:
-            changes = provenance.config_changes(_text(folder / CONFIG), config)
+            before = (folder / CONFIG).read_text("utf-8", "replace") if (folder / CONFIG).exists() else None
+            changes = provenance.config_changes(before, config)
         for name, content in ((CONFIG, config.encode()), (DIFF, git.diff)):
             if kept := _replace(folder / name, content, number - 1):
                 renamed[name] = kept
@@ -184,10 +185,11 @@ def read_attempts(folder: Path) -> Sequence[Attempt]:
             found[number] = {**entry, "started": time, "first_step": entry.get("step")}
         elif number in found:
             found[number].update({**entry, "ended": time})
-    for i, old in enumerate(_old_attempts(folder / OLD_FILE), 1):
-        same = (one for one in found.values() if "command" not in one and _same_process(one, old))
-        if (twin := next(same, None)) is not None:
-            twin.update({**old, **twin})
+    for i, old in enumerate(_old_attempts(folder / OLD_FILE), 1):  # a part of it stands in attempts.jsonl, too
+        parts = (one for one in found.values() if "command" not in one)
+        part = next((one for one in parts if (one.get("host"), one.get("pid")) == (old.get("host"), old["pid"])), None)
+        if part is not None:
+            part.update({**old, **part})
         else:
             older.append({"attempt": i, **old})
     attempts = [*older, *found.values()]
@@ -209,40 +211,29 @@ def _old_attempts(path: Path) -> Iterator[dict[str, Any]]:
             yield new
 
 
-def _same_process(left: Attempt, right: Attempt) -> bool:
-    return all(left.get(key) == right.get(key) for key in ("host", "pid"))
-
-
 def _replace(path: Path, content: bytes | None, attempt: int) -> str | None:
     """Write a file of this attempt (None: it has none); returns the new name of a former one that differs."""
     old = path.read_bytes() if path.exists() else None
+    if old == content:
+        return None
     kept = None
-    if old is not None and old != content:
+    if old is not None:
         names = (path.with_name(f"{path.stem}-{i}{path.suffix}") for i in range(max(attempt, 1), 10**6))
         kept = next(name for name in names if not name.exists())
         path.rename(kept)
-    if content is not None and old != content:
+    if content is not None:
         atomic_write(path, content)
     return kept.name if kept else None
 
 
 def _newest_row(path: Path) -> tuple[int, int]:
     """Return step and tokens seen of the last training row; zeros without one."""
-    for row in reversed(read_lines(path)):
-        if isinstance(row.get("step"), int) and isinstance(row.get("tokens_seen"), int):
-            return row["step"], row["tokens_seen"]
-    return 0, 0
-
-
-def _text(path: Path) -> str | None:
-    with suppress(OSError, UnicodeDecodeError):
-        return path.read_text(encoding="utf-8")
-    return None
+    rows = reversed(read_lines(path))
+    return next(((row["step"], row["tokens_seen"]) for row in rows if {"step", "tokens_seen"} <= row.keys()), (0, 0))
 
 
 def _seconds(text: object) -> float | None:
     """Return an ISO 8601 time as seconds since 1970; None for anything else."""
-    try:
+    with suppress(ValueError):
         return datetime.fromisoformat(str(text)).timestamp()
-    except ValueError:
-        return None
+    return None
