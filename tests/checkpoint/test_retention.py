@@ -18,13 +18,11 @@ from titanlite.checkpoint.retention import (
     clear_leftovers,
     delete,
     leftovers,
-    prunable,
     prune,
     publish,
     quarantine,
     unpublish,
 )
-from titanlite.config.sections import Checkpoint
 from titanlite.tools.checkpoint import list_checkpoints, remove
 
 
@@ -165,21 +163,6 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=f"{folder}/manifest.json.part cannot be written: No space left on"):
         publish(folder, MANIFEST)
     assert steps_in(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("latest", "every", "keep", "gone"),
-    [
-        (0, 0, (), []),
-        (0, 7, (), []),
-        (1, 0, (), [10, 20, 30, 40]),
-        (2, 20, (), [10, 30]),
-        (2, 0, (10,), [20, 30]),
-        (9, 0, (), []),
-    ],
-)
-def test_prunable(latest: int, every: int, keep: tuple[int, ...], gone: list[int]) -> None:
-    assert prunable([30, 10, 50, 20, 40], Checkpoint(keep_latest_k=latest, keep_every=every), keep) == gone
 
 
 def test_only_valid_ones_of_this_run_count_and_go(root: AnyPath) -> None:

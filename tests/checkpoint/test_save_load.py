@@ -18,7 +18,7 @@ import xxhash
 
 from tests.checkpoint import s3
 from tests.checkpoint.conftest import Storage
-from tests.checkpoint.runs import PRINTS, RUN, flip, names, options, refusal, train, unequal
+from tests.checkpoint.runs import PRINTS, RUN, assert_equal, flip, names, options, refusal, train, unequal
 from tests.pool import Pools
 from tests.training.harness import build_tiny
 from tests.words import listening
@@ -35,10 +35,6 @@ from titanlite.tools.tensors import Contents
 PINNED = "async_with_pinned_mem"
 
 
-def _equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys() and [name for name in a if not torch.equal(a[name], b[name])] == []
-
-
 @pytest.mark.parametrize(("mode", "implementation"), [("disabled", "fused"), ("async", "foreach"), (PINNED, "foreach")])
 def test_four_and_four_equal_eight_bit_for_bit(
     pool: Pools, storage: Storage, tmp_path: Path, mode: str, implementation: str
@@ -53,8 +49,8 @@ def test_four_and_four_equal_eight_bit_for_bit(
         assert first[rank]["losses"] + second[rank]["losses"] == straight[rank]["losses"]
         assert first[rank]["draws"] + second[rank]["draws"] == straight[rank]["draws"], "random generators"
     assert straight[0]["draws"] != straight[1]["draws"]
-    _equal(second[0]["weights"], straight[0]["weights"])
-    _equal(second[0]["state"], straight[0]["state"])
+    assert_equal(second[0]["weights"], straight[0]["weights"])
+    assert_equal(second[0]["state"], straight[0]["state"])
     assert len([k for k in second[0]["state"] if k.endswith("exp_avg_sq")]) == len(second[0]["weights"])
     for step in (4, 6, 8):
         assert unequal(storage.root / f"step-{step}", tmp_path / "straight" / f"step-{step}") == []
@@ -63,16 +59,6 @@ def test_four_and_four_equal_eight_bit_for_bit(
     assert names(storage.root) == ["step-4", "step-6", "step-8"], "that which was resumed from stays"
     outcomes = [(outcome.step, outcome.problem) for outcome in second[0]["outcomes"]]
     assert outcomes == ([] if mode == "disabled" else [(6, ""), (8, "")]) and second[1]["outcomes"] == []
-
-
-def test_save_after_load_holds_the_new_state(pool: Pools, tmp_path: Path) -> None:
-    """A loader that leaves the optimizer with other tensors than the saver reads would save the old state here."""
-    for first in (1, 5):
-        pool(1).run(train, RUN, tmp_path, first, first + 3)
-    third = pool(1).run(train, RUN, tmp_path, 9, 12)[0]
-    straight = pool(1).run(train, RUN, tmp_path / "straight", 1, 12)[0]
-    _equal(third["state"], straight["state"])
-    _equal(third["weights"], straight["weights"])
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.slow)])
@@ -153,10 +139,6 @@ def test_manifest_describes_tensors_files_and_origin(written: Path) -> None:
         else f"xxh3:{xxhash.xxh3_128(data).hexdigest()}"
         for name, data in files.items()
     }
-    shard = files["__0_0.distcp"]
-    entries = [match.start() for match in re.finditer(rb"PK\x01\x02", shard)]  # of the directories of zip archives
-    named = [at for at in entries if shard[at + 46 :].partition(b"PK")[0].find(b"/data/0") > 0]
-    assert named and not any(any(shard[at + 16 : at + 20]) for at in named), "no CRC-32 of torch's beside our hashes"
 
 
 def _load(world: DistEnv, folder: AnyPath, **fields: Any) -> dict[str, Any]:
@@ -312,42 +294,33 @@ def test_without_verify_saves_lengths_are_compared(pool: Pools, tmp_path: Path) 
     assert results == ["saved", "[1]", "saved", "[2]", "saved", "[3]"], "a load finds the damage all the same"
 
 
-def _read_back(world: DistEnv, folder: Path, mode: str, broken_rank: int) -> tuple[str, list[str]]:
-    """A save where one rank cannot read: its error, and the files that this rank has read back."""
+def _read_back(world: DistEnv, folder: Path, mode: str) -> str:
+    """The error of a save where rank 1 cannot read back."""
     model, optimizer, _ = build_tiny(world, RUN)
     saver = Checkpointer(options(folder, async_mode=mode), world, PRINTS)
-    real, read, error = storage_module.check_files, [], ""
+    real = storage_module.check_files
 
-    def check_files(folder: AnyPath, manifest: Any, names: list[str], progress: Any) -> list[str]:
-        if world.rank == broken_rank:
+    def check_files(*arguments: Any) -> list[str]:
+        if world.rank == 1:
             raise RuntimeError("can't start new thread")
-        read.extend(names)
-        return real(folder, manifest, names, progress)
+        return real(*arguments)
 
     storage_module.check_files = check_files  # type: ignore[assignment]
     try:
-        saver.save(1, model, optimizer, {})
-        saver.wait()
-    except CheckpointError as failure:
-        error = str(failure)
+        with pytest.raises(CheckpointError) as failure:
+            saver.save(1, model, optimizer, {})
+            saver.wait()
     finally:
         storage_module.check_files = real
         saver.close()
-    return error, read
+    return str(failure.value)
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_a_rank_that_cannot_read_back_fails_the_save_of_all(pool: Pools, tmp_path: Path, mode: str) -> None:
-    for error, _ in pool(2).run(_read_back, tmp_path, mode, 1):
+    for error in pool(2).run(_read_back, tmp_path, mode):
         assert "rank 1 cannot read" in error and "can't start new thread" in error
     assert steps_in(tmp_path) == []
-
-
-@pytest.mark.slow
-def test_all_is_read_back_once_and_by_another_rank(pool: Pools, tmp_path: Path) -> None:
-    read = [part for _, part in pool(4).run(_read_back, tmp_path, "disabled", -1)]
-    assert sorted(name for part in read for name in part) == sorted(read_manifest(tmp_path / "step-1").files)
-    assert not any(f"__{rank}_0.distcp" in part for rank, part in enumerate(read))
 
 
 def _denied(world: DistEnv, folder: AnyPath) -> str:

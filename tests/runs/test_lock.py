@@ -286,35 +286,28 @@ def _config(root: Path, run: str, *flags: str) -> RunConfig:
     return check_config(argv, 1, training=False)[1]
 
 
-def test_checkpoints_that_lie_elsewhere_are_locked_too(tmp_path: Path) -> None:
-    """Two runs with folders of their own, and checkpoints in one: each would take the other's saves for leftovers."""
+def test_checkpoints_are_locked_wherever_they_lie(tmp_path: Path) -> None:
+    """Two runs with folders of their own and checkpoints in one would resume and delete each other's saves."""
     shared = f"--checkpoint.folder={tmp_path / 'shared'}"
-    with _lock_of_run(_config(tmp_path, "a", shared)):
-        with (
-            pytest.raises(LockedError, match=r"another --checkpoint\.folder"),
-            _lock_of_run(_config(tmp_path, "b", shared)),
-        ):
-            pytest.fail("two runs hold it")
-        assert _names(tmp_path / "b") == [], "the lock of its own folder is released"
-        off = _config(tmp_path, "c", shared, "--no-checkpoint.enable_checkpoint")
-        with _lock_of_run(_config(tmp_path, "b")), _lock_of_run(off):
-            assert (tmp_path / "b" / FILE).exists() and (tmp_path / "b" / "checkpoint" / FILE).exists()
-    assert not list(tmp_path.rglob(FILE))
-
-
-def test_checkpoints_in_the_folder_of_a_live_run_are_locked(tmp_path: Path) -> None:
-    """Another run that saves there would resume the live one's checkpoint, and each would delete the other's."""
     (tmp_path / "link").symlink_to(tmp_path / "a" / "checkpoint")
     (tmp_path / "real").mkdir()
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "checkpoint").symlink_to(tmp_path / "real")
-    with _lock_of_run(_config(tmp_path, "a")), _lock_of_run(_config(tmp_path, "c")):
-        for folder in ("a/checkpoint", "link", "a", "real"):
+    off = _config(tmp_path, "e", shared, "--no-checkpoint.enable_checkpoint")
+    with (
+        _lock_of_run(_config(tmp_path, "a")),
+        _lock_of_run(_config(tmp_path, "c")),
+        _lock_of_run(_config(tmp_path, "d", shared)),
+        _lock_of_run(off),
+    ):
+        for folder in ("a/checkpoint", "link", "a", "real", "shared"):
             other = _config(tmp_path, "b", f"--checkpoint.folder={tmp_path / folder}")
             with pytest.raises(LockedError, match=r"another --checkpoint\.folder"), _lock_of_run(other):
                 pytest.fail(f"two runs hold {folder}")
+        assert _names(tmp_path / "b") == [], "the lock of its own folder is released"
+    assert not list(tmp_path.rglob(FILE))
     with _lock_of_run(_config(tmp_path, "a", "--checkpoint.folder=.")):
-        assert _names(tmp_path / "a") == [FILE], "its own lock is not in its way"
+        assert (tmp_path / "a" / FILE).exists(), "its own lock is not in its way"
 
 
 def test_a_folder_of_checkpoints_that_cannot_be_is_found_at_the_start(tmp_path: Path) -> None:
