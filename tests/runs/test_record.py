@@ -138,15 +138,8 @@ def test_the_command_shows_attempts(tmp_path: Path, start: Start, capsys: pytest
 
 
 def test_secrets_are_not_written_down(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    secrets = {
-        "SLURM_JWT": "s3cret-1",
-        "TORCH_HUB_TOKEN": "s3cret-2",
-        "NCCL_PRIVATE_KEY": "s3cret-3",
-        "SLURM_DB_Password": "s3cret-4",
-        "CUDA_LICENSE_SECRET": "s3cret-5",
-        "HF_HOME": "s3cret-6",
-        "TORCHINDUCTOR_REMOTE": "redis://me:s3cret-7@host:1/0",
-    }
+    names = ("SLURM_JWT", "TORCH_HUB_TOKEN", "NCCL_PRIVATE_KEY", "SLURM_DB_Password", "CUDA_LICENSE_SECRET", "HF_HOME")
+    secrets = {**dict.fromkeys(names, "s3cret"), "TORCHINDUCTOR_REMOTE": "redis://me:s3cret-7@host:1/0"}
     kept = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1", "PYTORCH_CUDA_ALLOC_CONF": "x", "SLURM_JOB_ID": "7"}
     for name, value in {**secrets, **kept}.items():
         monkeypatch.setenv(name, value)

@@ -89,21 +89,8 @@ def test_a_run_begun_anew_in_the_folder_is_not_mixed_with_the_one_before(tmp_pat
 
 
 def test_a_run_json_of_titanlite_0_1_0_is_read_alone_and_beside_newer_attempts(tmp_path: Path, start: Start) -> None:
-    old = {
-        **{
-            "state": "running",
-            "started": "2026-01-02T03:00:00.000+00:00",
-            "heartbeat": "2026-01-02T03:01:00.000+00:00",
-        },
-        **{
-            "first_step": 0,
-            "steps": 40,
-            "world_size": 4,
-            "config": "config.toml",
-            "host": "node7",
-            "process": {"id": 7},
-        },
-    }
+    about = {"state": "running", "started": "2026-01-02T03:00:00.000+00:00", "host": "node7", "process": {"id": 7}}
+    old = {**about, "first_step": 0, "steps": 40, "world_size": 4, "config": "config.toml"}
     (tmp_path / "run.json").write_text(json.dumps({"format": 1, "attempts": [old]}))
     (run,) = (read_run(path) for path in find_runs(tmp_path))
     assert (run.state, run.steps, run.attempts[0]["ranks"]) == ("died", 40, 4)

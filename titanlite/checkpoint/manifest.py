@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 from titanlite import exit_codes
 from titanlite.checkpoint.paths import AnyPath, StoreError, entries, sizes
@@ -161,10 +161,6 @@ def _digest(content: dict[str, Any]) -> str:
     return digest_of(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
-@overload
-def step_folder(root: Path, step: int) -> Path: ...
-@overload
-def step_folder(root: AnyPath, step: int) -> AnyPath: ...
 def step_folder(root: AnyPath, step: int) -> AnyPath:
     return root / f"step-{step}"
 

@@ -268,10 +268,11 @@ def content_of(folder: AnyPath) -> tuple[int, float]:
 
 def modified(info: dict[str, Any]) -> float:
     """Return when an object was written, in seconds since the epoch; 0 where the store does not say."""
-    value = next((info[key] for key in ("LastModified", "last_modified", "updated", "created") if key in info), None)
+    keys = ("LastModified", "last_modified", "mtime", "updated", "created")
+    value = next((info[key] for key in keys if info.get(key)), 0.0)
     if isinstance(value, str):  # of Google's store
         value = datetime.fromisoformat(value.replace("Z", "+00:00"))
-    return value.timestamp() if isinstance(value, datetime) else 0.0
+    return value.timestamp() if isinstance(value, datetime) else float(value)
 
 
 @functools.cache
