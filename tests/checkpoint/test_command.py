@@ -15,10 +15,10 @@ import torch
 from tests.checkpoint.runs import RUN, SHARD, flip, names, train
 from tests.pool import Pools
 from titanlite import exit_codes
+from titanlite.checkpoint import manifest as manifest_module
 from titanlite.checkpoint.manifest import REASON, find, parse_manifest, steps_in
 from titanlite.checkpoint.paths import AnyPath, StorePath
 from titanlite.checkpoint.retention import begin
-from titanlite.tools import checkpoint as command
 from titanlite.tools.cli import main
 from titanlite.tools.tensors import Contents, measure
 from titanlite.utils import human_bytes
@@ -137,7 +137,7 @@ def test_verify(run: AnyPath, capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert "never finished" in _lines(capsys, "verify", root / "step-2", code=exit_codes.CHECKPOINT)[1]
     golden = Path(__file__).parent / "golden" / "format-1"
     assert "sizes are right; it is of a time without hashes" in _lines(capsys, "verify", golden)[0]
-    monkeypatch.setattr(command, "_PROGRESS_SECONDS", 0.0)
+    monkeypatch.setattr(manifest_module, "PROGRESS_SECONDS", 0.0)
     main(["checkpoint", "verify", str(run / "other")])
     size = human_bytes(parse_manifest(run / "other" / "step-1").size)
     assert capsys.readouterr().err.splitlines()[-1] == f"{run / 'other' / 'step-1'}: {size} of {size}"

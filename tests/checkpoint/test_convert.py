@@ -142,7 +142,7 @@ def test_precision_changes_once_and_exactly(saved: dict[str, Path], tmp_path: Pa
     assert all(torch.equal(before[name].to(torch.bfloat16).float(), after[name]) for name in before)
 
 
-def test_what_is_there_is_never_overwritten(saved: dict[str, Path], tmp_path: Path) -> None:
+def test_existing_targets_are_never_overwritten(saved: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder").mkdir()
     for to, name in (("torch", "file"), ("hf", "folder"), ("hf", "file")):

@@ -113,7 +113,7 @@ def test_runs_are_found_a_few_levels_deep_and_not_inside_checkpoints(tmp_path: P
     assert find_runs(tmp_path) == [tmp_path, tmp_path / "a/b/c"]
 
 
-def test_what_cannot_be_read_is_named_and_hides_nothing_else(
+def test_unreadable_files_are_named_and_hide_nothing_else(
     tmp_path: Path, start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_metrics(tmp_path / "torn", [training_row(1, 8.0), training_row(2, 7.0), training_row(3, 6.0)])

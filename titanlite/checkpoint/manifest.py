@@ -20,6 +20,7 @@ import math
 import pickle
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -28,6 +29,7 @@ from typing import Any, NamedTuple
 
 from titanlite import exit_codes
 from titanlite.checkpoint.paths import AnyPath, StoreError, entries, sizes
+from titanlite.utils import human_bytes
 
 FORMAT = 4
 FILE = "manifest.json"
@@ -50,6 +52,7 @@ _DIGITS = {"xxh3": 32, "sha256": 64, "blake2b": 64}
 FAST_HASH, SAFE_HASH = "xxh3", "sha256"
 #: Bytes that are read at a time; files that are hashed at the same time.
 _BLOCK, _THREADS = 4 << 20, 4
+PROGRESS_SECONDS = 10.0
 #: Called with bytes done and bytes in all, by any thread, one at a time.
 Progress = Callable[[int, int], None]
 
@@ -311,6 +314,19 @@ def check_files(
 
     with ThreadPoolExecutor(min(_THREADS, len(names)), thread_name_prefix="titanlite-verify") as pool:
         return [problem for problem in pool.map(check, names) if problem]
+
+
+def progress(report: Callable[[str], None], lead: str, tail: str = "") -> Progress:
+    """Return a function that reports bytes done and in all, between `lead` and `tail`, every ten seconds."""
+    shown = time.monotonic()
+
+    def show(done: int, total: int) -> None:
+        nonlocal shown
+        if time.monotonic() - shown >= PROGRESS_SECONDS:
+            shown = time.monotonic()
+            report(f"{lead}{human_bytes(done)} of {human_bytes(total)}{tail}")
+
+    return show
 
 
 def find(

@@ -9,7 +9,6 @@ import functools
 import io
 import os
 import sys
-import time
 import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -47,19 +46,19 @@ from titanlite.checkpoint.manifest import (
     CheckpointError,
     Index,
     Manifest,
-    Progress,
     algorithm_of,
     check_files,
     digest_of,
     mismatch,
     new_hash,
+    progress,
     read_index,
 )
 from titanlite.checkpoint.paths import AnyPath, StoreError, StorePath
 from titanlite.parallel.dist_env import KEEPS_TIMEOUT, DistEnv
 from titanlite.parallel.float8 import forget_scales, plain
 from titanlite.parallel.pipeline import PipelineModel
-from titanlite.utils import human_bytes, logger
+from titanlite.utils import logger
 
 Tensors = dict[str, torch.Tensor]
 T = TypeVar("T")
@@ -70,8 +69,6 @@ _HYPERPARAMETERS = "param_groups."
 _OPTIONS = state_dicts.StateDictOptions(flatten_optimizer_state_dict=True)
 #: Objects of a store whose latest block is kept while others are read.
 _READERS = 4
-#: Seconds between two log lines of a long comparison.
-_LOG_SECONDS = 10.0
 
 
 def gather(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Tensors:
@@ -432,7 +429,9 @@ def _verify(
     problems: list[str] = []
     failure = ""
     try:
-        problems = check_files(folder, manifest, names, _progress(folder, world))
+        tail = " of this rank's part" if world.size > 1 else ""
+        show = progress(logger.info, f"comparing {folder} with its hashes: ", tail)
+        problems = check_files(folder, manifest, names, show)
     except Exception as error:  # the others wait for this rank's answer in any case
         failure = f"rank {world.rank} cannot read {error if isinstance(error, StoreError) else f'{folder}: {error!r}'}"
     found = [(problems, failure)] * world.size
@@ -442,17 +441,3 @@ def _verify(
     every = sorted({problem for part, _ in found for problem in part})
     more = f" (and {len(every) - 1} more of its files)" if len(every) > 1 else ""
     return every[0] + more if every else None
-
-
-def _progress(folder: AnyPath, world: DistEnv) -> Progress:
-    """Return a function that logs the progress every ten seconds."""
-    logged = time.monotonic()
-
-    def progress(done: int, total: int) -> None:
-        nonlocal logged
-        if time.monotonic() - logged >= _LOG_SECONDS:
-            logged = time.monotonic()
-            part = " of this rank's part" if world.size > 1 else ""
-            logger.info(f"comparing {folder} with its hashes: {human_bytes(done)} of {human_bytes(total)}{part}")
-
-    return progress

@@ -31,6 +31,7 @@ from titanlite.checkpoint.manifest import (
     find,
     is_pinned,
     parse_manifest,
+    progress,
     read_manifest,
     root_of,
     step_folder,
@@ -48,8 +49,6 @@ if TYPE_CHECKING:
 Answer = tuple[str, int]
 #: Exit status of `diff`, as that of the program of that name.
 DIFFERENT = 1
-#: Seconds between two lines of progress.
-_PROGRESS_SECONDS = 10.0
 _PATH = "the folder of a run or of its checkpoints, or a URL such as s3://bucket/run/checkpoint"
 VALID, INVALID, NEWER = "valid", "invalid", "newer format"
 
@@ -137,13 +136,13 @@ def checkpoint_of(path: AnyPath | str) -> AnyPath:
     return step_folder(root, manifest.step)
 
 
-def verify(folder: AnyPath, progress: Progress = lambda done, total: None) -> tuple[Manifest | None, list[str]]:
+def verify(folder: AnyPath, show: Progress = lambda done, total: None) -> tuple[Manifest | None, list[str]]:
     """Read every file of a checkpoint and compare it with the manifest; return that, if it is right, and problems."""
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:
         return None, [str(error)]
-    return manifest, check_files(folder, manifest, progress=progress)
+    return manifest, check_files(folder, manifest, progress=show)
 
 
 def remove(paths: Sequence[AnyPath], force: bool = False, dry_run: bool = False) -> list[Entry]:
@@ -190,7 +189,7 @@ def _must_leave_one(root: AnyPath, going: Sequence[Entry]) -> None:
     for folder in (step_folder(root, step) for step in reversed(steps_in(root))):
         if folder in folders:
             continue
-        manifest, problems = verify(folder, show_progress(f"{folder}: "))
+        manifest, problems = verify(folder, progress(_print_progress, f"{folder}: "))
         if not problems and not (full and manifest is not None and manifest.weights_only):
             return
         reasons.append(f"\n  {problems[0] if problems else f'{folder} holds weights only'}")
@@ -200,17 +199,8 @@ def _must_leave_one(root: AnyPath, going: Sequence[Entry]) -> None:
     )
 
 
-def show_progress(lead: str = "") -> Progress:
-    """Return a function that prints bytes done and in all to standard error, a line every ten seconds."""
-    shown = time.monotonic()
-
-    def show(done: int, total: int) -> None:
-        nonlocal shown
-        if time.monotonic() - shown >= _PROGRESS_SECONDS:
-            shown = time.monotonic()
-            print(f"{lead}{human_bytes(done)} of {human_bytes(total)}", file=sys.stderr, flush=True)
-
-    return show
+def _print_progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -402,7 +392,7 @@ def _verify(arguments: argparse.Namespace) -> Answer:
     lines, bad = [], 0
     for folder in folders:
         started = time.perf_counter()
-        manifest, problems = verify(folder, show_progress(f"{folder}: "))
+        manifest, problems = verify(folder, progress(_print_progress, f"{folder}: "))
         bad += bool(problems)
         if problems or manifest is None:
             lines += [f"{folder}: DAMAGED", *(f"  {problem}" for problem in problems)]
@@ -447,7 +437,7 @@ def _convert(arguments: argparse.Namespace) -> str:
     from titanlite.tools.convert import convert
 
     started = time.perf_counter()
-    written = convert(arguments.source, arguments.target, arguments.to, arguments.dtype, show_progress())
+    written = convert(arguments.source, arguments.target, arguments.to, arguments.dtype, progress(_print_progress, ""))
     return f"{written}: {human_bytes(content_of(written)[0])} in {human_time(time.perf_counter() - started)}"
 
 
