@@ -277,11 +277,10 @@ def build(
         train_step.after_update = ScalePrecompute(model, mesh)
 
     # Checkpoints
-    toml = config_text(run.toml)  # without secrets: it is written down
     checkpointer = save_schedule = None
     if run.checkpoint.enable_checkpoint:
         prints = fingerprints(args, datasets)
-        about = {"toml": toml, "model": as_record(run.model.name, args)}
+        about = {"toml": config_text(run.toml), "model": as_record(run.model.name, args)}
         checkpointer = Checkpointer(run.checkpoint, world, prints, about)
         save_schedule = SaveSchedule(run.checkpoint, world, prints)
         train_step.before_update = checkpointer.await_copy
@@ -300,13 +299,13 @@ def build(
         tolerance=2e-2 if run.training.mixed_precision_param != "float32" or in_float8 else 1e-4,
         exact=device.type == "cpu" or run.debug.deterministic,
     )
-    attempts = AttemptRecord(folder, toml, run.job.description, world, name, batch.tokens_per_step, watchdog)
+    attempts = AttemptRecord(folder, run.toml, run.job.description, world, name, batch.tokens_per_step, watchdog)
     gc = GarbageCollection(run.training.gc_freq)
     metrics = MetricsLogger(
         run.metrics,
         run.job,
         world,
-        toml,
+        run.toml,
         tokens_per_step=batch.tokens_per_step,
         sequences_per_step=batch.global_batch_size,
         flops_per_token=flops,
@@ -326,7 +325,7 @@ def build(
         Timeouts(run.comm.init_timeout_seconds, run.comm.train_timeout_seconds) if world.timeout else None,
         gc,
         attempts,
-        StartReport(report, run.checkpoint, toml, skip, attempts, in_epochs),
+        StartReport(report, run.checkpoint, run.toml, skip, attempts, in_epochs),
         metrics,
         CompileReport(compiled) if compiled else None,
         Float8ErrorCheck(drift, builder.param_dtype, metrics.write) if drift else None,

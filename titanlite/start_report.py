@@ -14,7 +14,7 @@ from titanlite.data.loader import served_already
 from titanlite.data.skip_ranges import Range
 from titanlite.metrics.startup_report import WARNING
 from titanlite.optim.learning_rate import LearningRate
-from titanlite.runs.provenance import config_changes
+from titanlite.runs.provenance import config_changes, config_text
 from titanlite.utils import counted, logger
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _WORDS = {"optimizer": "optimizer", "lr_scheduler": "schedule", "dataloader": "t
 class StartReport(Callback):
     """Logs the report when a run starts.
 
-    report: the lines about the run itself. toml: the config, no secrets. skip: ranges of sequences that are skipped.
+    report: the lines about the run itself. toml: the resolved config. skip: ranges of sequences that are skipped.
     attempts: has lines of its own. in_epochs: the text decides how long the run is.
     """
 
@@ -77,7 +77,7 @@ class StartReport(Callback):
         """How the config differs from that of the checkpoint to resume; changes that are `told` are left out."""
         if loaded is None or loaded.origin != "resume":
             return []
-        changes = config_changes(loaded.config.get("toml"), self._toml)
+        changes = config_changes(loaded.config.get("toml"), config_text(self._toml))
         lines = [f"{key}: {change}" for key, change in changes.items()]
         new = [line for line in lines if not any(t.endswith(f" {line}") for t in told)]
         return [f"config is not that of the checkpoint: {line}" for line in new]

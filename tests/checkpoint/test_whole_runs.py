@@ -45,6 +45,7 @@ def test_milestones_the_first_step_and_retention(pool: Pools, tmp_path: Path) ->
     assert _said(found, "checkpoint of step 1 written")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["disabled", pytest.param("async", marks=pytest.mark.slow)])
 def test_last_save_holds_weights_only(pool: Pools, tmp_path: Path, mode: str) -> None:
     flags = ["--training.steps=4", "--checkpoint.interval=2", f"--checkpoint.async_mode={mode}"]

@@ -23,6 +23,7 @@ from titanlite.metrics.tensorboard import TensorBoard, tags
 from titanlite.metrics.throughput import MemoryReading, Rates, Throughput, read_memory, reset_peak
 from titanlite.metrics.wandb import WandbWriter
 from titanlite.parallel.dist_env import DistEnv
+from titanlite.runs.provenance import config_text
 from titanlite.step import StepResult
 from titanlite.utils import human_time, logger
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 class MetricsLogger(Callback):
     """Turns steps into figures. Between two logs it only keeps time: it reads no device and communicates nothing.
 
-    toml: the config, no secrets. tokens_per_step, sequences_per_step: over all ranks. flops_per_token: forward and
+    toml: the resolved config. tokens_per_step, sequences_per_step: over all ranks. flops_per_token: forward and
     backward. peak_flops: of one device, None if unknown. gc_seconds: seconds of garbage collection since its last call.
     """
 
@@ -80,7 +81,7 @@ class MetricsLogger(Callback):
             self._jsonl.truncate_after(step)
             self._validated = self._jsonl.has(step, "validation_loss")
             if self._metrics.enable_wandb:
-                config = loads(self._toml)
+                config = loads(config_text(self._toml))
                 self._tracker = WandbWriter(folder, config, self._job.description, step + 1)
         self._open_tensorboard(step)
         if self._metrics.enable_progress and self._metrics.log_style == "titan":
