@@ -136,7 +136,7 @@ def test_verify(run: AnyPath, capsys: pytest.CaptureFixture[str], monkeypatch: p
     (root / "step-2" / "manifest.json").unlink()
     assert "never finished" in _lines(capsys, "verify", root / "step-2", code=exit_codes.CHECKPOINT)[1]
     golden = Path(__file__).parent / "golden" / "format-1"
-    assert "sizes are right; it is of a time without hashes" in _lines(capsys, "verify", golden)[0]
+    assert "sizes are right; it was written without hashes" in _lines(capsys, "verify", golden)[0]
     monkeypatch.setattr(manifest_module, "PROGRESS_SECONDS", 0.0)
     main(["checkpoint", "verify", str(run / "other")])
     size = human_bytes(parse_manifest(run / "other" / "step-1").size)

@@ -141,7 +141,7 @@ def test_a_valid_checkpoint_is_never_overwritten_and_an_invalid_one_is_kept(root
     before = {path: (root / "step-4" / path).read_bytes() for path in names(root / "step-4")}
     with pytest.raises(CheckpointError, match="already holds a valid checkpoint"):
         begin(root, 4)
-    with pytest.raises(CheckpointError, match="holds a checkpoint meanwhile"):
+    with pytest.raises(CheckpointError, match="already holds a checkpoint"):
         publish(root / "step-4", replace(MANIFEST, step=4, train={"another": 1}))
     assert {path: (root / "step-4" / path).read_bytes() for path in names(root / "step-4")} == before
     (root / "step-4" / "shard").write_bytes(b"12345")

@@ -315,7 +315,7 @@ def _chosen(manifest: Manifest, root: AnyPath, passed: Sequence[str], origin: Li
     if passed:
         notices.append(f"`titanlite checkpoint verify {root}` tells all that is wrong there")
     if not manifest.hashes:
-        notices.append(f"{folder} is of a time without hashes: only the sizes of its files were checked")
+        notices.append(f"{folder} was written without hashes: only the sizes of its files were checked")
     return LoadedState(manifest.step, manifest.train, notices, folder, origin, config=manifest.config)
 
 

@@ -237,7 +237,7 @@ def publish(folder: AnyPath, manifest: Manifest) -> None:
     try:
         write_new(folder / FILE, manifest.to_json().encode())
     except FileExistsError:
-        raise CheckpointError(f"{folder} holds a checkpoint meanwhile; it is not overwritten") from None
+        raise CheckpointError(f"{folder} already holds a checkpoint; it is not overwritten") from None
     with suppress(OSError):  # the mark of a published folder means nothing, and goes with the next save
         for mark in marks_of(folder):
             mark.unlink(missing_ok=True)
@@ -361,7 +361,7 @@ def prune(
     known_bad: Collection[int] = (),
     fingerprints: dict[str, str] | None = None,
 ) -> list[AnyPath]:
-    """Unpublish what is no longer wanted now that the checkpoint of step `newest` exists; return marks for `delete`.
+    """Unpublish old checkpoints now that the one of step `newest` exists; return marks for `delete`.
 
     Only checkpoints of this run (by `fingerprints`, None: any) up to that step are counted, and only such go. One whose
     files are not whole takes no place among the latest. These stay: pinned ones, folders without a good manifest,

@@ -72,7 +72,7 @@ class Entry:
 
     @property
     def step(self) -> int:
-        """Of the name; -1 for a name without one."""
+        """Return the step in its name; -1 for a name without one."""
         match = re.search(r"step-(\d+)", self.folder.name)
         return int(match.group(1)) if match else -1
 
@@ -82,7 +82,7 @@ class Entry:
         return f"{self.state}{more}{', pinned' if self.pinned else ''}"
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the entry for JSON."""
         manifest = self.manifest
         numbers = {"ranks": manifest and manifest.world_size, "format": manifest and manifest.format}
         found = {"folder": str(self.folder), "step": self.step, "state": self.state, "reason": self.reason or None}
@@ -397,7 +397,7 @@ def _verify(arguments: argparse.Namespace) -> Answer:
         if problems or manifest is None:
             lines += [f"{folder}: DAMAGED", *(f"  {problem}" for problem in problems)]
             continue
-        result = "hashes are right" if manifest.hashes else "sizes are right; it is of a time without hashes"
+        result = "hashes are right" if manifest.hashes else "sizes are right; it was written without hashes"
         size = f"{counted(len(manifest.files), 'files')}, {human_bytes(manifest.size)}"
         lines.append(f"{folder}: {result} ({size}, {human_time(time.perf_counter() - started)})")
     if bad:
