@@ -131,8 +131,10 @@ class StorePath:
             self.fs.pipe_file(self.key, content, mode="create")
         except FileExistsError:
             # The answer to our own request may have been lost, and the request sent again.
-            if self.read_bytes() != content:
-                raise
+            with contextlib.suppress(FileNotFoundError):  # it may be gone again
+                if self.read_bytes() == content:
+                    return
+            raise
         except StoreError as error:
             if not _lacks_conditions(error.__cause__):
                 raise
