@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import reduce
@@ -111,6 +113,28 @@ def atomic_write(path: Path, data: bytes | str) -> None:
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
+
+
+def append_line(path: Path, entry: Mapping[str, Any]) -> None:
+    """Append one JSON object as a line, durably. A line that a crash cut short stays one of its own. Raises OSError."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        size = os.fstat(file).st_size
+        torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
+        os.write(file, b"\n" * torn + json.dumps(entry).encode() + b"\n")
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the JSON objects in a file's lines. Damaged lines are skipped; a file that cannot be read has none."""
+    found = []
+    with suppress(OSError):
+        for line in path.read_bytes().splitlines():
+            with suppress(ValueError):
+                found.append(json.loads(line))
+    return [entry for entry in found if isinstance(entry, dict)]
 
 
 def is_dotted(name: str) -> bool:

@@ -66,6 +66,11 @@ def unequal(left: AnyPath, right: AnyPath) -> list[str]:
     return [one.name for one in compare(Contents(left), Contents(right)) if one.elements or one.left != one.right]
 
 
+def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    """The same tensors under the same names, bit for bit."""
+    assert a.keys() == b.keys() and [name for name in a if not torch.equal(a[name], b[name])] == []
+
+
 def train(
     world: DistEnv,
     run: Run,

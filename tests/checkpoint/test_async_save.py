@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -170,13 +166,14 @@ def test_a_failure_reaches_all_ranks_and_the_next_save_works(pool: Pools, tmp_pa
     assert names(tmp_path) == ["step-2"], "nothing half-written is left or published"
 
 
-def _saves_in_a_row(world: DistEnv, folder: Path) -> list[bool]:
-    """Whether each save begins when the one before is published."""
-    real, running, most, seen = manager.dcp.save, [], [], []
+def _saves_in_a_row(world: DistEnv, folder: Path) -> int:
+    """Three slow saves at once; the largest number of them that were being written together."""
+    real, running, most = manager.dcp.save, [], 0
 
     def slow(*args: Any, **kwargs: Any) -> Any:
+        nonlocal most
         running.append(1)
-        most.append(len(running))
+        most = max(most, len(running))
         time.sleep(0.3)
         try:
             return real(*args, **kwargs)
@@ -188,20 +185,14 @@ def _saves_in_a_row(world: DistEnv, folder: Path) -> list[bool]:
         try:
             for step in (1, 2, 3):
                 saver.save(step, model, optimizer, {})
-                dist.barrier()
-                newest = find(folder)[0]
-                seen.append((newest.step if newest else 0) == step - 1)
-                dist.barrier()
             saver.wait()
         finally:
             manager.dcp.save = real
-    assert max(most) == 1
-    return seen
+    return most
 
 
 def test_never_two_in_flight(pool: Pools, tmp_path: Path) -> None:
-    assert pool(2).run(_saves_in_a_row, tmp_path)[0] == [True] * 3
-    assert steps_in(tmp_path) == [1, 2, 3]
+    assert pool(2).run(_saves_in_a_row, tmp_path) == [1, 1] and steps_in(tmp_path) == [1, 2, 3]
 
 
 def _group_timeouts(world: DistEnv, folder: Path, mode: str) -> list[float]:
@@ -231,34 +222,3 @@ def _group_timeouts(world: DistEnv, folder: Path, mode: str) -> list[float]:
 @pytest.mark.parametrize(("mode", "seconds"), [("async", 7200.0), ("disabled", 1800.0)])
 def test_a_slow_disk_is_not_taken_for_a_stuck_rank(pool: Pools, tmp_path: Path, mode: str, seconds: float) -> None:
     assert pool(2).run(_group_timeouts, tmp_path, mode) == [[seconds, 77.0]] * 2
-
-
-_KILLED = """
-import sys, time
-from titanlite.checkpoint.storage import HashingWriter
-def stuck(self, metadata, results):
-    print("all is written", flush=True)
-    time.sleep(60)
-HashingWriter.finish = stuck
-import titanlite.main
-sys.exit(titanlite.main.run(sys.argv[1:]))
-"""
-
-
-@pytest.mark.slow
-def test_killed_while_writing_leaves_nothing_that_loads(tmp_path: Path) -> None:
-    from tests.training.test_run import TINY
-
-    flags = ["--job.config_file=debug_model.toml", *TINY, f"--job.dump_folder={tmp_path}", "--training.steps=50"]
-    flags += ["--checkpoint.interval=2", "--checkpoint.async_mode=async"]
-    command = [sys.executable, "-c", _KILLED, *flags]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
-    assert process.stdout is not None
-    assert any("all is written" in line for line in process.stdout)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    mark, lock, folder = names(tmp_path / "checkpoint")
-    assert mark.startswith(".partial-step-2-") and (lock, folder) == ("run.lock", "step-2")
-    assert (tmp_path / "checkpoint" / "step-2" / "__0_0.distcp").stat().st_size > 100_000
-    assert find(tmp_path / "checkpoint") == (None, []) and steps_in(tmp_path / "checkpoint") == []

@@ -100,15 +100,6 @@ def test_config_says_what_older_transformers_look_for(saved: dict[str, Path], tm
     )
 
 
-def test_context_of_a_folder_of_hugging_face_stays(saved: dict[str, Path], tmp_path: Path) -> None:
-    first = convert(saved["plain"], tmp_path / "hf", "hf") / "config.json"
-    config = json.loads(first.read_text())
-    assert config["max_position_embeddings"] == 8192, "of Llama 3, though the RoPE tables have 2048"
-    first.write_text(json.dumps({**config, "max_position_embeddings": 2048}))
-    again = convert(first.parent, tmp_path / "again", "hf", "bfloat16") / "config.json"
-    assert json.loads(again.read_text())["max_position_embeddings"] == 2048
-
-
 def _weights(folder: Path) -> dict[str, torch.Tensor]:
     contents = Contents(folder)
     return {n.removeprefix("model."): contents.read(n) for n in contents.manifest.tensors if n.startswith("model.")}
@@ -147,16 +138,11 @@ def test_file_of_torch_loads_into_the_model(saved: dict[str, Path], tmp_path: Pa
 def test_precision_changes_once_and_exactly(saved: dict[str, Path], tmp_path: Path) -> None:
     half = convert(saved["plain"], tmp_path / "half", "checkpoint", "bfloat16")
     assert read_manifest(half).dtype == "bfloat16"
-    assert {entry[0] for entry in read_manifest(half).tensors.values()} == {"bfloat16"}
-    before, after = _weights(saved["plain"]), _weights(half)
-    assert all(torch.equal(before[name].to(torch.bfloat16), after[name]) for name in before)
-    full = convert(half, tmp_path / "full", "hf", "float32")
-    from safetensors.torch import load_file
-
-    assert all(tensor.dtype == torch.float32 for tensor in load_file(full / "model.safetensors").values())
+    before, after = _weights(saved["plain"]), _weights(convert(half, tmp_path / "full", "checkpoint", "float32"))
+    assert all(torch.equal(before[name].to(torch.bfloat16).float(), after[name]) for name in before)
 
 
-def test_what_is_there_is_never_overwritten(saved: dict[str, Path], tmp_path: Path) -> None:
+def test_existing_targets_are_never_overwritten(saved: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder").mkdir()
     for to, name in (("torch", "file"), ("hf", "folder"), ("hf", "file")):
@@ -181,18 +167,17 @@ def test_bad_sources_are_refused_and_leave_nothing(saved: dict[str, Path], tmp_p
     ]
     hf = convert(saved["plain"], tmp_path / "hf", "hf")
     config = json.loads((hf / "config.json").read_text())
-    for number, (change, message) in enumerate(
-        [
-            ({"num_hidden_layers": 3}, "missing"),
-            ({"num_hidden_layers": 1}, "unknown"),
-            ({"vocab_size": 100}, "has the shape"),
-            ({"attention_bias": True}, "attention_bias is True"),
-            ({"model_type": "gpt2"}, "no such model here"),
-            ({"head_dim": 64}, "head_dim is 64"),
-            ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
-            ({"tie_word_embeddings": True}, "differs from the embedding"),
-        ]
-    ):
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"num_hidden_layers": 3}, "missing"),
+        ({"num_hidden_layers": 1}, "unknown"),
+        ({"vocab_size": 100}, "has the shape"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"model_type": "gpt2"}, "no such model here"),
+        ({"head_dim": 64}, "head_dim is 64"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
+        ({"tie_word_embeddings": True}, "differs from the embedding"),
+    ]
+    for number, (change, message) in enumerate(changes):
         other = tmp_path / f"hf-{number}"
         other.mkdir()
         (other / "model.safetensors").symlink_to(hf / "model.safetensors")

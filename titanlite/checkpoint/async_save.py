@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from titanlite.checkpoint.collective import new_group
 from titanlite.checkpoint.paths import AnyPath
-from titanlite.checkpoint.storage import Tensors
+from titanlite.checkpoint.storage import Tensors, new_group
 
 #: Ranks may wait long for each other in an asynchronous save: it blocks no training.
 _TIMEOUT = timedelta(hours=2)

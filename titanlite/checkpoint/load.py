@@ -14,7 +14,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from titanlite.checkpoint.collective import dcp_errors, on_rank_0, verify_before_load
 from titanlite.checkpoint.manifest import (
     CheckpointError,
     Manifest,
@@ -30,12 +29,14 @@ from titanlite.checkpoint.retention import Deleter, leftovers
 from titanlite.checkpoint.storage import (
     RNG,
     CheckedReader,
+    dcp_errors,
     describe,
-    describe_all,
     gather,
+    on_rank_0,
     rng_state,
     scatter,
     set_rng_state,
+    verify_before_load,
 )
 from titanlite.guard import find_nonfinite
 from titanlite.parallel.dist_env import DistEnv
@@ -149,7 +150,7 @@ class Loader:
         if whole_optimizer is None:
             optimizer.state.clear()  # an earlier try may have given it one
         saved = {name: entry for name, entry in manifest.tensors.items() if name != RNG}
-        wanted = describe_all(tensors, model)
+        wanted = describe(tensors, model)
         selection = select(saved, wanted, exclude, self.config.allow_missing, convert=is_other, source=str(folder))
         bad = self.source_bad if is_other else self.bad
         if (problem := verify_before_load(folder, manifest, self.world, self.config.verify == "hash")) is not None:
@@ -314,7 +315,7 @@ def _chosen(manifest: Manifest, root: AnyPath, passed: Sequence[str], origin: Li
     if passed:
         notices.append(f"`titanlite checkpoint verify {root}` tells all that is wrong there")
     if not manifest.hashes:
-        notices.append(f"{folder} is of a time without hashes: only the sizes of its files were checked")
+        notices.append(f"{folder} was written without hashes: only the sizes of its files were checked")
     return LoadedState(manifest.step, manifest.train, notices, folder, origin, config=manifest.config)
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -19,7 +17,6 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from titanlite.checkpoint.async_save import AsyncSave, SaveOutcome
-from titanlite.checkpoint.collective import dcp_errors, new_group, on_rank_0, verify_after_save
 from titanlite.checkpoint.load import LoadedState, Loader
 from titanlite.checkpoint.manifest import CheckpointError, Manifest, find, step_folder
 from titanlite.checkpoint.paths import AnyPath, sizes, to_path
@@ -30,9 +27,13 @@ from titanlite.checkpoint.storage import (
     Tensors,
     Written,
     converted,
-    describe_all,
+    dcp_errors,
+    describe,
     gather,
+    new_group,
+    on_rank_0,
     rng_state,
+    verify_after_save,
 )
 from titanlite.guard import WeightsError, find_nonfinite
 from titanlite.parallel.dist_env import DistEnv
@@ -69,6 +70,7 @@ class Checkpointer:
         self._world = world
         self._fingerprints = fingerprints
         self._run_config = run_config or {}
+        self._origin = provenance.origin() if world.rank == 0 else {"versions": {}}  # rank 0 writes the manifest
         self._resumed: int | None = None
         self._deleter = Deleter()
         self._owner = OwnershipCheck(self.root)
@@ -170,19 +172,17 @@ class Checkpointer:
         manifest = Manifest(
             step=step,
             fingerprints=self._fingerprints,
-            tensors=describe_all(tensors, model),
+            tensors=describe(tensors, model),
             files={},
             train=copy.deepcopy(train),  # the loop goes on before an asynchronous save ends
-            versions=self._versions,
             world_size=self._world.size,
             created=time.time(),
             config=self._run_config,
-            git=self._git,
-            environment=provenance.environment(os.environ),
             weights_only=weights_only is not None,
             dtype=weights_only or "",
             validation_loss=validation_loss if validation_loss is not None and math.isfinite(validation_loss) else None,
             trackers=dict(trackers or {}),
+            **self._origin,
         )
         folder = self._on_rank_0(lambda: self._begin(step))
         writer = HashingWriter(folder)
@@ -212,15 +212,6 @@ class Checkpointer:
         if weights_only is None:
             tensors[RNG] = rng_state(self._world.device, self._world.size)
         return tensors
-
-    @functools.cached_property
-    def _versions(self) -> dict[str, str]:
-        return provenance.versions()
-
-    @functools.cached_property
-    def _git(self) -> dict[str, Any]:
-        record = provenance.git_state().record if self._world.rank == 0 else {}
-        return {name: value for name, value in record.items() if name in ("commit", "dirty", "unknown")}
 
     def _begin(self, step: int) -> AnyPath:
         self._owner.look()

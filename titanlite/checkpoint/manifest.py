@@ -1,4 +1,4 @@
-"""The manifest: the one file that makes a folder a checkpoint. No torch here.
+"""The manifest, which makes a folder a checkpoint, and DCP's index of tensors, read as data. No torch here.
 
 A folder `step-N` is a checkpoint only if its `manifest.json` can be read, has a known format, carries the hash of its
 own content, and lists only files that exist with their sizes. A save writes it last, a deletion removes it first. All
@@ -6,7 +6,6 @@ other folders are reported with the reason, and never loaded.
 
 While a save or a deletion is at work, a mark lies beside the folder: a file `.partial-step-N-…` or `.deleted-step-N-…`.
 A folder with a mark and without a manifest is a leftover of a killed process, which the next start or save deletes.
-(Older versions gave the folder itself such a name, and renamed it at the end.)
 
 Format 4 may hash files with XXH3; format 3 may hold weights only, and says where a run is recorded; format 2 has hashes
 of all files and of the manifest itself; format 1 had neither. All are read.
@@ -15,23 +14,27 @@ of all files and of the manifest itself; format 1 had neither. All are read.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
+import pickle
 import re
 import threading
-import types
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints, overload
+from typing import Any, NamedTuple
 
 from titanlite import exit_codes
-from titanlite.checkpoint.index import INDEX, read_index
-from titanlite.checkpoint.paths import AnyPath, StoreError, entries, sizes, to_path
+from titanlite.checkpoint.paths import AnyPath, StoreError, entries, sizes
+from titanlite.utils import human_bytes
 
 FORMAT = 4
 FILE = "manifest.json"
+#: DCP's file with the places of all tensors.
+INDEX = ".metadata"
 #: A checkpoint with a file of this name is never deleted by a run.
 PIN = "KEEP"
 #: File with the reason in a quarantined folder, `step-N.invalid-K`.
@@ -43,14 +46,13 @@ _MARK = re.compile(r"\.(?:partial|deleted)-(.+)-[0-9a-f]{8}")
 NAMES = re.compile(r"step-(\d+)(\.invalid-\d+)?|\.(?:partial|deleted)-.*")
 #: The manifest's entry with the hash of all others.
 _DIGEST = "digest"
-#: Largest depth of lists and dictionaries in a manifest; real ones stay far below.
-_DEEPEST = 50
 #: Algorithm → hexadecimal digits. XXH3 with 128 bits finds damage, and costs a save almost nothing; SHA-256 is for the
 #: index and the manifest, which decide how the rest is read.
 _DIGITS = {"xxh3": 32, "sha256": 64, "blake2b": 64}
 FAST_HASH, SAFE_HASH = "xxh3", "sha256"
 #: Bytes that are read at a time; files that are hashed at the same time.
 _BLOCK, _THREADS = 4 << 20, 4
+PROGRESS_SECONDS = 10.0
 #: Called with bytes done and bytes in all, by any thread, one at a time.
 Progress = Callable[[int, int], None]
 
@@ -114,11 +116,6 @@ class Manifest:
         return sum(self.files.values())
 
 
-_TYPES = get_type_hints(Manifest)
-#: All entries of a manifest of format 1.
-_FORMAT_1 = {*(f.name for f in fields(Manifest) if MISSING is f.default is f.default_factory), "config", "format"}
-
-
 def new_hash(algorithm: str) -> Any:
     """Return an object with `update` and `hexdigest`."""
     if algorithm == FAST_HASH:
@@ -167,10 +164,6 @@ def _digest(content: dict[str, Any]) -> str:
     return digest_of(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
-@overload
-def step_folder(root: Path, step: int) -> Path: ...
-@overload
-def step_folder(root: AnyPath, step: int) -> AnyPath: ...
 def step_folder(root: AnyPath, step: int) -> AnyPath:
     return root / f"step-{step}"
 
@@ -242,7 +235,7 @@ def parse_manifest(folder: AnyPath) -> Manifest:
         raise
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
-    if not isinstance(raw, dict) or type(raw.get("format")) is not int or _is_deep(raw):
+    if not isinstance(raw, dict) or type(raw.get("format")) is not int:
         raise CheckpointError(f"{path} is not a titanlite manifest")
     if raw["format"] > FORMAT:
         raise NewerFormatError(
@@ -250,59 +243,34 @@ def parse_manifest(folder: AnyPath) -> Manifest:
             f"{folder.name} to another folder"
         )
     digest = raw.pop(_DIGEST, None)
-    if raw["format"] > 1 and digest != (now := _digest(raw)):
-        raise CheckpointError(f"{path} is damaged: its contents have the hash {now}, and it says {digest}")
     try:
-        if raw["format"] < 1 or (raw["format"] == 1 and (digest or not raw.keys() <= _FORMAT_1)):
-            raise ValueError(f"it cannot be of format {raw['format']}")
+        has_none = raw["format"] == 1 and digest is None
+        if not has_none and digest != (now := _digest(raw)):
+            raise ValueError(f"its contents have the hash {now}, and it says {digest}")
         manifest = Manifest(**raw)
         _check_types(manifest)
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
     if folder.name != step_folder(folder.parent, manifest.step).name:
         raise CheckpointError(f"{folder} was renamed: its manifest is of step {manifest.step}")
     return manifest
 
 
-def _is_deep(value: Any) -> bool:
-    level = [value]
-    for _ in range(_DEEPEST):
-        items = (item for one in level for item in (one.values() if isinstance(one, dict) else one))
-        level = [item for item in items if type(item) in (dict, list)]
-    return bool(level)
-
-
 def _check_types(manifest: Manifest) -> None:
-    """Raises ValueError for an entry of another type than its field, or an impossible one."""
-    for name, kind in _TYPES.items():
-        if not _is(getattr(manifest, name), kind):
-            raise ValueError(f"{name} is not {Manifest.__annotations__[name]}")
-    for name, entry in manifest.tensors.items():
-        if len(entry) != 2 or not isinstance(entry[0], str) or not _is(entry[1], list[int]):
-            raise ValueError(f"the tensor {name} has no type and shape: {entry!r:.80}")
-    if not 0 <= manifest.created < 1e11:
-        raise ValueError(f"created = {manifest.created} is no time")
+    """Raise ValueError for an entry of another type than its field, or an impossible one."""
+    import msgspec
+
+    msgspec.convert(vars(manifest), Manifest)
+    msgspec.convert(manifest.tensors, dict[str, tuple[str, list[int]]])
+    if not 0 <= manifest.created < 1e11 or not math.isfinite(manifest.validation_loss or 0.0):
+        raise ValueError(f"created = {manifest.created} or validation_loss = {manifest.validation_loss} is impossible")
     for name in manifest.files:
         if Path(name).name != name:
             raise ValueError(f"{name!r} is no file of it")
-    if manifest.format > 1:
-        if manifest.hashes.keys() != manifest.files.keys():
-            raise ValueError("not every file has a hash")
-        for digest in manifest.hashes.values():
-            algorithm_of(digest)
-
-
-def _is(value: Any, kind: Any) -> bool:
-    """Return whether a value read from JSON has a type, to its depth; floating-point numbers must be finite."""
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin is types.UnionType:
-        return any(_is(value, one) for one in inner)
-    if origin is not None:  # dict[str, …] or list[…]
-        items = value.values() if isinstance(value, dict) else value
-        return type(value) is origin and all(_is(item, inner[-1]) for item in items)
-    if kind is float:
-        return type(value) in (int, float) and math.isfinite(value)
-    return kind is Any or type(value) is kind
+    if manifest.format > 1 and manifest.hashes.keys() != manifest.files.keys():
+        raise ValueError("not every file has a hash")
+    for digest in manifest.hashes.values():
+        algorithm_of(digest)
 
 
 def check_files(
@@ -346,6 +314,19 @@ def check_files(
 
     with ThreadPoolExecutor(min(_THREADS, len(names)), thread_name_prefix="titanlite-verify") as pool:
         return [problem for problem in pool.map(check, names) if problem]
+
+
+def progress(report: Callable[[str], None], lead: str, tail: str = "") -> Progress:
+    """Return a function that reports bytes done and in all, between `lead` and `tail`, every ten seconds."""
+    shown = time.monotonic()
+
+    def show(done: int, total: int) -> None:
+        nonlocal shown
+        if time.monotonic() - shown >= PROGRESS_SECONDS:
+            shown = time.monotonic()
+            report(f"{lead}{human_bytes(done)} of {human_bytes(total)}{tail}")
+
+    return show
 
 
 def find(
@@ -392,15 +373,97 @@ def root_of(path: AnyPath) -> AnyPath:
     )
 
 
-def checkpoint_of(path: AnyPath | str) -> AnyPath:
-    """Return the checkpoint that is meant: `path`, or the newest valid one of its folder. Raises CheckpointError."""
-    path = to_path(path)
-    if step_of(path) is not None or (path / FILE).is_file():
-        if not path.is_dir():
-            raise CheckpointError(f"{path}: no such checkpoint")
-        return path
-    root = root_of(path)
-    manifest, passed = find(root)
-    if manifest is None:
-        raise CheckpointError(f"{root} has no valid checkpoint" + "".join(f"\n  {reason}" for reason in passed))
-    return step_folder(root, manifest.step)
+# The index: a pickle, read as data, so that no code in it runs
+
+Sizes = tuple[int, ...]
+_CLASSES = ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex")
+#: Names that the index of a checkpoint of tensors holds, besides `torch.Size` and types such as `torch.float32`.
+_KNOWN = {
+    *(("torch.distributed.checkpoint.metadata", name) for name in (*_CLASSES, "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # Python 3.13
+    ("builtins", "getattr"),  # members of an enum, as Python 3.11.0 to 3.11.3 writes them; a record here, never called
+}
+_DTYPE = re.compile(r"(b?float|u?int|complex|bool)\w*")
+
+
+class Piece(NamedTuple):
+    """The place of one piece of a tensor."""
+
+    name: str
+    offset: Sizes
+    #: Number of the piece, where DCP has noted it.
+    number: int | None
+    file: str
+    #: First byte in the file, and how many.
+    start: int
+    length: int
+
+
+class Index(NamedTuple):
+    #: Tensor name → offset and shape of each of its pieces.
+    chunks: dict[str, list[tuple[Sizes, Sizes]]]
+    pieces: tuple[Piece, ...]
+
+
+class _Record:
+    """Replaces every object in the pickle: holds its arguments and state, and does nothing."""
+
+    arguments: tuple[Any, ...] = ()
+    state: Any = None
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if module == "torch" and _DTYPE.fullmatch(name):
+            return name
+        if (module, name) in _KNOWN:
+            return _Record
+        raise ValueError(f"it names {module}.{name}, which no index of a checkpoint of tensors does")
+
+
+def read_index(data: bytes, manifest: Manifest) -> Index:
+    """Return the index in `data`, which must fit the manifest. Raises ValueError with the reason."""
+    try:
+        content = _Unpickler(io.BytesIO(data)).load().state
+        found = {name: record.state for name, record in content["state_dict_metadata"].items()}
+        tensors = {name: [state["properties"].state[0], list(state["size"])] for name, state in found.items()}
+        places = {name: [c.state for c in state["chunks"]] for name, state in found.items()}
+        chunks = {name: [(_sizes(c["offsets"]), _sizes(c["sizes"])) for c in places[name]] for name in places}
+        pieces = tuple(_pieces(content["storage_data"], manifest.files))
+    except ValueError:
+        raise
+    except Exception as error:  # a pickle can go wrong in any way
+        raise ValueError(f"it is no index of torch.distributed.checkpoint: {error!r}") from None
+    if tensors != manifest.tensors:
+        raise ValueError("its tensors are not those of the manifest")
+    return Index(chunks, pieces)
+
+
+def _pieces(entries: dict[_Record, _Record], files: dict[str, int]) -> Iterator[Piece]:
+    for key, entry in entries.items():
+        name, number = key.state["fqn"], key.state.get("index")
+        file, start, length = (entry.state[field] for field in ("relative_path", "offset", "length"))
+        if not isinstance(file, str) or file not in files:
+            raise ValueError(f"it names the file {file!r}, which is not in the manifest")
+        if type(start) is not int or type(length) is not int or not 0 <= start <= start + length <= files[file]:
+            raise ValueError(f"its place of {name!r} lies outside of {file}")
+        if entry.state.get("transform_descriptors"):
+            raise ValueError(f"{name!r} is transformed, which no checkpoint here is")
+        yield Piece(name, _sizes(key.state["offset"]), number, file, start, length)
+
+
+def _sizes(value: Any) -> Sizes:
+    if not isinstance(value, tuple) or any(type(size) is not int or size < 0 for size in value):
+        raise ValueError(f"{value!r} is no shape")
+    return value

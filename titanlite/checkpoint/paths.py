@@ -11,10 +11,10 @@ import functools
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
@@ -29,8 +29,6 @@ _OPTIONS["s3a"] = _OPTIONS["s3"]
 _NO_BUCKET = re.compile("(bucket|container) does not exist")
 #: Functions of fsspec for which a missing path means a missing bucket.
 _WRITES = ("pipe_file", "write", "close")
-#: Attempts to delete objects that a store still lists.
-_DELETE_ATTEMPTS = 3
 
 
 class StoreError(OSError):
@@ -45,7 +43,7 @@ class Stat(NamedTuple):
     st_mtime: float
 
 
-@dataclass(frozen=True, order=True, repr=False)
+@dataclass(frozen=True)
 class StorePath:
     """A path in an object store, such as `s3://bucket/run/checkpoint`; a folder exists while it holds an object.
 
@@ -62,9 +60,6 @@ class StorePath:
     def __str__(self) -> str:
         return self.url
 
-    def __repr__(self) -> str:
-        return f"StorePath({self.url!r})"
-
     def __truediv__(self, name: str) -> StorePath:
         return StorePath(f"{self.url}/{name}")
 
@@ -79,7 +74,7 @@ class StorePath:
 
     @property
     def name(self) -> str:
-        return PurePosixPath(self.key).name
+        return self.key.rpartition("/")[2]
 
     @property
     def parent(self) -> StorePath:
@@ -110,17 +105,14 @@ class StorePath:
     def is_dir(self) -> bool:
         return bool(self.listing())
 
-    def is_file(self) -> bool:
-        return self._kind() == "file"
-
     def exists(self) -> bool:
-        return self._kind() != ""
+        return self.is_file() or self.is_dir()
 
-    def _kind(self) -> str:
+    def is_file(self) -> bool:
         try:
-            return str(self.fs.info(self.key)["type"])
+            return bool(self.fs.info(self.key)["type"] == "file")
         except FileNotFoundError:
-            return ""
+            return False
 
     def read_bytes(self) -> bytes:
         content: bytes = self.fs.cat_file(self.key)
@@ -139,8 +131,10 @@ class StorePath:
             self.fs.pipe_file(self.key, content, mode="create")
         except FileExistsError:
             # The answer to our own request may have been lost, and the request sent again.
-            if self.read_bytes() != content:
-                raise
+            with contextlib.suppress(FileNotFoundError):  # it may be gone again
+                if self.read_bytes() == content:
+                    return
+            raise
         except StoreError as error:
             if not _lacks_conditions(error.__cause__):
                 raise
@@ -175,9 +169,10 @@ class StorePath:
             if not missing_ok:
                 raise
 
-    def copy_to(self, target: StorePath) -> None:
-        """Copy one object within the store."""
+    def rename(self, target: StorePath) -> None:
+        """Copy one object within the store, then delete it."""
         self.fs.cp_file(self.key, target.key)
+        self.unlink()
 
 
 AnyPath = Path | StorePath
@@ -257,47 +252,29 @@ def remove_folder(folder: AnyPath) -> None:
         with contextlib.suppress(FileNotFoundError):
             folder.unlink() if folder.is_symlink() else shutil.rmtree(folder)
         return
-    _abort_uploads(folder)
-    for _ in range(_DELETE_ATTEMPTS):
-        names = folder.listing(deep=True)
-        if not names:
-            return
-        with contextlib.suppress(FileNotFoundError):
-            folder.fs.rm([f"{folder.key}/{name}" for name in names])
-    # Clients do not report objects that they may not delete.
-    raise StoreError(f"{folder}: {len(names)} objects cannot be deleted, such as {min(names)}: are deletions allowed?")
-
-
-def _abort_uploads(folder: StorePath) -> None:
-    """Abort uploads of large objects that a killed client has begun, in stores that list them: they cost space."""
-    bucket, _, prefix = folder.key.partition("/")
-    with contextlib.suppress(Exception):  # many users lack this right, and no save depends on it
-        for upload in folder.fs.list_multipart_uploads(bucket):
-            if upload["Key"].startswith(f"{prefix}/"):
-                folder.fs.abort_mpu(bucket, upload["Key"], upload["UploadId"])
+    with contextlib.suppress(FileNotFoundError):
+        folder.fs.rm([f"{folder.key}/{name}" for name in folder.listing(deep=True)])
+    if names := folder.listing(deep=True):  # clients do not report objects that they may not delete
+        raise StoreError(f"{folder}: {len(names)} objects cannot be deleted, such as {min(names)}")
 
 
 def content_of(folder: AnyPath) -> tuple[int, float]:
-    """Return bytes of all files in a folder, and when it last changed (seconds since the epoch; 0: unknown)."""
+    """Return bytes of a file, or of all in a folder, and when it last changed (seconds since the epoch; 0: unknown)."""
     if isinstance(folder, StorePath):
-        objects: Iterable[dict[str, Any]] = folder.listing(deep=True).values()
+        objects = folder.listing(deep=True).values()
         return sum(entry["size"] for entry in objects), max(map(modified, objects), default=0.0)
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    files = [folder] if folder.is_file() else folder.rglob("*")
+    size = sum(path.stat().st_size for path in files if path.is_file())
     return size, folder.stat().st_mtime
 
 
 def modified(info: dict[str, Any]) -> float:
     """Return when an object was written, in seconds since the epoch; 0 where the store does not say."""
-    for key in ("LastModified", "last_modified", "mtime", "updated", "created"):
-        value = info.get(key)
-        if isinstance(value, str):
-            with contextlib.suppress(ValueError):
-                value = datetime.fromisoformat(value.replace("Z", "+00:00"))
-        if isinstance(value, datetime):
-            return value.timestamp()
-        if isinstance(value, (int, float)):
-            return float(value)
-    return 0.0
+    keys = ("LastModified", "last_modified", "mtime", "updated", "created")
+    value = next((info[key] for key in keys if info.get(key)), 0.0)
+    if isinstance(value, str):  # of Google's store
+        value = datetime.fromisoformat(value.replace("Z", "+00:00"))
+    return value.timestamp() if isinstance(value, datetime) else float(value)
 
 
 @functools.cache

@@ -6,10 +6,7 @@ that the checkpoint holds as well.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
-import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from titanlite.checkpoint.load import LoadedState
-from titanlite.utils import logger
+from titanlite.utils import append_line, logger, read_lines
 
 #: Name of the file in a run's folder.
 FILE = "resume.jsonl"
@@ -58,10 +55,9 @@ class ResumeCheck:
     def resumed(self, loaded: LoadedState, next_batch: str | None) -> None:
         """Note the checkpoint that the run resumes from, and compare the hash of the next batch with the saved one."""
         self._loaded = loaded
-        state = loaded.train.get(STATE)
-        state = state if isinstance(state, dict) else {}
-        identity, batches = state.get("id"), (state.get("next_batch"), next_batch)
-        self._same_batch = None if None in batches else batches[0] == batches[1]
+        state = loaded.train.get(STATE) or {}
+        identity, before = state.get("id"), state.get("next_batch")
+        self._same_batch = None if None in (before, next_batch) else before == next_batch
         self._earlier = _last_record(self.file, identity) if self._rank == 0 and identity else None
         if identity:  # without numbers yet, this attempt records them
             self._next = (loaded.step + 1, identity) if self._earlier is None else None
@@ -76,19 +72,17 @@ class ResumeCheck:
         Returns, on rank 0, the result after the first step of a resumed run. Only that step, and the one after a save,
         wait for the device.
         """
-        result, (loaded, self._loaded) = None, (self._loaded, None)
-        records = self._next is not None and step >= self._next[0]
-        if self._rank or not (records or loaded):
+        loaded, self._loaded = self._loaded, None
+        save = self._next if self._next is not None and step >= self._next[0] else None
+        if save is not None:
+            self._next = None
+        if self._rank or not (save or loaded):
             return None
         numbers = loss.item(), norm.item()
-        # A step without a finite loss was skipped, or it ends the run.
-        if loaded is not None and (self._earlier is None or (step == loaded.step + 1 and math.isfinite(numbers[0]))):
-            result = self._compare(loaded, numbers)
-        if self._next is not None and records:
-            (expected, identity), self._next = self._next, None
-            if step == expected and all(map(math.isfinite, numbers)):
-                self._record(step, identity, *numbers)
-        return result
+        finite = all(map(math.isfinite, numbers))  # a step without a finite loss was skipped, or it ends the run
+        if save is not None and finite and step == save[0]:
+            self._record(step, save[1], *numbers)
+        return self._compare(loaded, numbers) if loaded is not None and (finite or self._earlier is None) else None
 
     def _compare(self, loaded: LoadedState, numbers: tuple[float, float]) -> ResumeResult:
         """numbers: loss and gradient norm of the first step, to compare with those of the earlier attempt."""
@@ -131,22 +125,11 @@ class ResumeCheck:
     def _record(self, step: int, identity: str, loss: float, norm: float) -> None:
         record = {"id": identity, "step": step, "loss": loss, "norm": norm, "tolerance": self.tolerance}
         try:
-            content = self.file.read_bytes() if self.file.exists() else b""
-            torn = content[-1:] not in (b"", b"\n")  # a crash has left half a line
-            with open(self.file, "a") as stream:
-                stream.write("\n" * torn + json.dumps({**record, "setting": self.setting}) + "\n")
-                stream.flush()
-                os.fsync(stream.fileno())
+            append_line(self.file, {**record, "setting": self.setting})
         except OSError as error:
             logger.warning(f"cannot write {self.file}: {error}. A resume from step {step - 1} will not be compared")
 
 
 def _last_record(path: Path, identity: str) -> dict[str, Any] | None:
     """Return the last record of the save `identity`; None where there is none."""
-    found = None
-    for line in path.read_bytes().splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError):
-            record = json.loads(line)
-            if isinstance(record, dict) and record.get("id") == identity and {"loss", "norm", "setting"} <= {*record}:
-                found = record
-    return found
+    return next((record for record in reversed(read_lines(path)) if record.get("id") == identity), None)

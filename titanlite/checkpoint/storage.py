@@ -1,22 +1,28 @@
-"""Tensors of a run by name, and DCP's access to files in folders and stores: hashed on writing, checked on reading."""
+"""Tensors by name, DCP's files (hashed on writing, checked on reading), and the steps that all ranks take together.
+
+Files lie in folders and stores alike.
+"""
 
 from __future__ import annotations
 
 import functools
 import io
 import os
+import sys
 import uuid
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as state_dicts
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemBase, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -33,22 +39,29 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.futures import Future
 from torch.utils.serialization import config as serialization
 
-from titanlite.checkpoint.index import INDEX, Index, read_index
 from titanlite.checkpoint.manifest import (
     FAST_HASH,
+    INDEX,
     SAFE_HASH,
     CheckpointError,
+    Index,
     Manifest,
     algorithm_of,
+    check_files,
     digest_of,
     mismatch,
     new_hash,
+    progress,
+    read_index,
 )
 from titanlite.checkpoint.paths import AnyPath, StoreError, StorePath
+from titanlite.parallel.dist_env import KEEPS_TIMEOUT, DistEnv
 from titanlite.parallel.float8 import forget_scales, plain
 from titanlite.parallel.pipeline import PipelineModel
+from titanlite.utils import logger
 
 Tensors = dict[str, torch.Tensor]
+T = TypeVar("T")
 #: Name of the tensor with all ranks' random generators.
 RNG = "rng.torch"
 #: Hyper-parameters belong to the configuration, not to the checkpoint.
@@ -64,9 +77,10 @@ def gather(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
     An optimizer that has not stepped yet gets its state first, of a step without gradients, to have something to load
     into.
     """
-    tensors = {
-        f"model.{name}": plain(cast(torch.Tensor, t)) for name, t in state_dicts.get_model_state_dict(model).items()
-    }
+    weights = cast(Tensors, state_dicts.get_model_state_dict(model))
+    if "torchao" in sys.modules:  # float8 may have wrapped some
+        weights = {name: plain(tensor) for name, tensor in weights.items()}
+    tensors = {f"model.{name}": tensor for name, tensor in weights.items()}
     if optimizer is None:
         return tensors
     fresh = not optimizer.state
@@ -128,14 +142,12 @@ def set_rng_state(state: DTensor, device: torch.device) -> None:
         torch.cuda.set_rng_state(row[size:].clone(), device)
 
 
-def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[Any]]:
-    """Return tensor name -> [dtype, global shape], for the manifest."""
-    return {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
+def describe(tensors: Mapping[str, torch.Tensor], model: nn.Module | None = None) -> dict[str, list[Any]]:
+    """Return tensor name -> [dtype, global shape], for the manifest.
 
-
-def describe_all(tensors: Tensors, model: nn.Module) -> dict[str, list[Any]]:
-    """As `describe`, with the tensors of all ranks of a pipeline; all of them call this together."""
-    mine = describe(tensors)
+    model: with a pipeline, the tensors of all its ranks are described; all of them call this together.
+    """
+    mine = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
     if not isinstance(model, PipelineModel):
         return mine
     parts: list[dict[str, list[Any]]] = [{} for _ in range(dist.get_world_size(model.group))]
@@ -223,11 +235,7 @@ class _Files(FileSystemBase):
         self.written[path.name] = hashing.written()
 
     def rename(self, path: Any, new_path: Any) -> None:
-        if isinstance(path, Path):
-            path.rename(new_path)
-        else:
-            path.copy_to(new_path)
-            path.unlink()
+        path.rename(new_path)
         self.written[new_path.name] = self.written.pop(path.name)
 
     def concat_path(self, path: Any, suffix: str) -> Any:
@@ -322,7 +330,7 @@ class CheckedReader(FileSystemReader):
                 data = path.read_bytes()
                 if INDEX in digests and (now := digest_of(data, algorithm_of(digests[INDEX]))) != digests[INDEX]:
                     raise CheckpointError(mismatch(path, digests[INDEX], now))
-                self._metadata = _metadata(read_index(data, self._manifest))
+                self._metadata = _metadata(read_index(data, self._manifest), self._manifest)
             except OSError as error:
                 raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
             except ValueError as error:
@@ -331,19 +339,111 @@ class CheckedReader(FileSystemReader):
         return self._metadata
 
 
-def _metadata(index: Index) -> Metadata:
+def _metadata(index: Index, manifest: Manifest) -> Metadata:
     """Return the index in DCP's classes. Raises ValueError for a type that torch does not have."""
-    dtypes = {tensor.dtype: getattr(torch, tensor.dtype, None) for tensor in index.tensors.values()}
-    for name, dtype in dtypes.items():
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"torch has no type {name}")
-    tensors: dict[str, Any] = {
-        name: TensorStorageMetadata(
-            TensorProperties(cast(torch.dtype, dtypes[tensor.dtype])),
-            torch.Size(tensor.shape),
-            [ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)) for offset, shape in tensor.chunks],
-        )
-        for name, tensor in index.tensors.items()
-    }
+    tensors: dict[str, Any] = {}
+    for name, (kind, shape) in manifest.tensors.items():
+        if not isinstance(dtype := getattr(torch, kind, None), torch.dtype):
+            raise ValueError(f"torch has no type {kind}")
+        chunks = [ChunkStorageMetadata(torch.Size(offset), torch.Size(size)) for offset, size in index.chunks[name]]
+        tensors[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), chunks)
     pieces = {MetadataIndex(p.name, p.offset, p.number): _StorageInfo(p.file, p.start, p.length) for p in index.pieces}
     return Metadata(tensors, storage_data=pieces)
+
+
+# Steps of all ranks together
+
+
+def new_group(timeout: timedelta) -> dist.ProcessGroup:
+    """Make a gloo group of all ranks for agreements around a save; nobody lowers its timeout. All ranks call it."""
+    group = dist.new_group(backend="gloo", timeout=timeout, group_desc=KEEPS_TIMEOUT)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def on_rank_0(world: DistEnv, action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Run on rank 0 only; all ranks get its result, or its error as a CheckpointError.
+
+    group: of all ranks, in which they wait; None: the default one.
+    """
+    result: T | None = None
+    problem: str | None = None
+    if world.rank == 0:
+        try:
+            result = action()
+        except (CheckpointError, OSError) as error:
+            problem = str(error)
+        except Exception as error:  # the other ranks wait for an answer in any case
+            problem = repr(error)
+    answer = [(result, problem)]
+    dist.broadcast_object_list(answer, src=0, group=group, device=torch.device("cpu"))
+    result, problem = cast("tuple[T, str | None]", answer[0])
+    if problem is not None:
+        raise CheckpointError(problem)
+    return result
+
+
+@contextmanager
+def dcp_errors(action: str) -> Iterator[None]:
+    """Turn DCP's failures into CheckpointErrors. They are a BaseException, which `except Exception` would miss."""
+    try:
+        yield
+    except CheckpointException as error:
+        failures = ((rank, failure[0]) for rank, failure in error.failures.items())
+        plain = (OSError, CheckpointError)
+        causes = {f"rank {rank}: {cause if isinstance(cause, plain) else repr(cause)}" for rank, cause in failures}
+        raise CheckpointError(f"{action} failed: {'; '.join(sorted(causes))}") from error
+
+
+def verify_before_load(folder: AnyPath, manifest: Manifest, world: DistEnv, every_byte: bool) -> str | None:
+    """Return what is wrong with a checkpoint's content, the same on all ranks; None when nothing is.
+
+    Each rank reads its share of the files, and the index, which all will use; without every_byte the index alone.
+
+    Raises CheckpointError, on all of them, when one of them cannot read: that says nothing of the checkpoint.
+    """
+    names = share(manifest.files, world.rank, world.size) if every_byte else []
+    if INDEX in manifest.files and INDEX not in names:
+        names.append(INDEX)
+    return _verify(folder, manifest, names, world, None)
+
+
+def verify_after_save(
+    folder: AnyPath, manifest: Manifest, writers: Mapping[str, int], world: DistEnv, group: dist.ProcessGroup
+) -> str | None:
+    """As `verify_before_load`, right after a save. writers: file → rank; group: in which all ranks agree."""
+    names = [name for name, writer in writers.items() if reader_of(writer, world.size) == world.rank]
+    return _verify(folder, manifest, names, world, group)
+
+
+def share(files: Mapping[str, int], rank: int, ranks: int) -> list[str]:
+    """Return the files that this rank reads so that all are read once: about equal bytes each. files: name → bytes."""
+    return sorted(files, key=lambda name: (-files[name], name))[rank::ranks]
+
+
+def reader_of(writer: int, ranks: int) -> int:
+    """Return the rank that reads the files of `writer` back: on another host, if there is one.
+
+    The writer's host may still have in memory what its disk has lost.
+    """
+    return (writer + ranks // 2) % ranks
+
+
+def _verify(
+    folder: AnyPath, manifest: Manifest, names: Sequence[str], world: DistEnv, group: dist.ProcessGroup | None
+) -> str | None:
+    problems: list[str] = []
+    failure = ""
+    try:
+        tail = " of this rank's part" if world.size > 1 else ""
+        show = progress(logger.info, f"comparing {folder} with its hashes: ", tail)
+        problems = check_files(folder, manifest, names, show)
+    except Exception as error:  # the others wait for this rank's answer in any case
+        failure = f"rank {world.rank} cannot read {error if isinstance(error, StoreError) else f'{folder}: {error!r}'}"
+    found = [(problems, failure)] * world.size
+    dist.all_gather_object(found, (problems, failure), group)
+    if failures := sorted(text for _, text in found if text):
+        raise CheckpointError("; ".join(failures))
+    every = sorted({problem for part, _ in found for problem in part})
+    more = f" (and {len(every) - 1} more of its files)" if len(every) > 1 else ""
+    return every[0] + more if every else None

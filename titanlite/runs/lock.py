@@ -4,8 +4,8 @@ The lock is a file (an object) that names its holder. Creating it is exclusive, 
 is the run's one sign of life: `titanlite runs` reads it too. Locks of the file system are not used: shared file systems
 do not all honour them, and they do not name the holder.
 
-filelock's SoftFileLease is no replacement (measured with 4.2.11). It takes the live, renewed lease of another machine
-at once if both have the same host name. An abandoned lease costs a whole wait, however old it is.
+filelock's SoftFileLease is no replacement (4.2.11): it takes the live lease of another machine that has the same host
+name, and waits a whole lease for an abandoned one, however old it is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from titanlite import exit_codes
@@ -66,8 +65,7 @@ class RunLock:
         renew_seconds: float = RENEW_SECONDS,
         lease_seconds: float = LEASE_SECONDS,
     ) -> None:
-        self.folder = folder
-        self.path = folder / FILE
+        self.folder, self.path = folder, folder / FILE
         self._key = key
         self._renew_seconds, self._lease_seconds = renew_seconds, lease_seconds
         #: Distinguishes this hold from all others, also of the same process.
@@ -75,41 +73,27 @@ class RunLock:
         self._content = b""
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="titanlite-lock", daemon=True)
-        self._made_folder = False
 
     def __enter__(self) -> RunLock:
-        holder = {
-            "token": self._token,
-            "host": socket.gethostname(),
-            "process": _process(os.getpid()),
-            "since": timestamp(),
-        }
-        self._content = (json.dumps(holder) + "\n").encode()
+        holder = {"token": self._token, "host": socket.gethostname(), "process": _process(os.getpid())}
+        self._content = (json.dumps({**holder, "since": timestamp()}) + "\n").encode()
         if isinstance(self.folder, Path):
-            self._made_folder = not self.folder.exists()
             self.folder.mkdir(parents=True, exist_ok=True)
         try:
             self._take(self.path)
             self._thread.start()
         except BaseException:  # also of a signal
-            self._release()
+            self.__exit__()
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._release()
-
-    def _release(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self._released.set()
         if self._thread.ident is not None:
             self._thread.join()
         with suppress(OSError):
             if (_read(self.path) or {}).get("token") == self._token:
                 self.path.unlink()
-            if isinstance(self.folder, Path) and self._made_folder:
-                self.folder.rmdir()  # only if it is empty
 
     def _take(self, path: Path | StorePath) -> None:
         """Create a lock file, instead of an abandoned one if there is one. Raises LockedError."""
@@ -142,16 +126,15 @@ class RunLock:
             if not isinstance(path, Path):
                 path.write_new(self._content)
                 return True
-            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)  # atomic on NFS 3 and later: open(2)
+            with path.open("xb") as stream:  # O_EXCL is atomic on NFS 3 and later: open(2)
+                try:
+                    stream.write(self._content)
+                    stream.flush()
+                except BaseException:  # a full disk, or a signal
+                    path.unlink(missing_ok=True)
+                    raise
         except FileExistsError:
             return False
-        try:
-            os.write(file, self._content)
-        except BaseException:  # a full disk, or a signal
-            path.unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(file)
         return True
 
     def _is_alive(self, path: Path | StorePath, holder: dict[str, Any]) -> bool:
@@ -165,16 +148,14 @@ class RunLock:
             now, seen = _modified(probe), _modified(path)
         finally:
             probe.unlink(missing_ok=True)
-        if now is None or seen is None:
-            return False
-        wait = self._lease_seconds - max(now - seen, 0.0)
-        if wait > 0:
+        wait = self._lease_seconds - max((now or 0.0) - (seen or 0.0), 0.0)
+        if seen is not None and wait > 0:
             logger.warning(
                 f"{path} is held by another machine or container: {_describe(holder)}. Watching for up to {wait:.0f} s "
                 "whether it is alive"
             )
         deadline = time.monotonic() + wait
-        while time.monotonic() < deadline:
+        while seen is not None and time.monotonic() < deadline:
             time.sleep(min(_POLL_SECONDS, wait))
             if (now := _modified(path)) != seen:
                 return now is not None
@@ -221,16 +202,12 @@ def last_sign_of_life(folder: Path) -> float | None:
 
     The age of a lock from elsewhere is judged by the clocks of both machines: this function writes nothing.
     """
-    try:
+    with suppress(OSError):
         holder, renewed = _read(folder / FILE), _modified(folder / FILE)
-    except OSError:
-        return None
-    if holder is None or renewed is None:
-        return None
-    alive = _process_is_alive(holder)
-    if alive is None:
-        alive = time.time() - renewed <= LEASE_SECONDS
-    return renewed if alive else None
+        if holder is not None and renewed is not None:
+            alive = _process_is_alive(holder)
+            return renewed if alive or (alive is None and time.time() - renewed <= LEASE_SECONDS) else None
+    return None
 
 
 def _read(path: Path | StorePath) -> dict[str, Any] | None:

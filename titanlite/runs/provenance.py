@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
 import re
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -35,19 +37,22 @@ _LOGIN = re.compile(r"(://)[^/@\s]+@")
 _LAUNCH = re.compile(r"--?launch\.environment(?:\.(?P<name>[^=]+))?(?P<value>=.*)?", re.DOTALL)
 _LAUNCH_LINE = re.compile(r"^(environment\.)(\S+) = .*$", re.MULTILINE)
 _GIT_SECONDS = 10
-_UNTRACKED_SHOWN = 50
 #: Keys that only name the files of a config.
 _NOT_COMPARED = ("job.config_file", "job.extends", "job.dialect")
+
+
+@functools.cache
+def origin() -> dict[str, Any]:
+    """Return what a process runs with, as manifests hold it: versions, commit and variables."""
+    return {"versions": versions(), "git": git_state().record, "environment": environment(os.environ)}
 
 
 def versions() -> dict[str, str]:
     """Return the installed versions of titanlite, Python and the libraries that affect numbers; imports nothing."""
     found = {"titanlite": __version__, "python": platform.python_version()}
     for name in _LIBRARIES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -95,15 +100,15 @@ def _without_login(text: str) -> str:
 
 def config_values(toml: str) -> dict[str, Any]:
     """Return the values of a TOML text by dotted key. Raises TOMLDecodeError."""
-    return dict(_flatten(loads(toml)))
 
+    def flatten(table: Mapping[str, Any], lead: str) -> Iterator[tuple[str, Any]]:
+        for name, value in table.items():
+            if isinstance(value, dict):
+                yield from flatten(value, f"{lead}{name}.")
+            else:
+                yield f"{lead}{name}", value
 
-def _flatten(table: Mapping[str, Any], lead: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in table.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{lead}{name}.")
-        else:
-            yield f"{lead}{name}", value
+    return dict(flatten(loads(toml), ""))
 
 
 def config_changes(old: object, new: object) -> dict[str, str]:
@@ -114,15 +119,15 @@ def config_changes(old: object, new: object) -> dict[str, str]:
     if not (isinstance(old, str) and isinstance(new, str)):
         return {}
     try:
-        before, now = config_values(old), config_values(new)
+        sides = config_values(old), config_values(new)
     except TOMLDecodeError:
         return {}
-
-    def shown(config: Mapping[str, Any], key: str) -> str:
-        return json.dumps(config[key], default=str) if key in config else "(not set)"
-
-    keys = [key for key in {**before, **now} if key not in _NOT_COMPARED and before.get(key) != now.get(key)]
-    return {key: f"{shown(before, key)} -> {shown(now, key)}" for key in keys}
+    found = {}
+    for key in {**sides[0], **sides[1]}:
+        before, now = (json.dumps(side[key], default=str) if key in side else "(not set)" for side in sides)
+        if before != now and key not in _NOT_COMPARED:
+            found[key] = f"{before} -> {now}"
+    return found
 
 
 @dataclass(frozen=True)
@@ -136,26 +141,20 @@ class GitState:
 def git_state(package: Path | None = None) -> GitState:
     """Return commit and changes of the checkout that contains the package.
 
-    Without a checkout, or when git fails, `record` has the reason as "unknown".
+    The diff is cut after `DIFF_LIMIT` bytes. Without a checkout, or when git fails, `record` has the reason as
+    "unknown".
     """
     folder = package or Path(titanlite.__file__).parent
     try:
         # A package installed into an environment inside a checkout does not belong to that checkout.
         _git(folder, "ls-files", "--error-unmatch", "__init__.py")
         commit = _git(folder, "rev-parse", "HEAD").decode().strip()
-        changes = _git(folder, "status", "--porcelain=v1", "-z").decode(errors="replace").split("\0")
+        dirty = bool(_git(folder, "status", "--porcelain"))
         diff = _git(folder, "diff", "HEAD", "--no-color", "--no-ext-diff", "--no-textconv")
     except (OSError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
         return GitState({"unknown": said.partition("\n")[0] or str(error)})
-    untracked = [change[3:] for change in changes if change.startswith("?? ")]
-    record: dict[str, Any] = {"commit": commit, "dirty": bool(diff or untracked)}
-    if untracked:
-        record |= {"untracked": untracked[:_UNTRACKED_SHOWN], "untracked_files": len(untracked)}
-    if len(diff) > DIFF_LIMIT:
-        record["diff_cut"] = f"git.diff holds the first {DIFF_LIMIT:,} of {len(diff):,} bytes"
-        diff = diff[:DIFF_LIMIT].rpartition(b"\n")[0] + b"\n"
-    return GitState(record, diff or None)
+    return GitState({"commit": commit, "dirty": dirty}, diff[:DIFF_LIMIT] or None)
 
 
 def _git(folder: Path, *words: str) -> bytes:

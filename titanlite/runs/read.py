@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from titanlite import exit_codes
-from titanlite.config.toml import TOMLDecodeError
 from titanlite.metrics.jsonl import FILE as METRICS
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.runs.lock import last_sign_of_life
@@ -146,6 +145,8 @@ def read_run(path: Path, *, partial: bool = False) -> Run:
     def unless_broken(read: Callable[[Path], T], name: str) -> T | None:
         try:
             return read(folder / name)
+        except FileNotFoundError:
+            return None
         except (RunError, OSError) as error:
             if not partial:
                 raise
@@ -169,32 +170,23 @@ def find_runs(folder: Path, depth: int = DEPTH) -> list[Path]:
         raise RunError(
             f"{folder}: there is no such folder; runs are written to job.dump_folder, name it or a folder above it"
         )
-    return list(_walk(folder, depth, set()))
-
-
-def _walk(folder: Path, depth: int, seen: set[str]) -> Iterator[Path]:
-    real = os.path.realpath(folder)
-    if real in seen:  # symbolic links may form circles
-        return
-    seen.add(real)
-    try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except OSError:
-        return
-    if {FILE, OLD_FILE, METRICS} & {entry.name for entry in entries}:
-        yield folder
-    if depth:
-        for entry in entries:
-            if entry.is_dir() and not _NO_RUNS_INSIDE.fullmatch(entry.name):
-                yield from _walk(folder / entry.name, depth - 1, seen)
+    found, seen = [], set()
+    for path, folders, files in os.walk(folder, followlinks=True):
+        if (real := os.path.realpath(path)) in seen:  # symbolic links may form circles
+            folders.clear()
+            continue
+        seen.add(real)
+        if {FILE, OLD_FILE, METRICS} & {*files}:
+            found.append(Path(path))
+        deepest = len(Path(path).relative_to(folder).parts) >= depth
+        folders[:] = [] if deepest else sorted(name for name in folders if not _NO_RUNS_INSIDE.fullmatch(name))
+    return found
 
 
 def _rows(path: Path) -> tuple[Row, ...]:
     """Return the figures of a metrics file; training rows get "total_tps", tokens per second over all devices."""
     try:
         rows = [_figures(path, row) for row in read_metrics(path) if "step" in row]
-    except FileNotFoundError:
-        return ()
     except ValueError as error:
         raise RunError(str(error)) from None
     step, tokens = 0.0, 0.0
@@ -207,7 +199,7 @@ def _rows(path: Path) -> tuple[Row, ...]:
 
 
 def _figures(path: Path, row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the figures of a row as numbers. Raises ValueError."""
+    """Return the figures of a row as numbers. Raises RunError."""
     found = {}
     for name in _FIGURES:
         if name in row:
@@ -215,14 +207,12 @@ def _figures(path: Path, row: Mapping[str, Any]) -> dict[str, float]:
                 found[name] = float(row[name])
             except (TypeError, ValueError):
                 where = f"{path}: row of step {row['step']!r}"
-                raise ValueError(f"{where}: {name} is {row[name]!r}, not a number; mend or delete the row") from None
+                raise RunError(f"{where}: {name} is {row[name]!r}, not a number; mend or delete the row") from None
     return found
 
 
-def _config(path: Path) -> dict[str, Any] | None:
+def _config(path: Path) -> dict[str, Any]:
     try:
         return config_values(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise RunError(f"{path}: not TOML ({error}); mend it, or rename it to compare without it") from None

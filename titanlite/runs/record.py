@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from titanlite.metrics.jsonl import FILE as METRICS
 from titanlite.runs import provenance
-from titanlite.utils import atomic_write, counted, logger, timestamp
+from titanlite.utils import append_line, atomic_write, counted, logger, read_lines, timestamp
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.paths import AnyPath
@@ -83,15 +83,7 @@ class AttemptRecord:
     def write(self, entry: Mapping[str, Any]) -> None:
         """Append one line durably."""
         try:
-            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            try:
-                size = os.fstat(file).st_size
-                # A line that a crash cut short stays a line of its own.
-                torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
-                os.write(file, (b"\n" * torn) + (json.dumps(entry) + "\n").encode())
-                os.fsync(file)
-            finally:
-                os.close(file)
+            append_line(self.path, entry)
         except OSError as error:
             if not self._warned:
                 self._warned = True
@@ -126,7 +118,8 @@ def begin(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if previous:
-            changes = provenance.config_changes(_text(folder / CONFIG), config)
+            before = (folder / CONFIG).read_text("utf-8", "replace") if (folder / CONFIG).exists() else None
+            changes = provenance.config_changes(before, config)
         for name, content in ((CONFIG, config.encode()), (DIFF, git.diff)):
             if kept := _replace(folder / name, content, number - 1):
                 renamed[name] = kept
@@ -174,7 +167,7 @@ def begin(
 
 def read_entries(folder: Path) -> list[dict[str, Any]]:
     """Return the lines of attempts.jsonl, oldest first; none without the file. Damaged lines are skipped."""
-    lines = _lines(folder / FILE)
+    lines = read_lines(folder / FILE)
     return [line for line in lines if line.get("event") in ("start", "end") and isinstance(line.get("attempt"), int)]
 
 
@@ -192,10 +185,11 @@ def read_attempts(folder: Path) -> Sequence[Attempt]:
             found[number] = {**entry, "started": time, "first_step": entry.get("step")}
         elif number in found:
             found[number].update({**entry, "ended": time})
-    for i, old in enumerate(_old_attempts(folder / OLD_FILE), 1):
-        same = (one for one in found.values() if "command" not in one and _same_process(one, old))
-        if (twin := next(same, None)) is not None:
-            twin.update({**old, **twin})
+    for i, old in enumerate(_old_attempts(folder / OLD_FILE), 1):  # a part of it stands in attempts.jsonl, too
+        parts = (one for one in found.values() if "command" not in one)
+        part = next((one for one in parts if (one.get("host"), one.get("pid")) == (old.get("host"), old["pid"])), None)
+        if part is not None:
+            part.update({**old, **part})
         else:
             older.append({"attempt": i, **old})
     attempts = [*older, *found.values()]
@@ -217,49 +211,29 @@ def _old_attempts(path: Path) -> Iterator[dict[str, Any]]:
             yield new
 
 
-def _same_process(left: Attempt, right: Attempt) -> bool:
-    return all(left.get(key) == right.get(key) for key in ("host", "pid"))
-
-
 def _replace(path: Path, content: bytes | None, attempt: int) -> str | None:
     """Write a file of this attempt (None: it has none); returns the new name of a former one that differs."""
     old = path.read_bytes() if path.exists() else None
+    if old == content:
+        return None
     kept = None
-    if old is not None and old != content:
+    if old is not None:
         names = (path.with_name(f"{path.stem}-{i}{path.suffix}") for i in range(max(attempt, 1), 10**6))
         kept = next(name for name in names if not name.exists())
         path.rename(kept)
-    if content is not None and old != content:
+    if content is not None:
         atomic_write(path, content)
     return kept.name if kept else None
 
 
 def _newest_row(path: Path) -> tuple[int, int]:
     """Return step and tokens seen of the last training row; zeros without one."""
-    for row in reversed(_lines(path)):
-        if isinstance(row.get("step"), int) and isinstance(row.get("tokens_seen"), int):
-            return row["step"], row["tokens_seen"]
-    return 0, 0
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    found = []
-    with suppress(OSError):
-        for line in path.read_bytes().splitlines():
-            with suppress(ValueError):
-                found.append(json.loads(line))
-    return [entry for entry in found if isinstance(entry, dict)]
-
-
-def _text(path: Path) -> str | None:
-    with suppress(OSError, UnicodeDecodeError):
-        return path.read_text(encoding="utf-8")
-    return None
+    rows = reversed(read_lines(path))
+    return next(((row["step"], row["tokens_seen"]) for row in rows if {"step", "tokens_seen"} <= row.keys()), (0, 0))
 
 
 def _seconds(text: object) -> float | None:
     """Return an ISO 8601 time as seconds since 1970; None for anything else."""
-    try:
+    with suppress(ValueError):
         return datetime.fromisoformat(str(text)).timestamp()
-    except ValueError:
-        return None
+    return None

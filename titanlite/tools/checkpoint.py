@@ -6,13 +6,14 @@ import argparse
 import functools
 import json
 import math
+import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import (
@@ -26,21 +27,21 @@ from titanlite.checkpoint.manifest import (
     Manifest,
     NewerFormatError,
     Progress,
-    algorithm_of,
     check_files,
-    checkpoint_of,
+    find,
     is_pinned,
     parse_manifest,
+    progress,
     read_manifest,
     root_of,
     step_folder,
     step_of,
     steps_in,
 )
-from titanlite.checkpoint.paths import AnyPath, content_of, entries, sizes, to_path
+from titanlite.checkpoint.paths import AnyPath, content_of, entries, to_path
 from titanlite.checkpoint.retention import delete, leftover_folder, leftovers, unpublish
 from titanlite.config.errors import ConfigError, Problem
-from titanlite.utils import Table, counted, escape, human_bytes, human_time, render
+from titanlite.utils import Table, counted, human_bytes, human_time, render
 
 if TYPE_CHECKING:
     from titanlite.tools.tensors import TensorDifference
@@ -48,8 +49,6 @@ if TYPE_CHECKING:
 Answer = tuple[str, int]
 #: Exit status of `diff`, as that of the program of that name.
 DIFFERENT = 1
-#: Seconds between two lines of progress where there is no terminal.
-_PROGRESS_SECONDS = 10.0
 _PATH = "the folder of a run or of its checkpoints, or a URL such as s3://bucket/run/checkpoint"
 VALID, INVALID, NEWER = "valid", "invalid", "newer format"
 
@@ -73,9 +72,9 @@ class Entry:
 
     @property
     def step(self) -> int:
-        """Of the name; -1 for a name without one."""
-        digits = self.folder.name.partition("step-")[2].partition(".")[0].partition("-")[0]
-        return int(digits) if digits.isdigit() else -1
+        """Return the step in its name; -1 for a name without one."""
+        match = re.search(r"step-(\d+)", self.folder.name)
+        return int(match.group(1)) if match else -1
 
     @property
     def description(self) -> str:
@@ -83,7 +82,7 @@ class Entry:
         return f"{self.state}{more}{', pinned' if self.pinned else ''}"
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the entry for JSON."""
         manifest = self.manifest
         numbers = {"ranks": manifest and manifest.world_size, "format": manifest and manifest.format}
         found = {"folder": str(self.folder), "step": self.step, "state": self.state, "reason": self.reason or None}
@@ -123,50 +122,52 @@ def list_checkpoints(root: AnyPath) -> list[Entry]:
     return sorted(map(inspect, found), key=lambda entry: (entry.step, entry.folder.name))
 
 
-def verify(folder: AnyPath, progress: Progress = lambda done, total: None) -> tuple[Manifest | None, list[str]]:
+def checkpoint_of(path: AnyPath | str) -> AnyPath:
+    """Return the checkpoint that is meant: `path`, or the newest valid one of its folder. Raises CheckpointError."""
+    path = to_path(path)
+    if step_of(path) is not None or (path / FILE).is_file():
+        if not path.is_dir():
+            raise CheckpointError(f"{path}: no such checkpoint")
+        return path
+    root = root_of(path)
+    manifest, passed = find(root)
+    if manifest is None:
+        raise CheckpointError("\n  ".join([f"{root} has no valid checkpoint", *passed]))
+    return step_folder(root, manifest.step)
+
+
+def verify(folder: AnyPath, show: Progress = lambda done, total: None) -> tuple[Manifest | None, list[str]]:
     """Read every file of a checkpoint and compare it with the manifest; return that, if it is right, and problems."""
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:
         return None, [str(error)]
-    return manifest, check_files(folder, manifest, progress=progress)
+    return manifest, check_files(folder, manifest, progress=show)
 
 
-def remove(
-    paths: Sequence[AnyPath],
-    force: bool = False,
-    dry_run: bool = False,
-    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
-) -> list[Entry]:
+def remove(paths: Sequence[AnyPath], force: bool = False, dry_run: bool = False) -> list[Entry]:
     """Delete checkpoints and leftovers; return those that were (or, with `dry_run`, would be) deleted.
-
-    progress: called while a remaining checkpoint is read to be sure that it is good: which, bytes done, bytes in all.
 
     Raises CheckpointError, before anything is deleted, for what is no checkpoint's folder and, unless `force`, for
     pinned ones, for saves that may be under way, and when no good checkpoint would remain where there was one.
-    One that is pinned meanwhile stays, and raises then.
     """
     found = []
     for path in dict.fromkeys(map(_absolute, paths)):
         if not NAMES.fullmatch(path.name) or not path.exists():
             raise CheckpointError(f"{path} is no folder of a checkpoint (step-N)")
         found.append(inspect(path))
-    if not force:
-        for entry in found:
-            if entry.pinned:
-                raise CheckpointError(f"{entry.folder} is pinned: remove its file {PIN} first, or give --force")
-            if entry.state == NEWER:
-                raise CheckpointError(f"{entry.reason}. It may be good: give --force to delete it all the same")
-            if entry.state == "partial":
-                raise CheckpointError(f"{entry.folder} may be a save under way: give --force when no run writes there")
-        for root in dict.fromkeys(entry.folder.parent for entry in found if entry.state == VALID):
-            _must_leave_one(root, [entry for entry in found if entry.folder.parent == root], progress)
+    for entry in [] if force else found:
+        if entry.pinned:
+            raise CheckpointError(f"{entry.folder} is pinned: remove its file {PIN} first, or give --force")
+        if entry.state == NEWER:
+            raise CheckpointError(f"{entry.reason}. It may be good: give --force to delete it all the same")
+        if entry.state == "partial":
+            raise CheckpointError(f"{entry.folder} may be a save under way: give --force when no run writes there")
+    for root in [] if force else dict.fromkeys(entry.folder.parent for entry in found if entry.state == VALID):
+        _must_leave_one(root, [entry for entry in found if entry.folder.parent == root])
     for entry in [] if dry_run else found:
         is_mark = entry.folder.name.startswith((PARTIAL, DELETED))
-        mark = entry.folder if is_mark else unpublish(entry.folder, force)
-        if mark is None:
-            raise CheckpointError(f"{entry.folder} was pinned at this moment: it stays")
-        delete(mark)
+        delete(entry.folder if is_mark else unpublish(entry.folder))
     return found
 
 
@@ -177,8 +178,8 @@ def _absolute(path: AnyPath) -> AnyPath:
     return path.parent.resolve() / path.name if path.is_symlink() else path.resolve()
 
 
-def _must_leave_one(root: AnyPath, going: Sequence[Entry], progress: Callable[[str, int, int], None]) -> None:
-    """Raises CheckpointError unless a remaining checkpoint is good, by its hashes.
+def _must_leave_one(root: AnyPath, going: Sequence[Entry]) -> None:
+    """Raise CheckpointError unless a remaining checkpoint is good, by its hashes.
 
     If a full checkpoint goes, one of weights only does not count.
     """
@@ -188,7 +189,7 @@ def _must_leave_one(root: AnyPath, going: Sequence[Entry], progress: Callable[[s
     for folder in (step_folder(root, step) for step in reversed(steps_in(root))):
         if folder in folders:
             continue
-        manifest, problems = verify(folder, functools.partial(progress, f"{folder}: "))
+        manifest, problems = verify(folder, progress(_print_progress, f"{folder}: "))
         if not problems and not (full and manifest is not None and manifest.weights_only):
             return
         reasons.append(f"\n  {problems[0] if problems else f'{folder} holds weights only'}")
@@ -196,6 +197,10 @@ def _must_leave_one(root: AnyPath, going: Sequence[Entry], progress: Callable[[s
         f"{root} would be left without a good checkpoint{''.join(reasons)}\n"
         "Nothing was removed; --force removes it anyway"
     )
+
+
+def _print_progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -345,39 +350,33 @@ def _inspect(arguments: argparse.Namespace) -> str:
     tensors = [
         (name, dtype, " x ".join(map(str, shape)) or "scalar") for name, (dtype, shape) in manifest.tensors.items()
     ]
-    return "\n\n".join(
-        [
-            "\n".join(lines),
-            render(Table(("file", "bytes", "hash"), files, left=(0, 2)), terminal),
-            render(Table(("tensor", "type", "shape"), tensors, left=(0, 1, 2)), terminal),
-        ]
+    tables = (
+        Table(("file", "bytes", "hash"), files, left=(0, 2)),
+        Table(("tensor", "type", "shape"), tensors, (0, 1, 2)),
     )
+    return "\n\n".join(["\n".join(lines), *(render(table, terminal) for table in tables)])
 
 
 def _facts(manifest: Manifest, entry: Entry) -> list[tuple[str, str]]:
-    git = manifest.git
-    changed = " with uncommitted changes" if git.get("dirty") else ""
-    hashes = ", ".join(sorted({algorithm_of(digest) for digest in manifest.hashes.values()}))
+    git, trackers, loss = manifest.git, manifest.trackers, manifest.validation_loss
     shapes = [shape for name, (_, shape) in manifest.tensors.items() if name.startswith("model.")]
-    extra = list(manifest.trackers.items())
-    if manifest.validation_loss is not None:
-        extra.insert(0, ("validation", f"loss {manifest.validation_loss:.4f}"))
-    if manifest.weights_only:
-        extra.insert(0, ("holds", f"weights only{f', as {manifest.dtype}' if manifest.dtype else ''}"))
-    ranks = counted(manifest.world_size, "ranks")
-    return [
-        ("state", f"{entry.description}{f': {entry.reason}' if entry.reason else ''}"),
-        ("step", f"{manifest.step:,}"),
-        ("written", f"{datetime.fromtimestamp(manifest.created):%Y-%m-%d %H:%M:%S} by {ranks}"),
-        ("size", f"{human_bytes(manifest.size)} in {counted(len(manifest.files), 'files')}"),
-        ("model", f"{counted(len(shapes), 'tensors')}, {sum(map(math.prod, shapes)):,} parameters"),
-        *extra,
-        ("format", f"{manifest.format}, {f'hashes by {hashes}' if hashes else 'without hashes'}"),
-        ("versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())),
-        *([("commit", f"{git['commit']}{changed}")] if git.get("commit") else []),
-        *((name, value) for name, value in manifest.fingerprints.items() if name != "model"),
-        ("train", json.dumps(manifest.train)),
-    ]
+    found = {
+        "state": f"{entry.description}{f': {entry.reason}' if entry.reason else ''}",
+        "step": f"{manifest.step:,}",
+        "written": f"{datetime.fromtimestamp(manifest.created):%Y-%m-%d %H:%M:%S} "
+        f"by {counted(manifest.world_size, 'ranks')}",
+        "size": f"{human_bytes(manifest.size)} in {counted(len(manifest.files), 'files')}",
+        "model": f"{counted(len(shapes), 'tensors')}, {sum(map(math.prod, shapes)):,} parameters",
+        "holds": f"weights only{f', as {manifest.dtype}' if manifest.dtype else ''}" if manifest.weights_only else "",
+        "validation": "" if loss is None else f"loss {loss:.4f}",
+        **trackers,
+        "format": f"{manifest.format}{'' if manifest.hashes else ', without hashes'}",
+        "versions": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
+        "commit": f"{git.get('commit', '')}{' with uncommitted changes' if git.get('dirty') else ''}",
+        **{name: value for name, value in manifest.fingerprints.items() if name != "model"},
+        "train": json.dumps(manifest.train),
+    }
+    return [(label, text) for label, text in found.items() if text]
 
 
 def _verify(arguments: argparse.Namespace) -> Answer:
@@ -391,20 +390,16 @@ def _verify(arguments: argparse.Namespace) -> Answer:
     if not folders:
         raise CheckpointError(f"{', '.join(map(str, arguments.paths))}: no checkpoints there")
     lines, bad = [], 0
-    with _ProgressLine(sys.stderr) as progress:
-        for folder in folders:
-            started = time.perf_counter()
-            manifest, problems = verify(folder, functools.partial(progress.show, f"{folder}: "))
-            bad += bool(problems)
-            if problems or manifest is None:
-                lines += [f"{folder}: DAMAGED", *(f"  {problem}" for problem in problems)]
-                continue
-            result = "hashes are right" if manifest.hashes else "sizes are right; it is of a time without hashes"
-            seconds = human_time(time.perf_counter() - started)
-            size = f"{counted(len(manifest.files), 'files')}, {human_bytes(manifest.size)}"
-            lines.append(f"{folder}: {result} ({size}, {seconds})")
-            if strangers := sorted({*entries(folder)} - {*manifest.files, FILE, PIN, REASON}):
-                lines.append(f"  not of the checkpoint: {', '.join(strangers)}")
+    for folder in folders:
+        started = time.perf_counter()
+        manifest, problems = verify(folder, progress(_print_progress, f"{folder}: "))
+        bad += bool(problems)
+        if problems or manifest is None:
+            lines += [f"{folder}: DAMAGED", *(f"  {problem}" for problem in problems)]
+            continue
+        result = "hashes are right" if manifest.hashes else "sizes are right; it was written without hashes"
+        size = f"{counted(len(manifest.files), 'files')}, {human_bytes(manifest.size)}"
+        lines.append(f"{folder}: {result} ({size}, {human_time(time.perf_counter() - started)})")
     if bad:
         lines.append(
             f"{bad} of {len(folders)} damaged: bring the files back from a copy, or delete it with "
@@ -442,40 +437,12 @@ def _convert(arguments: argparse.Namespace) -> str:
     from titanlite.tools.convert import convert
 
     started = time.perf_counter()
-    with _ProgressLine(sys.stderr) as progress:
-        show = functools.partial(progress.show, "")
-        written = convert(arguments.source, arguments.target, arguments.to, arguments.dtype, show)
-    size = sum(sizes(written).values()) if written.is_dir() else sizes(written.parent)[written.name]
-    return f"{written}: {human_bytes(size)} in {human_time(time.perf_counter() - started)}"
-
-
-class _ProgressLine:
-    """Shows progress: one line that is renewed on a terminal, elsewhere a line every ten seconds."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream, self._terminal = stream, stream.isatty()
-        self._shown = time.monotonic()
-
-    def show(self, lead: str, done: int, total: int) -> None:
-        """lead: text before the numbers. done, total: bytes."""
-        now = time.monotonic()
-        if now - self._shown >= (0.1 if self._terminal else _PROGRESS_SECONDS):
-            self._shown = now
-            text = f"{escape(lead)}{human_bytes(done)} of {human_bytes(total)}"
-            print(f"\r{text}\x1b[K" if self._terminal else text, end="" if self._terminal else "\n", file=self._stream)
-            self._stream.flush()
-
-    def __enter__(self) -> _ProgressLine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._terminal:
-            self._stream.write("\r\x1b[K")
+    written = convert(arguments.source, arguments.target, arguments.to, arguments.dtype, progress(_print_progress, ""))
+    return f"{written}: {human_bytes(content_of(written)[0])} in {human_time(time.perf_counter() - started)}"
 
 
 def _rm(arguments: argparse.Namespace) -> str:
-    with _ProgressLine(sys.stderr) as progress:
-        gone = remove(arguments.paths, arguments.force, arguments.dry_run, progress.show)
+    gone = remove(arguments.paths, arguments.force, arguments.dry_run)
     did = "would delete" if arguments.dry_run else "deleted"
     lines = [f"{did} {entry.folder}: {entry.description}, {human_bytes(entry.size)}" for entry in gone]
     freed = human_bytes(sum(entry.size for entry in gone))

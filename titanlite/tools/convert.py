@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +27,6 @@ from titanlite.checkpoint.manifest import (
     Manifest,
     Progress,
     check_files,
-    checkpoint_of,
     step_folder,
     step_of,
 )
@@ -37,6 +36,7 @@ from titanlite.checkpoint.storage import HashingWriter, converted, describe
 from titanlite.models import get_spec
 from titanlite.models.spec import ShapeError, as_record, from_record
 from titanlite.runs import provenance
+from titanlite.tools.checkpoint import checkpoint_of
 from titanlite.tools.tensors import Contents, quiet
 
 Format = Literal["hf", "torch", "checkpoint"]
@@ -65,6 +65,34 @@ class Source:
     #: Of a checkpoint.
     manifest: Manifest | None = None
     is_hf: bool = False
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.dtypes[name])
+        return found
+
+    def bytes_of(self, name: str) -> int:
+        return int(torch.Size(self.shapes[name]).numel()) * self.dtype_of(name).itemsize
+
+    def empty(self, name: str) -> torch.Tensor:
+        """Return a tensor without memory, on the meta device or as a fake one."""
+        return torch.empty(self.shapes[name], dtype=self.dtype_of(name))
+
+    def converted(self, dtype: str | None, progress: Progress) -> Source:
+        """Return the same weights in another precision (None: as they are), which report their progress when read."""
+        dtypes = {
+            name: dtype if dtype and self.dtype_of(name).is_floating_point else self.dtypes[name]
+            for name in self.dtypes
+        }
+        wanted = replace(self, dtypes=dtypes)
+        done, total = 0, sum(map(wanted.bytes_of, self.shapes))
+
+        def read(name: str) -> torch.Tensor:
+            nonlocal done
+            done += wanted.bytes_of(name)
+            progress(done, total)
+            return converted(self.read(name), dtypes[name])
+
+        return replace(wanted, read=read)
 
 
 def open_source(path: AnyPath, progress: Progress = lambda done, total: None) -> Source:
@@ -197,39 +225,6 @@ def _torch_file(path: Path) -> Source:
     return Source(path, family, args, int(content.get(STEP, 0)), dtypes, shapes, tensors.__getitem__)
 
 
-@dataclass(frozen=True)
-class _Work:
-    """A source with the wanted precision."""
-
-    source: Source
-    dtype: str | None
-    progress: Progress
-
-    def dtype_of(self, name: str) -> torch.dtype:
-        saved: torch.dtype = getattr(torch, self.source.dtypes[name])
-        return getattr(torch, self.dtype) if self.dtype and saved.is_floating_point else saved
-
-    def bytes_of(self, name: str) -> int:
-        return int(torch.Size(self.source.shapes[name]).numel()) * self.dtype_of(name).itemsize
-
-    def reader(self, names: Sequence[str]) -> Callable[[str], torch.Tensor]:
-        """Return a function that reads one of these tensors, and reports the progress."""
-        done, total = 0, sum(map(self.bytes_of, names))
-
-        def read(name: str) -> torch.Tensor:
-            nonlocal done
-            tensor = self.source.read(name)
-            done += self.bytes_of(name)
-            self.progress(done, total)
-            return converted(tensor, self.dtype) if self.dtype else tensor
-
-        return read
-
-    def empty(self, name: str) -> torch.Tensor:
-        """Return a tensor without memory, on the meta device or as a fake one."""
-        return torch.empty(self.source.shapes[name], dtype=self.dtype_of(name))
-
-
 def convert(
     path: AnyPath,
     target: AnyPath,
@@ -253,13 +248,13 @@ def convert(
         if isinstance(target, StorePath):
             raise CheckpointError(f"{target}: --to {to} writes to this machine; copy it to the store afterwards")
         _refuse_existing(target)
-    work = _Work(open_source(path, progress), dtype, progress)
-    final = step_folder(target, work.source.step) if to == "checkpoint" else target
+    source = open_source(path, progress).converted(dtype, progress)
+    final = step_folder(target, source.step) if to == "checkpoint" else target
     try:
         if to == "checkpoint":
-            _write_checkpoint(work, target)
+            _write_checkpoint(source, target, dtype)
         elif isinstance(target, Path):
-            _write_aside(work, target, to, shard_bytes)
+            _write_aside(source, target, to, shard_bytes)
     except OSError as error:
         raise CheckpointError(f"{final} cannot be written: {error}") from error
     return final
@@ -271,15 +266,15 @@ def _refuse_existing(path: AnyPath) -> None:
         raise CheckpointError(f"{path} is there already; it is not overwritten")
 
 
-def _write_aside(work: _Work, final: Path, to: Format, shard_bytes: int) -> None:
+def _write_aside(source: Source, final: Path, to: Format, shard_bytes: int) -> None:
     """Write files under another name, make them durable, and give them their own, which nothing has."""
     final.parent.mkdir(parents=True, exist_ok=True)
     aside = final.parent / f".partial-{final.name}-{uuid.uuid4().hex[:8]}"
     try:
         if to == "hf":
-            _write_hf(work, aside, shard_bytes)
+            _write_hf(source, aside, shard_bytes)
         else:
-            _write_torch(work, aside)
+            _write_torch(source, aside)
         for path in [*aside.iterdir()] if aside.is_dir() else [aside]:
             with open(path, "rb") as stream:
                 os.fsync(stream.fileno())
@@ -294,10 +289,9 @@ def _write_aside(work: _Work, final: Path, to: Format, shard_bytes: int) -> None
         remove_folder(aside) if aside.is_dir() else aside.unlink(missing_ok=True)
 
 
-def _write_hf(work: _Work, folder: Path, shard_bytes: int) -> None:
+def _write_hf(source: Source, folder: Path, shard_bytes: int) -> None:
     from safetensors.torch import save_file
 
-    source = work.source
     spec = get_spec(source.family)
     try:
         names = spec.hf_names(source.args)
@@ -306,32 +300,32 @@ def _write_hf(work: _Work, folder: Path, shard_bytes: int) -> None:
         raise CheckpointError(f"{source.path}: {error}") from None
     if source.is_hf:
         config["max_position_embeddings"] = source.args.max_seq_len  # as it says itself
-    types = {str(work.dtype_of(name)).removeprefix("torch.") for name in names}
+    types = {str(source.dtype_of(name)).removeprefix("torch.") for name in names}
     if len(types) == 1:
         config["dtype"] = config["torch_dtype"] = types.pop()  # the latter for `transformers` 4
     folder.mkdir()
     (folder / HF_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     mode = (folder / HF_CONFIG).stat().st_mode
-    shards = _shards(work, list(names), shard_bytes)
-    read, where = work.reader(list(names)), {}
+    shards = _shards(source, list(names), shard_bytes)
+    where: dict[str, str] = {}
     for index, shard in enumerate(shards, start=1):
         file = HF_SINGLE if len(shards) == 1 else f"model-{index:05}-of-{len(shards):05}.safetensors"
-        tensors = {names[name]: read(name).contiguous() for name in shard}
+        tensors = {names[name]: source.read(name).contiguous() for name in shard}
         where.update(dict.fromkeys(tensors, file))
         save_file(tensors, folder / file, metadata={"format": "pt"})  # without it `transformers` refuses the file
         (folder / file).chmod(mode)  # safetensors lets nobody else read it
     if len(shards) > 1:
-        total = sum(map(work.bytes_of, names))
+        total = sum(map(source.bytes_of, names))
         content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         (folder / HF_INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _shards(work: _Work, names: Sequence[str], shard_bytes: int) -> list[list[str]]:
+def _shards(source: Source, names: Sequence[str], shard_bytes: int) -> list[list[str]]:
     """Return the names in order, in groups of at most so many bytes, or of one tensor."""
     shards: list[list[str]] = []
     room = 0
     for name in names:
-        size = work.bytes_of(name)
+        size = source.bytes_of(name)
         if size > room or not shards:
             shards.append([])
             room = shard_bytes
@@ -340,11 +334,10 @@ def _shards(work: _Work, names: Sequence[str], shard_bytes: int) -> list[list[st
     return shards
 
 
-def _write_torch(work: _Work, file: Path) -> None:
+def _write_torch(source: Source, file: Path) -> None:
     """Write the file's layout without content; then the tensors, one by one, into the file mapped to memory."""
-    source = work.source
     with FakeTensorMode():
-        state = {name: work.empty(name) for name in source.shapes}
+        state = {name: source.empty(name) for name in source.shapes}
         if getattr(source.args, "tied", False):
             state["output.weight"] = state["tok_embeddings.weight"]  # one storage, as in the model
     content = {STATE: state, MODEL: as_record(source.family, source.args), STEP: source.step}
@@ -354,9 +347,8 @@ def _write_torch(work: _Work, file: Path) -> None:
     with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):  # the file can be written through its tensors
         mapped: Mapping[str, torch.Tensor] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)[STATE]
     names = [name for name in source.shapes if not (getattr(source.args, "tied", False) and name == "output.weight")]
-    read = work.reader(names)
     for name in names:
-        mapped[name].copy_(read(name))
+        mapped[name].copy_(source.read(name))
 
 
 class _OneByOne(DefaultSavePlanner):
@@ -379,10 +371,10 @@ class _OneByOne(DefaultSavePlanner):
         return self._written
 
 
-def _write_checkpoint(work: _Work, root: AnyPath) -> None:
-    source, started = work.source, time.perf_counter()
+def _write_checkpoint(source: Source, root: AnyPath, dtype: str | None) -> None:
+    started = time.perf_counter()
     with torch.device("meta"):
-        state = {f"model.{name}": work.empty(name) for name in source.shapes}
+        state = {f"model.{name}": source.empty(name) for name in source.shapes}
     for mark in marks_of(step_folder(root, source.step)):
         way = f"`titanlite checkpoint rm --force {mark}` deletes it when nothing writes there"
         raise CheckpointError(f"{mark} is a save under way or cut short: {way}")
@@ -391,7 +383,7 @@ def _write_checkpoint(work: _Work, root: AnyPath) -> None:
     try:
         writer = HashingWriter(folder)
         with quiet():
-            planner = _OneByOne(work.reader(list(source.shapes)))
+            planner = _OneByOne(source.read)
             dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
         before = source.manifest
         manifest = Manifest(
@@ -406,7 +398,7 @@ def _write_checkpoint(work: _Work, root: AnyPath) -> None:
             created=time.time(),
             config={**(before.config if before else {}), "model": as_record(source.family, source.args)},
             weights_only=True,
-            dtype=work.dtype or "",
+            dtype=dtype or "",
             seconds=round(time.perf_counter() - started, 3),
         )
         publish(folder, manifest)
