@@ -10,7 +10,7 @@ from statistics import median
 
 from titanlite.runs.read import Row, Run
 from titanlite.tools.plots import COLORS, charts, draw_png
-from titanlite.tools.runs import NONE, number
+from titanlite.tools.runs import NONE, finite, number
 from titanlite.utils import Table
 
 
@@ -60,13 +60,9 @@ def after_warmup(rows: Sequence[Row], warmup: int) -> list[Row]:
 def measure(run: Run, level: str, repeat: int, warmup: int) -> RunFigures:
     """Return the figures of a finished run that logged steps after the warm-up."""
     rows = after_warmup(run.training, warmup)
-    speed, mfu, memory = (_finite(rows, "total_tps"), _finite(rows, "mfu"), _finite(run.training, "memory_gib"))
+    speed, mfu, memory = (finite(rows, "total_tps"), finite(rows, "mfu"), finite(run.training, "memory_gib"))
     losses = {int(row["step"]): row["loss"] for row in run.training}
     return RunFigures(level, repeat, median(speed), median(mfu) if mfu else None, max(memory, default=None), losses)
-
-
-def _finite(rows: Iterable[Row], name: str) -> list[float]:
-    return [row[name] for row in rows if name in row and math.isfinite(row[name])]
 
 
 def summarize(

@@ -44,7 +44,7 @@ _FIXED: dict[str, dict[str, Any]] = {
         **{"freq": INTERVAL, "steps": 2, "batch_size": 2, "seq_len": 32},
         **{"dataset": "c4_validation", "dataset_path": None},
     },
-    "metrics": {"log_freq": 1, "enable_tensorboard": False, "enable_wandb": False},
+    "metrics": {"log_freq": 1, "enable_color_printing": False, "enable_tensorboard": False, "enable_wandb": False},
     "profiling": {"enable_profiling": False, "enable_memory_snapshot": False},
     "job": {"print_config": False, "save_config_file": None},
 }
