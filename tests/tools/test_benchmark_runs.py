@@ -75,7 +75,7 @@ def test_levels_start_from_the_same_weights_and_read_the_same_text(tmp_path: Pat
     assert abs(losses["seed"]["1"] - losses["default"]["1"]) > 1e-4  # other text: the comparison can fail
     levels = {level["level"]: level for level in found["levels"]}
     assert levels["full"]["loss_difference"] == 0 and levels["seed"]["loss_difference"] is None
-    assert "seed differs from default in order of the text: losses not compared" in done.stdout
+    assert "seed differs from default in data.seed: losses not compared" in done.stdout
     for level in levels:
         run = tmp_path / "out" / "runs" / f"{level}-1"
         assert f"compile = {'true' if level == 'compile' else 'false'}" in (run / "config.toml").read_text()

@@ -421,34 +421,29 @@ class Benchmark:
         }
         results = to_json(content)
         atomic_write(self.out / _RESULTS, results + "\n")
-        table, pictures = report.table(levels, self.steps, self.repeats), [_LOSSES, _SPEEDS] if runs else []
-        if runs:
-            first = {one.level: self.finished[one.level, one.repeat] for one in reversed(runs)}
-            ordered = {level.name: first[level.name] for level in self.levels if level.name in first}
-            try:
-                report.draw(levels, runs, ordered, self.out / _LOSSES, self.out / _SPEEDS)
-            except PlotsMissing as error:
-                print(f"{_LOSSES} and {_SPEEDS} are not drawn: {error}", file=sys.stderr)
-                pictures = []
-        installed = ", ".join(f"{name} {versions[name]}" for name in ("titanlite", "torch", "python"))
+        pictures = [_LOSSES, _SPEEDS] if runs else []
+        try:
+            first = {one.name: self.finished[one.name, 1] for one in self.levels if (one.name, 1) in self.finished}
+            if runs:
+                report.draw(levels, runs, first, self.out / _LOSSES, self.out / _SPEEDS)
+        except PlotsMissing as error:
+            print(f"{_LOSSES} and {_SPEEDS} are not drawn: {error}", file=sys.stderr)
+            pictures = []
         head = [
-            f"{self.ranks} x {self.machine.device}, {cores} processor cores; {installed}",
+            f"{self.ranks} x {self.machine.device}, {cores} processor cores; "
+            + ", ".join(f"{name} {versions[name]}" for name in ("titanlite", "torch", "python")),
             f"{self.steps} steps a run, the first {self.warmup} not counted; medians of {self.repeats} repeats in turn",
         ]
-        parts = [
-            f"# Benchmark: {self.title}",
-            "\n".join(f"- {line}" for line in [*head, f"`{' '.join(command)}`"]),
-            report.markdown(table),
-            "\n".join(f"- {level.name}: {level.about}" for level in self.levels),
-            "\n".join(f"- {note}" for note in notes),
-            "\n".join(f"![{Path(name).stem}]({name})" for name in pictures),
+        table = report.table(levels, self.steps, self.repeats)
+        page = [
+            *(f"# Benchmark: {self.title}", "", *(f"- {line}" for line in [*head, f"`{' '.join(command)}`"]), ""),
+            *(report.markdown(table), "", *(f"- {level.name}: {level.about}" for level in self.levels), ""),
+            *(*(f"- {note}" for note in notes), "", *(f"![{Path(name).stem}]({name})" for name in pictures), ""),
         ]
-        (self.out / _PAGE).write_text("\n\n".join(filter(None, parts)) + "\n", encoding="utf-8")
-        if as_json:
-            return results
+        (self.out / _PAGE).write_text("\n".join(page), encoding="utf-8")
         written = ", ".join(str(self.out / name) for name in (_PAGE, _RESULTS, *pictures))
         lines = [*head, "", render(table, sys.stdout.isatty()), "", *(f"note: {note}" for note in notes)]
-        return "\n".join(["", *lines, "", f"written: {written}"])
+        return results if as_json else "\n".join(["", *lines, "", f"written: {written}"])
 
 
 def _finished_run(folder: Path) -> Run | None:

@@ -136,16 +136,13 @@ def draw(
     draw_png(charts(list(first.values()), list(first))[:1], losses)
     from matplotlib.figure import Figure
 
-    measured = [level for level in levels if level.tokens_per_second is not None]
-    figure = Figure(figsize=(10, 1.2 + 0.6 * len(measured)), dpi=110, layout="constrained")
+    measured = [(level.level, level.tokens_per_second) for level in levels if level.tokens_per_second is not None]
+    names, medians = zip(*measured, strict=True)
+    figure = Figure(figsize=(10, 1.2 + 0.6 * len(names)), dpi=110, layout="constrained")
     axis = figure.subplots()
-    for place, level in enumerate(measured):
-        speed, repeats = level.tokens_per_second or 0.0, [r.tokens_per_second for r in runs if r.level == level.level]
-        ratio = "" if level.ratio is None or not place else f"  ({level.ratio[0]:.2f}×)"
-        axis.barh(place, speed, color=COLORS[place % len(COLORS)], height=0.6)
-        axis.plot(repeats, [place] * len(repeats), "|", color="black", markersize=12)
-        axis.text(max(repeats), place, f"  {speed:,.0f}{ratio}", va="center")
-    axis.set_yticks(range(len(measured)), [level.level for level in measured])
+    bars = axis.barh(names, medians, color=[COLORS[i % len(COLORS)] for i in range(len(names))], height=0.6)
+    axis.plot([r.tokens_per_second for r in runs], [r.level for r in runs], "|", color="black", markersize=12)
+    axis.bar_label(bars, fmt="{:,.0f}", padding=30)
     axis.invert_yaxis()
     axis.set_xlim(0, 1.2 * max(run.tokens_per_second for run in runs))
     axis.set(title="Speed: medians, and each repeat as a mark", xlabel="tokens/s, all devices")

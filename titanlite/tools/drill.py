@@ -21,15 +21,13 @@ from typing import Any
 from titanlite import exit_codes
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.tools.drill_config import HALF, INTERVAL, ONE_RANK, STEPS, TinyConfig, tiny_config
-from titanlite.tools.drill_ranks import Ranks, RanksError, check, train
-from titanlite.tools.faults import LOADER_ERROR, NO_FAULT, Fault
+from titanlite.tools.drill_ranks import RanksError, check, train
+from titanlite.tools.faults import NO_FAULT, Fault
 from titanlite.tools.processes import Stopped, stoppable
 from titanlite.utils import Style, escape
 
 #: Relative difference of losses on another number of ranks, which adds up in another order.
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
-#: Time without progress until the run reports it; on a slow machine one half run.
-_STALL_SECONDS = 5.0
 
 _EPILOG = """\
 examples:
@@ -79,40 +77,30 @@ class Workspace:
 
     tiny: TinyConfig
     folder: Path
-    #: From the start of the half run to its end: shows how slow this machine is.
-    half_seconds: float = 0.0
 
     def make_references(self) -> None:
         """Train the runs without a fault."""
         self.train(self.folder / "whole")
-        began = time.monotonic()
         self.train(self.folder / "half", f"--training.steps={HALF}")
-        self.half_seconds = time.monotonic() - began
         check(HALF in saved_steps(self.folder / "half"), f"no checkpoint of step {HALF} was saved")
 
     def begin(self, name: str) -> Path:
         """Make the folder of a run that holds the first half."""
         return Path(shutil.copytree(self.folder / "half", self.folder / name))
 
-    def start(self, run: Path, *flags: str, fault: Fault = NO_FAULT, ranks: int = 0) -> Ranks:
-        """Start a run on this number of ranks; 0: that of the drill."""
+    def train(self, run: Path, *flags: str, fault: Fault = NO_FAULT, code: int = 0, ranks: int = 0) -> str:
+        """Train once to the end and return the output. ranks: 0 for those of the drill.
+
+        The struck rank must end with exit code `code`, and the others with the same, or with LOST_PEER after a kill.
+        """
         run.mkdir(exist_ok=True)
         folders = [f"--job.dump_folder={run}", f"--data.token_cache={self.folder / 'tokens'}"]
         arguments = [*self.tiny.arguments, *folders, *flags]
-        return Ranks(arguments, ranks or self.tiny.ranks, run / "console.log", fault)
-
-    def train(self, run: Path, *flags: str, fault: Fault = NO_FAULT, code: int = 0, ranks: int = 0) -> str:
-        """Train once to the end and return the output.
-
-        The struck rank must end with exit code `code`, and the others with the same, or with LOST_PEER if only that
-        rank fails.
-        """
-        with self.start(run, *flags, fault=fault, ranks=ranks) as started:
-            codes = started.wait()
-            expected = [exit_codes.LOST_PEER if code in (-signal.SIGKILL, exit_codes.ERROR) else code] * len(codes)
-            expected[fault.rank] = code
-            started.check(codes == expected, f"exit codes {codes}, not {expected}")
-            return started.output()
+        codes, text = train(arguments, ranks or self.tiny.ranks, run / "console.log", fault)
+        expected = [exit_codes.LOST_PEER if code == -signal.SIGKILL else code] * len(codes)
+        expected[fault.rank] = code
+        check(codes == expected, f"exit codes {codes}, not {expected}", text)
+        return text
 
     def finish(self, run: Path, step: int, *flags: str) -> str:
         """Resume a run from `step`, train to its end and compare it with the whole run. Return the output."""
@@ -176,33 +164,16 @@ class Scenario:
     newer: bool = False
 
 
-def interrupt(work: Workspace, run: Path, one: Scenario, look: Callable[[str], object] = lambda output: None) -> str:
-    """End a run by a fault, check its output with `look`, resume it and compare the result."""
+def interrupt(work: Workspace, run: Path, one: Scenario) -> str:
+    """End a run by a fault, resume it and compare the result."""
     text = work.train(run, *one.flags, fault=one.fault, code=one.code)
-    look(text)
+    if one.fault.event == "validation":
+        check(records(run, "validation_loss")[-1][0] == HALF, "the validation was not interrupted", text)
     step = max(saved_steps(run), default=0)
     check(step > HALF if one.newer else step == HALF, f"the newest checkpoint is of step {step}", text)
     work.finish(run, step, *one.flags)
     told = f"signal {-one.code}" if one.code < 0 else f"exit code {one.code}"
     return f"ended by {told}; resumed from step {step}, same end"
-
-
-def interrupt_validation(work: Workspace, run: Path, one: Scenario) -> str:
-    def look(text: str) -> None:
-        check(records(run, "validation_loss")[-1][0] == HALF, "the validation was not interrupted", text)
-
-    return interrupt(work, run, one, look)
-
-
-def loader_raises(work: Workspace, run: Path, one: Scenario) -> str:
-    rank, step = one.fault.rank, HALF + one.fault.number
-
-    def look(text: str) -> None:
-        named = re.search(rf"rank {rank} \(.+\) raised in data of step {step}, .*: all ranks end", text)
-        check(named is not None, f"rank 0 did not report that rank {rank} raised in data of step {step}", text)
-        check(LOADER_ERROR in text.splitlines()[-1], f"the last line is not the error of rank {rank}", text)
-
-    return f"rank {rank} named, its error the last line, {interrupt(work, run, one, look)}"
 
 
 def resume(work: Workspace, run: Path, _: Scenario) -> str:
@@ -236,37 +207,6 @@ def none_left(work: Workspace, run: Path, _: Scenario) -> str:
     text = work.train(run, "--checkpoint.start=resume", code=exit_codes.CHECKPOINT)
     check(records(run) == before, "it trained, but there was no checkpoint to resume from", text)
     return f"refused with exit code {exit_codes.CHECKPOINT}, nothing trained"
-
-
-def loader_hangs(work: Workspace, run: Path, one: Scenario) -> str:
-    rank, step, config = one.fault.rank, HALF + 2, work.tiny.config
-    seconds = min(max(_STALL_SECONDS, work.half_seconds), config.comm.train_timeout_seconds / 2)
-    heartbeat = min(config.stall.heartbeat_seconds, seconds / 2)
-    flags = [f"--stall.deadline_seconds={seconds:.3f}", f"--stall.heartbeat_seconds={heartbeat:.3f}"]
-    mark = run / "hang"
-    mark.touch()
-    with work.start(run, *flags, fault=replace(one.fault, mark=str(mark))) as ranks:
-        report = ranks.until(r"no progress for \d+ s:\n(?:  .*\n)+(.*)\n")  # a table and a sentence
-        mark.unlink()
-        named = re.match(rf"rank {rank} \(.+\) has been in data of step {step} for ", report[1])
-        check(named is not None, f"the report does not name rank {rank} in data of step {step}", report[0])
-        ranks.check({*ranks.wait()} == {exit_codes.DONE}, "the run did not go on after the hang")
-    work.compare(run)
-    return f"rank {rank} named, in data of step {step}, after {seconds:.0f} s without progress; it goes on, same end"
-
-
-def second_run(work: Workspace, run: Path, one: Scenario) -> str:
-    with work.start(run, fault=one.fault) as first:
-        first.until("fault: pause")
-        with work.start(run) as second:
-            code = second.wait(grace=1.0)[0]  # only rank 0 takes the lock; the others wait for it in vain
-            second.check(code == exit_codes.CHECKPOINT, f"the second run ended with {code}")
-            named = str(first.processes[0].pid) in second.output()
-            second.check(named, "the second run does not name the process of the first")
-        first.send(signal.SIGCONT)
-        first.check({*first.wait()} == {exit_codes.DONE}, "the first run did not go on")
-    work.compare(run)
-    return "refused while the first run is alive, which goes on, same end"
 
 
 def bad_steps(work: Workspace, run: Path, one: Scenario, *names: str) -> list[list[Any]]:
@@ -348,12 +288,8 @@ SCENARIOS = (
     Scenario("missing-manifest", "the newest checkpoint has no manifest", damage),
     Scenario("none-left", "no checkpoint is good, and the run must resume", none_left),
     Scenario("sigterm", "SIGTERM to one rank", interrupt, _TERM, (), exit_codes.PREEMPTED, True),
-    Scenario("sigterm-validation", "SIGTERM to one rank in a validation", interrupt_validation, _IN_VALIDATION,
+    Scenario("sigterm-validation", "SIGTERM to one rank in a validation", interrupt, _IN_VALIDATION,
              _ONLY_STOPS_SAVE, exit_codes.PREEMPTED, True),
-    Scenario("loader-raises", "an error in one rank's loader", loader_raises, Fault("raise", "batch", 2, -1),
-             code=exit_codes.ERROR),
-    Scenario("loader-hangs", "storage does not answer one rank's loader", loader_hangs, Fault("hang", "batch", 2, -1)),
-    Scenario("second-run", "another run starts in the same folder", second_run, Fault("pause", "step", _NEXT)),
     Scenario("dead-lock", "a killed run has left its lock", interrupt, Fault("kill", "step", _NEXT)),
     Scenario("nan-stop", 'a NaN gradient on one rank, guard.policy = "stop"', interrupt, _NAN, _STOP, exit_codes.GUARD),
     Scenario("nan-skip", 'the same, guard.policy = "skip"', nan_skip, _NAN, _SKIP),

@@ -255,7 +255,7 @@ class _Rewriter:
         self._change("no equivalent", line, f"{written}: no equivalent: {reason}")
 
     def _judge(self, chunk: _Chunk, in_section: bool) -> list[_Chunk]:
-        """Return a chunk with its fate; a section that is written as an inline table as a chunk for each of its keys."""
+        """Return a chunk with its fate; for a section that is an inline table a chunk for each of its keys."""
         if not chunk.name:
             return [chunk]
         leaves = list(_leaves(chunk.name, loads(f"value = {chunk.value}")["value"]))
