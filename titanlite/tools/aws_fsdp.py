@@ -19,8 +19,10 @@ from titanlite.tools.migrate import Change, Migration
 
 _MODELS = {"llama_v2": ("llama2", "7B"), "llama_v3": ("llama3", "8B")}
 _OTHER_MODEL = f"only {' and '.join(_MODELS)} are Llama models"
-#: Argument → its default there (or its type, where it has none), and the key here where the value is the same.
-_SAME = {
+_NO_VALIDATION = "read with --validation_freq only"
+#: Argument → its default there (or its type, where it has none); the key here, or the reason why it may have none.
+#: `_Translation.run` translates those with a reason.
+ARGUMENTS: dict[str, tuple[Any, str]] = {
     "train_batch_size": (2, "training.batch_size"),
     "max_context_width": (2048, "training.seq_len"),
     "seed": (12345, "training.seed"),
@@ -34,24 +36,10 @@ _SAME = {
     "min_lr": (1e-5, "lr_scheduler.min_lr"),
     "warmup": (0.0032, "lr_scheduler.warmup_ratio"),
     "logging_freq": (1, "metrics.log_freq"),
-}
-#: Argument → its default or type, key here, value if it is above 0 and if it is not.
-_SWITCHES = {
-    "bf16": (1, "training.mixed_precision_param", "bfloat16", "float32"),
-    "activation_checkpointing": (1, "activation_checkpoint.mode", "full", "none"),
-    "offload_activations": (0, "activation_checkpoint.offload", True, False),
-    "cpu_offload": (0, "training.enable_cpu_offload", True, False),
-}
-#: Argument → its default or type, key of `model.overrides`.
-_WIDTHS = {
-    "hidden_width": (768, "dim"),
-    "num_layers": (12, "n_layers"),
-    "num_heads": (12, "n_heads"),
-    "num_key_value_heads": (int, "n_kv_heads"),
-    "intermediate_size": (11008, "ffn_dim"),
-}
-#: Argument → its default or type, and why it may have no equivalent. `_Translation.run` has its meaning.
-_OTHERS = {
+    "bf16": (1, "training.mixed_precision_param"),
+    "activation_checkpointing": (1, "activation_checkpoint.mode"),
+    "offload_activations": (0, "activation_checkpoint.offload"),
+    "cpu_offload": (0, "training.enable_cpu_offload"),
     "max_steps": (5000, ""),
     "epochs": (int, "training.steps and epochs exclude each other; the steps end the run"),
     "plateau": (0.0, 'read with lr_decay_style = "plateau" only'),
@@ -60,26 +48,36 @@ _OTHERS = {
     "tokenizer": (str, "give the tokenizer's file as model.tokenizer_path"),
     "model_type": (str, _OTHER_MODEL),
     "vocab_size": (50432, _OTHER_MODEL),
+    "hidden_width": (768, _OTHER_MODEL),
+    "num_layers": (12, _OTHER_MODEL),
+    "num_heads": (12, _OTHER_MODEL),
+    "num_key_value_heads": (int, _OTHER_MODEL),
+    "intermediate_size": (11008, _OTHER_MODEL),
     "validation_freq": (int, ""),
-    **dict.fromkeys(("validation_batches", "val_batch_size"), (int, "read with --validation_freq only")),
+    "validation_batches": (10, _NO_VALIDATION),
+    "val_batch_size": (4, _NO_VALIDATION),
     "checkpoint_dir": (str, ""),
     "checkpoint_freq": (1000, "read with --checkpoint_dir only"),
     "resume_from_checkpoint": (str, "a run resumes by itself, from the folder where it saves"),
     "tensorboard_dir": (str, ""),
+    "dataset_config_name": (str, "give the folder of that part as training.dataset_path"),
+    "same_seed": (str, "the weights depend on training.seed alone, on any number of ranks"),
+    "initializer_range": (str, "the deviation of the initial weights is fixed"),
+    **dict.fromkeys(("limit_all_gathers", "activation_loading_horizon"), (str, "FSDP2 needs no such setting")),
+    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_first_pdrop"), (str, "no dropout in Llama")),
+    **dict.fromkeys(("rotary_pct", "rotary_emb_base"), (str, "only other model types there read it")),
 }
-_DEFAULTS: dict[str, Any] = {
-    name: row[0] for table in (_SAME, _SWITCHES, _WIDTHS, _OTHERS) for name, row in table.items()
+#: Key → its value for a number above 0, and for another one.
+_SWITCHES = {
+    "training.mixed_precision_param": ("bfloat16", "float32"),
+    "activation_checkpoint.mode": ("full", "none"),
+    "activation_checkpoint.offload": (True, False),
+    "training.enable_cpu_offload": (True, False),
 }
-#: Argument → why it has no equivalent, if nothing here takes it.
-_REASONS = {
-    **{name: reason for name, (_, reason) in _OTHERS.items()},
-    **dict.fromkeys(_WIDTHS, _OTHER_MODEL),
-    "dataset_config_name": "give the folder of that part as training.dataset_path",
-    "same_seed": "the weights depend on training.seed alone, on any number of ranks",
-    **dict.fromkeys(("limit_all_gathers", "activation_loading_horizon"), "FSDP2 needs no such setting"),
-    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_first_pdrop"), "Llama models have no dropout"),
-    "initializer_range": "the deviation of the initial weights is fixed",
-    **dict.fromkeys(("rotary_pct", "rotary_emb_base"), "only other model types there read it"),
+#: Key of `model.overrides` → argument.
+_WIDTHS = {
+    **{"dim": "hidden_width", "n_layers": "num_layers", "n_heads": "num_heads"},
+    **{"n_kv_heads": "num_key_value_heads", "ffn_dim": "intermediate_size"},
 }
 
 
@@ -118,7 +116,7 @@ def _parse(text: str) -> dict[str, Any]:
         if not equals and words and not words[0].startswith("--"):
             value = words.pop(0)
         name = "max_steps" if name == "max_training_steps" else name
-        default = _DEFAULTS.get(name, "")
+        default = ARGUMENTS.get(name, (str, ""))[0]
         kind = default if isinstance(default, type) else type(default)
         try:
             given[name] = kind(value)
@@ -143,7 +141,7 @@ class _Translation:
         self.used: set[str] = set()
 
     def get(self, name: str) -> Any:
-        default = _DEFAULTS[name]
+        default = ARGUMENTS[name][0]
         return self.given.get(name, None if isinstance(default, type) else default)
 
     def set(self, key: str, value: Any, *names: str) -> None:
@@ -160,17 +158,18 @@ class _Translation:
         """Translate all arguments; return the TOML file."""
         get, given, put = self.get, self.given, self.set
         kind = get("model_type")
-        if kind in _MODELS or kind is None and {*_WIDTHS, "vocab_size"} & given.keys():
+        if kind in _MODELS or kind is None and {*_WIDTHS.values(), "vocab_size"} & given.keys():
             family, flavor = _MODELS[kind or "llama_v2"]
             put("model.name", family, "model_type")
             self.values["model.flavor"] = (flavor, "all its widths are replaced below")
             put("model.vocab_size", get("vocab_size"), "vocab_size")
-            for name, (_, width) in _WIDTHS.items():
+            for width, name in _WIDTHS.items():
                 put(f"model.overrides.{width}", get("num_heads") if get(name) is None else get(name), name)
-        for name, (_, key) in _SAME.items():
-            put(key, get(name), name)
-        for name, (_, key, on, off) in _SWITCHES.items():
-            put(key, on if get(name) > 0 else off, name)
+        for name, (_, key) in ARGUMENTS.items():
+            if key in _SWITCHES:
+                put(key, _SWITCHES[key][get(name) <= 0], name)
+            elif key in keys():
+                put(key, get(name), name)
         put("training.mixed_precision_reduce", "bfloat16" if get("bf16") > 0 else "float32", "bf16")
         length = "epochs" if "epochs" in given and "max_steps" not in given else "max_steps"
         put(f"training.{length.removeprefix('max_')}", get(length), length)
@@ -187,8 +186,8 @@ class _Translation:
         if get("validation_freq") is not None:
             self.values["validation.enable"] = (True, "--validation_freq")
             put("validation.freq", get("validation_freq"), "validation_freq")
-            put("validation.steps", get("validation_batches") or 10, "validation_batches")
-            put("validation.batch_size", get("val_batch_size") or 4, "val_batch_size")
+            put("validation.steps", get("validation_batches"), "validation_batches")
+            put("validation.batch_size", get("val_batch_size"), "val_batch_size")
         if get("tensorboard_dir") is not None:
             self.values["metrics.enable_tensorboard"] = (True, "--tensorboard_dir")
             put("metrics.save_tb_folder", get("tensorboard_dir"), "tensorboard_dir")
@@ -196,11 +195,8 @@ class _Translation:
             self.values["checkpoint.enable_checkpoint"] = (True, "with the newest good one resumed by itself")
             put("checkpoint.folder", get(folder[0]), folder[0])
             put("checkpoint.interval", get("checkpoint_freq"), "checkpoint_freq")
-        left = [
-            f"--{n}={v}: no equivalent: {_REASONS.get(n, 'unknown here')}"
-            for n, v in given.items()
-            if n not in self.used
-        ]
+        unused = {name: value for name, value in given.items() if name not in self.used}
+        left = [f"--{n}={v}: no equivalent: {ARGUMENTS.get(n, ('', 'unknown here'))[1]}" for n, v in unused.items()]
         self.changes += [Change("no equivalent", "command line", text) for text in left]
         lines = ["# From a command line of the AWS FSDP samples. Relative folders are below job.dump_folder."]
         lines += [f"# {text}" for text in left]

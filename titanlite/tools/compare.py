@@ -16,7 +16,8 @@ from typing import Any, Literal
 from titanlite.metrics.jsonl import FILE as METRICS
 from titanlite.runs.read import Row, Run, RunError, read_run
 from titanlite.runs.record import Attempt
-from titanlite.tools.runs import NONE, finite, last, number, refuse_keys, state_words, to_json
+from titanlite.tools.cli import no_flags
+from titanlite.tools.runs import NONE, finite, last, number, state_words, to_json
 from titanlite.utils import Table, human_time, render
 
 PICTURE = "comparison.png"
@@ -49,7 +50,7 @@ def _run(arguments: argparse.Namespace, flags: Sequence[str], _style: object) ->
     from titanlite.tools.compare_page import render_page
     from titanlite.tools.plots import PlotsMissing, charts, draw_png
 
-    refuse_keys(flags)
+    no_flags(flags)
     comparison = compare(read_runs(arguments.runs))
     drawn = charts(comparison.runs, comparison.labels)
     page, picture = arguments.out / PAGE, arguments.out / PICTURE

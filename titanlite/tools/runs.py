@@ -11,8 +11,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from titanlite.runs.read import Row, Run, RunError, find_runs, read_run
+from titanlite.runs.read import Row, Run, find_runs, read_run
 from titanlite.runs.record import Attempt, read_attempts, read_entries
+from titanlite.tools.cli import no_flags
 from titanlite.utils import Table, human_time, render
 
 NONE = "–"
@@ -34,7 +35,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _run(arguments: argparse.Namespace, flags: Sequence[str], _style: object) -> str:
-    refuse_keys(flags)
+    no_flags(flags)
     folders = arguments.folders or [Path("outputs")]
     found = list_runs(folders)
     if arguments.attempts:
@@ -47,12 +48,6 @@ def _run(arguments: argparse.Namespace, flags: Sequence[str], _style: object) ->
     if not found:
         return f"no runs below {', '.join(map(str, folders))}"
     return runs_text(found, sys.stdout.isatty())
-
-
-def refuse_keys(flags: Sequence[str]) -> None:
-    """Raise RunError for a config key on the command line of a command that reads runs."""
-    if flags:
-        raise RunError(f"{flags[0]} is a config key; this command reads what runs have written and takes none")
 
 
 def to_json(value: Any) -> str:
