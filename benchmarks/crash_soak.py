@@ -36,7 +36,7 @@ sys.path.insert(0, str(ROOT))
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest, step_folder, steps_in  # noqa: E402
 from titanlite.checkpoint.paths import AnyPath, StorePath, entries, sizes  # noqa: E402
 from titanlite.metrics.jsonl import read_metrics  # noqa: E402
-from titanlite.tools.drill_ranks import Ranks, train  # noqa: E402
+from titanlite.tools.drill_ranks import TIMEOUT_SECONDS, Ranks, check, train  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class Soak:
                 time.sleep(self.chance.uniform(0, self.startup))
                 began = "resumed from step" in ranks.output() or "a fresh run" in ranks.output()
             else:
-                said = ranks.until(r"resumed from step (\d+)|a fresh run")
+                said = until(ranks, r"resumed from step (\d+)|a fresh run")
                 began = True
                 resumed = int(said.group(1) or 0)
                 if resumed != expected:
@@ -182,7 +182,7 @@ class Soak:
                     time.sleep(self.chance.uniform(0, self.training / 3))
             if tally.kills >= kills or all(process.exitcode is not None for process in ranks.processes):
                 codes = ranks.wait()
-                ranks.check(codes == [0] * self.ranks, f"a start without a kill has exit codes {codes}")
+                check(codes == [0] * self.ranks, f"a start without a kill has exit codes {codes}", ranks.output())
                 return None
             self._kill(run, ranks, began)
         return self._last_step(run)
@@ -271,6 +271,17 @@ class Soak:
         self.tally.tensors_unequal += sum(1 for one in compare(*sides) if one.elements or not one.comparable)
 
 
+def until(ranks: Ranks, pattern: str) -> re.Match[str]:
+    """Wait for a pattern in the output. Raises RanksError when all ranks end without it, or after the timeout."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while True:
+        ended = all(process.exitcode is not None for process in ranks.processes)
+        if found := re.search(pattern, ranks.output()):
+            return found
+        check(not ended and time.monotonic() < deadline, f"no {pattern!r} in the output", ranks.output())
+        time.sleep(0.005)
+
+
 def run_flags(folder: Path, steps: int, interval: int) -> list[str]:
     length = [f"--training.steps={steps}", f"--lr_scheduler.total_steps={steps}", f"--checkpoint.interval={interval}"]
     return [*FLAGS, *length, f"--data.token_cache={folder.parent / 'tokens'}", f"--job.dump_folder={folder}"]
@@ -354,11 +365,11 @@ def main() -> int:
         train(run_flags(Path(folder) / "warm", 1, 1), 1, Path(folder) / "warm.log")  # imports torch, tokenizes the text
         started = time.monotonic()
         with Ranks(flags, arguments.ranks, reference / "console", main=LOGGED) as ranks:
-            ranks.until("a fresh run")
+            until(ranks, "a fresh run")
             startup = time.monotonic() - started
             codes = ranks.wait()
             training = time.monotonic() - started - startup
-            ranks.check(codes == [0] * arguments.ranks, f"the undisturbed run failed: {codes}")
+            check(codes == [0] * arguments.ranks, f"the undisturbed run failed: {codes}", ranks.output())
         for i, tally in enumerate(tallies):
             share = arguments.kills // len(tallies) + (i < arguments.kills % len(tallies))
             shape = (arguments.steps, arguments.interval, arguments.ranks)

@@ -51,24 +51,37 @@ class PassLoader(Protocol):
 
 
 class _Producer(Generic[_T]):
-    """A daemon thread that keeps up to `depth` results of `make` ready, until an error or `stop`.
-
-    The thread does not hold this object, which can so be collected while it runs.
-    """
+    """A daemon thread that keeps up to `depth` results of `make` ready, until an error or `stop`."""
 
     def __init__(self, make: Callable[[], _T], depth: int, device: int | None) -> None:
         #: Results, each with the error that came in its place.
         self.items: queue.SimpleQueue[tuple[_T | None, BaseException | None]] = queue.SimpleQueue()
         self._free, self._closed = threading.Semaphore(depth), threading.Event()
-        words = (make, self.items, self._free, self._closed, device)
-        self._thread = threading.Thread(target=_fill, args=words, name=THREAD, daemon=True)
-        self._thread.start()
+        items, free, closed = self.items, self._free, self._closed  # the thread must not hold `self`
+
+        def fill() -> None:
+            try:
+                if device is not None:
+                    # A new thread is on GPU 0, and pinning would open a context there for every rank.
+                    torch.cuda.set_device(device)
+                while free.acquire() and not closed.is_set():
+                    items.put((make(), None))
+            except BaseException as error:
+                items.put((None, error))
+
+        def stop() -> None:
+            closed.set()
+            free.release()
+            thread.join(_PATIENCE)
+
+        thread = self._thread = threading.Thread(target=fill, name=THREAD, daemon=True)
+        thread.start()
         # Runs when the owner is collected, and before the interpreter ends: a thread that is still in a library then
         # would abort the process, and a thread that is no daemon would keep it from ending.
-        self._finalizer = weakref.finalize(self, _stop, self._free, self._closed, self._thread)
+        self._finalizer = weakref.finalize(self, stop)
 
     def take(self) -> _T:
-        """Wait for the next item. Raises the error of `make` in its place, and ends the thread then."""
+        """Wait for the next item. Raises the error of `make` in its place."""
         while True:
             if self._closed.is_set():
                 raise RuntimeError("the loader did not return when its thread was ended: it cannot be used again")
@@ -86,30 +99,6 @@ class _Producer(Generic[_T]):
         """End the thread; return False if it does not end because `make` does not return."""
         self._finalizer()
         return not self._thread.is_alive()
-
-
-def _fill(
-    make: Callable[[], _T],
-    items: queue.SimpleQueue[tuple[_T | None, BaseException | None]],
-    free: threading.Semaphore,
-    closed: threading.Event,
-    device: int | None,
-) -> None:
-    """Make items until `closed`, or until an error, which takes its place among them."""
-    try:
-        if device is not None:
-            # A new thread is on GPU 0, and pinning would open a context there for every rank.
-            torch.cuda.set_device(device)
-        while free.acquire() and not closed.is_set():
-            items.put((make(), None))
-    except BaseException as error:
-        items.put((None, error))
-
-
-def _stop(free: threading.Semaphore, closed: threading.Event, thread: threading.Thread) -> None:
-    closed.set()
-    free.release()
-    thread.join(_PATIENCE)
 
 
 class _Step(NamedTuple):

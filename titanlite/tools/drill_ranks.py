@@ -10,7 +10,6 @@ import contextlib
 import importlib
 import multiprocessing
 import os
-import re
 import signal
 import socket
 import sys
@@ -104,28 +103,13 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         """Return the output of this start."""
         return self.console.read_bytes()[self._offset :].decode(errors="replace")
 
-    def check(self, passed: bool, problem: str) -> None:
-        """Raise RanksError with the problem and the last lines of the output."""
-        check(passed, problem, self.output())
-
-    def until(self, pattern: str) -> re.Match[str]:
-        """Wait for a pattern in the output. Raises RanksError when all ranks end without it, or after the timeout."""
-        deadline = time.monotonic() + TIMEOUT_SECONDS
-        while True:
-            ended = all(process.exitcode is not None for process in self.processes)
-            if found := re.search(pattern, self.output(), re.MULTILINE):
-                return found
-            self.check(not ended, f"the run ended without {pattern!r}")
-            self.check(time.monotonic() < deadline, f"the run went on without {pattern!r}")
-            time.sleep(0.005)
-
     def wait(self, seconds: float = TIMEOUT_SECONDS, grace: float = GRACE_SECONDS) -> list[int]:
         """Return the exit codes by rank, negative for a signal. Raises RanksError after `seconds`."""
         deadline, failed = time.monotonic() + seconds, False
         while alive := [process.sentinel for process in self.processes if process.exitcode is None]:
             if not connection.wait(alive, max(0.0, deadline - time.monotonic())):
                 self.kill()
-                self.check(failed, f"the run did not end within {seconds:.0f} s")
+                check(failed, f"the run did not end within {seconds:.0f} s", self.output())
             elif not failed and any(process.exitcode for process in self.processes):
                 deadline, failed = time.monotonic() + grace, True
         return [process.exitcode for process in self.processes]  # type: ignore[misc]
