@@ -389,6 +389,20 @@ class Benchmark:
         _log(f"{label}: {figures.tokens_per_second:,.0f} tokens/s, loss {figures.losses[self.steps]:.4f}")
         return True
 
+    def _notes(self, unlike: Mapping[str, Sequence[str]], spread: float | None) -> list[str]:
+        base = self.levels[0].name
+        notes = [
+            f"{name} differs from {base} in {', '.join(keys)}: losses not compared" for name, keys in unlike.items()
+        ]
+        emulated = [one.name for one in self.levels if one.values["float8.emulate"] and one.values[SWITCHES[1]]]
+        if emulated:
+            notes.append(f"float8 is emulated in {', '.join(emulated)}: compare their losses, not their speed")
+        if not self.machine.gpus:
+            notes.append("memory on a CPU is the resident memory of rank 0's process, libraries included")
+        if spread is not None:
+            notes.append(f"between repeats of {base} losses differ by at most {spread:.2g}")
+        return notes
+
     def finish(self, as_json: bool) -> str:
         """Write the results, the page and the pictures; return the text for standard output. Raises OSError."""
         base, *others = self.levels
@@ -396,22 +410,9 @@ class Benchmark:
         runs = [report.measure(self.finished[s], *s, self.warmup) for s in slots if s in self.finished]
         unlike = {one.name: keys for one in others if (keys := _differences(base.task, one.task))}
         levels = report.summarize([level.name for level in self.levels], runs, unlike)
-        emulated = [one.name for one in self.levels if one.values["float8.emulate"] and one.values[SWITCHES[1]]]
-        spread = levels[0].loss_spread
-        notes = [
-            f"{name} differs from {base.name} in {', '.join(k)}: losses not compared" for name, k in unlike.items()
-        ]
-        if emulated:
-            notes.append(f"float8 is emulated in {', '.join(emulated)}: compare their losses, not their speed")
-        if not self.machine.gpus:
-            notes.append("memory on a CPU is the resident memory of rank 0's process, libraries included")
-        if spread is not None:
-            notes.append(f"between repeats of {base.name} losses differ by at most {spread:.2g}")
-        command, versions, cores = (
-            provenance.command(["titanlite", *sys.argv[1:]]),
-            provenance.versions(),
-            os.cpu_count(),
-        )
+        notes = self._notes(unlike, levels[0].loss_spread)
+        command = provenance.command(["titanlite", *sys.argv[1:]])
+        versions, cores = provenance.versions(), os.cpu_count()
         content = {
             **{"format": 2, "title": self.title, "command": command, "versions": versions},
             "hardware": {"device": self.machine.device, "world_size": self.ranks, "cores": cores},
