@@ -36,7 +36,7 @@ sys.path.insert(0, str(ROOT))
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest, step_folder, steps_in  # noqa: E402
 from titanlite.checkpoint.paths import AnyPath, StorePath, entries, sizes  # noqa: E402
 from titanlite.metrics.jsonl import read_metrics  # noqa: E402
-from titanlite.tools.drill_ranks import Ranks, train  # noqa: E402
+from titanlite.tools.drill_ranks import TIMEOUT_SECONDS, Ranks, check, train  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class Soak:
                 time.sleep(self.chance.uniform(0, self.startup))
                 began = "resumed from step" in ranks.output() or "a fresh run" in ranks.output()
             else:
-                said = ranks.until(r"resumed from step (\d+)|a fresh run")
+                said = until(ranks, r"resumed from step (\d+)|a fresh run")
                 began = True
                 resumed = int(said.group(1) or 0)
                 if resumed != expected:
@@ -180,13 +180,9 @@ class Soak:
                 damaged -= passed
                 if tally.kills < kills:
                     time.sleep(self.chance.uniform(0, self.training / 3))
-            if tally.kills >= kills:
-                if (codes := ranks.wait()) != [0] * self.ranks:
-                    raise Wrong(f"an undisturbed end has exit codes {codes}\n{ranks.tail()}")
-                return None
-            if all(process.exitcode is not None for process in ranks.processes):
-                if (codes := ranks.wait()) != [0] * self.ranks:
-                    raise Wrong(f"it ended by itself with exit codes {codes}\n{ranks.tail()}")
+            if tally.kills >= kills or all(process.exitcode is not None for process in ranks.processes):
+                codes = ranks.wait()
+                check(codes == [0] * self.ranks, f"a start without a kill has exit codes {codes}", ranks.output())
                 return None
             self._kill(run, ranks, began)
         return self._last_step(run)
@@ -275,6 +271,17 @@ class Soak:
         self.tally.tensors_unequal += sum(1 for one in compare(*sides) if one.elements or not one.comparable)
 
 
+def until(ranks: Ranks, pattern: str) -> re.Match[str]:
+    """Wait for a pattern in the output. Raises RanksError when all ranks end without it, or after the timeout."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while True:
+        ended = all(process.exitcode is not None for process in ranks.processes)
+        if found := re.search(pattern, ranks.output()):
+            return found
+        check(not ended and time.monotonic() < deadline, f"no {pattern!r} in the output", ranks.output())
+        time.sleep(0.005)
+
+
 def run_flags(folder: Path, steps: int, interval: int) -> list[str]:
     length = [f"--training.steps={steps}", f"--lr_scheduler.total_steps={steps}", f"--checkpoint.interval={interval}"]
     return [*FLAGS, *length, f"--data.token_cache={folder.parent / 'tokens'}", f"--job.dump_folder={folder}"]
@@ -338,13 +345,14 @@ def wrong(tally: Tally, interval: int) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=40, help="of all kinds of saves together")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of saves")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=200, help="of each run")
-    parser.add_argument("--interval", type=int, default=5, help="steps between saves")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write FILE.md and FILE.json")
+    add = parser.add_argument
+    add("--kills", type=int, default=40, help="of all kinds of saves together")
+    add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="of saves")
+    add("--ranks", type=int, default=2)
+    add("--steps", type=int, default=200, help="of each run")
+    add("--interval", type=int, default=5, help="steps between saves")
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, metavar="FILE", help="write FILE.md and FILE.json")
     arguments = parser.parse_args()
     began = time.monotonic()
     chance = random.Random(arguments.seed)
@@ -357,12 +365,11 @@ def main() -> int:
         train(run_flags(Path(folder) / "warm", 1, 1), 1, Path(folder) / "warm.log")  # imports torch, tokenizes the text
         started = time.monotonic()
         with Ranks(flags, arguments.ranks, reference / "console", main=LOGGED) as ranks:
-            ranks.until("a fresh run")
+            until(ranks, "a fresh run")
             startup = time.monotonic() - started
             codes = ranks.wait()
             training = time.monotonic() - started - startup
-            if codes != [0] * arguments.ranks:
-                raise SystemExit(f"the undisturbed run failed: {codes}\n{ranks.tail()}")
+            check(codes == [0] * arguments.ranks, f"the undisturbed run failed: {codes}", ranks.output())
         for i, tally in enumerate(tallies):
             share = arguments.kills // len(tallies) + (i < arguments.kills % len(tallies))
             shape = (arguments.steps, arguments.interval, arguments.ranks)
@@ -390,26 +397,21 @@ def report(arguments: argparse.Namespace, tallies: list[Tally], seconds: float) 
     from titanlite.runs import provenance
 
     device = device_name(torch.device("cpu"))
-    versions = provenance.versions()
     head = (
         f"{device}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}; "
         f"{arguments.ranks} ranks, runs of {arguments.steps} steps, seed {arguments.seed}; {seconds:.0f} s for "
         f"{sum(t.starts for t in tallies)} starts."
     )
     problems = [line for tally in tallies for line in wrong(tally, arguments.interval)]
-    verdict = ["**WRONG:** " + "; ".join(problems)] if problems else ["Nothing was lost, nothing came twice."]
-    lines = [head, "", *table(tallies, arguments.interval), "", *verdict]
+    verdict = f"**WRONG:** {'; '.join(problems)}" if problems else "Nothing was lost, nothing came twice."
+    lines = [head, "", *table(tallies, arguments.interval), "", verdict]
     print("\n".join(lines))
     if arguments.out:
         arguments.out.with_suffix(".md").write_text("\n".join(lines) + "\n")
         record = {
-            "device": device,
-            "cores": os.cpu_count(),
-            "versions": versions,
+            **{"device": device, "cores": os.cpu_count(), "versions": provenance.versions(), "seconds": seconds},
             "arguments": {k: v for k, v in vars(arguments).items() if k != "out"},
-            "seconds": seconds,
-            "tallies": [asdict(tally) for tally in tallies],
-            "wrong": problems,
+            **{"tallies": [asdict(tally) for tally in tallies], "wrong": problems},
         }
         arguments.out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
     return 1 if problems else 0

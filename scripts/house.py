@@ -23,29 +23,18 @@ from pathlib import Path
 
 #: The files to read in an afternoon, in this order. A name that does not exist counts nothing.
 READING_PATH = [
-    "__init__",
-    "build",
-    "trainer",
-    "step",
-    "loss",
-    "guard",
-    "callbacks",
-    "config/sections",
-    "derive",
-    "models/spec",
-    "models/layers",
-    "models/llama",
-    "optim/optimizer",
-    "optim/schedule",
-    "data/packing",
-    "data/loader",
-    "parallel/dist_env",
-    "parallel/parallelize",
-    "parallel/fsdp",
-    "parallel/tensor",
-    "parallel/init",
-    "checkpoint/manager",
-    "metrics/logger",
+    *("__init__", "build", "trainer", "step", "loss", "guard", "callbacks", "config/sections", "derive"),
+    *(
+        "models/spec",
+        "models/layers",
+        "models/llama",
+        "optim/optimizer",
+        "optim/schedule",
+        "data/packing",
+        "data/loader",
+    ),
+    *("parallel/dist_env", "parallel/parallelize", "parallel/fsdp", "parallel/tensor", "parallel/init"),
+    *("checkpoint/manager", "metrics/observer"),
 ]
 #: Annotations of parameters that take the whole config.
 WHOLE_CONFIG = {"Plans", "LoadedConfig", "Config", "RunConfig", "Derived"}
@@ -288,12 +277,7 @@ def watch(module, owner, method):
         finally:
             sys.setprofile(None); threading.setprofile(None)
     setattr(cls, method, wrapped)
-for module in ("titanlite.checkpoint.manager", "titanlite.checkpoint.manager"):
-    try:
-        watch(module, "Checkpointer", "save")
-        break
-    except ImportError:
-        pass
+watch("titanlite.checkpoint.manager", "Checkpointer", "save")
 leave = os._exit
 def finish(code):
     found["save"] = sorted(saved)

@@ -298,11 +298,6 @@ def test_a_file_of_another_trainer_is_refused_as_such(command, tmp_path, capsys)
     assert ("unknown key" in err) == (command == "check")
 
 
-def test_migrate_never_leaves_out_what_decides_the_model() -> None:
-    with pytest.raises(ValueError, match=r"run.toml:2: model.dim: unknown key"):
-        migrate_text("[model]\ndim = 256\n[training]\nlocal_batch_size = 4\n", HERE)
-
-
 def table() -> str:
     """One row for each file, from what titanlite makes of it."""
     heads = ["version", "file", "GPUs", "model here", "layers", "RoPE scaling", "sequences x tokens per step"]

@@ -246,7 +246,7 @@ def test_a_persistent_thread_has_the_next_pass_ready(corpus: Corpus) -> None:
     (thread,) = threads()
     producer = batches._producer
     assert producer is not None
-    eventually(lambda: len(producer._buffer.items) == 2)
+    eventually(lambda: producer.items.qsize() == 2)
     list(batches)
     assert threads() == [thread]
     batches.close()
@@ -257,8 +257,11 @@ def test_a_persistent_thread_has_the_next_pass_ready(corpus: Corpus) -> None:
 PROGRAM = """
 import signal, sys, threading, time
 import torch
+from titanlite.data import prefetch
 from titanlite.data.loader import Batch
 from titanlite.data.prefetch import Prefetcher
+
+prefetch._PATIENCE = 1000.0  # an end that waits for it fails by the test's limit
 
 class Loader:
     steps_left = None
@@ -306,12 +309,10 @@ def test_a_program_that_does_not_close_ends_at_once(
     ) as process:
         assert process.stdout is not None
         first = process.stdout.readline()
-        ready = time.monotonic()
         if signal_number is not None:
             time.sleep(0.1)
             process.send_signal(signal_number)
-        rest, errors = process.communicate(timeout=20)
-    assert time.monotonic() - ready < 5
+        rest, errors = process.communicate(timeout=200)
     assert process.returncode == code, errors
     assert output in first + rest
     assert "Fatal" not in errors and ("mine" in errors) == ("mine" in end)

@@ -145,4 +145,4 @@ def test_a_missing_or_empty_folder(
 def test_config_keys_are_refused_not_ignored(capsys: pytest.CaptureFixture[str]) -> None:
     for command in (["runs"], ["compare", "a"]):
         assert main([*command, "--training.steps", "5"]) == 2
-        assert capsys.readouterr().err.startswith("error: --training.steps ")
+        assert "--training.steps: this command takes no" in capsys.readouterr().err

@@ -1,7 +1,8 @@
-"""The levels as files, and the checks before the first run."""
+"""The levels as files, the checks before the first run, and figures from made-up metrics."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 import torch
 from msgspec import to_builtins
 
+from tests.runs.conftest import training_row, write_metrics
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.load import load_file
 from titanlite.metrics.throughput import device_name
+from titanlite.runs.read import read_run
 from titanlite.tools import benchmark as room
 from titanlite.tools import refuse_keys
 from titanlite.tools.benchmark import (
@@ -23,10 +26,12 @@ from titanlite.tools.benchmark import (
     Machine,
     check_levels,
     common_flags,
+    in_turn,
     make_levels,
     probe,
     write_levels,
 )
+from titanlite.tools.benchmark_report import RunFigures, after_warmup, measure, summarize
 from titanlite.tools.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -159,11 +164,9 @@ def test_this_machine_is_as_torch_sees_it() -> None:
         (["nosuch.toml"], 'no file "nosuch.toml"'),
         (["debug_model.toml", "--steps", "5", "--warmup", "5"], "--steps 5"),
         (["debug_model.toml", "--warmup", "0"], "--warmup: 0"),
-        (["debug_model.toml", "--repeats", "x"], "--repeats: x"),
         (["debug_model.toml", "--skip", "compiled"], "the levels are default, comp"),
         (["debug_model.toml", *(w for level in LEVELS for w in ("--skip", level.name))], "--skip leaves no level"),
         (["debug_model.toml", "--overlay", "x.toml"], "--overlay x.toml: expected NAME=FILE.toml"),
-        (["debug_model.toml", "--overlay", "../x=x.toml"], "expected NAME=FILE.toml"),
         (["debug_model.toml", "--overlay", "x=nosuch.toml"], "nosuch.toml"),
         (["debug_model.toml", "--overlay", "compile={config}"], "there is a level compile already"),
         (["debug_model.toml", "--training.compile"], "training.compile"),
@@ -214,10 +217,73 @@ def test_a_refused_benchmark_writes_nothing(
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize("name", ["benchmark", "ladder"])
-def test_help_names_the_levels(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main([name, "--help"])
-    out = capsys.readouterr().out
-    for words in (*(level.name for level in LEVELS), "--skip LEVEL", "--overlay NAME=FILE.toml", "Exit status"):
-        assert words in out
+def made(level: str, repeat: int, speed: float, losses: dict[int, float] | None = None, **more: Any) -> RunFigures:
+    return RunFigures(level, repeat, speed, more.get("mfu"), more.get("memory"), losses or {1: 5.0})
+
+
+def test_the_warm_up_is_left_out_of_speed_and_mfu_and_not_of_memory_and_losses(tmp_path: Path) -> None:
+    rows = [training_row(1, 8.0, 1, mfu=0.1, memory_gib=3.0), training_row(2, 7.0, 900, mfu=90.0)]
+    rows += [training_row(3 + i, 6 - i, tps, mfu=tps / 5) for i, tps in enumerate((100, 130, 110))]
+    run = read_run(write_metrics(tmp_path, rows))
+    found = measure(run, "default", 1, warmup=2)
+    assert found.tokens_per_second == pytest.approx(220)  # 110 on each of two devices
+    assert found.mfu == 22 and found.memory_gib == 3.0
+    assert found.losses == {1: 8.0, 2: 7.0, 3: 6.0, 4: 5.0, 5: 4.0}
+    assert measure(run, "default", 1, warmup=1).tokens_per_second == pytest.approx(240)
+
+
+def test_a_row_whose_window_begins_in_the_warm_up_does_not_count() -> None:
+    rows = [{"step": float(step)} for step in (1, 10, 20, 25)]
+    assert [row["step"] for row in after_warmup(rows, 5)] == [20, 25]
+    assert [row["step"] for row in after_warmup(rows, 10)] == [20, 25]
+    assert [row["step"] for row in after_warmup(rows, 11)] == [25]
+
+
+def test_ratios_are_taken_repeat_by_repeat() -> None:
+    """On a machine that becomes half as fast with each repeat, a level that is twice as fast is just that."""
+    measured = [made("default", i + 1, 100 / 2**i) for i in range(3)]
+    measured += [made("compile", i + 1, 200 / 2**i) for i in range(3)]
+    measured += [made("odd", 1, 90), made("odd", 2, 60), made("odd", 3, 25)]
+    baseline, compiled, odd = summarize(["default", "compile", "odd"], measured)
+    assert (baseline.tokens_per_second, compiled.tokens_per_second) == (50, 100)
+    assert compiled.ratio == (2, 2, 2)
+    assert odd.tokens_per_second == 60 and odd.ratio == (1, pytest.approx(0.9), pytest.approx(1.2))
+
+
+def test_a_level_is_only_set_against_repeats_that_the_baseline_has() -> None:
+    measured = [made("default", 1, 100), made("compile", 1, 150), made("compile", 2, 900)]
+    missing, lines = "float8", summarize(["default", "compile", "float8"], measured)
+    assert lines[1].ratio == (1.5, 1.5, 1.5) and lines[1].repeats == 2
+    assert lines[2].level == missing and lines[2].repeats == 0 and lines[2].tokens_per_second is None
+
+
+def test_losses_differ_by_the_largest_difference_at_equal_steps() -> None:
+    base = {1: 8.0, 2: 7.0, 3: 6.0}
+    measured = [made("default", 1, 1, base), made("default", 2, 1, {**base, 2: 7.25})]
+    measured += [made("compile", 1, 1, {1: 8.0, 2: 6.5, 3: 6.125, 4: 99.0}), made("compile", 2, 1, base)]
+    measured += [made("other", 1, 1, {1: 2.0})]
+    default, compiled, other = summarize(["default", "compile", "other"], measured, not_comparable=["other"])
+    assert default.loss_difference is None and default.loss_spread == 0.25
+    assert compiled.loss_difference == 0.5  # and 0.25 in the second repeat
+    assert default.loss == 6.0 and compiled.loss == pytest.approx((99 + 6) / 2)
+    assert other.loss_difference is None and other.loss == 2.0
+
+
+def test_a_loss_that_is_no_number_is_not_hidden() -> None:
+    for losses in ({1: math.nan, 2: 7.5}, {1: 8.5, 2: math.nan}):
+        measured = [made("default", 1, 1, {1: 8.0, 2: 7.0}), made("compile", 1, 1, losses)]
+        difference = summarize(["default", "compile"], measured)[1].loss_difference
+        assert difference is not None and math.isnan(difference)
+
+
+def test_mfu_and_memory_over_repeats() -> None:
+    measured = [made("default", i, 1, mfu=mfu, memory=memory) for i, mfu, memory in ((1, 40, 2.0), (2, 44, 2.5))]
+    (line,) = summarize(["default"], measured)
+    assert line.mfu == 42 and line.memory_gib == 2.5
+    assert summarize(["default"], [made("default", 1, 1)])[0].mfu is None
+
+
+def test_each_repeat_begins_with_another_level() -> None:
+    slots = in_turn([Level(name, "") for name in "abc"], 4)
+    assert [level.name for level, _ in slots] == [*"abc", *"bca", *"cab", *"abc"]
+    assert [repeat for _, repeat in slots[2:5]] == [1, 2, 2]

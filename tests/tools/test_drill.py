@@ -32,7 +32,8 @@ def only(*names: str) -> list[str]:
 
 
 def test_the_command_lists_its_faults_without_torch() -> None:
-    code = "import sys; from titanlite.tools.cli import main; main(['drill', '--list']); print('torch' in sys.modules)"
+    code = "import sys; from titanlite.tools.cli import main\ntry: main(['drill', '--list'])\n"
+    code += "except SystemExit: print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert [line.split()[0] for line in done.stdout.splitlines()] == [*(one.name for one in SCENARIOS), "False"]
 
@@ -41,25 +42,23 @@ def test_the_command_lists_its_faults_without_torch() -> None:
     ("words", "said"),
     [
         (["nosuch.toml"], "nosuch.toml"),
-        (["debug_model.toml", "--ranks", "1"], "--ranks"),
+        (["debug_model.toml", "--ranks", "1"], "--ranks: expected an integer >= 2"),
+        (["debug_model.toml", "--only", "flood"], "'flood'"),
         (["debug_model.toml", "--training.setps=3"], "training.setps"),
         ([], "CONFIG"),
     ],
 )
 def test_a_wrong_command_line_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["drill", *words]) == exit_codes.CONFIG
+    try:
+        assert main(["drill", *words]) == exit_codes.CONFIG
+    except SystemExit as end:  # argparse's own
+        assert end.code == exit_codes.CONFIG
     assert said in capsys.readouterr().err
-
-
-def test_an_unknown_fault_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["drill", "debug_model.toml", "--only", "flood"])
-    assert caught.value.code == exit_codes.CONFIG and "'flood'" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_a_few_faults_pass_and_leave_nothing_behind(tmp_path: Path) -> None:
-    names = ["resume", "kill-shard", "second-run"]
+    names = ["resume", "kill-shard", "dead-lock"]
     done = drill("--json", *only(*names), "--checkpoint.async_mode=async", folder=str(tmp_path))
     assert done.returncode == exit_codes.DONE, done.stderr
     result = json.loads(done.stdout)
@@ -82,14 +81,6 @@ BROKEN = {
     "the position in the text is not restored": (
         *("trainer.py", 'parts.loader.load_state_dict(loaded.train["data"])', "pass"),
         {"resume": "steps [5, 6, 7, 8]"},
-    ),
-    "no report names a rank": (
-        *("metrics/hang_report.py", "return free if len(free) < size else []", "return []"),
-        {"loader-hangs": "does not name rank 1 in data of step 6"},
-    ),
-    "an error of a rank is not reported": (
-        *("metrics/watchdog.py", 'self._store.compare_set("raised", ""', 'str.format("raised", ""'),
-        {"loader-raises": "rank 1 raised in data of step 6"},
     ),
     "an interrupted validation is forgotten": (
         *("trainer.py", 'state["validation_owed"] = True', "pass"),

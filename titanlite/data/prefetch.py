@@ -7,10 +7,11 @@ Prepared steps that were not handed out are not part of the state.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import queue
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -49,75 +50,55 @@ class PassLoader(Protocol):
     def __iter__(self) -> Iterator[Batch]: ...
 
 
-class _Buffer(Generic[_T]):
-    """Items that the thread has made. Apart from its owner, which can so be collected while the thread runs."""
-
-    def __init__(self, depth: int) -> None:
-        self.depth = depth
-        self.changed = threading.Condition()
-        self.items: deque[_T | BaseException] = deque()
-        self.closed = False
-
-
-def _fill(buffer: _Buffer[_T], make: Callable[[], _T], device: int | None) -> None:
-    """Make items until `buffer` is closed, or until an error, which takes its place among them."""
-    try:
-        if device is not None:
-            # A new thread is on GPU 0, and pinning would open a context there for every rank.
-            torch.cuda.set_device(device)
-        while True:
-            with buffer.changed:
-                buffer.changed.wait_for(lambda: buffer.closed or len(buffer.items) < buffer.depth)
-                if buffer.closed:
-                    return
-            item = make()
-            with buffer.changed:
-                buffer.items.append(item)
-                buffer.changed.notify_all()
-    except BaseException as error:
-        with buffer.changed:
-            buffer.items.append(error)
-            buffer.changed.notify_all()
-
-
 class _Producer(Generic[_T]):
-    """A thread that keeps up to `depth` results of `make` ready, until an error or `stop`."""
+    """A daemon thread that keeps up to `depth` results of `make` ready, until an error or `stop`."""
 
     def __init__(self, make: Callable[[], _T], depth: int, device: int | None) -> None:
-        self._buffer: _Buffer[_T] = _Buffer(depth)
-        self._thread = threading.Thread(target=_fill, args=(self._buffer, make, device), name=THREAD, daemon=True)
-        self._thread.start()
+        #: Results, each with the error that came in its place.
+        self.items: queue.SimpleQueue[tuple[_T | None, BaseException | None]] = queue.SimpleQueue()
+        self._free, self._closed = threading.Semaphore(depth), threading.Event()
+        items, free, closed = self.items, self._free, self._closed  # the thread must not hold `self`
+
+        def fill() -> None:
+            try:
+                if device is not None:
+                    # A new thread is on GPU 0, and pinning would open a context there for every rank.
+                    torch.cuda.set_device(device)
+                while free.acquire() and not closed.is_set():
+                    items.put((make(), None))
+            except BaseException as error:
+                items.put((None, error))
+
+        def stop() -> None:
+            closed.set()
+            free.release()
+            thread.join(_PATIENCE)
+
+        thread = self._thread = threading.Thread(target=fill, name=THREAD, daemon=True)
+        thread.start()
         # Runs when the owner is collected, and before the interpreter ends: a thread that is still in a library then
         # would abort the process, and a thread that is no daemon would keep it from ending.
-        self._finalizer = weakref.finalize(self, _stop, self._buffer, self._thread)
+        self._finalizer = weakref.finalize(self, stop)
 
     def take(self) -> _T:
-        """Wait for the next item. Raises the error of `make` in its place, and then again and again."""
-        with self._buffer.changed:
-            if self._buffer.closed:
+        """Wait for the next item. Raises the error of `make` in its place."""
+        while True:
+            if self._closed.is_set():
                 raise RuntimeError("the loader did not return when its thread was ended: it cannot be used again")
-            while not self._buffer.items:
-                if not self._thread.is_alive():
-                    raise RuntimeError("the thread that prepares batches is gone: was the process forked?")
-                self._buffer.changed.wait(timeout=1.0)
-            item = self._buffer.items[0]
-            if isinstance(item, BaseException):
-                raise item
-            self._buffer.items.popleft()
-            self._buffer.changed.notify_all()
-        return item
+            with contextlib.suppress(queue.Empty):
+                item, error = self.items.get(timeout=1.0)
+                break
+            if not self._thread.is_alive():
+                raise RuntimeError("the thread that prepares batches is gone: was the process forked?")
+        if error is not None:
+            raise error
+        self._free.release()
+        return item  # type: ignore[return-value]
 
     def stop(self) -> bool:
         """End the thread; return False if it does not end because `make` does not return."""
         self._finalizer()
         return not self._thread.is_alive()
-
-
-def _stop(buffer: _Buffer[Any], thread: threading.Thread) -> None:
-    with buffer.changed:
-        buffer.closed = True
-        buffer.changed.notify_all()
-    thread.join(_PATIENCE)
 
 
 class _Step(NamedTuple):

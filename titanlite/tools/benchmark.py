@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
 import re
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
-
-from msgspec.structs import replace as replace_fields
 
 from titanlite import exit_codes, torchrun
 from titanlite.config.errors import ConfigError, Problem
@@ -31,7 +29,8 @@ from titanlite.tools import benchmark_report as report
 from titanlite.tools import refuse_keys
 from titanlite.tools.plots import PlotsMissing
 from titanlite.tools.processes import Stopped, last_lines, run, stoppable
-from titanlite.utils import atomic_write, escape, human_time, render
+from titanlite.tools.runs import to_json
+from titanlite.utils import atomic_write, escape, render
 
 
 class BenchmarkError(RunError):
@@ -52,7 +51,7 @@ class Level:
     flags: tuple[str, ...] = ()
     #: The resolved config by `section.key`, without the output folder.
     values: Mapping[str, Any] = field(default_factory=dict)
-    #: Whatever must be equal for losses to be comparable: weights, text and batch.
+    #: The values that must be equal for losses to be comparable: weights, text and batch.
     task: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -76,6 +75,11 @@ _OFF = (
     *("checkpoint.enable_checkpoint", "validation.enable", "profiling.enable_profiling"),
     *("profiling.enable_memory_snapshot", "metrics.enable_tensorboard", "metrics.enable_wandb"),
 )
+#: Beside all of [model].
+_TASK = (
+    *("training.dataset", "training.dataset_path", "training.seed", "training.seq_len", "data.seed", "data.shuffle"),
+    *("data.source", "data.skip_steps"),
+)
 #: Keys that the command sets itself -> the hint for a flag of that name.
 OWN = {
     "job.config_file": "name the config first, without a flag",
@@ -84,7 +88,6 @@ OWN = {
     "checkpoint.enable_checkpoint": "the runs are short and save no checkpoints",
     **dict.fromkeys(SWITCHES, "the levels differ in this key: use --skip and --overlay"),
 }
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _RESULTS, _PAGE, _LOSSES, _SPEEDS = "benchmark.json", "benchmark.md", "losses.png", "throughput.png"
 
 _EPILOG = """\
@@ -135,7 +138,7 @@ def _positive(text: str) -> int:
 
 
 def _run(arguments: argparse.Namespace, flags: list[str], _style: object) -> tuple[str, int]:
-    steps, warmup, repeats = arguments.steps, arguments.warmup, arguments.repeats
+    steps, warmup = arguments.steps, arguments.warmup
     if steps <= warmup:
         raise BenchmarkError(f"--steps {steps}: no step is left to count after --warmup {warmup}")
     refuse_keys(flags, OWN)
@@ -156,11 +159,14 @@ def _run(arguments: argparse.Namespace, flags: list[str], _style: object) -> tup
         write_levels(levels, Path(scratch))
         common = common_flags(str(Path(scratch, levels[0].file)), flags, steps, ranks)
         checked = check_levels(chosen, Path(scratch), common, ranks, machine)
-    check_logged_steps(checked, steps, warmup)
+    for freq in {level.values["metrics.log_freq"] for level in checked}:
+        logged = [{"step": float(step)} for step in sorted({1, steps, *range(freq, steps + 1, freq)})]
+        if not report.after_warmup(logged, warmup):
+            raise BenchmarkError(f"metrics.log_freq = {freq}: no step after --warmup {warmup} is logged; lower it")
     out = arguments.out or Path("outputs", "benchmark", config.stem)
-    benchmark = Benchmark(config.name, checked, common, machine, ranks, out, steps, warmup, repeats)
-    benchmark.find_finished()
+    benchmark = Benchmark(config.name, checked, common, machine, ranks, out, steps, warmup, arguments.repeats)
     try:
+        benchmark.find_finished()
         write_levels(levels, out / "levels")
         code = benchmark.make_runs()
         return benchmark.finish(arguments.json), code
@@ -173,27 +179,22 @@ def make_levels(config: Path, overlays: Sequence[str]) -> list[Level]:
     levels: list[Level] = []
     for level in LEVELS:
         below = levels[-1].file if levels else str(config.resolve())
-        values = dict.fromkeys(level.adds or SWITCHES, bool(level.adds))
-        levels.append(replace(level, text=_toml(level.name, [below], values)))
+        lines = [f"{key} = {quote(bool(level.adds))}" for key in level.adds or SWITCHES]
+        levels.append(replace(level, text=_toml(level.name, [below], lines)))
     for words in overlays:
         name, _, file = words.partition("=")
-        if not file or not _NAME.fullmatch(name):
-            why = "expected NAME=FILE.toml, the name of letters, digits, dots, dashes and underscores"
-        elif not Path(file).is_file():
-            why = f"there is no file {file}"
-        elif name in [level.name for level in levels]:
-            why = f"there is a level {name} already; take another name"
-        else:
-            text = _toml(name, [levels[0].file, str(Path(file).resolve())], {})
-            levels.append(Level(name, f"{file} over {levels[0].name}", text=text))
-            continue
-        raise BenchmarkError(f"--overlay {words}: {why}")
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or not Path(file).is_file():
+            raise BenchmarkError(f"--overlay {words}: expected NAME=FILE.toml, a plain name and a file that exists")
+        if name in [level.name for level in levels]:
+            raise BenchmarkError(f"--overlay {words}: there is a level {name} already; take another name")
+        text = _toml(name, [levels[0].file, str(Path(file).resolve())])
+        levels.append(Level(name, f"{file} over {levels[0].name}", text=text))
     return levels
 
 
-def _toml(name: str, extends: Sequence[str], values: Mapping[str, bool]) -> str:
-    lines = [f'# Level "{name}", written by `titanlite benchmark`.', f"job.extends = {quote(list(extends))}"]
-    return "\n".join([*lines, *(f"{key} = {quote(value)}" for key, value in values.items())]) + "\n"
+def _toml(name: str, extends: Sequence[str], lines: Sequence[str] = ()) -> str:
+    head = f'# Level "{name}", written by `titanlite benchmark`.\njob.extends = {quote(list(extends))}'
+    return "\n".join([head, *lines, ""])
 
 
 def write_levels(levels: Sequence[Level], folder: Path) -> None:
@@ -251,12 +252,10 @@ def common_flags(config: str, flags: Sequence[str], steps: int, ranks: int) -> l
     if base.value("checkpoint.start") == "resume":
         found.append("--checkpoint.start=resume-or-fresh")
     found.append(f"--training.seed={base.value('training.seed') or 0}")
-    try:
+    with contextlib.suppress(ConfigError):  # it is reported with the levels
         # The schedule keeps its length: the runs are its first steps, not a short copy of it.
-        length = fitted(base, ranks).schedule.total_steps
-    except ConfigError:
-        length = None  # reported with the levels
-    return [*found, *([] if length is None else [f"--lr_scheduler.total_steps={length}"]), *flags]
+        found.append(f"--lr_scheduler.total_steps={fitted(base, ranks).schedule.total_steps}")
+    return [*found, *flags]
 
 
 def check_levels(
@@ -266,19 +265,22 @@ def check_levels(
 
     Raises ConfigError for problems of the config itself, BenchmarkError with every problem of the other levels.
     """
-    checked = [_check(levels[0], folder, common, ranks, machine)]
-    refused: dict[str, Sequence[Problem]] = {}
-    for level in levels[1:]:
+    checked: list[Level] = []
+    lines: list[str] = []
+    refused: list[str] = []
+    for level in levels:
         try:
             checked.append(_check(level, folder, common, ranks, machine))
         except ConfigError as error:
-            refused[level.name] = error.problems
+            if level is levels[0]:
+                raise
+            refused.append(level.name)
+            problems = ("    " + str(one).replace("\n", "\n    ") for one in error.problems)
+            lines += [f"  level {level.name}:", *problems]
     if refused:
-        lines = [f"{len(refused)} of {len(levels)} levels cannot run; nothing was started"]
-        for name, problems in refused.items():
-            lines += [f"  level {name}:", *("    " + str(one).replace("\n", "\n    ") for one in problems)]
-        lines.append(f"to run the others: {' '.join(f'--skip {name}' for name in refused)}")
-        raise BenchmarkError("\n".join(lines))
+        head = f"{len(refused)} of {len(levels)} levels cannot run; nothing was started"
+        tail = f"to run the others: {' '.join(f'--skip {name}' for name in refused)}"
+        raise BenchmarkError("\n".join([head, *lines, tail]))
     return checked
 
 
@@ -287,38 +289,26 @@ def _check(level: Level, folder: Path, common: Sequence[str], ranks: int, machin
     if not machine.gpus and read(arguments)[0].value("float8.enable_float8_linear"):
         level = replace(level, flags=("--float8.emulate=true",))
     config, run_config = check_config([*arguments, *level.flags], ranks)
-    d = config.sections
+    d, problems = config.sections, list[Problem]()
     if d.training.compile:
         from titanlite.preflight import compile_problems  # needs torch
 
-        if problems := compile_problems(d.training, d.compile, machine.device_type):
-            raise ConfigError(problems)
-    if d.float8.enable_float8_linear and not d.float8.emulate and machine.no_float8:
-        raise ConfigError(machine.no_float8)
-    task = {
-        "model": replace_fields(d.model, tokenizer_path=None),
-        "tokenizer": d.model.tokenizer_path,
-        "text": (d.training.dataset, d.training.dataset_path),
-        "order of the text": (d.data.seed, d.data.shuffle),
-        "training.seed": d.training.seed,
-        "sequence length": d.training.seq_len,
-        "sequences per step": run_config.batch.global_batch_size,
-    }
-    return replace(level, values=_without_folder(config_values(config.to_toml())), task=task)
+        problems += compile_problems(d.training, d.compile, machine.device_type)
+    if d.float8.enable_float8_linear and not d.float8.emulate:
+        problems += machine.no_float8
+    if problems:
+        raise ConfigError(problems)
+    values = _without_folder(config_values(config.to_toml()))
+    task = {key: value for key, value in values.items() if key.startswith("model.") or key in _TASK}
+    return replace(level, values=values, task={**task, "sequences per step": run_config.batch.global_batch_size})
 
 
 def _without_folder(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key != "job.dump_folder"}
 
 
-def check_logged_steps(levels: Sequence[Level], steps: int, warmup: int) -> None:
-    for freq in {level.values["metrics.log_freq"] for level in levels}:
-        logged = [{"step": float(step)} for step in sorted({1, steps, *range(freq, steps + 1, freq)})]
-        if not report.after_warmup(logged, warmup):
-            raise BenchmarkError(
-                f"metrics.log_freq = {freq} logs no steps between step {warmup} (--warmup) and step {steps} (--steps): "
-                "use a lower value"
-            )
+def _differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[str]:
+    return [name for name in {**left, **right} if left.get(name) != right.get(name)]
 
 
 def in_turn(levels: Sequence[Level], repeats: int) -> list[tuple[Level, int]]:
@@ -351,45 +341,37 @@ class Benchmark:
 
     def find_finished(self) -> None:
         """Find the runs in the folder that need no repeat. Raises BenchmarkError if they are of another benchmark."""
-        if self.out.exists() and not self.out.is_dir():
-            raise BenchmarkError(f"{self.out} is not a folder; name another with --out")
+        here = {"device": self.machine.device, "world_size": self.ranks, "versions": provenance.versions()}
         for level, repeat in in_turn(self.levels, self.repeats):
-            if (done := _finished_run(self.folder(level, repeat))) is not None:
-                before = {**_without_folder(done.config or {}), **_conditions(done.attempts[-1])}
-                now = {**level.values, **_conditions({**self._hardware(), "versions": provenance.versions()})}
-                if names := [name for name in {**before, **now} if before.get(name) != now.get(name)]:
-                    lines = [f"{n}: {json.dumps(before.get(n))} there, {json.dumps(now.get(n))} now" for n in names]
-                    head = f"{self.folder(level, repeat)} is a run of another benchmark:"
-                    raise BenchmarkError("\n  ".join([head, *lines[:8]]) + "\nname another folder with --out")
-                self.finished[level.name, repeat] = done
-
-    def _hardware(self) -> dict[str, Any]:
-        return {"device": self.machine.device, "world_size": self.ranks, "cores": os.cpu_count()}
+            if (done := _finished_run(self.folder(level, repeat))) is None:
+                continue
+            before = {**_without_folder(done.config or {}), **_conditions(done.attempts[-1])}
+            now = {**level.values, **_conditions(here)}
+            if names := _differences(before, now):
+                lines = [f"{n}: {json.dumps(before.get(n))} there, {json.dumps(now.get(n))} now" for n in names[:8]]
+                head = f"{self.folder(level, repeat)} is a run of another benchmark:"
+                raise BenchmarkError("\n  ".join([head, *lines]) + "\nname another folder with --out")
+            self.finished[level.name, repeat] = done
 
     def make_runs(self) -> int:
-        """Make the missing runs, and write the results after each. Returns the exit code. Raises OSError."""
+        """Make the missing runs. Return the exit code. Raises OSError."""
         slots = in_turn(self.levels, self.repeats)
-        missing = [(level, repeat) for level, repeat in slots if (level.name, repeat) not in self.finished]
         if self.finished:
             _log(f"{len(self.finished)} of {len(slots)} runs are in {self.out} already")
-        began = time.monotonic()
-        with stoppable():
-            try:
-                for i, (level, repeat) in enumerate(missing, 1):
-                    label = f"run {len(slots) - len(missing) + i} of {len(slots)}: {level.name}, repeat {repeat}"
-                    if not self._make(level, repeat, label):
+        try:
+            with stoppable():
+                for level, repeat in slots:
+                    if (level.name, repeat) not in self.finished and not self._make(level, repeat):
                         return exit_codes.ERROR
-                    self._save()
-                    if left := (len(missing) - i) * (time.monotonic() - began) / i:
-                        _log(f"about {human_time(left)} left")
-            except Stopped as stop:
-                _log(f"stopped by {stop}; the same command makes the missing runs")
-                return 128 + stop.number
+        except Stopped as stop:
+            _log(f"stopped by {stop}; the same command makes the missing runs")
+            return 128 + stop.number
         return exit_codes.DONE
 
-    def _make(self, level: Level, repeat: int, label: str) -> bool:
+    def _make(self, level: Level, repeat: int) -> bool:
         """Make one run. Return whether it is finished."""
-        folder = self.folder(level, repeat)
+        folder, number = self.folder(level, repeat), len(self.finished) + 1
+        label = f"run {number} of {len(self.levels) * self.repeats}: {level.name}, repeat {repeat}"
         folder.mkdir(parents=True, exist_ok=True)
         console = folder / "console.log"
         _log(f"{label} starts; its output: {console}")
@@ -407,71 +389,62 @@ class Benchmark:
         _log(f"{label}: {figures.tokens_per_second:,.0f} tokens/s, loss {figures.losses[self.steps]:.4f}")
         return True
 
-    def _figures(self) -> tuple[list[report.RunFigures], list[report.LevelFigures], list[str]]:
-        """Return figures of each run, in their order, and of each level, and notes on them."""
+    def _notes(self, unlike: Mapping[str, Sequence[str]], spread: float | None) -> list[str]:
+        base = self.levels[0].name
+        notes = [
+            f"{name} differs from {base} in {', '.join(keys)}: losses not compared" for name, keys in unlike.items()
+        ]
+        emulated = [one.name for one in self.levels if one.values["float8.emulate"] and one.values[SWITCHES[1]]]
+        if emulated:
+            notes.append(f"float8 is emulated in {', '.join(emulated)}: compare their losses, not their speed")
+        if not self.machine.gpus:
+            notes.append("memory on a CPU is the resident memory of rank 0's process, libraries included")
+        if spread is not None:
+            notes.append(f"between repeats of {base} losses differ by at most {spread:.2g}")
+        return notes
+
+    def finish(self, as_json: bool) -> str:
+        """Write the results, the page and the pictures; return the text for standard output. Raises OSError."""
         base, *others = self.levels
         slots = [(level.name, repeat) for level, repeat in in_turn(self.levels, self.repeats)]
         runs = [report.measure(self.finished[s], *s, self.warmup) for s in slots if s in self.finished]
-        unlike = {one.name: [key for key, value in base.task.items() if one.task[key] != value] for one in others}
-        unlike = {name: keys for name, keys in unlike.items() if keys}
+        unlike = {one.name: keys for one in others if (keys := _differences(base.task, one.task))}
         levels = report.summarize([level.name for level in self.levels], runs, unlike)
-        emulated = [one.name for one in self.levels if one.values["float8.emulate"] and one.values[SWITCHES[1]]]
-        spread = levels[0].loss_spread
-        notes = {
-            f"float8 is emulated in {', '.join(emulated)}: compare their losses, not their speed": bool(emulated),
-            **{f"{n} differs from {base.name} in {', '.join(k)}: losses not compared": True for n, k in unlike.items()},
-            "memory on a CPU is the resident memory of rank 0's process, libraries included": not self.machine.gpus,
-            f"between repeats of {base.name} losses differ by at most {spread or 0:.2g}": spread is not None,
-        }
-        return runs, levels, [note for note, shown in notes.items() if shown]
-
-    def _save(self) -> dict[str, Any]:
-        """Write the results as JSON and return them. Raises OSError."""
-        runs, levels, notes = self._figures()
+        notes = self._notes(unlike, levels[0].loss_spread)
+        command = provenance.command(["titanlite", *sys.argv[1:]])
+        versions, cores = provenance.versions(), os.cpu_count()
         content = {
-            **{"format": 2, "title": self.title, "command": provenance.command(["titanlite", *sys.argv[1:]])},
-            **{"hardware": self._hardware(), "versions": provenance.versions()},
+            **{"format": 2, "title": self.title, "command": command, "versions": versions},
+            "hardware": {"device": self.machine.device, "world_size": self.ranks, "cores": cores},
             **{"steps": self.steps, "warmup": self.warmup, "repeats": self.repeats},
             **{"levels": [asdict(level) for level in levels], "runs": [asdict(one) for one in runs], "notes": notes},
             "config": {level.name: level.values for level in self.levels},
         }
-        # Numbers that are not finite become strings, as in metrics.jsonl.
-        plain: dict[str, Any] = json.loads(json.dumps(content), parse_constant=lambda name: str(float(name)))
-        atomic_write(self.out / _RESULTS, json.dumps(plain, indent=1) + "\n")
-        return plain
-
-    def finish(self, as_json: bool) -> str:
-        """Write the page, the results and the pictures; return the text for standard output. Raises OSError."""
-        results = self._save()
-        runs, levels, notes = self._figures()
-        table, pictures = report.table(levels, self.steps, self.repeats), [_LOSSES, _SPEEDS] if runs else []
-        if runs:
-            first = {one.level: self.finished[one.level, one.repeat] for one in reversed(runs)}
-            ordered = {level.name: first[level.name] for level in self.levels if level.name in first}
-            try:
-                report.draw(levels, runs, ordered, self.out / _LOSSES, self.out / _SPEEDS)
-            except PlotsMissing as error:
-                print(f"{_LOSSES} and {_SPEEDS} are not drawn: {error}", file=sys.stderr)
-                pictures = []
-        versions = ", ".join(f"{name} {results['versions'][name]}" for name in ("titanlite", "torch", "python"))
+        results = to_json(content)
+        atomic_write(self.out / _RESULTS, results + "\n")
+        pictures = [_LOSSES, _SPEEDS] if runs else []
+        try:
+            first = {one.name: self.finished[one.name, 1] for one in self.levels if (one.name, 1) in self.finished}
+            if runs:
+                report.draw(levels, runs, first, self.out / _LOSSES, self.out / _SPEEDS)
+        except PlotsMissing as error:
+            print(f"{_LOSSES} and {_SPEEDS} are not drawn: {error}", file=sys.stderr)
+            pictures = []
         head = [
-            f"{self.ranks} x {self.machine.device}, {os.cpu_count()} processor cores; {versions}",
+            f"{self.ranks} x {self.machine.device}, {cores} processor cores; "
+            + ", ".join(f"{name} {versions[name]}" for name in ("titanlite", "torch", "python")),
             f"{self.steps} steps a run, the first {self.warmup} not counted; medians of {self.repeats} repeats in turn",
         ]
-        parts = [
-            f"# Benchmark: {self.title}",
-            "\n".join(f"- {line}" for line in [*head, f"`{' '.join(results['command'])}`"]),
-            report.markdown(table),
-            "\n".join(f"- {level.name}: {level.about}" for level in self.levels),
-            "\n".join(f"- {note}" for note in notes),
-            "\n".join(f"![{Path(name).stem}]({name})" for name in pictures),
+        table = report.table(levels, self.steps, self.repeats)
+        page = [
+            *(f"# Benchmark: {self.title}", "", *(f"- {line}" for line in [*head, f"`{' '.join(command)}`"]), ""),
+            *(report.markdown(table), "", *(f"- {level.name}: {level.about}" for level in self.levels), ""),
+            *(*(f"- {note}" for note in notes), "", *(f"![{Path(name).stem}]({name})" for name in pictures), ""),
         ]
-        (self.out / _PAGE).write_text("\n\n".join(filter(None, parts)) + "\n", encoding="utf-8")
-        if as_json:
-            return json.dumps(results, indent=1)
+        (self.out / _PAGE).write_text("\n".join(page), encoding="utf-8")
         written = ", ".join(str(self.out / name) for name in (_PAGE, _RESULTS, *pictures))
         lines = [*head, "", render(table, sys.stdout.isatty()), "", *(f"note: {note}" for note in notes)]
-        return "\n".join(["", *lines, "", f"written: {written}"])
+        return results if as_json else "\n".join(["", *lines, "", f"written: {written}"])
 
 
 def _finished_run(folder: Path) -> Run | None:
@@ -484,7 +457,7 @@ def _finished_run(folder: Path) -> Run | None:
 
 
 def _conditions(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what must not change between the runs of a benchmark, from the record of an attempt."""
+    """Return all that must not change between the runs of a benchmark, from the record of an attempt."""
     versions = {f"version of {name}": record.get("versions", {}).get(name) for name in ("titanlite", "torch")}
     return {"ranks": record.get("world_size"), "device": record.get("device"), **versions}
 

@@ -10,7 +10,7 @@ from statistics import median
 
 from titanlite.runs.read import Row, Run
 from titanlite.tools.plots import COLORS, charts, draw_png
-from titanlite.tools.runs import NONE, number
+from titanlite.tools.runs import NONE, finite, number
 from titanlite.utils import Table
 
 
@@ -60,13 +60,9 @@ def after_warmup(rows: Sequence[Row], warmup: int) -> list[Row]:
 def measure(run: Run, level: str, repeat: int, warmup: int) -> RunFigures:
     """Return the figures of a finished run that logged steps after the warm-up."""
     rows = after_warmup(run.training, warmup)
-    speed, mfu, memory = (_finite(rows, "total_tps"), _finite(rows, "mfu"), _finite(run.training, "memory_gib"))
+    speed, mfu, memory = (finite(rows, "total_tps"), finite(rows, "mfu"), finite(run.training, "memory_gib"))
     losses = {int(row["step"]): row["loss"] for row in run.training}
     return RunFigures(level, repeat, median(speed), median(mfu) if mfu else None, max(memory, default=None), losses)
-
-
-def _finite(rows: Iterable[Row], name: str) -> list[float]:
-    return [row[name] for row in rows if name in row and math.isfinite(row[name])]
 
 
 def summarize(
@@ -140,16 +136,13 @@ def draw(
     draw_png(charts(list(first.values()), list(first))[:1], losses)
     from matplotlib.figure import Figure
 
-    measured = [level for level in levels if level.tokens_per_second is not None]
-    figure = Figure(figsize=(10, 1.2 + 0.6 * len(measured)), dpi=110, layout="constrained")
+    measured = [(level.level, level.tokens_per_second) for level in levels if level.tokens_per_second is not None]
+    names, medians = zip(*measured, strict=True)
+    figure = Figure(figsize=(10, 1.2 + 0.6 * len(names)), dpi=110, layout="constrained")
     axis = figure.subplots()
-    for place, level in enumerate(measured):
-        speed, repeats = level.tokens_per_second or 0.0, [r.tokens_per_second for r in runs if r.level == level.level]
-        ratio = "" if level.ratio is None or not place else f"  ({level.ratio[0]:.2f}×)"
-        axis.barh(place, speed, color=COLORS[place % len(COLORS)], height=0.6)
-        axis.plot(repeats, [place] * len(repeats), "|", color="black", markersize=12)
-        axis.text(max(repeats), place, f"  {speed:,.0f}{ratio}", va="center")
-    axis.set_yticks(range(len(measured)), [level.level for level in measured])
+    bars = axis.barh(names, medians, color=[COLORS[i % len(COLORS)] for i in range(len(names))], height=0.6)
+    axis.plot([r.tokens_per_second for r in runs], [r.level for r in runs], "|", color="black", markersize=12)
+    axis.bar_label(bars, fmt="{:,.0f}", padding=30)
     axis.invert_yaxis()
     axis.set_xlim(0, 1.2 * max(run.tokens_per_second for run in runs))
     axis.set(title="Speed: medians, and each repeat as a mark", xlabel="tokens/s, all devices")

@@ -14,10 +14,10 @@ from statistics import median
 from typing import Any, Literal
 
 from titanlite.metrics.jsonl import FILE as METRICS
-from titanlite.metrics.jsonl import json_value
 from titanlite.runs.read import Row, Run, RunError, read_run
 from titanlite.runs.record import Attempt
-from titanlite.tools.runs import NONE, last, number, refuse_keys, state_words, to_json
+from titanlite.tools.cli import no_flags
+from titanlite.tools.runs import NONE, finite, last, number, state_words, to_json
 from titanlite.utils import Table, human_time, render
 
 PICTURE = "comparison.png"
@@ -50,7 +50,7 @@ def _run(arguments: argparse.Namespace, flags: Sequence[str], _style: object) ->
     from titanlite.tools.compare_page import render_page
     from titanlite.tools.plots import PlotsMissing, charts, draw_png
 
-    refuse_keys(flags)
+    no_flags(flags)
     comparison = compare(read_runs(arguments.runs))
     drawn = charts(comparison.runs, comparison.labels)
     page, picture = arguments.out / PAGE, arguments.out / PICTURE
@@ -126,20 +126,21 @@ def compare(runs: Sequence[Run]) -> Comparison:
     """Compare runs. Each has at least one training row."""
     labels = short_names([run.folder for run in runs])
     losses = [{int(row["step"]): row["loss"] for row in run.training} for run in runs]
-    common = sorted(set.intersection(*map(set, losses)))
-    steps = spread(common, STEPS_SHOWN)
+    steps = spread(sorted(set.intersection(*map(set, losses))), STEPS_SHOWN)
     rows, training = [steady(run) for run in runs], [run.training for run in runs]
 
-    def over(pick: Callable[[list[float]], float], name: str, source: Sequence[Sequence[Row]]) -> tuple:
-        values = ([row[name] for row in part if name in row and math.isfinite(row[name])] for part in source)
-        return tuple(pick(found) if found else None for found in values)
+    def ratio(
+        title: str, form: str, pick: Callable[[list[float]], float], name: str, source: list[list[Row]]
+    ) -> Figure:
+        values = (finite(part, name) for part in source)
+        return Figure(title, tuple(pick(found) if found else None for found in values), form, "ratio")
 
     figures = [
-        Figure("tokens/s", over(median, "total_tps", rows), ",.0f", "ratio"),
-        Figure("tokens/s per device", over(median, "tps", rows), ",.0f", "ratio"),
-        Figure("MFU %", over(median, "mfu", rows), ".2f", "ratio"),
-        Figure("memory GiB, peak", over(max, "memory_gib", training), ".2f", "ratio"),
-        Figure("reserved GiB, peak", over(max, "reserved_gib", training), ".2f", "ratio"),
+        ratio("tokens/s", ",.0f", median, "total_tps", rows),
+        ratio("tokens/s per device", ",.0f", median, "tps", rows),
+        ratio("MFU %", ".2f", median, "mfu", rows),
+        ratio("memory GiB, peak", ".2f", max, "memory_gib", training),
+        ratio("reserved GiB, peak", ".2f", max, "reserved_gib", training),
         *(Figure(f"loss at step {step:,}", tuple(one[step] for one in losses), ".4f", "difference") for step in steps),
         *_validation(runs),
     ]
@@ -149,7 +150,7 @@ def compare(runs: Sequence[Run]) -> Comparison:
         tuple(figure for figure in figures if any(value is not None for value in figure.values)),
         tuple(steps),
         _differences(runs),
-        tuple(_notes(runs, labels, bool(common))),
+        tuple(_notes(runs, labels, bool(steps))),
     )
 
 
@@ -201,17 +202,12 @@ def tables(comparison: Comparison) -> list[Table]:
             str(run.folder),
             state_words(run),
             _steps(run),
-            "" if run.duration is None else human_time(run.duration),
+            NONE if run.duration is None else human_time(run.duration),
         )
         for label, run in zip(labels, comparison.runs, strict=True)
     ]
     figures = [(figure.name, *figure.cells()) for figure in comparison.figures]
-    found = [
-        Table(
-            ("run", "folder", "state", "steps", "duration"), [[cell or NONE for cell in run] for run in runs], (0, 1, 2)
-        ),
-        Table(("", *labels), figures),
-    ]
+    found = [Table(("run", "folder", "state", "steps", "duration"), runs, (0, 1, 2)), Table(("", *labels), figures)]
     rows = [
         (name, *("not set" if value is None else _plain(value) for value in values))
         for name, values in comparison.differences.items()
@@ -220,23 +216,17 @@ def tables(comparison: Comparison) -> list[Table]:
 
 
 def compare_json(comparison: Comparison) -> dict[str, Any]:
-    """Return the content of the tables; numbers that are not finite are strings as in metrics.jsonl."""
-    differences = comparison.differences.items()
+    """Return the content of the tables."""
+    named = zip(comparison.labels, comparison.runs, strict=True)
     return {
         "runs": [
-            {
-                "label": label,
-                "run": str(run.folder),
-                "state": run.state,
-                "step": run.step,
-                "steady_rows": len(steady(run)),
-            }
-            for label, run in zip(comparison.labels, comparison.runs, strict=True)
+            {"label": n, "run": str(r.folder), "state": r.state, "step": r.step, "steady_rows": len(steady(r))}
+            for n, r in named
         ],
-        "figures": {figure.name: [json_value(value) for value in figure.values] for figure in comparison.figures},
-        "steps": list(comparison.steps),
-        "differences": {name: [v if _has_json(v) else _plain(v) for v in values] for name, values in differences},
-        "notes": list(comparison.notes),
+        "figures": {figure.name: figure.values for figure in comparison.figures},
+        "steps": comparison.steps,
+        "differences": comparison.differences,
+        "notes": comparison.notes,
     }
 
 
@@ -246,15 +236,11 @@ def _steps(run: Run) -> str:
 
 def _differences(runs: Sequence[Run]) -> dict[str, tuple[Any, ...]]:
     """Return config keys first, in the order of the file, then circumstances that may explain a difference."""
-    sides: list[dict[str, Any]] = [{} for _ in runs]
-    if all(run.config is not None for run in runs):
-        # The folder always differs, and the table of runs has it.
-        sides = [{k: v for k, v in (run.config or {}).items() if k != "job.dump_folder"} for run in runs]
-    if all(run.attempts for run in runs):
-        sides = [{**side, **_circumstances(run.attempts[-1])} for side, run in zip(sides, runs, strict=True)]
-    values = {
-        name: tuple(side.get(name) for side in sides) for name in dict.fromkeys(n for side in sides for n in side)
-    }
+    configs = [run.config or {} for run in runs] if all(run.config is not None for run in runs) else [{} for _ in runs]
+    attempts = [_circumstances(run.attempts[-1]) if all(one.attempts for one in runs) else {} for run in runs]
+    sides = [{**config, **attempt} for config, attempt in zip(configs, attempts, strict=True)]
+    names = dict.fromkeys(name for side in sides for name in side if name != "job.dump_folder")  # it always differs
+    values = {name: tuple(side.get(name) for side in sides) for name in names}
     return {name: found for name, found in values.items() if any(value != found[0] for value in found)}
 
 
@@ -274,12 +260,8 @@ def _circumstances(attempt: Attempt) -> dict[str, Any]:
 
 def _notes(runs: Sequence[Run], labels: Sequence[str], common: bool) -> Iterator[str]:
     named = list(zip(labels, runs, strict=True))
-    for run in runs:
-        if run.reason:
-            yield f"{run.folder}: {state_words(run)}: {run.reason}"
     if not common:
-        logged = "; ".join(f"{name} {_some_steps(run)}" for name, run in named)
-        yield f"no step was logged by all runs, so no losses are compared ({logged}): metrics.log_freq sets them"
+        yield "no step was logged by all runs, so no losses are compared: metrics.log_freq decides which are logged"
     sizes = {name: size for name, run in named if (size := _tokens_per_step(run))}
     if len(set(sizes.values())) > 1:
         said = ", ".join(f"{name} {size:,.0f}" for name, size in sizes.items())
@@ -288,36 +270,22 @@ def _notes(runs: Sequence[Run], labels: Sequence[str], common: bool) -> Iterator
     if without and len(runs) > 1:
         yield f"configs are not compared: no config.toml in {', '.join(without)}"
     for run in runs:
-        sizes_seen = list(dict.fromkeys(attempt.get("ranks") for attempt in run.attempts))
-        if len(sizes_seen) > 1:
-            ranks = ", then ".join(map(str, sizes_seen))
-            yield f"{run.folder}: ran on {ranks} ranks; its tokens/s is the median over all of them"
+        if run.reason:
+            yield f"{run.folder}: {state_words(run)}: {run.reason}"
+        ranks = list(dict.fromkeys(str(attempt.get("ranks")) for attempt in run.attempts))
+        if len(ranks) > 1:
+            yield f"{run.folder}: ran on {', then '.join(ranks)} ranks; its tokens/s is the median over all of them"
         if len({attempt.get("config") for attempt in run.attempts}) > 1:
             yield f"{run.folder}: its config changed when it was resumed; the last one is compared"
-    if unsteady := [name for name, run in named if not steady(run)]:
-        yield f"no tokens/s and MFU of {', '.join(unsteady)}: only first rows exist, which are not counted"
-
-
-def _some_steps(run: Run) -> str:
-    steps = [f"{row['step']:.0f}" for row in run.training]
-    return ", ".join(steps) if len(steps) <= 4 else f"{', '.join(steps[:3])}, …, {steps[-1]}"
+        if not steady(run):
+            yield f"{run.folder}: no tokens/s and MFU: only first rows exist, which are not counted"
 
 
 def _tokens_per_step(run: Run) -> float | None:
     """Return the tokens between the last two training rows, per step."""
-    rows = [row for row in run.training if "tokens_seen" in row]
-    if not rows:
-        return None
-    before = rows[-2] if len(rows) > 1 else {"step": 0.0, "tokens_seen": 0.0}
-    steps = rows[-1]["step"] - before["step"]
-    return (rows[-1]["tokens_seen"] - before["tokens_seen"]) / steps if steps > 0 else None
-
-
-def _has_json(value: Any) -> bool:
-    """Return whether JSON has such a value: it has no dates (TOML does), infinities and NaN."""
-    if isinstance(value, (list, dict)):
-        return all(map(_has_json, value.values() if isinstance(value, dict) else value))
-    return value is None or isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))
+    rows = [{"step": 0.0, "tokens_seen": 0.0}, *(row for row in run.training if "tokens_seen" in row)][-2:]
+    steps = rows[-1]["step"] - rows[0]["step"]
+    return (rows[-1]["tokens_seen"] - rows[0]["tokens_seen"]) / steps if steps > 0 else None
 
 
 def _plain(value: Any) -> str:

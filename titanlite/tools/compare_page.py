@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from html import escape
 from itertools import groupby
 from typing import Any
@@ -15,9 +15,8 @@ from titanlite.tools.plots import Chart, Curve, Point
 from titanlite.utils import Table
 
 _WIDTH, _HEIGHT = 960, 380
-_TOP, _BOTTOM = 14, 46
-#: Maximum width of a character of the axes' numbers, in pixels.
-_CHARACTER = 8.5
+#: Margins, in pixels; the left one has room for a speed of eight digits.
+_TOP, _BOTTOM, _LEFT, _RIGHT = 14, 46, 100, 48
 #: Curves with at most so many points get a mark on each.
 _MARKED = 200
 
@@ -84,43 +83,36 @@ JSON.parse(document.getElementById("curves").textContent).forEach((chart, n) => 
 def render_page(comparison: Comparison, charts: Sequence[Chart], written: str) -> str:
     """Return the page. written: its time as text."""
     title = escape(" and ".join(comparison.labels) if len(comparison.labels) < 3 else f"{len(comparison.labels)} runs")
-    overview, figures, *differences = tables(comparison)
-    finite = [chart for chart in charts if any(math.isfinite(value) for c in chart.curves for _, value in c.points)]
-    plots = [_Plot(chart) for chart in finite]
+    overview, figures, *differences = map(_table, tables(comparison))
+    drawn = [_draw(n, chart) for n, chart in enumerate(chart for chart in charts if _finite(chart))]
+    # "<" could end the script element.
+    data = json.dumps([data for _, data in drawn], separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     parts = [
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>titanlite: {title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
-        f"<h1>{title}</h1>",
-        _table(overview),
-        f"<h2>Figures</h2>\n{_table(figures)}",
+        f"<h1>{title}</h1>\n{overview}\n<h2>Figures</h2>\n{figures}",
         '<p class="notes">tokens/s and MFU: medians of the logged rows without the first two of each attempt. '
         "Memory: rank 0. In parentheses: against the first run.</p>",
-        *([_switches(charts[0])] if charts else []),
-        *(plot.html(n) for n, plot in enumerate(plots)),
-        *(f'<p class="notes">{escape(chart.title)}: no finite value.</p>' for chart in charts if chart not in finite),
-        *(f"<h2>What differs</h2>\n{_table(table)}" for table in differences),
+        _switches(charts[0]),
+        *(html for html, _ in drawn),
+        *(f'<p class="notes">{escape(chart.title)}: no finite value.</p>' for chart in charts if not _finite(chart)),
+        *(f"<h2>What differs</h2>\n{table}" for table in differences),
         *(f'<p class="notes">Note: {escape(note)}</p>' for note in comparison.notes),
         f'<p class="notes">Written by titanlite, {escape(written)}.</p>',
-        f'<script type="application/json" id="curves">{_json([plot.data() for plot in plots])}</script>',
+        f'<script type="application/json" id="curves">{data}</script>',
         f"<script>{_SCRIPT}</script>\n</body>\n</html>\n",
     ]
     return "\n".join(parts)
 
 
 def _table(table: Table) -> str:
-    def cell(i: int, text: str, tag: str) -> str:
-        side = ' class="left"' if i in table.left else ""
-        return f"<{tag}{side}>{escape(text)}</{tag}>"
+    def cells(row: Sequence[str], tag: str) -> str:
+        sides = (' class="left"' if i in table.left else "" for i in range(len(row)))
+        return "".join(f"<{tag}{side}>{escape(text)}</{tag}>" for side, text in zip(sides, row, strict=True))
 
-    head = "".join(cell(i, text, "th") for i, text in enumerate(table.columns))
-    body = "\n".join(f"<tr>{''.join(cell(i, text, 'td') for i, text in enumerate(row))}</tr>" for row in table.rows)
+    head, body = cells(table.columns, "th"), "\n".join(f"<tr>{cells(row, 'td')}</tr>" for row in table.rows)
     return f'<div class="wide"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table></div>'
-
-
-def _json(value: Any) -> str:
-    """Return JSON that is safe inside a script element."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def _switches(chart: Chart) -> str:
@@ -143,80 +135,55 @@ def _stroke(curve: Curve) -> str:
     return f'class="curve" stroke="{curve.color}" stroke-width="{curve.width}"{dash}'
 
 
-class _Plot:
-    """A chart with at least one finite value, and the positions of its values on the page."""
+def _finite(chart: Chart) -> list[Point]:
+    return [point for curve in chart.curves for point in curve.points if math.isfinite(point[1])]
 
-    def __init__(self, chart: Chart) -> None:
-        self.chart = chart
-        points = [p for curve in chart.curves for p in curve.points if math.isfinite(p[1])]
-        xs, ys = [p[0] for p in points], [p[1] for p in points]
-        self._columns = ticks(min(xs), max(xs), 8)
-        self._lines = ticks(0.0 if chart.from_zero else min(ys), max(ys), 6)
-        x0, x1, y0, y1 = self._columns[0], self._columns[-1], self._lines[0], self._lines[-1]
-        # Room for the longest number beside the axis, and for half of the last one below it.
-        left = 12 + _CHARACTER * max(len(_tick(value)) for value in self._lines)
-        self._right = _WIDTH - 4 - _CHARACTER * len(_tick(x1)) / 2
-        across, up = (self._right - left) / (x1 - x0), (_HEIGHT - _TOP - _BOTTOM) / (y1 - y0)
-        #: Factor and summand that turn a step, and a value, into pixels.
-        self._x, self._y = (across, left - across * x0), (-up, _HEIGHT - _BOTTOM + up * y0)
 
-    def html(self, n: int) -> str:
-        title, unit = escape(self.chart.title), escape(self.chart.unit)
-        items = "\n".join(
-            f'<li data-of="{curve.run}">{_sample(curve)}{escape(curve.label)}<output></output></li>'
-            for curve in self.chart.curves
-        )
-        return (
-            f'<h2>{title} <small class="notes">{unit}</small></h2>\n{self._svg(n)}\n'
-            f'<p class="notes">At <output id="step-{n}"></output>. Point at the chart, or tap it, to read another step.'
-            f'</p>\n<ul class="legend" id="values-{n}">\n{items}\n</ul>'
-        )
+def _draw(n: int, chart: Chart) -> tuple[str, dict[str, Any]]:
+    """Return a chart with at least one finite value as HTML, and its data for the script.
 
-    def data(self) -> dict[str, Any]:
-        """Return the points of each curve and their scales for the script. Values that are not finite are texts."""
-        curves = [
-            {"run": curve.run, "points": [(step, json_value(value)) for step, value in curve.points]}
-            for curve in self.chart.curves
-        ]
-        return {"x": self._x, "y": self._y, "top": _TOP, "bottom": _HEIGHT - _BOTTOM, "curves": curves}
-
-    def _place(self, point: Point) -> Point:
-        return self._x[0] * point[0] + self._x[1], self._y[0] * point[1] + self._y[1]
-
-    def _svg(self, n: int) -> str:
-        label = f"{escape(self.chart.title)} by step"
-        out = [f'<svg class="plot" id="plot-{n}" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">']
-        left, bottom = self._place((self._columns[0], self._lines[0]))
-        for value in self._lines:
-            y = self._place((0, value))[1]
-            out.append(f'<path class="grid" d="M{left:.1f} {y:.1f}H{self._right:.1f}"/>')
-            out.append(f'<text x="{left - 8:.1f}" y="{y + 4:.1f}" text-anchor="end">{_tick(value)}</text>')
-        for value in self._columns:
-            x = self._place((value, 0))[0]
-            out.append(f'<path class="grid" d="M{x:.1f} {_TOP}V{bottom:.1f}"/>')
-            out.append(f'<text x="{x:.1f}" y="{bottom + 20:.1f}" text-anchor="middle">{_tick(value)}</text>')
-        out.append(f'<text x="{(left + self._right) / 2:.1f}" y="{_HEIGHT - 6}" text-anchor="middle">step</text>')
-        for curve in self.chart.curves:
-            out.append(f'<g data-of="{curve.run}">')
-            for part in _finite_parts(curve.points):
-                places = [self._place(point) for point in part]
-                out.append(f'<polyline {_stroke(curve)} points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in places)}"/>')
+    Data: the points of each curve, with texts for values that are not finite; factor and summand that turn a step and a
+    value into pixels.
+    """
+    steps, values = zip(*_finite(chart), strict=True)
+    columns = ticks(min(steps), max(steps), 8)
+    lines = ticks(0.0 if chart.from_zero else min(values), max(values), 6)
+    across = (_WIDTH - _LEFT - _RIGHT) / (columns[-1] - columns[0])
+    up = (_HEIGHT - _TOP - _BOTTOM) / (lines[-1] - lines[0])
+    x, y = (across, _LEFT - across * columns[0]), (-up, _HEIGHT - _BOTTOM + up * lines[0])
+    title, bottom = escape(chart.title), _HEIGHT - _BOTTOM
+    svg = [f'<svg class="plot" id="plot-{n}" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{title} by step">']
+    for value in lines:
+        at = y[0] * value + y[1]
+        svg.append(f'<path class="grid" d="M{_LEFT} {at:.1f}H{_WIDTH - _RIGHT}"/>')
+        svg.append(f'<text x="{_LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{value:,.10g}</text>')
+    for value in columns:
+        at = x[0] * value + x[1]
+        svg.append(f'<path class="grid" d="M{at:.1f} {_TOP}V{bottom}"/>')
+        svg.append(f'<text x="{at:.1f}" y="{bottom + 20}" text-anchor="middle">{value:,.10g}</text>')
+    svg.append(f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 6}" text-anchor="middle">step</text>')
+    for curve in chart.curves:
+        svg.append(f'<g data-of="{curve.run}">')
+        for is_finite, part in groupby(curve.points, key=lambda point: math.isfinite(point[1])):
+            if is_finite:
+                places = [(x[0] * step + x[1], y[0] * value + y[1]) for step, value in part]
+                svg.append(f'<polyline {_stroke(curve)} points="{" ".join(f"{a:.1f},{b:.1f}" for a, b in places)}"/>')
                 if curve.validation or len(curve.points) <= _MARKED:
                     size = f'r="{4 if curve.validation else 2.4}" fill="{curve.color}"'
-                    out += [f'<circle class="mark" cx="{x:.1f}" cy="{y:.1f}" {size}/>' for x, y in places]
-            out.append(f'<circle class="dot" r="5" fill="{curve.color}" hidden/></g>')
-        return "\n".join([*out, '<path class="at"/>', "</svg>"])
-
-
-def _tick(value: float) -> str:
-    return f"{value:,.10g}"
-
-
-def _finite_parts(points: Sequence[Point]) -> Iterator[list[Point]]:
-    """Yield the parts of a curve between values that are not finite."""
-    for finite, part in groupby(points, key=lambda point: math.isfinite(point[1])):
-        if finite:
-            yield list(part)
+                    svg += [f'<circle class="mark" cx="{a:.1f}" cy="{b:.1f}" {size}/>' for a, b in places]
+        svg.append(f'<circle class="dot" r="5" fill="{curve.color}" hidden/></g>')
+    items = "\n".join(
+        f'<li data-of="{curve.run}">{_sample(curve)}{escape(curve.label)}<output></output></li>'
+        for curve in chart.curves
+    )
+    parts = [
+        f'<h2>{title} <small class="notes">{escape(chart.unit)}</small></h2>',
+        *(*svg, '<path class="at"/>', "</svg>"),
+        f'<p class="notes">At <output id="step-{n}"></output>. Point at the chart or tap it for another step.</p>',
+        f'<ul class="legend" id="values-{n}">\n{items}\n</ul>',
+    ]
+    curves = [{"run": c.run, "points": [(step, json_value(value)) for step, value in c.points]} for c in chart.curves]
+    return "\n".join(parts), {"x": x, "y": y, "top": _TOP, "bottom": bottom, "curves": curves}
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:

@@ -19,24 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from titanlite import exit_codes
-from titanlite.config.errors import ConfigError, Problem
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.tools.drill_config import HALF, INTERVAL, ONE_RANK, STEPS, TinyConfig, tiny_config
-from titanlite.tools.drill_ranks import Ranks, RanksError, start_fork_server, train
-from titanlite.tools.faults import LOADER_ERROR, NO_FAULT, Fault
+from titanlite.tools.drill_ranks import RanksError, check, train
+from titanlite.tools.faults import NO_FAULT, Fault
 from titanlite.tools.processes import Stopped, stoppable
 from titanlite.utils import Style, escape
 
 #: Relative difference of losses on another number of ranks, which adds up in another order.
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
-#: Time in which all ranks must end after one raised; on a slow machine two half runs.
-_END_SECONDS = 10.0
-#: Time without progress until the run reports it; on a slow machine one half run.
-_STALL_SECONDS = 5.0
 
 _EPILOG = """\
 examples:
-  titanlite drill llama3_8b.toml
   titanlite drill my.toml --ranks 4 --training.tensor_parallel_degree 2
   titanlite drill my.toml --only sigterm --only full-disk
 
@@ -56,67 +50,54 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add = parser.add_argument
-    add("config", nargs="?", metavar="CONFIG", help="TOML file; also looked up in train_configs/")
-    add("--ranks", type=int, metavar="N", help="processes (default: 2, or 4 with two kinds of parallelism)")
     names = [scenario.name for scenario in SCENARIOS]
+    table = "\n".join(f"{one.name:<{_WIDTH}}  {one.about}" for one in SCENARIOS)
+    add = parser.add_argument
+    add("config", metavar="CONFIG", help="TOML file; also looked up in train_configs/")
+    add("--ranks", type=_ranks, metavar="N", help="processes (default: 2, or 4 with two kinds of parallelism)")
     add("--only", action="append", choices=names, metavar="NAME", help="only this fault; repeatable")
-    add("--list", action="store_true", help="print the names of the faults and exit")
+    add("--list", action="version", version=table, help="print the names of the faults and exit")
     add("--compile", action="store_true", help="leave training.compile as it is in CONFIG: slow")
     add("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(run=_run)
 
 
-class Failed(Exception):
-    """A scenario failed; the text says why."""
-
-
-def check(passed: bool, problem: str, text: str = "") -> None:
-    """Raise Failed with the problem and the last lines of an output."""
-    if not passed:
-        last = "".join(f"\n    {line}" for line in text.splitlines()[-6:])
-        raise Failed(problem + (":" + last if last else ""))
+def _ranks(text: str) -> int:
+    if not text.isdigit() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"expected an integer >= 2, got {text}")
+    return int(text)
 
 
 @dataclass
 class Workspace:
-    """The folder of a drill: a whole run without a fault, the first half of one, and a run per scenario."""
+    """The folder of a drill: a whole run without a fault, the first half of one, and a run per scenario.
+
+    Methods raise RanksError when a run does not end as expected.
+    """
 
     tiny: TinyConfig
     folder: Path
-    #: From the start of the half run to its end: shows how slow this machine is.
-    half_seconds: float = 0.0
 
     def make_references(self) -> None:
-        """Train the runs without a fault. Raises Failed and RanksError."""
+        """Train the runs without a fault."""
         self.train(self.folder / "whole")
-        began = time.monotonic()
         self.train(self.folder / "half", f"--training.steps={HALF}")
-        self.half_seconds = time.monotonic() - began
         check(HALF in saved_steps(self.folder / "half"), f"no checkpoint of step {HALF} was saved")
 
     def begin(self, name: str) -> Path:
         """Make the folder of a run that holds the first half."""
         return Path(shutil.copytree(self.folder / "half", self.folder / name))
 
-    def start(self, run: Path, *flags: str, fault: Fault = NO_FAULT, ranks: int = 0) -> Ranks:
-        """Start a run on this number of ranks; 0: that of the drill."""
+    def train(self, run: Path, *flags: str, fault: Fault = NO_FAULT, code: int = 0, ranks: int = 0) -> str:
+        """Train once to the end and return the output. ranks: 0 for those of the drill.
+
+        The struck rank must end with exit code `code`, and the others with the same, or with LOST_PEER after a kill.
+        """
         run.mkdir(exist_ok=True)
         folders = [f"--job.dump_folder={run}", f"--data.token_cache={self.folder / 'tokens'}"]
         arguments = [*self.tiny.arguments, *folders, *flags]
-        return Ranks(arguments, ranks or self.tiny.ranks, run / "console.log", fault)
-
-    def train(
-        self, run: Path, *flags: str, fault: Fault = NO_FAULT, code: int = exit_codes.DONE, ranks: int = 0
-    ) -> str:
-        """Train once to the end and return the output.
-
-        Raises Failed unless the struck rank ends with exit code `code`, and the others with the same, or with LOST_PEER
-        if only that rank fails.
-        """
-        with self.start(run, *flags, fault=fault, ranks=ranks) as started:
-            codes, text = started.wait(), started.output()
-        expected = [exit_codes.LOST_PEER if code in (-signal.SIGKILL, exit_codes.ERROR) else code] * len(codes)
+        codes, text = train(arguments, ranks or self.tiny.ranks, run / "console.log", fault)
+        expected = [exit_codes.LOST_PEER if code == -signal.SIGKILL else code] * len(codes)
         expected[fault.rank] = code
         check(codes == expected, f"exit codes {codes}, not {expected}", text)
         return text
@@ -129,7 +110,7 @@ class Workspace:
         return text
 
     def compare(self, run: Path, like: str = "whole") -> None:
-        """Raise Failed unless two runs have the same figures in each step, and the same last checkpoint."""
+        """Check that two runs have the same figures in each step, and the same last checkpoint."""
         ours, theirs = Counter(records(run)), Counter(records(self.folder / like))
         unlike = sorted({step for step, *_ in (ours - theirs) + (theirs - ours)})
         check(not unlike, f"steps {unlike} differ from those of the run {like!r}")
@@ -172,6 +153,8 @@ class Scenario:
 
     name: str
     about: str
+    #: Plays it in the folder of a run; returns a line about the success. Raises RanksError.
+    play: Callable[[Workspace, Path, Scenario], str]
     #: Its rank counts from the end if it is negative.
     fault: Fault = NO_FAULT
     #: Flags of the run.
@@ -179,44 +162,18 @@ class Scenario:
     #: Exit code of the rank after the fault, and whether a checkpoint newer than that of the first half is there then.
     code: int = -signal.SIGKILL
     newer: bool = False
-    #: Plays it in the folder of a run; returns a line about the success. Raises Failed. None: `interrupt`.
-    play: Callable[[Workspace, Path, Scenario], str] | None = None
 
 
-def interrupt(
-    work: Workspace, run: Path, scenario: Scenario, look: Callable[[str], object] = lambda output: None
-) -> str:
-    """End a run by a fault, check its output with `look`, resume it and compare the result."""
-    began, code = time.monotonic(), scenario.code
-    text = work.train(run, *scenario.flags, fault=scenario.fault, code=code)
-    seconds = time.monotonic() - began
-    look(text)
-    step = max(saved_steps(run), default=0)
-    check(step > HALF if scenario.newer else step == HALF, f"the newest checkpoint is of step {step}", text)
-    work.finish(run, step, *scenario.flags)
-    told = f"signal {-code}" if code < 0 else f"exit code {code}"
-    return f"all had ended {seconds:.0f} s after the start, by {told}; resumed from step {step}, same end"
-
-
-def interrupt_validation(work: Workspace, run: Path, scenario: Scenario) -> str:
-    def look(text: str) -> None:
+def interrupt(work: Workspace, run: Path, one: Scenario) -> str:
+    """End a run by a fault, resume it and compare the result."""
+    text = work.train(run, *one.flags, fault=one.fault, code=one.code)
+    if one.fault.event == "validation":
         check(records(run, "validation_loss")[-1][0] == HALF, "the validation was not interrupted", text)
-
-    flags = ["--checkpoint.interval=1000"]  # only the stop saves
-    return interrupt(work, run, replace(scenario, flags=flags, code=exit_codes.PREEMPTED, newer=True), look)
-
-
-def loader_raises(work: Workspace, run: Path, scenario: Scenario) -> str:
-    rank, step, limit = scenario.fault.rank, HALF + scenario.fault.number, max(_END_SECONDS, 2 * work.half_seconds)
-
-    def look(text: str) -> None:
-        seconds = time.time() - float(re.findall(r"fault: raise ([\d.]+)", text)[0])
-        named = re.search(rf"rank {rank} \(.+\) raised in data of step {step}, .*: all ranks end", text)
-        check(named is not None, f"rank 0 did not report that rank {rank} raised in data of step {step}", text)
-        check(LOADER_ERROR in text.splitlines()[-1], f"the last line is not the error of rank {rank}", text)
-        check(seconds <= limit, f"all ranks had ended after {seconds:.0f} s, more than {limit:.0f}", text)
-
-    return f"rank {rank} named, its error the last line, {interrupt(work, run, scenario, look)}"
+    step = max(saved_steps(run), default=0)
+    check(step > HALF if one.newer else step == HALF, f"the newest checkpoint is of step {step}", text)
+    work.finish(run, step, *one.flags)
+    told = f"signal {-one.code}" if one.code < 0 else f"exit code {one.code}"
+    return f"ended by {told}; resumed from step {step}, same end"
 
 
 def resume(work: Workspace, run: Path, _: Scenario) -> str:
@@ -228,14 +185,14 @@ def largest_shard(folder: Path) -> Path:
     return max(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)
 
 
-def damage(work: Workspace, run: Path, scenario: Scenario) -> str:
+def damage(work: Workspace, run: Path, one: Scenario) -> str:
     folder = checkpoint(run, HALF)
-    file = folder / "manifest.json" if scenario.name == "missing-manifest" else largest_shard(folder)
+    file = folder / "manifest.json" if one.name == "missing-manifest" else largest_shard(folder)
     content = bytearray(file.read_bytes())
     middle = len(content) // 2
     content[middle] ^= 1
-    file.write_bytes(content if scenario.name == "flipped-bit" else content[:middle])
-    if scenario.name == "missing-manifest":
+    file.write_bytes(content if one.name == "flipped-bit" else content[:middle])
+    if one.name == "missing-manifest":
         file.unlink()
     text = work.finish(run, HALF - INTERVAL)
     check(file.name in text, f"the start did not name {file.name}", text)
@@ -252,49 +209,16 @@ def none_left(work: Workspace, run: Path, _: Scenario) -> str:
     return f"refused with exit code {exit_codes.CHECKPOINT}, nothing trained"
 
 
-def loader_hangs(work: Workspace, run: Path, scenario: Scenario) -> str:
-    rank, step, config = scenario.fault.rank, HALF + 2, work.tiny.config
-    seconds = min(max(_STALL_SECONDS, work.half_seconds), config.comm.train_timeout_seconds / 2)
-    heartbeat = min(config.stall.heartbeat_seconds, seconds / 2)
-    flags = [f"--stall.deadline_seconds={seconds:.3f}", f"--stall.heartbeat_seconds={heartbeat:.3f}"]
-    mark = run / "hang"
-    mark.touch()
-    with work.start(run, *flags, fault=replace(scenario.fault, mark=str(mark))) as ranks:
-        report = ranks.until(r"no progress for \d+ s:\n(?:  .*\n)+(.*)\n")  # a table and a sentence
-        mark.unlink()
-        named = re.match(rf"rank {rank} \(.+\) has been in data of step {step} for ", report[1])
-        check(named is not None, f"the report does not name rank {rank} in data of step {step}", report[0])
-        codes = ranks.wait()
-        check(set(codes) == {exit_codes.DONE}, f"after the hang the run ended with {codes}", ranks.output())
-    work.compare(run)
-    return f"rank {rank} named, in data of step {step}, after {seconds:.0f} s without progress; it goes on, same end"
-
-
-def second_run(work: Workspace, run: Path, scenario: Scenario) -> str:
-    with work.start(run, fault=scenario.fault) as first:
-        first.until("fault: pause")
-        with work.start(run) as second:
-            code = second.wait(grace=1.0)[0]  # only rank 0 takes the lock; the others wait for it in vain
-            text = second.output()
-        check(code == exit_codes.CHECKPOINT, f"the second run ended with {code}", text)
-        check(str(first.processes[0].pid) in text, "the second run does not name the process of the first", text)
-        first.send(signal.SIGCONT)
-        codes = first.wait()
-        check(set(codes) == {exit_codes.DONE}, f"the first run ended with {codes}", first.output())
-    work.compare(run)
-    return "refused while the first run is alive, which goes on, same end"
-
-
-def bad_steps(work: Workspace, run: Path, scenario: Scenario, *names: str) -> list[list[Any]]:
+def bad_steps(work: Workspace, run: Path, one: Scenario, *names: str) -> list[list[Any]]:
     """Train with a NaN in the gradient of one rank. Return these values of the rows in guard.jsonl."""
-    work.train(run, *scenario.flags, fault=scenario.fault)
+    work.train(run, *one.flags, fault=one.fault)
     rows = [json.loads(line) for line in (run / "guard.jsonl").read_text().splitlines()]
     return [[row.get(name) for name in names] for row in rows]
 
 
-def nan_skip(work: Workspace, run: Path, scenario: Scenario) -> str:
-    step = scenario.fault.number
-    rows = bad_steps(work, run, scenario, "step", "action")
+def nan_skip(work: Workspace, run: Path, one: Scenario) -> str:
+    step = one.fault.number
+    rows = bad_steps(work, run, one, "step", "action")
     check(rows == [[step, "skip"]], f"guard.jsonl has {rows}")
     changed = work.difference(checkpoint(run, HALF), checkpoint(run, step))
     check(not changed, f"the bad step {step} changed the checkpoint", changed)
@@ -304,9 +228,9 @@ def nan_skip(work: Workspace, run: Path, scenario: Scenario) -> str:
     return f"step {step} changed no weight or moment, the run goes on to its end"
 
 
-def nan_rollback(work: Workspace, run: Path, scenario: Scenario) -> str:
-    step, own = scenario.fault.number, work.tiny.config.data.skip_steps
-    rows = bad_steps(work, run, scenario, "step", "action", "back_to_step", "left_out")
+def nan_rollback(work: Workspace, run: Path, one: Scenario) -> str:
+    step, own = one.fault.number, work.tiny.config.data.skip_steps
+    rows = bad_steps(work, run, one, "step", "action", "back_to_step", "left_out")
     # Steps of the data order, which are not those of the run if the config skips some itself.
     skipped = rows[0][-1] if own and rows else f"{HALF + 1}-{step}"
     check(rows == [[step, "rollback", HALF, skipped]], f"guard.jsonl has {rows}")
@@ -317,12 +241,12 @@ def nan_rollback(work: Workspace, run: Path, scenario: Scenario) -> str:
     return f"back to step {HALF}, then as if steps {skipped} of the data had been skipped"
 
 
-def full_disk(work: Workspace, run: Path, scenario: Scenario) -> str:
-    step, mode = scenario.fault.number, work.tiny.config.checkpoint.async_mode
-    if scenario.name == "background-save" and mode == "disabled":
+def full_disk(work: Workspace, run: Path, one: Scenario) -> str:
+    step, mode = one.fault.number, work.tiny.config.checkpoint.async_mode
+    if one.name == "background-save" and mode == "disabled":
         mode = "async"
-    text = work.train(run, f"--checkpoint.async_mode={mode}", fault=scenario.fault)
-    told = re.search(rf"step {step}\b.*rank {scenario.fault.rank}: .*{os.strerror(errno.EFBIG)}", text)
+    text = work.train(run, f"--checkpoint.async_mode={mode}", fault=one.fault)
+    told = re.search(rf"step {step}\b.*rank {one.fault.rank}: .*{os.strerror(errno.EFBIG)}", text)
     check(told is not None, "the failed save was not reported", text)
     steps = saved_steps(run)
     check(step not in steps and {HALF, STEPS} <= {*steps}, f"there are checkpoints of steps {steps}", text)
@@ -345,53 +269,40 @@ def other_ranks(work: Workspace, run: Path, _: Scenario) -> str:
 
 
 _SAVE, _NEXT = HALF + INTERVAL, HALF + 1
-_PURGE, _FULL = Fault("kill", "prune half", _SAVE), Fault("full", "save", _SAVE, -1)
-_RAISE, _HANG = Fault("raise", "batch", 2, -1), Fault("hang", "batch", 2, -1)
-_SIGTERM, _IN_VALIDATION = Fault("term", "step", _NEXT, -1), Fault("term", "validation", 1, -1)
+_FULL, _PURGE = Fault("full", "save", _SAVE, -1), Fault("kill", "prune half", _SAVE)
+_TERM, _IN_VALIDATION = Fault("term", "step", _NEXT, -1), Fault("term", "validation", 1, -1)
 _NAN, _NAN_LATER = Fault("nan", "step", _NEXT, -1), Fault("nan", "step", _SAVE, -1)
-_SKIP = ["--guard.policy=skip", "--guard.max_skips=1", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=0"]
-_ROLLBACK = ["--guard.policy=rollback", "--guard.max_skips=1"]
+_KEEP_ONE, _STOP = ("--checkpoint.keep_latest_k=1",), ("--guard.policy=stop",)
+_ONLY_STOPS_SAVE = ("--checkpoint.interval=1000",)
+_SKIP = ("--guard.policy=skip", "--guard.max_skips=1", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=0")
+_ROLLBACK = ("--guard.policy=rollback", "--guard.max_skips=1")
+# fmt: off
 SCENARIOS = (
-    Scenario("resume", "stop and start again, without any fault", play=resume),
-    Scenario("kill-shard", "SIGKILL while a shard is written", Fault("kill", "shard half", _SAVE, -1)),
-    Scenario("kill-rename", "SIGKILL before the manifest gets its name", Fault("kill", "publish", _SAVE)),
-    Scenario(
-        "kill-purge", "SIGKILL while old checkpoints are deleted", _PURGE, ["--checkpoint.keep_latest_k=1"], newer=True
-    ),
-    Scenario("kill-rank", "SIGKILL of one rank in a step", Fault("kill", "step", _NEXT, -1)),
-    Scenario("truncated-shard", "the newest checkpoint's largest file is cut in half", play=damage),
-    Scenario("flipped-bit", "one bit of the newest checkpoint has changed", play=damage),
-    Scenario("missing-manifest", "the newest checkpoint has no manifest", play=damage),
-    Scenario("none-left", "no checkpoint is good, and the run must resume", play=none_left),
-    Scenario("sigterm", "SIGTERM to one rank", _SIGTERM, code=exit_codes.PREEMPTED, newer=True),
-    Scenario("sigterm-validation", "SIGTERM to one rank in a validation", _IN_VALIDATION, play=interrupt_validation),
-    Scenario("loader-raises", "an error in one rank's loader", _RAISE, code=exit_codes.ERROR, play=loader_raises),
-    Scenario("loader-hangs", "storage does not answer one rank's loader", _HANG, play=loader_hangs),
-    Scenario("second-run", "another run starts in the same folder", Fault("pause", "step", _NEXT), play=second_run),
-    Scenario("dead-lock", "a killed run has left its lock", Fault("kill", "step", _NEXT)),
-    Scenario(
-        "nan-stop",
-        'a NaN gradient on one rank, guard.policy = "stop"',
-        _NAN,
-        ["--guard.policy=stop"],
-        code=exit_codes.GUARD,
-    ),
-    Scenario("nan-skip", 'the same, guard.policy = "skip"', _NAN, _SKIP, play=nan_skip),
-    Scenario("nan-rollback", 'the same, guard.policy = "rollback"', _NAN_LATER, _ROLLBACK, play=nan_rollback),
-    Scenario("full-disk", "no space for a save", _FULL, play=full_disk),
-    Scenario("background-save", "no space for a save in the background", _FULL, play=full_disk),
-    Scenario("other-ranks", "resume on one rank", play=other_ranks),
+    Scenario("resume", "stop and start again, without any fault", resume),
+    Scenario("kill-shard", "SIGKILL while a shard is written", interrupt, Fault("kill", "shard half", _SAVE, -1)),
+    Scenario("kill-rename", "SIGKILL before the manifest gets its name", interrupt, Fault("kill", "publish", _SAVE)),
+    Scenario("kill-purge", "SIGKILL while old checkpoints are deleted", interrupt, _PURGE, _KEEP_ONE, newer=True),
+    Scenario("kill-rank", "SIGKILL of one rank in a step", interrupt, Fault("kill", "step", _NEXT, -1)),
+    Scenario("truncated-shard", "the newest checkpoint's largest file is cut in half", damage),
+    Scenario("flipped-bit", "one bit of the newest checkpoint has changed", damage),
+    Scenario("missing-manifest", "the newest checkpoint has no manifest", damage),
+    Scenario("none-left", "no checkpoint is good, and the run must resume", none_left),
+    Scenario("sigterm", "SIGTERM to one rank", interrupt, _TERM, (), exit_codes.PREEMPTED, True),
+    Scenario("sigterm-validation", "SIGTERM to one rank in a validation", interrupt, _IN_VALIDATION,
+             _ONLY_STOPS_SAVE, exit_codes.PREEMPTED, True),
+    Scenario("dead-lock", "a killed run has left its lock", interrupt, Fault("kill", "step", _NEXT)),
+    Scenario("nan-stop", 'a NaN gradient on one rank, guard.policy = "stop"', interrupt, _NAN, _STOP, exit_codes.GUARD),
+    Scenario("nan-skip", 'the same, guard.policy = "skip"', nan_skip, _NAN, _SKIP),
+    Scenario("nan-rollback", 'the same, guard.policy = "rollback"', nan_rollback, _NAN_LATER, _ROLLBACK),
+    Scenario("full-disk", "no space for a save", full_disk, _FULL),
+    Scenario("background-save", "no space for a save in the background", full_disk, _FULL),
+    Scenario("other-ranks", "resume on one rank", other_ranks),
 )
+# fmt: on
 _WIDTH = max(len(scenario.name) for scenario in SCENARIOS)
 
 
 def _run(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple[str, int]:
-    if arguments.list:
-        return "\n".join(f"{one.name:<{_WIDTH}}  {one.about}" for one in SCENARIOS), exit_codes.DONE
-    if arguments.config is None:
-        raise ConfigError([Problem("command line", "CONFIG", "name a TOML file", "or --list for the faults")])
-    if arguments.ranks is not None and arguments.ranks < 2:
-        raise ConfigError([Problem("command line", "--ranks", f"expected an integer >= 2, got {arguments.ranks}")])
     chosen = [one for one in SCENARIOS if not arguments.only or one.name in arguments.only]
     tiny = tiny_config(arguments.config, flags, arguments.ranks, arguments.compile)
     for line in tiny.notes:
@@ -416,21 +327,18 @@ def _run(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple
 
 def _play(work: Workspace, chosen: Sequence[Scenario], results: list[dict[str, Any]], style: Style) -> int:
     """Play the scenarios, and print and append the result of each. Return the exit code."""
-    start_fork_server()
-    began = time.monotonic()
     try:
         work.make_references()
-    except (Failed, RanksError) as problem:
+    except RanksError as problem:
         _log(f"{style.warn('FAIL')}    the run without a fault: {problem}")
         return exit_codes.ERROR
-    _log(f"        {'(no fault)':<{_WIDTH}}  {time.monotonic() - began:5.1f} s  the run to compare with")
     for scenario in chosen:
         began = time.monotonic()
         scenario = replace(scenario, fault=replace(scenario.fault, rank=scenario.fault.rank % work.tiny.ranks))
         try:
-            passed, told = True, (scenario.play or interrupt)(work, work.begin(scenario.name), scenario)
+            passed, told = True, scenario.play(work, work.begin(scenario.name), scenario)
         except Exception as problem:  # an error of a check means that a run left something unexpected
-            passed, told = False, str(problem) if isinstance(problem, Failed | RanksError) else repr(problem)
+            passed, told = False, str(problem) if isinstance(problem, RanksError) else repr(problem)
         seconds = time.monotonic() - began
         word = style.good("pass") if passed else style.warn("FAIL")
         _log(f"{word}    {scenario.name:<{_WIDTH}}  {seconds:5.1f} s  {told}")

@@ -44,7 +44,7 @@ _FIXED: dict[str, dict[str, Any]] = {
         **{"freq": INTERVAL, "steps": 2, "batch_size": 2, "seq_len": 32},
         **{"dataset": "c4_validation", "dataset_path": None},
     },
-    "metrics": {"log_freq": 1, "enable_tensorboard": False, "enable_wandb": False},
+    "metrics": {"log_freq": 1, "enable_color_printing": False, "enable_tensorboard": False, "enable_wandb": False},
     "profiling": {"enable_profiling": False, "enable_memory_snapshot": False},
     "job": {"print_config": False, "save_config_file": None},
 }
@@ -90,20 +90,17 @@ def tiny_config(config: str, flags: Sequence[str], ranks: int | None = None, com
     tiny = check_config([*argv, *arguments], ranks)[0].sections
     kept = [f"{_DEGREES[key]} 2, " for key in wanted if degrees[key] > 1]
     lost = [_DEGREES[key] for key in wanted if degrees[key] == 1]
-    budget = tiny.activation_checkpoint.mode != d.activation_checkpoint.mode
-    lines = {
+    notes = [
         f"model    {d.model.name} {d.model.flavor} at dim {values['model.overrides.dim']}, n_layers "
-        f"{values['model.overrides.n_layers']}, the bundled text and tokenizer": True,
-        f"ranks    {ranks} CPU processes: {''.join(kept)}data_parallel_shard {shard}": True,
+        f"{values['model.overrides.n_layers']}, the bundled text and tokenizer",
+        f"ranks    {ranks} CPU processes: {''.join(kept)}data_parallel_shard {shard}",
         f"run      {STEPS} steps, saved every {INTERVAL}, async_mode = {d.checkpoint.async_mode!r}, activation "
-        f"checkpointing {tiny.activation_checkpoint.mode}, {d.training.mixed_precision_param}": True,
-        f"not tested on {ranks} ranks: {', '.join(lost)}": bool(lost),
-        "training.compile is off; --compile leaves it on, which takes minutes": d.training.compile and not compiled,
-        'activation_checkpoint.mode is "full": a budget needs the compiler': budget,
-        "float8 is emulated": d.float8.enable_float8_linear,
-        "validation is on: one fault strikes in it": not d.validation.enable,
-    }
-    return TinyConfig(ranks, (*argv, *arguments), tiny, tuple(line for line, shown in lines.items() if shown))
+        f"checkpointing {tiny.activation_checkpoint.mode}, {d.training.mixed_precision_param}",
+        *([f"not tested on {ranks} ranks: {', '.join(lost)}"] if lost else []),
+    ]
+    if d.training.compile and not compiled:
+        notes.append("training.compile is off; --compile leaves it on, which takes minutes")
+    return TinyConfig(ranks, (*argv, *arguments), tiny, tuple(notes))
 
 
 def _sizes(d: Config, degrees: dict[str, int], shard: int) -> dict[str, Any]:

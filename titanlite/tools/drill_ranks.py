@@ -10,7 +10,6 @@ import contextlib
 import importlib
 import multiprocessing
 import os
-import re
 import signal
 import socket
 import sys
@@ -20,9 +19,9 @@ from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-import titanlite
 from titanlite.signals import end_with_parent
 from titanlite.tools.faults import NO_FAULT, Fault, inject
+from titanlite.tools.processes import search_path
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess
@@ -31,11 +30,10 @@ if TYPE_CHECKING:
 TIMEOUT_SECONDS = 300.0
 #: Time that the other ranks have to end when one has failed; then they are killed, as torchrun does.
 GRACE_SECONDS = 60.0
-_COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class RanksError(RuntimeError):
-    """The ranks did not end, or did not print an expected line; the text has the end of their output."""
+    """A run did not end, or not as expected; the text has the end of its output."""
 
 
 def start_fork_server() -> None:
@@ -43,15 +41,12 @@ def start_fork_server() -> None:
 
     Its copies have one thread each, since they share the cores, and no GPU, which cannot be forked.
     """
-    package = str(Path(titanlite.__file__).resolve().parents[1])
     before = dict(os.environ)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (package, before.get("PYTHONPATH"))))
-    os.environ.update(NO_COLOR="1", CUDA_VISIBLE_DEVICES="")
+    os.environ.update(NO_COLOR="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=search_path())
     try:
-        multiprocessing.get_context("forkserver").set_forkserver_preload(
-            ["titanlite.build", "titanlite.trainer", __name__]
-        )
+        server = multiprocessing.get_context("forkserver")
+        server.set_forkserver_preload(["titanlite.build", "titanlite.trainer", __name__])
         forkserver.ensure_running()
     finally:
         os.environ.clear()
@@ -106,22 +101,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
 
     def output(self) -> str:
         """Return the output of this start."""
-        return _COLORS.sub("", self.console.read_bytes()[self._offset :].decode(errors="replace"))
-
-    def tail(self, lines: int = 12) -> str:
-        """Return the last lines of the output, indented."""
-        return "\n".join(f"    {line}" for line in self.output().splitlines()[-lines:])
-
-    def until(self, pattern: str) -> re.Match[str]:
-        """Wait for a pattern in the output. Raises RanksError when all ranks end without it, or after the timeout."""
-        deadline = time.monotonic() + TIMEOUT_SECONDS
-        while True:
-            ended = all(process.exitcode is not None for process in self.processes)
-            if found := re.search(pattern, self.output(), re.MULTILINE):
-                return found
-            if ended or time.monotonic() > deadline:
-                raise RanksError(f"the run {'ended' if ended else 'went on'} without {pattern!r}\n{self.tail()}")
-            time.sleep(0.005)
+        return self.console.read_bytes()[self._offset :].decode(errors="replace")
 
     def wait(self, seconds: float = TIMEOUT_SECONDS, grace: float = GRACE_SECONDS) -> list[int]:
         """Return the exit codes by rank, negative for a signal. Raises RanksError after `seconds`."""
@@ -129,11 +109,16 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         while alive := [process.sentinel for process in self.processes if process.exitcode is None]:
             if not connection.wait(alive, max(0.0, deadline - time.monotonic())):
                 self.kill()
-                if not failed:
-                    raise RanksError(f"the run did not end within {seconds:.0f} s\n{self.tail()}")
+                check(failed, f"the run did not end within {seconds:.0f} s", self.output())
             elif not failed and any(process.exitcode for process in self.processes):
                 deadline, failed = time.monotonic() + grace, True
         return [process.exitcode for process in self.processes]  # type: ignore[misc]
+
+
+def check(passed: bool, problem: str, text: str = "") -> None:
+    """Raise RanksError with the problem and the last lines of an output."""
+    if not passed:
+        raise RanksError("\n    ".join([problem, *text.splitlines()[-12:]]))
 
 
 def train(

@@ -6,14 +6,12 @@ events (docs.python.org/3/library/audit_events.html); only `os.fsync` has none, 
 
 from __future__ import annotations
 
-import errno
 import itertools
 import os
 import re
 import resource
 import signal
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,29 +54,23 @@ SAVE_EVENTS = {
 PUBLISHED = ("published", "prune", "prune half")
 #: On a full disk files cannot grow beyond this: less than any shard of a tiny model, more than its records.
 FULL_BYTES = 1 << 16
-_LOADER_ERROR = (errno.EIO, "Input/output error", "a shard of the drill")
-#: Text of the error that a loader raises.
-LOADER_ERROR = str(OSError(*_LOADER_ERROR))
-_SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "pause": signal.SIGSTOP}
+_SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM}
 
 
 @dataclass(frozen=True)
 class Fault:
     """A fault in one rank; the default is none.
 
-    kill, term, pause: the process gets SIGKILL, SIGTERM or SIGSTOP. nan: a gradient becomes NaN, once. full: the disk
-    is full. raise, hang: the loader raises LOADER_ERROR, or does not return while the file `mark` exists.
-    All but full print "fault: KIND TIME" when they strike; TIME is in seconds since 1970.
+    kill, term: the process gets SIGKILL or SIGTERM. nan: a gradient becomes NaN, once. full: the disk is full.
     """
 
-    kind: Literal["none", "kill", "term", "pause", "nan", "full", "raise", "hang"] = "none"
+    kind: Literal["none", "kill", "term", "nan", "full"] = "none"
     #: When it strikes: at a key of SAVE_EVENTS (signals), in a "save" (full), in a "step" that has its batches (signals
-    #: and nan), when the loader reads the "batch" of a step (raise, hang) or begins a "validation" (signals).
+    #: and nan), when a "validation" begins (signals).
     event: str = ""
-    #: Number of the step. Of a batch or a validation: its number since the start of the process.
+    #: Number of the step. Of a validation: its number since the start of the process.
     number: int = 0
     rank: int = 0
-    mark: str = ""
 
 
 NO_FAULT = Fault()
@@ -86,7 +78,7 @@ NO_FAULT = Fault()
 
 def inject(fault: Fault) -> None:
     """Prepare this process for a fault, before it trains."""
-    from titanlite.data.loader import TrainLoader, ValidationLoader
+    from titanlite.data.loader import ValidationLoader
 
     calls, steps = itertools.count(1), {fault.number}
 
@@ -105,8 +97,6 @@ def inject(fault: Fault) -> None:
         _watch_files(_full_disk(fault.number))
     elif fault.event == "step":
         before_steps(look)
-    elif fault.event == "batch":
-        call_before(TrainLoader, "next_step", count)
     elif fault.event == "validation":
         call_before(ValidationLoader, "__iter__", count)
     else:
@@ -114,16 +104,12 @@ def inject(fault: Fault) -> None:
 
 
 def _strike(fault: Fault, model: Any = None) -> None:
-    os.write(1, f"fault: {fault.kind} {time.time():.3f}\n".encode())
+    os.write(1, f"fault: {fault.kind}\n".encode())
     if fault.kind in _SIGNALS:
         os.kill(os.getpid(), _SIGNALS[fault.kind])
-    elif fault.kind == "raise":
-        raise OSError(*_LOADER_ERROR)
     elif fault.kind == "nan":
         factors = itertools.chain([float("nan")], itertools.repeat(1.0))
         list(model.parameters())[-1].register_post_accumulate_grad_hook(lambda p: p.grad.mul_(next(factors)))
-    while fault.kind == "hang" and os.path.exists(fault.mark):
-        time.sleep(0.05)
 
 
 def call_before(owner: Any, name: str, notify: Callable[..., object]) -> None:

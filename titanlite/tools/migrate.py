@@ -48,8 +48,8 @@ class Migration:
             "no equivalent": "without equivalent",
             "written out": "defaults written out",
         }
-        counts = {label: sum(c.kind == kind for c in self.changes) for kind, label in labels.items()}
-        head = ", ".join(f"{count} {label}" for label, count in counts.items() if count)
+        counts = ((sum(c.kind == kind for c in self.changes), label) for kind, label in labels.items())
+        head = ", ".join(f"{count} {label}" for count, label in counts if count)
         return "\n".join([f"{shown}: {head}", *(f"  {c.where}: {c.text}" for c in self.changes)])
 
 
@@ -119,35 +119,24 @@ def migrate_text(text: str, path: Path) -> Migration:
 
 
 @dataclass
-class _Leaf:
-    """One written value: a statement's, or a part of one that is an inline table; and what becomes of it."""
-
-    name: str
-    value: Any
-    #: Whether the statement is this value and nothing else.
-    whole: bool
-    fate: Literal["keep", "move", "gone", "drop"] = "keep"
-    #: For "move": the new key, its value, and whether the value must be written anew. "drop": the key in its place.
-    key: str = ""
-    new: Any = None
-    converted: bool = False
-    #: For "gone": why it has no equivalent.
-    reason: str = ""
-
-
-@dataclass
 class _Chunk:
-    """Lines above a `key = value`, and its own lines; or lines without a key."""
+    """Lines above a `key = value`, and its own lines; or lines without a key. And what becomes of it."""
 
     above: list[str]
     lines: list[str] = field(default_factory=list)
-    names: tuple[str, ...] = ()
+    #: Dotted, with its section; "" for lines without a key.
+    name: str = ""
     line: int = 0
     indent: str = ""
     value: str = ""
     #: What follows the value on its last line: blanks and a comment.
     tail: str = ""
-    leaves: list[_Leaf] = field(default_factory=list)
+    fate: Literal["keep", "move", "gone", "drop"] = "keep"
+    #: For "move": the new key, and the value if it must be written anew. "drop": the key in its place.
+    key: str = ""
+    new: str = ""
+    #: For "gone": why it has no equivalent.
+    reason: str = ""
 
 
 @dataclass
@@ -178,21 +167,18 @@ class _Block:
 
 
 def parse_blocks(text: str) -> list[_Block]:
-    """Return the blocks of a text with `\\n` line ends; `join_blocks` gives the text back, with a last line end."""
+    """Return the blocks of a text with `\n` line ends; `join_blocks` gives the text back, with a last line end."""
     blocks = [_Block()]
     text = text if text.endswith("\n") or not text else f"{text}\n"
     position = 0
     for s in Scan(text).statements:
         start, end = text.rfind("\n", 0, s.start) + 1, text.find("\n", s.end)
-        gap, lines, line = (
-            text[position:start].split("\n")[:-1],
-            text[start:end].split("\n"),
-            text.count("\n", 0, start) + 1,
-        )
-        indent, value, tail = text[start : s.start], text[s.value : s.end], text[s.end : end]
+        gap, line = text[position:start].split("\n")[:-1], text.count("\n", 0, start) + 1
+        lines, tail = text[start:end].split("\n"), text[s.end : end]
         position = end + 1
         if s.kind == "=":
-            blocks[-1].body.append(_Chunk(gap, lines, s.names, line, indent, value, tail))
+            indent, value = text[start : s.start], text[s.value : s.end]
+            blocks[-1].body.append(_Chunk(gap, lines, _dotted(s.names), line, indent, value, tail))
             continue
         cut = _own_comment(gap)
         while cut and not gap[cut - 1].strip():
@@ -224,9 +210,36 @@ class _Rewriter:
         self.changes: list[Change] = []
         #: Lines and names that become comments.
         self.gone: list[tuple[int, str]] = []
+        for block in self.blocks:
+            name = _dotted(block.names)
+            if _inside_a_key(block.names):
+                continue
+            if block.names and (block.is_array or name not in known_sections()):
+                reason = _why_unknown(name, Source("file", self.file, block.line), len(block.names) == 1)
+                self._leave(block.line, name, f"[{name}]", reason)
+                lines = [line if _is_comment(line) else f"# {line}" for line in block.lines()[len(block.above) :]]
+                block.header, block.body = "", [_Chunk([f"# no equivalent: {reason}", *lines])]
+            else:
+                block.body = [piece for chunk in block.body for piece in self._judge(chunk, bool(block.names))]
+        chunks = [chunk for block in self.blocks for chunk in block.body]
+        taken = {chunk.name for chunk in chunks if chunk.fate == "keep"}
+        for chunk in chunks:
+            if chunk.fate == "move":
+                chunk.fate = "drop" if chunk.key in taken else "move"
+                taken.add(chunk.key)
+            written = f"{chunk.name} = {' '.join(chunk.value.split())}"
+            if chunk.fate == "gone":
+                self._leave(chunk.line, chunk.name, written, chunk.reason)
+            elif chunk.fate == "move":
+                self._change("rewritten", chunk.line, f"{written} -> {chunk.key} = {chunk.new or chunk.value}")
+            elif chunk.fate == "drop" and chunk.name:
+                why = f"says {chunk.key} once more" if chunk.key else "its defaults are written out"
+                self._change("rewritten", chunk.line, f"{written} is left out: {why}")
         #: Later defaults to write out.
-        self.defaults: list[str] = []
-        self._decide()
+        sources = {key: before.source(key) for key in (*LATER_DEFAULTS, "model.flavor")}
+        self.defaults = [key for key, source in sources.items() if (source.kind, source.file) == ("dialect", self.file)]
+        for key in self.defaults:
+            self._change("written out", sources[key].line or 0, f"{key} = {quote(before.value(key))}")
 
     def covers(self, problem: Problem) -> bool:
         """Return whether a problem of the old text goes away because its key becomes a comment."""
@@ -237,79 +250,53 @@ class _Rewriter:
     def _change(self, kind: Literal["rewritten", "no equivalent", "written out"], line: int, text: str) -> None:
         self.changes.append(Change(kind, f"{self.file}:{line}", text))
 
-    def _decide(self) -> None:
-        found: list[tuple[int, _Leaf]] = []
-        for block in self.blocks:
-            name = ".".join(map(quote_key, block.names))
-            if _inside_a_key(block.names):
-                continue
-            if block.names and (block.is_array or name not in known_sections()):
-                reason = _why_unknown(name, Source("file", self.file, block.line), len(block.names) == 1)
-                self.gone.append((block.line, name))
-                self._change("no equivalent", block.line, f"[{name}]: no equivalent: {reason}")
-                lines = [line if _is_comment(line) else f"# {line}" for line in block.lines()[len(block.above) :]]
-                block.header, block.body = "", [_Chunk([f"# no equivalent: {reason}", *lines])]
-                continue
-            for chunk in (chunk for chunk in block.body if chunk.names):
-                name = ".".join(map(quote_key, chunk.names))
-                values = _leaves(name, loads(f"value = {chunk.value}")["value"])
-                chunk.leaves = [self._leaf(*leaf, leaf[0] == name, chunk.line) for leaf in values]
-                found += [(chunk.line, leaf) for leaf in chunk.leaves]
-        taken = {leaf.name for _, leaf in found if leaf.fate == "keep"}
-        for line, leaf in found:
-            if leaf.fate == "move":
-                leaf.fate = "drop" if leaf.key in taken else "move"
-                taken.add(leaf.key)
-            self._note(leaf, line)
-        for key in (*LATER_DEFAULTS, "model.flavor"):
-            source = self.before.source(key)
-            if source.kind == "dialect" and source.file == self.file:
-                self.defaults.append(key)
-                self._change("written out", source.line or 0, f"{key} = {quote(self.before.value(key))}")
+    def _leave(self, line: int, name: str, written: str, reason: str) -> None:
+        self.gone.append((line, name))
+        self._change("no equivalent", line, f"{written}: no equivalent: {reason}")
 
-    def _leaf(self, name: str, value: Any, whole: bool, line: int) -> _Leaf:
-        """Return a value with its fate."""
-        leaf = _Leaf(name, value, whole)
+    def _judge(self, chunk: _Chunk, in_section: bool) -> list[_Chunk]:
+        """Return a chunk with its fate; for a section that is an inline table a chunk for each of its keys."""
+        if not chunk.name:
+            return [chunk]
+        leaves = list(_leaves(chunk.name, loads(f"value = {chunk.value}")["value"]))
+        if [name for name, _ in leaves] == [chunk.name]:
+            self._decide(chunk, leaves[0][1])
+            return [chunk]
+        pieces = [replace(chunk, above=[], name=name, value=quote(value), tail="") for name, value in leaves]
+        for piece, (_, value) in zip(pieces, leaves, strict=True):
+            self._decide(piece, value)
+        if in_section and all(piece.fate == "keep" for piece in pieces):
+            return [chunk]
+        remark = _Chunk([line for line in (*chunk.above, chunk.tail.strip()) if line])
+        return [remark, *pieces]
+
+    def _decide(self, chunk: _Chunk, value: Any) -> None:
+        """Decide what becomes of a value."""
+        name = chunk.name
         if name == "job.dialect":
-            leaf.fate = "drop" if value == "2026" else "keep"
+            chunk.fate = "drop" if value == "2026" else "keep"
         elif name in UNSUPPORTED:
             off = " (it was off)" if is_off(name, value) else ""
-            leaf.fate, leaf.reason = "gone", UNSUPPORTED[name].reason + off
+            chunk.fate, chunk.reason = "gone", UNSUPPORTED[name].reason + off
         elif name not in known_names():
             # A key of [model] decides what is trained, and a value for a section is a mistake: both are reported.
             known = table_of(name) or _inside_a_key(tuple(name.split("."))[:-1]) or name in known_sections()
             if not known and not name.startswith("model."):
-                leaf.fate, leaf.reason = "gone", _why_unknown(name, Source("file", self.file, line))
+                chunk.fate, chunk.reason = "gone", _why_unknown(name, Source("file", self.file, chunk.line))
         else:
-            self._convert(leaf)
-        return leaf
-
-    def _convert(self, leaf: _Leaf) -> None:
-        """Decide about a value under a known name."""
-        leaf.key = key = key_of(leaf.name)
-        try:
-            new = convert(leaf.name, leaf.value)
-        except Misfit as error:
-            leaf.fate, leaf.reason = "gone", str(error)
-            return
-        if isinstance(new, MicrobatchSize) or key == "model.flavor":
-            new = self.before.value(key)
-        elif isinstance(new, str) and choices(keys()[key].type) and not fits(keys()[key].type, new):
-            leaf.fate, leaf.reason = "gone", f"{key} is {keys()[key].expected}"
-            return
-        leaf.new, leaf.converted = new, new != leaf.value or type(new) is not type(leaf.value)
-        leaf.fate = "move" if leaf.name in ALIASES or new != leaf.value else "keep"
-
-    def _note(self, leaf: _Leaf, line: int) -> None:
-        written = f"{leaf.name} = {quote(leaf.value)}"
-        if leaf.fate == "gone":
-            self.gone.append((line, leaf.name))
-            self._change("no equivalent", line, f"{written}: no equivalent: {leaf.reason}")
-        elif leaf.fate == "move":
-            self._change("rewritten", line, f"{written} -> {leaf.key} = {quote(leaf.new)}")
-        elif leaf.fate == "drop":
-            why = f"says {leaf.key} once more" if leaf.key else "its defaults are written out"
-            self._change("rewritten", line, f"{written} is left out: {why}")
+            chunk.key = key = key_of(name)
+            try:
+                new = convert(name, value)
+            except Misfit as error:
+                chunk.fate, chunk.reason = "gone", str(error)
+                return
+            if isinstance(new, MicrobatchSize) or key == "model.flavor":
+                new = self.before.value(key)
+            elif isinstance(new, str) and choices(keys()[key].type) and not fits(keys()[key].type, new):
+                chunk.fate, chunk.reason = "gone", f"{key} is {keys()[key].expected}"
+                return
+            chunk.new = quote(new) if new != value or type(new) is not type(value) else ""
+            chunk.fate = "move" if name in ALIASES or new != value else "keep"
 
     def rewrite(self) -> str:
         """Return the new text."""
@@ -318,7 +305,7 @@ class _Rewriter:
         for block in self.blocks:
             body: list[_Chunk] = []
             for chunk in block.body:
-                for section, piece in self._pieces(block, chunk):
+                for section, piece in _pieces(block, chunk):
                     if section is None or (section,) == block.names:
                         body.append(piece)
                     else:
@@ -339,37 +326,6 @@ class _Rewriter:
             first.above.pop(0)
         return join_blocks(self.blocks)
 
-    def _pieces(self, block: _Block, chunk: _Chunk) -> Iterator[tuple[str | None, _Chunk]]:
-        """Yield the new form of a chunk, each piece with its section (None: it stays where it is)."""
-        all_stay = all(leaf.fate == "keep" for leaf in chunk.leaves)
-        if not chunk.names or _inside_a_key(block.names) or (block.names and all_stay):
-            yield None, chunk
-            return
-        cut = _own_comment(chunk.above)
-        apart, own = chunk.above[:cut], chunk.above[cut:]
-        if any(map(str.strip, apart)):
-            yield None, _Chunk(apart)
-            apart = []
-        tail = chunk.tail
-        if not chunk.leaves:
-            yield None, _remark(own, tail)
-        for leaf in chunk.leaves:
-            text = chunk.value if leaf.whole else quote(leaf.value)
-            section, _, name = (leaf.key or leaf.name).partition(".")
-            if leaf.fate == "gone":
-                lines = [f"# no equivalent: {leaf.reason}", *_commented(f"{leaf.name} = {text}{tail}")]
-                yield None, _Chunk([*apart, *own, *lines])
-            elif leaf.fate == "drop":
-                yield None, _remark(own, tail)
-            else:
-                stays = block.names == (section,)
-                above = [*apart, *own] if stays else own
-                if leaf.converted:
-                    above = [*above, *_commented(f"{leaf.name} = {text}")] if "\n" in text and "#" in text else above
-                    text = quote(leaf.new)
-                yield section, _Chunk(above, f"{chunk.indent if stays else ''}{name} = {text}{tail}".split("\n"))
-            apart, own, tail = [], [], ""
-
     def _section(self, section: str, origin: _Block) -> _Block:
         """Return the block of a section, made where there is none: before its own subsections, or after `origin`."""
         for block in self.blocks:
@@ -383,6 +339,36 @@ class _Rewriter:
                 place += 1
         self.blocks.insert(place, new)
         return new
+
+
+def _pieces(block: _Block, chunk: _Chunk) -> Iterator[tuple[str | None, _Chunk]]:
+    """Yield the new form of a chunk, each piece with its section (None: it stays where it is)."""
+    if not chunk.name or _inside_a_key(block.names) or (block.names and chunk.fate == "keep"):
+        yield None, chunk
+        return
+    cut = _own_comment(chunk.above)
+    apart, own = chunk.above[:cut], chunk.above[cut:]
+    if any(map(str.strip, apart)):
+        yield None, _Chunk(apart)
+        apart = []
+    text, tail = chunk.value, chunk.tail
+    if chunk.fate == "gone":
+        old = _commented(f"{chunk.name} = {text}{tail}")
+        yield None, _Chunk([*apart, *own, f"# no equivalent: {chunk.reason}", *old])
+    elif chunk.fate == "drop":
+        yield None, _Chunk([line for line in (*own, tail.strip()) if line])
+    else:
+        section, _, name = (chunk.key or chunk.name).partition(".")
+        stays = block.names == (section,)
+        above = [*apart, *own] if stays else own
+        if chunk.new and "\n" in text and "#" in text:
+            above = [*above, *_commented(f"{chunk.name} = {text}")]
+        lines = f"{chunk.indent if stays else ''}{name} = {chunk.new or text}{tail}".split("\n")
+        yield section, _Chunk(above, lines)
+
+
+def _dotted(names: Sequence[str]) -> str:
+    return ".".join(map(quote_key, names))
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -404,11 +390,6 @@ def _why_unknown(name: str, source: Source, is_section: bool = False) -> str:
     problem = unknown(name, source, is_section)
     lists_all = problem.hint.startswith(("sections:", "keys of", "`"))
     return problem.message if lists_all else f"{problem.message}; {problem.hint}"
-
-
-def _remark(above: list[str], tail: str) -> _Chunk:
-    """Return the comments of a key that goes."""
-    return _Chunk([line for line in (*above, tail.strip()) if line])
 
 
 def _commented(text: str) -> list[str]:

@@ -16,11 +16,8 @@ COLORS = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"),
     *("#6000e0", "#00c000", "#e000c0", "#606000", "#c00040", "#6060e0"),
 )
-#: Dashes (pixels drawn, pixels skipped, …) of training and of validation; the second pair is for runs whose colour
-#: repeats.
-_DASHES = (((), (6, 4)), ((14, 3, 2, 3), (2, 3)))
-#: Later curves are drawn over earlier ones and are thinner, so that equal curves do not look like a single one.
-_WIDTHS = (3.2, 2.2, 1.6)
+#: Of training and of validation.
+_DASHES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (((), (6, 4)), ((14, 3, 2, 3), (2, 3)))
 #: Maximum number of points of a curve.
 POINTS = 1500
 
@@ -33,18 +30,27 @@ class PlotsMissing(ImportError):
 
 @dataclass(frozen=True)
 class Curve:
-    """One line: (step, value) in order of steps; values may be NaN."""
+    """One line: (step, value) in order of steps; values may be NaN. run: its number decides the look."""
 
     label: str
-    color: str
     points: tuple[Point, ...]
-    #: Index of the run.
     run: int = 0
-    #: Of the line, in pixels.
-    width: float = _WIDTHS[0]
-    dash: tuple[int, ...] = ()
     #: Validation loss; its points are marked.
     validation: bool = False
+
+    @property
+    def color(self) -> str:
+        return COLORS[self.run % len(COLORS)]
+
+    @property
+    def width(self) -> float:
+        """Pixels. Later curves are drawn over earlier ones, and are thinner: so equal curves do not look like one."""
+        return (3.2, 2.2, 1.6)[min(self.run, 2)]
+
+    @property
+    def dash(self) -> tuple[int, ...]:
+        """Pixels drawn, skipped, …; those of runs whose colour repeats differ from the first ones'."""
+        return _DASHES[self.run // len(COLORS) % 2][self.validation]
 
 
 @dataclass(frozen=True)
@@ -60,15 +66,13 @@ def charts(runs: Sequence[Run], labels: Sequence[str]) -> list[Chart]:
     losses: list[Curve] = []
     speeds: list[Curve] = []
     for i, (run, label) in enumerate(zip(runs, labels, strict=True)):
-        color, width = COLORS[i % len(COLORS)], _WIDTHS[min(i, len(_WIDTHS) - 1)]
-        dash, dashed = _DASHES[i // len(COLORS) % len(_DASHES)]
-        losses.append(Curve(label, color, thin([(row["step"], row["loss"]) for row in run.training]), i, width, dash))
-        held_out = thin([(row["step"], row["validation_loss"]) for row in run.validations])
-        if held_out:
-            losses.append(Curve(f"{label}, validation", color, held_out, i, width, dashed, validation=True))
-        speed = thin([(row["step"], row["total_tps"]) for row in run.training if "total_tps" in row])
-        if speed:
-            speeds.append(Curve(label, color, speed, i, width, dash))
+        for curves, name, validation in (
+            (losses, "loss", False),
+            (losses, "validation_loss", True),
+            (speeds, "total_tps", False),
+        ):
+            if points := thin([(row["step"], row[name]) for row in run.rows if name in row]):
+                curves.append(Curve(f"{label}, validation" if validation else label, points, i, validation))
     found = [Chart("Loss", "nats per token", tuple(losses))]
     return found + ([Chart("Speed", "tokens/s, all devices", tuple(speeds), from_zero=True)] if speeds else [])
 
@@ -84,9 +88,9 @@ def thin(points: Sequence[Point], limit: int = POINTS) -> tuple[Point, ...]:
     kept: list[Point] = []
     for begin in range(0, len(points), size):
         group = points[begin : begin + size]
-        gap = [p for p in group if not math.isfinite(p[1])][:1]
         finite = sorted((p for p in group if math.isfinite(p[1])), key=lambda p: p[1])
-        kept += sorted({*finite[:1], *finite[-1:], *gap}, key=lambda p: p[0])
+        gap = [p for p in group if not math.isfinite(p[1])]
+        kept += sorted({*finite[:1], *finite[-1:], *gap[:1]}, key=lambda p: p[0])
     return tuple(kept)
 
 
@@ -95,10 +99,8 @@ def draw_png(found: Sequence[Chart], path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise PlotsMissing(
-            f"matplotlib is needed to draw it ({error}); install it with: pip install 'titanlite[plots]'"
-        ) from None
-    # A Figure, not pyplot: it needs no display and shares no state with a caller's plots.
+        message = f"matplotlib is needed to draw it ({error}); install it with: pip install 'titanlite[plots]'"
+        raise PlotsMissing(message) from None
     # The legend is below the charts, with a line per curve: names may be as long as folders.
     names = [textwrap.fill(curve.label, 100) for curve in found[0].curves]
     lines = sum(name.count("\n") + 1 for name in names)

@@ -16,7 +16,6 @@ import titanlite
 #: Time for torchrun to end; it gives its workers 10 seconds less.
 GRACE_SECONDS = 40
 
-_COLORS = re.compile(r"\x1b\[[0-9;]*m")
 #: The first line of torchrun's own report of a failure, after the output of the workers.
 _TORCHRUN = re.compile(r"[WE]\d{4} \S+ \d+ (\S*/)?torch/distributed/")
 
@@ -45,15 +44,10 @@ def stoppable() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def environment(device_type: str) -> dict[str, str]:
-    """Return the environment of a run: this titanlite, unbuffered plain output, one thread per rank on a CPU."""
+def search_path() -> str:
+    """Return PYTHONPATH for a child process that imports this titanlite."""
     package = str(Path(titanlite.__file__).resolve().parents[1])
-    paths = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
-    found = {**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
-    found.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_SECONDS - 10))
-    if device_type == "cpu":
-        found.setdefault("OMP_NUM_THREADS", "1")
-    return found
+    return os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
 
 
 def run(command: Sequence[str], console: Path, device_type: str) -> int:
@@ -61,44 +55,34 @@ def run(command: Sequence[str], console: Path, device_type: str) -> int:
 
     An exception while it runs, such as Stopped, ends the command and its workers first. Raises OSError.
     """
-    with console.open("wb") as output:
-        # The command gets its own session, so Ctrl-C reaches only this process.
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment(device_type),
-            start_new_session=True,
-        )
+    defaults = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE_SECONDS - 10)}
+    if device_type == "cpu":
+        defaults["OMP_NUM_THREADS"] = "1"
+    variables = {**defaults, **os.environ, "PYTHONPATH": search_path(), "PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
+    # The command gets its own session, so Ctrl-C reaches only this process.
+    with (
+        console.open("wb") as output,
+        subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=variables, start_new_session=True
+        ) as process,
+    ):
         try:
             return process.wait()
         except BaseException:
-            _end(process)
-            raise
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Send SIGTERM to torchrun; kill it and its workers after the grace period, or on a second signal."""
-    process.terminate()
-    try:
-        process.wait(GRACE_SECONDS)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            for worker in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
-                os.kill(int(worker), signal.SIGKILL)
-        process.kill()
-        process.wait()
-        if not isinstance(error, subprocess.TimeoutExpired):
+            process.terminate()
+            try:
+                process.wait(GRACE_SECONDS)
+            except BaseException:  # too slow, or a second signal
+                with contextlib.suppress(OSError):
+                    for worker in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+                        os.kill(int(worker), signal.SIGKILL)
+                process.kill()
             raise
 
 
 def last_lines(console: Path, count: int = 15) -> list[str]:
     """Return the last lines that the ranks of a run wrote, without torchrun's report of the failure."""
-    try:
-        lines = _COLORS.sub("", console.read_text(encoding="utf-8", errors="replace")).splitlines()
-    except OSError:
-        return []
+    lines = console.read_text(encoding="utf-8", errors="replace").splitlines()
     lines = [line for line in lines if line.strip()]
     own = next((i for i, line in enumerate(lines) if i and _TORCHRUN.match(line)), None)
     return lines[:own][-count:]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from titanlite.metrics.jsonl import json_value
-from titanlite.runs.read import Run, RunError, find_runs, read_run
+from titanlite.runs.read import Row, Run, find_runs, read_run
 from titanlite.runs.record import Attempt, read_attempts, read_entries
+from titanlite.tools.cli import no_flags
 from titanlite.utils import Table, human_time, render
 
 NONE = "–"
@@ -34,7 +35,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _run(arguments: argparse.Namespace, flags: Sequence[str], _style: object) -> str:
-    refuse_keys(flags)
+    no_flags(flags)
     folders = arguments.folders or [Path("outputs")]
     found = list_runs(folders)
     if arguments.attempts:
@@ -49,14 +50,10 @@ def _run(arguments: argparse.Namespace, flags: Sequence[str], _style: object) ->
     return runs_text(found, sys.stdout.isatty())
 
 
-def refuse_keys(flags: Sequence[str]) -> None:
-    """Raise RunError for a config key on the command line of a command that reads runs."""
-    if flags:
-        raise RunError(f"{flags[0]} is a config key; this command reads what runs have written and takes none")
-
-
 def to_json(value: Any) -> str:
-    return json.dumps(value, indent=1, allow_nan=False)
+    """Return JSON. Numbers that are not finite become strings, as in metrics.jsonl, and dates of a config too."""
+    plain = json.loads(json.dumps(value, default=str), parse_constant=lambda name: str(float(name)))
+    return json.dumps(plain, indent=1)
 
 
 def list_runs(folders: Iterable[Path]) -> list[Run]:
@@ -84,6 +81,11 @@ def last(run: Run, name: str) -> float | None:
     return next((row[name] for row in reversed(run.rows) if name in row), None)
 
 
+def finite(rows: Iterable[Row], name: str) -> list[float]:
+    """Return the finite values of a figure."""
+    return [row[name] for row in rows if name in row and math.isfinite(row[name])]
+
+
 def number(value: float | None, form: str) -> str:
     return NONE if value is None else format(value, form)
 
@@ -103,17 +105,17 @@ def _cells(run: Run) -> list[str]:
 
 
 def _as_json(run: Run) -> dict[str, Any]:
-    """Unknown values are null, numbers that are not finite are strings as in metrics.jsonl."""
+    """Unknown values are null."""
     return {
         "run": str(run.folder),
         "state": run.state,
         "reason": run.reason or None,
         "step": run.step,
         "steps": run.steps,
-        "loss": json_value(last(run, "loss")),
-        "validation_loss": json_value(last(run, "validation_loss")),
-        "tokens_per_second": json_value(last(run, "total_tps")),
-        "tokens_per_second_per_device": json_value(last(run, "tps")),
+        "loss": last(run, "loss"),
+        "validation_loss": last(run, "validation_loss"),
+        "tokens_per_second": last(run, "total_tps"),
+        "tokens_per_second_per_device": last(run, "tps"),
         "started": run.started,
         "duration": run.duration,
         "attempts": len(run.attempts),
