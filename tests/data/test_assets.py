@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
-import numpy as np
 import pytest
 
 from titanlite.data.sources import BUNDLED
@@ -61,12 +58,6 @@ def test_held_out_documents_are_a_twentieth_and_not_in_the_training_text(
         assert not {record[key] for record in training} & {record[key] for record in held_out}
 
 
-def test_gzip_files_are_reproducible() -> None:
-    files = [file for folder in BUNDLED.values() for file in folder.iterdir()]
-    assert len(files) >= 3 and all(file.name.endswith(".json.gz") for file in files)
-    assert all(file.read_bytes()[3:8] == bytes(5) for file in files), "a file name or a time is stored"
-
-
 @pytest.mark.soak
 def test_the_committed_tokenizers_are_what_the_script_makes(tmp_path: Path) -> None:
     script = ROOT / "scripts" / "train_tokenizer.py"
@@ -77,37 +68,3 @@ def test_the_committed_tokenizers_are_what_the_script_makes(tmp_path: Path) -> N
     readme = (BUNDLED_TOKENIZER.parent / "README.md").read_text()
     for line in said.splitlines():
         assert line.split("; ")[1].split(" ")[0] in readme and line.split(", ")[-1].split(" ")[0] in readme
-
-
-def load_benchmark() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bigram_baseline", ROOT / "benchmarks" / "bigram_baseline.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_bigram_baseline_is_a_proper_model_and_beats_unigrams() -> None:
-    baseline = load_benchmark()
-    rng = np.random.default_rng(0)
-    train = rng.integers(0, 40, 500)
-    for context in (3, 45):  # 45 never occurs in training
-        total = sum(np.exp(-baseline.bigram_nats(train, np.array([context, w]), 50)) for w in range(50))
-        assert abs(total - 1) < 1e-9
-    alternating = np.tile([1, 2], 500)
-    assert (
-        baseline.bigram_nats(alternating, alternating, 50) < 0.1 < baseline.unigram_nats(alternating, alternating, 50)
-    )
-
-
-def test_pages_state_the_numbers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["bigram_baseline.py"])
-    load_benchmark().main()
-    printed = capsys.readouterr().out
-    docs = (ROOT / "docs" / "data.md").read_text()
-    for model in ("uniform", "unigram", "bigram"):
-        value = float(next(line for line in printed.splitlines() if line.startswith(model)).split()[1])
-        row = next(line for line in docs.splitlines() if line.startswith(f"| {model}"))
-        assert float(row.split("|")[2]) == pytest.approx(value, abs=6e-4)
-    readme = (BUNDLED_TOKENIZER.parent / "README.md").read_text()
-    assert f"training tokens {readme.split('8.1 MB | ')[1].split(' ')[0]}," in printed

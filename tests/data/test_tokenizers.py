@@ -194,19 +194,6 @@ def test_a_damaged_line_is_named(tmp_path: Path, broken: bytes) -> None:
     assert "line 100: expected a base64 token" in refused(path)
 
 
-def test_gap_duplicates_and_missing_bytes(tmp_path: Path) -> None:
-    path = tmp_path / "t.model"
-    lines = write_ranks(path, [*BYTES, b"ab", b"cd"]).read_bytes().splitlines()
-    path.write_bytes(b"\n".join([*lines[:256], *lines[257:]]))
-    assert "rank 256 is missing (line 257 has rank 257)" in refused(path)
-    path.write_bytes(b"\n".join([*lines, base64.b64encode(b"ef") + b" 7"]))
-    assert "line 259: rank 7 was already given on line 8" in refused(path)
-    path.write_bytes(b"\n".join([*lines, base64.b64encode(b"ab") + b" 258"]))
-    assert "line 259: the token b'ab' was already given rank 256" in refused(path)
-    write_ranks(path, [*BYTES[:65], *BYTES[66:]])
-    assert "the byte 0x41 has no token (1 of 256 missing)" in refused(path)
-
-
 # sentencepiece
 
 

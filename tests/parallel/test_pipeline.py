@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.parallel.watch import GATHER, REDUCE, Wire
-from tests.pool import Pools, RankFailure
+from tests.pool import Pools
 from tests.steps import train_step
 from tests.training.compare import LABELS, SEQ, TOKENS, WARM, relative
 from tests.training.harness import (
@@ -28,7 +28,6 @@ from tests.training.harness import (
 )
 from tests.training.reference import Curve
 from tests.training.test_run import _run
-from titanlite.config.sections import ActivationCheckpoint, Compile
 from titanlite.guard import FiniteGuard
 from titanlite.loss import cross_entropy_sum
 from titanlite.models import SHAPES, LlamaArgs, count_parameters, flops_per_token
@@ -173,24 +172,6 @@ def _settings(world: DistEnv, run: Run) -> object:
 def test_weights_stay_gathered_unless_the_user_decides(pool: Pools, changes: dict[str, Any], expected: Any) -> None:
     for found in pool(2).run(_settings, replace(RUN, **changes)):
         assert found.startswith(expected) if isinstance(found, str) else found == expected
-
-
-@soak
-def test_settings_that_the_config_refuses_for_zero_bubble_do_fail() -> None:
-    """The day that one of them works the refusal can go."""
-    own = Pools()  # its ranks are of no use afterwards
-    split = replace(RUN, schedule="InterleavedZeroBubble", rates=WARM[:1])
-    try:
-        by_operation = replace(split, activations=ActivationCheckpoint(selective_ac_option="op"))
-        with pytest.raises(RankFailure, match="backward an extra time"):
-            own(2).run(train, by_operation, timeout=60)
-        compiled = replace(split, compile=Compile(components=["model"], backend="aot_eager"))
-        own(2).run(train, replace(compiled, schedule="Interleaved1F1B"))
-        # A graph whose backward may reuse memory of the forward, since it ran once.
-        with pytest.raises(RankFailure, match="retain_graph=False"):
-            own(2).run(train, compiled, timeout=60)
-    finally:
-        own.close()
 
 
 # Where the model is cut

@@ -151,12 +151,3 @@ def test_the_float8_error_is_a_metric_and_changes_no_step_also_after_a_resume(po
         assert 0 < abs(row["float8_drift"]) < 0.05
         assert row["float8_drift_relative"] == pytest.approx(row["float8_drift"] / row["float8_exact_loss"])
     assert any(line.startswith("float8 drift at 4: ") for line in ours["said"])
-
-
-@pytest.mark.soak
-def test_measuring_the_float8_error_compiles_nothing_again(pool: Pools, tmp_path: Path) -> None:
-    flags = [*float8_flags(True), "--training.steps=6", "--float8.drift_check=2", "--training.compile"]
-    log = pool(2).run(whole, str(tmp_path), *flags, "--compile.backend=aot_eager")[0]["said"]
-    assert sum(line.startswith("float8 drift at ") for line in log) == 3
-    assert any("torch.compile made 2 graphs for training" in line for line in log)
-    assert not [line for line in log if "again" in line]

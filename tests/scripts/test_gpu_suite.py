@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import benchmarks.gpu_bench as gpu_bench
 import benchmarks.gpu_ladder as gpu_ladder
 import benchmarks.gpu_page as gpu_page
 import benchmarks.gpu_pieces as gpu_pieces
-from benchmarks.gpu_bench import Bench, Failed, OutOfTime
+from benchmarks.gpu_bench import Bench, OutOfTime
 from titanlite.config.errors import ConfigError
 from titanlite.config.fit import load_config
 
@@ -46,8 +45,6 @@ def bench(tmp_path: Path) -> Bench:
 
 #: Starts a process in a session of its own, as a ladder starts torchrun, and needs a moment to end it.
 ORDERLY = 'setsid sleep 600 & pid=$!; trap "sleep 1; kill $pid; echo > $0.ended; exit 130" INT; echo $pid > "$0"; wait'
-#: Does not end when asked.
-STUBBORN = 'trap "" INT; setsid sleep 600 & echo $! > "$0"; wait; sleep 600'
 
 
 def _gone(pid: int) -> bool:
@@ -63,6 +60,7 @@ def _gone(pid: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_a_spent_budget_leaves_no_process_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_bench, "LEAST_SECONDS", 0)
     bench = Bench(tmp_path, False, time.monotonic() + 2)
@@ -71,18 +69,8 @@ def test_a_spent_budget_leaves_no_process_behind(tmp_path: Path, monkeypatch: py
     assert _gone(int((tmp_path / "pid").read_text())) and (tmp_path / "pid.ended").exists()
 
 
-def test_what_does_not_end_is_killed_with_all_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_bench, "LEAST_SECONDS", 0)
-    monkeypatch.setattr(gpu_bench, "PATIENCE_SECONDS", 0.2)
-    bench = Bench(tmp_path, False, time.monotonic() + 2)
-    with pytest.raises(OutOfTime):
-        bench.call(["bash", "-c", STUBBORN, str(tmp_path / "pid")], tmp_path / "log")
-    assert _gone(int((tmp_path / "pid").read_text()))
-
-
-@pytest.mark.parametrize(
-    ("number", "background"), [(signal.SIGINT, False), (signal.SIGTERM, False), (signal.SIGTERM, True)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "background"), [(signal.SIGINT, False), (signal.SIGTERM, True)])
 def test_a_signal_lets_the_command_end_its_own_children(
     tmp_path: Path, number: signal.Signals, background: bool
 ) -> None:
@@ -116,12 +104,6 @@ except Stopped as stop:
         process.wait()
 
 
-def test_patience_is_longer_than_a_ladders() -> None:
-    from titanlite.tools import processes
-
-    assert gpu_bench.PATIENCE_SECONDS >= processes.GRACE_SECONDS + 10
-
-
 # Settings.
 
 
@@ -150,22 +132,6 @@ def test_what_is_not_built_is_all_that_keeps_a_setting_back() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(str(gpu_ladder.CONFIGS / gpu_ladder.SETTINGS["kahan-8b"].config), 1, [])
     assert all("is not built yet" in problem.message for problem in caught.value.problems)
-
-
-def test_blocks_by_state() -> None:
-    setting = gpu_ladder.SETTINGS["ladder-8b"]
-    few, many = (gpu_ladder.layers_by_state(setting, [], n * 2**30) for n in (80, 139))
-    assert 0 < few < many <= 32
-    with pytest.raises(Failed, match="no GPU"):
-        gpu_ladder.layers_by_state(setting, [], None)
-
-
-def test_the_time_of_the_loss_comparison_is_told(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    setting = gpu_ladder.SETTINGS["loss-8b"]
-    assert gpu_ladder.fitting(bench, "loss-8b", setting, []) == 8
-    gpu_ladder.tell_time(bench, "loss-8b", setting, list(setting.flags), 8)
-    told = re.search(r"2 runs of 500 steps with 8 blocks, each about ([\d.]+) minutes", capsys.readouterr().out)
-    assert told is not None and 1 < float(told[1]) < 6  # within one call
 
 
 # Ladders, with a stand-in for the training.
@@ -262,16 +228,6 @@ def test_the_final_loss_decides(figure: Any, verdict: str) -> None:
     assert gpu_page.judge(target, {"loss-8b": {"rows": [row]}}) == verdict
 
 
-def test_the_published_page_names_every_target() -> None:
-    text = suite.RESULTS.with_suffix(".md").read_text()
-    assert not [one.about for one in gpu_page.TARGETS if f"- {one.about} ({one.piece})" not in text]
-
-
-def test_a_loss_that_is_no_number_is_no_small_difference() -> None:
-    runs = [{"level": level, "repeat": 1, "losses": {"9": loss}} for level, loss in (("compile", 5.0), ("x", "nan"))]
-    assert gpu_ladder.final_difference({"steps": 9, "runs": runs}, "x") == float("inf")
-
-
 def test_a_failed_level_leaves_the_others(bench: Bench, calls: list[tuple[int, list[str]]]) -> None:
     WORLD["broken"] = "float8"
     assert suite.run(bench, ["ladder-8b"]) == 1
@@ -293,35 +249,6 @@ def test_a_level_without_memory_takes_blocks_from_all(bench: Bench, calls: list[
     assert calls == [(first, []), (first - 2, []), (first - 4, [])]
     gpu_ladder.climb(bench, "ladder-8b")
     assert calls[-1] == (first - 4, []) and len(calls) == 4  # the number is kept
-
-
-def test_taking_blocks_has_an_end(bench: Bench, calls: list[tuple[int, list[str]]]) -> None:
-    WORLD["most"] = 0
-    found = gpu_ladder.climb(bench, "ladder-8b")
-    assert len(calls) == gpu_ladder.TRIES + 1 and calls[-1][1] == ["float8"]
-    assert found.problems == ["level float8: torch.OutOfMemoryError: CUDA out of memory. Tried"]
-    assert [row["what"] for row in found.rows] == ["default", "compile", "float8-all-gather"]
-
-
-def test_blocks_are_taken_until_two_steps_fit(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    setting = gpu_ladder.SETTINGS["ladder-8b"]
-    first = gpu_ladder.layers_by_state(setting, [], ABOUT["memory_bytes"])
-    most, tried = first - 4, []
-
-    def command(bench: Bench, setting: Any, flags: Any, layers: int) -> list[str]:
-        tried.append(layers)
-        return ["true"] if layers <= most else ["bash", "-c", "echo CUDA out of memory; exit 1"]
-
-    monkeypatch.setattr(gpu_ladder, "fit_command", command)
-    assert gpu_ladder.fitting(bench, "ladder-8b", setting, []) == most and tried == [first, first - 2, most]
-    assert gpu_ladder.fitting(bench, "ladder-8b", setting, []) == most and len(tried) == 3
-    suite.forget(bench, "rival-7b")
-    assert gpu_ladder.kept_layers(bench, "ladder-8b").exists()
-    suite.forget(bench, "ladder-8b")
-    assert not gpu_ladder.kept_layers(bench, "ladder-8b").exists()
-    most = 0
-    with pytest.raises(Failed, match="not even two blocks fit"):
-        gpu_ladder.fitting(bench, "ladder-8b", setting, [])
 
 
 # Pieces and exit codes.
@@ -352,16 +279,6 @@ def test_modes_are_kept_one_by_one(bench: Bench, monkeypatch: pytest.MonkeyPatch
     assert "| off | full |" in text and "Losses of the 6 eager modes, bit for bit: equal." in text
     ran.clear()
     assert suite.run(bench, ["modes"], again=True) == 0 and ran == gpu_pieces.cells(True, False)
-
-
-def test_tests_that_are_all_skipped_show_nothing(bench: Bench, tmp_path: Path) -> None:
-    skipped, passed = tmp_path / "test_skipped.py", tmp_path / "test_passed.py"
-    skipped.write_text("import pytest\n\ndef test_a():\n    pytest.skip('no GPU')\n")
-    passed.write_text("def test_b():\n    pass\n")
-    found = gpu_pieces.test_files(bench, [(str(skipped), ())])
-    assert found.problems == ["no GPU test passed: they were skipped, or failed"]
-    found = gpu_pieces.test_files(bench, [(str(skipped), ()), (str(passed), ())])
-    assert not found.problems and [row["code"] for row in found.rows] == [0, 0]
 
 
 def test_only_what_is_asked_for_decides_the_exit_code(
@@ -407,6 +324,7 @@ def test_other_sources_begin_anew(bench: Bench, monkeypatch: pytest.MonkeyPatch)
     assert len(list(bench.folder.parent.glob("gpu-2*/short.json"))) == 1
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_refuses(tmp_path: Path) -> None:
     command = ["benchmarks/gpu.sh", "machine", "--out", str(tmp_path / "gpu")]
     environment = {**CLI, "CUDA_VISIBLE_DEVICES": ""}
