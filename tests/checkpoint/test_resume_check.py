@@ -137,7 +137,11 @@ def _line(found: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize(
     ("ranks", "end"),
-    [(2, "bit for bit"), (1, "2 then, 1 now"), pytest.param(4, "2 then, 4 now", marks=pytest.mark.slow)],
+    [
+        (2, "bit for bit"),
+        pytest.param(1, "2 then, 1 now", marks=pytest.mark.slow),
+        pytest.param(4, "2 then, 4 now", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_that_goes_on_is_verified(pool: Pools, left: Path, tmp_path: Path, ranks: int, end: str) -> None:
     result = _line(_resume(pool, ranks, left, tmp_path / "run"))

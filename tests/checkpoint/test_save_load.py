@@ -39,7 +39,10 @@ def _equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     assert a.keys() == b.keys() and [name for name in a if not torch.equal(a[name], b[name])] == []
 
 
-@pytest.mark.parametrize(("mode", "implementation"), [("disabled", "fused"), ("async", "foreach"), (PINNED, "foreach")])
+@pytest.mark.parametrize(
+    ("mode", "implementation"),
+    [("disabled", "fused"), pytest.param("async", "foreach", marks=pytest.mark.slow), (PINNED, "foreach")],
+)
 def test_four_and_four_equal_eight_bit_for_bit(
     pool: Pools, storage: Storage, tmp_path: Path, mode: str, implementation: str
 ) -> None:
@@ -438,6 +441,7 @@ def test_refusals_name_the_way_out(pool: Pools, tmp_path: Path) -> None:
         assert " ".join(line.split()[1:]) == row
 
 
+@pytest.mark.slow
 def test_a_run_keeps_what_it_is_told_to(pool: Pools, tmp_path: Path) -> None:
     pool(1).run(train, RUN, tmp_path / "all", 1, 4, every=1)
     assert steps_in(tmp_path / "all") == [1, 2, 3, 4], "by default nothing goes"

@@ -59,6 +59,7 @@ def test_the_best_by_validation_stays_across_a_restart(pool: Pools, tmp_path: Pa
     assert all(read_manifest(root / f"step-{step}").validation_loss == losses[step] for step in steps_in(root))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["disabled", pytest.param("async", marks=pytest.mark.slow)])
 def test_last_save_holds_weights_only(pool: Pools, tmp_path: Path, mode: str) -> None:
     flags = ["--training.steps=4", "--checkpoint.interval=2", f"--checkpoint.async_mode={mode}"]

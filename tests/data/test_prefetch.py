@@ -236,6 +236,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "signal_number", "code", "output"),
     [

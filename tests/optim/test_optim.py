@@ -13,6 +13,7 @@ from titanlite.config.derive import derive
 from titanlite.config.load import read_text
 from titanlite.config.sections import Optimizer
 from titanlite.optim.gradients import clip_gradients, total_norm
+from titanlite.optim.learning_rate import LearningRate
 from titanlite.optim.optimizer import build_optimizer, gated_step
 from titanlite.optim.schedule import Schedule, learning_rate, lr_factor
 from titanlite.tools.aws_fsdp import migrate_arguments
@@ -69,6 +70,18 @@ def test_warmup_as_long_as_the_run_divides_by_nothing() -> None:
     schedule = Schedule(total_steps=5, warmup_steps=5)
     assert [lr_factor(schedule, step) for step in range(1, 6)] == pytest.approx([n / 6 for n in range(1, 6)])
     assert 0.0 <= lr_factor(schedule, 6) <= 1.0
+
+
+def test_a_run_asks_for_its_steps_counted_from_where_the_schedule_began() -> None:
+    schedule = Schedule(total_steps=100, warmup_steps=9)
+    rate = LearningRate(schedule, peak=2.0)
+    assert [rate(step) for step in (1, 9, 10)] == pytest.approx([0.2, 1.8, 2.0])
+    rate.began = 50
+    assert rate(51) == pytest.approx(0.2)
+    rate.change_length(99, 200)
+    assert rate.schedule is schedule
+    rate.change_length(100, 200)
+    assert rate.schedule == replace(schedule, total_steps=200)
 
 
 def test_unknown_length_is_an_error() -> None:

@@ -74,11 +74,11 @@ def assert_equal(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     ("settings", "ranks", "accumulation", "training"),
     [
         (FULL, 2, 2, full_precision()),
-        (EVERY_2, 1, 2, full_precision()),
         (OP, 2, 1, Training()),
         *(
             pytest.param(settings, *rest, marks=pytest.mark.slow)
             for settings, *rest in [
+                (EVERY_2, 1, 2, full_precision()),
                 (FULL, 2, 1, Training()),
                 # Hooks of groups smaller than a block lie inside of the recomputation.
                 (FULL, 2, 1, full_precision(fsdp_units="size", fsdp_min_params=3000, reshard_after_forward="always")),
@@ -179,7 +179,7 @@ SMALL = {"fsdp_units": "size", "fsdp_min_params": 3000}  # groups within a block
     ("reshard", "groups", "settings"),
     [
         ("always", {}, [FULL, OP]),
-        ("never", {}, [EVERY_2]),
+        pytest.param("never", {}, [EVERY_2], marks=pytest.mark.slow),
         pytest.param("always", SMALL, [FULL, OP], marks=pytest.mark.soak),
     ],
 )

@@ -209,7 +209,9 @@ HALVES = [f"{block}.{half}" for block in BLOCKS for half in ("attention", "feed_
 @pytest.mark.parametrize(
     ("settings", "names", "graphs", "matmuls"),
     [
-        (NONE, HALVES, 2, 8),  # as tensor parallelism needs it: two for each of four
+        pytest.param(
+            NONE, HALVES, 2, 8, marks=pytest.mark.slow
+        ),  # as tensor parallelism needs it: two for each of four
         (ActivationCheckpoint(selective_ac_option="op"), BLOCKS, 1, 14 + 3),
         *(
             pytest.param(*row, marks=pytest.mark.slow)

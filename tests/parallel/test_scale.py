@@ -149,7 +149,7 @@ def test_all_parallelisms_together_divide_the_largest_models(
     [
         # ceil(128,256 / 512) rows of the embedding
         pytest.param(0, 251, 137_808_400, marks=pytest.mark.slow),
-        (511, 0, 133_696_016),
+        pytest.param(511, 0, 133_696_016, marks=pytest.mark.slow),
     ],
 )
 def test_an_uneven_embedding_leaves_the_last_ranks_short(rank: int, rows: int, weights: int) -> None:

@@ -196,7 +196,7 @@ def _figures(world: DistEnv, run: Run) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("ranks", "loss_parallel"),
-    [(2, True), (4, False), pytest.param(4, True, marks=pytest.mark.slow)],
+    [(2, True), pytest.param(4, False, marks=pytest.mark.slow), pytest.param(4, True, marks=pytest.mark.slow)],
     ids=["tp 2", "tp 2, fsdp 2, whole logits", "tp 2, fsdp 2"],
 )
 def test_validation_and_norms_by_layer_are_those_of_one_rank(pool: Pools, ranks: int, loss_parallel: bool) -> None:

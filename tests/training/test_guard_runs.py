@@ -348,6 +348,7 @@ def test_a_weight_that_turns_nan_is_not_saved_and_the_restart_goes_on(pool: Pool
     assert any("resumed from step 2" in line for line in again["said"])
 
 
+@pytest.mark.slow
 def test_a_rollback_leaves_weights_that_are_not_finite_behind(pool: Pools, tmp_path: Path) -> None:
     found = pool(2).run(_spoil_weight, str(tmp_path), 4, EVERY_TWO, ROLLBACK)[0]
     assert (found["step"], found["error"]) == (8, "")
@@ -356,6 +357,7 @@ def test_a_rollback_leaves_weights_that_are_not_finite_behind(pool: Pools, tmp_p
     assert steps_in(tmp_path / "checkpoint") == [2, 4, 6, 8]
 
 
+@pytest.mark.slow
 def test_steps_are_not_skipped_where_the_weights_are_to_blame(pool: Pools, tmp_path: Path) -> None:
     flags = ["--guard.policy=skip", "--guard.max_skips=50", "--checkpoint.interval=100"]
     for found in pool(2).run(_spoil_weight, str(tmp_path), 4, *flags):
@@ -372,6 +374,7 @@ def _nonfinite_in(folder: Path) -> list[str]:
     return [name for name in contents.manifest.tensors if not contents.read(name).isfinite().all()]
 
 
+@pytest.mark.slow
 def test_an_older_version_s_checkpoint_of_such_weights_is_passed_over(pool: Pools, tmp_path: Path) -> None:
     pool(2).run(_spoil_weight, str(tmp_path), 4, EVERY_TWO, "--training.steps=4", checked=False)
     root = tmp_path / "checkpoint"

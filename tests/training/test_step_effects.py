@@ -122,7 +122,7 @@ def test_one_rank_computes_in_the_same_precision_as_many(pool: Pools) -> None:
 @pytest.mark.parametrize(
     "training",
     [
-        full_precision(),
+        pytest.param(full_precision(), marks=pytest.mark.slow),
         Training(),
         pytest.param(Training(mixed_precision_reduce="bfloat16"), marks=pytest.mark.slow),
     ],
@@ -169,7 +169,9 @@ def test_a_step_reads_nothing_back_from_the_device(pool: Pools) -> None:
     assert pool(2).run(_host_reads, replace(run, implementation="foreach"))[0] > 0, "the counter counts"
 
 
-@pytest.mark.parametrize(("dtype", "elements"), [(torch.float32, 2**28), (torch.bfloat16, 2**27)])
+@pytest.mark.parametrize(
+    ("dtype", "elements"), [(torch.bfloat16, 2**27), pytest.param(torch.float32, 2**28, marks=pytest.mark.slow)]
+)
 def test_norm_of_a_large_cpu_tensor_loses_no_small_squares(dtype: torch.dtype, elements: int) -> None:
     # Equal elements are the worst case: each square is rounded alike. Random ones are right to 2e-7 (fp32).
     weight = torch.nn.Parameter(torch.zeros((), dtype=dtype).expand(elements))
