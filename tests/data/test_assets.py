@@ -34,21 +34,6 @@ def held_out() -> list[dict[str, str]]:
     return records("c4_validation")
 
 
-def test_every_record_is_one_of_the_books_with_c4s_keys(
-    training: list[dict[str, str]], held_out: list[dict[str, str]]
-) -> None:
-    for record in training + held_out:
-        assert list(record) == ["text", "timestamp", "url"]
-        assert all(isinstance(value, str) and value for value in record.values())
-        assert not any(word in record["text"] for word in ("Gutenberg", "Signet", "Copyright", "copyright 1"))
-    text = {record["url"]: record["text"] for record in training + held_out}
-    assert len(text) == len(training) + len(held_out)
-    counts = [sum(url.startswith(f"debian:{book}/") for url in text) for book in ("bible-kjv", "r-cran-janeaustenr")]
-    assert counts == [1189, 55 + 48 + 31 + 24 + 61 + 50]  # chapters
-    assert sum(counts) + sum(url.startswith("debian:dict-devil/") for url in text) == len(text)
-    assert "In the beginning God created the heaven and the earth.\n" in text["debian:bible-kjv/Genesis/1"]
-
-
 def test_held_out_documents_are_a_twentieth_and_not_in_the_training_text(
     training: list[dict[str, str]], held_out: list[dict[str, str]]
 ) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from titanlite.data import DataError, EndOfData
+from titanlite.data import DataError
 from titanlite.data.corpus import Corpus
 from titanlite.data.loader import Batch, TrainLoader, ValidationLoader, add_hashes, batch_hash
 from titanlite.data.packing import PackedDataset
@@ -136,33 +136,6 @@ def test_an_error_comes_at_its_step_and_the_step_can_be_tried_again(corpus: Corp
             batches.load_state_dict({"next_sequence": -1})
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_data_end_for_all_ranks_at_the_same_step(corpus: Corpus, ranks: int) -> None:
-    for rank in range(ranks):
-        with Prefetcher(loader(corpus, rank, ranks, epochs=1), 3) as batches:  # 38 sequences: four steps of 12
-            for left in (4, 3, 2, 1):
-                assert batches.steps_left == left
-                batches.next_step()
-            for _ in range(2):
-                with pytest.raises(EndOfData, match="599 tokens"):
-                    batches.next_step()
-            assert batches.steps_left == 0
-
-
-def test_after_close_the_loader_is_at_the_last_step_handed_out(corpus: Corpus) -> None:
-    inner, plain = loader(corpus), loader(corpus)
-    batches = Prefetcher(inner, 4)
-    for _ in range(2):
-        hashes = [batch_hash(batches.next_step()) for _ in range(2)]
-        eventually(lambda: inner.position == plain.position + 6 * GLOBAL)
-        batches.close()
-        batches.close()
-        assert threads() == []
-        assert hashes == [batch_hash(plain.next_step()) for _ in range(2)]
-        assert inner.position == plain.position
-    assert batch_hash(inner.next_step()) == batch_hash(plain.next_step())
-
-
 def test_batches_are_pinned_by_the_thread_on_this_ranks_gpu(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without set_device the thread would open a context on GPU 0, on every rank."""
     calls: list[tuple[str, str, Any]] = []
@@ -242,9 +215,6 @@ except KeyboardInterrupt:
     [
         ("pass", None, 0, "ready"),
         ("while True: batches.next_step()", signal.SIGINT, 0, "interrupted at {'step': "),
-        pytest.param(
-            "while True: batches.next_step()", signal.SIGTERM, -signal.SIGTERM, "ready", marks=pytest.mark.soak
-        ),
     ],
 )
 def test_a_program_that_does_not_close_ends_at_once(

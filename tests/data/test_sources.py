@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -62,22 +61,6 @@ def test_missing_path_empty_folder_and_foreign_file(tmp_path: Path) -> None:
     assert "is not a record file" in refused(tmp_path / "data.parquet")
     with pytest.raises(DataError, match="allenai/c4 does not exist .*looked from"):
         source_files("c4", "allenai/c4")
-
-
-@pytest.mark.parametrize(("rank", "level"), [("0", "WARNING"), ("1", "INFO")])
-def test_empty_files_beside_others_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: Callable[[], str], rank: str, level: str
-) -> None:
-    """At every start, also with cached tokens; on the console of rank 0 only."""
-    monkeypatch.setenv("RANK", rank)
-    write(tmp_path / "a.json", [record("a")])
-    source_files("c4", str(tmp_path))
-    assert logged() == ""
-    for name in "bcdef":
-        (tmp_path / f"{name}.json").touch()
-    source_files("c4", str(tmp_path), "validation")
-    first = ", ".join(str(tmp_path / f"{name}.json") for name in "bcd")
-    assert level in logged() and f"5 of 6 files are empty (0 bytes) and hold no text: {first} and 2 more" in logged()
 
 
 @pytest.mark.parametrize(

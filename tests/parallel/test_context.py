@@ -16,10 +16,8 @@ from tests.parallel.watch import Watch
 from tests.pool import Pools
 from tests.training.compare import LABELS, TOKENS, WARM, relative
 from tests.training.harness import TINY, Run, build_tiny
-from titanlite.config.sections import ActivationCheckpoint
 from titanlite.data.loader import Batch
 from titanlite.models import get_spec
-from titanlite.models.llama.model import SdpaAttention
 from titanlite.models.rope import Rope
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.context import ContextAttention, CPLoader, CPRank, apply_cp, split_batch
@@ -28,9 +26,6 @@ from titanlite.parallel.fsdp import fsdp_mesh
 
 SPEC = get_spec("llama3")
 CPU = torch.device("cpu")
-NONE, FULL = ActivationCheckpoint(mode="none"), ActivationCheckpoint(mode="full")
-OP = ActivationCheckpoint(selective_ac_option="op")
-RUN = Run(TOKENS, LABELS, WARM, context=2)
 
 
 def _ranks(degree: int) -> list[CPRank]:
@@ -99,38 +94,6 @@ def test_loaders_give_each_rank_its_part_and_keep_their_state(pool: Pools) -> No
 
 
 # Attention alone
-
-
-def _attention(world: DistEnv, heads: int, kv_heads: int, documents: bool) -> list[float]:
-    """Relative errors of the output and of the gradients of q, k and v against plain attention, over all ranks."""
-    generator = torch.Generator().manual_seed(3)
-    q, k, v, upstream = (torch.randn(2, n, 64, 16, generator=generator) for n in (heads, kv_heads, kv_heads, heads))
-    doc_ids = (torch.rand(2, 64, generator=generator) < 0.1).cumsum(1) if documents else None
-    plain, whole = SdpaAttention(), [t.clone().requires_grad_() for t in (q, k, v)]
-    expected = plain(*whole, plain.prepare(doc_ids))
-    expected.backward(upstream)
-    rank = CPRank.of(world.build_mesh(cp=world.size))
-    rank.seq_len = 64
-    ours, parts = ContextAttention(rank), [rank.part(t, 2).requires_grad_() for t in (q, k, v)]
-    output = ours(*parts, ours.prepare(None if doc_ids is None else rank.part(doc_ids)))
-    output.backward(rank.part(upstream, 2))
-    pairs = [(output, expected), *((part.grad, t.grad) for part, t in zip(parts, whole, strict=True))]
-    return [relative(a, rank.part(b, 2)) for a, b in pairs]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "heads", "kv_heads", "documents"),
-    [
-        (2, 4, 4, False),
-        (2, 4, 2, True),
-        pytest.param(4, 4, 2, True, marks=pytest.mark.soak),
-    ],
-)
-def test_attention_alone_equals_plain_attention(
-    pool: Pools, ranks: int, heads: int, kv_heads: int, documents: bool
-) -> None:
-    for errors in pool(ranks).run(_attention, heads, kv_heads, documents):
-        assert max(errors) < 2e-6, errors
 
 
 # In a model
@@ -243,19 +206,3 @@ def test_weights_are_sharded_over_ranks_that_share_sequences(
     plain = sorted(name for name, _ in SPEC.build_on_meta(TINY).named_parameters())
     found = pool(ranks).run(_sharding, Run(TOKENS, LABELS, WARM, context=2, replicas=replicas))
     assert found == [(data_rank, (rows, 64), mesh, 77.0, plain) for data_rank in data_ranks]
-
-
-def _kept(world: DistEnv, context: int, activations: ActivationCheckpoint) -> int:
-    run = Run(TOKENS, LABELS, WARM, context=context, activations=activations)
-    return run.builder(world).trace_activations(batch_size=2, seq_len=64).block_bytes
-
-
-def test_each_rank_keeps_its_part_of_the_activations(pool: Pools) -> None:
-    """The report's trace of a block: whole keys and values, and a mask on a CPU, beside half of all else."""
-    alone, shared = (pool(2).run(_kept, context, NONE)[0] for context in (1, 2))
-    keys_and_values = 2 * 2 * 2 * 64 * 16 * 4
-    masks = 4 * 16 * (64 + 16)
-    assert alone / 2 < shared <= alone / 2 + keys_and_values + masks
-    # A recomputed block keeps its input alone: [2, 64 / 2, 64] in fp32, and the tables of its positions.
-    tables = 2 * 32 * 8 * 4
-    assert pool(2).run(_kept, 2, FULL)[0] - 2 * 32 * 64 * 4 in (0, tables)

@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from tests.pool import Pools
-from titanlite import exit_codes
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.dist_env import DistEnv, LaunchEnv, patience, read_launch_env, set_timeouts
 
@@ -124,20 +123,6 @@ def test_environments_of_launchers_are_read(environment: Callable[[dict[str, str
     environment({})
     with DistEnv.open("cpu") as world:
         assert (world.rank, world.size) == (0, 1)
-
-
-def test_train_py_reports_a_wrong_environment_without_torch(
-    environment: Callable[[dict[str, str]], None], tmp_path: Path
-) -> None:
-    environment(_TWO | {"RANK": "2"})
-    code = (
-        "import sys; from titanlite import main; code = main.run(sys.argv[1:]); "
-        "assert 'torch' not in sys.modules; sys.exit(code)"
-    )
-    command = [sys.executable, "-c", code, f"--job.dump_folder={tmp_path}"]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    error = "error: environment variable RANK is '2', expected a whole number from 0 to 1: WORLD_SIZE is 2\n"
-    assert (done.returncode, done.stderr) == (exit_codes.CONFIG, error)
 
 
 _RESTARTS = """

@@ -210,10 +210,9 @@ def test_precomputed_scales_are_those_found_weight_by_weight(pool: Pools) -> Non
     ("training", "replicas", "tolerance"),
     [  # in fp32 there is nothing to lose between the weights and their rounding to float8
         (full_precision(), 1, 1e-5),
-        pytest.param(Training(), 1, 2e-2, marks=pytest.mark.slow),
         pytest.param(Training(), 2, 2e-2, marks=pytest.mark.slow),
     ],
-    ids=["float32", "bfloat16", "ddp"],
+    ids=["float32", "ddp"],
 )
 def test_gathering_in_float8_changes_little_and_precomputing_nothing(
     pool: Pools, training: Training, replicas: int, tolerance: float
@@ -271,12 +270,6 @@ def test_a_plain_weight_is_the_same_memory() -> None:
     [
         ("tensorwise", False),
         ("rowwise", True),
-        *(
-            pytest.param(name, emulate, marks=pytest.mark.slow)
-            for name in RECIPES
-            for emulate in (False, True)
-            if (name, emulate) not in [("tensorwise", False), ("rowwise", True)]
-        ),
     ],
 )
 def test_the_per_op_policy_recognises_float8_products(name: str, emulate: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -14,21 +13,20 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.parallel.watch import GATHER, REDUCE, SUM, Sent, Wire
 from tests.pool import Pools
-from tests.steps import forward_backward, train_step
-from tests.training.harness import TINY, Run, batches, build_tiny, full_precision, micro_batches, train
+from tests.steps import train_step
+from tests.training.harness import TINY, Run, batches, build_tiny, full_precision, micro_batches
 from titanlite.config.sections import Training
 from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.models import get_spec
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.parallel.fsdp import apply_fsdp, set_gradient_sync
+from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.wrapping import groups_by_class
 
 RUN = Run(*batches(1, 8, 16, 192), [1e-3])
 TOTAL = 123_200  # parameters of TINY: embedding and head 12,288 each, two blocks of 49,280, final norm 64
 EMBEDDING, BLOCK, HEAD = 12_288, 49_280, 12_288 + 64
 CLASSES = ["Attention", "FeedForward"]
-WIDTH = {"bfloat16": 2, "float32": 4}
 
 
 def _step(world: DistEnv, run: Run) -> list[Sent]:
@@ -98,23 +96,6 @@ def test_replicas_add_one_all_reduce_of_a_shard_per_group(
     for seen in pool(ranks).run(_step, replace(RUN, replicas=2)):
         assert _counts(seen) == counts
         assert _bytes(seen, SUM, "in") == 4 * summed
-
-
-@pytest.mark.parametrize(("param", "reduce"), [("bfloat16", "float32"), ("float32", "bfloat16")])
-def test_bytes_gathered_and_reduced_follow_the_precision(pool: Pools, param: Any, reduce: Any) -> None:
-    training = Training(
-        mixed_precision_param=param,
-        mixed_precision_reduce=reduce,
-        reshard_after_forward="never",
-        enable_cpu_offload=True,
-    )  # offload is without effect on a CPU
-    for seen in pool(2).run(_step, replace(RUN, training=training)):
-        assert {(sent.name, sent.dtype) for sent in seen} == {
-            (GATHER, getattr(torch, param)),
-            (REDUCE, getattr(torch, reduce)),
-        }
-        assert _bytes(seen, REDUCE, "in") == WIDTH[reduce] * TOTAL
-        assert _bytes(seen, GATHER, "out") == WIDTH[param] * TOTAL
 
 
 def _order(world: DistEnv, run: Run) -> tuple[list[int], list[int]]:
@@ -198,35 +179,6 @@ def test_every_parameter_is_sharded_by_rows_over_the_shard_ranks(
         assert found == {name: (*where, (shape[0] // shards, *shape[1:])) for name, shape in shapes.items()}
 
 
-def _storages() -> dict[int, int]:
-    """Bytes by storage of all tensors that are reachable, gradients among them. Memory in gloo's hands is not."""
-    gc.collect()
-    found = [item for item in gc.get_objects() if isinstance(item, torch.Tensor)]
-    found += [item.grad for item in found if isinstance(item, nn.Parameter) and item.grad is not None]
-    plain = [item.to_local() if isinstance(item, DTensor) else item for item in found]
-    # By the storage itself: tensors of earlier traces in this process have no address.
-    return {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in plain if t.device.type == "cpu")}
-
-
-def _kept(world: DistEnv, run: Run, sync_every: bool) -> int:
-    """Bytes that a step's first micro-batch leaves behind."""
-    model, _, rank = build_tiny(world, run)
-    data = micro_batches(run, 0, rank, world.size)
-    forward_backward(model, data, torch.tensor(64), sync_every)  # FSDP sets itself up
-    model.zero_grad()
-    set_gradient_sync(model, sync_every)
-    before = _storages()
-    model(data[0].tokens).float().sum().backward()
-    return sum(size for storage, size in _storages().items() if storage not in before)
-
-
-def test_waiting_for_the_last_micro_batch_keeps_whole_gradients(pool: Pools) -> None:
-    """Bytes of the precision of the reduction for every parameter, against 4 bytes for every one of the shard's."""
-    run = replace(RUN, accumulation=2, training=Training(mixed_precision_reduce="bfloat16"))
-    assert pool(2).run(_kept, run, False)[0] == 2 * TOTAL
-    assert pool(2).run(_kept, run, True)[0] == 4 * TOTAL / 2
-
-
 class Odd(nn.Module):
     """A user's own model: groups of its own classes, a tied head, rows that no two ranks divide evenly."""
 
@@ -279,20 +231,3 @@ def test_a_users_own_model_has_the_gradients_of_one_process(
 ) -> None:
     for worst, gathered in pool(2).run(_own_model, prefetch, average, replicas):
         assert worst < within and gathered == gathers
-
-
-def _curve(world: DistEnv, run: Run, dtype: torch.dtype) -> tuple[list[float], set[torch.dtype]]:
-    """Losses of a run under a default dtype of torch, and the dtypes of its weights afterwards."""
-    torch.set_default_dtype(dtype)
-    try:
-        curve = train(world, run)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    return curve.losses, {weight.dtype for weight in curve.weights.values()}
-
-
-def test_weights_are_float32_whatever_torchs_default_is(pool: Pools) -> None:
-    run = Run(*batches(2, 8, 16, 192), [1e-3, 1e-3])
-    (usual, _), (low, dtypes) = (pool(1).run(_curve, run, d)[0] for d in (torch.float32, torch.bfloat16))
-    assert dtypes == {torch.float32}
-    assert low == usual

@@ -142,30 +142,3 @@ def test_all_parallelisms_together_divide_the_largest_models(
             assert_shapes(model, layout, rank, whole)
             wq = dict(model.named_parameters())[next(name for name in names if "wq" in name)]
             assert wq.device_mesh.size() == layout.ranks // layout.pipeline  # replicas too
-
-
-@pytest.mark.parametrize(
-    ("rank", "rows", "weights"),
-    [
-        # ceil(128,256 / 512) rows of the embedding
-        pytest.param(0, 251, 137_808_400, marks=pytest.mark.slow),
-        pytest.param(511, 0, 133_696_016, marks=pytest.mark.slow),
-    ],
-)
-def test_an_uneven_embedding_leaves_the_last_ranks_short(rank: int, rows: int, weights: int) -> None:
-    layout = Layout(dp_shard=512)
-    with fake_world(rank, 512) as world:
-        model = build_on(world, layout, "3.1-70B")
-        parts = {name: p.to_local() for name, p in model.named_parameters() if isinstance(p, DTensor)}
-        assert parts["tok_embeddings.weight"].shape == parts["output.weight"].shape == (rows, 8192)
-        assert parts["layers.79.attention.wk.weight"].shape == (2, 8192)
-        assert sum(part.numel() for part in parts.values()) == weights
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fsdp_units", [["Attention", "FeedForward"], "size"], ids=str)
-def test_other_groups_shard_the_same_rows(fsdp_units: Any) -> None:
-    layout = Layout(2, 32)
-    with fake_world(63, 64) as world:
-        model = build_on(world, layout, "3.1-70B", fsdp_units=fsdp_units, fsdp_min_params=2_000_000_000, prefetch=1)
-        assert_shapes(model, layout, 63, whole_shapes("3.1-70B"))

@@ -107,21 +107,6 @@ except Stopped as stop:
 # Settings.
 
 
-@pytest.mark.parametrize(
-    ("name", "dim", "seq_len", "sequences"),
-    [("ladder-8b", 4096, 8192, 1), ("loss-8b", 4096, 8192, 1), ("rival-7b", 4096, 4096, 8)],
-)
-def test_settings_are_the_published_ones(name: str, dim: int, seq_len: int, sequences: int) -> None:
-    setting = gpu_ladder.SETTINGS[name]
-    run = load_config(str(gpu_ladder.CONFIGS / setting.config), 1, list(setting.flags))
-    assert (run.batch.seq_len, run.batch.global_batch_size, run.activation_checkpoint.mode) == (
-        seq_len,
-        sequences,
-        "full",
-    )
-    assert run.model_args().dim == dim and run.training.mixed_precision_param == "bfloat16"
-
-
 def test_levels_are_the_ladders() -> None:
     from titanlite.tools.benchmark import LEVELS
 
@@ -279,24 +264,6 @@ def test_modes_are_kept_one_by_one(bench: Bench, monkeypatch: pytest.MonkeyPatch
     assert "| off | full |" in text and "Losses of the 6 eager modes, bit for bit: equal." in text
     ran.clear()
     assert suite.run(bench, ["modes"], again=True) == 0 and ran == gpu_pieces.cells(True, False)
-
-
-def test_only_what_is_asked_for_decides_the_exit_code(
-    bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    odd = gpu_ladder.Setting("llama3_8b.toml", 4, 2, 1, flags=("--model.overrides.n_heads=7",))
-    monkeypatch.setitem(gpu_ladder.SETTINGS, "odd", odd)
-    monkeypatch.setattr(
-        suite,
-        "PIECES",
-        {"odd": lambda bench: gpu_ladder.climb(bench, "odd"), "good": lambda bench: gpu_bench.Result([])},
-    )
-    for _ in range(2):
-        assert suite.run(bench, ["odd"]) == 1
-        said = capsys.readouterr().out
-        assert "odd: running" in said and "Failed: model: " in said and "n_heads = 7 does not divide dim = 4096" in said
-    assert suite.run(bench, ["good"]) == 0
-    assert suite.run(bench, ["good", "odd"]) == 1
 
 
 def test_a_budget_ends_between_pieces_and_the_same_command_goes_on(

@@ -91,7 +91,6 @@ SHORT = ["--checkpoint.interval=4", "--training.steps=12", *SPIKES]
 ROLLBACK = "--guard.policy=rollback"
 
 
-@pytest.mark.slow
 def test_a_rollback_is_the_run_that_left_the_stretch_out(pool: Pools, tmp_path: Path) -> None:
     rolled, plain = tmp_path / "rolled", tmp_path / "plain"
     found = pool(2).run(_run, str(rolled), {6: NAN}, *SHORT, ROLLBACK, "--metrics.enable_tensorboard")[0]
@@ -142,7 +141,6 @@ def test_rollbacks_end_with_their_budget(pool: Pools, tmp_path: Path) -> None:
     assert found["code"] == exit_codes.GUARD and "bad were the steps 6, 6, 7" in found["error"]
 
 
-@pytest.mark.slow
 def test_a_checkpoint_with_bad_weights_is_left_for_the_one_before(pool: Pools, tmp_path: Path) -> None:
     """Whatever is read behind the checkpoint of step 4, step 5 or 6 is bad, until the run goes on from step 2."""
     poison = dict.fromkeys((5, 7, 8), NAN)  # in the data order: each time another stretch
@@ -334,6 +332,7 @@ def _spoil_weight(world: DistEnv, folder: str, spoilt: int, *flags: str, checked
 EVERY_TWO = "--checkpoint.interval=2"
 
 
+@pytest.mark.slow
 def test_a_weight_that_turns_nan_is_not_saved_and_the_restart_goes_on(pool: Pools, tmp_path: Path) -> None:
     for found in pool(2).run(_spoil_weight, str(tmp_path), 4, EVERY_TWO):
         assert found["code"] == exit_codes.GUARD
