@@ -23,6 +23,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 #: Seconds for the tests of one fault; a fault that makes ranks wait for each other forever counts as caught.
 TIMEOUT = 300.0
+HANGS = -1
 
 
 class Fault(NamedTuple):
@@ -497,7 +498,7 @@ def run_tests(root: Path, tests: list[str]) -> tuple[int, str]:
             timeout=TIMEOUT,
         )
     except subprocess.TimeoutExpired:
-        return 1, f"FAILED no end within {TIMEOUT:.0f} s"
+        return HANGS, ""
     return done.returncode, done.stdout
 
 
@@ -527,11 +528,17 @@ def main() -> int:
             tests = ["tests"] if options.all_tests else [f"tests/{test}" for test in fault.tests]
             with seeded(fault, root):
                 code, output = run_tests(root, tests)
-            failed = re.search(r"^(?:FAILED|ERROR) (\S+?\[.*?\](?= - |$)|\S+|no end.*)", output, re.MULTILINE)
-            caught = failed is not None
-            if not caught:
+            failed = re.search(r"^(?:FAILED|ERROR) (\S+?\[.*?\](?= - |$)|\S+)", output, re.MULTILINE)
+            if code == HANGS:
+                result = f"caught: the tests did not end within {TIMEOUT:.0f} s"
+            elif failed is None:
+                result = f"SURVIVED: pytest ended with {code}"
+            elif run_tests(root, [failed[1]])[0] == 1:
+                result = f"SURVIVED: {failed[1]} fails without the fault too"
+            else:
+                result = f"caught by {failed[1]}"
+            if result.startswith("SURVIVED"):
                 survived.append(fault.name)
-            result = f"caught by {failed[1]}" if failed else f"SURVIVED (pytest ended with {code})"
             print(f"{fault.name:42} {time.monotonic() - started:4.0f} s  {result}", flush=True)
     print(f"{len(faults) - len(survived)} of {len(faults)} faults caught")
     return 1 if survived else 0
