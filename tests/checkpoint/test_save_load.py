@@ -41,7 +41,7 @@ def _equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "implementation"),
-    [("disabled", "fused"), pytest.param("async", "foreach", marks=pytest.mark.slow), (PINNED, "foreach")],
+    [("disabled", "fused"), *(pytest.param(mode, "foreach", marks=pytest.mark.slow) for mode in ("async", PINNED))],
 )
 def test_four_and_four_equal_eight_bit_for_bit(
     pool: Pools, storage: Storage, tmp_path: Path, mode: str, implementation: str

@@ -227,11 +227,7 @@ def train_row(references: References, row: Row, accumulation: int) -> None:
 
 def bf16_rows(fewest: int, most: int) -> list[Any]:
     """As parameters of a test."""
-    return [
-        name if name == "fsdp 2" else pytest.param(name, marks=pytest.mark.slow)
-        for name, row in ROWS.items()
-        if fewest <= row.ranks <= most
-    ]
+    return [pytest.param(name, marks=pytest.mark.slow) for name, row in ROWS.items() if fewest <= row.ranks <= most]
 
 
 def train_in_bf16(references: References, row: str) -> None:

@@ -390,6 +390,7 @@ def test_an_older_version_s_checkpoint_of_such_weights_is_passed_over(pool: Pool
     assert _nonfinite_in(root / "step-4") == [], "the good one of that step has its place"
 
 
+@pytest.mark.slow
 def test_with_no_other_checkpoint_the_run_does_not_start(pool: Pools, tmp_path: Path) -> None:
     pool(2).run(_spoil_weight, str(tmp_path), 2, "--training.steps=2", checked=False)
     found = pool(2).run(_spoil_weight, str(tmp_path), 0)[0]

@@ -222,6 +222,7 @@ def test_validation_weighs_tokens_not_ranks(pool: Pools, tmp_path: Path) -> None
         assert abs(found[ranks]["validation_loss"] - found[1]["validation_loss"]) < 5e-6
 
 
+@pytest.mark.slow
 def test_earlier_metrics_are_kept_not_mixed(pool: Pools, tmp_path: Path) -> None:
     flags = ["--training.steps=2", "--no-checkpoint.enable_checkpoint"]
     first = pool(1).run(_run, str(tmp_path), *flags)[0]["rows"]
@@ -334,6 +335,7 @@ def _garbage(world: DistEnv, folder: str) -> tuple[list[int], bool, bool]:
     return [step for step in collected if step], all(off), gc.isenabled()
 
 
+@pytest.mark.slow
 def test_garbage_is_collected_on_all_ranks_in_the_same_steps(pool: Pools, tmp_path: Path) -> None:
     flags = pool(2).run(_garbage, str(tmp_path))
     assert flags[0][0][:2] == flags[1][0][:2] == [3, 6]
@@ -388,6 +390,7 @@ def test_a_folder_that_cannot_be_written_ends_the_run_early(tmp_path: Path) -> N
     assert "job.dump_folder: cannot write to" in said and "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_a_run_says_which_config_it_is(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     nowhere = f"--job.dump_folder={tmp_path}/file/outputs"  # so the run ends before it trains

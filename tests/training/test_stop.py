@@ -298,6 +298,7 @@ def _python(*command: str, path: Path = ROOT, **variables: str) -> subprocess.Co
     )
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_on_its_way_out_ends_after_a_second_ctrl_c(tmp_path: Path) -> None:
     code = (
         "import os, signal, time\n"
