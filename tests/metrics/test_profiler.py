@@ -57,6 +57,7 @@ def test_a_trace_holds_the_active_steps_of_a_cycle_and_no_others(tmp_path: Path)
     assert [event["args"]["Input Dims"][0] for event in negations] == [[6], [7], [8]]
 
 
+@pytest.mark.slow
 def test_no_profile_unless_asked(pool: Pools, tmp_path: Path) -> None:
     pool(1).run(_train, str(tmp_path), "--training.steps=6")
     assert not (tmp_path / "profile_traces").exists()

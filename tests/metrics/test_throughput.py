@@ -177,6 +177,7 @@ def test_cuda_memory_is_the_peak_since_the_last_reset() -> None:
     assert not is_cpu(device_name(device))
 
 
+@pytest.mark.slow
 def test_garbage_collection_is_timed() -> None:
     timer = GCTimer()
     gc.collect()
