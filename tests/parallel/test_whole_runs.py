@@ -26,7 +26,8 @@ AC = "--activation_checkpoint."
 COMPILED = ["--training.compile", "--compile.backend=eager"]
 #: name: ranks, flags, ranks of the plain run (the same ranks: equal bit for bit), texts in the log
 CASES: dict[str, tuple[int, list[str], int, list[str]]] = {
-    "tp, fsdp": (4, [TP], 1, ["dp_shard 2 x tp 2 = 4 ranks"]),
+    # Half as large a batch on twice as many data-parallel ranks: the same validation.
+    "tp, fsdp": (4, [TP, "--validation.batch_size=2"], 1, ["dp_shard 2 x tp 2 = 4 ranks"]),
     "cp": (2, [CP], 1, ["cp 2 = 2 ranks"]),
     "pp, zero bubble": (2, [PP, f"{SCHEDULE}ZBVZeroBubble"], 1, ["ZBVZeroBubble, 4 stages"]),
     "op": (2, [f"{AC}mode=selective", f"{AC}selective_ac_option=op"], 2, ["by operation: each block saves"]),
