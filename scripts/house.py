@@ -33,7 +33,15 @@ READING_PATH = [
         "data/packing",
         "data/loader",
     ),
-    *("parallel/dist_env", "parallel/parallelize", "parallel/fsdp", "parallel/tensor", "parallel/init"),
+    *(
+        "data/packing",
+        "data/loader",
+        "parallel/dist_env",
+        "parallel/parallelize",
+        "parallel/fsdp",
+        "parallel/tensor",
+        "parallel/init",
+    ),
     *("checkpoint/manager", "metrics/observer"),
 ]
 #: Annotations of parameters that take the whole config.

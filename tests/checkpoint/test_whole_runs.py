@@ -35,6 +35,7 @@ def _said(found: dict[str, Any], start: str) -> str:
     return str(line)
 
 
+@pytest.mark.slow
 def test_milestones_the_first_step_and_retention(pool: Pools, tmp_path: Path) -> None:
     flags = ["--training.steps=9", "--checkpoint.interval=7", "--checkpoint.keep_latest_k=2"]
     pool(1).run(_run, str(tmp_path / "a"), *flags, "--checkpoint.milestones=powers_of_two")

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -122,6 +123,7 @@ def run_of(config: LoadedConfig) -> RunConfig | list[str]:
     return replace(run, job=replace(run.job, dialect="2024"), toml="", notes=(), warnings=())
 
 
+@pytest.mark.slow
 @settings(max_examples=250, deadline=None)
 @given(files())
 def test_migrated_file_means_the_same_and_keeps_its_comments(file):

@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.pool import Pools
 from tests.tiny import EIGHT_STEPS
 from titanlite.build import build
@@ -54,6 +56,7 @@ def _run(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
     return {"losses": losses, "during": during, "after": after}
 
 
+@pytest.mark.slow
 def test_a_run_is_the_same_with_threads_and_leaves_none(pool: Pools, tmp_path: Path) -> None:
     plain = pool(2).run(_run, str(tmp_path / "plain"), "--training.steps=8", "--data.prefetch=0")
     flags = ["--training.steps=8", "--data.prefetch=3", "--data.persistent_workers"]

@@ -20,7 +20,7 @@ from titanlite.data.loader import (
     step_hash,
 )
 from titanlite.data.packing import IGNORE, PackedDataset
-from titanlite.data.skip_ranges import before, count, merged, ranges_of_steps, take, without
+from titanlite.data.skip_ranges import before, count, merged, take, without
 
 SEQ = 16
 SKIP = [(6, 18), (26, 29)]
@@ -148,11 +148,6 @@ def test_arithmetic_of_ranges_agrees_with_sets_of_numbers() -> None:
         assert {n for first, end in before(place, apart) for n in range(first, end)} == {n for n in left if n < place}
         assert count(place, place + number, apart) == len(left & set(range(place, place + number)))
         assert take(place, number, apart) == [n for n in range(place, 200) if n not in left][:number]
-
-
-def test_steps_are_those_of_an_undisturbed_run() -> None:
-    assert ranges_of_steps([3, "5-6", 4], 8) == ((16, 48),)
-    assert ranges_of_steps([1, "9-10"], 4) == ((0, 4), (32, 40))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

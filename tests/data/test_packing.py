@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +48,6 @@ def test_its_hash_is_splitmix64() -> None:
         assert packing._mix(np.array([1, 2, 3], dtype=np.uint64) * np.uint64(packing._GAMMA)).tolist() == published
 
 
-def test_seeds_and_epochs_have_even_orders_of_their_own() -> None:
-    orders = {tuple(epoch_order(50, seed, epoch)) for seed in (-1, 0, 1, 2, 2**63) for epoch in range(5)}
-    assert len(orders) == 25 and all(sorted(order) == list(range(50)) for order in orders)
-    # Over 2,000 epochs each document comes first about as often as any other (chi-square, 19 degrees).
-    first = np.bincount([epoch_order(20, 3, epoch)[0] for epoch in range(2000)], minlength=20)
-    assert ((first - 100) ** 2 / 100).sum() < 50
-
-
 # Sequences
 
 
@@ -71,7 +60,7 @@ def stream_of(corpus: Corpus, epochs: int, seed: int, shuffle: bool = True) -> l
     return stream
 
 
-@pytest.mark.parametrize("seq_len", [1, 2, 7, 64, 599, 600, 1500])
+@pytest.mark.parametrize("seq_len", [1, 7, 599, 1500])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_every_token_is_a_target_once_per_epoch(corpus: Corpus, seq_len: int, shuffle: bool) -> None:
     dataset = PackedDataset(corpus, seq_len=seq_len, seed=3, shuffle=shuffle, epochs=3)
@@ -103,16 +92,6 @@ def test_without_end_a_sequence_depends_on_its_number_alone(corpus: Corpus) -> N
     assert len(endless._orders) <= 3 and len(endless._windows) <= 2
     other = PackedDataset(corpus, seq_len=64, seed=4)
     assert other.sequence(0)[0].tolist() != endless.sequence(0)[0].tolist()
-
-
-def test_neighbours_of_the_text_are_served_apart(corpus: Corpus) -> None:
-    """Windows of one document in one batch would make a batch of one text; each pass mixes them anew."""
-    dataset = PackedDataset(corpus, seq_len=5, seed=3)
-    size = dataset.sequences_per_epoch
-    first, second = ([dataset.window(i) for i in range(b * size, (b + 1) * size)] for b in (0, 1))
-    assert sorted(first) == list(range(size)) and sorted(second) == list(range(size, 2 * size))
-    assert [w - size for w in second] != first
-    assert sum(abs(b - a) == 1 for a, b in zip(first, first[1:], strict=False)) < 0.1 * size
 
 
 def test_last_sequence_is_padded_with_labels_of_no_weight(corpus: Corpus) -> None:
@@ -172,18 +151,3 @@ def test_the_example_in_the_docs_runs() -> None:
     names: dict[str, Any] = {}
     exec(page.split("```python\n")[1].split("```")[0], names)
     assert names["first"].tokens.shape == names["second"].labels.shape == (4, 512)
-
-
-def test_long_reading_reports_progress(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: Callable[[], str]
-) -> None:
-    monkeypatch.setattr("titanlite.data.corpus.REPORT_EVERY", -1.0)
-    path = write_texts(tmp_path / "a.jsonl", ["one", "two"])
-    build(path)
-    assert "2 documents, 0 MB" in logged() and f"{path}, file 1 of 1" in logged()
-
-
-def test_config_needs_no_torch_and_packing_no_tokenizers_library() -> None:
-    code = "import sys, titanlite.data.skip_ranges, titanlite.data.packing as p\n"
-    code += "assert not {'torch', 'tiktoken', 'sentencepiece', 'tokenizers'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -8,14 +8,13 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from titanlite.data import DataError, EndOfData
+from titanlite.data import DataError
 from titanlite.data.corpus import Corpus
 from titanlite.data.loader import Batch, TrainLoader, ValidationLoader, add_hashes, batch_hash
 from titanlite.data.packing import PackedDataset
@@ -65,7 +64,7 @@ def no_thread_is_left() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("skip", [(), [(6, 12)]])
-@pytest.mark.parametrize("depth", [0, 1, 2, 5])
+@pytest.mark.parametrize("depth", [0, 3])
 def test_steps_and_states_are_those_of_the_loader(corpus: Corpus, depth: int, skip: Any) -> None:
     plain = loader(corpus, skip=skip)
     with Prefetcher(loader(corpus, skip=skip), depth) as batches:
@@ -79,7 +78,7 @@ def test_steps_and_states_are_those_of_the_loader(corpus: Corpus, depth: int, sk
             assert len(threads()) == (depth > 0)
 
 
-@pytest.mark.parametrize("stop", [0, 1, 4, 7])
+@pytest.mark.parametrize("stop", [0, 4])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_resume_after_any_step_on_any_number_of_ranks_sees_the_same_batches(
     corpus: Corpus, stop: int, ranks: int
@@ -137,61 +136,6 @@ def test_an_error_comes_at_its_step_and_the_step_can_be_tried_again(corpus: Corp
             batches.load_state_dict({"next_sequence": -1})
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_data_end_for_all_ranks_at_the_same_step(corpus: Corpus, ranks: int) -> None:
-    for rank in range(ranks):
-        with Prefetcher(loader(corpus, rank, ranks, epochs=1), 3) as batches:  # 38 sequences: four steps of 12
-            for left in (4, 3, 2, 1):
-                assert batches.steps_left == left
-                batches.next_step()
-            for _ in range(2):
-                with pytest.raises(EndOfData, match="599 tokens"):
-                    batches.next_step()
-            assert batches.steps_left == 0
-
-
-def test_after_close_the_loader_is_at_the_last_step_handed_out(corpus: Corpus) -> None:
-    inner, plain = loader(corpus), loader(corpus)
-    batches = Prefetcher(inner, 4)
-    for _ in range(2):
-        hashes = [batch_hash(batches.next_step()) for _ in range(2)]
-        eventually(lambda: inner.position == plain.position + 6 * GLOBAL)
-        batches.close()
-        batches.close()
-        assert threads() == []
-        assert hashes == [batch_hash(plain.next_step()) for _ in range(2)]
-        assert inner.position == plain.position
-    assert batch_hash(inner.next_step()) == batch_hash(plain.next_step())
-
-
-def test_a_collected_prefetcher_takes_its_thread_along(corpus: Corpus) -> None:
-    batches = Prefetcher(loader(corpus), 2)
-    batches.next_step()
-    gone = weakref.ref(batches)
-    assert len(threads()) == 1
-    del batches
-    gc.collect()
-    assert gone() is None
-    assert threads() == []
-
-
-def test_a_loader_that_never_returns_does_not_keep_its_user(
-    corpus: Corpus, monkeypatch: pytest.MonkeyPatch, logged: Callable[[], str]
-) -> None:
-    monkeypatch.setattr("titanlite.data.prefetch._PATIENCE", 0.05)
-    inner, release = loader(corpus), threading.Event()
-    batches = Prefetcher(changed(inner, lambda: release.wait(30 if inner.position else 0) and None), 2)
-    batches.next_step()
-    batches.close()
-    assert "has not returned from a step" in logged()
-    with pytest.raises(RuntimeError, match="cannot be used again"):
-        batches.next_step()
-    release.set()
-    eventually(lambda: threads() == [])
-    batches.close()
-    assert inner.position == GLOBAL
-
-
 def test_batches_are_pinned_by_the_thread_on_this_ranks_gpu(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without set_device the thread would open a context on GPU 0, on every rank."""
     calls: list[tuple[str, str, Any]] = []
@@ -215,16 +159,9 @@ def test_batches_are_pinned_by_the_thread_on_this_ranks_gpu(corpus: Corpus, monk
     calls.clear()
     list(ValidationPrefetcher(held_out(corpus), 2, pin=True))
     assert calls[0] == ("set_device", THREAD, (3,)) and len(calls) == 1 + 2 * 10
-    calls.clear()
-    Prefetcher(loader(corpus), 0, pin=True).next_step()
-    assert [call[:2] for call in calls] == [("pin", "MainThread")] * 4
-    calls.clear()
-    with Prefetcher(loader(corpus), 1, pin=False) as batches:
-        batches.next_step()
-    assert calls == []
 
 
-@pytest.mark.parametrize("depth", [0, 1, 100])
+@pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_every_validation_pass_has_the_same_batches(corpus: Corpus, depth: int, persistent: bool) -> None:
     expected = [batch_hash([batch]) for batch in held_out(corpus)]
@@ -287,15 +224,12 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "signal_number", "code", "output"),
     [
         ("pass", None, 0, "ready"),
-        ("raise ValueError('mine')", None, 1, "ready"),
         ("while True: batches.next_step()", signal.SIGINT, 0, "interrupted at {'step': "),
-        pytest.param(
-            "while True: batches.next_step()", signal.SIGTERM, -signal.SIGTERM, "ready", marks=pytest.mark.soak
-        ),
     ],
 )
 def test_a_program_that_does_not_close_ends_at_once(
@@ -315,4 +249,4 @@ def test_a_program_that_does_not_close_ends_at_once(
         rest, errors = process.communicate(timeout=200)
     assert process.returncode == code, errors
     assert output in first + rest
-    assert "Fatal" not in errors and ("mine" in errors) == ("mine" in end)
+    assert "Fatal" not in errors

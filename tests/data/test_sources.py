@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -64,29 +63,6 @@ def test_missing_path_empty_folder_and_foreign_file(tmp_path: Path) -> None:
         source_files("c4", "allenai/c4")
 
 
-@pytest.mark.parametrize(("rank", "level"), [("0", "WARNING"), ("1", "INFO")])
-def test_empty_files_beside_others_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: Callable[[], str], rank: str, level: str
-) -> None:
-    """At every start, also with cached tokens; on the console of rank 0 only."""
-    monkeypatch.setenv("RANK", rank)
-    write(tmp_path / "a.json", [record("a")])
-    source_files("c4", str(tmp_path))
-    assert logged() == ""
-    for name in "bcdef":
-        (tmp_path / f"{name}.json").touch()
-    source_files("c4", str(tmp_path), "validation")
-    first = ", ".join(str(tmp_path / f"{name}.json") for name in "bcd")
-    assert level in logged() and f"5 of 6 files are empty (0 bytes) and hold no text: {first} and 2 more" in logged()
-
-
-def test_files_without_records(tmp_path: Path) -> None:
-    write(tmp_path / "a.json", ["", ""])
-    write(tmp_path / "b.json.gz", [])
-    with pytest.raises(DataError, match=r"no records in .*a\.json, .*b\.json\.gz"):
-        list(iter_records(tmp_path))
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -104,18 +80,6 @@ def test_a_bad_record_is_named_by_file_and_line(tmp_path: Path, suffix: str, lin
     path.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
     found = refused(path)
     assert "line 3: " in found and message in found
-
-
-def test_truncated_and_damaged_gzip(tmp_path: Path) -> None:
-    path = write(tmp_path / "c4.json.gz", [record(f"text {i * 7919**5}") for i in range(2000)])
-    content = bytearray(path.read_bytes())
-    path.write_bytes(content[:-5000])
-    assert int(refused(path).split("truncated after line ")[1].split(":")[0]) > 100
-    content[len(content) // 2 : len(content) // 2 + 50] = bytes(50)
-    path.write_bytes(content)
-    refused(path)
-    path.write_bytes(b"this is no gzip file")
-    assert "damaged gzip data" in refused(path)
 
 
 def test_ids_over_the_models_vocabulary_name_file_line_and_id(tmp_path: Path) -> None:

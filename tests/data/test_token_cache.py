@@ -108,13 +108,10 @@ def _flip(at: int) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     "damage",
     [
-        *(_flip(at) for at in (0, 3, 40, 60, 4096, 4096 + 8 * 51, -1)),
+        *(_flip(at) for at in (0, 40, 4096, -1)),
         lambda path: os.truncate(path, path.stat().st_size - 2),
         lambda path: _flip(path.read_bytes().index(b'"fingerprint": "') + 20)(path),
-        lambda path: os.truncate(path, 100),
         lambda path: os.truncate(path, 0),
-        lambda path: path.write_bytes(path.read_bytes() + b"x"),
-        lambda path: path.write_bytes(b"[]".ljust(5000)),
     ],
 )
 def test_a_damaged_file_is_replaced(
@@ -244,18 +241,10 @@ logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 
 def slow(*arguments):
     print("tokenizing", flush=True)
-    if what == "hang":
-        time.sleep(60)
-    time.sleep(1.0 if what == "slow" else 0.0)
+    time.sleep({"hang": 60.0, "slow": 1.0}.get(what, 0.0))
     return tokenize(*arguments)
 
-def hang(descriptor):
-    print("writing", flush=True)
-    time.sleep(60)
-
 token_cache.tokenize = slow
-if what == "hang in writing":
-    os.fsync = hang
 tokenizer = load_tokenizer()
 if what == "full":
     resource.setrlimit(resource.RLIMIT_FSIZE, (4500, resource.RLIM_INFINITY))
@@ -269,6 +258,7 @@ def _start(text: Path, cache: Path, what: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_of_two_processes_at_once_one_tokenizes(text: Path, cache: Path) -> None:
     total = int(tokenize([text], TOKENIZER, TOKENIZER.vocab_size).tokens.sum())
     processes = [_start(text, cache, "slow") for _ in range(2)]
@@ -279,6 +269,7 @@ def test_of_two_processes_at_once_one_tokenizes(text: Path, cache: Path) -> None
     assert names(cache) == [".tokens"]
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_a_warning_and_leaves_nothing(text: Path, cache: Path) -> None:
     process = _start(text, cache, "full")
     out, errors = process.communicate(timeout=60)
@@ -287,7 +278,8 @@ def test_a_full_disk_costs_a_warning_and_leaves_nothing(text: Path, cache: Path)
     assert names(cache) == []
 
 
-def test_a_killed_process_blocks_nobody_and_leaves_nothing_for_long(text: Path, tmp_path: Path, cache: Path) -> None:
+@pytest.mark.slow
+def test_a_killed_process_blocks_nobody_and_leaves_nothing_for_long(text: Path, cache: Path) -> None:
     with _start(text, cache, "hang") as process:
         assert process.stdout is not None and process.stdout.readline() == "tokenizing\n"
         process.send_signal(signal.SIGKILL)
@@ -296,20 +288,3 @@ def test_a_killed_process_blocks_nobody_and_leaves_nothing_for_long(text: Path, 
     assert is_mapped(load(text, cache))
     assert time.monotonic() - began < 5
     assert names(cache) == [".tokens"]
-
-    def write_another() -> list[str]:
-        load(write_texts(tmp_path / "another.jsonl", [str(time.monotonic_ns())]), cache)
-        return names(cache)
-
-    with _start(write_texts(tmp_path / "other.jsonl", ["more"]), cache, "hang in writing") as process:
-        assert process.stdout is not None
-        while process.stdout.readline() != "writing\n":
-            assert process.poll() is None
-        (half,) = cache.glob("*.partial")
-        os.utime(half, (0, 0))
-        assert ".partial" in write_another()  # its process is at work, however long that takes
-        process.send_signal(signal.SIGKILL)
-    os.utime(half)
-    assert ".partial" in write_another()  # another node's, perhaps
-    os.utime(half, (time.time() - 11,) * 2)
-    assert ".partial" not in write_another()

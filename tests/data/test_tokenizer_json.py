@@ -162,24 +162,6 @@ def test_unknown_bos_and_eos_are_refused(tmp_path: Path, beside: dict[str, Any],
     assert words in str(caught.value) and str(tmp_path) in str(caught.value)
 
 
-def test_words_of_the_vocabulary_stand_for_text(tmp_path: Path) -> None:
-    """Added tokens that are not special, as the library does; and the model's own word for a special token."""
-    assert load(write_words(tmp_path, *WORDS)).encode("a <s> a") == [1, 2, 1]
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0, "<s>": 1, "</s>": 2, "a": 3}, unk_token="?"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    made.add_tokens(["<code>"])
-    made.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = load(tmp_path)
-    assert tokenizer.encode("a<code>a") == [3, 4, 3]
-    assert "<code>" not in tokenizer.special_tokens and tokenizer.vocab_size == 5
-
-
-def test_vocab_size_is_one_more_than_the_highest_id(tmp_path: Path) -> None:
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "a": 9}, unk_token="a"))
-    made.save(str(tmp_path / "tokenizer.json"))
-    assert load(tmp_path).vocab_size == 10
-
-
 def test_fingerprint_follows_what_decides_the_ids(tmp_path: Path) -> None:
     path = write_words(tmp_path, *WORDS)
     first = load(path).fingerprint

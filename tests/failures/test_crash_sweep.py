@@ -32,11 +32,17 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 
 CASES = [
     *((1, "disabled", event, 0) for event in SAVE_EVENTS),
-    *((1, "async", event, 0) for event in ("shard half", "manifest begun", "publish", "published", "prune half")),
-    (2, "disabled", "shard half", 1),
+    *((1, "async", event, 0) for event in ("shard half", "publish")),
     (2, "disabled", "publish", 0),
     (2, "async", "shard half", 1),
-    (2, "async", "published", 0),
+    *(
+        pytest.param(*case, marks=pytest.mark.soak)
+        for case in [
+            *((1, "async", event, 0) for event in ("manifest begun", "published", "prune half")),
+            (2, "disabled", "shard half", 1),
+            (2, "async", "published", 0),
+        ]
+    ),
 ]
 
 

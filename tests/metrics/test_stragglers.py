@@ -46,7 +46,12 @@ def _train(world: DistEnv, folder: str, slow_rank: int, where: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("slow_rank", "where"), [(1, "data"), pytest.param(0, "compute", marks=pytest.mark.slow), (1, "compute")]
+    ("slow_rank", "where"),
+    [
+        pytest.param(1, "data", marks=pytest.mark.slow),
+        pytest.param(0, "compute", marks=pytest.mark.slow),
+        (1, "compute"),
+    ],
 )
 def test_the_slow_rank_is_named(pool: Pools, tmp_path: Path, slow_rank: int, where: str) -> None:
     pool(2).run(_train, str(tmp_path), slow_rank, where)

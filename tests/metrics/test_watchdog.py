@@ -194,6 +194,7 @@ def _stop(world: DistEnv) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_does_not_answer_and_is_named(pool: Pools) -> None:
     report = _reports(pool(2).run(_stop)[0])[0]
     assert re.search(r"^ +1 +\S+ +2 +data +[\d.]+ +no answer$", report, re.MULTILINE)

@@ -103,6 +103,7 @@ def test_there_is_one_file_for_each_size_and_the_debug_model() -> None:
     assert set(SIZES) | {"debug_model"} <= {path.stem for path in FOLDER.glob("*.toml")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.toml")), ids=lambda path: path.stem)
 def test_the_model_builds_with_the_counted_parameters(path: Path) -> None:
     run = resolved(path, ranks=2)

@@ -13,6 +13,8 @@ import torch
 from titanlite.config.load import read_text
 from titanlite.config.sections import Optimizer
 from titanlite.derive import derive
+from titanlite.optim.gradients import clip_gradients, total_norm
+from titanlite.optim.learning_rate import LearningRate
 from titanlite.optim.optimizer import build_optimizer, gated_step
 from titanlite.optim.schedule import Schedule, learning_rate, lr_factor
 from titanlite.tools.aws_fsdp import migrate_arguments
@@ -75,6 +77,18 @@ def test_warmup_as_long_as_the_run_divides_by_nothing() -> None:
     assert 0.0 <= lr_factor(schedule, 6) <= 1.0
 
 
+def test_a_run_asks_for_its_steps_counted_from_where_the_schedule_began() -> None:
+    schedule = Schedule(total_steps=100, warmup_steps=9)
+    rate = LearningRate(schedule, peak=2.0)
+    assert [rate(step) for step in (1, 9, 10)] == pytest.approx([0.2, 1.8, 2.0])
+    rate.began = 50
+    assert rate(51) == pytest.approx(0.2)
+    rate.change_length(99, 200)
+    assert rate.schedule is schedule
+    rate.change_length(100, 200)
+    assert rate.schedule == replace(schedule, total_steps=200)
+
+
 def test_unknown_length_is_an_error() -> None:
     with pytest.raises(ValueError, match="length"):
         lr_factor(schedule_of(total_steps=None, warmup_steps=0), 1)
@@ -135,3 +149,14 @@ def test_a_gated_step_is_torchs_or_none(name: str, decoupled: bool, implementati
 def test_an_optimizer_that_is_not_implemented_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f'"{name}" is not implemented yet: take AdamW or Adam'):
         build_optimizer([torch.nn.Parameter(torch.zeros(2))], Optimizer(name=name), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("max_norm", "expected"), [(1.0, 1.0), (20.0, 13.0)])
+def test_gradients_are_scaled_down_to_the_limit_and_never_up(max_norm: float, expected: float) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    for parameter, gradient in zip(parameters, ([3.0, 4.0], [12.0, 0.0]), strict=True):
+        parameter.grad = torch.tensor(gradient)
+    clip_gradients(parameters, total_norm(p.grad for p in parameters if p.grad is not None), max_norm)
+    clipped = [p.grad for p in parameters if p.grad is not None]
+    assert total_norm(clipped).item() == pytest.approx(expected, rel=1e-5)
+    assert clipped[0][1] / clipped[0][0] == pytest.approx(4 / 3) and clipped[1][1] == 0

@@ -11,8 +11,6 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.parallel.test_activation_checkpoint import (
@@ -29,7 +27,7 @@ from tests.parallel.test_activation_checkpoint import (
     traced,
 )
 from tests.pool import Pools
-from tests.training.harness import Run, build_tiny, changed, full, full_precision, micro_batches
+from tests.training.harness import Run, build_tiny, changed, full_precision, micro_batches
 from titanlite.config.sections import ActivationCheckpoint
 from titanlite.parallel.activation_checkpoint import apply_ac
 from titanlite.parallel.activation_offload import HostMemory, offload
@@ -206,26 +204,6 @@ def _sent(world: DistEnv, run: Run) -> tuple[int, int]:
 def test_gathered_weights_of_a_sharded_block_stay(pool: Pools) -> None:
     run = replace(RUN, training=full_precision(reshard_after_forward="always"))
     assert pool(2).run(_sent, run) == [(traced(NONE).total_bytes, 0)] * 2
-
-
-def _sent_in_parallel(world: DistEnv) -> tuple[list[int], list[bool]]:
-    torch.manual_seed(0)
-    found = []
-    block = nn.Sequential(nn.Linear(16, 32, bias=False), nn.ReLU(), nn.Linear(32, 16, bias=False))
-    parts = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()}
-    parallelize_module(block, init_device_mesh("cpu", (world.size,)), parts)
-    for away in (False, True):
-        shelf = on_shelf(block, [block] if away else [])
-        block.zero_grad()
-        block(torch.ones(8, 16)).sum().backward()
-        found.append([full(p.grad) for p in block.parameters() if p.grad is not None])
-    same = [torch.equal(a, b) for a, b in zip(*found, strict=True)]
-    return [kept.tensor.numel() for kept in shelf.kept], same
-
-
-def test_a_rank_sends_its_own_part_of_tensor_parallel_activations(pool: Pools) -> None:
-    """ReLU's output, 8 x 32 over 2 ranks, sent once for ReLU and the next product."""
-    assert pool(2).run(_sent_in_parallel) == [([8 * 16], [True, True])] * 2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="moves tensors between a GPU and its host")

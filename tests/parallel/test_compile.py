@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
 import sysconfig
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -128,12 +126,6 @@ def test_all_blocks_share_one_graph_in_training_and_one_in_validation(pool: Pool
     assert "made 2 graphs for validation in " in counted.logged[1][1]
 
 
-@pytest.mark.parametrize("component", ["loss", pytest.param("model", marks=pytest.mark.slow)])
-def test_each_component_is_compiled_alone(pool: Pools, component: Any) -> None:
-    run = Run(TOKENS, LABELS, [], compile=Compile(components=[component], backend="counting"))
-    assert pool(1).run(_count, run, [SEQ] * 2)[0].steps == [1, 1]
-
-
 def test_recompilation_is_reported_once_with_its_reason(pool: Pools) -> None:
     run = Run(TOKENS, LABELS, [], compile=COUNTED)
     counted = pool(2).run(_count, run, [SEQ, SEQ, 16, 16, SEQ, 16])
@@ -173,19 +165,6 @@ def _assert_equal(curve: Curve, expected: Curve, weights_within: float) -> None:
     torch.testing.assert_close(torch.tensor(curve.losses), torch.tensor(expected.losses), rtol=0, atol=5e-6)
     for name, weight in expected.weights.items():
         assert _relative(curve.weights[name], weight) < weights_within, name
-
-
-@pytest.mark.slow  # the grid has compiled cells that are quick
-@pytest.mark.parametrize(("optimizer", "ranks", "accumulation", "within"), [("AdamW", 1, 4, 1e-4), ("SGD", 2, 2, 1e-6)])
-def test_compiled_run_equals_eager_one(
-    pool: Pools, optimizer: str, ranks: int, accumulation: int, within: float
-) -> None:
-    rates = [0.1] * STEPS if optimizer == "SGD" else WARM
-    run = Run(TOKENS, LABELS, rates, optimizer=optimizer, accumulation=accumulation)
-    expected = pool(ranks).run(train, run)[0]
-    graphs, curve = pool(ranks).run(_train_afresh, replace(run, compile=EAGER))[0]
-    assert graphs == 2
-    _assert_equal(curve, expected, within)
 
 
 @dataclass
@@ -230,7 +209,9 @@ HALVES = [f"{block}.{half}" for block in BLOCKS for half in ("attention", "feed_
 @pytest.mark.parametrize(
     ("settings", "names", "graphs", "matmuls"),
     [
-        (NONE, HALVES, 2, 8),  # as tensor parallelism needs it: two for each of four
+        pytest.param(
+            NONE, HALVES, 2, 8, marks=pytest.mark.slow
+        ),  # as tensor parallelism needs it: two for each of four
         (ActivationCheckpoint(selective_ac_option="op"), BLOCKS, 1, 14 + 3),
         *(
             pytest.param(*row, marks=pytest.mark.slow)
@@ -336,19 +317,6 @@ def test_cache_folder_is_the_keys_the_environments_or_the_users(
     assert Path(use_cache_folder(None)).parent == tmp_path
 
 
-@pytest.mark.slow
-def test_new_process_keeps_its_code_in_the_users_cache(tmp_path: Path) -> None:
-    """Torch puts a folder of its own into the variable as soon as it loads its compiler."""
-    program = (
-        "import os; import torch._dynamo; from titanlite.parallel.compile import prepare_compile\n"
-        f"prepare_compile('inductor'); print(os.environ['{CACHE_VARIABLE}'])"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != CACHE_VARIABLE}
-    environment["XDG_CACHE_HOME"] = str(tmp_path)
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(tmp_path / "titanlite/inductor")
-
-
 # With code generation: the same, by the compiler that users have
 
 
@@ -380,13 +348,3 @@ def test_generated_code_equals_eager_and_outlives_its_process(pool: Pools, tmp_p
     assert warm["hits"] == 4  # forward and backward of block and loss
     assert warm["seconds"] < cold["seconds"] / 2
     assert warm["curve"].losses == cold["curve"].losses
-
-
-@pytest.mark.soak
-def test_generated_code_in_bf16_stays_within_the_spread_of_seeds(pool: Pools, tmp_path: Path) -> None:
-    run = Run(TOKENS, LABELS, WARM, training=Training(), accumulation=4)
-    eager, *others = (torch.tensor(pool(1).run(train, replace(run, seed=seed))[0].losses) for seed in (7, 8, 9))
-    spread = torch.stack([(eager - other).abs().mean() for other in others]).mean()
-    compiled = torch.tensor(_in_new_processes(1, tmp_path, replace(run, compile=INDUCTOR))["curve"].losses)
-    difference = (compiled - eager).abs().mean()
-    assert difference < min(2 * spread, 1e-3)

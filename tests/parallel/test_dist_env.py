@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from tests.pool import Pools
-from titanlite import exit_codes
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.dist_env import DistEnv, LaunchEnv, patience, read_launch_env, set_timeouts
 
@@ -89,16 +88,11 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], N
     [
         ({"WORLD_SIZE": "2"}, "3 environment variables are wrong:\n  RANK is not set, but WORLD_SIZE is: start with"),
         ({"RANK": "1"}, "environment variable WORLD_SIZE is not set, but RANK is"),
-        (_TWO | {"MASTER_ADDR": ""}, "MASTER_ADDR is not set, but WORLD_SIZE is"),
         (_TWO | {"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', expected a whole number of at least 1"),
-        (_TWO | {"WORLD_SIZE": "0"}, "WORLD_SIZE is '0', expected a whole number of at least 1"),
         (_TWO | {"RANK": "2"}, "RANK is '2', expected a whole number from 0 to 1: WORLD_SIZE is 2"),
-        (_TWO | {"RANK": "-1"}, "RANK is '-1', expected a whole number from 0 to 1"),
         (_TWO | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK is '1', expected a whole number from 0 to 0"),
-        (_TWO | {"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE is '8', expected a whole number from 1 to 2"),
         (_TWO | {"RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK is not set, but LOCAL_WORLD_SIZE is"),
         (_TWO | {"MASTER_PORT": "99999"}, "MASTER_PORT is '99999', expected a whole number from 1 to 65535"),
-        (_TWO | {"MASTER_PORT": "0"}, "MASTER_PORT is '0', expected a whole number from 1 to 65535"),
     ],
 )
 def test_wrong_environments_are_named(
@@ -129,20 +123,6 @@ def test_environments_of_launchers_are_read(environment: Callable[[dict[str, str
     environment({})
     with DistEnv.open("cpu") as world:
         assert (world.rank, world.size) == (0, 1)
-
-
-def test_train_py_reports_a_wrong_environment_without_torch(
-    environment: Callable[[dict[str, str]], None], tmp_path: Path
-) -> None:
-    environment(_TWO | {"RANK": "2"})
-    code = (
-        "import sys; from titanlite import main; code = main.run(sys.argv[1:]); "
-        "assert 'torch' not in sys.modules; sys.exit(code)"
-    )
-    command = [sys.executable, "-c", code, f"--job.dump_folder={tmp_path}"]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    error = "error: environment variable RANK is '2', expected a whole number from 0 to 1: WORLD_SIZE is 2\n"
-    assert (done.returncode, done.stderr) == (exit_codes.CONFIG, error)
 
 
 _RESTARTS = """
@@ -195,6 +175,7 @@ print(json.dumps([done, plain, kept, sbrk(0) - before]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
 @pytest.mark.parametrize("settings", [{}, pytest.param({"MALLOC_ARENA_MAX": "4"}, marks=pytest.mark.slow)], ids=str)
 def test_freed_memory_is_kept_for_the_next_step_unless_the_user_chose_settings(settings: dict[str, str]) -> None:

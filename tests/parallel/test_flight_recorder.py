@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ import torch.distributed as dist
 
 from tests.pool import Pools
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.parallel.flight_recorder import recording, write_record
+from titanlite.parallel.flight_recorder import recording
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZE, ON_TIMEOUT, PREFIX = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE"
@@ -54,22 +53,6 @@ def test_torch_gets_its_settings_unless_the_user_set_them(
         # NCCL's watchdog opens the file, and makes no folder.
         assert folder.is_dir() is (size > 0 and ranks > 1)
     assert {name: os.environ[name] for name in NAMES if name in os.environ} == own, "a later run is not affected"
-
-
-def _record(world: DistEnv, folder: str) -> None:
-    dist.all_reduce(torch.ones(11))
-    write_record(Path(folder) / f"rank_{world.rank}")
-
-
-def test_gloos_record_names_groups_and_collectives(pool: Pools, tmp_path: Path) -> None:
-    pool(2).run(_record, str(tmp_path))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank_0", "rank_1"]
-    for rank in range(2):
-        record = pickle.loads((tmp_path / f"rank_{rank}").read_bytes())
-        assert record["pg_config"]["0"] == {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}
-        last = record["entries"][-1]
-        assert (last["profiling_name"], last["input_sizes"]) == ("gloo:all_reduce", [[11]])
-        assert any(frame["filename"] == __file__ for frame in last["frames"])
 
 
 def _fail(world: DistEnv, folder: str, text: str) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -14,21 +13,20 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.parallel.watch import GATHER, REDUCE, SUM, Sent, Wire
 from tests.pool import Pools
-from tests.steps import forward_backward, train_step
-from tests.training.harness import TINY, Run, batches, build_tiny, full_precision, micro_batches, train
+from tests.steps import train_step
+from tests.training.harness import TINY, Run, batches, build_tiny, full_precision, micro_batches
 from titanlite.config.sections import Training
 from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.models import get_spec
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.parallel.fsdp import apply_fsdp, offloads, set_gradient_sync
+from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.wrapping import groups_by_class
 
 RUN = Run(*batches(1, 8, 16, 192), [1e-3])
 TOTAL = 123_200  # parameters of TINY: embedding and head 12,288 each, two blocks of 49,280, final norm 64
 EMBEDDING, BLOCK, HEAD = 12_288, 49_280, 12_288 + 64
 CLASSES = ["Attention", "FeedForward"]
-WIDTH = {"bfloat16": 2, "float32": 4}
 
 
 def _step(world: DistEnv, run: Run) -> list[Sent]:
@@ -56,15 +54,14 @@ def _bytes(seen: list[Sent], name: str, end: str) -> int:
     return sum(getattr(sent, f"bytes_{end}") for sent in seen if sent.name == name)
 
 
-@pytest.mark.parametrize("reshard", ["default", "always", "never"])
 @pytest.mark.parametrize(
     # number of groups that are gathered (the root is one if it holds parameters), and the sizes of the last two
-    ("fsdp_units", "groups", "last_two"),
+    ("fsdp_units", "groups", "last_two", "reshard"),
     [
-        ("block", 4, BLOCK + HEAD),  # embedding, blocks, norm with head
-        ("root", 1, TOTAL),
-        ("size", 3, BLOCK + EMBEDDING + HEAD),  # blocks, root
-        (CLASSES, 5, TOTAL - 2 * 12_288 - 36_864),  # the last feed-forward, root
+        ("block", 4, BLOCK + HEAD, "default"),  # embedding, blocks, norm with head
+        ("root", 1, TOTAL, "never"),
+        ("size", 3, BLOCK + EMBEDDING + HEAD, "always"),  # blocks, root
+        (CLASSES, 5, TOTAL - 2 * 12_288 - 36_864, "default"),  # the last feed-forward, root
     ],
     ids=["block", "root", "size", "classes"],
 )
@@ -78,15 +75,6 @@ def test_each_policy_gathers_as_its_reshard_setting_says(
     whole = {"default": 2 * TOTAL - last_two, "always": 2 * TOTAL, "never": TOTAL}[reshard]
     assert _bytes(seen, GATHER, "out") == 4 * whole
     assert _bytes(seen, REDUCE, "in") == 4 * TOTAL and _bytes(seen, REDUCE, "out") == 4 * TOTAL // 2
-
-
-@pytest.mark.parametrize(("sync", "reductions"), [("last", 1), ("every", 3)])
-def test_accumulation_gathers_with_every_micro_batch(pool: Pools, sync: Any, reductions: int) -> None:
-    tokens, labels = batches(1, 6, 16, 192)
-    training = full_precision(gradient_sync=sync, reshard_after_forward="always")
-    seen = pool(2).run(_step, replace(RUN, tokens=tokens, labels=labels, training=training, accumulation=3))[0]
-    assert _counts(seen) == {GATHER: 3 * 2 * 4, REDUCE: reductions * 4}
-    assert _bytes(seen, REDUCE, "in") == reductions * 4 * TOTAL
 
 
 def test_a_number_gathers_for_backward_within_groups_of_that_many_ranks(pool: Pools) -> None:
@@ -108,28 +96,6 @@ def test_replicas_add_one_all_reduce_of_a_shard_per_group(
     for seen in pool(ranks).run(_step, replace(RUN, replicas=2)):
         assert _counts(seen) == counts
         assert _bytes(seen, SUM, "in") == 4 * summed
-
-
-@pytest.mark.parametrize("param", WIDTH)
-@pytest.mark.parametrize("reduce", WIDTH)
-def test_bytes_gathered_and_reduced_follow_the_precision(pool: Pools, param: Any, reduce: Any) -> None:
-    training = Training(
-        mixed_precision_param=param,
-        mixed_precision_reduce=reduce,
-        reshard_after_forward="never",
-        enable_cpu_offload=True,
-    )  # offload is without effect on a CPU
-    for seen in pool(2).run(_step, replace(RUN, training=training)):
-        assert {(sent.name, sent.dtype) for sent in seen} == {
-            (GATHER, getattr(torch, param)),
-            (REDUCE, getattr(torch, reduce)),
-        }
-        assert _bytes(seen, REDUCE, "in") == WIDTH[reduce] * TOTAL
-        assert _bytes(seen, GATHER, "out") == WIDTH[param] * TOTAL
-
-
-def test_offload_is_for_accelerators() -> None:
-    assert offloads(True, "cuda") and not offloads(True, "cpu") and not offloads(False, "cuda")
 
 
 def _order(world: DistEnv, run: Run) -> tuple[list[int], list[int]]:
@@ -169,7 +135,7 @@ def _order(world: DistEnv, run: Run) -> tuple[list[int], list[int]]:
     return [forward[name] for name in ("first", *names)], [backward[name] - in_forward for name in names]
 
 
-@pytest.mark.parametrize(("ahead", "tied"), [(0, False), (1, False), (2, False), (9, False), (1, True)])
+@pytest.mark.parametrize(("ahead", "tied"), [(0, False), (2, False), (1, True)])
 def test_prefetch_begins_gathers_before_the_group_in_front_computes(pool: Pools, ahead: int, tied: bool) -> None:
     """Groups are embedding, five blocks, norm with head, all gathered again for backward.
 
@@ -197,8 +163,8 @@ def _placements(world: DistEnv, run: Run) -> dict[str, tuple[Any, ...]]:
 
 @pytest.mark.parametrize(
     ("fsdp_units", "ranks", "replicas"),
-    [("block", 2, 1), ("root", 4, 1), ("size", 4, 2), (CLASSES, 2, 2)],
-    ids=["block, 2", "root, 4", "size, 2 x 2", "classes, ddp"],
+    [("block", 2, 1), ("size", 4, 2), (CLASSES, 2, 2)],
+    ids=["block, 2", "size, 2 x 2", "classes, ddp"],
 )
 def test_every_parameter_is_sharded_by_rows_over_the_shard_ranks(
     pool: Pools, fsdp_units: Any, ranks: int, replicas: int
@@ -211,36 +177,6 @@ def test_every_parameter_is_sharded_by_rows_over_the_shard_ranks(
     run = replace(RUN, training=Training(fsdp_units=fsdp_units, fsdp_min_params=30_000), replicas=replicas)
     for found in pool(ranks).run(_placements, run):
         assert found == {name: (*where, (shape[0] // shards, *shape[1:])) for name, shape in shapes.items()}
-
-
-def _storages() -> dict[int, int]:
-    """Bytes by storage of all tensors that are reachable, gradients among them. Memory in gloo's hands is not."""
-    gc.collect()
-    found = [item for item in gc.get_objects() if isinstance(item, torch.Tensor)]
-    found += [item.grad for item in found if isinstance(item, nn.Parameter) and item.grad is not None]
-    plain = [item.to_local() if isinstance(item, DTensor) else item for item in found]
-    # By the storage itself: tensors of earlier traces in this process have no address.
-    return {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in plain if t.device.type == "cpu")}
-
-
-def _kept(world: DistEnv, run: Run, sync_every: bool) -> int:
-    """Bytes that a step's first micro-batch leaves behind."""
-    model, _, rank = build_tiny(world, run)
-    data = micro_batches(run, 0, rank, world.size)
-    forward_backward(model, data, torch.tensor(64), sync_every)  # FSDP sets itself up
-    model.zero_grad()
-    set_gradient_sync(model, sync_every)
-    before = _storages()
-    model(data[0].tokens).float().sum().backward()
-    return sum(size for storage, size in _storages().items() if storage not in before)
-
-
-@pytest.mark.parametrize("reduce", WIDTH)
-def test_waiting_for_the_last_micro_batch_keeps_whole_gradients(pool: Pools, reduce: Any) -> None:
-    """Bytes of the precision of the reduction for every parameter, against 4 bytes for every one of the shard's."""
-    run = replace(RUN, accumulation=2, training=Training(mixed_precision_reduce=reduce))
-    assert pool(2).run(_kept, run, False)[0] == WIDTH[reduce] * TOTAL
-    assert pool(2).run(_kept, run, True)[0] == 4 * TOTAL / 2
 
 
 class Odd(nn.Module):
@@ -287,28 +223,11 @@ def _own_model(world: DistEnv, prefetch: int, average: bool, replicas: int) -> t
 @pytest.mark.parametrize(
     ("prefetch", "average", "replicas", "gathers", "within"),
     # three layers, and embedding with head, forward and backward; averages have gradients up to 0.1
-    [(0, False, 1, 8, 1e-5), (2, False, 1, 8, 1e-5), (0, True, 1, 8, 1e-6), (0, True, 2, 0, 1e-6)],
-    ids=["sum", "ahead", "average", "average, DDP"],
+    [(2, False, 1, 8, 1e-5), (0, True, 1, 8, 1e-6), (0, True, 2, 0, 1e-6)],
+    ids=["ahead", "average", "average, DDP"],
 )
 def test_a_users_own_model_has_the_gradients_of_one_process(
     pool: Pools, prefetch: int, average: bool, replicas: int, gathers: int, within: float
 ) -> None:
     for worst, gathered in pool(2).run(_own_model, prefetch, average, replicas):
         assert worst < within and gathered == gathers
-
-
-def _curve(world: DistEnv, run: Run, dtype: torch.dtype) -> tuple[list[float], set[torch.dtype]]:
-    """Losses of a run under a default dtype of torch, and the dtypes of its weights afterwards."""
-    torch.set_default_dtype(dtype)
-    try:
-        curve = train(world, run)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    return curve.losses, {weight.dtype for weight in curve.weights.values()}
-
-
-def test_weights_are_float32_whatever_torchs_default_is(pool: Pools) -> None:
-    run = Run(*batches(2, 8, 16, 192), [1e-3, 1e-3])
-    (usual, _), (low, dtypes) = (pool(1).run(_curve, run, d)[0] for d in (torch.float32, torch.bfloat16))
-    assert dtypes == {torch.float32}
-    assert low == usual

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from tests.pool import free_port
 from titanlite import exit_codes
-from titanlite.parallel import ParallelismError
 from titanlite.parallel.rendezvous import (
     RendezvousError,
     barrier,
@@ -26,7 +25,6 @@ from titanlite.parallel.rendezvous import (
     wait_for_rank_0,
 )
 from titanlite.runs.lock import RunLock
-from titanlite.signals import StopRequested
 from titanlite.utils import logger
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,17 +69,6 @@ def test_a_busy_rank_gets_more_time_than_a_missing_one(caplog: pytest.LogCapture
     assert "rank 1 is not ready" in caplog.text and "the others wait" in caplog.text
 
 
-def test_a_store_whose_process_ends_is_named() -> None:
-    port = free_port()
-    serve = "import sys, torch.distributed as d; s = d.TCPStore('127.0.0.1', int(sys.argv[1]), is_master=True); input()"
-    with subprocess.Popen([sys.executable, "-c", serve, str(port)], stdin=subprocess.PIPE) as server:
-        store = register(1, 2, ("127.0.0.1", port), limit=90)
-        server.kill()
-        server.wait()
-        with pytest.raises(RendezvousError, match="rank 1 on .* lost the store of the run"):
-            barrier(store, 1, 2, patience=90)
-
-
 def test_a_store_that_cannot_be_reached_is_named_but_rank_0_may_start_late() -> None:
     address = "127.0.0.1", free_port()
     with pytest.raises(RendezvousError, match=f"rank 1 on {HOST} cannot reach the store of the run at {address[0]}:"):
@@ -92,19 +79,6 @@ def test_a_store_that_cannot_be_reached_is_named_but_rank_0_may_start_late() -> 
     kept.append(register(1, 2, address, limit=90))
     serve.join()
     assert kept[0].add("up", 0) == 2
-
-
-def test_a_port_of_a_silent_program_is_named_in_time() -> None:
-    """Rank 0 cannot open it; the others connect to it and get no answer."""
-    server = socket.create_server(("127.0.0.1", 0))
-    address = server.getsockname()
-    server.detach()  # open as long as this process: torch goes on waiting for it
-    with pytest.raises(ParallelismError, match=f"rank 0 on {HOST} cannot open port {address[1]} .*: address already"):
-        register(0, 2, address, is_master=True, limit=90)
-    began = time.monotonic()
-    with pytest.raises(RendezvousError, match=f"no answer from the store of the run at 127.0.0.1:{address[1]} "):
-        register(1, 2, address, limit=1)
-    assert time.monotonic() - began < 10
 
 
 def test_ranks_that_cannot_connect_learn_which_interface_to_check() -> None:
@@ -143,42 +117,6 @@ def test_an_error_before_the_barrier_ends_the_other_ranks_with_its_text() -> Non
     assert raised == {0: "the folder is taken", 1: reported, 2: reported, 3: reported}
     assert max(seconds.values()) < 30
     assert seconds[0] > 0.7, "the rank that serves the store stays until the last has read it"
-
-
-def test_ranks_that_fail_alike_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titanlite.parallel.rendezvous._REPORT_SECONDS", 60.0)
-    stores = _register(2, 0, 1)
-
-    def attempt(rank: int) -> None:
-        with pytest.raises(ValueError, match="no such file"), report_failure(stores[rank], rank, 2):
-            raise ValueError("no such file")
-
-    began = time.monotonic()
-    _all(lambda: attempt(0), lambda: attempt(1))
-    with pytest.raises(StopRequested), report_failure(_register(2, 0, 1)[0], 0, 2):
-        raise StopRequested("SIGTERM before the first step")  # a grace period is short: no wait for the others
-    assert time.monotonic() - began < 30
-
-
-@pytest.mark.slow
-def test_train_py_without_its_peer_ends_with_lost_peer(tmp_path: Path) -> None:
-    """Rank 1 of 2, whose rank 0 with the store is never started."""
-    environment = {**os.environ, "RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    script = tmp_path / "short.py"
-    script.write_text(
-        "import functools\n"
-        "from titanlite import main\n"
-        "from titanlite.parallel import dist_env\n"
-        "dist_env.connect_store = functools.partial(dist_env.connect_store, 1.0)\n"
-        "main.main()\n"
-    )
-    flags = ["--job.config_file=debug_model.toml", f"--job.dump_folder={tmp_path}/run"]
-    command = [sys.executable, str(script), *flags]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == exit_codes.LOST_PEER, done.stderr
-    assert done.stderr.splitlines()[-1].startswith(f"error: rank 1 on {HOST} cannot reach the store of the run at ")
-    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.slow

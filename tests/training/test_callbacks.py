@@ -192,6 +192,7 @@ def test_what_cannot_be_loaded_is_a_config_error(
     assert not [name for name in sys.modules if "broken" in name and name.startswith("titanlite_")]
 
 
+@pytest.mark.slow
 def test_a_config_names_callbacks_and_mistakes_end_before_any_work(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(SOURCE)
     config = tmp_path / "run.toml"

@@ -201,7 +201,7 @@ def _row(name: str, ranks: int, accumulation: int, flags: dict[str, Any], *marks
 
 
 ROWS = [
-    _row("fsdp 2, accumulated", 2, 2, {FSDP: 2}),
+    _row("fsdp 2, accumulated", 2, 2, {FSDP: 2}, slow),
     _row("fsdp 2, freed, tied, more chunks than one needs", 2, 1, {FSDP: 2, RESHARD: "always", **TIED, CHUNKS: 100}),
     _row("fsdp 2, one unit, freed", 2, 2, {FSDP: 2, RESHARD: "always", "training.fsdp_units": "root"}, slow),
     _row("fsdp 2, reduced with each", 2, 2, {FSDP: 2, SYNC: "every", MODE: "full"}, slow),
@@ -209,11 +209,11 @@ ROWS = [
     _row("ddp 2", 2, 1, {REPLICAS: 2, FSDP: 1}, slow),
     _row("hsdp 2 x 2", 4, 1, {REPLICAS: 2, FSDP: 2}, slow),
     _row("tp 2", 2, 1, {TP: 2}),
-    _row("tp 2, whole logits", 2, 1, {TP: 2, LOSS_PARALLEL: "false"}),
+    _row("tp 2, whole logits", 2, 1, {TP: 2, LOSS_PARALLEL: "false"}, slow),
     _row("tp 2, compiled", 2, 1, {TP: 2, "training.compile": "true"}, slow),
     _row("tp 2, fsdp 2, freed", 4, 1, {TP: 2, FSDP: 2, RESHARD: "always"}, slow),
     _row("cp 2", 2, 1, {CP: 2}),
-    _row("pp 2, 1F1B", 2, 1, {PP: 2, **FOUR}),
+    _row("pp 2, 1F1B", 2, 1, {PP: 2, **FOUR}, slow),
     _row("pp 2, zero bubble", 2, 2, ZERO_BUBBLE),
     _row("pp 2, zero bubble, loss compiled", 2, 1, {**ZERO_BUBBLE, **COMPILED}, slow),
     _row("pp 2, tp 2, zero bubble, whole logits", 4, 1, {**ZERO_BUBBLE, TP: 2, LOSS_PARALLEL: "false"}, slow),
@@ -265,9 +265,11 @@ RUN = Run(TOKENS, LABELS, WARM)
 @pytest.mark.parametrize(
     "run",
     [
-        replace(RUN, accumulation=2),
+        pytest.param(replace(RUN, accumulation=2), marks=slow),
         replace(RUN, training=full_precision(reshard_after_forward="always"), args=replace(TINY, tied=True)),
-        replace(RUN, training=full_precision(reshard_after_forward="always", fsdp_units="root")),
+        pytest.param(
+            replace(RUN, training=full_precision(reshard_after_forward="always", fsdp_units="root")), marks=slow
+        ),
         replace(RUN, context=2),
     ],
     ids=["fsdp, accumulated", "fsdp, freed, tied", "fsdp, freed, one unit", "cp"],
@@ -279,7 +281,7 @@ def test_weights_are_gathered_and_gradients_reduced_as_often_as_for_the_whole(po
         assert (seen, seen_too) == (expected, expected_too) and GATHER in {sent.name for sent in seen}
 
 
-@pytest.mark.parametrize("loss_parallel", [True, False], ids=["sharded logits", "gathered"])
+@pytest.mark.parametrize("loss_parallel", [True, pytest.param(False, marks=slow)], ids=["sharded logits", "gathered"])
 def test_tensor_parallel_ranks_gather_hidden_states_and_reduce_their_gradient_once(
     pool: Pools, loss_parallel: bool
 ) -> None:

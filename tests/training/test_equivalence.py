@@ -18,7 +18,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("shape", ["tied", "scaled-rope"])
 def test_other_shapes_train_as_transformers_does(references: References, shape: str, ranks: int) -> None:
     run = Run(TOKENS, LABELS, WARM, args=SHAPES[shape], accumulation=2)
@@ -28,7 +28,14 @@ def test_other_shapes_train_as_transformers_does(references: References, shape: 
 # ranks, replicas, shape, plan
 UNITS = [
     pytest.param(2, 1, "gqa", full_precision(fsdp_units="size", fsdp_min_params=30_000, prefetch=1), id="size"),
-    pytest.param(2, 1, "tied", full_precision(fsdp_units=["Block", "Embedding"], prefetch=2), id="tied classes"),
+    pytest.param(
+        2,
+        1,
+        "tied",
+        full_precision(fsdp_units=["Block", "Embedding"], prefetch=2),
+        id="tied classes",
+        marks=pytest.mark.slow,
+    ),
     *(
         pytest.param(*row, marks=pytest.mark.soak, id=name)
         for name, row in {

@@ -83,7 +83,6 @@ SHORT = ["--checkpoint.interval=4", "--training.steps=12", *SPIKES]
 ROLLBACK = "--guard.policy=rollback"
 
 
-@pytest.mark.slow
 def test_a_rollback_is_the_run_that_left_the_stretch_out(pool: Pools, tmp_path: Path) -> None:
     rolled, plain = tmp_path / "rolled", tmp_path / "plain"
     found = pool(2).run(_run, str(rolled), {6: NAN}, *SHORT, ROLLBACK, "--metrics.enable_tensorboard")[0]
@@ -134,7 +133,6 @@ def test_rollbacks_end_with_their_budget(pool: Pools, tmp_path: Path) -> None:
     assert found["code"] == exit_codes.GUARD and "bad were the steps 6, 6, 7" in found["error"]
 
 
-@pytest.mark.slow
 def test_a_checkpoint_with_bad_weights_is_left_for_the_one_before(pool: Pools, tmp_path: Path) -> None:
     """Whatever is read behind the checkpoint of step 4, step 5 or 6 is bad, until the run goes on from step 2."""
     poison = dict.fromkeys((5, 7, 8), NAN)  # in the data order: each time another stretch
@@ -295,6 +293,7 @@ def _spoil_weight(world: DistEnv, folder: str, spoilt: int, *flags: str, checked
 EVERY_TWO = "--checkpoint.interval=2"
 
 
+@pytest.mark.slow
 def test_a_weight_that_turns_nan_is_not_saved_and_the_restart_goes_on(pool: Pools, tmp_path: Path) -> None:
     for found in pool(2).run(_spoil_weight, str(tmp_path), 4, EVERY_TWO):
         assert found["code"] == exit_codes.GUARD
@@ -309,6 +308,7 @@ def test_a_weight_that_turns_nan_is_not_saved_and_the_restart_goes_on(pool: Pool
     assert any("resumed from step 2" in line for line in again["said"])
 
 
+@pytest.mark.slow
 def test_a_rollback_leaves_weights_that_are_not_finite_behind(pool: Pools, tmp_path: Path) -> None:
     found = pool(2).run(_spoil_weight, str(tmp_path), 4, EVERY_TWO, ROLLBACK)[0]
     assert (found["step"], found["error"]) == (8, "")
@@ -317,6 +317,7 @@ def test_a_rollback_leaves_weights_that_are_not_finite_behind(pool: Pools, tmp_p
     assert steps_in(tmp_path / "checkpoint") == [2, 4, 6, 8]
 
 
+@pytest.mark.slow
 def test_steps_are_not_skipped_where_the_weights_are_to_blame(pool: Pools, tmp_path: Path) -> None:
     flags = ["--guard.policy=skip", "--guard.max_skips=50", "--checkpoint.interval=100"]
     for found in pool(2).run(_spoil_weight, str(tmp_path), 4, *flags):
@@ -333,6 +334,7 @@ def _nonfinite_in(folder: Path) -> list[str]:
     return [name for name in contents.manifest.tensors if not contents.read(name).isfinite().all()]
 
 
+@pytest.mark.slow
 def test_an_older_version_s_checkpoint_of_such_weights_is_passed_over(pool: Pools, tmp_path: Path) -> None:
     pool(2).run(_spoil_weight, str(tmp_path), 4, EVERY_TWO, "--training.steps=4", checked=False)
     root = tmp_path / "checkpoint"

@@ -71,6 +71,7 @@ def test_wrappers_do_not_change_a_layers_name() -> None:
     assert layer_of("_orig_mod.output.weight") == "output"
 
 
+@pytest.mark.slow
 def test_the_trainer_writes_them_with_every_nth_log(pool: Pools, tmp_path: Path) -> None:
     flags = ["--training.steps=6", "--metrics.log_freq=2", "--metrics.layer_norms=2", "--metrics.enable_tensorboard"]
     pool(2).run(_run, str(tmp_path), *flags)

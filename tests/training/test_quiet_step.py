@@ -119,7 +119,13 @@ OWN = {
 
 
 @pytest.mark.parametrize(
-    "flags", [[], EVERYTHING, SKIP, ROLLBACK], ids=["plain", "everything on", "skip spikes", "roll back from spikes"]
+    "flags",
+    [
+        pytest.param([], id="plain"),
+        pytest.param(EVERYTHING, id="everything on"),
+        pytest.param(SKIP, id="skip spikes", marks=pytest.mark.slow),
+        pytest.param(ROLLBACK, id="roll back from spikes", marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_between_two_logs_sends_and_reads_only_its_own(pool: Pools, tmp_path: Any, flags: list[str]) -> None:
     for seen in pool(2).run(_watch, str(tmp_path), flags):

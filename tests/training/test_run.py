@@ -130,6 +130,7 @@ def test_finished_run_says_how_to_go_on(pool: Pools, tmp_path: Path) -> None:
     assert not any("schedule changed" in line for line in again["said"])
 
 
+@pytest.mark.slow
 def test_resume_says_how_the_learning_rate_changed(pool: Pools, tmp_path: Path) -> None:
     pool(1).run(_run, str(tmp_path), "--training.steps=6", "--lr_scheduler.total_steps=6", "--optimizer.lr=1e-3")
     longer = ["--training.steps=7", "--lr_scheduler.total_steps=10", "--optimizer.lr=2e-3"]
@@ -188,6 +189,7 @@ def test_other_text_tokenizer_order_or_model_is_refused(pool: Pools, tmp_path: P
         assert f"{name}:" in refused["error"] and "--job.dump_folder" in refused["error"], flag
 
 
+@pytest.mark.slow
 def test_epochs_end_where_the_text_ends(pool: Pools, tmp_path: Path) -> None:
     """One pass over a small file, on 1 and on 2 ranks: same steps, same losses, the padded last batch included."""
     text = tmp_path / "text.jsonl"
@@ -220,6 +222,7 @@ def test_validation_weighs_tokens_not_ranks(pool: Pools, tmp_path: Path) -> None
         assert abs(found[ranks]["validation_loss"] - found[1]["validation_loss"]) < 5e-6
 
 
+@pytest.mark.slow
 def test_earlier_metrics_are_kept_not_mixed(pool: Pools, tmp_path: Path) -> None:
     flags = ["--training.steps=2", "--no-checkpoint.enable_checkpoint"]
     first = pool(1).run(_run, str(tmp_path), *flags)[0]["rows"]
@@ -320,6 +323,7 @@ def _garbage(world: DistEnv, folder: str) -> tuple[list[int], bool, bool]:
     return [step for step in collected if step], all(off), gc.isenabled()
 
 
+@pytest.mark.slow
 def test_garbage_is_collected_on_all_ranks_in_the_same_steps(pool: Pools, tmp_path: Path) -> None:
     flags = pool(2).run(_garbage, str(tmp_path))
     assert flags[0][0][:2] == flags[1][0][:2] == [3, 6]

@@ -47,7 +47,7 @@ def test_one_rank_computes_in_the_same_precision_as_many(pool: Pools) -> None:
 @pytest.mark.parametrize(
     "training",
     [
-        full_precision(),
+        pytest.param(full_precision(), marks=pytest.mark.slow),
         Training(),
         pytest.param(Training(mixed_precision_reduce="bfloat16"), marks=pytest.mark.slow),
     ],
@@ -64,7 +64,9 @@ def test_every_parameter_moves(pool: Pools, training: Training) -> None:
         assert changed > 0.99, f"{name}: {changed:.1%} of its values moved"
 
 
-@pytest.mark.parametrize(("dtype", "elements"), [(torch.float32, 2**28), (torch.bfloat16, 2**27)])
+@pytest.mark.parametrize(
+    ("dtype", "elements"), [(torch.bfloat16, 2**27), pytest.param(torch.float32, 2**28, marks=pytest.mark.slow)]
+)
 def test_norm_of_a_large_cpu_tensor_loses_no_small_squares(dtype: torch.dtype, elements: int) -> None:
     # Equal elements are the worst case: each square is rounded alike. Random ones are right to 2e-7 (fp32).
     weight = torch.nn.Parameter(torch.zeros((), dtype=dtype).expand(elements))

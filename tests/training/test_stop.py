@@ -106,8 +106,8 @@ def straight(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> dict[tupl
     [
         ("data", 3, 1, signal.SIGTERM, 3),  # known before the step's counts are summed
         ("backward", 3, 0, signal.SIGUSR1, 4),  # after them: the next step brings it
-        ("validation", 4, 1, signal.SIGINT, 4),
-        ("save", 2, 1, signal.SIGTERM, 2),
+        pytest.param("validation", 4, 1, signal.SIGINT, 4, marks=pytest.mark.slow),
+        pytest.param("save", 2, 1, signal.SIGTERM, 2, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_to_one_rank_stops_all_at_the_same_step_and_nothing_is_lost(
@@ -259,6 +259,7 @@ def _python(*command: str, path: Path = ROOT, **variables: str) -> subprocess.Co
     )
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_on_its_way_out_ends_after_a_second_ctrl_c(tmp_path: Path) -> None:
     code = (
         "import os, signal, time\n"

@@ -35,7 +35,7 @@ def _largest_difference(name: str, ours: Rows, theirs: Rows) -> float:
     return max(abs(a[name] - b[name]) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("sync", ["every", "last"])
+@pytest.mark.parametrize("sync", ["last", pytest.param("every", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_float32_losses_are_torchtitans(pool: Pools, tmp_path: Path, ranks: int, sync: str) -> None:
     """Both average over the step's valid tokens, wherever they are; `max_loss` is the mean loss of the worst rank."""
@@ -57,6 +57,7 @@ def _train_wrong(world: DistEnv, folder: str, mistake: str) -> Rows:
         return train_titanlite(world, Path(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mistake",
     [
