@@ -24,25 +24,9 @@ from pathlib import Path
 #: The files to read in an afternoon, in this order. A name that does not exist counts nothing.
 READING_PATH = [
     *("__init__", "build", "trainer", "step", "loss", "guard", "callbacks", "config/sections", "derive"),
-    *(
-        "models/spec",
-        "models/layers",
-        "models/llama",
-        "optim/optimizer",
-        "optim/schedule",
-        "data/packing",
-        "data/loader",
-    ),
-    *(
-        "data/packing",
-        "data/loader",
-        "parallel/dist_env",
-        "parallel/parallelize",
-        "parallel/fsdp",
-        "parallel/tensor",
-        "parallel/init",
-    ),
-    *("checkpoint/manager", "metrics/observer"),
+    *("models/spec", "models/layers", "models/llama", "optim/optimizer", "optim/schedule"),
+    *("data/packing", "data/loader", "parallel/dist_env", "parallel/parallelize", "parallel/fsdp"),
+    *("parallel/tensor", "parallel/init", "checkpoint/manager", "metrics/observer"),
 ]
 #: Annotations of parameters that take the whole config.
 WHOLE_CONFIG = {"Plans", "LoadedConfig", "Config", "RunConfig", "Derived"}
