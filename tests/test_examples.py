@@ -21,9 +21,9 @@ from tests.pool import Pools
 from titanlite import Callback, Trainer, build, load_config
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.errors import ConfigError
+from titanlite.config.extensions import load_functions
 from titanlite.config.fit import check_config
 from titanlite.config.sections import Optimizer
-from titanlite.extensions import load_functions
 from titanlite.models import ShapeError, get_spec, resolve_args
 from titanlite.models.spec import as_record, from_record
 from titanlite.optim.optimizer import build_optimizer, gated_step, keep_ratios

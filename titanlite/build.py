@@ -30,13 +30,13 @@ from titanlite.checkpoint.resume_check import ResumeCheck
 from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.config.derive import RunConfig, with_steps
 from titanlite.config.errors import ConfigError
+from titanlite.config.extensions import load_function
 from titanlite.config.fit import tensor_problems
 from titanlite.data.loader import TrainLoader, ValidationLoader
 from titanlite.data.packing import PackedDataset, build_dataset, build_validation_dataset
 from titanlite.data.prefetch import PassLoader, Prefetcher, StepLoader, ValidationPrefetcher
 from titanlite.data.skip_ranges import ranges_of_steps
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
-from titanlite.extensions import load_function
 from titanlite.guard import FiniteGuard
 from titanlite.metrics import startup_report as rep
 from titanlite.metrics.float8_error import Float8ErrorCheck

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, NoReturn
 from titanlite import exit_codes
 from titanlite.callbacks import load_callbacks
 from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.extensions import load_functions
 from titanlite.config.fit import check_config, fitted
 from titanlite.config.run_sections import Job
 from titanlite.config.sections import Checkpoint, Model
-from titanlite.extensions import load_functions
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.dist_env import read_launch_env
 from titanlite.signals import SIGNALS, StopRequested, StopSignal, exit_on_signals, stop_with_torchrun

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from titanlite import extensions
+from titanlite.config import extensions
 from titanlite.config.errors import Problem
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.sections import AUTO_FILTER, Config, steps_of
