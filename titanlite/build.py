@@ -30,13 +30,13 @@ from titanlite.checkpoint.resume_check import FILE as RESUME_FILE
 from titanlite.checkpoint.resume_check import ResumeCheck
 from titanlite.checkpoint.retention import SaveSchedule
 from titanlite.config.errors import ConfigError
+from titanlite.config.extensions import load_function
 from titanlite.data.loader import TrainLoader, ValidationLoader
 from titanlite.data.packing import PackedDataset, build_dataset, build_validation_dataset
 from titanlite.data.prefetch import PassLoader, Prefetcher, StepLoader, ValidationPrefetcher
 from titanlite.data.skip_ranges import ranges_of_steps
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.derive import RunConfig, with_steps
-from titanlite.extensions import load_function
 from titanlite.fit import tensor_problems
 from titanlite.guard import FiniteGuard
 from titanlite.metrics.float8_error import Float8ErrorCheck

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.extensions import HINT
 from titanlite.exit_codes import is_of_collectives
-from titanlite.extensions import HINT
 from titanlite.utils import logger, resolve_as
 
 if TYPE_CHECKING:

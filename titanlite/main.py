@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, NoReturn
 from titanlite import exit_codes
 from titanlite.callbacks import load_callbacks
 from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.extensions import load_functions
 from titanlite.config.run_sections import Job
 from titanlite.config.sections import Checkpoint, Model
-from titanlite.extensions import load_functions
 from titanlite.fit import check_config, fitted
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.dist_env import read_launch_env

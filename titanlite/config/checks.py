@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from titanlite import extensions
+from titanlite.config import extensions
 from titanlite.config.errors import Problem
 from titanlite.config.keys import keys
 from titanlite.config.loaded import LoadedConfig

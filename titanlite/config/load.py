@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from titanlite import extensions
+from titanlite.config import extensions
 from titanlite.config.aliases import (
     ALIASES,
     LATER_DEFAULTS,

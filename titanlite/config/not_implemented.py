@@ -43,7 +43,9 @@ NOT_IMPLEMENTED: dict[str, Missing] = {
     "parallelism.expert_parallel_degree": Missing("expert parallelism"),
     "training.dtype": Missing("weights in bfloat16"),
     "experimental.enable_compiled_autograd": Missing("compiled autograd", _AUTOGRAD),
-    "experimental.custom_import": Missing("imports of one's own models"),
+    "experimental.custom_import": Missing(
+        "imports for their effect", 'name the model by model.name = "package.module:SPEC"'
+    ),
     "optimizer.name": Missing("this optimizer", implemented=("Adam",)),
     "optimizer.groups": Missing("parameter groups"),
     **dict.fromkeys(_ANY_PRECISION, Missing("AnyPrecisionAdamW")),

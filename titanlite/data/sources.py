@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from titanlite.config.extensions import load_function
 from titanlite.data import DataError
-from titanlite.extensions import load_function
 from titanlite.utils import logger
 
 #: Number of empty files that a warning names.

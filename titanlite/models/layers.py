@@ -32,7 +32,7 @@ class _SiluMul(torch.autograd.Function):
 
 
 def silu_mul(gate: Tensor, x: Tensor) -> Tensor:
-    """silu(gate) * x, element by element. Keeps gate and x for backward: two tensors instead of three."""
+    """Return silu(gate) * x, element by element. Keeps gate and x for backward: two tensors instead of three."""
     return _SiluMul.apply(gate, x)
 
 
@@ -126,7 +126,7 @@ class Rope(nn.Module):
         self.sin.copy_(angles.sin())
 
     def forward(self, seq_len: int, positions: Tensor | None = None) -> Rotation:
-        """Rotation of positions 0 … seq_len - 1, or of `positions`: [batch, seq] int64.
+        """Return the rotation of positions 0 … seq_len - 1, or of `positions`: [batch, seq] int64.
 
         Raises ValueError if the sequence is longer than the tables.
         """
@@ -149,7 +149,7 @@ class Rope(nn.Module):
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
-    """Radians per position of each rotated pair, [head_dim / 2] fp32: theta ** (-2 i / head_dim).
+    """Return the radians per position of each rotated pair, [head_dim / 2] fp32: theta ** (-2 i / head_dim).
 
     With `scaling`, Llama 3.1's: wavelengths longer than original_context / low_freq_factor are stretched by `factor`,
     those shorter than original_context / high_freq_factor stay, those between are blended linearly in 1 / wavelength.
@@ -164,7 +164,7 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
 
 
 def build_norm(args: LlamaArgs) -> nn.Module:
-    """The normalisation of `args.norm_type` over the last dimension, without bias.
+    """Build the normalisation of `args.norm_type` over the last dimension, without bias.
 
     torch's own RMSNorm is a fused kernel on GPUs, so "rmsnorm" and "fused_rmsnorm" are one thing.
     """
@@ -185,7 +185,7 @@ class SdpaAttention(nn.Module):
     """
 
     def prepare(self, doc_ids: Tensor | None) -> Tensor | None:
-        """From doc_ids: [batch, seq] int, the mask [batch, 1, seq, seq] bool of who may look at whom; None: causal."""
+        """Return the mask [batch, 1, seq, seq] bool for doc_ids: [batch, seq] int; None: causal."""
         if doc_ids is None:
             return None
         seq_len = doc_ids.size(1)
@@ -285,7 +285,7 @@ class Llama(nn.Module):
         labels: Tensor | None = None,
         loss: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Logits [batch, seq, vocab], in the parameters' dtype.
+        """Return logits [batch, seq, vocab], in the parameters' dtype.
 
         tokens: [batch, seq] int64. positions: [batch, seq] int64, rows of the RoPE tables; None: 0, 1, 2, …
         doc_ids: [batch, seq] int; a token sees only tokens of its own document; None: one document.

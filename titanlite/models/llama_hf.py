@@ -28,7 +28,7 @@ _DERIVED = re.compile(r"(model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|mod
 
 
 def hf_names(args: LlamaArgs) -> dict[str, str]:
-    """Our parameter name → Hugging Face's, for every tensor that a file of this model holds (no head if tied)."""
+    """Return our parameter name → Hugging Face's, for every tensor that a file holds (no head if tied)."""
     _needs_rmsnorm(args)
     names = {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
     for block in block_names(args):
@@ -40,7 +40,7 @@ def hf_names(args: LlamaArgs) -> dict[str, str]:
 
 
 def names_from_hf(given: Collection[str], args: LlamaArgs) -> dict[str, str]:
-    """Hugging Face's name → ours, for the tensors among `given` that are weights; a tied model's head is not.
+    """Return Hugging Face's name → ours, for the tensors among `given` that are weights; a tied model's head is not.
 
     Raises ValueError if a parameter is missing or unknown.
     """
@@ -51,7 +51,7 @@ def names_from_hf(given: Collection[str], args: LlamaArgs) -> dict[str, str]:
 
 
 def to_hf(state: Mapping[str, Tensor], args: LlamaArgs) -> dict[str, Tensor]:
-    """A full state dictionary under Hugging Face's names; the tensors are shared, not copied.
+    """Return a full state dictionary under Hugging Face's names; the tensors are shared, not copied.
 
     Raises ValueError if a parameter is missing or unknown.
     """
@@ -61,7 +61,7 @@ def to_hf(state: Mapping[str, Tensor], args: LlamaArgs) -> dict[str, Tensor]:
 
 
 def from_hf(state: Mapping[str, Tensor], args: LlamaArgs) -> dict[str, Tensor]:
-    """The inverse of `to_hf`; a tied head is the embedding's tensor itself.
+    """Undo `to_hf`; a tied head is the embedding's tensor itself.
 
     Raises ValueError if a parameter is missing or unknown, or if a file of a tied model holds a head of its own.
     """
@@ -70,7 +70,7 @@ def from_hf(state: Mapping[str, Tensor], args: LlamaArgs) -> dict[str, Tensor]:
 
 
 def from_meta(state: Mapping[str, Tensor], args: LlamaArgs) -> dict[str, Tensor]:
-    """The state dictionary of Meta's own checkpoint file: our names, but q and k in the interleaved layout."""
+    """Return the state dictionary of Meta's own checkpoint file under our names, q and k in our layout."""
     names = {ours: ours for ours in hf_names(args)}
     ours = _adopt(state, names, args, head="output.weight", embedding="tok_embeddings.weight")
     for block in block_names(args):
@@ -81,7 +81,7 @@ def from_meta(state: Mapping[str, Tensor], args: LlamaArgs) -> dict[str, Tensor]
 
 
 def permute(weight: Tensor, n_heads: int) -> Tensor:
-    """q or k weight [n_heads * head_dim, dim]: rows of each head from Meta's layout to ours.
+    """Bring the rows of a q or k weight [n_heads * head_dim, dim] from Meta's layout to ours, head by head.
 
     Meta rotates the pairs (2 i, 2 i + 1), we (i, i + head_dim / 2): within a head the even rows come first.
     """
@@ -89,14 +89,8 @@ def permute(weight: Tensor, n_heads: int) -> Tensor:
     return heads.transpose(1, 2).flatten(0, 2)
 
 
-def unpermute(weight: Tensor, n_heads: int) -> Tensor:
-    """The inverse of `permute`."""
-    heads = weight.unflatten(0, (n_heads, 2, -1))
-    return heads.transpose(1, 2).flatten(0, 2)
-
-
 def hf_config(args: LlamaArgs) -> dict[str, Any]:
-    """Keyword arguments of `transformers.LlamaConfig` (5: RoPE under `rope_parameters`; 4), also its config.json."""
+    """Return the arguments of `transformers.LlamaConfig` (5: RoPE under `rope_parameters`; 4), its config.json."""
     _needs_rmsnorm(args)
     scaling: dict[str, Any] = {"rope_type": "default"}
     if args.rope_scaling is not None:
@@ -131,7 +125,7 @@ def hf_config(args: LlamaArgs) -> dict[str, Any]:
 
 
 def args_from_hf(config: Mapping[str, Any]) -> LlamaArgs:
-    """The arguments that a config.json of Hugging Face describes, of `transformers` 5 or an older one.
+    """Return the arguments that a config.json of Hugging Face describes, of `transformers` 5 or an older one.
 
     Raises ValueError for a model that is no Llama of ours.
     """

@@ -9,8 +9,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titanlite.parallel.pipeline import PipelineModel
-
 #: Elements of a CPU tensor whose squares are summed in one float32: in a longer sum, small squares get lost.
 _NORM_CHUNK = 2**16
 
@@ -72,8 +70,8 @@ def layer_of(name: str) -> str:
 def square_norms(model: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
     """Return `square_norm` of each layer, in model order; zero for layers on other ranks of a pipeline."""
     layers: dict[str, list[nn.Parameter]] = {}
-    if isinstance(model, PipelineModel):
-        layers = {name: [] for name in model.layout.trained}
+    if (layout := getattr(model, "layout", None)) is not None:  # of a `PipelineModel`
+        layers = {name: [] for name in layout.trained}
     for name, parameter in model.named_parameters():
         layers.setdefault(layer_of(name), []).append(parameter)
     return {layer: square_norm(parameters, device) for layer, parameters in layers.items()}

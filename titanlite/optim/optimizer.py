@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from titanlite.config.extensions import load_function
 from titanlite.config.sections import Optimizer
-from titanlite.extensions import load_function
 from titanlite.utils import is_dotted
 
 _CLASSES = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}
