@@ -34,7 +34,14 @@ def legal_values(key: Key) -> list[Any]:
         if get_origin(part) is Literal:
             found += get_args(part)
         elif get_origin(part) is list:
-            found += [[], ["layers.1", "# no comment"], [3, 4], [{"path": "x # y", "weight": 2.0}], [{"pattern": "w"}]]
+            found += [
+                [],
+                ["loss"],
+                ["layers.1", "# no comment"],
+                [3, 4],
+                [{"path": "x # y", "weight": 2.0}],
+                [{"pattern": "w"}],
+            ]
         else:
             found += {bool: [True, False], int: [1, 2, 4, 8], float: [0.5, 1e-3, 1.0], str: ["x", "3", "a]#b"]}.get(
                 part, []

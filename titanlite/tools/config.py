@@ -310,7 +310,7 @@ class Side:
                 for name, item in value.items():
                     entry = f"{key.name}.{quote_key(name)}"
                     found[entry] = item, (quote(item), self._source(entry))
-            elif self.config.superseded(key.name):
+            elif value is not None and self.config.superseded(key.name):
                 found[key.name] = None, ("(not set)", "said in another way")
             elif key.name not in ABOUT_FILES:
                 found[key.name] = value, (quote(value), self._source(key.name))
