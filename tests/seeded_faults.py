@@ -140,26 +140,26 @@ FAULTS = (
     _fault("warm-up-ignored", "optim/schedule.py", "if done < warmup:", "if done < 0:", "optim/test_optim.py"),
     # The model
     _fault(
-        "no-causal-mask", "models/llama/model.py", "is_causal=mask is None", "is_causal=False", "models/test_llama.py"
+        "no-causal-mask", "models/layers.py", "is_causal=mask is None", "is_causal=False", "models/test_llama.py"
     ),
     _fault(
         "document-mask-ignored",
-        "models/llama/model.py",
+        "models/layers.py",
         "return (same & causal).unsqueeze(1)",
         "return causal.expand_as(same).unsqueeze(1)",
         "models/test_llama.py",
     ),
     _fault(
         "rope-frequencies",
-        "models/rope.py",
+        "models/layers.py",
         "dtype=torch.float32) / head_dim)",
         "dtype=torch.float32) / (head_dim + 2))",
         "models/test_llama.py",
     ),
-    _fault("rope-not-scaled", "models/rope.py", "* plain / scaling.factor", "* plain", "models/test_llama.py"),
+    _fault("rope-not-scaled", "models/layers.py", "* plain / scaling.factor", "* plain", "models/test_llama.py"),
     _fault(
         "norm-without-eps",
-        "models/ops.py",
+        "models/layers.py",
         ".add_(eps).rsqrt_()",
         ".rsqrt_()",
         "models/test_ops.py",
@@ -167,7 +167,7 @@ FAULTS = (
     ),
     _fault(
         "flops-without-attention",
-        "models/shapes.py",
+        "models/llama.py",
         "- embedding) + attention",
         "- embedding)",
         "models/test_shapes.py",
@@ -203,7 +203,7 @@ FAULTS = (
     ),
     _fault(
         "tensor-plan-of-one-linear",
-        "models/llama/plan.py",
+        "models/llama.py",
         '"feed_forward.w3": "colwise"',
         '"feed_forward.w3": "rowwise"',
         "parallel/test_tensor.py",
@@ -424,7 +424,7 @@ FAULTS = (
     ),
     _fault(
         "accumulation-ignored",
-        "config/derive.py",
+        "derive.py",
         "max(wanted // at_once, 1)",
         "1",
         "config/test_derive.py",

@@ -398,7 +398,7 @@ def test_a_killed_rank_is_named(tmp_path: Path, kind: str) -> None:
     if victim == 0:
         assert "rank 0 does not say why" in log
         return
-    culprit = rf"rank {victim} \(\S+, process \d+\) does not answer, last seen in data of step 3"
+    culprit = rf"rank {victim} \(\S+, process \d+\) does not answer, last seen in "
     assert re.match(culprit, done.stderr[done.stderr.index("error: ") :].splitlines()[1]), "the run's last words"
     assert re.match(culprit, read_entries(tmp_path / "run")[-1]["reason"])
     report = log[log.index("a collective failed:\n") :].splitlines()
