@@ -139,9 +139,7 @@ FAULTS = (
     ),
     _fault("warm-up-ignored", "optim/schedule.py", "if done < warmup:", "if done < 0:", "optim/test_optim.py"),
     # The model
-    _fault(
-        "no-causal-mask", "models/layers.py", "is_causal=mask is None", "is_causal=False", "models/test_llama.py"
-    ),
+    _fault("no-causal-mask", "models/layers.py", "is_causal=mask is None", "is_causal=False", "models/test_llama.py"),
     _fault(
         "document-mask-ignored",
         "models/layers.py",

@@ -159,3 +159,11 @@ def test_overrides_and_scaling_reach_the_model():
     flags = ["--model.overrides.n_layers=2", "--model.rope_scaling=8", "--model.norm_type=layernorm"]
     args = run_of(*flags).model_args()
     assert (args.n_layers, args.rope_scaling.factor, args.norm_type) == (2, 8.0, "layernorm")
+
+
+def test_a_float8_filter_that_cuts_a_number_is_a_warning():
+    """`layers.1` reads as one layer, and is in the names of eleven."""
+    flags = ["--model.overrides.n_layers=20", "--float8.enable_float8_linear", "--float8.filter_fqns="]
+    (warning,) = run_of(*flags[:2], f"{flags[2]}layers.1,w2,layers.7").warnings
+    assert '"layers.1" is also part of layers.10, layers.11, layers.12 and 7 more' in warning
+    assert run_of(*flags[:2], f"{flags[2]}layers.1.,w2,layers.2.attention").warnings == ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +33,7 @@ from titanlite.config.run_sections import Comm, Stall
 from titanlite.guard import LossSpikeError
 from titanlite.metrics import watchdog
 from titanlite.metrics.hang_report import MAX_ROWS, RankState, table, verdict
-from titanlite.metrics.watchdog import THREAD, HangWatchdog
+from titanlite.metrics.watchdog import THREAD, HangWatchdog, _stack
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.run_callbacks import Watchdog
 from titanlite.runs.record import read_entries
@@ -99,6 +101,35 @@ def test_the_table_of_many_ranks_shows_the_culprit_and_counts_the_rest() -> None
 def test_deadlines_follow_the_timeouts(stall: Any, comm: Any, deadlines: tuple[float, ...]) -> None:
     dog = HangWatchdog(Stall(**stall), Comm(**comm))
     assert (dog._deadline, dog._patience, dog._heartbeat) == pytest.approx(deadlines)
+
+
+def test_reading_a_stack_keeps_no_object_of_it_alive() -> None:
+    """Tensors of a step would stay in memory until the next garbage collection."""
+
+    class Batch:
+        pass
+
+    made: list[weakref.ref[Batch]] = []
+    ready, done = threading.Event(), threading.Event()
+
+    def train() -> None:
+        batch = Batch()
+        made.append(weakref.ref(batch))
+        ready.set()
+        done.wait(LONG)
+
+    thread = threading.Thread(target=train)
+    gc.disable()
+    try:
+        thread.start()
+        ready.wait(LONG)
+        assert thread.ident is not None
+        places, _ = _stack(thread.ident)
+        done.set()
+        thread.join()
+        assert any(place.endswith(" train") for place in places) and made[0]() is None
+    finally:
+        gc.enable()
 
 
 # Ranks that stand still

@@ -24,7 +24,8 @@ from titanlite.utils import human_time
 
 #: Logged steps in the table, on a terminal that is high enough.
 ROWS = 8
-_SECONDS_BETWEEN = 0.1
+#: A drawing takes some milliseconds of the training thread.
+_SECONDS_BETWEEN = 0.5
 #: A terminal of fewer columns shows only some fields.
 _NARROW = 80
 
@@ -93,7 +94,7 @@ class LiveView:
         self._live.start(refresh=True)
 
     def tick(self, step: int) -> None:
-        """Call after every step; draws at most ten times a second. Costs a clock call when no drawing is due."""
+        """Call after every step; draws at most twice a second. Costs a clock call when no drawing is due."""
         self._step = step
         if (now := time.monotonic()) >= self._drawn + _SECONDS_BETWEEN:
             self._drawn = now
