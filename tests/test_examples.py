@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from tests.pool import Pools
 from titanlite import Callback, Trainer, build, load_config
 from titanlite.checkpoint.manifest import read_manifest
+from titanlite.checkpoint.storage import gather
 from titanlite.config.errors import ConfigError
 from titanlite.config.extensions import load_functions
 from titanlite.config.sections import Optimizer
@@ -280,6 +281,17 @@ def test_ratios_that_are_given_stay_and_a_base_of_zero_has_none() -> None:
     assert keep_ratios(torch.optim.SGD([weight], lr=0.1), 0.0).param_groups[0]["lr_scale"] == 1.0
     with pytest.raises(TypeError, match="no torch optimizer"):
         build_optimizer({}, Optimizer(name="tests.test_examples:no_optimizer"), torch.device("cpu"))
+
+
+def test_a_state_that_is_no_tensor_is_refused_by_name() -> None:
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["count"] = 1
+
+    model = torch.nn.Linear(2, 2, bias=False)
+    with pytest.raises(TypeError, match=r"state.weight.count of Counting is no tensor"):
+        gather(model, Counting(model.parameters(), lr=0.1))
 
 
 # The page
