@@ -12,6 +12,8 @@ computed from (seed, epoch) alone.
 
 from __future__ import annotations
 
+from functools import lru_cache, partial
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -42,9 +44,10 @@ class PackedDataset:
         self, corpus: Corpus, *, seq_len: int, seed: int = 0, shuffle: bool = True, epochs: int | None = None
     ) -> None:
         self.corpus, self.seq_len, self.seed, self.shuffle, self.epochs = corpus, seq_len, seed, shuffle, epochs
-        # Loaders in several threads may share a data set: so these are replaced, never changed.
-        self._orders: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
-        self._windows: dict[int, NDArray[np.int64]] = {}
+        # A block of windows touches two epochs, or three after many passes.
+        self._epoch = lru_cache(maxsize=3)(self._find_epoch)
+        # Another seed than for the order of documents, so that the two are not the same permutation.
+        self._block = lru_cache(maxsize=2)(partial(epoch_order, self.sequences_per_epoch, ~seed))
 
     @property
     def documents(self) -> int:
@@ -116,14 +119,8 @@ class PackedDataset:
         """Return the window of sequence `index`."""
         if not self.shuffle:
             return index
-        size = self.sequences_per_epoch
-        block, place = divmod(index, size)
-        order = self._windows.get(block)
-        if order is None:
-            # Another seed than for the order of documents, so that the two are not the same permutation.
-            order = epoch_order(size, ~self.seed, block)
-            self._windows = {**dict(list(self._windows.items())[-1:]), block: order}
-        return block * size + int(order[place])
+        block, place = divmod(index, self.sequences_per_epoch)
+        return block * self.sequences_per_epoch + int(self._block(block)[place])
 
     def documents_in(self, index: int) -> list[int]:
         """Return the documents of the tokens of sequence `index`, in its order.
@@ -157,16 +154,11 @@ class PackedDataset:
             epoch, within = epoch + 1, 0
         return parts
 
-    def _epoch(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _find_epoch(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return (documents in order [n], stream position within the epoch at which each begins [n])."""
-        found = self._orders.get(epoch)
-        if found is None:
-            order = epoch_order(self.documents, self.seed, epoch, self.shuffle)
-            lengths = np.diff(self.corpus.offsets)[order]
-            found = order, np.cumsum(lengths) - lengths
-            # A block of windows touches two epochs, or three after many passes.
-            self._orders = {**dict(sorted(self._orders.items())[-2:]), epoch: found}
-        return found
+        order = epoch_order(self.documents, self.seed, epoch, self.shuffle)
+        lengths = np.diff(self.corpus.offsets)[order]
+        return order, np.cumsum(lengths) - lengths
 
 
 def build_dataset(training: Training, data: Data, tokenizer: Tokenizer, vocab_size: int) -> PackedDataset:
