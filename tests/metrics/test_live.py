@@ -81,7 +81,7 @@ def test_lines_scroll_above_a_table_and_a_progress_line(terminal: Terminal, monk
     assert sys.stdout is terminal.stream
 
 
-def test_it_is_drawn_ten_times_a_second_at_most(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_drawn_only_when_a_drawing_is_due(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     view = _show(terminal, monkeypatch)
     monkeypatch.setattr(live, "_SECONDS_BETWEEN", 0.1)
     log_step(1)
