@@ -75,10 +75,14 @@ def test_ranks_are_compared_with_the_median() -> None:
     assert StragglerDetector(CPU).compare([1.0], [0.0], 1.0) is None
 
 
-def test_on_a_gpu_only_the_waiting_for_data_is_compared() -> None:
-    figures = StragglerDetector(torch.device("cuda", 0)).compare([7.0, 0.0, 0.0], [0.1, 0.4, 0.1], 1.0)
-    assert figures is not None and figures.slowest == 1
-    assert figures.own == pytest.approx((1.0, 1.3, 1.0)) and figures.lag_seconds == pytest.approx(0.3)
+def test_on_a_gpu_the_step_without_data_is_scaled_by_the_time_of_the_head() -> None:
+    detector = StragglerDetector(torch.device("cuda", 0))
+    figures = detector.compare([0.010, 0.010, 0.015], [0.2, 0.2, 0.2], 1.2)
+    assert figures is not None and figures.slowest == 2
+    assert figures.own == pytest.approx((1.2, 1.2, 1.7)) and figures.lag_seconds == pytest.approx(0.5)
+    # Without a head (a pipeline stage has none) only the data tell.
+    figures = detector.compare([0.0, 0.0], [0.1, 0.4], 1.1)
+    assert figures is not None and figures.slowest == 1 and figures.own == pytest.approx((1.1, 1.4))
 
 
 def test_a_rank_that_stays_behind_is_warned_of_once_in_a_while() -> None:

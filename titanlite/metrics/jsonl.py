@@ -59,6 +59,14 @@ class MetricsLog:
         except OSError as error:
             self._warn(error)
 
+    def has(self, step: int, name: str) -> bool:
+        """Return whether the file has a row of `step` with this number."""
+        try:
+            rows = [_parse(line) for line in self.path.read_bytes().splitlines()]
+        except OSError:
+            return False
+        return any(row is not None and row.get("step") == step and name in row for row in rows)
+
     def close(self) -> None:
         """Close the file; a later write opens it again."""
         if self._file is not None:

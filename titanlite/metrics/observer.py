@@ -63,6 +63,8 @@ class MetricsLogger(Callback):
         self._view: LiveView | None = None
         self._logs = 0
         self._first_step = 1
+        #: An attempt that was lost has recorded the validation that a resumed run still owes.
+        self._validated = False
 
     def on_start(self, trainer: Trainer) -> None:
         """Continue (or begin) the records."""
@@ -74,6 +76,7 @@ class MetricsLogger(Callback):
                 _keep_earlier(folder / FILE)
             self._jsonl = MetricsLog(folder / FILE)
             self._jsonl.truncate_after(step)
+            self._validated = self._jsonl.has(step, "validation_loss")
             if self._metrics.enable_wandb:
                 config = loads(self._toml)
                 self._tracker = WandbWriter(folder, config, self._job.description, step + 1)
@@ -82,6 +85,8 @@ class MetricsLogger(Callback):
             from titanlite.metrics.live import start_view
 
             self._view = start_view(step, trainer.steps)
+        head = dict(trainer.parts.model.named_modules()).get(trainer.parts.spec.head)
+        self._ranks = StragglerDetector(self._world.device, head)
         self._begin(trainer)
 
     def on_rollback(self, trainer: Trainer) -> None:
@@ -111,7 +116,8 @@ class MetricsLogger(Callback):
     def on_validation_end(self, trainer: Trainer, loss: float, tokens: int, seconds: float) -> None:
         step = trainer.step
         logger.info(f"validation at {step}: loss {loss:.4f} over {tokens:,} tokens in {human_time(seconds)}")
-        self.write(step, {"validation_loss": loss, "validation_tokens": tokens, "validation_seconds": seconds})
+        if not (self._validated and step < self._first_step):
+            self.write(step, {"validation_loss": loss, "validation_tokens": tokens, "validation_seconds": seconds})
 
     def on_save(self, trainer: Trainer, step: int, folder: AnyPath, seconds: float) -> None:
         logger.info(f"checkpoint of step {step} written to {folder} in {human_time(seconds)}")
@@ -127,6 +133,7 @@ class MetricsLogger(Callback):
             self._tensorboard.close(failed=failed)
         if self._tracker:
             self._tracker.close(failed=failed)
+        self._ranks.close()
 
     def run_ids(self) -> dict[str, str]:
         """Return where the run is recorded: service → id of the run there. Rank 0 knows."""
@@ -202,7 +209,7 @@ class MetricsLogger(Callback):
         One all-reduce and one reading of the device. Every rank has a place of its own, where the others have zero.
         """
         times = torch.zeros(2, self._world.size)
-        times[:, self._world.rank] = torch.tensor(self._meter.own_seconds())
+        times[:, self._world.rank] = torch.tensor(self._ranks.read(self._meter))
         shared = torch.cat([result.local_loss.detach().float().view(1), times.flatten().to(self._world.device)])
         dist.all_reduce(shared, op=dist.ReduceOp.MAX)
         numbers: list[float] = torch.cat([shared, torch.stack(list(mine)).float()]).tolist()
