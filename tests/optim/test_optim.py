@@ -78,7 +78,7 @@ def test_warmup_as_long_as_the_run_divides_by_nothing() -> None:
 
 
 def test_a_run_asks_for_its_steps_counted_from_where_the_schedule_began() -> None:
-    schedule = Schedule(total_steps=100, warmup_steps=9)
+    schedule = schedule_of(total_steps=100, warmup_steps=9)
     rate = LearningRate(schedule, peak=2.0)
     assert [rate(step) for step in (1, 9, 10)] == pytest.approx([0.2, 1.8, 2.0])
     rate.began = 50

@@ -163,7 +163,7 @@ class PackedDataset:
 
 def build_dataset(training: Training, data: Data, tokenizer: Tokenizer, vocab_size: int) -> PackedDataset:
     """Build the training sequences of these sections. Raises DataError as `source_files` and `load_corpus` do."""
-    corpus = _corpus("training", training, data, tokenizer, vocab_size)
+    corpus = _corpus("training", training.dataset, training.dataset_path, data, tokenizer, vocab_size)
     return PackedDataset(corpus, seq_len=training.seq_len, seed=data.seed, shuffle=data.shuffle, epochs=training.epochs)
 
 
@@ -171,16 +171,16 @@ def build_validation_dataset(
     validation: Validation, data: Data, tokenizer: Tokenizer, vocab_size: int, seq_len: int
 ) -> PackedDataset:
     """Build one pass over the held-out text, in file order. data: for its threads and its cache."""
-    corpus = _corpus("validation", validation, data, tokenizer, vocab_size)
+    corpus = _corpus("validation", validation.dataset, validation.dataset_path, data, tokenizer, vocab_size)
     return PackedDataset(corpus, seq_len=seq_len, shuffle=False, epochs=1)
 
 
-def _corpus(name: str, section: Training | Validation, data: Data, tokenizer: Tokenizer, vocab_size: int) -> Corpus:
+def _corpus(section: str, dataset: str, path: str | None, data: Data, tokenizer: Tokenizer, vocab_size: int) -> Corpus:
     """Read and tokenize the text of a section. That of a function is not cached: its code says nothing of its text."""
-    if is_dotted(section.dataset):
-        records = own_records(section.dataset, f"{name}.dataset")
+    if is_dotted(dataset):
+        records = own_records(dataset, f"{section}.dataset")
         return tokenize((), tokenizer, vocab_size, data.num_workers or 0, records)
-    files = source_files(section.dataset, section.dataset_path, name)
+    files = source_files(dataset, path, section)
     return load_corpus(files, tokenizer, vocab_size, workers=data.num_workers, cache=data.token_cache)
 
 
