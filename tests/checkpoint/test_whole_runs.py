@@ -20,6 +20,7 @@ from tests.training.test_run import _losses, _run, _trainer
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest, steps_in
 from titanlite.metrics.wandb import ID_FILE
 from titanlite.parallel.dist_env import DistEnv
+from titanlite.signals import StopRequested
 from titanlite.tools.tensors import Contents
 from titanlite.trainer import save_seed
 
