@@ -172,6 +172,9 @@ def _batch_misfits(d: Config, run: RunConfig) -> Iterator[Finding]:
         at_once, width = t.batch_size * mesh.dp_degree, counted(mesh.dp_degree, "data-parallel ranks")
         message = f"is {t.global_batch_size}, not a multiple of batch_size {t.batch_size} * {width} = {at_once}"
         hint = f"these work: global_batch_size = {_around(t.global_batch_size, at_once)}"
+        if t.global_batch_size % t.batch_size == 0:
+            numbers = ", ".join(str(n) for n in divisors(t.global_batch_size // t.batch_size))
+            hint += f"; or one of {numbers} data-parallel ranks"
         yield "batch", "training.global_batch_size", message, hint
 
 
