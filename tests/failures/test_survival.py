@@ -60,7 +60,10 @@ def test_saved_on_four_ranks_and_resumed_on_one_two_or_three(tmp_path: Path, str
         step_folder(tmp_path / "four" / "checkpoint", STEPS).rmdir()
     codes, text = train(flags(tmp_path / "four"), 3, tmp_path / "console")
     assert codes == [exit_codes.CONFIG] * 3, text
-    assert "not a multiple of batch_size 1 * 3 data-parallel ranks" in text and "one of 1, 2, 4 data-parallel ranks" in text
+    assert (
+        "not a multiple of batch_size 1 * 3 data-parallel ranks" in text
+        and "one of 1, 2, 4 data-parallel ranks" in text
+    )
     assert "parameters" not in text, "before the model is built"
 
 
