@@ -304,7 +304,7 @@ class StartReport(Callback):
         folder, key = self._checkpoint.folder, "training.epochs" if self._in_epochs else "training.steps (or .tokens)"
         return (
             f"nothing to do: the checkpoint in {folder} is of step {steps} and the run has {counted(steps, 'steps')}. "
-            f"To train on, raise {key}; to start anew, give another --job.dump_folder or move the checkpoints away"
+            f"To train on, raise {key}; to start again, give another --job.dump_folder or move the checkpoints away"
         )
 
 

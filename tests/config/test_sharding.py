@@ -1,4 +1,4 @@
-"""Keys of sharding: what is read, and what is refused before anything is built."""
+"""Keys of sharding: accepted values, and values refused before the build."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The live view on a real pseudo-terminal: what it shows, and where there is none."""
+"""The live view on a real pseudo-terminal: its content, and outputs without a view."""
 
 from __future__ import annotations
 

@@ -77,6 +77,12 @@ class PeerError(RuntimeError):
     exit_code = exit_codes.LOST_PEER
 
 
+def _exit(code: int) -> None:
+    sys.stdout.flush()  # what the user's code has printed
+    sys.stderr.flush()
+    os._exit(code)
+
+
 class HangWatchdog:
     """Watches the ranks of the default process group, or one process alone, while the block runs.
 
@@ -103,7 +109,7 @@ class HangWatchdog:
         comm: Comm | None = None,
         logs: str = "",
         traces: str = "",
-        end: Callable[[int], object] | None = os._exit,
+        end: Callable[[int], object] | None = _exit,
     ) -> None:
         stall, comm = stall or Stall(), comm or Comm()
         given, beat = stall.deadline_seconds, stall.heartbeat_seconds

@@ -59,7 +59,7 @@ class _RmsNorm(torch.autograd.Function):
 class RMSNorm(nn.RMSNorm):
     """torch's RMSNorm (Zhang and Sennrich 2019), which has a fused kernel on GPUs; elsewhere one autograd node.
 
-    x: [..., dim]; computed in fp32 whatever x's dtype. Keeps x and one number per row for backward.
+    x: [..., dim]; computed in fp32 for every dtype of x. Keeps x and one number per row for backward.
     """
 
     def forward(self, x: Tensor) -> Tensor:
