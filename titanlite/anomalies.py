@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from titanlite.data.loader import Batch
-from titanlite.data.packing import PackedDataset
+from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import merged, take
 from titanlite.guard import BadStepError, NonFiniteError
 from titanlite.metrics.jsonl import MetricsLog
@@ -49,7 +49,7 @@ class AnomalyLog:
     folder: the run's; None on other ranks. global_batch: sequences per step over all ranks.
     """
 
-    def __init__(self, folder: Path | None, dataset: PackedDataset, global_batch: int) -> None:
+    def __init__(self, folder: Path | None, dataset: Rows, global_batch: int) -> None:
         self._log = None if folder is None else MetricsLog(folder / FILE)
         self._dataset, self._global_batch = dataset, global_batch
         #: Step of the checkpoint that the run went back to, and how often in a row a bad step came soon after it.

@@ -19,7 +19,7 @@ from titanlite.checkpoint.resume_check import ResumeCheck, ResumeResult
 from titanlite.checkpoint.retention import grace_warning
 from titanlite.config.toml import TOMLDecodeError, loads
 from titanlite.data.loader import add_hashes, step_hash
-from titanlite.data.packing import PackedDataset
+from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import Range, ranges_of_steps, take
 from titanlite.parallel.compile import CompileWatch
 from titanlite.parallel.dist_env import DistEnv, patience, set_timeouts
@@ -177,7 +177,7 @@ class VerifyResume(Callback):
     """
 
     def __init__(
-        self, check: ResumeCheck, dataset: PackedDataset, global_batch: int, skip: tuple[Range, ...], world: DistEnv
+        self, check: ResumeCheck, dataset: Rows, global_batch: int, skip: tuple[Range, ...], world: DistEnv
     ) -> None:
         self._check, self._dataset, self._global_batch = check, dataset, global_batch
         self._skip, self._world = skip, world

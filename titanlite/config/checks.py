@@ -6,6 +6,7 @@ The first stage checks each key by itself (`titanlite.config.load`), the third t
 
 from __future__ import annotations
 
+import glob
 import importlib.util
 import os
 import re
@@ -17,6 +18,7 @@ from titanlite.config.errors import Problem
 from titanlite.config.keys import keys
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.sections import AUTO_FILTER, Config, steps_of
+from titanlite.config.text_names import name_problem
 from titanlite.config.toml import quote
 from titanlite.config.urls import is_url, url_problem
 from titanlite.utils import counted, is_dotted
@@ -108,6 +110,8 @@ def _training(d: Config) -> Iterator[Finding]:
         if text.dataset_path is not None and is_dotted(text.dataset):
             message = f"has no effect: {section}.dataset = {quote(text.dataset)} returns the text"
             yield "conflict", f"{section}.dataset_path", message, "give one of the two"
+        if text.dataset_path is None and (problem := name_problem(text.dataset)):
+            yield "unknown-value", f"{section}.dataset", f"{quote(text.dataset)} {problem[0]}", problem[1]
     for key, on in (
         ("activation_checkpoint.mode", ac.mode == "budget"),
         ("experimental.enable_async_tensor_parallel", e.enable_async_tensor_parallel),
@@ -193,10 +197,12 @@ def missing_files(config: LoadedConfig) -> list[Problem]:
         names.append("validation.dataset_path")
     if not _has_checkpoints(config.sections):  # a run with checkpoints of its own does not read it
         names.append("checkpoint.initial_load_path")
-    paths = {
-        key: path for key in names if (path := config.value(key)) and not is_url(path) and not os.path.exists(path)
-    }
+    paths = {key: path for key in names if (path := config.value(key)) and not is_url(path) and not _exists(path)}
     return placed(config, (("no-file", key, f"no file or folder {quote(path)}", "") for key, path in paths.items()))
+
+
+def _exists(path: str) -> bool:
+    return os.path.exists(path) or any(True for _ in glob.iglob(path))
 
 
 def _has_checkpoints(d: Config) -> bool:

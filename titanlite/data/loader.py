@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from titanlite.data import DataError, EndOfData, skip_ranges
-from titanlite.data.packing import PackedDataset
+from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import Range
 from titanlite.utils import counted
 
@@ -48,7 +48,7 @@ class TrainLoader:
 
     def __init__(
         self,
-        dataset: PackedDataset,
+        dataset: Rows,
         global_batch_size: int,
         micro_batch_size: int,
         rank: int = 0,
@@ -90,8 +90,7 @@ class TrainLoader:
         and raise EndOfData after it, on all ranks at the same step.
         """
         if self.steps_left == 0:
-            epochs = counted(self.dataset.epochs or 0, "epochs")
-            raise EndOfData(f"the data end: {epochs} of {self.dataset.tokens_per_epoch:,} tokens are served")
+            raise EndOfData(f"the data end: {counted(self.dataset.total_sequences or 0, 'sequences')} are served")
         step = skip_ranges.take(self._position, self.global_batch_size, self.skip)
         indexes = step[(self.rank - step[0]) % self.dp_degree :: self.dp_degree]
         size = self.micro_batch_size
@@ -135,9 +134,7 @@ class ValidationLoader:
     from different rank counts compare only if that product is the same. `steps` beyond a full pass end with it.
     """
 
-    def __init__(
-        self, dataset: PackedDataset, batch_size: int, steps: int = -1, rank: int = 0, dp_degree: int = 1
-    ) -> None:
+    def __init__(self, dataset: Rows, batch_size: int, steps: int = -1, rank: int = 0, dp_degree: int = 1) -> None:
         _check_rank(rank, dp_degree)
         if dataset.total_sequences is None:
             raise DataError("validation needs finite data: build them with epochs=1")
@@ -170,7 +167,7 @@ def batch_hash(batches: Iterable[Batch]) -> str:
 
 
 def step_hash(
-    dataset: PackedDataset,
+    dataset: Rows,
     first: int,
     size: int,
     part: int = 0,
@@ -197,10 +194,10 @@ def _hex(value: int) -> str:
     return f"{value % (1 << _HASH_BITS):0{_HASH_BITS // 4}x}"
 
 
-def _stack(dataset: PackedDataset, indexes: Iterable[int]) -> Batch:
+def _stack(dataset: Rows, indexes: Iterable[int]) -> Batch:
     total = dataset.total_sequences
     rows = [dataset.sequence(i) if total is None or i < total else dataset.padding() for i in indexes]
-    tokens, labels = (np.stack(column) for column in zip(*rows, strict=True))
+    tokens, labels = (np.stack(column) for column in zip(*(row[:2] for row in rows), strict=True))
     return Batch(torch.from_numpy(tokens), torch.from_numpy(labels))
 
 

@@ -13,6 +13,7 @@ computed from (seed, epoch) alone.
 from __future__ import annotations
 
 from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,13 +21,11 @@ from numpy.typing import NDArray
 from titanlite.config.sections import Data, Training, Validation
 from titanlite.data import EndOfData
 from titanlite.data.corpus import Corpus, tokenize
+from titanlite.data.rows import IGNORE, Row
 from titanlite.data.sources import own_records, source_files
 from titanlite.data.token_cache import load_corpus
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.utils import counted, is_dotted
-
-#: Label of a position that is no target.
-IGNORE = -100
 
 
 class PackedDataset:
@@ -89,8 +88,8 @@ class PackedDataset:
         """The settings that decide sequence i, besides the fingerprint."""
         return {"seq_len": self.seq_len, "seed": self.seed, "shuffle": self.shuffle, "epochs": self.epochs}
 
-    def sequence(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return sequence `index`: (tokens [seq_len] int64, labels [seq_len] int64, shifted by one).
+    def sequence(self, index: int) -> Row:
+        """Return sequence `index`.
 
         After the last target of the last epoch labels are `IGNORE`. Raises EndOfData for an index at or
         above `total_sequences`.
@@ -109,11 +108,19 @@ class PackedDataset:
         labels = np.full(self.seq_len, IGNORE, dtype=np.int64)
         tokens[: min(len(window), self.seq_len)] = window[: self.seq_len]
         labels[: len(window) - 1] = window[1:]
-        return tokens, labels
+        return Row(tokens, labels)
 
-    def padding(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def padding(self) -> Row:
         """Return a sequence without targets, to fill up the last batch of finite data."""
-        return np.full(self.seq_len, self.corpus.pad_id, dtype=np.int64), np.full(self.seq_len, IGNORE, dtype=np.int64)
+        size = self.seq_len
+        return Row(np.full(size, self.corpus.pad_id, dtype=np.int64), np.full(size, IGNORE, dtype=np.int64))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return {}: the number of the next sequence says it all."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Do nothing: there is no state."""
 
     def window(self, index: int) -> int:
         """Return the window of sequence `index`."""

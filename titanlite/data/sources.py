@@ -34,10 +34,12 @@ SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 class Record(NamedTuple):
     """One document and its place: `number` counts a file's lines, or a function's documents, from 1."""
 
-    #: The file; of a function its dotted path.
+    #: The file or its URL; of a function its dotted path.
     file: Path | str
     number: int
     text: str
+    #: Comes before the text; the model reads it and is not trained on it.
+    prompt: str = ""
 
 
 def source_files(dataset: str, path: str | None, section: str = "training") -> list[Path]:
