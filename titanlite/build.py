@@ -331,7 +331,7 @@ def build(
         CompileReport(compiled) if compiled else None,
         Float8ErrorCheck(drift, builder.param_dtype, metrics.write) if drift else None,
         Profiler(run.profiling, world.rank, device) if profiles else None,
-        VerifyResume(resume_check, datasets.train, batch.global_batch_size, skip, world),
+        VerifyResume(resume_check, datasets.train, batch.global_batch_size, skip, world, (rank, ranks)),
         SlowSaveWarning(world.rank),
         *callbacks,
     ]
@@ -353,7 +353,7 @@ def build(
         datasets=datasets,
         checkpointer=checkpointer,
         save_schedule=save_schedule,
-        anomalies=AnomalyLog(folder if world.rank == 0 else None, datasets.train, batch.global_batch_size),
+        anomalies=AnomalyLog(folder if world.rank == 0 else None, datasets.train, batch.global_batch_size, (rank, ranks)),
         callbacks=[callback for callback in every if callback is not None],
         trackers=metrics.run_ids,
         steps=run.steps,

@@ -13,7 +13,6 @@ computed from (seed, epoch) alone.
 from __future__ import annotations
 
 from functools import lru_cache, partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,14 +20,14 @@ from numpy.typing import NDArray
 from titanlite.config.sections import Data, Training, Validation
 from titanlite.data import EndOfData
 from titanlite.data.corpus import Corpus, tokenize
-from titanlite.data.rows import IGNORE, Row
+from titanlite.data.rows import IGNORE, Row, Stateless
 from titanlite.data.sources import own_records, source_files
 from titanlite.data.token_cache import load_corpus
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.utils import counted, is_dotted
 
 
-class PackedDataset:
+class PackedDataset(Stateless):
     """Sequences of one corpus by global index.
 
     Args:
@@ -114,13 +113,6 @@ class PackedDataset:
         """Return a sequence without targets, to fill up the last batch of finite data."""
         size = self.seq_len
         return Row(np.full(size, self.corpus.pad_id, dtype=np.int64), np.full(size, IGNORE, dtype=np.int64))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return {}: the number of the next sequence says it all."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: there is no state."""
 
     def window(self, index: int) -> int:
         """Return the window of sequence `index`."""

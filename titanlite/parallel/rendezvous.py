@@ -141,6 +141,28 @@ def wait_for_rank_0(
             _wait(store, rank, size, lambda: store.check(["rank 0"]), lambda: late, "waiting for it", patience, limit)
 
 
+def share_from_rank_0(
+    store: dist.Store | None, rank: int, size: int, name: str, make: Callable[[], T], patience: float
+) -> T:
+    """Return on all ranks what `make` returns on rank 0, before a process group exists. name: of the key in the store.
+
+    store: None for a single process. Raises RendezvousError as `barrier` does; on rank 0 what `make` raises.
+    """
+    if store is None:
+        return make()
+    with _explain_store_errors(rank):
+        if rank == 0:
+            made = make()
+            store.set(name, pickle.dumps(made))
+            return made
+        late = f"rank 0 has no {name}"
+        _wait(
+            store, rank, size, lambda: store.check([name]) or store.check(["failure"]), lambda: late, "working on it",
+            patience, RENDEZVOUS_SECONDS,
+        )
+        return cast(T, pickle.loads(store.get(name)))  # from a process of the same run
+
+
 @contextlib.contextmanager
 def report_failure(store: dist.Store | None, rank: int, size: int) -> Iterator[None]:
     """Around all code before `barrier`: an error that this rank raises there also ends the others, with its text.
