@@ -199,7 +199,9 @@ def step_hash(
     sequences = skip_ranges.take(first, size, skip_ranges.merged(skip))
     if total is not None and sequences[0] >= total:
         return None
-    return add_hashes(batch_hash([_stack(dataset, [i])]) for i in sequences[(rank - sequences[0]) % dp_degree :: dp_degree])
+    return add_hashes(
+        batch_hash([_stack(dataset, [i])]) for i in sequences[(rank - sequences[0]) % dp_degree :: dp_degree]
+    )
 
 
 def add_hashes(hashes: Iterable[str]) -> str:

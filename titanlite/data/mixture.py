@@ -31,7 +31,7 @@ _SCHEDULE = 4096
 class _Segment:
     """Sequences from `start` on, a multiple of the slots.
 
-    `weights`: [sources], 0 for one that is served; `base`: [slots, sources], turns that each slot has given each source.
+    `weights`: [sources], 0 for one that is served. `base`: [slots, sources], the turns that each slot gave before.
     """
 
     start: int
@@ -53,7 +53,9 @@ class MixedRows:
     ) -> None:
         self.names, self.rows = list(sources), list(sources.values())
         self.seq_len, self.seed = self.rows[0].seq_len, seed
-        self._phases = {start: tuple(shares.get(n, 0.0) for n in self.names) for start, shares in sorted(phases.items())}
+        self._phases = {
+            start: tuple(shares.get(n, 0.0) for n in self.names) for start, shares in sorted(phases.items())
+        }
         self._counts = _Schedules()
         self._restart(slots)
 
@@ -71,6 +73,16 @@ class MixedRows:
     def total_sequences(self) -> int | None:
         last = self._segments[-1]
         return None if any(last.weights) else last.start
+
+    @property
+    def tokens_per_epoch(self) -> None:
+        return None
+
+    def describe(self) -> str:
+        """Return the shares and the sources in words."""
+        total = sum(self._phases[0])
+        shares = zip(self.names, self._phases[0], self.rows, strict=True)
+        return "; ".join(f"{name} {weight / total:.1%} ({rows.describe()})" for name, weight, rows in shares)
 
     def sequence(self, index: int) -> Row:
         source, number = self.locate(index)
@@ -126,7 +138,7 @@ class MixedRows:
         return {**states[0], "sources": merged}
 
     def load_state_dict(self, state: dict[str, Any], position: int = 0) -> None:
-        """Go on from `state` at sequence `position`; {}: from the start. Other shares than its own hold from here on."""
+        """Go on from `state`; {}: from the start. Other shares than those of the state hold from `position` on."""
         self._restart(state.get("slots", self.slots))
         for name, row in zip(self.names, self.rows, strict=True):
             row.load_state_dict(state.get("sources", {}).get(name, {}))
@@ -162,7 +174,10 @@ class MixedRows:
 
     def _plan(self) -> list[Any]:
         """Return all that decides the segments, as JSON has it."""
-        return [[[start, list(shares)] for start, shares in self._phases.items()], [r.total_sequences for r in self.rows]]
+        return [
+            [[start, list(shares)] for start, shares in self._phases.items()],
+            [r.total_sequences for r in self.rows],
+        ]
 
     def _given(self, segment: _Segment, turns: int) -> NDArray[np.int64]:
         """Return [slots, sources]: the sequences of each source before this turn of the segment."""
@@ -205,8 +220,8 @@ class MixedRows:
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
-        over = (self._given(segment, low + 1) > room).any(axis=0)
-        weights = tuple(0.0 if full else weight for full, weight in zip(over, segment.weights, strict=True))
+        over: NDArray[np.bool_] = np.any(self._given(segment, low + 1) > room, axis=0)
+        weights = tuple(0.0 if full else weight for full, weight in zip(over.tolist(), segment.weights, strict=True))
         return _Segment(segment.start + low * self.slots, weights, self._given(segment, low))
 
 

@@ -17,14 +17,10 @@ from functools import lru_cache, partial
 import numpy as np
 from numpy.typing import NDArray
 
-from titanlite.config.sections import Data, Training, Validation
 from titanlite.data import EndOfData
-from titanlite.data.corpus import Corpus, tokenize
+from titanlite.data.corpus import Corpus
 from titanlite.data.rows import IGNORE, Row, Stateless
-from titanlite.data.sources import own_records, source_files
-from titanlite.data.token_cache import load_corpus
-from titanlite.data.tokenizer import Tokenizer
-from titanlite.utils import counted, is_dotted
+from titanlite.utils import counted
 
 
 class PackedDataset(Stateless):
@@ -55,6 +51,10 @@ class PackedDataset(Stateless):
     def tokens_per_epoch(self) -> int:
         """Tokens of one pass, BOS and EOS included."""
         return len(self.corpus.tokens)
+
+    def describe(self) -> str:
+        """Return the size of the text in words."""
+        return f"{counted(self.documents, 'documents')}, {self.tokens_per_epoch:,} tokens per epoch"
 
     @property
     def sequences_per_epoch(self) -> int:
@@ -158,29 +158,6 @@ class PackedDataset(Stateless):
         order = epoch_order(self.documents, self.seed, epoch, self.shuffle)
         lengths = np.diff(self.corpus.offsets)[order]
         return order, np.cumsum(lengths) - lengths
-
-
-def build_dataset(training: Training, data: Data, tokenizer: Tokenizer, vocab_size: int) -> PackedDataset:
-    """Build the training sequences of these sections. Raises DataError as `source_files` and `load_corpus` do."""
-    corpus = _corpus("training", training.dataset, training.dataset_path, data, tokenizer, vocab_size)
-    return PackedDataset(corpus, seq_len=training.seq_len, seed=data.seed, shuffle=data.shuffle, epochs=training.epochs)
-
-
-def build_validation_dataset(
-    validation: Validation, data: Data, tokenizer: Tokenizer, vocab_size: int, seq_len: int
-) -> PackedDataset:
-    """Build one pass over the held-out text, in file order. data: for its threads and its cache."""
-    corpus = _corpus("validation", validation.dataset, validation.dataset_path, data, tokenizer, vocab_size)
-    return PackedDataset(corpus, seq_len=seq_len, shuffle=False, epochs=1)
-
-
-def _corpus(section: str, dataset: str, path: str | None, data: Data, tokenizer: Tokenizer, vocab_size: int) -> Corpus:
-    """Read and tokenize the text of a section. That of a function is not cached: its code says nothing of its text."""
-    if is_dotted(dataset):
-        records = own_records(dataset, f"{section}.dataset")
-        return tokenize((), tokenizer, vocab_size, data.num_workers or 0, records)
-    files = source_files(dataset, path, section)
-    return load_corpus(files, tokenizer, vocab_size, workers=data.num_workers, cache=data.token_cache)
 
 
 _MASK = (1 << 64) - 1

@@ -42,6 +42,15 @@ class Rows(Protocol):
     @property
     def settings(self) -> dict[str, Any]: ...
 
+    @property
+    def tokens_per_epoch(self) -> int | None:
+        """Tokens of one pass; None if they are not known."""
+        ...
+
+    def describe(self) -> str:
+        """Return the size of the text in words."""
+        ...
+
     def sequence(self, index: int) -> Row:
         """Return row `index`. Raises EndOfData for an index at or above `total_sequences`."""
         ...

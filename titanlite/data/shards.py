@@ -44,7 +44,9 @@ class Shards:
 
     def fingerprint(self, description: str) -> str:
         """Return a hash of the files' names without folder and revision, the columns, and `description`."""
-        names = [name.replace(f"@{self.revision}", "") if self.revision else os.path.basename(name) for name in self.names]
+        names = [
+            name.replace(f"@{self.revision}", "") if self.revision else os.path.basename(name) for name in self.names
+        ]
         return hashlib.sha256(json.dumps([names, list(self.columns), self.kind, description]).encode()).hexdigest()
 
     def at(self, revision: str) -> Shards:
@@ -82,7 +84,9 @@ class Shards:
                 if tried + wait > self.patience:
                     tries = f"{counted(waits, 'tries')} in {human_time(tried)} (data.retry_seconds)"
                     raise DataError(f"{name} cannot be read after record {row}, {tries}: {_words(error)}") from error
-                logger.warning(f"{name} cannot be read after record {row} ({_words(error)}): try {waits + 1} in {wait:.0f} s")
+                logger.warning(
+                    f"{name} cannot be read after record {row} ({_words(error)}): try {waits + 1} in {wait:.0f} s"
+                )
                 time.sleep(wait)
 
 

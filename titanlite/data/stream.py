@@ -21,10 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titanlite.data import DataError
+from titanlite.data.formats import Record
 from titanlite.data.packing import epoch_order
 from titanlite.data.rows import IGNORE, Row
 from titanlite.data.shards import Shards
-from titanlite.data.sources import Record
+from titanlite.utils import counted
 
 #: Characters of text that are tokenized at once, and threads that read.
 _CHUNK, _READERS = 1 << 18, 8
@@ -38,13 +39,13 @@ Ids = NDArray[np.int64]
 
 
 class Place(NamedTuple):
-    """Where a lane stands: before the token `offset` of document `index` of a block."""
+    """Where a lane stands: before a token of a document of a block, by their numbers."""
 
     epoch: int = 0
     #: Number of the shard in the lane's order of this epoch, and the row of it where the block begins.
     shard: int = 0
     row: int = 0
-    index: int = 0
+    document: int = 0
     offset: int = 0
 
 
@@ -80,7 +81,8 @@ class StreamRows:
         mask_documents: rows tell the document of each token.
     """
 
-    total_sequences = None
+    total_sequences: None = None
+    tokens_per_epoch: None = None
 
     def __init__(
         self,
@@ -117,6 +119,11 @@ class StreamRows:
         given = {} if self.given_lanes is None else {"lanes": self.given_lanes}
         order = {"seq_len": self.seq_len, "seed": self.seed, "shuffle": self.shuffle, "epochs": None}
         return {**order, "buffer": self.buffer, **given}
+
+    def describe(self) -> str:
+        """Return the size of the text in words."""
+        files = counted(len(self.shards.names), "files")
+        return f"{files}, read while training in {counted(self.lanes, 'lanes')}, {self.buffer:,} documents at a time"
 
     def sequence(self, index: int) -> Row:
         """Return sequence `index`. Raises DataError if its text cannot be read."""
@@ -242,7 +249,7 @@ class StreamRows:
         """Yield a lane's documents in order, tokenized, some at a time."""
         blocks = self.blocks(lane, start)
         ahead = self._readers.submit(next, blocks)
-        first = start.index
+        first = start.document
         while True:
             place, records = ahead.result()
             ahead = self._readers.submit(next, blocks)
@@ -252,7 +259,7 @@ class StreamRows:
             for index in range(first, len(order)):
                 record = records[order[index]]
                 chunk.append(
-                    _Document(*self.encode(record), place._replace(index=index), f"{record.file}:{record.number}")
+                    _Document(*self.encode(record), place._replace(document=index), f"{record.file}:{record.number}")
                 )
                 size += len(record.text)
                 if size > _CHUNK:
@@ -320,9 +327,9 @@ class _Lane:
 
 
 def default_lanes(ranks: int, shards: int) -> int:
-    """Return the number of lanes for so many data-parallel ranks: a multiple of it, and no more than shards if possible.
+    """Return the number of lanes for so many data-parallel ranks: a multiple of it, no more than shards if possible.
 
-    At least `_LANES`, so that a few ranks more or less need not read the lanes of others.
+    If there are shards enough, at least `_LANES`, so that a few ranks more or less need not read the lanes of others.
     """
     wanted = -(-_LANES // ranks)
     return ranks * max(min(wanted, shards // ranks), 1)

@@ -6,9 +6,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
-
-import msgspec
+from typing import Any
 
 from titanlite.config.sections import Data, DataSource, Training, Validation
 from titanlite.config.text_names import hub_text
@@ -21,7 +19,7 @@ from titanlite.data.packing import PackedDataset
 from titanlite.data.rows import Rows
 from titanlite.data.shards import Shards, hub_files, url_files
 from titanlite.data.sources import own_records, source_files
-from titanlite.data.stream import StreamRows, default_lanes
+from titanlite.data.stream import StreamRows
 from titanlite.data.token_cache import load_corpus, workers_of
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.utils import counted, human_bytes, is_dotted, logger
@@ -29,11 +27,25 @@ from titanlite.utils import counted, human_bytes, is_dotted, logger
 #: data.streaming = "auto" reads local text of more bytes while training.
 _STREAMED_BYTES = 4 << 30
 
-T = TypeVar("T")
+#: Returns on all ranks what a function returns on rank 0; the name tells several calls apart.
+Share = Callable[[str, Callable[[], Any]], Any]
 
 
-def _alone(_: str, make: Callable[[], T]) -> T:
+def alone(_: str, make: Callable[[], Any]) -> Any:
+    """Share with nobody."""
     return make()
+
+
+def build_dataset(training: Training, data: Data, tokenizer: Tokenizer, vocab_size: int) -> Rows:
+    """Build the training sequences of these sections. Raises DataError for text that is missing or damaged."""
+    return TextReader(data, tokenizer, vocab_size).train(training)
+
+
+def build_validation_dataset(
+    validation: Validation, data: Data, tokenizer: Tokenizer, vocab_size: int, seq_len: int
+) -> Rows:
+    """Build one pass over the held-out text, in file order. data: for its threads and its cache."""
+    return TextReader(data, tokenizer, vocab_size).held_out(validation, seq_len)
 
 
 @dataclass(frozen=True)
@@ -48,14 +60,16 @@ class TextReader:
     tokenizer: Tokenizer
     vocab_size: int
     ranks: int = 1
-    share: Callable[[str, Callable[[], Any]], Any] = _alone
+    share: Share = alone
     patience: float = 0.0
 
     def train(self, training: Training) -> Rows:
         """Return the training sequences. Raises DataError for text that is missing or cannot be read."""
         data = self.data
         if not data.source:
-            own = {name: getattr(data, name) for name in ("subset", "split", "text_key", "prompt_key", "completion_key")}
+            own = {
+                name: getattr(data, name) for name in ("subset", "split", "text_key", "prompt_key", "completion_key")
+            }
             source = DataSource(name=training.dataset, path=training.dataset_path, **own)
             return self.open(source, "training", training.seq_len, training.epochs)
         names = [source.name or source.path or "" for source in data.source]
