@@ -56,7 +56,7 @@ class MixedRows:
         self._phases = {
             start: tuple(shares.get(n, 0.0) for n in self.names) for start, shares in sorted(phases.items())
         }
-        self._counts = _Schedules()
+        self._schedules: dict[tuple[float, ...], _Schedule] = {}
         self._restart(slots)
 
     @property
@@ -179,6 +179,11 @@ class MixedRows:
             [r.total_sequences for r in self.rows],
         ]
 
+    def _counts(self, weights: tuple[float, ...]) -> _Schedule:
+        if weights not in self._schedules:
+            self._schedules[weights] = _Schedule(weights, self.names)
+        return self._schedules[weights]
+
     def _given(self, segment: _Segment, turns: int) -> NDArray[np.int64]:
         """Return [slots, sources]: the sequences of each source before this turn of the segment."""
         if not any(segment.weights):
@@ -226,24 +231,26 @@ class MixedRows:
 
 
 class _Schedule:
-    """The turns of one set of weights."""
+    """The turns of one set of weights, which do not depend on the order of the sources."""
 
-    def __init__(self, weights: Sequence[float]) -> None:
-        shares = np.array(weights) / sum(weights)
-        count = np.floor(shares * _SCHEDULE).astype(np.int64)
-        count[(shares > 0) & (count == 0)] = 1
-        for source in np.argsort(count - shares * _SCHEDULE)[: max(_SCHEDULE - int(count.sum()), 0)]:
-            count[source] += 1
-        while count.sum() > _SCHEDULE:
-            count[np.argmax(count)] -= 1
+    def __init__(self, weights: Sequence[float], names: Sequence[str]) -> None:
+        served = np.array(sorted((i for i, weight in enumerate(weights) if weight), key=lambda i: names[i]))
+        shares = np.array(weights)[served] / sum(weights)
+        # At least one turn each; the rest by the largest remainders.
+        count = np.maximum(np.floor(shares * _SCHEDULE).astype(np.int64), 1)
+        while count.sum() != _SCHEDULE:
+            behind = shares * _SCHEDULE - count
+            count[np.argmax(behind)] += 1 if count.sum() < _SCHEDULE else 0
+            count[np.argmin(behind)] -= 1 if count.sum() > _SCHEDULE else 0
         # Each turn goes to the source that is furthest behind its share.
         given = np.zeros_like(count)
         self._turns = np.empty(_SCHEDULE, dtype=np.int64)
-        self._before = np.zeros((_SCHEDULE + 1, len(count)), dtype=np.int64)
+        self._before = np.zeros((_SCHEDULE + 1, len(weights)), dtype=np.int64)
         for turn in range(_SCHEDULE):
-            self._turns[turn] = np.argmax(count * (turn + 1) - given * _SCHEDULE)
-            given[self._turns[turn]] += 1
-            self._before[turn + 1] = given
+            chosen = np.argmax(count * (turn + 1) - given * _SCHEDULE)
+            self._turns[turn] = served[chosen]
+            given[chosen] += 1
+            self._before[turn + 1, served] = given
 
     def source(self, turn: int) -> int:
         return int(self._turns[turn % _SCHEDULE])
@@ -252,10 +259,3 @@ class _Schedule:
         """Return [sources]: turns of each before this one."""
         rounds, rest = divmod(turn, _SCHEDULE)
         return rounds * self._before[-1] + self._before[rest]
-
-
-class _Schedules(dict[tuple[float, ...], _Schedule]):
-    def __call__(self, weights: tuple[float, ...]) -> _Schedule:
-        if weights not in self:
-            self[weights] = _Schedule(weights)
-        return self[weights]

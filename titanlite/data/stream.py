@@ -33,6 +33,8 @@ _CHUNK, _READERS = 1 << 18, 8
 _KEPT_BYTES = 64 << 20
 #: Least number of lanes, so that a few ranks more or less do not share lanes.
 _LANES = 8
+#: Gives each lane an order of its own.
+_LANE_KEY = 0x9E3779B1
 
 T = TypeVar("T")
 Ids = NDArray[np.int64]
@@ -238,11 +240,12 @@ class StreamRows:
     def _own(self, lane: int, epoch: int) -> list[tuple[int, int, int]]:
         """Return a lane's shards in order: (number, part, parts); it takes the rows with row mod parts = part."""
         count = len(self.shards.names)
-        order = epoch_order(count, self.seed, epoch, self.shuffle).tolist()
         if count >= self.lanes:
-            return [(number, 0, 1) for number in order[lane :: self.lanes]]
-        # Lanes share a shard: each reads all of it. Shards are not shuffled, so that the share is the same each epoch.
-        part, number = divmod(lane, count)
+            # The same shards in each epoch: lanes do not end theirs at the same time.
+            own = epoch_order(count, self.seed, 0, self.shuffle)[lane :: self.lanes]
+            order = epoch_order(len(own), self.seed ^ (lane + 1) * _LANE_KEY, epoch, self.shuffle)
+            return [(number, 0, 1) for number in own[order].tolist()]
+        part, number = divmod(lane, count)  # lanes share a shard: each reads all of it
         return [(number, part, len(range(number, self.lanes, count)))]
 
     def documents(self, lane: int, start: Place) -> Iterator[list[_Document]]:
@@ -254,7 +257,7 @@ class StreamRows:
             place, records = ahead.result()
             ahead = self._readers.submit(next, blocks)
             key = (place.epoch << 40) ^ (place.shard << 24) ^ place.row
-            order = epoch_order(len(records), self.seed ^ (lane + 1) * 0x9E3779B1, key, self.shuffle).tolist()
+            order = epoch_order(len(records), self.seed ^ (lane + 1) * _LANE_KEY, key, self.shuffle).tolist()
             chunk, size = list[_Document](), 0
             for index in range(first, len(order)):
                 record = records[order[index]]
