@@ -17,7 +17,6 @@ import hashlib
 import json
 import re
 import socket
-import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -26,20 +25,21 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 
 @dataclass
 class Fault:
-    """A fault of all requests whose URL path matches `path`. Without further fields it closes the connection at once."""
+    """A fault of the requests whose URL path matches `path`. Without further fields it closes the connection."""
 
-    #: Pattern in the style of fnmatch, such as "*00001*.json.gz".
+    #: Pattern of fnmatch, such as "*00001*.json.gz".
     path: str
     method: str = "GET"
-    #: Answer with this status, such as 429, 500 or 503, and with this Retry-After header.
+    #: Answer with this status, such as 429, 500 or 503, and with this Retry-After header (seconds).
     status: int | None = None
     retry_after: int | None = None
-    #: Close the connection after so many bytes of the body; with `declared`, Content-Length names that number too.
+    #: Close the connection after so many bytes of the body. With `declared` Content-Length names that number too.
     cut: int | None = None
     declared: bool = False
     #: Send nothing for so many seconds, after so many bytes of the body.
@@ -51,20 +51,19 @@ class Fault:
 
 @dataclass
 class Request:
-    """A request that was answered. `path` is its URL path, `range` the wanted bytes [first, last]."""
+    """A request. `path` is its URL path, `range` the wanted bytes (first, last), `sent` the bytes of the body."""
 
     method: str
     path: str
-    range: tuple[int, int] | None
     authorized: bool
+    range: tuple[int, int] | None = None
     status: int = 0
-    #: Bytes of the body that were sent.
     sent: int = 0
 
 
 @dataclass
 class HubServer:
-    """Serve a folder until the `with` block ends. `url` is the value of HF_ENDPOINT."""
+    """Serve a folder in a `with` block. `url` is the value of HF_ENDPOINT."""
 
     root: Path
     port: int = 0
@@ -74,6 +73,7 @@ class HubServer:
     page_size: int = 1000
     faults: list[Fault] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
+    connections: set[socket.socket] = field(default_factory=set)
     closing: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -82,49 +82,14 @@ class HubServer:
         return f"http://127.0.0.1:{self.port}"
 
     def environment(self, home: Path, token: str | None = None) -> dict[str, str]:
-        """Return the variables that a process needs before it imports huggingface_hub. home: a folder for its caches."""
-        return {
-            "HF_ENDPOINT": self.url,
-            "HF_HOME": str(home),
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-            **({"HF_TOKEN": token} if token else {}),
-        }
+        """Return variables for a process that imports huggingface_hub. home: a folder for its caches."""
+        switches = dict.fromkeys(("DISABLE_XET", "DISABLE_TELEMETRY", "DISABLE_PROGRESS_BARS"), "1")
+        variables = {"HF_ENDPOINT": self.url, "HF_HOME": str(home)} | {f"HF_HUB_{k}": v for k, v in switches.items()}
+        return variables | ({"HF_TOKEN": token} if token else {})
 
-    def fail(self, path: str, **fault: object) -> Fault:
+    def fail(self, path: str, **fault: Any) -> None:
         """Add a fault, before those that exist."""
-        self.faults.insert(0, Fault(path, **fault))  # type: ignore[arg-type]
-        return self.faults[0]
-
-    def of(self, path: str, method: str = "GET") -> list[Request]:
-        """Return the requests so far whose URL path matches a pattern."""
-        return [r for r in self.requests if fnmatch(r.path, path) and r.method == method]
-
-    def __enter__(self) -> HubServer:
-        self._server = ThreadingHTTPServer(("127.0.0.1", self.port), _handler(self))
-        self._server.daemon_threads, self.port = True, self._server.server_port
-        self._open: set[socket.socket] = set()
-        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.closing.set()
-        self._server.shutdown()
-        self._server.server_close()
-        with self.lock:
-            for connection in self._open:
-                reset(connection)
-
-    @contextmanager
-    def refused(self) -> Iterator[None]:
-        """Refuse all connections, and end those that exist."""
-        self.__exit__()
-        try:
-            yield
-        finally:
-            self.closing.clear()
-            self.__enter__()
+        self.faults.insert(0, Fault(path, **fault))
 
     def take_fault(self, method: str, path: str) -> Fault | None:
         with self.lock:
@@ -134,190 +99,196 @@ class HubServer:
                     return fault
         return None
 
+    def of(self, path: str, method: str = "GET") -> list[Request]:
+        """Return the requests so far whose URL path matches a pattern."""
+        return [request for request in self.requests if fnmatch(request.path, path) and request.method == method]
+
     def folder(self, kind: str, repo: str, revision: str) -> Path | None:
-        """Return the folder of a revision, which may be the hash of a commit."""
-        branches = {"main": self.root / kind / repo}
-        branches |= {p.name.partition("@")[2]: p for p in (self.root / kind).glob(f"{repo}@*")}
-        return next((p for name, p in branches.items() if revision in (name, commit(p))), None)
+        """Return the folder of a revision: a name or the hash of a commit."""
+        named = {"main": self.root / kind / repo}
+        named |= {path.name.partition("@")[2]: path for path in (self.root / kind).glob(f"{repo}@*")}
+        return next((path for name, path in named.items() if revision in (name, commit(path))), None)
+
+    def __enter__(self) -> HubServer:
+        self.server = ThreadingHTTPServer(("127.0.0.1", self.port), type("Bound", (Handler,), {"hub": self}))
+        self.server.daemon_threads, self.port = True, self.server.server_port
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.closing.set()
+        self.server.shutdown()
+        self.server.server_close()
+        with self.lock:
+            for connection in self.connections:
+                hang_up(connection)
+
+    @contextmanager
+    def refused(self) -> Iterator[None]:
+        """End all connections and refuse new ones, until the block ends."""
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.closing.clear()
+            self.__enter__()
 
 
 def commit(folder: Path) -> str:
-    """Return the hash of a repository's state: it changes with its files."""
+    """Return the hash of a repository's state, which changes with its files."""
     stats = [(str(p.relative_to(folder)), p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(folder.rglob("*"))]
     return hashlib.sha1(repr(stats).encode()).hexdigest()
 
 
-def reset(connection: socket.socket) -> None:
-    """Close a connection so that its other end sees it at once."""
+def hang_up(connection: socket.socket) -> None:
     with suppress(OSError):
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def _entry(folder: Path, path: Path) -> dict[str, object]:
-    """Return what the hub tells of a file or folder in a repository."""
-    oid = hashlib.sha1(f"{path.relative_to(folder)} {path.stat().st_size}".encode()).hexdigest()
-    size = path.stat().st_size if path.is_file() else 0
-    return {
-        "type": "file" if path.is_file() else "directory",
-        "oid": oid,
-        "size": size,
-        "path": str(path.relative_to(folder)),
-    }
+def entry(folder: Path, path: Path) -> dict[str, Any]:
+    """Return the hub's record of a file or folder in a repository."""
+    name, is_file, stat = str(path.relative_to(folder)), path.is_file(), path.stat()
+    oid = hashlib.sha1(f"{name} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()
+    return {"type": "file" if is_file else "directory", "oid": oid, "size": is_file and stat.st_size, "path": name}
 
 
-def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True
+class Handler(BaseHTTPRequestHandler):
+    """Answer one connection's requests."""
 
-        def setup(self) -> None:
-            super().setup()
-            with hub.lock:
-                hub._open.add(self.connection)
+    hub: HubServer
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
 
-        def finish(self) -> None:
-            with suppress(OSError):
-                super().finish()
-            with hub.lock:
-                hub._open.discard(self.connection)
+    def handle(self) -> None:
+        self.hub.connections.add(self.connection)
+        with suppress(OSError):  # the client has gone
+            super().handle()
+        self.hub.connections.discard(self.connection)
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass
+    def log_message(self, format: str, *args: object) -> None:
+        """Keep quiet: `HubServer.requests` has all."""
 
-        def do_GET(self) -> None:
-            url = urlsplit(self.path)
-            path = unquote(url.path)
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            self.asked = {**parse_qs(url.query), **parse_qs(body.decode())}
-            self.record = Request(self.command, path, None, self.headers.get("Authorization") is not None)
-            with hub.lock:
-                hub.requests.append(self.record)
-            self.fault = hub.take_fault(self.command, path)
-            if self.fault and self.fault.status:
-                wait = {} if self.fault.retry_after is None else {"Retry-After": str(self.fault.retry_after)}
-                return self.answer(self.fault.status, b"injected fault", wait)
-            if self.fault and self.fault.cut is None and not self.fault.stall:
-                return self.hang_up()
-            try:
-                self.route(path.strip("/").split("/"))
-            except OSError:  # the client has gone
-                self.close_connection = True
+    def do_GET(self) -> None:
+        url = urlsplit(self.path)
+        self.asked = parse_qs(url.query) | parse_qs(
+            self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
+        )
+        self.record = Request(self.command, unquote(url.path), "Authorization" in self.headers)
+        self.hub.requests.append(self.record)
+        self.fault = fault = self.hub.take_fault(self.command, self.record.path)
+        if fault and fault.status:
+            after = {} if fault.retry_after is None else {"Retry-After": str(fault.retry_after)}
+            self.answer(b"injected fault", after, fault.status)
+        elif fault and fault.cut is None and not fault.stall:
+            self.close()
+        else:
+            self.route(self.record.path.strip("/").split("/"))
 
-        do_HEAD = do_POST = do_GET
+    do_HEAD = do_POST = do_GET
 
-        def hang_up(self) -> None:
-            self.close_connection = True
-            reset(self.connection)
+    def close(self) -> None:
+        self.close_connection = True
+        hang_up(self.connection)
 
-        def route(self, parts: list[str]) -> None:
-            if parts == ["api", "whoami-v2"]:
-                return self.json({"name": "tester", "type": "user", "orgs": []} if self.record.authorized else {})
-            if parts[0] == "api":
-                kind, repo, verb, rest = (
-                    parts[1],
-                    "/".join(parts[2:4]),
-                    parts[4] if len(parts) > 4 else "revision",
-                    parts[5:],
-                )
-            elif "resolve" in parts[:4]:
-                kind, at = (parts[0], 1) if parts[0] == "datasets" else ("models", 0)
-                repo, verb, rest = "/".join(parts[at : at + 2]), "resolve", parts[at + 3 :]
-            else:
-                return self.plain(hub.root.joinpath(*parts), parts[0])
-            if not (hub.root / kind / repo).is_dir():
-                return self.refuse("RepoNotFound", 401)
-            if not self.allowed(repo):
-                return self.refuse("GatedRepo", 403 if self.record.authorized else 401)
-            folder = hub.folder(kind, repo, unquote(rest[0]) if rest else "main")
-            if folder is None:
-                return self.refuse("RevisionNotFound", 404)
-            self.sha = commit(folder)
-            {"revision": self.info, "tree": self.tree, "paths-info": self.paths, "resolve": self.file}[verb](
-                folder, rest, repo
-            )
-
-        def allowed(self, name: str) -> bool:
-            return name not in hub.gated or self.headers.get("Authorization") == f"Bearer {hub.gated[name]}"
-
-        def info(self, folder: Path, rest: list[str], repo: str) -> None:
+    def route(self, parts: list[str]) -> None:
+        if parts == ["api", "whoami-v2"]:
+            return self.json({"name": "tester", "type": "user", "orgs": []})
+        if parts[0] == "api":
+            _, kind, owner, name, verb, *rest = parts + ["revision"] * (len(parts) == 4)
+        elif "resolve" in parts:
+            kind, owner, name, verb, *rest = parts if parts[0] == "datasets" else ["models", *parts]
+        else:
+            return self.plain(self.hub.root.joinpath(*parts), parts[0])
+        repo = f"{owner}/{name}"
+        if not (self.hub.root / kind / repo).is_dir():
+            return self.refuse("RepoNotFound", 401)
+        if not self.allowed(repo):
+            return self.refuse("GatedRepo", 403 if self.record.authorized else 401)
+        revision, *path = rest or ["main"]
+        folder = self.hub.folder(kind, repo, revision)
+        if folder is None:
+            return self.refuse("RevisionNotFound", 404)
+        target = folder.joinpath(*path)
+        if verb == "revision":
             files = [{"rfilename": str(p.relative_to(folder))} for p in sorted(folder.rglob("*")) if p.is_file()]
-            self.json({"id": repo, "sha": self.sha, "private": False, "gated": repo in hub.gated, "siblings": files})
+            self.json({"id": repo, "sha": commit(folder), "gated": repo in self.hub.gated, "siblings": files})
+        elif verb == "paths-info":
+            self.json([entry(folder, folder / p) for p in self.asked["paths"] if (folder / p).exists()])
+        elif not target.exists():
+            self.refuse("EntryNotFound", 404)
+        elif verb == "tree":
+            self.tree(folder, target)
+        else:
+            self.file(target, {"X-Repo-Commit": commit(folder), "ETag": f'"{entry(folder, target)["oid"]}"'})
 
-        def tree(self, folder: Path, rest: list[str], repo: str) -> None:
-            top, start = folder.joinpath(*rest[1:]), int(self.asked.get("cursor", ["0"])[0])
-            if not top.is_dir():
-                return self.refuse("EntryNotFound", 404)
-            found = sorted(top.rglob("*") if self.asked.get("recursive") == ["true"] else top.glob("*"))
-            query = f"?recursive={self.asked.get('recursive', ['false'])[0]}&cursor={start + hub.page_size}"
-            more = {"Link": f'<{hub.url}{quote(self.record.path)}{query}>; rel="next"'}
-            page = [_entry(folder, path) for path in found[start : start + hub.page_size]]
-            self.json(page, more if start + hub.page_size < len(found) else {})
+    def allowed(self, name: str) -> bool:
+        token = self.hub.gated.get(name)
+        return token is None or self.headers.get("Authorization") == f"Bearer {token}"
 
-        def paths(self, folder: Path, rest: list[str], repo: str) -> None:
-            self.json([_entry(folder, folder / p) for p in self.asked["paths"] if (folder / p).exists()])
+    def tree(self, folder: Path, top: Path) -> None:
+        """Answer with a page of a folder's files and folders."""
+        recursive, start = self.asked.get("recursive", ["false"])[0].lower(), int(self.asked.get("cursor", ["0"])[0])
+        found = sorted(top.rglob("*") if recursive == "true" else top.glob("*"))
+        end = start + self.hub.page_size
+        more = f"{self.hub.url}{quote(self.record.path)}?recursive={recursive}&cursor={end}"
+        page = [entry(folder, path) for path in found[start:end]]
+        self.json(page, {"Link": f'<{more}>; rel="next"'} if end < len(found) else {})
 
-        def file(self, folder: Path, rest: list[str], repo: str) -> None:
-            path = folder.joinpath(*rest[1:])
-            if not path.is_file():
-                return self.refuse("EntryNotFound", 404)
-            self.send(path, {"X-Repo-Commit": self.sha, "ETag": f'"{_entry(folder, path)["oid"]}"'})
+    def plain(self, path: Path, name: str) -> None:
+        """Answer with a file outside any repository, or with a page of links to a folder's files."""
+        if not self.allowed(name):
+            self.answer(b"", {}, 403 if self.record.authorized else 401)
+        elif path.is_dir():
+            links = "".join(f'<a href="{quote(p.name)}">{p.name}</a>\n' for p in sorted(path.iterdir()))
+            self.answer(links.encode(), {"Content-Type": "text/html"})
+        elif path.is_file():
+            self.file(path, {"ETag": f'"{path.stat().st_size}-{path.stat().st_mtime_ns}"'})
+        else:
+            self.answer(b"no such file", {}, 404)
 
-        def plain(self, path: Path, name: str) -> None:
-            if not self.allowed(name):
-                return self.answer(403 if self.record.authorized else 401, b"")
-            if path.is_dir():
-                links = "".join(f'<a href="{quote(p.name)}">{p.name}</a>\n' for p in sorted(path.iterdir()))
-                return self.answer(200, links.encode(), {"Content-Type": "text/html"})
-            if not path.is_file():
-                return self.answer(404, b"no such file")
-            self.send(path, {"ETag": f'"{path.stat().st_size}-{path.stat().st_mtime_ns}"'})
+    def refuse(self, code: str, status: int) -> None:
+        self.answer(b"{}", {"X-Error-Code": code, "X-Error-Message": code}, status)
 
-        def json(self, value: object, headers: dict[str, str] | None = None) -> None:
-            self.answer(200, json.dumps(value).encode(), {"Content-Type": "application/json", **(headers or {})})
+    def json(self, value: object, headers: dict[str, str] | None = None) -> None:
+        self.answer(json.dumps(value).encode(), {"Content-Type": "application/json"} | (headers or {}))
 
-        def refuse(self, code: str, status: int) -> None:
-            self.answer(status, b"{}", {"X-Error-Code": code, "X-Error-Message": code})
+    def file(self, path: Path, headers: dict[str, str]) -> None:
+        """Answer with a file, or with the bytes of it that the Range header names."""
+        size, headers = path.stat().st_size, {"Accept-Ranges": "bytes"} | headers
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if not wanted:
+            return self.answer(path.read_bytes(), headers)
+        first, last = int(wanted[1]), min(int(wanted[2] or size), size - 1)
+        self.record.range = (first, last)
+        if first >= size:
+            return self.answer(b"", {"Content-Range": f"bytes */{size}"}, 416)
+        self.answer(
+            path.read_bytes()[first : last + 1], {"Content-Range": f"bytes {first}-{last}/{size}"} | headers, 206
+        )
 
-        def send(self, path: Path, headers: dict[str, str]) -> None:
-            """Answer with a file, or with the bytes of it that the Range header names."""
-            size, headers = path.stat().st_size, {"Accept-Ranges": "bytes", **headers}
-            wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-            if not wanted:
-                return self.answer(200, path.read_bytes(), headers)
-            first, last = int(wanted[1]), min(int(wanted[2] or size), size - 1)
-            self.record.range = (first, last)
-            if first >= size:
-                return self.answer(416, b"", {"Content-Range": f"bytes */{size}"})
-            with path.open("rb") as opened:
-                opened.seek(first)
-                body = opened.read(last - first + 1)
-            self.answer(206, body, {**headers, "Content-Range": f"bytes {first}-{last}/{size}"})
+    def answer(self, body: bytes, headers: dict[str, str], status: int = 200) -> None:
+        """Answer, with the fault of this request."""
+        fault = self.fault or Fault("")
+        whole, body = len(body), body[: fault.cut]
+        self.record.status = status
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body) if fault.declared else whole))
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        self.write(body[: fault.stall_after])
+        self.hub.closing.wait(fault.stall)
+        self.write(body[fault.stall_after :])
+        if len(body) < whole and not fault.declared:
+            self.close()
 
-        def answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-            fault = self.fault if self.fault and not self.fault.status else None
-            length = len(body)
-            if fault and fault.cut is not None:
-                body = body[: fault.cut]
-                length = len(body) if fault.declared else length
-            self.record.status = status
-            self.send_response(status)
-            for name, value in {"Content-Length": str(length), **(headers or {})}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            if self.command == "HEAD":
-                return
-            before = fault.stall_after if fault and fault.stall else len(body)
-            for part in (body[:before], body[before:]):
-                self.wfile.write(part)
-                self.record.sent += len(part)
-                if fault and fault.stall and part is not body[before:]:
-                    hub.closing.wait(fault.stall)
-                    fault = None
-            if len(body) < length:
-                self.hang_up()
-
-    return Handler
+    def write(self, body: bytes) -> None:
+        for start in range(0, len(body), 1 << 16):
+            part = body[start : start + (1 << 16)]
+            self.record.sent += len(part)  # before the client can have seen them
+            self.wfile.write(part)
 
 
 if __name__ == "__main__":
