@@ -119,9 +119,8 @@ class HubServer:
         self.closing.set()
         self.server.shutdown()
         self.server.server_close()
-        with self.lock:
-            for connection in self.connections:
-                hang_up(connection)
+        for connection in list(self.connections):
+            hang_up(connection)
 
     @contextmanager
     def refused(self) -> Iterator[None]:
