@@ -71,10 +71,7 @@ class TextReader:
         """
         data = self.data
         if not data.source:
-            own = {
-                name: getattr(data, name) for name in ("subset", "split", "text_key", "prompt_key", "completion_key")
-            }
-            source = DataSource(name=training.dataset, path=training.dataset_path, **own)
+            source = DataSource(name=training.dataset, path=training.dataset_path, subset=data.subset, split=data.split)
             return self.open(source, "training", training.seq_len, training.epochs)
         names = [source.name or source.path or "" for source in data.source]
         opened: dict[str, Rows] = {}
