@@ -337,6 +337,7 @@ def build(
     )
     attempts = AttemptRecord(folder, run.toml, run.job.description, world, name, batch.tokens_per_step, watchdog)
     gc = GarbageCollection(run.training.gc_freq)
+    shares = SourceShares(datasets.train) if isinstance(datasets.train, MixedRows) else None
     metrics = MetricsLogger(
         run.metrics,
         run.job,
@@ -347,6 +348,7 @@ def build(
         flops_per_token=flops,
         peak_flops=peak,
         gc_seconds=gc.read,
+        more=shares.figures if shares else None,
     )
 
     def report(trainer: Trainer) -> list[str]:
@@ -368,7 +370,7 @@ def build(
         Profiler(run.profiling, world.rank, device) if profiles else None,
         VerifyResume(resume_check, datasets.train, batch.global_batch_size, skip, world, (rank, ranks)),
         SlowSaveWarning(world.rank),
-        SourceShares(datasets.train, metrics.write) if isinstance(datasets.train, MixedRows) else None,
+        shares,
         *callbacks,
     ]
     if run.debug.deterministic:

@@ -36,7 +36,7 @@ class MetricsLogger(Callback):
 
     toml: the resolved config, without secrets. tokens_per_step, sequences_per_step: over all ranks. flops_per_token:
     forward and backward. peak_flops: of one device, None if unknown. gc_seconds: seconds of garbage collection since
-    its last call.
+    its last call. more: further figures of a logged step.
     """
 
     def __init__(
@@ -51,10 +51,11 @@ class MetricsLogger(Callback):
         flops_per_token: int,
         peak_flops: float | None,
         gc_seconds: Callable[[], float] = float,
+        more: Callable[[Trainer], Mapping[str, float]] | None = None,
     ) -> None:
         self._metrics, self._job, self._world, self._toml = metrics, job, world, toml
         self._tokens, self._sequences = tokens_per_step, sequences_per_step
-        self._flops, self._peak, self._gc_seconds = flops_per_token, peak_flops, gc_seconds
+        self._flops, self._peak, self._gc_seconds, self._more = flops_per_token, peak_flops, gc_seconds, more
         self._meter = self._new_meter(0)
         self._ranks = StragglerDetector(world.device)
         self._jsonl: MetricsLog | None = None
@@ -209,6 +210,7 @@ class MetricsLogger(Callback):
             logger.warning(f"step {step}: {warning}")
         row = self._row(figures, max_loss, rates, memory, ranks)
         row |= {f"grad_norm/{layer}": norm for layer, norm in zip(layers, layer_norms, strict=True)}
+        row |= self._more(trainer) if self._more else {}
         self.write(step, row)
         trainer.callbacks("on_log", trainer, row)
         reset_peak(self._world.device)
