@@ -12,7 +12,7 @@ import os
 import platform
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,11 +29,12 @@ from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.resume_check import FILE as RESUME_FILE
 from titanlite.checkpoint.resume_check import ResumeCheck
 from titanlite.checkpoint.retention import SaveSchedule
-from titanlite.config.errors import ConfigError
+from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.extensions import load_function
 from titanlite.data.loader import TrainLoader, ValidationLoader
 from titanlite.data.packing import PackedDataset, build_dataset, build_validation_dataset
 from titanlite.data.prefetch import PassLoader, Prefetcher, StepLoader, ValidationPrefetcher
+from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import ranges_of_steps
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.derive import RunConfig, with_steps
@@ -54,7 +55,7 @@ from titanlite.parallel.context import CPLoader
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.float8 import ScalePrecompute
 from titanlite.parallel.float8_choice import tokens_per_product
-from titanlite.parallel.init import seed_generators
+from titanlite.parallel.init import seed_generators, use_deterministic
 from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.parallel.pipeline import PipelineModel
 from titanlite.parallel.tensor import enable_async
@@ -70,6 +71,7 @@ from titanlite.run_callbacks import (
 from titanlite.runs.provenance import config_text
 from titanlite.step import PlainRunner, ReplicationFactors, Runner, TrainStep
 from titanlite.utils import is_dotted
+from titanlite.validation import ValidationSet
 
 if TYPE_CHECKING:
     from titanlite.trainer import Trainer
@@ -110,7 +112,8 @@ class Datasets:
 
     tokenizer: Tokenizer
     train: PackedDataset
-    validation: PackedDataset | None
+    #: By name, see `build_validation_dataset`; empty where nothing is validated.
+    validation: dict[str, Rows]
 
 
 @dataclass
@@ -127,7 +130,7 @@ class TrainingComponents:
     learning_rate: LearningRate
     train_step: TrainStep
     loader: Prefetcher
-    validation: ValidationPrefetcher | None
+    validation: ValidationSet | None
     datasets: Datasets
     #: None where checkpoints are off.
     checkpointer: Checkpointer | None
@@ -141,8 +144,6 @@ class TrainingComponents:
     #: Sequences and tokens per step, over all ranks.
     global_batch_size: int
     tokens_per_step: int
-    #: Steps between validations.
-    validation_freq: int
     #: Type of the weights in the last save, which holds nothing else; None: it is as all others.
     last_save_dtype: str | None = None
     exclude_from_loading: Sequence[str] = ()
@@ -182,38 +183,40 @@ def read_datasets(run: RunConfig) -> Datasets:
     tokenizer = load_tokenizer(run.model.tokenizer_path, run.model.name)
     vocabulary = run.model_args(tokenizer.vocab_size).vocab_size
     train = build_dataset(run.training, run.data, tokenizer, vocabulary)
-    if not run.validation.enable:
-        return Datasets(tokenizer, train, None)
+    return Datasets(tokenizer, train, read_held_out(run, tokenizer) if run.validation.enable else {})
+
+
+def read_held_out(run: RunConfig, tokenizer: Tokenizer) -> dict[str, Rows]:
+    """Read the texts of validation, by name. Raises as `read_datasets`, and ConfigError for a full pass without end."""
+    vocabulary = run.model_args(tokenizer.vocab_size).vocab_size
     seq_len = run.validation.seq_len or run.training.seq_len
-    held_out = build_validation_dataset(run.validation, run.data, tokenizer, vocabulary, seq_len)
-    return Datasets(tokenizer, train, held_out)
+    found = build_validation_dataset(run.validation, run.data, tokenizer, vocabulary, seq_len)
+    endless = ", ".join(name or run.validation.dataset for name, rows in found.items() if rows.total_sequences is None)
+    if endless and run.validation.steps == -1:
+        message = f"-1 is a full pass, and {endless} is read as a stream, which has no known end"
+        raise ConfigError([Problem("", "validation.steps", message, "give a number of batches")])
+    return found
 
 
-def build(
-    run: RunConfig,
-    world: DistEnv,
-    datasets: Datasets | None = None,
-    watchdog: HangWatchdog | None = None,
-    callbacks: Sequence[Callback] | None = None,
-) -> TrainingComponents:
-    """Build everything that a loop needs, on this rank's device. All ranks call it together.
+@dataclass(frozen=True)
+class ModelParts:
+    """A model with its initial weights on this rank, and what runs it."""
 
-    datasets: of `read_datasets`; None: read here. watchdog: entered by the caller; None: one that only logs.
-    callbacks: run after titanlite's own; None: those of `job.callbacks`.
-    """
-    device = world.device
-    if callbacks is None:
-        callbacks = load_callbacks(run.job.callbacks)
-    datasets = datasets or read_datasets(run)
-    if run.steps is None:
-        raise ValueError("the run's length is not known yet: derive it with the length of the text")
+    mesh: DeviceMesh
+    #: The model's arguments.
+    args: Any
+    builder: ModelBuilder
+    model: nn.Module
+    runner: Runner
+    factors: ReplicationFactors
 
-    # Model
-    spec = run.spec
-    args = run.model_args(datasets.tokenizer.vocab_size)
+
+def build_model(run: RunConfig, world: DistEnv, tokenizer_size: int) -> ModelParts:
+    """Build the model as the run divides it. All ranks call it together. tokenizer_size: entries of its vocabulary."""
+    device, degrees, batch = world.device, run.mesh, run.batch
+    spec, args = run.spec, run.model_args(tokenizer_size)
     if run.training.compile:
         prepare_compile(run.compile.backend, device.type, run.compile.cache_dir)
-    degrees, batch = run.mesh, run.batch
     mesh = world.build_mesh(
         pp=degrees.pipeline,
         dp_replicate=degrees.dp_replicate,
@@ -238,29 +241,63 @@ def build(
         enable_async(mesh["tp"])
     model = builder.build(run.training.seed or 0)
     world.apply_timeout()
-    sizes = {"batch_size": batch.micro_batch_size, "seq_len": batch.seq_len}
     runner: Runner = PlainRunner(model, loss, run.training.gradient_sync == "every")
     if isinstance(model, PipelineModel):
+        sizes = {"batch_size": batch.micro_batch_size, "seq_len": batch.seq_len}
         runner = builder.pipeline(model, loss, accumulation=batch.accumulation, **sizes)
     if run.training.seed is not None:  # of torch's own generators; the weights and the data order have their own
         seed_generators(run.training.seed, mesh)
+    factors = ReplicationFactors(degrees.tensor * degrees.pipeline, degrees.tensor)
+    return ModelParts(mesh, args, builder, model, runner, factors)
+
+
+def build_validation(run: RunConfig, mesh: DeviceMesh, texts: Mapping[str, Rows]) -> ValidationSet:
+    """Build this rank's part of the held-out texts, see `read_held_out`."""
+    section, rank, ranks = run.validation, data_parallel_rank(mesh), run.mesh.dp_degree
+    size, pin = section.batch_size or run.batch.micro_batch_size, _pins(run, mesh)
+    loaders = {}
+    for name, rows in texts.items():
+        passes: PassLoader = ValidationLoader(rows, size, section.steps, rank, ranks)
+        if run.mesh.context > 1:
+            passes = CPLoader(passes, mesh)
+        loaders[name] = ValidationPrefetcher(passes, run.data.prefetch, pin, run.data.persistent_workers)
+    return ValidationSet(loaders, section.freq, section.first)
+
+
+def _pins(run: RunConfig, mesh: DeviceMesh) -> bool:
+    return run.data.pin_memory and mesh.device_type == "cuda"
+
+
+def build(
+    run: RunConfig,
+    world: DistEnv,
+    datasets: Datasets | None = None,
+    watchdog: HangWatchdog | None = None,
+    callbacks: Sequence[Callback] | None = None,
+) -> TrainingComponents:
+    """Build everything that a loop needs, on this rank's device. All ranks call it together.
+
+    datasets: of `read_datasets`; None: read here. watchdog: entered by the caller; None: one that only logs.
+    callbacks: run after titanlite's own; None: those of `job.callbacks`.
+    """
+    device = world.device
+    if callbacks is None:
+        callbacks = load_callbacks(run.job.callbacks)
+    datasets = datasets or read_datasets(run)
+    if run.steps is None:
+        raise ValueError("the run's length is not known yet: derive it with the length of the text")
+
+    spec, batch = run.spec, run.batch
+    parts = build_model(run, world, datasets.tokenizer.vocab_size)
+    mesh, args, builder, model = parts.mesh, parts.args, parts.builder, parts.model
 
     # Data
-    rank, ranks = data_parallel_rank(mesh), degrees.dp_degree
-    pin = run.data.pin_memory and device.type == "cuda"
+    rank, ranks = data_parallel_rank(mesh), run.mesh.dp_degree
     skip = ranges_of_steps(run.data.skip_steps, batch.global_batch_size)
     steps: StepLoader = TrainLoader(datasets.train, batch.global_batch_size, batch.micro_batch_size, rank, ranks, skip)
-    if degrees.context > 1:
+    if run.mesh.context > 1:
         steps = CPLoader(steps, mesh)
-    validation = None
-    if datasets.validation is not None:
-        section = run.validation
-        passes: PassLoader = ValidationLoader(
-            datasets.validation, section.batch_size or batch.micro_batch_size, section.steps, rank, ranks
-        )
-        if degrees.context > 1:
-            passes = CPLoader(passes, mesh)
-        validation = ValidationPrefetcher(passes, run.data.prefetch, pin, run.data.persistent_workers)
+    validation = build_validation(run, mesh, datasets.validation) if datasets.validation else None
 
     # Step
     optimizer = build_optimizer(dict(model.named_parameters()), run.optimizer, device)
@@ -268,10 +305,10 @@ def build(
     train_step = TrainStep(
         model,
         optimizer,
-        runner,
+        parts.runner,
         FiniteGuard(device, policy.policy, policy.max_skips, policy.spike_sigmas, policy.window),
         run.training.max_norm,
-        ReplicationFactors(degrees.tensor * degrees.pipeline, degrees.tensor),
+        parts.factors,
     )
     in_float8 = run.float8.enable_float8_linear
     if in_float8 and run.float8.precompute_float8_dynamic_scale_for_fsdp:
@@ -291,7 +328,8 @@ def build(
     name, flops = device_name(device), spec.flops_per_token(args, batch.seq_len)
     peak = run.metrics.peak_tflops and run.metrics.peak_tflops * 1e12
     peak = peak or (peak_flops(name) if device.type == "cuda" else None)
-    kept, compiled = builder.trace_activations(**sizes), builder.watch_compilation(model)
+    kept = builder.trace_activations(batch_size=batch.micro_batch_size, seq_len=batch.seq_len)
+    compiled = builder.watch_compilation(model)
     resume_check = ResumeCheck(
         folder / RESUME_FILE,
         world.rank,
@@ -336,9 +374,7 @@ def build(
         *callbacks,
     ]
     if run.debug.deterministic:
-        # cuBLAS is deterministic only with a fixed workspace, chosen before its first call.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=run.debug.deterministic_warn_only)
+        use_deterministic(run.debug.deterministic_warn_only)
     return TrainingComponents(
         world=world,
         mesh=mesh,
@@ -348,7 +384,7 @@ def build(
         optimizer=optimizer,
         learning_rate=LearningRate(run.schedule, run.optimizer.lr),
         train_step=train_step,
-        loader=Prefetcher(steps, run.data.prefetch, pin),
+        loader=Prefetcher(steps, run.data.prefetch, _pins(run, mesh)),
         validation=validation,
         datasets=datasets,
         checkpointer=checkpointer,
@@ -359,7 +395,6 @@ def build(
         steps=run.steps,
         global_batch_size=batch.global_batch_size,
         tokens_per_step=batch.tokens_per_step,
-        validation_freq=run.validation.freq,
         last_save_dtype=run.checkpoint.export_dtype if run.checkpoint.model_weights_only else None,
         exclude_from_loading=run.checkpoint.exclude_from_loading,
     )
@@ -375,7 +410,7 @@ def startup_lines(
     model: nn.Module,
 ) -> list[str]:
     """Return the lines of the startup report: what is about to run."""
-    parameters = parameter_counts(builder.spec.build_on_meta(builder.args))
+    parameters = rep.parameter_counts(builder.spec.build_on_meta(builder.args))
     device, float8 = builder.device, builder.float8_choices()
     mesh, batch, schedule = run.mesh, run.batch, run.schedule
     degrees = {"pp": mesh.pipeline, "dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard}
@@ -444,15 +479,6 @@ def fingerprints(model: str, args: Any, datasets: Datasets) -> dict[str, str]:
         "data": datasets.train.fingerprint[:16],
         "data order": ", ".join(f"{name} {value}" for name, value in order.items()),
     }
-
-
-def parameter_counts(model: nn.Module) -> dict[str, int]:
-    """Return parameters by top-level module, in order; a tied weight counts once."""
-    counts: dict[str, int] = {}
-    for name, parameter in model.named_parameters():
-        top = name.split(".")[0]
-        counts[top] = counts.get(top, 0) + parameter.numel()
-    return counts
 
 
 class _CallableModule(types.ModuleType):

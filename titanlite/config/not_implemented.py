@@ -51,7 +51,6 @@ NOT_IMPLEMENTED: dict[str, Missing] = {
     **dict.fromkeys(_ANY_PRECISION, Missing("AnyPrecisionAdamW")),
     "training.dataset": _STREAM._replace(advice=_STREAM_ADVICE),
     "data.source": _MIXTURE,
-    "validation.sources": _MIXTURE,
     "data.lanes": _STREAM,
     "data.shuffle_buffer": _STREAM,
     "data.packing": _PACKING,

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from titanlite.config.sections import Data, Training, Validation
+from titanlite.config.sections import Data, DataSource, Training, Validation
 from titanlite.data import EndOfData
 from titanlite.data.corpus import Corpus, tokenize
-from titanlite.data.rows import IGNORE, Row
+from titanlite.data.rows import IGNORE, Row, Rows
 from titanlite.data.sources import own_records, source_files
 from titanlite.data.token_cache import load_corpus
 from titanlite.data.tokenizer import Tokenizer
@@ -176,10 +176,18 @@ def build_dataset(training: Training, data: Data, tokenizer: Tokenizer, vocab_si
 
 def build_validation_dataset(
     validation: Validation, data: Data, tokenizer: Tokenizer, vocab_size: int, seq_len: int
-) -> PackedDataset:
-    """Build one pass over the held-out text, in file order. data: for its threads and its cache."""
-    corpus = _corpus("validation", validation.dataset, validation.dataset_path, data, tokenizer, vocab_size)
-    return PackedDataset(corpus, seq_len=seq_len, shuffle=False, epochs=1)
+) -> dict[str, Rows]:
+    """Build one pass over each held-out text, in file order, by its name; "" is that of a single text without sources.
+
+    data: for its threads and its cache.
+    """
+    single = DataSource(name=validation.dataset, path=validation.dataset_path)
+    texts = {source.name or "": source for source in validation.sources} or {"": single}
+    found: dict[str, Rows] = {}
+    for name, source in texts.items():
+        corpus = _corpus("validation", source.name or "", source.path, data, tokenizer, vocab_size)
+        found[name] = PackedDataset(corpus, seq_len=seq_len, shuffle=False, epochs=1)
+    return found
 
 
 def _corpus(section: str, dataset: str, path: str | None, data: Data, tokenizer: Tokenizer, vocab_size: int) -> Corpus:
