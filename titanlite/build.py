@@ -158,9 +158,9 @@ class TrainingComponents:
             stack.callback(self.loader.close)
 
 
-def check_model(run: RunConfig, datasets: Datasets) -> None:
+def check_model(run: RunConfig, tokenizer_size: int) -> None:
     """Check that ranks can divide this model and vocabulary; no process group is needed. Raises ConfigError."""
-    spec, args = run.spec, run.model_args(datasets.tokenizer.vocab_size)
+    spec, args = run.spec, run.model_args(tokenizer_size)
     problems = [*tensor_problems(args, run), *loss_problems(spec, args, run.training)]
     problems += fsdp_problems(spec, args, run.training, run.compile, run.activation_checkpoint)
     if run.experimental.enable_async_tensor_parallel:
@@ -467,18 +467,22 @@ def rounding_setting(run: RunConfig, device: torch.device) -> dict[str, str]:
 
 def fingerprints(model: str, args: Any, datasets: Datasets) -> dict[str, str]:
     """Return what two runs must share for one to resume the other's checkpoints. model: `model.name`."""
+    order = {name: value for name, value in datasets.train.settings.items() if name != "epochs"}
+    return {
+        **weights_fingerprints(model, args, datasets.tokenizer),
+        "data": datasets.train.fingerprint[:16],
+        "data order": ", ".join(f"{name} {value}" for name, value in order.items()),
+    }
+
+
+def weights_fingerprints(model: str, args: Any, tokenizer: Tokenizer) -> dict[str, str]:
+    """Return the part of `fingerprints` on which the meaning of weights depends."""
     shape = asdict(args)
     shape.pop("max_seq_len")  # the length of the RoPE tables changes no weight
     if is_dotted(model):
         shape["model"] = os.path.basename(model)
-    order = {name: value for name, value in datasets.train.settings.items() if name != "epochs"}
     digest = hashlib.sha256(json.dumps(shape, sort_keys=True, default=str).encode()).hexdigest()
-    return {
-        "model": digest[:16],
-        "tokenizer": datasets.tokenizer.fingerprint[:16],
-        "data": datasets.train.fingerprint[:16],
-        "data order": ", ".join(f"{name} {value}" for name, value in order.items()),
-    }
+    return {"model": digest[:16], "tokenizer": tokenizer.fingerprint[:16]}
 
 
 class _CallableModule(types.ModuleType):
