@@ -68,7 +68,8 @@ def test_what_is_not_there_ends_with_a_documented_code(command: str, capsys: pyt
         "checkpoint diff": ["/no", "/no"],
     }.get(command, ["/no.toml"])
     code = main([*command.split(), *words])
-    assert code == (exit_codes.CHECKPOINT if command.startswith("checkpoint") else exit_codes.CONFIG)
+    of_checkpoints = command.startswith(("checkpoint", "evaluate"))
+    assert code == (exit_codes.CHECKPOINT if of_checkpoints else exit_codes.CONFIG)
     assert code in codes(command)
     out, err = capsys.readouterr()
     assert out == "" and ("/no" in err or "--no.key" in err)
