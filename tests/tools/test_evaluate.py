@@ -117,4 +117,7 @@ def test_weights_of_another_tokenizer_are_refused(
         read_texts(run, step, manifest)
     with pytest.raises(ConfigError, match="tensor_parallel 3"):
         config_of(step, manifest, None, ["--training.tensor_parallel_degree=3"], 1)
-    assert main(["evaluate", str(tmp_path)]) == 4 and "holds no checkpoints" in capsys.readouterr().err
+    assert (
+        main(["evaluate", str(tmp_path), "--nproc-per-node=2"]) == 4
+        and "holds no checkpoints" in capsys.readouterr().err
+    )

@@ -61,19 +61,18 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def _run(arguments: argparse.Namespace, flags: Sequence[str], _style: object) -> NoReturn:
     from titanlite import main
 
-    folder, ranks = checkpoint_of(arguments.checkpoint), arguments.nproc_per_node
-    manifest = read_manifest(folder)
-    if ranks is not None:
-        check_ranks(ranks)
-    run = config_of(folder, manifest, arguments.file, flags, ranks or read_launch_env().world_size)
-    if ranks is not None:
-        words = [str(folder), *([arguments.file] if arguments.file else []), *["--json"] * arguments.json]
-        start_ranks(ranks, ["evaluate", *words, *flags])
-    main.run_rank(lambda: _evaluate_rank(run, folder, manifest, arguments.json))
+    ranks, file = arguments.nproc_per_node, arguments.file
+    if ranks is None:
+        main.run_rank(lambda: _evaluate_rank(arguments.checkpoint, file, flags, arguments.json))
+    check_ranks(ranks)
+    folder = checkpoint_of(arguments.checkpoint)  # all ranks load the same one, whatever a run saves meanwhile
+    config_of(folder, read_manifest(folder), file, flags, ranks)
+    words = [str(folder), *([file] if file else []), *["--json"] * arguments.json]
+    start_ranks(ranks, ["evaluate", *words, *flags])
 
 
 def config_of(
-    folder: AnyPath, manifest: Manifest, file: str | None, flags: Sequence[str], world_size: int | None
+    folder: AnyPath, manifest: Manifest, file: str | None, flags: Sequence[str], world_size: int
 ) -> RunConfig:
     """Return the config to evaluate a checkpoint by: that of a file, or its own. flags: laid over it.
 
@@ -88,7 +87,7 @@ def config_of(
     return check_loaded(*read_text(toml, Path(str(folder), "config.toml"), over), world_size)[1]
 
 
-def _evaluate_rank(run: RunConfig, folder: AnyPath, manifest: Manifest, as_json: bool) -> int:
+def _evaluate_rank(path: str, file: str | None, flags: Sequence[str], as_json: bool) -> int:
     """Be one rank, to its end; rank 0 prints the losses. Return the exit code."""
     from titanlite import main
     from titanlite.metrics.console import setup_console
@@ -96,10 +95,12 @@ def _evaluate_rank(run: RunConfig, folder: AnyPath, manifest: Manifest, as_json:
     from titanlite.parallel.rendezvous import report_failure
     from titanlite.preflight import check_machine
 
-    env, seconds = read_launch_env(), run.comm.init_timeout_seconds
-    setup_console(env.rank, run.metrics.enable_color_printing, sys.stderr)
     try:
-        store = connect_store()
+        env, folder = read_launch_env(), checkpoint_of(path)
+        manifest = read_manifest(folder)
+        run = config_of(folder, manifest, file, flags, env.world_size)
+        setup_console(env.rank, run.metrics.enable_color_printing, sys.stderr)
+        store, seconds = connect_store(), run.comm.init_timeout_seconds
         with report_failure(store, env.rank, env.world_size):
             check_machine(run.training, run.compile, run.float8)
             texts = read_texts(run, folder, manifest)
