@@ -47,7 +47,6 @@ NOT_IMPLEMENTED: dict[str, Missing] = {
     "optimizer.name": Missing("this optimizer", implemented=("Adam",)),
     "optimizer.groups": Missing("parameter groups"),
     **dict.fromkeys(_ANY_PRECISION, Missing("AnyPrecisionAdamW")),
-    "validation.sources": _MIXTURE,
     "data.packing": _PACKING,
     "data.mask_documents": _PACKING,
     "checkpoint.last_save_in_hf": Missing("saving in Hugging Face's format", _CONVERT),

@@ -117,9 +117,17 @@ class MetricsLogger(Callback):
 
     def on_validation_end(self, trainer: Trainer, loss: float, tokens: int, seconds: float) -> None:
         step = trainer.step
-        logger.info(f"validation at {step}: loss {loss:.4f} over {tokens:,} tokens in {human_time(seconds)}")
+        assert trainer.validated is not None
+        _, result = trainer.validated
+        logger.info(f"validation at {step}: {result.all} in {human_time(seconds)}")
+        row = {"validation_loss": loss, "validation_perplexity": result.all.perplexity, "validation_tokens": tokens}
+        row["validation_seconds"] = seconds
+        for name, one in result.sources.items():
+            if name:
+                logger.info(f"validation at {step}, {name}: {one}")
+                row |= {f"validation/{name}/loss": one.loss, f"validation/{name}/perplexity": one.perplexity}
         if not (self._validated and step < self._first_step):
-            self.write(step, {"validation_loss": loss, "validation_tokens": tokens, "validation_seconds": seconds})
+            self.write(step, row)
 
     def on_save(self, trainer: Trainer, step: int, folder: AnyPath, seconds: float) -> None:
         logger.info(f"checkpoint of step {step} written to {folder} in {human_time(seconds)}")
