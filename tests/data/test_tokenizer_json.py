@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -189,3 +191,16 @@ def test_damaged_and_other_files_and_a_missing_library(
     assert "damaged" in refused(path)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     assert "pip install 'titanlite[hf]'" in refused(llama3)
+
+
+def test_another_thread_runs_while_a_text_is_encoded(llama3: Path, documents: list[str]) -> None:
+    tokenizer, text = load(llama3), " ".join(documents)[:700_000]
+    encoding = threading.Thread(target=tokenizer.encode, args=(text,))
+    longest, begin = 0.0, time.perf_counter()
+    last = begin
+    encoding.start()
+    while encoding.is_alive():
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+    # The conversion of ids to a list does hold Python's lock.
+    assert longest < 0.5 * (time.perf_counter() - begin)

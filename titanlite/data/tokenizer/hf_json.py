@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ class JsonTokenizer(Tokenizer):
             raise DataError(
                 f"{where}: reading a tokenizer.json needs the tokenizers library: pip install 'titanlite[hf]'"
             ) from None
+        # Our threads give it a text each. Its own threads would only add a warning at each fork.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # the library raises nothing narrower
@@ -71,7 +74,8 @@ class JsonTokenizer(Tokenizer):
         self.fingerprint = hashlib.sha256(b"tokenizer.json " + canonical.encode()).hexdigest()
 
     def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids  # two thirds of the time
+        # Unlike `encode`, it releases Python's lock, and it leaves out offsets that nobody reads.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
