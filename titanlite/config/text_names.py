@@ -8,7 +8,7 @@ from typing import NamedTuple
 from titanlite.config.errors import nearest
 from titanlite.utils import is_dotted
 
-BUNDLED = ("c4_test", "c4_validation")
+BUNDLED = ("c4_test", "c4_validation", "sft_test", "sft_validation")
 
 
 class HubText(NamedTuple):
