@@ -124,6 +124,8 @@ FLAGS = [
     f"--training.seq_len={SEQ_LEN}",
     "--training.batch_size=2",
     "--training.global_batch_size=8",
+    "--training.warmup_steps=1",
+    "--optimizer.lr=1e-2",
     "--no-data.shuffle",
     "--metrics.log_freq=1",
 ]

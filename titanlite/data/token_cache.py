@@ -71,11 +71,10 @@ def load_corpus(
 
     Raises DataError as `tokenize` does, and if LOCAL_WORLD_SIZE, which decides the number of threads, is no number.
     """
-    reading = (files, columns, kind)
     if cache != "off" and (cache != "auto" or _are_large(files)):
         try:
             folder = _folder(cache)
-            stamp = _stamp(reading, tokenizer, vocab_size)
+            stamp = _stamp(files, tokenizer, vocab_size, columns, kind)
             path = folder / f"{stamp}.tokens"
             if found := _load(path, files, tokenizer):
                 return found
@@ -83,15 +82,16 @@ def load_corpus(
                 if found := _load(path, files, tokenizer):
                     return found
                 if held:
-                    records = iter_records(*reading)
+                    records = iter_records(files, columns, kind)
                     corpus = tokenize(files, tokenizer, vocab_size, _workers(workers, alone=True), records)
-                    if _stamp(reading, tokenizer, vocab_size) == stamp:  # else the text has changed meanwhile
+                    # Another stamp: the text has changed meanwhile.
+                    if _stamp(files, tokenizer, vocab_size, columns, kind) == stamp:
                         _save(corpus, path)
                     return _load(path, files, tokenizer) or corpus
         except OSError as error:
             message = f'data.token_cache: "{cache}" cannot be used ({error}); this rank tokenizes the text for itself'
             logger.warning(message)
-    return tokenize(files, tokenizer, vocab_size, _workers(workers, alone=False), iter_records(*reading))
+    return tokenize(files, tokenizer, vocab_size, _workers(workers, alone=False), iter_records(files, columns, kind))
 
 
 def _workers(wanted: int | None, alone: bool) -> int:
@@ -127,9 +127,10 @@ def _folder(cache: str) -> Path:
     return folder
 
 
-def _stamp(reading: tuple[list[Path], Columns | None, Format], tokenizer: Tokenizer, vocab_size: int) -> str:
+def _stamp(
+    files: list[Path], tokenizer: Tokenizer, vocab_size: int, columns: Columns | None = None, kind: Format = "auto"
+) -> str:
     """Return a hash of everything that decides the tokens. A file's ctime cannot be set back."""
-    files, columns, kind = reading
     wanted = (columns or Columns()).wanted
     stats = [(file, file.stat()) for file in files]
     texts = [[str(file.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for file, stat in stats]
