@@ -18,7 +18,7 @@ from titanlite.config.errors import Problem
 from titanlite.config.keys import keys
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.sections import AUTO_FILTER, Config, steps_of
-from titanlite.config.text_names import name_problem
+from titanlite.config.text_names import fetch_hint, name_problem
 from titanlite.config.toml import quote
 from titanlite.config.urls import is_url, url_problem
 from titanlite.utils import counted, is_dotted
@@ -207,7 +207,8 @@ def missing_files(config: LoadedConfig) -> list[Problem]:
     if not _has_checkpoints(config.sections):  # a run with checkpoints of its own does not read it
         names.append("checkpoint.initial_load_path")
     paths = {key: path for key in names if (path := config.value(key)) and not is_url(path) and not _exists(path)}
-    return placed(config, (("no-file", key, f"no file or folder {quote(path)}", "") for key, path in paths.items()))
+    hints = {key: fetch_hint(path) if key == "model.tokenizer_path" else "" for key, path in paths.items()}
+    return placed(config, (("no-file", key, f"no file or folder {quote(paths[key])}", hints[key]) for key in paths))
 
 
 def _exists(path: str) -> bool:
