@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from titanlite.config.urls import package_of
 from titanlite.data import DataError
@@ -47,13 +46,11 @@ def _read(url: str) -> bytes:
             import blobfile
 
             with blobfile.BlobFile(url, "rb") as file:
-                content: Any = file.read()
-        else:
-            import fsspec
+                return bytes(file.read())
+        from fsspec.core import url_to_fs
 
-            with fsspec.open(url, "rb") as file:
-                content = file.read()
-        return bytes(content)
+        system, path = url_to_fs(url)
+        return bytes(system.cat_file(path))
     except FileNotFoundError:
         raise
     except ImportError as error:
