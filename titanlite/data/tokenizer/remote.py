@@ -45,7 +45,8 @@ def _read(url: str) -> bytes:
         if scheme in ("gs", "az"):
             import blobfile
 
-            with blobfile.BlobFile(url, "rb") as file:
+            # It retries for ever by default.
+            with blobfile.create_context(retry_limit=5).BlobFile(url, "rb") as file:
                 return bytes(file.read())
         from fsspec.core import url_to_fs
 
