@@ -212,7 +212,7 @@ def missing_files(config: LoadedConfig) -> list[Problem]:
 
 
 def _exists(path: str) -> bool:
-    return os.path.exists(path) or any(True for _ in glob.iglob(path))
+    return os.path.exists(path) or any(True for _ in glob.iglob(path, recursive=True))
 
 
 def _has_checkpoints(d: Config) -> bool:

@@ -85,14 +85,14 @@ def iter_rows(
     columns = columns or Columns()
     unit, number = "line", start
     try:
-        content = _decompressed(file)
+        content = _decompressed(file, name)
         if kind == "auto":
             kind = _kind_of(content.peek(4096), str(name))
         if kind in ("parquet", "arrow"):
             if isinstance(content.raw, (gzip.GzipFile, _Zstd)):
                 raise DataError(f"{name} is a compressed {kind} file; decompress it")
             unit = "row"
-            rows = _table_rows(file, content, kind, f"{name}, row", columns, start)
+            rows = _table_rows(file, content, kind, name, columns, start)
         else:
             rows = _text_rows(content, name, start) if kind == "text" else _json_rows(content, name, columns, start)
         for number, text, prompt in rows:
@@ -111,22 +111,24 @@ class _Damaged(Exception):
     """A library says that the content is not whole."""
 
 
-def _decompressed(file: Any) -> io.BufferedReader[Any]:
+def _decompressed(file: Any, name: Path | str) -> io.BufferedReader[Any]:
     whole = file if isinstance(file, io.BufferedReader) else io.BufferedReader(file, _BUFFER)
     head = whole.peek(4)
     if head.startswith(_GZIP):
         return io.BufferedReader(gzip.GzipFile(fileobj=whole), _BUFFER)
-    return io.BufferedReader(_Zstd(whole), _BUFFER) if head.startswith(_ZSTD) else whole
+    return io.BufferedReader(_Zstd(whole, name), _BUFFER) if head.startswith(_ZSTD) else whole
 
 
 class _Zstd(io.RawIOBase):
     """Frames of zstd, one after the other. The library's own reader does not notice a truncated one."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, name: Path | str) -> None:
         try:
             import zstandard
         except ImportError:
-            raise DataError("reading zstd needs the package zstandard: pip install 'titanlite[data]'") from None
+            raise DataError(
+                f"{name}: reading zstd needs the package zstandard: pip install 'titanlite[data]'"
+            ) from None
         self._file, self._error = file, zstandard.ZstdError
         self._new = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
         self._frame, self._at_end = self._new(), True
@@ -222,13 +224,14 @@ def _text_rows(content: BinaryIO, name: Path | str, start: int) -> _Rows:
 
 
 def _table_rows(
-    file: BinaryIO, content: io.BufferedReader[Any], kind: Format, where: str, columns: Columns, start: int
+    file: BinaryIO, content: io.BufferedReader[Any], kind: Format, name: Path | str, columns: Columns, start: int
 ) -> _Rows:
     """Iterate over the rows of a parquet or arrow file, a batch at a time."""
     try:
         import pyarrow
     except ImportError:
-        raise DataError(f"{where}s of {kind} need the package pyarrow: pip install 'titanlite[data]'") from None
+        raise DataError(f"{name}: reading {kind} needs the package pyarrow: pip install 'titanlite[data]'") from None
+    where = f"{name}, row"
     try:
         batches = (_parquet if kind == "parquet" else _arrow)(file, content, where, columns, start)
         for before, batch in batches:

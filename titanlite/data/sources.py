@@ -44,7 +44,7 @@ def source_files(dataset: str, path: str | None, section: str = "training") -> l
 
     Args:
         dataset: a name in `BUNDLED`; any other needs a path.
-        path: local file or folder of C4-format records; None: the bundled text.
+        path: see `list_files`; None: the bundled text.
         section: of the config, for the keys in errors.
 
     Raises DataError for text that is not bundled, a missing path, or one without such a file.
@@ -53,7 +53,7 @@ def source_files(dataset: str, path: str | None, section: str = "training") -> l
         if dataset not in BUNDLED:
             raise DataError(
                 f'{section}.dataset: the text "{dataset}" is not bundled; set {section}.dataset_path to local files of '
-                f"C4-format records, or take {' or '.join(BUNDLED)}"
+                f"text, or take {' or '.join(BUNDLED)}"
             )
         return list_files(BUNDLED[dataset])
     files = list_files(Path(path), f"{section}.dataset_path")
