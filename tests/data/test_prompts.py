@@ -18,9 +18,9 @@ from titanlite.config.load import load_file
 from titanlite.config.sections import Data, DataSource, Training
 from titanlite.data.corpus import tokenize
 from titanlite.data.formats import Columns
-from titanlite.data.packing import build_dataset
 from titanlite.data.rows import IGNORE
 from titanlite.data.sources import BUNDLED, columns_of, iter_records, list_files, own_records
+from titanlite.data.text import build_dataset
 from titanlite.data.token_cache import load_corpus
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.fit import load_config

@@ -17,8 +17,8 @@ import zstandard
 from titanlite.config.sections import Data, Training
 from titanlite.data import DataError
 from titanlite.data.formats import Columns, iter_rows
-from titanlite.data.packing import build_dataset
 from titanlite.data.sources import iter_records, source_files
+from titanlite.data.text import build_dataset
 from titanlite.data.tokenizer import load_tokenizer
 
 

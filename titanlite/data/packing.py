@@ -18,17 +18,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from titanlite.config.sections import Data, DataSource, Training, Validation
 from titanlite.data import EndOfData
-from titanlite.data.corpus import Corpus, tokenize
-from titanlite.data.rows import IGNORE, Row
-from titanlite.data.sources import columns_of, own_records, source_files
-from titanlite.data.token_cache import load_corpus
-from titanlite.data.tokenizer import Tokenizer
-from titanlite.utils import counted, is_dotted
+from titanlite.data.corpus import Corpus
+from titanlite.data.rows import IGNORE, Row, Stateless
+from titanlite.utils import counted
 
 
-class PackedDataset:
+class PackedDataset(Stateless):
     """Sequences of one corpus by global index.
 
     Args:
@@ -56,6 +52,10 @@ class PackedDataset:
     def tokens_per_epoch(self) -> int:
         """Tokens of one pass, BOS and EOS included."""
         return len(self.corpus.tokens)
+
+    def describe(self) -> str:
+        """Return the size of the text in words."""
+        return f"{counted(self.documents, 'documents')}, {self.tokens_per_epoch:,} tokens per epoch"
 
     @property
     def sequences_per_epoch(self) -> int:
@@ -118,13 +118,6 @@ class PackedDataset:
         size = self.seq_len
         return Row(np.full(size, self.corpus.pad_id, dtype=np.int64), np.full(size, IGNORE, dtype=np.int64))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return {}: the number of the next sequence says it all."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: there is no state."""
-
     def window(self, index: int) -> int:
         """Return the window of sequence `index`."""
         if not self.shuffle:
@@ -169,43 +162,6 @@ class PackedDataset:
         order = epoch_order(self.documents, self.seed, epoch, self.shuffle)
         lengths = np.diff(self.corpus.offsets)[order]
         return order, np.cumsum(lengths) - lengths
-
-
-def build_dataset(training: Training, data: Data, tokenizer: Tokenizer, vocab_size: int) -> PackedDataset:
-    """Build the training sequences of these sections. Raises DataError as `source_files` and `load_corpus` do."""
-    corpus = _corpus("training", training.dataset, training.dataset_path, data, tokenizer, vocab_size)
-    return PackedDataset(corpus, seq_len=training.seq_len, seed=data.seed, shuffle=data.shuffle, epochs=training.epochs)
-
-
-def build_validation_dataset(
-    validation: Validation, data: Data, tokenizer: Tokenizer, vocab_size: int, seq_len: int
-) -> PackedDataset:
-    """Build one pass over the held-out text, in file order. data: for its threads and its cache."""
-    corpus = _corpus("validation", validation.dataset, validation.dataset_path, data, tokenizer, vocab_size)
-    return PackedDataset(corpus, seq_len=seq_len, shuffle=False, epochs=1)
-
-
-def _corpus(
-    section: str,
-    dataset: str,
-    path: str | None,
-    data: Data,
-    tokenizer: Tokenizer,
-    vocab_size: int,
-    source: DataSource | None = None,
-) -> Corpus:
-    """Read and tokenize the text of a section. That of a function is not cached: its code says nothing of its text.
-
-    source: its format and fields go before those of `data`.
-    """
-    columns = columns_of(data, dataset, path, source)
-    if is_dotted(dataset):
-        records = own_records(dataset, f"{section}.dataset", columns)
-        return tokenize((), tokenizer, vocab_size, data.num_workers or 0, records)
-    files = source_files(dataset, path, section)
-    kind: Any = source.format if source else "auto"
-    workers, cache = data.num_workers, data.token_cache
-    return load_corpus(files, tokenizer, vocab_size, workers=workers, cache=cache, columns=columns, kind=kind)
 
 
 _MASK = (1 << 64) - 1

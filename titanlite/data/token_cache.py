@@ -83,7 +83,7 @@ def load_corpus(
                     return found
                 if held:
                     records = iter_records(files, columns, kind)
-                    corpus = tokenize(files, tokenizer, vocab_size, _workers(workers, alone=True), records)
+                    corpus = tokenize(files, tokenizer, vocab_size, workers_of(workers, alone=True), records)
                     # Another stamp: the text has changed meanwhile.
                     if _stamp(files, tokenizer, vocab_size, columns, kind) == stamp:
                         _save(corpus, path)
@@ -91,10 +91,10 @@ def load_corpus(
         except OSError as error:
             message = f'data.token_cache: "{cache}" cannot be used ({error}); this rank tokenizes the text for itself'
             logger.warning(message)
-    return tokenize(files, tokenizer, vocab_size, _workers(workers, alone=False), iter_records(files, columns, kind))
+    return tokenize(files, tokenizer, vocab_size, workers_of(workers, alone=False), iter_records(files, columns, kind))
 
 
-def _workers(wanted: int | None, alone: bool) -> int:
+def workers_of(wanted: int | None, alone: bool = False) -> int:
     """Return the number of threads. alone: the other ranks of this node wait meanwhile."""
     if wanted is not None:
         return wanted
