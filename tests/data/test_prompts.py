@@ -112,7 +112,8 @@ def test_one_key_needs_the_other(key: str) -> None:
 
 def test_so_does_each_source(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
-    path.write_text('[[data.source]]\nprompt_key = "a"\ncompletion_key = "b"\n[[data.source]]\nprompt_key = "a"\n')
+    sources = ('name = "sft_test"\nprompt_key = "a"\ncompletion_key = "b"', 'name = "c4_test"\nprompt_key = "a"')
+    path.write_text("".join(f"[[data.source]]\n{source}\n" for source in sources))
     with pytest.raises(ConfigError) as caught:
         load_file(str(path))
     (problem,) = caught.value.problems

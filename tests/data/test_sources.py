@@ -126,7 +126,8 @@ def test_a_truncated_or_damaged_file_is_refused_after_its_whole_rows(tmp_path: P
     path.write_bytes(
         content[:middle] + bytes(byte ^ 255 for byte in content[middle : middle + 99]) + content[middle + 99 :]
     )
-    assert re.search(r": damaged (gzip data )?after (line|row) \d+ ", refused(path))
+    # Damaged gzip data may become other text first.
+    assert re.search(r": damaged (gzip data )?after (line|row) \d+ |, line \d+: not valid JSON", refused(path))
 
 
 @pytest.mark.parametrize(
