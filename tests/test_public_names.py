@@ -35,7 +35,7 @@ apply_fsdp(model, groups, mesh, *param_dtype=, *reduce_dtype=, *reshard_after_fo
 apply_tp(model, plan, mesh, shard_logits=)
 build(run, world, datasets=, watchdog=, callbacks=)
 load_config(path, world_size, flags=)
-read_datasets(run)
+read_datasets(run, share=)
 validate(model, batches, device, runner, factors=)
 """  # noqa: E501
 METHODS = {

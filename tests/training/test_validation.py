@@ -16,6 +16,7 @@ from titanlite.build import read_held_out
 from titanlite.checkpoint.manifest import read_manifest, steps_in
 from titanlite.config.errors import ConfigError
 from titanlite.data.packing import PackedDataset
+from titanlite.data.text import TextReader
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.fit import load_config
 from titanlite.parallel.dist_env import DistEnv
@@ -128,7 +129,7 @@ def test_an_interrupted_validation_is_done_again_whole_and_the_best_is_kept(
 
 def test_a_full_pass_over_text_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     endless = {"wiki": PackedDataset(make_corpus([5, 5]), seq_len=16)}
-    monkeypatch.setattr("titanlite.build.build_validation_dataset", lambda *_: endless)
+    monkeypatch.setattr(TextReader, "held_out", lambda *_: endless)
     flags = ["--validation.enable", "--validation.steps"]
     with pytest.raises(ConfigError, match=r"validation\.steps: -1 is a full pass, and wiki is read as a stream"):
         read_held_out(load_config("debug_model.toml", 1, [*flags, "-1"]), load_tokenizer())

@@ -38,8 +38,9 @@ class Model(Section, frozen=True):
     it can), layernorm with a weight and no bias, or np_layernorm, without parameters. None: the flavor's, rmsnorm."""
     tokenizer_path: Location | None = None
     """Tokenizer: a tiktoken rank file (original/tokenizer.model of Llama 3), a sentencepiece model (tokenizer.model of
-    Llama 2), a Hugging Face tokenizer.json, or a folder with a tokenizer.json or tokenizer.model. None: a bundled one,
-    sentencepiece for llama2, else tiktoken."""
+    Llama 2), a Hugging Face tokenizer.json, or a folder with a tokenizer.json or tokenizer.model. Or a URL of one
+    (https, s3, gs, az); that of a folder ends with a slash. `titanlite tokenizer fetch` downloads that of a model of
+    the hub. None: a bundled one, sentencepiece for llama2, else tiktoken."""
     overrides: dict[str, Any] = {}
     """Table of the flavor's own arguments to replace: `[model.overrides]`, `n_layers = 4`."""
     rope_scaling: Literal["none"] | Annotated[float, Meta(ge=1)] | dict[str, Any] | None = None
@@ -54,9 +55,9 @@ class Training(Section, frozen=True):
     """The batch, the length of the run, sharding and precision."""
 
     dataset: Name = "c4_test"
-    """Text by name: c4_test is bundled; c4, fineweb, fineweb-edu, dclm, slimpajama and wikitext are streamed from the
-    Hugging Face hub, as is any other id there ("owner/name"). Or a dotted path to a function that returns documents
-    (docs/library.md). With dataset_path it is only a name."""
+    """Text by name: c4_test, and sft_test with prompts, are bundled; c4, fineweb, fineweb-edu, dclm, slimpajama and
+    wikitext are streamed from the Hugging Face hub, as is any other id there ("owner/name"). Or a dotted path to a
+    function that returns documents (docs/library.md). With dataset_path it is only a name."""
     dataset_path: Location | None = None
     """Text of your own: a file, folder, glob or URL (docs/data.md), or a folder that `titanlite data prepare` wrote."""
     batch_size: Count = 8
@@ -218,7 +219,7 @@ class DataSource(Section, frozen=True):
     split: Name | None = None
     """Split of a data set of the hub. None: train."""
     format: Literal["auto", "json", "parquet", "arrow", "text", "tokens"] = "auto"
-    """Kind of file. auto: by content."""
+    """Kind of file. auto: by content. text: each file is one document."""
     text_key: Name | None = None
     """Field of a record that holds the text. None: data.text_key."""
     prompt_key: Name | None = None

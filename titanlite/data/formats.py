@@ -85,19 +85,19 @@ def iter_rows(
     columns = columns or Columns()
     unit, number = "line", start
     try:
-        content = _decompressed(file)
+        content = _decompressed(file, name)
         if kind == "auto":
             kind = _kind_of(content.peek(4096), str(name))
         if kind in ("parquet", "arrow"):
             if isinstance(content.raw, (gzip.GzipFile, _Zstd)):
                 raise DataError(f"{name} is a compressed {kind} file; decompress it")
             unit = "row"
-            rows = _table_rows(file, content, kind, f"{name}, row", columns, start)
+            rows = _table_rows(file, content, kind, name, columns, start)
         else:
             rows = _text_rows(content, name, start) if kind == "text" else _json_rows(content, name, columns, start)
-        for number, values in rows:
-            if values is not None:
-                yield Record(name, number, *values)
+        for number, text, prompt in rows:
+            if text is not None:
+                yield Record(name, number, text, prompt)
     except EOFError as error:
         how = str(error) if str(error).startswith("the ") else "the gzip stream has no end"
         raise DataError(f"{name}: truncated after {unit} {number}: {how}; copy the file again") from None
@@ -111,22 +111,24 @@ class _Damaged(Exception):
     """A library says that the content is not whole."""
 
 
-def _decompressed(file: Any) -> io.BufferedReader[Any]:
+def _decompressed(file: Any, name: Path | str) -> io.BufferedReader[Any]:
     whole = file if isinstance(file, io.BufferedReader) else io.BufferedReader(file, _BUFFER)
     head = whole.peek(4)
     if head.startswith(_GZIP):
         return io.BufferedReader(gzip.GzipFile(fileobj=whole), _BUFFER)
-    return io.BufferedReader(_Zstd(whole), _BUFFER) if head.startswith(_ZSTD) else whole
+    return io.BufferedReader(_Zstd(whole, name), _BUFFER) if head.startswith(_ZSTD) else whole
 
 
 class _Zstd(io.RawIOBase):
     """Frames of zstd, one after the other. The library's own reader does not notice a truncated one."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, name: Path | str) -> None:
         try:
             import zstandard
         except ImportError:
-            raise DataError("reading zstd needs the package zstandard: pip install 'titanlite[data]'") from None
+            raise DataError(
+                f"{name}: reading zstd needs the package zstandard: pip install 'titanlite[data]'"
+            ) from None
         self._file, self._error = file, zstandard.ZstdError
         self._new = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
         self._frame, self._at_end = self._new(), True
@@ -175,31 +177,32 @@ def _kind_of(head: bytes, name: str) -> Format:
     return named or ("json" if start.startswith(b"{") else "text")
 
 
-#: Number of a row, and its text (and prompt); None for an empty line.
-_Rows = Iterator[tuple[int, "list[Any] | None"]]
+#: Number of a row, its text and its prompt; None: an empty line.
+_Rows = Iterator[tuple[int, "str | None", str]]
 
 
 def _json_rows(lines: Iterable[bytes], name: Path | str, columns: Columns, start: int) -> _Rows:
-    wanted = columns.wanted
+    text_key, prompt_key = columns.text, columns.prompt
     for number, line in enumerate(itertools.islice(lines, start, None), start + 1):
-        values = None
-        if line.strip():
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                problem = f"not valid JSON ({error}); expected one record per line"
-                raise DataError(f"{name}, line {number}: {problem}") from error
-            if not isinstance(record, dict):
-                problem = f"expected a JSON object with the key {wanted[0]!r}, found {type(record).__name__}"
-                raise DataError(f"{name}, line {number}: {problem}")
-            values = [record.get(column) for column in wanted]
-            for column, value in zip(wanted, values, strict=True):
-                if not isinstance(value, str):
-                    raise DataError(f"{name}, line {number}: {_no_string(record, column, columns)}")
-        yield number, values
+        if not line.strip():
+            yield number, None, ""
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            problem = f"not valid JSON ({error}); expected one record per line"
+            raise DataError(f"{name}, line {number}: {problem}") from error
+        if not isinstance(record, dict):
+            problem = f"expected a JSON object with the key {text_key!r}, found {type(record).__name__}"
+            raise DataError(f"{name}, line {number}: {problem}")
+        text, prompt = record.get(text_key), "" if prompt_key is None else record.get(prompt_key)
+        if not (isinstance(text, str) and isinstance(prompt, str)):
+            raise DataError(f"{name}, line {number}: {_no_string(record, columns)}")
+        yield number, text, prompt
 
 
-def _no_string(record: dict[str, Any], column: str, columns: Columns) -> str:
+def _no_string(record: dict[str, Any], columns: Columns) -> str:
+    column = next(column for column in columns.wanted if not isinstance(record.get(column), str))
     if column in record:
         return f"the key {column!r} must be a string, found {type(record[column]).__name__}"
     keys = ", ".join(map(repr, record)) or "none"
@@ -214,28 +217,29 @@ def _text_rows(content: BinaryIO, name: Path | str, start: int) -> _Rows:
         raise DataError(f"{name}: a text file is one document, of {size} at most; cut it up, or write JSON lines")
     try:
         if text.strip() and not start:
-            yield 1, [text.decode("utf-8-sig")]
+            yield 1, text.decode("utf-8-sig"), ""
     except UnicodeDecodeError as error:
         line = text.count(b"\n", 0, error.start) + 1
         raise DataError(f"{name}, line {line}: not UTF-8 ({error.reason}); expected {_EXPECTED}") from error
 
 
 def _table_rows(
-    file: BinaryIO, content: io.BufferedReader[Any], kind: Format, where: str, columns: Columns, start: int
+    file: BinaryIO, content: io.BufferedReader[Any], kind: Format, name: Path | str, columns: Columns, start: int
 ) -> _Rows:
     """Iterate over the rows of a parquet or arrow file, a batch at a time."""
     try:
         import pyarrow
     except ImportError:
-        raise DataError(f"{where}s of {kind} need the package pyarrow: pip install 'titanlite[data]'") from None
+        raise DataError(f"{name}: reading {kind} needs the package pyarrow: pip install 'titanlite[data]'") from None
+    where = f"{name}, row"
     try:
         batches = (_parquet if kind == "parquet" else _arrow)(file, content, where, columns, start)
         for before, batch in batches:
             for first in range(max(start - before, 0), batch.num_rows, _BATCH):
                 part = batch.slice(first, _BATCH)
-                strings = [_strings(part.column(column), where, before + first, column) for column in columns.wanted]
-                for number, values in enumerate(zip(*strings, strict=True), before + first + 1):
-                    yield number, list(values)
+                texts, *prompts = (_strings(part.column(c), where, before + first, c) for c in columns.wanted)
+                for number, text in enumerate(texts, before + first + 1):
+                    yield number, text, next(prompts[0]) if prompts else ""
     except pyarrow.lib.ArrowException as error:
         raise _Damaged(str(error)) from error
     except OSError as error:

@@ -13,6 +13,7 @@ computed from (seed, epoch) alone.
 from __future__ import annotations
 
 from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,11 +103,14 @@ class PackedDataset(Stateless):
         place = self.window(index)
         if self.epochs is not None and place >= self._windows_with_targets(self.epochs):
             return self.padding()
-        window = self._stream(place * self.seq_len, self.seq_len + 1)
+        window = self._stream(self.corpus.tokens, place * self.seq_len, self.seq_len + 1)
         tokens = np.full(self.seq_len, self.corpus.pad_id, dtype=np.int64)
         labels = np.full(self.seq_len, IGNORE, dtype=np.int64)
         tokens[: min(len(window), self.seq_len)] = window[: self.seq_len]
         labels[: len(window) - 1] = window[1:]
+        if self.corpus.targets is not None:
+            targets = self._stream(self.corpus.targets, place * self.seq_len, self.seq_len + 1)
+            labels[: len(window) - 1][~targets[1:]] = IGNORE
         return Row(tokens, labels)
 
     def padding(self) -> Row:
@@ -131,9 +135,9 @@ class PackedDataset(Stateless):
             return []
         return [document for document, _, _ in self._parts(place * self.seq_len, self.seq_len + 1)]
 
-    def _stream(self, start: int, length: int) -> NDArray[np.unsignedinteger]:
-        """Return tokens [start, start + length) of all epochs end to end; fewer at the end of finite data."""
-        return np.concatenate([self.corpus.tokens[begin:end] for _, begin, end in self._parts(start, length)])
+    def _stream(self, array: NDArray[Any], start: int, length: int) -> NDArray[Any]:
+        """Return the part [start, start + length) of an array of all tokens in all epochs; less at the end of these."""
+        return np.concatenate([array[begin:end] for _, begin, end in self._parts(start, length)])
 
     def _parts(self, start: int, length: int) -> list[tuple[int, int, int]]:
         """Return the parts of `_stream`: (document, first and end of its tokens in the corpus)."""

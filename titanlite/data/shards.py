@@ -47,7 +47,9 @@ class Shards:
         names = [
             name.replace(f"@{self.revision}", "") if self.revision else os.path.basename(name) for name in self.names
         ]
-        return hashlib.sha256(json.dumps([names, list(self.columns), self.kind, description]).encode()).hexdigest()
+        return hashlib.sha256(
+            json.dumps([names, list(self.columns.wanted), self.kind, description]).encode()
+        ).hexdigest()
 
     def at(self, revision: str) -> Shards:
         """Return the same files of another commit, whose order a checkpoint has."""

@@ -14,12 +14,12 @@ from titanlite.config.text_names import hub_text
 from titanlite.config.urls import is_url
 from titanlite.data import DataError
 from titanlite.data.corpus import PACKING, Corpus, encode_record, tokenize
-from titanlite.data.formats import Columns, Format
+from titanlite.data.formats import Format
 from titanlite.data.mixture import MixedRows
 from titanlite.data.packing import PackedDataset
 from titanlite.data.rows import Rows
 from titanlite.data.shards import Shards, hub_files, url_files
-from titanlite.data.sources import own_records, source_files
+from titanlite.data.sources import columns_of, own_records, source_files
 from titanlite.data.stream import StreamRows
 from titanlite.data.token_cache import load_corpus, workers_of
 from titanlite.data.tokenizer import Tokenizer
@@ -118,7 +118,8 @@ class TextReader:
         if source.path is None and is_dotted(name):
             # Its code says nothing of its text, so its tokens are not cached.
             workers = data.num_workers or 0
-            corpus = tokenize((), self.tokenizer, self.vocab_size, workers, own_records(name, f"{key}.dataset"))
+            records = own_records(name, f"{key}.dataset", columns_of(data, name, None, source))
+            corpus = tokenize((), self.tokenizer, self.vocab_size, workers, records)
             return PackedDataset(corpus, seq_len=seq_len, seed=seed, shuffle=shuffle, epochs=epochs)
         shards = self.share(f"files of {key}", lambda: self._shards(source, key))
         if self._is_stream(shards, source):
@@ -146,8 +147,7 @@ class TextReader:
         """List the files of a source."""
         name, data = source.name or "", self.data
         text = hub_text(name) if source.path is None else None
-        column = source.completion_key or data.completion_key or source.text_key or data.text_key
-        columns = Columns(column or (text.text_key if text else "text"), source.prompt_key or data.prompt_key)
+        columns = columns_of(data, name, source.path, source)
         kind: Format = "auto" if source.format == "tokens" else source.format
         revision, names = "", list[str]()
         if text is not None:
@@ -180,4 +180,6 @@ class TextReader:
             records = itertools.chain.from_iterable(rows)
             return tokenize((), self.tokenizer, self.vocab_size, workers_of(data.num_workers), records)
         files = [Path(name) for name in shards.names]
-        return load_corpus(files, self.tokenizer, self.vocab_size, workers=data.num_workers, cache=data.token_cache)
+        reading = {"columns": shards.columns, "kind": shards.kind}
+        keep: Any = {"workers": data.num_workers, "cache": data.token_cache, **reading}
+        return load_corpus(files, self.tokenizer, self.vocab_size, **keep)
