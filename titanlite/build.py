@@ -58,7 +58,7 @@ from titanlite.parallel.init import seed_generators
 from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.parallel.pipeline import PipelineModel
 from titanlite.parallel.tensor import enable_async
-from titanlite.preflight import async_tp_problems, fsdp_problems, loss_problems
+from titanlite.preflight import async_tp_problems, fsdp_problems, loss_problems, mask_problems
 from titanlite.run_callbacks import (
     AttemptRecord,
     CompileReport,
@@ -161,6 +161,7 @@ def check_model(run: RunConfig, datasets: Datasets) -> None:
     """Check that ranks can divide this model and vocabulary; no process group is needed. Raises ConfigError."""
     spec, args = run.spec, run.model_args(datasets.tokenizer.vocab_size)
     problems = [*tensor_problems(args, run), *loss_problems(spec, args, run.training)]
+    problems += mask_problems(spec, args, run.data)
     problems += fsdp_problems(spec, args, run.training, run.compile, run.activation_checkpoint)
     if run.experimental.enable_async_tensor_parallel:
         problems += async_tp_problems(run.mesh.tensor)
@@ -391,6 +392,7 @@ def startup_lines(
         ),
         documents=datasets.train.documents,
         tokens_per_epoch=datasets.train.tokens_per_epoch,
+        padding=datasets.train.padding_share,
     )
     ranks, memory = mesh.world_size, total_memory_bytes(device)
     floor = max(schedule.min_lr_factor * run.optimizer.lr, schedule.min_lr or 0.0)

@@ -60,6 +60,8 @@ class Setup:
     #: Of the training text.
     documents: int
     tokens_per_epoch: int
+    #: Share of padding in its sequences.
+    padding: float = 0.0
 
     @property
     def cpu(self) -> bool:
@@ -202,13 +204,16 @@ def _runs(forward: Mapping[str, int], some: Mapping[str, int]) -> str:
 def data_row(training: Training, data: Data, setup: Setup) -> Row:
     order = f"shuffled with seed {data.seed}" if data.shuffle else "in file order"
     size = f"{counted(setup.documents, 'documents')}, {setup.tokens_per_epoch:,} tokens per epoch"
-    return "data", f"{training.dataset_path or training.dataset}: {size}, {order}"
+    packing = f", best-fit with {setup.padding:.2%} padding" if data.packing == "best-fit" else ""
+    masks = ", attention within documents" if data.mask_documents else ""
+    return "data", f"{training.dataset_path or training.dataset}: {size}, {order}{packing}{masks}"
 
 
 def batch_rows(setup: Setup, steps: int | None, epochs: int | None) -> list[Row]:
     """steps: length of the run; None while the text is not counted."""
     sequences, epoch = counted(setup.sequences, "sequences"), setup.tokens_per_epoch
     per_step = setup.sequences * setup.seq_len
+    epoch = round(epoch / (1 - setup.padding))
     length = counted(epochs or 0, "epochs")
     if steps is not None:
         passes = f" = {steps * per_step / epoch:.3g} epochs".replace(" 1 epochs", " 1 epoch") if epoch else ""

@@ -33,7 +33,6 @@ _LOAD_HF = (
 _MIXTURE = Missing("mixtures of sources")
 _STREAM = Missing("streamed text")
 _STREAM_ADVICE = "give a local file or folder as training.dataset_path, or take c4_test"
-_PACKING = Missing("other packing")
 _MEMORY = Missing("the estimate of memory")
 _ANY_PRECISION = [f"optimizer.{n}" for n in ("kahan", "momentum_dtype", "variance_dtype", "compensation_dtype")]
 _TENSOR = ["training.enable_loss_parallel", "experimental.enable_async_tensor_parallel"]
@@ -54,8 +53,6 @@ NOT_IMPLEMENTED: dict[str, Missing] = {
     "validation.sources": _MIXTURE,
     "data.lanes": _STREAM,
     "data.shuffle_buffer": _STREAM,
-    "data.packing": _PACKING,
-    "data.mask_documents": _PACKING,
     "checkpoint.last_save_in_hf": Missing("saving in Hugging Face's format", _CONVERT),
     "checkpoint.initial_load_in_hf": Missing("reading Hugging Face's format at the start", _LOAD_HF),
     "memory_estimation.enabled": _MEMORY,

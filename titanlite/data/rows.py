@@ -11,6 +11,11 @@ from numpy.typing import NDArray
 IGNORE = -100
 
 
+def max_documents(seq_len: int) -> int:
+    """Return the most documents of a row within which attention stays apart on GPUs, and that best-fit packs."""
+    return max(64, seq_len // 64)
+
+
 class Row(NamedTuple):
     """One sequence.
 
