@@ -35,7 +35,8 @@ class Batch(NamedTuple):
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         """Return a batch of what `function` makes of each tensor."""
-        return Batch(*(None if t is None else function(t) for t in self))
+        documents = None if self.documents is None else function(self.documents)
+        return Batch(function(self.tokens), function(self.labels), documents)
 
 
 def to_device(batches: Iterable[Batch], device: torch.device) -> list[Batch]:

@@ -83,12 +83,12 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not is_causal:
         raise NotImplementedError("on CPUs attention of variable lengths is causal: window_size=(-1, 0)")
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
-    for *qkv, y, sums in _documents(begins, q, k, v, out, lse):
+    out, lse = torch.empty_like(q), q.new_empty(q.size(1), len(q), dtype=torch.float32)
+    for *qkv, y, sums in _documents(begins, q, k, v, out, lse.t()):
         result, logsumexp = _flash(*qkv, 0.0, True, scale=scale)
         y.copy_(result)
         sums.copy_(logsumexp)
-    return out, lse.t(), torch.zeros(2, dtype=torch.uint64)
+    return out, lse, torch.zeros(2, dtype=torch.uint64)
 
 
 @torch.library.register_kernel("torch_attn::_varlen_attn_backward", "cpu")
