@@ -87,9 +87,10 @@ def packed(
     number = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     begins = offsets[document] + number * seq_len
     lengths = np.minimum(offsets[document + 1] - begins, seq_len)
+    most = max_documents(seq_len) - 1  # padding is one more
     row_of, rows = np.empty(len(begins), dtype=np.int64), 0
     for first in range(0, len(begins), GROUP):
-        found = best_fit(lengths[first : first + GROUP].tolist(), seq_len, max_documents(seq_len))
+        found = best_fit(lengths[first : first + GROUP].tolist(), seq_len, most)
         row_of[first : first + GROUP] = np.add(found, rows)
         rows += max(found) + 1
     # The first piece of each row decides its place among the rows.

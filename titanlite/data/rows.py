@@ -12,7 +12,7 @@ IGNORE = -100
 
 
 def max_documents(seq_len: int) -> int:
-    """Return the most documents of a row within which attention stays apart on GPUs, and that best-fit packs."""
+    """Return the most documents of a row that attention keeps apart on GPUs, padding included."""
     return max(64, seq_len // 64)
 
 
