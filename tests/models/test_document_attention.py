@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +14,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models.test_llama import VARIANTS, built, relative, tokens_of
-from titanlite.config.sections import ActivationCheckpoint
+from titanlite.config.sections import ActivationCheckpoint, Data
+from titanlite.models import get_spec
 from titanlite.models import llama_hf as hf
 from titanlite.models.document_attention import document_mask
 from titanlite.models.layers import SdpaAttention, document_positions
 from titanlite.parallel.activation_checkpoint import apply_ac
 from titanlite.parallel.compile import apply_compile
+from titanlite.preflight import mask_problems
 
 LENGTHS = [[20, 1, 27], [48], [5, 38, 5]]
 
@@ -135,3 +139,12 @@ def test_in_bf16_it_differs_from_fp32_by_rounding() -> None:
 def test_positions_begin_again_with_each_document() -> None:
     assert document_positions(numbers([[2, 1, 3]])).tolist() == [[0, 1, 0, 0, 1, 2]]
     assert document_positions(torch.tensor([[7, 7, 2, 2, 7]])).tolist() == [[0, 1, 0, 1, 0]]
+
+
+def test_a_model_without_documents_is_refused() -> None:
+    spec = get_spec(f"{Path(__file__).resolve().parents[2]}/examples/tiny_gpt.py:SPEC")
+    args = replace(next(iter(spec.flavors.values())), vocab_size=64)
+    (problem,) = mask_problems(spec, args, Data(mask_documents=True))
+    assert problem.key == "data.mask_documents" and "its forward takes no doc_ids" in problem.message
+    assert not mask_problems(spec, args, Data())
+    assert not mask_problems(get_spec("llama3"), VARIANTS["gqa"], Data(mask_documents=True))
