@@ -58,10 +58,9 @@ class Setup:
     #: Tokens of a matrix product of one rank.
     tokens: int
     #: Of the training text.
-    documents: int
-    tokens_per_epoch: int
-    #: Share of padding in its sequences.
-    padding: float = 0.0
+    #: Size of the training text in words, and its tokens; None for a stream.
+    text: str
+    tokens_per_epoch: int | None
 
     @property
     def cpu(self) -> bool:
@@ -203,17 +202,15 @@ def _runs(forward: Mapping[str, int], some: Mapping[str, int]) -> str:
 
 def data_row(training: Training, data: Data, setup: Setup) -> Row:
     order = f"shuffled with seed {data.seed}" if data.shuffle else "in file order"
-    size = f"{counted(setup.documents, 'documents')}, {setup.tokens_per_epoch:,} tokens per epoch"
-    packing = f", best-fit with {setup.padding:.2%} padding" if data.packing == "best-fit" else ""
+    name = f"{len(data.source)} sources" if data.source else training.dataset_path or training.dataset
     masks = ", attention within documents" if data.mask_documents else ""
-    return "data", f"{training.dataset_path or training.dataset}: {size}, {order}{packing}{masks}"
+    return "data", f"{name}: {setup.text}, {order}{masks}"
 
 
 def batch_rows(setup: Setup, steps: int | None, epochs: int | None) -> list[Row]:
     """steps: length of the run; None while the text is not counted."""
     sequences, epoch = counted(setup.sequences, "sequences"), setup.tokens_per_epoch
     per_step = setup.sequences * setup.seq_len
-    epoch = round(epoch / (1 - setup.padding))
     length = counted(epochs or 0, "epochs")
     if steps is not None:
         passes = f" = {steps * per_step / epoch:.3g} epochs".replace(" 1 epochs", " 1 epoch") if epoch else ""

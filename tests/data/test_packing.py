@@ -12,8 +12,9 @@ from tests.data.conftest import write_texts
 from titanlite.config.sections import Data, Training, Validation
 from titanlite.data import DataError, EndOfData, packing
 from titanlite.data.corpus import Corpus
-from titanlite.data.packing import PackedDataset, build_dataset, build_validation_dataset, epoch_order
+from titanlite.data.packing import PackedDataset, epoch_order
 from titanlite.data.rows import IGNORE
+from titanlite.data.text import build_dataset, build_validation_dataset
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, Tokenizer, load_tokenizer
 from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS, TiktokenTokenizer, parse_ranks
 

@@ -65,7 +65,7 @@ _DECAY = ("decay_ratio", "decay_steps", "plateau_ratio", "min_lr_factor")
 def contradictions(config: LoadedConfig) -> list[Problem]:
     """Return every pair of keys that cannot both hold, whatever the number of ranks."""
     d = config.sections
-    found = [*_needs(config), *_training(d), *_runtime(d), *extensions.missing(config)]
+    found = [*_needs(config), *_training(d), *_sources(config), *_runtime(d), *extensions.missing(config)]
     if d.float8.enable_float8_linear:
         found += _float8_keys(d)
     return placed(config, found)
@@ -106,12 +106,6 @@ def _training(d: Config) -> Iterator[Finding]:
     if s.min_lr is not None and s.min_lr > d.optimizer.lr:
         message = f"is {quote(s.min_lr)}, above optimizer.lr = {quote(d.optimizer.lr)}"
         yield "conflict", "lr_scheduler.min_lr", message, ""
-    for section, text in (("training", t), ("validation", d.validation)):
-        if text.dataset_path is not None and is_dotted(text.dataset):
-            message = f"has no effect: {section}.dataset = {quote(text.dataset)} returns the text"
-            yield "conflict", f"{section}.dataset_path", message, "give one of the two"
-        if text.dataset_path is None and (problem := name_problem(text.dataset)):
-            yield "unknown-value", f"{section}.dataset", f"{quote(text.dataset)} {problem[0]}", problem[1]
     for key, on in (
         ("activation_checkpoint.mode", ac.mode == "budget"),
         ("experimental.enable_async_tensor_parallel", e.enable_async_tensor_parallel),
@@ -185,6 +179,38 @@ def _float8_keys(d: Config) -> Iterator[Finding]:
         message = f"does not work with training.reshard_after_forward = {t.reshard_after_forward}"
         hint = 'torch gathers float8 weights from all ranks only: take "default", "always" or "never"'
         yield "conflict", _GATHER, message, hint
+
+
+def _sources(config: LoadedConfig) -> Iterator[Finding]:
+    """Find names of text that lead nowhere, and keys that a mixture excludes."""
+    d = config.sections
+    for section, text in (("training", d.training), ("validation", d.validation)):
+        if text.dataset_path is not None and is_dotted(text.dataset):
+            message = f"has no effect: {section}.dataset = {quote(text.dataset)} returns the text"
+            yield "conflict", f"{section}.dataset_path", message, "give one of the two"
+        if text.dataset_path is None and (problem := name_problem(text.dataset)):
+            yield "unknown-value", f"{section}.dataset", f"{quote(text.dataset)} {problem[0]}", problem[1]
+    names = [source.name or source.path for source in d.data.source]
+    for number, source in enumerate(d.data.source):
+        key = f"data.source[{number}]"
+        if source.path is None:
+            problem = name_problem(source.name) if source.name else ("has neither name nor path", "")
+            if problem:
+                yield "unknown-value", "data.source", f"{key} {quote(source.name or '')} {problem[0]}", problem[1]
+        if names.index(names[number]) != number:
+            yield "conflict", "data.source", f"two sources are named {quote(names[number])}", "give each a name"
+    for number, phase in enumerate(d.data.phase):
+        key = f"data.phase[{number}]"
+        if (phase.step is None) == (phase.tokens is None):
+            yield "conflict", "data.phase", f"{key} needs step or tokens, one of the two", ""
+        for name in sorted(set(phase.weights) - set(names)):
+            yield "unknown-value", "data.phase", f"{key} weighs {quote(name)}, which is no name of a data.source", ""
+        if phase.weights and not any(phase.weights.values()):
+            yield "conflict", "data.phase", f"{key} gives no source a share", ""
+    for key in ("training.dataset", "training.dataset_path", "training.epochs") if d.data.source else ():
+        if config.is_given(key) and config.value(key) is not None:
+            hint = "give epochs of each source" if key == "training.epochs" else "make it one of the sources"
+            yield "conflict", key, "excludes data.source", hint
 
 
 # Stage 2, on this machine: files and packages

@@ -43,9 +43,9 @@ class BestFitDataset(PackedDataset):
     def sequences_per_epoch(self) -> int:
         return len(self._starts) - 1
 
-    @property
-    def padding_share(self) -> float:  # type: ignore[override]
-        return 1 - self.tokens_per_epoch / (self.sequences_per_epoch * self.seq_len)
+    def describe(self) -> str:
+        padding = 1 - self.tokens_per_epoch / (self.sequences_per_epoch * self.seq_len)
+        return f"{super().describe()}, best-fit with {padding:.2%} padding"
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def tokenize(
     digest = hashlib.sha256(f"{PACKING}\n{tokenizer.fingerprint}\n".encode())
 
     def encode(chunk: _Chunk) -> tuple[NDArray[np.unsignedinteger], list[int]]:
-        documents = [encode_record(record, tokenizer, vocab_size) for record in chunk.records]
+        documents = [encode_record(record, tokenizer, vocab_size)[0] for record in chunk.records]
         if chunk.error is not None:
             raise chunk.error
         return np.concatenate(documents).astype(dtype), [len(ids) for ids in documents]
@@ -154,12 +154,15 @@ def _in_order(function: Callable[[_In], _Out], items: Iterable[_In], workers: in
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def encode_record(record: Record, tokenizer: Tokenizer, vocab_size: int) -> NDArray[np.int64]:
-    """Return the ids of a document [tokens]. Raises DataError for an id of `vocab_size` (the model's) or more."""
+def encode_record(record: Record, tokenizer: Tokenizer, vocab_size: int) -> tuple[NDArray[np.int64], int]:
+    """Return the ids of a document [tokens], and how many of them are its prompt.
+
+    Raises DataError for an id of `vocab_size` (the model's) or more.
+    """
     ids = tokenizer.encode_document(record.text)
     if ids.max() >= vocab_size:
         raise _over_vocabulary(record, int(ids[ids >= vocab_size][0]), vocab_size, tokenizer)
-    return ids
+    return ids, 0
 
 
 def _over_vocabulary(record: Record, token_id: int, vocab_size: int, tokenizer: Tokenizer) -> DataError:

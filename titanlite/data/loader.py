@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from titanlite.data import DataError, EndOfData, skip_ranges
 from titanlite.data.rows import Rows, max_documents
@@ -127,13 +128,19 @@ class TrainLoader:
         return batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to resume from, the same on every rank: sequences below `next_sequence` were served.
+        """Return the state to resume from: sequences below `next_sequence` were served.
 
-        `left_out`, if there are any: the ranges below it that were skipped.
+        `left_out`, if there are any: the ranges below it that were skipped. `rows`: the state of the sequences, if they
+        have one: this rank's part, see `gather_state`. The rest is the same on every rank.
         """
         ours = skip_ranges.without(skip_ranges.before(self._position, self.skip), [(0, self._loaded)])
         skipped = skip_ranges.merged([*self._skipped_before, *ours])
-        return {"next_sequence": self._position, **({"left_out": [list(r) for r in skipped]} if skipped else {})}
+        rows = self.dataset.state_dict()
+        return {
+            "next_sequence": self._position,
+            **({"left_out": [list(r) for r in skipped]} if skipped else {}),
+            **({"rows": rows} if rows else {}),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`, also of another number of ranks. Raises DataError if it is not a loader's state.
@@ -143,8 +150,18 @@ class TrainLoader:
         position = state.get("next_sequence")
         if not isinstance(position, int) or position < 0:
             raise DataError(f"the data position in the checkpoint is not valid: next_sequence = {position!r}")
+        self.dataset.load_state_dict(state.get("rows", {}), position)
         self._position = self._loaded = position
         self._skipped_before = skip_ranges.merged(state.get("left_out", ()))
+
+
+def gather_state(state: dict[str, Any], rows: Rows) -> dict[str, Any]:
+    """Return a loader's state with what all ranks know of their sequences. All ranks call it together."""
+    if "rows" not in state:
+        return state
+    states: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, state["rows"])
+    return {**state, "rows": rows.merge_states(states)}
 
 
 def served_already(skip: Iterable[Range], state: dict[str, Any]) -> tuple[Range, ...]:
@@ -199,11 +216,11 @@ def step_hash(
     dataset: Rows,
     first: int,
     size: int,
-    part: int = 0,
-    parts: int = 1,
+    rank: int = 0,
+    dp_degree: int = 1,
     skip: Iterable[Range] = (),
 ) -> str | None:
-    """Return the `batch_hash` of the step of the next `size` sequences from `first`, or of one of `parts` shares of it.
+    """Return the `batch_hash` of the step of the next `size` sequences from `first`, or a data-parallel rank's share.
 
     None if the data end before that step. `add_hashes` joins shares.
     """
@@ -211,7 +228,9 @@ def step_hash(
     sequences = skip_ranges.take(first, size, skip_ranges.merged(skip))
     if total is not None and sequences[0] >= total:
         return None
-    return add_hashes(batch_hash([_stack(dataset, [i])]) for i in sequences[part::parts])
+    return add_hashes(
+        batch_hash([_stack(dataset, [i])]) for i in sequences[(rank - sequences[0]) % dp_degree :: dp_degree]
+    )
 
 
 def add_hashes(hashes: Iterable[str]) -> str:

@@ -19,14 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from titanlite.config.sections import Data, Training, Validation
 from titanlite.data import EndOfData
-from titanlite.data.corpus import Corpus, tokenize
-from titanlite.data.rows import IGNORE, Row
-from titanlite.data.sources import own_records, source_files
-from titanlite.data.token_cache import load_corpus
-from titanlite.data.tokenizer import Tokenizer
-from titanlite.utils import counted, is_dotted
+from titanlite.data.corpus import Corpus
+from titanlite.data.rows import IGNORE, Row, Stateless
+from titanlite.utils import counted
 
 
 class Part(NamedTuple):
@@ -37,7 +33,7 @@ class Part(NamedTuple):
     end: int
 
 
-class PackedDataset:
+class PackedDataset(Stateless):
     """Sequences of one corpus by global index.
 
     Args:
@@ -48,9 +44,6 @@ class PackedDataset:
         epochs: passes over the corpus, or None for no end.
         mask_documents: rows tell which tokens are of one document.
     """
-
-    #: Share of padding in the sequences.
-    padding_share = 0.0
 
     def __init__(
         self,
@@ -77,6 +70,10 @@ class PackedDataset:
     def tokens_per_epoch(self) -> int:
         """Tokens of one pass, BOS and EOS included."""
         return len(self.corpus.tokens)
+
+    def describe(self) -> str:
+        """Return the size of the text in words."""
+        return f"{counted(self.documents, 'documents')}, {self.tokens_per_epoch:,} tokens per epoch"
 
     @property
     def sequences_per_epoch(self) -> int:
@@ -130,8 +127,15 @@ class PackedDataset:
         window = np.concatenate([self.corpus.tokens[part.begin : part.end] for part in parts])
         row = self.padding()
         row.tokens[: min(len(window), self.seq_len)] = window[: self.seq_len]
-        row.labels[: len(window) - 1] = window[1:]
-        return row._replace(documents=self.numbers([part.end - part.begin for part in parts]))
+        labels = row.labels[: len(window) - 1]
+        labels[:] = window[1:]
+        if self.corpus.targets is not None:
+            targets = np.concatenate([self.corpus.targets[part.begin : part.end] for part in parts])
+            labels[~targets[1:]] = IGNORE
+        lengths = [part.end - part.begin for part in parts]
+        if self.mask_documents:
+            labels[np.cumsum(lengths)[:-1] - 1] = IGNORE  # the first token of the next document
+        return row._replace(documents=self.numbers(lengths))
 
     def numbers(self, lengths: Sequence[int]) -> NDArray[np.int32] | None:
         """Return `Row.documents` for documents of these lengths and padding; None without masks."""
@@ -146,13 +150,6 @@ class PackedDataset:
         """Return a sequence without targets, to fill up the last batch of finite data."""
         tokens = np.full(self.seq_len, self.corpus.pad_id, dtype=np.int64)
         return Row(tokens, np.full(self.seq_len, IGNORE, dtype=np.int64), self.numbers([]))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return {}: the number of the next sequence says it all."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: there is no state."""
 
     def window(self, index: int) -> int:
         """Return the window of sequence `index`."""
@@ -197,41 +194,6 @@ class PackedDataset:
         order = epoch_order(self.documents, self.seed, epoch, self.shuffle)
         lengths = np.diff(self.corpus.offsets)[order]
         return order, np.cumsum(lengths) - lengths
-
-
-def build_dataset(training: Training, data: Data, tokenizer: Tokenizer, vocab_size: int) -> PackedDataset:
-    """Build the training sequences of these sections. Raises DataError as `source_files` and `load_corpus` do."""
-    corpus = _corpus("training", training.dataset, training.dataset_path, data, tokenizer, vocab_size)
-    kind = PackedDataset
-    if data.packing == "best-fit":
-        from titanlite.data.best_fit import BestFitDataset  # it imports this module
-
-        kind = BestFitDataset
-    return kind(
-        corpus,
-        seq_len=training.seq_len,
-        seed=data.seed,
-        shuffle=data.shuffle,
-        epochs=training.epochs,
-        mask_documents=data.mask_documents,
-    )
-
-
-def build_validation_dataset(
-    validation: Validation, data: Data, tokenizer: Tokenizer, vocab_size: int, seq_len: int
-) -> PackedDataset:
-    """Build one pass over the held-out text, in file order. data: for its threads and its cache."""
-    corpus = _corpus("validation", validation.dataset, validation.dataset_path, data, tokenizer, vocab_size)
-    return PackedDataset(corpus, seq_len=seq_len, shuffle=False, epochs=1, mask_documents=data.mask_documents)
-
-
-def _corpus(section: str, dataset: str, path: str | None, data: Data, tokenizer: Tokenizer, vocab_size: int) -> Corpus:
-    """Read and tokenize the text of a section. That of a function is not cached: its code says nothing of its text."""
-    if is_dotted(dataset):
-        records = own_records(dataset, f"{section}.dataset")
-        return tokenize((), tokenizer, vocab_size, data.num_workers or 0, records)
-    files = source_files(dataset, path, section)
-    return load_corpus(files, tokenizer, vocab_size, workers=data.num_workers, cache=data.token_cache)
 
 
 _MASK = (1 << 64) - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -46,6 +47,15 @@ class Rows(Protocol):
     @property
     def settings(self) -> dict[str, Any]: ...
 
+    @property
+    def tokens_per_epoch(self) -> int | None:
+        """Tokens of one pass; None if they are not known."""
+        ...
+
+    def describe(self) -> str:
+        """Return the size of the text in words."""
+        ...
+
     def sequence(self, index: int) -> Row:
         """Return row `index`. Raises EndOfData for an index at or above `total_sequences`."""
         ...
@@ -62,6 +72,23 @@ class Rows(Protocol):
         """Return what this rank must know, besides the number of the next row, to go on; {} if nothing."""
         ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the state of all ranks, merged."""
+    def merge_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return the states of all ranks as one."""
         ...
+
+    def load_state_dict(self, state: dict[str, Any], position: int = 0) -> None:
+        """Go on with row `position`, from the state of all ranks; {}: from the start."""
+        ...
+
+
+class Stateless:
+    """Rows that are a function of their number alone."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def merge_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any], position: int = 0) -> None:
+        pass
