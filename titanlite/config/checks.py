@@ -207,7 +207,7 @@ def _sources(config: LoadedConfig) -> Iterator[Finding]:
             yield "unknown-value", "data.phase", f"{key} weighs {quote(name)}, which is no name of a data.source", ""
         if phase.weights and not any(phase.weights.values()):
             yield "conflict", "data.phase", f"{key} gives no source a share", ""
-    for key in ("training.dataset", "training.dataset_path", "training.epochs") if d.data.source else ():
+    for key in ("training.dataset_path", "training.epochs") if d.data.source else ():
         if config.is_given(key) and config.value(key) is not None:
             hint = "give epochs of each source" if key == "training.epochs" else "make it one of the sources"
             yield "conflict", key, "excludes data.source", hint

@@ -12,6 +12,7 @@ from i by arithmetic:
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,7 +62,7 @@ class MixedRows:
 
     @property
     def fingerprint(self) -> str:
-        return "+".join(row.fingerprint[: max(16 // len(self.rows), 2)] for row in self.rows)
+        return hashlib.sha256("".join(row.fingerprint for row in self.rows).encode()).hexdigest()
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -28,6 +28,8 @@ from titanlite.utils import counted, human_bytes, is_dotted, logger
 
 #: data.streaming = "auto" reads local text of more bytes while training.
 _STREAMED_BYTES = 4 << 30
+#: Of streamed validation text: the same for all numbers of ranks, so that they see the same sequences.
+_HELD_OUT_LANES = 8
 
 #: Returns on all ranks what a function returns on rank 0; the name tells several calls apart.
 Share = Callable[[str, Callable[[], Any]], Any]
@@ -72,10 +74,7 @@ class TextReader:
         """
         data = self.data
         if not data.source:
-            own = {
-                name: getattr(data, name) for name in ("subset", "split", "text_key", "prompt_key", "completion_key")
-            }
-            source = DataSource(name=training.dataset, path=training.dataset_path, **own)
+            source = DataSource(name=training.dataset, path=training.dataset_path, subset=data.subset, split=data.split)
             return self.open(source, "training", training.seq_len, training.epochs)
         names = [source.name or source.path or "" for source in data.source]
         opened: dict[str, Rows] = {}
@@ -94,7 +93,7 @@ class TextReader:
     def held_out(self, validation: Validation, seq_len: int) -> Rows:
         """Return one pass over the held-out text, in file order."""
         source = DataSource(name=validation.dataset, path=validation.dataset_path)
-        return self.open(source, "validation", seq_len, 1, shuffle=False)
+        return self.open(source, "validation", seq_len, 1, shuffle=False, lanes=_HELD_OUT_LANES)
 
     def open(
         self,

@@ -71,7 +71,7 @@ class JsonTokenizer(Tokenizer):
         self.fingerprint = hashlib.sha256(b"tokenizer.json " + canonical.encode()).hexdigest()
 
     def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids  # two thirds of the time
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
