@@ -12,7 +12,7 @@ import os
 import platform
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.resume_check import FILE as RESUME_FILE
 from titanlite.checkpoint.resume_check import ResumeCheck
 from titanlite.checkpoint.retention import SaveSchedule
-from titanlite.config.errors import ConfigError
+from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.extensions import load_function
 from titanlite.config.sections import DataPhase
 from titanlite.data import DataError
@@ -58,7 +58,7 @@ from titanlite.parallel.context import CPLoader
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.float8 import ScalePrecompute
 from titanlite.parallel.float8_choice import tokens_per_product
-from titanlite.parallel.init import seed_generators
+from titanlite.parallel.init import seed_generators, use_deterministic
 from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.parallel.pipeline import PipelineModel
 from titanlite.parallel.tensor import enable_async
@@ -75,6 +75,7 @@ from titanlite.run_callbacks import (
 from titanlite.runs.provenance import config_text
 from titanlite.step import PlainRunner, ReplicationFactors, Runner, TrainStep
 from titanlite.utils import is_dotted
+from titanlite.validation import ValidationSet
 
 if TYPE_CHECKING:
     from titanlite.trainer import Trainer
@@ -119,7 +120,8 @@ class Datasets:
 
     tokenizer: Tokenizer
     train: Rows
-    validation: Rows | None
+    #: By name, see `TextReader.held_out`; empty where nothing is validated.
+    validation: dict[str, Rows]
 
 
 @dataclass
@@ -136,7 +138,7 @@ class TrainingComponents:
     learning_rate: LearningRate
     train_step: TrainStep
     loader: Prefetcher
-    validation: ValidationPrefetcher | None
+    validation: ValidationSet | None
     datasets: Datasets
     #: None where checkpoints are off.
     checkpointer: Checkpointer | None
@@ -150,8 +152,6 @@ class TrainingComponents:
     #: Sequences and tokens per step, over all ranks.
     global_batch_size: int
     tokens_per_step: int
-    #: Steps between validations.
-    validation_freq: int
     #: Type of the weights in the last save, which holds nothing else; None: it is as all others.
     last_save_dtype: str | None = None
     exclude_from_loading: Sequence[str] = ()
@@ -166,9 +166,9 @@ class TrainingComponents:
             stack.callback(self.loader.close)
 
 
-def check_model(run: RunConfig, datasets: Datasets) -> None:
+def check_model(run: RunConfig, tokenizer_size: int) -> None:
     """Check that ranks can divide this model and vocabulary; no process group is needed. Raises ConfigError."""
-    spec, args = run.spec, run.model_args(datasets.tokenizer.vocab_size)
+    spec, args = run.spec, run.model_args(tokenizer_size)
     problems = [*tensor_problems(args, run), *loss_problems(spec, args, run.training)]
     problems += mask_problems(spec, args, run.data)
     problems += fsdp_problems(spec, args, run.training, run.compile, run.activation_checkpoint)
@@ -191,11 +191,7 @@ def read_datasets(run: RunConfig, share: Share = alone) -> Datasets:
     Raises DataError naming file and record, ShapeError when the tokenizer has more entries than the model.
     """
     tokenizer = load_tokenizer(run.model.tokenizer_path, run.model.name)
-    vocabulary = run.model_args(tokenizer.vocab_size).vocab_size
-    patience = run.data.retry_seconds
-    if run.mesh.world_size > 1:  # the other ranks wait in a collective
-        patience = min(patience, run.comm.train_timeout_seconds / 2)
-    reader = TextReader(run.data, tokenizer, vocabulary, run.mesh.dp_degree, share, patience)
+    reader = _text_reader(run, tokenizer, share)
     train = reader.train(run.training, {start: phase.weights for start, phase in _phases(run) if phase.weights})
     total = train.total_sequences
     if run.data.source and total is not None and run.steps and total < run.steps * run.batch.global_batch_size:
@@ -204,10 +200,15 @@ def read_datasets(run: RunConfig, share: Share = alone) -> Datasets:
             f"training.steps: the epochs of all sources end after step {last} of {run.steps}; set it to {last} at "
             "most, or give one source no epochs"
         )
-    if not run.validation.enable:
-        return Datasets(tokenizer, train, None)
-    seq_len = run.validation.seq_len or run.training.seq_len
-    return Datasets(tokenizer, train, reader.held_out(run.validation, seq_len))
+    return Datasets(tokenizer, train, read_held_out(run, tokenizer, share) if run.validation.enable else {})
+
+
+def _text_reader(run: RunConfig, tokenizer: Tokenizer, share: Share) -> TextReader:
+    patience = run.data.retry_seconds
+    if run.mesh.world_size > 1:  # the other ranks wait in a collective
+        patience = min(patience, run.comm.train_timeout_seconds / 2)
+    vocabulary = run.model_args(tokenizer.vocab_size).vocab_size
+    return TextReader(run.data, tokenizer, vocabulary, run.mesh.dp_degree, share, patience)
 
 
 def _phases(run: RunConfig) -> list[tuple[int, DataPhase]]:
@@ -225,31 +226,36 @@ def rate_phases(run: RunConfig) -> Iterator[tuple[int, float]]:
     return ((start // run.batch.global_batch_size + 1, phase.lr_factor) for start, phase in _phases(run))
 
 
-def build(
-    run: RunConfig,
-    world: DistEnv,
-    datasets: Datasets | None = None,
-    watchdog: HangWatchdog | None = None,
-    callbacks: Sequence[Callback] | None = None,
-) -> TrainingComponents:
-    """Build everything that a loop needs, on this rank's device. All ranks call it together.
+def read_held_out(run: RunConfig, tokenizer: Tokenizer, share: Share = alone) -> dict[str, Rows]:
+    """Read the texts of validation, by name. Raises as `read_datasets`, and ConfigError for a full pass without end."""
+    seq_len = run.validation.seq_len or run.training.seq_len
+    found = _text_reader(run, tokenizer, share).held_out(run.validation, seq_len)
+    endless = ", ".join(name or run.validation.dataset for name, rows in found.items() if rows.total_sequences is None)
+    if endless and run.validation.steps == -1:
+        message = f"-1 is a full pass, and {endless} is read as a stream, which has no known end"
+        raise ConfigError([Problem("", "validation.steps", message, "give a number of batches")])
+    return found
 
-    datasets: of `read_datasets`; None: read here. watchdog: entered by the caller; None: one that only logs.
-    callbacks: run after titanlite's own; None: those of `job.callbacks`.
-    """
-    device = world.device
-    if callbacks is None:
-        callbacks = load_callbacks(run.job.callbacks)
-    datasets = datasets or read_datasets(run)
-    if run.steps is None:
-        raise ValueError("the run's length is not known yet: derive it with the length of the text")
 
-    # Model
-    spec = run.spec
-    args = run.model_args(datasets.tokenizer.vocab_size)
+@dataclass(frozen=True)
+class ModelParts:
+    """A model with its initial weights on this rank, and what runs it."""
+
+    mesh: DeviceMesh
+    #: The model's arguments.
+    args: Any
+    builder: ModelBuilder
+    model: nn.Module
+    runner: Runner
+    factors: ReplicationFactors
+
+
+def build_model(run: RunConfig, world: DistEnv, tokenizer_size: int) -> ModelParts:
+    """Build the model as the run divides it. All ranks call it together. tokenizer_size: entries of its vocabulary."""
+    device, degrees, batch = world.device, run.mesh, run.batch
+    spec, args = run.spec, run.model_args(tokenizer_size)
     if run.training.compile:
         prepare_compile(run.compile.backend, device.type, run.compile.cache_dir)
-    degrees, batch = run.mesh, run.batch
     mesh = world.build_mesh(
         pp=degrees.pipeline,
         dp_replicate=degrees.dp_replicate,
@@ -274,29 +280,63 @@ def build(
         enable_async(mesh["tp"])
     model = builder.build(run.training.seed or 0)
     world.apply_timeout()
-    sizes = {"batch_size": batch.micro_batch_size, "seq_len": batch.seq_len}
     runner: Runner = PlainRunner(model, loss, run.training.gradient_sync == "every")
     if isinstance(model, PipelineModel):
+        sizes = {"batch_size": batch.micro_batch_size, "seq_len": batch.seq_len}
         runner = builder.pipeline(model, loss, accumulation=batch.accumulation, **sizes)
     if run.training.seed is not None:  # of torch's own generators; the weights and the data order have their own
         seed_generators(run.training.seed, mesh)
+    factors = ReplicationFactors(degrees.tensor * degrees.pipeline, degrees.tensor)
+    return ModelParts(mesh, args, builder, model, runner, factors)
+
+
+def build_validation(run: RunConfig, mesh: DeviceMesh, texts: Mapping[str, Rows]) -> ValidationSet:
+    """Build this rank's part of the held-out texts, see `read_held_out`."""
+    section, rank, ranks = run.validation, data_parallel_rank(mesh), run.mesh.dp_degree
+    size, pin = section.batch_size or run.batch.micro_batch_size, _pins(run, mesh)
+    loaders = {}
+    for name, rows in texts.items():
+        passes: PassLoader = ValidationLoader(rows, size, section.steps, rank, ranks)
+        if run.mesh.context > 1:
+            passes = CPLoader(passes, mesh)
+        loaders[name] = ValidationPrefetcher(passes, run.data.prefetch, pin, run.data.persistent_workers)
+    return ValidationSet(loaders, section.freq, section.first)
+
+
+def _pins(run: RunConfig, mesh: DeviceMesh) -> bool:
+    return run.data.pin_memory and mesh.device_type == "cuda"
+
+
+def build(
+    run: RunConfig,
+    world: DistEnv,
+    datasets: Datasets | None = None,
+    watchdog: HangWatchdog | None = None,
+    callbacks: Sequence[Callback] | None = None,
+) -> TrainingComponents:
+    """Build everything that a loop needs, on this rank's device. All ranks call it together.
+
+    datasets: of `read_datasets`; None: read here. watchdog: entered by the caller; None: one that only logs.
+    callbacks: run after titanlite's own; None: those of `job.callbacks`.
+    """
+    device = world.device
+    if callbacks is None:
+        callbacks = load_callbacks(run.job.callbacks)
+    datasets = datasets or read_datasets(run)
+    if run.steps is None:
+        raise ValueError("the run's length is not known yet: derive it with the length of the text")
+
+    spec, batch = run.spec, run.batch
+    parts = build_model(run, world, datasets.tokenizer.vocab_size)
+    mesh, args, builder, model = parts.mesh, parts.args, parts.builder, parts.model
 
     # Data
-    rank, ranks = data_parallel_rank(mesh), degrees.dp_degree
-    pin = run.data.pin_memory and device.type == "cuda"
+    rank, ranks = data_parallel_rank(mesh), run.mesh.dp_degree
     skip = ranges_of_steps(run.data.skip_steps, batch.global_batch_size)
     steps: StepLoader = TrainLoader(datasets.train, batch.global_batch_size, batch.micro_batch_size, rank, ranks, skip)
-    if degrees.context > 1:
+    if run.mesh.context > 1:
         steps = CPLoader(steps, mesh)
-    validation = None
-    if datasets.validation is not None:
-        section = run.validation
-        passes: PassLoader = ValidationLoader(
-            datasets.validation, section.batch_size or batch.micro_batch_size, section.steps, rank, ranks
-        )
-        if degrees.context > 1:
-            passes = CPLoader(passes, mesh)
-        validation = ValidationPrefetcher(passes, run.data.prefetch, pin, run.data.persistent_workers)
+    validation = build_validation(run, mesh, datasets.validation) if datasets.validation else None
 
     # Step
     optimizer = build_optimizer(dict(model.named_parameters()), run.optimizer, device)
@@ -304,10 +344,10 @@ def build(
     train_step = TrainStep(
         model,
         optimizer,
-        runner,
+        parts.runner,
         FiniteGuard(device, policy.policy, policy.max_skips, policy.spike_sigmas, policy.window),
         run.training.max_norm,
-        ReplicationFactors(degrees.tensor * degrees.pipeline, degrees.tensor),
+        parts.factors,
     )
     in_float8 = run.float8.enable_float8_linear
     if in_float8 and run.float8.precompute_float8_dynamic_scale_for_fsdp:
@@ -327,7 +367,8 @@ def build(
     name, flops = device_name(device), spec.flops_per_token(args, batch.seq_len)
     peak = run.metrics.peak_tflops and run.metrics.peak_tflops * 1e12
     peak = peak or (peak_flops(name) if device.type == "cuda" else None)
-    kept, compiled = builder.trace_activations(**sizes), builder.watch_compilation(model)
+    kept = builder.trace_activations(batch_size=batch.micro_batch_size, seq_len=batch.seq_len)
+    compiled = builder.watch_compilation(model)
     resume_check = ResumeCheck(
         folder / RESUME_FILE,
         world.rank,
@@ -338,6 +379,7 @@ def build(
     )
     attempts = AttemptRecord(folder, run.toml, run.job.description, world, name, batch.tokens_per_step, watchdog)
     gc = GarbageCollection(run.training.gc_freq)
+    shares = SourceShares(datasets.train) if isinstance(datasets.train, MixedRows) else None
     metrics = MetricsLogger(
         run.metrics,
         run.job,
@@ -348,6 +390,7 @@ def build(
         flops_per_token=flops,
         peak_flops=peak,
         gc_seconds=gc.read,
+        more=shares.figures if shares else None,
     )
 
     def report(trainer: Trainer) -> list[str]:
@@ -369,13 +412,11 @@ def build(
         Profiler(run.profiling, world.rank, device) if profiles else None,
         VerifyResume(resume_check, datasets.train, batch.global_batch_size, skip, world, (rank, ranks)),
         SlowSaveWarning(world.rank),
-        SourceShares(datasets.train, metrics.write) if isinstance(datasets.train, MixedRows) else None,
+        shares,
         *callbacks,
     ]
     if run.debug.deterministic:
-        # cuBLAS is deterministic only with a fixed workspace, chosen before its first call.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=run.debug.deterministic_warn_only)
+        use_deterministic(run.debug.deterministic_warn_only)
     return TrainingComponents(
         world=world,
         mesh=mesh,
@@ -385,7 +426,7 @@ def build(
         optimizer=optimizer,
         learning_rate=LearningRate(run.schedule, run.optimizer.lr, phases=tuple(rate_phases(run))),
         train_step=train_step,
-        loader=Prefetcher(steps, run.data.prefetch, pin, _RESERVE if datasets.train.state_dict() else 0),
+        loader=Prefetcher(steps, run.data.prefetch, _pins(run, mesh), _RESERVE if datasets.train.state_dict() else 0),
         validation=validation,
         datasets=datasets,
         checkpointer=checkpointer,
@@ -398,7 +439,6 @@ def build(
         steps=run.steps,
         global_batch_size=batch.global_batch_size,
         tokens_per_step=batch.tokens_per_step,
-        validation_freq=run.validation.freq,
         last_save_dtype=run.checkpoint.export_dtype if run.checkpoint.model_weights_only else None,
         exclude_from_loading=run.checkpoint.exclude_from_loading,
     )
@@ -414,7 +454,7 @@ def startup_lines(
     model: nn.Module,
 ) -> list[str]:
     """Return the lines of the startup report: what is about to run."""
-    parameters = parameter_counts(builder.spec.build_on_meta(builder.args))
+    parameters = rep.parameter_counts(builder.spec.build_on_meta(builder.args))
     device, float8 = builder.device, builder.float8_choices()
     mesh, batch, schedule = run.mesh, run.batch, run.schedule
     degrees = {"pp": mesh.pipeline, "dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard}
@@ -471,27 +511,22 @@ def rounding_setting(run: RunConfig, device: torch.device) -> dict[str, str]:
 
 def fingerprints(model: str, args: Any, datasets: Datasets) -> dict[str, str]:
     """Return what two runs must share for one to resume the other's checkpoints. model: `model.name`."""
-    shape = asdict(args)
-    shape.pop("max_seq_len")  # the length of the RoPE tables changes no weight
-    if is_dotted(model):
-        shape["model"] = os.path.basename(model)
     order = {name: value for name, value in datasets.train.settings.items() if name != "epochs"}
-    digest = hashlib.sha256(json.dumps(shape, sort_keys=True, default=str).encode()).hexdigest()
     return {
-        "model": digest[:16],
-        "tokenizer": datasets.tokenizer.fingerprint[:16],
+        **weights_fingerprints(model, args, datasets.tokenizer),
         "data": datasets.train.fingerprint[:16],
         "data order": ", ".join(f"{name} {value}" for name, value in order.items()),
     }
 
 
-def parameter_counts(model: nn.Module) -> dict[str, int]:
-    """Return parameters by top-level module, in order; a tied weight counts once."""
-    counts: dict[str, int] = {}
-    for name, parameter in model.named_parameters():
-        top = name.split(".")[0]
-        counts[top] = counts.get(top, 0) + parameter.numel()
-    return counts
+def weights_fingerprints(model: str, args: Any, tokenizer: Tokenizer) -> dict[str, str]:
+    """Return the part of `fingerprints` on which the meaning of weights depends."""
+    shape = asdict(args)
+    shape.pop("max_seq_len")  # the length of the RoPE tables changes no weight
+    if is_dotted(model):
+        shape["model"] = os.path.basename(model)
+    digest = hashlib.sha256(json.dumps(shape, sort_keys=True, default=str).encode()).hexdigest()
+    return {"model": digest[:16], "tokenizer": tokenizer.fingerprint[:16]}
 
 
 class _CallableModule(types.ModuleType):

@@ -74,7 +74,10 @@ class Callback:
         """The figures of a logged step, as in metrics.jsonl: the same on all ranks, times apart."""
 
     def on_validation_end(self, trainer: Trainer, loss: float, tokens: int, seconds: float) -> None:
-        """A validation is done. loss: mean over so many tokens, in nats."""
+        """A validation is done. loss: mean over so many tokens, in nats.
+
+        `trainer.validated` has the step and a `ValidationResult`, with the loss on each source.
+        """
 
     def on_save(self, trainer: Trainer, step: int, folder: AnyPath, seconds: float) -> None:
         """The checkpoint of `step` is complete; it took so many seconds."""

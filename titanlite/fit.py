@@ -55,7 +55,13 @@ def check_config(
 
     Raises ConfigError with all problems of the first stage that finds some.
     """
-    config, problems = read(argv)
+    return check_loaded(*read(argv), world_size, training=training)
+
+
+def check_loaded(
+    config: LoadedConfig, problems: Sequence[Problem], world_size: int | None = None, *, training: bool = True
+) -> tuple[LoadedConfig, RunConfig]:
+    """Do as `check_config` for a config that is read already. problems: those that were found in it."""
     _stop(problems)
     found = contradictions(config)
     if training:

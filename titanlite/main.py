@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -38,12 +38,17 @@ PRINT_SECONDS = 3.0
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Train as the command line says (None: that of the process), and end the process."""
+    run_rank(lambda: run(sys.argv[1:] if argv is None else argv))
+
+
+def run_rank(work: Callable[[], int]) -> NoReturn:
+    """Do the work of one rank, which returns its exit code, and end the process by that code."""
     exit_on_signals(*SIGNALS)
     stop_with_torchrun()
     last_error = ""
     try:
-        code = run(sys.argv[1:] if argv is None else argv)
-    except (StopRequested, KeyboardInterrupt) as error:  # it came while `run` was ending
+        code = work()
+    except (StopRequested, KeyboardInterrupt) as error:  # it came while the work was ending
         code = exit_codes.code_of(error)
     except Exception as error:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -108,7 +113,7 @@ def run(argv: Sequence[str]) -> int:
                 datasets = read_datasets(
                     config, lambda name, make: share_from_rank_0(store, rank, size, name, make, seconds)
                 )
-                check_model(config, datasets)
+                check_model(config, datasets.tokenizer.vocab_size)
                 if config.steps is None:
                     config = fitted(asked, size, datasets.train.total_sequences)
                 traces = str(folder / "comm_traces")

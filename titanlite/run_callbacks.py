@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -242,24 +241,20 @@ class VerifyResume(Callback):
 
 
 class SourceShares(Callback):
-    """Writes the shares of a mixture's sources so far to the metrics, and sequences by source to checkpoints."""
+    """Tells the shares of a mixture's sources so far: to checkpoints, and at the end to the log."""
 
-    def __init__(self, mixture: MixedRows, write: Callable[[int, Mapping[str, float]], None]) -> None:
-        self._mixture, self._write = mixture, write
-
-    def _served(self, trainer: Trainer) -> dict[str, int]:
-        return self._mixture.served(trainer.parts.loader.state_dict()["next_sequence"])
-
-    def on_log(self, trainer: Trainer, figures: Mapping[str, float]) -> None:
-        served = self._served(trainer)
-        total = sum(served.values()) or 1
-        self._write(trainer.step, {f"share/{name}": count / total for name, count in served.items()})
+    def __init__(self, mixture: MixedRows) -> None:
+        self._mixture = mixture
 
     def state_dict(self, trainer: Trainer) -> dict[str, Any]:
-        return {"served": self._served(trainer)}
+        return {"served": self._mixture.served(trainer.parts.loader.state_dict()["next_sequence"])}
+
+    def figures(self, trainer: Trainer) -> dict[str, float]:
+        """Return `share/NAME` of each source."""
+        served = self.state_dict(trainer)["served"]
+        total = sum(served.values()) or 1
+        return {f"share/{name}": count / total for name, count in served.items()}
 
     def on_end(self, trainer: Trainer, end: RunEnd) -> None:
-        served = self._served(trainer)
-        total = sum(served.values()) or 1
-        shares = ", ".join(f"{name} {count / total:.1%}" for name, count in served.items())
-        logger.info(f"sequences by source: {shares}")
+        shares = (f"{name.partition('/')[2]} {share:.1%}" for name, share in self.figures(trainer).items())
+        logger.info(f"sequences by source: {', '.join(shares)}")

@@ -24,6 +24,8 @@ from titanlite.runs.provenance import config_changes, config_text
 from titanlite.utils import counted, human_bytes, human_count, logger
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from titanlite.parallel.activation_checkpoint import ActivationStats
     from titanlite.parallel.float8_choice import Float8Choice
     from titanlite.parallel.pipeline_split import StageLayout
@@ -82,6 +84,15 @@ def startup_report(rows: Sequence[Row]) -> list[str]:
     for kind in _LAST:
         lines += [f"{kind}: {text}" for name, text in rows if name == kind and not text.startswith(_SHOWN)]
     return lines
+
+
+def parameter_counts(model: nn.Module) -> dict[str, int]:
+    """Return parameters by top-level module, in order; a tied weight counts once."""
+    counts: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        top = name.split(".")[0]
+        counts[top] = counts.get(top, 0) + parameter.numel()
+    return counts
 
 
 def model_rows(model: Model, setup: Setup) -> list[Row]:

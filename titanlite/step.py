@@ -153,7 +153,6 @@ class TrainStep:
         return StepResult(loss, local_loss, norm, dict(zip(layers, sums[2:].sqrt(), strict=True)))
 
 
-@torch.no_grad()
 def validate(
     model: nn.Module,
     batches: Iterable[Batch],
@@ -165,13 +164,29 @@ def validate(
 
     Every rank must bring the same number of batches; every token has the same weight. runner: of `model`.
     """
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    loss, tokens = loss_sums(model, ((0, batch) for batch in batches), 1, device, runner, factors)[0]
+    return loss / tokens, tokens
+
+
+@torch.no_grad()
+def loss_sums(
+    model: nn.Module,
+    batches: Iterable[tuple[int, Batch]],
+    texts: int,
+    device: torch.device,
+    runner: Runner,
+    factors: ReplicationFactors = ReplicationFactors(),  # noqa: B008 (immutable)
+) -> torch.Tensor:
+    """Return the summed loss in nats and the number of tokens of each text, over all ranks: [texts, 2] float64.
+
+    batches: each with the number of its text, from 0; as many on every rank. Issues one collective besides FSDP's.
+    """
+    sums = torch.zeros(texts, 2, dtype=torch.float64, device=device)
     model.eval()
-    for on_cpu in batches:
+    for text, on_cpu in batches:
         (batch,) = to_device([on_cpu], device)
-        sums[0] += runner.loss_sum(batch)
-        sums[1] += count_valid(batch.labels)
+        sums[text, 0] += runner.loss_sum(batch)
+        sums[text, 1] += count_valid(batch.labels)
     model.train()
     dist.all_reduce(sums)
-    sums /= sums.new_tensor([factors.loss, factors.tokens])
-    return sums[0] / sums[1], sums[1]
+    return sums / sums.new_tensor([factors.loss, factors.tokens])

@@ -19,8 +19,8 @@ from titanlite.checkpoint.storage import gather
 from titanlite.data.loader import Batch, gather_state, to_device
 from titanlite.guard import BadStepError, NonFiniteError, WeightsError, find_nonfinite
 from titanlite.signals import StopRequested, StopSignal
-from titanlite.step import validate
 from titanlite.utils import human_time, logger
+from titanlite.validation import ValidationResult
 
 if TYPE_CHECKING:
     from titanlite.build import TrainingComponents
@@ -49,8 +49,8 @@ class Trainer:
         self.loaded: LoadedState | None = None
         #: Data of the latest two steps: a step that is found bad is one of them.
         self.recent: dict[int, Fetched] = {}
-        #: Step and loss of the latest validation; step of the newest checkpoint that is surely complete.
-        self.validation_loss: tuple[int, float] | None = None
+        #: Step and losses of the latest validation; step of the newest checkpoint that is surely complete.
+        self.validated: tuple[int, ValidationResult] | None = None
         self.saved_step: int | None = None
         #: Steps since the latest save that were not skipped. If there are none, its weights are not proven good.
         self.good_steps = 0
@@ -112,6 +112,8 @@ class Trainer:
             self.restore(loaded)
             self.validation_owed = loaded.origin == "resume" and bool(loaded.train.get("validation_owed"))
         parts.loader.on_failure = lambda error: self.stop.request(str(error))
+        if parts.validation is not None and parts.validation.first and self.step == 0:
+            self.validation_owed = True
         self.callbacks("on_start", self)
         self.stop.at_once = False  # from here on there is something to lose
         if self.validation_owed:
@@ -204,10 +206,9 @@ class Trainer:
             logger.info(notice)
 
     def validate(self) -> None:
-        """Measure the mean loss on the held-out text, every `validation.freq` steps and at the end."""
-        parts = self.parts
-        due = self.step % parts.validation_freq == 0 or self.step >= self.steps or self.validation_owed
-        if parts.validation is None or not due:
+        """Measure the mean losses on the held-out texts, every `validation.freq` steps and at the end."""
+        parts, texts = self.parts, self.parts.validation
+        if texts is None or not (self.step % texts.freq == 0 or self.step >= self.steps or self.validation_owed):
             return
         self.sync_guard()
         self.validation_owed = True  # until it is done: a resumed run does it first
@@ -215,18 +216,16 @@ class Trainer:
             return
         self.phase("validate")
         started = time.perf_counter()
-        batches = self.stop.interruptible(parts.validation)
         with self.stop.shield_children():
             runner, factors = parts.train_step.runner, parts.train_step.factors
-            figures = validate(parts.model, batches, parts.world.device, runner, factors)
-        loss, tokens = (figure.item() for figure in figures)
+            result = texts.measure(parts.model, parts.world.device, runner, factors, self.stop.interruptible)
         if self.stop.interrupted:
             self.stopping = True
             logger.info(f"validation at {self.step} was broken off; the run that goes on does it")
             return
         self.validation_owed = False
-        self.validation_loss = self.step, loss
-        self.callbacks("on_validation_end", self, loss, int(tokens), time.perf_counter() - started)
+        self.validated = self.step, result
+        self.callbacks("on_validation_end", self, result.all.loss, result.all.tokens, time.perf_counter() - started)
 
     def save(self) -> None:
         """Write a checkpoint when it is due.
@@ -236,8 +235,8 @@ class Trainer:
         parts, saver, schedule = self.parts, self.parts.checkpointer, self.parts.save_schedule
         last_step = self.step == self.steps
         last = last_step or self.stopping
-        measured, validated = self.validation_loss or (0, None)
-        validation_loss = validated if measured == self.step else None
+        measured, result = self.validated or (0, None)
+        validation_loss = result.all.loss if result and measured == self.step else None
         if saver is None or schedule is None or not (schedule.due(self.step, validation_loss) or last):
             return
         self.phase("save")

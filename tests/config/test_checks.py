@@ -73,6 +73,7 @@ ZBV = f"{PP2} {PP}schedule=ZBVZeroBubble"
 #: One source, and room for another.
 SOURCE = 'data.source=[{path="."},'
 SMALL = f"{ON} model.overrides.dim=64 model.overrides.n_heads=4 training.seq_len=32 training.batch_size=2"
+HELD_OUT = "validation.sources="
 #: Code, key, flags, words of the message or the remedy; and the ranks, 1 unless said otherwise.
 REFUSED: list[tuple[str, str, str, str] | tuple[str, str, str, str, int]] = [
     # A key that needs another
@@ -114,6 +115,20 @@ REFUSED: list[tuple[str, str, str, str] | tuple[str, str, str, str, int]] = [
         f"{ON} float8.recipe_name=rowwise_with_gw_hp float8.filter_fqns=auto_filter_small_kn",
         "float8.recipe_name",
     ),
+    (
+        "conflict",
+        "validation.dataset",
+        f"validation.dataset=c4_test {HELD_OUT}[{{name='c4_test'}}]",
+        "one of the sources",
+    ),
+    ("conflict", "validation.dataset_path", f"validation.dataset_path=. {HELD_OUT}[{{name='c4_test'}}]", "no effect"),
+    ("missing", "validation.sources[0].name", f"{HELD_OUT}[{{path='.'}}]", "losses"),
+    ("conflict", "validation.sources[1].name", f"{HELD_OUT}[{{name='a',path='.'}},{{name='a',path='/'}}]", "two"),
+    ("conflict", "validation.sources[0].weight", f"{HELD_OUT}[{{name='c4_test',weight=2}}]", "training text"),
+    ("conflict", "validation.sources[0].epochs", f"{HELD_OUT}[{{name='c4_test',epochs=1}}]", "training text"),
+    ("unknown-value", "validation.sources[0].name", f"{HELD_OUT}[{{name='c4_tst'}}]", "c4_test"),
+    ("unknown-value", "validation.sources[0].name", f"{HELD_OUT}[{{name='a.b:c'}}]", "dotted path"),
+    ("no-file", "validation.sources[0].path", f"validation.enable {HELD_OUT}[{{name='a',path='/no'}}]", "/no"),
     ("out-of-range", "data.skip_steps", "data.skip_steps=3,9-3", "ends before it begins"),
     # Degrees and ranks
     ("ranks", "training.data_parallel_shard_degree", "training.data_parallel_shard_degree=4", "4 = 4, which is not", 2),

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import torch.distributed as dist
 
 from titanlite import exit_codes
-from titanlite.build import Datasets, check_model
+from titanlite.build import check_model
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
 from titanlite.config.not_implemented import without_effect
@@ -57,11 +55,10 @@ def test_keys_of_what_is_off_have_no_effect(key: str, on: list[str]) -> None:
     ],
 )
 def test_units_that_do_not_fit_the_model_are_refused(flags: list[str], message: str) -> None:
-    datasets = cast(Datasets, SimpleNamespace(tokenizer=SimpleNamespace(vocab_size=512)))
     with pytest.raises(ConfigError, match=message):
-        check_model(run_of(*flags), datasets)
-    check_model(run_of("--training.fsdp_units=Attention"), datasets)
-    check_model(run_of("--training.fsdp_units=Block", "--training.compile"), datasets)
+        check_model(run_of(*flags), 512)
+    check_model(run_of("--training.fsdp_units=Attention"), 512)
+    check_model(run_of("--training.fsdp_units=Block", "--training.compile"), 512)
 
 
 def test_a_class_that_the_model_lacks_ends_a_run_before_any_process_group(

@@ -223,5 +223,7 @@ def test_validation_steps_take_the_first_sequences(corpus: Corpus) -> None:
     seen = [row for rank in range(2) for batch in ValidationLoader(dataset, 4, 2, rank, 2) for row in rows([batch])]
     assert sorted(seen) == [dataset.sequence(i)[0].tolist() for i in range(16)]
     assert len(ValidationLoader(dataset, 4, 1000)) == len(ValidationLoader(dataset, 4)) == 10
-    with pytest.raises(DataError, match="epochs=1"):
-        ValidationLoader(PackedDataset(corpus, seq_len=SEQ), 4)
+    endless = PackedDataset(corpus, seq_len=SEQ)
+    with pytest.raises(DataError, match="needs a text with an end"):
+        ValidationLoader(endless, 4)
+    assert [len(list(ValidationLoader(endless, 4, 30))), len(ValidationLoader(endless, 4, 30))] == [30, 30]

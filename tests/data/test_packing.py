@@ -138,14 +138,14 @@ def test_fingerprint_follows_text_and_tokenizer_only(tmp_path: Path) -> None:
 
 
 def test_sections_reach_the_data() -> None:
-    held_out = build_validation_dataset(Validation(), Data(), TOKENIZER, TOKENIZER.vocab_size, 128)
+    (held_out,) = build_validation_dataset(Validation(), Data(), TOKENIZER, TOKENIZER.vocab_size, 128).values()
     assert held_out.settings == {"seq_len": 128, "seed": 0, "shuffle": False, "epochs": 1}
     nowhere = Validation(dataset_path="/nowhere")
     with pytest.raises(DataError, match="^validation.dataset_path: /nowhere does not exist"):
         build_validation_dataset(nowhere, Data(), TOKENIZER, TOKENIZER.vocab_size, 128)
     training = build(seq_len=96, seed=4, epochs=2)
     assert training.settings == {"seq_len": 96, "seed": 4, "shuffle": True, "epochs": 2}
-    assert training.tokens_per_epoch > 10 * held_out.tokens_per_epoch
+    assert training.sequences_per_epoch > 10 * (held_out.total_sequences or 0) > 0
 
 
 def test_the_example_in_the_docs_runs() -> None:

@@ -62,13 +62,15 @@ def test_every_command_that_the_docs_name_is_there() -> None:
 def test_what_is_not_there_ends_with_a_documented_code(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = {
         "train": ["/no.toml", "--nproc-per-node=2"],
+        "evaluate": ["/no.toml", "--nproc-per-node=2"],
         "config diff": ["/no.toml", "/no.toml"],
         "config schema": ["--no.key"],
         "config template": ["--no.key"],
         "checkpoint diff": ["/no", "/no"],
     }.get(command, ["/no.toml"])
     code = main([*command.split(), *words])
-    assert code == (exit_codes.CHECKPOINT if command.startswith("checkpoint") else exit_codes.CONFIG)
+    of_checkpoints = command.startswith(("checkpoint", "evaluate"))
+    assert code == (exit_codes.CHECKPOINT if of_checkpoints else exit_codes.CONFIG)
     assert code in codes(command)
     out, err = capsys.readouterr()
     assert out == "" and ("/no" in err or "--no.key" in err)

@@ -138,8 +138,18 @@ class Loader:
             if loaded is not None:
                 return loaded
 
+    def load_weights(self, model: nn.Module) -> LoadedState:
+        """Load the weights of `config.initial_load_path`, which is only read, whatever `config.folder` holds.
+
+        All ranks call it together. Raises CheckpointError, on all of them.
+        """
+        while True:
+            choice = on_rank_0(self.world, lambda: self._choose_source(to_path(self.config.initial_load_path or "")))
+            if (loaded := self._try(*choice, model, None)) is not None:
+                return loaded
+
     def _try(
-        self, manifest: Manifest, chosen: LoadedState, model: nn.Module, optimizer: torch.optim.Optimizer
+        self, manifest: Manifest, chosen: LoadedState, model: nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> LoadedState | None:
         """Load the chosen checkpoint. Return None, and note the reason, if its files or weights are bad."""
         folder, notices, is_other = chosen.folder, chosen.notices, chosen.origin == "from"
@@ -147,7 +157,7 @@ class Loader:
         left_out = frozenset(entry for entry in exclude if entry in GROUPS)
         whole_optimizer = None if "optimizer" in left_out else optimizer
         tensors = gather(model, whole_optimizer)
-        if whole_optimizer is None:
+        if whole_optimizer is None and optimizer is not None:
             optimizer.state.clear()  # an earlier try may have given it one
         saved = {name: entry for name, entry in manifest.tensors.items() if name != RNG}
         wanted = describe(tensors, model)

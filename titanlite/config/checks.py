@@ -17,7 +17,7 @@ from titanlite.config import extensions
 from titanlite.config.errors import Problem
 from titanlite.config.keys import keys
 from titanlite.config.loaded import LoadedConfig
-from titanlite.config.sections import AUTO_FILTER, Config, steps_of
+from titanlite.config.sections import AUTO_FILTER, Config, DataSource, steps_of
 from titanlite.config.text_names import name_problem
 from titanlite.config.toml import quote
 from titanlite.config.urls import is_url, url_problem
@@ -34,7 +34,8 @@ def placed(config: LoadedConfig, found: Iterable[Finding]) -> list[Problem]:
     """Return findings as problems, each at the place of its key; of a default, at that of a key in the message."""
 
     def place(key: str, message: str) -> str:
-        places = map(config.place, [key, *filter(keys().__contains__, re.findall(r"\w+\.\w+", message))])
+        named = re.findall(r"\w+\.\w+", f"{key} {message}")
+        places = map(config.place, [key, *filter(keys().__contains__, named)])
         return next(filter(None, places), "")
 
     return [Problem(place(key, message), key, message, hint, code=code) for code, key, message, hint in found]
@@ -65,7 +66,8 @@ _DECAY = ("decay_ratio", "decay_steps", "plateau_ratio", "min_lr_factor")
 def contradictions(config: LoadedConfig) -> list[Problem]:
     """Return every pair of keys that cannot both hold, whatever the number of ranks."""
     d = config.sections
-    found = [*_needs(config), *_training(d), *_sources(config), *_runtime(d), *extensions.missing(config)]
+    found = [*_needs(config), *_training(d), *_sources(config), *_validation(d), *_runtime(d)]
+    found += extensions.missing(config)
     if d.float8.enable_float8_linear:
         found += _float8_keys(d)
     return placed(config, found)
@@ -127,6 +129,30 @@ def _training(d: Config) -> Iterator[Finding]:
             f"({counted(rows, 'sequences')} x {counted(length, 'tokens')})"
         )
         yield "conflict", "training.loss_chunks", message, f"take {rows * length} at most"
+
+
+def _validation(d: Config) -> Iterator[Finding]:
+    """Check the sources of validation: what names them, and keys that are for training."""
+    v, key, seen = d.validation, "validation.sources", set[str]()
+    if v.sources and (v.dataset_path is not None or v.dataset != keys()["validation.dataset"].default):
+        other = "dataset" if v.dataset_path is None else "dataset_path"
+        yield "conflict", f"validation.{other}", f"has no effect beside {key}", "make it one of the sources"
+    for i, source in enumerate(v.sources):
+        at, name = f"{key}[{i}]", source.name or ""
+        if not name:
+            yield "missing", f"{at}.name", "is missing, and the losses of a source have its name", 'as name = "wiki"'
+        elif name in seen:
+            yield "conflict", f"{at}.name", f"{quote(name)} is the name of two sources", "give each a name of its own"
+        elif is_dotted(name):
+            hint = "only validation.dataset takes a dotted path"
+            yield "unknown-value", f"{at}.name", f"{quote(name)} is a dotted path", hint
+        elif source.path is None and (problem := name_problem(name)):
+            yield "unknown-value", f"{at}.name", f"{quote(name)} {problem[0]}", problem[1]
+        seen.add(name)
+        for field in ("weight", "epochs"):
+            if getattr(source, field) != getattr(DataSource(), field):
+                message = "is for mixtures of training text: validation reads each source by itself"
+                yield "conflict", f"{at}.{field}", message, "remove it"
 
 
 def _runtime(d: Config) -> Iterator[Finding]:
@@ -223,7 +249,12 @@ def missing_files(config: LoadedConfig) -> list[Problem]:
         names.append("validation.dataset_path")
     if not _has_checkpoints(config.sections):  # a run with checkpoints of its own does not read it
         names.append("checkpoint.initial_load_path")
-    paths = {key: path for key in names if (path := config.value(key)) and not is_url(path) and not _exists(path)}
+    given = {key: config.value(key) for key in names}
+    given |= {f"data.source[{i}].path": source.path for i, source in enumerate(config.sections.data.source)}
+    if config.sections.validation.enable:
+        sources = enumerate(config.sections.validation.sources)
+        given |= {f"validation.sources[{i}].path": source.path for i, source in sources}
+    paths = {key: path for key, path in given.items() if path and not is_url(path) and not _exists(path)}
     return placed(config, (("no-file", key, f"no file or folder {quote(path)}", "") for key, path in paths.items()))
 
 

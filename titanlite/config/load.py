@@ -83,10 +83,15 @@ def read(argv: Sequence[str]) -> tuple[LoadedConfig, list[Problem]]:
     return layers.finish(), problems
 
 
-def read_text(text: str, path: Path) -> tuple[LoadedConfig, list[Problem]]:
-    """Do as `read` for a text that stands or shall stand in the file `path`; files it extends are found from there."""
-    layers = _Layers([])
+def read_text(text: str, path: Path, flags: Sequence[str] = ()) -> tuple[LoadedConfig, list[Problem]]:
+    """Do as `read` for a text that stands or shall stand in the file `path`; files it extends are found from there.
+
+    flags: laid over it, as those of a command line.
+    """
+    entries, problems = command_line_entries(flags)
+    layers = _Layers(problems)
     layers.read_text(text, path, chain=())
+    layers.add(entries, file=None)
     return layers.finish(), layers.problems
 
 

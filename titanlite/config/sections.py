@@ -306,8 +306,10 @@ class Validation(Section, frozen=True):
     """Validate every freq steps and after the last."""
     freq: Count = 100
     """Steps between validations."""
+    first: bool = False
+    """Also before the first step, so that curves of the loss begin at step 0."""
     steps: CountOrRest = -1
-    """Batches of a validation. -1: one full pass."""
+    """Batches of a validation, of each source. -1: one full pass."""
     batch_size: Count | None = None
     """Sequences per data-parallel rank. None: training.batch_size."""
     seq_len: Count | None = None
@@ -317,7 +319,7 @@ class Validation(Section, frozen=True):
     dataset_path: Location | None = None
     """Text of your own to validate on, as for training.dataset_path."""
     sources: list[DataSource] = []
-    """Array of tables: several texts, each with its own loss."""
+    """Array of tables: several texts, each with a name and its own loss, instead of dataset and dataset_path."""
 
 
 class Checkpoint(Section, frozen=True):

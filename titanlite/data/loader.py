@@ -176,16 +176,19 @@ class ValidationLoader:
     Batch j of rank r holds sequences j * batch_size * dp_degree + k * dp_degree + r, k = 0 … batch_size - 1;
     sequences beyond the end of the data have labels -100. With `steps=-1` that is one full pass whatever the
     number of ranks; with `steps > 0` it is the first steps * batch_size * dp_degree sequences, so numbers
-    from different rank counts compare only if that product is the same. `steps` beyond a full pass end with it.
+    from different rank counts compare only if that product is the same. `steps` beyond a full pass end with it. Text
+    without an end (`total_sequences` is None) needs `steps > 0`.
     """
 
     def __init__(self, dataset: Rows, batch_size: int, steps: int = -1, rank: int = 0, dp_degree: int = 1) -> None:
         _check_rank(rank, dp_degree)
-        if dataset.total_sequences is None:
-            raise DataError("validation needs finite data: build them with epochs=1")
         self.dataset, self.batch_size, self.rank, self.dp_degree = dataset, batch_size, rank, dp_degree
-        full_pass = -(-dataset.total_sequences // (batch_size * dp_degree))
-        self._batches = full_pass if steps == -1 else min(steps, full_pass)
+        self._batches, total = steps, dataset.total_sequences
+        if total is None and steps == -1:
+            raise DataError("a full pass (steps = -1) needs a text with an end: give a number of batches")
+        if total is not None:
+            full_pass = -(-total // (batch_size * dp_degree))
+            self._batches = full_pass if steps == -1 else min(steps, full_pass)
 
     def __len__(self) -> int:
         """Batches per pass, the same on all ranks."""

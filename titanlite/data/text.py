@@ -47,8 +47,8 @@ def build_dataset(training: Training, data: Data, tokenizer: Tokenizer, vocab_si
 
 def build_validation_dataset(
     validation: Validation, data: Data, tokenizer: Tokenizer, vocab_size: int, seq_len: int
-) -> Rows:
-    """Build one pass over the held-out text, in file order. data: for its threads and its cache."""
+) -> dict[str, Rows]:
+    """Build one pass over each held-out text, see `TextReader.held_out`. data: for its threads and its cache."""
     return TextReader(data, tokenizer, vocab_size).held_out(validation, seq_len)
 
 
@@ -90,10 +90,16 @@ class TextReader:
         weights = {name: source.weight for name, source in zip(names, data.source, strict=True)}
         return MixedRows(opened, {0: weights, **(phases or {})}, seed=data.seed, slots=slots or 1)
 
-    def held_out(self, validation: Validation, seq_len: int) -> Rows:
-        """Return one pass over the held-out text, in file order."""
-        source = DataSource(name=validation.dataset, path=validation.dataset_path)
-        return self.open(source, "validation", seq_len, 1, shuffle=False, lanes=_HELD_OUT_LANES)
+    def held_out(self, validation: Validation, seq_len: int) -> dict[str, Rows]:
+        """Return one pass over each held-out text, in file order, by its name; "" is that of a single text."""
+        single = DataSource(name=validation.dataset, path=validation.dataset_path)
+        return {
+            name: self.open(source, key, seq_len, 1, shuffle=False, lanes=_HELD_OUT_LANES)
+            for name, source, key in (
+                [(s.name or "", s, f"validation.sources[{n}]") for n, s in enumerate(validation.sources)]
+                or [("", single, "validation")]
+            )
+        }
 
     def open(
         self,

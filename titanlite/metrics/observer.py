@@ -36,7 +36,7 @@ class MetricsLogger(Callback):
 
     toml: the resolved config, without secrets. tokens_per_step, sequences_per_step: over all ranks. flops_per_token:
     forward and backward. peak_flops: of one device, None if unknown. gc_seconds: seconds of garbage collection since
-    its last call.
+    its last call. more: further figures of a logged step.
     """
 
     def __init__(
@@ -51,10 +51,11 @@ class MetricsLogger(Callback):
         flops_per_token: int,
         peak_flops: float | None,
         gc_seconds: Callable[[], float] = float,
+        more: Callable[[Trainer], Mapping[str, float]] | None = None,
     ) -> None:
         self._metrics, self._job, self._world, self._toml = metrics, job, world, toml
         self._tokens, self._sequences = tokens_per_step, sequences_per_step
-        self._flops, self._peak, self._gc_seconds = flops_per_token, peak_flops, gc_seconds
+        self._flops, self._peak, self._gc_seconds, self._more = flops_per_token, peak_flops, gc_seconds, more
         self._meter = self._new_meter(0)
         self._ranks = StragglerDetector(world.device)
         self._jsonl: MetricsLog | None = None
@@ -116,9 +117,17 @@ class MetricsLogger(Callback):
 
     def on_validation_end(self, trainer: Trainer, loss: float, tokens: int, seconds: float) -> None:
         step = trainer.step
-        logger.info(f"validation at {step}: loss {loss:.4f} over {tokens:,} tokens in {human_time(seconds)}")
+        assert trainer.validated is not None
+        _, result = trainer.validated
+        logger.info(f"validation at {step}: {result.all} in {human_time(seconds)}")
+        row = {"validation_loss": loss, "validation_perplexity": result.all.perplexity, "validation_tokens": tokens}
+        row["validation_seconds"] = seconds
+        for name, one in result.sources.items():
+            if name:
+                logger.info(f"validation at {step}, {name}: {one}")
+                row |= {f"validation/{name}/loss": one.loss, f"validation/{name}/perplexity": one.perplexity}
         if not (self._validated and step < self._first_step):
-            self.write(step, {"validation_loss": loss, "validation_tokens": tokens, "validation_seconds": seconds})
+            self.write(step, row)
 
     def on_save(self, trainer: Trainer, step: int, folder: AnyPath, seconds: float) -> None:
         logger.info(f"checkpoint of step {step} written to {folder} in {human_time(seconds)}")
@@ -209,6 +218,7 @@ class MetricsLogger(Callback):
             logger.warning(f"step {step}: {warning}")
         row = self._row(figures, max_loss, rates, memory, ranks)
         row |= {f"grad_norm/{layer}": norm for layer, norm in zip(layers, layer_norms, strict=True)}
+        row |= self._more(trainer) if self._more else {}
         self.write(step, row)
         trainer.callbacks("on_log", trainer, row)
         reset_peak(self._world.device)

@@ -17,6 +17,7 @@ TAGS: Mapping[str, str] = MappingProxyType(
         "loss": "loss_metrics/global_avg_loss",
         "max_loss": "loss_metrics/global_max_loss",
         "validation_loss": "validation_metrics/loss",
+        "validation_perplexity": "validation_metrics/perplexity",
         "float8_drift": "float8/drift",
         "float8_drift_relative": "float8/drift(relative)",
         "grad_norm": "grad_norm",
@@ -41,14 +42,14 @@ TAGS: Mapping[str, str] = MappingProxyType(
         "ooms": "memory/num_ooms",
     }
 )
-#: Keys with this prefix are tags already, one for each layer.
-_BY_LAYER = "grad_norm/"
+#: Keys with these prefixes are tags already, one for each layer or source.
+_TAGS = ("grad_norm/", "validation/")
 _FLUSH_SECONDS = 10
 
 
 def tags(row: Mapping[str, float]) -> dict[str, float]:
     """Return a row of metrics.jsonl under the tags of dashboards, without the keys that have none."""
-    names = {key: key if key.startswith(_BY_LAYER) else TAGS.get(key) for key in row}
+    names = {key: key if key.startswith(_TAGS) else TAGS.get(key) for key in row}
     return {tag: row[key] for key, tag in names.items() if tag is not None}
 
 

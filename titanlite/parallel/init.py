@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Callable
 
 import torch
@@ -100,6 +101,13 @@ def init_weights(model: nn.Module, rule: Callable[[str], Init], seed: int, devic
         else:
             offset, local = (0,) * len(shape), parameter
         fill(local, tuple(offset), shape, name, rule(name), seed, device)
+
+
+def use_deterministic(warn_only: bool = False) -> None:
+    """Let torch use deterministic algorithms. warn_only: warn where there is none, instead of an error."""
+    # cuBLAS is deterministic only with a fixed workspace, chosen before its first call.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
 
 
 @torch.no_grad()

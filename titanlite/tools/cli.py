@@ -19,6 +19,7 @@ Commands = Any  # argparse._SubParsersAction[argparse.ArgumentParser]
 #: Command → the function that adds it to argparse.
 COMMANDS = {
     "train": "titanlite.tools.cli:add_train",
+    "evaluate": "titanlite.tools.evaluate:add_command",
     "config": "titanlite.tools.config:add_commands",
     "runs": "titanlite.tools.runs:add_command",
     "compare": "titanlite.tools.compare:add_command",
@@ -130,8 +131,6 @@ def add_train(commands: Commands) -> None:
 
 
 def _train(arguments: argparse.Namespace, flags: list[str], _: Style) -> NoReturn:
-    import signal
-
     from titanlite import main
     from titanlite.fit import check_config
 
@@ -139,15 +138,27 @@ def _train(arguments: argparse.Namespace, flags: list[str], _: Style) -> NoRetur
     ranks = arguments.nproc_per_node
     if ranks is None:
         main.main(argv)
+    check_ranks(ranks)
+    check_config(argv, ranks)
+    start_ranks(ranks, ["train", *argv])
+
+
+def check_ranks(ranks: int) -> None:
+    """Check the value of --nproc-per-node. Raises ConfigError."""
     if ranks < 1 or "TORCHELASTIC_RUN_ID" in os.environ:
         why = f"expected an integer >= 1, got {ranks}" if ranks < 1 else "torchrun has started this process already"
         raise ConfigError([Problem("command line", "--nproc-per-node", why, code="bad-flag")])
-    check_config(argv, ranks)
+
+
+def start_ranks(ranks: int, words: Sequence[str]) -> NoReturn:
+    """Become a torchrun that runs the command `titanlite WORDS` on so many ranks of this machine."""
+    import signal
+
     # torchrun would die of SIGUSR1, by which schedulers announce a time limit. Its workers listen to it.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     torchrun = [sys.executable, "-m", "titanlite.torchrun", "--nproc_per_node", str(ranks)]
     rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
-    os.execv(sys.executable, [*torchrun, *rendezvous, "-m", "titanlite", "train", *argv])
+    os.execv(sys.executable, [*torchrun, *rendezvous, "-m", "titanlite", *words])
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ _FIXED: dict[str, dict[str, Any]] = {
         **{"create_seed_checkpoint": False, "enable_first_step_checkpoint": False},
     },
     "validation": {
-        **{"freq": INTERVAL, "steps": 2, "batch_size": 2, "seq_len": 32},
+        **{"freq": INTERVAL, "first": False, "steps": 2, "batch_size": 2, "seq_len": 32},
         **{"dataset": "c4_validation", "dataset_path": None},
     },
     "metrics": {"log_freq": 1, "enable_color_printing": False, "enable_tensorboard": False, "enable_wandb": False},

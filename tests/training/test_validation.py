@@ -1,0 +1,141 @@
+"""Validation of several texts: one loss each, and one over all their tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.data.conftest import make_corpus, write_texts
+from tests.pool import Pools
+from tests.training.test_run import _outcome, _run, _trainer
+from titanlite.build import read_held_out
+from titanlite.checkpoint.manifest import read_manifest, steps_in
+from titanlite.config.errors import ConfigError
+from titanlite.data.packing import PackedDataset
+from titanlite.data.tokenizer import load_tokenizer
+from titanlite.fit import load_config
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.validation import HeldOutLoss, ValidationResult
+
+#: A full pass over each text.
+FULL = ["--validation.enable", "--validation.steps=-1", "--validation.batch_size=2"]
+NAMES = ("long", "short")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Texts of unequal length, of other words."""
+    folder = tmp_path_factory.mktemp("texts")
+    long = [f"The river was {n} miles wide, and they crossed it by night in the boats of the enemy." for n in range(80)]
+    texts = {"long": long, "short": ["0 1 2 3 4 5 6 7 8 9 " * 40, "7 7 7"]}
+    return {name: write_texts(folder / f"{name}.jsonl", texts[name]) for name in NAMES}
+
+
+def sources(files: dict[str, Path]) -> str:
+    tables = (f"{{name='{name}', path='{path}'}}" for name, path in files.items())
+    return f"--validation.sources=[{', '.join(tables)}]"
+
+
+def validations(found: dict[str, Any]) -> dict[int, dict[str, float]]:
+    rows = [row for row in found["rows"] if "validation_loss" in row]
+    return {row["step"]: {k: v for k, v in row.items() if k not in ("time", "validation_seconds")} for row in rows}
+
+
+@pytest.fixture(scope="module")
+def one_rank(pool: Pools, files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    """The losses before the first step, on one rank."""
+    return before_step_1(pool, files, tmp_path_factory.mktemp("one"), 1)
+
+
+def before_step_1(pool: Pools, files: dict[str, Path], folder: Path, ranks: int, *flags: str) -> dict[str, float]:
+    chosen = [*FULL, "--validation.first", "--training.steps=1", "--training.global_batch_size=12", *flags]
+    found = pool(ranks).run(_run, str(folder), *chosen, *([] if flags else [sources(files)]))[0]
+    assert sorted(validations(found)) == [0, 1] and any("validation at 0: loss" in line for line in found["said"])
+    assert all(any(f"validation at 0, {name}: loss" in line for line in found["said"]) for name in NAMES) or flags
+    return validations(found)[0]
+
+
+def test_each_text_has_the_loss_that_it_has_alone_and_all_count_by_tokens(
+    pool: Pools, files: dict[str, Path], one_rank: dict[str, float], tmp_path: Path
+) -> None:
+    alone = {n: before_step_1(pool, files, tmp_path / n, 1, f"--validation.dataset_path={files[n]}") for n in NAMES}
+    tokens = {name: row["validation_tokens"] for name, row in alone.items()}
+    for name, row in alone.items():
+        loss = row["validation_loss"]
+        assert one_rank[f"validation/{name}/loss"] == loss
+        assert one_rank[f"validation/{name}/perplexity"] == row["validation_perplexity"] == math.exp(loss)
+        assert not any(key.startswith("validation/") for key in row)
+    assert tokens["long"] > 2 * tokens["short"] > 100 and one_rank["validation_tokens"] == sum(tokens.values())
+    mean = sum(one_rank[f"validation/{name}/loss"] * tokens[name] for name in NAMES) / sum(tokens.values())
+    assert one_rank["validation_loss"] == pytest.approx(mean, rel=1e-12)
+    plain_mean = sum(one_rank[f"validation/{name}/loss"] for name in NAMES) / 2
+    assert abs(mean - plain_mean) > 1e-3
+
+
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
+def test_a_full_pass_gives_the_same_losses_on_any_number_of_ranks(
+    pool: Pools, files: dict[str, Path], one_rank: dict[str, float], tmp_path: Path, ranks: int
+) -> None:
+    found = before_step_1(pool, files, tmp_path, ranks)
+    assert found.pop("validation_tokens") == one_rank["validation_tokens"]
+    assert found == pytest.approx({key: one_rank[key] for key in found}, rel=1e-6)
+
+
+def _interrupted(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
+    """A run that is asked to stop on its last rank, in the first validation of the second text."""
+    trainer = _trainer(world, folder, *flags)
+    assert trainer.parts.validation is not None
+    loader: Any = trainer.parts.validation.loaders["short"]
+    read = type(loader).__iter__
+
+    def asked(self: Any) -> Iterator[Any]:
+        for batch in read(self):
+            if self is loader and world.rank == world.size - 1:
+                trainer.stop.request("the test asks")
+            yield batch
+
+    type(loader).__iter__ = asked
+    try:
+        return _outcome(trainer, folder)
+    finally:
+        type(loader).__iter__ = read
+
+
+def test_an_interrupted_validation_is_done_again_whole_and_the_best_is_kept(
+    pool: Pools, files: dict[str, Path], tmp_path: Path
+) -> None:
+    flags = [*FULL, sources(files), "--training.steps=4", "--validation.freq=2", "--checkpoint.interval=100"]
+    flags += ["--checkpoint.keep_best=1", "--optimizer.lr=0.3", "--training.warmup_steps=0"]
+    straight = pool(2).run(_run, str(tmp_path / "straight"), *flags)[0]
+    root = tmp_path / "straight" / "checkpoint"
+    assert steps_in(root) == [2, 4], "step 2 was the best so far"
+    for step, row in validations(straight).items():
+        assert read_manifest(root / f"step-{step}").validation_loss == row["validation_loss"]
+    stopped = pool(2).run(_interrupted, str(tmp_path / "stopped"), *flags)[0]
+    assert stopped["step"] == 2 and "the test asks on rank 1" in stopped["error"] and not validations(stopped)
+    resumed = pool(2).run(_run, str(tmp_path / "stopped"), *flags)[0]
+    assert validations(resumed) == validations(straight) and sorted(validations(straight)) == [2, 4]
+    # Before the first step there is nothing to save: the next start does it again.
+    first = pool(2).run(_interrupted, str(tmp_path / "first"), *flags, "--validation.first")[0]
+    assert (first["step"], first["rows"]) == (0, []) and "no step was done" in first["error"]
+    again = pool(2).run(_run, str(tmp_path / "first"), *flags, "--validation.first")[0]
+    assert sorted(validations(again)) == [0, 2, 4]
+
+
+def test_a_full_pass_over_text_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    endless = {"wiki": PackedDataset(make_corpus([5, 5]), seq_len=16)}
+    monkeypatch.setattr("titanlite.build.build_validation_dataset", lambda *_: endless)
+    flags = ["--validation.enable", "--validation.steps"]
+    with pytest.raises(ConfigError, match=r"validation\.steps: -1 is a full pass, and wiki is read as a stream"):
+        read_held_out(load_config("debug_model.toml", 1, [*flags, "-1"]), load_tokenizer())
+    assert read_held_out(load_config("debug_model.toml", 1, [*flags, "3"]), load_tokenizer()) == endless
+
+
+def test_figures_at_the_limits() -> None:
+    assert math.isnan(HeldOutLoss(0.0, 0).loss) and HeldOutLoss(1e6, 1).perplexity == math.inf
+    result = ValidationResult({"none": HeldOutLoss(0.0, 0), "some": HeldOutLoss(6.0, 3)})
+    assert result.all.loss == 2.0 and str(result.all) == "loss 2.0000, perplexity 7.389, over 3 tokens"
