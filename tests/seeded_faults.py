@@ -47,8 +47,8 @@ FAULTS = (
     _fault(
         "loss-divided-by-local-tokens",
         "step.py",
-        "batch.labels, self.loss_function) / tokens",
-        "batch.labels, self.loss_function) / count_valid(batch.labels)",
+        "self.loss_sum(batch) / tokens",
+        "self.loss_sum(batch) / count_valid(batch.labels)",
         "training/test_grid.py::test_a_cell_trains_as_transformers_does",
     ),
     _fault(
@@ -139,13 +139,33 @@ FAULTS = (
     ),
     _fault("warm-up-ignored", "optim/schedule.py", "if done < warmup:", "if done < 0:", "optim/test_optim.py"),
     # The model
-    _fault("no-causal-mask", "models/layers.py", "is_causal=mask is None", "is_causal=False", "models/test_llama.py"),
+    _fault(
+        "no-causal-mask",
+        "models/layers.py",
+        "q, k, v, is_causal=True",
+        "q, k, v, is_causal=False",
+        "models/test_llama.py",
+    ),
     _fault(
         "document-mask-ignored",
         "models/layers.py",
-        "return (same & causal).unsqueeze(1)",
-        "return causal.expand_as(same).unsqueeze(1)",
-        "models/test_llama.py",
+        "return document_mask(doc_ids)",
+        "return document_mask(torch.zeros_like(doc_ids))",
+        "models/test_document_attention.py",
+    ),
+    _fault(
+        "positions-run-on-over-documents",
+        "models/layers.py",
+        "return index - (index * document_begins(doc_ids)).cummax(1).values",
+        "return index.expand_as(doc_ids)",
+        "models/test_document_attention.py",
+    ),
+    _fault(
+        "last-token-predicts-another-document",
+        "data/best_fit.py",
+        "last = min(end + 1, int(corpus.offsets[document + 1]))",
+        "last = end + 1",
+        "data/test_best_fit.py",
     ),
     _fault(
         "rope-frequencies",
@@ -209,8 +229,8 @@ FAULTS = (
     _fault(
         "labels-of-another-part-of-the-sequence",
         "parallel/context.py",
-        "cp_rank.part(batch.labels))",
-        "batch.labels.chunk(cp_rank.degree, 1)[cp_rank.rank])",
+        "cp_rank.part(batch.labels), batch",
+        "batch.labels.chunk(cp_rank.degree, 1)[cp_rank.rank], batch",
         "parallel/test_context.py",
     ),
     _fault(

@@ -62,7 +62,7 @@ from titanlite.parallel.init import seed_generators, use_deterministic
 from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.parallel.pipeline import PipelineModel
 from titanlite.parallel.tensor import enable_async
-from titanlite.preflight import async_tp_problems, fsdp_problems, loss_problems
+from titanlite.preflight import async_tp_problems, fsdp_problems, loss_problems, mask_problems
 from titanlite.run_callbacks import (
     AttemptRecord,
     CompileReport,
@@ -170,6 +170,7 @@ def check_model(run: RunConfig, tokenizer_size: int) -> None:
     """Check that ranks can divide this model and vocabulary; no process group is needed. Raises ConfigError."""
     spec, args = run.spec, run.model_args(tokenizer_size)
     problems = [*tensor_problems(args, run), *loss_problems(spec, args, run.training)]
+    problems += mask_problems(spec, args, run.data)
     problems += fsdp_problems(spec, args, run.training, run.compile, run.activation_checkpoint)
     if run.experimental.enable_async_tensor_parallel:
         problems += async_tp_problems(run.mesh.tensor)

@@ -48,14 +48,17 @@ def count_valid(labels: Tensor) -> Tensor:
     return (labels != IGNORE).sum()
 
 
-def batch_loss(model: nn.Module, tokens: Tensor, labels: Tensor, loss_function: LossFunction) -> Tensor:
+def batch_loss(
+    model: nn.Module, tokens: Tensor, labels: Tensor, loss_function: LossFunction, documents: Tensor | None = None
+) -> Tensor:
     """Return a micro-batch's loss, a scalar. After `chunk_head` not all its logits exist at a time.
 
-    tokens, labels: [batch, seq] int64.
+    tokens, labels: [batch, seq] int64. documents: of a `Batch`.
     """
+    masked = {} if documents is None else {"doc_ids": documents}
     if in_chunks(model):
-        return model(tokens, labels=labels, loss=loss_function)
-    return loss_function(model(tokens), labels)
+        return model(tokens, labels=labels, loss=loss_function, **masked)
+    return loss_function(model(tokens, **masked), labels)
 
 
 def chunk_head(model: nn.Module, chunks: int, head_name: str = "output") -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from titanlite.config.errors import ConfigError, Problem
-from titanlite.config.sections import ActivationCheckpoint, Compile, Float8, Training
+from titanlite.config.sections import ActivationCheckpoint, Compile, Data, Float8, Training
 from titanlite.models.spec import ModelSpec
 from titanlite.parallel import ParallelismError
 
@@ -87,6 +87,16 @@ def loss_problems(spec: ModelSpec, args: Any, training: Training) -> list[Proble
             chunk_head(spec.build_on_meta(args), training.loss_chunks, spec.head)
         except ValueError as error:
             return [Problem("", "training.loss_chunks", str(error), "set it to 1")]
+    return []
+
+
+def mask_problems(spec: ModelSpec, args: Any, data: Data) -> list[Problem]:
+    """Find whether attention of the model can stop at documents, if it shall."""
+    import inspect
+
+    if data.mask_documents and "doc_ids" not in inspect.signature(spec.build_on_meta(args).forward).parameters:
+        message = f"is not offered by the model {spec.name}: its forward takes no doc_ids"
+        return [Problem("", "data.mask_documents", message, "set it to false, or add doc_ids to the model")]
     return []
 
 

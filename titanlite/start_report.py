@@ -214,7 +214,8 @@ def _runs(forward: Mapping[str, int], some: Mapping[str, int]) -> str:
 def data_row(training: Training, data: Data, setup: Setup) -> Row:
     order = f"shuffled with seed {data.seed}" if data.shuffle else "in file order"
     name = f"{len(data.source)} sources" if data.source else training.dataset_path or training.dataset
-    return "data", f"{name}: {setup.text}, {order}"
+    masks = ", attention within documents" if data.mask_documents else ""
+    return "data", f"{name}: {setup.text}, {order}{masks}"
 
 
 def batch_rows(setup: Setup, steps: int | None, epochs: int | None) -> list[Row]:

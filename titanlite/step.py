@@ -8,20 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from titanlite.data.loader import Batch, to_device
 from titanlite.guard import FiniteGuard
 from titanlite.loss import LossFunction, batch_loss, count_valid, cross_entropy_sum
 from titanlite.optim.gradients import clip_gradients, square_norm, square_norms
 from titanlite.optim.optimizer import gated_step
 from titanlite.parallel.fsdp import set_gradient_sync
-
-if TYPE_CHECKING:
-    from titanlite.data.loader import Batch
 
 #: Is told the name of the phase that begins: "forward", "backward", "pipeline", "optimizer".
 Phase = Callable[[str], object]
@@ -63,8 +61,8 @@ class Runner(Protocol):
         """
         ...
 
-    def loss_sum(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return a batch's loss, summed over its tokens (0-dim). tokens, labels: [batch, seq] int64."""
+    def loss_sum(self, batch: Batch) -> torch.Tensor:
+        """Return a batch's loss, summed over its tokens (0-dim)."""
         ...
 
 
@@ -87,14 +85,14 @@ class PlainRunner:
         for index, batch in enumerate(batches):
             set_gradient_sync(self.model, self.sync_every or index == len(batches) - 1)
             phase("forward")
-            loss = batch_loss(self.model, batch.tokens, batch.labels, self.loss_function) / tokens
+            loss = self.loss_sum(batch) / tokens
             phase("backward")
             loss.backward()
             share += loss.detach()
         return share
 
-    def loss_sum(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return batch_loss(self.model, tokens, labels, self.loss_function)
+    def loss_sum(self, batch: Batch) -> torch.Tensor:
+        return batch_loss(self.model, batch.tokens, batch.labels, self.loss_function, batch.documents)
 
 
 @dataclass
@@ -185,10 +183,10 @@ def loss_sums(
     """
     sums = torch.zeros(texts, 2, dtype=torch.float64, device=device)
     model.eval()
-    for text, batch in batches:
-        tokens, labels = (t.to(device, non_blocking=True) for t in batch)
-        sums[text, 0] += runner.loss_sum(tokens, labels)
-        sums[text, 1] += count_valid(labels)
+    for text, on_cpu in batches:
+        (batch,) = to_device([on_cpu], device)
+        sums[text, 0] += runner.loss_sum(batch)
+        sums[text, 1] += count_valid(batch.labels)
     model.train()
     dist.all_reduce(sums)
     return sums / sums.new_tensor([factors.loss, factors.tokens])

@@ -42,9 +42,9 @@ def test_a_stage_reports_all_its_problems_and_hides_the_later_ones(tmp_path: Pat
 
     assert found(RUN, "--training.setps=3") == ["2 training.batch_size", "command line training.setps"]
     second = RUN.replace('"four"', "4")
-    assert found(second, "--data.mask_documents", "--model.tokenizer_path=/nope") == [
+    assert found(second, "--memory_estimation.enabled", "--model.tokenizer_path=/nope") == [
         "5 checkpoint.start",
-        "command line data.mask_documents",
+        "command line memory_estimation.enabled",
         "command line model.tokenizer_path",
     ]
     third = second.replace('"resume"', '"fresh"')
@@ -207,7 +207,7 @@ def test_what_fits_is_accepted(tmp_path: Path) -> None:
     assert (run.mesh.weight_shards, run.warnings) == (4, ()), "all ranks that share weights count"
     check_config(words(f"training.dataset=c4 training.dataset_path={tmp_path}"), 1)
     check_config(words("float8.filter_fqns=output profiling.profile_freq=100 optimizer.kahan=true"), 1)  # all off
-    flags = words("optimizer.name=Muon data.mask_documents model.tokenizer_path=/nope")
+    flags = words("optimizer.name=Muon memory_estimation.enabled model.tokenizer_path=/nope")
     assert len(refusals(flags)) == 3
     assert check_config(flags, 1, training=False)[1].optimizer.name == "Muon"
 

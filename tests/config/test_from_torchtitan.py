@@ -326,7 +326,9 @@ def test_the_table_of_files_equals_the_code() -> None:
 
 @pytest.mark.parametrize("flavor", ["debugmodel_flex_attn", "debugmodel_varlen_attn", "8B_flex", "8B_varlen"])
 def test_a_flavor_with_other_attention_is_refused_with_the_reason(flavor: str) -> None:
-    with pytest.raises(ConfigError, match=f'"{flavor}" is not supported: attention within each document'):
+    with pytest.raises(
+        ConfigError, match=f'"{flavor}" is not supported: attention within each document is data.mask_documents'
+    ):
         load([f"--model.flavor={flavor}"])
 
 

@@ -73,7 +73,9 @@ def test_steps_and_states_are_those_of_the_loader(corpus: Corpus, depth: int, sk
             expected, found = plain.next_step(), batches.next_step()
             assert len(found) == len(expected) == 2
             assert all(
-                torch.equal(a, b) for x, y in zip(found, expected, strict=True) for a, b in zip(x, y, strict=True)
+                torch.equal(a, b)
+                for x, y in zip(found, expected, strict=True)
+                for a, b in zip(x[:2], y[:2], strict=True)
             )
             assert batches.state_dict() == plain.state_dict()
             assert len(threads()) == (depth > 0)

@@ -137,7 +137,7 @@ def _model(world: DistEnv, documents: bool = False) -> dict[str, Any]:
         if not isinstance(module, (Rope, ContextAttention)):
             module.register_forward_hook(note_length(name))
     with Watch(note):
-        logits = shared(batch.tokens, doc_ids=None if doc_ids is None else CPRank.of(mesh).part(doc_ids))
+        logits = shared(batch.tokens, doc_ids=doc_ids)
         _loss(logits, batch.labels).backward()
     errors = {}
     for (name, expected), ours in zip(plain.named_parameters(), shared.parameters(), strict=True):

@@ -8,12 +8,15 @@ from typing import Any
 import torch
 
 from tests.pool import Pools
-from tests.training.harness import Run, batches, initial_weights, train, train_afresh
+from tests.training.harness import Run, alone, batches, initial_weights, train, train_afresh
 from tests.training.reference import Curve, train_reference
 from titanlite.models import LlamaArgs, get_spec
 
 STEPS, GLOBAL_BATCH, SEQ = 20, 8, 32
 TOKENS, LABELS = batches(STEPS, GLOBAL_BATCH, SEQ, 192)
+#: Several documents in each sequence.
+DOCUMENTS = (torch.rand(TOKENS.shape, generator=torch.Generator().manual_seed(0)) < 0.1).long().cumsum(-1)
+DOCUMENTS -= DOCUMENTS[..., :1].clone()
 #: Learning rates: AdamW's with a warm-up, SGD's.
 WARM = [3e-3 * min(1.0, (n + 1) / 5) for n in range(STEPS)]
 FLAT = [0.1] * STEPS
@@ -29,15 +32,18 @@ class References:
 
     def of(self, run: Run) -> Curve:
         """The plain run on the same global batches from the same weights."""
-        batch = (run.tokens.numpy().tobytes(), run.labels.numpy().tobytes())
+        tokens, labels = run.tokens, run.labels
+        if run.documents is not None:
+            tokens, labels = alone(tokens, labels, run.documents)
+        batch = (tokens.numpy().tobytes(), labels.numpy().tobytes())
         key = (run.args, run.seed, run.optimizer, tuple(run.rates), run.max_norm, batch)
         if key not in self._curves:
             start = self._pool(1).run(initial_weights, run.alone())[0]
             self._curves[key] = train_reference(
                 get_spec("llama3").hf_config(run.args),
                 _to_hf(start, run.args),
-                run.tokens,
-                run.labels,
+                tokens,
+                labels,
                 optimizer=run.optimizer,
                 rates=run.rates,
                 max_norm=run.max_norm,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training.compare import FLAT, GLOBAL_BATCH, LABELS, SEQ, TOKENS, WARM, References
+from tests.training.compare import DOCUMENTS, FLAT, GLOBAL_BATCH, LABELS, SEQ, TOKENS, WARM, References
 from tests.training.harness import Degrees, Run
 from titanlite.derive import RunConfig
 from titanlite.fit import load_config
@@ -223,6 +223,40 @@ def more_rows(fewest: int, most: int) -> list[Any]:
 def train_row(references: References, row: Row, accumulation: int) -> None:
     steps = 8 if row.ranks < 8 else 4
     references.compare(run_of(config_of(row, Column(accumulation, "AdamW", {})), steps=steps), row.ranks)
+
+
+#: Rows with masks between documents, each with a column: what reaches attention, positions and recomputation.
+MASKED = {
+    "fsdp 2": "compiled, by operation",
+    "tp 2": "by operation",
+    "cp 2": "accumulated",
+    "pp 2, 1F1B": "accumulated",
+    "pp 2, ZBVZeroBubble": "at once",
+    "tp 2, fsdp 2": "compiled",
+    "cp 2, fsdp 2": "compiled, by operation",
+    "pp 2, tp 2": "accumulated",
+    "pp 2, cp 2": "accumulated",
+    "cp 2, tp 2": "recomputed",
+    "pp 2, tp 2, cp 2": "at once",
+}
+
+
+def masked_rows(fewest: int, most: int) -> list[Any]:
+    """As parameters of a test."""
+    ranks = {**{name: row.ranks for name, row in ROWS.items()}, **{name: row.ranks for name, (row, _) in MORE.items()}}
+    quick = ("fsdp 2", "cp 2", "pp 2, 1F1B")
+    return [
+        pytest.param(name, marks=[] if name in quick else pytest.mark.slow)
+        for name in MASKED
+        if fewest <= ranks[name] <= most
+    ]
+
+
+def train_masked(references: References, name: str) -> None:
+    """As `train_cell`, held against `transformers` with each document in a row of its own."""
+    row, column = ROWS[name] if name in ROWS else MORE[name][0], COLUMNS[MASKED[name]]
+    run = replace(run_of(config_of(row, column), column.optimizer, 4), documents=DOCUMENTS)
+    references.compare(run, row.ranks)
 
 
 def bf16_rows(fewest: int, most: int) -> list[Any]:

@@ -75,6 +75,8 @@ class Run:
     tokens: torch.Tensor
     labels: torch.Tensor
     rates: list[float]
+    #: Number of each token's document; None: no masks.
+    documents: torch.Tensor | None = None
     args: LlamaArgs = TINY
     training: Training = full_precision()
     optimizer: str = "AdamW"
@@ -144,8 +146,8 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 def micro_batches(run: Run, step: int, rank: int, degree: int) -> list[Batch]:
     """This rank's share of a global batch, dealt out as the loader deals: sequence i goes to rank i mod degree."""
     tokens, labels = run.tokens[step, rank::degree], run.labels[step, rank::degree]
-    parts = zip(tokens.chunk(run.accumulation), labels.chunk(run.accumulation), strict=True)
-    return [Batch(t, y) for t, y in parts]
+    whole = [tokens, labels] if run.documents is None else [tokens, labels, run.documents[step, rank::degree]]
+    return [Batch(*part) for part in zip(*(t.chunk(run.accumulation) for t in whole), strict=True)]
 
 
 def sequence_part(run: Run, batches: list[Batch], rank: int) -> list[Batch]:
@@ -158,7 +160,20 @@ def sequence_part(run: Run, batches: list[Batch], rank: int) -> list[Batch]:
         chunks = x.chunk(2 * run.context, dim=1)
         return torch.cat((chunks[place], chunks[-1 - place]), dim=1)
 
-    return [Batch(part(batch.tokens), part(batch.labels)) for batch in batches]
+    return [Batch(part(batch.tokens), part(batch.labels), batch.documents) for batch in batches]
+
+
+def alone(tokens: torch.Tensor, labels: torch.Tensor, documents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tokens and labels [steps, rows, seq] with each document in a row of its own, filled up without targets."""
+    most = int(documents.max()) + 1
+    size = torch.Size([len(tokens), tokens.size(1) * most, tokens.size(2)])
+    apart, targets = torch.zeros(size, dtype=torch.int64), torch.full(size, -100)
+    for step, row in torch.cartesian_prod(torch.arange(size[0]), torch.arange(tokens.size(1))).tolist():
+        for number in range(most):
+            own = documents[step, row] == number
+            apart[step, row * most + number, : int(own.sum())] = tokens[step, row, own]
+            targets[step, row * most + number, : int(own.sum())] = labels[step, row, own]
+    return apart, targets
 
 
 def build_tiny(world: DistEnv, run: Run) -> tuple[torch.nn.Module, torch.optim.Optimizer, int]:

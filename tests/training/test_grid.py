@@ -13,9 +13,11 @@ from tests.training.grid import (
     bf16_rows,
     cells,
     config_of,
+    masked_rows,
     more_rows,
     train_cell,
     train_in_bf16,
+    train_masked,
     train_row,
 )
 from titanlite.config.errors import ConfigError
@@ -29,6 +31,11 @@ def test_a_cell_trains_as_transformers_does(references: References, row: str, co
 @pytest.mark.parametrize(("row", "accumulation"), more_rows(1, 2))
 def test_another_row_trains_as_transformers_does(references: References, row: Row, accumulation: int) -> None:
     train_row(references, row, accumulation)
+
+
+@pytest.mark.parametrize("row", masked_rows(1, 2))
+def test_masked_documents_train_as_each_document_alone(references: References, row: str) -> None:
+    train_masked(references, row)
 
 
 @pytest.mark.parametrize("row", bf16_rows(1, 2))

@@ -15,6 +15,7 @@ import pytest
 from tests.checkpoint.test_manifest import sign
 from tests.pool import Pools
 from tests.tiny import KEPT_TOKENS, TWO_LAYERS
+from tests.training.harness import alone
 from tests.words import listening
 from titanlite import exit_codes
 from titanlite.build import build, read_datasets
@@ -22,6 +23,7 @@ from titanlite.callbacks import Callback, Callbacks
 from titanlite.checkpoint import CheckpointError
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.load import load_file
+from titanlite.data.loader import Batch
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER
 from titanlite.fit import fitted
 from titanlite.guard import BadStepError
@@ -99,6 +101,53 @@ def test_ten_resume_ten_equals_twenty_bit_for_bit(pool: Pools, straight: list[di
         r["validation_loss"] for r in straight if "validation_loss" in r
     ]
     assert [r["tokens_seen"] for r in resumed if "loss" in r] == [256 * step for step in range(1, 21)]
+
+
+MASKED = ["--data.mask_documents", "--data.packing=best-fit", "--training.seq_len=512"]
+
+
+def _each_document_alone(world: DistEnv, folder: str) -> list[float]:
+    """Losses of the same run on one rank, with every document in a row of its own and no masks."""
+    parts = _trainer(world, folder, *MASKED, "--training.steps=6").parts
+    losses, most = [], 0
+    for step in range(1, 7):
+        apart = []
+        for batch in parts.loader.next_step():
+            assert batch.documents is not None
+            most = max(most, int(batch.documents.max()))
+            tokens, labels = alone(batch.tokens[None], batch.labels[None], batch.documents[None])
+            apart.append(Batch(tokens[0], labels[0]))
+        losses.append(parts.train_step(apart, step, parts.learning_rate(step)).loss.item())
+    parts.close()
+    assert most > 2
+    return losses
+
+
+def test_masked_best_fit_rows_train_as_each_document_alone_and_resume_exactly(pool: Pools, tmp_path: Path) -> None:
+    expected = pool(1).run(_each_document_alone, str(tmp_path / "alone"))[0]
+    straight = pool(2).run(_run, str(tmp_path / "straight"), *MASKED, "--training.steps=6")[0]
+    losses = _losses(straight["rows"])
+    assert [losses[step][0] for step in range(1, 7)] == pytest.approx(expected, abs=5e-6)
+    (report,) = [line for line in straight["said"] if "tokens per epoch, best-fit with 0.04% padding" in line]
+    assert "attention within documents" in report
+    pool(2).run(_run, str(tmp_path), *MASKED, "--training.steps=3")
+    resumed = pool(2).run(_run, str(tmp_path), *MASKED, "--training.steps=6")[0]
+    assert _losses(resumed["rows"]) == losses
+    assert any("resume verified" in line for line in resumed["said"])
+    for flags, change in (MASKED[1:], "mask_documents True"), ([MASKED[0], *MASKED[2:]], "packing best-fit"):
+        refused = pool(2).run(_run, str(tmp_path), *flags, "--training.steps=7")[0]
+        assert refused["code"] == exit_codes.CHECKPOINT and change in refused["error"]
+
+
+@pytest.mark.slow
+def test_masks_work_in_float8_with_compiled_blocks(pool: Pools, tmp_path: Path) -> None:
+    plain = pool(2).run(_run, str(tmp_path / "fp32"), *MASKED, "--training.steps=4")[0]
+    float8 = ["--float8.enable_float8_linear", "--float8.emulate", "--float8.min_features=16"]
+    compiled = ["--training.compile", "--compile.backend=aot_eager"]
+    low = pool(2).run(_run, str(tmp_path / "float8"), *MASKED, *float8, *compiled, "--training.steps=4")[0]
+    assert not any("again" in line and "torch.compile" in line for line in low["said"])
+    losses = _losses(low["rows"])
+    assert 0 < max(abs(losses[step][0] - loss) for step, (loss, *_) in _losses(plain["rows"]).items()) < 0.05
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.slow)])

@@ -224,7 +224,9 @@ VALUE_NOTES: dict[tuple[str, str], str] = {
 
 _DELAYED = "delayed scaling is gone from torchao; dynamic scaling is what it has"
 _FLOAT16 = "float16 needs loss scaling, which titanlite does not do; take bfloat16"
-_ATTENTION = "attention within each document (data.mask_documents) is not built yet"
+_ATTENTION = (
+    "attention within each document is data.mask_documents = true, with the flavor of this name without its ending"
+)
 REFUSED_VALUES: dict[tuple[str, str], str] = {
     **{(f"float8.scaling_type_{name}", "delayed"): _DELAYED for name in ("input", "weight", "grad_output")},
     **{(f"training.{k}", "float16"): _FLOAT16 for k in ("mixed_precision_param", "mixed_precision_reduce", "dtype")},

@@ -30,8 +30,6 @@ _LOAD_HF = (
     "convert the folder with `titanlite checkpoint convert FOLDER TARGET --to checkpoint`, and give TARGET as "
     "checkpoint.initial_load_path"
 )
-_MIXTURE = Missing("mixtures of sources")
-_PACKING = Missing("other packing")
 _MEMORY = Missing("the estimate of memory")
 _ANY_PRECISION = [f"optimizer.{n}" for n in ("kahan", "momentum_dtype", "variance_dtype", "compensation_dtype")]
 _TENSOR = ["training.enable_loss_parallel", "experimental.enable_async_tensor_parallel"]
@@ -47,8 +45,6 @@ NOT_IMPLEMENTED: dict[str, Missing] = {
     "optimizer.name": Missing("this optimizer", implemented=("Adam",)),
     "optimizer.groups": Missing("parameter groups"),
     **dict.fromkeys(_ANY_PRECISION, Missing("AnyPrecisionAdamW")),
-    "data.packing": _PACKING,
-    "data.mask_documents": _PACKING,
     "checkpoint.last_save_in_hf": Missing("saving in Hugging Face's format", _CONVERT),
     "checkpoint.initial_load_in_hf": Missing("reading Hugging Face's format at the start", _LOAD_HF),
     "memory_estimation.enabled": _MEMORY,

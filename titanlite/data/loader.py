@@ -8,7 +8,7 @@ a step takes the next G sequences that are in none.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.data import DataError, EndOfData, skip_ranges
-from titanlite.data.rows import Rows
+from titanlite.data.rows import Rows, max_documents
 from titanlite.data.skip_ranges import Range
 from titanlite.utils import counted
 
@@ -24,15 +24,43 @@ _HASH_BITS = 128
 
 
 class Batch(NamedTuple):
-    """`tokens`: [batch, seq] int64; `labels`: [batch, seq] int64, shifted by one, -100 where there is no target."""
+    """`tokens`: [batch, seq] int64; `labels`: [batch, seq] int64, shifted by one, -100 where there is no target.
+
+    `documents`: [batch, whole sequence] int32, the number of each token's document in its row, also where ranks share a
+    sequence; None where attention does not stop at documents.
+    """
 
     tokens: torch.Tensor
     labels: torch.Tensor
+    documents: torch.Tensor | None = None
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        """Return a batch of what `function` makes of each tensor."""
+        documents = None if self.documents is None else function(self.documents)
+        return Batch(function(self.tokens), function(self.labels), documents)
 
 
 def to_device(batches: Iterable[Batch], device: torch.device) -> list[Batch]:
-    """Copy the batches to `device`; without waiting for it if they are in page-locked memory (see `Prefetcher`)."""
-    return [Batch(b.tokens.to(device, non_blocking=True), b.labels.to(device, non_blocking=True)) for b in batches]
+    """Copy the batches to `device`; without waiting for it if they are in page-locked memory (see `Prefetcher`).
+
+    Raises DataError on GPUs if a row has more documents than their attention keeps apart.
+    """
+    found = list(batches)
+    if device.type == "cuda":
+        for batch in found:
+            _check_documents(batch)
+    return [batch.map(lambda t: t.to(device, non_blocking=True)) for batch in found]
+
+
+def _check_documents(batch: Batch) -> None:
+    if batch.documents is None or batch.documents.device.type != "cpu":
+        return
+    count, most = int(batch.documents.max()) + 1, max_documents(batch.documents.size(1))
+    if count > most:
+        raise DataError(
+            f"data.mask_documents: a sequence of {batch.documents.size(1)} tokens holds {count} documents, and on GPUs "
+            f'attention keeps {most} apart at most: set data.packing = "best-fit", which packs no more than that'
+        )
 
 
 class TrainLoader:
@@ -180,7 +208,8 @@ def batch_hash(batches: Iterable[Batch]) -> str:
     """
     total = 0
     for batch in batches:
-        rows = torch.stack([batch.tokens.cpu(), batch.labels.cpu()], dim=1).numpy().astype("<i8")
+        tensors = [batch.tokens, batch.labels] if batch.documents is None else batch
+        rows = torch.stack([t.cpu() for t in tensors if t is not None], dim=1).numpy().astype("<i8")
         for row in rows:
             total += int.from_bytes(hashlib.blake2b(row.tobytes(), digest_size=_HASH_BITS // 8).digest(), "little")
     return _hex(total)
@@ -219,8 +248,8 @@ def _hex(value: int) -> str:
 def _stack(dataset: Rows, indexes: Iterable[int]) -> Batch:
     total = dataset.total_sequences
     rows = [dataset.sequence(i) if total is None or i < total else dataset.padding() for i in indexes]
-    tokens, labels = (np.stack(column) for column in zip(*(row[:2] for row in rows), strict=True))
-    return Batch(torch.from_numpy(tokens), torch.from_numpy(labels))
+    columns = (column for column in zip(*rows, strict=True) if column[0] is not None)
+    return Batch(*(torch.from_numpy(np.stack(column)) for column in columns))
 
 
 def _check_rank(rank: int, dp_degree: int) -> None:

@@ -68,7 +68,8 @@ class MixedRows:
     def settings(self) -> dict[str, Any]:
         """The settings that decide sequence i, besides the shares: those may change, and are in the state."""
         settings = self.rows[0].settings
-        return {"seq_len": self.seq_len, "seed": self.seed, "shuffle": settings["shuffle"], "sources": self.names}
+        order = {"seq_len": self.seq_len, "seed": self.seed, "shuffle": settings["shuffle"], "sources": self.names}
+        return {**order, **{name: settings[name] for name in ("mask_documents", "packing") if name in settings}}
 
     @property
     def total_sequences(self) -> int | None:

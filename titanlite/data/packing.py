@@ -12,8 +12,9 @@ computed from (seed, epoch) alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,14 @@ from titanlite.data import EndOfData
 from titanlite.data.corpus import Corpus
 from titanlite.data.rows import IGNORE, Row, Stateless
 from titanlite.utils import counted
+
+
+class Part(NamedTuple):
+    """Neighbouring tokens of one document in a sequence: the first and the end of them in the corpus."""
+
+    document: int
+    begin: int
+    end: int
 
 
 class PackedDataset(Stateless):
@@ -33,12 +42,21 @@ class PackedDataset(Stateless):
         seed: with the epoch, decides the order of documents.
         shuffle: a new order of documents and of windows each epoch; False: file order in all of them.
         epochs: passes over the corpus, or None for no end.
+        mask_documents: rows tell which tokens are of one document.
     """
 
     def __init__(
-        self, corpus: Corpus, *, seq_len: int, seed: int = 0, shuffle: bool = True, epochs: int | None = None
+        self,
+        corpus: Corpus,
+        *,
+        seq_len: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        epochs: int | None = None,
+        mask_documents: bool = False,
     ) -> None:
         self.corpus, self.seq_len, self.seed, self.shuffle, self.epochs = corpus, seq_len, seed, shuffle, epochs
+        self.mask_documents = mask_documents
         # A block of windows touches two epochs, or three after many passes.
         self._epoch = lru_cache(maxsize=3)(self._find_epoch)
         # Another seed than for the order of documents, so that the two are not the same permutation.
@@ -84,9 +102,10 @@ class PackedDataset(Stateless):
         return self.corpus.fingerprint
 
     @property
-    def settings(self) -> dict[str, int | bool | None]:
+    def settings(self) -> dict[str, Any]:
         """The settings that decide sequence i, besides the fingerprint."""
-        return {"seq_len": self.seq_len, "seed": self.seed, "shuffle": self.shuffle, "epochs": self.epochs}
+        masks = {"mask_documents": True} if self.mask_documents else {}
+        return {"seq_len": self.seq_len, "seed": self.seed, "shuffle": self.shuffle, "epochs": self.epochs, **masks}
 
     def sequence(self, index: int) -> Row:
         """Return sequence `index`.
@@ -100,23 +119,37 @@ class PackedDataset(Stateless):
         if total is not None and index >= total:
             epochs = counted(self.epochs or 0, "epochs")
             raise EndOfData(f"sequence {index}: this text has {counted(total, 'sequences')} in {epochs}")
-        place = self.window(index)
-        if self.epochs is not None and place >= self._windows_with_targets(self.epochs):
-            return self.padding()
-        window = self._stream(self.corpus.tokens, place * self.seq_len, self.seq_len + 1)
-        tokens = np.full(self.seq_len, self.corpus.pad_id, dtype=np.int64)
-        labels = np.full(self.seq_len, IGNORE, dtype=np.int64)
-        tokens[: min(len(window), self.seq_len)] = window[: self.seq_len]
-        labels[: len(window) - 1] = window[1:]
+        parts = self.parts(self.window(index))
+        return self._row(parts) if parts else self.padding()
+
+    def _row(self, parts: Sequence[Part]) -> Row:
+        """Return the row of the parts of a window."""
+        window = np.concatenate([self.corpus.tokens[part.begin : part.end] for part in parts])
+        row = self.padding()
+        row.tokens[: min(len(window), self.seq_len)] = window[: self.seq_len]
+        labels = row.labels[: len(window) - 1]
+        labels[:] = window[1:]
         if self.corpus.targets is not None:
-            targets = self._stream(self.corpus.targets, place * self.seq_len, self.seq_len + 1)
-            labels[: len(window) - 1][~targets[1:]] = IGNORE
-        return Row(tokens, labels)
+            targets = np.concatenate([self.corpus.targets[part.begin : part.end] for part in parts])
+            labels[~targets[1:]] = IGNORE
+        lengths = [part.end - part.begin for part in parts]
+        if self.mask_documents:
+            labels[np.cumsum(lengths)[:-1] - 1] = IGNORE  # the first token of the next document
+        return row._replace(documents=self.numbers(lengths))
+
+    def numbers(self, lengths: Sequence[int]) -> NDArray[np.int32] | None:
+        """Return `Row.documents` for documents of these lengths and padding; None without masks."""
+        if not self.mask_documents:
+            return None
+        found = np.full(self.seq_len, len(lengths), dtype=np.int32)
+        numbers = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)[: self.seq_len]
+        found[: len(numbers)] = numbers
+        return found
 
     def padding(self) -> Row:
         """Return a sequence without targets, to fill up the last batch of finite data."""
-        size = self.seq_len
-        return Row(np.full(size, self.corpus.pad_id, dtype=np.int64), np.full(size, IGNORE, dtype=np.int64))
+        tokens = np.full(self.seq_len, self.corpus.pad_id, dtype=np.int64)
+        return Row(tokens, np.full(self.seq_len, IGNORE, dtype=np.int64), self.numbers([]))
 
     def window(self, index: int) -> int:
         """Return the window of sequence `index`."""
@@ -130,17 +163,16 @@ class PackedDataset(Stateless):
 
         Their numbers are those of the records, counted from 0 in the order of `corpus.files` and within each.
         """
-        place = self.window(index)
-        if self.epochs is not None and place >= self._windows_with_targets(self.epochs):
+        return [part.document for part in self.parts(self.window(index))]
+
+    def parts(self, window: int) -> list[Part]:
+        """Return the parts of seq_len + 1 tokens from window * seq_len of all epochs end to end.
+
+        Fewer tokens at the end of finite data; none where no target is left.
+        """
+        if self.epochs is not None and window >= self._windows_with_targets(self.epochs):
             return []
-        return [document for document, _, _ in self._parts(place * self.seq_len, self.seq_len + 1)]
-
-    def _stream(self, array: NDArray[Any], start: int, length: int) -> NDArray[Any]:
-        """Return the part [start, start + length) of an array of all tokens in all epochs; less at the end of these."""
-        return np.concatenate([array[begin:end] for _, begin, end in self._parts(start, length)])
-
-    def _parts(self, start: int, length: int) -> list[tuple[int, int, int]]:
-        """Return the parts of `_stream`: (document, first and end of its tokens in the corpus)."""
+        start, length = window * self.seq_len, self.seq_len + 1
         parts = []
         epoch, within = divmod(start, self.tokens_per_epoch)
         while length > 0 and (self.epochs is None or epoch < self.epochs):
@@ -150,7 +182,7 @@ class PackedDataset(Stateless):
                 document = int(order[place])
                 begin = int(self.corpus.offsets[document]) + within - int(starts[place])
                 end = min(begin + length, int(self.corpus.offsets[document + 1]))
-                parts.append((document, begin, end))
+                parts.append(Part(document, begin, end))
                 length -= end - begin
                 within += end - begin
                 place += 1

@@ -273,7 +273,7 @@ def _passes(loader: PassLoader, pin: bool, endless: bool) -> Callable[[], Batch]
 
 
 def _pinned(batches: list[Batch], pin: bool) -> list[Batch]:
-    return [Batch(b.tokens.pin_memory(), b.labels.pin_memory()) for b in batches] if pin else batches
+    return [batch.map(torch.Tensor.pin_memory) for batch in batches] if pin else batches
 
 
 def _current_device(pin: bool) -> int | None:

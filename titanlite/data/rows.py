@@ -12,6 +12,11 @@ from numpy.typing import NDArray
 IGNORE = -100
 
 
+def max_documents(seq_len: int) -> int:
+    """Return the most documents of a row that attention keeps apart on GPUs, padding included."""
+    return max(64, seq_len // 64)
+
+
 class Row(NamedTuple):
     """One sequence.
 

@@ -120,7 +120,8 @@ class StreamRows:
         """The settings that decide sequence i, besides fingerprint and a number of lanes that is in the state."""
         given = {} if self.given_lanes is None else {"lanes": self.given_lanes}
         order = {"seq_len": self.seq_len, "seed": self.seed, "shuffle": self.shuffle, "epochs": None}
-        return {**order, "buffer": self.buffer, **given}
+        masks = {"mask_documents": True} if self.mask_documents else {}
+        return {**order, "buffer": self.buffer, **given, **masks}
 
     def describe(self) -> str:
         """Return the size of the text in words."""

@@ -13,6 +13,7 @@ from titanlite.config.sections import Data, DataSource, Training, Validation
 from titanlite.config.text_names import hub_text
 from titanlite.config.urls import is_url
 from titanlite.data import DataError
+from titanlite.data.best_fit import BestFitDataset
 from titanlite.data.corpus import PACKING, Corpus, encode_record, tokenize
 from titanlite.data.formats import Format
 from titanlite.data.mixture import MixedRows
@@ -120,12 +121,15 @@ class TextReader:
             workers = data.num_workers or 0
             records = own_records(name, f"{key}.dataset", columns_of(data, name, None, source))
             corpus = tokenize((), self.tokenizer, self.vocab_size, workers, records)
-            return PackedDataset(corpus, seq_len=seq_len, seed=seed, shuffle=shuffle, epochs=epochs)
+            return self._pack(corpus, key, seq_len=seq_len, seed=seed, shuffle=shuffle, epochs=epochs)
         shards = self.share(f"files of {key}", lambda: self._shards(source, key))
         if self._is_stream(shards, source):
             if epochs is not None and shuffle:
                 end = f"{key}.epochs: {name or source.path} is read as a stream, whose length is not known"
                 raise DataError(f"{end}; give training.steps or training.tokens, or data.streaming = false")
+            if data.packing == "best-fit" and not key.startswith("validation"):
+                stream = f'data.packing = "best-fit": {name or source.path} is read as a stream, which is split'
+                raise DataError(f'{stream}; set data.streaming = false, or data.packing = "split"')
             return StreamRows(
                 shards,
                 lambda record: encode_record(record, self.tokenizer, self.vocab_size),
@@ -141,7 +145,13 @@ class TextReader:
                 mask_documents=data.mask_documents,
             )
         corpus = self._corpus(shards)
-        return PackedDataset(corpus, seq_len=seq_len, seed=seed, shuffle=shuffle, epochs=epochs)
+        return self._pack(corpus, key, seq_len=seq_len, seed=seed, shuffle=shuffle, epochs=epochs)
+
+    def _pack(self, corpus: Corpus, key: str, **order: Any) -> PackedDataset:
+        """Return the sequences of a corpus. Held-out text is always split: its targets are the same in every run."""
+        best_fit = self.data.packing == "best-fit" and not key.startswith("validation")
+        kind = BestFitDataset if best_fit else PackedDataset
+        return kind(corpus, mask_documents=self.data.mask_documents, **order)
 
     def _shards(self, source: DataSource, key: str) -> Shards:
         """List the files of a source."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from titanlite.models.llama import LlamaArgs, RopeScaling
+
+if TYPE_CHECKING:
+    from titanlite.models.document_attention import DocumentMask
 
 
 class _SiluMul(torch.autograd.Function):
@@ -148,6 +151,17 @@ class Rope(nn.Module):
         return self
 
 
+def document_begins(doc_ids: Tensor) -> Tensor:
+    """Return where a document begins, [batch, seq] bool, for doc_ids: [batch, seq] int. A row begins with one."""
+    return torch.cat([torch.ones_like(doc_ids[:, :1], dtype=torch.bool), doc_ids[:, 1:] != doc_ids[:, :-1]], 1)
+
+
+def document_positions(doc_ids: Tensor) -> Tensor:
+    """Return each token's place in its document, [batch, seq] int64."""
+    index = torch.arange(doc_ids.size(1), device=doc_ids.device)
+    return index - (index * document_begins(doc_ids)).cummax(1).values
+
+
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
     """Return the radians per position of each rotated pair, [head_dim / 2] fp32: theta ** (-2 i / head_dim).
 
@@ -184,21 +198,20 @@ class SdpaAttention(nn.Module):
     forward pass, on the first block's, and what it returns is handed to every block.
     """
 
-    def prepare(self, doc_ids: Tensor | None) -> Tensor | None:
-        """Return the mask [batch, 1, seq, seq] bool for doc_ids: [batch, seq] int; None: causal."""
+    def prepare(self, doc_ids: Tensor | None) -> DocumentMask | None:
+        """Return the mask for doc_ids: [batch, seq] int; None: each row is one document."""
         if doc_ids is None:
             return None
-        seq_len = doc_ids.size(1)
-        causal = torch.ones(seq_len, seq_len, dtype=torch.bool, device=doc_ids.device).tril()
-        same = doc_ids.unsqueeze(2) == doc_ids.unsqueeze(1)
-        return (same & causal).unsqueeze(1)
+        from titanlite.models.document_attention import document_mask
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        return document_mask(doc_ids)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask | None) -> Tensor:
         """q: [batch, heads, seq, head_dim], k and v: [batch, kv_heads, seq, head_dim]; returns q's shape."""
+        if mask is not None:
+            return mask.attend(q, k, v)
         # enable_gqa only where it is needed: it rules some CUDA kernels out.
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.size(1) != k.size(1)
-        )
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1))
 
 
 class Attention(nn.Module):
@@ -213,7 +226,7 @@ class Attention(nn.Module):
         self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
         self.inner_attention = SdpaAttention()
 
-    def forward(self, x: Tensor, rotation: Rotation, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, mask: DocumentMask | None) -> Tensor:
         """x: [batch, seq, dim] → [batch, seq, dim]."""
         q, k, v = (self.heads(linear(x)) for linear in (self.wq, self.wk, self.wv))
         # Rotated before heads and positions change places: attention gives its result the layout of q, and in this one
@@ -254,7 +267,7 @@ class Block(nn.Module):
         self.attention_norm = build_norm(args)
         self.ffn_norm = build_norm(args)
 
-    def forward(self, x: Tensor, rotation: Rotation, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation, mask: DocumentMask | None) -> Tensor:
         """x: [batch, seq, dim] → [batch, seq, dim]."""
         x = x + self.attention(self.attention_norm(x), rotation, mask)
         return x + self.feed_forward(self.ffn_norm(x))
@@ -287,8 +300,9 @@ class Llama(nn.Module):
     ) -> Tensor:
         """Return logits [batch, seq, vocab], in the parameters' dtype.
 
-        tokens: [batch, seq] int64. positions: [batch, seq] int64, rows of the RoPE tables; None: 0, 1, 2, …
-        doc_ids: [batch, seq] int; a token sees only tokens of its own document; None: one document.
+        tokens: [batch, seq] int64. positions: [batch, seq] int64, rows of the RoPE tables; None: 0, 1, 2, … from
+        the beginning of each document.
+        doc_ids: [batch, whole sequence] int; a token sees only tokens of its own document; None: one document.
         labels, loss: for a head that computes the loss itself (`titanlite.loss.chunk_head`), which is then returned.
         Raises ValueError if the sequence is longer than the RoPE tables.
 
@@ -297,6 +311,8 @@ class Llama(nn.Module):
         """
         x = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         if self.layers:
+            if positions is None and doc_ids is not None:
+                positions = document_positions(doc_ids)
             rotation = self.rope(tokens.size(1), positions)
             first_block = next(iter(self.layers.values()))
             inner: Any = first_block.get_submodule("attention.inner_attention")

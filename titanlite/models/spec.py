@@ -83,7 +83,8 @@ class ModelSpec:
 
     The module maps tokens [batch, seq] int64 to logits [batch, seq, vocab]. It keeps its blocks where `block_names`
     says, and may have `init_buffers()`, which computes the buffers that no checkpoint holds. For
-    `training.loss_chunks` it takes `labels` and `loss` and returns `head(x, labels, loss)` if there are labels.
+    `training.loss_chunks` it takes `labels` and `loss` and returns `head(x, labels, loss)` if there are labels. For
+    `data.mask_documents` it takes `doc_ids` [batch, seq] int32, the number of each token's document in its row.
 
     Fields with the default None are features that a model need not offer; a config that asks for one is then refused.
     """

@@ -27,6 +27,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 
 from titanlite.data.loader import Batch
+from titanlite.models.layers import document_positions
 from titanlite.parallel import ParallelismError
 
 #: The differentiable all-gather: its backward is a reduce-scatter. torch 2.13 renamed it.
@@ -91,7 +92,7 @@ class ContextAttention(nn.Module):
     def prepare(self, doc_ids: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return for each chunk the mask of its queries over the keys up to its end.
 
-        doc_ids: this rank's, [batch, seq / ranks] int: masks [batch, 1, chunk, end] bool. None: torch's `CausalBias`,
+        doc_ids: of the whole sequence, [batch, seq] int: masks [batch, 1, chunk, end] bool. None: torch's `CausalBias`,
         which attention kernels for GPUs know; elsewhere torch makes a mask [chunk, end] of it.
         """
         chunk = self.cp_rank.seq_len // (2 * self.cp_rank.degree)
@@ -101,13 +102,12 @@ class ContextAttention(nn.Module):
             # data, and dispatch modes (a trace without data, a counter of FLOPs) cannot take them.
             with _disable_current_modes():
                 return causal_lower_right(chunk, ends[0]), causal_lower_right(chunk, ends[1])
-        documents = self.cp_rank.gather(doc_ids, 1)
 
         def mask(own: Tensor, end: int) -> Tensor:
             causal = torch.ones(chunk, end, dtype=torch.bool, device=own.device).tril(end - chunk)
-            return ((own.unsqueeze(2) == documents[:, :end].unsqueeze(1)) & causal).unsqueeze(1)
+            return ((own.unsqueeze(2) == doc_ids[:, :end].unsqueeze(1)) & causal).unsqueeze(1)
 
-        first, second = map(mask, doc_ids.chunk(2, 1), ends)
+        first, second = map(mask, self.cp_rank.part(doc_ids).chunk(2, 1), ends)
         return first, second
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: tuple[Tensor, Tensor]) -> Tensor:
@@ -146,6 +146,9 @@ def _pass_positions(cp_rank: CPRank, model: nn.Module, args: Any, kwargs: Any) -
     positions = args[1] if len(args) > 1 else kwargs.get("positions")
     # Given positions tell the length: the hidden states of a pipeline may also be divided over other ranks.
     own = local.size(1) if positions is None else positions.size(-1)
+    doc_ids = args[2] if len(args) > 2 else kwargs.get("doc_ids")
+    if doc_ids is not None:
+        own = doc_ids.size(1) // cp_rank.degree
     cp_rank.seq_len = own * cp_rank.degree
     rope: Any = model.get_submodule("rope")
     if cp_rank.seq_len > rope.max_seq_len:
@@ -155,7 +158,10 @@ def _pass_positions(cp_rank: CPRank, model: nn.Module, args: Any, kwargs: Any) -
         )
     if positions is not None:
         return args, kwargs
-    positions = cp_rank.part(torch.arange(cp_rank.seq_len, device=local.device), 0).unsqueeze(0)
+    if doc_ids is not None:
+        positions = cp_rank.part(document_positions(doc_ids))
+    else:
+        positions = cp_rank.part(torch.arange(cp_rank.seq_len, device=local.device), 0).unsqueeze(0)
     if len(args) > 1:
         return (args[0], positions, *args[2:]), kwargs
     return args, {**kwargs, "positions": positions}
@@ -172,7 +178,8 @@ def split_batch(batch: Batch, mesh: DeviceMesh) -> Batch:
 
 
 def _part(batch: Batch, cp_rank: CPRank) -> Batch:
-    return Batch(cp_rank.part(batch.tokens), cp_rank.part(batch.labels))
+    # Documents stay whole: attention and positions depend on those of the whole sequence.
+    return Batch(cp_rank.part(batch.tokens), cp_rank.part(batch.labels), batch.documents)
 
 
 class CPLoader:

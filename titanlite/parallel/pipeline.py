@@ -176,27 +176,33 @@ class Pipeline:
         labels = torch.cat([b.labels for b in micro_batches]) if self._has_last else None
         losses: list[Tensor] | None = [] if self._has_last else None
         rows = sum(len(b.tokens) for b in micro_batches)
-        keywords = self._keywords(rows, self._shape.seq_len, labels)
+        documents = None
+        if micro_batches[0].documents is not None:
+            documents = torch.cat([cast(Tensor, b.documents) for b in micro_batches])
+        keywords = self._keywords(rows, self._shape.seq_len, labels, documents)
         self._schedule.step(*inputs, target=labels, losses=losses, return_outputs=False, **keywords)
         return (
             torch.stack(losses).detach().sum() if losses else torch.zeros((), dtype=torch.float32, device=self._device)
         )
 
     @torch.no_grad()
-    def loss_sum(self, tokens: Tensor, labels: Tensor) -> Tensor:
+    def loss_sum(self, batch: Batch) -> Tensor:
         """Return a batch's loss, summed over tokens (0-dim), without gradients: zero on ranks without the last stage.
 
-        tokens, labels: [any number of sequences, seq] int64, on the device; the same on all ranks of the pipeline.
+        batch: any number of sequences, on the device; the same on all ranks of the pipeline.
         """
-        pieces = tokens.chunk(self._microbatches)
+        pieces, labels = batch.tokens.chunk(self._microbatches), batch.labels.chunk(self._microbatches)
+        documents: Sequence[Tensor | None] = [None] * len(pieces)
+        if batch.documents is not None:
+            documents = batch.documents.chunk(self._microbatches)
         total = torch.zeros((), dtype=torch.float32, device=self._device)
         sent: list[tuple[dist.Work | None, Tensor]] = []
         local: list[Tensor] = []  # from a stage to the next one on the same rank
         for number, stage in self._model.stages.items():
             inputs = self._inputs(number, pieces, local)
             local = []
-            for x, y in zip(inputs, labels.chunk(self._microbatches), strict=True):
-                out = stage(x, **self._keywords(len(y), y.size(1), y))
+            for x, y, ids in zip(inputs, labels, documents, strict=True):
+                out = stage(x, **self._keywords(len(y), y.size(1), y, ids))
                 if number + 1 == len(self._model.layout.stages):
                     total += self._loss_of(out, y)
                 elif number + 1 in self._model.stages:
@@ -231,9 +237,11 @@ class Pipeline:
         """Return the global rank that holds a stage."""
         return dist.get_global_rank(self._model.group, self._model.layout.ranks[number])
 
-    def _keywords(self, rows: int, seq_len: int, labels: Tensor | None) -> dict[str, Any]:
+    def _keywords(self, rows: int, seq_len: int, labels: Tensor | None, documents: Tensor | None) -> dict[str, Any]:
         """Return the keyword arguments for all stages of this rank; only the last one uses the labels."""
         keywords: dict[str, Any] = {"labels": labels, "loss": self._loss} if self._chunked else {}
-        if self._positions is not None:
+        if documents is not None:
+            keywords["doc_ids"] = documents  # they tell positions too
+        elif self._positions is not None:
             keywords["positions"] = self._positions(seq_len).expand(rows, -1)
         return keywords

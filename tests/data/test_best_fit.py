@@ -1,0 +1,161 @@
+"""Best-fit packing: whole documents in rows, every token served once, and rows that tell their documents."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.data.conftest import make_corpus
+from titanlite.data import DataError, EndOfData, best_fit, loader
+from titanlite.data.best_fit import BestFitDataset
+from titanlite.data.corpus import Corpus
+from titanlite.data.loader import Batch, TrainLoader, batch_hash
+from titanlite.data.packing import PackedDataset
+from titanlite.data.rows import IGNORE, Row, max_documents
+
+
+def rows(dataset: PackedDataset, first: int, end: int) -> list[Row]:
+    return [dataset.sequence(i) for i in range(first, end)]
+
+
+def ends(corpus: Corpus) -> set[int]:
+    """The last token of each document; a token's id tells where it is in the corpus."""
+    return set(corpus.tokens[corpus.offsets[1:] - 1].tolist())
+
+
+@pytest.mark.parametrize("seq_len", [1, 7, 64, 599])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_each_epoch_serves_every_token_once_and_each_predicts_the_next_of_its_document(
+    corpus: Corpus, seq_len: int, shuffle: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(best_fit, "GROUP", 10)
+    dataset = BestFitDataset(corpus, seq_len=seq_len, seed=3, shuffle=shuffle, epochs=2, mask_documents=True)
+    size, last = dataset.sequences_per_epoch, ends(corpus)
+    assert dataset.total_sequences == 2 * size
+    for epoch in (0, 1):
+        served: list[int] = []
+        for row in rows(dataset, epoch * size, (epoch + 1) * size):
+            assert row.documents is not None and row.documents.dtype == np.int32
+            real = row.tokens != corpus.pad_id
+            assert (row.labels[~real] == IGNORE).all()
+            for token, label in zip(row.tokens[real].tolist(), row.labels[real].tolist(), strict=True):
+                assert label == (IGNORE if token in last else token + 1)
+            served += row.tokens[real].tolist()
+            # A document's number changes where the document does, and at the padding.
+            steps = np.diff(row.documents)
+            assert set(steps.tolist()) <= {0, 1} and row.documents[0] == 0
+            new = (np.diff(row.tokens) != 1) | np.isin(row.tokens[:-1], list(last))
+            assert (steps[real[1:]] == new[real[1:]]).all()
+        assert sorted(served) == list(range(1, 600))
+    with pytest.raises(EndOfData, match=f"{2 * size:,} sequences? in 2 epochs"):
+        dataset.sequence(2 * size)
+    assert dataset.describe().endswith(f"best-fit with {1 - 599 / (size * seq_len):.2%} padding")
+
+
+def test_a_document_that_fits_is_never_cut_and_its_row_names_it(corpus: Corpus) -> None:
+    dataset = BestFitDataset(corpus, seq_len=64, epochs=1)
+    seen: list[int] = []
+    for i in range(dataset.sequences_per_epoch):
+        documents = dataset.documents_in(i)
+        whole = [corpus.tokens[corpus.offsets[d] : corpus.offsets[d + 1]] for d in documents]
+        row = dataset.sequence(i)
+        assert row.tokens[row.tokens != corpus.pad_id].tolist() == np.concatenate(whole).tolist()
+        assert row.documents is None
+        seen += documents
+    assert sorted(seen) == list(range(29))
+    assert dataset.sequences_per_epoch == 10  # 599 tokens in 640 places
+
+
+def naive(lengths: list[int], room: int, most: int) -> list[int]:
+    """Best-fit decreasing the plain way; among rows of equal room the one that was touched last."""
+    row_of, left, touched = [0] * len(lengths), [], []
+    pieces: list[int] = []
+    for now, piece in enumerate(sorted(range(len(lengths)), key=lambda i: -lengths[i])):
+        fits = [r for r in range(len(left)) if left[r] >= lengths[piece] and pieces[r] < most and left[r] > 0]
+        if fits:
+            row = min(fits, key=lambda r: (left[r], -touched[r]))
+        else:
+            row = len(left)
+            left.append(room)
+            touched.append(0)
+            pieces.append(0)
+        row_of[piece], left[row], touched[row] = row, left[row] - lengths[piece], now
+        pieces[row] += 1
+    return row_of
+
+
+@pytest.mark.parametrize(("room", "most"), [(50, 99), (50, 3), (1000, 8)])
+def test_rows_are_those_of_best_fit_decreasing(room: int, most: int) -> None:
+    lengths = np.random.default_rng(0).integers(1, 51, 400).tolist()
+    assert best_fit.best_fit(lengths, room, most) == naive(lengths, room, most)
+
+
+def test_the_order_never_changes_and_depends_on_seed_and_epoch(corpus: Corpus) -> None:
+    def order(dataset: PackedDataset, epoch: int = 0) -> list[Any]:
+        size = dataset.sequences_per_epoch
+        return [dataset.documents_in(i) for i in range(epoch * size, (epoch + 1) * size)]
+
+    endless = BestFitDataset(corpus, seq_len=64, seed=3)
+    assert order(endless)[:3] == [[2, 13], [21, 18, 8], [4, 11]]
+    assert order(endless) == order(BestFitDataset(corpus, seq_len=64, seed=3, epochs=4, mask_documents=True))
+    assert order(endless, 5) != order(endless) and sorted(order(endless, 5)) == sorted(order(endless))
+    assert sorted(order(BestFitDataset(corpus, seq_len=64, seed=4))) != sorted(order(endless))
+    in_file_order = [min(documents) for documents in order(BestFitDataset(corpus, seq_len=64, shuffle=False))]
+    assert in_file_order == sorted(in_file_order)
+
+
+def test_a_token_that_is_no_target_has_no_label(corpus: Corpus) -> None:
+    targets = np.random.default_rng(0).random(599) < 0.5
+    masked = BestFitDataset(dataclasses.replace(corpus, targets=targets), seq_len=20, epochs=1)
+    plain = BestFitDataset(corpus, seq_len=20, epochs=1)
+    for i in range(plain.sequences_per_epoch):
+        row, label = masked.sequence(i), plain.sequence(i).labels
+        wanted = np.where((label != IGNORE) & targets[label - 1], label, IGNORE)
+        assert row.labels.tolist() == wanted.tolist()
+        assert row.tokens.tolist() == plain.sequence(i).tokens.tolist()
+
+
+def test_split_rows_tell_their_documents(corpus: Corpus) -> None:
+    """Tokens and labels are those without masks, but a document's last token predicts nothing."""
+    plain = PackedDataset(corpus, seq_len=50, seed=3, epochs=2)
+    masked = PackedDataset(corpus, seq_len=50, seed=3, epochs=2, mask_documents=True)
+    last = list(ends(corpus))
+    for i in range(plain.total_sequences or 0):
+        row, expected = masked.sequence(i), plain.sequence(i)
+        assert expected.documents is None and row.documents is not None
+        assert row.tokens.tolist() == expected.tokens.tolist()
+        assert row.labels.tolist() == np.where(np.isin(row.tokens, last), IGNORE, expected.labels).tolist()
+        real = int((row.tokens != corpus.pad_id).sum())
+        begins = np.isin(row.tokens[: max(real - 1, 0)], last)
+        assert row.documents[:real].tolist() == [0, *np.cumsum(begins).tolist()][:real]
+        assert len(set(row.documents[real:].tolist())) <= 1
+
+
+def test_only_other_settings_are_in_the_order_of_a_checkpoint(corpus: Corpus) -> None:
+    plain = {"seq_len": 8, "seed": 0, "shuffle": True, "epochs": None}
+    assert PackedDataset(corpus, seq_len=8).settings == plain
+    both = BestFitDataset(corpus, seq_len=8, mask_documents=True).settings
+    assert both == {**plain, "mask_documents": True, "packing": "best-fit"}
+
+
+def test_batches_carry_documents_and_the_hash_sees_them(corpus: Corpus) -> None:
+    (batch,) = TrainLoader(BestFitDataset(corpus, seq_len=64, mask_documents=True), 4, 4).next_step()
+    assert batch.documents is not None and batch.documents.shape == (4, 64) and batch.documents.dtype == torch.int32
+    (plain,) = TrainLoader(BestFitDataset(corpus, seq_len=64), 4, 4).next_step()
+    assert plain.documents is None and torch.equal(plain.tokens, batch.tokens)
+    other = batch._replace(documents=torch.zeros_like(batch.documents))
+    assert len({batch_hash([b]) for b in (batch, plain, other)}) == 3
+
+
+def test_rows_keep_to_the_documents_that_gpus_take_and_others_are_refused() -> None:
+    corpus = make_corpus([2] * 500)
+    dataset = BestFitDataset(corpus, seq_len=256, epochs=1, mask_documents=True)
+    assert max(len(dataset.documents_in(i)) for i in range(dataset.sequences_per_epoch)) == max_documents(256) - 1 == 63
+    loader._check_documents(Batch(*map(torch.from_numpy, np.stack(dataset.sequence(0))[:, None])))  # type: ignore[arg-type]
+    (split,) = TrainLoader(PackedDataset(corpus, seq_len=256, mask_documents=True), 1, 1).next_step()
+    with pytest.raises(DataError, match='256 tokens holds 128 documents, and on GPUs attention keeps 64.*"best-fit"'):
+        loader._check_documents(split)

@@ -1,0 +1,150 @@
+"""Documents in one row compute what each computes alone: logits, losses, gradients, in every way to run a block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.models.test_llama import VARIANTS, built, relative, tokens_of
+from titanlite.config.sections import ActivationCheckpoint, Data
+from titanlite.models import get_spec
+from titanlite.models import llama_hf as hf
+from titanlite.models.document_attention import document_mask
+from titanlite.models.layers import SdpaAttention, document_positions
+from titanlite.parallel.activation_checkpoint import apply_ac
+from titanlite.parallel.compile import apply_compile
+from titanlite.preflight import mask_problems
+
+LENGTHS = [[20, 1, 27], [48], [5, 38, 5]]
+
+
+def numbers(lengths: list[list[int]]) -> Tensor:
+    """doc_ids [rows, seq] for documents of these lengths."""
+    return torch.stack([torch.repeat_interleave(torch.arange(len(row)), torch.tensor(row)) for row in lengths])
+
+
+def documents(lengths: list[list[int]], *tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """The tensors [rows, seq, …], cut into documents [1, tokens, …]."""
+    rows = zip(*(t.unsqueeze(1) for t in tensors), lengths, strict=True)
+    return [part for *row, sizes in rows for part in zip(*(t.split(sizes, 1) for t in row), strict=True)]
+
+
+def nll(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def by_operation(model: nn.Module) -> None:
+    names = [f"layers.{i}" for i in range(2)]
+    apply_ac(model, names, ActivationCheckpoint(mode="selective", selective_ac_option="op"), torch.device("cpu"))
+
+
+def compiled(model: nn.Module) -> None:
+    by_operation(model)
+    apply_compile({f"layers.{i}": model.get_submodule(f"layers.{i}") for i in range(2)}, "aot_eager")
+
+
+@pytest.mark.parametrize(
+    ("variant", "apply"),
+    [("plain", None), ("gqa", None), ("scaled", None), ("gqa", by_operation), ("gqa", compiled)],
+)
+def test_a_packed_row_equals_its_documents_alone(variant: str, apply: Callable[[nn.Module], None] | None) -> None:
+    args = VARIANTS[variant]
+    alone, packed = built(args), built(args)
+    if apply is not None:
+        apply(packed)
+    tokens = tokens_of(args, batch=3, seq=48)
+    labels = tokens.roll(-1, 1)
+    logits = packed(tokens, doc_ids=numbers(LENGTHS))
+    nll(logits, labels).backward()
+    for part, found, target in documents(LENGTHS, tokens, logits.detach(), labels):
+        expected = alone(part)
+        assert relative(found, expected) < 1e-6
+        nll(expected, target).backward()
+    for (name, p), q in zip(packed.named_parameters(), alone.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None and relative(p.grad, q.grad) < 1e-6, name
+    torch._dynamo.reset()
+
+
+def test_each_document_equals_transformers(variant: str = "gqa") -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    args = VARIANTS[variant]
+    ours, theirs = built(args), LlamaForCausalLM(LlamaConfig(**hf.hf_config(args)))
+    theirs.load_state_dict(hf.to_hf(ours.state_dict(), args))
+    tokens = tokens_of(args, batch=3, seq=48)
+    logits = ours(tokens, doc_ids=numbers(LENGTHS))
+    logits.square().sum().backward()
+    for part, found in documents(LENGTHS, tokens, logits.detach()):
+        expected = theirs(part).logits
+        assert relative(found, expected) < 1e-6
+        expected.square().sum().backward()
+    gradients = dict(theirs.named_parameters())
+    for name, p in ours.named_parameters():
+        assert relative(p.grad, gradients[hf.hf_names(args)[name]].grad) < 1e-6, name  # type: ignore[arg-type]
+
+
+def test_other_documents_need_no_other_graph() -> None:
+    model, count = built(VARIANTS["gqa"]), 0
+
+    def backend(module: Any, inputs: Any) -> Any:
+        nonlocal count
+        count += 1
+        return module.forward
+
+    torch._dynamo.reset()
+    apply_compile({"layers.0": model.get_submodule("layers.0")}, backend)
+    tokens = tokens_of(VARIANTS["gqa"], batch=3, seq=48)
+    for lengths in (LENGTHS, [[48]] * 3, [[1] * 48] * 3, [[47, 1], [2, 46], [24, 24]]):
+        model(tokens, doc_ids=numbers(lengths)).sum().backward()
+    torch._dynamo.reset()
+    assert count == 1
+
+
+class _Largest(TorchDispatchMode):
+    """The largest tensor that an operator returns, in elements."""
+
+    found = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        sizes = [t.numel() for t in (out if isinstance(out, (list, tuple)) else [out]) if isinstance(t, Tensor)]
+        self.found = max(self.found, *sizes, 0)
+        return out
+
+
+def test_no_mask_of_the_sequence_squared_is_made_and_work_stays_within_documents() -> None:
+    doc_ids = numbers([[64] * 16])
+    q, k, v = (torch.randn(1, heads, 1024, 8, requires_grad=True) for heads in (4, 2, 2))
+    with _Largest() as largest:
+        attention = SdpaAttention()
+        attention(q, k, v, attention.prepare(doc_ids)).sum().backward()
+    assert largest.found == 4 * 1024 * 8
+
+
+def test_in_bf16_it_differs_from_fp32_by_rounding() -> None:
+    mask = document_mask(numbers(LENGTHS))
+    q, k, v = (torch.randn(3, heads, 48, 16) for heads in (4, 2, 2))
+    exact, low = mask.attend(q, k, v), mask.attend(*(t.bfloat16() for t in (q, k, v)))
+    assert low.dtype == torch.bfloat16 and 1e-4 < relative(low.float(), exact) < 1e-2
+
+
+def test_positions_begin_again_with_each_document() -> None:
+    assert document_positions(numbers([[2, 1, 3]])).tolist() == [[0, 1, 0, 0, 1, 2]]
+    assert document_positions(torch.tensor([[7, 7, 2, 2, 7]])).tolist() == [[0, 1, 0, 1, 0]]
+
+
+def test_a_model_without_documents_is_refused() -> None:
+    spec = get_spec(f"{Path(__file__).resolve().parents[2]}/examples/tiny_gpt.py:SPEC")
+    args = replace(next(iter(spec.flavors.values())), vocab_size=64)
+    (problem,) = mask_problems(spec, args, Data(mask_documents=True))
+    assert problem.key == "data.mask_documents" and "its forward takes no doc_ids" in problem.message
+    assert not mask_problems(spec, args, Data())
+    assert not mask_problems(get_spec("llama3"), VARIANTS["gqa"], Data(mask_documents=True))

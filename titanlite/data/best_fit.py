@@ -1,0 +1,129 @@
+"""Documents fitted whole into sequences, by best-fit decreasing (Ding et al. 2024, "Fewer truncations improve language
+modeling").
+
+A document longer than a sequence is cut into pieces of seq_len tokens first; a piece's last token predicts the first of
+the next piece. Groups of pieces, in the order of documents, are packed each by itself, longest first, each piece into
+the fullest row that has room for it. So neighbours in the text stay near each other, and the work is bounded.
+
+Which documents share a row is decided once, by the seed. Each epoch serves the rows in another order. So the number of
+rows is the same in every epoch, and sequence i is found without those before it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from titanlite.data.corpus import Corpus
+from titanlite.data.packing import PackedDataset, Part, epoch_order
+from titanlite.data.rows import IGNORE, Row, max_documents
+
+#: Pieces that are packed together.
+GROUP = 4096
+
+
+class BestFitDataset(PackedDataset):
+    """Sequences of whole documents by global index; the arguments are those of `PackedDataset`.
+
+    Every token is served once per epoch. Every token but a document's first is a target once: tokens predict those of
+    their own document, and a document's last token predicts nothing. Rows are filled up with padding.
+    """
+
+    def __init__(self, corpus: Corpus, *, seq_len: int, seed: int = 0, shuffle: bool = True, **others: Any) -> None:
+        order = epoch_order(len(corpus.offsets) - 1, seed, 0, shuffle)
+        #: First token in the corpus of each piece, by rows; and the first piece of each row, with an end.
+        self._begins, self._starts = packed(corpus.offsets, order, seq_len)
+        super().__init__(corpus, seq_len=seq_len, seed=seed, shuffle=shuffle, **others)
+
+    @property
+    def sequences_per_epoch(self) -> int:
+        return len(self._starts) - 1
+
+    def describe(self) -> str:
+        padding = 1 - self.tokens_per_epoch / (self.sequences_per_epoch * self.seq_len)
+        return f"{super().describe()}, best-fit with {padding:.2%} padding"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {**super().settings, "packing": "best-fit"}
+
+    def _windows_with_targets(self, epochs: int) -> int:
+        return epochs * self.sequences_per_epoch
+
+    def parts(self, window: int) -> list[Part]:
+        """Return the pieces of a row, in the order of documents."""
+        row, offsets = window % self.sequences_per_epoch, self.corpus.offsets
+        begins = self._begins[self._starts[row] : self._starts[row + 1]]
+        documents = np.searchsorted(offsets, begins, side="right") - 1
+        ends = np.minimum(begins + self.seq_len, offsets[documents + 1])
+        return [Part(*map(int, part)) for part in zip(documents, begins, ends, strict=True)]
+
+    def _row(self, parts: Sequence[Part]) -> Row:
+        row, corpus, at = self.padding(), self.corpus, 0
+        for document, begin, end in parts:
+            row.tokens[at : at + end - begin] = corpus.tokens[begin:end]
+            last = min(end + 1, int(corpus.offsets[document + 1]))
+            labels = corpus.tokens[begin + 1 : last].astype(np.int64)
+            if corpus.targets is not None:
+                labels[~corpus.targets[begin + 1 : last]] = IGNORE
+            row.labels[at : at + len(labels)] = labels
+            at += end - begin
+        return row._replace(documents=self.numbers([part.end - part.begin for part in parts]))
+
+
+def packed(
+    offsets: NDArray[np.int64], order: NDArray[np.int64], seq_len: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return rows: (first token of each piece [pieces], row by row; first piece of each row [rows + 1]).
+
+    offsets: of a `Corpus`. order: of its documents; a row is as early as its first piece.
+    """
+    pieces = -(-np.diff(offsets)[order] // seq_len)
+    document = np.repeat(order, pieces)
+    number = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    begins = offsets[document] + number * seq_len
+    lengths = np.minimum(offsets[document + 1] - begins, seq_len)
+    most = max_documents(seq_len) - 1  # padding is one more
+    row_of, rows = np.empty(len(begins), dtype=np.int64), 0
+    for first in range(0, len(begins), GROUP):
+        found = best_fit(lengths[first : first + GROUP].tolist(), seq_len, most)
+        row_of[first : first + GROUP] = np.add(found, rows)
+        rows += max(found) + 1
+    # The first piece of each row decides its place among the rows.
+    firsts = np.unique(row_of, return_index=True)[1]
+    place = np.empty(rows, dtype=np.int64)
+    place[np.argsort(firsts)] = np.arange(rows)
+    by_row = np.argsort(place[row_of], kind="stable")
+    return begins[by_row], np.concatenate([[0], np.cumsum(np.bincount(place[row_of]))])
+
+
+def best_fit(lengths: Sequence[int], room: int, most: int) -> list[int]:
+    """Return the row of each piece: longest first, into the fullest row that has room, else into a new one.
+
+    lengths: in tokens, at most `room`, the length of a row. most: pieces in a row.
+    """
+    row_of = [0] * len(lengths)
+    pieces: list[int] = []  # in each row
+    by_room: defaultdict[int, list[int]] = defaultdict(list)
+    rooms = 0  # bit n: a row with room for n more tokens exists
+    for piece in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        length = lengths[piece]
+        fitting = rooms >> length
+        if fitting:
+            left = (fitting & -fitting).bit_length() - 1
+            row = by_room[length + left].pop()
+            if not by_room[length + left]:
+                rooms ^= 1 << (length + left)
+        else:
+            row, left = len(pieces), room - length
+            pieces.append(0)
+        row_of[piece] = row
+        pieces[row] += 1
+        if left and pieces[row] < most:
+            by_room[left].append(row)
+            rooms |= 1 << left
+    return row_of
