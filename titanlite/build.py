@@ -35,6 +35,7 @@ from titanlite.data.loader import TrainLoader, ValidationLoader
 from titanlite.data.packing import PackedDataset, build_dataset, build_validation_dataset
 from titanlite.data.prefetch import PassLoader, Prefetcher, StepLoader, ValidationPrefetcher
 from titanlite.data.skip_ranges import ranges_of_steps
+from titanlite.data.token_rows import TokenRows
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.derive import RunConfig, with_steps
 from titanlite.fit import tensor_problems
@@ -109,8 +110,8 @@ class Datasets:
     """What is read before anything is built."""
 
     tokenizer: Tokenizer
-    train: PackedDataset
-    validation: PackedDataset | None
+    train: PackedDataset | TokenRows
+    validation: PackedDataset | TokenRows | None
 
 
 @dataclass

@@ -19,11 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titanlite.config.sections import Data, Training, Validation
-from titanlite.data import EndOfData
+from titanlite.data import DataError, EndOfData
 from titanlite.data.corpus import Corpus, tokenize
+from titanlite.data.permutation import GAMMA, epoch_key
 from titanlite.data.rows import IGNORE, Row
 from titanlite.data.sources import own_records, source_files
 from titanlite.data.token_cache import load_corpus
+from titanlite.data.token_files import TokenFiles, is_tokens, open_tokens
+from titanlite.data.token_rows import TokenRows
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.utils import counted, is_dotted
 
@@ -168,18 +171,37 @@ class PackedDataset:
         return order, np.cumsum(lengths) - lengths
 
 
-def build_dataset(training: Training, data: Data, tokenizer: Tokenizer, vocab_size: int) -> PackedDataset:
-    """Build the training sequences of these sections. Raises DataError as `source_files` and `load_corpus` do."""
+def build_dataset(training: Training, data: Data, tokenizer: Tokenizer, vocab_size: int) -> PackedDataset | TokenRows:
+    """Build the training sequences of these sections.
+
+    Raises DataError as `source_files`, `load_corpus` and `open_tokens` do.
+    """
+    if is_tokens(training.dataset_path):
+        files = _token_files("training", training.dataset_path, data, tokenizer, vocab_size)
+        order: dict[str, Any] = {"seed": data.seed, "shuffle": data.shuffle, "epochs": training.epochs}
+        return TokenRows(files, seq_len=training.seq_len, mask_documents=data.mask_documents, **order)
     corpus = _corpus("training", training.dataset, training.dataset_path, data, tokenizer, vocab_size)
     return PackedDataset(corpus, seq_len=training.seq_len, seed=data.seed, shuffle=data.shuffle, epochs=training.epochs)
 
 
 def build_validation_dataset(
     validation: Validation, data: Data, tokenizer: Tokenizer, vocab_size: int, seq_len: int
-) -> PackedDataset:
+) -> PackedDataset | TokenRows:
     """Build one pass over the held-out text, in file order. data: for its threads and its cache."""
+    if is_tokens(validation.dataset_path):
+        files = _token_files("validation", validation.dataset_path, data, tokenizer, vocab_size)
+        return TokenRows(files, seq_len=seq_len, shuffle=False, epochs=1, mask_documents=data.mask_documents)
     corpus = _corpus("validation", validation.dataset, validation.dataset_path, data, tokenizer, vocab_size)
     return PackedDataset(corpus, seq_len=seq_len, shuffle=False, epochs=1)
+
+
+def _token_files(section: str, path: str | None, data: Data, tokenizer: Tokenizer, vocab_size: int) -> TokenFiles:
+    """Open token files for these keys of [data]. Raises DataError for keys that prepared text does not follow."""
+    fields = {name: getattr(data, name) for name in ("text_key", "prompt_key", "completion_key")}
+    files = open_tokens(str(path), tokenizer, vocab_size, f"{section}.dataset_path", fields)
+    if data.packing != "split":
+        raise DataError(f'data.packing: "{data.packing}" is not possible for token files ({path}); leave it out')
+    return files
 
 
 def _corpus(section: str, dataset: str, path: str | None, data: Data, tokenizer: Tokenizer, vocab_size: int) -> Corpus:
@@ -189,10 +211,6 @@ def _corpus(section: str, dataset: str, path: str | None, data: Data, tokenizer:
         return tokenize((), tokenizer, vocab_size, data.num_workers or 0, records)
     files = source_files(dataset, path, section)
     return load_corpus(files, tokenizer, vocab_size, workers=data.num_workers, cache=data.token_cache)
-
-
-_MASK = (1 << 64) - 1
-_GAMMA = 0x9E3779B97F4A7C15
 
 
 def epoch_order(count: int, seed: int, epoch: int, shuffle: bool = True) -> NDArray[np.int64]:
@@ -206,9 +224,9 @@ def epoch_order(count: int, seed: int, epoch: int, shuffle: bool = True) -> NDAr
     index = np.arange(count, dtype=np.int64)
     if not shuffle:
         return index
-    key = _mix_int(_mix_int(seed & _MASK) ^ _mix_int((epoch + 1) * _GAMMA & _MASK))
+    key = epoch_key(seed, epoch)
     with np.errstate(over="ignore"):
-        hashes = _mix(np.uint64(key) + index.astype(np.uint64) * np.uint64(_GAMMA))
+        hashes = _mix(np.uint64(key) + index.astype(np.uint64) * np.uint64(GAMMA))
     return np.argsort(hashes, kind="stable")
 
 
@@ -216,9 +234,3 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
-
-
-def _mix_int(z: int) -> int:
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK
-    return z ^ (z >> 31)
