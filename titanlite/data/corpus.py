@@ -89,7 +89,7 @@ def tokenize(
     parts: list[NDArray[np.unsignedinteger]] = []
     lengths: list[int] = []
     chunks = _chunks(iter_records(files) if records is None else records, len(files), digest.update)
-    for tokens, counts in _in_order(encode, chunks, workers):
+    for tokens, counts in in_order(encode, chunks, workers):
         parts.append(tokens)
         lengths += counts
     return Corpus(
@@ -136,7 +136,7 @@ def _chunks(source: Iterable[Record], files: int, update: Callable[[bytes], None
             yield _Chunk(records, None)
 
 
-def _in_order(function: Callable[[_In], _Out], items: Iterable[_In], workers: int) -> Iterator[_Out]:
+def in_order(function: Callable[[_In], _Out], items: Iterable[_In], workers: int) -> Iterator[_Out]:
     """Map over several threads, a few items at a time; results and errors come in the items' order."""
     if workers == 0:
         yield from map(function, items)

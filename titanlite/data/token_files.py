@@ -289,7 +289,7 @@ def is_tokens(path: str | None) -> bool:
     place = Path(path)
     if not place.is_dir():
         return place.suffix == ".npy" or _pair(place)[1].is_file()
-    if _is_index(place / INDEX) or any(place.glob("part-*.tokens")):
+    if is_index(place / INDEX) or any(place.glob("part-*.tokens")):
         return True
     return not any(place.glob("*.json*")) and any(True for kind in ("*.idx", "*.npy") for _ in place.glob(kind))
 
@@ -300,7 +300,7 @@ def _pair(path: Path) -> tuple[Path, Path]:
     return path.with_name(f"{stem}.bin"), path.with_name(f"{stem}.idx")
 
 
-def _is_index(file: Path) -> bool:
+def is_index(file: Path) -> bool:
     try:
         with open(file, "rb") as stream:
             return KIND.encode() in stream.read(200)
@@ -322,7 +322,7 @@ def open_tokens(
     """
     place = Path(path)
     try:
-        if place.is_dir() and (_is_index(place / INDEX) or any(place.glob("part-*.tokens"))):
+        if place.is_dir() and (is_index(place / INDEX) or any(place.glob("part-*.tokens"))):
             files = _prepared(place, tokenizer, vocab_size, key)
         else:
             suffix = ".idx" if any(place.glob("*.idx")) else ".npy"

@@ -31,6 +31,9 @@ class TokenRows:
         mask_documents: rows tell which document each token is of.
     """
 
+    #: Share of padding in the sequences.
+    padding_share = 0.0
+
     def __init__(
         self,
         files: TokenFiles,
@@ -126,11 +129,12 @@ class TokenRows:
         return Row(tokens, labels, self._numbers(ranges) if self.mask_documents else None)
 
     def _numbers(self, ranges: list[tuple[int, int]]) -> NDArray[np.int32]:
-        """Return the number of each token's document within the row [seq_len]."""
+        """Return the number of each token's document within the row [seq_len]; padding counts as one more."""
         begins, before = np.zeros(self.seq_len + 1, dtype=np.int32), 0
         for begin, end in ranges:
             begins[self.files.starts(begin, end) - begin + before] = 1
             before += end - begin
+        begins[before:][:1] = 1
         return (np.cumsum(begins, dtype=np.int32) - 1)[: self.seq_len]
 
     def padding(self) -> Row:
