@@ -319,7 +319,7 @@ def bytes_per_token(run: Run) -> float:
     rows = run.rows
     if isinstance(rows, TokenRows) and rows.files.index:
         return float(rows.files.index["text_bytes"] / rows.files.tokens)
-    total: int = rows.total_sequences or getattr(rows, "sequences_per_epoch", _SAMPLE)
+    total = rows.total_sequences or int(getattr(rows, "sequences_per_epoch", _SAMPLE))
     special = set(run.tokenizer.special_tokens.values())
     size = tokens = 0
     for sequence in np.unique(np.linspace(0, total - 1, _SAMPLE).astype(np.int64)).tolist():
