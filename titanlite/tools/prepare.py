@@ -105,6 +105,9 @@ def prepare(source: str, folder: Path, options: Options, workers: int) -> str:
                 if all(_is_whole(folder, part) for part in index["parts"]):
                     return f"{folder} is complete already, and its checksums are right\n{summary(index, folder)}"
                 _reopen(folder, index)
+            for name in (PLAN, INDEX, "part-*"):  # half-written files of a process that was killed
+                for path in folder.glob(f".{name}.*"):
+                    path.unlink()
             _check_space(folder, files, tokenizer)
             plan = {"source": source, "options": asdict(options), "tokenizer": tokenizer.fingerprint}
             atomic_write(folder / PLAN, json.dumps(plan))
