@@ -53,3 +53,12 @@ def test_the_committed_tokenizers_are_what_the_script_makes(tmp_path: Path) -> N
     readme = (BUNDLED_TOKENIZER.parent / "README.md").read_text()
     for line in said.splitlines():
         assert line.split("; ")[1].split(" ")[0] in readme and line.split(", ")[-1].split(" ")[0] in readme
+
+
+def test_the_committed_prompts_are_what_the_script_makes(tmp_path: Path) -> None:
+    script = "import pathlib, sys, build_sft as b; b.FOLDER = pathlib.Path(sys.argv[1]); b.main()"
+    run = [sys.executable, "-c", script, str(tmp_path)]
+    subprocess.run(run, check=True, cwd=ROOT / "scripts", capture_output=True)
+    for name in ("sft_test", "sft_validation"):
+        (committed,) = BUNDLED[name].iterdir()
+        assert (tmp_path / committed.parent.name / committed.name).read_bytes() == committed.read_bytes()

@@ -18,7 +18,7 @@ from titanlite.config.errors import Problem
 from titanlite.config.keys import keys
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.sections import AUTO_FILTER, Config, steps_of
-from titanlite.config.text_names import name_problem
+from titanlite.config.text_names import fetch_hint, name_problem
 from titanlite.config.toml import quote
 from titanlite.config.urls import is_url, url_problem
 from titanlite.utils import counted, is_dotted
@@ -53,6 +53,8 @@ _NEEDS: tuple[tuple[str, Any, str, Any], ...] = (
     ("checkpoint.last_save_in_hf", True, "checkpoint.model_weights_only", True),
     ("checkpoint.keep_best", _GIVEN, "validation.enable", True),
     ("guard.policy", "rollback", "checkpoint.enable_checkpoint", True),
+    ("data.prompt_key", _GIVEN, "data.completion_key", _GIVEN),
+    ("data.completion_key", _GIVEN, "data.prompt_key", _GIVEN),
     ("debug.deterministic_warn_only", True, "debug.deterministic", True),
     ("lr_scheduler.decay_type", "plateau", "lr_scheduler.plateau_ratio", _GIVEN),
     ("activation_checkpoint.mode", "budget", "training.compile", True),
@@ -112,6 +114,13 @@ def _training(d: Config) -> Iterator[Finding]:
             yield "conflict", f"{section}.dataset_path", message, "give one of the two"
         if text.dataset_path is None and (problem := name_problem(text.dataset)):
             yield "unknown-value", f"{section}.dataset", f"{quote(text.dataset)} {problem[0]}", problem[1]
+    for key, sources in (("data.source", d.data.source), ("validation.sources", d.validation.sources)):
+        for number, source in enumerate(sources, 1):
+            prompt = source.prompt_key or d.data.prompt_key
+            completion = source.completion_key or d.data.completion_key
+            if (prompt is None) != (completion is None):
+                given, other = ("prompt_key", "completion_key") if prompt else ("completion_key", "prompt_key")
+                yield "needs", key, f"entry {number} has {given} and needs {other}", ""
     for key, on in (
         ("activation_checkpoint.mode", ac.mode == "budget"),
         ("experimental.enable_async_tensor_parallel", e.enable_async_tensor_parallel),
@@ -198,7 +207,8 @@ def missing_files(config: LoadedConfig) -> list[Problem]:
     if not _has_checkpoints(config.sections):  # a run with checkpoints of its own does not read it
         names.append("checkpoint.initial_load_path")
     paths = {key: path for key in names if (path := config.value(key)) and not is_url(path) and not _exists(path)}
-    return placed(config, (("no-file", key, f"no file or folder {quote(path)}", "") for key, path in paths.items()))
+    hints = {key: fetch_hint(path) if key == "model.tokenizer_path" else "" for key, path in paths.items()}
+    return placed(config, (("no-file", key, f"no file or folder {quote(paths[key])}", hints[key]) for key in paths))
 
 
 def _exists(path: str) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from titanlite.config.errors import Problem
 from titanlite.config.keys import keys, sections
 from titanlite.config.loaded import LoadedConfig
+from titanlite.config.text_names import BUNDLED
 from titanlite.config.toml import quote
 from titanlite.utils import is_dotted
 
@@ -49,7 +50,7 @@ NOT_IMPLEMENTED: dict[str, Missing] = {
     "optimizer.name": Missing("this optimizer", implemented=("Adam",)),
     "optimizer.groups": Missing("parameter groups"),
     **dict.fromkeys(_ANY_PRECISION, Missing("AnyPrecisionAdamW")),
-    "training.dataset": _STREAM._replace(advice=_STREAM_ADVICE),
+    "training.dataset": _STREAM._replace(advice=_STREAM_ADVICE, implemented=BUNDLED),
     "data.source": _MIXTURE,
     "validation.sources": _MIXTURE,
     "data.lanes": _STREAM,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import NamedTuple
 
 from titanlite.config.errors import nearest
 from titanlite.utils import is_dotted
 
-BUNDLED = ("c4_test", "c4_validation")
+BUNDLED = ("c4_test", "c4_validation", "sft_test", "sft_validation")
 
 
 class HubText(NamedTuple):
@@ -36,6 +37,14 @@ def hub_text(name: str) -> HubText | None:
     if name in REGISTERED:
         return REGISTERED[name]
     return HubText(name) if re.fullmatch(r"[\w.-]+/[\w.-]+", name) else None
+
+
+def fetch_hint(path: str) -> str:
+    """Return how to fetch a tokenizer for a missing path that looks like an id of the hub; "" for other paths."""
+    owner = path.partition("/")[0]
+    if hub_text(path) is None or owner in (".", "..") or os.path.isdir(owner):
+        return ""
+    return f"for a model of the hub: titanlite tokenizer fetch {path}"
 
 
 def name_problem(name: str) -> tuple[str, str] | None:

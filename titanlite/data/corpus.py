@@ -71,7 +71,7 @@ def tokenize(
 ) -> Corpus:
     """Read and tokenize whole files.
 
-    records: documents to tokenize instead of those of `files`.
+    records: the documents; None: those of `files` in the default format.
     workers: threads that tokenize, besides this one that reads; 0: this one does both. The result is the same.
 
     Raises DataError with file and line for the first record in file order that is damaged or has a token id of
@@ -80,29 +80,41 @@ def tokenize(
     dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
     digest = hashlib.sha256(f"{PACKING}\n{tokenizer.fingerprint}\n".encode())
 
-    def encode(chunk: _Chunk) -> tuple[NDArray[np.unsignedinteger], list[int]]:
+    def encode(chunk: _Chunk) -> tuple[NDArray[np.unsignedinteger], list[int], NDArray[np.bool_] | None]:
         documents = [encode_record(record, tokenizer, vocab_size) for record in chunk.records]
         if chunk.error is not None:
             raise chunk.error
-        return np.concatenate(documents).astype(dtype), [len(ids) for ids in documents]
+        targets = None
+        if any(prompt for _, prompt in documents):
+            targets = np.concatenate([np.arange(len(ids)) >= prompt for ids, prompt in documents])
+        return np.concatenate([ids for ids, _ in documents]).astype(dtype), [len(ids) for ids, _ in documents], targets
 
     parts: list[NDArray[np.unsignedinteger]] = []
+    target_parts: list[NDArray[np.bool_] | None] = []
     lengths: list[int] = []
     chunks = _chunks(iter_records(files) if records is None else records, len(files), digest.update)
-    for tokens, counts in in_order(encode, chunks, workers):
+    for tokens, counts, targets in in_order(encode, chunks, workers):
         parts.append(tokens)
+        target_parts.append(targets)
         lengths += counts
+    targets = None
+    if any(part is not None for part in target_parts):
+        all_count = (np.ones(len(tokens), np.bool_) for tokens in parts)
+        targets = np.concatenate(
+            [t if t is not None else ones for t, ones in zip(target_parts, all_count, strict=True)]
+        )
     return Corpus(
         tokens=np.concatenate(parts),
         offsets=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]),
         pad_id=tokenizer.eos_id,
         fingerprint=digest.hexdigest(),
         files=tuple(files),
+        targets=targets,
     )
 
 
 def _chunks(source: Iterable[Record], files: int, update: Callable[[bytes], None]) -> Iterator[_Chunk]:
-    """Iterate over records of so many files in chunks; `update` gets every text after its length.
+    """Iterate over records of so many files in chunks; `update` gets every prompt and text after its length.
 
     An error comes as part of the last chunk: a thread may find another one in the records before it.
     """
@@ -114,6 +126,9 @@ def _chunks(source: Iterable[Record], files: int, update: Callable[[bytes], None
         for record in source:
             seen.add(record.file)
             content = record.text.encode("utf-8", errors="surrogatepass")
+            if record.prompt:
+                prompt = record.prompt.encode("utf-8", errors="surrogatepass")
+                update(b"prompt %d " % len(prompt) + prompt)
             update(b"%d " % len(content))
             update(content)
             records.append(record)
@@ -154,12 +169,19 @@ def in_order(function: Callable[[_In], _Out], items: Iterable[_In], workers: int
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def encode_record(record: Record, tokenizer: Tokenizer, vocab_size: int) -> NDArray[np.int64]:
-    """Return the ids of a document [tokens]. Raises DataError for an id of `vocab_size` (the model's) or more."""
-    ids = tokenizer.encode_document(record.text)
+def encode_record(record: Record, tokenizer: Tokenizer, vocab_size: int) -> tuple[NDArray[np.int64], int]:
+    """Return the ids of a document [tokens], and how many of them, BOS and the prompt's, are no targets.
+
+    The prompt is encoded by itself, so that its tokens do not depend on the text after it. Without a prompt all tokens
+    are targets. Raises DataError for an id of `vocab_size` (the model's) or more.
+    """
+    ids, prompt = tokenizer.encode_document(record.text), 0
+    if record.prompt:
+        before = tokenizer.encode_document(record.prompt)[:-1]
+        ids, prompt = np.concatenate([before, ids[1:]]), len(before)
     if ids.max() >= vocab_size:
         raise _over_vocabulary(record, int(ids[ids >= vocab_size][0]), vocab_size, tokenizer)
-    return ids
+    return ids, prompt
 
 
 def _over_vocabulary(record: Record, token_id: int, vocab_size: int, tokenizer: Tokenizer) -> DataError:

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from titanlite.config.sections import Data, Training, Validation
+from titanlite.config.sections import Data, DataSource, Training, Validation
 from titanlite.data import DataError, EndOfData
 from titanlite.data.corpus import Corpus, tokenize
 from titanlite.data.permutation import GAMMA, epoch_key
 from titanlite.data.rows import IGNORE, Row
-from titanlite.data.sources import own_records, source_files
+from titanlite.data.sources import columns_of, own_records, source_files
 from titanlite.data.token_cache import load_corpus
 from titanlite.data.token_files import TokenFiles, is_tokens, open_tokens
 from titanlite.data.token_rows import TokenRows
@@ -106,11 +106,14 @@ class PackedDataset:
         place = self.window(index)
         if self.epochs is not None and place >= self._windows_with_targets(self.epochs):
             return self.padding()
-        window = self._stream(place * self.seq_len, self.seq_len + 1)
+        window = self._stream(self.corpus.tokens, place * self.seq_len, self.seq_len + 1)
         tokens = np.full(self.seq_len, self.corpus.pad_id, dtype=np.int64)
         labels = np.full(self.seq_len, IGNORE, dtype=np.int64)
         tokens[: min(len(window), self.seq_len)] = window[: self.seq_len]
         labels[: len(window) - 1] = window[1:]
+        if self.corpus.targets is not None:
+            targets = self._stream(self.corpus.targets, place * self.seq_len, self.seq_len + 1)
+            labels[: len(window) - 1][~targets[1:]] = IGNORE
         return Row(tokens, labels)
 
     def padding(self) -> Row:
@@ -142,9 +145,9 @@ class PackedDataset:
             return []
         return [document for document, _, _ in self._parts(place * self.seq_len, self.seq_len + 1)]
 
-    def _stream(self, start: int, length: int) -> NDArray[np.unsignedinteger]:
-        """Return tokens [start, start + length) of all epochs end to end; fewer at the end of finite data."""
-        return np.concatenate([self.corpus.tokens[begin:end] for _, begin, end in self._parts(start, length)])
+    def _stream(self, array: NDArray[Any], start: int, length: int) -> NDArray[Any]:
+        """Return the part [start, start + length) of an array of all tokens in all epochs; less at the end of these."""
+        return np.concatenate([array[begin:end] for _, begin, end in self._parts(start, length)])
 
     def _parts(self, start: int, length: int) -> list[tuple[int, int, int]]:
         """Return the parts of `_stream`: (document, first and end of its tokens in the corpus)."""
@@ -204,13 +207,27 @@ def _token_files(section: str, path: str | None, data: Data, tokenizer: Tokenize
     return files
 
 
-def _corpus(section: str, dataset: str, path: str | None, data: Data, tokenizer: Tokenizer, vocab_size: int) -> Corpus:
-    """Read and tokenize the text of a section. That of a function is not cached: its code says nothing of its text."""
+def _corpus(
+    section: str,
+    dataset: str,
+    path: str | None,
+    data: Data,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    source: DataSource | None = None,
+) -> Corpus:
+    """Read and tokenize the text of a section. That of a function is not cached: its code says nothing of its text.
+
+    source: its format and fields go before those of `data`.
+    """
+    columns = columns_of(data, dataset, path, source)
     if is_dotted(dataset):
-        records = own_records(dataset, f"{section}.dataset")
+        records = own_records(dataset, f"{section}.dataset", columns)
         return tokenize((), tokenizer, vocab_size, data.num_workers or 0, records)
     files = source_files(dataset, path, section)
-    return load_corpus(files, tokenizer, vocab_size, workers=data.num_workers, cache=data.token_cache)
+    kind: Any = source.format if source else "auto"
+    workers, cache = data.num_workers, data.token_cache
+    return load_corpus(files, tokenizer, vocab_size, workers=workers, cache=cache, columns=columns, kind=kind)
 
 
 def epoch_order(count: int, seed: int, epoch: int, shuffle: bool = True) -> NDArray[np.int64]:

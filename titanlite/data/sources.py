@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from titanlite.config.extensions import load_function
+from titanlite.config.sections import Data, DataSource
+from titanlite.config.text_names import REGISTERED
 from titanlite.data import DataError
 from titanlite.data.formats import COMPRESSED, SUFFIXES, Columns, Format, Record, iter_rows
 from titanlite.utils import logger
@@ -25,7 +27,11 @@ _ASSETS = Path(__file__).parent / "assets"
 BUNDLED: dict[str, Path] = {
     "c4_test": _ASSETS / "train",
     "c4_validation": _ASSETS / "validation",
+    "sft_test": _ASSETS / "sft" / "train",
+    "sft_validation": _ASSETS / "sft" / "validation",
 }
+#: Bundled text of prompts and completions.
+_PROMPTED = ("sft_test", "sft_validation")
 
 #: Files that `datasets` writes beside the text.
 _NO_TEXT = {"dataset_info.json", "dataset_dict.json", "dataset_infos.json", "state.json"}
@@ -58,6 +64,23 @@ def source_files(dataset: str, path: str | None, section: str = "training") -> l
         count = f"{len(empty)} of {len(files)} files"
         logger.log(level, f"{section}.dataset_path: {count} are empty (0 bytes) and hold no text: {names}")
     return files
+
+
+def columns_of(data: Data, dataset: str, path: str | None, source: DataSource | None = None) -> Columns:
+    """Return the fields of a text's records: of bundled text its own, else those of the source, else those of `data`.
+
+    A source with a text_key and no other key has no prompts.
+    """
+    if path is None and dataset in BUNDLED:
+        return Columns("completion", "prompt") if dataset in _PROMPTED else Columns()
+    source = source or DataSource()
+    section = "data.source" if source.text_key or source.prompt_key or source.completion_key else "data"
+    if not source.text_key or source.prompt_key or source.completion_key:
+        prompt, completion = source.prompt_key or data.prompt_key, source.completion_key or data.completion_key
+        if prompt and completion:
+            return Columns(completion, prompt, section)
+    registered = REGISTERED.get(dataset)
+    return Columns(source.text_key or data.text_key or (registered.text_key if registered else "text"), None, section)
 
 
 def list_files(path: Path, key: str = "training.dataset_path") -> list[Path]:
@@ -99,20 +122,23 @@ def _text_files(paths: Iterable[Path]) -> list[Path]:
     return []
 
 
-def own_records(function: str, key: str) -> Iterator[Record]:
-    """Iterate over the documents that a function of yours returns: texts, or tables with a `text`.
+def own_records(function: str, key: str, columns: Columns | None = None) -> Iterator[Record]:
+    """Iterate over the documents that a function of yours returns: texts, or tables with a `text` or other `columns`.
 
     function: its dotted path. It must return the same documents in the same order on each rank and at each start:
     a document's number is its place in the data order, and a checkpoint's fingerprint is of all texts.
     Raises DataError, naming the config's `key`, for a document without a text, and if there is none at all.
     """
     number = 0
+    wanted = (columns or Columns()).wanted
     for number, document in enumerate(load_function(key, function)(), 1):
-        text = document.get("text") if isinstance(document, Mapping) else document
-        if not isinstance(text, str):
+        fields = [document.get(column) for column in wanted] if isinstance(document, Mapping) else [document]
+        values = [field for field in fields if isinstance(field, str)]
+        if len(values) < len(fields):
             what = f"{key}: document {number} of {function} is {document!r:.80}"
-            raise DataError(f"{what}; expected a text, or a table with the key 'text'")
-        yield Record(function, number, text)
+            names = ("key " if len(wanted) == 1 else "keys ") + " and ".join(map(repr, wanted))
+            raise DataError(f"{what}; expected a text, or a table with the {names}")
+        yield Record(function, number, *values)
     if not number:
         raise DataError(f"{key}: {function} returned no documents")
 

@@ -22,10 +22,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from numpy.typing import NDArray
 
 from titanlite._version import __version__
 from titanlite.data import DataError
 from titanlite.data.corpus import PACKING, Corpus, tokenize
+from titanlite.data.formats import Columns, Format
+from titanlite.data.sources import iter_records
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.utils import logger
 
@@ -48,20 +51,30 @@ _NAMES = re.compile(r"[0-9a-f]{32}(\.tokens|\.lock|-\w+\.partial)")
 _LIBRARIES = ("tiktoken", "sentencepiece", "tokenizers")
 
 
-def load_corpus(files: list[Path], tokenizer: Tokenizer, vocab_size: int, *, workers: int | None, cache: str) -> Corpus:
+def load_corpus(
+    files: list[Path],
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    *,
+    workers: int | None,
+    cache: str,
+    columns: Columns | None = None,
+    kind: Format = "auto",
+) -> Corpus:
     """Return the tokens of `files`, from `cache` if they are there.
 
     Args:
         workers: threads that tokenize, see `tokenize`; None: the cores of the node per rank, 8 at most.
         cache: a folder, `~` is the home; "auto": one in the system's folder of temporary files, for large texts;
             "off": none.
+        columns, kind: of the records, see `iter_rows`.
 
     Raises DataError as `tokenize` does, and if LOCAL_WORLD_SIZE, which decides the number of threads, is no number.
     """
     if cache != "off" and (cache != "auto" or _are_large(files)):
         try:
             folder = _folder(cache)
-            stamp = _stamp(files, tokenizer, vocab_size)
+            stamp = _stamp(files, tokenizer, vocab_size, columns, kind)
             path = folder / f"{stamp}.tokens"
             if found := _load(path, files, tokenizer):
                 return found
@@ -69,14 +82,16 @@ def load_corpus(files: list[Path], tokenizer: Tokenizer, vocab_size: int, *, wor
                 if found := _load(path, files, tokenizer):
                     return found
                 if held:
-                    corpus = tokenize(files, tokenizer, vocab_size, _workers(workers, alone=True))
-                    if _stamp(files, tokenizer, vocab_size) == stamp:  # else the text has changed meanwhile
+                    records = iter_records(files, columns, kind)
+                    corpus = tokenize(files, tokenizer, vocab_size, _workers(workers, alone=True), records)
+                    # Another stamp: the text has changed meanwhile.
+                    if _stamp(files, tokenizer, vocab_size, columns, kind) == stamp:
                         _save(corpus, path)
                     return _load(path, files, tokenizer) or corpus
         except OSError as error:
             message = f'data.token_cache: "{cache}" cannot be used ({error}); this rank tokenizes the text for itself'
             logger.warning(message)
-    return tokenize(files, tokenizer, vocab_size, _workers(workers, alone=False))
+    return tokenize(files, tokenizer, vocab_size, _workers(workers, alone=False), iter_records(files, columns, kind))
 
 
 def _workers(wanted: int | None, alone: bool) -> int:
@@ -112,8 +127,11 @@ def _folder(cache: str) -> Path:
     return folder
 
 
-def _stamp(files: list[Path], tokenizer: Tokenizer, vocab_size: int) -> str:
+def _stamp(
+    files: list[Path], tokenizer: Tokenizer, vocab_size: int, columns: Columns | None = None, kind: Format = "auto"
+) -> str:
     """Return a hash of everything that decides the tokens. A file's ctime cannot be set back."""
+    wanted = (columns or Columns()).wanted
     stats = [(file, file.stat()) for file in files]
     texts = [[str(file.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for file, stat in stats]
     versions = [__version__]
@@ -121,6 +139,8 @@ def _stamp(files: list[Path], tokenizer: Tokenizer, vocab_size: int) -> str:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions.append(f"{name} {metadata.version(name)}")
     decisive = [PACKING, tokenizer.fingerprint, vocab_size, versions, texts]
+    if (wanted, kind) != (Columns().wanted, "auto"):
+        decisive += [wanted, kind]
     return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:32]
 
 
@@ -167,19 +187,25 @@ def _load(path: Path, files: list[Path], tokenizer: Tokenizer) -> Corpus | None:
             return None
         offsets = np.memmap(file, dtype=np.int64, mode="r", offset=_HEADER_BYTES, shape=(about["documents"] + 1,))
         start, dtype = _HEADER_BYTES + offsets.nbytes, np.dtype(about["dtype"])
-        tokens = np.memmap(file, dtype=dtype, mode="r", offset=start, shape=(about["tokens"],))
+        count = about["tokens"]
+        tokens = np.memmap(file, dtype=dtype, mode="r", offset=start, shape=(count,))
+        targets = None
+        if about.get("targets"):
+            map_ = np.memmap(file, dtype=np.bool_, mode="r", offset=start + tokens.nbytes, shape=(count,))
+            targets = map_.view(np.ndarray)
     with contextlib.suppress(OSError):
         os.utime(path)
     # Plain arrays over the maps: slices of a memmap are slower.
     arrays = tokens.view(np.ndarray), offsets.view(np.ndarray)
-    return Corpus(*arrays, tokenizer.eos_id, about["fingerprint"], tuple(files))
+    return Corpus(*arrays, tokenizer.eos_id, about["fingerprint"], tuple(files), targets)
 
 
 def _header(file: BinaryIO) -> dict[str, Any] | None:
     """Read the header; None if the file has another length or checksum than it says."""
     try:
         about = json.loads(file.read(_HEADER_BYTES))
-        payload = 8 * (about["documents"] + 1) + np.dtype(about["dtype"]).itemsize * about["tokens"]
+        width = np.dtype(about["dtype"]).itemsize + bool(about.get("targets"))
+        payload = 8 * (about["documents"] + 1) + width * about["tokens"]
         checksum = about.pop("crc32")
         found = zlib.crc32(json.dumps(about, sort_keys=True).encode())
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -197,6 +223,10 @@ def _save(corpus: Corpus, path: Path) -> None:
         "dtype": corpus.tokens.dtype.str,
         "fingerprint": corpus.fingerprint,
     }
+    arrays: list[NDArray[Any]] = [corpus.offsets, corpus.tokens]
+    if corpus.targets is not None:
+        about["targets"] = True
+        arrays.append(corpus.targets)
     partial: Path | None = None
     try:
         _remove_old(path.parent)
@@ -207,7 +237,7 @@ def _save(corpus: Corpus, path: Path) -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # so that `_remove_old` keeps it
             file.seek(_HEADER_BYTES)
             checksum = zlib.crc32(json.dumps(about, sort_keys=True).encode())
-            for content in (array.view(np.uint8).data for array in (corpus.offsets, corpus.tokens)):
+            for content in (array.view(np.uint8).data for array in arrays):
                 for start in range(0, len(content), _PIECE):
                     file.write(content[start : start + _PIECE])
                     checksum = zlib.crc32(content[start : start + _PIECE], checksum)

@@ -27,6 +27,7 @@ COMMANDS = {
     "benchmark": "titanlite.tools.benchmark:add_command",
     "ladder": "titanlite.tools.benchmark:add_command",
     "drill": "titanlite.tools.drill:add_command",
+    "tokenizer": "titanlite.tools.tokenizer:add_commands",
 }
 
 FLAGS = (

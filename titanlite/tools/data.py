@@ -33,7 +33,7 @@ def add_commands(commands: Commands) -> None:
     prepare.add_argument("source", metavar="SOURCE", help="file, folder, pattern or name of text")
     prepare.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="where the tokens go")
     prepare.add_argument("--tokenizer", metavar="PATH", help="as model.tokenizer_path (default: the bundled one)")
-    prepare.add_argument("--text-key", default="text", metavar="KEY", help="field that holds the text (default: text)")
+    prepare.add_argument("--text-key", metavar="KEY", help="field that holds the text (default: text)")
     prepare.add_argument("--prompt-key", metavar="KEY", help="field that is read and not trained on")
     prepare.add_argument("--completion-key", metavar="KEY", help="field that follows the prompt and is trained on")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -65,6 +65,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def _prepare(arguments: argparse.Namespace, flags: list[str], _: Style) -> str | tuple[str, int]:
+    from titanlite.config.sections import Data
     from titanlite.tools.prepare import Options, prepare
 
     no_flags(flags)
@@ -72,13 +73,8 @@ def _prepare(arguments: argparse.Namespace, flags: list[str], _: Style) -> str |
         raise DataError("--workers and --part-tokens: expected whole numbers >= 1")
     if (arguments.prompt_key is None) != (arguments.completion_key is None):
         raise DataError("--prompt-key and --completion-key: give both or none")
-    options = Options(
-        arguments.tokenizer,
-        arguments.text_key,
-        arguments.prompt_key,
-        arguments.completion_key,
-        arguments.part_tokens,
-    )
+    keys = Data(text_key=arguments.text_key, prompt_key=arguments.prompt_key, completion_key=arguments.completion_key)
+    options = Options.of(arguments.source, arguments.tokenizer, keys, arguments.part_tokens)
     try:
         return prepare(arguments.source, arguments.out, options, arguments.workers)
     except KeyboardInterrupt:

@@ -18,11 +18,10 @@ from titanlite.checkpoint.paths import to_path
 from titanlite.config.errors import ConfigError
 from titanlite.config.not_implemented import refused
 from titanlite.data import DataError, skip_ranges
-from titanlite.data.formats import Columns
 from titanlite.data.packing import PackedDataset, build_dataset, build_validation_dataset
 from titanlite.data.rows import IGNORE, Row, Rows
 from titanlite.data.skip_ranges import Range, ranges_of_steps
-from titanlite.data.sources import iter_records
+from titanlite.data.sources import columns_of, iter_records
 from titanlite.data.token_rows import TokenRows
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.derive import RunConfig
@@ -181,7 +180,7 @@ def _places(run: Run, numbers: set[int]) -> dict[int, tuple[str, int]]:
     data, files = run.config.data, run.rows.corpus.files
     if not files:
         return {number: (run.config.training.dataset, number + 1) for number in numbers}
-    columns = Columns(data.completion_key or data.text_key or "text", data.prompt_key)
+    columns = columns_of(data, run.config.training.dataset, run.config.training.dataset_path)
     found: dict[int, tuple[str, int]] = {}
     for number, record in enumerate(iter_records(files, columns)):
         if number in numbers:

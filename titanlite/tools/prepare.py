@@ -27,10 +27,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titanlite.checkpoint.manifest import file_digest, new_hash
+from titanlite.config.sections import Data
 from titanlite.data import DataError
-from titanlite.data.corpus import in_order
+from titanlite.data.corpus import encode_record, in_order
 from titanlite.data.formats import Columns, Record, iter_rows
-from titanlite.data.sources import BUNDLED, list_files
+from titanlite.data.sources import BUNDLED, columns_of, list_files
 from titanlite.data.token_files import INDEX, KIND, VERSION, fingerprint_of, is_index, read_index
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.runs.lock import LockedError, RunLock
@@ -53,14 +54,22 @@ class Options:
     """What decides the tokens, besides the text."""
 
     tokenizer_path: str | None = None
-    text_key: str = "text"
+    text_key: str | None = "text"
     prompt_key: str | None = None
     completion_key: str | None = None
     part_tokens: int = PART_TOKENS
 
+    @classmethod
+    def of(cls, source: str, tokenizer: str | None, keys: Data, part_tokens: int) -> Options:
+        """Return options for a source, with its own fields where it is bundled. keys: the fields that were asked for"""
+        columns = columns_of(keys, source, None if _is_bundled(source) else source)
+        if columns.prompt is None:
+            return cls(tokenizer, columns.text, part_tokens=part_tokens)
+        return cls(tokenizer, None, columns.prompt, columns.text, part_tokens)
+
     @property
     def columns(self) -> Columns:
-        return Columns(self.completion_key or self.text_key, self.prompt_key)
+        return Columns(self.completion_key or self.text_key or "text", self.prompt_key)
 
 
 class Task(NamedTuple):
@@ -125,9 +134,13 @@ def prepare(source: str, folder: Path, options: Options, workers: int) -> str:
 
 def source_of(source: str) -> list[Path]:
     """Return the files of a source, in order: a local file, folder or pattern, else a bundled name."""
-    if source in BUNDLED and not Path(source).exists():
+    if _is_bundled(source):
         return list_files(BUNDLED[source])
     return list_files(Path(source), "SOURCE")
+
+
+def _is_bundled(source: str) -> bool:
+    return source in BUNDLED and not Path(source).exists()
 
 
 def divide(files: Sequence[Path], options: Options, tokenizer: Tokenizer) -> list[Task]:
@@ -363,7 +376,7 @@ def _documents(worker: _Worker, task: Task, file: int, number: int) -> Iterator[
     tokenizer = worker.tokenizer
 
     def encode(chunk: list[tuple[Record, tuple[int, int]]]) -> list[_Document]:
-        return [(record, *encode_record(record, tokenizer), end) for record, end in chunk]
+        return [(record, *encode_record(record, tokenizer, tokenizer.vocab_size), end) for record, end in chunk]
 
     for documents in in_order(encode, _chunks(worker, task, file, number), worker.threads):
         if worker.stop.is_set():
@@ -399,14 +412,6 @@ def _chunks(worker: _Worker, task: Task, file: int, number: int) -> Iterator[lis
         worker.queue.put(NOTHING._replace(read=now.st_size - position))
     if chunk:
         yield chunk
-
-
-def encode_record(record: Record, tokenizer: Tokenizer) -> tuple[NDArray[np.int64], int]:
-    """Return the ids of a document, and how many of them, at its beginning, are no targets."""
-    if not record.prompt:
-        return tokenizer.encode_document(record.text), 0
-    prompt = tokenizer.encode(record.prompt, bos=True)
-    return np.array([*prompt, *tokenizer.encode(record.text, eos=True)]), len(prompt)
 
 
 class _PartWriter:

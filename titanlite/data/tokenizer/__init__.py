@@ -15,6 +15,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from titanlite.config.text_names import fetch_hint
+from titanlite.config.urls import is_url
 from titanlite.data import DataError
 from titanlite.utils import logger
 
@@ -25,7 +27,7 @@ BUNDLED_SENTENCEPIECE = _ASSETS / "tokenizer.model"
 Kind = Literal["tiktoken", "sentencepiece", "tokenizer.json"]
 
 #: The names that are read in a folder, the first that exists.
-_IN_A_FOLDER = ("tokenizer.json", "tokenizer.model")
+FOLDER_FILES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
 
 _EXPECTED = "a tiktoken rank file, a sentencepiece model or a Hugging Face tokenizer.json"
 
@@ -104,8 +106,13 @@ def load_tokenizer(path: str | None = None, family: str = "llama3") -> Tokenizer
     """Load the tokenizer at `path`; None: a bundled one, sentencepiece for the family llama2, else tiktoken.
 
     In a folder it reads the tokenizer.json, else the tokenizer.model. Raises DataError with the file and the remedy if
-    there is none, it is damaged, or its BOS and EOS are not known.
+    there is none, it is damaged, or its BOS and EOS are not known. A URL names a file, or with a slash at its end a
+    folder.
     """
+    if path is not None and is_url(path):
+        from titanlite.data.tokenizer.remote import load_url
+
+        return load_url(path)
     bundled = BUNDLED_SENTENCEPIECE if family == "llama2" else BUNDLED_TOKENIZER
     file = bundled if path is None else _file(Path(path))
     content = _read(file)
@@ -156,14 +163,15 @@ def kind_of(content: bytes, path: Path) -> Kind:
 def _file(path: Path) -> Path:
     if not path.is_dir():
         return path
-    found = [path / name for name in _IN_A_FOLDER if (path / name).is_file()]
+    found = [path / name for name in FOLDER_FILES if (path / name).is_file()]
     if found:
         if len(found) > 1:
-            logger.info(f"tokenizer: {path} holds {' and '.join(_IN_A_FOLDER)}; the first is used")
+            names = " and ".join(str(file.relative_to(path)) for file in found)
+            logger.info(f"tokenizer: {path} holds {names}; the first is used")
         return found[0]
     others = sorted(file.name for file in path.iterdir() if file.suffix in (".tiktoken", ".model", ".json"))
     raise DataError(
-        f"model.tokenizer_path: the folder {path} holds no {' or '.join(_IN_A_FOLDER)}; give the file itself"
+        f"model.tokenizer_path: the folder {path} holds no {' or '.join(FOLDER_FILES)}; give the file itself"
         + (f": {', '.join(others)}" if others else "")
     )
 
@@ -172,9 +180,7 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError:
-        raise DataError(
-            f"model.tokenizer_path: {path} does not exist; give the path of {_EXPECTED}, "
-            "or leave the key out for the bundled tokenizer"
-        ) from None
+        hint = fetch_hint(str(path)) or f"give the path of {_EXPECTED}, or leave the key out for the bundled tokenizer"
+        raise DataError(f"model.tokenizer_path: {path} does not exist; {hint}") from None
     except OSError as error:
         raise DataError(f"model.tokenizer_path: {path} cannot be read: {error.strerror}") from error

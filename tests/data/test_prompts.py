@@ -1,0 +1,158 @@
+"""Prompts: their tokens are read and are no targets, in rows, caches and the loss of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.pool import Pools
+from tests.tiny import TWO_LAYERS
+from titanlite.build import build
+from titanlite.config.errors import ConfigError
+from titanlite.config.load import load_file
+from titanlite.config.sections import Data, DataSource, Training
+from titanlite.data.corpus import tokenize
+from titanlite.data.formats import Columns
+from titanlite.data.packing import build_dataset
+from titanlite.data.rows import IGNORE
+from titanlite.data.sources import BUNDLED, columns_of, iter_records, list_files, own_records
+from titanlite.data.token_cache import load_corpus
+from titanlite.data.tokenizer import load_tokenizer
+from titanlite.fit import load_config
+from titanlite.metrics.jsonl import read_metrics
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.trainer import Trainer
+
+TOKENIZER = load_tokenizer()
+SFT = list_files(BUNDLED["sft_test"])
+PAIRS = [json.loads(line) for line in SFT[0].read_text().splitlines()]
+SEQ_LEN = 64
+
+
+def by_hand() -> tuple[list[int], list[bool]]:
+    """All tokens of the bundled pairs, and whether each is a target."""
+    tokens: list[int] = []
+    targets: list[bool] = []
+    for pair in PAIRS:
+        prompt = TOKENIZER.encode(pair["prompt"], bos=True)
+        completion = TOKENIZER.encode(pair["completion"], eos=True)
+        tokens += prompt + completion
+        targets += [False] * len(prompt) + [True] * len(completion)
+    return tokens, targets
+
+
+def test_labels_are_those_of_completions_and_their_eos() -> None:
+    tokens, targets = by_hand()
+    training = Training(dataset="sft_test", seq_len=SEQ_LEN, epochs=2)
+    dataset: Any = build_dataset(training, Data(shuffle=False), TOKENIZER, TOKENIZER.vocab_size)
+    labels = [row.labels for row in map(dataset.sequence, range(dataset.total_sequences))]
+    expected = [token if target else IGNORE for token, target in zip(tokens, targets, strict=True)] * 2
+    found = np.concatenate(labels)[: len(expected) - 1].tolist()
+    assert found == expected[1:]  # the label at p is token p + 1
+    assert 0 < sum(label != IGNORE for label in found) < len(found) / 2
+    assert dataset.sequence(0).tokens.tolist() == tokens[:SEQ_LEN]
+
+
+def test_threads_chunks_and_caches_keep_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records without a prompt among the others have targets only."""
+    path = tmp_path / "mixed.jsonl"
+    rows = [{"q": "" if i % 3 else f"ask {i}", "a": f"say {i}", "text": "plain"} for i in range(60)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = Columns("a", "q")
+
+    def read(cache: str = "off", workers: int = 0, columns: Columns | None = columns) -> Any:
+        size = TOKENIZER.vocab_size
+        return load_corpus([path], TOKENIZER, size, workers=workers, cache=cache, columns=columns)
+
+    whole = read()
+    firsts = whole.targets[whole.offsets[:-1]]
+    assert firsts.tolist() == [bool(i % 3) for i in range(60)] and whole.targets[whole.offsets[1:] - 1].all()
+    monkeypatch.setattr("titanlite.data.corpus._CHUNK", 5)  # some chunks have no prompt at all
+    cache = str(tmp_path / "cache")
+    for found in (read(workers=2), read(cache), read(cache)):
+        assert np.array_equal(found.targets, whole.targets) and np.array_equal(found.tokens, whole.tokens)
+        assert found.fingerprint == whole.fingerprint
+    plain = read(cache, columns=None)
+    assert plain.targets is None and plain.fingerprint != whole.fingerprint
+    assert plain.fingerprint == tokenize([path], TOKENIZER, TOKENIZER.vocab_size).fingerprint
+    swapped = read(columns=Columns("q", "a"))
+    assert swapped.fingerprint != whole.fingerprint
+
+
+def test_fields_of_sources_go_before_those_of_data() -> None:
+    data = Data(prompt_key="q", completion_key="a")
+    assert columns_of(data, "x", "p") == columns_of(data, "x", "p", DataSource()) == ("a", "q", "data")
+    assert columns_of(data, "x", "p", DataSource(completion_key="b")) == ("b", "q", "data.source")
+    assert columns_of(data, "x", "p", DataSource(text_key="t")) == ("t", None, "data.source")
+    assert columns_of(Data(text_key="t"), "c4_test", None).text == columns_of(Data(), "x", "p").text == "text"
+    assert columns_of(data, "sft_test", None)[:2] == ("completion", "prompt")
+
+
+def chats() -> list[dict[str, str]]:
+    return [{"q": "one", "a": "two"}, {"q": "three"}]
+
+
+def test_own_functions_may_return_prompts() -> None:
+    records = own_records(f"{__name__}:chats", "training.dataset", Columns("a", "q"))
+    assert next(records)[2:] == ("two", "one")
+    with pytest.raises(ValueError, match="document 2 of .* expected a text, or a table with the keys 'a' and 'q'"):
+        next(records)
+
+
+@pytest.mark.parametrize("key", ["prompt_key", "completion_key"])
+def test_one_key_needs_the_other(key: str) -> None:
+    with pytest.raises(ValueError, match=f"data.{key}.*needs data"):
+        load_config("sft_debug.toml", 1, [f"--data.{key}=x"])
+
+
+def test_so_does_each_source(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('[[data.source]]\nprompt_key = "a"\ncompletion_key = "b"\n[[data.source]]\nprompt_key = "a"\n')
+    with pytest.raises(ConfigError) as caught:
+        load_file(str(path))
+    (problem,) = caught.value.problems
+    assert (problem.code, problem.key) == ("needs", "data.source") and "entry 2 " in problem.message
+
+
+FLAGS = [
+    *TWO_LAYERS,
+    f"--training.seq_len={SEQ_LEN}",
+    "--training.batch_size=2",
+    "--training.global_batch_size=8",
+    "--training.warmup_steps=1",
+    "--optimizer.lr=1e-2",
+    "--no-data.shuffle",
+    "--metrics.log_freq=1",
+]
+
+
+def _run(world: DistEnv, folder: str) -> list[float]:
+    flags = [*FLAGS, "--training.steps=10", f"--job.dump_folder={folder}", "--no-validation.enable"]
+    Trainer(build(load_config("sft_debug.toml", world.size, flags), world)).train()
+    return [row["loss"] for row in read_metrics(Path(folder) / "metrics.jsonl") if "loss" in row]
+
+
+def _first_loss(world: DistEnv) -> float:
+    """The mean over the targets of the first 8 windows, with the initial weights of any run of this seed."""
+    model = build(load_config("sft_debug.toml", world.size, [*FLAGS, "--training.steps=10"]), world).model
+    tokens, targets = by_hand()
+    losses = []
+    for start in range(0, 8 * SEQ_LEN, SEQ_LEN):
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens[start : start + SEQ_LEN]]))[0].float()
+        places = [p for p in range(SEQ_LEN) if targets[start + p + 1]]
+        wanted = torch.tensor([tokens[start + p + 1] for p in places])
+        losses += (-logits[places].log_softmax(-1).gather(1, wanted[:, None])).flatten().tolist()
+    return sum(losses) / len(losses)
+
+
+def test_a_run_on_two_ranks_has_the_loss_computed_by_hand_and_learns(pool: Pools, tmp_path: Path) -> None:
+    losses = pool(2).run(_run, str(tmp_path))[0]
+    assert losses[0] == pytest.approx(pool(1).run(_first_loss)[0], abs=2e-5)
+    assert losses[-1] < losses[0] - 2
+    assert len(list(iter_records(SFT, Columns("completion", "prompt")))) == len(PAIRS) == 175

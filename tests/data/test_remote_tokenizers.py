@@ -1,0 +1,129 @@
+"""Tokenizers of the hub and behind URLs: the ids of the same file on disk, and an error for each refusal."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.data.hub_server import HubServer
+from titanlite.config.checks import missing_files
+from titanlite.config.load import load
+from titanlite.data import DataError
+from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, BUNDLED_TOKENIZER, load_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = "In the beginning God created naïve cafés."
+#: Runs commands given as JSON; prints exit code and output of each.
+SCRIPT = """
+import contextlib, io, json, os, sys
+from titanlite.tools.cli import main
+for words in json.loads(sys.argv[1]):
+    os.environ.pop("HF_TOKEN", None)
+    if words[0].startswith("hf_"):
+        os.environ["HF_TOKEN"] = words.pop(0)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = main(["tokenizer", "fetch", *words])
+    print(json.dumps([code, said.getvalue()]))
+"""
+
+
+def word_tokenizer(folder: Path) -> Path:
+    """Write a tokenizer.json whose BOS and EOS only the file beside it names."""
+    import tokenizers
+
+    folder.mkdir(parents=True, exist_ok=True)
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[B]": 0, "[E]": 1, "In": 2, "?": 3}, unk_token="?"))
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "[B]", "eos_token": "[E]"}))
+    return folder
+
+
+def fetch(hub: HubServer, home: Path, *commands: list[str]) -> list[tuple[int, str]]:
+    environment = {**os.environ, **hub.environment(home), "PYTHONPATH": str(ROOT)}
+    run = [sys.executable, "-c", SCRIPT, json.dumps(commands)]
+    done = subprocess.run(run, env=environment, cwd=home, capture_output=True, text=True, timeout=300, check=True)
+    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]  # type: ignore[misc]
+
+
+def test_fetch_downloads_what_there_is_and_explains_what_there_is_not(tmp_path: Path) -> None:
+    models = tmp_path / "hub" / "models"
+    word_tokenizer(models / "owner" / "words")
+    (models / "owner" / "words" / "model.safetensors").write_bytes(b"weights")
+    for name in ("gated", "Llama-3"):
+        (models / "owner" / name / "original").mkdir(parents=True)
+        shutil.copy(BUNDLED_TOKENIZER, models / "owner" / name / "original" / "tokenizer.model")
+    (models / "owner" / "bare").mkdir()
+    (models / "owner" / "bare" / "README.md").write_text("none")
+    with HubServer(tmp_path / "hub", gated={"owner/gated": "hf_right"}) as hub:
+        found = fetch(
+            hub,
+            tmp_path,
+            ["owner/words", "--out", "here"],
+            ["owner/Llama-3"],
+            ["owner/gated"],
+            ["hf_right", "owner/gated"],
+            ["owner/missing"],
+            ["owner/bare"],
+            ["owner/words", "--revision", "v9"],
+            ["a/b/c"],
+        )
+        assert not hub.of("*safetensors")
+        with hub.refused():
+            (offline,) = fetch(hub, tmp_path, ["owner/words"])
+    expected = [
+        (0, 'tokenizer_path = "here"'),
+        (0, "assets/hf/Llama-3: original/tokenizer.model of owner/Llama-3; 2,304 ids"),
+        (2, "owner/gated is gated: ask for access at https://huggingface.co/owner/gated, and set HF_TOKEN"),
+        (0, "2,304 ids"),
+        (2, "owner/missing is not on the hub, or not visible to you"),
+        (2, "owner/bare holds no tokenizer.json or tokenizer.model"),
+        (2, "owner/words has no revision 'v9'"),
+        (2, "is no id of the hub"),
+        (2, "the hub cannot be reached"),
+    ]
+    for (code, said), (expected_code, part) in zip([*found, offline], expected, strict=True):
+        assert code == expected_code and part in said, said
+    assert load_tokenizer(str(tmp_path / "here")).encode("In", bos=True, eos=True) == [0, 2, 1]
+    assert load_tokenizer(str(tmp_path / "assets/hf/Llama-3")).encode(TEXT) == load_tokenizer().encode(TEXT)
+
+
+def test_a_url_gives_the_ids_of_its_file(tmp_path: Path) -> None:
+    files = word_tokenizer(tmp_path / "hub" / "files")
+    shutil.copy(BUNDLED_SENTENCEPIECE, files / "llama2.model")
+    (files / "page.json").write_text("<html>")
+    with HubServer(tmp_path / "hub") as hub:
+        url = f"{hub.url}/files"
+        assert load_tokenizer(f"{url}/llama2.model").encode(TEXT) == load_tokenizer(family="llama2").encode(TEXT)
+        for words in (load_tokenizer(f"{url}/tokenizer.json"), load_tokenizer(f"{url}/")):
+            assert words.encode("In", bos=True, eos=True) == [0, 2, 1]
+        for name, message in (
+            ("none.json", "none.json does not exist"),
+            ("page.json", f"{url}/page.json is a web page"),
+            ("sub/", "does not exist: no tokenizer.json or tokenizer.model"),
+        ):
+            with pytest.raises(DataError, match=message):
+                load_tokenizer(f"{url}/{name}")
+        hub.gated["files"] = "hf_secret"
+        with pytest.raises(DataError, match="cannot be read .*401"):
+            load_tokenizer(f"{url}/tokenizer.json")
+
+
+def test_an_id_of_the_hub_is_refused_with_the_command_that_fetches_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "assets").mkdir()
+    with pytest.raises(DataError, match="titanlite tokenizer fetch meta-llama/Llama-3.1-8B"):
+        load_tokenizer("meta-llama/Llama-3.1-8B")
+    hints = {}
+    for path in ("meta-llama/Llama-3.1-8B", "./tokenizer.model", "assets/tokenizer.model"):
+        (problem,) = missing_files(load([f"--model.tokenizer_path={path}"]))
+        hints[path] = problem.hint
+    assert list(hints.values()) == ["for a model of the hub: titanlite tokenizer fetch meta-llama/Llama-3.1-8B", "", ""]

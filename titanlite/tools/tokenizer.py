@@ -1,0 +1,79 @@
+"""`titanlite tokenizer`: fetch a model's tokenizer from the Hugging Face hub."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from titanlite.data import DataError
+from titanlite.data.tokenizer import FOLDER_FILES, load_tokenizer
+from titanlite.data.tokenizer.hf_json import NAMING_FILES
+from titanlite.utils import Style
+
+
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `titanlite tokenizer` and its commands to argparse."""
+    parser = commands.add_parser("tokenizer", help="fetch a tokenizer from the Hugging Face hub")
+    parser.set_defaults(run=lambda *_: parser.format_help().rstrip())
+    fetch = parser.add_subparsers(title="commands", metavar="COMMAND").add_parser(
+        "fetch",
+        help="download the tokenizer of a model",
+        description="Download the tokenizer's files of a model from the Hugging Face hub, and check that titanlite "
+        "reads them. HF_TOKEN, or a login of huggingface_hub, opens gated models.",
+        allow_abbrev=False,
+    )
+    fetch.add_argument("repository", metavar="REPO", help="id of the model, such as meta-llama/Llama-3.1-8B")
+    fetch.add_argument("--out", type=Path, metavar="FOLDER", help="where to put them; default: assets/hf/NAME of REPO")
+    fetch.add_argument("--revision", metavar="NAME", help="branch, tag or commit; default: main")
+    fetch.set_defaults(run=_fetch)
+
+
+def _fetch(arguments: argparse.Namespace, flags: Sequence[str], _: Style) -> str:
+    from titanlite.tools.cli import no_flags
+
+    no_flags(flags)
+    repository, revision = arguments.repository, arguments.revision
+    folder = arguments.out or Path("assets", "hf", repository.rpartition("/")[2])
+    names = fetch(repository, folder, revision)
+    tokenizer = load_tokenizer(str(folder))
+    return (
+        f"{folder}: {', '.join(names)} of {repository}; {tokenizer.vocab_size:,} ids\n"
+        f'[model]\ntokenizer_path = "{folder}"'
+    )
+
+
+def fetch(repository: str, folder: Path, revision: str | None = None) -> list[str]:
+    """Download the tokenizer's files of a model of the hub into a folder; return their names.
+
+    Raises DataError with the remedy if the hub refuses, or cannot be reached, or the model has no tokenizer.
+    """
+    try:
+        from huggingface_hub import HfApi, errors, hf_hub_download
+    except ImportError:
+        raise DataError("fetching needs the package huggingface_hub: pip install 'titanlite[hf]'") from None
+    page = f"https://huggingface.co/{repository}"
+    try:
+        there = HfApi().list_repo_files(repository, revision=revision)
+        names = [name for name in (*FOLDER_FILES, *NAMING_FILES) if name in there]
+        if not set(names) & set(FOLDER_FILES):
+            raise DataError(f"{repository} holds no {' or '.join(FOLDER_FILES)}; look at {page} for another model")
+        for name in names:
+            hf_hub_download(repository, name, revision=revision, local_dir=folder)
+    except errors.GatedRepoError:
+        remedy = f"ask for access at {page}, and set HF_TOKEN to a token of that account"
+        raise DataError(f"{repository} is gated: {remedy}") from None
+    except errors.RevisionNotFoundError:
+        raise DataError(f"{repository} has no revision {revision!r}; see {page}") from None
+    except errors.RepositoryNotFoundError:
+        remedy = "check the spelling; if it is private, set HF_TOKEN"
+        raise DataError(f"{repository} is not on the hub, or not visible to you: {remedy}") from None
+    except errors.HFValidationError as error:
+        raise DataError(f"{repository!r} is no id of the hub ({error}); expected owner/name") from None
+    except (errors.HfHubHTTPError, OSError) as error:
+        raise DataError(f"{repository} cannot be fetched: {error}") from error
+    except Exception as error:
+        if not type(error).__module__.startswith(("httpx", "httpcore", "requests")):
+            raise
+        raise DataError(f"{repository}: the hub cannot be reached ({error}); see HF_ENDPOINT, HTTPS_PROXY") from error
+    return names
