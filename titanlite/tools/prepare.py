@@ -14,9 +14,8 @@ import multiprocessing
 import os
 import shutil
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
@@ -36,6 +35,7 @@ from titanlite.data.token_files import INDEX, KIND, VERSION, fingerprint_of, is_
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.runs.lock import LockedError, RunLock
 from titanlite.signals import end_with_parent
+from titanlite.tools.prepare_progress import NOTHING, Progress, reporter
 from titanlite.utils import atomic_write, counted, human_bytes, human_time
 
 PLAN = "prepare.json"
@@ -46,7 +46,6 @@ _LOW, _HIGH, _PACKED = 3, 6, 2.5
 #: Bytes of text that a thread tokenizes at once.
 _CHUNK = 256 * 1024
 _HASH = "xxh3"
-_REPORT_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -78,20 +77,6 @@ class Task(NamedTuple):
     number: int
     files: tuple[str, ...]
     stamp: str
-
-
-class Progress(NamedTuple):
-    documents: int
-    text_bytes: int
-    tokens: int
-    #: Of the files, which may be packed.
-    read: int
-
-    def plus(self, other: Progress) -> Progress:
-        return Progress(*(a + b for a, b in zip(self, other, strict=True)))
-
-
-NOTHING = Progress(0, 0, 0, 0)
 
 
 def prepare(source: str, folder: Path, options: Options, workers: int) -> str:
@@ -310,7 +295,7 @@ def _run(
     total = sum(file.stat().st_size for file in files)
     with (
         ProcessPoolExecutor(processes, context, _start, arguments) as pool,
-        _reporter(total, len(tasks)) as report,
+        reporter(total, len(tasks)) as report,
     ):
         futures: list[Future[list[dict[str, Any]]]] = [pool.submit(_tokenize, task) for task in tasks]
         try:
@@ -480,39 +465,3 @@ class _PartWriter:
         }
         atomic_write(self._at("json"), json.dumps(part))
         return json.loads(json.dumps(part))
-
-
-# Progress
-
-
-@contextlib.contextmanager
-def _reporter(total: int, tasks: int) -> Iterator[Callable[[Progress, int], None]]:
-    """Show progress on standard error: a bar on a terminal, else lines. total: bytes of the files."""
-    began = time.monotonic()
-
-    def words(done: Progress, finished: int) -> str:
-        speed = done.text_bytes / 1e6 / max(time.monotonic() - began, 1e-9)
-        return (
-            f"{counted(done.documents, 'documents')}, {done.tokens / 1e6:,.1f}M tokens, {speed:,.1f} MB/s, "
-            f"{finished} of {counted(tasks, 'groups of files')}"
-        )
-
-    if not sys.stderr.isatty():
-        reported = began
-
-        def lines(done: Progress, finished: int) -> None:
-            nonlocal reported
-            if time.monotonic() - reported > _REPORT_SECONDS:
-                reported = time.monotonic()
-                print(f"{min(done.read / max(total, 1), 1):.0%}: {words(done, finished)}", file=sys.stderr, flush=True)
-
-        yield lines
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    columns = BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"), TimeRemainingColumn()
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-        shown = bar.add_task("", total=total)
-        yield lambda done, finished: bar.update(shown, completed=done.read, description=words(done, finished))
