@@ -191,8 +191,7 @@ def read_datasets(run: RunConfig, share: Share = alone) -> Datasets:
     Raises DataError naming file and record, ShapeError when the tokenizer has more entries than the model.
     """
     tokenizer = load_tokenizer(run.model.tokenizer_path, run.model.name)
-    reader = _text_reader(run, tokenizer, share)
-    train = reader.train(run.training, {start: phase.weights for start, phase in _phases(run) if phase.weights})
+    train = read_training_text(run, tokenizer, share)
     total = train.total_sequences
     if run.data.source and total is not None and run.steps and total < run.steps * run.batch.global_batch_size:
         last = total // run.batch.global_batch_size
@@ -201,6 +200,12 @@ def read_datasets(run: RunConfig, share: Share = alone) -> Datasets:
             "most, or give one source no epochs"
         )
     return Datasets(tokenizer, train, read_held_out(run, tokenizer, share) if run.validation.enable else {})
+
+
+def read_training_text(run: RunConfig, tokenizer: Tokenizer, share: Share = alone) -> Rows:
+    """Read the training text alone. Raises as `read_datasets`."""
+    phases = {start: phase.weights for start, phase in _phases(run) if phase.weights}
+    return _text_reader(run, tokenizer, share).train(run.training, phases)
 
 
 def _text_reader(run: RunConfig, tokenizer: Tokenizer, share: Share) -> TextReader:

@@ -269,7 +269,8 @@ def missing_files(config: LoadedConfig) -> list[Problem]:
 
 
 def _exists(path: str) -> bool:
-    return os.path.exists(path) or any(True for _ in glob.iglob(path, recursive=True))
+    # Megatron's token files are named without their suffixes.
+    return os.path.exists(path) or os.path.exists(f"{path}.idx") or any(glob.iglob(path, recursive=True))
 
 
 def _has_checkpoints(d: Config) -> bool:

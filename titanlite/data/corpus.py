@@ -93,7 +93,7 @@ def tokenize(
     target_parts: list[NDArray[np.bool_] | None] = []
     lengths: list[int] = []
     chunks = _chunks(iter_records(files) if records is None else records, len(files), digest.update)
-    for tokens, counts, targets in _in_order(encode, chunks, workers):
+    for tokens, counts, targets in in_order(encode, chunks, workers):
         parts.append(tokens)
         target_parts.append(targets)
         lengths += counts
@@ -151,7 +151,7 @@ def _chunks(source: Iterable[Record], files: int, update: Callable[[bytes], None
             yield _Chunk(records, None)
 
 
-def _in_order(function: Callable[[_In], _Out], items: Iterable[_In], workers: int) -> Iterator[_Out]:
+def in_order(function: Callable[[_In], _Out], items: Iterable[_In], workers: int) -> Iterator[_Out]:
     """Map over several threads, a few items at a time; results and errors come in the items' order."""
     if workers == 0:
         yield from map(function, items)

@@ -94,9 +94,9 @@ class MixedRows:
         return self.rows[0].padding()
 
     def documents_in(self, index: int) -> list[Any]:
-        """Return the source's name with each document of sequence `index`."""
+        """Return the documents of sequence `index`, each after the source's name."""
         source, number = self.locate(index)
-        return [[self.names[source], document] for document in self.rows[source].documents_in(number)]
+        return [f"{self.names[source]}: {document}" for document in self.rows[source].documents_in(number)]
 
     def locate(self, index: int) -> tuple[int, int]:
         """Return the source of sequence `index`, and its number there. Raises EndOfData behind the end."""

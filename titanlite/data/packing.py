@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from titanlite.data import EndOfData
 from titanlite.data.corpus import Corpus
+from titanlite.data.permutation import GAMMA, epoch_key
 from titanlite.data.rows import IGNORE, Row, Stateless
 from titanlite.utils import counted
 
@@ -196,10 +197,6 @@ class PackedDataset(Stateless):
         return order, np.cumsum(lengths) - lengths
 
 
-_MASK = (1 << 64) - 1
-_GAMMA = 0x9E3779B97F4A7C15
-
-
 def epoch_order(count: int, seed: int, epoch: int, shuffle: bool = True) -> NDArray[np.int64]:
     """Return the indexes [count] in the order of `epoch`; in file order without `shuffle`.
 
@@ -211,9 +208,9 @@ def epoch_order(count: int, seed: int, epoch: int, shuffle: bool = True) -> NDAr
     index = np.arange(count, dtype=np.int64)
     if not shuffle:
         return index
-    key = _mix_int(_mix_int(seed & _MASK) ^ _mix_int((epoch + 1) * _GAMMA & _MASK))
+    key = epoch_key(seed, epoch)
     with np.errstate(over="ignore"):
-        hashes = _mix(np.uint64(key) + index.astype(np.uint64) * np.uint64(_GAMMA))
+        hashes = _mix(np.uint64(key) + index.astype(np.uint64) * np.uint64(GAMMA))
     return np.argsort(hashes, kind="stable")
 
 
@@ -221,9 +218,3 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
-
-
-def _mix_int(z: int) -> int:
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK
-    return z ^ (z >> 31)

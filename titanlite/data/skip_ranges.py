@@ -50,6 +50,17 @@ def count(first: int, end: int, ranges: Iterable[Range]) -> int:
     return sum(max(0, min(b, end) - max(a, first)) for a, b in ranges)
 
 
+def advance(position: int, number: int, ranges: Iterable[Range]) -> int:
+    """Return the position after the next `number` sequences from `position` that no range skips."""
+    for first, end in ranges:
+        free = max(first - position, 0)
+        if number <= free:
+            break
+        number -= free
+        position = max(position, end)
+    return position + number
+
+
 def take(position: int, number: int, ranges: Iterable[Range]) -> list[int]:
     """Return the next `number` sequences from `position` that no range skips."""
     taken: list[int] = []

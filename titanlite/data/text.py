@@ -23,6 +23,8 @@ from titanlite.data.shards import Shards, hub_files, url_files
 from titanlite.data.sources import columns_of, own_records, source_files
 from titanlite.data.stream import StreamRows
 from titanlite.data.token_cache import load_corpus, workers_of
+from titanlite.data.token_files import is_tokens, open_tokens
+from titanlite.data.token_rows import TokenRows
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.utils import counted, human_bytes, is_dotted, logger
 
@@ -122,6 +124,17 @@ class TextReader:
             records = own_records(name, f"{key}.dataset", columns_of(data, name, None, source))
             corpus = tokenize((), self.tokenizer, self.vocab_size, workers, records)
             return self._pack(corpus, key, seq_len=seq_len, seed=seed, shuffle=shuffle, epochs=epochs)
+        if source.format == "tokens" or is_tokens(source.path):
+            fields = {
+                field: getattr(source, field) or getattr(data, field)
+                for field in ("text_key", "prompt_key", "completion_key")
+            }
+            files = open_tokens(str(source.path), self.tokenizer, self.vocab_size, f"{key}.dataset_path", fields)
+            if data.packing != "split" and not key.startswith("validation"):
+                message = f"is not possible for token files ({source.path}); leave it out"
+                raise DataError(f'data.packing: "{data.packing}" {message}')
+            order: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "epochs": epochs}
+            return TokenRows(files, seq_len=seq_len, mask_documents=data.mask_documents, **order)
         shards = self.share(f"files of {key}", lambda: self._shards(source, key))
         if self._is_stream(shards, source):
             if epochs is not None and shuffle:

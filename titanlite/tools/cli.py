@@ -23,6 +23,7 @@ COMMANDS = {
     "config": "titanlite.tools.config:add_commands",
     "runs": "titanlite.tools.runs:add_command",
     "compare": "titanlite.tools.compare:add_command",
+    "data": "titanlite.tools.data:add_commands",
     "checkpoint": "titanlite.tools.checkpoint:add_commands",
     "benchmark": "titanlite.tools.benchmark:add_command",
     "ladder": "titanlite.tools.benchmark:add_command",

@@ -146,12 +146,12 @@ def _template(arguments: argparse.Namespace, flags: list[str], _: Style) -> str:
 
 def _check(arguments: argparse.Namespace, flags: list[str], style: Style) -> str:
     argv = [*([f"--job.config_file={arguments.file}"] if arguments.file else []), *flags]
-    world_size, why = _world_size(arguments.world_size)
+    world_size, why = world_size_of(arguments.world_size)
     config, run = check_config(argv, world_size, training=arguments.strict)
     return _report(config, run, why, style)
 
 
-def _world_size(asked: int | None) -> tuple[int | None, str]:
+def world_size_of(asked: int | None) -> tuple[int | None, str]:
     """Return the ranks to check for (None: the fewest that fit), and where the number comes from."""
     if asked is not None:
         if asked < 1:
@@ -278,7 +278,7 @@ def _diff(arguments: argparse.Namespace, flags: list[str], style: Style) -> tupl
     left, right = side(arguments.left), side(arguments.right)
     found = differences(left, right)
     if arguments.plans:
-        size, _ = _world_size(arguments.world_size)
+        size, _ = world_size_of(arguments.world_size)
         runs = [fitted(one.config, size or smallest_world(one.config)) for one in (left, right)]
         found += derived_differences(*runs)
     if not found:

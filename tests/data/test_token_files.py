@@ -1,0 +1,262 @@
+"""Token files: the rows of prepared folders, of Megatron's files and of numpy's, each token a target once."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from titanlite.config.sections import Data, Training
+from titanlite.data import DataError, EndOfData
+from titanlite.data.loader import TrainLoader, batch_hash
+from titanlite.data.packing import build_dataset
+from titanlite.data.permutation import Permutation, epoch_key
+from titanlite.data.rows import IGNORE
+from titanlite.data.token_files import INDEX, KIND, Place, fingerprint_of, is_tokens, open_tokens
+from titanlite.data.token_rows import TokenRows
+from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, load_tokenizer
+
+TOKENIZER = load_tokenizer()
+SIZE = TOKENIZER.vocab_size
+LENGTHS = [[2 + (i * 17) % 39 for i in range(15)], [], [40, 3, 3, 2, 97]]
+TOTAL = sum(map(sum, LENGTHS))
+
+
+def write_prepared(folder: Path, lengths: list[list[int]] = LENGTHS, masked: int = 0, **changes: Any) -> Path:
+    """Write a folder by the format's definition; token t of the corpus has id t + 1. masked: of each document."""
+    folder.mkdir()
+    parts, at = [], 0
+    for number, documents in enumerate(lengths):
+        offsets = np.cumsum([0, *documents], dtype="<i8")
+        content = {
+            "tokens": np.arange(at + 1, at + 1 + offsets[-1], dtype="<u2").tobytes(),
+            "offsets": offsets.tobytes(),
+        }
+        if masked:
+            targets = np.ones(offsets[-1], dtype=bool)
+            for begin in offsets[:-1]:
+                targets[begin : begin + masked] = False
+            content["targets"] = np.packbits(targets, bitorder="little").tobytes()
+        for suffix, data in content.items():
+            (folder / f"part-{number}.{suffix}").write_bytes(data)
+        about = {"tokens": int(offsets[-1]), "documents": len(documents), "checksums": {}, "name": f"part-{number}"}
+        parts.append({**about, "bytes": {s: len(data) for s, data in content.items()}, "sources": [[number, 0, 5]]})
+        at += int(offsets[-1])
+    index = {"format": KIND, "version": 1, "dtype": "<u2", "tokenizer": TOKENIZER.fingerprint, "max_id": at}
+    index |= {"tokenizer_path": None, "vocab_size": SIZE, "options": {"text_key": "text"}, "parts": parts}
+    index |= {"files": [f"{n}.jsonl" for n in range(len(lengths))], **changes}
+    (folder / INDEX).write_text(json.dumps({**index, "fingerprint": fingerprint_of(index)}))
+    return folder
+
+
+def write_megatron(stem: Path, documents: list[list[int]], code: int = 8, dtype: str = "<u2") -> Path:
+    """Write `.bin` and `.idx` as Megatron-LM's IndexedDatasetBuilder does; documents: lengths of their sequences."""
+    lengths = np.array([n for document in documents for n in document], dtype="<i4")
+    tokens = np.arange(1, lengths.sum() + 1).astype(dtype)
+    pointers = (np.cumsum(lengths, dtype="<i8") - lengths) * tokens.dtype.itemsize
+    bounds = np.cumsum([0, *map(len, documents)], dtype="<i8")
+    head = b"MMIDIDX\x00\x00" + struct.pack("<QB", 1, code) + struct.pack("<QQ", len(lengths), len(bounds))
+    stem.with_suffix(".bin").write_bytes(tokens.tobytes())
+    arrays = lengths.tobytes() + pointers.astype("<i8").tobytes() + bounds.tobytes()
+    stem.with_suffix(".idx").write_bytes(head + arrays)
+    return stem.with_suffix(".bin")
+
+
+def rows_of(path: Path, **settings: Any) -> TokenRows:
+    return TokenRows(open_tokens(str(path), TOKENIZER, SIZE), **{"seq_len": 7, **settings})
+
+
+# The order
+
+
+def test_the_order_never_changes() -> None:
+    """A run resumed with a later version must read on where it stopped."""
+    assert [Permutation(10, epoch_key(0, 0))(i) for i in range(10)] == [6, 9, 8, 2, 0, 1, 7, 3, 5, 4]
+    assert [Permutation(10, epoch_key(0, 1))(i) for i in range(10)] == [6, 8, 3, 4, 2, 5, 1, 9, 7, 0]
+    assert [Permutation(10**12, epoch_key(7, 3))(i) for i in (0, 10**11)] == [364607967650, 633123525162]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 16, 17, 29, 1000, 4099])
+def test_each_place_has_its_own_element(count: int) -> None:
+    for epoch in range(3):
+        assert sorted(map(Permutation(count, epoch_key(1, epoch)), range(count))) == list(range(count))
+
+
+def test_every_element_is_as_likely_at_every_place() -> None:
+    """Chi-square over 2,000 keys, 12 elements at 12 places: 121 degrees of freedom, 99.99 % are below 184."""
+    table = np.zeros((12, 12))
+    for key in range(2000):
+        for place in range(12):
+            table[place, Permutation(12, epoch_key(key, 0))(place)] += 1
+    expected = 2000 / 12
+    assert ((table - expected) ** 2 / expected).sum() < 184
+
+
+# Rows
+
+
+@pytest.mark.parametrize("seq_len", [1, 7, 64, 599])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_every_token_is_a_target_once_per_epoch(tmp_path: Path, seq_len: int, shuffle: bool) -> None:
+    rows = rows_of(write_prepared(tmp_path / "a"), seq_len=seq_len, shuffle=shuffle, epochs=3, seed=3)
+    stream = list(range(1, TOTAL + 1)) * 3
+    assert rows.total_sequences is not None
+    order = sorted(range(rows.total_sequences), key=rows.window)
+    assert (order == list(range(rows.total_sequences))) == (not shuffle or rows.sequences_per_epoch == 1)
+    inputs: list[int] = []
+    targets: list[int] = []
+    for row in map(rows.sequence, order):
+        assert row.tokens.shape == row.labels.shape == (seq_len,) and row.tokens.dtype == row.labels.dtype == np.int64
+        inputs += row.tokens[row.labels != IGNORE].tolist()
+        targets += row.labels[row.labels != IGNORE].tolist()
+    assert (inputs, targets) == (stream[:-1], stream[1:])
+    with pytest.raises(EndOfData, match=f"{rows.total_sequences:,} sequences? in 3 epochs$"):
+        rows.sequence(rows.total_sequences)
+    served = [[rows.window(e * rows.sequences_per_epoch + i) for i in range(20)] for e in range(2)]
+    assert seq_len > 64 or (np.diff(served, axis=0) == rows.sequences_per_epoch).all() == (not shuffle)
+
+
+def test_documents_are_found_by_number(tmp_path: Path) -> None:
+    rows = rows_of(write_prepared(tmp_path / "a"), shuffle=False, mask_documents=True, epochs=2)
+    ends = np.cumsum([length for part in LENGTHS for length in part])
+    owner = np.searchsorted(ends, np.arange(2 * TOTAL) % TOTAL, side="right")
+    epoch = np.arange(2 * TOTAL) // TOTAL
+    for n in range(rows.total_sequences or 0):
+        span = slice(n * 7, n * 7 + 8)
+        expected = [pair[1] for pair in dict.fromkeys(zip(epoch[span].tolist(), owner[span].tolist(), strict=True))]
+        assert rows.documents_in(n) == expected
+        numbers = rows.sequence(n).documents
+        assert numbers is not None and numbers.dtype == np.int32
+        changes = np.diff(owner[span][:7]) != 0
+        assert numbers[: len(changes) + 1].tolist() == [0, *np.cumsum(changes).tolist()]
+    files = rows.files
+    assert (files.documents, files.tokens) == (20, TOTAL)
+    assert np.concatenate(list(files.lengths())).tolist() == [n for part in LENGTHS for n in part]
+    assert files.place_of(14) == Place("0.jsonl", 20) and files.place_of(15) == Place("2.jsonl", 6)
+    assert files.text_range(15) == (sum(LENGTHS[0]), sum(LENGTHS[0]) + 40)
+
+
+def test_prompts_are_no_targets(tmp_path: Path) -> None:
+    rows = rows_of(write_prepared(tmp_path / "a", masked=2), epochs=1)
+    targets = [label for n in range(rows.total_sequences or 0) for label in rows.sequence(n).labels.tolist()]
+    starts = np.cumsum([0, *(length for part in LENGTHS for length in part)])[:-1]
+    expected = set(range(2, TOTAL + 1)) - {int(start) + n for start in starts for n in (1, 2)}
+    assert sorted(set(targets) - {IGNORE}) == sorted(expected)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_ranks_share_the_batches_of_one(tmp_path: Path, ranks: int) -> None:
+    rows = rows_of(write_prepared(tmp_path / "a"), epochs=2)
+    alone = TrainLoader(rows, 24, 24)
+    loaders = [TrainLoader(rows, 24, 1, rank, ranks) for rank in range(ranks)]
+    for _ in range(alone.steps_left or 0):
+        assert batch_hash(alone.next_step()) == batch_hash(b for loader in loaders for b in loader.next_step())
+
+
+def test_a_run_resumes_at_every_step(tmp_path: Path) -> None:
+    path = write_prepared(tmp_path / "a")
+    straight = TrainLoader(rows_of(path, epochs=3), 5, 5)
+    hashes, states = [], []
+    while straight.steps_left:
+        states.append(straight.state_dict())
+        hashes.append(batch_hash(straight.next_step()))
+    assert len(set(hashes)) == len(hashes) > 20
+    for n, state in enumerate(states):
+        loader = TrainLoader(rows_of(path, epochs=3), 5, 5)
+        loader.load_state_dict(state)
+        assert batch_hash(loader.next_step()) == hashes[n]
+
+
+# Files
+
+
+def test_megatron_documents_are_of_several_sequences(tmp_path: Path) -> None:
+    bin_file = write_megatron(tmp_path / "c4", [[3, 2], [4], [], [1, 1, 1]], code=4, dtype="<i4")
+    for name in (bin_file, bin_file.with_suffix(".idx"), bin_file.with_suffix(""), tmp_path):
+        assert is_tokens(str(name))
+        rows = rows_of(name, seq_len=3, shuffle=False, epochs=1)
+        assert [rows.sequence(n).tokens.tolist() for n in range(4)] == [[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12]]
+        assert np.concatenate(list(rows.files.lengths())).tolist() == [5, 4, 0, 3]
+        assert [rows.documents_in(n) for n in range(4)] == [[0], [0, 1], [1, 2, 3], [3]]
+    cut = bin_file.read_bytes()
+    bin_file.write_bytes(cut[:-4])
+    with pytest.raises(DataError, match="c4.idx: the sequences do not lie end to end in c4.bin"):
+        rows_of(bin_file)
+    bin_file.with_suffix(".idx").write_bytes(b"PK\x03\x04" * 20)
+    with pytest.raises(DataError, match="c4.idx: no index of Megatron-LM"):
+        rows_of(bin_file)
+
+
+def test_each_npy_file_is_one_document(tmp_path: Path) -> None:
+    np.save(tmp_path / "1.npy", np.arange(10, dtype=np.uint32))
+    np.save(tmp_path / "2.npy", np.arange(10, 15, dtype=np.int64))
+    rows = rows_of(tmp_path, seq_len=7, shuffle=False, epochs=1)
+    assert rows.sequence(1).tokens.tolist() == list(range(7, 14))
+    assert (rows.documents, rows.documents_in(1)) == (2, [0, 1])
+    np.save(tmp_path / "3.npy", np.zeros((2, 3)))
+    with pytest.raises(DataError, match=r"3.npy: expected one row of whole numbers, found float64 of shape \(2, 3\)"):
+        rows_of(tmp_path)
+
+
+def test_an_impossible_id_names_file_and_place(tmp_path: Path) -> None:
+    ids = np.ones(3_000_000, dtype=np.int32)
+    ids[1_500] = -1
+    np.save(tmp_path / "a.npy", ids)
+    with pytest.raises(
+        DataError, match=r"a.npy, token 1,500 \(from 0\): id -1 is outside the model's vocabulary of 2304"
+    ):
+        rows_of(tmp_path / "a.npy")
+    ids[1_500], ids[9_000] = 1, SIZE
+    np.save(tmp_path / "a.npy", ids)
+    rows = rows_of(tmp_path / "a.npy", shuffle=False)  # the sample at the start has missed it
+    with pytest.raises(DataError, match=r"a.npy, token 9,000 \(from 0\): id 2304"):
+        rows.sequence(9_000 // 7)
+    with pytest.raises(DataError, match=f"holds the id {TOTAL}, which is outside the model's vocabulary of {TOTAL}"):
+        open_tokens(str(write_prepared(tmp_path / "a")), TOKENIZER, TOTAL)
+
+
+def test_a_change_of_foreign_files_changes_the_fingerprint(tmp_path: Path) -> None:
+    found = set()
+    for change in ({}, {0: 5}, {99: 5}):
+        ids = np.ones(100, dtype=np.uint16)
+        for place, value in change.items():
+            ids[place] = value
+        np.save(tmp_path / "a.npy", ids)
+        found.add(rows_of(tmp_path / "a.npy").fingerprint)
+    assert len(found) == 3
+
+
+def test_a_folder_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    folder = write_prepared(tmp_path / "a")
+    other = load_tokenizer(str(BUNDLED_SENTENCEPIECE))
+    prints = f"tokenizer {TOKENIZER.fingerprint[:16]} .*, and this config has {other.fingerprint[:16]}"
+    with pytest.raises(DataError, match=prints):
+        open_tokens(str(folder), other, other.vocab_size)
+
+    def build(**data: Any) -> Any:
+        return build_dataset(Training(dataset_path=str(folder), seq_len=7), Data(**data), TOKENIZER, SIZE)
+
+    assert build(text_key="text").sequence(0).tokens.shape == (7,)
+    with pytest.raises(DataError, match="data.text_key: 'body' has no effect on .*, which is prepared with 'text'"):
+        build(text_key="body")
+    with pytest.raises(DataError, match='data.packing: "best-fit" is not possible for token files'):
+        build(packing="best-fit")
+    tokens = folder / "part-0.tokens"
+    tokens.write_bytes(tokens.read_bytes()[:-1])
+    with pytest.raises(DataError, match="part-0.tokens has 5.. bytes instead of 5.."):
+        build()
+    tokens.unlink()
+    with pytest.raises(DataError, match="part-0.tokens cannot be read: No such file"):
+        build()
+    index = json.loads((folder / INDEX).read_text())
+    index["parts"][0]["tokens"] += 1
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(DataError, match="index.json is damaged .it does not fit its fingerprint"):
+        build()
+    (folder / INDEX).unlink()
+    with pytest.raises(DataError, match="a is not finished: it has no index.json; run `titanlite data prepare"):
+        build()

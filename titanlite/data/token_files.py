@@ -1,0 +1,420 @@
+"""Tokens in files that are mapped into memory: prepared by `titanlite data prepare`, or by other programs.
+
+A prepared folder has `index.json`, written last and atomically, and parts: `part-*.tokens` (ids, little-endian uint16,
+uint32 for vocabularies over 65,536), `.offsets` (int64 [documents + 1], where documents begin in the part) and, for
+records with prompts, `.targets` (bits, lowest first: 0 where a token is no target). Megatron-LM's `.bin` and `.idx`
+and numpy's `.npy` are read as they are; a `.npy` file is one document.
+
+The memory of a rank does not grow with the corpus: parts are mapped when they are first read, and the pages of a map
+belong to the system's page cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from titanlite.config.urls import is_url
+from titanlite.data import DataError
+from titanlite.data.tokenizer import Tokenizer
+
+INDEX = "index.json"
+KIND, VERSION = "titanlite tokens", 1
+#: Part of the fingerprint. Change it with anything that changes the rows of a folder.
+ORDER = "windows of the stream of tokens, order 1"
+#: Pieces of foreign files that are read at the start, and tokens in each.
+_PIECES, _PIECE = 256, 4096
+#: Documents whose lengths are read at once.
+_LENGTHS = 1 << 16
+_MEGATRON = b"MMIDIDX\x00\x00"
+#: Codes of types in Megatron's index.
+_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+
+
+class Place(NamedTuple):
+    """A document: its file, and its number there from 1."""
+
+    file: str
+    number: int
+
+
+@dataclass
+class Part:
+    """One file of tokens. `documents` of them begin in it; `first`: byte of the first token."""
+
+    file: Path
+    dtype: np.dtype[Any]
+    tokens: int
+    documents: int = 1
+    first: int = 0
+    has_targets: bool = False
+    #: (source, number of the first document of it, within the part and within the source), in order.
+    sources: list[tuple[str, int, int]] = field(default_factory=list)
+
+    @cached_property
+    def ids(self) -> NDArray[Any]:
+        """All tokens, mapped. Plain arrays over the maps: slices of a memmap are slower."""
+        return _map(self.file, self.dtype, self.tokens, self.first)
+
+    @cached_property
+    def _target_bits(self) -> NDArray[Any]:
+        return _map(self.file.with_suffix(".targets"), np.dtype("u1"), -(-self.tokens // 8))
+
+    @cached_property
+    def _offsets(self) -> NDArray[Any]:
+        return _map(self.file.with_suffix(".offsets"), np.dtype("<i8"), self.documents + 1)
+
+    def targets(self, begin: int, end: int) -> NDArray[np.bool_]:
+        """Return whether tokens [begin, end) are targets."""
+        if not self.has_targets:
+            return np.ones(end - begin, dtype=bool)
+        bits = np.unpackbits(self._target_bits[begin // 8 : -(-end // 8)], bitorder="little")
+        return bits[begin % 8 : begin % 8 + end - begin].astype(bool)
+
+    def bounds(self, first: int, last: int) -> NDArray[np.int64]:
+        """Return where documents [first, last) begin in the part; document `documents` is its end."""
+        return self._offsets[first:last]
+
+    def document_at(self, place: int) -> int:
+        """Return the document of the token at `place`: the last one that begins there or before."""
+        return int(np.searchsorted(self._offsets[:-1], place, side="right")) - 1
+
+
+class _Npy(Part):
+    @cached_property
+    def _offsets(self) -> NDArray[Any]:
+        return np.array([0, self.tokens])
+
+
+class _Megatron(Part):
+    """`.idx`: magic, uint64 version 1, uint8 type, uint64 sequences, uint64 documents + 1; then int32 lengths and int64
+    byte positions of the sequences, and int64 numbers of the sequences at which documents begin.
+    (Megatron-LM, megatron/core/datasets/indexed_dataset.py)
+    """
+
+    @cached_property
+    def _index(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """Lengths and positions of sequences, and the documents' first sequences."""
+        file, head = self.file.with_suffix(".idx"), _megatron_head(self.file.with_suffix(".idx"))
+        start, n = _MEGATRON_HEAD.size, head.sequences
+        pointers = _map(file, np.dtype("<i8"), n, start + 4 * n)
+        return _map(file, np.dtype("<i4"), n, start), pointers, _map(file, np.dtype("<i8"), head.bounds, start + 12 * n)
+
+    def bounds(self, first: int, last: int) -> NDArray[np.int64]:
+        _, pointers, documents = self._index
+        sequences = documents[first:last]
+        ends = np.full(len(sequences), self.tokens, dtype=np.int64)
+        inside = sequences < len(pointers)
+        ends[inside] = pointers[sequences[inside]] // self.dtype.itemsize
+        return ends
+
+    def document_at(self, place: int) -> int:
+        return bisect_right(range(self.documents), place, key=lambda d: int(self.bounds(d, d + 1)[0])) - 1
+
+    def check(self) -> None:
+        """Raise DataError unless the sequences lie end to end, by a sample of them."""
+        lengths, pointers, _ = self._index
+        size, last = self.dtype.itemsize, len(lengths) - 1
+        some = np.unique(np.linspace(0, last, _PIECES).astype(np.int64))
+        after = np.where(some < last, pointers[np.minimum(some + 1, last)], self.tokens * size)
+        ends = pointers[some] + lengths[some] * np.int64(size)
+        if pointers[0] != 0 or (ends != after).any():
+            raise DataError(f"{self.file.with_suffix('.idx')}: the sequences do not lie end to end in {self.file.name}")
+
+
+class _Head(NamedTuple):
+    magic: bytes
+    version: int
+    code: int
+    sequences: int
+    bounds: int
+
+
+_MEGATRON_HEAD = struct.Struct("<9sQBQQ")
+
+
+def _megatron_head(file: Path) -> _Head:
+    with open(file, "rb") as stream:
+        content = stream.read(_MEGATRON_HEAD.size)
+    if len(content) < _MEGATRON_HEAD.size or not content.startswith(_MEGATRON):
+        raise DataError(f"{file}: no index of Megatron-LM (it begins with {content[:9]!r})")
+    return _Head(*_MEGATRON_HEAD.unpack(content))
+
+
+def _map(file: Path, dtype: np.dtype[Any], count: int, first: int = 0) -> NDArray[Any]:
+    if count == 0:
+        return np.zeros(0, dtype)
+    return np.memmap(file, dtype=dtype, mode="r", offset=first, shape=(count,)).view(np.ndarray)
+
+
+class TokenFiles:
+    """A corpus of token files, read as one array.
+
+    Args:
+        path: of the folder or file, for messages.
+        parts: in order.
+        tokenizer: whose BOS and EOS are in the text.
+        vocab_size: of the model; no id may be as high.
+        index: content of `index.json`; None: files of another program, of which only samples are checked at the start.
+
+    Raises DataError for an id that is too high, naming file and place, and if there are no tokens.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        parts: list[Part],
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        index: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.path, self.parts, self.vocab_size, self.index = path, parts, vocab_size, index
+        self.pad_id = tokenizer.eos_id
+        self._ends = list(accumulate(part.tokens for part in parts))
+        self._documents = list(accumulate(part.documents for part in parts))
+        if not parts or not self.tokens:
+            raise DataError(f"{path} holds no tokens")
+        self.fingerprint = str(index["fingerprint"]) if index else self._sample()
+
+    @property
+    def tokens(self) -> int:
+        return self._ends[-1]
+
+    @property
+    def documents(self) -> int:
+        return self._documents[-1]
+
+    @property
+    def has_targets(self) -> bool:
+        return any(part.has_targets for part in self.parts)
+
+    def _pieces(self, begin: int, end: int) -> Iterator[tuple[int, Part, int, int]]:
+        """Iterate over the parts of tokens [begin, end): (number, part, first and end within it)."""
+        number = bisect_right(self._ends, begin)
+        while begin < end:
+            part, start = self.parts[number], self._ends[number] - self.parts[number].tokens
+            stop = min(end, self._ends[number])
+            if begin < stop:
+                yield number, part, begin - start, stop - start
+            begin, number = stop, number + 1
+
+    def read(self, begin: int, end: int) -> NDArray[np.int64]:
+        """Return tokens [begin, end). Raises DataError for an id outside the vocabulary."""
+        pieces = [part.ids[a:b] for _, part, a, b in self._pieces(begin, end)]
+        ids = (pieces[0] if len(pieces) == 1 else np.concatenate(pieces)).astype(np.int64)
+        if int(ids.view(np.uint64).max()) >= self.vocab_size:  # unsigned: it finds negative ones too
+            self._refuse(begin, ids)
+        return ids
+
+    def _refuse(self, begin: int, ids: NDArray[np.int64]) -> None:
+        wrong = int(np.flatnonzero(ids.view(np.uint64) >= self.vocab_size)[0])
+        _, part, place, _ = next(self._pieces(begin + wrong, begin + wrong + 1))
+        raise DataError(
+            f"{part.file}, token {place:,} (from 0): id {ids[wrong]} is outside the model's vocabulary of "
+            f"{self.vocab_size}; set model.vocab_size above it, or prepare the text with the model's tokenizer"
+        )
+
+    def targets(self, begin: int, end: int) -> NDArray[np.bool_]:
+        """Return whether tokens [begin, end) are targets."""
+        return np.concatenate([part.targets(a, b) for _, part, a, b in self._pieces(begin, end)])
+
+    def starts(self, begin: int, end: int) -> NDArray[np.int64]:
+        """Return where documents begin in [begin, end), the one at `begin` included, in order."""
+        found = []
+        for number, part, a, b in self._pieces(begin, end):
+            first, last = part.document_at(a), part.document_at(b - 1)
+            start = self._ends[number] - part.tokens
+            found.append(np.maximum(part.bounds(first, last + 1), a) + start)
+        return np.concatenate(found)
+
+    def documents_in(self, begin: int, end: int) -> list[int]:
+        """Return the numbers, from 0, of the documents of tokens [begin, end)."""
+        found: list[int] = []
+        for number, part, a, b in self._pieces(begin, end):
+            before = self._documents[number] - part.documents
+            found += range(before + part.document_at(a), before + part.document_at(b - 1) + 1)
+        return found
+
+    def place_of(self, document: int) -> Place:
+        """Return the source of a document."""
+        number = bisect_right(self._documents, document)
+        part, within = self.parts[number], document - (self._documents[number] - self.parts[number].documents)
+        if not part.sources:
+            return Place(str(part.file), within + 1)
+        source, first, counted_from = part.sources[bisect_right(part.sources, within, key=lambda one: one[1]) - 1]
+        return Place(source, counted_from + within - first + 1)
+
+    def text_range(self, document: int) -> tuple[int, int]:
+        """Return where a document begins and ends."""
+        number = bisect_right(self._documents, document)
+        part, start = self.parts[number], self._ends[number] - self.parts[number].tokens
+        within = document - (self._documents[number] - part.documents)
+        begin, end = part.bounds(within, within + 2)
+        return start + int(begin), start + int(end)
+
+    def lengths(self) -> Iterator[NDArray[np.int64]]:
+        """Iterate over the lengths of all documents, in tokens, some at a time."""
+        for part in self.parts:
+            for first in range(0, part.documents, _LENGTHS):
+                yield np.diff(part.bounds(first, min(first + _LENGTHS, part.documents) + 1))
+
+    def _sample(self) -> str:
+        """Check pieces from all over the files; return a digest of them and of the sizes."""
+        digest = hashlib.sha256(f"{ORDER}\n{[(part.tokens, part.dtype.str) for part in self.parts]}".encode())
+        for begin in np.unique(np.linspace(0, self.tokens - 1, _PIECES).astype(np.int64)).tolist():
+            digest.update(self.read(begin, min(begin + _PIECE, self.tokens)).astype("<i8").tobytes())
+        digest.update(self.read(max(self.tokens - _PIECE, 0), self.tokens).astype("<i8").tobytes())
+        return digest.hexdigest()
+
+
+# Opening
+
+
+def is_tokens(path: str | None) -> bool:
+    """Return whether a path is of token files: a prepared folder, also an unfinished one, Megatron's or numpy's."""
+    if path is None or is_url(path):
+        return False
+    place = Path(path)
+    if not place.is_dir():
+        return place.suffix == ".npy" or _pair(place)[1].is_file()
+    if is_index(place / INDEX) or any(place.glob("part-*.tokens")):
+        return True
+    return not any(place.glob("*.json*")) and any(True for kind in ("*.idx", "*.npy") for _ in place.glob(kind))
+
+
+def _pair(path: Path) -> tuple[Path, Path]:
+    """Return Megatron's two files; the path may name either, or both without their suffixes."""
+    stem = path.name.removesuffix(".bin").removesuffix(".idx")
+    return path.with_name(f"{stem}.bin"), path.with_name(f"{stem}.idx")
+
+
+def is_index(file: Path) -> bool:
+    try:
+        with open(file, "rb") as stream:
+            return KIND.encode() in stream.read(200)
+    except OSError:
+        return False
+
+
+def open_tokens(
+    path: str,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    key: str = "training.dataset_path",
+    fields: Mapping[str, str | None] = MappingProxyType({}),
+) -> TokenFiles:
+    """Open token files. key: of the config, for errors. fields: of records, that the config asks for (`text_key`, …).
+
+    Raises DataError for a folder that is not finished, a missing or cut file, tokens of another tokenizer or of other
+    fields, and ids of `vocab_size` (the model's) or more.
+    """
+    place = Path(path)
+    try:
+        if place.is_dir() and (is_index(place / INDEX) or any(place.glob("part-*.tokens"))):
+            files = _prepared(place, tokenizer, vocab_size, key)
+        else:
+            suffix = ".idx" if any(place.glob("*.idx")) else ".npy"
+            names = sorted(place.glob(f"*{suffix}")) if place.is_dir() else [place]
+            parts = [_npy(name) if name.suffix == ".npy" else _megatron(name) for name in names]
+            files = TokenFiles(place, parts, tokenizer, vocab_size)
+    except OSError as error:
+        raise DataError(f"{key}: {error.filename or path} cannot be read: {error.strerror or error}") from error
+    options = files.index["options"] if files.index else {}
+    for name, wanted in fields.items():
+        if wanted is not None and wanted != options.get(name):
+            had = f"prepared with {options[name]!r}" if options.get(name) else "tokens already, without that field"
+            raise DataError(f"data.{name}: {wanted!r} has no effect on {path}, which is {had}; leave the key out")
+    return files
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """Return the content of a prepared folder's index. Raises DataError for a folder without one, or a damaged one."""
+    again = f"run `titanlite data prepare ... --out {folder}` again"
+    try:
+        index: dict[str, Any] = json.loads((folder / INDEX).read_bytes())
+        if index["version"] > VERSION:
+            raise DataError(f"{folder / INDEX} has version {index['version']}; this titanlite reads {VERSION}: upgrade")
+        if index["fingerprint"] != fingerprint_of(index):
+            raise ValueError("it does not fit its fingerprint")
+    except FileNotFoundError:
+        raise DataError(f"{folder} is not finished: it has no {INDEX}; {again}") from None
+    except (ValueError, LookupError, TypeError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{folder / INDEX} is damaged ({error}); {again}") from None
+    return index
+
+
+def fingerprint_of(index: Mapping[str, Any]) -> str:
+    """Return the hex digest of a folder's content: tokens, documents, targets and tokenizer; not of its sources."""
+    parts = [[part[name] for name in ("tokens", "documents", "checksums")] for part in index["parts"]]
+    decisive = [ORDER, index["dtype"], index["tokenizer"], parts]
+    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+
+
+def _prepared(folder: Path, tokenizer: Tokenizer, vocab_size: int, key: str) -> TokenFiles:
+    index = read_index(folder)
+    if index["tokenizer"] != tokenizer.fingerprint:
+        raise DataError(
+            f"{key}: {folder} was prepared with the tokenizer {index['tokenizer'][:16]} "
+            f"({index['tokenizer_path'] or 'the bundled one'}), and this config has {tokenizer.fingerprint[:16]}; name "
+            "that one as model.tokenizer_path, or prepare the text again"
+        )
+    if index["max_id"] >= vocab_size:
+        raise DataError(
+            f"{key}: {folder} holds the id {index['max_id']}, which is outside the model's vocabulary of {vocab_size}; "
+            f"set model.vocab_size to at least {index['vocab_size']}"
+        )
+    parts, dtype = [], np.dtype(index["dtype"])
+    for one in index["parts"]:
+        sources = [(index["files"][file], within, number) for file, within, number in one["sources"]]
+        part = Part(folder / f"{one['name']}.tokens", dtype, one["tokens"], one["documents"], sources=sources)
+        part.has_targets = "targets" in one["bytes"]
+        for suffix, size in one["bytes"].items():
+            _check_size(part.file.with_suffix(f".{suffix}"), size, "prepare the text again")
+        parts.append(part)
+    return TokenFiles(folder, parts, tokenizer, vocab_size, index)
+
+
+def _check_size(file: Path, size: int, remedy: str = "copy the file again") -> None:
+    found = file.stat().st_size
+    if found != size:
+        raise DataError(f"{file} has {found:,} bytes instead of {size:,}; {remedy}")
+
+
+def _npy(file: Path) -> Part:
+    try:
+        array = np.load(file, mmap_mode="r")
+    except ValueError as error:
+        raise DataError(f"{file}: no array of numpy: {error}") from None
+    if array.ndim != 1 or array.dtype.kind not in "ui":
+        raise DataError(f"{file}: expected one row of whole numbers, found {array.dtype} of shape {array.shape}")
+    return _Npy(file, array.dtype, len(array), first=array.offset)
+
+
+def _megatron(name: Path) -> Part:
+    bin_file, idx_file = _pair(name)
+    head = _megatron_head(idx_file)
+    if head.version != 1 or head.code not in _DTYPES:
+        raise DataError(f"{idx_file}: version {head.version} with type {head.code} is not known; expected version 1")
+    size = _MEGATRON_HEAD.size + 12 * head.sequences + 8 * head.bounds
+    found = idx_file.stat().st_size
+    if found not in (size, size + head.sequences):  # a byte per sequence for multimodal data
+        raise DataError(f"{idx_file} has {found:,} bytes instead of {size:,}; copy the file again")
+    dtype = np.dtype(_DTYPES[head.code])
+    part = _Megatron(bin_file, dtype, bin_file.stat().st_size // dtype.itemsize, max(head.bounds - 1, 0))
+    if head.sequences:
+        part.check()
+    return part

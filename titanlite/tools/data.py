@@ -1,0 +1,101 @@
+"""`titanlite data`: prepare text, and look at the text of a run. No process group and no GPU."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from titanlite import exit_codes
+from titanlite.data import DataError
+from titanlite.tools.cli import FLAGS, Commands, no_flags
+from titanlite.utils import Style
+
+_CONFIG = "TOML file; also looked up in train_configs/"
+
+
+def add_commands(commands: Commands) -> None:
+    """Add `titanlite data` to argparse."""
+    data = commands.add_parser("data", help="prepare text, and look at the text of a run", allow_abbrev=False)
+    data.set_defaults(run=lambda *_: data.format_help().rstrip())
+    actions = data.add_subparsers(title="commands", metavar="COMMAND")
+
+    def add(name: str, run: Any, help: str, more: str) -> argparse.ArgumentParser:
+        about = f"{help[0].upper()}{help[1:]}. {more}"
+        parser = actions.add_parser(name, help=help, description=about, allow_abbrev=False)
+        parser.set_defaults(run=run)
+        return parser
+
+    again = "After a crash the same command goes on where it was, and the result is the same."
+    prepare = add("prepare", _prepare, "tokenize text once, into a folder that training maps into memory", again)
+    prepare.add_argument("source", metavar="SOURCE", help="file, folder, pattern or name of text")
+    prepare.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="where the tokens go")
+    prepare.add_argument("--tokenizer", metavar="PATH", help="as model.tokenizer_path (default: the bundled one)")
+    prepare.add_argument("--text-key", metavar="KEY", help="field that holds the text (default: text)")
+    prepare.add_argument("--prompt-key", metavar="KEY", help="field that is read and not trained on")
+    prepare.add_argument("--completion-key", metavar="KEY", help="field that follows the prompt and is trained on")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    prepare.add_argument("--workers", type=int, default=cores, metavar="N", help="cores to use (default: all)")
+    tokens = "tokens of a part, about; it is part of the fingerprint (default: 134,217,728)"
+    prepare.add_argument("--part-tokens", type=int, default=1 << 27, metavar="N", help=tokens)
+
+    ranks = "ranks of the run (default: as for `titanlite config check`)"
+    peek = add("peek", _peek, "print the first sequences of a run as the model sees them", FLAGS)
+    peek.add_argument("file", nargs="?", metavar="CONFIG", help=_CONFIG)
+    peek.add_argument("--rows", type=int, default=2, metavar="N", help="sequences to print (default: 2)")
+    peek.add_argument("--step", type=int, default=1, metavar="N", help="from this step on (default: 1)")
+    peek.add_argument("--rank", type=int, metavar="R", help="only those of one data-parallel rank")
+    peek.add_argument("--ids", action="store_true", help="print the ids, too")
+    peek.add_argument("--validation", action="store_true", help="the validation's text instead")
+    peek.add_argument("--world-size", type=int, metavar="N", help=ranks)
+
+    which = f"CONFIG may also be the folder of a run, or a checkpoint. {FLAGS}"
+    at_step = add("at-step", _at_step, "list the documents of the batch of a step", which)
+    at_step.add_argument("step", type=int, metavar="N", help="the step, from 1")
+    at_step.add_argument("file", nargs="?", metavar="CONFIG", help=_CONFIG)
+    at_step.add_argument("--json", action="store_true", help="print JSON")
+    at_step.add_argument("--world-size", type=int, metavar="N", help=ranks)
+
+    figures = add("stats", _stats, "count the documents and tokens of a config's text", FLAGS)
+    figures.add_argument("file", nargs="?", metavar="CONFIG", help=_CONFIG)
+    figures.add_argument("--json", action="store_true", help="print JSON")
+    figures.add_argument("--world-size", type=int, metavar="N", help=ranks)
+
+
+def _prepare(arguments: argparse.Namespace, flags: list[str], _: Style) -> str | tuple[str, int]:
+    from titanlite.config.sections import Data
+    from titanlite.tools.prepare import Options, prepare
+
+    no_flags(flags)
+    if arguments.workers < 1 or arguments.part_tokens < 1:
+        raise DataError("--workers and --part-tokens: expected whole numbers >= 1")
+    if (arguments.prompt_key is None) != (arguments.completion_key is None):
+        raise DataError("--prompt-key and --completion-key: give both or none")
+    keys = Data(text_key=arguments.text_key, prompt_key=arguments.prompt_key, completion_key=arguments.completion_key)
+    options = Options.of(arguments.source, arguments.tokenizer, keys, arguments.part_tokens)
+    try:
+        return prepare(arguments.source, arguments.out, options, arguments.workers)
+    except KeyboardInterrupt:
+        print("stopped: finished parts are kept; the same command goes on", file=sys.stderr)
+        return "", exit_codes.INTERRUPTED
+
+
+def _peek(arguments: argparse.Namespace, flags: list[str], style: Style) -> str:
+    from titanlite.tools.look import open_run, peek
+
+    run = open_run(arguments.file, flags, arguments.world_size, arguments.validation)
+    return peek(run, arguments.rows, arguments.step, arguments.rank, arguments.ids, style)
+
+
+def _at_step(arguments: argparse.Namespace, flags: list[str], style: Style) -> str:
+    from titanlite.tools.look import at_step, open_run
+
+    return at_step(open_run(arguments.file, flags, arguments.world_size), arguments.step, arguments.json)
+
+
+def _stats(arguments: argparse.Namespace, flags: list[str], style: Style) -> str:
+    from titanlite.tools.look import open_run, stats
+
+    return stats(open_run(arguments.file, flags, arguments.world_size), arguments.json)
