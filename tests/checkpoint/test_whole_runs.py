@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.staging import DefaultStager
 
 from tests.checkpoint.conftest import Storage
-from tests.checkpoint.runs import flip, names, unequal
+from tests.checkpoint.runs import flip, unequal
 from tests.metrics.test_records import scalars
 from tests.pool import Pools
 from tests.training.test_run import _losses, _run, _trainer
@@ -28,23 +28,11 @@ ON = "--checkpoint.enable_checkpoint"
 BRIEF = ["--training.steps=2", "--checkpoint.interval=50"]
 SIX = ["--training.steps=6", "--checkpoint.interval=2"]
 SEED = "--checkpoint.create_seed_checkpoint"
-BEST = ["--validation.enable", "--validation.freq=2", "--optimizer.lr=0.3", "--checkpoint.keep_best=1"]
 
 
 def _said(found: dict[str, Any], start: str) -> str:
     (line,) = [line for line in found["said"] if line.startswith(start)]
     return str(line)
-
-
-@pytest.mark.slow
-def test_milestones_the_first_step_and_retention(pool: Pools, tmp_path: Path) -> None:
-    flags = ["--training.steps=9", "--checkpoint.interval=7", "--checkpoint.keep_latest_k=2"]
-    pool(1).run(_run, str(tmp_path / "a"), *flags, "--checkpoint.milestones=powers_of_two")
-    assert names(tmp_path / "a" / "checkpoint") == ["step-1", "step-2", "step-4", "step-8", "step-9"]
-    first = "--checkpoint.enable_first_step_checkpoint"
-    found = pool(1).run(_run, str(tmp_path / "b"), *flags, "--checkpoint.milestones=[3]", first)[0]
-    assert names(tmp_path / "b" / "checkpoint") == ["step-3", "step-7", "step-9"], "1 went when 7 and 9 had come"
-    assert _said(found, "checkpoint of step 1 written")
 
 
 @pytest.mark.slow

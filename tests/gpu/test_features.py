@@ -17,14 +17,12 @@ from tests.gpu.peak import peak_and_gradients
 from tests.metrics.runs import ANY, at_step
 from tests.parallel import float8_runs
 from tests.parallel.float8_runs import LINEARS, RATES, RECIPES, distance, spread
-from tests.steps import train_step
 from tests.training.compare import LABELS, TOKENS, WARM
-from tests.training.harness import TINY, Run, batches, build_tiny, micro_batches, train, train_afresh
+from tests.training.harness import TINY, Run, batches, build_tiny, micro_batches, stepper, train, train_afresh
 from titanlite.callbacks import RunEnd
 from titanlite.config.run_sections import Profiling
 from titanlite.config.sections import ActivationCheckpoint, Compile, Float8, Training
 from titanlite.data.loader import to_device
-from titanlite.guard import FiniteGuard
 from titanlite.metrics.profiler import Profiler
 from titanlite.parallel.dist_env import DistEnv
 
@@ -62,13 +60,7 @@ class Operators(TorchDispatchMode):
 
 def operators(world: DistEnv, run: Run) -> Counter[str]:
     """Those of the second step, which are below float8's tensors; of the profiler, so that compiled ones count too."""
-    model, optimizer, rank = build_tiny(world, run)
-    guard = FiniteGuard(world.device)
-    data = to_device(micro_batches(run, 0, rank, world.size), world.device)
-
-    def take(step: int) -> None:
-        train_step(model, optimizer, data, step=step, lr=1e-3, max_norm=1.0, guard=guard)
-
+    _, _, take = stepper(world, run)
     take(1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         take(2)

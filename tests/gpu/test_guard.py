@@ -7,10 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.steps import train_step
-from tests.training.harness import Run, batches, build_tiny, micro_batches
+from tests.training.harness import Run, batches, stepper
 from tests.training.test_guard import _equal, _state
-from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard, NonFiniteError
 from titanlite.parallel.dist_env import DistEnv
 
@@ -29,15 +27,14 @@ def world() -> Iterator[DistEnv]:
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 def test_the_record_is_read_a_step_later(world: DistEnv, policy: str) -> None:
-    model, optimizer, rank = build_tiny(world, RUN)
     guard = FiniteGuard(world.device, policy, spike_sigmas=100.0, window=20)  # type: ignore[arg-type]
+    model, optimizer, take = stepper(world, RUN, guard=guard)
     poison = False
     model.register_forward_hook(lambda module, inputs, out: out * float("nan") if poison else out)
     states, told, stopped = [], [], []
     for step in range(1, 6):
         poison = step == BAD
-        data = to_device(micro_batches(RUN, step - 1, rank, world.size), world.device)
-        train_step(model, optimizer, data, step=step, lr=3e-3, max_norm=1.0, guard=guard)
+        take(step, 3e-3, step - 1)
         try:
             guard.poll()
         except NonFiniteError as error:

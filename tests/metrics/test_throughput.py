@@ -93,15 +93,6 @@ def test_a_reading_begins_a_new_window() -> None:
         assert rates.data_seconds == pytest.approx(seconds / 4)
 
 
-def test_published_utilisation_of_llama3_8b_on_h100() -> None:
-    clock = Clock()
-    per_token = 6 * (8_030_261_248 - 128_256 * 4096) + 12 * 32 * 4096 * 8192
-    rate = Throughput(6785, 1, 1, per_token, peak_flops("NVIDIA H100 80GB HBM3"), 10, clock)
-    clock.now += 1
-    rate.step_done()
-    assert rate.read(1).mfu == pytest.approx(39.73, abs=0.005)
-
-
 def test_neither_the_first_nor_a_single_slow_step_enters_the_time_left() -> None:
     clock, rate = make_throughput(peak=None)
     clock.now += 60

@@ -9,7 +9,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -26,6 +25,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from tests.metrics.runs import make_trainer
 from tests.pool import Pools
+from tests.processes import TORCHRUN, python
 from tests.training.test_run import TINY
 from tests.words import listening
 from titanlite import exit_codes
@@ -38,7 +38,6 @@ from titanlite.parallel.dist_env import DistEnv
 from titanlite.run_callbacks import Watchdog
 from titanlite.runs.record import read_entries
 
-ROOT = Path(__file__).resolve().parents[2]
 QUICK = Stall(deadline_seconds=1.0, heartbeat_seconds=0.3)
 #: Longest wait for an event that should come within seconds.
 LONG = 90.0
@@ -380,16 +379,9 @@ def _torchrun(tmp_path: Path, kind: str) -> tuple[subprocess.CompletedProcess[st
     """Two ranks, of which one fails in its third step; rank 0 is shown. Also: seconds from then to the end."""
     script = tmp_path / "faulty.py"
     script.write_text(_FAULTY)
-    launch = [sys.executable, "-m", "titanlite.torchrun", "--nproc_per_node=2", "--rdzv_backend=c10d"]
-    launch += ["--rdzv_endpoint=localhost:0", "--local-ranks-filter=0"]
+    launch = ["-m", "titanlite.torchrun", *TORCHRUN[2:], "--local-ranks-filter=0"]
     flags = ["--job.config_file=debug_model.toml", *TINY, f"--job.dump_folder={tmp_path}/run", "--training.steps=9"]
-    done = subprocess.run(
-        [*launch, str(script), kind, str(tmp_path), *flags],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = python(*launch, script, kind, tmp_path, *flags)
     return done, time.time() - float((tmp_path / "struck").read_text())
 
 

@@ -13,7 +13,8 @@ import torch
 
 import titanlite
 from tests.pool import Pools
-from tests.training.test_run import ROOT, TINY, _python, _trainer
+from tests.processes import ROOT, python
+from tests.training.test_run import TINY, _trainer
 from titanlite import exit_codes
 from titanlite.callbacks import Callback, CallbackError, Callbacks, RunEnd, load_callbacks
 from titanlite.checkpoint.manifest import read_manifest
@@ -199,9 +200,9 @@ def test_a_config_names_callbacks_and_mistakes_end_before_any_work(tmp_path: Pat
     config.write_text(f'[job]\nextends = ["{ROOT}/train_configs/debug_model.toml"]\ncallbacks = ["./mine.py:Mine"]\n')
     assert load_file(str(config), []).source("job.callbacks").line == 3
     flags = [f"--job.config_file={config}", *TINY, "--training.steps=1", f"--job.dump_folder={tmp_path}/run"]
-    done = _python("train.py", *flags)
+    done = python("train.py", *flags)
     assert done.returncode == 0 and "mine: done 1" in done.stdout, done.stderr
-    refused = _python("train.py", *flags, "--job.callbacks=./nothing.py:Mine", f"--job.dump_folder={tmp_path}/other")
+    refused = python("train.py", *flags, "--job.callbacks=./nothing.py:Mine", f"--job.dump_folder={tmp_path}/other")
     assert refused.returncode == exit_codes.CONFIG and "job.callbacks" in refused.stderr
     assert "Traceback" not in refused.stderr and not (tmp_path / "other").exists()
 
@@ -215,7 +216,7 @@ def test_public_names_are_there_and_importing_them_is_late() -> None:
         "late = 'torch' not in sys.modules; import titanlite.build; from titanlite import *\n"
         "from titanlite import build; print(json.dumps([late, callable(build), Trainer.__name__]))"
     )
-    done = _python("-c", code)
+    done = python("-c", code)
     assert json.loads(done.stdout) == [True, True, "Trainer"], done.stderr
     assert all(getattr(titanlite, name) is not None for name in titanlite.__all__)
     assert set(titanlite.__all__) <= set(dir(titanlite)) and "parallel" in dir(titanlite)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 
 from tests.checkpoint.test_manifest import sign
 from tests.pool import Pools
+from tests.processes import ROOT, TORCHRUN, python
 from tests.tiny import KEPT_TOKENS, TWO_LAYERS
 from tests.words import listening
 from titanlite import exit_codes
@@ -32,7 +31,6 @@ from titanlite.signals import StopRequested
 from titanlite.tools.drill_ranks import train
 from titanlite.trainer import Trainer
 
-ROOT = Path(__file__).resolve().parents[2]
 TINY = [
     *TWO_LAYERS,
     "--training.batch_size=1",
@@ -231,29 +229,19 @@ def test_earlier_metrics_are_kept_not_mixed(pool: Pools, tmp_path: Path) -> None
     assert read_metrics(tmp_path / "metrics-1.jsonl") == first
 
 
-def _python(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
-    return subprocess.run(
-        [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
-    )
-
-
 def test_wrong_config_exits_2_before_torch_is_imported(tmp_path: Path) -> None:
     code = (
         "import sys; from titanlite import main\n"
         "main.exit_now = lambda code, _: sys.exit(code + 40 * ('torch' in sys.modules))\n"
         "main.main()"
     )
-    wrong = _python("-c", code, "--training.setps=3", "--optimizer.lr=fast")
+    wrong = python("-c", code, "--training.setps=3", "--optimizer.lr=fast")
     assert wrong.returncode == exit_codes.CONFIG
     assert "training.setps" in wrong.stderr and "training.steps" in wrong.stderr and "Traceback" not in wrong.stderr
     assert "optimizer.lr" in wrong.stderr, "all wrong keys are reported at once"
-    lost = _python("train.py", "--job.config_file=debug_model.toml", f"--training.dataset_path={tmp_path}/nothing")
+    lost = python("train.py", "--job.config_file=debug_model.toml", f"--training.dataset_path={tmp_path}/nothing")
     assert lost.returncode == exit_codes.CONFIG and f"{tmp_path}/nothing" in lost.stderr
     assert "Traceback" not in lost.stderr
-
-
-TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
 
 
 @pytest.mark.parametrize(
@@ -265,7 +253,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend
     ids=["titanlite", "torchrun"],
 )
 def test_two_ranks_train_and_write_what_they_say(command: list[str], tmp_path: Path) -> None:
-    done = _python(*command, *TINY, f"--job.dump_folder={tmp_path}", "--training.steps=4")
+    done = python(*command, *TINY, f"--job.dump_folder={tmp_path}", "--training.steps=4")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("step:  4") == done.stdout.count("config: ") == 1, "only rank 0 prints"
     assert "training done at step 4" in done.stdout
@@ -280,14 +268,7 @@ def test_custom_loop_trains(tmp_path: Path) -> None:
     source = ROOT / "examples" / "custom_loop.py"
     assert len(source.read_text().splitlines()) <= 40
     small = ["--training.steps=16", "--training.seq_len=64", "--training.batch_size=2", "--optimizer.lr=4e-3"]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(source), KEPT_TOKENS, *small],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = python(*TORCHRUN, source, KEPT_TOKENS, *small, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     losses = [float(line.split()[2]) for line in done.stdout.splitlines() if line.startswith("step ")]
     assert len(losses) == 16 and losses[-1] < losses[0] - 0.5
