@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -306,13 +304,3 @@ def test_the_code_of_the_page_is_that_of_the_examples() -> None:
         for piece in code.split("# …\n"):
             assert piece.strip("\n") in source, f"{name}: {piece.splitlines()[0]}"
     assert all(f"examples/{file.name}" in page for file in EXAMPLES.iterdir() if file.suffix in (".py", ".toml"))
-
-
-def test_config_check_of_a_built_in_model_imports_neither_torch_nor_much_else() -> None:
-    code = (
-        "import sys\nfrom titanlite.fit import check_config\n"
-        "check_config(['--job.config_file=debug_model.toml'], 2, training=False)\n"
-        "print(sorted({n.partition('.')[0] for n in sys.modules} & {'torch', 'numpy', 'rich', 'tomlkit', 'fsspec'}))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout == "[]\n", done.stderr

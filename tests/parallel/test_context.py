@@ -93,9 +93,6 @@ def test_loaders_give_each_rank_its_part_and_keep_their_state(pool: Pools) -> No
         assert (length, before, after, left, same) == (2, {"position": 1}, {"position": 7}, 3, True)
 
 
-# Attention alone
-
-
 # In a model
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.processes import environment, python
 from titanlite.torchrun import last_error, worst_code
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
@@ -60,9 +58,7 @@ def test_a_worker_that_dies_during_imports_is_an_error(tmp_path: Path) -> None:
         "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
         "time.sleep(60)\n"
     )
-    command = [sys.executable, "-m", "titanlite.torchrun", "--nproc_per_node=2", str(script)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    done = python("-m", "titanlite.torchrun", "--nproc_per_node=2", script)
     assert done.returncode == 1 and "exitcode  : -9" in done.stderr, done.stderr
 
 
@@ -86,7 +82,7 @@ LAUNCHER = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
 def test_a_worker_is_asked_to_stop_when_its_torchrun_is_killed() -> None:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHELASTIC_RUN_ID": "x"}
+    env = environment(TORCHELASTIC_RUN_ID="x")
     with subprocess.Popen([sys.executable, "-c", LAUNCHER], env=env, stdout=subprocess.PIPE) as launcher:
         assert launcher.stdout is not None and launcher.stdout.read(5) == b"ready"
         launcher.kill()
@@ -104,12 +100,6 @@ def test_it_ends_with_the_workers_code(tmp_path: Path, codes: str, ends: int) ->
         "time.sleep(1)\n"
         "sys.exit(code)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "titanlite.torchrun", "--nproc_per_node=2", str(script)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = python("-m", "titanlite.torchrun", "--nproc_per_node=2", script)
     assert done.returncode == ends, done.stderr
     assert "Traceback" not in done.stderr
