@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from tests.training.harness import Run, batches, stepper
 from tests.training.test_guard import _equal, _state
 from titanlite.guard import FiniteGuard, NonFiniteError
 from titanlite.parallel.dist_env import DistEnv
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: a CPU reads the record at once")
-
 TOKENS, LABELS = batches(5, 4, 16, 192)
 RUN = Run(TOKENS, LABELS, [3e-3] * 5)
 BAD = 3
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[DistEnv]:
-    with DistEnv.open(device_type="cuda") as opened:
-        yield opened
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])

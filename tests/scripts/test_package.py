@@ -17,6 +17,7 @@ began = time.perf_counter()
 import titanlite
 assert time.perf_counter() - began < 0.5
 titanlite.exit_codes.CONFIG
+from titanlite import Callback
 import titanlite.models, titanlite.runs.record, titanlite.runs.logs, titanlite.runs.lock, titanlite.tools.cli
 import titanlite.tools.runs, titanlite.tools.compare_page, titanlite.tools.plots
 from titanlite.fit import check_config

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-import titanlite
 from tests.pool import Pools
 from tests.processes import ROOT, python
 from tests.training.test_run import TINY, _trainer
@@ -207,19 +205,7 @@ def test_a_config_names_callbacks_and_mistakes_end_before_any_work(tmp_path: Pat
     assert "Traceback" not in refused.stderr and not (tmp_path / "other").exists()
 
 
-# The public names
-
-
-def test_public_names_are_there_and_importing_them_is_late() -> None:
-    code = (
-        "import json, sys, titanlite; from titanlite import Callback\n"
-        "late = 'torch' not in sys.modules; import titanlite.build; from titanlite import *\n"
-        "from titanlite import build; print(json.dumps([late, callable(build), Trainer.__name__]))"
-    )
-    done = python("-c", code)
-    assert json.loads(done.stdout) == [True, True, "Trainer"], done.stderr
-    assert all(getattr(titanlite, name) is not None for name in titanlite.__all__)
-    assert set(titanlite.__all__) <= set(dir(titanlite)) and "parallel" in dir(titanlite)
+# The process
 
 
 def _deterministic(world: DistEnv, folder: str) -> set[tuple[bool, str | None]]:

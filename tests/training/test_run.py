@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -82,14 +83,22 @@ def _losses(rows: list[dict[str, Any]]) -> dict[int, tuple[float, float, float]]
 
 
 @pytest.fixture(scope="module")
-def straight(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """20 steps on 2 ranks without a break."""
-    folder = tmp_path_factory.mktemp("straight")
-    return pool(2).run(_run, str(folder), "--training.steps=20")[0]["rows"]
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("straight")
 
 
-def test_ten_resume_ten_equals_twenty_bit_for_bit(pool: Pools, straight: list[dict[str, Any]], tmp_path: Path) -> None:
-    pool(2).run(_run, str(tmp_path), "--training.steps=10")
+@pytest.fixture(scope="module")
+def straight(pool: Pools, folder: Path) -> list[dict[str, Any]]:
+    """20 steps on 2 ranks without a break, saved after the tenth."""
+    rows = pool(2).run(_run, str(folder), "--training.steps=20", "--checkpoint.interval=10")[0]["rows"]
+    shutil.rmtree(folder / "checkpoint" / "step-20")
+    return rows
+
+
+def test_ten_resume_ten_equals_twenty_bit_for_bit(
+    pool: Pools, straight: list[dict[str, Any]], folder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     resumed = pool(2).run(_run, str(tmp_path), "--training.steps=20")[0]["rows"]
     assert _losses(resumed) == _losses(straight)
     assert sorted(_losses(resumed)) == list(range(1, 21))
@@ -101,10 +110,10 @@ def test_ten_resume_ten_equals_twenty_bit_for_bit(pool: Pools, straight: list[di
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_resume_on_other_ranks_goes_on_with_the_same_batches(
-    pool: Pools, straight: list[dict[str, Any]], tmp_path: Path, ranks: int
+    pool: Pools, straight: list[dict[str, Any]], folder: Path, tmp_path: Path, ranks: int
 ) -> None:
     """Another batch in any step would move that step's loss by far more than rounding."""
-    pool(2).run(_run, str(tmp_path), "--training.steps=10")
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     resumed = _losses(pool(ranks).run(_run, str(tmp_path), "--training.steps=20")[0]["rows"])
     for step, (loss, _, _) in _losses(straight).items():
         assert abs(resumed[step][0] - loss) < 5e-6, step
