@@ -16,7 +16,6 @@ from titanlite.parallel.float8_choice import (
     Float8Choice,
     choose_linears,
     converted_names,
-    matches,
     tokens_per_product,
 )
 from titanlite.preflight import check_machine
@@ -55,24 +54,6 @@ def test_all_but_the_head_is_converted() -> None:
     assert found["output"].reason == "the head"
     assert found["attention.wk"].size == Size(4096, 1024) and len(found["attention.wk"].names) == 32
     assert len(converted_names(found.values())) == 7 * 32
-
-
-@pytest.mark.parametrize(
-    ("part", "name", "is_part"),
-    [
-        ("wq", "layers.0.attention.wq", True),
-        ("attention", "layers.0.attention.wq", True),
-        ("attention.wq", "layers.0.attention.wq", True),
-        ("layers.1", "layers.1.attention.wq", True),
-        ("layers.1", "layers.10.attention.wq", True),
-        ("layers.1.", "layers.10.attention.wq", False),
-        ("w", "layers.0.attention.wq", True),
-        ("layers.0.wq", "layers.0.attention.wq", False),
-        ("", "layers.0.attention.wq", False),
-    ],
-)
-def test_a_filter_is_any_part_of_a_name(part: str, name: str, is_part: bool) -> None:
-    assert matches(part, name) is is_part
 
 
 def test_what_is_filtered_or_small_or_odd_stays_and_says_why() -> None:
