@@ -130,7 +130,7 @@ def test_the_loss_has_its_penalty(pool: Pools, straight: Watch, tmp_path: Path) 
     ("flags", "tolerance"),
     [
         (["--training.loss_chunks=3"], 1e-6),
-        (["--training.compile", "--compile.backend=aot_eager"], 1e-5),
+        pytest.param(["--training.compile", "--compile.backend=aot_eager"], 1e-5, marks=pytest.mark.slow),
         (["--activation_checkpoint.mode=full"], 1e-6),
         (["--training.global_batch_size=8", "--training.batch_size=4"], None),
         (["--float8.enable_float8_linear", "--float8.emulate"], 2e-2),
@@ -148,6 +148,16 @@ def test_features_work_on_a_model_and_a_loss_of_ones_own(
         assert [row[1] for row in rows] == pytest.approx([row[1] for row in straight.rows[:2]], rel=tolerance)
 
 
+TWO_STEPS = ["--training.steps=2", "--lr_scheduler.total_steps=6", *LLAMA]
+
+
+@pytest.fixture(scope="module")
+def plain(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> Watch:
+    """Two steps of a Llama on data-parallel ranks."""
+    found: Watch = pool(2).run(_run, str(tmp_path_factory.mktemp("plain")), *TWO_STEPS)[0]
+    return found
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -158,11 +168,10 @@ def test_features_work_on_a_model_and_a_loss_of_ones_own(
     ],
     ids=["tensor", "tensor_chunks", "pipeline", "context"],
 )
-def test_loss_optimizer_and_text_work_with_every_parallelism(pool: Pools, tmp_path: Path, flags: list[str]) -> None:
-    steps = ["--training.steps=2", "--lr_scheduler.total_steps=6", *LLAMA]
-    plain = pool(2).run(_run, str(tmp_path / "plain"), *steps)[0]
-    divided = pool(2).run(_run, str(tmp_path / "divided"), *steps, *flags)
-    for rank in divided:
+def test_loss_optimizer_and_text_work_with_every_parallelism(
+    pool: Pools, plain: Watch, tmp_path: Path, flags: list[str]
+) -> None:
+    for rank in pool(2).run(_run, str(tmp_path), *TWO_STEPS, *flags):
         assert [row[1] for row in rank.rows] == pytest.approx([row[1] for row in plain.rows], rel=2e-5)
         assert {rates[-1] for rates in rank.rates} <= {rate for rates in plain.rates for rate in rates}
 

@@ -164,21 +164,27 @@ def _loop(dog: HangWatchdog, slow: Callable[[], object]) -> None:
         dog.phase("optimizer")
 
 
-def _sleep(world: DistEnv) -> list[str]:
+def _waiter(world: DistEnv, said: list[str], name: str) -> Callable[[], None]:
+    """A call with which rank 1 stands still until rank 0 has reported it."""
     store = _get_default_store().clone()
+
+    def tell() -> None:
+        _until(lambda: _reports(said))
+        store.set(name, "")
+
+    if world.rank == 0:
+        threading.Thread(target=tell, daemon=True).start()
+
+    def read_shard() -> None:
+        if world.rank == 1:
+            _until(lambda: store.check([name]))
+
+    return read_shard
+
+
+def _sleep(world: DistEnv) -> list[str]:
     with _watching() as (dog, said):
-
-        def tell() -> None:
-            _until(lambda: _reports(said))
-            store.set("reported", "")
-
-        def read_shard() -> None:
-            if world.rank == 1:
-                _until(lambda: store.check(["reported"]))
-
-        if world.rank == 0:
-            threading.Thread(target=tell, daemon=True).start()
-        _loop(dog, read_shard)
+        _loop(dog, _waiter(world, said, "in a loop"))
         # The loop is over before rank 0's thread has looked again.
         _until(lambda: world.rank or any("goes on" in text for text in said))
     assert not [thread for thread in threading.enumerate() if thread.name == THREAD]
@@ -307,17 +313,13 @@ def _train(world: DistEnv, folder: str, *flags: str) -> list[str]:
     trainer = make_trainer(world, folder, *flags)
     (dog,) = (callback.watch for callback in trainer.parts.callbacks if isinstance(callback, Watchdog))
     fetch = trainer.parts.loader.next_step
-
-    def next_step() -> Any:
-        if trainer.step == 3 and world.rank == 1:
-            time.sleep(4)  # the deadline, and the heartbeats that a report waits for
-        return fetch()
-
-    trainer.parts.loader.next_step = next_step  # type: ignore[method-assign]
     phases: list[str] = []
     note = dog.phase
     dog.phase = lambda name, step=None: (phases.append(name), note(name, step))[1]  # type: ignore[method-assign]
     with mock.patch.object(watchdog, "_POLL_SECONDS", 0.1), listening() as said:
+        wait = _waiter(world, said, "in training")
+        late = lambda: (wait() if trainer.step == 3 else None, fetch())[1]  # noqa: E731
+        trainer.parts.loader.next_step = late  # type: ignore[method-assign]
         trainer.train()
     return [" ".join(phases), *_reports(said)]
 
