@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.metrics.runs import make_trainer
 from tests.pool import Pools
 from tests.steps import forward_backward
 from tests.training.harness import Run, batches, build_tiny, changed, full, micro_batches, stepper
+from tests.training.test_run import _trainer
 from titanlite.config.sections import ActivationCheckpoint, Compile
 from titanlite.guard import NonFiniteError
 from titanlite.loss import cross_entropy_sum
@@ -183,7 +183,7 @@ def test_an_overflow_between_modules_is_named_and_training_can_go_on(pool: Pools
 
 def _stopped(world: DistEnv, folder: str) -> str:
     flags = ["--no-checkpoint.enable_checkpoint", "--no-validation.enable", "--training.steps=6"]
-    trainer = make_trainer(world, folder, *flags)
+    trainer = _trainer(world, folder, *flags)
 
     def spoil(module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
         return out * float("nan") if trainer.step == 3 and world.rank == 1 else out

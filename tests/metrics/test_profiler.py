@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from tests.metrics.runs import ANY, at_step, make_trainer
+from tests.metrics.runs import ANY, at_step
 from tests.pool import Pools
+from tests.training.test_run import _trainer
 from tests.words import listening
 from titanlite.callbacks import RunEnd
 from titanlite.config.run_sections import Profiling
@@ -20,7 +21,7 @@ FLAGS = ["--no-checkpoint.enable_checkpoint", "--no-validation.enable", "--profi
 
 
 def _train(world: DistEnv, folder: str) -> None:
-    make_trainer(world, folder, *FLAGS, "--profiling.enable_profiling", "--training.steps=12").train()
+    _trainer(world, folder, *FLAGS, "--profiling.enable_profiling", "--training.steps=12").train()
 
 
 def _operations(trace: dict[str, Any]) -> list[str]:

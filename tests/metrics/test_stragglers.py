@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.metrics.runs import make_trainer
 from tests.pool import Pools
+from tests.training.test_run import _trainer
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.metrics.stragglers import LOGS_IN_A_ROW, StragglerDetector
 from titanlite.parallel.dist_env import DistEnv
@@ -29,7 +29,7 @@ def _burn(seconds: float) -> None:
 
 def _train(world: DistEnv, folder: str, slow_rank: int, where: str) -> None:
     flags = ["--no-checkpoint.enable_checkpoint", "--no-validation.enable", "--training.steps=6"]
-    trainer = make_trainer(world, folder, *flags)
+    trainer = _trainer(world, folder, *flags)
     if world.rank == slow_rank and where == "data":
         next_step = trainer.parts.loader.next_step
 

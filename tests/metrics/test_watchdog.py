@@ -23,10 +23,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from tests.metrics.runs import make_trainer
 from tests.pool import Pools
 from tests.processes import TORCHRUN, python
-from tests.training.test_run import TINY
+from tests.training.test_run import TINY, _trainer
 from tests.words import listening
 from titanlite import exit_codes
 from titanlite.config.run_sections import Comm, Stall
@@ -310,7 +309,7 @@ def test_an_error_of_all_ranks_ends_no_other_rank(
 
 
 def _train(world: DistEnv, folder: str, *flags: str) -> list[str]:
-    trainer = make_trainer(world, folder, *flags)
+    trainer = _trainer(world, folder, *flags)
     (dog,) = (callback.watch for callback in trainer.parts.callbacks if isinstance(callback, Watchdog))
     fetch = trainer.parts.loader.next_step
     phases: list[str] = []
