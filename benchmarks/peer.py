@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -34,3 +35,19 @@ def peer_python(folder: Path) -> str:
 def torchrun(python: str, ranks: int, script: str, arguments: list[str]) -> list[str]:
     launch = [python, "-u", "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--rdzv_backend", "c10d"]
     return [*launch, "--rdzv_endpoint", "localhost:0", "--local-ranks-filter", "0", "--tee", "3", script, *arguments]
+
+
+def write_tokenizer(folder: Path) -> Path:
+    """Write the bundled tokenizer as a new folder that torchtitan reads, and return the folder."""
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    from titanlite.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
+
+    ids = load_tokenizer().special_tokens
+    special = sorted(ids, key=ids.__getitem__)
+    folder.mkdir()
+    converter = TikTokenConverter(vocab_file=str(BUNDLED_TOKENIZER), extra_special_tokens=special)
+    converter.converted().save(str(folder / "tokenizer.json"))
+    names = {"bos_token": special[0], "eos_token": special[1], "add_bos_token": True, "add_eos_token": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    return folder

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from peer import DEFAULT_ENVIRONMENT, ROOT, TITAN_SCRIPT, peer_python, torchrun
+from peer import DEFAULT_ENVIRONMENT, ROOT, TITAN_SCRIPT, peer_python, torchrun, write_tokenizer
 
 DIM, LAYERS, HEADS, FFN, SEQ, BATCH = 512, 8, 8, 1536, 512, 4
 #: Steps of the warm-up of a run: their times are not counted.
@@ -157,20 +157,10 @@ class Torchtitan:
         self._write_assets()
 
     def _write_assets(self) -> None:
-        from transformers.convert_slow_tokenizer import TikTokenConverter
-
         from titanlite.data.sources import iter_records, source_files
         from titanlite.data.tokenizer import load_tokenizer
 
-        ours = load_tokenizer()
-        special = sorted(ours.special_tokens, key=ours.special_tokens.__getitem__)
-        ranks = str(ROOT / "titanlite" / "data" / "assets" / "tokenizer.tiktoken")
-        tokenizer = TikTokenConverter(vocab_file=ranks, extra_special_tokens=special).converted()
-        self.assets = self.scratch / "assets"
-        self.assets.mkdir()
-        tokenizer.save(str(self.assets / "tokenizer.json"))
-        names = {"bos_token": special[0], "eos_token": special[1], "add_bos_token": True, "add_eos_token": True}
-        (self.assets / "tokenizer_config.json").write_text(json.dumps(names))
+        self.assets = write_tokenizer(self.scratch / "assets")
         data = self.scratch / "tests" / "assets" / "c4_test"
         data.mkdir(parents=True)
         with open(data / "data.json", "w") as stream:
@@ -180,7 +170,7 @@ class Torchtitan:
             "dim": DIM,
             "n_layers": LAYERS,
             "n_heads": HEADS,
-            "vocab_size": ours.vocab_size,
+            "vocab_size": load_tokenizer().vocab_size,
             "multiple_of": 256,
             "rope_theta": 500000,
         }

@@ -6,7 +6,7 @@ guard.jsonl in the run's folder has a line for each bad step, and is only ever a
      "message": "step 7: …", "ranks": [1], "data_steps": "7", "documents": {"48": [3, 17], "49": [5], …}}
 
 `documents` has the numbers of the documents of each sequence of the global batch, counted from 0 in the order of the
-files and of the records in them.
+files and of the records in them. Of a stream it has files and records, for the sequences of rank 0 alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from titanlite.data.loader import Batch
-from titanlite.data.packing import PackedDataset
+from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import merged, take
 from titanlite.guard import BadStepError, NonFiniteError
 from titanlite.metrics.jsonl import MetricsLog
@@ -46,12 +46,13 @@ class Fetched(NamedTuple):
 class AnomalyLog:
     """Reports bad steps on the console and in guard.jsonl; all ranks call it, rank 0 writes.
 
-    folder: the run's; None on other ranks. global_batch: sequences per step over all ranks.
+    folder: the run's; None on other ranks. global_batch: sequences per step over all ranks. share: data-parallel rank
+    and degree.
     """
 
-    def __init__(self, folder: Path | None, dataset: PackedDataset, global_batch: int) -> None:
+    def __init__(self, folder: Path | None, dataset: Rows, global_batch: int, share: tuple[int, int] = (0, 1)) -> None:
         self._log = None if folder is None else MetricsLog(folder / FILE)
-        self._dataset, self._global_batch = dataset, global_batch
+        self._dataset, self._global_batch, self._share = dataset, global_batch, share
         #: Step of the checkpoint that the run went back to, and how often in a row a bad step came soon after it.
         self._returned = (-1, 0)
 
@@ -89,6 +90,9 @@ class AnomalyLog:
             logger.warning(f"{bad}{words}. The documents of step {bad.step} are in {self._log.path}")
         skipped = merged(fetched.after.get("left_out", ()))
         sequences = take(fetched.before["next_sequence"], self._global_batch, skipped)
+        rank, degree = self._share
+        # This rank has not read the other ranks' part of a stream.
+        known = sequences[(rank - sequences[0]) % degree :: degree] if self._dataset.state_dict() else sequences
         self._log.write(
             {
                 "step": bad.step,
@@ -101,7 +105,7 @@ class AnomalyLog:
                 "ranks": bad.ranks,
                 "data_steps": steps_text(sequences[0], sequences[-1] + 1, self._global_batch),
                 **more,
-                "documents": {str(n): self._dataset.documents_in(n) for n in sequences},
+                "documents": {str(n): self._dataset.documents_in(n) for n in known},
             }
         )
 
@@ -139,4 +143,4 @@ def skip_to(data: dict[str, Any], bad: Fetched) -> dict[str, Any]:
     """Return the loader state `data`, moved behind the step `bad`; the text between the two is skipped."""
     between = data["next_sequence"], bad.after["next_sequence"]
     skipped = merged([*data.get("left_out", ()), between])
-    return {"next_sequence": bad.after["next_sequence"], "left_out": [list(stretch) for stretch in skipped]}
+    return {**data, "next_sequence": bad.after["next_sequence"], "left_out": [list(stretch) for stretch in skipped]}

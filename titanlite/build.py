@@ -32,9 +32,10 @@ from titanlite.checkpoint.retention import SaveSchedule
 from titanlite.config.errors import ConfigError
 from titanlite.config.extensions import load_function
 from titanlite.data.loader import TrainLoader, ValidationLoader
-from titanlite.data.packing import PackedDataset, build_dataset, build_validation_dataset
 from titanlite.data.prefetch import PassLoader, Prefetcher, StepLoader, ValidationPrefetcher
+from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import ranges_of_steps
+from titanlite.data.text import Share, TextReader, alone
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.derive import RunConfig, with_steps
 from titanlite.fit import tensor_problems
@@ -104,13 +105,17 @@ _ROUNDING = (
 )
 
 
+#: Steps kept back for the case that a stream ends: on a GPU all ranks stop within two steps.
+_RESERVE = 2
+
+
 @dataclass(frozen=True)
 class Datasets:
     """What is read before anything is built."""
 
     tokenizer: Tokenizer
-    train: PackedDataset
-    validation: PackedDataset | None
+    train: Rows
+    validation: Rows | None
 
 
 @dataclass
@@ -174,19 +179,23 @@ def data_parallel_rank(mesh: DeviceMesh) -> int:
     return replicate * mesh["dp_shard"].size() + shard_rank
 
 
-def read_datasets(run: RunConfig) -> Datasets:
+def read_datasets(run: RunConfig, share: Share = alone) -> Datasets:
     """Read tokenizer and texts. Before any process group or model exists, so that bad ones end a run early.
 
+    share: gives all ranks what a function returns on rank 0, under a name; by default each rank lists files itself.
     Raises DataError naming file and record, ShapeError when the tokenizer has more entries than the model.
     """
     tokenizer = load_tokenizer(run.model.tokenizer_path, run.model.name)
     vocabulary = run.model_args(tokenizer.vocab_size).vocab_size
-    train = build_dataset(run.training, run.data, tokenizer, vocabulary)
+    patience = run.data.retry_seconds
+    if run.mesh.world_size > 1:  # the other ranks wait in a collective
+        patience = min(patience, run.comm.train_timeout_seconds / 2)
+    reader = TextReader(run.data, tokenizer, vocabulary, run.mesh.dp_degree, share, patience)
+    train = reader.train(run.training)
     if not run.validation.enable:
         return Datasets(tokenizer, train, None)
     seq_len = run.validation.seq_len or run.training.seq_len
-    held_out = build_validation_dataset(run.validation, run.data, tokenizer, vocabulary, seq_len)
-    return Datasets(tokenizer, train, held_out)
+    return Datasets(tokenizer, train, reader.held_out(run.validation, seq_len))
 
 
 def build(
@@ -331,7 +340,7 @@ def build(
         CompileReport(compiled) if compiled else None,
         Float8ErrorCheck(drift, builder.param_dtype, metrics.write) if drift else None,
         Profiler(run.profiling, world.rank, device) if profiles else None,
-        VerifyResume(resume_check, datasets.train, batch.global_batch_size, skip, world),
+        VerifyResume(resume_check, datasets.train, batch.global_batch_size, skip, world, (rank, ranks)),
         SlowSaveWarning(world.rank),
         *callbacks,
     ]
@@ -348,12 +357,14 @@ def build(
         optimizer=optimizer,
         learning_rate=LearningRate(run.schedule, run.optimizer.lr),
         train_step=train_step,
-        loader=Prefetcher(steps, run.data.prefetch, pin),
+        loader=Prefetcher(steps, run.data.prefetch, pin, _RESERVE if datasets.train.state_dict() else 0),
         validation=validation,
         datasets=datasets,
         checkpointer=checkpointer,
         save_schedule=save_schedule,
-        anomalies=AnomalyLog(folder if world.rank == 0 else None, datasets.train, batch.global_batch_size),
+        anomalies=AnomalyLog(
+            folder if world.rank == 0 else None, datasets.train, batch.global_batch_size, (rank, ranks)
+        ),
         callbacks=[callback for callback in every if callback is not None],
         trackers=metrics.run_ids,
         steps=run.steps,
@@ -389,7 +400,7 @@ def startup_lines(
         tokens=tokens_per_product(
             batch.micro_batch_size, batch.seq_len, cp=mesh.context, microbatches=run.pipeline.microbatches
         ),
-        documents=datasets.train.documents,
+        text=datasets.train.describe(),
         tokens_per_epoch=datasets.train.tokens_per_epoch,
     )
     ranks, memory = mesh.world_size, total_memory_bytes(device)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from titanlite.data.packing import IGNORE
+from titanlite.data.rows import IGNORE
 
 #: (logits [batch, seq, vocab], labels [batch, seq] int64) → the loss summed over valid tokens, a scalar.
 LossFunction = Callable[[Tensor, Tensor], Tensor]

@@ -77,7 +77,7 @@ def run(argv: Sequence[str]) -> int:
     from titanlite.metrics.console import setup_console
     from titanlite.metrics.watchdog import HangWatchdog
     from titanlite.parallel.dist_env import DistEnv, connect_store, keep_freed_memory
-    from titanlite.parallel.rendezvous import report_failure, wait_for_rank_0
+    from titanlite.parallel.rendezvous import report_failure, share_from_rank_0, wait_for_rank_0
     from titanlite.preflight import check_machine
     from titanlite.runs.logs import FOLDER as LOGS
     from titanlite.runs.logs import rank_log
@@ -104,7 +104,10 @@ def run(argv: Sequence[str]) -> int:
                     _show_config(config.job, config.toml)
                 if store is not None:
                     wait_for_rank_0(store, rank, size, config.comm.init_timeout_seconds)
-                datasets = read_datasets(config)
+                seconds = config.comm.init_timeout_seconds
+                datasets = read_datasets(
+                    config, lambda name, make: share_from_rank_0(store, rank, size, name, make, seconds)
+                )
                 check_model(config, datasets)
                 if config.steps is None:
                     config = fitted(asked, size, datasets.train.total_sequences)

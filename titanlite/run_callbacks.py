@@ -19,7 +19,7 @@ from titanlite.checkpoint.resume_check import ResumeCheck, ResumeResult
 from titanlite.checkpoint.retention import grace_warning
 from titanlite.config.toml import TOMLDecodeError, loads
 from titanlite.data.loader import add_hashes, step_hash
-from titanlite.data.packing import PackedDataset
+from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import Range, ranges_of_steps, take
 from titanlite.parallel.compile import CompileWatch
 from titanlite.parallel.dist_env import DistEnv, patience, set_timeouts
@@ -173,14 +173,20 @@ class SlowSaveWarning(Callback):
 class VerifyResume(Callback):
     """Checks that a resumed run goes on as the attempt before did: the next batch, and the next step's figures.
 
-    skip: ranges of sequences that this run skips.
+    skip: ranges of sequences that this run skips. share: data-parallel rank and degree.
     """
 
     def __init__(
-        self, check: ResumeCheck, dataset: PackedDataset, global_batch: int, skip: tuple[Range, ...], world: DistEnv
+        self,
+        check: ResumeCheck,
+        dataset: Rows,
+        global_batch: int,
+        skip: tuple[Range, ...],
+        world: DistEnv,
+        share: tuple[int, int],
     ) -> None:
         self._check, self._dataset, self._global_batch = check, dataset, global_batch
-        self._skip, self._world = skip, world
+        self._skip, self._world, self._share = skip, world, share
 
     def on_start(self, trainer: Trainer) -> None:
         loaded = trainer.loaded
@@ -203,18 +209,18 @@ class VerifyResume(Callback):
     def _next_batch(self, trainer: Trainer) -> str | None:
         """Return the hash of the next global batch, the same on any number of ranks; None where the data end.
 
-        All ranks call it together, each hashes a part.
+        All ranks call it together, each hashes its own sequences.
         """
-        first, rank, size = trainer.parts.loader.state_dict()["next_sequence"], self._world.rank, self._world.size
+        first, (rank, degree) = trainer.parts.loader.state_dict()["next_sequence"], self._share
         part: str | None = None
         try:
-            part = step_hash(self._dataset, first, self._global_batch, rank, size, self._skip)
+            part = step_hash(self._dataset, first, self._global_batch, rank, degree, self._skip)
         except Exception as error:  # the step itself raises it again; a save is complete without the hash
             logger.warning(f"the next batch cannot be hashed, so a resume will not compare it: {error}")
-        parts: list[str | None] = [None] * size
-        dist.all_gather_object(parts, part)
-        whole = [part for part in parts if part is not None]
-        return add_hashes(whole) if len(whole) == size else None
+        parts: list[tuple[int, str | None]] = [(0, None)] * self._world.size
+        dist.all_gather_object(parts, (rank, part))
+        whole = [part for part in dict(parts).values() if part is not None]
+        return add_hashes(whole) if len(whole) == degree else None
 
     def _with_other_skips(self, loaded: LoadedState) -> LoadedState:
         """Return it with `data.skip_steps` among its changes if the next batch is another one for that.

@@ -58,8 +58,9 @@ class Setup:
     #: Tokens of a matrix product of one rank.
     tokens: int
     #: Of the training text.
-    documents: int
-    tokens_per_epoch: int
+    #: Size of the training text in words, and its tokens; None for a stream.
+    text: str
+    tokens_per_epoch: int | None
 
     @property
     def cpu(self) -> bool:
@@ -201,8 +202,8 @@ def _runs(forward: Mapping[str, int], some: Mapping[str, int]) -> str:
 
 def data_row(training: Training, data: Data, setup: Setup) -> Row:
     order = f"shuffled with seed {data.seed}" if data.shuffle else "in file order"
-    size = f"{counted(setup.documents, 'documents')}, {setup.tokens_per_epoch:,} tokens per epoch"
-    return "data", f"{training.dataset_path or training.dataset}: {size}, {order}"
+    name = f"{len(data.source)} sources" if data.source else training.dataset_path or training.dataset
+    return "data", f"{name}: {setup.text}, {order}"
 
 
 def batch_rows(setup: Setup, steps: int | None, epochs: int | None) -> list[Row]:

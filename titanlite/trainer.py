@@ -16,7 +16,7 @@ from titanlite.checkpoint import CheckpointError, LoadedState
 from titanlite.checkpoint.load import LEFT_OUT
 from titanlite.checkpoint.manifest import steps_in
 from titanlite.checkpoint.storage import gather
-from titanlite.data.loader import Batch, to_device
+from titanlite.data.loader import Batch, gather_state, to_device
 from titanlite.guard import BadStepError, NonFiniteError, WeightsError, find_nonfinite
 from titanlite.signals import StopRequested, StopSignal
 from titanlite.step import validate
@@ -111,6 +111,7 @@ class Trainer:
             _check_state(loaded)
             self.restore(loaded)
             self.validation_owed = loaded.origin == "resume" and bool(loaded.train.get("validation_owed"))
+        parts.loader.on_failure = lambda error: self.stop.request(str(error))
         self.callbacks("on_start", self)
         self.stop.at_once = False  # from here on there is something to lose
         if self.validation_owed:
@@ -291,7 +292,7 @@ class Trainer:
         """Return what a checkpoint holds besides tensors. All ranks call it together."""
         parts = self.parts
         state = {
-            "data": parts.loader.state_dict(),
+            "data": gather_state(parts.loader.state_dict(), parts.datasets.train),
             "tokens_seen": self.tokens_seen,
             "global_batch": parts.global_batch_size,
             "schedule_began": parts.learning_rate.began,
@@ -343,7 +344,8 @@ def save_seed(parts: TrainingComponents) -> None:
                 f"checkpoint.create_seed_checkpoint = true, but {saver.root} holds step-{there[-1]} already: give "
                 "another checkpoint.folder or job.dump_folder"
             )
-        folder = saver.save(0, parts.model, parts.optimizer, {"data": parts.loader.state_dict(), "tokens_seen": 0})
+        data = gather_state(parts.loader.state_dict(), parts.datasets.train)
+        folder = saver.save(0, parts.model, parts.optimizer, {"data": data, "tokens_seen": 0})
         saver.wait()
     logger.info(
         f"seed checkpoint written to {folder}: the same config without "

@@ -19,7 +19,8 @@ from titanlite.data.loader import (
     served_already,
     step_hash,
 )
-from titanlite.data.packing import IGNORE, PackedDataset
+from titanlite.data.packing import PackedDataset
+from titanlite.data.rows import IGNORE
 from titanlite.data.skip_ranges import before, count, merged, take, without
 
 SEQ = 16
@@ -116,7 +117,7 @@ def test_finite_data_end_for_all_ranks_at_once(corpus: Corpus, skip: list, steps
         targets += int((last.labels != IGNORE).any(dim=1).sum())
         assert loader.steps_left == 0
         for _ in range(2):
-            with pytest.raises(EndOfData, match="1 epoch of 599 tokens"):
+            with pytest.raises(EndOfData, match="the data end: 38 sequences"):
                 loader.next_step()
     assert targets == sequences
 

@@ -12,7 +12,9 @@ from tests.data.conftest import write_texts
 from titanlite.config.sections import Data, Training, Validation
 from titanlite.data import DataError, EndOfData, packing
 from titanlite.data.corpus import Corpus
-from titanlite.data.packing import IGNORE, PackedDataset, build_dataset, build_validation_dataset, epoch_order
+from titanlite.data.packing import PackedDataset, epoch_order
+from titanlite.data.rows import IGNORE
+from titanlite.data.text import build_dataset, build_validation_dataset
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, Tokenizer, load_tokenizer
 from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS, TiktokenTokenizer, parse_ranks
 
@@ -71,7 +73,7 @@ def test_every_token_is_a_target_once_per_epoch(corpus: Corpus, seq_len: int, sh
     by_place = sorted(range(dataset.total_sequences), key=dataset.window)
     assert [dataset.window(i) for i in by_place] == list(range(dataset.total_sequences))
     for i in by_place:
-        tokens, labels = dataset.sequence(i)
+        tokens, labels, _ = dataset.sequence(i)
         assert tokens.shape == labels.shape == (seq_len,)
         assert tokens.dtype == labels.dtype == np.int64
         inputs += tokens[labels != IGNORE].tolist()
@@ -85,7 +87,7 @@ def test_without_end_a_sequence_depends_on_its_number_alone(corpus: Corpus) -> N
     stream = stream_of(corpus, 12, 3)
     assert stream[:599] != stream[599:1198] and sorted(stream[:599]) == sorted(stream[599:1198])
     for i in np.random.default_rng(0).permutation(101).tolist():
-        tokens, labels = endless.sequence(i)
+        tokens, labels, _ = endless.sequence(i)
         start = endless.window(i) * 64
         assert tokens.tolist() == stream[start : start + 64]
         assert labels.tolist() == stream[start + 1 : start + 65]
@@ -98,7 +100,7 @@ def test_last_sequence_is_padded_with_labels_of_no_weight(corpus: Corpus) -> Non
     dataset = PackedDataset(corpus, seq_len=100, shuffle=False, epochs=1)
     assert (dataset.documents, dataset.tokens_per_epoch, dataset.sequences_per_epoch) == (29, 599, 6)
     assert dataset.total_sequences == 6  # 598 targets
-    tokens, labels = dataset.sequence(5)
+    tokens, labels, _ = dataset.sequence(5)
     assert labels.tolist() == [*range(502, 600), IGNORE, IGNORE]
     assert tokens.tolist() == [*range(501, 600), corpus.pad_id]
     with pytest.raises(EndOfData, match="6 sequences in 1 epoch$"):

@@ -1,17 +1,23 @@
-"""C4-format records: order of reading, and an error that names the place of every mistake."""
+"""Files of every kind: order of reading, and an error that names the place of every mistake."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import os
+import re
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import zstandard
 
 from titanlite.config.sections import Data, Training
 from titanlite.data import DataError
-from titanlite.data.packing import build_dataset
+from titanlite.data.formats import Columns, iter_rows
 from titanlite.data.sources import iter_records, source_files
+from titanlite.data.text import build_dataset
 from titanlite.data.tokenizer import load_tokenizer
 
 
@@ -56,11 +62,106 @@ def test_names_lead_to_the_bundled_text_unless_a_path_is_given(tmp_path: Path) -
 
 def test_missing_path_empty_folder_and_foreign_file(tmp_path: Path) -> None:
     assert "does not exist" in refused(tmp_path / "nowhere")
-    assert "holds no record files; expected names in .json, .jsonl" in refused(tmp_path)
-    (tmp_path / "data.parquet").write_bytes(b"PAR1")
-    assert "is not a record file" in refused(tmp_path / "data.parquet")
+    assert "holds no text; expected names in .json, .jsonl" in refused(tmp_path)
+    (tmp_path / "text.tar").write_bytes(b"a.txt" + bytes(100))
+    assert "is a file of another kind" in refused(tmp_path / "text.tar")
     with pytest.raises(DataError, match="allenai/c4 does not exist .*looked from"):
         source_files("c4", "allenai/c4")
+
+
+def test_patterns_subfolders_and_splits(tmp_path: Path) -> None:
+    for name in ("b/2.jsonl", "b/1.jsonl", "a/3.jsonl", ".cache/4.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path / name, [record(name)])
+    assert [r.text for r in iter_records(tmp_path)] == ["a/3.jsonl", "b/1.jsonl", "b/2.jsonl"]
+    assert [r.text for r in iter_records(tmp_path / "*" / "[12]*")] == ["b/1.jsonl", "b/2.jsonl"]
+    (tmp_path / "b").rename(tmp_path / "test")
+    assert "holds several splits; give one of them: a, test" in refused(tmp_path)
+    write(tmp_path / "direct.txt", ["direct"])
+    assert [r.text for r in iter_records(tmp_path)] == ["direct\n"]
+
+
+def make(path: Path, table: pa.Table) -> Path:
+    """Write a table as the file of that name, in record batches and row groups of 100."""
+    if path.suffix == ".parquet":
+        pq.write_table(table, path, row_group_size=100, write_page_checksum=True)
+    elif path.suffix == ".arrow":
+        new = pa.ipc.new_file if path.stem == "file" else pa.ipc.new_stream
+        with new(str(path), table.schema) as writer:
+            writer.write_table(table, max_chunksize=100)
+    else:
+        content = "".join(json.dumps(row) + "\n" for row in table.to_pylist()).encode()
+        pack = {".gz": gzip.compress, ".zst": zstandard.compress}.get(path.suffix, bytes)
+        half = len(content) // 2
+        path.write_bytes(pack(content[:half]) + pack(content[half:]))  # several members and frames are one stream
+    return path
+
+
+NAMES = ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "stream.arrow", "file.arrow"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_kind_has_the_same_rows_from_any_start_under_any_name(tmp_path: Path, name: str) -> None:
+    texts = [f"text {i} é" for i in range(250)]
+    table = pa.table({"id": list(range(250)), "body": texts, "ask": [f"ask {i}" for i in range(250)]})
+    path = make(tmp_path / name, table)
+    path.rename(path := tmp_path / "unnamed")
+    columns = Columns("body", "ask")
+    expected = [(path, i + 1, text, f"ask {i}") for i, text in enumerate(texts)]
+    assert list(iter_records([path], columns)) == expected
+    for start in (1, 99, 100, 230, 250):
+        with open(path, "rb") as file:
+            assert list(iter_rows(file, path, "auto", columns, start)) == expected[start:]
+    assert "text_key" in refused(path)
+
+
+@pytest.mark.parametrize("name", NAMES[1:4])
+def test_a_truncated_or_damaged_file_is_refused_after_its_whole_rows(tmp_path: Path, name: str) -> None:
+    path = make(tmp_path / name, pa.table({"text": [f"{i} {os.urandom(200).hex()}" for i in range(1000)]}))
+    content = path.read_bytes()
+    path.write_bytes(content[:-2000])
+    assert f"{path}: truncated after line" in refused(path) or f"{path}: damaged after row 0" in refused(path)
+    middle = len(content) // 2
+    path.write_bytes(
+        content[:middle] + bytes(byte ^ 255 for byte in content[middle : middle + 99]) + content[middle + 99 :]
+    )
+    assert re.search(r": damaged (gzip data )?after (line|row) \d+ ", refused(path))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (["a", None, "c"], ", row 2: the column 'text' is null"),
+        ([1, 2], ": the column 'text' holds int64, expected strings; name the field by data.text_key"),
+        (pa.array([b"a", b"\xff"]).cast(pa.binary()).view(pa.string()), ", row 2: the column 'text' is not UTF-8"),
+    ],
+)
+def test_bad_columns_are_named_by_row(tmp_path: Path, values: object, message: str) -> None:
+    table = pa.table({"text": values})
+    for name in NAMES[3:]:
+        assert message in refused(make(tmp_path / name, table))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", b' [\n{"text": "a"}]', "is one JSON array; write each record on a line of its own: jq"),
+        ("a.parquet", b"<!DOCTYPE html>", "is no parquet file; copy it again"),
+        ("a.txt", b"version https://git-lfs.github.com/spec/v1", "is a pointer of Git LFS"),
+        ("a.csv", b"text\na\n", "is a file of another kind"),
+        ("a.txt", b"a\ncaf\xe9\n", ", line 2: not UTF-8"),
+        ("a.txt", b"", "the files are empty"),
+    ],
+)
+def test_files_that_are_no_text_are_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert message in refused(tmp_path / name)
+
+
+def test_a_text_file_is_one_document(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf{one}\r\n\ntwo\n")
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"three"))
+    assert [(r.number, r.text) for r in iter_records(tmp_path)] == [(1, "{one}\r\n\ntwo\n"), (1, "three")]
 
 
 @pytest.mark.parametrize(

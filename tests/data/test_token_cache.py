@@ -21,7 +21,7 @@ from tests.data.conftest import write_texts
 from titanlite.config.sections import Data, Training, Validation
 from titanlite.data import DataError, token_cache
 from titanlite.data.corpus import Corpus, tokenize
-from titanlite.data.packing import build_dataset, build_validation_dataset
+from titanlite.data.text import build_dataset, build_validation_dataset
 from titanlite.data.token_cache import load_corpus
 from titanlite.data.tokenizer import load_tokenizer
 

@@ -6,6 +6,7 @@ The first stage checks each key by itself (`titanlite.config.load`), the third t
 
 from __future__ import annotations
 
+import glob
 import importlib.util
 import os
 import re
@@ -17,6 +18,7 @@ from titanlite.config.errors import Problem
 from titanlite.config.keys import keys
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.sections import AUTO_FILTER, Config, steps_of
+from titanlite.config.text_names import name_problem
 from titanlite.config.toml import quote
 from titanlite.config.urls import is_url, url_problem
 from titanlite.utils import counted, is_dotted
@@ -63,7 +65,7 @@ _DECAY = ("decay_ratio", "decay_steps", "plateau_ratio", "min_lr_factor")
 def contradictions(config: LoadedConfig) -> list[Problem]:
     """Return every pair of keys that cannot both hold, whatever the number of ranks."""
     d = config.sections
-    found = [*_needs(config), *_training(d), *_runtime(d), *extensions.missing(config)]
+    found = [*_needs(config), *_training(d), *_sources(config), *_runtime(d), *extensions.missing(config)]
     if d.float8.enable_float8_linear:
         found += _float8_keys(d)
     return placed(config, found)
@@ -104,10 +106,6 @@ def _training(d: Config) -> Iterator[Finding]:
     if s.min_lr is not None and s.min_lr > d.optimizer.lr:
         message = f"is {quote(s.min_lr)}, above optimizer.lr = {quote(d.optimizer.lr)}"
         yield "conflict", "lr_scheduler.min_lr", message, ""
-    for section, text in (("training", t), ("validation", d.validation)):
-        if text.dataset_path is not None and is_dotted(text.dataset):
-            message = f"has no effect: {section}.dataset = {quote(text.dataset)} returns the text"
-            yield "conflict", f"{section}.dataset_path", message, "give one of the two"
     for key, on in (
         ("activation_checkpoint.mode", ac.mode == "budget"),
         ("experimental.enable_async_tensor_parallel", e.enable_async_tensor_parallel),
@@ -183,6 +181,30 @@ def _float8_keys(d: Config) -> Iterator[Finding]:
         yield "conflict", _GATHER, message, hint
 
 
+def _sources(config: LoadedConfig) -> Iterator[Finding]:
+    """Find names of text that lead nowhere, and keys that a mixture excludes."""
+    d = config.sections
+    for section, text in (("training", d.training), ("validation", d.validation)):
+        if text.dataset_path is not None and is_dotted(text.dataset):
+            message = f"has no effect: {section}.dataset = {quote(text.dataset)} returns the text"
+            yield "conflict", f"{section}.dataset_path", message, "give one of the two"
+        if text.dataset_path is None and (problem := name_problem(text.dataset)):
+            yield "unknown-value", f"{section}.dataset", f"{quote(text.dataset)} {problem[0]}", problem[1]
+    names = [source.name or source.path for source in d.data.source]
+    for number, source in enumerate(d.data.source):
+        key = f"data.source[{number}]"
+        if source.path is None:
+            problem = name_problem(source.name) if source.name else ("has neither name nor path", "")
+            if problem:
+                yield "unknown-value", "data.source", f"{key} {quote(source.name or '')} {problem[0]}", problem[1]
+        if names.index(names[number]) != number:
+            yield "conflict", "data.source", f"two sources are named {quote(names[number])}", "give each a name"
+    for key in ("training.dataset", "training.dataset_path", "training.epochs") if d.data.source else ():
+        if config.is_given(key) and config.value(key) is not None:
+            hint = "give epochs of each source" if key == "training.epochs" else "make it one of the sources"
+            yield "conflict", key, "excludes data.source", hint
+
+
 # Stage 2, on this machine: files and packages
 
 
@@ -193,10 +215,12 @@ def missing_files(config: LoadedConfig) -> list[Problem]:
         names.append("validation.dataset_path")
     if not _has_checkpoints(config.sections):  # a run with checkpoints of its own does not read it
         names.append("checkpoint.initial_load_path")
-    paths = {
-        key: path for key in names if (path := config.value(key)) and not is_url(path) and not os.path.exists(path)
-    }
+    paths = {key: path for key in names if (path := config.value(key)) and not is_url(path) and not _exists(path)}
     return placed(config, (("no-file", key, f"no file or folder {quote(path)}", "") for key, path in paths.items()))
+
+
+def _exists(path: str) -> bool:
+    return os.path.exists(path) or any(True for _ in glob.iglob(path))
 
 
 def _has_checkpoints(d: Config) -> bool:

@@ -31,8 +31,6 @@ _LOAD_HF = (
     "checkpoint.initial_load_path"
 )
 _MIXTURE = Missing("mixtures of sources")
-_STREAM = Missing("streamed text")
-_STREAM_ADVICE = "give a local file or folder as training.dataset_path, or take c4_test"
 _PACKING = Missing("other packing")
 _MEMORY = Missing("the estimate of memory")
 _ANY_PRECISION = [f"optimizer.{n}" for n in ("kahan", "momentum_dtype", "variance_dtype", "compensation_dtype")]
@@ -49,11 +47,7 @@ NOT_IMPLEMENTED: dict[str, Missing] = {
     "optimizer.name": Missing("this optimizer", implemented=("Adam",)),
     "optimizer.groups": Missing("parameter groups"),
     **dict.fromkeys(_ANY_PRECISION, Missing("AnyPrecisionAdamW")),
-    "training.dataset": _STREAM._replace(advice=_STREAM_ADVICE),
-    "data.source": _MIXTURE,
     "validation.sources": _MIXTURE,
-    "data.lanes": _STREAM,
-    "data.shuffle_buffer": _STREAM,
     "data.packing": _PACKING,
     "data.mask_documents": _PACKING,
     "checkpoint.last_save_in_hf": Missing("saving in Hugging Face's format", _CONVERT),
@@ -81,8 +75,6 @@ _SWITCHES: dict[str, dict[str, Any]] = {
     "training.fsdp_min_params": {"training.fsdp_units": "size"},
     **dict.fromkeys(_PIPELINE, {"experimental.pipeline_parallel_degree": _MANY}),
     **dict.fromkeys(_ANY_PRECISION, {"optimizer.name": "AnyPrecisionAdamW"}),
-    "data.lanes": {"data.source": _SET, "training.dataset": "c4"},
-    "data.shuffle_buffer": {"data.source": _SET, "training.dataset": "c4"},
     "data.persistent_workers": {"validation.enable": True},
     "compile": {"training.compile": True},
     "compile.cache_dir": {"compile.backend": "inductor"},
@@ -121,8 +113,6 @@ def not_implemented(config: LoadedConfig) -> list[str]:
 
     def asks(key: str) -> bool:
         value, entry = config.value(key), NOT_IMPLEMENTED[key]
-        if key == "training.dataset" and config.sections.training.dataset_path is not None:
-            return False  # with a path of one's own it is the name of that text
         if isinstance(value, str) and is_dotted(value):
             return False
         return value != keys()[key].default and value not in entry.implemented and _is_on(config, key)

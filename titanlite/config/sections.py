@@ -53,11 +53,12 @@ class Model(Section, frozen=True):
 class Training(Section, frozen=True):
     """The batch, the length of the run, sharding and precision."""
 
-    dataset: Annotated[str, dotted_or("c4", "c4_test")] = "c4_test"
-    """Text by name: c4_test is bundled with titanlite, c4 is streamed from its hub. Or a dotted path to a function that
-    returns documents (docs/library.md)."""
+    dataset: Name = "c4_test"
+    """Text by name: c4_test is bundled; c4, fineweb, fineweb-edu, dclm, slimpajama and wikitext are streamed from the
+    Hugging Face hub, as is any other id there ("owner/name"). Or a dotted path to a function that returns documents
+    (docs/library.md). With dataset_path it is only a name."""
     dataset_path: Location | None = None
-    """Local file or folder of C4-format records, used instead of the named text."""
+    """Text of your own: a file, folder, glob or URL (docs/data.md), or a folder that `titanlite data prepare` wrote."""
     batch_size: Count = 8
     """Sequences per data-parallel rank and micro-batch."""
     global_batch_size: CountOrRest = -1
@@ -205,17 +206,28 @@ def steps_of(item: int | str) -> tuple[int, int]:
 
 
 class DataSource(Section, frozen=True):
-    """One `[[data.source]]`: text, and its share of the mixture."""
+    """One `[[data.source]]`: text, and its share of the mixture. A run without one has a single source, from
+    training.dataset, training.dataset_path and the keys of the same names in [data]."""
 
-    path: Location
-    """File, folder or hub id."""
-    format: Literal["auto", "json", "parquet", "text", "tokens"] = "auto"
-    """Kind of file."""
-    text_key: Name = "text"
-    """Field of a record that holds the text."""
+    name: Name | None = None
+    """Text by name, as for training.dataset; beside a path, its name in the log. None: the path."""
+    path: Location | None = None
+    """Files of text, as for training.dataset_path."""
+    subset: Name | None = None
+    """Part of a data set of the hub (its config). None: the default one."""
+    split: Name | None = None
+    """Split of a data set of the hub. None: train."""
+    format: Literal["auto", "json", "parquet", "arrow", "text", "tokens"] = "auto"
+    """Kind of file. auto: by content."""
+    text_key: Name | None = None
+    """Field of a record that holds the text. None: data.text_key."""
+    prompt_key: Name | None = None
+    """Field that the model reads and is not trained on. None: data.prompt_key."""
+    completion_key: Name | None = None
+    """Field that follows the prompt and is trained on. None: data.completion_key."""
     weight: Positive = 1.0
-    """Share of the mixture, relative to the other sources."""
-    epochs: Positive | None = None
+    """Share of the mixture in tokens, relative to the other sources."""
+    epochs: Count | None = None
     """Most passes over this source. None: no limit."""
 
 
@@ -232,10 +244,27 @@ class Data(Section, frozen=True):
     """Attention stays within a document."""
     source: list[DataSource] = []
     """Array of tables: a mixture of sources instead of one dataset."""
+    text_key: Name | None = None
+    """Field of a record that holds the text. None: that of a registered name, else text."""
+    prompt_key: Name | None = None
+    """Field that the model reads and is not trained on. Needs completion_key."""
+    completion_key: Name | None = None
+    """Field that follows the prompt; the loss is on its tokens alone. Needs prompt_key."""
+    subset: Name | None = None
+    """Part of a data set of the hub (its config). None: the default one."""
+    split: Name | None = None
+    """Split of a data set of the hub. None: train."""
+    streaming: Literal["auto"] | bool = "auto"
+    """Read text while training. auto: data sets of the hub, URLs, and local text above 4 GB. false: tokenize all of it
+    at the start."""
     lanes: Count | None = None
-    """Shares a stream is divided into. None: chosen at first start."""
+    """Parts that a stream is divided into; they fix its order. None: chosen at the first start and
+    stored in checkpoints."""
     shuffle_buffer: Count = 10_000
-    """Documents of a stream shuffled together."""
+    """Documents of a stream shuffled together, over all lanes."""
+    retry_seconds: NonNegative = 300.0
+    """Time for a source that cannot be read to come back; on several ranks at most half of comm.train_timeout_seconds.
+    Then the run saves a checkpoint and ends."""
     num_workers: Natural | None = None
     """Threads per rank that tokenize text, at the start. None: as many as there are cores for each rank, 8 at most. 0:
     the main thread alone. The tokens are the same."""
@@ -268,10 +297,10 @@ class Validation(Section, frozen=True):
     """Sequences per data-parallel rank. None: training.batch_size."""
     seq_len: Count | None = None
     """Tokens per sequence. None: training.seq_len."""
-    dataset: Annotated[str, dotted_or("c4_validation", "c4_test")] = "c4_validation"
-    """Text by name: the held-out part, or the training text. Or a dotted path, as for training.dataset."""
+    dataset: Name = "c4_validation"
+    """Text by name: the bundled held-out part, or a name, hub id or dotted path as for training.dataset."""
     dataset_path: Location | None = None
-    """Local file or folder of C4-format records to validate on."""
+    """Text of your own to validate on, as for training.dataset_path."""
     sources: list[DataSource] = []
     """Array of tables: several texts, each with its own loss."""
 

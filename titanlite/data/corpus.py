@@ -43,7 +43,8 @@ class Corpus:
     `tokens`: [all tokens] uint16 (uint32 for vocabularies over 65,536), each document with BOS and EOS;
     `offsets`: [documents + 1] int64, document d is tokens[offsets[d] : offsets[d + 1]];
     `fingerprint`: hex sha256 of the texts in order, the tokenizer and the way of packing;
-    `files`: of the texts, in order; empty for those that a function returned.
+    `files`: of the texts, in order; empty for those that a function returned;
+    `targets`: [all tokens] bool, false where the loss does not count a token (a prompt); None: all of them count.
     """
 
     tokens: NDArray[np.unsignedinteger]
@@ -51,6 +52,7 @@ class Corpus:
     pad_id: int
     fingerprint: str
     files: tuple[Path, ...]
+    targets: NDArray[np.bool_] | None = None
 
 
 class _Chunk(NamedTuple):
@@ -79,12 +81,7 @@ def tokenize(
     digest = hashlib.sha256(f"{PACKING}\n{tokenizer.fingerprint}\n".encode())
 
     def encode(chunk: _Chunk) -> tuple[NDArray[np.unsignedinteger], list[int]]:
-        documents = []
-        for record in chunk.records:
-            ids = tokenizer.encode_document(record.text)
-            if ids.max() >= vocab_size:
-                raise _over_vocabulary(record, int(ids[ids >= vocab_size][0]), vocab_size, tokenizer)
-            documents.append(ids)
+        documents = [encode_record(record, tokenizer, vocab_size)[0] for record in chunk.records]
         if chunk.error is not None:
             raise chunk.error
         return np.concatenate(documents).astype(dtype), [len(ids) for ids in documents]
@@ -155,6 +152,17 @@ def _in_order(function: Callable[[_In], _Out], items: Iterable[_In], workers: in
             yield ahead.popleft().result()
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def encode_record(record: Record, tokenizer: Tokenizer, vocab_size: int) -> tuple[NDArray[np.int64], int]:
+    """Return the ids of a document [tokens], and how many of them are its prompt.
+
+    Raises DataError for an id of `vocab_size` (the model's) or more.
+    """
+    ids = tokenizer.encode_document(record.text)
+    if ids.max() >= vocab_size:
+        raise _over_vocabulary(record, int(ids[ids >= vocab_size][0]), vocab_size, tokenizer)
+    return ids, 0
 
 
 def _over_vocabulary(record: Record, token_id: int, vocab_size: int, tokenizer: Tokenizer) -> DataError:

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from titanlite.data import DataError, EndOfData, skip_ranges
-from titanlite.data.packing import PackedDataset
+from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import Range
 from titanlite.utils import counted
 
@@ -48,7 +49,7 @@ class TrainLoader:
 
     def __init__(
         self,
-        dataset: PackedDataset,
+        dataset: Rows,
         global_batch_size: int,
         micro_batch_size: int,
         rank: int = 0,
@@ -90,8 +91,7 @@ class TrainLoader:
         and raise EndOfData after it, on all ranks at the same step.
         """
         if self.steps_left == 0:
-            epochs = counted(self.dataset.epochs or 0, "epochs")
-            raise EndOfData(f"the data end: {epochs} of {self.dataset.tokens_per_epoch:,} tokens are served")
+            raise EndOfData(f"the data end: {counted(self.dataset.total_sequences or 0, 'sequences')} are served")
         step = skip_ranges.take(self._position, self.global_batch_size, self.skip)
         indexes = step[(self.rank - step[0]) % self.dp_degree :: self.dp_degree]
         size = self.micro_batch_size
@@ -100,13 +100,19 @@ class TrainLoader:
         return batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to resume from, the same on every rank: sequences below `next_sequence` were served.
+        """Return the state to resume from: sequences below `next_sequence` were served.
 
-        `left_out`, if there are any: the ranges below it that were skipped.
+        `left_out`, if there are any: the ranges below it that were skipped. `rows`: the state of the sequences, if they
+        have one: this rank's part, see `gather_state`. The rest is the same on every rank.
         """
         ours = skip_ranges.without(skip_ranges.before(self._position, self.skip), [(0, self._loaded)])
         skipped = skip_ranges.merged([*self._skipped_before, *ours])
-        return {"next_sequence": self._position, **({"left_out": [list(r) for r in skipped]} if skipped else {})}
+        rows = self.dataset.state_dict()
+        return {
+            "next_sequence": self._position,
+            **({"left_out": [list(r) for r in skipped]} if skipped else {}),
+            **({"rows": rows} if rows else {}),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`, also of another number of ranks. Raises DataError if it is not a loader's state.
@@ -116,8 +122,18 @@ class TrainLoader:
         position = state.get("next_sequence")
         if not isinstance(position, int) or position < 0:
             raise DataError(f"the data position in the checkpoint is not valid: next_sequence = {position!r}")
+        self.dataset.load_state_dict(state.get("rows", {}), position)
         self._position = self._loaded = position
         self._skipped_before = skip_ranges.merged(state.get("left_out", ()))
+
+
+def gather_state(state: dict[str, Any], rows: Rows) -> dict[str, Any]:
+    """Return a loader's state with what all ranks know of their sequences. All ranks call it together."""
+    if "rows" not in state:
+        return state
+    states: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, state["rows"])
+    return {**state, "rows": rows.merge_states(states)}
 
 
 def served_already(skip: Iterable[Range], state: dict[str, Any]) -> tuple[Range, ...]:
@@ -135,9 +151,7 @@ class ValidationLoader:
     from different rank counts compare only if that product is the same. `steps` beyond a full pass end with it.
     """
 
-    def __init__(
-        self, dataset: PackedDataset, batch_size: int, steps: int = -1, rank: int = 0, dp_degree: int = 1
-    ) -> None:
+    def __init__(self, dataset: Rows, batch_size: int, steps: int = -1, rank: int = 0, dp_degree: int = 1) -> None:
         _check_rank(rank, dp_degree)
         if dataset.total_sequences is None:
             raise DataError("validation needs finite data: build them with epochs=1")
@@ -170,14 +184,14 @@ def batch_hash(batches: Iterable[Batch]) -> str:
 
 
 def step_hash(
-    dataset: PackedDataset,
+    dataset: Rows,
     first: int,
     size: int,
-    part: int = 0,
-    parts: int = 1,
+    rank: int = 0,
+    dp_degree: int = 1,
     skip: Iterable[Range] = (),
 ) -> str | None:
-    """Return the `batch_hash` of the step of the next `size` sequences from `first`, or of one of `parts` shares of it.
+    """Return the `batch_hash` of the step of the next `size` sequences from `first`, or a data-parallel rank's share.
 
     None if the data end before that step. `add_hashes` joins shares.
     """
@@ -185,7 +199,9 @@ def step_hash(
     sequences = skip_ranges.take(first, size, skip_ranges.merged(skip))
     if total is not None and sequences[0] >= total:
         return None
-    return add_hashes(batch_hash([_stack(dataset, [i])]) for i in sequences[part::parts])
+    return add_hashes(
+        batch_hash([_stack(dataset, [i])]) for i in sequences[(rank - sequences[0]) % dp_degree :: dp_degree]
+    )
 
 
 def add_hashes(hashes: Iterable[str]) -> str:
@@ -197,10 +213,10 @@ def _hex(value: int) -> str:
     return f"{value % (1 << _HASH_BITS):0{_HASH_BITS // 4}x}"
 
 
-def _stack(dataset: PackedDataset, indexes: Iterable[int]) -> Batch:
+def _stack(dataset: Rows, indexes: Iterable[int]) -> Batch:
     total = dataset.total_sequences
     rows = [dataset.sequence(i) if total is None or i < total else dataset.padding() for i in indexes]
-    tokens, labels = (np.stack(column) for column in zip(*rows, strict=True))
+    tokens, labels = (np.stack(column) for column in zip(*(row[:2] for row in rows), strict=True))
     return Batch(torch.from_numpy(tokens), torch.from_numpy(labels))
 
 

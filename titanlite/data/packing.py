@@ -17,19 +17,13 @@ from functools import lru_cache, partial
 import numpy as np
 from numpy.typing import NDArray
 
-from titanlite.config.sections import Data, Training, Validation
 from titanlite.data import EndOfData
-from titanlite.data.corpus import Corpus, tokenize
-from titanlite.data.sources import own_records, source_files
-from titanlite.data.token_cache import load_corpus
-from titanlite.data.tokenizer import Tokenizer
-from titanlite.utils import counted, is_dotted
-
-#: Label of a position that is no target.
-IGNORE = -100
+from titanlite.data.corpus import Corpus
+from titanlite.data.rows import IGNORE, Row, Stateless
+from titanlite.utils import counted
 
 
-class PackedDataset:
+class PackedDataset(Stateless):
     """Sequences of one corpus by global index.
 
     Args:
@@ -57,6 +51,10 @@ class PackedDataset:
     def tokens_per_epoch(self) -> int:
         """Tokens of one pass, BOS and EOS included."""
         return len(self.corpus.tokens)
+
+    def describe(self) -> str:
+        """Return the size of the text in words."""
+        return f"{counted(self.documents, 'documents')}, {self.tokens_per_epoch:,} tokens per epoch"
 
     @property
     def sequences_per_epoch(self) -> int:
@@ -89,8 +87,8 @@ class PackedDataset:
         """The settings that decide sequence i, besides the fingerprint."""
         return {"seq_len": self.seq_len, "seed": self.seed, "shuffle": self.shuffle, "epochs": self.epochs}
 
-    def sequence(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return sequence `index`: (tokens [seq_len] int64, labels [seq_len] int64, shifted by one).
+    def sequence(self, index: int) -> Row:
+        """Return sequence `index`.
 
         After the last target of the last epoch labels are `IGNORE`. Raises EndOfData for an index at or
         above `total_sequences`.
@@ -109,11 +107,12 @@ class PackedDataset:
         labels = np.full(self.seq_len, IGNORE, dtype=np.int64)
         tokens[: min(len(window), self.seq_len)] = window[: self.seq_len]
         labels[: len(window) - 1] = window[1:]
-        return tokens, labels
+        return Row(tokens, labels)
 
-    def padding(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def padding(self) -> Row:
         """Return a sequence without targets, to fill up the last batch of finite data."""
-        return np.full(self.seq_len, self.corpus.pad_id, dtype=np.int64), np.full(self.seq_len, IGNORE, dtype=np.int64)
+        size = self.seq_len
+        return Row(np.full(size, self.corpus.pad_id, dtype=np.int64), np.full(size, IGNORE, dtype=np.int64))
 
     def window(self, index: int) -> int:
         """Return the window of sequence `index`."""
@@ -159,29 +158,6 @@ class PackedDataset:
         order = epoch_order(self.documents, self.seed, epoch, self.shuffle)
         lengths = np.diff(self.corpus.offsets)[order]
         return order, np.cumsum(lengths) - lengths
-
-
-def build_dataset(training: Training, data: Data, tokenizer: Tokenizer, vocab_size: int) -> PackedDataset:
-    """Build the training sequences of these sections. Raises DataError as `source_files` and `load_corpus` do."""
-    corpus = _corpus("training", training.dataset, training.dataset_path, data, tokenizer, vocab_size)
-    return PackedDataset(corpus, seq_len=training.seq_len, seed=data.seed, shuffle=data.shuffle, epochs=training.epochs)
-
-
-def build_validation_dataset(
-    validation: Validation, data: Data, tokenizer: Tokenizer, vocab_size: int, seq_len: int
-) -> PackedDataset:
-    """Build one pass over the held-out text, in file order. data: for its threads and its cache."""
-    corpus = _corpus("validation", validation.dataset, validation.dataset_path, data, tokenizer, vocab_size)
-    return PackedDataset(corpus, seq_len=seq_len, shuffle=False, epochs=1)
-
-
-def _corpus(section: str, dataset: str, path: str | None, data: Data, tokenizer: Tokenizer, vocab_size: int) -> Corpus:
-    """Read and tokenize the text of a section. That of a function is not cached: its code says nothing of its text."""
-    if is_dotted(dataset):
-        records = own_records(dataset, f"{section}.dataset")
-        return tokenize((), tokenizer, vocab_size, data.num_workers or 0, records)
-    files = source_files(dataset, path, section)
-    return load_corpus(files, tokenizer, vocab_size, workers=data.num_workers, cache=data.token_cache)
 
 
 _MASK = (1 << 64) - 1

@@ -7,16 +7,16 @@ Prepared steps that were not handed out are not part of the state.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import queue
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from titanlite.data import EndOfData
 from titanlite.data.loader import Batch
 from titanlite.utils import logger
 
@@ -54,10 +54,16 @@ class _Producer(Generic[_T]):
     """A daemon thread that keeps up to `depth` results of `make` ready, until an error or `stop`."""
 
     def __init__(self, make: Callable[[], _T], depth: int, device: int | None) -> None:
-        #: Results, each with the error that came in its place.
-        self.items: queue.SimpleQueue[tuple[_T | None, BaseException | None]] = queue.SimpleQueue()
-        self._free, self._closed = threading.Semaphore(depth), threading.Event()
-        items, free, closed = self.items, self._free, self._closed  # the thread must not hold `self`
+        #: Results, the last one perhaps an error.
+        self.items: deque[tuple[_T | None, BaseException | None]] = deque()
+        self._free, self._closed, self._news = threading.Semaphore(depth), threading.Event(), threading.Condition()
+        # The thread must not hold `self`.
+        items, free, closed, news = self.items, self._free, self._closed, self._news
+
+        def put(item: _T | None, error: BaseException | None) -> None:
+            with news:
+                items.append((item, error))
+                news.notify()
 
         def fill() -> None:
             try:
@@ -65,9 +71,9 @@ class _Producer(Generic[_T]):
                     # A new thread is on GPU 0, and pinning would open a context there for every rank.
                     torch.cuda.set_device(device)
                 while free.acquire() and not closed.is_set():
-                    items.put((make(), None))
+                    put(make(), None)
             except BaseException as error:
-                items.put((None, error))
+                put(None, error)
 
         def stop() -> None:
             closed.set()
@@ -80,20 +86,27 @@ class _Producer(Generic[_T]):
         # would abort the process, and a thread that is no daemon would keep it from ending.
         self._finalizer = weakref.finalize(self, stop)
 
-    def take(self) -> _T:
-        """Wait for the next item. Raises the error of `make` in its place."""
-        while True:
+    def take(self, reserve: int = 0) -> _T:
+        """Wait for the next item, and until `reserve` more are ready or none will come. Raises the error of `make` in
+        its place."""
+        with self._news:
+            while not self._news.wait_for(lambda: len(self.items) > reserve or self.error is not None, timeout=1.0):
+                if self._closed.is_set():
+                    raise RuntimeError("the loader did not return when its thread was ended: it cannot be used again")
+                if not self._thread.is_alive():
+                    raise RuntimeError("the thread that prepares batches is gone: was the process forked?")
             if self._closed.is_set():
                 raise RuntimeError("the loader did not return when its thread was ended: it cannot be used again")
-            with contextlib.suppress(queue.Empty):
-                item, error = self.items.get(timeout=1.0)
-                break
-            if not self._thread.is_alive():
-                raise RuntimeError("the thread that prepares batches is gone: was the process forked?")
+            item, error = self.items.popleft()
         if error is not None:
             raise error
         self._free.release()
         return item  # type: ignore[return-value]
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error after which nothing comes any more."""
+        return self.items[-1][1] if self.items else None
 
     def stop(self) -> bool:
         """End the thread; return False if it does not end because `make` does not return."""
@@ -123,10 +136,14 @@ class Prefetcher:
         loader: the source of the steps.
         depth: steps kept ready; 0: no thread, each step is prepared when it is needed.
         pin: batches in page-locked memory, from which copies to a GPU do not wait. Without CUDA it has no effect.
+        reserve: steps that are handed out only when no more can be prepared. `on_failure` is called before the first of
+            them, with the error that comes after them: time to ask all ranks to stop, and to save.
     """
 
-    def __init__(self, loader: StepLoader, depth: int = 2, pin: bool = False) -> None:
+    def __init__(self, loader: StepLoader, depth: int = 2, pin: bool = False, reserve: int = 0) -> None:
         self.loader, self.depth, self.pin = loader, depth, pin and torch.cuda.is_available()
+        self.reserve = reserve if depth else 0
+        self.on_failure: Callable[[BaseException], object] = _ignore
         self._producer: _Producer[_Step] | None = None
         #: State and steps left after the last step handed out; None while nothing is prepared ahead.
         self._last: tuple[dict[str, Any], int | None] | None = None
@@ -148,9 +165,13 @@ class Prefetcher:
             return _pinned(self.loader.next_step(), self.pin)
         if self._producer is None:
             self._last = self.loader.state_dict(), self.loader.steps_left
-            self._producer = _Producer(_steps(self.loader, self.pin), self.depth, _current_device(self.pin))
+            depth = self.depth + self.reserve
+            self._producer = _Producer(_steps(self.loader, self.pin), depth, _current_device(self.pin))
         try:
-            step = self._producer.take()
+            step = self._producer.take(self.reserve)
+            error = self._producer.error
+            if error is not None and not isinstance(error, EndOfData):
+                self.on_failure(error)
         except Exception:
             self.close()
             raise
@@ -233,6 +254,10 @@ class ValidationPrefetcher:
         if self._producer is not None:
             self._producer.stop()
             self._producer = None
+
+
+def _ignore(_: BaseException) -> None:
+    """Leave it to the error itself."""
 
 
 # Closures over the loader alone: a thread that held its owner would keep it from being collected.

@@ -1,21 +1,20 @@
-"""Read documents: files of C4-format records (JSON lines with `text`, `timestamp`, `url`), or a function of yours.
+"""Read documents: local files of each kind that `formats` reads, or a function of yours.
 
 A missing, empty or damaged source is an error that names it; nothing replaces the text.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
+import glob
+import itertools
 import logging
 import os
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from titanlite.config.extensions import load_function
 from titanlite.data import DataError
+from titanlite.data.formats import COMPRESSED, SUFFIXES, Columns, Format, Record, iter_rows
 from titanlite.utils import logger
 
 #: Number of empty files that a warning names.
@@ -28,16 +27,10 @@ BUNDLED: dict[str, Path] = {
     "c4_validation": _ASSETS / "validation",
 }
 
-SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
-
-
-class Record(NamedTuple):
-    """One document and its place: `number` counts a file's lines, or a function's documents, from 1."""
-
-    #: The file; of a function its dotted path.
-    file: Path | str
-    number: int
-    text: str
+#: Files that `datasets` writes beside the text.
+_NO_TEXT = {"dataset_info.json", "dataset_dict.json", "dataset_infos.json", "state.json"}
+#: Subfolders that training must not read together with others.
+_HELD_OUT = {"test", "validation", "valid", "val", "dev", "eval"}
 
 
 def source_files(dataset: str, path: str | None, section: str = "training") -> list[Path]:
@@ -68,23 +61,42 @@ def source_files(dataset: str, path: str | None, section: str = "training") -> l
 
 
 def list_files(path: Path, key: str = "training.dataset_path") -> list[Path]:
-    """Return `path` itself if it is a file, else the record files directly in that folder, sorted by name.
+    """Return `path` itself if it is a file, the files that it matches as a pattern, or those of the folder, sorted.
 
-    Raises DataError, naming the config's `key`, if there is none.
+    Of a folder these are the files directly in it that have a name of `SUFFIXES`, else those of its subfolders. Of
+    several kinds only the first counts. Raises DataError, naming the config's `key`, if there is none.
     """
-    expected = ", ".join(SUFFIXES)
     if path.is_file():
-        if not path.name.endswith(SUFFIXES):
-            raise DataError(f"{key}: {path} is not a record file; expected a name in {expected}")
         return [path]
     if not path.is_dir():
-        hint = f" (looked from {Path.cwd()}; ids of the Hugging Face hub are not built yet)"
+        files = sorted(file for file in map(Path, glob.iglob(str(path), recursive=True)) if file.is_file())
+        if files:
+            return files
+        hint = f" (looked from {Path.cwd()}; a data set of the Hugging Face hub is named by {key[:-5]})"
         hint = "" if path.is_absolute() else hint
-        raise DataError(f"{key}: {path} does not exist{hint}; give a file or folder of C4-format records")
-    files = sorted(file for file in path.iterdir() if file.is_file() and file.name.endswith(SUFFIXES))
+        raise DataError(f"{key}: {path} does not exist{hint}; give a file, a pattern or a folder of text")
+    files = _text_files(path.iterdir()) or _text_files(
+        file for file in path.rglob("*") if not any(part.startswith(".") for part in file.relative_to(path).parts)
+    )
     if not files:
-        raise DataError(f"{key}: the folder {path} holds no record files; expected names in {expected}")
+        expected = ", ".join(itertools.chain.from_iterable(SUFFIXES.values()))
+        raise DataError(
+            f"{key}: the folder {path} holds no text; expected names in {expected}, or these with .gz, .zst"
+        )
+    splits = sorted({file.relative_to(path).parts[0] for file in files if file.parent != path})
+    if len(splits) > 1 and _HELD_OUT.intersection(splits):
+        raise DataError(f"{key}: the folder {path} holds several splits; give one of them: {', '.join(splits)}")
     return files
+
+
+def _text_files(paths: Iterable[Path]) -> list[Path]:
+    """Return the files of the first kind that there is, sorted."""
+    files = [file for file in paths if file.name not in _NO_TEXT and file.is_file()]
+    for suffixes in SUFFIXES.values():
+        names = tuple(suffix + packed for suffix in suffixes for packed in ("", *COMPRESSED))
+        if found := sorted(file for file in files if file.name.endswith(names)):
+            return found
+    return []
 
 
 def own_records(function: str, key: str) -> Iterator[Record]:
@@ -105,53 +117,24 @@ def own_records(function: str, key: str) -> Iterator[Record]:
         raise DataError(f"{key}: {function} returned no documents")
 
 
-def iter_records(path: Path | Iterable[Path]) -> Iterator[Record]:
-    """Iterate over the records of a file, a folder or a list of files, in order.
+def iter_records(
+    path: Path | Iterable[Path], columns: Columns | None = None, kind: Format = "auto"
+) -> Iterator[Record]:
+    """Iterate over the records of a path or a list of files, in order.
 
-    Raises DataError with file and line for a line that is not a JSON object with a string `text`, for a damaged or
-    truncated file, and if there is no record at all.
+    Raises DataError as `list_files` and `iter_rows` do, for a file that cannot be read, and if there is no record.
     """
     files = list_files(path) if isinstance(path, Path) else list(path)
-    count = 0
+    record = None
     for file in files:
-        for number, line in _lines(file):
-            if line.strip():
-                count += 1
-                yield Record(file, number, _text(file, number, line))
-    if not count:
+        place = 0
+        try:
+            with open(file, "rb") as content:
+                for record in iter_rows(content, file, kind, columns):
+                    place = record.number
+                    yield record
+        except OSError as error:
+            raise DataError(f"{file}: cannot be read after line {place}: {error.strerror or error}") from error
+    if record is None:
         names = ", ".join(str(file) for file in files[:3]) + (", …" if len(files) > 3 else "")
-        raise DataError(f"no records in {names}: the files are empty; give files of C4-format records")
-
-
-def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    number = 0
-    open_file = gzip.open if file.name.endswith(".gz") else open
-    try:
-        with open_file(file, "rb") as lines:
-            for line in lines:
-                number += 1
-                yield number, line
-    except EOFError:
-        raise DataError(
-            f"{file}: truncated after line {number}: the gzip stream has no end; copy the file again"
-        ) from None
-    except (gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{file}: damaged gzip data after line {number} ({error}); copy the file again") from error
-    except OSError as error:
-        raise DataError(f"{file}: cannot be read after line {number}: {error.strerror or error}") from error
-
-
-def _text(file: Path, number: int, line: bytes) -> str:
-    where = f"{file}, line {number}"
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{where}: not valid JSON ({error}); expected one C4-format record per line") from error
-    if not isinstance(record, dict):
-        raise DataError(f"{where}: expected a JSON object with the key 'text', found {type(record).__name__}")
-    if "text" not in record:
-        keys = ", ".join(map(repr, record)) or "none"
-        raise DataError(f"{where}: the key 'text' is missing (keys: {keys})")
-    if not isinstance(record["text"], str):
-        raise DataError(f"{where}: the key 'text' must be a string, found {type(record['text']).__name__}")
-    return record["text"]
+        raise DataError(f"no records in {names}: the files are empty; give files with text")

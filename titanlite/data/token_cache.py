@@ -69,17 +69,17 @@ def load_corpus(files: list[Path], tokenizer: Tokenizer, vocab_size: int, *, wor
                 if found := _load(path, files, tokenizer):
                     return found
                 if held:
-                    corpus = tokenize(files, tokenizer, vocab_size, _workers(workers, alone=True))
+                    corpus = tokenize(files, tokenizer, vocab_size, workers_of(workers, alone=True))
                     if _stamp(files, tokenizer, vocab_size) == stamp:  # else the text has changed meanwhile
                         _save(corpus, path)
                     return _load(path, files, tokenizer) or corpus
         except OSError as error:
             message = f'data.token_cache: "{cache}" cannot be used ({error}); this rank tokenizes the text for itself'
             logger.warning(message)
-    return tokenize(files, tokenizer, vocab_size, _workers(workers, alone=False))
+    return tokenize(files, tokenizer, vocab_size, workers_of(workers))
 
 
-def _workers(wanted: int | None, alone: bool) -> int:
+def workers_of(wanted: int | None, alone: bool = False) -> int:
     """Return the number of threads. alone: the other ranks of this node wait meanwhile."""
     if wanted is not None:
         return wanted

@@ -10,14 +10,17 @@ with report_failure(store, rank, size):           # an error before the barrier 
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import os
+import pickle
 import queue
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
@@ -25,6 +28,8 @@ from titanlite import exit_codes
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.dist_env import RENDEZVOUS_SECONDS
 from titanlite.utils import logger
+
+T = TypeVar("T")
 
 #: The longest that a failing rank waits until the others have read its error: it may be the one that serves the store.
 _REPORT_SECONDS = 5.0
@@ -139,6 +144,34 @@ def wait_for_rank_0(
         else:
             late = "rank 0 does not have the run's folder"
             _wait(store, rank, size, lambda: store.check(["rank 0"]), lambda: late, "waiting for it", patience, limit)
+
+
+def share_from_rank_0(
+    store: dist.Store | None, rank: int, size: int, name: str, make: Callable[[], T], patience: float
+) -> T:
+    """Return on all ranks what `make` returns on rank 0, before a process group exists. name: of the key in the store.
+
+    store: None for a single process. Raises RendezvousError as `barrier` does; on rank 0 what `make` raises.
+    """
+    if store is None:
+        return make()
+    with _explain_store_errors(rank):
+        if rank == 0:
+            made = make()
+            store.set(name, base64.b64encode(pickle.dumps(made)).decode())
+            return made
+        late = f"rank 0 has no {name}"
+        _wait(
+            store,
+            rank,
+            size,
+            lambda: store.check([name]) or store.check(["failure"]),
+            lambda: late,
+            "working on it",
+            patience,
+            RENDEZVOUS_SECONDS,
+        )
+        return cast(T, pickle.loads(base64.b64decode(store.get(name))))  # from a process of the same run
 
 
 @contextlib.contextmanager

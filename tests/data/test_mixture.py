@@ -1,0 +1,119 @@
+"""Mixtures: shares by tokens, each source in its own order without gaps, any number of ranks, exact resume."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from titanlite.data import EndOfData
+from titanlite.data.loader import TrainLoader
+from titanlite.data.mixture import MixedRows
+from titanlite.data.rows import Row, Stateless
+
+
+class Numbers(Stateless):
+    """A source whose row i holds i; a stream notes the lanes that were asked for."""
+
+    seq_len, tokens_per_epoch, fingerprint = 2, None, "ab" * 32
+
+    def __init__(self, total: int | None = None, lanes: int = 0) -> None:
+        self.total_sequences, self.lanes = total, lanes
+        self.settings = {"shuffle": True}
+        self.asked: set[int] = set()
+
+    def sequence(self, index: int) -> Row:
+        assert self.total_sequences is None or index < self.total_sequences
+        if self.lanes:
+            self.asked.add(index % self.lanes)
+        return Row(np.full(2, index), np.full(2, index))
+
+    def padding(self) -> Row:
+        return Row(np.zeros(2, dtype=np.int64), np.full(2, -100))
+
+    def documents_in(self, index: int) -> list[Any]:
+        return [index]
+
+    def describe(self) -> str:
+        return "numbers"
+
+
+def mix(weights: dict[str, float], limits: dict[str, int] | None = None, slots: int = 1, phases=None) -> MixedRows:
+    sources = {name: Numbers((limits or {}).get(name), slots) for name in weights}
+    return MixedRows(sources, {0: weights, **(phases or {})}, seed=5, slots=slots)
+
+
+def located(rows: MixedRows, count: int, start: int = 0) -> list[tuple[str, int]]:
+    return [(rows.names[source], number) for source, number in map(rows.locate, range(start, count))]
+
+
+@pytest.mark.parametrize("slots", [1, 4, 6])
+def test_shares_are_exact_and_each_source_is_served_without_gaps(slots) -> None:
+    weights = {"a": 0.7, "b": 0.2, "c": 0.1}
+    rows = mix(weights, slots=slots)
+    found = located(rows, 4096 * slots)
+    counts = Counter(name for name, _ in found)
+    assert [round(counts[name] / len(found), 3) for name in "abc"] == [0.7, 0.2, 0.1]
+    for name in "abc":
+        numbers = [number for source, number in found if source == name]
+        assert len(set(numbers)) == len(numbers) and sorted(numbers) == list(range(len(numbers)))
+    assert rows.served(len(found)) == dict(counts)
+    for index in (1, 17, 1000):
+        few = Counter(name for name, _ in found[:index])
+        assert rows.served(index) == {name: few[name] for name in "abc"}
+        assert all(
+            abs(few[n] / index - share) < 2 * slots / index for n, share in zip("abc", (0.7, 0.2, 0.1), strict=True)
+        )
+
+
+def test_a_source_that_has_served_its_epochs_leaves_its_share_to_the_others() -> None:
+    rows = mix({"a": 1, "b": 1, "c": 2}, {"b": 10, "c": 30})
+    found = located(rows, 200)
+    assert [number for name, number in found if name == "b"] == list(range(10))
+    assert [number for name, number in found if name == "c"] == list(range(30))
+    assert {name for name, _ in found[100:]} == {"a"} and rows.total_sequences is None
+    ended = mix({"b": 1, "c": 1}, {"b": 10, "c": 30})
+    assert ended.total_sequences == 40 and Counter(n for n, _ in located(ended, 40)) == {"b": 10, "c": 30}
+    with pytest.raises(EndOfData):
+        ended.sequence(40)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3, 4, 8])
+def test_ranks_serve_the_same_steps_and_read_lanes_of_their_own(degree) -> None:
+    weights = {"a": 3, "b": 1}
+    alone = mix(weights, slots=4)
+    loaders = [TrainLoader(mix(weights, slots=4), 24, 1, rank, degree) for rank in range(degree)]
+    for step in range(3):
+        wanted = sorted(alone.sequence(i).tokens[0] for i in range(step * 24, step * 24 + 24))
+        assert sorted(int(b.tokens[0, 0]) for loader in loaders for b in loader.next_step()) == wanted
+    if 4 % degree == 0:
+        assert all(len(loader.dataset.rows[0].asked) == 4 // degree for loader in loaders)
+
+
+def test_phases_change_the_shares_and_the_counts_go_on() -> None:
+    rows = mix({"a": 1, "b": 0}, phases={100: {"a": 1, "b": 1}, 301: {"b": 1}}, slots=2)
+    found = located(rows, 500)
+    assert {name for name, _ in found[:100]} == {"a"} and {name for name, _ in found[302:]} == {"b"}
+    assert abs(sum(name == "a" for name, _ in found[100:302]) - 101) <= 2
+    for name in "ab":
+        numbers = [number for source, number in found if source == name]
+        assert sorted(numbers) == list(range(len(numbers)))
+
+
+def test_a_run_goes_on_with_other_shares_and_a_new_source_and_repeats_nothing() -> None:
+    before = mix({"a": 1, "b": 1})
+    first = located(before, 50)
+    state = json.loads(json.dumps(before.merge_states([before.state_dict()])))
+    after = mix({"b": 1, "n": 3, "a": 1})
+    after.load_state_dict(state, 50)
+    found = first + located(after, 150, 50)
+    assert located(after, 50) == first
+    assert Counter(name for name, _ in found[50:]) == {"a": 20, "b": 20, "n": 60}
+    for name in "abn":
+        assert [number for source, number in found if source == name] == list(range(sum(s == name for s, _ in found)))
+    again = mix({"b": 1, "n": 3, "a": 1})
+    again.load_state_dict(json.loads(json.dumps(after.state_dict())), 120)  # the shares stay: so does the history
+    assert located(again, 150) == [(n, i) for n, i in found]

@@ -1,0 +1,165 @@
+"""Streams: the order does not depend on ranks, each document is served once per epoch, and a resume is exact."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from titanlite.data import DataError
+from titanlite.data.formats import Columns, Record
+from titanlite.data.loader import Batch, TrainLoader, gather_state
+from titanlite.data.rows import IGNORE
+from titanlite.data.shards import Shards
+from titanlite.data.stream import StreamRows, default_lanes
+
+SEQ = 8
+
+
+def encode(record: Record) -> tuple[np.ndarray, int]:
+    """BOS 1, five tokens of the document's number, EOS 2: each token tells its document."""
+    number = int(record.text)
+    return np.array([1, *[number + 10] * (number % 5 + 1), 2]), 0
+
+
+def write_shards(folder: Path, sizes: list[int]) -> list[str]:
+    """Write files of so many documents; their texts count on over all files."""
+    first, names = 0, []
+    for number, size in enumerate(sizes):
+        path = folder / f"part-{number:02}.jsonl.gz"
+        lines = "".join(json.dumps({"text": str(first + i)}) + "\n" for i in range(size))
+        path.write_bytes(gzip.compress(lines.encode()))
+        names.append(str(path))
+        first += size
+    return names
+
+
+def make(names: list[str], **options) -> StreamRows:
+    defaults = {"seq_len": SEQ, "pad_id": 0, "seed": 3, "buffer": 12, "lanes": 4, "description": "test"}
+    return StreamRows(Shards(tuple(names), Columns()), encode, **{**defaults, **options})
+
+
+def first_rows(rows: StreamRows, count: int) -> list[list[int]]:
+    return [rows.sequence(i).tokens.tolist() for i in range(count)]
+
+
+@pytest.fixture
+def names(tmp_path: Path) -> list[str]:
+    return write_shards(tmp_path, [13, 20, 7, 16, 9, 18, 11])
+
+
+@pytest.mark.parametrize(("sizes", "lanes"), [([13, 20, 7, 16, 9, 18, 11], 4), ([40, 33], 5), ([50], 1)])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_each_lane_serves_each_of_its_documents_once_per_epoch(tmp_path, sizes, lanes, shuffle) -> None:
+    rows = make(write_shards(tmp_path, sizes), lanes=lanes, shuffle=shuffle)
+    seen: Counter[int] = Counter()
+    for lane in range(lanes):
+        epochs, tokens, count = Counter(), [], 0
+        while epochs.total() < 3 * sum(sizes) // lanes:  # documents by their BOS; the token after it has the number
+            tokens += rows.sequence(lane + lanes * count).tokens.tolist()
+            count += 1
+            epochs = Counter(b for a, b in zip(tokens, tokens[1:], strict=False) if a == 1)
+        most = max(epochs.values())
+        assert min(epochs.values()) >= most - 1 >= 1  # an epoch ends before the next begins
+        seen.update(dict.fromkeys(epochs, 1))
+    assert seen == Counter({number + 10: 1 for number in range(sum(sizes))})
+
+
+def test_labels_are_the_next_tokens_over_windows(names) -> None:
+    rows = make(names, lanes=1)
+    pairs = [rows.sequence(i) for i in range(5)]
+    joined = np.concatenate([row.tokens for row in pairs])
+    assert np.concatenate([row.labels for row in pairs])[:-1].tolist() == joined[1:].tolist()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_every_number_of_ranks_serves_the_same_steps(names, workers) -> None:
+    alone = make(names)
+    steps = [sorted(alone.sequence(i).tokens.tolist() for i in range(n * 24, n * 24 + 24)) for n in range(4)]
+    for degree in (1, 2, 3, 4, 8):
+        loaders = [TrainLoader(make(names, workers=workers), 24, 1, rank, degree) for rank in range(degree)]
+        for wanted in steps:
+            assert sorted(row for loader in loaders for row in rows_of(loader.next_step())) == wanted
+        if 4 % degree == 0:  # then a rank opens only lanes of its own
+            assert {len(loader.dataset.state_dict()["cursors"]) for loader in loaders} == {4 // degree}
+
+
+def rows_of(batches: list[Batch]) -> list[list[int]]:
+    return [row for batch in batches for row in batch.tokens.tolist()]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 3), (3, 2), (4, 1), (1, 8)])
+def test_a_resume_at_every_step_and_on_other_ranks_is_exact(names, before, after) -> None:
+    alone = make(names)
+    size, total = 24, 8
+    wanted = [sorted(alone.sequence(i).tokens.tolist() for i in range(n * size, (n + 1) * size)) for n in range(total)]
+    for stop in range(total):
+        loaders = [TrainLoader(make(names), size, 1, rank, before) for rank in range(before)]
+        for _ in range(stop):
+            for loader in loaders:
+                loader.next_step()
+        states = json.loads(json.dumps([loader.state_dict() for loader in loaders]))
+        state = {**states[0], "rows": loaders[0].dataset.merge_states([state["rows"] for state in states])}
+        resumed = [TrainLoader(make(names, lanes=None), size, 1, rank, after) for rank in range(after)]
+        for loader in resumed:
+            loader.load_state_dict(state)
+        for step in range(stop, min(stop + 2, total)):
+            assert sorted(row for loader in resumed for row in rows_of(loader.next_step())) == wanted[step]
+
+
+def test_going_back_gives_the_same_rows(names) -> None:
+    rows = make(names)
+    wanted = first_rows(rows, 80)
+    rows.close()
+    assert first_rows(rows, 80) == wanted
+    assert rows.sequence(3).tokens.tolist() == wanted[3]
+    rows.load_state_dict({})
+    assert first_rows(rows, 9) == wanted[:9]
+
+
+def test_a_resume_reads_no_shard_that_is_done(names, monkeypatch) -> None:
+    rows = make(names, lanes=1)
+    first_rows(rows, 45)
+    state = rows.state_dict()
+    read: list[tuple[int, int]] = []
+    records = Shards.records
+    monkeypatch.setattr(
+        Shards, "records", lambda self, shard, row: read.append((shard, row)) or records(self, shard, row)
+    )
+    resumed = make(names, lanes=1)
+    resumed.load_state_dict(state)
+    resumed.sequence(45)
+    assert state["cursors"][0][3] > 0 and read[0][1] == state["cursors"][0][4] and len(read) <= 2
+
+
+def test_masked_documents_have_numbers_and_no_target_across_borders(names) -> None:
+    row = make(names, mask_documents=True).sequence(0)
+    assert row.documents is not None and row.documents[0] == 0 and set(np.diff(row.documents)) == {0, 1}
+    borders = np.flatnonzero(np.diff(row.documents))
+    assert all(row.labels[borders] == IGNORE) and all(row.tokens[borders] == 2)
+
+
+def test_the_number_of_lanes_is_that_of_the_checkpoint_unless_it_is_given(names) -> None:
+    state = make(names, lanes=4).state_dict()
+    other = make(names, lanes=None, ranks=6)
+    other.load_state_dict(state)
+    assert (other.lanes, default_lanes(6, 7), default_lanes(1, 1000), default_lanes(16, 8)) == (4, 6, 8, 16)
+    with pytest.raises(DataError, match="has 4 lanes, not 5"):
+        make(names, lanes=5).load_state_dict(state)
+
+
+def test_bad_text_is_named_and_a_lane_without_text_too(tmp_path) -> None:
+    names = write_shards(tmp_path, [3, 0])
+    with pytest.raises(DataError, match="part-01.*a lane of the stream is empty"):
+        first_rows(make(names, lanes=2), 4)
+    (tmp_path / "part-01.jsonl.gz").write_bytes(gzip.compress(b'{"text": "1"}\n{"txt": 2}\n'))
+    with pytest.raises(DataError, match="part-01.jsonl.gz, line 2"):
+        first_rows(make(names, lanes=2), 4)
+
+
+def test_a_state_without_rows_is_left_alone(names) -> None:
+    assert gather_state({"next_sequence": 5}, make(names)) == {"next_sequence": 5}

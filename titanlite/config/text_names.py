@@ -1,0 +1,48 @@
+"""Names of text: bundled, registered data sets of the Hugging Face hub, and any other id there."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from titanlite.config.errors import nearest
+from titanlite.utils import is_dotted
+
+BUNDLED = ("c4_test", "c4_validation")
+
+
+class HubText(NamedTuple):
+    """A data set of the hub, and the part of it that is read."""
+
+    repository: str
+    #: None: the default one.
+    subset: str | None = None
+    split: str = "train"
+    text_key: str = "text"
+
+
+REGISTERED = {
+    "c4": HubText("allenai/c4", "en"),
+    "fineweb": HubText("HuggingFaceFW/fineweb", "default"),
+    "fineweb-edu": HubText("HuggingFaceFW/fineweb-edu", "default"),
+    "dclm": HubText("mlfoundations/dclm-baseline-1.0-parquet"),
+    "slimpajama": HubText("cerebras/SlimPajama-627B"),
+    "wikitext": HubText("Salesforce/wikitext", "wikitext-103-raw-v1"),
+}
+
+
+def hub_text(name: str) -> HubText | None:
+    """Return the data set of the hub that a name stands for: a registered one or an id; None for other names."""
+    if name in REGISTERED:
+        return REGISTERED[name]
+    return HubText(name) if re.fullmatch(r"[\w.-]+/[\w.-]+", name) else None
+
+
+def name_problem(name: str) -> tuple[str, str] | None:
+    """Return why a name without a path stands for no text, and a remedy; None if it does."""
+    if name in BUNDLED or is_dotted(name) or hub_text(name):
+        return None
+    known = (*BUNDLED, *REGISTERED)
+    close = nearest(name, known)
+    hint = f'did you mean "{close[0]}"?' if close else "set the path beside it to text of your own"
+    return f'is no name of text: expected {", ".join(known)}, an id of the hub ("owner/name") or a dotted path', hint

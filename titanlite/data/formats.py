@@ -1,0 +1,301 @@
+"""Rows of one file: JSON lines, parquet, arrow or plain text; gzip and zstd around lines and text.
+
+The content decides the kind, not the name. A reader takes an open file, so it serves local files and streams alike.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import itertools
+import json
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, NamedTuple
+
+from titanlite.data import DataError
+
+Format = Literal["auto", "json", "parquet", "arrow", "text"]
+
+#: Names of a kind's files in a folder, where the first kind that exists is read. Each may end with .gz or .zst too.
+SUFFIXES: dict[Format, tuple[str, ...]] = {
+    "json": (".json", ".jsonl", ".ndjson"),
+    "parquet": (".parquet",),
+    "arrow": (".arrow",),
+    "text": (".txt", ".text"),
+}
+COMPRESSED = (".gz", ".zst")
+
+_MAGIC: dict[bytes, Format] = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
+_GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+_BUFFER = 1 << 18
+#: Rows of a table that become Python objects at once.
+_BATCH = 128
+#: Bytes of the longest plain text, which is read whole.
+_LONGEST = 256 << 20
+_EXPECTED = "JSON lines, parquet, arrow or text in UTF-8, plain or compressed by gzip or zstd"
+
+
+class Record(NamedTuple):
+    """One document and its place: `number` counts a file's lines or rows, or a function's documents, from 1."""
+
+    #: The file or its URL; of a function its dotted path.
+    file: Path | str
+    number: int
+    text: str
+    #: Comes before the text; the model reads it and is not trained on it.
+    prompt: str = ""
+
+
+class Columns(NamedTuple):
+    """The fields of a record that are read."""
+
+    text: str = "text"
+    #: Comes before the text; None: there are no prompts.
+    prompt: str | None = None
+    #: Of the config, for the keys in errors.
+    section: str = "data"
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        return (self.text,) if self.prompt is None else (self.text, self.prompt)
+
+    def remedy(self, column: str) -> str:
+        key = "prompt_key" if column == self.prompt else "text_key" if self.prompt is None else "completion_key"
+        return f"name the field by {self.section}.{key}"
+
+
+def iter_rows(
+    file: BinaryIO, name: Path | str, kind: Format = "auto", columns: Columns | None = None, start: int = 0
+) -> Iterator[Record]:
+    """Iterate over the records of an open file, in order.
+
+    Args:
+        file: at its first byte; the caller closes it. Parquet and arrow files (not arrow streams) need `seek`.
+        name: path or URL, for errors and records.
+        kind: "auto" looks at the content. "text" is one document per file.
+        start: rows to leave out: to go on after a record, give its `number`. Lines are skipped unparsed, row groups of
+            parquet unread.
+
+    Raises DataError with file and line or row for content that is damaged, truncated, of another kind, or has no such
+    string; and for a missing package. Errors of `file` itself (OSError and others) pass.
+    """
+    columns = columns or Columns()
+    unit, number = "line", start
+    try:
+        content = _decompressed(file)
+        if kind == "auto":
+            kind = _kind_of(content.peek(4096), str(name))
+        if kind in ("parquet", "arrow"):
+            if isinstance(content.raw, (gzip.GzipFile, _Zstd)):
+                raise DataError(f"{name} is a compressed {kind} file; decompress it")
+            unit = "row"
+            rows = _table_rows(file, content, kind, f"{name}, row", columns, start)
+        else:
+            rows = _text_rows(content, name, start) if kind == "text" else _json_rows(content, name, columns, start)
+        for number, values in rows:
+            if values is not None:
+                yield Record(name, number, *values)
+    except EOFError as error:
+        how = str(error) if str(error).startswith("the ") else "the gzip stream has no end"
+        raise DataError(f"{name}: truncated after {unit} {number}: {how}; copy the file again") from None
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"{name}: damaged gzip data after {unit} {number} ({error}); copy the file again") from error
+    except _Damaged as error:
+        raise DataError(f"{name}: damaged after {unit} {number} ({error}); copy the file again") from error
+
+
+class _Damaged(Exception):
+    """A library says that the content is not whole."""
+
+
+def _decompressed(file: Any) -> io.BufferedReader[Any]:
+    whole = file if isinstance(file, io.BufferedReader) else io.BufferedReader(file, _BUFFER)
+    head = whole.peek(4)
+    if head.startswith(_GZIP):
+        return io.BufferedReader(gzip.GzipFile(fileobj=whole), _BUFFER)
+    return io.BufferedReader(_Zstd(whole), _BUFFER) if head.startswith(_ZSTD) else whole
+
+
+class _Zstd(io.RawIOBase):
+    """Frames of zstd, one after the other. The library's own reader does not notice a truncated one."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        try:
+            import zstandard
+        except ImportError:
+            raise DataError("reading zstd needs the package zstandard: pip install 'titanlite[data]'") from None
+        self._file, self._error = file, zstandard.ZstdError
+        self._new = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
+        self._frame, self._at_end = self._new(), True
+        self._rest, self._out = b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._out:
+            piece = self._rest or self._file.read(_BUFFER)
+            if not piece:
+                if self._at_end:
+                    return 0
+                raise EOFError("the zstd frame has no end")
+            try:
+                self._out = memoryview(self._frame.decompress(piece))
+            except self._error as error:
+                raise _Damaged(str(error)) from error
+            self._rest, self._at_end = self._frame.unused_data, self._frame.eof
+            if self._at_end:
+                self._frame = self._new()
+        size = min(len(buffer), len(self._out))
+        buffer[:size], self._out = self._out[:size], self._out[size:]
+        return size
+
+
+def _kind_of(head: bytes, name: str) -> Format:
+    """Return the kind of a file by its first bytes. The name decides only where these are plain text."""
+    for magic, kind in _MAGIC.items():
+        if head.startswith(magic):
+            return kind
+    base = name.lower().removesuffix(".gz").removesuffix(".zst")
+    named = next((kind for kind, suffixes in SUFFIXES.items() if base.endswith(suffixes)), None)
+    start = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if start.startswith(b"version https://git-lfs"):
+        raise DataError(f"{name} is a pointer of Git LFS, not the file itself; fetch it with `git lfs pull`")
+    if named in ("parquet", "arrow") and head:
+        raise DataError(f"{name} is no {named} file; copy it again")
+    if b"\0" in head or base.endswith((".csv", ".tsv")):
+        raise DataError(f"{name} is a file of another kind; expected {_EXPECTED}")
+    if named != "text" and re.match(rb"\[\s*\{", start):
+        raise DataError(
+            f"{name} is one JSON array; write each record on a line of its own: jq -c '.[]' FILE > FILE.jsonl"
+        )
+    return named or ("json" if start.startswith(b"{") else "text")
+
+
+#: Number of a row, and its text (and prompt); None for an empty line.
+_Rows = Iterator[tuple[int, "list[Any] | None"]]
+
+
+def _json_rows(lines: Iterable[bytes], name: Path | str, columns: Columns, start: int) -> _Rows:
+    wanted = columns.wanted
+    for number, line in enumerate(itertools.islice(lines, start, None), start + 1):
+        values = None
+        if line.strip():
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                problem = f"not valid JSON ({error}); expected one record per line"
+                raise DataError(f"{name}, line {number}: {problem}") from error
+            if not isinstance(record, dict):
+                problem = f"expected a JSON object with the key {wanted[0]!r}, found {type(record).__name__}"
+                raise DataError(f"{name}, line {number}: {problem}")
+            values = [record.get(column) for column in wanted]
+            for column, value in zip(wanted, values, strict=True):
+                if not isinstance(value, str):
+                    raise DataError(f"{name}, line {number}: {_no_string(record, column, columns)}")
+        yield number, values
+
+
+def _no_string(record: dict[str, Any], column: str, columns: Columns) -> str:
+    if column in record:
+        return f"the key {column!r} must be a string, found {type(record[column]).__name__}"
+    keys = ", ".join(map(repr, record)) or "none"
+    return f"the key {column!r} is missing (keys: {keys}); {columns.remedy(column)}"
+
+
+def _text_rows(content: BinaryIO, name: Path | str, start: int) -> _Rows:
+    """Iterate over the one document of a file."""
+    text = content.read(_LONGEST + 1)
+    if len(text) > _LONGEST:
+        size = f"{_LONGEST >> 20} MB"
+        raise DataError(f"{name}: a text file is one document, of {size} at most; cut it up, or write JSON lines")
+    try:
+        if text.strip() and not start:
+            yield 1, [text.decode("utf-8-sig")]
+    except UnicodeDecodeError as error:
+        line = text.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{name}, line {line}: not UTF-8 ({error.reason}); expected {_EXPECTED}") from error
+
+
+def _table_rows(
+    file: BinaryIO, content: io.BufferedReader[Any], kind: Format, where: str, columns: Columns, start: int
+) -> _Rows:
+    """Iterate over the rows of a parquet or arrow file, a batch at a time."""
+    try:
+        import pyarrow
+    except ImportError:
+        raise DataError(f"{where}s of {kind} need the package pyarrow: pip install 'titanlite[data]'") from None
+    try:
+        batches = (_parquet if kind == "parquet" else _arrow)(file, content, where, columns, start)
+        for before, batch in batches:
+            for first in range(max(start - before, 0), batch.num_rows, _BATCH):
+                part = batch.slice(first, _BATCH)
+                strings = [_strings(part.column(column), where, before + first, column) for column in columns.wanted]
+                for number, values in enumerate(zip(*strings, strict=True), before + first + 1):
+                    yield number, list(values)
+    except pyarrow.lib.ArrowException as error:
+        raise _Damaged(str(error)) from error
+    except OSError as error:
+        if type(error) is OSError and error.errno is None:  # pyarrow's own, for pages that cannot be decompressed
+            raise _Damaged(str(error)) from error
+        raise
+
+
+def _parquet(
+    file: BinaryIO, _: io.BufferedReader[Any], where: str, columns: Columns, start: int
+) -> Iterator[tuple[int, Any]]:
+    """Iterate over (rows before, batch), without the row groups that end before `start`."""
+    from pyarrow.parquet import ParquetFile
+
+    # Read by pages: a whole column of a row group may be gigabytes.
+    table = ParquetFile(file, buffer_size=_BUFFER, pre_buffer=False, page_checksum_verification=True)
+    _check_types(table.schema_arrow, where, columns)
+    before = 0
+    for group in range(table.num_row_groups):
+        rows = table.metadata.row_group(group).num_rows
+        if before + rows > start:
+            seen = before
+            for batch in table.iter_batches(_BATCH, [group], list(columns.wanted), use_threads=False):
+                yield seen, batch
+                seen += batch.num_rows
+        before += rows
+
+
+def _arrow(
+    file: BinaryIO, content: io.BufferedReader[Any], where: str, columns: Columns, start: int
+) -> Iterator[tuple[int, Any]]:
+    from pyarrow import ipc
+
+    is_file = content.peek(6).startswith(b"ARROW1")
+    reader = ipc.open_file(file) if is_file else ipc.open_stream(content)
+    _check_types(reader.schema, where, columns)
+    before = 0
+    for batch in map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader:
+        yield before, batch
+        before += batch.num_rows
+
+
+def _check_types(schema: Any, where: str, columns: Columns) -> None:
+    """Raise DataError unless the columns exist and hold strings."""
+    name = where.removesuffix(", row")
+    for column in columns.wanted:
+        if column not in schema.names:
+            raise DataError(f"{name}: no column {column!r} ({', '.join(schema.names)}); {columns.remedy(column)}")
+        kind = schema.field(column).type
+        if str(getattr(kind, "value_type", kind)) not in ("string", "large_string", "string_view"):
+            raise DataError(f"{name}: the column {column!r} holds {kind}, expected strings; {columns.remedy(column)}")
+
+
+def _strings(values: Any, where: str, before: int, column: str) -> Iterator[str]:
+    """Iterate over the strings of an arrow array."""
+    for number, value in enumerate(values, before + 1):
+        try:
+            text = value.as_py()
+        except UnicodeDecodeError as error:
+            raise DataError(f"{where} {number}: the column {column!r} is not UTF-8 ({error.reason})") from error
+        if text is None:
+            raise DataError(f"{where} {number}: the column {column!r} is null; leave such rows out")
+        yield text

@@ -1,0 +1,338 @@
+"""Training sequences of text that is read while training: any size, one order, exact resume.
+
+Sequence i belongs to lane i mod V. A lane owns a share of the shards (files), and reads them in an order computed from
+(seed, epoch). It reads a block of documents, mixes it by a computed order, and cuts the documents' tokens into windows,
+as `packing` does. So sequence i does not depend on the number of ranks, and a rank reads only the lanes of its
+sequences if that number divides V.
+
+A lane's place is six numbers. To go on from it, a lane reads its shard again up to the block: compressed text has no
+way to skip. Epochs are those of a lane: lanes with less text begin theirs sooner.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from titanlite.data import DataError
+from titanlite.data.formats import Record
+from titanlite.data.packing import epoch_order
+from titanlite.data.rows import IGNORE, Row
+from titanlite.data.shards import Shards
+from titanlite.utils import counted
+
+#: Characters of text that are tokenized at once, and threads that read.
+_CHUNK, _READERS = 1 << 18, 8
+#: Bytes of windows that stay after they were served: a save and a step that is repeated ask for them again.
+_KEPT_BYTES = 64 << 20
+#: Least number of lanes, so that a few ranks more or less do not share lanes.
+_LANES = 8
+#: Gives each lane an order of its own.
+_LANE_KEY = 0x9E3779B1
+
+T = TypeVar("T")
+Ids = NDArray[np.int64]
+
+
+class Place(NamedTuple):
+    """Where a lane stands: before a token of a document of a block, by their numbers."""
+
+    epoch: int = 0
+    #: Number of the shard in the lane's order of this epoch, and the row of it where the block begins.
+    shard: int = 0
+    row: int = 0
+    document: int = 0
+    offset: int = 0
+
+
+class _Document(NamedTuple):
+    ids: Ids
+    #: Number of its first tokens on which the loss does not count.
+    prompt: int
+    place: Place
+    #: File and number of its record.
+    name: str
+
+
+class _Window(NamedTuple):
+    tokens: Ids  # [seq_len + 1]
+    #: Where the loss counts a token.
+    targets: NDArray[np.bool_]
+    #: Number of each token's document in the window.
+    documents: NDArray[np.int32]
+    names: list[str]
+
+
+class StreamRows:
+    """Sequences of a stream by global index, without an end. Asking for them in order is fast, going back is not.
+
+    Args:
+        shards: the files.
+        encode: tokenizes a record: ids [tokens] with BOS and EOS, and the number of those that are its prompt.
+        description: of tokenizer and encoding, for the fingerprint.
+        seed, shuffle: of the order of shards and documents.
+        buffer: documents that are mixed together, over all lanes.
+        lanes: V; None: chosen for `ranks` and kept in the state.
+        workers: threads that tokenize; 0: the one that asks does it.
+        mask_documents: rows tell the document of each token.
+    """
+
+    total_sequences: None = None
+    tokens_per_epoch: None = None
+
+    def __init__(
+        self,
+        shards: Shards,
+        encode: Callable[[Record], tuple[Ids, int]],
+        *,
+        description: str,
+        seq_len: int,
+        pad_id: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        buffer: int = 10_000,
+        lanes: int | None = None,
+        ranks: int = 1,
+        workers: int = 0,
+        mask_documents: bool = False,
+    ) -> None:
+        self.shards, self.encode, self.seq_len, self.pad_id = shards, encode, seq_len, pad_id
+        self.seed, self.shuffle, self.buffer, self.mask_documents = seed, shuffle, buffer, mask_documents
+        self.fingerprint = shards.fingerprint(description)
+        self.given_lanes = lanes
+        self.lanes = lanes or default_lanes(ranks, len(shards.names))
+        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="titanlite-read")
+        self._encoders = ThreadPoolExecutor(workers, thread_name_prefix="titanlite-encode") if workers else None
+        self._open: dict[int, _Lane] = {}
+        self._places: dict[int, tuple[int, Place]] = {}
+        self._kept: OrderedDict[int, _Window] = OrderedDict()
+        #: A save asks from the main thread, the loader from its own.
+        self._lock = threading.Lock()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that decide sequence i, besides fingerprint and a number of lanes that is in the state."""
+        given = {} if self.given_lanes is None else {"lanes": self.given_lanes}
+        order = {"seq_len": self.seq_len, "seed": self.seed, "shuffle": self.shuffle, "epochs": None}
+        return {**order, "buffer": self.buffer, **given}
+
+    def describe(self) -> str:
+        """Return the size of the text in words."""
+        files = counted(len(self.shards.names), "files")
+        return f"{files}, read while training in {counted(self.lanes, 'lanes')}, {self.buffer:,} documents at a time"
+
+    def sequence(self, index: int) -> Row:
+        """Return sequence `index`. Raises DataError if its text cannot be read."""
+        window = self._window(index)
+        tokens, labels = window.tokens[:-1].copy(), window.tokens[1:].copy()
+        labels[~window.targets[1:]] = IGNORE
+        if self.mask_documents:
+            labels[window.documents[1:] != window.documents[:-1]] = IGNORE
+        return Row(tokens, labels, window.documents[:-1].copy() if self.mask_documents else None)
+
+    def padding(self) -> Row:
+        size = self.seq_len
+        documents = np.zeros(size, dtype=np.int32) if self.mask_documents else None
+        return Row(np.full(size, self.pad_id, dtype=np.int64), np.full(size, IGNORE, dtype=np.int64), documents)
+
+    def documents_in(self, index: int) -> list[Any]:
+        """Return file and record of the documents of sequence `index`."""
+        return list(self._window(index).names)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the places of the lanes that this rank has read, each with its number and count of windows."""
+        with self._lock:
+            places = {**self._places, **{number: (lane.count, lane.place) for number, lane in self._open.items()}}
+        cursors = [[number, count, *place] for number, (count, place) in sorted(places.items())]
+        return {"lanes": self.lanes, "revision": self.shards.revision, "cursors": cursors}
+
+    def merge_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return the state of all ranks: of each lane the place furthest on."""
+        cursors: dict[int, list[Any]] = {}
+        for cursor in (cursor for state in states for cursor in state["cursors"]):
+            cursors[cursor[0]] = max(cursor, cursors.get(cursor[0], cursor))
+        return {**states[0], "cursors": [cursors[number] for number in sorted(cursors)]}
+
+    def load_state_dict(self, state: dict[str, Any], position: int = 0) -> None:
+        """Go on from these places; {}: from the start. Raises DataError if they cannot be of this stream."""
+        try:
+            lanes = state.get("lanes", self.lanes)
+            places = {number: (count, Place(*place)) for number, count, *place in state.get("cursors", ())}
+        except (TypeError, ValueError) as error:
+            raise DataError(f"the places of the stream in the checkpoint are not valid: {error}") from None
+        if self.given_lanes not in (None, lanes):
+            raise DataError(f"data.lanes: the checkpoint's order has {lanes} lanes, not {self.given_lanes}")
+        self.close()
+        self.lanes, self._places = lanes, places
+        self.shards = self.shards.at(state.get("revision", ""))
+
+    def close(self) -> None:
+        """Give up what was read ahead; asking again reads it again."""
+        with self._lock:
+            for number in list(self._open):
+                self._shut(number)
+            self._kept.clear()
+
+    def _window(self, index: int) -> _Window:
+        number, count = index % self.lanes, index // self.lanes
+        with self._lock:
+            if index in self._kept:
+                return self._kept[index]
+            lane = self._open.get(number)
+            if lane is None or lane.count > count:
+                lane = self._reopen(number, count, lane)
+            try:
+                while lane.count <= count:  # ranks that share a lane leave windows out
+                    window = lane.next_window()
+                    self._kept[index + (lane.count - 1 - count) * self.lanes] = window
+            except BaseException:
+                self._shut(number)
+                raise
+            while len(self._kept) * (self.seq_len + 1) * 13 > _KEPT_BYTES and len(self._kept) > 1:
+                self._kept.popitem(last=False)
+            return window
+
+    def _shut(self, number: int) -> None:
+        lane = self._open.pop(number)
+        self._places[number] = lane.count, lane.place
+
+    def _reopen(self, number: int, count: int, lane: _Lane | None) -> _Lane:
+        """Return a lane that stands at `count` windows or before: at the nearest place that is known."""
+        known = [(0, Place()), self._places.get(number, (0, Place())), *(lane.passed if lane else ())]
+        start = max(place for place in known if place[0] <= count)
+        self._open[number] = _Lane(self, number, *start)
+        return self._open[number]
+
+    # What a lane asks for. These methods run in several threads and change nothing.
+
+    def blocks(self, lane: int, start: Place) -> Iterator[tuple[Place, list[Record]]]:
+        """Yield blocks of a lane, each with its place, from the one that begins at `start`."""
+        size = max(self.buffer // self.lanes, 1) if self.shuffle else 256
+        shard, row = start.shard, start.row
+        epoch, seen = start.epoch, row > 0 or shard > 0
+        while True:
+            own = self._own(lane, epoch)
+            for place in range(shard, len(own)):
+                number, part, parts = own[place]
+                begin, block = row, list[Record]()
+                for record in self.shards.records(number, row):
+                    if record.number % parts == part:
+                        block.append(record)
+                    if len(block) == size:
+                        seen = True
+                        yield Place(epoch, place, begin), block
+                        begin, block = record.number, []
+                if block:
+                    seen = True
+                    yield Place(epoch, place, begin), block
+                row = 0
+            if not seen:
+                files = ", ".join(self.shards.names[number] for number, _, _ in own[:3])
+                raise DataError(f"no records in {files}: a lane of the stream is empty; set data.lanes lower")
+            epoch, shard, seen = epoch + 1, 0, False
+
+    def _own(self, lane: int, epoch: int) -> list[tuple[int, int, int]]:
+        """Return a lane's shards in order: (number, part, parts); it takes the rows with row mod parts = part."""
+        count = len(self.shards.names)
+        if count >= self.lanes:
+            # The same shards in each epoch: lanes do not end theirs at the same time.
+            own = epoch_order(count, self.seed, 0, self.shuffle)[lane :: self.lanes]
+            order = epoch_order(len(own), self.seed ^ (lane + 1) * _LANE_KEY, epoch, self.shuffle)
+            return [(number, 0, 1) for number in own[order].tolist()]
+        part, number = divmod(lane, count)  # lanes share a shard: each reads all of it
+        return [(number, part, len(range(number, self.lanes, count)))]
+
+    def documents(self, lane: int, start: Place) -> Iterator[list[_Document]]:
+        """Yield a lane's documents in order, tokenized, some at a time."""
+        blocks = self.blocks(lane, start)
+        ahead = self._readers.submit(next, blocks)
+        first = start.document
+        while True:
+            place, records = ahead.result()
+            ahead = self._readers.submit(next, blocks)
+            key = (place.epoch << 40) ^ (place.shard << 24) ^ place.row
+            order = epoch_order(len(records), self.seed ^ (lane + 1) * _LANE_KEY, key, self.shuffle).tolist()
+            chunk, size = list[_Document](), 0
+            for index in range(first, len(order)):
+                record = records[order[index]]
+                chunk.append(
+                    _Document(*self.encode(record), place._replace(document=index), f"{record.file}:{record.number}")
+                )
+                size += len(record.text)
+                if size > _CHUNK:
+                    yield chunk
+                    chunk, size = [], 0
+            if chunk:
+                yield chunk
+            first = 0
+
+    def ahead(self, function: Callable[[], T]) -> Callable[[], T]:
+        """Start a call in a thread that tokenizes; return the function that waits for its result."""
+        if self._encoders is None:
+            return function
+        future: Future[T] = self._encoders.submit(function)
+        return future.result
+
+
+class _Lane:
+    """A lane from a place on: its windows in order."""
+
+    def __init__(self, rows: StreamRows, number: int, count: int, place: Place) -> None:
+        self.rows, self.count = rows, count
+        #: Counts and places before the latest windows, to go back to.
+        self.passed: deque[tuple[int, Place]] = deque(maxlen=256)
+        self._chunks = rows.documents(number, place)
+        self._next = rows.ahead(self._read)
+        #: Documents that are not served to the end. Of the first, `_served` tokens are.
+        self._queue: deque[_Document] = deque()
+        self._served, self._start = place.offset, place
+
+    @property
+    def place(self) -> Place:
+        if not self._queue:
+            return self._start
+        return self._queue[0].place._replace(offset=self._served)
+
+    def next_window(self) -> _Window:
+        """Return the next window, and move on by seq_len tokens: a window's last token begins the next one."""
+        self.passed.append((self.count, self.place))
+        missing = self.rows.seq_len + 1 + self._served - sum(len(document.ids) for document in self._queue)
+        while missing > 0:
+            chunk = self._next()
+            self._next = self.rows.ahead(self._read)
+            self._queue += chunk
+            missing -= sum(len(document.ids) for document in chunk)
+        parts, begin, missing = list[tuple[_Document, int, int]](), self._served, self.rows.seq_len + 1
+        for document in self._queue:
+            end = min(len(document.ids), begin + missing)
+            parts.append((document, begin, end))
+            missing -= end - begin
+            begin = 0
+            if not missing:
+                break
+        while self._queue[0] is not parts[-1][0]:
+            self._queue.popleft()
+        self._served = parts[-1][2] - 1
+        self.count += 1
+        targets = np.concatenate([np.arange(begin, end) >= document.prompt for document, begin, end in parts])
+        numbers = np.repeat(np.arange(len(parts), dtype=np.int32), [end - begin for _, begin, end in parts])
+        tokens = np.concatenate([document.ids[begin:end] for document, begin, end in parts])
+        return _Window(tokens, targets, numbers, [document.name for document, _, _ in parts])
+
+    def _read(self) -> list[_Document]:
+        return next(self._chunks)
+
+
+def default_lanes(ranks: int, shards: int) -> int:
+    """Return the number of lanes for so many data-parallel ranks: a multiple of it, no more than shards if possible.
+
+    If there are shards enough, at least `_LANES`, so that a few ranks more or less need not read the lanes of others.
+    """
+    wanted = -(-_LANES // ranks)
+    return ranks * max(min(wanted, shards // ranks), 1)
