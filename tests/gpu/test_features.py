@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.gpu.peak import peak_and_gradients
 from tests.metrics.runs import ANY, at_step
 from tests.parallel import float8_runs
 from tests.parallel.float8_runs import LINEARS, RATES, RECIPES, distance, spread
+from tests.parallel.watch import Watch
 from tests.training.compare import LABELS, TOKENS, WARM
 from tests.training.harness import TINY, Run, batches, build_tiny, micro_batches, stepper, train, train_afresh
 from titanlite.callbacks import RunEnd
@@ -44,18 +44,6 @@ PRECOMPUTED = Float8(
 FLOAT8_HARDWARE = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="needs a GPU with float8"
 )
-
-
-class Operators(TorchDispatchMode):
-    """Counts operators by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def operators(world: DistEnv, run: Run) -> Counter[str]:
@@ -122,9 +110,10 @@ def test_each_attention_kernel_trains_and_is_kept_by_the_policy_by_operation(
         plain = train(world, run)
     model, _, rank = build_tiny(world, run)
     data = to_device(micro_batches(run, 0, rank, world.size), world.device)
-    with sdpa_kernel(backend), Operators() as seen:
+    seen: Counter[str] = Counter()
+    with sdpa_kernel(backend), Watch(lambda func, *_: seen.update([func.overloadpacket.__name__])):
         model(data[0].tokens).float().logsumexp(-1).sum().backward()
-    assert seen.counts[operator] == args.n_layers
+    assert seen[operator] == args.n_layers
     with sdpa_kernel(backend):
         ours = train(world, run)
     assert ours.losses == pytest.approx(plain.losses, rel=1e-2)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.metrics.runs import burn
 from tests.pool import Pools
 from tests.training.test_run import _trainer
 from titanlite.metrics.jsonl import read_metrics
@@ -18,13 +19,6 @@ from titanlite.parallel.dist_env import DistEnv
 CPU = torch.device("cpu")
 #: Seconds per step by which a rank is slowed: far above what a busy machine adds to one rank and not to the other.
 SLOW = 0.3
-
-
-def _burn(seconds: float) -> None:
-    """Keep the processor busy for so long."""
-    end = time.thread_time() + seconds
-    while time.thread_time() < end:
-        pass
 
 
 def _train(world: DistEnv, folder: str, slow_rank: int, where: str) -> None:
@@ -41,7 +35,7 @@ def _train(world: DistEnv, folder: str, slow_rank: int, where: str) -> None:
     elif world.rank == slow_rank:
         block = trainer.parts.model.get_submodule("layers.1")
         # 8 sequences in micro-batches of 1 on 2 ranks: 4 times a step.
-        block.register_forward_hook(lambda *_: _burn(SLOW / 4))
+        block.register_forward_hook(lambda *_: burn(SLOW / 4))
     trainer.train()
 
 

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from tests.metrics.runs import burn
 from titanlite.metrics.throughput import (
     Throughput,
     device_name,
@@ -158,24 +159,17 @@ def test_cuda_memory_is_the_peak_since_the_last_reset() -> None:
     assert not is_cpu(device_name(device))
 
 
-def _burn(seconds: float) -> None:
-    """Keep the processor busy for so long."""
-    end = time.thread_time() + seconds
-    while time.thread_time() < end:
-        pass
-
-
 def test_only_ones_own_work_in_steps_is_read() -> None:
     clock, rate = make_throughput()
     for _ in range(2):
         rate.enter("data")
-        _burn(0.02)
+        burn(0.02)
         clock.now += 0.05
         rate.enter("work")
-        _burn(0.05)
+        burn(0.05)
         time.sleep(0.2)  # as in a collective
         rate.enter("pause")
-        _burn(0.3)
+        burn(0.3)
         rate.enter("work")
         rate.step_done()
     work, data = rate.own_seconds()
