@@ -193,7 +193,7 @@ def _sharding(world: DistEnv, run: Run) -> tuple[Any, ...]:
     ("ranks", "replicas", "data_ranks", "rows", "mesh"),
     [
         (2, 1, [0, 0], 32, [0, 1]),
-        pytest.param(4, 2, [0, 0, 1, 1], 32, [[0, 1], [2, 3]], marks=pytest.mark.soak),
+        (4, 2, [0, 0, 1, 1], 32, [[0, 1], [2, 3]]),
     ],
     ids=["cp 2", "cp 2 x hsdp 2"],
 )
