@@ -55,6 +55,25 @@ def titanlite_tiktoken(shards: list[Path], tokenizer: Path) -> Iterator[Any]:
     yield from titanlite_files(shards, ROOT / "titanlite" / "data" / "assets" / "tokenizer.tiktoken")
 
 
+def titanlite_stream(shards: list[Path], tokenizer: Path) -> Iterator[Any]:
+    """One pass over text that is read while training, in file order like the others."""
+    import numpy as np
+
+    from titanlite.config.sections import Data, Training
+    from titanlite.data.text import build_dataset
+    from titanlite.data.tokenizer import load_tokenizer
+
+    ours = load_tokenizer(str(tokenizer))
+    yield np.empty(0, np.int64)
+    data = Data(streaming=True, shuffle=False, lanes=1, num_workers=0)
+    training = Training(dataset_path=str(shards[0].parent), seq_len=SEQ_LEN)
+    rows = build_dataset(training, data, ours, ours.vocab_size)
+    number = 0
+    while not number or rows.state_dict()["cursors"][0][2] == 0:  # the lane's epoch
+        yield rows.sequence(number).tokens
+        number += 1
+
+
 def datasets_loop(shards: list[Path], tokenizer: Path) -> Iterator[Any]:
     """The loop that one writes by hand."""
     import numpy as np
@@ -98,6 +117,7 @@ CONTESTANTS: dict[str, Contestant] = {
     "titanlite": titanlite_files,
     "titanlite, all cores": titanlite_all_cores,
     "titanlite, tiktoken ranks": titanlite_tiktoken,
+    "titanlite, stream": titanlite_stream,
     "datasets loop": datasets_loop,
     "torchtitan": torchtitan,
 }
@@ -138,6 +158,7 @@ def write_shards(folder: Path, megabytes: float) -> tuple[list[Path], int]:
     size = sum(len(text.encode()) for text in texts)
     times = max(1, round(megabytes * 1e6 / size))
     lines = [json.dumps({"text": text, "timestamp": "", "url": ""}) + "\n" for text in texts] * times
+    folder.mkdir()
     shards = [folder / f"c4-train.{k:05d}-of-00004.json.gz" for k in range(4)]
     for k, shard in enumerate(shards):
         part = lines[k * len(lines) // 4 : (k + 1) * len(lines) // 4]
@@ -188,7 +209,7 @@ def main() -> None:
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in pythons}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        shards, size = write_shards(folder, arguments.megabytes)
+        shards, size = write_shards(folder / "text", arguments.megabytes)
         tokenizer = arguments.tokenizer or write_tokenizer(folder / "tokenizer")
         for repeat in range(arguments.repeats):
             for name in list(pythons)[:: -1 if repeat % 2 else 1]:

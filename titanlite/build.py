@@ -12,7 +12,7 @@ import os
 import platform
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,10 @@ from titanlite.checkpoint.resume_check import ResumeCheck
 from titanlite.checkpoint.retention import SaveSchedule
 from titanlite.config.errors import ConfigError
 from titanlite.config.extensions import load_function
+from titanlite.config.sections import DataPhase
+from titanlite.data import DataError
 from titanlite.data.loader import TrainLoader, ValidationLoader
+from titanlite.data.mixture import MixedRows
 from titanlite.data.prefetch import PassLoader, Prefetcher, StepLoader, ValidationPrefetcher
 from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import ranges_of_steps
@@ -64,6 +67,7 @@ from titanlite.run_callbacks import (
     AttemptRecord,
     CompileReport,
     SlowSaveWarning,
+    SourceShares,
     Timeouts,
     VerifyResume,
     Watchdog,
@@ -191,11 +195,33 @@ def read_datasets(run: RunConfig, share: Share = alone) -> Datasets:
     if run.mesh.world_size > 1:  # the other ranks wait in a collective
         patience = min(patience, run.comm.train_timeout_seconds / 2)
     reader = TextReader(run.data, tokenizer, vocabulary, run.mesh.dp_degree, share, patience)
-    train = reader.train(run.training)
+    train = reader.train(run.training, {start: phase.weights for start, phase in _phases(run) if phase.weights})
+    total = train.total_sequences
+    if run.data.source and total is not None and run.steps and total < run.steps * run.batch.global_batch_size:
+        last = total // run.batch.global_batch_size
+        raise DataError(
+            f"training.steps: the epochs of all sources end after step {last} of {run.steps}; set it to {last} at "
+            "most, or give one source no epochs"
+        )
     if not run.validation.enable:
         return Datasets(tokenizer, train, None)
     seq_len = run.validation.seq_len or run.training.seq_len
     return Datasets(tokenizer, train, reader.held_out(run.validation, seq_len))
+
+
+def _phases(run: RunConfig) -> list[tuple[int, DataPhase]]:
+    """Return each `[[data.phase]]` with its first sequence, in order."""
+    size = run.batch.global_batch_size
+    starts = (
+        (phase.step - 1) * size if phase.step else -(-(phase.tokens or 0) // run.batch.tokens_per_step) * size
+        for phase in run.data.phase
+    )
+    return sorted(zip(starts, run.data.phase, strict=True), key=lambda phase: phase[0])
+
+
+def rate_phases(run: RunConfig) -> Iterator[tuple[int, float]]:
+    """Yield first step and factor of the learning rate of each phase."""
+    return ((start // run.batch.global_batch_size + 1, phase.lr_factor) for start, phase in _phases(run))
 
 
 def build(
@@ -342,6 +368,7 @@ def build(
         Profiler(run.profiling, world.rank, device) if profiles else None,
         VerifyResume(resume_check, datasets.train, batch.global_batch_size, skip, world, (rank, ranks)),
         SlowSaveWarning(world.rank),
+        SourceShares(datasets.train, metrics.write) if isinstance(datasets.train, MixedRows) else None,
         *callbacks,
     ]
     if run.debug.deterministic:
@@ -355,7 +382,7 @@ def build(
         args=args,
         model=model,
         optimizer=optimizer,
-        learning_rate=LearningRate(run.schedule, run.optimizer.lr),
+        learning_rate=LearningRate(run.schedule, run.optimizer.lr, phases=tuple(rate_phases(run))),
         train_step=train_step,
         loader=Prefetcher(steps, run.data.prefetch, pin, _RESERVE if datasets.train.state_dict() else 0),
         validation=validation,

@@ -1,10 +1,11 @@
-"""The small callbacks of every run: hang watchdog, timeouts, compilation, attempts, save times, resume check."""
+"""The small callbacks of every run: watchdog, timeouts, compilation, attempts, save times, resume check, shares."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from titanlite.checkpoint.resume_check import ResumeCheck, ResumeResult
 from titanlite.checkpoint.retention import grace_warning
 from titanlite.config.toml import TOMLDecodeError, loads
 from titanlite.data.loader import add_hashes, step_hash
+from titanlite.data.mixture import MixedRows
 from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import Range, ranges_of_steps, take
 from titanlite.parallel.compile import CompileWatch
@@ -237,3 +239,27 @@ class VerifyResume(Callback):
         if take(first, size, then) == take(first, size, self._skip):
             return loaded
         return replace(loaded, changes=(*loaded.changes, "data.skip_steps"))
+
+
+class SourceShares(Callback):
+    """Writes the shares of a mixture's sources so far to the metrics, and sequences by source to checkpoints."""
+
+    def __init__(self, mixture: MixedRows, write: Callable[[int, Mapping[str, float]], None]) -> None:
+        self._mixture, self._write = mixture, write
+
+    def _served(self, trainer: Trainer) -> dict[str, int]:
+        return self._mixture.served(trainer.parts.loader.state_dict()["next_sequence"])
+
+    def on_log(self, trainer: Trainer, figures: Mapping[str, float]) -> None:
+        served = self._served(trainer)
+        total = sum(served.values()) or 1
+        self._write(trainer.step, {f"share/{name}": count / total for name, count in served.items()})
+
+    def state_dict(self, trainer: Trainer) -> dict[str, Any]:
+        return {"served": self._served(trainer)}
+
+    def on_end(self, trainer: Trainer, end: RunEnd) -> None:
+        served = self._served(trainer)
+        total = sum(served.values()) or 1
+        shares = ", ".join(f"{name} {count / total:.1%}" for name, count in served.items())
+        logger.info(f"sequences by source: {shares}")

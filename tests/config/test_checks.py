@@ -72,6 +72,8 @@ PP2, MICRO = f"{PP}degree=2", f"{PP}microbatches"
 CHUNKS = "training.loss_chunks"
 CHUNKED = f"{CHUNKS}=99 training.batch_size=2 training.seq_len=32"
 ZBV = f"{PP2} {PP}schedule=ZBVZeroBubble"
+#: One source, and room for another.
+SOURCE = 'data.source=[{path="."},'
 SMALL = f"{ON} model.overrides.dim=64 model.overrides.n_heads=4 training.seq_len=32 training.batch_size=2"
 #: Code, key, flags, words of the message or the remedy; and the ranks, 1 unless said otherwise.
 REFUSED: list[tuple[str, str, str, str] | tuple[str, str, str, str, int]] = [
@@ -165,7 +167,16 @@ REFUSED: list[tuple[str, str, str, str] | tuple[str, str, str, str, int]] = [
     ("divide", GATHER, f"{SMALL} {GATHER}", "the 48 ranks", 48),
     # Features to come
     ("not-implemented", "optimizer.name", "optimizer.name=Muon", "Muon"),
-    ("not-implemented", "training.dataset", "training.dataset=c4", "training.dataset_path"),
+    # Text
+    ("unknown-value", "training.dataset", "training.dataset=c4test", "c4_test"),
+    ("unknown-value", "data.source", f'{SOURCE}{{name="nope"}}]', "data.source[1]"),
+    ("unknown-value", "data.source", f"{SOURCE}{{weight=2}}]", "neither name nor path"),
+    ("conflict", "data.source", f'{SOURCE}{{path="."}}]', "two sources"),
+    ("conflict", "training.epochs", f"{SOURCE}] training.epochs=2", "data.source"),
+    ("conflict", "training.dataset_path", f"{SOURCE}] training.dataset_path=.", "data.source"),
+    ("conflict", "data.phase", f"{SOURCE}] data.phase=[{{lr_factor=1}}]", "step or tokens"),
+    ("unknown-value", "data.phase", f"{SOURCE}] data.phase=[{{step=2,weights={{b=1}}}}]", "data.source"),
+    ("conflict", "data.phase", f'{SOURCE}] data.phase=[{{step=2,weights={{"."=0}}}}]', "no source"),
 ]
 
 

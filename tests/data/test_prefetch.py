@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import signal
 import subprocess
 import sys
@@ -136,6 +137,26 @@ def test_an_error_comes_at_its_step_and_the_step_can_be_tried_again(corpus: Corp
             batches.load_state_dict({"next_sequence": -1})
 
 
+@pytest.mark.parametrize("reserve", [0, 2])
+def test_a_reserve_of_steps_is_left_when_a_source_fails(corpus: Corpus, reserve: int) -> None:
+    made, told = itertools.count(1), list[tuple[int, str]]()
+
+    def fail() -> None:
+        if next(made) == 6:
+            raise DataError("the source is lost")
+
+    handed = 0
+    with Prefetcher(changed(loader(corpus), fail), depth=2, reserve=reserve) as batches:
+        batches.on_failure = lambda error: told.append((handed, str(error)))
+        with pytest.raises(DataError, match="lost"):
+            while True:
+                batches.next_step()
+                handed += 1
+        assert handed == 5  # every step that could be prepared is handed out
+    if reserve:
+        assert told[0][0] <= 5 - reserve and told[0][1] == "the source is lost"
+
+
 def test_batches_are_pinned_by_the_thread_on_this_ranks_gpu(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without set_device the thread would open a context on GPU 0, on every rank."""
     calls: list[tuple[str, str, Any]] = []
@@ -183,7 +204,7 @@ def test_a_persistent_thread_has_the_next_pass_ready(corpus: Corpus) -> None:
     (thread,) = threads()
     producer = batches._producer
     assert producer is not None
-    eventually(lambda: producer.items.qsize() == 2)
+    eventually(lambda: len(producer.items) == 2)
     list(batches)
     assert threads() == [thread]
     batches.close()

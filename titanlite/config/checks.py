@@ -199,6 +199,14 @@ def _sources(config: LoadedConfig) -> Iterator[Finding]:
                 yield "unknown-value", "data.source", f"{key} {quote(source.name or '')} {problem[0]}", problem[1]
         if names.index(names[number]) != number:
             yield "conflict", "data.source", f"two sources are named {quote(names[number])}", "give each a name"
+    for number, phase in enumerate(d.data.phase):
+        key = f"data.phase[{number}]"
+        if (phase.step is None) == (phase.tokens is None):
+            yield "conflict", "data.phase", f"{key} needs step or tokens, one of the two", ""
+        for name in sorted(set(phase.weights) - set(names)):
+            yield "unknown-value", "data.phase", f"{key} weighs {quote(name)}, which is no name of a data.source", ""
+        if phase.weights and not any(phase.weights.values()):
+            yield "conflict", "data.phase", f"{key} gives no source a share", ""
     for key in ("training.dataset", "training.dataset_path", "training.epochs") if d.data.source else ():
         if config.is_given(key) and config.value(key) is not None:
             hint = "give epochs of each source" if key == "training.epochs" else "make it one of the sources"

@@ -231,6 +231,19 @@ class DataSource(Section, frozen=True):
     """Most passes over this source. None: no limit."""
 
 
+class DataPhase(Section, frozen=True):
+    """One `[[data.phase]]`: other shares of the sources, or another learning rate, from a step or token on."""
+
+    step: Annotated[int, Meta(ge=2)] | None = None
+    """First step of the phase. Excludes tokens."""
+    tokens: Count | None = None
+    """Tokens of the run before the phase. Excludes step."""
+    weights: dict[str, NonNegative] = {}
+    """Source → share from here on; a source that is not named gets none. Empty: as before."""
+    lr_factor: NonNegative = 1.0
+    """The learning rate is the schedule's times this."""
+
+
 class Data(Section, frozen=True):
     """The order in which text is read, and how."""
 
@@ -244,6 +257,8 @@ class Data(Section, frozen=True):
     """Attention stays within a document."""
     source: list[DataSource] = []
     """Array of tables: a mixture of sources instead of one dataset."""
+    phase: list[DataPhase] = []
+    """Array of tables: changes of course while the run goes on."""
     text_key: Name | None = None
     """Field of a record that holds the text. None: that of a registered name, else text."""
     prompt_key: Name | None = None

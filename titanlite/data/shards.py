@@ -75,19 +75,26 @@ class Shards:
             except Exception as error:
                 if isinstance(error, DataError):
                     raise
-                if not remote or _is_final(error):
-                    raise DataError(f"{name} cannot be read after record {row}: {_words(error)}") from error
+                reason = _reason(error)
+                if not remote or _is_final(reason):
+                    raise DataError(f"{name} cannot be read after record {row}: {_words(reason)}") from error
                 failing = time.monotonic() if waits == 0 else failing
                 waits += 1
-                wait = _wait(error, waits)
+                wait = _wait(reason, waits)
                 tried = time.monotonic() - failing
                 if tried + wait > self.patience:
                     tries = f"{counted(waits, 'tries')} in {human_time(tried)} (data.retry_seconds)"
-                    raise DataError(f"{name} cannot be read after record {row}, {tries}: {_words(error)}") from error
+                    raise DataError(f"{name} cannot be read after record {row}, {tries}: {_words(reason)}") from error
                 logger.warning(
-                    f"{name} cannot be read after record {row} ({_words(error)}): try {waits + 1} in {wait:.0f} s"
+                    f"{name} cannot be read after record {row} ({_words(reason)}): try {waits + 1} in {wait:.0f} s"
                 )
                 time.sleep(wait)
+
+
+def _reason(error: Exception) -> BaseException:
+    """Return the real error of an HTTP server: fsspec makes "no such file" of each one while it opens a file."""
+    cause = error.__cause__
+    return cause if cause is not None and type(cause).__module__.startswith("aiohttp") else error
 
 
 def _wait(error: BaseException, tries: int) -> float:

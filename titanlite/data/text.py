@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,27 +64,28 @@ class TextReader:
     share: Share = alone
     patience: float = 0.0
 
-    def train(self, training: Training) -> Rows:
-        """Return the training sequences. Raises DataError for text that is missing or cannot be read."""
+    def train(self, training: Training, phases: Mapping[int, Mapping[str, float]] | None = None) -> Rows:
+        """Return the training sequences. Raises DataError for text that is missing or cannot be read.
+
+        phases: first sequence → shares of the sources from there on, by name.
+        """
         data = self.data
         if not data.source:
-            own = {
-                name: getattr(data, name) for name in ("subset", "split", "text_key", "prompt_key", "completion_key")
-            }
-            source = DataSource(name=training.dataset, path=training.dataset_path, **own)
+            source = DataSource(name=training.dataset, path=training.dataset_path, subset=data.subset, split=data.split)
             return self.open(source, "training", training.seq_len, training.epochs)
         names = [source.name or source.path or "" for source in data.source]
         opened: dict[str, Rows] = {}
         lanes = data.lanes
         for number, (name, source) in enumerate(zip(names, data.source, strict=True)):
             key = f"data.source[{number}]"
-            rows = self.open(source, key, training.seq_len, source.epochs, seed=data.seed + number, lanes=lanes)
+            seed = data.seed ^ zlib.crc32(name.encode())  # the order of a source is its own, whatever else is mixed
+            rows = self.open(source, key, training.seq_len, source.epochs, seed=seed, lanes=lanes)
             if isinstance(rows, StreamRows):
                 lanes = rows.lanes  # the same for all streams of the mixture
             opened[name] = rows
         slots = lanes if any(isinstance(rows, StreamRows) for rows in opened.values()) else 1
         weights = {name: source.weight for name, source in zip(names, data.source, strict=True)}
-        return MixedRows(opened, {0: weights}, seed=data.seed, slots=slots or 1)
+        return MixedRows(opened, {0: weights, **(phases or {})}, seed=data.seed, slots=slots or 1)
 
     def held_out(self, validation: Validation, seq_len: int) -> Rows:
         """Return one pass over the held-out text, in file order."""

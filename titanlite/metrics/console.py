@@ -58,6 +58,12 @@ class StepFigures:
     seconds_left: float | None
     #: Sequences per second over all devices.
     samples_per_second: float
+    #: Percent of the time that the rank which waited longest has waited for data.
+    data_percent: float = 0.0
+
+
+#: Percent of waiting for data above which the step line shows it.
+SLOW_DATA = 5.0
 
 
 def titan_line(f: StepFigures) -> str:
@@ -77,6 +83,8 @@ def titan_line(f: StepFigures) -> str:
     fields += [f"grad_norm: {f.norm:.4f}", f"lr: {f.lr:.2e}", f"tokens: {human_count(f.tokens_seen)}"]
     if f.seconds_left is not None:
         fields.append(f"left: {human_time(f.seconds_left)}")
+    if f.data_percent > SLOW_DATA:
+        fields.append(f"data: {f.data_percent:.0f}%")
     return "  ".join(fields)
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from titanlite.callbacks import SLOW_PHASES, Callback, RunEnd
 from titanlite.config.run_sections import Job, Metrics
 from titanlite.config.toml import loads
-from titanlite.metrics.console import StepFigures, fsdp_line, titan_line
+from titanlite.metrics.console import SLOW_DATA, StepFigures, fsdp_line, titan_line
 from titanlite.metrics.jsonl import FILE, MetricsLog
 from titanlite.metrics.stragglers import RankComparison, StragglerDetector
 from titanlite.metrics.tensorboard import TensorBoard, tags
@@ -62,6 +62,7 @@ class MetricsLogger(Callback):
         self._tracker: WandbWriter | None = None
         self._view: LiveView | None = None
         self._logs = 0
+        self._slow_data = False
         self._first_step = 1
         #: An attempt that was lost has recorded the validation that a resumed run still owes.
         self._validated = False
@@ -193,8 +194,17 @@ class MetricsLogger(Callback):
             tokens_seen=trainer.tokens_seen,
             seconds_left=rates.seconds_left,
             samples_per_second=rates.samples_per_second,
+            data_percent=100 * max(times[size:]) / rates.seconds_per_step,
         )
         self._show(figures)
+        # The first window has the start of the loader.
+        if figures.data_percent > SLOW_DATA and step != self._first_step and not self._slow_data:
+            self._slow_data = True
+            if self._world.rank == 0:
+                logger.warning(
+                    f"step {step}: {figures.data_percent:.0f} % of the time is spent waiting for data: raise "
+                    "data.num_workers or data.prefetch, or tokenize the text first (titanlite data prepare)"
+                )
         if self._world.rank == 0 and ranks and (warning := self._ranks.warning(ranks)):
             logger.warning(f"step {step}: {warning}")
         row = self._row(figures, max_loss, rates, memory, ranks)

@@ -74,7 +74,15 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        launch = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        # The fork server has the environment of its start.
+        hub = {name: value for name, value in os.environ.items() if name.startswith("HF_")}
+        launch = {
+            **hub,
+            "WORLD_SIZE": count,
+            "LOCAL_WORLD_SIZE": count,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
         self.processes: list[ForkServerProcess] = []
         for rank in range(count):
             variables = {name: str(value) for name, value in {**launch, "RANK": rank, "LOCAL_RANK": rank}.items()}

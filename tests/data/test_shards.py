@@ -1,0 +1,84 @@
+"""Files of a stream behind HTTP: faults of the server cost time, never a record."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.data.hub_server import HubServer
+from titanlite.data import DataError
+from titanlite.data.formats import Columns
+from titanlite.data.shards import Shards, url_files
+
+pytest.importorskip("aiohttp")
+TEXTS = [f"text {i} " + "abcdefgh" * (i % 50) for i in range(400)]
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    monkeypatch.setattr("titanlite.data.shards._FIRST_WAIT", 0.01)
+    lines = [json.dumps({"text": text}) for text in TEXTS]
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files/a.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
+    (tmp_path / "files/b.jsonl").write_text("\n".join(lines))
+    with HubServer(tmp_path) as running:
+        yield running
+
+
+def texts(server: HubServer, file: str, start: int = 0, patience: float = 30) -> list[str]:
+    shards = Shards((f"{server.url}/files/{file}",), Columns(), patience=patience)
+    return [record.text for record in shards.records(0, start)]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"status": 429, "retry_after": 0, "times": 2},
+        {"status": 503, "times": 3},
+        {"times": 5},
+        {"cut": 900, "times": 3},
+        {"cut": 900, "declared": True, "times": 2},
+    ],
+)
+@pytest.mark.parametrize("file", ["a.jsonl.gz", "b.jsonl"])
+def test_no_record_is_lost_or_read_twice(server: HubServer, file: str, fault: dict[str, int]) -> None:
+    server.fail(f"*/{file}", **fault)
+    assert texts(server, file) == TEXTS
+    assert server.faults[0].times == 0
+
+
+@pytest.mark.parametrize("fault", [{"status": 503}, {"status": 429, "retry_after": 0}, {}])
+def test_a_server_that_fails_while_a_file_is_opened(server: HubServer, fault: dict[str, int]) -> None:
+    for method in ("HEAD", "GET"):
+        server.fail("*", method=method, times=2, **fault)
+    assert texts(server, "a.jsonl.gz", start=390) == TEXTS[390:]
+
+
+def test_a_server_that_starts_again(server: HubServer) -> None:
+    down = server.refused()
+    down.__enter__()
+    threading.Timer(0.3, down.__exit__, (None, None, None)).start()
+    assert texts(server, "a.jsonl.gz") == TEXTS
+
+
+def test_a_lasting_fault_is_an_error_with_file_and_status(server: HubServer) -> None:
+    begin = time.monotonic()
+    with pytest.raises(DataError, match=r"nothing\.jsonl cannot be read after record 0: ClientResponseError: 404"):
+        texts(server, "nothing.jsonl")
+    for method in ("HEAD", "GET"):
+        server.fail("*", method=method, status=500, times=None)
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz cannot be read after record 7, \d+ tries in .*: 500"):
+        texts(server, "a.jsonl.gz", start=7, patience=0.5)
+    assert time.monotonic() - begin < 20
+
+
+def test_a_folder_and_a_pattern_list_files(server: HubServer) -> None:
+    folder = f"{server.url}/files/"
+    assert url_files(folder, "key") == [folder + "a.jsonl.gz", folder + "b.jsonl"]
+    assert url_files(folder + "*.gz", "key") == [folder + "a.jsonl.gz"]

@@ -1,0 +1,118 @@
+"""From keys to sequences: whole or streamed text, URLs, mixtures, and errors that name the key."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.data.conftest import write_texts
+from tests.data.hub_server import HubServer
+from titanlite.config.sections import Data, DataSource, Training
+from titanlite.data import DataError
+from titanlite.data.mixture import MixedRows
+from titanlite.data.packing import PackedDataset
+from titanlite.data.rows import Rows
+from titanlite.data.stream import StreamRows
+from titanlite.data.text import TextReader
+from titanlite.data.tokenizer import load_tokenizer
+
+TOKENIZER = load_tokenizer()
+TEXTS = [f"The number {n} has the square {n * n}." for n in range(40)]
+
+
+def read(data: Data, training: Training, **more) -> Rows:
+    return TextReader(data, TOKENIZER, TOKENIZER.vocab_size, **more).train(training)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "text").mkdir()
+    for number in range(4):
+        write_texts(tmp_path / "text" / f"{number}.jsonl", TEXTS[number * 10 : number * 10 + 10])
+    return tmp_path / "text"
+
+
+def texts_of(rows: Rows, count: int) -> Counter[str]:
+    """Decode the documents of the first rows of lane 0 that are whole."""
+    ids = [token for i in range(count) for token in rows.sequence(i * getattr(rows, "lanes", 1)).tokens.tolist()]
+    return Counter(TOKENIZER.decode(ids).replace("<|begin_of_text|>", "").split("<|end_of_text|>")[1:-1])
+
+
+def tokens_of(texts: list[str]) -> list[int]:
+    return [token for text in texts for token in TOKENIZER.encode_document(text).tolist()]
+
+
+@pytest.mark.parametrize("where", ["local", "http file", "http folder"])
+def test_streamed_and_whole_text_have_the_same_documents(folder: Path, where: str) -> None:
+    with HubServer(folder.parent) as server:
+        path = {"local": str(folder), "http file": f"{server.url}/text/2.jsonl", "http folder": f"{server.url}/text/"}
+        training = Training(dataset_path=path[where], seq_len=32)
+        streamed = read(Data(streaming="auto" if "http" in where else True, lanes=1), training)
+        whole = read(Data(streaming=False), training)
+        assert isinstance(streamed, StreamRows) and isinstance(whole, PackedDataset)
+        expected = TEXTS[20:30] if where == "http file" else TEXTS
+        assert set(texts_of(streamed, 2 * whole.sequences_per_epoch + 4)) == set(expected)
+        assert sorted(whole.corpus.tokens.tolist()) == sorted(tokens_of(expected))
+
+
+def test_an_http_source_that_fails_for_a_while_is_read_again_and_a_missing_file_is_not(folder: Path) -> None:
+    with HubServer(folder.parent) as server:
+        server.fail("*/1.jsonl", status=429, retry_after=0, times=2)
+        server.fail("*/3.jsonl", cut=20, times=1)
+        data, training = Data(lanes=1), Training(dataset_path=f"{server.url}/text/", seq_len=32)
+        assert set(texts_of(read(data, training, patience=30.0), 60)) == set(TEXTS)
+        server.fail("*/1.jsonl", status=500, times=None)
+        with pytest.raises(DataError, match=r"1.jsonl cannot be read after record 0, .* tries in .*retry_seconds"):
+            texts_of(read(data, training, patience=1.0), 60)
+        gone = Training(dataset_path=f"{server.url}/text/9.jsonl", seq_len=32)
+        with pytest.raises(DataError, match="9.jsonl cannot be read after record 0: "):
+            read(data, gone, patience=60.0).sequence(0)
+
+
+def test_a_mixture_of_a_stream_and_whole_text_is_the_same_on_all_ranks(folder: Path) -> None:
+    sources = [
+        DataSource(name="numbers", path=str(folder), weight=3),
+        DataSource(name="one", path=str(folder / "1.jsonl"), epochs=1),
+    ]
+    mixed = read(Data(source=sources), Training(seq_len=32))
+    assert isinstance(mixed, MixedRows) and mixed.slots == 1
+    assert isinstance(mixed.rows[1], PackedDataset) and mixed.rows[1].epochs == 1
+    with pytest.raises(DataError, match="a stream, whose length is not known"):
+        read(Data(source=sources, streaming=True), Training(seq_len=32))
+    # The order of a source does not depend on the others.
+    alone = read(Data(source=sources[:1]), Training(seq_len=32))
+    numbers = [mixed.locate(i) for i in range(40)]
+    for index, (source, number) in enumerate(numbers):
+        if source == 0:
+            assert mixed.sequence(index).tokens.tolist() == alone.sequence(number).tokens.tolist()
+
+
+def test_only_one_rank_lists_files_and_the_others_read_the_same(folder: Path) -> None:
+    shared: dict[str, object] = {}
+
+    def share(name, make):
+        return shared.setdefault(name, make()) if name not in shared else shared[name]
+
+    training = Training(dataset_path=str(folder), seq_len=32)
+    first = read(Data(streaming=True), training, share=share)
+    write_texts(folder / "9.jsonl", ["too late"])
+    second = read(Data(streaming=True), training, share=share)
+    assert first.shards.names == second.shards.names and len(shared) == 1
+    assert read(Data(streaming=True), training).fingerprint != first.fingerprint
+
+
+def test_the_fingerprint_follows_files_columns_and_tokenizer(folder: Path, tmp_path: Path) -> None:
+    def print_of(data: Data, path: Path) -> str:
+        return read(data, Training(dataset_path=str(path), seq_len=32)).fingerprint
+
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for file in folder.iterdir():
+        (moved / file.name).write_bytes(file.read_bytes())
+    one = print_of(Data(streaming=True), folder)
+    assert print_of(Data(streaming=True), moved) == one
+    (moved / "0.jsonl").write_text(json.dumps({"body": "x"}))
+    assert print_of(Data(streaming=True, text_key="body"), moved) != one

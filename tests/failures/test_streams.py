@@ -1,0 +1,104 @@
+"""Whole runs on streamed text: a hub with faults, a killed run, other numbers of ranks, a source that is lost."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.data.hub_server import HubServer
+from tests.failures.runs import STEPS, batches, flags, rows, saved, train, unequal
+from titanlite import exit_codes
+from titanlite.data.loader import add_hashes
+from titanlite.data.sources import BUNDLED
+from titanlite.tools.faults import Fault
+
+STREAM = ["--data.shuffle_buffer=24", "--data.lanes=4", "--data.streaming"]
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data set of the hub: 40 files of three documents, which eight steps read twice."""
+    root = tmp_path_factory.mktemp("hub")
+    folder = root / "datasets" / "me" / "small"
+    folder.mkdir(parents=True)
+    lines = gzip.decompress(min(BUNDLED["c4_test"].iterdir()).read_bytes()).splitlines()
+    for n in range(40):
+        texts = [json.loads(line)["text"][:200] for line in lines[3 * n : 3 * n + 3]]
+        content = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (folder / f"train-{n:02}.jsonl.gz").write_bytes(gzip.compress(content.encode()))
+    return root
+
+
+@pytest.fixture
+def hub(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    with HubServer(repository) as server:
+        for name, value in server.environment(tmp_path / "home").items():
+            monkeypatch.setenv(name, value)
+        yield server
+
+
+def global_batches(folder: Path, ranks: int) -> dict[int, str]:
+    by_rank = batches(folder, ranks)
+    return {step: add_hashes(mine[step] for mine in by_rank) for step in by_rank[0]}
+
+
+@pytest.mark.slow
+def test_a_hub_with_faults_gives_the_run_that_local_files_give(
+    hub: HubServer, repository: Path, tmp_path: Path
+) -> None:
+    local, remote = tmp_path / "local", tmp_path / "remote"
+    text = f"--training.dataset_path={repository / 'datasets/me/small'}"
+    codes, console = train(flags(local, *STREAM, text), 2, tmp_path / "console")
+    assert codes == [0, 0], console
+    hub.fail("*-0[0-9].jsonl.gz", status=429, retry_after=1, times=2)
+    hub.fail("*-1[0-9].jsonl.gz", cut=40, times=2)
+    codes, console = train(flags(remote, *STREAM, "--training.dataset=me/small"), 2, tmp_path / "console")
+    assert codes == [0, 0] and "40 files at revision" in console, console
+    assert {request.status for request in hub.of("*-0[0-9].jsonl.gz")} >= {429, 206}
+    assert rows(remote) == rows(local) and global_batches(remote, 2) == global_batches(local, 2)
+    assert len(hub.of("*/tree/*")) <= 5, "one rank lists the files"
+
+
+@pytest.mark.slow
+def test_a_killed_stream_resumes_exactly_and_on_other_ranks(repository: Path, tmp_path: Path) -> None:
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    text = f"--training.dataset_path={repository / 'datasets/me/small'}"
+    for folder, fault in ((straight, None), (killed, Fault("kill", "step", 6, 1))):
+        codes, console = train(flags(folder, *STREAM, text), 2, tmp_path / "console", *([fault] if fault else []))
+        assert (codes == [0, 0]) == (fault is None), console
+    assert saved(killed)[-1] == "step-4"
+    wanted = global_batches(straight, 2)
+    for ranks in (1, 4):
+        other = tmp_path / str(ranks)
+        shutil.copytree(killed / "checkpoint", other / "checkpoint")
+        codes, console = train(flags(other, *STREAM, text), ranks, tmp_path / "console")
+        assert codes == [0] * ranks, console
+        assert global_batches(other, ranks) == {step: wanted[step] for step in range(5, STEPS + 1)}
+    codes, console = train(flags(killed, *STREAM, text), 2, tmp_path / "console")
+    assert codes == [0, 0] and "resume verified" in console, console
+    assert rows(killed)[-4:] == rows(straight)[-4:] and unequal(straight, killed) == []
+
+
+@pytest.mark.slow
+def test_a_source_that_is_lost_ends_the_run_with_a_checkpoint_and_its_name(hub: HubServer, tmp_path: Path) -> None:
+    long = [
+        "--training.steps=2000",
+        "--checkpoint.interval=1000",
+        "--data.retry_seconds=1",
+        f"--training.dataset_path={hub.url}/datasets/me/small/",
+    ]
+    timer = threading.Timer(12.0, lambda: hub.fail("*.jsonl.gz", status=503, times=None))
+    timer.start()
+    codes, console = train(flags(tmp_path, *STREAM, *long), 2, tmp_path / "console")
+    assert codes == [exit_codes.PREEMPTED] * 2, console
+    (folder,) = saved(tmp_path)
+    step = int(folder.removeprefix("step-"))
+    assert 0 < step < 2000 and f"stopped after step {step} by {hub.url}/datasets/me/small/train-" in console
+    codes, console = train(flags(tmp_path, *STREAM, *long), 2, tmp_path / "console")
+    assert codes[0] == exit_codes.CONFIG and "cannot be" in console, console  # the source is still lost
