@@ -91,6 +91,7 @@ def _count(world: DistEnv, run: Run, lengths: list[int]) -> Counted:
     assert watch is not None
     counted = Counted([], [], [])
     handler = listen(counted.logged)
+    watch.start()
     guard = FiniteGuard(world.device)
     try:
         for step, length in enumerate(lengths, start=1):
@@ -117,9 +118,10 @@ def test_all_blocks_share_one_graph_in_training_and_one_in_validation(pool: Pool
     counted = pool(1).run(_count, run, [SEQ] * 5)[0]
     assert counted.steps == [2, 2, 4, 4, 4]  # block and loss, then both once more without gradients
     assert counted.validations == [4, 4]
-    assert [level for level, _ in counted.logged] == ["INFO", "INFO"]
-    assert "made 2 graphs for training in " in counted.logged[0][1]
-    assert "made 2 graphs for validation in " in counted.logged[1][1]
+    assert [level for level, _ in counted.logged] == ["INFO"] * 3
+    assert counted.logged[0][1] == "the first step compiles Block and cross_entropy_sum with counting"
+    assert "made 2 graphs for training in " in counted.logged[1][1]
+    assert "made 2 graphs for validation in " in counted.logged[2][1]
 
 
 def test_recompilation_is_reported_once_with_its_reason(pool: Pools) -> None:
@@ -133,7 +135,7 @@ def test_recompilation_is_reported_once_with_its_reason(pool: Pools) -> None:
         assert text.startswith(f"step 3: torch.compile compiled {name} again, in ")
         assert text.endswith("size mismatch at index 1. expected 32, actual 16")
     # The second rank writes to its own log only.
-    assert [level for level, _ in counted[1].logged] == ["INFO"] * 4
+    assert [level for level, _ in counted[1].logged] == ["INFO"] * 5
 
 
 @dataclass
