@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-
 from titanlite.utils import human_bytes, human_count, human_time
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.04, "0.0s"), (3.21, "3.2s"), (59.97, "0:01:00"), (5025.4, "1:23:45"), (3599.6, "1:00:00"), (4e5, "111:06:40")],
-)
-def test_human_time(seconds: float, text: str) -> None:
-    assert human_time(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("n", "text"),
-    [(999, "999"), (1000, "1.0K"), (12_345_678, "12.3M"), (999_960, "1.0M"), (8_030_261_248, "8.0B"), (15e12, "15.0T")],
-)
-def test_human_count(n: float, text: str) -> None:
-    assert human_count(n) == text
-
-
-@pytest.mark.parametrize(
-    ("n", "text"), [(512, "512 B"), (1536, "1.5 KiB"), (80 * 1024**3, "80.0 GiB"), (1024**4, "1.0 TiB")]
-)
-def test_human_bytes(n: float, text: str) -> None:
-    assert human_bytes(n) == text
+def test_times_counts_and_bytes_as_people_read_them() -> None:
+    times = {0.04: "0.0s", 3.21: "3.2s", 59.97: "0:01:00", 5025.4: "1:23:45", 3599.6: "1:00:00", 4e5: "111:06:40"}
+    counts = {999: "999", 1000: "1.0K", 12_345_678: "12.3M", 999_960: "1.0M", 8_030_261_248: "8.0B", 15e12: "15.0T"}
+    sizes = {512: "512 B", 1536: "1.5 KiB", 80 * 1024**3: "80.0 GiB", 1024**4: "1.0 TiB"}
+    for human, expected in ((human_time, times), (human_count, counts), (human_bytes, sizes)):
+        assert {number: human(number) for number in expected} == expected  # type: ignore[operator]

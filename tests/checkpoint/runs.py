@@ -7,15 +7,12 @@ from typing import Any
 
 import torch
 
-from tests.steps import train_step
-from tests.training.harness import Run, batches, build_tiny, full, micro_batches
+from tests.training.harness import Run, batches, full, stepper
 from titanlite.checkpoint import Checkpointer, CheckpointError, Manifest
 from titanlite.checkpoint.manifest import digest_of
 from titanlite.checkpoint.paths import AnyPath, entries
 from titanlite.checkpoint.retention import begin, publish
 from titanlite.config.sections import Checkpoint
-from titanlite.data.loader import to_device
-from titanlite.guard import FiniteGuard
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.float8 import ScalePrecompute
 from titanlite.tools.tensors import Contents, compare
@@ -88,7 +85,7 @@ def train(
 
     every: also save after so many steps. state: also in the train state. fields: of the section `checkpoint`.
     """
-    model, optimizer, rank = build_tiny(world, run)
+    model, optimizer, take = stepper(world, run)
     precompute = run.float8.precompute_float8_dynamic_scale_for_fsdp
     after_update = ScalePrecompute(model, run.builder(world).mesh) if precompute else None
     torch.manual_seed(100 + world.rank)
@@ -96,22 +93,10 @@ def train(
     try:
         loaded = checkpointer.load(model, optimizer, expected)
         assert (loaded.step if loaded else 0) == first - 1
-        guard = FiniteGuard(world.device)
         losses, draws, outcomes = [], [], []
         for step in range(first, last + 1):
-            data = to_device(micro_batches(run, step - 1, rank, world.size), world.device)
-            result = train_step(
-                model,
-                optimizer,
-                data,
-                step=step,
-                lr=run.rates[step - 1],
-                max_norm=1.0,
-                guard=guard,
-                before_update=checkpointer.await_copy,
-                after_update=after_update,
-            )
-            losses.append(result.loss.item())
+            hooks = {"before_update": checkpointer.await_copy, "after_update": after_update}
+            losses.append(take(step, run.rates[step - 1], step - 1, **hooks).loss.item())
             if draw:
                 draws.append(torch.rand(()).item())
             if step == last or (every and step % every == 0):

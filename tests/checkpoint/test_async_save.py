@@ -15,26 +15,22 @@ import torch.distributed as dist
 
 from tests.checkpoint.runs import PRINTS, RUN, names, options
 from tests.pool import Pools
-from tests.steps import train_step
-from tests.training.harness import build_tiny, full, micro_batches
+from tests.training.harness import build_tiny, full, stepper
 from titanlite.checkpoint import Checkpointer, CheckpointError, manager
 from titanlite.checkpoint.manifest import find, steps_in
-from titanlite.data.loader import to_device
-from titanlite.guard import FiniteGuard
 from titanlite.parallel.dist_env import DistEnv, set_timeouts
 from titanlite.tools.tensors import Contents
 
-ROOT = Path(__file__).resolve().parents[2]
 PINNED = "async_with_pinned_mem"
 
 
 @contextlib.contextmanager
-def _saver(world: DistEnv, folder: Path, mode: str = "async") -> Iterator[tuple[Checkpointer, Any, Any, int]]:
-    """A checkpointer, a model, its optimizer, and this rank's place in the data."""
-    model, optimizer, rank = build_tiny(world, RUN)
+def _saver(world: DistEnv, folder: Path, mode: str = "async", *built: Any) -> Iterator[tuple[Checkpointer, Any, Any]]:
+    """A checkpointer, a model and its optimizer, new ones if none were built."""
+    model, optimizer, *_ = built or build_tiny(world, RUN)
     saver = Checkpointer(options(folder, async_mode=mode), world, PRINTS)
     try:
-        yield saver, model, optimizer, rank
+        yield saver, model, optimizer
     finally:
         saver.close()
 
@@ -55,7 +51,7 @@ def _overwrite_while_saving(world: DistEnv, folder: Path) -> tuple[bool, bool, d
         assert held.wait(30)
         return real(*args, **kwargs)
 
-    with _saver(world, folder) as (saver, model, optimizer, _):
+    with _saver(world, folder) as (saver, model, optimizer):
         before = {name: full(p).clone() for name, p in model.named_parameters()}
         manager.dcp.save = late  # type: ignore[assignment]
         try:
@@ -80,17 +76,13 @@ def test_the_copy_is_complete_before_weights_change(pool: Pools, tmp_path: Path)
 
 def _copy_beside_the_next_step(world: DistEnv, folder: Path) -> dict[str, Any]:
     """Hold the copy back: which work goes on meanwhile, which does not, and the weights that were to be saved."""
-    guard, held, seen = FiniteGuard(world.device), threading.Event(), {}
-    with _saver(world, folder, PINNED) as (saver, model, optimizer, rank):
+    held, seen = threading.Event(), {}
+    model, optimizer, take = stepper(world, RUN)
+    with _saver(world, folder, PINNED, model, optimizer) as (saver, *_):
         assert saver._async is not None
         stager = saver._async._stager
         real = stager.stage
         stager.stage = lambda tensors: (held.wait(60), real(tensors))[1]  # type: ignore[method-assign]
-
-        def step(number: int, before_update: Any) -> None:
-            data = to_device(micro_batches(RUN, number - 1, rank, world.size), world.device)
-            options = {"lr": 0.1, "max_norm": 1.0, "guard": guard, "before_update": before_update}
-            train_step(model, optimizer, data, step=number, **options)
 
         def before_update() -> None:
             seen["held back"] = not held.is_set()  # forward and backward are done
@@ -98,10 +90,10 @@ def _copy_beside_the_next_step(world: DistEnv, folder: Path) -> dict[str, Any]:
             saver.await_copy()
             seen["awaited"] = held.is_set()
 
-        step(1, saver.await_copy)
+        take(1, 0.1, before_update=saver.await_copy)
         before = {name: full(p).clone() for name, p in model.named_parameters()}
         saver.save(1, model, optimizer, {})
-        step(2, before_update)
+        take(2, 0.1, 1, before_update=before_update)
         saver.wait()
         moved = any(not torch.equal(full(p), before[name]) for name, p in model.named_parameters())
     return {**seen, "moved": moved, "before": before}
@@ -118,7 +110,7 @@ def test_the_copy_is_made_beside_forward_and_backward_and_awaited_before_the_upd
 
 def _failing(world: DistEnv, folder: Path, part: str, bad_rank: int) -> dict[str, Any]:
     """A save that fails in one part, and one that works."""
-    with _saver(world, folder, PINNED if part == "copy" else "async") as (saver, model, optimizer, _):
+    with _saver(world, folder, PINNED if part == "copy" else "async") as (saver, model, optimizer):
         assert saver._async is not None
         real = manager.HashingWriter
 
@@ -180,7 +172,7 @@ def _saves_in_a_row(world: DistEnv, folder: Path) -> int:
         finally:
             running.pop()
 
-    with _saver(world, folder) as (saver, model, optimizer, _):
+    with _saver(world, folder) as (saver, model, optimizer):
         manager.dcp.save = slow  # type: ignore[assignment]
         try:
             for step in (1, 2, 3):
@@ -206,7 +198,7 @@ def _group_timeouts(world: DistEnv, folder: Path, mode: str) -> list[float]:
         used.append(process_group)
         return real(*args, process_group=process_group, **kwargs)
 
-    with _saver(world, folder, mode) as (saver, model, optimizer, _):
+    with _saver(world, folder, mode) as (saver, model, optimizer):
         manager.dcp.save = save  # type: ignore[assignment]
         set_timeouts(77)
         try:

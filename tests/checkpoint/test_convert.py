@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ from torch import nn
 from tests.checkpoint.conftest import Storage
 from tests.checkpoint.runs import PRINTS, flip, names, options, unequal
 from tests.pool import Pools
+from tests.processes import python
 from titanlite.checkpoint import Checkpointer, CheckpointError
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.checkpoint.paths import AnyPath
@@ -242,7 +240,5 @@ def test_memory_is_that_of_a_few_tensors(pool: Pools, tmp_path: Path, to: str) -
     for folder, shape in ((small, ARGS), (large, args)):
         pool(1).run(_save, folder, shape, "float32")
     # Freed tensors go back to the system at once, as those of a large model do, instead of staying in pieces.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
-    command = [sys.executable, "-c", _LARGE, str(small), str(tmp_path / "out"), to]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = python("-c", _LARGE, small, tmp_path / "out", to, env={"MALLOC_MMAP_THRESHOLD_": str(1 << 16)})
     assert done.returncode == 0, done.stderr

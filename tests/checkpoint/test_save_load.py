@@ -79,6 +79,7 @@ MESHES: dict[str, dict[str, Any]] = {
     "hsdp": {"replicas": 2},
     "tensor": {"tensor": 2},
     "pipeline": {"pipeline": 2},
+    "context": {"context": 2},
     "ddp": {"replicas": 4},
     "tensor and pipeline": {"tensor": 2, "pipeline": 2},
     "replicas and tensor": {"replicas": 2, "tensor": 2},

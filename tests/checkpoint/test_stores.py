@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from tests.checkpoint import s3
 from tests.checkpoint.runs import names, unequal
 from tests.failures.runs import flags, rows
 from tests.pool import free_port
+from tests.processes import python
 from tests.runs.test_lock import compete
 from titanlite import exit_codes
 from titanlite.checkpoint import CheckpointError
@@ -22,8 +22,6 @@ from titanlite.config.load import load
 from titanlite.config.sections import Checkpoint
 from titanlite.main import _lock
 from titanlite.tools.cli import main
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_paths() -> None:
@@ -122,9 +120,7 @@ def test_killed_between_the_shards_and_the_manifest(bucket: s3.Bucket, tmp_path:
     """The next start deletes the leftover, and ends as an undisturbed run in a folder does."""
 
     def start(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, *arguments, *flags(tmp_path / folder)]
-        environment = {**os.environ, **bucket.environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+        return python(*arguments, *flags(tmp_path / folder), env=bucket.environment)
 
     place = f"--checkpoint.folder={bucket.root}"
     assert start(tmp_path / "run", "-c", _KILLED, place).returncode == -9
@@ -151,7 +147,6 @@ def test_of_runs_that_start_together_one_holds_a_url_and_a_killed_one_is_taken_o
         "from titanlite.checkpoint.paths import StorePath; "
         "RunLock(StorePath(sys.argv[1])).__enter__(); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    environment = {**os.environ, **bucket.environment, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", code, bucket.root], env=environment, timeout=300)
+    python("-c", code, bucket.root, env=bucket.environment)
     assert list(bucket.objects()) == ["run/checkpoint/run.lock"]
     assert compete(bucket.path, 4) == (1, 3) and bucket.objects() == {}

@@ -13,14 +13,13 @@ import torch
 from torch.distributed.checkpoint.staging import DefaultStager
 
 from tests.checkpoint.conftest import Storage
-from tests.checkpoint.runs import flip, names, unequal
+from tests.checkpoint.runs import flip, unequal
 from tests.metrics.test_records import scalars
 from tests.pool import Pools
 from tests.training.test_run import _losses, _run, _trainer
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest, steps_in
 from titanlite.metrics.wandb import ID_FILE
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.signals import StopRequested
 from titanlite.tools.tensors import Contents
 from titanlite.trainer import save_seed
 
@@ -28,23 +27,11 @@ ON = "--checkpoint.enable_checkpoint"
 BRIEF = ["--training.steps=2", "--checkpoint.interval=50"]
 SIX = ["--training.steps=6", "--checkpoint.interval=2"]
 SEED = "--checkpoint.create_seed_checkpoint"
-BEST = ["--validation.enable", "--validation.freq=2", "--optimizer.lr=0.3", "--checkpoint.keep_best=1"]
 
 
 def _said(found: dict[str, Any], start: str) -> str:
     (line,) = [line for line in found["said"] if line.startswith(start)]
     return str(line)
-
-
-@pytest.mark.slow
-def test_milestones_the_first_step_and_retention(pool: Pools, tmp_path: Path) -> None:
-    flags = ["--training.steps=9", "--checkpoint.interval=7", "--checkpoint.keep_latest_k=2"]
-    pool(1).run(_run, str(tmp_path / "a"), *flags, "--checkpoint.milestones=powers_of_two")
-    assert names(tmp_path / "a" / "checkpoint") == ["step-1", "step-2", "step-4", "step-8", "step-9"]
-    first = "--checkpoint.enable_first_step_checkpoint"
-    found = pool(1).run(_run, str(tmp_path / "b"), *flags, "--checkpoint.milestones=[3]", first)[0]
-    assert names(tmp_path / "b" / "checkpoint") == ["step-3", "step-7", "step-9"], "1 went when 7 and 9 had come"
-    assert _said(found, "checkpoint of step 1 written")
 
 
 @pytest.mark.slow
@@ -163,28 +150,3 @@ def test_after_falling_back_no_step_is_recorded_twice(pool: Pools, tmp_path: Pat
     (dated,) = (tmp_path / "tb").iterdir()
     shown = {tag: [step for step, _ in found] for tag, found in scalars(dated).items()}
     assert shown["loss_metrics/global_avg_loss"] == [*range(1, 9)] and shown["validation_metrics/loss"] == [2, 4, 6, 8]
-
-
-def _owing(world: DistEnv, folder: Path, *flags: str) -> None:
-    """A run that is asked to stop in its first validation."""
-    trainer = _trainer(world, str(folder), *flags)
-    validate = trainer.validate
-
-    def asked() -> None:
-        trainer.stopping = trainer.stopping or trainer.step == 2
-        validate()
-
-    trainer.validate = asked  # type: ignore[method-assign]
-    with pytest.raises(StopRequested):
-        trainer.train()
-
-
-@pytest.mark.slow
-def test_a_validation_that_was_owed_is_recorded_once(pool: Pools, tmp_path: Path) -> None:
-    flags = ["--training.steps=4", "--checkpoint.interval=2", "--validation.freq=2"]
-    pool(1).run(_owing, tmp_path, *flags)
-    for _ in range(2):  # the attempt that did it is lost, and the next one does it again
-        shutil.rmtree(tmp_path / "checkpoint" / "step-4", ignore_errors=True)
-        found = pool(1).run(_run, str(tmp_path), *flags)[0]
-        assert [row["step"] for row in found["rows"] if "validation_loss" in row] == [2, 4]
-        assert any("validation at 2" in line for line in found["said"])

@@ -69,6 +69,8 @@ ASYNC, DDP = "experimental.enable_async_tensor_parallel", "training.data_paralle
 TP, CP = "training.tensor_parallel_degree", "experimental.context_parallel_degree"
 PP, SPLIT = "experimental.pipeline_parallel_", "experimental.pipeline_parallel_split_points"
 PP2, MICRO = f"{PP}degree=2", f"{PP}microbatches"
+CHUNKS = "training.loss_chunks"
+CHUNKED = f"{CHUNKS}=99 training.batch_size=2 training.seq_len=32"
 ZBV = f"{PP2} {PP}schedule=ZBVZeroBubble"
 #: One source, and room for another.
 SOURCE = 'data.source=[{path="."},'
@@ -93,6 +95,8 @@ REFUSED: list[tuple[str, str, str, str] | tuple[str, str, str, str, int]] = [
     # Keys that contradict each other
     ("conflict", "training.prefetch", "training.prefetch=1 training.fsdp_units=root", "fsdp_units"),
     ("conflict", "training.loss_chunks", "training.loss_chunks=9 training.seq_len=4 training.batch_size=2", "8 tokens"),
+    ("conflict", CHUNKS, f"{CHUNKED} {CP}=2", "2 sequences x 16 tokens", 2),
+    ("conflict", CHUNKS, f"{CHUNKED} {PP2}", "1 sequence x 32 tokens", 2),
     ("conflict", f"{RATE}min_lr", f"{RATE}min_lr=0.5", "optimizer.lr"),
     ("conflict", f"{RATE}decay_ratio", f"{RATE}decay_type=constant {RATE}decay_ratio=0.5", "decay_type"),
     ("conflict", f"{RATE}min_lr_factor", f"{RATE}decay_type=constant {RATE}min_lr_factor=0.1", "decay_type"),

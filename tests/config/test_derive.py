@@ -155,12 +155,6 @@ def test_float8_keys_without_float8_are_a_warning_and_other_idle_keys_a_note():
     assert run.notes[-1].endswith("checkpoint.keep_latest_k")
 
 
-def test_overrides_and_scaling_reach_the_model():
-    flags = ["--model.overrides.n_layers=2", "--model.rope_scaling=8", "--model.norm_type=layernorm"]
-    args = run_of(*flags).model_args()
-    assert (args.n_layers, args.rope_scaling.factor, args.norm_type) == (2, 8.0, "layernorm")
-
-
 def test_a_float8_filter_that_cuts_a_number_is_a_warning():
     """`layers.1` reads as one layer, and is in the names of eleven."""
     flags = ["--model.overrides.n_layers=20", "--float8.enable_float8_linear", "--float8.filter_fqns="]

@@ -9,9 +9,8 @@ import pytest
 
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
-from titanlite.derive import derive
 from titanlite.tools.cli import main
-from titanlite.tools.config import derived_differences, differences, side
+from titanlite.tools.config import differences, side
 
 
 @pytest.fixture(autouse=True)
@@ -37,36 +36,6 @@ def test_spelling_order_and_written_defaults_are_no_difference(capsys):
     assert found(left, right) == []
     assert main(["config", "diff", left, right, "--plans"]) == 0
     assert capsys.readouterr().out == "no difference in effect\n"
-
-
-def test_values_with_both_sources(capsys):
-    left = write("a.toml", '[training]\nsteps = 5\ncompile = true\n[model.overrides]\nn_layers = 2\n"odd key" = 1\n')
-    right = write("b.toml", 'job.extends = ["base.toml"]\n[model.overrides]\nn_layers = 3\n')
-    write("base.toml", "\n\n[compile]\nenable = false\n[training]\nsteps = 6\n[checkpoint]\nkeep_latest_k = 2\n")
-    assert found(left, right) == [
-        ("model.flavor", ('"debugmodel"', "default"), ('"3.1-debugmodel"', 'default of dialect "2026" (base.toml:4)')),
-        ("model.overrides.n_layers", ("2", "a.toml:5"), ("3", "b.toml:3")),
-        ('model.overrides."odd key"', ("1", "a.toml:6"), ("(not set)", "")),
-        ("training.steps", ("5", "a.toml:2"), ("6", "base.toml:6")),
-        ("training.compile", ("true", "a.toml:3"), ("false", "base.toml:4, as compile.enable")),
-        ("optimizer.implementation", ("none", "default"), ('"fused"', 'default of dialect "2026" (base.toml:4)')),
-        ("lr_scheduler.style", ('"titan"', "default"), ('"titan-0.2"', 'default of dialect "2026" (base.toml:4)')),
-        ("checkpoint.keep_latest_k", ("0", "default"), ("2", "base.toml:8")),
-        (
-            "metrics.enable_color_printing",
-            ("none", "default"),
-            ("true", 'default of dialect "2026" (base.toml:4)'),
-        ),
-        (
-            "experimental.pipeline_parallel_microbatches",
-            ("none", "default"),
-            ("8", 'default of dialect "2026" (base.toml:4)'),
-        ),
-    ]
-    assert main(["config", "diff", left, right]) == 1
-    out = capsys.readouterr().out
-    assert out.startswith('--- a.toml\n+++ b.toml\nmodel.flavor\n  - "debugmodel"  default\n')
-    assert "\nmodel.overrides.n_layers\n  - 2  a.toml:5\n  + 3  b.toml:3\n" in out
 
 
 def test_another_way_to_say_the_length_of_the_run():
@@ -145,14 +114,3 @@ def test_plans_show_what_follows(capsys):
     assert "tokens_per_step" not in out
     assert main(["config", "diff", left, right]) == 1
     assert "derived." not in capsys.readouterr().out
-
-
-def test_derived_numbers_are_compared():
-    flags = ["--training.steps=300", "--training.data_parallel_type=ddp"]
-    ours, theirs = derive(load([]), 2), derive(load(flags), 2)
-    assert [(key, left[0], right[0]) for key, left, right in derived_differences(ours, theirs)] == [
-        ("derived.steps", "10000", "300"),
-        ("derived.mesh.dp_replicate", "1", "2"),
-        ("derived.mesh.dp_shard", "2", "1"),
-        ("derived.schedule.total_steps", "10000", "300"),
-    ]

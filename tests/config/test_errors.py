@@ -81,20 +81,6 @@ def test_windows_line_ends_change_no_place(text):
     assert only(text.replace("\n", "\r\n")) == only(text)
 
 
-def test_all_problems_of_a_stage_are_reported_at_once_in_the_order_of_the_file(tmp_path):
-    file = tmp_path / "run.toml"
-    wrong = '[training]\nsteps = "5"\nfoo = 1\n[optimzer]\nlr = 1.0\n'
-    file.write_text(f'{wrong}[checkpoint]\nstart = "from"\n')
-    found = problems("--training.compile", "perhaps", "--nosuch.key", "3", file=file)
-    assert [(p.where.removeprefix(str(tmp_path)), p.key) for p in found] == [
-        ("/run.toml:2", "training.steps"),
-        ("/run.toml:3", "training.foo"),
-        ("/run.toml:4", "[optimzer]"),
-        ("command line", "nosuch.key"),
-        ("command line", "training.compile"),
-    ]
-
-
 def test_problem_in_a_base_is_named_in_the_base(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("a").mkdir()

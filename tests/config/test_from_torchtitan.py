@@ -84,93 +84,16 @@ def original(version: str, name: str) -> Original:
 
 
 def text(version: str, name: str) -> str:
-    o, float8 = original(version, name), "true" if name.endswith("405b") else "false"
-    profiler, mode = ("profiler_active = 10\nprofiler_warmup = 0", "none" if o.layers < 10 else "full")
-    if version == "2024":
-        return f"""
-[profiling]
-enable_profiling = true
-profile_freq = 100
-[metrics]
-enable_color_printing = true
-[model]
-name = "{o.family}"
-flavor = "{o.flavor}"
-norm_type = "rmsnorm"
-[optimizer]
-name = "AdamW"
-lr = {o.lr!r}
-[training]
-batch_size = {o.batch}
-seq_len = {o.seq_len}
-warmup_steps = {o.warmup}
-max_norm = 1.0
-steps = {o.steps}
-data_parallel_replicate_degree = 1
-data_parallel_shard_degree = -1
-tensor_parallel_degree = {o.tensor}
-compile = {float8}
-dataset = "c4"
-[experimental]
-context_parallel_degree = 1
-pipeline_parallel_degree = 1
-[checkpoint]
-enable_checkpoint = false
-interval_type = "steps"
-model_weights_only = false
-[activation_checkpoint]
-mode = "{mode}"
-[float8]
-enable_float8_linear = {float8}
-"""
-    return f"""
-[job]
-print_config = false
-[profiling]
-enable_profiling = true
-profile_freq = 100
-{profiler}
-[metrics]
-disable_color_printing = false
-[model]
-name = "{o.family}"
-flavor = "{o.flavor}"
-converters = {'["float8"]' if float8 == "true" else "[]"}
-[optimizer]
-lr = {o.lr!r}
-eps = 1e-8
-[lr_scheduler]
-warmup_steps = {o.warmup}
-{"" if o.decay is None else f"decay_ratio = {o.decay / o.steps}"}
-decay_type = "linear"
-min_lr_factor = 0.0
-[training]
-local_batch_size = {o.batch}
-seq_len = {o.seq_len}
-steps = {o.steps}
-dataset = "c4"
-[parallelism]
-data_parallel_replicate_degree = 1
-data_parallel_shard_degree = -1
-tensor_parallel_degree = {o.tensor}
-pipeline_parallel_degree = 1
-expert_parallel_comm_backend = "standard"
-[checkpoint]
-enable = false
-last_save_model_only = true
-enable_ft_dataloader_checkpoints = true
-[activation_checkpoint]
-mode = "{mode}"
-[compile]
-enable = {float8}
-components = ["model", "loss"]
-[quantize.linear.float8]
-filter_fqns = ["output"]
-[validation]
-enable = false
-[validation.dataloader]
-num_workers = 0
-"""
+    """A file as that version shipped it."""
+    o, float8 = original(version, name), name.endswith("405b")
+    fields = {
+        **vars(o),
+        "float8": str(float8).lower(),
+        "converters": '["float8"]' if float8 else "[]",
+        "decay_ratio": "" if o.decay is None else f"decay_ratio = {o.decay / o.steps}",
+        "mode": "none" if o.layers < 10 else "full",
+    }
+    return (Path(__file__).parent / "snapshots" / f"torchtitan_{version}.toml").read_text().format(**fields)
 
 
 def run_of(toml: str, gpus: int) -> RunConfig:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from msgspec.structs import replace
 
 from titanlite.config.keys import keys
 from titanlite.config.load import find_config, load, load_file
-from titanlite.derive import RunConfig
-from titanlite.fit import fitted, load_config
-from titanlite.tools.config import differences, side
+from titanlite.fit import fitted
 
 
 def test_each_layer_wins_over_the_one_below_and_says_so(tmp_path, monkeypatch):
@@ -34,17 +31,6 @@ def test_flag_equal_to_the_default_still_wins_over_the_file(tmp_path):
     assert config.sections.optimizer.lr == 8e-4
     assert config.sections.training.compile is False
     assert str(config.source("training.compile")) == "command line"
-
-
-def test_extends_is_relative_to_the_file_that_names_it(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    deep = tmp_path / "a" / "b"
-    deep.mkdir(parents=True)
-    (tmp_path / "base.toml").write_text("[training]\nsteps = 7\n")
-    (tmp_path / "a" / "middle.toml").write_text('[job]\nextends = ["../base.toml"]\n[training]\nseq_len = 9\n')
-    (deep / "run.toml").write_text('[job]\nextends = ["../middle.toml"]\n')
-    training = load_file(deep / "run.toml").sections.training
-    assert (training.steps, training.seq_len) == (7, 9)
 
 
 def test_one_base_reached_twice_is_no_circle(tmp_path):
@@ -183,26 +169,6 @@ def test_written_out_config_loads_to_the_same_values(tmp_path):
         if key != "job.config_file":
             assert again.value(key) == config.value(key), key
     assert "tokens = 100000  # command line" in config.to_toml()
-
-
-@pytest.mark.parametrize("sign", ['[job]\ndialect = "2026"\n', "[training]\nlocal_batch_size = 4\n"])
-def test_recorded_config_of_a_later_file_trains_again_with_the_same_values(tmp_path, sign):
-    file, saved = tmp_path / "run.toml", tmp_path / "saved.toml"
-    file.write_text(f"{sign}[checkpoint]\nenable_checkpoint = true\n")
-    run = load_config(str(file), 2)
-    assert run.checkpoint.keep_latest_k == 10
-    assert any(line.startswith("keep_latest_k = 10  # default of dialect") for line in run.toml.split("\n"))
-    assert run.optimizer.implementation == "fused"
-    saved.write_text(run.toml)
-    again = load_config(str(saved), 2)
-
-    def bare(run: RunConfig) -> RunConfig:
-        # The words differ: where values come from, and what the first file implied without effect.
-        job = replace(run.job, config_file=None, dialect="2024")
-        return replace(run, job=job, toml="", notes=(), warnings=())
-
-    assert bare(again) == bare(run)
-    assert differences(side(str(file)), side(str(saved))) == []
 
 
 def test_help_prints_the_usage_and_exits_0(capsys):

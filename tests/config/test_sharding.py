@@ -11,7 +11,6 @@ from titanlite import exit_codes
 from titanlite.build import check_model
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load
-from titanlite.config.not_implemented import without_effect
 from titanlite.derive import RunConfig
 from titanlite.fit import fitted
 from titanlite.main import run
@@ -19,18 +18,6 @@ from titanlite.main import run
 
 def run_of(*flags: str) -> RunConfig:
     return fitted(load(flags), 4)
-
-
-@pytest.mark.parametrize(
-    ("key", "on"),
-    [
-        ("--training.fsdp_min_params=5", ["--training.fsdp_units=size"]),
-        ("--compile.cache_dir=somewhere", ["--training.compile"]),
-    ],
-)
-def test_keys_of_what_is_off_have_no_effect(key: str, on: list[str]) -> None:
-    assert without_effect(load([key])) == [key[2:].partition("=")[0]]
-    assert without_effect(load([key, *on])) == []
 
 
 @pytest.mark.parametrize(

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.processes import python
 
 
 @pytest.mark.soak
 def test_runs_that_are_killed_end_as_if_they_were_not(tmp_path: Path) -> None:
     """Copies in the background too, and an object store; foreground and background are the crash sweep's."""
     words = ["--kinds", "pinned", "store", "--kills=4", "--steps=24", "--interval=4", "--seed=3"]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "crash_soak.py"), *words, f"--out={tmp_path / 'soak'}"],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=1800,
-    )
+    done = python("benchmarks/crash_soak.py", *words, f"--out={tmp_path / 'soak'}", timeout=1800)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Nothing was lost, nothing came twice." in done.stdout
     tallies = json.loads((tmp_path / "soak.json").read_text())["tallies"]

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.checkpoint.runs import flip
 from tests.failures.runs import STEPS, batches, flags, rows, saved, train, unequal
+from tests.processes import TORCHRUN, python
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import is_valid, step_folder
 from titanlite.data.loader import add_hashes
 from titanlite.tools.faults import Fault
 from titanlite.tools.tensors import Contents
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -65,34 +60,6 @@ def test_saved_on_four_ranks_and_resumed_on_one_two_or_three(tmp_path: Path, str
         and "one of 1, 2, 4 data-parallel ranks" in text
     )
     assert "parameters" not in text, "before the model is built"
-
-
-@pytest.mark.soak
-def test_killed_in_every_epoch_each_sequence_is_still_trained_on_once_per_epoch(tmp_path: Path) -> None:
-    text = tmp_path / "text.jsonl"
-    lines = (json.dumps({"text": f"Number {n}, squared {n * n}.", "timestamp": "", "url": ""}) for n in range(24))
-    text.write_text("\n".join(lines))
-    epochs = ["--training.epochs=3", f"--training.dataset_path={text}", "--checkpoint.interval=1"]
-
-    def in_epochs(folder: Path) -> list[str]:
-        return [*(flag for flag in flags(folder) if not flag.startswith("--training.steps")), *epochs]
-
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    for folder in (whole, broken):
-        folder.mkdir()
-    codes, said = train(in_epochs(whole), 2, whole / "console")
-    assert codes == [0, 0], said
-    steps = len(rows(whole))
-    expected = _global_batches(whole, 2)
-    assert steps >= 9 and len(set(expected.values())) == steps, "every epoch has an order of its own"
-    kills = [steps // 6, steps // 2, steps - steps // 6]  # in the first, the second and the third epoch
-    for step in kills:
-        codes, said = train(in_epochs(broken), 2, broken / "console", Fault("kill", "publish", step))
-        assert codes[0] == -9, said
-    codes, said = train(in_epochs(broken), 2, broken / "console")
-    assert codes == [0, 0] and f"resumed from step {kills[-1] - 1}" in said, said
-    assert _global_batches(broken, 2) == expected and rows(broken) == rows(whole)
-    assert unequal(broken, whole, steps) == []
 
 
 @pytest.mark.slow
@@ -165,31 +132,6 @@ def test_a_disk_that_is_full_keeps_what_is_on_it_and_is_used_again_when_there_is
     assert rows(folder) == rows(straight)
 
 
-@pytest.mark.slow
-def test_damage_of_each_kind_is_named_and_the_one_before_is_used(tmp_path: Path, straight: Path) -> None:
-    damages = {
-        "__1_0.distcp": lambda path: flip(path, 0.7),
-        "__0_0.distcp": lambda path: path.write_bytes(path.read_bytes()[:-100]),
-        ".metadata": lambda path: path.unlink(),
-        "manifest.json": lambda path: path.unlink(),
-    }
-    codes, text = train(flags(tmp_path, "--training.steps=6"), 2, tmp_path / "console")
-    assert codes == [0, 0], text
-    for name, damage in damages.items():
-        newest = tmp_path / "checkpoint" / "step-6"
-        damage(newest / name)
-        codes, text = train(flags(tmp_path, "--training.steps=6"), 2, tmp_path / "console")
-        assert codes == [0, 0], text
-        assert "resumed from step 4" in text and f"passed over: {newest}" in text, name
-        assert name in text
-    assert saved(tmp_path) == ["step-2", "step-4", "step-6", *(f"step-6.invalid-{i}" for i in range(4))]
-    for step in (2, 4, 6):
-        flip(tmp_path / "checkpoint" / f"step-{step}" / "__0_0.distcp")
-    codes, text = train(flags(tmp_path, "--checkpoint.start=resume"), 2, tmp_path / "console")
-    assert codes == [exit_codes.CHECKPOINT] * 2 and "has no valid checkpoint" in text, text
-    assert all(f"step-{step}/__0_0.distcp has changed" in text for step in (2, 4, 6))
-
-
 FEATURES = [
     "--activation_checkpoint.mode=full",
     "--training.compile",
@@ -224,23 +166,9 @@ def test_saved_with_features_on_and_loaded_with_them_off_and_the_reverse(tmp_pat
 def test_ten_starts_on_four_ranks_end_with_zero(tmp_path: Path) -> None:
     """By torchrun, as a user starts them: gloo's threads must not abort a process that has done its work."""
     for cycle in range(10):
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=4"),
-                *("--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "train.py"),
-                *flags(tmp_path / str(cycle), "--training.steps=3", "--checkpoint.async_mode=async"),
-            ],
-            cwd=ROOT,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": str(ROOT),
-                "TITANLITE_EXIT_CODES": str(tmp_path / "c"),
-            },
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
+        run = flags(tmp_path / str(cycle), "--training.steps=3", "--checkpoint.async_mode=async")
+        codes = {"TITANLITE_EXIT_CODES": str(tmp_path / "c")}
+        done = python(*TORCHRUN, "--nproc_per_node=4", "train.py", *run, env=codes, timeout=600)
         assert done.returncode == 0, f"cycle {cycle}: {done.stdout}{done.stderr}"
         assert "terminate called" not in done.stderr and "Traceback" not in done.stderr
         assert is_valid(step_folder(tmp_path / str(cycle) / "checkpoint", 3))

@@ -6,13 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.steps import train_step
-from tests.training.harness import TINY, Run, batches, build_tiny, full_precision, micro_batches, train
+from tests.training.harness import TINY, Run, batches, build_tiny, full_precision, stepper, train
 from titanlite.config.sections import Training
-from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.parallel.dist_env import DistEnv
 
@@ -38,12 +35,11 @@ def test_training_is_the_same(world: DistEnv, implementation: str | None) -> Non
 
 
 def test_state_is_on_the_host_and_computation_on_the_device(world: DistEnv) -> None:
-    model, optimizer, rank = build_tiny(world, OFFLOADED)
-    data = to_device(micro_batches(OFFLOADED, 0, rank, world.size), world.device)
-    assert model(data[0].tokens).device.type == "cuda"
+    model, optimizer, take = stepper(world, OFFLOADED)
+    assert model(TOKENS[0].to(world.device)).device.type == "cuda"
     gradients: list[torch.Tensor] = []
     optimizer.register_step_pre_hook(lambda *_: gradients.extend(p.grad for p in model.parameters()))
-    train_step(model, optimizer, data, step=1, lr=1e-3, max_norm=1.0, guard=FiniteGuard(world.device))
+    take(1)
     parameters = _locals(list(model.parameters()))
     state = [t for entry in optimizer.state.values() for t in entry.values()]
     assert len(gradients) == len(parameters) and len(state) == 3 * len(parameters)
@@ -61,16 +57,10 @@ def test_the_device_holds_no_weights_between_steps(world: DistEnv) -> None:
 
 
 def test_a_bad_gradient_changes_no_weight(world: DistEnv) -> None:
-    model, optimizer, rank = build_tiny(world, replace(OFFLOADED, training=Training(enable_cpu_offload=True)))
-    data = to_device(micro_batches(OFFLOADED, 0, rank, world.size), world.device)
-    before = [p.clone() for p in _locals(list(model.parameters()))]
-    block = model.get_submodule("layers.1")
-
-    def spoil(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
-        return output * float("inf")
-
-    block.register_forward_hook(spoil)
     guard = FiniteGuard(world.device)
-    train_step(model, optimizer, data, step=1, lr=1e-3, max_norm=1.0, guard=guard)
+    model, _, take = stepper(world, replace(OFFLOADED, training=Training(enable_cpu_offload=True)), guard=guard)
+    before = [p.clone() for p in _locals(list(model.parameters()))]
+    model.get_submodule("layers.1").register_forward_hook(lambda *args: args[-1] * float("inf"))
+    take(1)
     assert bool(guard._tripped)
     assert all(map(torch.equal, before, _locals(list(model.parameters()))))

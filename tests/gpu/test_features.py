@@ -11,20 +11,18 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.gpu.peak import peak_and_gradients
 from tests.metrics.runs import ANY, at_step
 from tests.parallel import float8_runs
 from tests.parallel.float8_runs import LINEARS, RATES, RECIPES, distance, spread
-from tests.steps import train_step
+from tests.parallel.watch import Watch
 from tests.training.compare import LABELS, TOKENS, WARM
-from tests.training.harness import TINY, Run, batches, build_tiny, micro_batches, train, train_afresh
+from tests.training.harness import TINY, Run, batches, build_tiny, micro_batches, stepper, train, train_afresh
 from titanlite.callbacks import RunEnd
 from titanlite.config.run_sections import Profiling
 from titanlite.config.sections import ActivationCheckpoint, Compile, Float8, Training
 from titanlite.data.loader import to_device
-from titanlite.guard import FiniteGuard
 from titanlite.metrics.profiler import Profiler
 from titanlite.parallel.dist_env import DistEnv
 
@@ -48,27 +46,9 @@ FLOAT8_HARDWARE = pytest.mark.skipif(
 )
 
 
-class Operators(TorchDispatchMode):
-    """Counts operators by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def operators(world: DistEnv, run: Run) -> Counter[str]:
     """Those of the second step, which are below float8's tensors; of the profiler, so that compiled ones count too."""
-    model, optimizer, rank = build_tiny(world, run)
-    guard = FiniteGuard(world.device)
-    data = to_device(micro_batches(run, 0, rank, world.size), world.device)
-
-    def take(step: int) -> None:
-        train_step(model, optimizer, data, step=step, lr=1e-3, max_norm=1.0, guard=guard)
-
+    _, _, take = stepper(world, run)
     take(1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         take(2)
@@ -130,9 +110,10 @@ def test_each_attention_kernel_trains_and_is_kept_by_the_policy_by_operation(
         plain = train(world, run)
     model, _, rank = build_tiny(world, run)
     data = to_device(micro_batches(run, 0, rank, world.size), world.device)
-    with sdpa_kernel(backend), Operators() as seen:
+    seen: Counter[str] = Counter()
+    with sdpa_kernel(backend), Watch(lambda func, *_: seen.update([func.overloadpacket.__name__])):
         model(data[0].tokens).float().logsumexp(-1).sum().backward()
-    assert seen.counts[operator] == args.n_layers
+    assert seen[operator] == args.n_layers
     with sdpa_kernel(backend):
         ours = train(world, run)
     assert ours.losses == pytest.approx(plain.losses, rel=1e-2)

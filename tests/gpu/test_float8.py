@@ -18,8 +18,8 @@ from tests.checkpoint.runs import RUN as SAVED
 from tests.gpu.peak import peak_and_gradients
 from tests.gpu.test_features import COMPILED, FLOAT8_HARDWARE, PRECOMPUTED
 from tests.parallel.float8_runs import RATES, RUN, distance, drift_of, gathered_types, resumed
-from tests.parallel.test_whole_runs import whole as _whole
 from tests.training.harness import TINY, Run, batches, changed, train
+from tests.training.test_run import _run
 from titanlite.config.sections import ActivationCheckpoint, Compile, Float8, Training
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.tools.tensors import Contents, compare
@@ -51,8 +51,11 @@ def test_a_compiled_run_measures_drift_and_compiles_nothing_again(world: DistEnv
     flags = ["--training.mixed_precision_param=bfloat16", "--training.compile", "--training.steps=6"]
     flags += ["--float8.enable_float8_linear", "--float8.enable_fsdp_float8_all_gather", "--validation.enable=false"]
     flags += ["--float8.precompute_float8_dynamic_scale_for_fsdp"]
-    plain = _whole(world, str(tmp_path / "plain"), *flags)
-    ours = _whole(world, str(tmp_path / "ours"), *flags, "--float8.drift_check=2")
+    torch._dynamo.reset()
+    plain = _run(world, str(tmp_path / "plain"), *flags)
+    torch._dynamo.reset()
+    ours = _run(world, str(tmp_path / "ours"), *flags, "--float8.drift_check=2")
+    torch._dynamo.reset()
     rows = {row["step"]: row for row in ours["rows"] if "float8_drift" in row}
     assert sorted(rows) == [2, 4, 6] and all(0 < abs(row["float8_drift"]) < 0.05 for row in rows.values())
     assert any("torch.compile made 2 graphs for training" in line for line in ours["said"])

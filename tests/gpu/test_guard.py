@@ -2,42 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
-from tests.steps import train_step
-from tests.training.harness import Run, batches, build_tiny, micro_batches
+from tests.training.harness import Run, batches, stepper
 from tests.training.test_guard import _equal, _state
-from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard, NonFiniteError
 from titanlite.parallel.dist_env import DistEnv
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: a CPU reads the record at once")
 
 TOKENS, LABELS = batches(5, 4, 16, 192)
 RUN = Run(TOKENS, LABELS, [3e-3] * 5)
 BAD = 3
 
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[DistEnv]:
-    with DistEnv.open(device_type="cuda") as opened:
-        yield opened
-
-
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 def test_the_record_is_read_a_step_later(world: DistEnv, policy: str) -> None:
-    model, optimizer, rank = build_tiny(world, RUN)
     guard = FiniteGuard(world.device, policy, spike_sigmas=100.0, window=20)  # type: ignore[arg-type]
+    model, optimizer, take = stepper(world, RUN, guard=guard)
     poison = False
     model.register_forward_hook(lambda module, inputs, out: out * float("nan") if poison else out)
     states, told, stopped = [], [], []
     for step in range(1, 6):
         poison = step == BAD
-        data = to_device(micro_batches(RUN, step - 1, rank, world.size), world.device)
-        train_step(model, optimizer, data, step=step, lr=3e-3, max_norm=1.0, guard=guard)
+        take(step, 3e-3, step - 1)
         try:
             guard.poll()
         except NonFiniteError as error:

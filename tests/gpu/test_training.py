@@ -15,7 +15,7 @@ from tests.checkpoint.runs import RUN as SAVED
 from tests.checkpoint.runs import train as train_and_save
 from tests.steps import train_step
 from tests.training.compare import LABELS, TOKENS, WARM, relative
-from tests.training.harness import Run, build_tiny, initial_weights, micro_batches, train
+from tests.training.harness import Run, build_tiny, initial_weights, micro_batches, stepper, train
 from tests.training.reference import train_reference
 from titanlite.config.sections import Training
 from titanlite.data.loader import to_device
@@ -63,7 +63,7 @@ def test_a_step_never_waits_for_the_device(world: DistEnv) -> None:
     model, optimizer, rank = build_tiny(world, BF16)
     guard = FiniteGuard(world.device)
     for step in range(1, 5):
-        data = to_device(micro_batches(BF16, step, rank, world.size), world.device)
+        data = to_device(micro_batches(BF16, step, rank, world.size), world.device)  # before: a copy may wait
         if step > 1:
             torch.cuda.set_sync_debug_mode("error")
         try:
@@ -76,22 +76,17 @@ def test_a_step_never_waits_for_the_device(world: DistEnv) -> None:
 @pytest.mark.parametrize("implementation", ["fused", "foreach"])
 def test_a_bad_gradient_changes_neither_weights_nor_moments(world: DistEnv, implementation: str) -> None:
     run = replace(BF16, implementation=implementation)
-    model, optimizer, rank = build_tiny(world, run)
-    guard = FiniteGuard(world.device)
-
-    def one(step: int) -> None:
-        data = to_device(micro_batches(run, step, rank, world.size), world.device)
-        train_step(model, optimizer, data, step=step, lr=1e-3, max_norm=1.0, guard=guard)
+    model, optimizer, take = stepper(world, run)
 
     def state() -> list[torch.Tensor]:
         moments = [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, torch.Tensor)]
         tensors = [*model.parameters(), *moments]
         return [(t.to_local() if isinstance(t, DTensor) else t).detach().clone() for t in tensors]
 
-    one(1)
+    take(1, batch=1)
     before = state()
     hook = model.get_submodule("layers.1").register_forward_hook(lambda *args: args[-1] * float("inf"))
-    one(2)
+    take(2, batch=2)
     hook.remove()
     assert all(map(torch.equal, before, state()))
 

@@ -1,15 +1,10 @@
-"""Trainers of tiny runs, inside the pool."""
+"""Stand-ins for the trainer, where a callback asks for little of it; and work for the processor."""
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
-
-from tests.training.test_run import TINY
-from titanlite.build import build
-from titanlite.fit import load_config
-from titanlite.parallel.dist_env import DistEnv
-from titanlite.trainer import Trainer
 
 #: Stands in for what a callback does not read.
 ANY: Any = None
@@ -20,7 +15,8 @@ def at_step(step: int) -> Any:
     return SimpleNamespace(step=step, phase=lambda _: None)
 
 
-def make_trainer(world: DistEnv, folder: str, *flags: str) -> Trainer:
-    """A trainer of the debug model, as `train.py` makes it."""
-    config = load_config("debug_model.toml", world.size, [*TINY, f"--job.dump_folder={folder}", *flags])
-    return Trainer(build(config, world))
+def burn(seconds: float) -> None:
+    """Keep the processor busy for so long."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass

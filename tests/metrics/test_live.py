@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import io
 import json
-import os
 import re
 import struct
 import subprocess
@@ -18,13 +17,13 @@ from pathlib import Path
 import pytest
 
 from tests.metrics.terminal import Terminal, log_step, step_lines, texts
+from tests.processes import ROOT, TORCHRUN, environment
 from tests.tiny import TWO_LAYERS
 from titanlite.metrics import live
 from titanlite.metrics.console import console_handler, setup_console
 from titanlite.metrics.live import ROWS, LiveView, start_view
 from titanlite.utils import logger
 
-ROOT = Path(__file__).resolve().parents[2]
 TITLES = ["step", "loss", "grad norm", "lr", "tokens/s", "memory"]
 COLUMNS, LINES = 200, 40
 
@@ -156,11 +155,11 @@ TINY = [
 
 def _torchrun(terminal: Terminal, ranks: int, *flags: str) -> int:
     """Run train.py with the terminal as its standard output and error; return the exit code."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
+    launcher = [sys.executable, *TORCHRUN, "--nproc_per_node", str(ranks)]
     process = subprocess.Popen(
-        [*launcher, "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "train.py", *TINY, *flags],
+        [*launcher, "train.py", *TINY, *flags],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env=environment(),
         stdin=subprocess.DEVNULL,
         stdout=terminal.end,
         stderr=terminal.end,

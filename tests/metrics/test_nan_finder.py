@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.metrics.runs import make_trainer
 from tests.pool import Pools
-from tests.steps import forward_backward, train_step
-from tests.training.harness import Run, batches, build_tiny, changed, full, micro_batches
+from tests.steps import forward_backward
+from tests.training.harness import Run, batches, build_tiny, changed, full, micro_batches, stepper
+from tests.training.test_run import _trainer
 from titanlite.config.sections import ActivationCheckpoint, Compile
-from titanlite.data.loader import to_device
-from titanlite.guard import FiniteGuard, NonFiniteError
+from titanlite.guard import NonFiniteError
 from titanlite.loss import cross_entropy_sum
 from titanlite.metrics.nan_finder import Finding, diagnose_nonfinite
 from titanlite.parallel.dist_env import DistEnv
@@ -161,24 +160,16 @@ def test_gradients_that_overflow_when_summed_are_named(pool: Pools) -> None:
 
 def _overflow(world: DistEnv, run: Run) -> tuple[Finding, bool]:
     """Weights so large that a product inside a block overflows, after a step as usual; then train on without them."""
-    model, optimizer, rank = build_tiny(world, run)
-    data = to_device(micro_batches(run, 0, rank, world.size), world.device)
-    guard = FiniteGuard(world.device)
-
-    def step(number: int) -> float:
-        result = train_step(model, optimizer, data, step=number, lr=1e-3, max_norm=1.0, guard=guard)
-        return result.loss.item()
-
-    first = step(1)
-    kept = {}
+    model, _, take = stepper(world, run)
+    first, kept = take(1).loss.item(), {}
     for name in ("w1", "w3"):
         weight: Any = model.get_submodule(FEED_FORWARD).get_parameter(f"{name}.weight")
         kept[weight] = weight.detach().clone()
         weight.detach().to_local().mul_(1e22)
-    finding = diagnose_nonfinite(model, data)
+    finding = diagnose_nonfinite(model, micro_batches(run, 0, world.rank, world.size))
     for weight, value in kept.items():
         weight.detach().copy_(value)
-    return finding, step(2) < first
+    return finding, take(2).loss.item() < first
 
 
 @pytest.mark.parametrize(
@@ -192,7 +183,7 @@ def test_an_overflow_between_modules_is_named_and_training_can_go_on(pool: Pools
 
 def _stopped(world: DistEnv, folder: str) -> str:
     flags = ["--no-checkpoint.enable_checkpoint", "--no-validation.enable", "--training.steps=6"]
-    trainer = make_trainer(world, folder, *flags)
+    trainer = _trainer(world, folder, *flags)
 
     def spoil(module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
         return out * float("nan") if trainer.step == 3 and world.rank == 1 else out

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
-from tests.metrics.runs import ANY, at_step, make_trainer
+from tests.metrics.runs import ANY, at_step
 from tests.pool import Pools
+from tests.training.test_run import _trainer
+from tests.words import listening
 from titanlite.callbacks import RunEnd
 from titanlite.config.run_sections import Profiling
 from titanlite.metrics.profiler import Profiler
@@ -18,10 +20,8 @@ from titanlite.parallel.dist_env import DistEnv
 FLAGS = ["--no-checkpoint.enable_checkpoint", "--no-validation.enable", "--profiling.profile_freq=5"]
 
 
-def _train(world: DistEnv, folder: str, *flags: str) -> int:
-    trainer = make_trainer(world, folder, *FLAGS, *flags)
-    trainer.train()
-    return trainer.step
+def _train(world: DistEnv, folder: str) -> None:
+    _trainer(world, folder, *FLAGS, "--profiling.enable_profiling", "--training.steps=12").train()
 
 
 def _operations(trace: dict[str, Any]) -> list[str]:
@@ -29,7 +29,7 @@ def _operations(trace: dict[str, Any]) -> list[str]:
 
 
 def test_one_step_of_each_cycle_is_recorded_by_every_rank(pool: Pools, tmp_path: Path) -> None:
-    pool(2).run(_train, str(tmp_path), "--profiling.enable_profiling", "--training.steps=12")
+    pool(2).run(_train, str(tmp_path))
     folder = tmp_path / "profile_traces"
     assert sorted(p.name for p in folder.iterdir()) == ["iteration_10", "iteration_5"]
     for rank in range(2):
@@ -58,9 +58,16 @@ def test_a_trace_holds_the_active_steps_of_a_cycle_and_no_others(tmp_path: Path)
     assert [event["args"]["Input Dims"][0] for event in negations] == [[6], [7], [8]]
 
 
-def test_a_full_disk_costs_the_trace_not_the_run(pool: Pools, tmp_path: Path) -> None:
-    (tmp_path / "profile_traces").write_text("not a folder")
-    assert pool(1).run(_train, str(tmp_path), "--profiling.enable_profiling", "--training.steps=6") == [6]
+def test_a_full_disk_costs_the_trace_not_the_run(tmp_path: Path) -> None:
+    (tmp_path / "traces").write_text("not a folder")
+    config = Profiling(enable_profiling=True, save_traces_folder=str(tmp_path / "traces"), profile_freq=5)
+    profiler = Profiler(config, 0, torch.device("cpu"))
+    profiler.on_start(at_step(0))
+    with listening() as said:
+        for step in range(1, 7):
+            profiler.on_step_end(at_step(step), ANY)
+        profiler.on_end(at_step(6), RunEnd("done", 6))
+    assert [line for line in said if str(tmp_path / "traces") in line], said
 
 
 def test_a_cycle_that_an_error_cuts_short_leaves_no_trace(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.metrics.runs import make_trainer
+from tests.metrics.runs import burn
 from tests.pool import Pools
+from tests.training.test_run import _trainer
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.metrics.stragglers import LOGS_IN_A_ROW, StragglerDetector
 from titanlite.parallel.dist_env import DistEnv
@@ -20,16 +21,9 @@ CPU = torch.device("cpu")
 SLOW = 0.3
 
 
-def _burn(seconds: float) -> None:
-    """Keep the processor busy for so long."""
-    end = time.thread_time() + seconds
-    while time.thread_time() < end:
-        pass
-
-
 def _train(world: DistEnv, folder: str, slow_rank: int, where: str) -> None:
     flags = ["--no-checkpoint.enable_checkpoint", "--no-validation.enable", "--training.steps=6"]
-    trainer = make_trainer(world, folder, *flags)
+    trainer = _trainer(world, folder, *flags)
     if world.rank == slow_rank and where == "data":
         next_step = trainer.parts.loader.next_step
 
@@ -41,7 +35,7 @@ def _train(world: DistEnv, folder: str, slow_rank: int, where: str) -> None:
     elif world.rank == slow_rank:
         block = trainer.parts.model.get_submodule("layers.1")
         # 8 sequences in micro-batches of 1 on 2 ranks: 4 times a step.
-        block.register_forward_hook(lambda *_: _burn(SLOW / 4))
+        block.register_forward_hook(lambda *_: burn(SLOW / 4))
     trainer.train()
 
 

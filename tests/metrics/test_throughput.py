@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from tests.metrics.runs import burn
 from titanlite.metrics.throughput import (
     Throughput,
     device_name,
@@ -93,15 +94,6 @@ def test_a_reading_begins_a_new_window() -> None:
         assert rates.data_seconds == pytest.approx(seconds / 4)
 
 
-def test_published_utilisation_of_llama3_8b_on_h100() -> None:
-    clock = Clock()
-    per_token = 6 * (8_030_261_248 - 128_256 * 4096) + 12 * 32 * 4096 * 8192
-    rate = Throughput(6785, 1, 1, per_token, peak_flops("NVIDIA H100 80GB HBM3"), 10, clock)
-    clock.now += 1
-    rate.step_done()
-    assert rate.read(1).mfu == pytest.approx(39.73, abs=0.005)
-
-
 def test_neither_the_first_nor_a_single_slow_step_enters_the_time_left() -> None:
     clock, rate = make_throughput(peak=None)
     clock.now += 60
@@ -167,24 +159,17 @@ def test_cuda_memory_is_the_peak_since_the_last_reset() -> None:
     assert not is_cpu(device_name(device))
 
 
-def _burn(seconds: float) -> None:
-    """Keep the processor busy for so long."""
-    end = time.thread_time() + seconds
-    while time.thread_time() < end:
-        pass
-
-
 def test_only_ones_own_work_in_steps_is_read() -> None:
     clock, rate = make_throughput()
     for _ in range(2):
         rate.enter("data")
-        _burn(0.02)
+        burn(0.02)
         clock.now += 0.05
         rate.enter("work")
-        _burn(0.05)
+        burn(0.05)
         time.sleep(0.2)  # as in a collective
         rate.enter("pause")
-        _burn(0.3)
+        burn(0.3)
         rate.enter("work")
         rate.step_done()
     work, data = rate.own_seconds()

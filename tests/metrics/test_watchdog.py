@@ -9,7 +9,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -24,9 +23,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from tests.metrics.runs import make_trainer
 from tests.pool import Pools
-from tests.training.test_run import TINY
+from tests.processes import TORCHRUN, python
+from tests.training.test_run import TINY, _trainer
 from tests.words import listening
 from titanlite import exit_codes
 from titanlite.config.run_sections import Comm, Stall
@@ -38,7 +37,6 @@ from titanlite.parallel.dist_env import DistEnv
 from titanlite.run_callbacks import Watchdog
 from titanlite.runs.record import read_entries
 
-ROOT = Path(__file__).resolve().parents[2]
 QUICK = Stall(deadline_seconds=1.0, heartbeat_seconds=0.3)
 #: Longest wait for an event that should come within seconds.
 LONG = 90.0
@@ -165,21 +163,27 @@ def _loop(dog: HangWatchdog, slow: Callable[[], object]) -> None:
         dog.phase("optimizer")
 
 
-def _sleep(world: DistEnv) -> list[str]:
+def _waiter(world: DistEnv, said: list[str], name: str) -> Callable[[], None]:
+    """A call with which rank 1 stands still until rank 0 has reported it."""
     store = _get_default_store().clone()
+
+    def tell() -> None:
+        _until(lambda: _reports(said))
+        store.set(name, "")
+
+    if world.rank == 0:
+        threading.Thread(target=tell, daemon=True).start()
+
+    def read_shard() -> None:
+        if world.rank == 1:
+            _until(lambda: store.check([name]))
+
+    return read_shard
+
+
+def _sleep(world: DistEnv) -> list[str]:
     with _watching() as (dog, said):
-
-        def tell() -> None:
-            _until(lambda: _reports(said))
-            store.set("reported", "")
-
-        def read_shard() -> None:
-            if world.rank == 1:
-                _until(lambda: store.check(["reported"]))
-
-        if world.rank == 0:
-            threading.Thread(target=tell, daemon=True).start()
-        _loop(dog, read_shard)
+        _loop(dog, _waiter(world, said, "in a loop"))
         # The loop is over before rank 0's thread has looked again.
         _until(lambda: world.rank or any("goes on" in text for text in said))
     assert not [thread for thread in threading.enumerate() if thread.name == THREAD]
@@ -305,20 +309,16 @@ def test_an_error_of_all_ranks_ends_no_other_rank(
 
 
 def _train(world: DistEnv, folder: str, *flags: str) -> list[str]:
-    trainer = make_trainer(world, folder, *flags)
+    trainer = _trainer(world, folder, *flags)
     (dog,) = (callback.watch for callback in trainer.parts.callbacks if isinstance(callback, Watchdog))
     fetch = trainer.parts.loader.next_step
-
-    def next_step() -> Any:
-        if trainer.step == 3 and world.rank == 1:
-            time.sleep(4)  # the deadline, and the heartbeats that a report waits for
-        return fetch()
-
-    trainer.parts.loader.next_step = next_step  # type: ignore[method-assign]
     phases: list[str] = []
     note = dog.phase
     dog.phase = lambda name, step=None: (phases.append(name), note(name, step))[1]  # type: ignore[method-assign]
     with mock.patch.object(watchdog, "_POLL_SECONDS", 0.1), listening() as said:
+        wait = _waiter(world, said, "in training")
+        late = lambda: (wait() if trainer.step == 3 else None, fetch())[1]  # noqa: E731
+        trainer.parts.loader.next_step = late  # type: ignore[method-assign]
         trainer.train()
     return [" ".join(phases), *_reports(said)]
 
@@ -380,16 +380,9 @@ def _torchrun(tmp_path: Path, kind: str) -> tuple[subprocess.CompletedProcess[st
     """Two ranks, of which one fails in its third step; rank 0 is shown. Also: seconds from then to the end."""
     script = tmp_path / "faulty.py"
     script.write_text(_FAULTY)
-    launch = [sys.executable, "-m", "titanlite.torchrun", "--nproc_per_node=2", "--rdzv_backend=c10d"]
-    launch += ["--rdzv_endpoint=localhost:0", "--local-ranks-filter=0"]
+    launch = ["-m", "titanlite.torchrun", *TORCHRUN[2:], "--local-ranks-filter=0"]
     flags = ["--job.config_file=debug_model.toml", *TINY, f"--job.dump_folder={tmp_path}/run", "--training.steps=9"]
-    done = subprocess.run(
-        [*launch, str(script), kind, str(tmp_path), *flags],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = python(*launch, script, kind, tmp_path, *flags)
     return done, time.time() - float((tmp_path / "struck").read_text())
 
 

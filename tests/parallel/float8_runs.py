@@ -12,11 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.checkpoint.runs import train as train_and_save
-from tests.steps import train_step
-from tests.training.harness import TINY, Run, build_tiny, changed, micro_batches, run_stages
+from tests.training.harness import TINY, Run, build_tiny, changed, micro_batches, run_stages, stepper
 from titanlite.config.sections import Float8, Training
 from titanlite.data.loader import to_device
-from titanlite.guard import FiniteGuard
 from titanlite.metrics.float8_error import Float8Error, measure_float8_error
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.float8 import ScalePrecompute
@@ -83,18 +81,12 @@ def _what(tensor: Tensor) -> str:
 
 def watch_step(world: DistEnv, run: Run) -> Seen:
     """The second step."""
-    model, optimizer, rank = build_tiny(world, run)
-    guard = FiniteGuard(world.device)
+    model, _, take = stepper(world, run)
     precompute = run.float8.precompute_float8_dynamic_scale_for_fsdp
     after = ScalePrecompute(model, run.builder(world).mesh) if precompute else None
-    data = to_device(micro_batches(run, 0, rank, run.mesh(world.size).dp_degree), world.device)
-
-    def take(step: int) -> None:
-        train_step(model, optimizer, data, step=step, lr=1e-3, max_norm=1.0, guard=guard, after_update=after)
-
-    take(1)  # FSDP sets itself up
+    take(1, after_update=after)  # FSDP sets itself up
     with Seen() as seen:
-        take(2)
+        take(2, after_update=after)
     return seen
 
 

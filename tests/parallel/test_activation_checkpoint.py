@@ -15,11 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from tests.parallel.watch import GATHER, Operators, Watch, Wire
 from tests.pool import Pools
-from tests.steps import train_step
-from tests.training.harness import TINY, Run, batches, build_tiny, full_precision, micro_batches, train
+from tests.training.harness import TINY, Run, batches, full_precision, stepper, train
 from titanlite.config.sections import ActivationCheckpoint, Training
-from titanlite.data.loader import to_device
-from titanlite.guard import FiniteGuard
 from titanlite.models import get_spec
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.activation_checkpoint import (
@@ -161,13 +158,11 @@ def test_every_nth_block_is_the_nth_the_2nth_and_so_on_also_in_a_part_of_the_mod
 
 
 def _collectives(world: DistEnv, run: Run) -> Counter[tuple[str, torch.dtype]]:
-    model, optimizer, rank = build_tiny(world, run)
-    guard = FiniteGuard(world.device)
-    data = to_device(micro_batches(run, 0, rank, world.size), world.device)
+    _, _, take = stepper(world, run)
     seen: Counter[tuple[str, torch.dtype]] = Counter()
-    for step, note in ((1, lambda sent: None), (2, lambda sent: seen.update([(sent.name, sent.dtype)]))):
-        with Wire(note):
-            train_step(model, optimizer, data, step=step, lr=1e-3, max_norm=1.0, guard=guard)
+    take(1)
+    with Wire(lambda sent: seen.update([(sent.name, sent.dtype)])):
+        take(2)
     return seen
 
 

@@ -19,7 +19,6 @@ from tests.parallel.test_activation_checkpoint import (
     FULL,
     NONE,
     RUN,
-    SPEC,
     TOKENS,
     assert_equal,
     build,
@@ -27,9 +26,8 @@ from tests.parallel.test_activation_checkpoint import (
     traced,
 )
 from tests.pool import Pools
-from tests.training.harness import Run, build_tiny, changed, full_precision, micro_batches
+from tests.training.harness import Run, build_tiny, full_precision, micro_batches
 from titanlite.config.sections import ActivationCheckpoint
-from titanlite.parallel.activation_checkpoint import apply_ac
 from titanlite.parallel.activation_offload import HostMemory, offload
 from titanlite.parallel.dist_env import DistEnv
 
@@ -204,36 +202,6 @@ def _sent(world: DistEnv, run: Run) -> tuple[int, int]:
 def test_gathered_weights_of_a_sharded_block_stay(pool: Pools) -> None:
     run = replace(RUN, training=full_precision(reshard_after_forward="always"))
     assert pool(2).run(_sent, run) == [(traced(NONE).total_bytes, 0)] * 2
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="moves tensors between a GPU and its host")
-def test_offload_frees_a_gpus_memory() -> None:
-    """Nothing waits for the device in between: memory that the host has run ahead of it is in the peaks."""
-    found, forward, whole = [], [], []
-    args = replace(FOUR, n_layers=16, dim=512, n_heads=8, n_kv_heads=8, max_seq_len=512, multiple_of=256)
-    device = torch.device("cuda")
-    tokens = torch.randint(0, 192, (8, 512), device=device)
-    one_input = tokens.numel() * args.dim * 4
-    for settings in (NONE, changed(NONE, offload=True), FULL, changed(FULL, offload=True)):
-        torch.manual_seed(3)
-        model = SPEC.build(args).to(device)
-        apply_ac(model, SPEC.block_names(args), settings, device)
-        for _ in range(2):
-            model.zero_grad()
-            before = torch.cuda.memory_stats()["active_bytes.all.current"]
-            torch.cuda.reset_peak_memory_stats()
-            output = model(tokens)
-            forward.append(torch.cuda.memory_stats()["active_bytes.all.peak"] - before)
-            output.float().logsumexp(-1).sum().backward()
-            whole.append(torch.cuda.memory_stats()["active_bytes.all.peak"] - before)
-            del output
-        found.append({name: p.grad for name, p in model.named_parameters()})
-    for other in found[1:]:
-        for name, gradient in found[0].items():
-            torch.testing.assert_close(other[name], gradient, rtol=1e-5, atol=1e-5)
-    for none, none_away, full_kept, full_away in (forward[1::2], whole[1::2]):
-        assert none_away < none / 2
-        assert full_away < full_kept - args.n_layers / 2 * one_input
 
 
 @pytest.mark.soak

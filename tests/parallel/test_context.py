@@ -93,9 +93,6 @@ def test_loaders_give_each_rank_its_part_and_keep_their_state(pool: Pools) -> No
         assert (length, before, after, left, same) == (2, {"position": 1}, {"position": 7}, 3, True)
 
 
-# Attention alone
-
-
 # In a model
 
 
@@ -196,7 +193,7 @@ def _sharding(world: DistEnv, run: Run) -> tuple[Any, ...]:
     ("ranks", "replicas", "data_ranks", "rows", "mesh"),
     [
         (2, 1, [0, 0], 32, [0, 1]),
-        pytest.param(4, 2, [0, 0, 1, 1], 32, [[0, 1], [2, 3]], marks=pytest.mark.soak),
+        (4, 2, [0, 0, 1, 1], 32, [[0, 1], [2, 3]]),
     ],
     ids=["cp 2", "cp 2 x hsdp 2"],
 )

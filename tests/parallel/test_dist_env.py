@@ -18,10 +18,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from tests.pool import Pools
+from tests.processes import TORCHRUN, python
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.dist_env import DistEnv, LaunchEnv, patience, read_launch_env, set_timeouts
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def _timeouts(world: DistEnv) -> dict[str, timedelta]:
@@ -144,10 +143,7 @@ def test_restarted_workers_meet_again(tmp_path: Path) -> None:
     """The agent's store outlives the workers: without keys per attempt the restart often hangs."""
     script = tmp_path / "restarts.py"
     script.write_text(_RESTARTS)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--max-restarts=1"]
-    launch += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", str(script)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=120)
+    done = python(*TORCHRUN, "--max-restarts=1", script)
     assert done.returncode == 0, done.stderr
     again = sorted(line for line in done.stdout.splitlines() if line.startswith("attempt 1"))
     assert again == ["attempt 1 rank 0 sum 4", "attempt 1 rank 1 sum 4"]

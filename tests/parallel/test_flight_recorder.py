@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from tests.pool import Pools
+from tests.processes import TORCHRUN, python
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.flight_recorder import recording
 
-ROOT = Path(__file__).resolve().parents[2]
 SIZE, ON_TIMEOUT, PREFIX = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE"
 OLD_SIZE, OLD_PREFIX = "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 NAMES = [SIZE, OLD_SIZE, ON_TIMEOUT, PREFIX, OLD_PREFIX]
@@ -98,14 +96,10 @@ def test_torchfrtrace_names_the_rank_and_line_that_waited(tmp_path: Path) -> Non
     """Two ranks that wait for each other in different collectives."""
     script, folder = tmp_path / "apart.py", tmp_path / "comm_traces"
     script.write_text(_APART)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d"]
-    launch += ["--rdzv_endpoint=localhost:0", str(script), str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=120)
+    done = python(*TORCHRUN, script, folder)
     assert done.returncode == 1
     assert "Timed out" in done.stderr and f"torchfrtrace {folder}" in done.stderr
-    tool = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(folder)]
-    seen = subprocess.run(tool, capture_output=True, text=True, timeout=60)
+    seen = python("-m", "torch.distributed.flight_recorder.fr_trace", folder)
     waits = [part.splitlines()[1:5] for part in seen.stderr.split("Not all ranks joining collective")[1:]]
     found = [(wait[1].rpartition(":")[2], *wait[2:]) for wait in waits]  # a group's number counts those of the mesh
     assert ("other", "collective: gloo:all_reduce", "missing ranks: {1}") in found

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -28,13 +26,21 @@ from tests.parallel.float8_runs import (
     watch_step,
 )
 from tests.pool import Pools
-from tests.steps import train_step
-from tests.training.harness import TINY, Run, build_tiny, full, full_precision, initial_weights, micro_batches, train
+from tests.processes import python
+from tests.training.harness import (
+    TINY,
+    Run,
+    build_tiny,
+    full,
+    full_precision,
+    initial_weights,
+    micro_batches,
+    stepper,
+    train,
+)
 from titanlite.checkpoint.storage import gather
 from titanlite.config.sections import ActivationCheckpoint, Float8, Training
-from titanlite.data.loader import to_device
 from titanlite.fit import load_config
-from titanlite.guard import FiniteGuard
 from titanlite.models import get_spec, resolve_args
 from titanlite.models.spec import Size
 from titanlite.parallel.activation_checkpoint import trace_block
@@ -42,7 +48,6 @@ from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.float8 import ScalePrecompute, apply_float8, float8_linears, forget_scales, is_float8, plain
 from titanlite.parallel.float8_choice import choose_linears, converted_names, too_small
 
-ROOT = Path(__file__).resolve().parents[2]
 SPEC = get_spec("llama3")
 NEVER = Training(reshard_after_forward="never")
 
@@ -188,10 +193,9 @@ def test_converted_weights_are_gathered_as_half_the_bytes_of_bf16_with_one_reduc
 
 def _scales(world: DistEnv, run: Run) -> tuple[list[float], list[float]]:
     """Scales after a step: precomputed, and those that the next all-gather finds by itself."""
-    model, optimizer, rank = build_tiny(world, run)
+    model, _, take = stepper(world, run)
     mesh = run.builder(world).mesh
-    data = to_device(micro_batches(run, 0, rank, world.size), world.device)
-    train_step(model, optimizer, data, step=1, lr=1e-2, max_norm=1.0, guard=FiniteGuard(world.device))
+    take(1, lr=1e-2)
     ScalePrecompute(model, mesh)()
     wrappers = [linear.weight._local_tensor for linear in float8_linears(model)]
     ours = [w._precomputed_scale.item() for w in wrappers]
@@ -285,7 +289,7 @@ def test_the_per_op_policy_recognises_float8_products(name: str, emulate: bool) 
 
 
 def _python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=ROOT)
+    done = python("-c", code)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 

@@ -10,14 +10,12 @@ from torch import nn
 
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Compile, Float8, Training
-from titanlite.fit import load_config
 from titanlite.models import SHAPES, get_spec, resolve_args
 from titanlite.models.spec import Size
 from titanlite.parallel.float8_choice import (
     Float8Choice,
     choose_linears,
     converted_names,
-    matches,
     tokens_per_product,
 )
 from titanlite.preflight import check_machine
@@ -58,24 +56,6 @@ def test_all_but_the_head_is_converted() -> None:
     assert len(converted_names(found.values())) == 7 * 32
 
 
-@pytest.mark.parametrize(
-    ("part", "name", "is_part"),
-    [
-        ("wq", "layers.0.attention.wq", True),
-        ("attention", "layers.0.attention.wq", True),
-        ("attention.wq", "layers.0.attention.wq", True),
-        ("layers.1", "layers.1.attention.wq", True),
-        ("layers.1", "layers.10.attention.wq", True),
-        ("layers.1.", "layers.10.attention.wq", False),
-        ("w", "layers.0.attention.wq", True),
-        ("layers.0.wq", "layers.0.attention.wq", False),
-        ("", "layers.0.attention.wq", False),
-    ],
-)
-def test_a_filter_is_any_part_of_a_name(part: str, name: str, is_part: bool) -> None:
-    assert matches(part, name) is is_part
-
-
 def test_what_is_filtered_or_small_or_odd_stays_and_says_why() -> None:
     found = choices(filter_fqns=["wo", "w2"], min_features=2048)
     assert found["attention.wo"].reason == "filter_fqns: wo"
@@ -86,26 +66,6 @@ def test_what_is_filtered_or_small_or_odd_stays_and_says_why() -> None:
     odd = choices(args=resolve_args("llama3", "8B", {"ffn_dim": 1000}))
     assert odd["feed_forward.w1"].reason == "N = 1000 is not a multiple of 16"
     assert odd["feed_forward.w2"].reason == "K = 1000 is not a multiple of 16"
-
-
-@pytest.mark.parametrize(
-    ("flavor", "recipe", "kept"),
-    [
-        ("8B", "tensorwise", ["attention.wk", "attention.wv"]),
-        ("8B", "rowwise", ["attention.wk", "attention.wv"]),
-        ("3.1-70B", "tensorwise", []),
-        ("3.1-70B", "rowwise", ["attention.wk", "attention.wv"]),
-    ],
-)
-def test_auto_filter_small_kn_keeps_what_is_too_small_for_the_recipe(flavor: str, recipe: Any, kept: list[str]) -> None:
-    flags = [f"--model.flavor={flavor}", ON, f"{F8}filter_fqns=w2,auto_filter_small_kn", f"{F8}recipe_name={recipe}"]
-    float8 = load_config("debug_model.toml", 1, flags).float8
-    linears = LLAMA.linears(resolve_args("llama3", flavor))
-    found = {choice.kind: choice for choice in choose_linears(linears, float8)}
-    assert [kind for kind, choice in found.items() if choice.reason.startswith("auto_filter_small_kn")] == kept
-    if kept:
-        assert found["attention.wk"].reason == f"auto_filter_small_kn: too small to gain by {recipe}"
-    assert found["feed_forward.w2"].reason == "filter_fqns: w2" and found["attention.wq"].converted
 
 
 def test_sizes_count_as_tensor_parallelism_leaves_them() -> None:

@@ -167,6 +167,3 @@ def test_the_error_is_measured_against_the_model_without_float8(
     assert 0 < abs(drift.difference) < 0.05
     assert drift.relative == pytest.approx(drift.difference / drift.exact)
     assert repeated[0] == repeated[1], "measuring leaves nothing behind"
-
-
-# Non-finite numbers

@@ -13,11 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.parallel.watch import GATHER, REDUCE, SUM, Sent, Wire
 from tests.pool import Pools
-from tests.steps import train_step
-from tests.training.harness import TINY, Run, batches, build_tiny, full_precision, micro_batches
+from tests.training.harness import TINY, Run, batches, build_tiny, full_precision, micro_batches, stepper
 from titanlite.config.sections import Training
-from titanlite.data.loader import to_device
-from titanlite.guard import FiniteGuard
 from titanlite.models import get_spec
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.fsdp import apply_fsdp
@@ -31,15 +28,8 @@ CLASSES = ["Attention", "FeedForward"]
 
 def _step(world: DistEnv, run: Run) -> list[Sent]:
     """The collectives of the second step, without those of the counts and of loss and norm."""
-    model, optimizer, rank = build_tiny(world, run)
-    guard = FiniteGuard(world.device)
-    data = to_device(micro_batches(run, 0, rank, world.size), world.device)
+    _, _, take = stepper(world, run)
     seen: list[Sent] = []
-
-    def take(step: int) -> None:
-        sync_every = run.training.gradient_sync == "every"
-        train_step(model, optimizer, data, step=step, lr=1e-3, max_norm=1.0, guard=guard, sync_every=sync_every)
-
     take(1)  # FSDP sets itself up
     with Wire(seen.append):
         take(2)

@@ -12,7 +12,6 @@ import torch
 
 from tests.parallel.watch import GATHER, REDUCE, Wire
 from tests.pool import Pools
-from tests.steps import train_step
 from tests.training.compare import LABELS, SEQ, TOKENS, WARM, relative
 from tests.training.harness import (
     TINY,
@@ -23,17 +22,16 @@ from tests.training.harness import (
     initial_weights,
     micro_batches,
     run_stages,
+    stepper,
     train,
 )
 from tests.training.reference import Curve
-from titanlite.guard import FiniteGuard
 from titanlite.loss import cross_entropy_sum
 from titanlite.models import SHAPES, LlamaArgs, count_parameters, flops_per_token
 from titanlite.models.llama import pipeline_costs
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.pipeline_split import split_stages
-from titanlite.step import ReplicationFactors
 
 #: Grouped queries; a block for each of four stages; sequences of very unequal lengths.
 ARGS = replace(TINY, n_layers=4)
@@ -44,20 +42,9 @@ soak = pytest.mark.soak
 
 def _placement(world: DistEnv, run: Run) -> tuple[dict[str, torch.Tensor], int, int, list[str]]:
     """This rank's initial weights, their bytes, those of the optimizer after a step, and the names of layers."""
-    model, optimizer, rank = build_tiny(world, run)
+    model, optimizer, take = stepper(world, run, layer_norms=True)
     own = {name: full(parameter) for name, parameter in model.named_parameters()}
-    result = train_step(
-        model,
-        optimizer,
-        micro_batches(run, 0, rank, run.mesh(world.size).dp_degree),
-        step=1,
-        lr=1e-3,
-        max_norm=1.0,
-        guard=FiniteGuard(world.device),
-        factors=ReplicationFactors(run.pipeline, 1),
-        pipeline=run_stages(model, run, world, cross_entropy_sum),
-        layer_norms=True,
-    )
+    result = take(1, pipeline=run_stages(model, run, world, cross_entropy_sum))
     assert result.layer_norms is not None
     torch.testing.assert_close(torch.stack(list(result.layer_norms.values())).norm(), result.grad_norm)
     assert all(norm > 0 for norm in result.layer_norms.values())

@@ -88,21 +88,14 @@ def assert_shapes(model: nn.Module, layout: Layout, rank: int, whole: dict[str, 
         assert parameter.to_local().device.type == "meta"
 
 
-LAYOUTS = {
-    "fsdp 512": Layout(dp_shard=512),
-    "hsdp 8x512": Layout(8, 512),
-    "hsdp 64x64": Layout(64, 64),
+CELLS = {
+    "hsdp 8x512, 70B": (Layout(8, 512), "3.1-70B"),
+    "hsdp 64x64, 405B": (Layout(64, 64), "3.1-405B"),
 }
-QUICK = [("hsdp 8x512", "3.1-70B")]
-CELLS = [
-    pytest.param(layout, flavor, id=f"{name}, {flavor}", marks=[] if (name, flavor) in QUICK else pytest.mark.soak)
-    for name, layout in LAYOUTS.items()
-    for flavor in ("3.1-70B", "3.1-405B")
-]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "flavor"), CELLS)
+@pytest.mark.parametrize(("layout", "flavor"), CELLS.values(), ids=CELLS)
 def test_the_largest_models_are_sharded_over_thousands_of_ranks(layout: Layout, flavor: str) -> None:
     whole = whole_shapes(flavor)
     rank = layout.ranks - 1  # where parts are short or missing
@@ -119,13 +112,8 @@ ALL_TOGETHER = {
 }
 
 
-@pytest.mark.parametrize(
-    ("layout", "flavor", "blocks"),
-    [
-        pytest.param(*cell, id=name, marks=[] if name == "405B on 4,096" else pytest.mark.slow)
-        for name, cell in ALL_TOGETHER.items()
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "flavor", "blocks"), ALL_TOGETHER.values(), ids=ALL_TOGETHER)
 def test_all_parallelisms_together_divide_the_largest_models(
     layout: Layout, flavor: str, blocks: tuple[int, int, int]
 ) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -14,11 +12,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.pool import Pools
-from tests.steps import train_step
+from tests.processes import python
 from tests.training.compare import LABELS, SEQ, TOKENS, WARM, relative
-from tests.training.harness import TINY, Run, build_tiny, initial_weights, micro_batches, train
+from tests.training.harness import TINY, Run, build_tiny, initial_weights, micro_batches, stepper, train
 from titanlite.config.sections import Compile
-from titanlite.guard import FiniteGuard
 from titanlite.loss import cross_entropy_sum
 from titanlite.models import get_spec
 from titanlite.parallel import ParallelismError
@@ -175,14 +172,13 @@ def test_activations_are_gathered_and_scattered_and_not_reduced_as_a_whole(
 
 
 def _figures(world: DistEnv, run: Run) -> dict[str, Any]:
-    model, optimizer, rank = build_tiny(world, run)
-    mesh = run.mesh(world.size)
-    duplicates, loss = ReplicationFactors(mesh.tensor, mesh.tensor), _loss(run)
-    data = micro_batches(run, 0, rank, mesh.dp_degree)
+    mesh, loss = run.mesh(world.size), _loss(run)
+    model, _, take = stepper(world, run, max_norm=1e9, layer_norms=True, loss_function=loss)
+    data = micro_batches(run, 0, world.rank // mesh.tensor, mesh.dp_degree)
+    duplicates = ReplicationFactors(mesh.tensor, mesh.tensor)
     held_out, tokens = validate(model, data, world.device, PlainRunner(model, loss), duplicates)
     assert all(p.grad is None for p in model.parameters())
-    settings: Any = {"step": 1, "lr": 0.0, "max_norm": 1e9, "guard": FiniteGuard(world.device), "layer_norms": True}
-    result = train_step(model, optimizer, data, factors=duplicates, loss_function=loss, **settings)
+    result = take(1, lr=0.0)
     assert result.layer_norms is not None
     padding = loss(model(run.tokens[0]), torch.full_like(run.labels[0], -100))
     padding.backward()
@@ -302,8 +298,7 @@ with _test_mode(), torch.no_grad():
 )
 def test_products_are_fused_with_their_collectives_if_asked(switch: str, products: str, operators: set[str]) -> None:
     """Inductor's operators for a feed-forward on a GPU; a fake rank beside it."""
-    command = [sys.executable, "-c", _OVERLAP, switch, products]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = python("-c", _OVERLAP, switch, products)
     assert done.returncode == 0, done.stderr
     assert set(re.findall(r"symm_mem\.(fused_\w+)", done.stdout)) == operators, done.stdout
     assert "_c10d_functional.all_gather" not in done.stdout

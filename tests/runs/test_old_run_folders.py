@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import tarfile
 import time
 from pathlib import Path
@@ -15,8 +13,8 @@ import pytest
 
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.tools.cli import main
+from titanlite.tools.drill_ranks import train
 
-ROOT = Path(__file__).resolve().parents[2]
 ARCHIVE = Path(__file__).parent / "fixtures" / "runs.tar.xz"
 #: How the runs were started.
 STEPS = 8
@@ -75,7 +73,8 @@ NUMBERS = ("loss", "max_loss", "grad_norm", "lr", "tokens_seen", "validation_los
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> Path:
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(tmp_path, filter="data")
     return tmp_path
@@ -88,15 +87,10 @@ def _json(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
 
 def _train(runs: Path, name: str, *more: str) -> str:
     """Run the command of that run again, from the same folder; its output."""
-    ranks = RUNS[name].ranks
-    torchrun = ["-m", "titanlite.torchrun", "--nproc_per_node", str(ranks)] if ranks > 1 else []
-    command = [sys.executable, *torchrun, str(ROOT / "train.py"), *RUNS[name].command(name), *more]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=runs, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    run = RUNS[name]
+    codes, said = train([*run.command(name), *more], run.ranks, runs / "console")
+    assert codes == [0] * run.ranks, said
+    return said
 
 
 def _rows(path: Path) -> dict[tuple[int, str], dict[str, float]]:

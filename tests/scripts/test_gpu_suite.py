@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -67,41 +66,6 @@ def test_a_spent_budget_leaves_no_process_behind(tmp_path: Path, monkeypatch: py
     with pytest.raises(OutOfTime):
         bench.call(["bash", "-c", ORDERLY, str(tmp_path / "pid")], tmp_path / "log")
     assert _gone(int((tmp_path / "pid").read_text())) and (tmp_path / "pid.ended").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("number", "background"), [(signal.SIGINT, False), (signal.SIGTERM, True)])
-def test_a_signal_lets_the_command_end_its_own_children(
-    tmp_path: Path, number: signal.Signals, background: bool
-) -> None:
-    waiting = f"""
-import sys
-from pathlib import Path
-from benchmarks.gpu_bench import Bench
-from titanlite.tools.processes import Stopped, stoppable
-try:
-    with stoppable():
-        Bench(Path({str(tmp_path)!r}), False, float("inf")).call(
-            ["bash", "-c", {ORDERLY!r}, {str(tmp_path / "pid")!r}], Path({str(tmp_path / "log")!r})
-        )
-except Stopped as stop:
-    sys.exit(128 + stop.number)
-"""
-    # A script that starts it with `&` has SIGINT ignored in it.
-    shell = ["bash", "-c", 'trap "" INT; exec "$@"', "bash"] if background else []
-    command = [*shell, sys.executable, "-c", waiting]
-    process = subprocess.Popen(command, cwd=ROOT, env={**CLI, "PYTHONPATH": str(ROOT)})
-    try:
-        pid_file = tmp_path / "pid"
-        deadline = time.monotonic() + 120
-        while not (pid_file.exists() and pid_file.read_text().strip()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        process.send_signal(number)
-        assert process.wait(120) == 128 + number
-        assert _gone(int(pid_file.read_text())) and (tmp_path / "pid.ended").exists()
-    finally:
-        process.kill()
-        process.wait()
 
 
 # Settings.

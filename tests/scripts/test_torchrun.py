@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.processes import environment, python
 from titanlite.torchrun import last_error, worst_code
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.mark.parametrize(
-    ("told", "code"),
-    [
-        ("", None),
-        ("0 0\n0 0\n", None),
-        ("0 5\n0 5\n", 5),
-        ("0 7\n0 3\n", 3),
-        ("0 7\n0 7\n", 7),
-        ("0 1\n0 7\n", 1),
-        ("0 5\n0 5\n1 6\n1 6\n", 6),
-        ('0 1 "rank 1 on a: OSError: 1 2"\n0 7 ""\n', 1),
-    ],
-)
-def test_which_code_stands_for_all(told: str, code: int | None) -> None:
-    assert worst_code(told) == code
 
 
 @pytest.mark.parametrize(
     ("failed", "told", "code"),
     [
+        ([], "", None),
+        ([], "0 0\n0 0\n", None),
+        ([], "0 5\n0 5\n", 5),
+        ([], "0 7\n0 3\n", 3),
+        ([], "0 7\n0 7\n", 7),
+        ([], "0 1\n0 7\n", 1),
+        ([], "0 5\n0 5\n1 6\n1 6\n", 6),
+        ([], '0 1 "rank 1 on a: OSError: 1 2"\n0 7 ""\n', 1),
+        # A worker that torchrun stops after another failed was not preempted: its code 5 would let a wrapper start a
+        # broken installation for ever.
         ([1], "0 5\n", None),
         ([-9], "0 5\n0 5\n", None),
         ([7], "0 7\n0 5\n", 7),
@@ -42,10 +33,7 @@ def test_which_code_stands_for_all(told: str, code: int | None) -> None:
         ([3], "0 3\n0 5\n", 3),
     ],
 )
-def test_a_worker_that_torchrun_stops_after_another_failed_was_not_preempted(
-    failed: list[int], told: str, code: int | None
-) -> None:
-    """Code 5 means that the same command goes on: a wrapper would start a broken installation for ever."""
+def test_which_code_stands_for_all(failed: list[int], told: str, code: int | None) -> None:
     assert worst_code(told, failed) == code
 
 
@@ -60,9 +48,7 @@ def test_a_worker_that_dies_during_imports_is_an_error(tmp_path: Path) -> None:
         "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
         "time.sleep(60)\n"
     )
-    command = [sys.executable, "-m", "titanlite.torchrun", "--nproc_per_node=2", str(script)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    done = python("-m", "titanlite.torchrun", "--nproc_per_node=2", script)
     assert done.returncode == 1 and "exitcode  : -9" in done.stderr, done.stderr
 
 
@@ -86,30 +72,8 @@ LAUNCHER = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
 def test_a_worker_is_asked_to_stop_when_its_torchrun_is_killed() -> None:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHELASTIC_RUN_ID": "x"}
+    env = environment(TORCHELASTIC_RUN_ID="x")
     with subprocess.Popen([sys.executable, "-c", LAUNCHER], env=env, stdout=subprocess.PIPE) as launcher:
         assert launcher.stdout is not None and launcher.stdout.read(5) == b"ready"
         launcher.kill()
         assert launcher.stdout.read() == b"asked to stop"
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(("codes", "ends"), [("00", 0), ("55", 5), ("37", 3)])
-def test_it_ends_with_the_workers_code(tmp_path: Path, codes: str, ends: int) -> None:
-    script = tmp_path / "worker.py"
-    script.write_text(
-        "import os, sys, time\n"
-        f"code = int({codes!r}[int(os.environ['RANK'])])\n"
-        "open(os.environ['TITANLITE_EXIT_CODES'], 'a').write(f'0 {code}\\n')\n"
-        "time.sleep(1)\n"
-        "sys.exit(code)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "titanlite.torchrun", "--nproc_per_node=2", str(script)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == ends, done.stderr
-    assert "Traceback" not in done.stderr

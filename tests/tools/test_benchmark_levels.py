@@ -16,10 +16,8 @@ from titanlite.config.load import load_file
 from titanlite.metrics.throughput import device_name
 from titanlite.runs.read import read_run
 from titanlite.tools import benchmark as room
-from titanlite.tools import refuse_keys
 from titanlite.tools.benchmark import (
     LEVELS,
-    OWN,
     SWITCHES,
     BenchmarkError,
     Level,
@@ -89,23 +87,6 @@ def test_the_runs_are_the_first_steps_of_the_configs_own_schedule(tmp_path: Path
     load_file(seeded, flags)  # without a checkpoint "resume" would be a contradiction
 
 
-@pytest.mark.parametrize(
-    ("flag", "hint"),
-    [
-        ("--training.steps=5", "--steps"),
-        ("--training.tokens=500", "--steps"),
-        ("--job.dump_folder=x", "--out"),
-        ("--compile.enable=true", "--skip"),
-        ("--checkpoint.enable_checkpoint", "no checkpoints"),
-    ],
-)
-def test_flags_of_keys_that_the_command_sets_are_refused(flag: str, hint: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        refuse_keys(["--optimizer.lr=1e-3", flag], OWN)
-    (problem,) = caught.value.problems
-    assert problem.key == flag[2:].partition("=")[0] and hint in problem.hint
-
-
 def check(tmp_path: Path, text: str, *overlays: str, machine: Machine = CPU, float8: bool = False) -> list[Level]:
     (tmp_path / "base.toml").write_text(text)
     levels = make_levels(tmp_path / "base.toml", overlays)
@@ -170,6 +151,7 @@ def test_this_machine_is_as_torch_sees_it() -> None:
         (["debug_model.toml", "--overlay", "x=nosuch.toml"], "nosuch.toml"),
         (["debug_model.toml", "--overlay", "compile={config}"], "there is a level compile already"),
         (["debug_model.toml", "--training.compile"], "training.compile"),
+        (["debug_model.toml", "--optimizer.lr=1e-3", "--training.tokens=500"], "--steps"),
     ],
 )
 def test_a_wrong_command_line_is_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -26,7 +27,7 @@ from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.float8 import ScalePrecompute, plain
 from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.parallel.pipeline import Pipeline, PipelineModel
-from titanlite.step import ReplicationFactors
+from titanlite.step import ReplicationFactors, StepResult
 
 S = TypeVar("S", bound=Section)
 
@@ -187,6 +188,27 @@ def build_tiny(world: DistEnv, run: Run) -> tuple[torch.nn.Module, torch.optim.O
     return model, optimizer, data_parallel_rank(builder.mesh)
 
 
+def stepper(
+    world: DistEnv, run: Run, **common: Any
+) -> tuple[torch.nn.Module, torch.optim.Optimizer, Callable[..., StepResult]]:
+    """The model, its optimizer, and `take(step, …)`: a step on this rank's share of a global batch, else the first.
+
+    common: settings of each `train_step`.
+    """
+    model, optimizer, rank = build_tiny(world, run)
+    plan = run.mesh(world.size)
+    settings = {"max_norm": 1.0, "guard": FiniteGuard(world.device), **common}
+    settings.setdefault("sync_every", run.training.gradient_sync == "every")
+    settings.setdefault("factors", ReplicationFactors(plan.tensor * plan.pipeline, plan.tensor))
+
+    def take(step: int, lr: float = 1e-3, batch: int = 0, **more: Any) -> StepResult:
+        own = sequence_part(run, micro_batches(run, batch, rank, plan.dp_degree), world.rank)
+        data = to_device(own, world.device)
+        return train_step(model, optimizer, data, step=step, lr=lr, **{**settings, **more})
+
+    return model, optimizer, take
+
+
 def run_stages(model: torch.nn.Module, run: Run, world: DistEnv, loss: LossFunction) -> Pipeline | None:
     """What runs the model where ranks share its layers."""
     if not isinstance(model, PipelineModel):
@@ -207,38 +229,19 @@ def all_stages(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict
 
 def train(world: DistEnv, run: Run) -> Curve:
     """The run on this world; the curve holds full tensors under titanlite's names."""
-    model, optimizer, rank = build_tiny(world, run)
-    plan, builder = run.mesh(world.size), run.builder(world)
+    builder = run.builder(world)
     loss = builder.loss()
+    model, optimizer, take = stepper(world, run, max_norm=run.max_norm, loss_function=loss)
     pipeline = run_stages(model, run, world, loss)
     precompute = run.float8.precompute_float8_dynamic_scale_for_fsdp
     after_update = ScalePrecompute(model, builder.mesh) if precompute else None
-    guard = FiniteGuard(world.device)
     curve = Curve([], [], {}, {})
+    # Clipping happens in place inside the step: the first gradients are caught on their way to the optimizer.
+    keep = optimizer.register_step_pre_hook(
+        lambda *_: curve.gradients.update({n: full(p.grad) for n, p in model.named_parameters() if p.grad is not None})
+    )
     for step, rate in enumerate(run.rates, start=1):
-        own = sequence_part(run, micro_batches(run, step - 1, rank, plan.dp_degree), world.rank)
-        batches = to_device(own, world.device)
-        if step == 1:
-            # Clipping happens in place inside the step: the first gradients are caught on their way to the optimizer.
-            keep = optimizer.register_step_pre_hook(
-                lambda *_: curve.gradients.update(
-                    {n: full(p.grad) for n, p in model.named_parameters() if p.grad is not None}
-                )
-            )
-        result = train_step(
-            model,
-            optimizer,
-            batches,
-            step=step,
-            lr=rate,
-            max_norm=run.max_norm,
-            guard=guard,
-            factors=ReplicationFactors(plan.tensor * plan.pipeline, plan.tensor),
-            sync_every=run.training.gradient_sync == "every",
-            loss_function=loss,
-            pipeline=pipeline,
-            after_update=after_update,
-        )
+        result = take(step, rate, step - 1, pipeline=pipeline, after_update=after_update)
         keep.remove()
         curve.losses.append(result.loss.item())
         curve.norms.append(result.grad_norm.item())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-import titanlite
 from tests.pool import Pools
-from tests.training.test_run import ROOT, TINY, _python, _trainer
+from tests.processes import ROOT, python
+from tests.training.test_run import TINY, _trainer
 from titanlite import exit_codes
 from titanlite.callbacks import Callback, CallbackError, Callbacks, RunEnd, load_callbacks
 from titanlite.checkpoint.manifest import read_manifest
@@ -199,26 +198,14 @@ def test_a_config_names_callbacks_and_mistakes_end_before_any_work(tmp_path: Pat
     config.write_text(f'[job]\nextends = ["{ROOT}/train_configs/debug_model.toml"]\ncallbacks = ["./mine.py:Mine"]\n')
     assert load_file(str(config), []).source("job.callbacks").line == 3
     flags = [f"--job.config_file={config}", *TINY, "--training.steps=1", f"--job.dump_folder={tmp_path}/run"]
-    done = _python("train.py", *flags)
+    done = python("train.py", *flags)
     assert done.returncode == 0 and "mine: done 1" in done.stdout, done.stderr
-    refused = _python("train.py", *flags, "--job.callbacks=./nothing.py:Mine", f"--job.dump_folder={tmp_path}/other")
+    refused = python("train.py", *flags, "--job.callbacks=./nothing.py:Mine", f"--job.dump_folder={tmp_path}/other")
     assert refused.returncode == exit_codes.CONFIG and "job.callbacks" in refused.stderr
     assert "Traceback" not in refused.stderr and not (tmp_path / "other").exists()
 
 
-# The public names
-
-
-def test_public_names_are_there_and_importing_them_is_late() -> None:
-    code = (
-        "import json, sys, titanlite; from titanlite import Callback\n"
-        "late = 'torch' not in sys.modules; import titanlite.build; from titanlite import *\n"
-        "from titanlite import build; print(json.dumps([late, callable(build), Trainer.__name__]))"
-    )
-    done = _python("-c", code)
-    assert json.loads(done.stdout) == [True, True, "Trainer"], done.stderr
-    assert all(getattr(titanlite, name) is not None for name in titanlite.__all__)
-    assert set(titanlite.__all__) <= set(dir(titanlite)) and "parallel" in dir(titanlite)
+# The process
 
 
 def _deterministic(world: DistEnv, folder: str) -> set[tuple[bool, str | None]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -18,8 +17,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.parallel.watch import GATHER, SUM, Sent, Wire
 from tests.pool import Pools
-from tests.refusals import refusal
-from tests.steps import train_step
 from tests.training.compare import LABELS, TOKENS, WARM, References, relative
 from tests.training.grid import (
     CP,
@@ -38,8 +35,16 @@ from tests.training.grid import (
     config_of,
     run_of,
 )
-from tests.training.harness import TINY, Run, build_tiny, full_precision, micro_batches, run_stages, sequence_part
-from titanlite.guard import FiniteGuard
+from tests.training.harness import (
+    TINY,
+    Run,
+    build_tiny,
+    full_precision,
+    micro_batches,
+    run_stages,
+    sequence_part,
+    stepper,
+)
 from titanlite.loss import ChunkedHead, batch_loss, chunk_head, cross_entropy_sum
 from titanlite.models.layers import Llama
 from titanlite.parallel.dist_env import DistEnv
@@ -230,7 +235,6 @@ def test_it_trains_as_transformers_does(references: References, row: Row, accumu
 
 def _step(world: DistEnv, run: Run) -> tuple[list[Sent], dict[str, int], int]:
     """A later step: what c10d sent but for counts, loss and norm, DTensor's collectives, and calls of the loss."""
-    model, optimizer, rank = build_tiny(world, run)
     calls = [0]
 
     def counting(logits: Tensor, labels: Tensor) -> Tensor:
@@ -238,15 +242,8 @@ def _step(world: DistEnv, run: Run) -> tuple[list[Sent], dict[str, int], int]:
         return cross_entropy_sum(logits, labels)
 
     plan = run.mesh(world.size)
-    loss = tensor_loss(counting) if plan.tensor > 1 else counting
-    data = sequence_part(run, micro_batches(run, 0, rank, plan.dp_degree), world.rank)
-    guard, seen = FiniteGuard(world.device), []
-    factors = ReplicationFactors(plan.tensor, plan.tensor)
-
-    def take(step: int) -> None:
-        common = {"lr": 1e-3, "max_norm": 1.0, "guard": guard, "factors": factors, "loss_function": loss}
-        train_step(model, optimizer, data, step=step, **common)
-
+    _, _, take = stepper(world, run, loss_function=tensor_loss(counting) if plan.tensor > 1 else counting)
+    seen: list[Sent] = []
     take(1)  # FSDP sets itself up
     calls[0] = 0
     with Wire(seen.append):
@@ -313,21 +310,3 @@ def _validation(world: DistEnv, run: Run) -> float:
 def test_validation_gives_the_same_loss(pool: Pools, run: Run) -> None:
     whole, parts = (pool(2).run(_validation, replace(run, loss_chunks=n))[0] for n in (1, 3))
     assert parts == pytest.approx(whole, rel=1e-6)
-
-
-# The config
-
-
-@pytest.mark.parametrize(
-    ("flags", "ranks", "message"),
-    [
-        ([], 1, r"is 99, but a rank computes the loss of 64 tokens at once \(2 sequences x 32 tokens\)"),
-        (["--experimental.context_parallel_degree=2"], 2, r"of 32 tokens at once \(2 sequences x 16 tokens\)"),
-        (["--experimental.pipeline_parallel_degree=2"], 2, r"of 32 tokens at once \(1 sequence x 32 tokens\)"),
-    ],
-)
-def test_more_chunks_than_tokens_are_refused(flags: list[str], ranks: int, message: str) -> None:
-    size = ["--training.batch_size=2", "--training.seq_len=32", "--training.loss_chunks=99"]
-    problem = refusal([*size, *flags], ranks)
-    assert problem.key == "training.loss_chunks"
-    assert re.search(message, problem.message)

@@ -18,7 +18,8 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("shape", ["tied", "scaled-rope"])
 def test_other_shapes_train_as_transformers_does(references: References, shape: str, ranks: int) -> None:
     run = Run(TOKENS, LABELS, WARM, args=SHAPES[shape], accumulation=2)

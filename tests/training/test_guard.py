@@ -12,24 +12,11 @@ import pytest
 import torch
 
 from tests.pool import Pools
-from tests.steps import train_step
-from tests.training.harness import (
-    W2,
-    Run,
-    all_stages,
-    batches,
-    build_tiny,
-    full,
-    micro_batches,
-    run_stages,
-    sequence_part,
-)
-from titanlite.data.loader import to_device
+from tests.training.harness import W2, Run, all_stages, batches, full, run_stages, stepper
 from titanlite.guard import BadStepError, FiniteGuard, LossSpikeError, NonFiniteError, find_nonfinite
 from titanlite.loss import cross_entropy_sum
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.tensor import tensor_loss
-from titanlite.step import ReplicationFactors
 
 CPU = torch.device("cpu")
 TOKENS, LABELS = batches(6, 4, 16, 192)
@@ -55,10 +42,9 @@ def _train(world: DistEnv, run: Run, policy: Any, where: str, value: float | Non
 
     value: None for five steps, without that batch.
     """
-    model, optimizer, rank = build_tiny(world, run)
-    plan = run.mesh(world.size)
-    loss = tensor_loss(cross_entropy_sum) if plan.tensor > 1 else cross_entropy_sum
+    loss = tensor_loss(cross_entropy_sum) if run.tensor > 1 else cross_entropy_sum
     guard = FiniteGuard(world.device, policy, max_skips=1)
+    model, optimizer, take = stepper(world, run, guard=guard, loss_function=loss)
     poison = False
 
     def spoil_gradient(gradient: torch.Tensor) -> torch.Tensor:
@@ -82,19 +68,7 @@ def _train(world: DistEnv, run: Run, policy: Any, where: str, value: float | Non
         if value is None and step == BAD:
             continue
         poison = value is not None and step == BAD and world.rank == world.size - 1
-        own = sequence_part(run, micro_batches(run, step - 1, rank, plan.dp_degree), world.rank)
-        train_step(
-            model,
-            optimizer,
-            to_device(own, world.device),
-            step=step,
-            lr=3e-3,
-            max_norm=1.0,
-            guard=guard,
-            factors=ReplicationFactors(plan.tensor * plan.pipeline, plan.tensor),
-            loss_function=loss,
-            pipeline=run_stages(model, run, world, loss) if plan.pipeline > 1 else None,
-        )
+        take(step, 3e-3, step - 1, pipeline=run_stages(model, run, world, loss))
         states.append(_state(model, optimizer))
         try:
             if error is None:
@@ -159,14 +133,13 @@ def test_all_ranks_skip_alike_however_they_share_the_work(pool: Pools, run: Run)
 
 
 def _zero_probability(world: DistEnv) -> tuple[bool, int]:
-    model, optimizer, rank = build_tiny(world, RUN)
     guard = FiniteGuard(world.device)
-    data = to_device(micro_batches(RUN, 0, rank, world.size), world.device)
-    target = next(int(t) for t in data[0].labels.flatten() if t >= 0)
+    model, _, take = stepper(world, RUN, guard=guard)
+    target = next(int(t) for t in LABELS[0].flatten() if t >= 0)
     model.register_forward_hook(
         lambda module, inputs, logits: logits.masked_fill(torch.arange(logits.shape[-1]) == target, -INF)
     )
-    result = train_step(model, optimizer, data, step=1, lr=3e-3, max_norm=1.0, guard=guard)
+    result = take(1)
     with pytest.raises(NonFiniteError) as caught:
         guard.poll()
     return bool(result.grad_norm.isfinite()), caught.value.step

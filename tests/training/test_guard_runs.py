@@ -13,21 +13,17 @@ from torch.distributed.tensor import DTensor
 
 from tests.metrics.test_records import scalars
 from tests.pool import Pools
-from tests.steps import train_step
-from tests.training.harness import W2, Run, batches, build_tiny, micro_batches, run_stages
+from tests.training.harness import W2, Run, batches, build_tiny, run_stages, stepper
 from tests.training.test_run import _losses, _outcome, _trainer
 from titanlite import exit_codes
 from titanlite.checkpoint import CheckpointError, manager
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import steps_in
 from titanlite.config.sections import Checkpoint
-from titanlite.data.loader import to_device
-from titanlite.guard import FiniteGuard, WeightsError
+from titanlite.guard import WeightsError
 from titanlite.loss import cross_entropy_sum
-from titanlite.metrics.jsonl import read_metrics
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.record import read_entries
-from titanlite.step import ReplicationFactors
 from titanlite.tools.tensors import Contents, compare
 
 NAN = float("nan")
@@ -56,12 +52,6 @@ def _loop(folder: Path) -> dict[str, Any]:
     state = Contents(folder).manifest.train
     del state["resume"]["id"]
     return state
-
-
-def _same_checkpoint(left: Path, right: Path) -> bool:
-    """Weights, moments, random generators and what is saved of the loop."""
-    differences = compare(Contents(left), Contents(right))
-    return _loop(left) == _loop(right) and not any(difference.elements for difference in differences)
 
 
 def test_skip_goes_on_and_records_the_documents(pool: Pools, tmp_path: Path) -> None:
@@ -108,18 +98,6 @@ def test_a_rollback_is_the_run_that_left_the_stretch_out(pool: Pools, tmp_path: 
     assert event["documents"] == {str(n): found["documents"][str(n)] for n in range(40, 48)}
 
 
-@pytest.mark.soak
-def test_a_run_that_rolled_back_resumes_exactly(pool: Pools, tmp_path: Path) -> None:
-    straight, broken = tmp_path / "straight", tmp_path / "broken"
-    pool(2).run(_run, str(straight), {6: NAN}, *SHORT, ROLLBACK)
-    pool(2).run(_run, str(broken), {6: NAN}, *SHORT, ROLLBACK, "--training.steps=8")
-    resumed = pool(2).run(_run, str(broken), {}, *SHORT, ROLLBACK)[0]
-    assert any("resume verified" in line and "the next batch is the one" in line for line in resumed["said"])
-    assert _same_checkpoint(straight / "checkpoint" / "step-12", broken / "checkpoint" / "step-12")
-    rows = [_losses(read_metrics(folder / "metrics.jsonl")) for folder in (straight, broken)]
-    assert rows[0] == rows[1]
-
-
 @pytest.mark.slow
 def test_rollbacks_end_with_their_budget(pool: Pools, tmp_path: Path) -> None:
     found = pool(2).run(
@@ -159,21 +137,6 @@ def test_without_a_checkpoint_there_is_nothing_to_go_back_to(pool: Pools, tmp_pa
     assert "nothing to go back to" in found["error"]
 
 
-@pytest.mark.soak
-def test_a_spike_is_found_alike_after_a_resume(pool: Pools, tmp_path: Path) -> None:
-    """The window is needed for it: six losses of which four are from before the resume."""
-    flags = [*SHORT, "--guard.policy=skip", "--checkpoint.interval=12"]
-    straight, broken = tmp_path / "straight", tmp_path / "broken"
-    found = pool(2).run(_run, str(straight), {9: 50.0}, *flags)[0]
-    pool(2).run(_run, str(broken), {}, *flags, "--training.steps=8")
-    resumed = pool(2).run(_run, str(broken), {9: 50.0}, *flags)[0]
-    (event,), (again,) = found["events"], resumed["events"]
-    assert event["kind"] == again["kind"] == "spike" and event["step"] == again["step"] == 9
-    assert event["message"] == again["message"]
-    assert _losses(found["rows"]) == _losses(resumed["rows"])
-    assert _same_checkpoint(straight / "checkpoint" / "step-12", broken / "checkpoint" / "step-12")
-
-
 @pytest.mark.slow
 def test_steps_left_out_too_late_are_told(pool: Pools, tmp_path: Path) -> None:
     pool(1).run(_run, str(tmp_path), {}, *SHORT, "--training.steps=4", "--data.skip_steps=2")
@@ -207,19 +170,8 @@ RUN = Run(TOKENS, LABELS, [3e-3])
 
 def _saves(world: DistEnv, folder: str, run: Run, mode: Any) -> list[str]:
     """Save with a NaN in a weight of the last rank, then in a moment of it, then with neither; what each save says."""
-    model, optimizer, rank = build_tiny(world, run)
-    mesh = run.mesh(world.size)
-    train_step(
-        model,
-        optimizer,
-        to_device(micro_batches(run, 0, rank, mesh.dp_degree), world.device),
-        step=1,
-        lr=3e-3,
-        max_norm=1.0,
-        guard=FiniteGuard(world.device),
-        factors=ReplicationFactors(mesh.pipeline),
-        pipeline=run_stages(model, run, world, cross_entropy_sum) if mesh.pipeline > 1 else None,
-    )
+    model, optimizer, take = stepper(world, run)
+    take(1, pipeline=run_stages(model, run, world, cross_entropy_sum))
     saver = Checkpointer(Checkpoint(enable_checkpoint=True, folder=folder, async_mode=mode), world, {})
     weight = list(model.parameters())[-1]
     moment = optimizer.state[weight]["exp_avg"]

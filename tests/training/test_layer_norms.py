@@ -11,11 +11,8 @@ import torch
 
 from tests.metrics.test_records import scalars
 from tests.pool import Pools
-from tests.steps import train_step
-from tests.training.harness import Run, batches, build_tiny, full, micro_batches
+from tests.training.harness import Run, batches, full, stepper
 from tests.training.test_run import _run
-from titanlite.data.loader import to_device
-from titanlite.guard import FiniteGuard
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.optim.gradients import layer_of
 from titanlite.parallel.dist_env import DistEnv
@@ -27,25 +24,15 @@ LAYERS = ["tok_embeddings", "layers.0", "layers.1", "norm", "output"]
 
 def _norms(world: DistEnv, run: Run) -> tuple[dict[str, float], dict[str, float], float]:
     """Norms by layer as the step tells them and as the full gradients have them, and the norm of all."""
-    model, optimizer, rank = build_tiny(world, run)
+    # A norm to clip to that is never reached: clipping happens in place.
+    model, optimizer, take = stepper(world, run, max_norm=1e9, layer_norms=True)
     gradients: dict[str, torch.Tensor] = {}
 
     def keep(*_: object) -> None:
         gradients.update({name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None})
 
     optimizer.register_step_pre_hook(keep)
-    data = to_device(micro_batches(run, 0, rank, world.size), world.device)
-    # A norm to clip to that is never reached: clipping happens in place.
-    result = train_step(
-        model,
-        optimizer,
-        data,
-        step=1,
-        lr=1e-3,
-        max_norm=1e9,
-        guard=FiniteGuard(world.device),
-        layer_norms=True,
-    )
+    result = take(1)
     assert result.layer_norms is not None
     squares = dict.fromkeys(LAYERS, 0.0)
     for name, gradient in gradients.items():

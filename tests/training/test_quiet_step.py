@@ -121,7 +121,7 @@ OWN = {
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param([], id="plain"),
+        pytest.param([], id="plain", marks=pytest.mark.slow),
         pytest.param(EVERYTHING, id="everything on"),
         pytest.param(SKIP, id="skip spikes", marks=pytest.mark.slow),
         pytest.param(ROLLBACK, id="roll back from spikes", marks=pytest.mark.slow),

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
-import os
+import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 
 from tests.checkpoint.test_manifest import sign
 from tests.pool import Pools
+from tests.processes import ROOT, TORCHRUN, python
 from tests.tiny import KEPT_TOKENS, TWO_LAYERS
 from tests.training.harness import alone
 from tests.words import listening
@@ -34,7 +34,6 @@ from titanlite.signals import StopRequested
 from titanlite.tools.drill_ranks import train
 from titanlite.trainer import Trainer
 
-ROOT = Path(__file__).resolve().parents[2]
 TINY = [
     *TWO_LAYERS,
     "--training.batch_size=1",
@@ -86,14 +85,22 @@ def _losses(rows: list[dict[str, Any]]) -> dict[int, tuple[float, float, float]]
 
 
 @pytest.fixture(scope="module")
-def straight(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """20 steps on 2 ranks without a break."""
-    folder = tmp_path_factory.mktemp("straight")
-    return pool(2).run(_run, str(folder), "--training.steps=20")[0]["rows"]
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("straight")
 
 
-def test_ten_resume_ten_equals_twenty_bit_for_bit(pool: Pools, straight: list[dict[str, Any]], tmp_path: Path) -> None:
-    pool(2).run(_run, str(tmp_path), "--training.steps=10")
+@pytest.fixture(scope="module")
+def straight(pool: Pools, folder: Path) -> list[dict[str, Any]]:
+    """20 steps on 2 ranks without a break, saved after the tenth."""
+    rows = pool(2).run(_run, str(folder), "--training.steps=20", "--checkpoint.interval=10")[0]["rows"]
+    shutil.rmtree(folder / "checkpoint" / "step-20")
+    return rows
+
+
+def test_ten_resume_ten_equals_twenty_bit_for_bit(
+    pool: Pools, straight: list[dict[str, Any]], folder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     resumed = pool(2).run(_run, str(tmp_path), "--training.steps=20")[0]["rows"]
     assert _losses(resumed) == _losses(straight)
     assert sorted(_losses(resumed)) == list(range(1, 21))
@@ -152,10 +159,10 @@ def test_masks_work_in_float8_with_compiled_blocks(pool: Pools, tmp_path: Path) 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_resume_on_other_ranks_goes_on_with_the_same_batches(
-    pool: Pools, straight: list[dict[str, Any]], tmp_path: Path, ranks: int
+    pool: Pools, straight: list[dict[str, Any]], folder: Path, tmp_path: Path, ranks: int
 ) -> None:
     """Another batch in any step would move that step's loss by far more than rounding."""
-    pool(2).run(_run, str(tmp_path), "--training.steps=10")
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     resumed = _losses(pool(ranks).run(_run, str(tmp_path), "--training.steps=20")[0]["rows"])
     for step, (loss, _, _) in _losses(straight).items():
         assert abs(resumed[step][0] - loss) < 5e-6, step
@@ -280,29 +287,19 @@ def test_earlier_metrics_are_kept_not_mixed(pool: Pools, tmp_path: Path) -> None
     assert read_metrics(tmp_path / "metrics-1.jsonl") == first
 
 
-def _python(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
-    return subprocess.run(
-        [sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
-    )
-
-
 def test_wrong_config_exits_2_before_torch_is_imported(tmp_path: Path) -> None:
     code = (
         "import sys; from titanlite import main\n"
         "main.exit_now = lambda code, _: sys.exit(code + 40 * ('torch' in sys.modules))\n"
         "main.main()"
     )
-    wrong = _python("-c", code, "--training.setps=3", "--optimizer.lr=fast")
+    wrong = python("-c", code, "--training.setps=3", "--optimizer.lr=fast")
     assert wrong.returncode == exit_codes.CONFIG
     assert "training.setps" in wrong.stderr and "training.steps" in wrong.stderr and "Traceback" not in wrong.stderr
     assert "optimizer.lr" in wrong.stderr, "all wrong keys are reported at once"
-    lost = _python("train.py", "--job.config_file=debug_model.toml", f"--training.dataset_path={tmp_path}/nothing")
+    lost = python("train.py", "--job.config_file=debug_model.toml", f"--training.dataset_path={tmp_path}/nothing")
     assert lost.returncode == exit_codes.CONFIG and f"{tmp_path}/nothing" in lost.stderr
     assert "Traceback" not in lost.stderr
-
-
-TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
 
 
 @pytest.mark.parametrize(
@@ -314,7 +311,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend
     ids=["titanlite", "torchrun"],
 )
 def test_two_ranks_train_and_write_what_they_say(command: list[str], tmp_path: Path) -> None:
-    done = _python(*command, *TINY, f"--job.dump_folder={tmp_path}", "--training.steps=4")
+    done = python(*command, *TINY, f"--job.dump_folder={tmp_path}", "--training.steps=4")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("step:  4") == done.stdout.count("config: ") == 1, "only rank 0 prints"
     assert "training done at step 4" in done.stdout
@@ -329,14 +326,7 @@ def test_custom_loop_trains(tmp_path: Path) -> None:
     source = ROOT / "examples" / "custom_loop.py"
     assert len(source.read_text().splitlines()) <= 40
     small = ["--training.steps=16", "--training.seq_len=64", "--training.batch_size=2", "--optimizer.lr=4e-3"]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", str(source), KEPT_TOKENS, *small],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = python(*TORCHRUN, source, KEPT_TOKENS, *small, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     losses = [float(line.split()[2]) for line in done.stdout.splitlines() if line.startswith("step ")]
     assert len(losses) == 16 and losses[-1] < losses[0] - 0.5

@@ -11,17 +11,13 @@ from typing import Any
 import pytest
 
 from tests.pool import Pools
-from tests.training.test_run import TINY
-from tests.words import listening
+from tests.training.test_run import TINY, _run
 from titanlite import start_report as report
-from titanlite.build import build
 from titanlite.config.run_sections import Metrics
 from titanlite.config.sections import ActivationCheckpoint, Float8, Model, Training
 from titanlite.fit import load_config
 from titanlite.models.spec import Size
-from titanlite.parallel.dist_env import DistEnv
 from titanlite.start_report import Setup, startup_report
-from titanlite.trainer import Trainer
 
 CPU, H100 = "CPU (some model)", "NVIDIA H100"
 
@@ -151,15 +147,9 @@ def test_activations_name_how_much_is_kept_and_where(keys: Any, recomputing: int
     assert "before 2 ranks share it" in away and re.search(r"; up to [\d.]+ KiB of that wait in host memory$", away)
 
 
-def _first_lines(world: DistEnv, folder: str) -> tuple[list[str], tuple[str, ...]]:
-    config = load_config("debug_model.toml", world.size, [*TINY, f"--job.dump_folder={folder}", "--training.steps=1"])
-    with listening() as said:
-        Trainer(build(config, world)).train()
-    return said, config.notes
-
-
 def test_a_run_reports_everything_once(pool: Pools, tmp_path: Path) -> None:
-    said, notes = pool(1).run(_first_lines, str(tmp_path))[0]
+    said = pool(1).run(_run, str(tmp_path), "--training.steps=1")[0]["said"]
+    notes = load_config("debug_model.toml", 1, [*TINY, f"--job.dump_folder={tmp_path}", "--training.steps=1"]).notes
     names = ["versions", "model", "parameters", "compute", "devices", "mesh", "activations", "data"]
     names += ["global batch", "tokens per step", "length", "schedule"]
     column = len("tokens per step") + 2

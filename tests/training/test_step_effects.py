@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.parallel.watch import GATHER, REDUCE, SUM, Wire
 from tests.pool import Pools
-from tests.steps import train_step
-from tests.training.harness import TINY, Run, batches, build_tiny, full_precision, micro_batches, train
+from tests.training.harness import TINY, Run, batches, build_tiny, full_precision, micro_batches, stepper, train
 from titanlite.config.sections import Training
-from titanlite.data.loader import to_device
-from titanlite.guard import FiniteGuard
 from titanlite.optim.gradients import square_norm
 from titanlite.parallel.dist_env import DistEnv
 
@@ -25,73 +21,31 @@ BF16, FP32, INT64 = torch.bfloat16, torch.float32, torch.int64
 UNITS = TINY.n_layers + 2  # embedding, blocks, norm with head
 
 
-class Collectives(TorchDispatchMode):
-    """Counts c10d operations by name and dtype of what is sent."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[tuple[str, torch.dtype]] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d" and "barrier" not in str(func):
-            name = str(func).split(".")[1]
-            sent = args[0] if name == "allreduce_" else args[1]
-            tensor = sent
-            while isinstance(tensor, (list, tuple)):
-                tensor = tensor[0]
-            self.seen[name, tensor.dtype] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def _count(world: DistEnv, run: Run) -> Counter[tuple[str, torch.dtype]]:
-    model, optimizer, rank = build_tiny(world, run)
-    guard = FiniteGuard(world.device)
-    data = to_device(micro_batches(run, 0, rank, world.size), world.device)
-
-    def take(step: int) -> None:
-        sync_every = run.training.gradient_sync == "every"
-        train_step(model, optimizer, data, step=step, lr=1e-3, max_norm=1.0, guard=guard, sync_every=sync_every)
-
+    """The collectives of a second step, by name and type of what is sent."""
+    _, _, take = stepper(world, run)
+    seen: Counter[tuple[str, torch.dtype]] = Counter()
     take(1)  # FSDP sets itself up
-    with Collectives() as counter:
+    with Wire(lambda sent: seen.update([(sent.name, sent.dtype)])):
         take(2)
-    return counter.seen
-
-
-@pytest.mark.parametrize(
-    ("reshard", "gathers"),
-    [
-        ("default", UNITS + UNITS - 2),  # all but the last block and the head are gathered again for backward
-        ("always", 2 * UNITS),
-        ("never", UNITS),
-    ],
-)
-def test_all_gathers_per_step_follow_the_reshard_policy(pool: Pools, reshard: str, gathers: int) -> None:
-    training = full_precision(reshard_after_forward=reshard)
-    for seen in pool(2).run(_count, Run(TOKENS, LABELS, [1e-3], training=training)):
-        assert seen == {
-            ("_allgather_base_", FP32): gathers,
-            ("_reduce_scatter_base_", FP32): UNITS,
-            ("allreduce_", INT64): 1,
-            ("allreduce_", FP32): 1,
-        }
+    return seen
 
 
 @pytest.mark.parametrize(("sync", "reductions"), [("last", UNITS), ("every", 4 * UNITS)])
 def test_accumulation_reduces_once_or_with_every_micro_batch(pool: Pools, sync: str, reductions: int) -> None:
     run = Run(TOKENS, LABELS, [1e-3], training=full_precision(gradient_sync=sync), accumulation=4)
     seen = pool(2).run(_count, run)[0]
-    assert seen["_reduce_scatter_base_", FP32] == reductions
-    assert seen["allreduce_", FP32] == seen["allreduce_", INT64] == 1
+    assert seen[REDUCE, FP32] == reductions
+    assert seen[SUM, FP32] == seen[SUM, INT64] == 1
 
 
 @pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
 def test_mixed_precision_gathers_and_reduces_in_its_dtypes(pool: Pools, reduce_dtype: str) -> None:
     training = Training(mixed_precision_reduce=reduce_dtype)  # type: ignore[arg-type]
     seen = pool(2).run(_count, Run(TOKENS, LABELS, [1e-3], training=training))[0]
-    assert seen["_allgather_base_", BF16] and not seen["_allgather_base_", FP32]
-    assert seen["_reduce_scatter_base_", getattr(torch, reduce_dtype)] == UNITS
-    assert sum(n for (name, _), n in seen.items() if name == "_reduce_scatter_base_") == UNITS
+    assert seen[GATHER, BF16] and not seen[GATHER, FP32]
+    assert seen[REDUCE, getattr(torch, reduce_dtype)] == UNITS
+    assert sum(n for (name, _), n in seen.items() if name == REDUCE) == UNITS
 
 
 def _compute_dtypes(world: DistEnv, run: Run) -> dict[str, torch.dtype]:

@@ -14,17 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.pool import Pools
-from tests.steps import train_step
+from tests.processes import ROOT, TORCHRUN, environment, python
 from tests.tiny import EIGHT_STEPS
-from tests.training.harness import Run, batches, build_tiny, full, micro_batches
 from tests.training.test_run import _outcome, _trainer
 from titanlite import exit_codes
 from titanlite.checkpoint import Checkpointer
-from titanlite.data.loader import to_device
-from titanlite.guard import FiniteGuard
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.lock import FILE as LOCK
@@ -33,7 +29,6 @@ from titanlite.signals import SIGNALS, StopRequested, StopSignal
 from titanlite.torchrun import code_after_signal
 from titanlite.trainer import Trainer
 
-ROOT = Path(__file__).resolve().parents[2]
 #: No save but for a signal, and at the end.
 TINY = [
     *EIGHT_STEPS,
@@ -173,26 +168,6 @@ def test_a_signal_in_the_very_last_step_lets_the_run_be_done(pool: Pools, tmp_pa
     assert read_entries(tmp_path)[-1]["state"] == "done"
 
 
-def _numbers(world: DistEnv, stop: bool) -> list[torch.Tensor]:
-    tokens, labels = batches(3, 4, 16, 192)
-    model, optimizer, rank = build_tiny(world, Run(tokens, labels, [1e-3] * 3))
-    guard = FiniteGuard(world.device)
-    figures = []
-    for step in (1, 2, 3):
-        data = to_device(micro_batches(Run(tokens, labels, []), step - 1, rank, world.size), world.device)
-        asked = stop and step == 2 and world.rank == 3
-        result = train_step(model, optimizer, data, step=step, lr=1e-3, max_norm=1.0, guard=guard, stop=asked)
-        figures += [result.loss, result.grad_norm]
-        assert guard.poll() is (stop and step == 2)
-    return [*figures, *(full(p) for p in model.parameters())]
-
-
-@pytest.mark.slow
-def test_a_stop_changes_no_number_and_one_of_four_ranks_is_enough(pool: Pools) -> None:
-    for stopped, without in zip(pool(4).run(_numbers, True), pool(4).run(_numbers, False), strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(stopped, without, strict=True))
-
-
 # StopSignal alone
 
 
@@ -250,15 +225,6 @@ def test_in_another_thread_nothing_is_installed_and_a_request_counts() -> None:
     assert found == [True, True, "the budget is used up", ["a"], True]
 
 
-def _python(*command: str, path: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run Python, in a session of its own, with modules of `path` before others."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{path}{os.pathsep}{ROOT}", **variables}
-    command = (sys.executable, *command)
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, start_new_session=True
-    )
-
-
 @pytest.mark.slow
 def test_a_process_that_hangs_on_its_way_out_ends_after_a_second_ctrl_c(tmp_path: Path) -> None:
     code = (
@@ -273,7 +239,7 @@ def test_a_process_that_hangs_on_its_way_out_ends_after_a_second_ctrl_c(tmp_path
         "    finally:\n"
         "        time.sleep(60)\n"
     )
-    done = _python("-c", code, TITANLITE_EXIT_CODES=f"{tmp_path}/codes")
+    done = python("-c", code, env={"TITANLITE_EXIT_CODES": f"{tmp_path}/codes"})
     assert done.returncode == exit_codes.INTERRUPTED and "SIGINT again" in done.stderr, done.stderr
     assert (tmp_path / "codes").read_text() == "0 130\n"
 
@@ -284,13 +250,13 @@ def test_children_started_under_the_shield_survive_what_is_sent_to_the_group() -
         "from titanlite.signals import StopSignal\n"
         "with StopSignal() as stop:\n"
         "    with stop.shield_children():\n"
-        "        child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(2); print(7, flush=True)'])\n"
-        "        time.sleep(0.5)\n"
+        "        child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1); print(7, flush=True)'])\n"
+        "        time.sleep(0.3)\n"
         "        os.killpg(os.getpgid(0), signal.SIGTERM)\n"
         "        code = child.wait()\n"
         "    print(code, stop.reason)\n"
     )
-    done = _python("-c", code)
+    done = python("-c", code, start_new_session=True)
     assert (done.returncode, done.stdout) == (0, "7\n0 SIGTERM\n"), done.stderr
 
 
@@ -313,7 +279,8 @@ def test_a_signal_while_torch_is_imported(tmp_path: Path, launched: bool, number
     run = "run_module('titanlite.torchrun'" if launched else "run_path('train.py'"
     start = f"import signal, runpy; signal.signal(2, signal.default_int_handler); runpy.{run}, run_name='__main__')"
     codes = tmp_path / "codes"
-    done = _python("-c", start, "--job.config_file=debug_model.toml", path=tmp_path, TITANLITE_EXIT_CODES=str(codes))
+    variables = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "TITANLITE_EXIT_CODES": str(codes)}
+    done = python("-c", start, "--job.config_file=debug_model.toml", env=variables, start_new_session=True)
     assert (done.returncode, done.stdout) == (exit_codes.PREEMPTED, ""), done.stderr
     assert done.stderr == f"stopped: {number.name} before the first step\n"
     assert codes.read_text() == "0 5\n"
@@ -337,22 +304,16 @@ def test_the_exit_code_after_a_signal_to_torchrun(told: str | None, code: int) -
 class Launch:
     """train.py by torchrun (or alone), what it prints, and its workers' exit codes."""
 
-    def __init__(self, folder: Path, *flags: str, ranks: int = 2, launcher: tuple[str, ...] = ()) -> None:
+    def __init__(self, folder: Path, *flags: str, ranks: int = 2) -> None:
         self.folder, self.codes = folder, folder.parent / f"{folder.name}.codes"
         command = [sys.executable]
         if ranks:
-            command += ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--rdzv_backend=c10d"]
-            command += ["--rdzv_endpoint=localhost:0", *launcher]
+            command += TORCHRUN
         self.process = subprocess.Popen(
             [*command, "train.py", "--job.config_file=debug_model.toml", *TINY, f"--job.dump_folder={folder}", *flags],
             cwd=ROOT,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": str(ROOT),
-                "TITANLITE_EXIT_CODES": str(self.codes),
-                "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300",  # torchrun's 30 seconds are few where a step compiles
-            },
+            # torchrun's 30 seconds are few where a step compiles.
+            env=environment(TITANLITE_EXIT_CODES=str(self.codes), TORCH_ELASTIC_SHUTDOWN_TIMEOUT="300"),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -414,79 +375,6 @@ def test_workers_of_a_killed_torchrun_save_and_stop_and_the_next_start_goes_on(t
     step = int(re.findall(r"stopped after step (\d+) by SIGTERM on every rank: the checkpoint", text)[0])
     again = Launch(tmp_path / "run", f"--training.steps={step + 1}", "--no-validation.enable")
     assert f"resumed from step {step}" in again.end() and again.process.returncode == 0
-
-
-@pytest.mark.soak
-def test_a_killed_run_leaves_a_lock_and_no_end_and_the_next_start_takes_over(tmp_path: Path) -> None:
-    launch = Launch(tmp_path / "run", *LONG, "--checkpoint.interval=5", ranks=0)
-    launch.until("step:  8")
-    refused = Launch(tmp_path / "run", *LONG, ranks=0)
-    text = refused.end()
-    assert refused.process.returncode == exit_codes.CHECKPOINT
-    assert f"process {launch.process.pid} on" in text and "step:" not in text
-    launch.process.kill()
-    launch.end()
-    again = Launch(tmp_path / "run", "--training.steps=12", "--optimizer.lr=0.5", "--no-validation.enable", ranks=0)
-    text = again.end()
-    assert again.process.returncode == 0, text
-    start = read_entries(tmp_path / "run")[1]
-    assert start["after"] == "killed" and start["step"] % 5 == 0
-    lost = start["lost"]
-    assert lost["attempt"] == 1 and 0 <= lost["steps"] <= 10 and lost["tokens"] == 64 * lost["steps"]
-    assert start["config_changes"]["optimizer.lr"] == "0.003 -> 0.5"
-    assert "config changed since attempt 1: optimizer.lr: 0.003 -> 0.5" in text
-
-
-@pytest.mark.soak
-def test_a_signal_before_the_first_step_ends_at_once_and_leaves_no_lock(tmp_path: Path) -> None:
-    launch = Launch(tmp_path / "run", *LONG, ranks=0)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "run" / LOCK).exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    sent = time.monotonic()
-    launch.process.send_signal(signal.SIGTERM)
-    text = launch.end()
-    assert time.monotonic() - sent < 10
-    assert launch.process.returncode == exit_codes.PREEMPTED, text
-    assert "stopped: SIGTERM before the first step" in text and "Traceback" not in text
-    assert not (tmp_path / "run").exists() or not (tmp_path / "run" / LOCK).exists()
-
-
-@pytest.mark.soak
-def test_a_second_ctrl_c_ends_at_once_and_the_older_checkpoint_is_intact(tmp_path: Path) -> None:
-    slow = tmp_path / "slow_save.py"
-    slow.write_text(
-        "import signal, time\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from titanlite import Checkpointer, main\n"
-        "save = Checkpointer.save\n"
-        "def slowly(self, step, *rest, **more):\n"
-        "    if step != 3: print('saving', flush=True); time.sleep(60)\n"
-        "    return save(self, step, *rest, **more)\n"
-        "Checkpointer.save = slowly\n"
-        "if __name__ == '__main__': main.main()\n"
-    )
-    flags = ["--job.config_file=debug_model.toml", *TINY, f"--job.dump_folder={tmp_path}/run", *LONG]
-    with subprocess.Popen(
-        [sys.executable, str(slow), *flags, "--checkpoint.interval=3"],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        while "saving" not in (line := process.stdout.readline()):
-            assert line
-        process.send_signal(signal.SIGINT)
-        time.sleep(1.5)
-        sent = time.monotonic()
-        process.send_signal(signal.SIGINT)
-        text, _ = process.communicate(timeout=60)
-    assert time.monotonic() - sent < 12 and process.returncode == exit_codes.INTERRUPTED, text
-    assert [p.name for p in (tmp_path / "run" / "checkpoint").glob("step-*")] == ["step-3"]
-    again = Launch(tmp_path / "run", "--training.steps=4", "--no-validation.enable", ranks=0)
-    assert "resumed from step 3" in again.end() and again.process.returncode == 0
 
 
 @pytest.mark.soak

@@ -1,0 +1,31 @@
+"""Other processes that run the titanlite of this tree."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+#: Words for Python that start a script on two ranks.
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """The environment of a process that runs this titanlite, on one thread."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
+
+
+def python(
+    *words: object, cwd: Path = ROOT, env: Mapping[str, str] | None = None, timeout: float = 300, **more: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with these words to its end. env: variables beside `environment`'s."""
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=cwd,
+        env=environment(**(env or {})),
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "timeout": timeout, **more},
+    )
