@@ -140,10 +140,11 @@ def train_titanlite(world: DistEnv, folder: Path, *flags: str) -> list[dict[str,
 
     folder: an empty one, the same on all ranks or not. flags: as on the command line, after `CONFIG`.
     """
-    from titanlite.build import build, read_datasets
+    from titanlite.build import build
     from titanlite.fit import load_config
     from titanlite.metrics.jsonl import FILE, read_metrics
     from titanlite.models.llama_hf import from_meta
+    from titanlite.run_text import read_datasets
     from titanlite.trainer import Trainer
 
     config, text = folder / f"config-{world.rank}.toml", folder / f"text-{world.rank}.json"

@@ -18,7 +18,6 @@ from titanlite._version import __version__ as __version__
 if TYPE_CHECKING:  # for type checkers; the same names as below
     from titanlite.build import TrainingComponents as TrainingComponents
     from titanlite.build import build as build
-    from titanlite.build import read_datasets as read_datasets
     from titanlite.callbacks import Callback as Callback
     from titanlite.checkpoint.manager import Checkpointer as Checkpointer
     from titanlite.derive import RunConfig as RunConfig
@@ -32,6 +31,7 @@ if TYPE_CHECKING:  # for type checkers; the same names as below
     from titanlite.parallel.float8 import apply_float8 as apply_float8
     from titanlite.parallel.fsdp import apply_fsdp as apply_fsdp
     from titanlite.parallel.tensor import apply_tp as apply_tp
+    from titanlite.run_text import read_datasets as read_datasets
     from titanlite.signals import StopSignal as StopSignal
     from titanlite.step import PlainRunner as PlainRunner
     from titanlite.step import StepResult as StepResult
@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # for type checkers; the same names as below
 
 #: Module → its public names.
 _PUBLIC = {
-    "build": ["TrainingComponents", "build", "read_datasets"],
+    "build": ["TrainingComponents", "build"],
     "callbacks": ["Callback"],
     "checkpoint.manager": ["Checkpointer"],
     "derive": ["RunConfig"],
@@ -55,6 +55,7 @@ _PUBLIC = {
     "parallel.float8": ["apply_float8"],
     "parallel.fsdp": ["apply_fsdp"],
     "parallel.tensor": ["apply_tp"],
+    "run_text": ["read_datasets"],
     "signals": ["StopSignal"],
     "step": ["PlainRunner", "StepResult", "TrainStep", "validate"],
     "trainer": ["Trainer"],

@@ -38,16 +38,16 @@ PRINT_SECONDS = 3.0
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Train as the command line says (None: that of the process), and end the process."""
-    run_rank(lambda: run(sys.argv[1:] if argv is None else argv))
+    run_rank(run, sys.argv[1:] if argv is None else argv)
 
 
-def run_rank(work: Callable[[], int]) -> NoReturn:
+def run_rank(work: Callable[..., int], *arguments: object) -> NoReturn:
     """Do the work of one rank, which returns its exit code, and end the process by that code."""
     exit_on_signals(*SIGNALS)
     stop_with_torchrun()
     last_error = ""
     try:
-        code = work()
+        code = work(*arguments)
     except (StopRequested, KeyboardInterrupt) as error:  # it came while the work was ending
         code = exit_codes.code_of(error)
     except Exception as error:
@@ -78,12 +78,13 @@ def run(argv: Sequence[str]) -> int:
     except (ConfigError, ParallelismError) as error:
         return print_error(str(error), error.exit_code)
 
-    from titanlite.build import build, check_model, read_datasets
+    from titanlite.build import build, check_model
     from titanlite.metrics.console import setup_console
     from titanlite.metrics.watchdog import HangWatchdog
     from titanlite.parallel.dist_env import DistEnv, connect_store, keep_freed_memory
     from titanlite.parallel.rendezvous import report_failure, share_from_rank_0, wait_for_rank_0
     from titanlite.preflight import check_machine
+    from titanlite.run_text import read_datasets
     from titanlite.runs.logs import FOLDER as LOGS
     from titanlite.runs.logs import rank_log
     from titanlite.trainer import Trainer, save_seed

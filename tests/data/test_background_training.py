@@ -82,7 +82,7 @@ def _stopped(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
         if trainer.step == 5:
             producer: Any = trainer.parts.loader
             deadline = time.monotonic() + 60
-            while not (stock := producer._producer.items.qsize()) and time.monotonic() < deadline:
+            while not (stock := len(producer._producer.items)) and time.monotonic() < deadline:
                 time.sleep(0.01)
             assert trainer.parts.checkpointer is not None
             seen.update(stock=stock, in_flight=trainer.parts.checkpointer.in_flight)

@@ -14,7 +14,7 @@ from titanlite.tools.cli import main, make_parser
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 ROWS = {
     row[1]: (row[2], row[3])
-    for row in re.finditer(r"^\| `titanlite ([a-z ]+)` \| (.*) \| (.*) \|$", (DOCS / "cli.md").read_text(), re.M)
+    for row in re.finditer(r"^\| `titanlite ([a-z -]+)` \| (.*) \| (.*) \|$", (DOCS / "cli.md").read_text(), re.M)
 }
 CODES = {value for name, value in vars(exit_codes).items() if name.isupper() and isinstance(value, int)}
 
@@ -67,6 +67,8 @@ def test_what_is_not_there_ends_with_a_documented_code(command: str, capsys: pyt
         "config schema": ["--no.key"],
         "config template": ["--no.key"],
         "checkpoint diff": ["/no", "/no"],
+        "data at-step": ["3", "/no.toml"],
+        "data prepare": ["/no.toml", "--out=/no"],
     }.get(command, ["/no.toml"])
     code = main([*command.split(), *words])
     of_checkpoints = command.startswith(("checkpoint", "evaluate"))

@@ -19,9 +19,9 @@ from titanlite.checkpoint.manifest import FILE, Manifest
 from titanlite.config.sections import Data, Training
 from titanlite.data.corpus import tokenize
 from titanlite.data.loader import TrainLoader
-from titanlite.data.packing import build_dataset
-from titanlite.data.rows import IGNORE
+from titanlite.data.rows import IGNORE, Stateless
 from titanlite.data.sources import BUNDLED, iter_records, list_files
+from titanlite.data.text import build_dataset
 from titanlite.data.token_rows import TokenRows
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.runs.lock import RunLock
@@ -177,7 +177,7 @@ def test_a_disk_that_is_too_small_is_named_first(
 # Looking
 
 
-class Numbered:
+class Numbered(Stateless):
     """Rows that are their numbers."""
 
     seq_len, total_sequences = 1, None

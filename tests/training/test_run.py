@@ -18,7 +18,7 @@ from tests.tiny import KEPT_TOKENS, TWO_LAYERS
 from tests.training.harness import alone
 from tests.words import listening
 from titanlite import exit_codes
-from titanlite.build import build, read_datasets
+from titanlite.build import build
 from titanlite.callbacks import Callback, Callbacks
 from titanlite.checkpoint import CheckpointError
 from titanlite.checkpoint.manifest import read_manifest
@@ -29,6 +29,7 @@ from titanlite.fit import fitted
 from titanlite.guard import BadStepError
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.parallel.dist_env import DistEnv
+from titanlite.run_text import read_datasets
 from titanlite.runs.record import read_attempts
 from titanlite.signals import StopRequested
 from titanlite.tools.drill_ranks import train

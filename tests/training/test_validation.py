@@ -12,7 +12,6 @@ import pytest
 from tests.data.conftest import make_corpus, write_texts
 from tests.pool import Pools
 from tests.training.test_run import _outcome, _run, _trainer
-from titanlite.build import read_held_out
 from titanlite.checkpoint.manifest import read_manifest, steps_in
 from titanlite.config.errors import ConfigError
 from titanlite.data.packing import PackedDataset
@@ -20,6 +19,7 @@ from titanlite.data.text import TextReader
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.fit import load_config
 from titanlite.parallel.dist_env import DistEnv
+from titanlite.run_text import read_held_out
 from titanlite.validation import HeldOutLoss, ValidationResult
 
 #: A full pass over each text.

@@ -316,7 +316,8 @@ class Validation(Section, frozen=True):
     seq_len: Count | None = None
     """Tokens per sequence. None: training.seq_len."""
     dataset: Name = "c4_validation"
-    """Text by name: the bundled held-out part, or a name, hub id or dotted path as for training.dataset."""
+    """Text by name: the bundled held-out part, or a name, hub id or dotted path as for training.dataset. c4, slimpajama
+    and wikitext stand for their validation split here."""
     dataset_path: Location | None = None
     """Text of your own to validate on, as for training.dataset_path."""
     sources: list[DataSource] = []

@@ -20,15 +20,17 @@ class HubText(NamedTuple):
     subset: str | None = None
     split: str = "train"
     text_key: str = "text"
+    #: Split for validation; None: there is none, and the same one is read.
+    held_out: str | None = None
 
 
 REGISTERED = {
-    "c4": HubText("allenai/c4", "en"),
+    "c4": HubText("allenai/c4", "en", held_out="validation"),
     "fineweb": HubText("HuggingFaceFW/fineweb", "default"),
     "fineweb-edu": HubText("HuggingFaceFW/fineweb-edu", "default"),
     "dclm": HubText("mlfoundations/dclm-baseline-1.0-parquet"),
-    "slimpajama": HubText("cerebras/SlimPajama-627B"),
-    "wikitext": HubText("Salesforce/wikitext", "wikitext-103-raw-v1"),
+    "slimpajama": HubText("cerebras/SlimPajama-627B", held_out="validation"),
+    "wikitext": HubText("Salesforce/wikitext", "wikitext-103-raw-v1", held_out="validation"),
 }
 
 

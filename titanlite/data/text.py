@@ -174,7 +174,8 @@ class TextReader:
         kind: Format = "auto" if source.format == "tokens" else source.format
         revision, names = "", list[str]()
         if text is not None:
-            names, revision, found = hub_files(text, source.subset, source.split, f"{key}.dataset")
+            split = source.split or (text.held_out if key.startswith("validation") else None)
+            names, revision, found = hub_files(text, source.subset, split, f"{key}.dataset")
             kind = found if kind == "auto" else kind
         elif source.path is not None and is_url(source.path):
             names = url_files(source.path, f"{key}.dataset_path")

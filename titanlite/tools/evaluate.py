@@ -63,7 +63,7 @@ def _run(arguments: argparse.Namespace, flags: Sequence[str], _style: object) ->
 
     ranks, file = arguments.nproc_per_node, arguments.file
     if ranks is None:
-        main.run_rank(lambda: _evaluate_rank(arguments.checkpoint, file, flags, arguments.json))
+        main.run_rank(_evaluate_rank, arguments.checkpoint, file, flags, arguments.json)
     check_ranks(ranks)
     folder = checkpoint_of(arguments.checkpoint)  # all ranks load the same one, whatever a run saves meanwhile
     config_of(folder, read_manifest(folder), file, flags, ranks)
@@ -127,8 +127,9 @@ def read_texts(run: RunConfig, folder: AnyPath, manifest: Manifest) -> tuple[Tok
 
     Raises DataError and ConfigError as training does, CheckpointError if the weights are of another model or tokenizer.
     """
-    from titanlite.build import check_model, read_held_out, weights_fingerprints
+    from titanlite.build import check_model, weights_fingerprints
     from titanlite.data.tokenizer import load_tokenizer
+    from titanlite.run_text import read_held_out
 
     tokenizer = load_tokenizer(run.model.tokenizer_path, run.model.name)
     check_model(run, tokenizer.vocab_size)

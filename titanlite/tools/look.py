@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from titanlite.build import read_held_out, read_training_text
 from titanlite.checkpoint.manifest import CheckpointError, parse_manifest, root_of, step_folder, step_of, steps_in
 from titanlite.checkpoint.paths import to_path
 from titanlite.config.errors import ConfigError
@@ -27,6 +26,7 @@ from titanlite.data.token_rows import TokenRows
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.derive import RunConfig
 from titanlite.fit import check_config, fitted
+from titanlite.run_text import read_held_out, read_training_text
 from titanlite.runs.record import read_attempts
 from titanlite.tools.cli import no_flags
 from titanlite.tools.config import side, world_size_of
