@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,3 +84,29 @@ def test_a_folder_and_a_pattern_list_files(server: HubServer) -> None:
     folder = f"{server.url}/files/"
     assert url_files(folder, "key") == [folder + "a.jsonl.gz", folder + "b.jsonl"]
     assert url_files(folder + "*.gz", "key") == [folder + "a.jsonl.gz"]
+
+
+class _Cut(io.RawIOBase):
+    """A file that gives a few bytes at a time, and fails after so many of them."""
+
+    def __init__(self, content: bytes, limit: int) -> None:
+        self._content, self._limit, self._at = content, limit, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if self._at >= self._limit:
+            raise OSError("the connection is gone")
+        piece = self._content[self._at : self._at + min(40, len(buffer))]
+        buffer[: len(piece)] = piece
+        self._at += len(piece)
+        return len(piece)
+
+
+def test_a_file_that_fails_in_the_middle_goes_on_at_its_next_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = "".join(json.dumps({"text": f"document {n}"}) + "\n" for n in range(20)).encode()
+    limits = iter([100, 300, 10**6])
+    monkeypatch.setattr("titanlite.data.shards.open_file", lambda _: _Cut(content, next(limits)))
+    shards = Shards(("http://host/a.jsonl",), Columns(), patience=60.0)
+    assert [record.text for record in shards.records(0, 0)] == [f"document {n}" for n in range(20)]

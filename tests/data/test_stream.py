@@ -104,6 +104,7 @@ def test_a_resume_at_every_step_and_on_other_ranks_is_exact(names, before, after
                 loader.next_step()
         states = json.loads(json.dumps([loader.state_dict() for loader in loaders]))
         state = {**states[0], "rows": loaders[0].dataset.merge_states([state["rows"] for state in states])}
+        assert len(state["rows"]["cursors"]) == (4 if stop else 0)  # each lane has a place, whichever rank read it
         resumed = [TrainLoader(make(names, lanes=None), size, 1, rank, after) for rank in range(after)]
         for loader in resumed:
             loader.load_state_dict(state)
