@@ -143,4 +143,11 @@ def skip_to(data: dict[str, Any], bad: Fetched) -> dict[str, Any]:
     """Return the loader state `data`, moved behind the step `bad`; the text between the two is skipped."""
     between = data["next_sequence"], bad.after["next_sequence"]
     skipped = merged([*data.get("left_out", ()), between])
-    return {**data, "next_sequence": bad.after["next_sequence"], "left_out": [list(stretch) for stretch in skipped]}
+    left_out = [list(stretch) for stretch in skipped]
+    # Other shares of a mixture hold from the checkpoint on: the stretch that is skipped was served by them.
+    return {
+        **data,
+        "next_sequence": bad.after["next_sequence"],
+        "left_out": left_out,
+        "saved_at": data["next_sequence"],
+    }

@@ -17,6 +17,7 @@ from titanlite.checkpoint.load import LEFT_OUT
 from titanlite.checkpoint.manifest import steps_in
 from titanlite.checkpoint.storage import gather
 from titanlite.data.loader import Batch, gather_state, to_device
+from titanlite.data.mixture import MixedRows
 from titanlite.guard import BadStepError, NonFiniteError, WeightsError, find_nonfinite
 from titanlite.signals import StopRequested, StopSignal
 from titanlite.utils import human_time, logger
@@ -132,7 +133,7 @@ class Trainer:
         parts.train_step.guard.load_state_dict(loaded.train.get("guard", {}))
         if "dataloader" not in loaded.left_out:
             parts.loader.load_state_dict(loaded.train["data"])
-        if parts.loader.steps_left is not None:
+        if parts.loader.steps_left is not None and not isinstance(parts.datasets.train, MixedRows):
             # Earlier steps may have been of another size: a run in epochs ends where the text does.
             steps = self.step + parts.loader.steps_left
             parts.learning_rate.change_length(self.steps, steps)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from titanlite.data import EndOfData
+from titanlite.data import DataError, EndOfData
 from titanlite.data.loader import TrainLoader
 from titanlite.data.mixture import MixedRows
 from titanlite.data.rows import Row, Stateless
@@ -117,3 +117,13 @@ def test_a_run_goes_on_with_other_shares_and_a_new_source_and_repeats_nothing() 
     again = mix({"b": 1, "n": 3, "a": 1})
     again.load_state_dict(json.loads(json.dumps(after.state_dict())), 120)  # the shares stay: so does the history
     assert located(again, 150) == [(n, i) for n, i in found]
+
+
+def test_a_source_that_was_served_stays_and_a_lowered_limit_ends_it() -> None:
+    before = mix({"a": 1, "b": 1}, {"a": 300, "b": 400})
+    state = json.loads(json.dumps(before.merge_states([before.state_dict()])))
+    with pytest.raises(DataError, match="mixture has b; keep it"):
+        mix({"a": 1, "c": 1}).load_state_dict(state, 100)
+    less = mix({"a": 1, "b": 1}, {"a": 100, "b": 400})
+    less.load_state_dict(state, 400)  # 200 of each are served
+    assert {name for name, _ in located(less, 600, 400)} == {"b"} and less.total_sequences == 600

@@ -134,7 +134,7 @@ def test_a_resume_reads_no_shard_that_is_done(names, monkeypatch) -> None:
     resumed = make(names, lanes=1)
     resumed.load_state_dict(state)
     resumed.sequence(45)
-    assert state["cursors"][0][3] > 0 and read[0][1] == state["cursors"][0][4]
+    assert state["cursors"][0][3] > 0 and state["cursors"][0][4] in [row for _, row in read]
 
 
 def test_masked_documents_have_numbers_and_no_target_across_borders(names) -> None:

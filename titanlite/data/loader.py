@@ -150,7 +150,7 @@ class TrainLoader:
         position = state.get("next_sequence")
         if not isinstance(position, int) or position < 0:
             raise DataError(f"the data position in the checkpoint is not valid: next_sequence = {position!r}")
-        self.dataset.load_state_dict(state.get("rows", {}), position)
+        self.dataset.load_state_dict(state.get("rows", {}), state.get("saved_at", position))
         self._position = self._loaded = position
         self._skipped_before = skip_ranges.merged(state.get("left_out", ()))
 

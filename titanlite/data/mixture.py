@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from titanlite.data import EndOfData
+from titanlite.data import DataError, EndOfData
 from titanlite.data.packing import epoch_order
 from titanlite.data.rows import Row, Rows
 
@@ -67,9 +67,10 @@ class MixedRows:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that decide sequence i, besides the shares: those may change, and are in the state."""
-        settings = self.rows[0].settings
+        settings = {name: value for rows in reversed(self.rows) for name, value in rows.settings.items()}
         order = {"seq_len": self.seq_len, "seed": self.seed, "shuffle": settings["shuffle"], "sources": self.names}
-        return {**order, **{name: settings[name] for name in ("mask_documents", "packing") if name in settings}}
+        kept = ("mask_documents", "packing", "buffer")
+        return {**order, **{name: settings[name] for name in kept if name in settings}}
 
     @property
     def total_sequences(self) -> int | None:
@@ -145,6 +146,11 @@ class MixedRows:
         for name, row in zip(self.names, self.rows, strict=True):
             row.load_state_dict(state.get("sources", {}).get(name, {}))
         if state:
+            if gone := [name for name in state["names"] if name not in self.names]:
+                raise DataError(
+                    f"data.source: the checkpoint's mixture has {', '.join(gone)}; keep it, and give it no share from "
+                    "here on by a [[data.phase]] that does not name it"
+                )
             column = {name: number for number, name in enumerate(state["names"])}
             old = [column.get(name) for name in self.names]
             self._segments = [
@@ -218,8 +224,11 @@ class MixedRows:
         # [slots, sources]: sequences of a source that a slot can serve.
         room = -(-(most[None, :] - np.arange(self.slots)[:, None]) // self.slots)
 
+        # Those without a share may be over a limit that was lowered.
+        active = np.array(segment.weights) > 0
+
         def fits(turns: int) -> bool:
-            return bool((self._given(segment, turns) <= room).all())
+            return bool((self._given(segment, turns) <= room)[:, active].all())
 
         low, high = 0, 1
         while fits(high):

@@ -25,6 +25,8 @@ THREAD = "titanlite-prefetch"
 
 #: Seconds that `close` waits for a thread to finish its item.
 _PATIENCE = 10.0
+#: The same before another state is loaded: a source that fails for a while, or a file that is read again, takes longer.
+_LONG_PATIENCE = 300.0
 
 _T = TypeVar("_T")
 
@@ -108,9 +110,10 @@ class _Producer(Generic[_T]):
         """The error after which nothing comes any more."""
         return self.items[-1][1] if self.items else None
 
-    def stop(self) -> bool:
-        """End the thread; return False if it does not end because `make` does not return."""
+    def stop(self, patience: float = _PATIENCE) -> bool:
+        """End the thread; return False if it does not end in `patience` seconds because `make` does not return."""
         self._finalizer()
+        self._thread.join(max(patience - _PATIENCE, 0.0))
         return not self._thread.is_alive()
 
 
@@ -184,20 +187,20 @@ class Prefetcher:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state` and drop prepared steps. Raises the errors of `loader.load_state_dict`."""
-        self.close()
+        self.close(_LONG_PATIENCE)
         if self._producer is not None:
             raise RuntimeError("the loader is still busy with a step: it cannot be set to another state")
         self.loader.load_state_dict(state)
 
-    def close(self) -> None:
+    def close(self, patience: float = _PATIENCE) -> None:
         """End the thread and set the loader to the last step handed out.
 
         A loader that does not return from a step within seconds is left alone, with a warning.
         """
         if self._producer is None:
             return
-        if not self._producer.stop():
-            logger.warning(f"the loader has not returned from a step for {_PATIENCE:.0f} s: its thread is left behind")
+        if not self._producer.stop(patience):
+            logger.warning(f"the loader has not returned from a step for {patience:.0f} s: its thread is left behind")
             return
         assert self._last is not None
         self.loader.load_state_dict(self._last[0])

@@ -43,9 +43,10 @@ class Shards:
     key: str = "training.dataset_path"
 
     def fingerprint(self, description: str) -> str:
-        """Return a hash of the files' names without folder and revision, the columns, and `description`."""
+        """Return a hash of the files' names without folder, revision and signature, the columns, and `description`."""
         names = [
-            name.replace(f"@{self.revision}", "") if self.revision else os.path.basename(name) for name in self.names
+            name.replace(f"@{self.revision}", "") if self.revision else os.path.basename(_public(name))
+            for name in self.names
         ]
         return hashlib.sha256(
             json.dumps([names, list(self.columns.wanted), self.kind, description]).encode()
@@ -70,26 +71,24 @@ class Shards:
         while True:
             try:
                 with open_file(name) as file:
-                    for record in iter_rows(file, name, self.kind, self.columns, row):
+                    for record in iter_rows(file, _public(name), self.kind, self.columns, row):
                         yield record
                         row, waits = record.number, 0
                 return
             except Exception as error:
                 if isinstance(error, DataError):
                     raise
-                reason = _reason(error)
+                reason, failed = _reason(error), f"{_public(name)} cannot be read after record {row}"
                 if not remote or _is_final(reason):
-                    raise DataError(f"{name} cannot be read after record {row}: {_words(reason)}") from error
+                    raise DataError(f"{failed}: {_words(reason)}") from error
                 failing = time.monotonic() if waits == 0 else failing
                 waits += 1
                 wait = _wait(reason, waits)
                 tried = time.monotonic() - failing
                 if tried + wait > self.patience:
                     tries = f"{counted(waits, 'tries')} in {human_time(tried)} (data.retry_seconds)"
-                    raise DataError(f"{name} cannot be read after record {row}, {tries}: {_words(reason)}") from error
-                logger.warning(
-                    f"{name} cannot be read after record {row} ({_words(reason)}): try {waits + 1} in {wait:.0f} s"
-                )
+                    raise DataError(f"{failed}, {tries}: {_words(reason)}") from error
+                logger.warning(f"{failed} ({_words(reason)}): try {waits + 1} in {wait:.0f} s")
                 time.sleep(wait)
 
 
@@ -97,6 +96,11 @@ def _reason(error: Exception) -> BaseException:
     """Return the real error of an HTTP server: fsspec makes "no such file" of each one while it opens a file."""
     cause = error.__cause__
     return cause if cause is not None and type(cause).__module__.startswith("aiohttp") else error
+
+
+def _public(name: str) -> str:
+    """Return a name without the query of a URL, which may hold a signature."""
+    return name.partition("?")[0] if "://" in name else name
 
 
 def _wait(error: BaseException, tries: int) -> float:

@@ -192,11 +192,11 @@ class StreamRows:
                 while lane.count <= count:  # ranks that share a lane leave windows out
                     window = lane.next_window()
                     self._kept[index + (lane.count - 1 - count) * self.lanes] = window
+                    while len(self._kept) * (self.seq_len + 1) * 13 > _KEPT_BYTES and len(self._kept) > 1:
+                        self._kept.popitem(last=False)
             except BaseException:
                 self._shut(number)
                 raise
-            while len(self._kept) * (self.seq_len + 1) * 13 > _KEPT_BYTES and len(self._kept) > 1:
-                self._kept.popitem(last=False)
             return window
 
     def _shut(self, number: int) -> None:
@@ -235,7 +235,10 @@ class StreamRows:
                 row = 0
             if not seen:
                 files = ", ".join(self.shards.names[number] for number, _, _ in own[:3])
-                raise DataError(f"no records in {files}: a lane of the stream is empty; set data.lanes lower")
+                raise DataError(
+                    f"no records in {files}: a lane of the stream is empty; set data.lanes lower, "
+                    "or data.streaming = false"
+                )
             epoch, shard, seen = epoch + 1, 0, False
 
     def _own(self, lane: int, epoch: int) -> list[tuple[int, int, int]]:
@@ -287,7 +290,7 @@ class _Lane:
     def __init__(self, rows: StreamRows, number: int, count: int, place: Place) -> None:
         self.rows, self.count = rows, count
         #: Counts and places before the latest windows, to go back to.
-        self.passed: deque[tuple[int, Place]] = deque(maxlen=256)
+        self.passed: deque[tuple[int, Place]] = deque(maxlen=1 << 14)
         self._chunks = rows.documents(number, place)
         self._next = rows.ahead(self._read)
         #: Documents that are not served to the end. Of the first, `_served` tokens are.

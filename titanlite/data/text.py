@@ -87,6 +87,7 @@ class TextReader:
             rows = self.open(source, key, training.seq_len, source.epochs, seed=seed, lanes=lanes)
             if isinstance(rows, StreamRows):
                 lanes = rows.lanes  # the same for all streams of the mixture
+                rows.given_lanes = data.lanes
             opened[name] = rows
         slots = lanes if any(isinstance(rows, StreamRows) for rows in opened.values()) else 1
         weights = {name: source.weight for name, source in zip(names, data.source, strict=True)}
@@ -183,7 +184,9 @@ class TextReader:
             names = [str(file) for file in source_files(name, source.path, key)]
         if text is not None or is_url(names[0]):
             at = f" at revision {revision}" if revision else ""
-            logger.info(f"{name or source.path}: {counted(len(names), 'files')}{at}, the first is {names[0]}")
+            logger.info(
+                f"{name or source.path}: {counted(len(names), 'files')}{at}, the first is {names[0].partition('?')[0]}"
+            )
         return Shards(tuple(names), columns, kind, revision, self.patience, f"{key}.dataset_path")
 
     def _is_stream(self, shards: Shards, source: DataSource) -> bool:
@@ -191,7 +194,10 @@ class TextReader:
             return self.data.streaming and not (source.path is None and hub_text(source.name or "") is None)
         if is_url(shards.names[0]):
             return True
-        size = sum(Path(name).stat().st_size for name in shards.names)
+        try:
+            size = sum(Path(name).stat().st_size for name in shards.names)
+        except OSError as error:
+            raise DataError(f"{shards.key}: {error.filename} cannot be read here: {error.strerror}") from error
         if size > _STREAMED_BYTES:
             logger.info(f"{human_bytes(size)} of text are read while training (data.streaming)")
         return size > _STREAMED_BYTES

@@ -89,9 +89,10 @@ class TokenRows(Stateless):
         if not self.shuffle:
             return index
         block, place = divmod(index, self.sequences_per_epoch)
-        if self._order[0] != block:
-            self._order = block, Permutation(self.sequences_per_epoch, epoch_key(self.seed, block))
-        return block * self.sequences_per_epoch + self._order[1](place)
+        order = self._order  # another thread may replace it meanwhile
+        if order[0] != block:
+            order = self._order = block, Permutation(self.sequences_per_epoch, epoch_key(self.seed, block))
+        return block * self.sequences_per_epoch + order[1](place)
 
     def _ranges(self, index: int) -> list[tuple[int, int]]:
         """Return the parts of the corpus that make sequence `index`, with the target of its last token."""

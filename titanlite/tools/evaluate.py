@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 #: Takes from a config what only training needs, so that it may be missing here, or not fit these ranks.
 _NO_TRAINING = (
+    "--data.phase=[]",
     *("--training.dataset=c4_test", "--training.dataset_path=none", "--data.source=[]", "--data.skip_steps=[]"),
     *("--training.global_batch_size=-1", "--optimizer.name=AdamW", "--job.callbacks=[]"),
     *("--metrics.enable_wandb=false", "--validation.enable"),

@@ -120,9 +120,12 @@ def sequences_of(run: Run, step: int) -> list[int]:
     size = run.config.batch.global_batch_size
     skip = ranges_of_steps(run.config.data.skip_steps, size)
     before = max((state for state in run.states if state.step < step), default=State(0, 0, (), size))
-    if before.rows:  # a stream need not begin at its start, and shares of a mixture may have changed
-        run.rows.load_state_dict(dict(before.rows), before.position)
     after = min((state for state in run.states if state.step >= step), default=None)
+    # A stream need not begin at its start, and shares of a mixture may have changed. Lanes stay those of the start.
+    known = after.rows if after else {}
+    rows = before.rows or {name: known[name] for name in ("lanes", "revision") if name in known}
+    if rows:
+        run.rows.load_state_dict(dict(rows), before.position)
     if after is not None:
         size, skip = after.global_batch, after.skipped
         if skip_ranges.advance(before.position, (after.step - before.step) * size, skip) != after.position:
