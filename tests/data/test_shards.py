@@ -17,6 +17,7 @@ from tests.data.hub_server import HubServer
 from titanlite.data import DataError
 from titanlite.data.formats import Columns
 from titanlite.data.shards import Shards, url_files
+from titanlite.tools.cli import main
 
 pytest.importorskip("aiohttp")
 TEXTS = [f"text {i} " + "abcdefgh" * (i % 50) for i in range(400)]
@@ -110,3 +111,19 @@ def test_a_file_that_fails_in_the_middle_goes_on_at_its_next_record(monkeypatch:
     monkeypatch.setattr("titanlite.data.shards.open_file", lambda _: _Cut(content, next(limits)))
     shards = Shards(("http://host/a.jsonl",), Columns(), patience=60.0)
     assert [record.text for record in shards.records(0, 0)] == [f"document {n}" for n in range(20)]
+
+
+def test_fetched_files_are_whole_and_a_part_is_continued(server: HubServer, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "out"
+    whole = (tmp_path / "files/b.jsonl").read_bytes()
+    out.mkdir()
+    (out / "b.jsonl.partial").write_bytes(whole[:1000])
+    server.fail("*a.jsonl.gz", status=503, times=2)
+    command = ["data", "fetch", f"{server.url}/files/", "--out", str(out)]
+    assert main(command) == 0 and "2 files in" in capsys.readouterr().out
+    assert sorted(path.name for path in out.iterdir()) == ["a.jsonl.gz", "b.jsonl"]
+    assert (out / "b.jsonl").read_bytes() == whole
+    assert (out / "a.jsonl.gz").read_bytes() == (tmp_path / "files/a.jsonl.gz").read_bytes()
+    served = len(server.of("*.jsonl*"))
+    assert main([*command, "--files", "1"]) == 0 and len(server.of("*.jsonl*")) == served
+    assert main([*command, "--files", "2"]) == 2 and "0 to 1" in capsys.readouterr().err

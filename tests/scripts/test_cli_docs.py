@@ -68,6 +68,7 @@ def test_what_is_not_there_ends_with_a_documented_code(command: str, capsys: pyt
         "config template": ["--no.key"],
         "checkpoint diff": ["/no", "/no"],
         "data at-step": ["3", "/no.toml"],
+        "data fetch": ["/no.toml", "--out=/no"],
         "data prepare": ["/no.toml", "--out=/no"],
     }.get(command, ["/no.toml"])
     code = main([*command.split(), *words])

@@ -45,7 +45,7 @@ class Shards:
     def fingerprint(self, description: str) -> str:
         """Return a hash of the files' names without folder, revision and signature, the columns, and `description`."""
         names = [
-            name.replace(f"@{self.revision}", "") if self.revision else os.path.basename(_public(name))
+            name.replace(f"@{self.revision}", "") if self.revision else os.path.basename(public_name(name))
             for name in self.names
         ]
         return hashlib.sha256(
@@ -71,23 +71,22 @@ class Shards:
         while True:
             try:
                 with open_file(name) as file:
-                    for record in iter_rows(file, _public(name), self.kind, self.columns, row):
+                    for record in iter_rows(file, public_name(name), self.kind, self.columns, row):
                         yield record
                         row, waits = record.number, 0
                 return
             except Exception as error:
                 if isinstance(error, DataError):
                     raise
-                reason, failed = _reason(error), f"{_public(name)} cannot be read after record {row}"
-                if not remote or _is_final(reason):
-                    raise DataError(f"{failed}: {_words(reason)}") from error
+                reason, failed = _reason(error), f"{public_name(name)} cannot be read after record {row}"
                 failing = time.monotonic() if waits == 0 else failing
                 waits += 1
-                wait = _wait(reason, waits)
                 tried = time.monotonic() - failing
-                if tried + wait > self.patience:
-                    tries = f"{counted(waits, 'tries')} in {human_time(tried)} (data.retry_seconds)"
-                    raise DataError(f"{failed}, {tries}: {_words(reason)}") from error
+                wait = retry_wait(error, waits, self.patience - tried) if remote else None
+                if wait is None:
+                    if remote and not _is_final(reason):
+                        failed += f", {counted(waits, 'tries')} in {human_time(tried)} (data.retry_seconds)"
+                    raise DataError(f"{failed}: {_words(reason)}") from error
                 logger.warning(f"{failed} ({_words(reason)}): try {waits + 1} in {wait:.0f} s")
                 time.sleep(wait)
 
@@ -98,18 +97,25 @@ def _reason(error: Exception) -> BaseException:
     return cause if cause is not None and type(cause).__module__.startswith("aiohttp") else error
 
 
-def _public(name: str) -> str:
+def public_name(name: str) -> str:
     """Return a name without the query of a URL, which may hold a signature."""
     return name.partition("?")[0] if "://" in name else name
 
 
-def _wait(error: BaseException, tries: int) -> float:
-    """Return the seconds to wait: those that the server asks for, else twice as many each time, with jitter."""
-    headers = getattr(getattr(error, "response", None), "headers", None) or getattr(error, "headers", None) or {}
+def retry_wait(error: Exception, tries: int, left: float) -> float | None:
+    """Return the seconds to wait before another try; None if it cannot help, or `left` seconds are too few.
+
+    They are those that the server asks for, else twice as many each time, with jitter.
+    """
+    reason = _reason(error)
+    if _is_final(reason):
+        return None
+    headers = getattr(getattr(reason, "response", None), "headers", None) or getattr(reason, "headers", None) or {}
     asked = str(headers.get("Retry-After", ""))
+    wait = min(_FIRST_WAIT * 2 ** (tries - 1), _LONGEST_WAIT) * random.uniform(0.5, 1.0)
     if asked.isdigit():
-        return float(asked) + random.random()
-    return min(_FIRST_WAIT * 2 ** (tries - 1), _LONGEST_WAIT) * random.uniform(0.5, 1.0)
+        wait = float(asked) + random.random()
+    return wait if wait <= left else None
 
 
 def _is_final(error: BaseException) -> bool:
@@ -119,7 +125,8 @@ def _is_final(error: BaseException) -> bool:
 
 
 def _words(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return re.sub(r"(://[^\s?]+)\?[^\s'\"]+", r"\1?…", text)[:300]  # the query may hold a signature
 
 
 def open_file(name: str) -> Any:

@@ -28,6 +28,14 @@ def add_commands(commands: Commands) -> None:
         parser.set_defaults(run=run)
         return parser
 
+    there = "Files that are there stay; after a crash the same command continues. HF_TOKEN opens private data sets."
+    fetch = add("fetch", _fetch, "copy files of a data set of the hub, or files behind a URL", there)
+    fetch.add_argument("source", metavar="SOURCE", help="registered name (c4), id of the hub (owner/name) or URL")
+    fetch.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="where the files go")
+    fetch.add_argument("--files", metavar="N-M,…", help="numbers of the files, from 0 (default: all)")
+    fetch.add_argument("--subset", metavar="NAME", help="part of the data set (default: the usual one)")
+    fetch.add_argument("--split", metavar="NAME", help="split of the data set (default: train)")
+
     again = "After a crash the same command goes on where it was, and the result is the same."
     prepare = add("prepare", _prepare, "tokenize text once, into a folder that training maps into memory", again)
     prepare.add_argument("source", metavar="SOURCE", help="file, folder, pattern or name of text")
@@ -62,6 +70,17 @@ def add_commands(commands: Commands) -> None:
     figures.add_argument("file", nargs="?", metavar="CONFIG", help=_CONFIG)
     figures.add_argument("--json", action="store_true", help="print JSON")
     figures.add_argument("--world-size", type=int, metavar="N", help=ranks)
+
+
+def _fetch(arguments: argparse.Namespace, flags: list[str], _: Style) -> str | tuple[str, int]:
+    from titanlite.tools.fetch import fetch
+
+    no_flags(flags)
+    try:
+        return fetch(arguments.source, arguments.out, arguments.files, arguments.subset, arguments.split)
+    except KeyboardInterrupt:
+        print("stopped: the same command goes on", file=sys.stderr)
+        return "", exit_codes.INTERRUPTED
 
 
 def _prepare(arguments: argparse.Namespace, flags: list[str], _: Style) -> str | tuple[str, int]:

@@ -1,0 +1,87 @@
+"""`titanlite data fetch`: copy files of a data set of the hub, or files behind a URL, into a folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from titanlite.config.text_names import hub_text
+from titanlite.config.urls import is_url
+from titanlite.data import DataError
+from titanlite.data.shards import hub_files, open_file, public_name, retry_wait, url_files
+from titanlite.utils import counted, human_bytes, human_time
+
+_PIECE = 8 << 20
+#: Seconds for a source to come back.
+PATIENCE = 300.0
+
+
+def fetch(source: str, out: Path, numbers: str | None, subset: str | None = None, split: str | None = None) -> str:
+    """Copy the files of `source`, a name or id of the hub or a URL, into the folder `out`; return a summary.
+
+    numbers: which of them, as "0-3,7"; None: all. Files that are there in whole are left alone; a part is continued.
+    Raises DataError for a source without files, and one that has not come back in `PATIENCE` seconds.
+    """
+    text = hub_text(source)
+    if text is None and not is_url(source):
+        raise DataError(f"SOURCE: {source} is no name or id of the hub and no URL")
+    names = url_files(source, "SOURCE") if text is None else hub_files(text, subset, split, "SOURCE")[0]
+    wanted = names if numbers is None else [names[number] for number in _numbers(numbers, len(names))]
+    targets = [out / os.path.basename(public_name(name)) for name in wanted]
+    if len(set(targets)) < len(targets):
+        raise DataError(f"SOURCE: several files of {source} have the same name; fetch its subfolders one by one")
+    out.mkdir(parents=True, exist_ok=True)
+    began, copied = time.monotonic(), 0
+    for number, (name, target) in enumerate(zip(wanted, targets, strict=True), 1):
+        if target.exists():
+            print(f"{number} of {len(wanted)}: {target} is there")
+            continue
+        size = _copy(name, target)
+        copied += size
+        print(f"{number} of {len(wanted)}: {target}, {human_bytes(size)}", flush=True)
+    seconds = time.monotonic() - began
+    total = f"{human_bytes(copied)} in {human_time(seconds)}"
+    return f"{counted(len(wanted), 'files')} in {out}, {total}; train with --training.dataset_path={out}"
+
+
+def _numbers(text: str, count: int) -> list[int]:
+    found: list[int] = []
+    for item in text.split(","):
+        if not (match := re.fullmatch(r"(\d+)(?:-(\d+))?", item.strip())):
+            raise DataError(f"--files: expected numbers as 0-3,7, got {text!r}")
+        found += range(int(match[1]), int(match[2] or match[1]) + 1)
+    if not found or max(found) >= count:
+        raise DataError(f"--files: {text} is not within the {counted(count, 'files')}, 0 to {count - 1}")
+    return list(dict.fromkeys(found))
+
+
+def _copy(name: str, target: Path) -> int:
+    """Copy a file by way of a partial one, which a later try continues; return its bytes."""
+    partial = target.with_name(f"{target.name}.partial")
+    tries, failing = 0, 0.0
+    while True:
+        done = partial.stat().st_size if partial.exists() else 0
+        try:
+            with open_file(name) as source, open(partial, "ab") as copy:
+                source.seek(done)
+                while piece := source.read(_PIECE):
+                    copy.write(piece)
+                    tries = 0
+                size: Any = getattr(source, "size", None)
+                copy.flush()
+                os.fsync(copy.fileno())
+            written = partial.stat().st_size
+            if size is not None and written != size:
+                raise OSError(f"{written} of {size} bytes came")
+            partial.replace(target)
+            return written
+        except Exception as error:
+            failing = time.monotonic() if tries == 0 else failing
+            tries += 1
+            wait = retry_wait(error, tries, PATIENCE - (time.monotonic() - failing))
+            if wait is None:
+                raise DataError(f"{public_name(name)} cannot be read: {error}; the same command goes on") from error
+            time.sleep(wait)
