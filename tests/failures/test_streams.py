@@ -108,6 +108,19 @@ def test_a_mixture_with_a_stream_and_a_phase_is_the_same_after_a_resume_on_other
 
 
 @pytest.mark.slow
+def test_a_mixture_with_an_end_keeps_the_length_of_the_run_after_a_resume(tmp_path: Path) -> None:
+    mixture = ['--data.source=[{name="c4_test",epochs=1},{name="c4_validation",epochs=1}]']
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    assert train(flags(straight, *mixture), 1, tmp_path / "console")[0] == [0]
+    for steps in (4, STEPS):
+        codes, console = train(flags(resumed, *mixture, f"--training.steps={steps}"), 1, tmp_path / "console")
+        assert codes == [0], console
+    assert rows(resumed) == rows(straight) and len(rows(straight)) == STEPS
+    codes, console = train(flags(resumed, *mixture, "--training.steps=90000"), 1, tmp_path / "console")
+    assert codes == [exit_codes.CONFIG] and "the epochs of all sources end after step" in console
+
+
+@pytest.mark.slow
 def test_a_source_that_is_lost_ends_the_run_with_a_checkpoint_and_its_name(hub: HubServer, tmp_path: Path) -> None:
     long = [
         "--training.steps=2000",
