@@ -174,7 +174,7 @@ def imports(node: ast.AST) -> Iterator[str]:
 
 
 def takes_whole_config(library: Path, trees: dict[Path, ast.Module]) -> Iterator[str]:
-    """Yield the functions outside config/, derive.py, fit.py, run_text.py and build.py with a parameter that is the whole config."""
+    """Yield the functions with a parameter that is the whole config, outside the modules that may have one."""
     for path, tree in trees.items():
         if room(library, path) in ("config", "derive", "fit", "build", "run_text", "tools"):
             continue
