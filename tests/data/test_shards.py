@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import json
 import threading
@@ -117,11 +118,14 @@ def test_fetched_files_are_whole_and_a_part_is_continued(server: HubServer, tmp_
     out = tmp_path / "out"
     whole = (tmp_path / "files/b.jsonl").read_bytes()
     out.mkdir()
-    (out / "b.jsonl.partial").write_bytes(whole[:1000])
+    url = f"{server.url}/files/b.jsonl"
+    (out / f"b.jsonl.{hashlib.sha256(url.encode()).hexdigest()[:8]}.partial").write_bytes(whole[:1000])
+    (out / "b.jsonl.01234567.partial").write_bytes(b"of another revision")
     server.fail("*a.jsonl.gz", status=503, times=2)
     command = ["data", "fetch", f"{server.url}/files/", "--out", str(out)]
     assert main(command) == 0 and "2 files in" in capsys.readouterr().out
-    assert sorted(path.name for path in out.iterdir()) == ["a.jsonl.gz", "b.jsonl"]
+    assert sorted(path.name for path in out.iterdir()) == ["a.jsonl.gz", "b.jsonl", "b.jsonl.01234567.partial"]
+    assert sum(request.sent for request in server.of("*/b.jsonl")) < len(whole)
     assert (out / "b.jsonl").read_bytes() == whole
     assert (out / "a.jsonl.gz").read_bytes() == (tmp_path / "files/a.jsonl.gz").read_bytes()
     served = len(server.of("*.jsonl*"))

@@ -151,7 +151,7 @@ def _validation(d: Config) -> Iterator[Finding]:
         if not name:
             yield "missing", f"{at}.name", "is missing, and the losses of a source have its name", 'as name = "wiki"'
         elif name in seen:
-            yield "conflict", f"{at}.name", f"{quote(name)} is the name of two sources", "give each a name of its own"
+            yield "conflict", f"{at}.name", f"{quote(name)} is the name of two sources", "give each its own name"
         elif is_dotted(name):
             hint = "only validation.dataset takes a dotted path"
             yield "unknown-value", f"{at}.name", f"{quote(name)} is a dotted path", hint

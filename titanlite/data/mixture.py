@@ -5,7 +5,7 @@ from i by arithmetic:
 
 - A schedule of `_SCHEDULE` turns gives each source its share, spread evenly.
 - Sequence i is turn i // V of slot i % V. V is the number of lanes if a source is a stream, else 1. A slot's sequences
-  of a stream are one lane of it, so a rank reads only lanes of its own. Each slot begins elsewhere in the schedule.
+  of a stream are one lane of it, so a rank reads only its own lanes. Each slot begins elsewhere in the schedule.
 - A segment is a stretch with one set of shares. A new one begins with a phase, where a source has served its epochs,
   and where a run goes on with other shares than its checkpoint's. Counts go on: no text is repeated or left out.
 """

@@ -86,8 +86,8 @@ class Shards:
                 if wait is None:
                     if remote and not _is_final(reason):
                         failed += f", {counted(waits, 'tries')} in {human_time(tried)} (data.retry_seconds)"
-                    raise DataError(f"{failed}: {_words(reason)}") from error
-                logger.warning(f"{failed} ({_words(reason)}): try {waits + 1} in {wait:.0f} s")
+                    raise DataError(f"{failed}: {words(reason)}") from error
+                logger.warning(f"{failed} ({words(reason)}): try {waits + 1} in {wait:.0f} s")
                 time.sleep(wait)
 
 
@@ -124,7 +124,8 @@ def _is_final(error: BaseException) -> bool:
     return isinstance(error, FileNotFoundError | PermissionError) or status in (400, 401, 403, 404, 410)
 
 
-def _words(error: BaseException) -> str:
+def words(error: BaseException) -> str:
+    """Return an error on one line, without the queries of URLs."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return re.sub(r"(://[^\s?]+)\?[^\s'\"]+", r"\1?…", text)[:300]  # the query may hold a signature
 
@@ -158,7 +159,7 @@ def url_files(url: str, key: str) -> list[str]:
         files, path = fsspec.core.url_to_fs(url)
         found = files.glob(path) if any(sign in path for sign in "*?[") else files.find(path)
     except Exception as error:
-        raise DataError(f"{key}: {url} cannot be listed: {_words(error)}") from error
+        raise DataError(f"{key}: {url} cannot be listed: {words(error)}") from error
     names = sorted(files.unstrip_protocol(name) for name in found if not os.path.basename(name).startswith((".", "_")))
     known = [name for name in names if re.search(_SUFFIX, name)]
     if not names:
@@ -181,7 +182,7 @@ def hub_files(text: HubText, subset: str | None, split: str | None, key: str) ->
     except Exception as error:
         raise DataError(
             f"{key}: the hub's data set {text.repository}{f', subset {subset},' if subset else ''} cannot be listed: "
-            f"{_words(error)}. A private or gated one needs HF_TOKEN"
+            f"{words(error)}. A private or gated one needs HF_TOKEN"
         ) from error
     files = builder.config.data_files or {}
     if split not in files:

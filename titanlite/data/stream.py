@@ -33,7 +33,7 @@ _CHUNK, _READERS = 1 << 18, 8
 _KEPT_BYTES = 64 << 20
 #: Least number of lanes, so that a few ranks more or less do not share lanes.
 _LANES = 8
-#: Gives each lane an order of its own.
+#: Gives each lane its own order.
 _LANE_KEY = 0x9E3779B1
 
 T = TypeVar("T")

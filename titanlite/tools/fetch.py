@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import time
@@ -11,7 +12,7 @@ from typing import Any
 from titanlite.config.text_names import hub_text
 from titanlite.config.urls import is_url
 from titanlite.data import DataError
-from titanlite.data.shards import hub_files, open_file, public_name, retry_wait, url_files
+from titanlite.data.shards import hub_files, open_file, public_name, retry_wait, url_files, words
 from titanlite.utils import counted, human_bytes, human_time
 
 _PIECE = 8 << 20
@@ -60,7 +61,8 @@ def _numbers(text: str, count: int) -> list[int]:
 
 def _copy(name: str, target: Path) -> int:
     """Copy a file by way of a partial one, which a later try continues; return its bytes."""
-    partial = target.with_name(f"{target.name}.partial")
+    # Its name tells the revision: parts of two revisions must not become one file.
+    partial = target.with_name(f"{target.name}.{hashlib.sha256(name.encode()).hexdigest()[:8]}.partial")
     tries, failing = 0, 0.0
     while True:
         done = partial.stat().st_size if partial.exists() else 0
@@ -83,5 +85,7 @@ def _copy(name: str, target: Path) -> int:
             tries += 1
             wait = retry_wait(error, tries, PATIENCE - (time.monotonic() - failing))
             if wait is None:
-                raise DataError(f"{public_name(name)} cannot be read: {error}; the same command goes on") from error
+                raise DataError(
+                    f"{public_name(name)} cannot be read: {words(error)}; the same command goes on"
+                ) from error
             time.sleep(wait)

@@ -129,7 +129,7 @@ def _is_bundled(source: str) -> bool:
 
 
 def divide(files: Sequence[Path], options: Options, tokenizer: Tokenizer) -> list[Task]:
-    """Group neighbouring files, so that each group makes about one part. A large file is a group of its own."""
+    """Group neighbouring files, so that each group makes about one part. A large file is one group."""
     groups: list[list[str]] = []
     stats: list[list[Any]] = []
     size = 0
