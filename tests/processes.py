@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,3 +30,16 @@ def python(
         env=environment(**(env or {})),
         **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "timeout": timeout, **more},
     )
+
+
+def ended(pid: int, seconds: float = 60) -> bool:
+    """Wait until a process ends; return False after `seconds`. A zombie that no one waits for has ended too."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.02)
+    return False

@@ -233,14 +233,15 @@ def _exit_now(number: int, frame: FrameType | None) -> None:
 _PR_SET_PDEATHSIG = 1
 
 
-def end_with_parent(number: signal.Signals) -> None:
+def end_with_parent(number: signal.Signals, parent: int | None = None) -> None:
     """Let the kernel send this process a signal when its parent has ended, for whatever reason.
 
-    Linux only; elsewhere nothing happens. The parent is the thread that started this process.
+    Linux only; elsewhere nothing happens. The parent is the thread that started this process. `parent`: its process id,
+    for a process that takes long to start; its parent may have ended before this call.
     """
     import ctypes
 
-    parent = os.getppid()
+    parent = parent or os.getppid()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
         if os.getppid() != parent:  # it ended before the call

@@ -18,6 +18,7 @@ import benchmarks.gpu_ladder as gpu_ladder
 import benchmarks.gpu_page as gpu_page
 import benchmarks.gpu_pieces as gpu_pieces
 from benchmarks.gpu_bench import Bench, OutOfTime
+from tests.processes import ended
 from titanlite.config.errors import ConfigError
 from titanlite.fit import load_config
 
@@ -46,26 +47,13 @@ def bench(tmp_path: Path) -> Bench:
 ORDERLY = 'setsid sleep 600 & pid=$!; trap "sleep 1; kill $pid; echo > $0.ended; exit 130" INT; echo $pid > "$0"; wait'
 
 
-def _gone(pid: int) -> bool:
-    """Whether a process ends within a while."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except FileNotFoundError:
-            return True
-        time.sleep(0.05)
-    return False
-
-
 @pytest.mark.slow
 def test_a_spent_budget_leaves_no_process_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_bench, "LEAST_SECONDS", 0)
     bench = Bench(tmp_path, False, time.monotonic() + 2)
     with pytest.raises(OutOfTime):
         bench.call(["bash", "-c", ORDERLY, str(tmp_path / "pid")], tmp_path / "log")
-    assert _gone(int((tmp_path / "pid").read_text())) and (tmp_path / "pid.ended").exists()
+    assert ended(int((tmp_path / "pid").read_text())) and (tmp_path / "pid.ended").exists()
 
 
 # Settings.

@@ -77,3 +77,9 @@ def test_a_worker_is_asked_to_stop_when_its_torchrun_is_killed() -> None:
         assert launcher.stdout is not None and launcher.stdout.read(5) == b"ready"
         launcher.kill()
         assert launcher.stdout.read() == b"asked to stop"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
+def test_a_process_ends_when_its_parent_ended_before_it_asked() -> None:
+    late = "from titanlite.signals import end_with_parent; end_with_parent(9, 2**22 + 1); print('goes on')"
+    assert python("-c", late).returncode == -9

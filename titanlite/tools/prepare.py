@@ -279,7 +279,9 @@ _worker: list[_Worker] = []
 
 def _start(folder: Path, options: Options, threads: int, queue: Any, stop: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when to stop
-    end_with_parent(signal.SIGKILL)  # a writer without a parent would disturb the next attempt
+    parent = multiprocessing.parent_process()
+    # A writer without a parent would disturb the next attempt.
+    end_with_parent(signal.SIGKILL, parent.pid if parent else None)
     queue.cancel_join_thread()  # nobody may be reading any more
     _worker.append(_Worker(folder, options, load_tokenizer(options.tokenizer_path), threads, queue, stop))
 
