@@ -24,7 +24,7 @@ from titanlite.config.extensions import load_functions
 from titanlite.config.sections import Optimizer
 from titanlite.fit import check_config
 from titanlite.models import ShapeError, get_spec, resolve_args
-from titanlite.models.spec import as_record, from_record
+from titanlite.models.args import as_record, from_record
 from titanlite.optim.optimizer import build_optimizer, gated_step, keep_ratios
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.utils import resolve

@@ -46,15 +46,15 @@ from titanlite.metrics.observer import MetricsLogger
 from titanlite.metrics.profiler import Profiler
 from titanlite.metrics.throughput import device_name, peak_flops, total_memory_bytes
 from titanlite.metrics.watchdog import HangWatchdog
-from titanlite.models.spec import ModelSpec, as_record
-from titanlite.optim.learning_rate import LearningRate
+from titanlite.models.args import as_record
+from titanlite.models.spec import ModelSpec
 from titanlite.optim.optimizer import build_optimizer
+from titanlite.optim.schedule import LearningRate
 from titanlite.parallel.activation_checkpoint import ActivationStats
 from titanlite.parallel.compile import prepare_compile
 from titanlite.parallel.context import CPLoader
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.float8 import ScalePrecompute
-from titanlite.parallel.float8_choice import tokens_per_product
 from titanlite.parallel.init import seed_generators, use_deterministic
 from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.parallel.pipeline import PipelineModel
@@ -400,9 +400,8 @@ def startup_lines(
         micro_batch=batch.micro_batch_size,
         accumulation=batch.accumulation,
         seq_len=batch.seq_len,
-        tokens=tokens_per_product(
-            batch.micro_batch_size, batch.seq_len, cp=mesh.context, microbatches=run.pipeline.microbatches
-        ),
+        # Tensor-parallel ranks gather the sequence before a product.
+        tokens=batch.micro_batch_size // run.pipeline.microbatches * (batch.seq_len // mesh.context),
         text=datasets.train.describe(),
         tokens_per_epoch=datasets.train.tokens_per_epoch,
     )

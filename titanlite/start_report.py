@@ -19,7 +19,7 @@ from titanlite.config.sections import ActivationCheckpoint, Checkpoint, Data, Fl
 from titanlite.data.loader import served_already
 from titanlite.data.skip_ranges import Range
 from titanlite.metrics.throughput import is_cpu
-from titanlite.optim.learning_rate import LearningRate
+from titanlite.optim.schedule import LearningRate
 from titanlite.runs.provenance import config_changes, config_text
 from titanlite.utils import counted, human_bytes, human_count, logger
 

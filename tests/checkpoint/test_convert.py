@@ -20,7 +20,7 @@ from titanlite.checkpoint import Checkpointer, CheckpointError
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.checkpoint.paths import AnyPath
 from titanlite.models import LlamaArgs, RopeScaling, get_spec
-from titanlite.models.spec import as_record
+from titanlite.models.args import as_record
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.tools.checkpoint import verify
 from titanlite.tools.cli import main

@@ -78,7 +78,7 @@ def test_each_document_equals_transformers(variant: str = "gqa") -> None:
 
     args = VARIANTS[variant]
     ours, theirs = built(args), LlamaForCausalLM(LlamaConfig(**hf.hf_config(args)))
-    theirs.load_state_dict(hf.to_hf(ours.state_dict(), args))
+    theirs.load_state_dict(get_spec("llama3").to_hf(ours.state_dict(), args))
     tokens = tokens_of(args, batch=3, seq=48)
     logits = ours(tokens, doc_ids=numbers(LENGTHS))
     logits.square().sum().backward()

@@ -54,7 +54,7 @@ def test_logits_and_every_gradient_equal_those_of_transformers(variant: str) -> 
 
     args = VARIANTS[variant]
     ours, theirs = built(args), LlamaForCausalLM(LlamaConfig(**hf.hf_config(args)))
-    theirs.load_state_dict(hf.to_hf(ours.state_dict(), args), strict=not args.tied)
+    theirs.load_state_dict(get_spec("llama3").to_hf(ours.state_dict(), args), strict=not args.tied)
     tokens = tokens_of(args)
     labels = tokens.roll(-1, 1)
 

@@ -9,8 +9,9 @@ import torch
 
 from titanlite.config.sections import Model
 from titanlite.models import SHAPES, LlamaArgs, RopeScaling, count_parameters, flops_per_token, get_spec, resolve_args
+from titanlite.models.args import model_args
 from titanlite.models.llama import NORM_TYPES
-from titanlite.models.spec import ShapeError, model_args
+from titanlite.models.spec import ShapeError
 
 PUBLISHED = {
     ("llama2", "7B"): (4096, 32, 32, 32, 11008, 32000, 6_738_415_616),

@@ -14,9 +14,8 @@ from titanlite.config.load import read_text
 from titanlite.config.sections import Optimizer
 from titanlite.derive import derive
 from titanlite.optim.gradients import clip_gradients, total_norm
-from titanlite.optim.learning_rate import LearningRate
 from titanlite.optim.optimizer import build_optimizer, gated_step
-from titanlite.optim.schedule import Schedule, learning_rate, lr_factor
+from titanlite.optim.schedule import LearningRate, Schedule, learning_rate, lr_factor
 from titanlite.tools.aws_fsdp import migrate_arguments
 
 

@@ -16,7 +16,6 @@ from titanlite.parallel.float8_choice import (
     Float8Choice,
     choose_linears,
     converted_names,
-    tokens_per_product,
 )
 from titanlite.preflight import check_machine
 
@@ -75,11 +74,6 @@ def test_sizes_count_as_tensor_parallelism_leaves_them() -> None:
     assert parts["feed_forward.w1"].reason == "N = 24 is not a multiple of 16"
     assert parts["feed_forward.w2"].reason == "K = 24 is not a multiple of 16"
     assert parts["attention.wq"].size == Size(4096, 2048) and parts["attention.wo"].size == Size(2048, 4096)
-
-
-def test_the_tokens_of_a_product() -> None:
-    assert tokens_per_product(4, 64) == 256
-    assert tokens_per_product(4, 64, cp=2, microbatches=2) == 2 * 32
 
 
 # The hardware

@@ -94,8 +94,9 @@ def test_groups_by_size_hold_enough_and_every_parameter_once(least: int) -> None
 def test_groups_by_size_join_small_neighbours() -> None:
     model = Stack()
     assert groups_by_size(model, LAYER)[1:] == [(f"layers.{i}",) for i in range(5)]
-    # The fifth layer is too small alone and joins the group before it.
-    assert groups_by_size(model, 2 * LAYER) == [("layers.0", "layers.1"), ("layers.2", "layers.3", "layers.4")]
+    # The fifth layer and the head are too small and join the group before them.
+    pairs = [("attention", "layers.0"), ("layers.1", "layers.2"), ("layers.3", "layers.4", "head")]
+    assert groups_by_size(model, 2 * LAYER) == pairs
     # Of a layer, `up` alone is large enough and `down` is not: the layer is a group as a whole.
     assert groups_by_size(model, 144)[1:6] == [(f"layers.{i}",) for i in range(5)]
 
@@ -116,7 +117,6 @@ def test_shared_parameters_stay_in_one_group() -> None:
     model = Tied()
     layers = [("early.0",), ("early.1",), ("late.1",)]
     assert groups_by_class(model, ["Layer"]) == layers, "a module that runs twice is one group; tied weights: the root"
-    # The head has no group of its own, but its weight's group runs last.
-    assert groups_by_class(model, ["Layer", "Embedding"]) == [*layers, ("embedding", "head")]
-    by_size = groups_by_size(model, 128)
-    assert by_size[-1] == ("embedding", "head") and sum(numbers(model, by_size)) == 128 + 3 * LAYER
+    assert groups_by_class(model, ["Layer", "Embedding"]) == layers, "the embedding's weight is the head's too"
+    by_size = groups_by_size(model, 140)
+    assert by_size == layers and sum(numbers(model, by_size)) == 128 + 3 * LAYER

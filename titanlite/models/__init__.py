@@ -5,8 +5,9 @@ Specs, arguments and counts need no torch.
 
 from __future__ import annotations
 
+from titanlite.models.args import resolve_args
 from titanlite.models.llama import SHAPES, LlamaArgs, RopeScaling, count_parameters, flops_per_token, llama_spec
-from titanlite.models.spec import Cost, Init, ModelSpec, ShapeError, Size, get_spec, resolve_args
+from titanlite.models.spec import Cost, Init, ModelSpec, ShapeError, Size, get_spec
 
 __all__ = [
     "SHAPES",

@@ -12,7 +12,8 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from titanlite.models.spec import Cost, Init, Misfit, ModelSpec, ShapeError, Size, checked_fields, shown
+from titanlite.models.args import checked_fields
+from titanlite.models.spec import Cost, Init, Misfit, ModelSpec, ShapeError, Size, shown
 
 if typing.TYPE_CHECKING:
     from torch import nn
@@ -185,13 +186,43 @@ def _shapes() -> dict[str, Mapping[str, LlamaArgs]]:
 SHAPES: Mapping[str, Mapping[str, LlamaArgs]] = types.MappingProxyType(_shapes())
 
 
+def block_linears(args: LlamaArgs) -> dict[str, Size]:
+    """Return name → size of the linears of one block, in the model's order."""
+    heads, groups, width = args.n_heads * args.head_dim, args.kv_heads * args.head_dim, args.ffn_width
+    return {
+        "attention.wq": Size(args.dim, heads),
+        "attention.wk": Size(args.dim, groups),
+        "attention.wv": Size(args.dim, groups),
+        "attention.wo": Size(heads, args.dim),
+        "feed_forward.w1": Size(args.dim, width),
+        "feed_forward.w2": Size(width, args.dim),
+        "feed_forward.w3": Size(args.dim, width),
+    }
+
+
+def linears(args: LlamaArgs) -> dict[str, Size]:
+    """Return name → size of every linear, in the model's order."""
+    block = block_linears(args)
+    blocks = {f"{name}.{linear}": size for name in block_names(args) for linear, size in block.items()}
+    return {**blocks, "output": Size(args.dim, args.n_vocab)}
+
+
+def _counts(args: LlamaArgs) -> tuple[int, int, int]:
+    """Return the parameters of the embedding (or head), of a block, and of the last norm."""
+    norm = 0 if args.norm_type == "np_layernorm" else args.dim
+    block = sum(size.in_features * size.out_features for size in block_linears(args).values()) + 2 * norm
+    return args.n_vocab * args.dim, block, norm
+
+
 def count_parameters(args: LlamaArgs) -> int:
     """Return the parameters of the decoder, closed form; a tied head is counted once."""
-    norm = 0 if args.norm_type == "np_layernorm" else args.dim
-    heads = args.n_heads * args.head_dim
-    attention = args.dim * (2 * heads + 2 * args.kv_heads * args.head_dim)
-    block = attention + 3 * args.dim * args.ffn_width + 2 * norm
-    return args.n_layers * block + norm + args.n_vocab * args.dim * (1 if args.tied else 2)
+    table, block, norm = _counts(args)
+    return args.n_layers * block + norm + table * (1 if args.tied else 2)
+
+
+def _attention_flops(args: LlamaArgs, seq_len: int) -> int:
+    """Return the FLOPs of a block's scores and weighted values for one training token, causality not discounted."""
+    return 12 * args.n_heads * args.head_dim * seq_len
 
 
 def flops_per_token(args: LlamaArgs, seq_len: int) -> int:
@@ -200,9 +231,8 @@ def flops_per_token(args: LlamaArgs, seq_len: int) -> int:
     6 per weight that is multiplied (PaLM, appendix B) plus 12 * layers * heads * head_dim * seq_len for attention,
     causality not discounted. The embedding is a look-up and costs nothing; a tied one still costs as the head.
     """
-    embedding = 0 if args.tied else args.n_vocab * args.dim
-    attention = 12 * args.n_layers * args.n_heads * args.head_dim * seq_len
-    return 6 * (count_parameters(args) - embedding) + attention
+    table, block, norm = _counts(args)
+    return 6 * (args.n_layers * block + norm + table) + args.n_layers * _attention_flops(args, seq_len)
 
 
 _STD = 0.02
@@ -242,6 +272,11 @@ def init_rule(name: str, args: LlamaArgs) -> Init:
 
 def _truncated(std: float) -> Init:
     return Init("trunc_normal", std=std, bound=_CUT * std)
+
+
+def tied(args: LlamaArgs) -> dict[str, str]:
+    """Return the name of a parameter that shares its tensor → the name that the tensor is drawn and saved under."""
+    return {"output.weight": "tok_embeddings.weight"} if args.tied else {}
 
 
 def block_names(args: LlamaArgs) -> list[str]:
@@ -295,31 +330,10 @@ def tensor_sizes(args: LlamaArgs) -> dict[str, int]:
     return {"n_heads": args.n_heads, "n_kv_heads": args.kv_heads, "the feed-forward's width": args.ffn_width}
 
 
-def linears(args: LlamaArgs) -> dict[str, Size]:
-    """Return name → size of every linear, in the model's order."""
-    heads, groups, width = args.n_heads * args.head_dim, args.kv_heads * args.head_dim, args.ffn_width
-    block = {
-        "attention.wq": Size(args.dim, heads),
-        "attention.wk": Size(args.dim, groups),
-        "attention.wv": Size(args.dim, groups),
-        "attention.wo": Size(heads, args.dim),
-        "feed_forward.w1": Size(args.dim, width),
-        "feed_forward.w2": Size(width, args.dim),
-        "feed_forward.w3": Size(args.dim, width),
-    }
-    blocks = {f"{name}.{linear}": size for name in block_names(args) for linear, size in block.items()}
-    return {**blocks, "output": Size(args.dim, args.n_vocab)}
-
-
 def pipeline_costs(args: LlamaArgs, seq_len: int) -> dict[str, Cost]:
     """Return the cost of each module that a pipeline can be cut before, in the order they run."""
-    one, two = (replace(args, n_layers=n, tied=False) for n in (1, 2))
-    table = args.n_vocab * args.dim
-    block = Cost(
-        flops_per_token(two, seq_len) - flops_per_token(one, seq_len), count_parameters(two) - count_parameters(one)
-    )
-    norm = count_parameters(one) - block.parameters - 2 * table
-    blocks = dict.fromkeys(block_names(args), block)
+    table, block, norm = _counts(args)
+    blocks = dict.fromkeys(block_names(args), Cost(6 * block + _attention_flops(args, seq_len), block))
     return {"tok_embeddings": Cost(0, table), **blocks, "norm": Cost(6 * norm, norm), "output": Cost(6 * table, table)}
 
 
@@ -349,10 +363,8 @@ def llama_spec(family: str) -> ModelSpec:
         sublayer_names=sublayer_names,
         pipeline_costs=pipeline_costs,
         context_parallel=True,
-        to_hf=llama_hf.to_hf,
-        from_hf=llama_hf.from_hf,
+        tied=tied,
         hf_names=llama_hf.hf_names,
-        names_from_hf=llama_hf.names_from_hf,
         hf_config=llama_hf.hf_config,
         args_from_hf=llama_hf.args_from_hf,
     )

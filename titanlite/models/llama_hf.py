@@ -1,12 +1,12 @@
-"""A Llama's weights under other names: Hugging Face's, and Meta's own files."""
+"""A Llama under other names: Hugging Face's weights and config.json, and Meta's own files."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from titanlite.models.llama import LlamaArgs, RopeScaling, block_names
+from titanlite.models.llama import LlamaArgs, RopeScaling, block_names, tied
+from titanlite.models.spec import compare_names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,9 +22,13 @@ _BLOCK_MODULES = {
     "attention_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
 }
-
-#: Values that older exports carry and that follow from the config.
-_DERIVED = re.compile(r"(model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|model\.rotary_emb\.inv_freq|rope\.freqs)")
+#: Name in their table of the RoPE's scaling → name in ours.
+_SCALING = {
+    **{name: name for name in ("factor", "low_freq_factor", "high_freq_factor")},
+    "original_max_position_embeddings": "original_context",
+}
+#: Entries of config.json in which all models here are alike.
+_FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 
 
 def hf_names(args: LlamaArgs) -> dict[str, str]:
@@ -39,40 +43,16 @@ def hf_names(args: LlamaArgs) -> dict[str, str]:
     return names
 
 
-def names_from_hf(given: Collection[str], args: LlamaArgs) -> dict[str, str]:
-    """Return Hugging Face's name → ours, for the tensors among `given` that are weights; a tied model's head is not.
-
-    Raises ValueError if a parameter is missing or unknown.
-    """
-    names = {theirs: ours for ours, theirs in hf_names(args).items()}
-    known = {name for name in given if not _DERIVED.fullmatch(name)} - ({"lm_head.weight"} if args.tied else set())
-    _compare(set(names), known)
-    return names
-
-
-def to_hf(state: Mapping[str, Tensor], args: LlamaArgs) -> dict[str, Tensor]:
-    """Return a full state dictionary under Hugging Face's names; the tensors are shared, not copied.
-
-    Raises ValueError if a parameter is missing or unknown.
-    """
-    names = hf_names(args)
-    _compare(set(names), set(state) - ({"output.weight"} if args.tied else set()))
-    return {theirs: state[ours] for ours, theirs in names.items()}
-
-
-def from_hf(state: Mapping[str, Tensor], args: LlamaArgs) -> dict[str, Tensor]:
-    """Undo `to_hf`; a tied head is the embedding's tensor itself.
-
-    Raises ValueError if a parameter is missing or unknown, or if a file of a tied model holds a head of its own.
-    """
-    names = {theirs: ours for ours, theirs in hf_names(args).items()}
-    return _adopt(state, names, args, head="lm_head.weight", embedding="model.embed_tokens.weight")
-
-
 def from_meta(state: Mapping[str, Tensor], args: LlamaArgs) -> dict[str, Tensor]:
-    """Return the state dictionary of Meta's own checkpoint file under our names, q and k in our layout."""
-    names = {ours: ours for ours in hf_names(args)}
-    ours = _adopt(state, names, args, head="output.weight", embedding="tok_embeddings.weight")
+    """Return the state dictionary of Meta's own checkpoint file under our names, q and k in our layout.
+
+    Raises ValueError if a parameter is missing or unknown.
+    """
+    shared = tied(args)
+    names = hf_names(args).keys()
+    compare_names(names, state.keys() - shared.keys() - {"rope.freqs"})
+    ours = {name: state[name] for name in names}
+    ours |= {name: ours[other] for name, other in shared.items()}
     for block in block_names(args):
         for linear, n_heads in (("wq", args.n_heads), ("wk", args.kv_heads)):
             name = f"{block}.attention.{linear}.weight"
@@ -93,14 +73,8 @@ def hf_config(args: LlamaArgs) -> dict[str, Any]:
     """Return the arguments of `transformers.LlamaConfig` (5: RoPE under `rope_parameters`; 4), its config.json."""
     _needs_rmsnorm(args)
     scaling: dict[str, Any] = {"rope_type": "default"}
-    if args.rope_scaling is not None:
-        scaling = {
-            "rope_type": "llama3",
-            "factor": args.rope_scaling.factor,
-            "low_freq_factor": args.rope_scaling.low_freq_factor,
-            "high_freq_factor": args.rope_scaling.high_freq_factor,
-            "original_max_position_embeddings": args.rope_scaling.original_context,
-        }
+    if (ours := args.rope_scaling) is not None:
+        scaling = {"rope_type": "llama3", **{theirs: getattr(ours, name) for theirs, name in _SCALING.items()}}
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -111,7 +85,6 @@ def hf_config(args: LlamaArgs) -> dict[str, Any]:
         "num_key_value_heads": args.kv_heads,
         "head_dim": args.head_dim,
         "vocab_size": args.n_vocab,
-        "hidden_act": "silu",
         "rms_norm_eps": args.norm_eps,
         "rope_parameters": {**scaling, "rope_theta": args.rope_theta},
         # Where `transformers` 4 looks: without it, it would take 10,000 without a word.
@@ -119,8 +92,7 @@ def hf_config(args: LlamaArgs) -> dict[str, Any]:
         **({} if args.rope_scaling is None else {"rope_scaling": scaling}),
         "max_position_embeddings": args.context,
         "tie_word_embeddings": args.tied,
-        "attention_bias": False,
-        "mlp_bias": False,
+        **_FIXED,
     }
 
 
@@ -159,47 +131,13 @@ def args_from_hf(config: Mapping[str, Any]) -> LlamaArgs:
     return args
 
 
-#: What a config.json may only say as we do.
-_FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-
-
 def _scaling_from_hf(rope: Mapping[str, Any]) -> RopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
     if kind != "llama3":
         raise ValueError(f"rope_type is {kind!r}; there is 'default' and 'llama3' here")
-    return RopeScaling(
-        factor=rope["factor"],
-        low_freq_factor=rope["low_freq_factor"],
-        high_freq_factor=rope["high_freq_factor"],
-        original_context=rope["original_max_position_embeddings"],
-    )
-
-
-def _adopt(
-    state: Mapping[str, Tensor], names: Mapping[str, str], args: LlamaArgs, *, head: str, embedding: str
-) -> dict[str, Tensor]:
-    given = {name for name in state if not _DERIVED.fullmatch(name)}
-    _compare(set(names), given - ({head} if args.tied else set()))
-    ours = {names[name]: state[name] for name in names}
-    if args.tied:
-        if head in given and not state[head].equal(state[embedding]):
-            raise ValueError(f"{head} differs from {embedding}, but the model's head is tied to its embedding")
-        ours["output.weight"] = ours["tok_embeddings.weight"]
-    return ours
-
-
-def _compare(wanted: set[str], given: set[str]) -> None:
-    if wanted == given:
-        return
-    missing, unknown = sorted(wanted - given), sorted(given - wanted)
-    parts = [
-        f"{len(names)} {what} ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"
-        for what, names in (("missing", missing), ("unknown", unknown))
-        if names
-    ]
-    raise ValueError(f"these weights are not of this model: {' and '.join(parts)}")
+    return RopeScaling(**{name: rope[theirs] for theirs, name in _SCALING.items()})
 
 
 def _needs_rmsnorm(args: LlamaArgs) -> None:

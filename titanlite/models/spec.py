@@ -1,28 +1,30 @@
-"""`ModelSpec`: all that the rest of titanlite asks of a model, and how a config's numbers become a model's arguments.
+"""`ModelSpec`: all that the rest of titanlite asks of a model family.
 
 No torch here, so that a config with a built-in model is checked without it.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
-import math
-import typing
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 from titanlite import exit_codes
+from titanlite.config.errors import nearest
 from titanlite.utils import is_dotted, resolve_as
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from titanlite.config.sections import Model
+#: The head's name in Hugging Face's files; those of a tied model may leave it out.
+_HF_HEAD = "lm_head.weight"
+#: Values that older exports carry and that follow from the config.
+_DERIVED = re.compile(r"(.*\.rotary_emb\.inv_freq|rope\.freqs)")
 
 
-class Misfit(typing.NamedTuple):
+class Misfit(NamedTuple):
     """One thing that is wrong with a model's arguments."""
 
     message: str
@@ -121,13 +123,10 @@ class ModelSpec:
     pipeline_costs: Callable[[Any, int], dict[str, Cost]] | None = None
     #: For context parallelism: blocks have an `inner_attention`, the model a `rope`, and its call takes `positions`.
     context_parallel: bool = False
-    #: State dictionaries to and from Hugging Face's names.
-    to_hf: Callable[[Mapping[str, Tensor], Any], dict[str, Tensor]] = _no_hf
-    from_hf: Callable[[Mapping[str, Tensor], Any], dict[str, Tensor]] = _no_hf
+    #: Name of a parameter → name of the one whose tensor it shares.
+    tied: Callable[[Any], dict[str, str]] = lambda args: {}
     #: Our parameter name → Hugging Face's, of every tensor that its files hold.
     hf_names: Callable[[Any], dict[str, str]] = _no_hf
-    #: (names in its files, arguments) → its name → ours.
-    names_from_hf: Callable[[Collection[str], Any], dict[str, str]] = _no_hf
     #: The content of Hugging Face's config.json, and the arguments that one describes.
     hf_config: Callable[[Any], dict[str, Any]] = _no_hf
     args_from_hf: Callable[[Mapping[str, Any]], Any] = _no_hf
@@ -143,6 +142,49 @@ class ModelSpec:
         """Return the modules that are sharded together: `fsdp_units`, or each block."""
         return self.fsdp_units(args) if self.fsdp_units else [(name,) for name in self.block_names(args)]
 
+    def to_hf(self, state: Mapping[str, Tensor], args: Any) -> dict[str, Tensor]:
+        """Return a full state dictionary under Hugging Face's names; the tensors are shared, not copied.
+
+        Raises ValueError if a parameter is missing or unknown.
+        """
+        names = self.hf_names(args)
+        compare_names(names.keys(), state.keys() - self.tied(args).keys())
+        return {theirs: state[ours] for ours, theirs in names.items()}
+
+    def from_hf(self, state: Mapping[str, Tensor], args: Any) -> dict[str, Tensor]:
+        """Undo `to_hf`; a tied head is the embedding's tensor itself.
+
+        Raises ValueError if a parameter is missing or unknown, or if a tied head differs from the embedding.
+        """
+        found = {ours: state[theirs] for theirs, ours in self.names_from_hf(state, args).items()}
+        for name, other in self.tied(args).items():
+            if _HF_HEAD in state and not state[_HF_HEAD].equal(found[other]):
+                raise ValueError(f"{_HF_HEAD} differs from {other}, but the model ties them")
+            found[name] = found[other]
+        return found
+
+    def names_from_hf(self, given: Collection[str], args: Any) -> dict[str, str]:
+        """Return Hugging Face's name → ours, for the tensors among `given` that are weights; a tied head is not.
+
+        Raises ValueError if a parameter is missing or unknown.
+        """
+        names = {theirs: ours for ours, theirs in self.hf_names(args).items()}
+        known = {name for name in given if not _DERIVED.fullmatch(name)} - ({_HF_HEAD} if self.tied(args) else set())
+        compare_names(names.keys(), known)
+        return names
+
+
+def compare_names(wanted: Set[str], given: Set[str]) -> None:
+    """Raise ValueError unless the names are the same."""
+    if wanted != given:
+        differences = (("missing", sorted(wanted - given)), ("unknown", sorted(given - wanted)))
+        parts = [
+            f"{len(names)} {what} ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"
+            for what, names in differences
+            if names
+        ]
+        raise ValueError(f"these weights are not of this model: {' and '.join(parts)}")
+
 
 def get_spec(name: str) -> ModelSpec:
     """Return the spec of a built-in model, or of a dotted path. Raises ShapeError for any other name."""
@@ -155,132 +197,8 @@ def get_spec(name: str) -> ModelSpec:
             hint = 'name a ModelSpec as "package.module:NAME" or "./my_model.py:NAME"'
             raise ShapeError(Misfit(str(error), "name", hint)) from error
     if name not in SPECS:
-        raise ShapeError(Misfit(f"no model {shown(name)}", "name", _known(name, SPECS)))
+        raise ShapeError(Misfit(f"no model {shown(name)}", "name", names_like(name, SPECS)))
     return SPECS[name]
-
-
-def resolve_args(
-    family: str,
-    flavor: str,
-    overrides: Mapping[str, object] | None = None,
-    *,
-    vocab_size: int | None = None,
-    tokenizer_size: int | None = None,
-    max_seq_len: int | None = None,
-) -> Any:
-    """Return the arguments of one flavor with a user's changes, checked.
-
-    `overrides`: fields of the model's arguments to replace.
-    `vocab_size`: replaces the flavor's. `tokenizer_size`: ids the tokenizer can produce; it becomes the
-    vocabulary of a flavor that has none of its own (`debugmodel`), and must not exceed any other.
-    `max_seq_len`: longest sequence in tokens that the model must serve.
-
-    Raises ShapeError for an unknown name, a wrong type, or numbers that make no model.
-    """
-    spec = get_spec(family)
-    if (base := spec.flavors.get(flavor)) is None:
-        message = f"{spec.name} has no flavor {shown(flavor)}"
-        raise ShapeError(Misfit(message, "flavor", _known(flavor, spec.flavors)))
-    changes = checked_fields(spec.args_class, overrides or {}, "overrides")
-    if vocab_size is not None:
-        if changes.get("vocab_size", vocab_size) != vocab_size:
-            message = f"is {vocab_size}, but model.overrides.vocab_size = {changes['vocab_size']}"
-            raise ShapeError(Misfit(message, "vocab_size"))
-        changes["vocab_size"] = vocab_size
-    if max_seq_len is not None:
-        wanted = changes.setdefault("max_seq_len", max_seq_len)
-        if wanted < max_seq_len:
-            message = f"is {wanted}, shorter than the sequences of {max_seq_len} tokens"
-            raise ShapeError(Misfit(message, "overrides.max_seq_len"))
-    if changes.get("vocab_size", base.vocab_size) is None:
-        changes["vocab_size"] = tokenizer_size
-    args = _made(lambda: replace(base, **changes))
-    if tokenizer_size is not None and tokenizer_size > args.vocab_size:
-        message = (
-            f"the tokenizer has {tokenizer_size} entries but the model's vocabulary only {args.vocab_size}: "
-            "choose the model's own tokenizer, or set model.vocab_size"
-        )
-        raise ShapeError(Misfit(message))
-    return args
-
-
-def model_args(model: Model, max_seq_len: int, tokenizer_size: int | None = None) -> Any:
-    """Return the arguments of the model that section `[model]` describes; the rest is as for `resolve_args`."""
-    overrides = dict(model.overrides)
-    known = {field.name for field in fields(get_spec(model.name).args_class)}
-    for name, value in {"norm_type": model.norm_type, "rope_scaling": model.rope_scaling}.items():
-        if name in known and value is not None:
-            overrides[name] = value
-        elif value not in (None, "rmsnorm"):
-            raise ShapeError(Misfit(f"the model {model.name} has no such argument", name, "remove it"))
-    return resolve_args(
-        model.name,
-        model.flavor,
-        overrides,
-        vocab_size=model.vocab_size,
-        tokenizer_size=tokenizer_size,
-        max_seq_len=max_seq_len,
-    )
-
-
-def as_record(family: str, args: Any) -> dict[str, Any]:
-    """Return a model as JSON has it; `from_record` reads it."""
-    return {"family": family, **asdict(args)}
-
-
-def from_record(record: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return family and arguments. Raises ShapeError for a record that describes no model."""
-    values = dict(record)
-    family = str(values.pop("family", None))
-    cls = get_spec(family).args_class
-    checked = checked_fields(cls, values, "")
-    required = [field.name for field in fields(cls) if field.default is field.default_factory is MISSING]
-    if missing := [name for name in required if name not in checked]:
-        raise ShapeError(Misfit(f"{', '.join(missing)} is missing"))
-    return family, _made(lambda: cls(**checked))
-
-
-def _made(make: Callable[[], Any]) -> Any:
-    """Return the arguments that `make` makes; an error of their class becomes a ShapeError."""
-    try:
-        return make()
-    except ShapeError:
-        raise
-    except ValueError as error:
-        raise ShapeError(Misfit(str(error))) from error
-
-
-_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
-
-
-def checked_fields(cls: type, values: Mapping[str, object], table: str) -> dict[str, Any]:
-    """Return values for fields of `cls`, each of the annotated type; an integer also fits a float.
-
-    A type with a class method `parse` reads values of all kinds. table: of `[model]`, for messages. Raises ShapeError
-    with all that do not fit.
-    """
-    hints = typing.get_type_hints(cls)
-    names = [field.name for field in fields(cls)]
-    checked: dict[str, Any] = {}
-    wrong: list[Misfit] = []
-    for name, value in values.items():
-        where = f"{table}.{name}".removeprefix(".")
-        allowed = typing.get_args(hints.get(name)) or (hints.get(name),)
-        parse = next((kind.parse for kind in allowed if hasattr(kind, "parse")), None)
-        if name not in names:
-            wrong.append(Misfit(f"no argument {shown(name)}", where, _known(name, names)))
-        elif parse is not None:
-            checked[name] = parse(value)
-        elif type(value) in allowed and (not isinstance(value, float) or math.isfinite(value)):
-            checked[name] = value
-        elif type(value) is int and float in allowed:
-            checked[name] = float(value)
-        else:
-            expected = " or ".join(_NAMES[kind] for kind in allowed if kind in _NAMES)
-            wrong.append(Misfit(f"expected {expected}, got {shown(value)}", where))
-    if wrong:
-        raise ShapeError(*wrong)
-    return checked
 
 
 def shown(value: object) -> str:
@@ -288,9 +206,8 @@ def shown(value: object) -> str:
     return json.dumps(value, default=str, ensure_ascii=False)
 
 
-def _known(word: str, known: Iterable[str]) -> str:
+def names_like(word: str, known: Iterable[str]) -> str:
     """Return the names that exist, those nearest to `word` first."""
-    by_lower = {name.lower(): name for name in known}
-    close = [by_lower[name] for name in difflib.get_close_matches(word.lower(), list(by_lower))]
-    lead = f"nearest: {', '.join(close)}; " if close else ""
-    return f"{lead}there are {', '.join(by_lower.values())}"
+    known = list(known)
+    close = nearest(word, known, 3)
+    return "; ".join([*(["nearest: " + ", ".join(close)] if close else []), "there are " + ", ".join(known)])

@@ -10,8 +10,8 @@ steps, or (n - W - P) / (T - W - P) after a plateau of P steps.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -82,3 +82,37 @@ def learning_rate(schedule: Schedule, peak: float, step: int) -> float:
     if schedule.min_lr is not None and step > schedule.warmup_steps:
         return max(rate, schedule.min_lr)
     return rate
+
+
+@dataclass
+class LearningRate:
+    """`rate(step)` is the learning rate of a step, counted from 1.
+
+    peak: what the schedule's factors multiply. began: steps done when the schedule began. phases: first step and
+    factor of each `[[data.phase]]`, in order.
+    """
+
+    schedule: Schedule
+    peak: float
+    began: int = 0
+    phases: tuple[tuple[int, float], ...] = ()
+
+    def __call__(self, step: int) -> float:
+        factor = next((factor for first, factor in reversed(self.phases) if first <= step), 1.0)
+        return learning_rate(self.schedule, self.peak, step - self.began) * factor
+
+    def change_length(self, before: int, steps: int) -> None:
+        """The run has another number of steps; a schedule as long as the run follows it."""
+        if self.schedule.total_steps == before:
+            self.schedule = replace(self.schedule, total_steps=steps)
+
+    def record(self) -> dict[str, Any]:
+        """Return all numbers that rates follow from, for a checkpoint: `with_record` makes the same rates of them."""
+        phases = {"phases": [list(phase) for phase in self.phases]} if self.phases else {}
+        return {**asdict(self.schedule), "peak": self.peak, **phases}
+
+    def with_record(self, record: dict[str, Any]) -> LearningRate:
+        """Return a copy with the numbers of `record`."""
+        own = {name: value for name, value in record.items() if name not in ("peak", "phases")}
+        phases = tuple((int(first), float(factor)) for first, factor in record.get("phases", ()))
+        return replace(self, schedule=replace(self.schedule, **own), peak=record.get("peak", self.peak), phases=phases)

@@ -7,12 +7,10 @@ loss = compile_loss(cross_entropy_sum, "inductor")
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import inspect
 import os
 import shutil
-import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -24,6 +22,7 @@ import torch
 from torch import nn
 
 from titanlite import exit_codes
+from titanlite.config.errors import nearest
 from titanlite.loss import LossFunction
 from titanlite.parallel import ParallelismError
 from titanlite.utils import counted, logger
@@ -56,30 +55,26 @@ def check_backend(backend: str, device_type: str | None = None) -> None:
     """Raise ParallelismError unless torch knows `backend` and this machine has its tools for the device."""
     known = torch._dynamo.list_backends(exclude_tags=())
     if backend not in known:
-        close = difflib.get_close_matches(backend, known, 3)
-        nearest = f"nearest: {', '.join(close)}; " if close else ""
+        close = f"nearest: {', '.join(found)}; " if (found := nearest(backend, known, 3)) else ""
         usual = ", ".join(torch._dynamo.list_backends())
         raise ParallelismError(
-            f'torch has no backend "{backend}"; {nearest}there are {usual}; for debugging eager and aot_eager'
+            f'torch has no backend "{backend}"; {close}there are {usual}; for debugging eager and aot_eager'
         )
-    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    missing = _missing_tool(device_type) if backend == "inductor" else None
+    cuda = device_type == "cuda" if device_type else torch.cuda.is_available()
+    missing = _missing_tool(cuda) if backend == "inductor" else None
     if missing is not None:
         raise ParallelismError(f'"inductor" makes code that has to be built on this machine, and {missing}')
 
 
-def _missing_tool(device_type: str) -> str | None:
+def _missing_tool(cuda: bool) -> str | None:
     """Return what inductor lacks here, and how to get it."""
-    if device_type == "cuda":
-        if importlib.util.find_spec("triton") is None:
-            return "the package triton, which builds it for GPUs, is not installed: install triton"
-        variable, names, package = "CC", ["gcc", "clang"], "gcc"
-    else:
-        variable, names, package = "CXX", ["clang++" if sys.platform == "darwin" else "g++"], "g++"
+    if cuda and importlib.util.find_spec("triton") is None:
+        return "the package triton, which builds it for GPUs, is not installed: install triton"
+    variable, names = ("CC", ["gcc", "clang"]) if cuda else ("CXX", ["g++"])
     given = f" (environment variable {variable})" if variable in os.environ else ""
     names = [os.environ[variable]] if given else names
     if not any(map(shutil.which, names)):
-        advice = f"install one (Debian and Ubuntu: apt-get install {package}) or name yours in {variable}"
+        advice = f"install one (Debian and Ubuntu: apt-get install g++) or name yours in {variable}"
         return f"there is no compiler {' or '.join(names)}{given}: {advice}"
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not header.is_file():
@@ -198,10 +193,6 @@ class CompileWatch:
             patience = f": up to minutes, seconds where {os.environ[CACHE_VARIABLE]} has the code already"
         logger.info(f"the first step compiles {names} with {self._backend}{patience}")
 
-    def is_warm(self, phase: Literal["training", "validation"]) -> bool:
-        """Whether `phase` has run before, so that it should compile nothing any more."""
-        return phase in self._warm
-
     def after(self, step: int, phase: Literal["training", "validation"]) -> None:
         """Call it after every step and after every validation.
 
@@ -228,7 +219,8 @@ class CompileWatch:
                 self._reported.add((name, reason))
                 seconds = (m.duration_us or 0) / 1e6
                 # Ranks compile alike: the others write to their own log only.
-                log = logger.warning if self._is_first_rank() else logger.info
+                first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+                log = logger.warning if first else logger.info
                 log(f"step {step}: torch.compile compiled {name} again, in {seconds:.1f} s: {reason}")
 
     def _new_failures(self) -> dict[tuple[str, int], list[str]]:
@@ -238,10 +230,6 @@ class CompileWatch:
             found[code.co_filename, code.co_firstlineno] = reasons[self._failed.get(code, 0) :]
             self._failed[code] = len(reasons)
         return found
-
-    @staticmethod
-    def _is_first_rank() -> bool:
-        return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
 
 
 def _reason(failures: list[str]) -> str:

@@ -49,19 +49,13 @@ def check_float8() -> None:
 @functools.cache
 def torchao() -> Any:
     """Import `torchao.float8` without its log lines and warnings, which are mostly about kernels for other devices."""
-    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import torchao.float8
-            import torchao.float8.float8_linear
-            import torchao.float8.float8_tensor_parallel
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import torchao.float8
+        import torchao.float8.float8_linear
+        import torchao.float8.float8_tensor_parallel
     return torchao.float8
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from titanlite.config.sections import AUTO_FILTER, Float8
@@ -66,27 +66,17 @@ def choose_linears(
 
 
 def _reason(name: str, size: Size, local: Size, settings: Float8) -> str:
-    filters, skip_small = split_filters(settings.filter_fqns)
-    if matching := [part for part in filters if matches(part, name)]:
+    # At any place: `layers.1` is part of `layers.1.w` and of `layers.10.w`.
+    if matching := [part for part in settings.filter_fqns if part != AUTO_FILTER and part in name]:
         return f"filter_fqns: {', '.join(matching)}"
     odd = [f"{which} = {n}" for which, n in (("K", local.in_features), ("N", local.out_features)) if n % MULTIPLE]
     if odd:
         return f"{' and '.join(odd)} is not a multiple of {MULTIPLE}"
     if min(size.in_features, size.out_features) < settings.min_features:
         return f"below min_features = {settings.min_features}"
-    if skip_small and too_small(size, settings.recipe_name):
+    if AUTO_FILTER in settings.filter_fqns and too_small(size, settings.recipe_name):
         return f"{AUTO_FILTER}: too small to gain by {settings.recipe_name}"
     return ""
-
-
-def split_filters(filter_fqns: Sequence[str]) -> tuple[list[str], bool]:
-    """Return the parts of names in `filter_fqns`, and whether it also asks to skip small linears."""
-    return [part for part in filter_fqns if part != AUTO_FILTER], AUTO_FILTER in filter_fqns
-
-
-def matches(part: str, name: str) -> bool:
-    """Whether `part` is in `name`, at any place: `layers.1` is in `layers.1.w` and in `layers.10.w`."""
-    return bool(part) and part in name
 
 
 def too_small(size: Size, recipe: str) -> bool:
@@ -97,17 +87,3 @@ def too_small(size: Size, recipe: str) -> bool:
 def converted_names(choices: Iterable[Float8Choice]) -> list[str]:
     """Return the linears that compute in float8."""
     return [name for choice in choices if choice.converted for name in choice.names]
-
-
-def tokens_per_product(batch_size: int, seq_len: int, *, cp: int = 1, microbatches: int = 1) -> int:
-    """Return M, the tokens of one product: tensor-parallel ranks gather the sequence before it.
-
-    batch_size: sequences of a micro-batch. cp: ranks that share a sequence. microbatches: pipeline pieces of a
-    micro-batch.
-    """
-    return batch_size // microbatches * (seq_len // cp)
-
-
-def uneven_for_gather(choices: Iterable[Float8Choice], shards: int) -> list[Float8Choice]:
-    """Return the linears that FSDP cannot gather in float8: their rows do not divide evenly over `shards` ranks."""
-    return [choice for choice in choices if choice.converted and choice.size.out_features % shards]

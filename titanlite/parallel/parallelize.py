@@ -10,7 +10,7 @@ activation checkpointing → `torch.compile` → `fully_shard` → memory → in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -91,57 +91,42 @@ class ModelBuilder:
 
     def parallelize(self, model: nn.Module, groups: Sequence[FSDPGroup]) -> nn.Module:
         """Apply every feature to a model or pipeline stage on the meta device, in place, in the order that works."""
-        if self.training.loss_chunks > 1:
-            chunk_head(model, self.training.loss_chunks, self.spec.head)
+        t, blocks = self.training, self.spec.block_names(self.args)
+        if t.loss_chunks > 1:
+            chunk_head(model, t.loss_chunks, self.spec.head)
         self.apply_float8(model, self.float8.enable_fsdp_float8_all_gather)
         if self.tp > 1:
             # torch divides cross-entropy over ranks, and no other loss.
-            shard_logits = self.training.enable_loss_parallel and self.own_loss is None
+            shard_logits = t.enable_loss_parallel and self.own_loss is None
             apply_tp(model, self.offered("tensor_plan")(self.args), self.mesh["tp"], shard_logits)
-        self.apply_cp(model)
-        self.apply_ac(model)
-        self.apply_compile(model)
-        self.apply_fsdp(model, groups)
+        if self.cp > 1 and select(model, blocks):  # a stage may have no block
+            apply_cp(model, self.mesh)
+        # Graphs hide their operators from a policy by operator, so that one is applied inside of them.
+        inside = self.compiled_names if is_by_op(self.activation_checkpoint) else []
+        apply_ac(model, inside or blocks, self.activation_checkpoint, self.device)
+        options = ASYNC_OPTIONS if self.experimental.enable_async_tensor_parallel else None
+        apply_compile(select(model, self.compiled_names), self.compile.backend, options)
+        present = [tuple(select(model, group)) for group in groups]
+        apply_fsdp(
+            model,
+            [group for group in present if group],
+            self.mesh,
+            param_dtype=self.param_dtype,
+            reduce_dtype=DTYPES[t.mixed_precision_reduce],
+            reshard_after_forward=self.reshard_after_forward,
+            prefetch=t.prefetch,
+            cpu_offload=t.enable_cpu_offload,
+        )
         return model
 
     def apply_float8(self, model: nn.Module, all_gather: bool) -> None:
         if names := converted_names(self.float8_choices()):
             apply_float8(model, names, self.float8.recipe_name, all_gather=all_gather, emulate=self.float8.emulate)
 
-    def apply_cp(self, model: nn.Module) -> None:
-        blocks = set(self.spec.block_names(self.args))
-        if self.cp > 1 and any(name in blocks for name, _ in model.named_modules()):  # a stage may have no block
-            apply_cp(model, self.mesh)
-
-    def apply_ac(self, model: nn.Module) -> None:
-        # Graphs hide their operators from a policy by operator, so that one is applied inside of them.
-        inside = self.compiled_names() if is_by_op(self.activation_checkpoint) else []
-        names = inside or self.spec.block_names(self.args)
-        apply_ac(model, names, self.activation_checkpoint, self.device)
-
-    def apply_compile(self, model: nn.Module) -> None:
-        options = ASYNC_OPTIONS if self.experimental.enable_async_tensor_parallel else None
-        apply_compile(self.compiled_modules(model), self.compile.backend, options)
-
-    def apply_fsdp(self, model: nn.Module, groups: Sequence[FSDPGroup]) -> None:
-        modules = dict(model.named_modules())
-        present = [tuple(name for name in group if name in modules) for group in groups]
-        apply_fsdp(
-            model,
-            [group for group in present if group],
-            self.mesh,
-            param_dtype=self.param_dtype,
-            reduce_dtype=DTYPES[self.training.mixed_precision_reduce],
-            reshard_after_forward=self.reshard_after_forward,
-            prefetch=self.training.prefetch,
-            cpu_offload=self.training.enable_cpu_offload,
-        )
-
     def loss(self) -> LossFunction:
         """Return the loss function for the logits of the model, compiled if asked."""
-        plain = self.plain_loss
-        compiled = compile_loss(plain, self.compile.backend) if self.compiles("loss") else plain
-        return tensor_loss(compiled) if self.tp > 1 else compiled
+        loss = compile_loss(self.plain_loss, self.compile.backend) if self.compiles("loss") else self.plain_loss
+        return tensor_loss(loss) if self.tp > 1 else loss
 
     @cached_property
     def plain_loss(self) -> LossFunction:
@@ -162,16 +147,8 @@ class ModelBuilder:
             everywhere = torch.arange(seq_len * cp, device=self.device)
             return everywhere if cp == 1 else CPRank.of(self.mesh).part(everywhere, 0)
 
-        return Pipeline(
-            model,
-            self.schedule,
-            shape,
-            self.microbatches,
-            accumulation,
-            self.device,
-            loss,
-            positions if self.tp > 1 else None,
-        )
+        given = positions if self.tp > 1 else None
+        return Pipeline(model, self.schedule, shape, self.microbatches, accumulation, self.device, loss, given)
 
     # What was applied
 
@@ -195,14 +172,15 @@ class ModelBuilder:
         """
         model = self.spec.build_on_meta(self.args)
         self.apply_float8(model, all_gather=False)  # the trace gathers nothing
-        self.apply_cp(model)
+        if self.cp > 1:
+            apply_cp(model, self.mesh)
         tokens = batch_size // self.microbatches, seq_len // self.cp
         names = self.spec.block_names(self.args)
         return trace_block(model, names, self.activation_checkpoint, tokens, self.device, self.param_dtype)
 
     def watch_compilation(self, model: nn.Module) -> CompileWatch | None:
         """Watch what is compiled; None where that is nothing."""
-        modules = self.compiled_modules(model).values()
+        modules = select(model, self.compiled_names).values()
         functions = [self.plain_loss] if self.compiles("loss") else []
         return CompileWatch(modules, functions, self.compile.backend) if modules or functions else None
 
@@ -210,8 +188,9 @@ class ModelBuilder:
         """Whether `torch.compile` is applied to "model" or to "loss"."""
         return self.training.compile and component in self.compile.components
 
+    @property
     def compiled_names(self) -> list[str]:
-        """Return the modules of the whole model that `torch.compile` makes one graph each.
+        """The modules of the whole model that `torch.compile` makes one graph each.
 
         Where ranks share each product, a graph of a whole block computes wrong gradients.
         """
@@ -219,11 +198,6 @@ class ModelBuilder:
             return []
         names: list[str] = self.offered("sublayer_names" if self.tp > 1 else "block_names")(self.args)
         return names
-
-    def compiled_modules(self, model: nn.Module) -> dict[str, nn.Module]:
-        """Return those of `compiled_names` that this model or pipeline stage has."""
-        modules = dict(model.named_modules())
-        return {name: modules[name] for name in self.compiled_names() if name in modules}
 
     # Values that follow from the sections and the mesh
 
@@ -270,3 +244,9 @@ class ModelBuilder:
         if self.pp > 1 and reshard is not False and SCHEDULES[self.schedule].splits_backward:
             raise ParallelismError(f"{self.schedule} needs weights that stay gathered: reshard_after_forward = False")
         return reshard
+
+
+def select(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
+    """Return those of the named modules that this model or pipeline stage has."""
+    modules = dict(model.named_modules())
+    return {name: modules[name] for name in names if name in modules}

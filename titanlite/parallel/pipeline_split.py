@@ -8,12 +8,14 @@ A model is cut between its embedding, blocks, last norm and head.
 
 from __future__ import annotations
 
-import difflib
+import functools
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from titanlite.config.errors import nearest
 from titanlite.models.spec import Cost
 from titanlite.parallel import ParallelismError
 
@@ -99,10 +101,9 @@ def _named_cuts(names: Sequence[str], points: Sequence[str]) -> list[int]:
     cuts: list[int] = []
     for point in points:
         if point not in names:
-            close = difflib.get_close_matches(point, names, n=1)
-            nearest = f" (did you mean {close[0]}?)" if close else ""
+            close = "".join(f" (did you mean {name}?)" for name in nearest(point, names))
             raise ParallelismError(
-                f"no stage can start at {point!r}{nearest}: the model's pieces are {names[0]}, {names[1]} to "
+                f"no stage can start at {point!r}{close}: the model's pieces are {names[0]}, {names[1]} to "
                 f"{names[-3]}, {', '.join(names[-2:])}"
             )
         cut = names.index(point)
@@ -132,35 +133,33 @@ def balance_stages(costs: Sequence[Cost], stages: int) -> list[int]:
     pieces[0] = range(pieces[0].stop)
     flops = [sum(costs[i].flops for i in piece) for piece in pieces]
     weights = [sum(costs[i].parameters for i in piece) for piece in pieces]
-    most = _smallest_maximum(flops, flops, stages, limit=None)[0]
+    most = _smallest_maximum(flops, flops, stages)[0]
     _, firsts = _smallest_maximum(weights, flops, stages, limit=most)
     return [blocks[first] for first in firsts]
 
 
 def _smallest_maximum(
-    sizes: Sequence[int], limited: Sequence[int], stages: int, limit: int | None
-) -> tuple[int, list[int]]:
+    sizes: Sequence[int], limited: Sequence[int], stages: int, limit: float = math.inf
+) -> tuple[float, list[int]]:
     """Return the smallest possible largest sum of `sizes` over contiguous stages, and where each but the first begins.
 
     limited, limit: no stage's sum of `limited` may be above it.
     """
-    total = [0, *itertools.accumulate(sizes)]
-    bound = [0, *itertools.accumulate(limited)]
-    n = len(sizes)
-    # best[i]: of the first i pieces, in as many stages as the loop has counted.
-    best: list[tuple[int, list[int]] | None] = [(0, []), *[None] * n]
-    for stage in range(stages):
-        after: list[tuple[int, list[int]] | None] = [None] * (n + 1)
-        for end in range(stage + 1, n + 1):
-            for start in range(stage, end):
-                before = best[start]
-                if before is None or (limit is not None and bound[end] - bound[start] > limit):
-                    continue
-                largest = max(before[0], total[end] - total[start])
-                here = after[end]
-                if here is None or largest < here[0]:
-                    after[end] = (largest, [*before[1], start] if stage else [])
-        best = after
-    found = best[n]
-    assert found is not None, "there is a division for the limit that was found without it"
-    return found
+    total, bound = ([0, *itertools.accumulate(numbers)] for numbers in (sizes, limited))
+
+    @functools.cache
+    def best(end: int, stages: int) -> tuple[float, tuple[int, ...]]:
+        """Return the same for the pieces before `end`, and where each stage begins."""
+        if not stages:
+            return (math.inf if end else 0), ()
+        found: tuple[float, tuple[int, ...]] = (math.inf, ())
+        for start in range(stages - 1, end):
+            if bound[end] - bound[start] <= limit:
+                before, begins = best(start, stages - 1)
+                largest = max(before, total[end] - total[start])
+                if largest < found[0]:
+                    found = largest, (*begins, start)
+        return found
+
+    largest, begins = best(len(sizes), stages)
+    return largest, list(begins[1:])

@@ -10,8 +10,7 @@ model registers its modules is taken for the order in which it runs them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
@@ -39,7 +38,7 @@ def choose_groups(
 
 
 def groups_by_class(model: nn.Module, names: Iterable[str]) -> list[FSDPGroup]:
-    """Make a group of every module whose class has one of these names; modules that share a parameter are one group.
+    """Make a group of every module whose class has one of these names; modules that share a parameter stay in the root.
 
     Raises ParallelismError, with a list of the classes, for a name that matches no module that can be a group.
     """
@@ -53,87 +52,64 @@ def groups_by_class(model: nn.Module, names: Iterable[str]) -> list[FSDPGroup]:
         raise ParallelismError(
             f"no FSDP group can be made of {what}; classes of {type(model).__name__} with parameters: {there}"
         )
-    return _merge_shared(model, [(path,) for path, name in found.items() if name in wanted])
+    return _in_order(model, [(path,) for path, name in found.items() if name in wanted])
 
 
 def groups_by_size(model: nn.Module, min_params: int) -> list[FSDPGroup]:
-    """Make groups of at least `min_params` parameters each, from the smallest modules up.
+    """Make groups of at least `min_params` parameters each.
 
-    A module that holds so many is a group; smaller ones join the next small ones until they do. A module with one
-    group inside and a smaller rest is a group as a whole. A remainder at the end belongs to the root. Modules that
-    share a parameter are one group, and the parameter counts once.
-
-    Raises ParallelismError if that makes no group.
+    A module is divided where two modules inside it hold so many each; neighbours that hold fewer join until they do.
+    A remainder joins the neighbours before it. Parameters of divided modules, and modules that share a parameter with
+    others, belong to the root. Raises ParallelismError if that makes no group.
     """
-    total = sum(parameter.numel() for parameter in model.parameters())
-    groups = _merge_shared(model, _SizeGrouping(model, min_params).groups)
+    groups: list[FSDPGroup] = []
+    run: list[str] = []
+    size, counted = 0, set[nn.Parameter]()
+    for path, module in _pieces("", model, min_params):
+        new = set(module.parameters()) - counted
+        counted |= new
+        more = sum(parameter.numel() for parameter in new)
+        if more >= min_params:
+            groups.append((path,))
+            run, size = [], 0
+        elif more:
+            run, size = [*run, path], size + more
+            if size >= min_params:
+                groups.append(tuple(run))
+                run, size = [], 0
+    if groups and len(groups[-1]) > 1:
+        groups[-1] += tuple(run)
     if not groups:
-        name = type(model).__name__
+        name, total = type(model).__name__, _count(model)
         raise ParallelismError(f"no FSDP group has {min_params:,} parameters or more: {name} has {total:,} in all")
-    return groups
+    return _in_order(model, groups)
 
 
-class _Loose(NamedTuple):
-    """A module and the number of its parameters that are in no group yet."""
+def _pieces(path: str, module: nn.Module, min_params: int) -> Iterator[tuple[str, nn.Module]]:
+    """Yield modules that are gathered as a whole, in order, with their paths."""
+    children = [] if isinstance(module, _INDIVISIBLE) else list(_called_children(path, module))
+    large = {name for name, child in children if _count(child) >= min_params}
+    if path and len(large) < 2:
+        yield path, module
+        return
+    for name, child in children:
+        if name in large:
+            yield from _pieces(name, child, min_params)
+        else:
+            yield name, child
 
-    path: str
-    size: int
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
-class _SizeGrouping:
-    """One walk through a model for `groups_by_size`."""
-
-    def __init__(self, model: nn.Module, min_params: int) -> None:
-        self.min_params = min_params
-        self.groups: list[FSDPGroup] = []
-        self._counted: set[int] = set()
-        self._visit("", model)
-
-    def _visit(self, path: str, module: nn.Module) -> tuple[list[_Loose], int]:
-        """Group a module's content. Return the rest: modules inside it, or it as a whole, and its own parameters."""
-        first = len(self.groups)
-        indivisible = isinstance(module, _INDIVISIBLE)
-        own = self._count(module.parameters(recurse=indivisible))
-        children: list[_Loose] = []
-        for name, child in () if indivisible else module.named_children():
-            inside, loose = self._visit(_join(path, name), child)
-            children += inside
-            own += loose
-        left = self._group(children)
-        rest = own + sum(child.size for child in left)
-        if not path or not _is_called(module):
-            return left, own
-        made = len(self.groups) - first
-        if made == 1 and rest < self.min_params:
-            self.groups[first:] = [(path,)]
-            return [], 0
-        if rest and (own or not made):
-            return [_Loose(path, rest)], 0
-        return left, 0
-
-    def _count(self, parameters: Iterable[nn.Parameter]) -> int:
-        new = {id(p): p.numel() for p in parameters if id(p) not in self._counted}
-        self._counted |= new.keys()
-        return sum(new.values())
-
-    def _group(self, modules: Sequence[_Loose]) -> list[_Loose]:
-        """Make groups of neighbours. Return the modules that stayed too small."""
-        left: list[_Loose] = []
-        run: list[_Loose] = []
-        joinable = False  # whether the last group ends right before the run and was itself made of a run
-        for module in modules:
-            if module.size >= self.min_params:
-                left, run, joinable = left + run, [], False
-                self.groups.append((module.path,))
-                continue
-            run.append(module)
-            if sum(m.size for m in run) >= self.min_params:
-                self.groups.append(tuple(m.path for m in run))
-                run, joinable = [], True
-        if joinable and run:
-            self.groups[-1] += tuple(m.path for m in run)
-            run = []
-        return left + run
+def _called_children(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules inside, those of lists and dictionaries too, instead of the list or dictionary."""
+    for name, child in module.named_children():
+        if _is_called(child):
+            yield _join(path, name), child
+        else:
+            yield from _called_children(_join(path, name), child)
 
 
 def _is_called(module: nn.Module) -> bool:
@@ -164,65 +140,29 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _is_inside(path: str, other: str) -> bool:
-    return path == other or path.startswith(f"{other}.")
+def _in_order(model: nn.Module, groups: Sequence[FSDPGroup]) -> list[FSDPGroup]:
+    """Return the groups in the order they last run, without those that share a parameter with modules outside.
 
-
-def _merge_shared(model: nn.Module, groups: Sequence[FSDPGroup]) -> list[FSDPGroup]:
-    """Merge groups that share a parameter, and return all in the order they last run.
-
-    A parameter can belong to one group only. A group around a merged one is merged too, so that groups stay nested. If
-    the root shares a parameter of its own, the modules that use it stay in the root.
+    A parameter can belong to one group only. So the modules that share it stay in the group around them or in the root.
     """
-    groups = list(groups)
-    owners: dict[int, list[str]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), []).append(path)
+    owners: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(parameter, []).append(name.rpartition(".")[0])
     shared = [paths for paths in owners.values() if len(paths) > 1]
-    while (merged := _merge_once(model, groups, shared)) is not None:
-        groups = merged
+    kept = list(groups)
+    while split := {home for paths in shared if len(homes := _homes(model, paths, kept)) > 1 for home in homes}:
+        kept = [group for group in kept if group not in split]
     last = {path: index for index, (path, _) in enumerate(_post_order(model))}
-    return sorted(groups, key=lambda group: max(last.get(path, 0) for path in group))
+    return sorted(kept, key=lambda group: max(last.get(path, 0) for path in group))
 
 
-def _merge_once(
-    model: nn.Module, groups: Sequence[FSDPGroup], shared: Sequence[Sequence[str]]
-) -> list[FSDPGroup] | None:
-    """Merge groups of one shared parameter; None when there is nothing to merge."""
-    group_of = {model.get_submodule(path): index for index, group in enumerate(groups) for path in group}
-    for paths in shared:
-        homes = {path: _home(model, path, group_of) for path in paths}
-        if len(set(homes.values())) == 1:
-            continue
-        taken = {home for home in homes.values() if home is not None}
-        callers = [_caller(model, path) for path, home in homes.items() if home is None]
-        members = {path for home in taken for path in groups[home]} | set(callers)
-        # Groups around the merged ones, which would otherwise hold a part of a group.
-        around = {i for i, group in enumerate(groups) for m in members if any(_is_inside(m, path) for path in group)}
-        taken |= around
-        members |= {path for home in around for path in groups[home]}
-        kept = [group for index, group in enumerate(groups) if index not in taken]
-        if "" in members:
-            return kept
-        outer = [path for path in members if not any(path != other and _is_inside(path, other) for other in members)]
-        order = {path: index for index, (path, _) in enumerate(model.named_modules())}
-        return [*kept, tuple(sorted(outer, key=lambda path: order.get(path, 0)))]
-    return None
+def _homes(model: nn.Module, paths: Iterable[str], groups: Sequence[FSDPGroup]) -> set[FSDPGroup | None]:
+    """Return the innermost group around each path; None: the root. A module may have several paths."""
+    group_of = {model.get_submodule(path): group for group in groups for path in group}
 
+    def home(path: str) -> FSDPGroup | None:
+        while path and model.get_submodule(path) not in group_of:
+            path = path.rpartition(".")[0]
+        return group_of[model.get_submodule(path)] if path else None
 
-def _home(model: nn.Module, path: str, group_of: Mapping[nn.Module, int]) -> int | None:
-    """Return the index of the innermost group around `path`; None: the root. A module may have several paths."""
-    while path:
-        module = model.get_submodule(path)
-        if module in group_of:
-            return group_of[module]
-        path = path.rpartition(".")[0]
-    return None
-
-
-def _caller(model: nn.Module, path: str) -> str:
-    """Return `path` or the innermost module around it that is called; "" for the root."""
-    while path and not _is_called(model.get_submodule(path)):
-        path = path.rpartition(".")[0]
-    return path
+    return {home(path) for path in paths}

@@ -34,7 +34,8 @@ from titanlite.checkpoint.paths import AnyPath, StorePath, remove_folder, sync_f
 from titanlite.checkpoint.retention import begin, delete, marks_of, publish
 from titanlite.checkpoint.storage import HashingWriter, converted, describe
 from titanlite.models import get_spec
-from titanlite.models.spec import ShapeError, as_record, from_record
+from titanlite.models.args import as_record, from_record
+from titanlite.models.spec import ShapeError
 from titanlite.runs import provenance
 from titanlite.tools.checkpoint import checkpoint_of
 from titanlite.tools.tensors import Contents, quiet

@@ -1,0 +1,138 @@
+"""From a config's numbers to a model's arguments, and from arguments to JSON and back. No torch here."""
+
+from __future__ import annotations
+
+import math
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, asdict, fields, replace
+from typing import Any
+
+from titanlite.models.spec import Misfit, ShapeError, get_spec, names_like, shown
+
+if typing.TYPE_CHECKING:
+    from titanlite.config.sections import Model
+
+
+def resolve_args(
+    family: str,
+    flavor: str,
+    overrides: Mapping[str, object] | None = None,
+    *,
+    vocab_size: int | None = None,
+    tokenizer_size: int | None = None,
+    max_seq_len: int | None = None,
+) -> Any:
+    """Return the arguments of one flavor with a user's changes, checked.
+
+    `overrides`: fields of the model's arguments to replace.
+    `vocab_size`: replaces the flavor's. `tokenizer_size`: ids the tokenizer can produce; it becomes the
+    vocabulary of a flavor that has none of its own (`debugmodel`), and must not exceed any other.
+    `max_seq_len`: longest sequence in tokens that the model must serve.
+
+    Raises ShapeError for an unknown name, a wrong type, or numbers that make no model.
+    """
+    spec = get_spec(family)
+    if (base := spec.flavors.get(flavor)) is None:
+        message = f"{spec.name} has no flavor {shown(flavor)}"
+        raise ShapeError(Misfit(message, "flavor", names_like(flavor, spec.flavors)))
+    changes = checked_fields(spec.args_class, overrides or {}, "overrides")
+    if vocab_size is not None:
+        if changes.get("vocab_size", vocab_size) != vocab_size:
+            message = f"is {vocab_size}, but model.overrides.vocab_size = {changes['vocab_size']}"
+            raise ShapeError(Misfit(message, "vocab_size"))
+        changes["vocab_size"] = vocab_size
+    if max_seq_len is not None:
+        wanted = changes.setdefault("max_seq_len", max_seq_len)
+        if wanted < max_seq_len:
+            message = f"is {wanted}, shorter than the sequences of {max_seq_len} tokens"
+            raise ShapeError(Misfit(message, "overrides.max_seq_len"))
+    if changes.get("vocab_size", base.vocab_size) is None:
+        changes["vocab_size"] = tokenizer_size
+    args = _made(lambda: replace(base, **changes))
+    if tokenizer_size is not None and tokenizer_size > args.vocab_size:
+        message = (
+            f"the tokenizer has {tokenizer_size} entries but the model's vocabulary only {args.vocab_size}: "
+            "choose the model's own tokenizer, or set model.vocab_size"
+        )
+        raise ShapeError(Misfit(message))
+    return args
+
+
+def model_args(model: Model, max_seq_len: int, tokenizer_size: int | None = None) -> Any:
+    """Return the arguments of the model that section `[model]` describes; the rest is as for `resolve_args`."""
+    overrides = dict(model.overrides)
+    known = {field.name for field in fields(get_spec(model.name).args_class)}
+    for name, value in {"norm_type": model.norm_type, "rope_scaling": model.rope_scaling}.items():
+        if name in known and value is not None:
+            overrides[name] = value
+        elif value not in (None, "rmsnorm"):
+            raise ShapeError(Misfit(f"the model {model.name} has no such argument", name, "remove it"))
+    return resolve_args(
+        model.name,
+        model.flavor,
+        overrides,
+        vocab_size=model.vocab_size,
+        tokenizer_size=tokenizer_size,
+        max_seq_len=max_seq_len,
+    )
+
+
+def as_record(family: str, args: Any) -> dict[str, Any]:
+    """Return a model as JSON has it; `from_record` reads it."""
+    return {"family": family, **asdict(args)}
+
+
+def from_record(record: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return family and arguments. Raises ShapeError for a record that describes no model."""
+    values = dict(record)
+    family = str(values.pop("family", None))
+    cls = get_spec(family).args_class
+    checked = checked_fields(cls, values, "")
+    required = [field.name for field in fields(cls) if field.default is field.default_factory is MISSING]
+    if missing := [name for name in required if name not in checked]:
+        raise ShapeError(Misfit(f"{', '.join(missing)} is missing"))
+    return family, _made(lambda: cls(**checked))
+
+
+def _made(make: Callable[[], Any]) -> Any:
+    """Return the arguments that `make` makes; an error of their class becomes a ShapeError."""
+    try:
+        return make()
+    except ShapeError:
+        raise
+    except ValueError as error:
+        raise ShapeError(Misfit(str(error))) from error
+
+
+_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+
+
+def checked_fields(cls: type, values: Mapping[str, object], table: str) -> dict[str, Any]:
+    """Return values for fields of `cls`, each of the annotated type; an integer also fits a float.
+
+    A type with a class method `parse` reads values of all kinds. table: of `[model]`, for messages. Raises ShapeError
+    with all that do not fit.
+    """
+    hints = typing.get_type_hints(cls)
+    names = [field.name for field in fields(cls)]
+    checked: dict[str, Any] = {}
+    wrong: list[Misfit] = []
+    for name, value in values.items():
+        where = f"{table}.{name}".removeprefix(".")
+        allowed = typing.get_args(hints.get(name)) or (hints.get(name),)
+        parse = next((kind.parse for kind in allowed if hasattr(kind, "parse")), None)
+        if name not in names:
+            wrong.append(Misfit(f"no argument {shown(name)}", where, names_like(name, names)))
+        elif parse is not None:
+            checked[name] = parse(value)
+        elif type(value) in allowed and (not isinstance(value, float) or math.isfinite(value)):
+            checked[name] = value
+        elif type(value) is int and float in allowed:
+            checked[name] = float(value)
+        else:
+            expected = " or ".join(_NAMES[kind] for kind in allowed if kind in _NAMES)
+            wrong.append(Misfit(f"expected {expected}, got {shown(value)}", where))
+    if wrong:
+        raise ShapeError(*wrong)
+    return checked
