@@ -75,17 +75,6 @@ def test_float8_stays_within_the_spread_of_seeds(world: DistEnv, recipe: Any, co
     assert 0 < distance(ours, plain) < 2 * spread(plain, others)
 
 
-@FLOAT8_HARDWARE
-def test_gathering_in_float8_with_scales_computed_before_changes_little(world: DistEnv) -> None:
-    long = replace(float8_runs.RUN, rates=RATES)
-    plain, *others = (train(world, replace(long, seed=seed)).losses for seed in (7, 8, 9))
-    gathered = Float8(enable_float8_linear=True, enable_fsdp_float8_all_gather=True)
-    alone, before = (train(world, replace(long, float8=plan)) for plan in (gathered, PRECOMPUTED))
-    assert 0 < distance(alone.losses, plain) < 2 * spread(plain, others)
-    for name, weight in alone.weights.items():
-        torch.testing.assert_close(before.weights[name], weight, rtol=1e-3, atol=1e-4)
-
-
 # Attention
 
 
@@ -152,19 +141,6 @@ def test_compiled_training_is_eager_training_to_rounding(world: DistEnv) -> None
     compiled = train_afresh(world, replace(RUN, compile=COMPILED))
     assert compiled.losses == pytest.approx(eager.losses, abs=1e-4)
     assert counters["stats"]["unique_graphs"] == 2, "a block and the loss"
-
-
-@pytest.mark.parametrize("float8", [False, pytest.param(True, marks=FLOAT8_HARDWARE)], ids=["bf16", "float8"])
-def test_compiled_recomputation_by_operation_computes_what_eager_steps_do(world: DistEnv, float8: bool) -> None:
-    run = replace(
-        float8_runs.RUN,
-        compile=COMPILED,
-        activations=MODES["op"],
-        float8=PRECOMPUTED if float8 else Float8(),
-    )
-    compiled = train_afresh(world, run)
-    eager = train(world, replace(run, compile=None))
-    assert distance(compiled.losses, eager.losses) < 0.05
 
 
 # Memory

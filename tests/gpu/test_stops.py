@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.training import test_stop
-from tests.words import listening
 from titanlite import exit_codes
-from titanlite.config.run_sections import Comm, Stall
-from titanlite.metrics.watchdog import HangWatchdog
 from titanlite.parallel.dist_env import DistEnv
 
 STEPS = "--training.steps=8"
@@ -27,13 +23,3 @@ def test_a_signal_stops_after_the_next_step_and_the_run_goes_on_the_same(world: 
     assert (ended["step"], ended["code"]) == (8, exit_codes.DONE)
     assert not [line for line in ended["said"] if "NOT VERIFIED" in line]
     assert test_stop._losses(stopped) == pytest.approx(test_stop._losses(straight), rel=1e-5)
-
-
-def test_a_stall_is_told_beside_nccl(world: DistEnv) -> None:
-    with listening() as said, HangWatchdog(Stall(deadline_seconds=1), Comm(init_timeout_seconds=1), end=None) as stalls:
-        stalls.phase("forward", 1)
-        stalls.phase("data", 2)
-        until = time.monotonic() + 20
-        while not stalls.verdict and time.monotonic() < until:
-            time.sleep(0.1)
-    assert "in data of step 2" in stalls.verdict and any("no progress for" in line for line in said)

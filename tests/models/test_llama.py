@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from titanlite.models import LlamaArgs, RopeScaling, get_spec
 from titanlite.models import llama_hf as hf
-from titanlite.models.layers import Llama, Rope, Rotation, SdpaAttention
+from titanlite.models.layers import Llama, Rope, Rotation
 from titanlite.models.llama import NORM_TYPES
 
 SMALL = LlamaArgs(dim=64, n_layers=2, n_heads=4, vocab_size=96, multiple_of=32, max_seq_len=128)
@@ -152,33 +152,6 @@ def test_from_the_meta_device_through_fsdp_nothing_is_left_unset_and_a_tie_holds
         torch.testing.assert_close(p.grad.to_local(), reference.get_parameter(name).grad)
 
 
-def test_a_tie_survives_to_empty_without_fsdp() -> None:
-    with torch.device("meta"):
-        model = Llama(VARIANTS["tied"])
-    model.to_empty(device="cpu")
-    assert model.output.weight is model.tok_embeddings.weight
-    assert model.to(torch.bfloat16).output.weight is model.tok_embeddings.weight
-    assert not model.output.weight.is_meta
-
-
-@pytest.mark.parametrize("variant", ["plain", "gqa", "scaled"])
-def test_masked_documents_equal_documents_run_alone(variant: str) -> None:
-    args = VARIANTS[variant]
-    model = built(args)
-    tokens = tokens_of(args, batch=2, seq=48)
-    lengths = [[20, 28], [5, 43]]
-    doc_ids = torch.stack([torch.repeat_interleave(torch.arange(2), torch.tensor(row)) for row in lengths])
-    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
-    packed = model(tokens, positions=positions, doc_ids=doc_ids)
-    for row, (first, _) in enumerate(lengths):
-        alone = [model(tokens[row : row + 1, :first]), model(tokens[row : row + 1, first:])]
-        torch.testing.assert_close(packed[row], torch.cat(alone, 1)[0], atol=1e-5, rtol=1e-5)
-        # Without the mask the second document would see the first.
-        assert relative(model(tokens)[row, first:], packed[row, first:]) > 1e-2
-    # Attention depends on distances alone: positions may as well run on through the documents.
-    torch.testing.assert_close(model(tokens, doc_ids=doc_ids), packed, atol=1e-5, rtol=1e-4)
-
-
 def test_no_token_sees_the_future() -> None:
     model = built(SMALL)
     tokens = tokens_of(SMALL, seq=16)
@@ -206,23 +179,6 @@ def test_each_norm_type_computes_its_formula(norm_type: str) -> None:
         torch.testing.assert_close(norm(x), expected * weight, atol=1e-5, rtol=1e-5)
     model(tokens_of(args, seq=16)).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
-
-
-def test_inner_attention_can_be_replaced() -> None:
-    class Recording(SdpaAttention):
-        shapes: list[tuple[int, ...]] = []
-
-        def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-            self.shapes += [tuple(q.shape), tuple(k.shape), tuple(v.shape)]
-            return super().forward(q, k, v, mask)
-
-    args = VARIANTS["gqa"]
-    model = built(args)
-    expected = model(tokens_of(args))
-    for block in model.layers.values():
-        block.attention.inner_attention = Recording()
-    assert torch.equal(model(tokens_of(args)), expected)
-    assert Recording.shapes == [(2, 8, 128, 8), (2, 2, 128, 8), (2, 2, 128, 8)] * 2
 
 
 def test_names_are_frozen_and_no_table_is_in_a_checkpoint() -> None:

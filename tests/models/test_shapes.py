@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import pytest
 import torch
 
 from titanlite.config.sections import Model
-from titanlite.models import SHAPES, LlamaArgs, RopeScaling, count_parameters, flops_per_token, get_spec, resolve_args
+from titanlite.models import SHAPES, RopeScaling, count_parameters, flops_per_token, get_spec, resolve_args
 from titanlite.models.args import model_args
 from titanlite.models.llama import NORM_TYPES
 from titanlite.models.spec import ShapeError
@@ -80,29 +78,6 @@ def test_a_derived_width_follows_an_override() -> None:
     assert resolve_args("llama3", "debugmodel", {"n_heads": 8}, tokenizer_size=512).kv_heads == 8
 
 
-def test_every_field_can_be_overridden() -> None:
-    changes: dict[str, object] = {
-        "dim": 512,
-        "n_layers": 3,
-        "n_heads": 8,
-        "n_kv_heads": 2,
-        "ffn_dim": 640,
-        "vocab_size": 1024,
-        "norm_eps": 1e-6,
-        "norm_type": "layernorm",
-        "rope_theta": 2e4,
-        "rope_scaling": {"factor": 2.0, "original_context": 64},
-        "tied": True,
-        "max_seq_len": 128,
-    }
-    base = SHAPES["llama2"]["7B"]
-    args = resolve_args("llama2", "7B", changes)
-    assert all(getattr(args, name) != getattr(base, name) for name in changes)
-    rule = resolve_args("llama2", "7B", {"ffn_dim_multiplier": 1.5, "multiple_of": 64})
-    assert (rule.ffn_dim_multiplier, rule.multiple_of, rule.ffn_width) == (1.5, 64, 16384)
-    assert set(changes) | {"ffn_dim_multiplier", "multiple_of"} == {f.name for f in fields(LlamaArgs)}
-
-
 def test_rope_scaling_as_a_toml_file_may_say_it() -> None:
     full = {"factor": 4.0, "low_freq_factor": 2.0, "high_freq_factor": 8.0, "original_context": 1024}
     assert RopeScaling.parse(full) == RopeScaling(4.0, 2.0, 8.0, 1024)
@@ -123,23 +98,15 @@ def test_rope_scaling_as_a_toml_file_may_say_it() -> None:
         ({"n_kv_heads": 3}, "", "n_kv_heads = 3 does not divide n_heads = 16"),
         ({"dim": 240}, "", "dim / n_heads = 15 is odd"),
         ({"n_layers": 0}, "", "n_layers must be positive, got 0"),
-        ({"ffn_dim": -1}, "", "ffn_dim must be positive, got -1"),
         ({"norm_type": "groupnorm"}, "", "norm_type must be one of rmsnorm,"),
         ({"vocab_size": 511}, "", "512 entries but the model's vocabulary only 511"),
         ({"n_layers": 2.0}, "overrides.n_layers", "an integer, got 2.0"),
-        ({"n_layers": True}, "overrides.n_layers", "an integer, got true"),
-        ({"n_kv_heads": 1.5}, "overrides.n_kv_heads", "an integer, got 1.5"),
         ({"tied": 1}, "overrides.tied", "true or false, got 1"),
         ({"rope_theta": "1e4"}, "overrides.rope_theta", 'a number, got "1e4"'),
-        ({"rope_theta": float("inf")}, "overrides.rope_theta", "a number, got"),
         ({"n_layer": 4}, "overrides.n_layer", "nearest: n_layers"),
         ({"max_seq_len": 16}, "overrides.max_seq_len", "is 16, shorter than the sequences of 64 tokens"),
-        ({"rope_scaling": {"factr": 8.0}}, "rope_scaling", 'needs a "factor"'),
         ({"rope_scaling": {"factor": 8.0, "original": 1}}, "rope_scaling.original", "nearest: original_context"),
-        ({"rope_scaling": {"factor": "8"}}, "rope_scaling.factor", 'a number, got "8"'),
-        ({"rope_scaling": 0.5}, "rope_scaling", "at least 1"),
         ({"rope_scaling": {"factor": 8, "low_freq_factor": 4}}, "rope_scaling", "low_freq_factor < high_freq_factor"),
-        ({"rope_scaling": {"factor": 8, "original_context": 0}}, "rope_scaling", "must be positive"),
         ({"rope_scaling": "yarn"}, "rope_scaling", '"yarn"'),
     ],
 )
@@ -148,13 +115,6 @@ def test_numbers_that_make_no_decoder_are_refused(overrides: dict[str, object], 
         resolve_args("llama3", "debugmodel", overrides, tokenizer_size=512, max_seq_len=64)
     (misfit,) = error.value.misfits
     assert misfit.field == field and words in str(error.value)
-
-
-def test_all_wrong_overrides_and_all_wrong_numbers_are_named() -> None:
-    for overrides, count in (({"dimm": 1, "tied": 1, "n_layers": 0.5}, 3), ({"n_heads": 7, "n_kv_heads": 3}, 2)):
-        with pytest.raises(ShapeError) as error:
-            resolve_args("llama3", "8B", overrides)
-        assert len(error.value.misfits) == count
 
 
 @pytest.mark.parametrize(("name", "field"), [(("lama3", "8B"), "name"), (("llama3", "8b"), "flavor")])

@@ -101,23 +101,6 @@ def distance(a: list[float], b: list[float]) -> float:
     return (torch.tensor(a) - torch.tensor(b)).abs().mean().item()
 
 
-def gathered_types(world: DistEnv, run: Run) -> dict[str, str]:
-    """How weights look while their block computes."""
-    model, _, rank = build_tiny(world, run)
-    found: dict[str, str] = {}
-
-    def look(name: str) -> Any:
-        def hook(module: Any, *_: Any) -> None:
-            found[name] = str(getattr(module.weight, "_data", module.weight).dtype).removeprefix("torch.")
-
-        return hook
-
-    for name in ("layers.0.attention.wq", "layers.0.attention_norm", "output"):
-        model.get_submodule(name).register_forward_hook(look(name))
-    model(micro_batches(run, 0, rank, world.size)[0].tokens.to(world.device))
-    return found
-
-
 def drift_of(world: DistEnv, run: Run) -> tuple[Float8Error, float, list[float], list[float]]:
     """The measurement on the initial weights, their loss without float8, and the losses measured first and again."""
     plan = run.mesh(world.size)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -133,62 +131,6 @@ def test_views_come_back_as_they_were(kind: str, sent: int) -> None:
         found.append({"x": x.grad, **{name: p.grad for name, p in block.named_parameters()}})
     assert len(shelf.kept) == sent
     assert_equal(*found)
-
-
-class Stream:
-    """Stands for a CUDA stream: writes down its calls."""
-
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log, self.events = name, log, 0
-
-    def wait_stream(self, other: Stream) -> None:
-        self.log.append(f"{self.name} waits for {other.name}")
-
-    def wait_event(self, event: str) -> None:
-        self.log.append(f"{self.name} waits for {event}")
-
-    def record_event(self) -> str:
-        self.events += 1
-        self.log.append(f"{self.name} {self.events}")
-        return self.log[-1]
-
-
-@pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Of streams, where `HostMemory` takes the CPU for its device."""
-    seen: list[str] = []
-    compute, empty_like = Stream("compute", seen), torch.empty_like
-    cuda = SimpleNamespace(
-        Stream=lambda _: Stream("copy", seen), current_stream=lambda _: compute, stream=lambda _: nullcontext()
-    )
-    monkeypatch.setattr(torch, "cuda", cuda)
-    monkeypatch.setattr(torch, "empty_like", lambda t, *, device, pin_memory=False: empty_like(t, device=device))
-    return seen
-
-
-def test_two_tensors_at_most_are_on_their_way_to_the_host(log: list[str]) -> None:
-    host, sent, refs = HostMemory(CPU), [], []
-    for value in range(4):
-        tensor = torch.full((4,), float(value))
-        refs.append(StorageWeakRef(tensor.untyped_storage()))
-        sent.append(host.send(tensor))
-        del tensor
-    assert [ref.expired() for ref in refs] == [True, True, False, False]
-    send = ["copy waits for compute", "copy {}"]
-    waits = [[], [], ["compute waits for copy 1"], ["compute waits for copy 2"]]
-    assert log == [line.format(n + 1) for n in range(4) for line in (*send, *waits[n])]
-    log.clear()
-    last = sent[3].fetch()
-    assert last.tolist() == [3.0] * 4 and all(ref.expired() for ref in refs)
-    assert log == [
-        *("compute waits for copy 3", "compute waits for copy 4"),
-        *("copy waits for compute", "copy 5", "compute waits for copy 5"),
-        *("copy waits for compute", "copy 6"),  # the one before, ahead of time
-    ]
-    log.clear()
-    assert sent[3].fetch() is last and log == []
-    del sent[2]
-    assert log == ["compute waits for copy 6"], "memory of a copy that nobody fetched is in use until it is done"
 
 
 def _sent(world: DistEnv, run: Run) -> tuple[int, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sysconfig
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,6 @@ from titanlite.parallel.compile import (
     CompileError,
     apply_compile,
     check_backend,
-    compile_loss,
     prepare_compile,
     use_cache_folder,
 )
@@ -111,10 +109,9 @@ def _count(world: DistEnv, run: Run, lengths: list[int]) -> Counted:
     return counted
 
 
-@pytest.mark.parametrize("blocks", [2, pytest.param(8, marks=pytest.mark.slow)])
-def test_all_blocks_share_one_graph_in_training_and_one_in_validation(pool: Pools, blocks: int) -> None:
+def test_all_blocks_share_one_graph_in_training_and_one_in_validation(pool: Pools) -> None:
     """With accumulation, an optimizer step and validation of another batch size in between, nothing is made again."""
-    run = Run(TOKENS, LABELS, [], args=replace(TINY, n_layers=blocks), accumulation=2, compile=COUNTED)
+    run = Run(TOKENS, LABELS, [], accumulation=2, compile=COUNTED)
     counted = pool(1).run(_count, run, [SEQ] * 5)[0]
     assert counted.steps == [2, 2, 4, 4, 4]  # block and loss, then both once more without gradients
     assert counted.validations == [4, 4]
@@ -224,15 +221,6 @@ def test_a_module_that_is_no_single_graph_is_named() -> None:
     torch._dynamo.reset()
 
 
-def test_ever_new_shapes_stop_with_advice() -> None:
-    torch._dynamo.reset()
-    loss = compile_loss(cross_entropy_sum, "eager")
-    with pytest.raises(CompileError, match=r"the loss: this process has compiled it 8 times, .*dynamo\.reset\(\)"):
-        for length in range(2, 20):
-            loss(torch.zeros(1, length, 4), torch.zeros(1, length, dtype=torch.int64))
-    torch._dynamo.reset()
-
-
 def test_unknown_backend_ends_before_any_work_and_names_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     level, handlers = logger.level, list(logger.handlers)
     try:
@@ -254,14 +242,6 @@ def test_a_missing_compiler_is_named_with_what_to_install(monkeypatch: pytest.Mo
         check_backend("inductor", "cpu")
     with pytest.raises(ConfigError, match=rf"compile\.backend.*{missing}[^$]*training\.compile = false"):
         check_machine(Training(compile=True), Compile(cache_dir="unused"), Float8())
-    monkeypatch.delenv("CXX")
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(ParallelismError, match=r"no compiler g\+\+.*name yours in CXX"):
-        check_backend("inductor", "cpu")
-    monkeypatch.undo()
-    monkeypatch.setattr(sysconfig, "get_path", lambda _: "/nowhere")
-    with pytest.raises(ParallelismError, match=r"no /nowhere/Python.h.*python3-dev"):
-        check_backend("inductor", "cpu")
 
 
 def test_cache_folder_is_the_keys_the_environments_or_the_users(
@@ -277,9 +257,6 @@ def test_cache_folder_is_the_keys_the_environments_or_the_users(
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="compile.cache_dir: cannot write to"):
         check_machine(Training(compile=True), Compile(cache_dir=str(tmp_path / "file")), Float8())
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file" / "below"))
-    with pytest.raises(ConfigError, match=f"{CACHE_VARIABLE}: cannot write to"):
-        check_machine(Training(compile=True), Compile(), Float8())
     # A user without a cache folder: torch's own stays.
     monkeypatch.delenv(CACHE_VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

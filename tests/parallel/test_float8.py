@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,12 +39,11 @@ from tests.training.harness import (
 )
 from titanlite.checkpoint.storage import gather
 from titanlite.config.sections import ActivationCheckpoint, Float8, Training
-from titanlite.fit import load_config
-from titanlite.models import get_spec, resolve_args
+from titanlite.models import get_spec
 from titanlite.models.spec import Size
 from titanlite.parallel.activation_checkpoint import trace_block
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.parallel.float8 import ScalePrecompute, apply_float8, float8_linears, forget_scales, is_float8, plain
+from titanlite.parallel.float8 import ScalePrecompute, apply_float8, float8_linears, forget_scales
 from titanlite.parallel.float8_choice import choose_linears, converted_names, too_small
 
 SPEC = get_spec("llama3")
@@ -106,60 +104,6 @@ def test_emulation_computes_the_numbers_of_scaled_mm(pool: Pools, name: str) -> 
     assert (real, emulated, none) == (LINEARS * (2 if name == "rowwise_with_gw_hp" else 3), 0, 0)
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(others), rtol=0, atol=2e-3)
     assert losses != bf16
-
-
-def test_a_name_of_another_stage_is_skipped() -> None:
-    model = SPEC.build_on_meta(TINY)
-    names = ["layers.0.attention.wq", "layers.9.attention.wq"]
-    assert apply_float8(model, names, "tensorwise", emulate=True) == names[:1]
-    assert len(float8_linears(model)) == 1
-    assert type(model.get_submodule("layers.0.attention.wk")) is nn.Linear
-
-
-OLDER = """\
-[model]
-name = "llama3"
-flavor = "8B"
-converters = "float8"
-[float8]
-filter_fqns = "output,attention.wk,layers.1.,auto_filter_small_kn"
-"""
-LATER = """\
-[model]
-name = "llama3"
-flavor = "8B"
-converters = ["quantize.linear.float8"]
-[quantize.linear.float8]
-recipe_name = "rowwise"
-filter_fqns = ["output", "layers.1", "w3", "auto_filter_small_kn"]
-"""
-
-
-@pytest.mark.parametrize(
-    ("text", "name", "filters", "count"),
-    [  # Of seven linears wk and wv stay by size; of one block all do, or of three, whose numbers begin with 1.
-        (OLDER, "tensorwise", ["output", "attention.wk", "layers.1."], 11 * 5),
-        (LATER, "rowwise", ["output", "layers.1", "w3"], 9 * 4),
-    ],
-    ids=["older", "later"],
-)
-def test_files_of_torchtitan_convert_the_same_linears(
-    text: str, name: Any, filters: list[str], count: int, tmp_path: Path
-) -> None:
-    """Against the filter that torchtitan takes from torchao, on twelve blocks as wide as Llama 3 8B's."""
-    from torchao.float8 import Float8LinearConfig, _auto_filter_for_recipe, convert_to_float8_training
-
-    (tmp_path / "run.toml").write_text(text)
-    float8 = load_config(str(tmp_path / "run.toml"), 1).float8
-    assert float8.enable_float8_linear and float8.recipe_name == name
-    args = resolve_args("llama3", "8B", {"n_layers": 12})
-    wanted = converted_names(choose_linears(SPEC.linears(args), float8))
-    ours, theirs = SPEC.build_on_meta(args), SPEC.build_on_meta(args)
-    apply_float8(ours, wanted, name)
-    config = Float8LinearConfig.from_recipe_name(name)
-    convert_to_float8_training(theirs, config=config, module_filter_fn=_auto_filter_for_recipe(name, filters))
-    found = [[name for name, m in model.named_modules() if is_float8(m)] for model in (ours, theirs)]
-    assert found[0] == found[1] and set(found[0]) == set(wanted) and len(found[0]) == count
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
@@ -252,18 +196,6 @@ def test_initial_weights_and_checkpoints_are_those_without_float8(pool: Pools) -
         found_weights = pool(2).run(initial_weights, run)[0]
         assert found_weights.keys() == weights.keys()
         assert all(torch.equal(found_weights[name], weight) for name, weight in weights.items())
-
-
-def test_a_plain_weight_is_the_same_memory() -> None:
-    model = SPEC.build_on_meta(TINY).to_empty(device="cpu")
-    apply_float8(model, ["layers.0.attention.wq"], "tensorwise", all_gather=True, emulate=True)
-    weight = model.get_parameter("layers.0.attention.wq.weight")
-    assert type(plain(weight)) is Tensor and type(weight.data) is not Tensor
-    with torch.no_grad():
-        plain(weight).fill_(3.0)
-        assert weight.sum().item() == 3.0 * weight.numel()
-    norm = model.get_parameter("norm.weight")
-    assert plain(norm) is norm
 
 
 # Activations

@@ -9,13 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.parallel.watch import GATHER, REDUCE, SUM, Sent, Wire
 from tests.pool import Pools
 from tests.training.harness import TINY, Run, batches, build_tiny, full_precision, micro_batches, stepper
-from titanlite.config.sections import Training
-from titanlite.models import get_spec
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.wrapping import groups_by_class
@@ -139,34 +136,6 @@ def test_prefetch_begins_gathers_before_the_group_in_front_computes(pool: Pools,
     assert forward == [min(1 + i + ahead, groups) for i in range(6)]
     # Before block i in backward: the head, blocks 4 … i, and those ahead; torch by itself is one ahead there.
     assert backward == [min(6 - i + max(ahead, 1), groups) for i in range(5)]
-
-
-def _placements(world: DistEnv, run: Run) -> dict[str, tuple[Any, ...]]:
-    model, _, _ = build_tiny(world, run)
-    found = {}
-    for name, parameter in model.named_parameters():
-        assert isinstance(parameter, DTensor)
-        mesh = parameter.device_mesh
-        found[name] = (tuple(parameter.placements), mesh.mesh_dim_names, tuple(mesh.shape), parameter.to_local().shape)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("fsdp_units", "ranks", "replicas"),
-    [("block", 2, 1), ("size", 4, 2), (CLASSES, 2, 2)],
-    ids=["block, 2", "size, 2 x 2", "classes, ddp"],
-)
-def test_every_parameter_is_sharded_by_rows_over_the_shard_ranks(
-    pool: Pools, fsdp_units: Any, ranks: int, replicas: int
-) -> None:
-    shapes = {name: p.shape for name, p in get_spec("llama3").build_on_meta(TINY).named_parameters()}
-    shards = ranks // replicas
-    where: tuple[Any, ...] = (Shard(0),), ("dp_shard",), (ranks,)
-    if replicas > 1:
-        where = (Replicate(), Shard(0)), ("dp_replicate", "dp_shard"), (replicas, shards)
-    run = replace(RUN, training=Training(fsdp_units=fsdp_units, fsdp_min_params=30_000), replicas=replicas)
-    for found in pool(ranks).run(_placements, run):
-        assert found == {name: (*where, (shape[0] // shards, *shape[1:])) for name, shape in shapes.items()}
 
 
 class Odd(nn.Module):

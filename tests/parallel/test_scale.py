@@ -88,23 +88,6 @@ def assert_shapes(model: nn.Module, layout: Layout, rank: int, whole: dict[str, 
         assert parameter.to_local().device.type == "meta"
 
 
-CELLS = {
-    "hsdp 8x512, 70B": (Layout(8, 512), "3.1-70B"),
-    "hsdp 64x64, 405B": (Layout(64, 64), "3.1-405B"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("layout", "flavor"), CELLS.values(), ids=CELLS)
-def test_the_largest_models_are_sharded_over_thousands_of_ranks(layout: Layout, flavor: str) -> None:
-    whole = whole_shapes(flavor)
-    rank = layout.ranks - 1  # where parts are short or missing
-    with fake_world(rank, layout.ranks) as world:
-        model = build_on(world, layout, flavor)
-        assert dict(model.named_parameters()).keys() == whole.keys()
-        assert_shapes(model, layout, rank, whole)
-
-
 # name: layout, flavor, blocks of the first, a middle and the last pipeline rank
 ALL_TOGETHER = {
     "70B on 64": (Layout(dp_shard=4, context=2, tensor=4, pipeline=2), "3.1-70B", (41, 39, 39)),

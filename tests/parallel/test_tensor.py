@@ -2,47 +2,25 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 from tests.pool import Pools
-from tests.processes import python
-from tests.training.compare import LABELS, SEQ, TOKENS, WARM, relative
-from tests.training.harness import TINY, Run, build_tiny, initial_weights, micro_batches, stepper, train
+from tests.training.compare import LABELS, TOKENS, WARM
+from tests.training.harness import TINY, Run, build_tiny, initial_weights, micro_batches, stepper
 from titanlite.config.sections import Compile
 from titanlite.loss import cross_entropy_sum
-from titanlite.models import get_spec
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.parallel.tensor import apply_tp, check_async, tensor_loss
+from titanlite.parallel.tensor import check_async, tensor_loss
 from titanlite.step import PlainRunner, ReplicationFactors, validate
 
 RUN = Run(TOKENS, LABELS, WARM, accumulation=2, tensor=2)
 EAGER = Compile(components=["model"], backend="aot_eager")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"args": replace(TINY, norm_type="layernorm"), "rates": WARM[:5]},
-        {"args": replace(TINY, norm_type="np_layernorm"), "rates": WARM[:5]},
-    ],
-    ids=["layernorm", "np_layernorm"],
-)
-def test_it_trains_as_one_rank_does(pool: Pools, changes: dict[str, Any]) -> None:
-    run = replace(RUN, **changes)
-    plain = pool(1).run(train, replace(run.alone(), compile=None))[0]
-    ours = pool(2).run(train, run)[0]
-    for name, gradient in plain.gradients.items():
-        assert relative(ours.gradients[name], gradient) < 1e-6, name
-    torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(plain.losses), rtol=0, atol=5e-6)
 
 
 # Weights
@@ -98,36 +76,6 @@ def test_every_weight_is_where_it_should_be(pool: Pools) -> None:
 
 def _loss(run: Run) -> Any:
     return tensor_loss(cross_entropy_sum) if run.tensor > 1 else cross_entropy_sum
-
-
-def _shapes(world: DistEnv, run: Run) -> dict[str, Any]:
-    """The inputs of each block and of its halves, and the logits."""
-    model, _, rank = build_tiny(world, run)
-    (batch,) = micro_batches(replace(run, accumulation=1), 0, rank, run.mesh(world.size).dp_degree)
-    seen: dict[str, Any] = {}
-
-    def look(name: str) -> Any:
-        def hook(module: torch.nn.Module, args: Any) -> None:
-            seen[name] = (type(args[0]), tuple(getattr(args[0], "_local_tensor", args[0]).shape))
-
-        return hook
-
-    for name in ("layers.0", "layers.1", "layers.0.attention.inner_attention", "layers.0.feed_forward.w2", "norm"):
-        model.get_submodule(name).register_forward_pre_hook(look(name))
-    logits = model(batch.tokens)
-    seen["logits"] = (type(logits), tuple(logits.to_local().shape))
-    return seen
-
-
-def test_activations_are_divided(pool: Pools) -> None:
-    """Between the products by sequence, within them by heads or width, at the end by vocabulary."""
-    for seen in pool(2).run(_shapes, RUN):
-        assert seen["layers.0"] == seen["layers.1"] == (torch.Tensor, (8, SEQ // 2, 64))
-        assert seen["layers.0.attention.inner_attention"] == (torch.Tensor, (8, 4 // 2, SEQ, 16))
-        assert seen["layers.0.feed_forward.w2"] == (DTensor, (8, SEQ, 192 // 2))
-        assert seen["norm"] == (DTensor, (8, SEQ // 2, 64))
-        assert seen["logits"] == (DTensor, (8, SEQ, 192 // 2))
-    assert pool(2).run(_shapes, replace(RUN, loss_parallel=False))[0]["logits"] == (DTensor, (8, SEQ, 192))
 
 
 def _profile(world: DistEnv, run: Run) -> Counter[str]:
@@ -208,30 +156,6 @@ def test_validation_and_norms_by_layer_are_those_of_one_rank(pool: Pools, ranks:
 # Errors
 
 
-def _misfits(world: DistEnv) -> list[str]:
-    mesh = world.build_mesh(tp=2)["tp"]
-    spec, said = get_spec("llama3"), []
-    plan = spec.tensor_plan(TINY)
-    for args, changed in [
-        (TINY, plan | {"output": "diagonal"}),
-        (TINY, {name: kind for name, kind in plan.items() if name != "layers.1.attention.wk"}),
-        (replace(TINY, tied=True), plan | {"output": "rowwise"}),
-    ]:
-        with pytest.raises(ParallelismError) as error:
-            apply_tp(spec.build_on_meta(args), changed, mesh)
-        said.append(str(error.value))
-    with pytest.raises(TypeError, match="are a DTensor"):
-        tensor_loss(cross_entropy_sum)(torch.zeros(1, 2, 3), torch.zeros(1, 2, dtype=torch.int64))
-    return said
-
-
-def test_a_plan_that_does_not_fit_the_model_is_refused(pool: Pools) -> None:
-    kind, left, tied = pool(2).run(_misfits)[0]
-    assert "'diagonal'" in kind and "colwise" in kind
-    assert left.endswith("covers no module with layers.1.attention.wk.weight")
-    assert tied.startswith("tok_embeddings.weight and output.weight are one parameter")
-
-
 # Overlap
 
 
@@ -245,60 +169,3 @@ def test_overlap_needs_gpus_of_one_node_that_reach_each_other(monkeypatch: pytes
     ]:
         with pytest.raises(ParallelismError, match=message):
             check_async(*arguments)
-
-
-_OVERLAP = """
-import sys
-import torch
-from torch import distributed as dist
-from torch._inductor.fx_passes import micro_pipeline_tp
-from torch.distributed._symmetric_memory import _test_mode
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from titanlite.models import LlamaArgs, get_spec
-from titanlite.parallel.compile import apply_compile
-from titanlite.parallel.float8 import apply_float8
-from titanlite.parallel.tensor import ASYNC_OPTIONS, apply_tp
-
-dist.is_nccl_available = lambda: True  # inductor asks before it fuses
-dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-mesh = init_device_mesh("cpu", (2,))
-args = LlamaArgs(dim=64, n_layers=1, n_heads=4, vocab_size=64)
-spec = get_spec("llama3")
-model = spec.build(args)
-if sys.argv[2] == "float8":
-    apply_float8(model, [f"layers.0.feed_forward.{w}" for w in ("w1", "w2", "w3")], "tensorwise")
-apply_tp(model, spec.tensor_plan(args), mesh)
-module = model.get_submodule("layers.0.feed_forward")
-apply_compile({"layers.0.feed_forward": module}, options=ASYNC_OPTIONS if sys.argv[1] == "on" else None)
-fuse = micro_pipeline_tp.micro_pipeline_tp_pass
-
-def listed(graph):
-    fuse(graph)
-    print(*{node.target for node in graph.nodes if node.op == "call_function"})
-
-micro_pipeline_tp.micro_pipeline_tp_pass = listed
-with _test_mode(), torch.no_grad():
-    try:
-        module(DTensor.from_local(torch.randn(2, 16, 64), mesh, [Shard(1)]))
-    except NotImplementedError as error:
-        print(error)  # there is no such operator for CPUs
-"""
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(
-    ("switch", "products", "operators"),
-    [
-        ("on", "bf16", {"fused_all_gather_matmul", "fused_matmul_reduce_scatter"}),
-        ("on", "float8", {"fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"}),
-        ("off", "bf16", set()),
-    ],
-)
-def test_products_are_fused_with_their_collectives_if_asked(switch: str, products: str, operators: set[str]) -> None:
-    """Inductor's operators for a feed-forward on a GPU; a fake rank beside it."""
-    done = python("-c", _OVERLAP, switch, products)
-    assert done.returncode == 0, done.stderr
-    assert set(re.findall(r"symm_mem\.(fused_\w+)", done.stdout)) == operators, done.stdout
-    assert "_c10d_functional.all_gather" not in done.stdout

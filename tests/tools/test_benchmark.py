@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import signal
-import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -23,14 +17,10 @@ from tests.pool import Pools
 from tests.tiny import TWO_LAYERS, size
 from tests.tools.stand_in import SPEEDS
 from titanlite.build import build
-from titanlite.config.load import load_file
 from titanlite.fit import check_config
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.tools import benchmark as room
-from titanlite.tools import processes
-from titanlite.tools.benchmark import LEVELS, SWITCHES
 from titanlite.tools.cli import main
-from titanlite.tools.plots import COLORS
 from titanlite.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
@@ -84,23 +74,14 @@ def test_levels_take_turns_and_the_results_are_printed_and_written(benchmark: Be
     assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES, "levels", "runs"])
     assert out.endswith(f"written: {', '.join(str(folder / n) for n in FILES)}\n")
     found = results(tmp_path)
-    assert [line["level"] for line in found["levels"]] == ["default", "compile", "more"]
     assert found["levels"][1]["ratio"] == [1.5, 1.5, 1.5] and found["levels"][1]["tokens_per_second"] == 1500
     assert found["hardware"] == {"device": "CPU (made up)", "world_size": 2, "cores": os.cpu_count()}
-    assert found["versions"]["torch"] and found["command"][0] == "titanlite"
     assert found["runs"][0]["losses"]["6"] == pytest.approx(8.4)
     assert found["config"]["more"]["activation_checkpoint.mode"] == "full"
     page = (folder / "benchmark.md").read_text()
     assert "| compile | 1,500 | 1.50 (1.50–1.50) | – | 2.50 | 8.4010 | 0.001 | 3 of 3 |" in page
-    assert "![losses](losses.png)" in page and f"more: {tmp_path}/more.toml over default" in page
-    # A bar as long as its speed: compile's, the fastest, three times that of more.
-    pixels = np.asarray(Image.open(folder / "throughput.png").convert("RGB")).astype(int)
-    colors = [np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) for color in COLORS[:3]]
-    lengths = [(np.abs(pixels - color).max(axis=2) < 12).sum(axis=1).max() for color in colors]
-    assert lengths[1] / lengths[0] == pytest.approx(1.5, rel=0.03)
-    assert lengths[1] / lengths[2] == pytest.approx(3.0, rel=0.03)
-    assert Image.open(folder / "losses.png").size[0] > 500
-
+    assert "(losses.png)" in page and f"more: {tmp_path}/more.toml over default" in page
+    assert all(Image.open(folder / name).size[0] > 500 for name in FILES[2:])
     assert benchmark("--warmup", "3")[0] == 0  # only counts other steps
     assert log(tmp_path) == ORDER, "finished runs are kept"
 
@@ -111,16 +92,19 @@ def test_after_a_failed_run_the_same_command_makes_the_missing_runs(
 ) -> None:
     monkeypatch.setenv("STAND_IN_FAIL", "more-1")
     code, out, err = benchmark("--repeats", "1")
-    assert code == 1 and log(tmp_path) == ORDER[:3]
-    assert "run 3 of 3: more, repeat 1 failed with exit code 3. Its last lines:" in err
+    assert code == 1 and log(tmp_path) == ORDER[:3] and "0 of 1" in out
+    assert "run 3 of 3: more, repeat 1 failed with exit code 3" in err
     assert "    error: the cat sat on the keyboard\n" in err and "--skip more" in err
-    assert "0 of 1" in out and "2,000" in out
-    assert len(results(tmp_path)["runs"]) == 2
-    assert benchmark("--repeats", "1", "--skip", "more")[0] == 0 and log(tmp_path) == ORDER[:3]
     monkeypatch.delenv("STAND_IN_FAIL")
-    code, _, err = benchmark("--repeats", "2")
-    assert code == 0 and "2 of 6 runs are in" in err
-    assert log(tmp_path) == [*ORDER[:3], "more-1", *ORDER[3:6]]
+    (tmp_path / "more.toml").write_text("[training]\nglobal_batch_size = 32\n[data]\nseed = 5\n")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    code, out, err = benchmark("--repeats", "1")
+    assert code == 0 and log(tmp_path) == [*ORDER[:3], "more-1"]
+    assert "more differs from default in data.seed, sequences per step: losses not compared" in out
+    levels = results(tmp_path)["levels"]
+    assert levels[2]["loss_difference"] is None and levels[1]["loss_difference"] == pytest.approx(0.001)
+    assert "throughput.png are not drawn" in err and out.endswith("benchmark.json\n")
 
 
 @pytest.mark.slow
@@ -142,83 +126,9 @@ def test_runs_of_another_benchmark_are_refused_with_the_differences(benchmark: B
     assert log(tmp_path) == ["default-1"]
 
 
-@pytest.mark.soak
-def test_other_text_or_weights_are_not_compared_by_loss(benchmark: Benchmark, tmp_path: Path) -> None:
-    (tmp_path / "more.toml").write_text("[training]\nglobal_batch_size = 32\n[data]\nseed = 5\n")
-    code, out, _ = benchmark("--repeats", "1")
-    assert code == 0
-    assert "more differs from default in data.seed, sequences per step: losses not compared" in out
-    levels = results(tmp_path)["levels"]
-    assert levels[2]["loss_difference"] is None and levels[1]["loss_difference"] == pytest.approx(0.001)
-
-
-@pytest.mark.soak
-def test_a_signal_ends_the_current_run_and_keeps_the_others(
-    benchmark: Benchmark, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("STAND_IN_HANG", "compile-1")
-    number = signal.SIGTERM
-
-    def send() -> None:
-        while not (tmp_path / "hangs").exists():
-            time.sleep(0.02)
-        os.kill(os.getpid(), number)
-
-    sender = threading.Thread(target=send)
-    sender.start()
-    began = time.monotonic()
-    code, out, err = benchmark()
-    sender.join()
-    assert time.monotonic() - began < 30
-    assert code == 128 + number and f"stopped by {number.name}" in err
-    assert "2,000" in out and "1 of 3" in out
-    assert all((tmp_path / "out" / name).exists() for name in FILES)
-    assert subprocess.run(["pgrep", "-f", f"{tmp_path}/out/runs/compile-1"]).returncode == 1, "it is alive"
-    monkeypatch.delenv("STAND_IN_HANG")
-    assert benchmark()[0] == 0 and log(tmp_path) == [*ORDER[:2], *ORDER[1:]]
-
-
-@pytest.mark.soak
-def test_without_matplotlib_there_is_still_a_table(
-    benchmark: Benchmark, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    code, out, err = benchmark("--repeats", "1")
-    assert code == 0 and "throughput.png are not drawn" in err and "pip install 'titanlite[plots]'" in err
-    assert "png" not in (tmp_path / "out" / "benchmark.md").read_text() and out.endswith("benchmark.json\n")
-
-
-def test_the_report_of_torchrun_is_no_last_line(tmp_path: Path) -> None:
-    (tmp_path / "console").write_text(
-        "step: 1\nerror: out of cats\n"
-        "W1121 12:00:00.123000 4242 torch/distributed/elastic/multiprocessing/api.py:1010] Sending process 1\n"
-        "E1121 12:00:00.456000 4242 torch/distributed/elastic/multiprocessing/api.py:984] failed (exitcode: 1)\n"
-        "Traceback (most recent call last):\n  ...\n"
-    )
-    assert processes.last_lines(tmp_path / "console") == ["step: 1", "error: out of cats"]
-
-
 DEBUG = str(ROOT / "train_configs" / "debug_model.toml")
 TINY = [*TWO_LAYERS, "--training.batch_size=2", "--compile.backend=aot_eager"]
 SHORT = ["--ranks", "1", "--steps", "3", "--warmup", "1", "--repeats", "1"]
-
-
-@pytest.mark.slow
-def test_one_level_trains_for_real(tmp_path: Path) -> None:
-    skipped = [word for level in LEVELS[1:] for word in ("--skip", level.name)]
-    command = [sys.executable, "-m", "titanlite.tools.cli", "ladder", DEBUG, *TINY, *skipped, *SHORT]
-    found = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    variables = {**found, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    out = tmp_path / "outputs/benchmark/debug_model"
-    (run,) = json.loads((out / "benchmark.json").read_text())["runs"]
-    rows = (out / "runs/default-1/metrics.jsonl").read_text().splitlines()
-    losses = {str(row["step"]): row["loss"] for row in map(json.loads, rows)}
-    assert run["losses"] == losses and len(losses) == 3 and 7.5 < losses["1"] < 8.5
-    assert run["tokens_per_second"] > 0
-    assert re.search(r"^default +[\d,]+ +1 +– ", done.stdout, re.MULTILINE)
 
 
 def _train(world: DistEnv, arguments: list[str]) -> None:
@@ -255,9 +165,3 @@ def test_all_four_levels_train_in_the_pool(
         # And yet other products; by then, as the first step of a small model may show none.
         assert losses[level]["3"] != losses["compile"]["3"]
     assert "float8 is emulated in float8, float8-all-gather: compare their losses, not their speed" in said
-    on: list[str] = []
-    for level in LEVELS:
-        config = load_file(tmp_path / "runs" / f"{level.name}-1" / "config.toml")
-        on += level.adds
-        assert [key for key in SWITCHES if config.value(key)] == on
-        assert config.value("float8.emulate") == config.value("float8.enable_float8_linear")

@@ -15,7 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from titanlite import exit_codes, torchrun
 from titanlite.config.errors import ConfigError, Problem
@@ -53,10 +53,6 @@ class Level:
     values: Mapping[str, Any] = field(default_factory=dict)
     #: The values that must be equal for losses to be comparable: weights, text and batch.
     task: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def file(self) -> str:
-        return f"{self.name}.toml"
 
 
 LEVELS = (
@@ -157,7 +153,7 @@ def _run(arguments: argparse.Namespace, flags: list[str], _style: object) -> tup
         raise BenchmarkError(f"--ranks {ranks}: each rank needs its own GPU, and this machine has {machine.gpus}")
     with tempfile.TemporaryDirectory() as scratch:  # a refused benchmark writes nothing to `out`
         write_levels(levels, Path(scratch))
-        common = common_flags(str(Path(scratch, levels[0].file)), flags, steps, ranks)
+        common = common_flags(f"{scratch}/{levels[0].name}.toml", flags, steps, ranks)
         checked = check_levels(chosen, Path(scratch), common, ranks, machine)
     for freq in {level.values["metrics.log_freq"] for level in checked}:
         logged = [{"step": float(step)} for step in sorted({1, steps, *range(freq, steps + 1, freq)})]
@@ -178,7 +174,7 @@ def make_levels(config: Path, overlays: Sequence[str]) -> list[Level]:
     """Return the four levels of a config, then each overlay NAME=FILE.toml over the first. Raises BenchmarkError."""
     levels: list[Level] = []
     for level in LEVELS:
-        below = levels[-1].file if levels else str(config.resolve())
+        below = f"{levels[-1].name}.toml" if levels else str(config.resolve())
         lines = [f"{key} = {quote(bool(level.adds))}" for key in level.adds or SWITCHES]
         levels.append(replace(level, text=_toml(level.name, [below], lines)))
     for words in overlays:
@@ -187,7 +183,7 @@ def make_levels(config: Path, overlays: Sequence[str]) -> list[Level]:
             raise BenchmarkError(f"--overlay {words}: expected NAME=FILE.toml, a plain name and a file that exists")
         if name in [level.name for level in levels]:
             raise BenchmarkError(f"--overlay {words}: there is a level {name} already; take another name")
-        text = _toml(name, [levels[0].file, str(Path(file).resolve())])
+        text = _toml(name, [f"{levels[0].name}.toml", str(Path(file).resolve())])
         levels.append(Level(name, f"{file} over {levels[0].name}", text=text))
     return levels
 
@@ -201,11 +197,10 @@ def write_levels(levels: Sequence[Level], folder: Path) -> None:
     """Write the file of each level. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     for level in levels:
-        (folder / level.file).write_text(level.text, encoding="utf-8")
+        (folder / f"{level.name}.toml").write_text(level.text, encoding="utf-8")
 
 
-@dataclass(frozen=True)
-class Machine:
+class Machine(NamedTuple):
     """The hardware of the runs."""
 
     #: Name of the device.
@@ -215,21 +210,11 @@ class Machine:
     #: Why the GPUs cannot do float8 products; empty if they can, and on a CPU.
     no_float8: Sequence[Problem] = ()
 
-    @property
-    def device_type(self) -> str:
-        return "cuda" if self.gpus else "cpu"
-
 
 def probe() -> Machine:
-    """Describe this machine, in a child process: a process that has used a GPU keeps some of its memory.
-
-    Raises BenchmarkError.
-    """
-    try:
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as child:
-            return child.submit(_describe).result()
-    except Exception as error:
-        raise BenchmarkError(f"torch cannot list the devices of this machine: {error}") from None
+    """Describe this machine, in a child process: a process that has used a GPU keeps some of its memory."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as child:
+        return child.submit(_describe).result()
 
 
 def _describe() -> Machine:
@@ -266,26 +251,26 @@ def check_levels(
     Raises ConfigError for problems of the config itself, BenchmarkError with every problem of the other levels.
     """
     checked: list[Level] = []
-    lines: list[str] = []
-    refused: list[str] = []
+    refused: dict[str, ConfigError] = {}
     for level in levels:
         try:
             checked.append(_check(level, folder, common, ranks, machine))
         except ConfigError as error:
             if level is levels[0]:
                 raise
-            refused.append(level.name)
-            problems = ("    " + str(one).replace("\n", "\n    ") for one in error.problems)
-            lines += [f"  level {level.name}:", *problems]
+            refused[level.name] = error
     if refused:
-        head = f"{len(refused)} of {len(levels)} levels cannot run; nothing was started"
-        tail = f"to run the others: {' '.join(f'--skip {name}' for name in refused)}"
-        raise BenchmarkError("\n".join([head, *lines, tail]))
+        lines = [f"{len(refused)} of {len(levels)} levels cannot run; nothing was started"]
+        for name, error in refused.items():
+            lines += [f"  level {name}:", *("    " + str(one).replace("\n", "\n    ") for one in error.problems)]
+        raise BenchmarkError(
+            "\n".join([*lines, f"to run the others: {' '.join(f'--skip {name}' for name in refused)}"])
+        )
     return checked
 
 
 def _check(level: Level, folder: Path, common: Sequence[str], ranks: int, machine: Machine) -> Level:
-    arguments = [f"--job.config_file={folder / level.file}", *common]
+    arguments = [f"--job.config_file={folder / level.name}.toml", *common]
     if not machine.gpus and read(arguments)[0].value("float8.enable_float8_linear"):
         level = replace(level, flags=("--float8.emulate=true",))
     config, run_config = check_config([*arguments, *level.flags], ranks)
@@ -293,31 +278,19 @@ def _check(level: Level, folder: Path, common: Sequence[str], ranks: int, machin
     if d.training.compile:
         from titanlite.preflight import compile_problems  # needs torch
 
-        problems += compile_problems(d.training, d.compile, machine.device_type)
+        problems += compile_problems(d.training, d.compile, "cuda" if machine.gpus else "cpu")
     if d.float8.enable_float8_linear and not d.float8.emulate:
         problems += machine.no_float8
     if problems:
         raise ConfigError(problems)
-    values = _without_folder(config_values(config.to_toml()))
+    values = config_values(config.to_toml())
+    del values["job.dump_folder"]
     task = {key: value for key, value in values.items() if key.startswith("model.") or key in _TASK}
     return replace(level, values=values, task={**task, "sequences per step": run_config.batch.global_batch_size})
 
 
-def _without_folder(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if key != "job.dump_folder"}
-
-
 def _differences(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[str]:
     return [name for name in {**left, **right} if left.get(name) != right.get(name)]
-
-
-def in_turn(levels: Sequence[Level], repeats: int) -> list[tuple[Level, int]]:
-    """Return level and number of all runs, in their order.
-
-    Each repeat starts with another level, so a drift of the machine favours none.
-    """
-    count = len(levels)
-    return [(levels[(repeat + i) % count], repeat + 1) for repeat in range(repeats) for i in range(count)]
 
 
 @dataclass
@@ -336,16 +309,22 @@ class Benchmark:
     #: Finished runs by level and number.
     finished: dict[tuple[str, int], Run] = field(default_factory=dict)
 
+    def in_turn(self) -> list[tuple[Level, int]]:
+        """Return level and number of all runs, in order. Each repeat starts with another level: a drift favours none."""
+        count = len(self.levels)
+        return [(self.levels[(repeat + i) % count], repeat + 1) for repeat in range(self.repeats) for i in range(count)]
+
     def folder(self, level: Level, repeat: int) -> Path:
         return self.out / "runs" / f"{level.name}-{repeat}"
 
     def find_finished(self) -> None:
         """Find the runs in the folder that need no repeat. Raises BenchmarkError if they are of another benchmark."""
         here = {"device": self.machine.device, "world_size": self.ranks, "versions": provenance.versions()}
-        for level, repeat in in_turn(self.levels, self.repeats):
+        for level, repeat in self.in_turn():
             if (done := _finished_run(self.folder(level, repeat))) is None:
                 continue
-            before = {**_without_folder(done.config or {}), **_conditions(done.attempts[-1])}
+            before = {**(done.config or {}), **_conditions(done.attempts[-1])}
+            before.pop("job.dump_folder", None)
             now = {**level.values, **_conditions(here)}
             if names := _differences(before, now):
                 lines = [f"{n}: {json.dumps(before.get(n))} there, {json.dumps(now.get(n))} now" for n in names[:8]]
@@ -355,7 +334,7 @@ class Benchmark:
 
     def make_runs(self) -> int:
         """Make the missing runs. Return the exit code. Raises OSError."""
-        slots = in_turn(self.levels, self.repeats)
+        slots = self.in_turn()
         if self.finished:
             _log(f"{len(self.finished)} of {len(slots)} runs are in {self.out} already")
         try:
@@ -375,9 +354,10 @@ class Benchmark:
         folder.mkdir(parents=True, exist_ok=True)
         console = folder / "console.log"
         _log(f"{label} starts; its output: {console}")
-        config = f"--job.config_file={self.out / 'levels' / level.file}"
+        config = f"--job.config_file={self.out / 'levels' / level.name}.toml"
         arguments = [config, *self.common, *level.flags, f"--job.dump_folder={folder}"]
-        code = run(torchrun.command(self.ranks, arguments), console, self.machine.device_type)
+        device_type = "cuda" if self.machine.gpus else "cpu"
+        code = run(torchrun.command(self.ranks, arguments), console, device_type)
         done = None if code else _finished_run(folder)
         if done is None:
             why = f"failed with exit code {code}" if code else f"left no metrics of {self.steps} steps in {folder}"
@@ -406,7 +386,7 @@ class Benchmark:
     def finish(self, as_json: bool) -> str:
         """Write the results, the page and the pictures; return the text for standard output. Raises OSError."""
         base, *others = self.levels
-        slots = [(level.name, repeat) for level, repeat in in_turn(self.levels, self.repeats)]
+        slots = [(level.name, repeat) for level, repeat in self.in_turn()]
         runs = [report.measure(self.finished[s], *s, self.warmup) for s in slots if s in self.finished]
         unlike = {one.name: keys for one in others if (keys := _differences(base.task, one.task))}
         levels = report.summarize([level.name for level in self.levels], runs, unlike)
@@ -436,12 +416,11 @@ class Benchmark:
             f"{self.steps} steps a run, the first {self.warmup} not counted; medians of {self.repeats} repeats in turn",
         ]
         table = report.table(levels, self.steps, self.repeats)
-        page = [
-            *(f"# Benchmark: {self.title}", "", *(f"- {line}" for line in [*head, f"`{' '.join(command)}`"]), ""),
-            *(report.markdown(table), "", *(f"- {level.name}: {level.about}" for level in self.levels), ""),
-            *(*(f"- {note}" for note in notes), "", *(f"![{Path(name).stem}]({name})" for name in pictures), ""),
-        ]
-        (self.out / _PAGE).write_text("\n".join(page), encoding="utf-8")
+        abouts, images = (f"- {one.name}: {one.about}" for one in self.levels), (f"![]({name})" for name in pictures)
+        lists = [[*(f"- {line}" for line in [*head, f"`{' '.join(command)}`"])], [report.markdown(table)], abouts]
+        parts = [f"# Benchmark: {self.title}"]
+        parts += ["\n".join(lines) for lines in (*lists, (f"- {note}" for note in notes), images)]
+        (self.out / _PAGE).write_text("\n\n".join(parts) + "\n", encoding="utf-8")
         written = ", ".join(str(self.out / name) for name in (_PAGE, _RESULTS, *pictures))
         lines = [*head, "", render(table, sys.stdout.isatty()), "", *(f"note: {note}" for note in notes)]
         return results if as_json else "\n".join(["", *lines, "", f"written: {written}"])
