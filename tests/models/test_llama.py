@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from titanlite.models import LlamaArgs, RopeScaling, get_spec
 from titanlite.models import llama_hf as hf
@@ -97,59 +93,6 @@ def test_rope_in_a_bf16_model_differs_from_fp32_only_by_the_rounding_of_its_inpu
     assert torch.equal(rotated, rope(4096)(x.float()).bfloat16())
     coarse = Rotation(rope.cos.bfloat16().unsqueeze(1), rope.sin.bfloat16().unsqueeze(1))(x)
     assert not torch.equal(rotated, coarse)
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_fsdp_mixed_precision_does_not_round_the_rotation(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[torch.dtype, torch.dtype]] = []
-    rotate = Rotation.__call__
-
-    def spy(self: Rotation, x: Tensor) -> Tensor:
-        seen.append((self.cos.dtype, x.dtype))
-        return rotate(self, x)
-
-    monkeypatch.setattr(Rotation, "__call__", spy)
-    model = built(SMALL)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=True)
-    for block in model.layers.values():
-        fully_shard(block, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
-    assert model(tokens_of(SMALL)).dtype == torch.bfloat16
-    assert set(seen) == {(torch.float32, torch.bfloat16)} and len(seen) == 4
-
-
-@pytest.mark.parametrize("variant", ["gqa", "tied"])
-def test_from_the_meta_device_through_fsdp_nothing_is_left_unset_and_a_tie_holds(variant: str, one_rank: None) -> None:
-    args = VARIANTS[variant]
-    spec = get_spec("llama3")
-    reference = built(args)
-    with torch.device("meta"):
-        model = spec.build(args)
-    for unit in spec.fsdp_units(args):
-        fully_shard([model.get_submodule(name) for name in unit])
-    fully_shard(model)
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            (tensor.to_local() if hasattr(tensor, "to_local") else tensor).fill_(float("nan"))
-        for name, p in model.named_parameters():
-            p.to_local().copy_(reference.get_parameter(name))
-    assert torch.isnan(model.rope.cos).all()
-    model.init_buffers()
-    assert (model.output.weight is model.tok_embeddings.weight) is args.tied
-    tokens = tokens_of(args)
-    logits, expected = model(tokens), reference(tokens)
-    assert torch.equal(logits, expected)
-    logits.square().sum().backward()
-    expected.square().sum().backward()
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(p.grad.to_local(), reference.get_parameter(name).grad)
 
 
 def test_no_token_sees_the_future() -> None:

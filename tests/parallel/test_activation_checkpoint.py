@@ -38,7 +38,6 @@ TOKENS, LABELS = batches(2, 8, 32, 192)
 NONE, FULL = ActivationCheckpoint(mode="none"), ActivationCheckpoint(mode="full")
 EVERY_2, OP = ActivationCheckpoint(selective_ac_option="2"), ActivationCheckpoint(selective_ac_option="op")
 MODES = {"none": NONE, "every": EVERY_2, "op": OP, "full": FULL}
-RECOMPUTING = pytest.mark.parametrize("settings", [FULL, EVERY_2, OP], ids=["full", "every", "op"])
 RUN = Run(TOKENS, LABELS, [1e-3, 1e-3], args=FOUR)
 
 
@@ -92,15 +91,6 @@ def test_training_is_bit_for_bit_that_of_mode_none(
     assert (curve.losses, curve.norms) == (expected.losses, expected.norms)
     assert_equal(curve.gradients, expected.gradients)
     assert_equal(curve.weights, expected.weights)
-
-
-@RECOMPUTING
-def test_names_do_not_change(settings: ActivationCheckpoint) -> None:
-    plain, model = build(NONE), build(settings)
-    assert [name for name, _ in model.named_modules()] == [name for name, _ in plain.named_modules()]
-    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
-    assert list(model.state_dict()) == list(plain.state_dict())
-    model.load_state_dict(plain.state_dict())
 
 
 class Dropping(nn.Module):

@@ -20,7 +20,7 @@ from titanlite.data.loader import Batch
 from titanlite.models import get_spec
 from titanlite.models.layers import Rope
 from titanlite.parallel import ParallelismError
-from titanlite.parallel.context import ContextAttention, CPLoader, CPRank, apply_cp, split_batch
+from titanlite.parallel.context import ContextAttention, CPRank, apply_cp, split_batch
 from titanlite.parallel.dist_env import DistEnv, set_timeouts
 from titanlite.parallel.fsdp import fsdp_mesh
 
@@ -45,52 +45,6 @@ def test_each_rank_takes_one_chunk_from_the_front_and_one_from_the_back() -> Non
             ParallelismError, match=rf"{length} tokens .* 2 equal chunks for each of 4 .* multiple of 8"
         ):
             _ranks(4)[0].part(torch.zeros(1, length))
-
-
-class _Steps:
-    """A user's own loader."""
-
-    steps_left = 3
-
-    def __init__(self) -> None:
-        self.position = 0
-
-    def next_step(self) -> list[Batch]:
-        self.position += 1
-        tokens = torch.arange(16).reshape(2, 8)
-        return [Batch(tokens, tokens + 1), Batch(tokens + 100, tokens + 101)]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
-
-    def __len__(self) -> int:
-        return 2
-
-    def __iter__(self) -> Any:
-        return iter(self.next_step())
-
-
-def _parts(world: DistEnv) -> tuple[Any, ...]:
-    loader, passes = (CPLoader(_Steps(), world.build_mesh(cp=world.size)) for _ in range(2))
-    step = loader.next_step()
-    state = loader.state_dict()
-    loader.load_state_dict({"position": 7})
-    whole = _Steps().next_step()[0]
-    same = split_batch(whole, world.build_mesh(dp_shard=world.size)) is whole
-    return step, list(passes), len(passes), state, loader.state_dict(), loader.steps_left, same
-
-
-def test_loaders_give_each_rank_its_part_and_keep_their_state(pool: Pools) -> None:
-    for rank, (step, passes, length, before, after, left, same) in enumerate(pool(2).run(_parts)):
-        own = [[0, 1, 6, 7], [2, 3, 4, 5]][rank]
-        for given in (step, passes):
-            for batch, whole in zip(given, _Steps().next_step(), strict=True):
-                assert torch.equal(batch.tokens, whole.tokens[:, own])
-                assert torch.equal(batch.labels, whole.labels[:, own])
-        assert (length, before, after, left, same) == (2, {"position": 1}, {"position": 7}, 3, True)
 
 
 # In a model

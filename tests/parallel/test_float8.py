@@ -226,20 +226,6 @@ def _python(code: str) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.slow
-def test_torchao_is_imported_only_for_float8_and_quietly() -> None:
-    code = """
-import sys, torch
-import titanlite.trainer, titanlite.build, titanlite.parallel.float8 as float8
-assert not [name for name in sys.modules if name.startswith("torchao")]
-float8.apply_float8(torch.nn.Sequential(torch.nn.Linear(16, 16)), ["0"], "tensorwise")
-assert "torchao.float8" in sys.modules
-import logging, warnings
-assert logging.getLogger("torchao").level == logging.NOTSET
-"""
-    assert _python(code) == ""
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize(("keep", "inputs"), [("", 4), ("wk", 2)])
 def test_tensor_parallel_ranks_that_can_exchange_float8(keep: str, inputs: int) -> None:

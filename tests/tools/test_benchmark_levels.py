@@ -13,7 +13,6 @@ from tests.runs.conftest import training_row, write_metrics
 from titanlite.config.errors import Problem
 from titanlite.config.load import load_file
 from titanlite.runs.read import read_run
-from titanlite.tools import benchmark as room
 from titanlite.tools.benchmark import (
     LEVELS,
     SWITCHES,
@@ -147,37 +146,6 @@ def test_a_wrong_command_line_is_refused(
     out, err = capsys.readouterr()
     assert out == "" and message in err
     assert not list(tmp_path.iterdir())
-
-
-#: words, machine, message
-REFUSED: dict[str, tuple[list[str], Machine, str]] = {
-    "config": (["--training.batchsize", "3"], CPU, "training.batchsize: unknown key"),
-    "a level": (["--skip", "compile"], AMPERE, "compute capability 8.0"),
-    "ranks": (["--ranks", "3"], AMPERE, "this machine has 2"),
-    "numbers": (["--metrics.log_freq", "5"], CPU, "metrics.log_freq = 5"),
-}
-
-
-@pytest.mark.parametrize(("words", "machine", "said"), REFUSED.values(), ids=REFUSED)
-def test_a_refused_benchmark_writes_nothing(
-    words: list[str],
-    machine: Machine,
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(room, "probe", lambda: machine)
-    (tmp_path / "base.toml").write_text('[compile]\nbackend = "aot_eager"\n')
-    (tmp_path / "more.toml").write_text('[activation_checkpoint]\nmode = "full"\n')
-    # Files of an earlier benchmark, of another config.
-    write_levels(make_levels(CONFIGS / "debug_model.toml", []), tmp_path / "outputs/benchmark/base/levels")
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    sizes = ["--steps", "5", "--warmup", "4", "--repeats", "1"]
-    assert main(["benchmark", "base.toml", "--overlay", "more=more.toml", *sizes, *words]) == 2
-    assert said in capsys.readouterr().err
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def made(level: str, repeat: int, speed: float, losses: dict[int, float] | None = None, **more: Any) -> RunFigures:

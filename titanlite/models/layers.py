@@ -228,19 +228,13 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotation: Rotation, mask: DocumentMask | None) -> Tensor:
         """x: [batch, seq, dim] → [batch, seq, dim]."""
-        q, k, v = (self.heads(linear(x)) for linear in (self.wq, self.wk, self.wv))
+        # Under tensor parallelism a rank holds some of the heads.
+        q, k, v = (linear(x).unflatten(2, (-1, self.head_dim)) for linear in (self.wq, self.wk, self.wv))
         # Rotated before heads and positions change places: attention gives its result the layout of q, and in this one
         # wo reads it without a copy.
         q, k, v = (t.transpose(1, 2) for t in (rotation(q), rotation(k), v))
         y = self.inner_attention(q, k, v, mask)
         return self.wo(y.transpose(1, 2).flatten(2))
-
-    def heads(self, x: Tensor) -> Tensor:
-        """[batch, seq, heads * head_dim] → [batch, seq, heads, head_dim].
-
-        The number of heads is read from x: under tensor parallelism a rank holds some of them.
-        """
-        return x.unflatten(2, (-1, self.head_dim))
 
 
 class FeedForward(nn.Module):

@@ -34,10 +34,9 @@ class RopeScaling:
     def __post_init__(self) -> None:
         if not self.factor >= 1.0:
             raise _scaling_error(f"factor must be at least 1, got {self.factor}")
-        if not 0.0 < self.low_freq_factor < self.high_freq_factor:
-            raise _scaling_error(
-                f"needs 0 < low_freq_factor < high_freq_factor, got {self.low_freq_factor} and {self.high_freq_factor}"
-            )
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if not 0.0 < low < high:
+            raise _scaling_error(f"needs 0 < low_freq_factor < high_freq_factor, got {low} and {high}")
         if self.original_context < 1:
             raise _scaling_error(f"original_context must be positive, got {self.original_context}")
 
@@ -141,15 +140,12 @@ class LlamaArgs:
         return self.vocab_size
 
 
-_LLAMA3_VOCAB = 128256
-
-
 def _llama2(dim: int, n_layers: int, n_heads: int, **rest: typing.Any) -> LlamaArgs:
     return LlamaArgs(dim, n_layers, n_heads, **{"vocab_size": 32000, "rope_theta": 1e4, **rest})
 
 
 def _llama3(dim: int, n_layers: int, n_heads: int, **rest: typing.Any) -> LlamaArgs:
-    return LlamaArgs(dim, n_layers, n_heads, **{"vocab_size": _LLAMA3_VOCAB, "rope_theta": 5e5, **rest})
+    return LlamaArgs(dim, n_layers, n_heads, **{"vocab_size": 128256, "rope_theta": 5e5, **rest})
 
 
 def _shapes() -> dict[str, Mapping[str, LlamaArgs]]:
@@ -239,9 +235,8 @@ _STD = 0.02
 #: Truncation in standard deviations.
 _CUT = 3.0
 
-_BLOCK_PARAMETER = re.compile(
-    r"layers\.(?P<layer>\d+)\.(?:(?:attention|feed_forward)\.(?P<linear>w[qkvo123])|(?P<norm>attention_norm|ffn_norm))\.weight"
-)
+_LINEAR = re.compile(r"layers\.(\d+)\.(?:attention\.w[qkvo]|feed_forward\.w[123])\.weight")
+_NORM = re.compile(r"(?:layers\.(\d+)\.(?:attention_norm|ffn_norm)|norm)\.weight")
 
 
 def init_rule(name: str, args: LlamaArgs) -> Init:
@@ -258,16 +253,13 @@ def init_rule(name: str, args: LlamaArgs) -> Init:
         return head if args.tied else Init("normal", std=1.0)
     if name == "output.weight":
         return head
-    if name == "norm.weight":
-        return Init("ones")
-    match = _BLOCK_PARAMETER.fullmatch(name)
-    if match is None or int(match["layer"]) >= args.n_layers:
+    match = _LINEAR.fullmatch(name) or _NORM.fullmatch(name)
+    if match is None or int(match[1] or 0) >= args.n_layers:
         raise KeyError(f"no initialisation is known for a parameter called {name!r}")
-    if match["norm"]:
+    if "norm" in name:
         return Init("ones")
-    if match["linear"] in ("wo", "w2", "w3"):
-        return _truncated(_STD / math.sqrt(2 * (int(match["layer"]) + 1)))
-    return _truncated(_STD)
+    residual = name.endswith(("wo.weight", "w2.weight", "w3.weight"))
+    return _truncated(_STD / math.sqrt(2 * (int(match[1]) + 1)) if residual else _STD)
 
 
 def _truncated(std: float) -> Init:

@@ -143,13 +143,6 @@ def _with_name(name: str, compiled: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return compiled(*args, **kwargs)
-        except exc.FailOnRecompileLimitHit as error:
-            limit = torch._dynamo.config.recompile_limit
-            raise CompileError(
-                f"{name}: this process has compiled it {limit} times, each time for other shapes or settings. Give it "
-                "batches of one shape, call torch._dynamo.reset() between models of different sizes, or raise "
-                "torch._dynamo.config.recompile_limit"
-            ) from error
         except exc.TorchDynamoException as error:
             reason = next(filter(None, (line.strip() for line in str(error).splitlines())), type(error).__name__)
             failed = isinstance(error, exc.BackendCompilerFailed)

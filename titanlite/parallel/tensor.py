@@ -11,6 +11,7 @@ reduce-scatter after attention and feed-forward move as many bytes as one all-re
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -93,21 +94,20 @@ class _ChunkedHead(ColwiseParallel):
 
 
 def _style(kind: str, shard_logits: bool, chunked: bool, last: bool) -> ParallelStyle:
-    if kind == "embedding":
-        return RowwiseParallel(input_layouts=Replicate(), output_layouts=_SEQUENCE)
-    if kind == "sequence":
-        return SequenceParallel(sequence_dim=_SEQUENCE.dim, use_local_output=last)
-    if kind == "colwise":
-        return ColwiseParallel()
-    if kind == "rowwise":
-        return RowwiseParallel(output_layouts=_SEQUENCE)
-    if kind == "head":
-        output = Shard(-1) if shard_logits else Replicate()
-        if chunked:
-            return _ChunkedHead(output_layouts=output)
-        return ColwiseParallel(input_layouts=_SEQUENCE, output_layouts=output, use_local_output=False)
-    known = "embedding, sequence, gather, colwise, rowwise, head"
-    raise ParallelismError(f"tensor parallelism knows no way {kind!r} to divide a module; there are {known}")
+    logits = Shard(-1) if shard_logits else Replicate()
+    styles: dict[str, ParallelStyle] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=_SEQUENCE),
+        "sequence": SequenceParallel(sequence_dim=_SEQUENCE.dim, use_local_output=last),
+        "colwise": ColwiseParallel(),
+        "rowwise": RowwiseParallel(output_layouts=_SEQUENCE),
+        "head": _ChunkedHead(output_layouts=logits)
+        if chunked
+        else ColwiseParallel(input_layouts=_SEQUENCE, output_layouts=logits, use_local_output=False),
+    }
+    if kind not in styles:
+        known = ", ".join(["gather", *styles])
+        raise ParallelismError(f"tensor parallelism knows no way {kind!r} to divide a module; there are {known}")
+    return styles[kind]
 
 
 @functools.cache  # one class for all blocks: torch.compile would compile each class anew
@@ -207,10 +207,8 @@ def check_async(tp: int, device_type: str, ranks_per_node: int) -> None:
             f"needs the {tp} ranks of tensor parallelism on one node, and there are {ranks_per_node} on each"
         )
     # Neighbouring ranks share a product, and the local rank is the number of the GPU.
-    groups = [range(first, first + tp) for first in range(0, ranks_per_node, tp)]
-    pairs = [(a, b) for group in groups for a in group for b in group if a != b]
-    for a, b in pairs:
-        if not torch.cuda.can_device_access_peer(a, b):
+    for a, b in itertools.permutations(range(ranks_per_node), 2):
+        if a // tp == b // tp and not torch.cuda.can_device_access_peer(a, b):
             raise ParallelismError(f"needs GPUs that reach each other's memory; GPU {a} does not reach GPU {b}")
 
 

@@ -261,8 +261,8 @@ def check_levels(
             refused[level.name] = error
     if refused:
         lines = [f"{len(refused)} of {len(levels)} levels cannot run; nothing was started"]
-        for name, error in refused.items():
-            lines += [f"  level {name}:", *("    " + str(one).replace("\n", "\n    ") for one in error.problems)]
+        for name, config_error in refused.items():
+            lines += [f"  level {name}:", *("    " + str(one).replace("\n", "\n    ") for one in config_error.problems)]
         raise BenchmarkError(
             "\n".join([*lines, f"to run the others: {' '.join(f'--skip {name}' for name in refused)}"])
         )
@@ -310,7 +310,7 @@ class Benchmark:
     finished: dict[tuple[str, int], Run] = field(default_factory=dict)
 
     def in_turn(self) -> list[tuple[Level, int]]:
-        """Return level and number of all runs, in order. Each repeat starts with another level: a drift favours none."""
+        """Return level and number of all runs, in order. Each repeat starts with another level."""
         count = len(self.levels)
         return [(self.levels[(repeat + i) % count], repeat + 1) for repeat in range(self.repeats) for i in range(count)]
 
