@@ -117,14 +117,6 @@ def test_numbers_that_make_no_decoder_are_refused(overrides: dict[str, object], 
     assert misfit.field == field and words in str(error.value)
 
 
-@pytest.mark.parametrize(("name", "field"), [(("lama3", "8B"), "name"), (("llama3", "8b"), "flavor")])
-def test_unknown_names_suggest_the_nearest(name: tuple[str, str], field: str) -> None:
-    with pytest.raises(ShapeError) as error:
-        resolve_args(*name)
-    (misfit,) = error.value.misfits
-    assert misfit.field == field and misfit.advice.startswith(("nearest: llama3", "nearest: 8B"))
-
-
 def test_the_vocabulary_is_the_flavors_own_or_the_tokenizers() -> None:
     assert resolve_args("llama3", "debugmodel", tokenizer_size=2048).n_vocab == 2048
     assert resolve_args("llama3", "8B", tokenizer_size=2048).n_vocab == 128256

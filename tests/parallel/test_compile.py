@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.registry import register_backend
 
 from tests.pool import Pools
 from tests.steps import train_step
-from tests.training.compare import FLAT, LABELS, SEQ, TOKENS, References, relative
-from tests.training.harness import TINY, Run, build_tiny, micro_batches
+from tests.training.compare import FLAT, LABELS, SEQ, TOKENS, References
+from tests.training.harness import Run, build_tiny, micro_batches
 from titanlite import exit_codes, main
 from titanlite.config.errors import ConfigError
-from titanlite.config.sections import ActivationCheckpoint, Compile, Float8, Training
+from titanlite.config.sections import Compile, Float8, Training
 from titanlite.data.loader import Batch
 from titanlite.guard import FiniteGuard
-from titanlite.loss import cross_entropy_sum
-from titanlite.models import get_spec
 from titanlite.parallel import ParallelismError
-from titanlite.parallel.activation_checkpoint import apply_ac
 from titanlite.parallel.compile import (
     CACHE_VARIABLE,
     CompileError,
@@ -40,9 +35,6 @@ from titanlite.parallel.dist_env import DistEnv
 from titanlite.preflight import check_machine
 from titanlite.step import PlainRunner, validate
 from titanlite.utils import logger
-
-SPEC = get_spec("llama3")
-BLOCKS = SPEC.block_names(replace(TINY, n_layers=4))
 
 
 class Counting:
@@ -133,75 +125,6 @@ def test_recompilation_is_reported_once_with_its_reason(pool: Pools) -> None:
         assert text.endswith("size mismatch at index 1. expected 32, actual 16")
     # The second rank writes to its own log only.
     assert [level for level, _ in counted[1].logged] == ["INFO"] * 5
-
-
-@dataclass
-class Traced:
-    graphs: int
-    #: Matrix products in the backward of one block, or half of one.
-    backward_matmuls: int
-    loss: float
-    gradients: dict[str, torch.Tensor]
-
-
-def _checkpointed(_: DistEnv, settings: ActivationCheckpoint, names: list[str]) -> Traced:
-    """Loss and gradients of four checkpointed blocks, of which the named modules are compiled."""
-    torch._dynamo.reset()
-    backward: list[int] = []
-
-    def count(module: torch.fx.GraphModule, inputs: Any) -> Any:
-        backward.append(sum(node.target is torch.ops.aten.mm.default for node in module.graph.nodes))
-        return make_boxed_func(module.forward)
-
-    backend = aot_autograd(
-        fw_compiler=lambda module, inputs: make_boxed_func(module.forward),
-        bw_compiler=count,
-        partition_fn=min_cut_rematerialization_partition,
-    )
-    args = replace(TINY, n_layers=4)
-    torch.manual_seed(0)
-    model = SPEC.build(args)
-    apply_ac(model, BLOCKS, settings, torch.device("cpu"))
-    apply_compile({name: model.get_submodule(name) for name in names}, backend)
-    loss = cross_entropy_sum(model(TOKENS[0]), LABELS[0])
-    loss.backward()
-    torch._dynamo.reset()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return Traced(len(backward), max(backward, default=0), loss.item(), gradients)
-
-
-NONE = ActivationCheckpoint(mode="none")
-HALVES = [f"{block}.{half}" for block in BLOCKS for half in ("attention", "feed_forward")]
-
-
-@pytest.mark.parametrize(
-    ("settings", "names", "graphs", "matmuls"),
-    [
-        pytest.param(
-            NONE, HALVES, 2, 8, marks=pytest.mark.slow
-        ),  # as tensor parallelism needs it: two for each of four
-        (ActivationCheckpoint(selective_ac_option="op"), BLOCKS, 1, 14 + 3),
-        *(
-            pytest.param(*row, marks=pytest.mark.slow)
-            for row in [
-                (ActivationCheckpoint(mode="full"), BLOCKS, 1, 14 + 6),  # no gradient needs the last one's result
-                (NONE, BLOCKS, 1, 14),
-                (ActivationCheckpoint(selective_ac_option="2"), BLOCKS, 2, 14 + 6),
-                (ActivationCheckpoint(mode="budget", memory_budget=1.0), BLOCKS, 1, 14),
-            ]
-        ),
-    ],
-    ids=["halves", "op", "full", "none", "every", "budget"],
-)
-def test_checkpointing_is_a_part_of_the_graph(
-    pool: Pools, settings: ActivationCheckpoint, names: list[str], graphs: int, matmuls: int
-) -> None:
-    plain = pool(1).run(_checkpointed, NONE, [])[0]
-    traced = pool(1).run(_checkpointed, settings, names)[0]
-    assert (traced.graphs, traced.backward_matmuls) == (graphs, matmuls)
-    assert abs(traced.loss - plain.loss) / plain.loss < 1e-6
-    for name, gradient in plain.gradients.items():
-        assert relative(traced.gradients[name], gradient) < 1e-6, name
 
 
 # Errors

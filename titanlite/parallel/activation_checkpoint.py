@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -73,12 +73,11 @@ def kind_of(op: Any) -> str:
 
 
 class OpPolicy:
-    """The per-op policy of one pass through a block; it counts the saved operators by kind."""
+    """The per-op policy of one pass through a block: attention and every second product, the first included."""
 
     def __init__(self) -> None:
         # Some versions of torch also ask during recomputation: a count of its own gives the same answers again.
         self._matmuls = {False: 0, True: 0}
-        self.saved: Counter[str] = Counter()
 
     def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """Decide whether to keep the output of `op` for the backward."""
@@ -87,8 +86,6 @@ class OpPolicy:
         if kind == "matmul":
             self._matmuls[context.is_recompute] += 1
             save = self._matmuls[context.is_recompute] % 2 == 1
-        if save and not context.is_recompute:
-            self.saved[kind] += 1
         return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -110,7 +107,7 @@ def apply_ac(model: nn.Module, names: Sequence[str], settings: ActivationCheckpo
     for name in filter(modules.__contains__, names):
         block = modules[name]
         if name in chosen:
-            _checkpoint(block, save_by_op if is_by_op(settings) else None)
+            _checkpoint(block, is_by_op(settings))
         if settings.mode == "budget":
             cls: Any = type(block)
             block.__class__ = _budgeted(cls, settings.memory_budget)
@@ -132,20 +129,18 @@ def recomputed_blocks(names: Sequence[str], settings: ActivationCheckpoint) -> l
     return list(names[every - 1 :: every])
 
 
-def _checkpoint(block: nn.Module, context_fn: Callable[[], Any] | None) -> None:
-    """context_fn: None, `save_by_op`, or one for this block alone."""
+def _checkpoint(block: nn.Module, by_op: bool) -> None:
     # To draw the same numbers again, each forward copies the generators' states; without dropout that is not needed.
     draws = any(isinstance(module, _DropoutNd) and module.p > 0 for module in block.modules())
     cls: Any = type(block)
-    make = _checkpointed if context_fn in (None, save_by_op) else _checkpointed.__wrapped__
-    block.__class__ = make(cls, context_fn, draws)
+    block.__class__ = _checkpointed(cls, by_op, draws)
 
 
 @functools.cache  # one class for all blocks: torch.compile would compile each class anew
-def _checkpointed(cls: type[nn.Module], context_fn: Callable[[], Any] | None, preserve_rng_state: bool) -> type:
+def _checkpointed(cls: type[nn.Module], by_op: bool, preserve_rng_state: bool) -> type:
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
-    if context_fn is not None:
-        options["context_fn"] = context_fn
+    if by_op:
+        options["context_fn"] = save_by_op
 
     class Checkpointed(cls):  # type: ignore[valid-type,misc]
         def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -213,26 +208,20 @@ def trace_block(
         block = model.get_submodule(names[0])
         args, kwargs = _arguments_of(block, model, torch.zeros(tokens, dtype=torch.int64, device=device))
         plain = _Recorder().run(block, args, kwargs)
-        traced, policies = plain, []
+        traced = plain
         if chosen:
-
-            def contexts() -> Any:
-                policies.append(OpPolicy())
-                return create_selective_checkpoint_contexts(policies[-1])
-
-            _checkpoint(block, contexts if is_by_op(settings) else None)
+            _checkpoint(block, is_by_op(settings))
             traced = _Recorder().run(block, args, kwargs)
-    saved = policies[0].saved if policies else Counter()
-    if is_by_op(settings) and not saved:
+    if is_by_op(settings) and not any(plain.forward[kind] for kind in _KINDS.values()):
         seen = ", ".join(sorted(traced.names))
         raise ParallelismError(f'"op" saves nothing in {names[0]}: none of its operators is in the policy ({seen})')
-    kinds = ("matmul", "attention")
+    matmuls, attention = plain.forward["matmul"], plain.forward["attention"]
     return ActivationStats(
         blocks=len(names),
         recomputing=len(chosen),
-        forward={kind: plain.forward[kind] for kind in kinds},
-        saved={kind: saved[kind] for kind in kinds},
-        recomputed={kind: traced.backward[kind] - plain.backward[kind] for kind in kinds},
+        forward={"matmul": matmuls, "attention": attention},
+        saved={"matmul": (matmuls + 1) // 2, "attention": attention} if is_by_op(settings) else {},
+        recomputed={kind: traced.backward[kind] - plain.backward[kind] for kind in ("matmul", "attention")},
         block_bytes=traced.kept_bytes,
         plain_bytes=plain.kept_bytes,
     )

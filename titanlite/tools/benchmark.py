@@ -416,13 +416,14 @@ class Benchmark:
             f"{self.steps} steps a run, the first {self.warmup} not counted; medians of {self.repeats} repeats in turn",
         ]
         table = report.table(levels, self.steps, self.repeats)
-        abouts, images = (f"- {one.name}: {one.about}" for one in self.levels), (f"![]({name})" for name in pictures)
-        lists = [[*(f"- {line}" for line in [*head, f"`{' '.join(command)}`"])], [report.markdown(table)], abouts]
-        parts = [f"# Benchmark: {self.title}"]
-        parts += ["\n".join(lines) for lines in (*lists, (f"- {note}" for note in notes), images)]
-        (self.out / _PAGE).write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+        below = [f"note: {note}" for note in notes]
+        abouts = "\n".join(f"- {level.name}: {level.about}" for level in self.levels)
+        text = "\n".join([*head, "", render(table, False), "", *below])
+        images = "\n".join(f"![{Path(name).stem}]({name})" for name in pictures)
+        page = [f"# Benchmark: {self.title}", f"`{' '.join(command)}`", f"```\n{text.rstrip()}\n```", abouts, images]
+        (self.out / _PAGE).write_text("\n\n".join(page) + "\n", encoding="utf-8")
         written = ", ".join(str(self.out / name) for name in (_PAGE, _RESULTS, *pictures))
-        lines = [*head, "", render(table, sys.stdout.isatty()), "", *(f"note: {note}" for note in notes)]
+        lines = [*head, "", render(table, sys.stdout.isatty()), "", *below]
         return results if as_json else "\n".join(["", *lines, "", f"written: {written}"])
 
 

@@ -123,12 +123,6 @@ def table(levels: Sequence[LevelFigures], steps: int, repeats: int) -> Table:
     return Table(columns, rows)
 
 
-def markdown(found: Table) -> str:
-    """Return the table in Markdown."""
-    rules = ["---" if i in found.left else "---:" for i in range(len(found.columns))]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (found.columns, rules, *found.rows))
-
-
 def draw(
     levels: Sequence[LevelFigures], runs: Sequence[RunFigures], first: Mapping[str, Run], losses: Path, speeds: Path
 ) -> None:
