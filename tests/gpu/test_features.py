@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,18 +14,20 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tests.checkpoint.runs import RUN as SAVED
 from tests.metrics.runs import ANY, at_step
 from tests.parallel import float8_runs
-from tests.parallel.float8_runs import RATES, RECIPES, distance, spread
+from tests.parallel.float8_runs import RATES, RECIPES, distance, drift_of, resumed, spread
 from tests.parallel.watch import Watch
 from tests.training.compare import LABELS, TOKENS, WARM
-from tests.training.harness import TINY, Run, batches, build_tiny, micro_batches, train, train_afresh
+from tests.training.harness import TINY, Run, batches, build_tiny, changed, micro_batches, train, train_afresh
 from titanlite.callbacks import RunEnd
 from titanlite.config.run_sections import Profiling
 from titanlite.config.sections import ActivationCheckpoint, Compile, Float8, Training
 from titanlite.data.loader import to_device
 from titanlite.metrics.profiler import Profiler
 from titanlite.parallel.dist_env import DistEnv
+from titanlite.tools.tensors import Contents, compare
 
 BF16 = Training()
 RUN = Run(TOKENS, LABELS, WARM)
@@ -179,3 +183,58 @@ def test_a_loss_in_chunks_never_has_all_logits(world: DistEnv) -> None:
     logits = 4 * 8 * 512 * vocab
     # Their probabilities and two gradients of them in float32, less a chunk's.
     assert peaks[0] - peaks[1] > 2 * logits * (chunks - 1) / chunks
+
+
+FLOAT8 = Float8(enable_float8_linear=True)
+GATHERED = changed(FLOAT8, enable_fsdp_float8_all_gather=True)
+ROWWISE = changed(FLOAT8, recipe_name="rowwise")
+
+
+# Drift
+
+
+@FLOAT8_HARDWARE
+@pytest.mark.parametrize(
+    ("plan", "compiled"),
+    [(FLOAT8, False), (PRECOMPUTED, False), (PRECOMPUTED, True), (ROWWISE, True)],
+    ids=["eager", "all-gather", "all-gather, compiled", "rowwise, compiled"],
+)
+def test_drift_is_measured_against_the_model_without_float8(world: DistEnv, plan: Float8, compiled: bool) -> None:
+    run = replace(float8_runs.RUN, float8=plan, compile=COMPILED if compiled else None)
+    drift, exact, first, again = drift_of(world, run)
+    assert drift.exact == pytest.approx(exact, abs=1e-3)
+    assert 0 < abs(drift.difference) < 0.05
+    assert again == pytest.approx(first, abs=1e-3), "measuring leaves nothing behind"
+
+
+# Host memory
+
+
+# The compiler's budget
+
+
+# Checkpoints
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@FLOAT8_HARDWARE
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize(
+    "plan",
+    [FLOAT8, GATHERED, PRECOMPUTED, ROWWISE],
+    ids=["tensorwise", "all-gather", "precomputed", "rowwise"],
+)
+def test_a_resume_in_float8_is_exact(world: DistEnv, tmp_path: Path, plan: Any) -> None:
+    straight, losses = resumed(world, replace(SAVED, training=float8_runs.RUN.training, float8=plan), str(tmp_path))
+    assert losses == straight["losses"]
+    pair = (Contents(tmp_path / folder / "step-6") for folder in ("parts", "straight"))
+    assert not [one.name for one in compare(*pair) if one.elements or one.left != one.right]

@@ -8,16 +8,27 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from tests.checkpoint.runs import RUN as SAVED
 from tests.checkpoint.runs import train as train_and_save
 from tests.steps import train_step
 from tests.training.compare import LABELS, TOKENS, WARM, relative
-from tests.training.harness import Run, build_tiny, initial_weights, micro_batches, train
+from tests.training.harness import (
+    Run,
+    batches,
+    build_tiny,
+    full_precision,
+    initial_weights,
+    micro_batches,
+    stepper,
+    train,
+)
 from tests.training.reference import train_reference
+from tests.training.test_guard import _equal, _state
 from titanlite.config.sections import Training
 from titanlite.data.loader import to_device
-from titanlite.guard import FiniteGuard
+from titanlite.guard import FiniteGuard, NonFiniteError
 from titanlite.models import get_spec
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.tools.tensors import Contents, compare
@@ -80,3 +91,65 @@ def test_a_resume_is_exact(world: DistEnv, tmp_path: Path, mode: str) -> None:
     for name, step in (("parts", 3), ("parts", 6), ("on", 3)):
         pair = (Contents(tmp_path / folder / f"step-{step}") for folder in (name, "straight"))
         assert not [one.name for one in compare(*pair) if one.elements or one.left != one.right]
+
+
+OFFLOADED = replace(RUN, training=full_precision(enable_cpu_offload=True))
+
+
+def _locals(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+
+
+@pytest.mark.parametrize("implementation", [None, "foreach"])
+def test_offloaded_training_is_the_same(world: DistEnv, implementation: str | None) -> None:
+    on_device = train(world, RUN)
+    offloaded = train(world, replace(OFFLOADED, implementation=implementation))
+    assert offloaded.losses == pytest.approx(on_device.losses, abs=5e-6)
+    assert offloaded.norms == pytest.approx(on_device.norms, rel=1e-4)
+    for name, weight in on_device.weights.items():
+        difference = offloaded.weights[name].cpu() - weight.cpu()
+        assert (difference.norm() / weight.cpu().norm()).item() < 1e-4, name
+
+
+def test_state_is_on_the_host_and_computation_on_the_device(world: DistEnv) -> None:
+    model, optimizer, take = stepper(world, OFFLOADED)
+    assert model(TOKENS[0].to(world.device)).device.type == "cuda"
+    gradients: list[torch.Tensor] = []
+    optimizer.register_step_pre_hook(lambda *_: gradients.extend(p.grad for p in model.parameters()))
+    take(1)
+    parameters = _locals(list(model.parameters()))
+    state = [t for entry in optimizer.state.values() for t in entry.values()]
+    assert len(gradients) == len(parameters) and len(state) == 3 * len(parameters)
+    assert {t.device.type for t in (*parameters, *_locals(gradients), *_locals(state))} == {"cpu"}
+    assert all(t.is_pinned() for t in parameters)
+    assert {b.device.type for b in model.buffers()} == {"cuda"}
+
+
+GUARDED = Run(*batches(5, 4, 16, 192), [3e-3] * 5)
+BAD = 3
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_the_record_is_read_a_step_later(world: DistEnv, policy: str) -> None:
+    guard = FiniteGuard(world.device, policy, spike_sigmas=100.0, window=20)  # type: ignore[arg-type]
+    model, optimizer, take = stepper(world, GUARDED, guard=guard)
+    poison = False
+    model.register_forward_hook(lambda module, inputs, out: out * float("nan") if poison else out)
+    states, told, stopped = [], [], []
+    for step in range(1, 6):
+        poison = step == BAD
+        take(step, 3e-3, step - 1)
+        try:
+            guard.poll()
+        except NonFiniteError as error:
+            stopped.append((step, error.step))
+        told += [(step, bad.step) for bad in guard.skipped()]
+        states.append(_state(model, optimizer))
+    assert _equal(states[BAD - 1], states[BAD - 2])
+    if policy == "skip":
+        assert told == [(BAD + 1, BAD)] and not stopped
+        assert not _equal(states[BAD], states[BAD - 1])
+        guard.sync()
+        assert len(guard.state_dict()["losses"]) == 4
+    else:
+        assert stopped[0] == (BAD + 1, BAD) and _equal(states[4], states[BAD - 1])

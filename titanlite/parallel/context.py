@@ -13,6 +13,7 @@ and values of the whole sequence, once per block.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -142,11 +143,10 @@ def apply_cp(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def _pass_positions(cp_rank: CPRank, model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """A hook before each forward pass: passes the positions of this rank's tokens in the sequence."""
-    local = args[0] if args else kwargs["tokens"]
-    positions = args[1] if len(args) > 1 else kwargs.get("positions")
+    given = inspect.signature(model.forward).bind(*args, **kwargs)
+    local, positions, doc_ids = given.args[0], given.arguments.get("positions"), given.arguments.get("doc_ids")
     # Given positions tell the length: the hidden states of a pipeline may also be divided over other ranks.
     own = local.size(1) if positions is None else positions.size(-1)
-    doc_ids = args[2] if len(args) > 2 else kwargs.get("doc_ids")
     if doc_ids is not None:
         own = doc_ids.size(1) // cp_rank.degree
     cp_rank.seq_len = own * cp_rank.degree
@@ -156,15 +156,12 @@ def _pass_positions(cp_rank: CPRank, model: nn.Module, args: Any, kwargs: Any) -
             f"{cp_rank.degree} ranks with {own} tokens each share a sequence of {cp_rank.seq_len}, but the model's "
             f"RoPE tables have {rope.max_seq_len}: does each rank take its part only (split_batch)?"
         )
-    if positions is not None:
-        return args, kwargs
-    if doc_ids is not None:
+    if positions is None and doc_ids is not None:
         positions = cp_rank.part(document_positions(doc_ids))
-    else:
+    elif positions is None:
         positions = cp_rank.part(torch.arange(cp_rank.seq_len, device=local.device), 0).unsqueeze(0)
-    if len(args) > 1:
-        return (args[0], positions, *args[2:]), kwargs
-    return args, {**kwargs, "positions": positions}
+    given.arguments["positions"] = positions
+    return given.args, given.kwargs
 
 
 def split_batch(batch: Batch, mesh: DeviceMesh) -> Batch:

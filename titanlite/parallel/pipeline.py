@@ -176,14 +176,10 @@ class Pipeline:
         labels = torch.cat([b.labels for b in micro_batches]) if self._has_last else None
         losses: list[Tensor] | None = [] if self._has_last else None
         rows = sum(len(b.tokens) for b in micro_batches)
-        documents = None
-        if micro_batches[0].documents is not None:
-            documents = torch.cat([cast(Tensor, b.documents) for b in micro_batches])
-        keywords = self._keywords(rows, self._shape.seq_len, labels, documents)
+        documents = [b.documents for b in micro_batches if b.documents is not None]
+        keywords = self._keywords(rows, self._shape.seq_len, labels, torch.cat(documents) if documents else None)
         self._schedule.step(*inputs, target=labels, losses=losses, return_outputs=False, **keywords)
-        return (
-            torch.stack(losses).detach().sum() if losses else torch.zeros((), dtype=torch.float32, device=self._device)
-        )
+        return torch.stack(losses).detach().sum() if losses else torch.zeros((), device=self._device)
 
     @torch.no_grad()
     def loss_sum(self, batch: Batch) -> Tensor:
@@ -191,18 +187,17 @@ class Pipeline:
 
         batch: any number of sequences, on the device; the same on all ranks of the pipeline.
         """
-        pieces, labels = batch.tokens.chunk(self._microbatches), batch.labels.chunk(self._microbatches)
-        documents: Sequence[Tensor | None] = [None] * len(pieces)
-        if batch.documents is not None:
-            documents = batch.documents.chunk(self._microbatches)
+        count, ids = self._microbatches, batch.documents
+        pieces, labels = batch.tokens.chunk(count), batch.labels.chunk(count)
+        documents = [None] * len(pieces) if ids is None else ids.chunk(count)
         total = torch.zeros((), dtype=torch.float32, device=self._device)
         sent: list[tuple[dist.Work | None, Tensor]] = []
         local: list[Tensor] = []  # from a stage to the next one on the same rank
         for number, stage in self._model.stages.items():
             inputs = self._inputs(number, pieces, local)
             local = []
-            for x, y, ids in zip(inputs, labels, documents, strict=True):
-                out = stage(x, **self._keywords(len(y), y.size(1), y, ids))
+            for x, y, doc_ids in zip(inputs, labels, documents, strict=True):
+                out = stage(x, **self._keywords(len(y), y.size(1), y, doc_ids))
                 if number + 1 == len(self._model.layout.stages):
                     total += self._loss_of(out, y)
                 elif number + 1 in self._model.stages:

@@ -143,26 +143,18 @@ def _join(path: str, name: str) -> str:
 def _in_order(model: nn.Module, groups: Sequence[FSDPGroup]) -> list[FSDPGroup]:
     """Return the groups in the order they last run, without those that share a parameter with modules outside.
 
-    A parameter can belong to one group only. So the modules that share it stay in the group around them or in the root.
+    A parameter can belong to one group only. So the modules that share it stay in the group around all of them or in
+    the root.
     """
     owners: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(parameter, []).append(name.rpartition(".")[0])
-    shared = [paths for paths in owners.values() if len(paths) > 1]
-    kept = list(groups)
-    while split := {home for paths in shared if len(homes := _homes(model, paths, kept)) > 1 for home in homes}:
-        kept = [group for group in kept if group not in split]
+    for path, module in model.named_modules():  # a module that runs twice owns its parameters once
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, []).append(path)
+
+    def around(path: str) -> set[FSDPGroup]:
+        return {group for group in groups if any(f"{path}.".startswith(f"{name}.") for name in group)}
+
+    split = {group for first, *rest in owners.values() for path in rest for group in around(path) ^ around(first)}
     last = {path: index for index, (path, _) in enumerate(_post_order(model))}
+    kept = [group for group in groups if group not in split]
     return sorted(kept, key=lambda group: max(last.get(path, 0) for path in group))
-
-
-def _homes(model: nn.Module, paths: Iterable[str], groups: Sequence[FSDPGroup]) -> set[FSDPGroup | None]:
-    """Return the innermost group around each path; None: the root. A module may have several paths."""
-    group_of = {model.get_submodule(path): group for group in groups for path in group}
-
-    def home(path: str) -> FSDPGroup | None:
-        while path and model.get_submodule(path) not in group_of:
-            path = path.rpartition(".")[0]
-        return group_of[model.get_submodule(path)] if path else None
-
-    return {home(path) for path in paths}
