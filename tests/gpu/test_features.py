@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.checkpoint.runs import RUN as SAVED
 from tests.metrics.runs import ANY, at_step
 from tests.parallel import float8_runs
 from tests.parallel.float8_runs import RATES, RECIPES, distance, drift_of, resumed, spread
-from tests.parallel.watch import Watch
 from tests.training.compare import LABELS, TOKENS, WARM
 from tests.training.harness import TINY, Run, batches, build_tiny, changed, micro_batches, train, train_afresh
 from titanlite.callbacks import RunEnd
@@ -49,9 +46,6 @@ FLOAT8_HARDWARE = pytest.mark.skipif(
 )
 
 
-# Float8
-
-
 @FLOAT8_HARDWARE
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -60,44 +54,6 @@ def test_float8_stays_within_the_spread_of_seeds(world: DistEnv, recipe: Any, co
     plain, *others = (train_afresh(world, replace(long, seed=seed)).losses for seed in (7, 8, 9))
     ours = train_afresh(world, replace(long, float8=Float8(enable_float8_linear=True, recipe_name=recipe))).losses
     assert 0 < distance(ours, plain) < 2 * spread(plain, others)
-
-
-# Attention
-
-
-@pytest.mark.parametrize(
-    ("backend", "operator"),
-    [
-        (SDPBackend.FLASH_ATTENTION, "_scaled_dot_product_flash_attention"),
-        (SDPBackend.CUDNN_ATTENTION, "_scaled_dot_product_cudnn_attention"),
-        (SDPBackend.EFFICIENT_ATTENTION, "_scaled_dot_product_efficient_attention"),
-    ],
-    ids=["flash", "cudnn", "efficient"],
-)
-@pytest.mark.parametrize("mode", ["none", "op"])
-def test_each_attention_kernel_trains_and_is_kept_by_the_policy_by_operation(
-    world: DistEnv, backend: SDPBackend, operator: str, mode: Any
-) -> None:
-    """The kernel runs once per block, recomputed or not; gradients are those of plain attention to bf16's rounding."""
-    args = replace(TINY, dim=256, n_heads=4, n_kv_heads=4, max_seq_len=128)
-    tokens, labels = batches(1, 2, 128, 192)
-    run = Run(tokens, labels, [1e-3], args=args, training=BF16, activations=MODES[mode])
-    with sdpa_kernel(SDPBackend.MATH):
-        plain = train(world, run)
-    model, _, rank = build_tiny(world, run)
-    data = to_device(micro_batches(run, 0, rank, world.size), world.device)
-    seen: Counter[str] = Counter()
-    with sdpa_kernel(backend), Watch(lambda func, *_: seen.update([func.overloadpacket.__name__])):
-        model(data[0].tokens).float().logsumexp(-1).sum().backward()
-    assert seen[operator] == args.n_layers
-    with sdpa_kernel(backend):
-        ours = train(world, run)
-    assert ours.losses == pytest.approx(plain.losses, rel=1e-2)
-    for name, gradient in plain.gradients.items():
-        assert ((ours.gradients[name] - gradient).norm() / gradient.norm()).item() < 0.05, name
-
-
-# Activation checkpointing
 
 
 def peak_and_gradients(world: DistEnv, run: Run) -> tuple[int, dict[str, torch.Tensor]]:
@@ -131,9 +87,6 @@ def test_each_mode_keeps_less_and_computes_the_same(world: DistEnv) -> None:
             torch.testing.assert_close(ours[parameter], gradient, rtol=2e-2, atol=1e-3, msg=f"{name}: {parameter}")
 
 
-# Compilation
-
-
 def test_compiled_training_is_eager_training_to_rounding(world: DistEnv) -> None:
     """In fp32, where inductor keeps the precision of the products; equal blocks are one graph."""
     from torch._dynamo.utils import counters
@@ -143,9 +96,6 @@ def test_compiled_training_is_eager_training_to_rounding(world: DistEnv) -> None
     compiled = train_afresh(world, replace(RUN, compile=COMPILED))
     assert compiled.losses == pytest.approx(eager.losses, abs=1e-4)
     assert counters["stats"]["unique_graphs"] == 2, "a block and the loss"
-
-
-# Memory
 
 
 def test_snapshots_are_written_on_the_cycle_and_when_memory_runs_out(tmp_path: Path, world: DistEnv) -> None:
@@ -163,9 +113,6 @@ def test_snapshots_are_written_on_the_cycle_and_when_memory_runs_out(tmp_path: P
     snapshot = pickle.loads((tmp_path / "iteration_2" / "rank0_memory_snapshot.pickle").read_bytes())
     sizes = [event["size"] for trace in snapshot["device_traces"] for event in trace if event["action"] == "alloc"]
     assert sizes.count(2**22) >= 2
-
-
-# The loss in chunks
 
 
 def test_a_loss_in_chunks_never_has_all_logits(world: DistEnv) -> None:
@@ -190,9 +137,6 @@ GATHERED = changed(FLOAT8, enable_fsdp_float8_all_gather=True)
 ROWWISE = changed(FLOAT8, recipe_name="rowwise")
 
 
-# Drift
-
-
 @FLOAT8_HARDWARE
 @pytest.mark.parametrize(
     ("plan", "compiled"),
@@ -205,15 +149,6 @@ def test_drift_is_measured_against_the_model_without_float8(world: DistEnv, plan
     assert drift.exact == pytest.approx(exact, abs=1e-3)
     assert 0 < abs(drift.difference) < 0.05
     assert again == pytest.approx(first, abs=1e-3), "measuring leaves nothing behind"
-
-
-# Host memory
-
-
-# The compiler's budget
-
-
-# Checkpoints
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.models.test_llama import VARIANTS, built, relative, tokens_of
 from titanlite.config.sections import ActivationCheckpoint, Data
 from titanlite.models import get_spec
-from titanlite.models import llama_hf as hf
 from titanlite.models.layers import SdpaAttention, document_positions
 from titanlite.parallel.activation_checkpoint import apply_ac
 from titanlite.parallel.compile import apply_compile
@@ -70,24 +69,6 @@ def test_a_packed_row_equals_its_documents_alone(variant: str, apply: Callable[[
     for (name, p), q in zip(packed.named_parameters(), alone.parameters(), strict=True):
         assert p.grad is not None and q.grad is not None and relative(p.grad, q.grad) < 1e-6, name
     torch._dynamo.reset()
-
-
-def test_each_document_equals_transformers(variant: str = "gqa") -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    args = VARIANTS[variant]
-    ours, theirs = built(args), LlamaForCausalLM(LlamaConfig(**hf.hf_config(args)))
-    theirs.load_state_dict(get_spec("llama3").to_hf(ours.state_dict(), args))
-    tokens = tokens_of(args, batch=3, seq=48)
-    logits = ours(tokens, doc_ids=numbers(LENGTHS))
-    logits.square().sum().backward()
-    for part, found in documents(LENGTHS, tokens, logits.detach()):
-        expected = theirs(part).logits
-        assert relative(found, expected) < 1e-6
-        expected.square().sum().backward()
-    gradients = dict(theirs.named_parameters())
-    for name, p in ours.named_parameters():
-        assert relative(p.grad, gradients[hf.hf_names(args)[name]].grad) < 1e-6, name  # type: ignore[arg-type]
 
 
 def test_other_documents_need_no_other_graph() -> None:

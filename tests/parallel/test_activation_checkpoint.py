@@ -62,9 +62,6 @@ def assert_equal(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert [name for name in expected if not torch.equal(ours[name], expected[name])] == []
 
 
-# The same numbers and names
-
-
 @pytest.mark.parametrize(
     ("settings", "ranks", "accumulation", "training"),
     [
@@ -113,9 +110,6 @@ def test_dropout_draws_the_same_numbers_again() -> None:
         model(torch.ones(8, 16)).sum().backward()
         found.append({name: p.grad for name, p in model.named_parameters()})
     assert_equal(*found)
-
-
-# What runs again
 
 
 @pytest.mark.parametrize(
@@ -179,9 +173,6 @@ def test_weights_are_gathered_no_more_often(
         assert pool(2).run(_collectives, replace(run, activations=activations))[0] == plain
 
 
-# What stays in memory
-
-
 def bytes_kept(settings: ActivationCheckpoint) -> int:
     """Bytes of all storages that live after a forward; those of weights, the same in all modes, are among them."""
     model = build(settings)
@@ -211,9 +202,6 @@ def test_each_mode_keeps_less_than_the_one_before() -> None:
     # The whole model on real tensors saves as much as the trace of one block says.
     for mode in ("every", "op", "full"):
         assert kept["none"] - kept[mode] == trace["none"] - trace[mode], mode
-
-
-# The policy
 
 
 def test_the_policy_names_operators_that_exist() -> None:

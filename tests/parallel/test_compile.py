@@ -127,9 +127,6 @@ def test_recompilation_is_reported_once_with_its_reason(pool: Pools) -> None:
     assert [level for level, _ in counted[1].logged] == ["INFO"] * 5
 
 
-# Errors
-
-
 class Breaks(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         torch._dynamo.graph_break()

@@ -31,9 +31,6 @@ def _ranks(degree: int) -> list[CPRank]:
     return [CPRank(rank, degree, None) for rank in range(degree)]  # type: ignore[arg-type]
 
 
-# Each rank's tokens
-
-
 def test_each_rank_takes_one_chunk_from_the_front_and_one_from_the_back() -> None:
     sequence = torch.arange(16).unsqueeze(0)
     parts = [rank.part(sequence)[0].tolist() for rank in _ranks(4)]
@@ -43,9 +40,6 @@ def test_each_rank_takes_one_chunk_from_the_front_and_one_from_the_back() -> Non
             ParallelismError, match=rf"{length} tokens .* 2 equal chunks for each of 4 .* multiple of 8"
         ):
             _ranks(4)[0].part(torch.zeros(1, length))
-
-
-# In a model
 
 
 def _loss(logits: Tensor, labels: Tensor) -> Tensor:

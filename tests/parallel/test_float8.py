@@ -25,7 +25,6 @@ from tests.parallel.float8_runs import (
     watch_step,
 )
 from tests.pool import Pools
-from tests.processes import python
 from tests.training.harness import (
     TINY,
     Run,
@@ -47,9 +46,6 @@ from titanlite.parallel.float8_choice import choose_linears, converted_names, to
 
 SPEC = get_spec("llama3")
 NEVER = Training(reshard_after_forward="never")
-
-
-# Products
 
 
 FORWARD, BF16 = ("input e4m3fn", "weight e4m3fn"), ("bfloat16", "bfloat16")
@@ -117,9 +113,6 @@ def test_sizes_too_small_to_gain_are_torchaos(name: Any) -> None:
             assert too_small(size, name) is not wanted(linear, "w"), size
 
 
-# The all-gather
-
-
 def test_converted_weights_are_gathered_as_half_the_bytes_of_bf16_with_one_reduction_of_scales(pool: Pools) -> None:
     """Besides the step's own two all-reduces. Without precompute, one for each weight and time it is gathered."""
     plain_seen, emulated, gathered, precomputed = (
@@ -155,9 +148,6 @@ def test_precomputed_scales_are_those_found_weight_by_weight(pool: Pools) -> Non
     assert ranks[0] == ranks[1] and len(set(ranks[0][0])) == LINEARS
 
 
-# Weights and names
-
-
 def _state(world: DistEnv, run: Run) -> dict[str, tuple[str, str, Tensor]]:
     """A checkpoint's tensors before the first step: types, inside and out, and values."""
     model, optimizer, _ = build_tiny(world, run)
@@ -179,9 +169,6 @@ def test_initial_weights_and_checkpoints_are_those_without_float8(pool: Pools) -
         assert all(torch.equal(found_weights[name], weight) for name, weight in weights.items())
 
 
-# Activations
-
-
 @pytest.mark.parametrize(
     ("name", "emulate"),
     [
@@ -199,50 +186,3 @@ def test_the_per_op_policy_recognises_float8_products(name: str, emulate: bool) 
 
 
 # torchao
-
-
-def _python(code: str) -> str:
-    done = python("-c", code)
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(("keep", "inputs"), [("", 4), ("wk", 2)])
-def test_tensor_parallel_ranks_that_can_exchange_float8(keep: str, inputs: int) -> None:
-    """A block's input is cast before the all-gather, once for all products; gradients too. gloo cannot send it."""
-    code = f"""
-from collections import Counter
-from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
-import torch, torch.distributed as dist
-from tests.parallel.watch import Watch
-from tests.training.harness import TINY
-from titanlite.config.sections import Float8
-from titanlite.loss import cross_entropy_sum
-from titanlite.models import get_spec
-from titanlite.parallel.float8 import apply_float8
-from titanlite.parallel.float8_choice import choose_linears, converted_names
-from titanlite.parallel.tensor import apply_tp, tensor_loss
-seen = Counter()
-def note(func, args, output):
-    if "all_gather" in str(func):
-        seen[str(getattr(args[0], "_data", args[0]).dtype)] += 1
-dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-mesh, spec = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), get_spec("llama3")
-float8 = Float8(enable_float8_linear=True, filter_fqns="{keep}".split())
-model = spec.build_on_meta(TINY)
-choices = choose_linears(spec.linears(TINY), float8, spec.tensor_plan(TINY), 2)
-apply_float8(model, converted_names(choices), "tensorwise", emulate=True)
-apply_tp(model, spec.tensor_plan(TINY), mesh)
-model.to_empty(device="cpu")
-with torch.no_grad():
-    for parameter in model.parameters():
-        parameter.to_local().fill_(0.01)
-model.init_buffers()
-tokens = torch.zeros(2, 32, dtype=torch.int64)
-with Watch(note):
-    tensor_loss(cross_entropy_sum)(model(tokens), tokens).backward()
-print(seen["torch.float8_e4m3fn"], seen["torch.float8_e5m2"])
-"""
-    assert _python(code).split()[-2:] == [str(inputs), "4"]

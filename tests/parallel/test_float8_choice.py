@@ -32,9 +32,6 @@ def choices(args: Any = ARGS, tp: int = 1, **settings: Any) -> dict[str, Float8C
     return {choice.kind: choice for choice in found}
 
 
-# What is converted
-
-
 @pytest.mark.parametrize("family", SHAPES)
 def test_sizes_are_those_of_the_model(family: str) -> None:
     """The config knows them without torch."""
@@ -74,9 +71,6 @@ def test_sizes_count_as_tensor_parallelism_leaves_them() -> None:
     assert parts["feed_forward.w1"].reason == "N = 24 is not a multiple of 16"
     assert parts["feed_forward.w2"].reason == "K = 24 is not a multiple of 16"
     assert parts["attention.wq"].size == Size(4096, 2048) and parts["attention.wo"].size == Size(2048, 4096)
-
-
-# The hardware
 
 
 def check(**settings: Any) -> None:

@@ -36,9 +36,6 @@ FULL, EVERY_2 = ActivationCheckpoint(mode="full"), ActivationCheckpoint(selectiv
 OP = ActivationCheckpoint(selective_ac_option="op")
 
 
-# Losses
-
-
 @pytest.fixture(scope="module")
 def seeds(pool: Pools) -> list[list[float]]:
     """Losses of 40 steps in bf16 from three seeds."""
@@ -52,9 +49,6 @@ def test_losses_stay_within_the_spread_of_seeds(pool: Pools, seeds: list[list[fl
     ours = pool(1).run(train, replace(RUN, rates=RATES, float8=recipe(name)))[0].losses
     assert 0 < distance(ours, seeds[0]) < 2 * spread(seeds[0], seeds[1:])
     assert ours[-1] < ours[0] - 1.0
-
-
-# Divisions of the work
 
 
 @pytest.mark.parametrize(
@@ -76,9 +70,6 @@ def test_the_losses_are_those_of_one_rank(pool: Pools, float8: Float8, changes: 
     run = replace(RUN, float8=float8, **changes)
     alone, ours = pool(1).run(train, run.alone())[0].losses, pool(ranks).run(train, run)[0].losses
     assert distance(ours, alone) < 0.02, (ours, alone)
-
-
-# Activation checkpointing and compilation
 
 
 @pytest.mark.parametrize(
@@ -104,18 +95,12 @@ def test_recomputation_gives_the_same_numbers(
 EAGER, INDUCTOR = Compile(backend="aot_eager"), Compile()
 
 
-# Resume
-
-
 @pytest.mark.parametrize("float8", [EMULATED, PRECOMPUTED], ids=["", "all-gather"])
 def test_resumed_steps_are_those_without_a_break_bit_for_bit(pool: Pools, tmp_path: Path, float8: Float8) -> None:
     """The scales of gathered weights are not in the checkpoint: the first step finds them again."""
     run = replace(SAVED, training=RUN.training, float8=float8)
     straight, losses = pool(2).run(resumed, run, str(tmp_path))[0]
     assert losses == straight["losses"] and len(set(losses)) == 6
-
-
-# The error of float8
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from tests.pool import Pools
 from tests.training.harness import TINY, Degrees, Run, initial_weights
 from titanlite.models.spec import Init
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.parallel.init import ROWS, fill, init_weights, materialize, seed_generators
+from titanlite.parallel.init import ROWS, fill, materialize, seed_generators
 
 RUN = Run(torch.zeros(0), torch.zeros(0), [], args=replace(TINY, vocab_size=3 * ROWS + 1))
 
@@ -44,15 +44,6 @@ def test_any_row_and_column_range_is_a_cut_of_the_whole() -> None:
         part = torch.empty_like(whole[rows, columns])
         fill(part, (rows.start, columns.start), shape, "w", init, seed=3)
         assert torch.equal(part, whole[rows, columns])
-
-
-def test_plain_parameters_are_drawn_like_sharded_ones() -> None:
-    model = nn.Linear(ROWS, ROWS + 3, bias=False)
-    init_weights(model, lambda name: Init("normal", std=1.0), seed=0)
-    whole = torch.empty(ROWS + 3, ROWS)
-    fill(whole, (0, 0), (ROWS + 3, ROWS), "weight", Init("normal", std=1.0), seed=0)
-    assert torch.equal(model.weight, whole)
-    assert abs(whole.std().item() - 1.0) < 0.02
 
 
 def test_a_forgotten_parameter_or_buffer_is_named() -> None:

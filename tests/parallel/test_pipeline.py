@@ -158,8 +158,6 @@ def test_weights_stay_gathered_unless_the_user_decides(pool: Pools, changes: dic
         assert found.startswith(expected) if isinstance(found, str) else found == expected
 
 
-# Where the model is cut
-
 COSTS = pipeline_costs(ARGS, SEQ)
 
 

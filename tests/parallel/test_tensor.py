@@ -23,9 +23,6 @@ RUN = Run(TOKENS, LABELS, WARM, accumulation=2, tensor=2)
 EAGER = Compile(components=["model"], backend="aot_eager")
 
 
-# Weights
-
-
 @pytest.mark.parametrize(
     ("ranks", "replicas", "tied"),
     [(2, 1, True), (4, 1, False), (4, 2, True)],
@@ -71,9 +68,6 @@ def test_every_weight_is_where_it_should_be(pool: Pools) -> None:
     assert pool(4).run(_places, RUN) == [expected] * 4
 
 
-# Activations and collectives
-
-
 def _loss(run: Run) -> Any:
     return tensor_loss(cross_entropy_sum) if run.tensor > 1 else cross_entropy_sum
 
@@ -116,9 +110,6 @@ def test_activations_are_gathered_and_scattered_and_not_reduced_as_a_whole(
         assert counts["graphs"] == graphs
 
 
-# Losses and norms
-
-
 def _figures(world: DistEnv, run: Run) -> dict[str, Any]:
     mesh, loss = run.mesh(world.size), _loss(run)
     model, _, take = stepper(world, run, max_norm=1e9, layer_norms=True, loss_function=loss)
@@ -151,12 +142,6 @@ def test_validation_and_norms_by_layer_are_those_of_one_rank(pool: Pools, ranks:
         assert ours["validation"] == pytest.approx(ours["loss"], abs=5e-6)  # the same batches
         assert ours["norms"] == pytest.approx(alone["norms"], rel=1e-5)
         assert ours["padding"] == (0.0, 0.0)
-
-
-# Errors
-
-
-# Overlap
 
 
 def test_overlap_needs_gpus_of_one_node_that_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

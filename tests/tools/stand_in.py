@@ -1,8 +1,7 @@
 """A trainer without torch: it writes the records of a run with made-up figures.
 
-The benchmark starts it as a process, so order, failure, signals and resume are real.
-Environment: STAND_IN_LOG, a file that gets the name of each run; STAND_IN_FAIL, a run that prints and fails;
-STAND_IN_HANG, one that waits until it is ended.
+The benchmark starts it as a process, so order, failure and resume are real.
+Environment: STAND_IN_LOG, a file that gets the name of each run; STAND_IN_FAIL, a run that prints and fails.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 from titanlite.fit import check_config
@@ -30,10 +28,6 @@ def main() -> None:
     if folder.name == os.environ.get("STAND_IN_FAIL"):
         print("step: 1  loss: 5.0\nerror: the cat sat on the keyboard", flush=True)
         raise SystemExit(3)
-    if folder.name == os.environ.get("STAND_IN_HANG"):
-        print("step: 1", flush=True)
-        Path(os.environ["STAND_IN_LOG"]).with_name("hangs").touch()
-        time.sleep(60)
     level, _, repeat = folder.name.rpartition("-")
     shift = 0.001 * list(SPEEDS).index(level)
     rows = []

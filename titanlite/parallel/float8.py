@@ -111,9 +111,6 @@ def float8_linears(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if is_float8(module)]
 
 
-# Weights that are gathered in float8
-
-
 def _wrapper(tensor: Tensor) -> Any:
     """Return torchao's wrapper of a weight that is gathered in float8, or None."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
@@ -165,9 +162,6 @@ def forget_scales(model: nn.Module) -> None:
             wrapper._precomputed_scale = None
 
 
-# Products in high precision, for comparison
-
-
 @contextmanager
 def high_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Let converted linears compute in `dtype` inside, where compiled code and backward passes do not run.
@@ -201,7 +195,7 @@ def _exact(linear: nn.Linear, sharded: Tensor, dtype: torch.dtype) -> Tensor:
     assert isinstance(weight, DTensor)
     mesh, names = weight.device_mesh, weight.device_mesh.mesh_dim_names or ()
     placements = dict(zip(names, weight.placements, strict=True))
-    # FSDP's ranks hold equal numbers of rows (see `uneven_for_gather`); tensor parallelism's part stays divided.
+    # FSDP's ranks hold equal numbers of rows (`titanlite.fit` refuses others); tensor parallelism's part stays divided.
     over = [name for name in names if name != "tp"][-1]
     parts = DTensor.from_local(weight.to_local().to(dtype), mesh[over], [Shard(0)])
     whole = parts.full_tensor()
@@ -214,9 +208,6 @@ def _free(model: nn.Module) -> None:
     for module in (m for stage in stages for m in stage.modules()):
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-# Tensor parallelism
 
 
 def sends_float8(mesh: DeviceMesh) -> bool:
