@@ -410,21 +410,22 @@ class Benchmark:
         except PlotsMissing as error:
             print(f"{_LOSSES} and {_SPEEDS} are not drawn: {error}", file=sys.stderr)
             pictures = []
+        about = ", ".join(f"{name} {versions[name]}" for name in ("titanlite", "torch", "python"))
         head = [
-            f"{self.ranks} x {self.machine.device}, {cores} processor cores; "
-            + ", ".join(f"{name} {versions[name]}" for name in ("titanlite", "torch", "python")),
+            f"{self.ranks} x {self.machine.device}, {cores} processor cores; {about}",
             f"{self.steps} steps a run, the first {self.warmup} not counted; medians of {self.repeats} repeats in turn",
+            "",
         ]
         table = report.table(levels, self.steps, self.repeats)
-        below = [f"note: {note}" for note in notes]
+        below = ["", *(f"note: {note}" for note in notes)]
         abouts = "\n".join(f"- {level.name}: {level.about}" for level in self.levels)
-        text = "\n".join([*head, "", render(table, False), "", *below])
+        text = "\n".join([*head, render(table, False), *below])
         images = "\n".join(f"![{Path(name).stem}]({name})" for name in pictures)
         page = [f"# Benchmark: {self.title}", f"`{' '.join(command)}`", f"```\n{text.rstrip()}\n```", abouts, images]
         (self.out / _PAGE).write_text("\n\n".join(page) + "\n", encoding="utf-8")
         written = ", ".join(str(self.out / name) for name in (_PAGE, _RESULTS, *pictures))
-        lines = [*head, "", render(table, sys.stdout.isatty()), "", *below]
-        return results if as_json else "\n".join(["", *lines, "", f"written: {written}"])
+        lines = ["", *head, render(table, sys.stdout.isatty()), *below, "", f"written: {written}"]
+        return results if as_json else "\n".join(lines)
 
 
 def _finished_run(folder: Path) -> Run | None:

@@ -38,17 +38,17 @@ class LevelFigures:
     level: str
     #: Number of finished runs.
     repeats: int
-    tokens_per_second: float | None = None
+    tokens_per_second: float | None
     #: Speed over the baseline's speed in the same repeat: median, minimum, maximum.
-    ratio: tuple[float, float, float] | None = None
-    mfu: float | None = None
-    memory_gib: float | None = None
+    ratio: tuple[float, float, float] | None
+    mfu: float | None
+    memory_gib: float | None
     #: Of the last step.
-    loss: float | None = None
+    loss: float | None
     #: Maximum of |loss - baseline loss| over equal steps of the same repeat; None for the baseline.
-    loss_difference: float | None = None
+    loss_difference: float | None
     #: Maximum of the same between repeats of this level: the noise of the machine.
-    loss_spread: float | None = None
+    loss_spread: float | None
 
 
 def after_warmup(rows: Sequence[Row], warmup: int) -> list[Row]:
@@ -60,9 +60,9 @@ def after_warmup(rows: Sequence[Row], warmup: int) -> list[Row]:
 def measure(run: Run, level: str, repeat: int, warmup: int) -> RunFigures:
     """Return the figures of a finished run that logged steps after the warm-up."""
     rows = after_warmup(run.training, warmup)
-    speed, mfu, memory = (finite(rows, "total_tps"), finite(rows, "mfu"), finite(run.training, "memory_gib"))
+    memory = max(finite(run.training, "memory_gib"), default=None)
     losses = {int(row["step"]): row["loss"] for row in run.training}
-    return RunFigures(level, repeat, median(speed), median(mfu) if mfu else None, max(memory, default=None), losses)
+    return RunFigures(level, repeat, median(finite(rows, "total_tps")), _median(finite(rows, "mfu")), memory, losses)
 
 
 def summarize(
@@ -73,26 +73,30 @@ def summarize(
     not_comparable: levels with other weights or text, whose losses are not compared with the baseline.
     """
     baseline = {run.repeat: run for run in runs if run.level == levels[0]}
-    found = [LevelFigures(level, 0) for level in levels]
+    found = []
     for i, level in enumerate(levels):
         mine = sorted((run for run in runs if run.level == level), key=lambda run: run.repeat)
-        if not mine:
-            continue
         pairs = [(run, baseline[run.repeat]) for run in mine if run.repeat in baseline]
         ratios = [run.tokens_per_second / base.tokens_per_second for run, base in pairs]
-        mfu = [run.mfu for run in mine if run.mfu is not None]
-        found[i] = LevelFigures(
+        figures = LevelFigures(
             level,
             len(mine),
-            median(run.tokens_per_second for run in mine),
+            _median(run.tokens_per_second for run in mine),
             (median(ratios), min(ratios), max(ratios)) if ratios else None,
-            median(mfu) if mfu else None,
+            _median(run.mfu for run in mine),
             max((run.memory_gib for run in mine if run.memory_gib is not None), default=None),
-            median(run.losses[max(run.losses)] for run in mine),
+            _median(run.losses[max(run.losses)] for run in mine),
             _largest_difference(pairs) if i and level not in not_comparable else None,
             _largest_difference([(run, mine[0]) for run in mine[1:]]),
         )
+        found.append(figures)
     return found
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    """Return the median of the values that are known, None if none is."""
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
 
 
 def _largest_difference(pairs: Iterable[tuple[RunFigures, RunFigures]]) -> float | None:
