@@ -168,7 +168,7 @@ def test_bad_sources_are_refused_and_leave_nothing(saved: dict[str, Path], tmp_p
     changes: list[tuple[dict[str, Any], str]] = [
         ({"num_hidden_layers": 3}, "missing"),
         ({"num_hidden_layers": 1}, "unknown"),
-        ({"vocab_size": 100}, "has the shape"),
+        ({"vocab_size": 100}, "1 another shape|2 another shape"),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"model_type": "gpt2"}, "no such model here"),
         ({"head_dim": 64}, "head_dim is 64"),

@@ -19,7 +19,7 @@ from torch import nn
 from titanlite.checkpoint.async_save import AsyncSave, SaveOutcome
 from titanlite.checkpoint.load import LoadedState, Loader
 from titanlite.checkpoint.manifest import CheckpointError, Manifest, find, step_folder
-from titanlite.checkpoint.paths import AnyPath, sizes, to_path
+from titanlite.checkpoint.paths import AnyPath, files_in, to_path
 from titanlite.checkpoint.retention import Deleter, begin, clear_leftovers, marks_of, prune, publish, quarantine
 from titanlite.checkpoint.storage import (
     RNG,
@@ -107,37 +107,23 @@ class Checkpointer:
     ) -> LoadedState:
         """Go back to the newest good checkpoint of this run, whatever `config` says of the start.
 
-        suspect: called on rank 0 with the step of the newest one; returns why it must not be used ("": it may). Then
-        the one before is loaded, if possible, and the newest is quarantined with the reason.
+        suspect: called on rank 0 with the step of the newest one; returns why it must not be used ("": it may). If
+        there is an older one, the newest is quarantined with that reason, and the older one is loaded.
 
         Raises CheckpointError, on all ranks, when there is none.
         """
-        loaded = None
-        step = self._on_rank_0(lambda: self._mark_suspect(suspect)) if suspect else None
-        if step is not None:
-            with contextlib.suppress(CheckpointError):
-                loaded = self._loader.load(model, optimizer, rollback=True)
-            found = loaded is not None
-            self._on_rank_0(lambda: self._settle_suspect(step, found))
-        loaded = loaded or self._loader.load(model, optimizer, rollback=True)
+        self._on_rank_0(lambda: self._quarantine_newest(suspect or (lambda step: "")))
+        loaded = self._loader.load(model, optimizer, rollback=True)
         assert loaded is not None, "a rollback cannot start from nothing"
         self._resumed = loaded.step
         return loaded
 
-    def _mark_suspect(self, suspect: Callable[[int], str]) -> int | None:
-        """On rank 0: exclude the newest checkpoint from loading, and return its step; None where it may be used."""
+    def _quarantine_newest(self, suspect: Callable[[int], str]) -> None:
+        """On rank 0: quarantine the newest checkpoint if it is suspect and another one can take its place."""
         newest, _ = find(self.root, known_bad=self._bad)
         reason = suspect(newest.step) if newest is not None else ""
-        if newest is None or not reason:
-            return None
-        self._bad[newest.step] = reason
-        return newest.step
-
-    def _settle_suspect(self, step: int, replaced: bool) -> None:
-        """On rank 0: quarantine the suspect one; without another, use it after all."""
-        reason = self._bad.pop(step)
-        if replaced:
-            quarantine(step_folder(self.root, step), reason)
+        if newest is not None and reason and find(self.root, known_bad={**self._bad, newest.step: reason})[0]:
+            quarantine(step_folder(self.root, newest.step), reason)
 
     def save(
         self,
@@ -249,7 +235,7 @@ class Checkpointer:
 
     def _written(self, folder: AnyPath, writer: HashingWriter) -> dict[str, Written]:
         """On rank 0: return all files of a save by name. Raises CheckpointError when the folder holds others."""
-        found = sizes(folder)
+        found = {name: file.st_size for name, file in files_in(folder).items()}
         files = {name: file.size for name, file in writer.written.items()}
         if found != files:
             wrong = sorted(name for name in {*found, *files} if found.get(name) != files.get(name))

@@ -21,11 +21,11 @@ from titanlite.checkpoint.manifest import (
     DELETED,
     FILE,
     PARTIAL,
+    PIN,
     REASON,
     CheckpointError,
     Manifest,
     NewerFormatError,
-    is_pinned,
     is_valid,
     marked_folder,
     parse_manifest,
@@ -340,19 +340,6 @@ def _delete(marks: list[AnyPath]) -> None:
 # Which ones stay
 
 
-def prunable(steps: Collection[int], config: Checkpoint, keep: Collection[int] = ()) -> list[int]:
-    """Return those of the valid checkpoints at `steps` that may go, ascending; never the newest.
-
-    All stay if `keep_latest_k` is 0; else the newest so many, multiples of `keep_every`, milestones and `keep`.
-    """
-    every = config.keep_every
-    return [
-        step
-        for step in (sorted(steps)[: -config.keep_latest_k] if config.keep_latest_k else [])
-        if step not in keep and not (every and step % every == 0) and not is_milestone(step, config.milestones)
-    ]
-
-
 def prune(
     root: AnyPath,
     newest: int,
@@ -364,8 +351,9 @@ def prune(
     """Unpublish old checkpoints now that the one of step `newest` exists; return marks for `delete`.
 
     Only checkpoints of this run (by `fingerprints`, None: any) up to that step are counted, and only such go. One whose
-    files are not whole takes no place among the latest. These stay: pinned ones, folders without a good manifest,
-    checkpoints of weights only, from which no run could resume, and the `keep_best` of lowest validation loss.
+    files are not whole takes no place among the latest. These stay: the latest `keep_latest_k` (0: all), multiples of
+    `keep_every`, milestones, the `keep_best` of lowest validation loss, `keep`, pinned ones, folders without a good
+    manifest, and checkpoints of weights only, from which no run could resume.
 
     The last one whose weights are known to give a finite loss stays. That is the newest if its loss was measured
     (`Manifest.validation_loss`), else the one before it: the steps since then have shown it.
@@ -391,9 +379,10 @@ def prune(
     for _, step in losses:
         if len(best) < config.keep_best and is_valid(step_folder(root, step)):
             best.append(step)
-    going = prunable(valid, config, {*keep, *sorted(valid)[-latest:], *best})
-    folders = (step_folder(root, step) for step in going)
-    return [unpublish(folder) for folder in folders if not is_pinned(folder)]
+    stay, every = {*keep, *sorted(valid)[-latest:], *best}, config.keep_every
+    stay |= {step for step in valid if (every and step % every == 0) or is_milestone(step, config.milestones)}
+    going = (step_folder(root, step) for step in sorted(valid.keys() - stay))
+    return [unpublish(folder) for folder in going if not (folder / PIN).exists()]
 
 
 def _counts(manifest: Manifest, fingerprints: dict[str, str] | None) -> bool:

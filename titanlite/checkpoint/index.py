@@ -1,0 +1,97 @@
+"""DCP's index of tensors: a pickle from another program, read as data, so that no code in it runs."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from titanlite.checkpoint.manifest import Manifest
+
+_CLASSES = ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex")
+#: Names that the index of a checkpoint of tensors holds, besides `torch.Size` and types such as `torch.float32`.
+_KNOWN = {
+    *(("torch.distributed.checkpoint.metadata", name) for name in (*_CLASSES, "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # Python 3.13
+    ("builtins", "getattr"),  # members of an enum, as Python 3.11.0 to 3.11.3 writes them; a record here, never called
+}
+
+
+class _Record:
+    """Replaces every object in the pickle: holds its state, and does nothing."""
+
+    state: Any = None
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        if (module, name) in _KNOWN:
+            return _Record
+        raise ValueError(f"it names {module}.{name}, which no index of a checkpoint of tensors does")
+
+
+def read_index(data: bytes, manifest: Manifest) -> Metadata:
+    """Return DCP's index in `data`, which must fit the manifest. Raises ValueError with the reason."""
+    try:
+        content = _Unpickler(io.BytesIO(data)).load().state
+        tensors = {name: _tensor(record.state) for name, record in content["state_dict_metadata"].items()}
+        places = content["storage_data"].items()
+        storage = dict(_place(key.state, entry.state, manifest.files) for key, entry in places)
+    except ValueError:
+        raise
+    except Exception as error:  # a pickle can go wrong in any way
+        raise ValueError(f"it is no index of torch.distributed.checkpoint: {error!r}") from None
+    if {name: [dtype_name(one.properties.dtype), list(one.size)] for name, one in tensors.items()} != manifest.tensors:
+        raise ValueError("its tensors are not those of the manifest")
+    return Metadata(cast(Any, tensors), storage_data=storage)
+
+
+def _tensor(state: dict[str, Any]) -> TensorStorageMetadata:
+    pieces = [piece.state for piece in state["chunks"]]
+    chunks = [ChunkStorageMetadata(_size(piece["offsets"]), _size(piece["sizes"])) for piece in pieces]
+    return TensorStorageMetadata(TensorProperties(state["properties"].state[0]), _size(state["size"]), chunks)
+
+
+def _place(key: dict[str, Any], entry: dict[str, Any], files: dict[str, int]) -> tuple[MetadataIndex, _StorageInfo]:
+    """Return where one piece of a tensor lies."""
+    file, start, length = (entry[field] for field in ("relative_path", "offset", "length"))
+    if not isinstance(file, str) or file not in files:
+        raise ValueError(f"it names the file {file!r}, which is not in the manifest")
+    if type(start) is not int or type(length) is not int or not 0 <= start <= start + length <= files[file]:
+        raise ValueError(f"its place of {key['fqn']!r} lies outside of {file}")
+    if entry.get("transform_descriptors"):
+        raise ValueError(f"{key['fqn']!r} is transformed, which no checkpoint here is")
+    return MetadataIndex(key["fqn"], _size(key["offset"]), key.get("index")), _StorageInfo(file, start, length)
+
+
+def _size(value: Any) -> torch.Size:
+    if not isinstance(value, tuple) or any(type(size) is not int or size < 0 for size in value):
+        raise ValueError(f"{value!r} is no shape")
+    return torch.Size(value)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
