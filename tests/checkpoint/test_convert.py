@@ -35,12 +35,8 @@ SHAPES = {"plain": ARGS, "tied": replace(ARGS, tied=True), "scaled": replace(ARG
 def _model(args: LlamaArgs) -> nn.Module:
     torch.manual_seed(0)
     model = get_spec("llama3").build(args)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 2:
-            nn.init.normal_(parameter, std=0.3)
-        else:
-            nn.init.normal_(parameter, mean=1.0, std=0.1)
-        assert name
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.3 if parameter.ndim == 2 else 0.1)
     model.init_buffers()
     return model.eval()
 
@@ -123,12 +119,9 @@ def test_file_of_torch_loads_into_the_model(saved: dict[str, Path], tmp_path: Pa
     file = convert(saved[shape], tmp_path / "weights.pt", "torch", "bfloat16")
     content = torch.load(file, weights_only=True)
     model = _model(SHAPES[shape]).to(torch.bfloat16)
-    wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    for parameter in model.parameters():
-        parameter.data.zero_()
-    model.load_state_dict(content["state_dict"])
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
-    assert content["step"] == 7
+    wanted = model.state_dict()
+    assert content["state_dict"].keys() == wanted.keys() and content["step"] == 7
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in content["state_dict"].items())
     # Of a tied weight there is one copy.
     assert file.stat().st_size < sum(p.numel() for p in model.parameters()) * 2 + 20_000
 
@@ -167,11 +160,8 @@ def test_bad_sources_are_refused_and_leave_nothing(saved: dict[str, Path], tmp_p
     config = json.loads((hf / "config.json").read_text())
     changes: list[tuple[dict[str, Any], str]] = [
         ({"num_hidden_layers": 3}, "missing"),
-        ({"num_hidden_layers": 1}, "unknown"),
         ({"vocab_size": 100}, "1 another shape|2 another shape"),
         ({"attention_bias": True}, "attention_bias is True"),
-        ({"model_type": "gpt2"}, "no such model here"),
-        ({"head_dim": 64}, "head_dim is 64"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
         ({"tie_word_embeddings": True}, "differs from the embedding"),
     ]
@@ -209,8 +199,6 @@ def test_command_converts_there_and_back(
     assert names(back) == ["step-0"] and read_manifest(back / "step-0").weights_only
     differing = unequal(storage.root / "step-7", back / "step-0")
     assert differing and all(name.startswith(("optimizer.", "rng.")) for name in differing)
-    assert main(["checkpoint", "inspect", str(back)]) == 0
-    assert "weights only" in capsys.readouterr().out
     mark = back / ".partial-step-7-01234567"
     mark.write_bytes(b"")
     assert "save under way" in run(storage.root, back, "--to=checkpoint", code=4) and len(names(back)) == 2

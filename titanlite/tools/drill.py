@@ -24,7 +24,7 @@ from titanlite.tools.drill_config import HALF, INTERVAL, ONE_RANK, STEPS, TinyCo
 from titanlite.tools.drill_ranks import RanksError, check, train
 from titanlite.tools.faults import NO_FAULT, Fault
 from titanlite.tools.processes import Stopped, stoppable
-from titanlite.utils import Style, escape
+from titanlite.utils import Style, escape, read_lines
 
 #: Relative difference of losses on another number of ranks, which adds up in another order.
 _TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
@@ -86,7 +86,7 @@ class Workspace:
 
     def begin(self, name: str) -> Path:
         """Make the folder of a run that holds the first half."""
-        return Path(shutil.copytree(self.folder / "half", self.folder / name))
+        return shutil.copytree(self.folder / "half", self.folder / name)
 
     def train(self, run: Path, *flags: str, fault: Fault = NO_FAULT, code: int = 0, ranks: int = 0) -> str:
         """Train once to the end and return the output. ranks: 0 for those of the drill.
@@ -164,6 +164,11 @@ class Scenario:
     newer: bool = False
 
 
+def resume(work: Workspace, run: Path, _: Scenario) -> str:
+    work.finish(run, HALF)
+    return f"{HALF} + {STEPS - HALF} steps equal {STEPS} steps without a stop, bit for bit"
+
+
 def interrupt(work: Workspace, run: Path, one: Scenario) -> str:
     """End a run by a fault, resume it and compare the result."""
     text = work.train(run, *one.flags, fault=one.fault, code=one.code)
@@ -174,11 +179,6 @@ def interrupt(work: Workspace, run: Path, one: Scenario) -> str:
     work.finish(run, step, *one.flags)
     told = f"signal {-one.code}" if one.code < 0 else f"exit code {one.code}"
     return f"ended by {told}; resumed from step {step}, same end"
-
-
-def resume(work: Workspace, run: Path, _: Scenario) -> str:
-    work.finish(run, HALF)
-    return f"{HALF} + {STEPS - HALF} steps equal {STEPS} steps without a stop, bit for bit"
 
 
 def largest_shard(folder: Path) -> Path:
@@ -212,8 +212,7 @@ def none_left(work: Workspace, run: Path, _: Scenario) -> str:
 def bad_steps(work: Workspace, run: Path, one: Scenario, *names: str) -> list[list[Any]]:
     """Train with a NaN in the gradient of one rank. Return these values of the rows in guard.jsonl."""
     work.train(run, *one.flags, fault=one.fault)
-    rows = [json.loads(line) for line in (run / "guard.jsonl").read_text().splitlines()]
-    return [[row.get(name) for name in names] for row in rows]
+    return [[row.get(name) for name in names] for row in read_lines(run / "guard.jsonl")]
 
 
 def nan_skip(work: Workspace, run: Path, one: Scenario) -> str:
@@ -243,8 +242,7 @@ def nan_rollback(work: Workspace, run: Path, one: Scenario) -> str:
 
 def full_disk(work: Workspace, run: Path, one: Scenario) -> str:
     step, mode = one.fault.number, work.tiny.config.checkpoint.async_mode
-    if one.name == "background-save" and mode == "disabled":
-        mode = "async"
+    mode = "async" if (one.name, mode) == ("background-save", "disabled") else mode
     text = work.train(run, f"--checkpoint.async_mode={mode}", fault=one.fault)
     told = re.search(rf"step {step}\b.*rank {one.fault.rank}: .*{os.strerror(errno.EFBIG)}", text)
     check(told is not None, "the failed save was not reported", text)
@@ -269,7 +267,7 @@ def other_ranks(work: Workspace, run: Path, _: Scenario) -> str:
 
 
 _SAVE, _NEXT = HALF + INTERVAL, HALF + 1
-_FULL, _PURGE = Fault("full", "save", _SAVE, -1), Fault("kill", "prune half", _SAVE)
+_FULL, _PURGE = Fault("full", "save", _SAVE, -1), Fault("kill", "prune half way", _SAVE)
 _TERM, _IN_VALIDATION = Fault("term", "step", _NEXT, -1), Fault("term", "validation", 1, -1)
 _NAN, _NAN_LATER = Fault("nan", "step", _NEXT, -1), Fault("nan", "step", _SAVE, -1)
 _KEEP_ONE, _STOP = ("--checkpoint.keep_latest_k=1",), ("--guard.policy=stop",)
@@ -307,7 +305,9 @@ def _run(arguments: argparse.Namespace, flags: list[str], style: Style) -> tuple
     tiny = tiny_config(arguments.config, flags, arguments.ranks, arguments.compile)
     for line in tiny.notes:
         _log(f"  {line}")
-    folder, results, code = Path(tempfile.mkdtemp(prefix="titanlite-drill-")), list[dict[str, Any]](), exit_codes.ERROR
+    folder = Path(tempfile.mkdtemp(prefix="titanlite-drill-"))
+    results: list[dict[str, Any]] = []
+    code = exit_codes.ERROR
     try:
         with stoppable():
             code = _play(Workspace(tiny, folder), chosen, results, style)
