@@ -36,7 +36,8 @@ from titanlite.checkpoint.storage import (
     rng_state,
     scatter,
     set_rng_state,
-    verify_before_load,
+    share,
+    verify_files,
 )
 from titanlite.guard import find_nonfinite
 from titanlite.parallel.dist_env import DistEnv
@@ -53,14 +54,6 @@ GROUPS = ("model", "optimizer", "lr_scheduler", "dataloader", "rng")
 LEFT_OUT = "left_out"
 #: Groups that a run takes from another one's checkpoint only if it takes more than the weights.
 _ALL_BUT_WEIGHTS = frozenset(GROUPS) - {"model"}
-#: Word of `checkpoint.allow_changes` → effect of the change, for the start report.
-_EFFECTS = {
-    "data": "the place in the order is kept as a number: its sequence of the text here comes next "
-    '(checkpoint.exclude_from_loading = ["dataloader"] begins with the first)',
-    "tokenizer": "the ids mean what the tokenizer here says",
-    "global_batch": "the text goes on where it was, the learning rate goes on by steps",
-    "model": "the tensors fit, the rest is as configured here",
-}
 _WEIGHTS_ONLY = (
     "holds weights only (checkpoint.model_weights_only was true), without an optimizer: no run can resume from it. If "
     "the run was to end there, it is done. To start another run from it, give that another folder and name this one as "
@@ -168,7 +161,9 @@ class Loader:
         wanted = describe(tensors, model)
         selection = select(saved, wanted, exclude, self.config.allow_missing, convert=is_other, source=str(folder))
         bad, reader = self.source_bad if is_other else self.bad, CheckedReader(folder, manifest)
-        if (problem := verify_before_load(reader, self.world, self.config.verify == "hash")) is not None:
+        every_byte = self.config.verify == "hash"
+        files = share(manifest.files, self.world.rank, self.world.size) if every_byte else []
+        if (problem := verify_files(reader, files, self.world)) is not None:
             bad[manifest.step] = problem
             return None
         state = {name: tensor for name, tensor in tensors.items() if name in selection.load}
@@ -194,8 +189,7 @@ class Loader:
             notices.append(f"{len(selection.converted)} tensors are converted from the types they were saved in")
         if is_other and left_out >= _ALL_BUT_WEIGHTS:
             chosen = replace(chosen, step=0, train={})
-        verified = self.config.verify == "hash" and bool(manifest.hashes)
-        return replace(chosen, left_out=left_out, partial=bool(kept), verified=verified)
+        return replace(chosen, left_out=left_out, partial=bool(kept), verified=every_byte and bool(manifest.hashes))
 
     def _exclude(self, manifest: Manifest, chosen: LoadedState) -> list[str]:
         """Return the parts of this checkpoint that are not loaded.
@@ -314,8 +308,7 @@ class Loader:
                 f"that run was. If the change is meant, say so: --checkpoint.allow_changes={','.join(missing)}"
             )
         for word in words:
-            effect = f": {_EFFECTS[word]}" if word in _EFFECTS else ""
-            chosen.notices.append(f"another {word.replace('_', ' ')}, by checkpoint.allow_changes{effect}")
+            chosen.notices.append(f"another {word.replace('_', ' ')}, by checkpoint.allow_changes")
         return replace(chosen, changes=tuple(f"{name}: {difference}" for name, difference in found.items()))
 
 

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,11 +18,12 @@ from torch import nn
 
 from titanlite.checkpoint.async_save import AsyncSave, SaveOutcome
 from titanlite.checkpoint.load import LoadedState, Loader
-from titanlite.checkpoint.manifest import CheckpointError, Manifest, find, step_folder
+from titanlite.checkpoint.manifest import INDEX, CheckpointError, Manifest, find, step_folder
 from titanlite.checkpoint.paths import AnyPath, files_in, to_path
 from titanlite.checkpoint.retention import Deleter, begin, clear_leftovers, marks_of, prune, publish, quarantine
 from titanlite.checkpoint.storage import (
     RNG,
+    CheckedReader,
     HashingWriter,
     Tensors,
     Written,
@@ -32,8 +33,9 @@ from titanlite.checkpoint.storage import (
     gather,
     new_group,
     on_rank_0,
+    reader_of,
     rng_state,
-    verify_after_save,
+    verify_files,
 )
 from titanlite.guard import WeightsError, find_nonfinite
 from titanlite.parallel.dist_env import DistEnv
@@ -174,10 +176,13 @@ class Checkpointer:
         writer = HashingWriter(folder)
 
         def write(state: Tensors, group: dist.ProcessGroup) -> None:
-            with self._discarding(folder):
+            try:
                 with dcp_errors(f"saving {folder}"):
                     dcp.save(state, storage_writer=writer, process_group=group)
                 self._finish(folder, manifest, writer, proven, group)
+            except BaseException:
+                self._discard(folder)
+                raise
 
         if self._async:
             self._async.start(step, folder, tensors, write)
@@ -204,17 +209,12 @@ class Checkpointer:
         clear_leftovers(self.root, step, self._deleter)
         return begin(self.root, step, self._bad)
 
-    @contextlib.contextmanager
-    def _discarding(self, folder: AnyPath) -> Iterator[None]:
-        """Delete the files of a save that fails at once: the run may need their space."""
-        try:
-            yield
-        except BaseException:
-            if self._world.rank == 0:
-                with contextlib.suppress(OSError, CheckpointError):
-                    self._owner.look()  # the folder may belong to another run by now
-                    self._deleter.delete(marks_of(folder))
-            raise
+    def _discard(self, folder: AnyPath) -> None:
+        """Delete the files of a save that has failed: the run may need their space."""
+        if self._world.rank == 0:
+            with contextlib.suppress(OSError, CheckpointError):
+                self._owner.look()  # the folder may belong to another run by now
+                self._deleter.delete(marks_of(folder))
 
     def _finish(
         self, folder: AnyPath, draft: Manifest, writer: HashingWriter, proven: bool, group: dist.ProcessGroup
@@ -227,9 +227,10 @@ class Checkpointer:
         files = {name: file.size for name, file in written.items()}
         manifest = replace(draft, files=files, hashes={name: file.digest for name, file in written.items()})
         if self.config.verify_saves:
-            writers = {name: file.rank for name, file in written.items()}
-            problem = verify_after_save(folder, manifest, writers, self._world, group)
-            if problem is not None:
+            size = self._world.size
+            names = [name for name, file in written.items() if reader_of(file.rank, size) == self._world.rank]
+            reader = CheckedReader(folder, manifest)
+            if problem := verify_files(reader, names, self._world, group, index=INDEX in names):
                 raise CheckpointError(f"what was written could not be read back: {problem}")
         on_rank_0(self._world, lambda: self._publish(folder, manifest, proven), group)
 

@@ -73,18 +73,11 @@ def is_milestone(step: int, milestones: Milestones) -> bool:
 class SaveSchedule:
     """Says after which steps to save: the same answer on all ranks, which make one together and ask alike.
 
-        schedule = SaveSchedule(config, world)
-        for step in range(1, steps + 1):
-            train(step)
-            if schedule.due(step):
-                schedule.begin(step)
-                checkpointer.save(step, …)
-
-    An interval in steps needs no communication. For one in seconds the clock of rank 0 decides. The ranks synchronize
-    at a step that they agreed on the last time: a sixteenth of the interval ahead by the pace so far, or the rest of it
-    if that is less. That is a small broadcast on the hosts now and then, and waits for no device. If steps become
-    slower meanwhile, a save is late by a sixteenth of the interval's steps at most. The first interval begins with the
-    first question.
+    Call `due` after each step, and `begin` before a save. An interval in steps needs no communication. For one in
+    seconds the clock of rank 0 decides. The ranks synchronize at a step that they agreed on the last time: a sixteenth
+    of the interval ahead by the pace so far, or the rest of it if that is less. That is a small broadcast on the hosts
+    now and then, and waits for no device. If steps become slower meanwhile, a save is late by a sixteenth of the
+    interval's steps at most. The first interval begins with the first question.
 
     fingerprints: of the run; the validation losses of its checkpoints in `config.folder` are those to beat.
     clock: seconds, for tests.

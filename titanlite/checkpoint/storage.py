@@ -352,25 +352,6 @@ def dcp_errors(action: str) -> Iterator[None]:
         raise CheckpointError(f"{action} failed: {'; '.join(sorted(causes))}") from error
 
 
-def verify_before_load(reader: CheckedReader, world: DistEnv, every_byte: bool) -> str | None:
-    """Return what is wrong with a checkpoint's content, the same on all ranks; None when nothing is.
-
-    Each rank reads its share of the files, and the index, which all will use; without every_byte the index alone.
-
-    Raises CheckpointError, on all of them, when one of them cannot read: that says nothing of the checkpoint.
-    """
-    names = share(reader.manifest.files, world.rank, world.size) if every_byte else []
-    return _verify(reader, names, world, None, True)
-
-
-def verify_after_save(
-    folder: AnyPath, manifest: Manifest, writers: Mapping[str, int], world: DistEnv, group: dist.ProcessGroup
-) -> str | None:
-    """As `verify_before_load`, right after a save. writers: file → rank; group: in which all ranks agree."""
-    names = [name for name, writer in writers.items() if reader_of(writer, world.size) == world.rank]
-    return _verify(CheckedReader(folder, manifest), names, world, group, INDEX in names)
-
-
 def share(files: Mapping[str, int], rank: int, ranks: int) -> list[str]:
     """Return the files that this rank reads so that all are read once: about equal bytes each. files: name → bytes."""
     return sorted(files, key=lambda name: (-files[name], name))[rank::ranks]
@@ -384,10 +365,20 @@ def reader_of(writer: int, ranks: int) -> int:
     return (writer + ranks // 2) % ranks
 
 
-def _verify(
-    reader: CheckedReader, names: Sequence[str], world: DistEnv, group: dist.ProcessGroup | None, index: bool
+def verify_files(
+    reader: CheckedReader,
+    names: Sequence[str],
+    world: DistEnv,
+    group: dist.ProcessGroup | None = None,
+    index: bool = True,
 ) -> str | None:
-    """names: files to compare with their hashes. index: whether to read the index too."""
+    """Return what is wrong with a checkpoint's content, the same on all ranks; None when nothing is.
+
+    names: files that this rank compares with their hashes. index: whether it reads the index too. group: in which all
+    ranks agree.
+
+    Raises CheckpointError, on all of them, when one of them cannot read: that says nothing of the checkpoint.
+    """
     problems: list[str] = []
     failure = ""
     try:
