@@ -25,7 +25,6 @@ from titanlite.checkpoint.manifest import (
     steps_in,
 )
 from titanlite.checkpoint.paths import AnyPath, StoreError, to_path
-from titanlite.checkpoint.retention import Deleter, leftovers
 from titanlite.checkpoint.storage import (
     RNG,
     CheckedReader,
@@ -104,8 +103,6 @@ class Loader:
     fingerprints: dict[str, str]
     #: Of this run, as manifests hold it, to name differences.
     run_config: Mapping[str, Any]
-    #: For leftovers.
-    deleter: Deleter
     #: Step → why; checkpoints of this run whose content is bad though manifest and sizes are right.
     bad: dict[int, str] = field(default_factory=dict)
     #: The same of `initial_load_path`.
@@ -262,7 +259,6 @@ class Loader:
             raise CheckpointError(f"{demanded}{_none_valid(self.root, passed)}{way_out if passed else ''}")
         elif config.initial_load_path is not None:
             choice = self._choose_source(to_path(config.initial_load_path))
-        self.deleter.delete(leftovers(self.root))
         return choice
 
     def _choose_source(self, path: AnyPath) -> tuple[Manifest, LoadedState]:

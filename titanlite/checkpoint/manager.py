@@ -20,7 +20,16 @@ from titanlite.checkpoint.async_save import AsyncSave, SaveOutcome
 from titanlite.checkpoint.load import LoadedState, Loader
 from titanlite.checkpoint.manifest import INDEX, CheckpointError, Manifest, find, step_folder
 from titanlite.checkpoint.paths import AnyPath, files_in, to_path
-from titanlite.checkpoint.retention import Deleter, begin, clear_leftovers, marks_of, prune, publish, quarantine
+from titanlite.checkpoint.retention import (
+    Deleter,
+    begin,
+    clear_leftovers,
+    leftovers,
+    marks_of,
+    prune,
+    publish,
+    quarantine,
+)
 from titanlite.checkpoint.storage import (
     RNG,
     CheckedReader,
@@ -76,7 +85,7 @@ class Checkpointer:
         self._resumed: int | None = None
         self._deleter = Deleter()
         self._owner = OwnershipCheck(self.root)
-        self._loader = Loader(config, world, fingerprints, self._run_config, self._deleter)
+        self._loader = Loader(config, world, fingerprints, self._run_config)
         #: Step → why; checkpoints that are not loaded though manifest and sizes are right.
         self._bad = self._loader.bad
         #: Start of the latest save, by `time.perf_counter`.
@@ -100,6 +109,7 @@ class Checkpointer:
         """
         self._on_rank_0(self._owner.look)
         loaded = self._loader.load(model, optimizer, expected)
+        self._on_rank_0(lambda: self._deleter.delete(leftovers(self.root)))
         if loaded is not None and loaded.origin == "resume":
             self._resumed = loaded.step
         return loaded

@@ -351,11 +351,9 @@ def _facts(manifest: Manifest, entry: Entry) -> list[tuple[str, str]]:
 def _verify(arguments: argparse.Namespace) -> Answer:
     folders: dict[AnyPath, None] = {}
     for path in arguments.paths:
-        if steps_in(path) or not path.name.startswith("step-"):
-            root = root_of(path)
-            folders.update((step_folder(root, step), None) for step in steps_in(root))
-        else:
-            folders[checkpoint_of(path)] = None
+        root = root_of(path) if step_of(path) is None else None
+        found = [checkpoint_of(path)] if root is None else [step_folder(root, step) for step in steps_in(root)]
+        folders.update(dict.fromkeys(found))
     if not folders:
         raise CheckpointError(f"{', '.join(map(str, arguments.paths))}: no checkpoints there")
     lines, bad = [], 0
@@ -382,7 +380,7 @@ def _diff(arguments: argparse.Namespace) -> Answer:
 
     left, right = (Contents(checkpoint_of(path)) for path in (arguments.left, arguments.right))
     found = list(compare(left, right))
-    differing = [one for one in found if one.elements or not one.comparable or one.left != one.right]
+    differing = [one for one in found if one.elements or one.left != one.right]
     head = f"--- {left.folder}\n+++ {right.folder}"
     equal = len(found) - len(differing)
     if not differing:

@@ -28,7 +28,7 @@ class SaveEvent(NamedTuple):
     #: The event that must have come before.
     after: str = ""
     #: Number of the call among those that match.
-    count: int = 1
+    nth: int = 1
 
 
 #: Points at which a process can be killed, in the order of a save. At a name with "half" half of the file is cut off
@@ -45,7 +45,7 @@ SAVE_EVENTS = {
     "published": SaveEvent("os.fsync", r"/(step-\d+|checkpoint)$", after="publish"),
     # Of an old checkpoint: its manifest goes first, then its other files.
     "prune": SaveEvent("os.remove", r"/step-\d+/manifest\.json$", after="publish"),
-    "prune half way": SaveEvent("os.remove", r"/step-\d+/", after="prune", count=2),
+    "prune half way": SaveEvent("os.remove", r"/step-\d+/", after="prune", nth=2),
 }
 #: The new checkpoint is there at these events.
 PUBLISHED = ("published", "prune", "prune half way")
@@ -163,7 +163,7 @@ def _save_watch(fault: Fault) -> _Notify:
             pattern = event.path.replace("STEP", str(fault.number))
             if call == event.call and (not event.after or seen[event.after]) and re.search(pattern, path):
                 seen[name] += 1
-                if name == fault.event and seen[name] == event.count:
+                if name == fault.event and seen[name] == event.nth:
                     if name.endswith(" half"):
                         os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
                     _strike(fault)
