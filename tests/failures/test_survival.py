@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.failures.runs import STEPS, batches, flags, rows, saved, train, unequal
+from tests.failures.runs import STEPS, flags, global_batches, rows, saved, train, unequal
 from titanlite import exit_codes
 from titanlite.checkpoint.manifest import step_folder
-from titanlite.data.loader import add_hashes
 from titanlite.tools.faults import Fault
 from titanlite.tools.tensors import Contents
 
@@ -25,24 +24,18 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _global_batches(folder: Path, ranks: int) -> dict[int, str]:
-    """Step -> hash of all sequences of it, whichever rank had them."""
-    by_rank = batches(folder, ranks)
-    return {step: add_hashes(mine[step] for mine in by_rank) for step in by_rank[0]}
-
-
 @pytest.mark.slow
 def test_saved_on_four_ranks_and_resumed_on_one_two_or_three(tmp_path: Path, straight: Path) -> None:
     codes, text = train(flags(tmp_path / "four", "--training.steps=4"), 4, tmp_path / "console")
     assert codes == [0] * 4, text
-    expected = _global_batches(straight, 2)
+    expected = global_batches(straight, 2)
     for ranks in (1, 2):
         folder = tmp_path / str(ranks)
         folder.mkdir()
         (folder / "checkpoint").symlink_to(tmp_path / "four" / "checkpoint")
         codes, text = train(flags(folder, "--checkpoint.interval=100"), ranks, tmp_path / "console")
         assert codes == [0] * ranks and "resumed from step 4" in text, text
-        assert _global_batches(folder, ranks) == {step: expected[step] for step in range(5, STEPS + 1)}
+        assert global_batches(folder, ranks) == {step: expected[step] for step in range(5, STEPS + 1)}
         losses = {row[0]: row[1] for row in rows(folder)}
         assert sorted(losses) == [5, 6, 7, 8]
         for row in rows(straight)[4:]:

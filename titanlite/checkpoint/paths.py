@@ -234,7 +234,7 @@ def sync_folder(folder: AnyPath) -> None:
 
 def copy_folder(folder: StorePath, target: StorePath, last: str) -> None:
     """Copy all objects within the store, that with the name `last` at the end."""
-    names = folder.listing()
+    names = [key.strip("/").removeprefix(f"{folder.key}/") for key in folder.fs.find(folder.key)]
     for part in ([name for name in names if name != last], [name for name in names if name == last]):
         folder.fs.copy([f"{folder.key}/{name}" for name in part], [f"{target.key}/{name}" for name in part])
 
