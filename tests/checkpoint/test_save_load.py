@@ -28,7 +28,6 @@ from titanlite.checkpoint import storage as storage_module
 from titanlite.checkpoint.manifest import FORMAT, find, parse_manifest, read_manifest, steps_in
 from titanlite.checkpoint.paths import AnyPath, StoreError, StorePath
 from titanlite.checkpoint.retention import leftovers
-from titanlite.checkpoint.storage import reader_of, share
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.tools.checkpoint import verify
 from titanlite.tools.tensors import Contents
@@ -219,18 +218,6 @@ def test_without_a_good_one_the_run_is_refused_and_nothing_changes(pool: Pools, 
         assert found["untouched"] and "has no valid checkpoint" in found["error"]
         assert all(f"step-{step}/__1_0.distcp" in found["error"] for step in (3, 6))
         assert "--job.dump_folder" in found["error"] and (f'"{start}"' in found["error"]) == (start == "resume")
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
-def test_shares_cover_all_once_and_are_even(ranks: int) -> None:
-    files = {f"f{i}": (i * 7919) % 1000 + 1 for i in range(40)}
-    shares = [share(files, rank, ranks) for rank in range(ranks)]
-    assert sorted(name for part in shares for name in part) == sorted(files)
-    loads = [sum(files[name] for name in part) for part in shares]
-    assert max(loads) - min(loads) <= 1000
-    readers = [reader_of(writer, 8 * ranks) for writer in range(8 * ranks)]
-    assert sorted(readers) == list(range(8 * ranks)), "each rank reads one back"
-    assert ranks == 1 or all(a // 8 != b // 8 for a, b in enumerate(readers)), "of another host of 8"
 
 
 def _damage(folder: AnyPath) -> None:

@@ -136,18 +136,20 @@ def _hf_folder(folder: Path) -> Source:
     family = "llama3"  # the models of both families differ in numbers alone
     spec = get_spec(family)
     opened: dict[str, Any] = {}  # their name → the file that holds it
+    file = folder / HF_CONFIG
     try:
-        args = spec.args_from_hf(json.loads((folder / HF_CONFIG).read_text(encoding="utf-8")))
+        args = spec.args_from_hf(json.loads(file.read_text(encoding="utf-8")))
         for file in _hf_files(folder):
             handle = safe_open(file, framework="pt")
             opened.update(dict.fromkeys(handle.keys(), handle))
+        file = folder
         names = {ours: theirs for theirs, ours in spec.names_from_hf(opened.keys(), args).items()}
         if args.tied:  # the head is the embedding's tensor, which files hold once
             names["output.weight"] = names["tok_embeddings.weight"]
         slices = {ours: opened[theirs].get_slice(theirs) for ours, theirs in names.items()}
         empty = {name: _empty(_HF_DTYPES[one.get_dtype()], one.get_shape()) for name, one in slices.items()}
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
-        raise CheckpointError(f"{folder} cannot be read: {error}") from None
+        raise CheckpointError(f"{file} cannot be read: {error}") from None
 
     def read(name: str) -> torch.Tensor:
         tensor: torch.Tensor = opened[names[name]].get_tensor(names[name])

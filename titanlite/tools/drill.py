@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +155,6 @@ class Scenario:
     about: str
     #: Plays it in the folder of a run; returns a line about the success. Raises RanksError.
     play: Callable[[Workspace, Path, Scenario], str]
-    #: Its rank counts from the end if it is negative.
     fault: Fault = NO_FAULT
     #: Flags of the run.
     flags: Sequence[str] = ()
@@ -267,9 +266,9 @@ def other_ranks(work: Workspace, run: Path, _: Scenario) -> str:
 
 
 _SAVE, _NEXT = HALF + INTERVAL, HALF + 1
-_FULL, _PURGE = Fault("full", "save", _SAVE, -1), Fault("kill", "prune half way", _SAVE)
-_TERM, _IN_VALIDATION = Fault("term", "step", _NEXT, -1), Fault("term", "validation", 1, -1)
-_NAN, _NAN_LATER = Fault("nan", "step", _NEXT, -1), Fault("nan", "step", _SAVE, -1)
+_FULL, _PURGE = Fault("full", "save", _SAVE, 1), Fault("kill", "prune half way", _SAVE)
+_TERM, _IN_VALIDATION = Fault("term", "step", _NEXT, 1), Fault("term", "validation", 1, 1)
+_NAN, _NAN_LATER = Fault("nan", "step", _NEXT, 1), Fault("nan", "step", _SAVE, 1)
 _KEEP_ONE, _STOP = ("--checkpoint.keep_latest_k=1",), ("--guard.policy=stop",)
 _ONLY_STOPS_SAVE = ("--checkpoint.interval=1000",)
 _SKIP = ("--guard.policy=skip", "--guard.max_skips=1", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=0")
@@ -277,10 +276,10 @@ _ROLLBACK = ("--guard.policy=rollback", "--guard.max_skips=1")
 # fmt: off
 SCENARIOS = (
     Scenario("resume", "stop and start again, without any fault", resume),
-    Scenario("kill-shard", "SIGKILL while a shard is written", interrupt, Fault("kill", "shard half", _SAVE, -1)),
+    Scenario("kill-shard", "SIGKILL while a shard is written", interrupt, Fault("kill", "shard half", _SAVE, 1)),
     Scenario("kill-rename", "SIGKILL before the manifest gets its name", interrupt, Fault("kill", "publish", _SAVE)),
     Scenario("kill-purge", "SIGKILL while old checkpoints are deleted", interrupt, _PURGE, _KEEP_ONE, newer=True),
-    Scenario("kill-rank", "SIGKILL of one rank in a step", interrupt, Fault("kill", "step", _NEXT, -1)),
+    Scenario("kill-rank", "SIGKILL of one rank in a step", interrupt, Fault("kill", "step", _NEXT, 1)),
     Scenario("truncated-shard", "the newest checkpoint's largest file is cut in half", damage),
     Scenario("flipped-bit", "one bit of the newest checkpoint has changed", damage),
     Scenario("missing-manifest", "the newest checkpoint has no manifest", damage),
@@ -334,7 +333,6 @@ def _play(work: Workspace, chosen: Sequence[Scenario], results: list[dict[str, A
         return exit_codes.ERROR
     for scenario in chosen:
         began = time.monotonic()
-        scenario = replace(scenario, fault=replace(scenario.fault, rank=scenario.fault.rank % work.tiny.ranks))
         try:
             passed, told = True, scenario.play(work, work.begin(scenario.name), scenario)
         except Exception as problem:  # an error of a check means that a run left something unexpected
