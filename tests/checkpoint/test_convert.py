@@ -109,21 +109,13 @@ def test_there_and_back_is_equal_bit_for_bit(saved: dict[str, Path], tmp_path: P
     assert manifest.weights_only and manifest.dtype == ""
     before, after = _weights(saved[shape]), _weights(back)
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-    again = convert(back, tmp_path / "again", by)
     if by == "hf":
+        again = convert(back, tmp_path / "again", by)
         assert (again / "model.safetensors").read_bytes() == (between / "model.safetensors").read_bytes()
-
-
-@pytest.mark.parametrize("shape", ["plain", "tied"])
-def test_file_of_torch_loads_into_the_model(saved: dict[str, Path], tmp_path: Path, shape: str) -> None:
-    file = convert(saved[shape], tmp_path / "weights.pt", "torch", "bfloat16")
-    content = torch.load(file, weights_only=True)
-    model = _model(SHAPES[shape]).to(torch.bfloat16)
-    wanted = model.state_dict()
-    assert content["state_dict"].keys() == wanted.keys() and content["step"] == 7
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in content["state_dict"].items())
-    # Of a tied weight there is one copy.
-    assert file.stat().st_size < sum(p.numel() for p in model.parameters()) * 2 + 20_000
+    else:
+        _model(SHAPES[shape]).load_state_dict(torch.load(between, weights_only=True)["state_dict"])
+        weights = sum(p.numel() for p in _model(SHAPES[shape]).parameters())
+        assert between.stat().st_size < weights * 4 + 20_000, "of a tied weight there is one copy"
 
 
 def test_precision_changes_once_and_exactly(saved: dict[str, Path], tmp_path: Path) -> None:
