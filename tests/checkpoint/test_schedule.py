@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from tests.checkpoint.runs import options, write
 from tests.pool import Pools
-from titanlite.checkpoint.retention import GRACE_VARIABLE, SaveSchedule, grace_warning
+from titanlite.checkpoint.schedule import GRACE_VARIABLE, SaveSchedule, grace_warning
 from titanlite.config.sections import Checkpoint
 from titanlite.parallel.dist_env import DistEnv
 

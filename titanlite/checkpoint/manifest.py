@@ -113,6 +113,10 @@ class Manifest:
         """Bytes of all its files, without the manifest."""
         return sum(self.files.values())
 
+    def can_be_resumed_by(self, fingerprints: Mapping[str, str] | None) -> bool:
+        """Return whether a run with these fingerprints (None: any) could resume from it."""
+        return not self.weights_only and (fingerprints is None or self.fingerprints == fingerprints)
+
 
 def new_hash(algorithm: str) -> Any:
     """Return an object with `update` and `hexdigest`."""
