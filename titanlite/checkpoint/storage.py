@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 import sys
 import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -22,8 +23,15 @@ import torch.distributed.checkpoint.state_dict as state_dicts
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemBase
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.filesystem import FileSystemBase, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,7 +39,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.futures import Future
 from torch.utils.serialization import config as serialization
 
-from titanlite.checkpoint.index import dtype_name, read_index
 from titanlite.checkpoint.manifest import (
     FAST_HASH,
     INDEX,
@@ -127,7 +134,7 @@ def describe(tensors: Mapping[str, torch.Tensor], model: nn.Module | None = None
 
     model: with a pipeline, the tensors of all its ranks are described; all of them call this together.
     """
-    mine = {name: [dtype_name(t.dtype), list(t.shape)] for name, t in tensors.items()}
+    mine = {name: [_dtype_name(t.dtype), list(t.shape)] for name, t in tensors.items()}
     if not isinstance(model, PipelineModel):
         return mine
     parts: list[dict[str, list[Any]]] = [{} for _ in range(dist.get_world_size(model.group))]
@@ -301,11 +308,92 @@ class CheckedReader(FileSystemReader):
             if problems := check_files(self.folder, self.manifest, [INDEX]):
                 raise CheckpointError(problems[0])
             try:
-                self._metadata = read_index(path.read_bytes(), self.manifest)
+                self._metadata = _read_index(path.read_bytes(), self.manifest)
             except ValueError as error:
                 raise CheckpointError(f"{path} cannot be used: {error}") from None
         self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return self._metadata
+
+
+# The index: a pickle from another program, read as data, so that no code in it runs
+
+_CLASSES = ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex")
+#: Names that the index of a checkpoint of tensors holds, besides `torch.Size` and types such as `torch.float32`.
+_KNOWN = {
+    *(("torch.distributed.checkpoint.metadata", name) for name in (*_CLASSES, "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # Python 3.13
+    ("builtins", "getattr"),  # members of an enum, as Python 3.11.0 to 3.11.3 writes them; a record here, never called
+}
+
+
+class _Record:
+    """Replaces every object in the pickle: holds its state, and does nothing."""
+
+    state: Any = None
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        if (module, name) in _KNOWN:
+            return _Record
+        raise ValueError(f"it names {module}.{name}, which no index of a checkpoint of tensors does")
+
+
+def _read_index(data: bytes, manifest: Manifest) -> Metadata:
+    """Return DCP's index in `data`, which must fit the manifest. Raises ValueError with the reason."""
+    try:
+        content = _Unpickler(io.BytesIO(data)).load().state
+        tensors = {name: _tensor(record.state) for name, record in content["state_dict_metadata"].items()}
+        places = content["storage_data"].items()
+        storage = dict(_place(key.state, entry.state, manifest.files) for key, entry in places)
+    except ValueError:
+        raise
+    except Exception as error:  # a pickle can go wrong in any way
+        raise ValueError(f"it is no index of torch.distributed.checkpoint: {error!r}") from None
+    if {name: [_dtype_name(one.properties.dtype), list(one.size)] for name, one in tensors.items()} != manifest.tensors:
+        raise ValueError("its tensors are not those of the manifest")
+    return Metadata(cast(Any, tensors), storage_data=storage)
+
+
+def _tensor(state: dict[str, Any]) -> TensorStorageMetadata:
+    pieces = [piece.state for piece in state["chunks"]]
+    chunks = [ChunkStorageMetadata(_size(piece["offsets"]), _size(piece["sizes"])) for piece in pieces]
+    return TensorStorageMetadata(TensorProperties(state["properties"].state[0]), _size(state["size"]), chunks)
+
+
+def _place(key: dict[str, Any], entry: dict[str, Any], files: dict[str, int]) -> tuple[MetadataIndex, _StorageInfo]:
+    """Return where one piece of a tensor lies."""
+    file, start, length = (entry[field] for field in ("relative_path", "offset", "length"))
+    if not isinstance(file, str) or file not in files:
+        raise ValueError(f"it names the file {file!r}, which is not in the manifest")
+    if type(start) is not int or type(length) is not int or not 0 <= start <= start + length <= files[file]:
+        raise ValueError(f"its place of {key['fqn']!r} lies outside of {file}")
+    if entry.get("transform_descriptors"):
+        raise ValueError(f"{key['fqn']!r} is transformed, which no checkpoint here is")
+    return MetadataIndex(key["fqn"], _size(key["offset"]), key.get("index")), _StorageInfo(file, start, length)
+
+
+def _size(value: Any) -> torch.Size:
+    if not isinstance(value, tuple) or any(type(size) is not int or size < 0 for size in value):
+        raise ValueError(f"{value!r} is no shape")
+    return torch.Size(value)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 # Steps of all ranks together
