@@ -33,8 +33,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tests.failures.runs import batches  # noqa: E402
 from titanlite.checkpoint.manifest import CheckpointError, read_manifest, step_folder, steps_in  # noqa: E402
-from titanlite.checkpoint.paths import AnyPath, StorePath, entries, sizes  # noqa: E402
+from titanlite.checkpoint.paths import AnyPath, StorePath, entries, files_in  # noqa: E402
 from titanlite.metrics.jsonl import read_metrics  # noqa: E402
 from titanlite.tools.drill_ranks import TIMEOUT_SECONDS, Ranks, check, train  # noqa: E402
 
@@ -243,7 +244,7 @@ class Soak:
         if len(good) < 2:
             return
         folder = step_folder(self._root(run), good[-1])
-        file = folder / self.chance.choice(sorted(name for name, size in sizes(folder).items() if size))
+        file = folder / self.chance.choice(sorted(name for name, stat in files_in(folder).items() if stat.st_size))
         content = bytearray(file.read_bytes())
         content[self.chance.randrange(len(content))] ^= 1 << self.chance.randrange(8)
         file.write_bytes(bytes(content))
@@ -293,21 +294,6 @@ def records(run: Path) -> dict[int, list[tuple[Any, ...]]]:
     for row in read_metrics(run / "metrics.jsonl"):
         figures = tuple(row[key] for key in ("loss", "grad_norm", "lr", "tokens_seen"))
         found.setdefault(row["step"], []).append(figures)
-    return found
-
-
-def batches(run: Path, ranks: int) -> list[dict[int, str]]:
-    """Step -> hash of the sequences it was trained on, by rank; the last time counts: it is what the weights hold."""
-    found = []
-    for rank in range(ranks):
-        mine: dict[int, str] = {}
-        for line in (run / f"batches.{rank}").read_text().splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue  # torn by a kill
-            mine[row["step"]] = row["batch"]
-        found.append(mine)
     return found
 
 

@@ -28,7 +28,7 @@ from titanlite.callbacks import Callback, load_callbacks
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.resume_check import FILE as RESUME_FILE
 from titanlite.checkpoint.resume_check import ResumeCheck
-from titanlite.checkpoint.retention import SaveSchedule
+from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.config.errors import ConfigError
 from titanlite.config.extensions import load_function
 from titanlite.data.loader import TrainLoader, ValidationLoader

@@ -16,7 +16,7 @@ from titanlite.callbacks import SLOW_PHASES, Callback, RunEnd
 from titanlite.checkpoint.load import LoadedState
 from titanlite.checkpoint.paths import AnyPath
 from titanlite.checkpoint.resume_check import ResumeCheck, ResumeResult
-from titanlite.checkpoint.retention import grace_warning
+from titanlite.checkpoint.schedule import grace_warning
 from titanlite.config.toml import TOMLDecodeError, loads
 from titanlite.data.loader import add_hashes, step_hash
 from titanlite.data.mixture import MixedRows

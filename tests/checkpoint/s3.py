@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
-import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,13 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.pool import free_port
 from titanlite.checkpoint.paths import StorePath, _filesystem
 
 if TYPE_CHECKING:
     from titanlite.parallel.dist_env import DistEnv
-
-_SERVER = "import sys; from moto.server import main; main(['-H', '127.0.0.1', '-p', sys.argv[1]])"
 
 
 @dataclass(frozen=True)
@@ -61,21 +54,14 @@ class Bucket:
 @contextmanager
 def serving() -> Iterator[int]:
     """The port of a server that lives as long as the block."""
-    port = free_port()
-    command = [sys.executable, "-c", _SERVER, str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
     try:
-        deadline = time.monotonic() + 120
-        while True:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            assert process.poll() is None and time.monotonic() < deadline, "the S3 server did not start"
-            time.sleep(0.05)
-        yield port
+        yield server.get_host_and_port()[1]
     finally:
-        process.kill()
-        process.wait()
+        server.stop()
 
 
 def new_bucket(port: int) -> Bucket:

@@ -1,4 +1,4 @@
-"""Saves that are written while training goes on: their content, how they fail, what a kill leaves."""
+"""Saves that are written while training goes on: their content, how they fail, and how long they wait."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from titanlite.parallel.dist_env import DistEnv, set_timeouts
 from titanlite.tools.tensors import Contents
 
 PINNED = "async_with_pinned_mem"
+REAL_SAVE = manager.dcp.save
 
 
 @contextlib.contextmanager
@@ -35,35 +37,23 @@ def _saver(world: DistEnv, folder: Path, mode: str = "async", *built: Any) -> It
         saver.close()
 
 
-def _error_of(saver: Checkpointer) -> str:
-    try:
-        saver.wait()
-    except CheckpointError as error:
-        return str(error)
-    return ""
-
-
 def _overwrite_while_saving(world: DistEnv, folder: Path) -> tuple[bool, bool, dict[str, torch.Tensor]]:
     """Hold the write back, overwrite the weights, let it go on: whether it was in flight, and the weights before."""
-    held, real = threading.Event(), manager.dcp.save
+    held = threading.Event()
 
     def late(*args: Any, **kwargs: Any) -> Any:
         assert held.wait(30)
-        return real(*args, **kwargs)
+        return REAL_SAVE(*args, **kwargs)
 
-    with _saver(world, folder) as (saver, model, optimizer):
+    with _saver(world, folder) as (saver, model, optimizer), patch.object(manager.dcp, "save", late):
         before = {name: full(p).clone() for name, p in model.named_parameters()}
-        manager.dcp.save = late  # type: ignore[assignment]
-        try:
-            saver.save(1, model, optimizer, {})
-            in_flight, published = saver.in_flight, find(folder)[0] is not None
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.fill_(9.0)
-            held.set()
-            saver.wait()
-        finally:
-            manager.dcp.save = real
+        saver.save(1, model, optimizer, {})
+        in_flight, published = saver.in_flight, find(folder)[0] is not None
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(9.0)
+        held.set()
+        saver.wait()
     return in_flight, published, before
 
 
@@ -112,36 +102,28 @@ def _failing(world: DistEnv, folder: Path, part: str, bad_rank: int) -> dict[str
     """A save that fails in one part, and one that works."""
     with _saver(world, folder, PINNED if part == "copy" else "async") as (saver, model, optimizer):
         assert saver._async is not None
-        real = manager.HashingWriter
+        places = {"copy": (saver._async._stager, "stage"), "write": (manager.HashingWriter, "write_data")}
+        owner, name = places.get(part, (saver, "_publish"))
+        real, group, error = getattr(owner, name), saver._async._group, ""
 
-        class Full(real):  # type: ignore[misc,valid-type]
-            def write_data(self, *args: Any) -> Any:
-                fail(part == "write")
-                return super().write_data(*args)
-
-        def fail(here: bool) -> None:
-            if here and world.rank == bad_rank:
+        def full_disk(*args: Any) -> Any:
+            if world.rank == bad_rank:
                 raise OSError(28, "No space left on device")
+            return real(*args)
 
-        stager, publish = saver._async._stager, saver._publish
-        stage = stager.stage
-        manager.HashingWriter = Full  # type: ignore[misc]
-        stager.stage = lambda tensors: (fail(part == "copy"), stage(tensors))[1]  # type: ignore[method-assign]
-        saver._publish = lambda *args: (fail(part == "publish"), publish(*args))[1]  # type: ignore[method-assign]
-        try:
+        with patch.object(owner, name, full_disk):
             saver.save(1, model, optimizer, {})
             saver.await_copy()  # not for ever
-            error = _error_of(saver)
-        finally:
-            manager.HashingWriter = real  # type: ignore[misc]
-            stager.stage, saver._publish = stage, publish  # type: ignore[method-assign]
-        outcomes, group = [saver.poll(), saver.poll()], saver._async._group
+            try:
+                saver.wait()
+            except CheckpointError as failure:
+                error = str(failure)
+        outcomes = [saver.poll(), saver.poll()]
         saver.save(2, model, optimizer, {})
         saver.wait()
-        outcomes.append(saver.poll())
         renewed = saver._async._group is not group
         world.broadcast(None)
-    return {"error": error, "outcomes": outcomes, "renewed": renewed}
+        return {"error": error, "outcomes": [*outcomes, saver.poll()], "renewed": renewed}
 
 
 @pytest.mark.parametrize(("part", "rank"), [("copy", -1), ("write", 0), ("write", 1), ("publish", 0)])
@@ -158,59 +140,40 @@ def test_a_failure_reaches_all_ranks_and_the_next_save_works(pool: Pools, tmp_pa
     assert names(tmp_path) == ["step-2"], "nothing half-written is left or published"
 
 
-def _saves_in_a_row(world: DistEnv, folder: Path) -> int:
-    """Three slow saves at once; the largest number of them that were being written together."""
-    real, running, most = manager.dcp.save, [], 0
+def _saves_in_a_row(world: DistEnv, folder: Path, mode: str) -> tuple[int, list[float]]:
+    """Three slow saves at once, after the first step has lowered timeouts.
 
-    def slow(*args: Any, **kwargs: Any) -> Any:
+    Returns how many were being written together at most, and the timeouts of a save's group and of the default one.
+    """
+    from torch.distributed.distributed_c10d import _get_default_group
+
+    running: list[int] = []
+    most, used = 0, [_get_default_group()]
+
+    def slow(*args: Any, process_group: dist.ProcessGroup, **kwargs: Any) -> Any:
         nonlocal most
         running.append(1)
         most = max(most, len(running))
+        used.append(process_group)
         time.sleep(0.3)
-        try:
-            return real(*args, **kwargs)
-        finally:
-            running.pop()
+        REAL_SAVE(*args, process_group=process_group, **kwargs)
+        running.pop()
 
-    with _saver(world, folder) as (saver, model, optimizer):
-        manager.dcp.save = slow  # type: ignore[assignment]
+    with _saver(world, folder, mode) as (saver, model, optimizer), patch.object(manager.dcp, "save", slow):
+        set_timeouts(77)
         try:
             for step in (1, 2, 3):
                 saver.save(step, model, optimizer, {})
             saver.wait()
+            groups = [group._get_backend(torch.device("cpu")) for group in used[:2]]
+            return most, [group.options._timeout.total_seconds() for group in groups]
         finally:
-            manager.dcp.save = real
-    return most
-
-
-def test_never_two_in_flight(pool: Pools, tmp_path: Path) -> None:
-    assert pool(2).run(_saves_in_a_row, tmp_path) == [1, 1] and steps_in(tmp_path) == [1, 2, 3]
-
-
-def _group_timeouts(world: DistEnv, folder: Path, mode: str) -> list[float]:
-    """Seconds that groups wait after the first step has lowered timeouts: a save's, and the default one."""
-    from torch.distributed.distributed_c10d import _get_default_group
-
-    used: list[dist.ProcessGroup] = []
-    real = manager.dcp.save
-
-    def save(*args: Any, process_group: dist.ProcessGroup, **kwargs: Any) -> Any:
-        used.append(process_group)
-        return real(*args, process_group=process_group, **kwargs)
-
-    with _saver(world, folder, mode) as (saver, model, optimizer):
-        manager.dcp.save = save  # type: ignore[assignment]
-        set_timeouts(77)
-        try:
-            saver.save(1, model, optimizer, {})
-            saver.wait()
-            groups = [group._get_backend(torch.device("cpu")) for group in (*used, _get_default_group())]
-            return [group.options._timeout.total_seconds() for group in groups]
-        finally:
-            manager.dcp.save = real
             set_timeouts(120)
 
 
 @pytest.mark.parametrize(("mode", "seconds"), [("async", 7200.0), ("disabled", 1800.0)])
-def test_a_slow_disk_is_not_taken_for_a_stuck_rank(pool: Pools, tmp_path: Path, mode: str, seconds: float) -> None:
-    assert pool(2).run(_group_timeouts, tmp_path, mode) == [[seconds, 77.0]] * 2
+def test_never_two_in_flight_and_a_slow_disk_is_not_taken_for_a_stuck_rank(
+    pool: Pools, tmp_path: Path, mode: str, seconds: float
+) -> None:
+    assert pool(2).run(_saves_in_a_row, tmp_path, mode) == [(1, [77.0, seconds])] * 2
+    assert steps_in(tmp_path) == [1, 2, 3]

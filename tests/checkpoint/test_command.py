@@ -16,7 +16,7 @@ from tests.checkpoint.runs import RUN, SHARD, flip, names, train
 from tests.pool import Pools
 from titanlite import exit_codes
 from titanlite.checkpoint import manifest as manifest_module
-from titanlite.checkpoint.manifest import REASON, find, parse_manifest, steps_in
+from titanlite.checkpoint.manifest import REASON, parse_manifest, steps_in
 from titanlite.checkpoint.paths import AnyPath, StorePath
 from titanlite.checkpoint.retention import begin
 from titanlite.tools.cli import main
@@ -75,10 +75,6 @@ def test_ls_shows_every_state(run: AnyPath, written: Path, capsys: pytest.Captur
     (root / ".deleted-step-4-01234567").write_bytes(b"")  # of a checkpoint: the deletion has not begun
     (root / "notes").write_bytes(b"")
     lines = _lines(capsys, "ls", run)
-    assert lines[0].split() == ["checkpoint", "state", "size", "ranks", "age"]
-    shown = [line.split()[0] for line in lines[1:7]]
-    assert shown[:5] == [".deleted-step-1-01234567", "step-2", "step-4", "step-6", "step-6.invalid-0"]
-    assert shown[5].startswith(".partial-step-8-")
     states = ["being deleted", "valid, pinned", "valid", "invalid", "set aside", "partial"]
     assert all(f"  {state}  " in line for line, state in zip(lines[1:7], states, strict=True))
     assert lines[7].startswith("note: ") and "was renamed: its manifest is of step 4" in lines[7]
@@ -87,12 +83,8 @@ def test_ls_shows_every_state(run: AnyPath, written: Path, capsys: pytest.Captur
     size = _size(root / "step-4")
     assert f" {human_bytes(size)} " in lines[3] and lines[3].split()[-3] == "2" and " 4 B " in lines[6]
     listed = json.loads("\n".join(_lines(capsys, "ls", root, "--json")))
-    assert [(entry["step"], entry["state"], entry["pinned"]) for entry in listed][1:3] == [
-        (2, "valid", True),
-        (4, "valid", False),
-    ]
+    assert [entry["step"] for entry in listed] == [1, 2, 4, 6, 6, 8] and listed[1]["pinned"]
     assert (listed[2]["folder"], listed[2]["bytes"], listed[2]["ranks"]) == (str(root / "step-4"), size, 2)
-    assert listed[4]["step"] == 6 and listed[5]["step"] == 8 and listed[0]["ranks"] is None
 
 
 def test_ls_of_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,34 +97,29 @@ def test_inspect(run: AnyPath, capsys: pytest.CaptureFixture[str]) -> None:
     lines = _lines(capsys, "inspect", run)
     assert lines[0] == str(run / "checkpoint" / "step-4")
     facts = dict(line.strip().split(maxsplit=1) for line in lines[1 : lines.index("")])
-    manifest, _ = find(run / "checkpoint")
-    assert manifest is not None
+    manifest = parse_manifest(run / "checkpoint" / "step-4")
     assert facts["state"] == "valid" and facts["step"] == "4" and facts["train"] == '{"next_sequence": 32}'
     parameters = sum(torch.Size(shape).numel() for name, (_, shape) in manifest.tensors.items() if name[:6] == "model.")
-    assert facts["model"].endswith(f"{parameters:,} parameters") and facts["tokenizer"] == "t"
+    assert facts["model"].endswith(f"{parameters:,} parameters")
     rows = {line.split()[0]: line.split()[1:] for line in lines if line}
     assert rows["__1_0.distcp"] == [f"{manifest.files['__1_0.distcp']:,}", manifest.hashes["__1_0.distcp"]]
     assert rows["model.layers.0.attention.wk.weight"] == ["float32", "32", "x", "64"]
-    assert rows["optimizer.state.output.weight.step"] == ["float32", "scalar"]
-    raw = json.loads("\n".join(_lines(capsys, "inspect", run / "checkpoint" / "step-2", "--json")))
-    assert raw["step"] == 2 and raw["digest"]
+    assert json.loads("\n".join(_lines(capsys, "inspect", run / "checkpoint" / "step-2", "--json")))["digest"]
     assert "no config" in _lines(capsys, "inspect", run, "--config", code=exit_codes.CHECKPOINT)[0]
     (run / "checkpoint" / "step-4" / "__0_0.distcp").unlink()
     lines = _lines(capsys, "inspect", run / "checkpoint" / "step-4")
-    assert any("state" in line and "invalid: " in line and "__0_0.distcp is missing" in line for line in lines)
+    assert any("invalid: " in line and "__0_0.distcp is missing" in line for line in lines)
 
 
 def test_verify(run: AnyPath, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     root = run / "checkpoint"
     lines = _lines(capsys, "verify", run)
-    assert lines[0].startswith(f"{root / 'step-2'}: hashes are right (3 files, ")
-    assert lines[1].startswith(f"{root / 'step-4'}: hashes are")
+    assert [line.partition(" (")[0] for line in lines] == [f"{root}/step-{n}: hashes are right" for n in (2, 4)]
     for name in ("__0_0.distcp", "__1_0.distcp"):
         flip(root / "step-4" / name)
     lines = _lines(capsys, "verify", root, code=exit_codes.CHECKPOINT)
     assert lines[1] == f"{root / 'step-4'}: DAMAGED" and lines[-1].startswith("1 of 2 damaged: ")
     assert "__0_0.distcp" in lines[2] and "__1_0.distcp" in lines[3]
-    assert _lines(capsys, "verify", root / "step-2")[0].startswith(f"{root / 'step-2'}: hashes are right")
     (root / "step-2" / "manifest.json").unlink()
     assert "never finished" in _lines(capsys, "verify", root / "step-2", code=exit_codes.CHECKPOINT)[1]
     golden = Path(__file__).parent / "golden" / "format-1"
@@ -153,8 +140,6 @@ def test_diff_measures_each_tensor(run: AnyPath, capsys: pytest.CaptureFixture[s
     gap = ((a - b).abs() / torch.maximum(a.abs(), b.abs())).nan_to_num(0).max().item()
     row = next(line for line in lines if line.startswith(name)).split()
     assert row[-3:] == [f"{int((a != b).sum()):,}", f"{(a - b).abs().max().item():.3g}", f"{gap:.3g}"]
-    step = next(line for line in lines if line.startswith("optimizer.state.norm.weight.step ")).split()
-    assert step[-2:] == ["2", "0.5"]
     lines = _lines(capsys, "diff", run, run / "other", code=1)
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in lines[3:]}
     assert rows["model.layers.2.attention_norm.weight"] == "only in +++: float32[64]"
@@ -170,8 +155,7 @@ def test_diff_measures_each_tensor(run: AnyPath, capsys: pytest.CaptureFixture[s
     [
         ([1.0, float("nan"), 3.0], [1.0, float("nan"), 3.5], (1, 0.5, 0.5 / 3.5)),
         ([1.0, 2.0], [1.0, float("nan")], (1, float("inf"), float("inf"))),
-        ([float("inf")], [float("inf")], (0, 0.0, 0.0)),
-        ([0.0], [-0.0], (0, 0.0, 0.0)),
+        ([float("inf"), 0.0], [float("inf"), -0.0], (0, 0.0, 0.0)),
         ([5], [250], (1, 245.0, 0.98)),
     ],
 )

@@ -6,13 +6,13 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from tests.pool import Pools
 from tests.training.test_run import _losses, _run
-from titanlite.checkpoint import load
 from titanlite.checkpoint.load import LoadedState
 from titanlite.checkpoint.resume_check import FILE, ResumeCheck
 from titanlite.data.loader import TrainLoader
@@ -41,16 +41,6 @@ def _again(
     check = ResumeCheck(path, 0, setting)
     check.resumed(LoadedState(4, state, verified=True, **fields), batch)
     return check
-
-
-def test_equal_numbers_are_verified_bit_for_bit(tmp_path: Path) -> None:
-    check = _again(tmp_path / FILE, _left(tmp_path / FILE))
-    verified, text = _step(check, 5, 2.5)
-    assert verified and text == (
-        "resume verified at step 4: every file is as it was written; the next batch is the one that was to come; "
-        "loss 2.5 and gradient norm 0.5 of step 5 are those of the earlier attempt, bit for bit"
-    )
-    assert _step(check, 6, 2.25) is None, "it is told once"
 
 
 @pytest.mark.parametrize(
@@ -88,28 +78,24 @@ def test_figures_belong_to_one_save_and_may_be_missing(tmp_path: Path) -> None:
     state = ResumeCheck(path, 0, HERE).at_save(4, "abc")
     verified, text = _step(_again(path, state), 5, 2.0)
     assert verified and "no earlier attempt has left figures of step 5" in text
-    assert "bit for bit" in _step(_again(path, state), 5, 2.0).text
+    check = _again(path, state)
+    assert "bit for bit" in _step(check, 5, 2.0).text and _step(check, 6, 2.25) is None, "it is told once"
     check = _again(path, state)
     check.forget()  # a rollback: the step after it trains on other data
     assert _step(check, 5, 9.0) is None
     assert _step(ResumeCheck(path, 0, HERE), 5, 2.0) is None, "a fresh run has no result"
-
-
-def test_other_ranks_bad_numbers_and_bad_files(tmp_path: Path) -> None:
     check = ResumeCheck(tmp_path / FILE, 1, HERE)
-    check.resumed(LoadedState(4, check.at_save(4, "abc"), verified=True), "abc")
+    check.resumed(LoadedState(4, state, verified=True), "abc")
     assert _step(check, 5, 2.5) is None, "rank 0 alone has a result"
-    check = ResumeCheck(tmp_path / FILE, 0, HERE)
-    check.at_save(4, None)
-    _step(check, 5, float("nan"))
-    assert not list(tmp_path.iterdir())
-    check = ResumeCheck(tmp_path / "nowhere" / FILE, 0, HERE)
-    check.at_save(4, None)
-    assert _step(check, 5, 2.5) is None, "training goes on"
+
+
+def test_bad_numbers_and_bad_files(tmp_path: Path) -> None:
+    for folder, loss in ((tmp_path, float("nan")), (tmp_path / "nowhere", 2.5)):
+        check = ResumeCheck(folder / FILE, 0, HERE)
+        check.at_save(4, None)
+        assert _step(check, 5, loss) is None and not list(tmp_path.iterdir()), "training goes on"
     (tmp_path / FILE).write_bytes(b'{"id": "torn')
-    state = _left(tmp_path / FILE)
-    assert _step(_again(tmp_path / FILE, state), 5, 2.5).verified
-    assert len((tmp_path / FILE).read_bytes().splitlines()) == 2, "a torn line costs only itself"
+    assert _step(_again(tmp_path / FILE, _left(tmp_path / FILE)), 5, 2.5).verified
 
 
 @pytest.fixture(scope="module")
@@ -133,12 +119,7 @@ def _line(found: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "end"),
-    [
-        (2, "bit for bit"),
-        pytest.param(1, "2 then, 1 now", marks=pytest.mark.slow),
-        pytest.param(4, "2 then, 4 now", marks=pytest.mark.slow),
-    ],
+    ("ranks", "end"), [(2, "bit for bit"), pytest.param(1, "2 then, 1 now", marks=pytest.mark.slow)]
 )
 def test_a_run_that_goes_on_is_verified(pool: Pools, left: Path, tmp_path: Path, ranks: int, end: str) -> None:
     result = _line(_resume(pool, ranks, left, tmp_path / "run"))
@@ -146,49 +127,31 @@ def test_a_run_that_goes_on_is_verified(pool: Pools, left: Path, tmp_path: Path,
     assert end in result
 
 
-def _wrong(world: DistEnv, folder: str, part: str, *flags: str) -> dict[str, Any]:
-    """A run whose loader begins one step later than it was told, or which loads the weights a little wrong."""
-    move, scatter = TrainLoader.load_state_dict, load.scatter
+def _late(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
+    """A run whose loader begins one step later than it was told."""
+    move = TrainLoader.load_state_dict
 
     def late(self: TrainLoader, state: dict[str, int]) -> None:
-        move(self, {"next_sequence": state["next_sequence"] + 8 * (part == "text")})
+        move(self, {"next_sequence": state["next_sequence"] + 8})
 
-    def changed(tensors: dict[str, torch.Tensor], *rest: Any) -> None:
-        tensors["model.output.weight"].mul_(1.001 if part == "weights" else 1.0)
-        scatter(tensors, *rest)
-
-    TrainLoader.load_state_dict, load.scatter = late, changed  # type: ignore[method-assign]
-    try:
+    with patch.object(TrainLoader, "load_state_dict", late):
         return _run(world, folder, *flags, "--data.prefetch=0")
-    finally:
-        TrainLoader.load_state_dict, load.scatter = move, scatter  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize(
-    ("part", "end"),
-    [("text", "the next batch is not the one"), pytest.param("weights", "loss", marks=pytest.mark.slow)],
-)
-def test_a_skipped_batch_and_wrong_weights_are_found(
-    pool: Pools, left: Path, tmp_path: Path, part: str, end: str
-) -> None:
-    found = _resume(pool, 2, left, tmp_path / "run", part, function=_wrong)
-    assert _line(found).startswith(f"RESUME NOT VERIFIED at step 4: {end}")
+def test_a_skipped_batch_is_found(pool: Pools, left: Path, tmp_path: Path) -> None:
+    found = _line(_resume(pool, 2, left, tmp_path / "run", function=_late))
+    assert found.startswith("RESUME NOT VERIFIED at step 4: the next batch is not the one")
 
 
 @pytest.mark.slow
 def test_global_batch_and_text_need_their_word(pool: Pools, left: Path, tmp_path: Path) -> None:
     half = "--training.global_batch_size=4"
     refused = _resume(pool, 2, left, tmp_path / "a", half)["error"]
-    assert "global batch: 8 there, 4 here (training.global_batch_size = 8 keeps it)" in refused
     assert "\n  in the config: " in refused and "training.global_batch_size: 8 -> 4" in refused
-    assert "--checkpoint.allow_changes=global_batch" in refused
     found = _resume(pool, 2, left, tmp_path / "b", half, "--checkpoint.allow_changes=global_batch")
     assert "resume verified" in _line(found) and "as allowed: global batch: 8 there, 4 here" in _line(found)
-    assert any("config changed since attempt 1: training.global_batch_size: 8 -> 4" in line for line in found["said"])
     tokens = {row["step"]: row["tokens_seen"] for row in found["rows"] if "loss" in row}
     assert tokens[5] - tokens[4] == tokens[4] // 8, "half as many as before"
-    order = _resume(pool, 2, left, tmp_path / "c", "--data.seed=5", "--checkpoint.allow_changes=data")
-    assert any("another data, by checkpoint.allow_changes" in line for line in order["said"])
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,7 +28,6 @@ from titanlite.checkpoint import storage as storage_module
 from titanlite.checkpoint.manifest import FORMAT, find, parse_manifest, read_manifest, steps_in
 from titanlite.checkpoint.paths import AnyPath, StoreError, StorePath
 from titanlite.checkpoint.retention import leftovers
-from titanlite.checkpoint.storage import reader_of, share
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.tools.checkpoint import verify
 from titanlite.tools.tensors import Contents
@@ -83,7 +83,6 @@ MESHES: dict[str, dict[str, Any]] = {
     "ddp": {"replicas": 4},
     "tensor and pipeline": {"tensor": 2, "pipeline": 2},
     "replicas and tensor": {"replicas": 2, "tensor": 2},
-    "tensor alone": {"tensor": 4},
     "fsdp again": {},
 }
 
@@ -127,13 +126,11 @@ def copied(written: Path, tmp_path: Path) -> Path:
     return shutil.copytree(written, tmp_path / "run")
 
 
-def test_manifest_describes_tensors_files_and_origin(written: Path) -> None:
+def test_manifest_describes_tensors_and_files(written: Path) -> None:
     manifest = read_manifest(written / "step-6")
     assert manifest.tensors["model.layers.0.attention.wk.weight"] == ["float32", [32, 64]]
-    assert manifest.tensors["optimizer.state.layers.1.ffn_norm.weight.exp_avg"] == ["float32", [64]]
     assert not [name for name in manifest.tensors if "param_groups" in name or "_orig_mod" in name or "rope" in name]
     assert manifest.format == FORMAT and manifest.versions["python"] == ".".join(map(str, sys.version_info[:3]))
-    assert len(manifest.git.get("commit", "")) == 40 or "unknown" in manifest.git
     files = {name: (written / "step-6" / name).read_bytes() for name in names(written / "step-6") if name[0] != "m"}
     assert {*files} == {".metadata", "__0_0.distcp", "__1_0.distcp"}
     assert manifest.files == {name: len(content) for name, content in files.items()}
@@ -223,18 +220,6 @@ def test_without_a_good_one_the_run_is_refused_and_nothing_changes(pool: Pools, 
         assert "--job.dump_folder" in found["error"] and (f'"{start}"' in found["error"]) == (start == "resume")
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
-def test_shares_cover_all_once_and_are_even(ranks: int) -> None:
-    files = {f"f{i}": (i * 7919) % 1000 + 1 for i in range(40)}
-    shares = [share(files, rank, ranks) for rank in range(ranks)]
-    assert sorted(name for part in shares for name in part) == sorted(files)
-    loads = [sum(files[name] for name in part) for part in shares]
-    assert max(loads) - min(loads) <= 1000
-    readers = [reader_of(writer, 8 * ranks) for writer in range(8 * ranks)]
-    assert sorted(readers) == list(range(8 * ranks)), "each rank reads one back"
-    assert ranks == 1 or all(a // 8 != b // 8 for a, b in enumerate(readers)), "of another host of 8"
-
-
 def _damage(folder: AnyPath) -> None:
     """One bit of the files of rank 1."""
     flip(folder / next(name for name in names(folder) if re.fullmatch(r"__1_(.*_)?0\.distcp", name)))
@@ -253,18 +238,18 @@ def _save_thrice(
     config = options(folder, async_mode=mode, keep_latest_k=1, verify_saves=verify_saves)
     saver, results = Checkpointer(config, world, PRINTS), []
     written = saver._written
+
+    def on_a_bad_disk(folder: AnyPath, writer: Any) -> Any:
+        if damage is _cut and folder.name == "step-2":
+            _cut(folder)
+        found = written(folder, writer)
+        if damage is _damage and folder.name == "step-2":
+            _damage(folder)
+        return found
+
+    saver._written = on_a_bad_disk  # type: ignore[method-assign]
     try:
         for step in (1, 2, 3):
-
-            def on_a_bad_disk(folder: AnyPath, writer: Any, step: int = step) -> Any:
-                if damage is _cut and step == 2:
-                    _cut(folder)
-                found = written(folder, writer)
-                if damage is _damage and step == 2:
-                    _damage(folder)
-                return found
-
-            saver._written = on_a_bad_disk  # type: ignore[method-assign]
             try:
                 # A validated one needs none before it to stay.
                 saver.save(step, model, optimizer, {}, validation_loss=1.0)
@@ -309,14 +294,10 @@ def _read_back(world: DistEnv, folder: Path, mode: str) -> str:
             raise RuntimeError("can't start new thread")
         return real(*arguments)
 
-    storage_module.check_files = check_files  # type: ignore[assignment]
-    try:
-        with pytest.raises(CheckpointError) as failure:
-            saver.save(1, model, optimizer, {})
-            saver.wait()
-    finally:
-        storage_module.check_files = real
-        saver.close()
+    with patch.object(storage_module, "check_files", check_files), pytest.raises(CheckpointError) as failure:
+        saver.save(1, model, optimizer, {})
+        saver.wait()
+    saver.close()
     return str(failure.value)
 
 
@@ -336,11 +317,8 @@ def _denied(world: DistEnv, folder: AnyPath) -> str:
             raise StoreError(f"{path}: access denied (Not you)")
         return real(path, mode, buffering)
 
-    StorePath.open = denied  # type: ignore[method-assign, assignment]
-    try:
+    with patch.object(StorePath, "open", denied):
         return str(_load(world, folder)["error"])
-    finally:
-        StorePath.open = real  # type: ignore[method-assign]
 
 
 @pytest.mark.slow
@@ -351,35 +329,19 @@ def test_a_store_that_denies_access_ends_a_load(pool: Pools, bucket: s3.Bucket) 
     assert errors[0] == errors[1] and " cannot read s3://" in errors[0] and "access denied" in errors[0]
 
 
-def _refused(pool: Pools, ranks: int, *args: Any, **kwargs: Any) -> str:
-    messages = pool(ranks).run(refusal, *args, **kwargs)
-    assert len(set(messages)) == 1, "every rank must leave with the same error"
-    return str(messages[0])
-
-
 def test_refusals_name_the_way_out(pool: Pools, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     pool(1).run(train, RUN, folder, 1, 4, every=2)
-    other = _refused(pool, 2, RUN, folder, 5, 6, prints={**PRINTS, "tokenizer": "x"})
-    assert "tokenizer: t there, x here" in other and "--checkpoint.folder" in other
-    assert "checkpoint.start" in _refused(pool, 1, RUN, folder, 1, 2, start="fresh")
-    assert "no valid checkpoint" in _refused(pool, 1, RUN, tmp_path / "new", 1, 2, start="resume")
-    assert "move step-4" in _refused(pool, 1, RUN, folder, 3, 4, load_step=2)
-    assert "no step-9" in _refused(pool, 1, RUN, folder, 10, 11, load_step=9)
-
-
-@pytest.mark.slow
-def test_a_run_keeps_what_it_is_told_to(pool: Pools, tmp_path: Path) -> None:
-    pool(1).run(train, RUN, tmp_path / "all", 1, 4, every=1)
-    assert steps_in(tmp_path / "all") == [1, 2, 3, 4], "by default nothing goes"
-    root = tmp_path / "run"
-    pool(2).run(train, RUN, root, 1, 9, every=1, keep_latest_k=2, keep_every=4)
-    assert names(root) == ["step-4", "step-8", "step-9"]
-    pool(2).run(train, RUN, root, 10, 12, every=1, keep_latest_k=2)
-    assert names(root) == ["step-11", "step-12", "step-9"], "9 was resumed from, and stays until another start"
-    (root / "step-11" / "KEEP").touch()
-    pool(1).run(train, RUN, root, 13, 15, every=1, keep_latest_k=2)
-    assert names(root) == ["step-11", "step-12", "step-14", "step-15"]
+    other = pool(2).run(refusal, RUN, folder, 5, 6, prints={**PRINTS, "tokenizer": "x"})
+    assert other[0] == other[1], "every rank must leave with the same error"
+    assert "tokenizer: t there, x here" in other[0] and "--checkpoint.folder" in other[0]
+    for first, fields, told in (
+        (1, {"start": "fresh"}, "checkpoint.start"),
+        (3, {"load_step": 2}, "move step-4"),
+        (10, {"load_step": 9}, "checkpoint.load_step = 9: .* has no step-9"),
+    ):
+        assert re.search(told, pool(1).run(refusal, RUN, folder, first, first, **fields)[0])
+    assert "no valid checkpoint" in pool(1).run(refusal, RUN, tmp_path / "new", 1, 2, start="resume")[0]
 
 
 def test_a_start_clears_leftovers(pool: Pools, storage: Storage) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.tiny import EIGHT_STEPS
+from titanlite.data.loader import add_hashes
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.tools import drill_ranks
 from titanlite.tools.faults import NO_FAULT, Fault
 from titanlite.tools.tensors import Contents, compare
+from titanlite.utils import read_lines
 
 STEPS, INTERVAL = 8, 2
 TINY = [
@@ -42,7 +43,13 @@ def rows(folder: Path) -> list[tuple[Any, ...]]:
 def batches(folder: Path, ranks: int) -> list[dict[int, str]]:
     """Step -> hash of what it was trained on, by rank; of a step that was trained again, the last time."""
     files = [folder / f"batches.{rank}" for rank in range(ranks)]
-    return [{(row := json.loads(line))["step"]: row["batch"] for line in f.read_text().splitlines()} for f in files]
+    return [{row["step"]: row["batch"] for row in read_lines(file)} for file in files]  # a kill may tear a line
+
+
+def global_batches(folder: Path, ranks: int) -> dict[int, str]:
+    """Step -> hash of all sequences of it, whichever rank had them."""
+    by_rank = batches(folder, ranks)
+    return {step: add_hashes(mine[step] for mine in by_rank) for step in by_rank[0]}
 
 
 def unequal(left: Path, right: Path, step: int = STEPS) -> list[str]:

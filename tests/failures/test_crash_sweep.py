@@ -38,7 +38,7 @@ CASES = [
     *(
         pytest.param(*case, marks=pytest.mark.soak)
         for case in [
-            *((1, "async", event, 0) for event in ("manifest begun", "published", "prune half")),
+            *((1, "async", event, 0) for event in ("manifest begun", "published", "prune half way")),
             (2, "disabled", "shard half", 1),
             (2, "async", "published", 0),
         ]

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.data.hub_server import HubServer
-from tests.failures.runs import STEPS, batches, flags, rows, saved, train, unequal
+from tests.failures.runs import STEPS, flags, global_batches, rows, saved, train, unequal
 from titanlite import exit_codes
-from titanlite.data.loader import add_hashes
 from titanlite.data.sources import BUNDLED
 from titanlite.tools.faults import Fault
 
@@ -41,11 +40,6 @@ def hub(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
         for name, value in server.environment(tmp_path / "home").items():
             monkeypatch.setenv(name, value)
         yield server
-
-
-def global_batches(folder: Path, ranks: int) -> dict[int, str]:
-    by_rank = batches(folder, ranks)
-    return {step: add_hashes(mine[step] for mine in by_rank) for step in by_rank[0]}
 
 
 @pytest.mark.slow

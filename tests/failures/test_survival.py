@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import re
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.failures.runs import STEPS, batches, flags, rows, saved, train, unequal
-from tests.processes import TORCHRUN, python
+from tests.failures.runs import STEPS, flags, global_batches, rows, saved, train, unequal
 from titanlite import exit_codes
-from titanlite.checkpoint.manifest import is_valid, step_folder
-from titanlite.data.loader import add_hashes
+from titanlite.checkpoint.manifest import step_folder
 from titanlite.tools.faults import Fault
 from titanlite.tools.tensors import Contents
 
@@ -28,24 +24,18 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _global_batches(folder: Path, ranks: int) -> dict[int, str]:
-    """Step -> hash of all sequences of it, whichever rank had them."""
-    by_rank = batches(folder, ranks)
-    return {step: add_hashes(mine[step] for mine in by_rank) for step in by_rank[0]}
-
-
 @pytest.mark.slow
 def test_saved_on_four_ranks_and_resumed_on_one_two_or_three(tmp_path: Path, straight: Path) -> None:
     codes, text = train(flags(tmp_path / "four", "--training.steps=4"), 4, tmp_path / "console")
     assert codes == [0] * 4, text
-    expected = _global_batches(straight, 2)
+    expected = global_batches(straight, 2)
     for ranks in (1, 2):
         folder = tmp_path / str(ranks)
         folder.mkdir()
         (folder / "checkpoint").symlink_to(tmp_path / "four" / "checkpoint")
         codes, text = train(flags(folder, "--checkpoint.interval=100"), ranks, tmp_path / "console")
         assert codes == [0] * ranks and "resumed from step 4" in text, text
-        assert _global_batches(folder, ranks) == {step: expected[step] for step in range(5, STEPS + 1)}
+        assert global_batches(folder, ranks) == {step: expected[step] for step in range(5, STEPS + 1)}
         losses = {row[0]: row[1] for row in rows(folder)}
         assert sorted(losses) == [5, 6, 7, 8]
         for row in rows(straight)[4:]:
@@ -90,48 +80,6 @@ def test_no_space_in_the_last_save_is_no_success(tmp_path: Path, straight: Path,
     assert rows(tmp_path) == rows(straight) and unequal(tmp_path, straight) == []
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 10 MiB: four checkpoints of the tiny run fit."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=10m", "tmpfs", str(folder)], capture_output=True)
-    if mount.returncode:
-        pytest.skip("file systems cannot be mounted here")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-@pytest.mark.slow
-def test_a_disk_that_is_full_keeps_what_is_on_it_and_is_used_again_when_there_is_space(
-    tmp_path: Path, straight: Path, small_disk: Path
-) -> None:
-    ballast = small_disk / "ballast"
-    folder = tmp_path / "run"
-    more = [f"--checkpoint.folder={small_disk}"]
-    codes, text = train(flags(folder, *more, "--training.steps=2"), 2, tmp_path / "console")
-    assert codes == [0, 0], text
-    room = small_disk / "room"
-    room.write_bytes(bytes(1 << 16))
-    with ballast.open("wb") as file, pytest.raises(OSError):
-        while True:
-            file.write(bytes(1 << 16))
-            file.flush()
-    codes, text = train(flags(folder, *more, "--training.steps=4"), 2, tmp_path / "console")
-    assert codes == [exit_codes.CHECKPOINT, exit_codes.LOST_PEER], (
-        "not even a lock can be written: found before any work"
-    )
-    assert text.count("cannot write to") == 2 and "No space left on device" in text, text
-    room.unlink()
-    codes, text = train(flags(folder, *more, "--training.steps=4"), 2, tmp_path / "console")
-    assert codes == [exit_codes.CHECKPOINT] * 2 and "No space left on device" in text, text
-    assert is_valid(small_disk / "step-2") and not (small_disk / "step-4").exists()
-    ballast.unlink()
-    codes, text = train(flags(folder, *more, "--checkpoint.keep_latest_k=1"), 2, tmp_path / "console")
-    assert codes == [0, 0] and "resumed from step 2" in text, text
-    assert rows(folder) == rows(straight)
-
-
 FEATURES = [
     "--activation_checkpoint.mode=full",
     "--training.compile",
@@ -160,17 +108,3 @@ def test_saved_with_features_on_and_loaded_with_them_off_and_the_reverse(tmp_pat
     assert len(weights) > 8 and "model.layers.0.attention.wq.weight" in weights
     for name in weights:
         assert torch.equal(before.read(name), after.read(name)), name
-
-
-@pytest.mark.soak
-def test_ten_starts_on_four_ranks_end_with_zero(tmp_path: Path) -> None:
-    """By torchrun, as a user starts them: gloo's threads must not abort a process that has done its work."""
-    for cycle in range(10):
-        run = flags(tmp_path / str(cycle), "--training.steps=3", "--checkpoint.async_mode=async")
-        codes = {"TITANLITE_EXIT_CODES": str(tmp_path / "c")}
-        done = python(*TORCHRUN, "--nproc_per_node=4", "train.py", *run, env=codes, timeout=600)
-        assert done.returncode == 0, f"cycle {cycle}: {done.stdout}{done.stderr}"
-        assert "terminate called" not in done.stderr and "Traceback" not in done.stderr
-        assert is_valid(step_folder(tmp_path / str(cycle) / "checkpoint", 3))
-    codes = [line.split()[1] for line in (tmp_path / "c").read_text().splitlines()]
-    assert codes == ["0"] * 40

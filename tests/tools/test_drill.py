@@ -1,4 +1,4 @@
-"""`titanlite drill`: a working trainer passes, a broken one fails."""
+"""`titanlite drill`: a working trainer passes, a broken one fails; the tiny copy keeps a config's features."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from pathlib import Path
 import pytest
 
 from titanlite import exit_codes
+from titanlite.config.errors import ConfigError
 from titanlite.tools.cli import main
 from titanlite.tools.drill import SCENARIOS
+from titanlite.tools.drill_config import tiny_config
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def drill(*words: str, package: Path = ROOT, folder: str = "") -> subprocess.CompletedProcess[str]:
+def drill(*words: str, package: Path = ROOT, folder: Path | str = "") -> subprocess.CompletedProcess[str]:
     """Run the command in a process of its own. package: folder with titanlite. folder: for temporary files."""
     variables = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    variables |= {"PYTHONPATH": str(package), "OMP_NUM_THREADS": "1", **({"TMPDIR": folder} if folder else {})}
+    variables |= {"PYTHONPATH": str(package), "OMP_NUM_THREADS": "1", **({"TMPDIR": str(folder)} if folder else {})}
     command = [sys.executable, "-m", "titanlite.tools.cli", "drill", str(ROOT / "train_configs" / "debug_model.toml")]
     return subprocess.run([*command, *words], cwd=package, env=variables, capture_output=True, text=True, timeout=900)
 
@@ -31,41 +33,32 @@ def only(*names: str) -> list[str]:
     return [word for name in names for word in ("--only", name)]
 
 
-def test_the_command_lists_its_faults_without_torch() -> None:
-    code = "import sys; from titanlite.tools.cli import main\ntry: main(['drill', '--list'])\n"
-    code += "except SystemExit: print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert [line.split()[0] for line in done.stdout.splitlines()] == [*(one.name for one in SCENARIOS), "False"]
-
-
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "code", "said"),
     [
-        (["nosuch.toml"], "nosuch.toml"),
-        (["debug_model.toml", "--ranks", "1"], "--ranks: expected an integer >= 2"),
-        (["debug_model.toml", "--only", "flood"], "'flood'"),
-        (["debug_model.toml", "--training.setps=3"], "training.setps"),
-        ([], "CONFIG"),
+        (["--list"], exit_codes.DONE, "kill-shard"),
+        (["debug_model.toml", "--ranks", "1"], exit_codes.CONFIG, "--ranks: expected an integer >= 2"),
+        (["debug_model.toml", "--only", "flood"], exit_codes.CONFIG, "'flood'"),
+        (["debug_model.toml", "--training.setps=3"], exit_codes.CONFIG, "training.setps"),
+        (["debug_model.toml", "--training.seq_len=64"], exit_codes.CONFIG, "training.seq_len"),
     ],
 )
-def test_a_wrong_command_line_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line(words: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
-        assert main(["drill", *words]) == exit_codes.CONFIG
+        assert main(["drill", *words]) == code
     except SystemExit as end:  # argparse's own
-        assert end.code == exit_codes.CONFIG
-    assert said in capsys.readouterr().err
+        assert end.code == code
+    assert said in "".join(capsys.readouterr())
 
 
 @pytest.mark.slow
 def test_a_few_faults_pass_and_leave_nothing_behind(tmp_path: Path) -> None:
     names = ["resume", "kill-shard", "dead-lock"]
-    done = drill("--json", *only(*names), "--checkpoint.async_mode=async", folder=str(tmp_path))
+    done = drill("--json", *only(*names), "--checkpoint.async_mode=async", folder=tmp_path)
     assert done.returncode == exit_codes.DONE, done.stderr
     result = json.loads(done.stdout)
     assert [(fault["name"], fault["passed"]) for fault in result["faults"]] == [(name, True) for name in names]
-    assert result["passed"] and result["kept"] is None
-    assert len(re.findall(r"^pass ", done.stderr, re.MULTILINE)) == 3
-    assert list(tmp_path.glob("titanlite*")) == []
+    assert result["passed"] and result["kept"] is None and list(tmp_path.glob("titanlite*")) == []
 
 
 @pytest.mark.soak
@@ -76,66 +69,97 @@ def test_every_fault_passes(flags: list[str]) -> None:
     assert done.stdout == f"{len(SCENARIOS)} of {len(SCENARIOS)} passed\n" and "FAIL" not in done.stderr
 
 
-#: A fault of the trainer -> its file, a piece of the code, what replaces it, the scenarios that find it.
-BROKEN = {
-    "the position in the text is not restored": (
-        *("trainer.py", 'parts.loader.load_state_dict(loaded.train["data"])', "pass"),
-        {"resume": "steps [5, 6, 7, 8]"},
-    ),
-    "an interrupted validation is forgotten": (
-        *("trainer.py", 'state["validation_owed"] = True', "pass"),
-        {"sigterm-validation": "steps [6]"},
-    ),
-    "a failed save in the background is not reported": (
-        *("trainer.py", "if outcome.problem:", "if False:"),
-        {"background-save": "not reported"},
-    ),
-    "a bad step is applied": (
-        *("step.py", "gated_step(self.optimizer, ok, lr)", "gated_step(self.optimizer, ok | True, lr)"),
-        {"nan-skip": f"{[exit_codes.GUARD] * 2}"},
-    ),
-    "the bad text is read again after a rollback": (
-        *("trainer.py", '"data": skip_to(data, fetched)', '"data": data'),
-        {"nan-rollback": "steps [5, 6, 7, 8]"},
-    ),
-}
+#: A fault of the trainer: file, a piece of the code, what replaces it; the scenario that finds it, and what it tells.
+BROKEN = [
+    ("trainer.py", 'parts.loader.load_state_dict(loaded.train["data"])', "pass", "resume", "steps [5, 6, 7, 8]"),
+    ("trainer.py", 'state["validation_owed"] = True', "pass", "sigterm-validation", "steps [6]"),
+    ("trainer.py", "if outcome.problem:", "if False:", "background-save", "not reported"),
+    ("step.py", "(self.optimizer, ok, lr)", "(self.optimizer, ok | True, lr)", "nan-skip", f"{[exit_codes.GUARD] * 2}"),
+    ("trainer.py", '"data": skip_to(data, fetched)', '"data": data', "nan-rollback", "steps [5, 6, 7, 8]"),
+]
 
 
-def broken(folder: Path, *faults: str) -> Path:
-    """Copy titanlite below `folder`, with these faults."""
+def check_failures(folder: Path, faults: list[tuple[str, ...]], *words: str, **more: str) -> None:
+    """Drill a copy of titanlite with these faults: their scenarios, and those of `more`, must fail with their texts."""
     package = folder / "broken"
     shutil.copytree(ROOT / "titanlite", package / "titanlite", ignore=shutil.ignore_patterns("__pycache__"))
     (package / "train_configs").symlink_to(ROOT / "train_configs")
-    for fault in faults:
-        name, right, wrong, _ = BROKEN[fault]
+    for name, right, wrong, *_ in faults:
         text = (package / "titanlite" / name).read_text()
         assert text.count(right) == 1, f"{name} has no {right!r}"
         (package / "titanlite" / name).write_text(text.replace(right, wrong))
-    return package
-
-
-def check_failures(done: subprocess.CompletedProcess[str], expected: dict[str, str]) -> Path:
-    """Check that these scenarios failed, each with a text. Returns the folder with their runs."""
-    assert done.returncode == exit_codes.ERROR, done.stderr
+    expected = {**{fault[3]: fault[4] for fault in faults}, **more}
+    done = drill(*only(*expected), *words, package=package, folder=folder)
     failed = dict(re.findall(r"^FAIL +(\S+) +[\d.]+ s  (.*)", done.stderr, re.MULTILINE))
-    assert failed.keys() == expected.keys(), done.stderr
+    assert done.returncode == exit_codes.ERROR and failed.keys() == expected.keys(), done.stderr
     assert all(expected[name] in told for name, told in failed.items()), failed
-    assert done.stdout == f"0 of {len(expected)} passed\n"
-    (folder,) = re.findall(r"console.log: (\S+)", done.stderr)
-    return Path(folder)
+    (kept,) = re.findall(r"console.log: (\S+)", done.stderr)
+    assert all((Path(kept) / name / "console.log").is_file() for name in expected)
 
 
 @pytest.mark.slow
 def test_a_trainer_that_does_not_restore_or_verify_fails(tmp_path: Path) -> None:
-    fault = "the position in the text is not restored"
-    expected = {**BROKEN[fault][3], "flipped-bit": "resumed from step 4, not 2"}
-    words = [*only(*expected), "--checkpoint.verify=size"]
-    kept = check_failures(drill(*words, package=broken(tmp_path, fault), folder=str(tmp_path)), expected)
-    assert "resumed from step 4" in (kept / "resume" / "console.log").read_text()
+    flipped = {"flipped-bit": "resumed from step 4, not 2"}
+    check_failures(tmp_path, BROKEN[:1], "--checkpoint.verify=size", **flipped)
 
 
 @pytest.mark.slow
 def test_each_other_fault_of_the_trainer_is_found(tmp_path: Path) -> None:
-    faults = list(BROKEN)[1:]
-    expected = {name: told for fault in faults for name, told in BROKEN[fault][3].items()}
-    check_failures(drill(*only(*expected), package=broken(tmp_path, *faults), folder=str(tmp_path)), expected)
+    check_failures(tmp_path, BROKEN[1:])
+
+
+@pytest.mark.parametrize("file", sorted(path.name for path in (ROOT / "train_configs").glob("*.toml")))
+def test_every_shipped_config_has_a_tiny_copy(file: str) -> None:
+    d = tiny_config(file, []).config
+    assert (d.model.overrides["dim"], d.model.overrides["n_layers"], d.model.vocab_size) == (64, 2, 4096)
+    assert d.checkpoint.enable_checkpoint and d.checkpoint.interval == 2 and d.training.steps == 8
+    assert not d.training.compile and not d.metrics.enable_tensorboard and d.validation.enable
+
+
+@pytest.mark.parametrize(
+    ("ranks", "degrees", "shard", "lost"),
+    [
+        (None, (2, 2, 1), 1, "data_parallel_replicate"),
+        (8, (2, 2, 2), 1, ""),
+        (3, (1, 1, 1), 3, "tensor_parallel, pipeline_parallel, data_parallel_replicate"),
+    ],
+)
+def test_parallelism_is_kept_at_degree_two_as_far_as_the_ranks_suffice(
+    ranks: int | None, degrees: tuple[int, int, int], shard: int, lost: str
+) -> None:
+    flags = ["--training.tensor_parallel_degree=8", "--experimental.pipeline_parallel_degree=4"]
+    flags += ["--training.data_parallel_replicate_degree=2", "--training.gradient_sync=last"]
+    tiny = tiny_config("llama3_8b.toml", flags, ranks)
+    d = tiny.config
+    found = d.training.tensor_parallel_degree, d.experimental.pipeline_parallel_degree
+    assert (*found, d.training.data_parallel_replicate_degree) == degrees
+    assert tiny.ranks == (ranks or 4) and tiny.notes[1].endswith(f"data_parallel_shard {shard}")
+    assert (f"not tested on {tiny.ranks} ranks: {lost}" in tiny.notes) == bool(lost)
+
+
+def test_features_stay_and_it_writes_only_in_its_own_folder(tmp_path: Path) -> None:
+    flags = ["--checkpoint.async_mode=async", "--activation_checkpoint.mode=full", "--optimizer.name=Adam"]
+    flags += ["--float8.enable_float8_linear", "--guard.policy=rollback", "--checkpoint.milestones=[1, 5]"]
+    flags += ["--float8.filter_fqns=attention.wk,w2,layers.30.,auto_filter_small_kn", "--training.loss_chunks=500"]
+    flags += [f"--checkpoint.folder={tmp_path}/precious", "--metrics.enable_tensorboard", "--no-validation.enable"]
+    own = tmp_path / "mine.toml"
+    own.write_text(f'[job]\nsave_config_file = "{tmp_path}/saved.toml"\n[checkpoint]\nfolder = "{tmp_path}/precious"\n')
+    with pytest.raises(ConfigError, match="checkpoint.folder"):
+        tiny_config("llama3_8b.toml", flags)
+    d = tiny_config(str(own), [flag for flag in flags if "precious" not in flag and "tensorboard" not in flag]).config
+    assert d.checkpoint.async_mode == "async" and d.activation_checkpoint.mode == "full"
+    assert d.optimizer.name == "Adam" and d.guard.policy == "rollback" and d.validation.enable
+    assert d.float8.enable_float8_linear and d.float8.emulate and d.float8.filter_fqns == ["attention.wk", "w2"]
+    assert d.checkpoint.milestones == [] and d.training.loss_chunks == 2, "they would not work, or change the scenarios"
+    assert str(tmp_path) not in re.sub(r"config_file='[^']*'", "", repr(d))
+    heads = [
+        tiny_config(file, []).config.model.overrides["n_kv_heads"] for file in ("llama3_8b.toml", "llama2_7b.toml")
+    ]
+    assert heads == [2, 4], "of 4 heads: grouped ones stay grouped"
+
+
+def test_compile_stays_only_with_the_flag() -> None:
+    flags = ["--training.compile", "--activation_checkpoint.mode=budget"]
+    off, on = (tiny_config("debug_model.toml", flags, compiled=compiled).config for compiled in (False, True))
+    assert (off.training.compile, off.activation_checkpoint.mode) == (False, "full")
+    assert (on.training.compile, on.activation_checkpoint.mode) == (True, "budget")

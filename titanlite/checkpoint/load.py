@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -25,7 +25,6 @@ from titanlite.checkpoint.manifest import (
     steps_in,
 )
 from titanlite.checkpoint.paths import AnyPath, StoreError, to_path
-from titanlite.checkpoint.retention import Deleter, leftovers
 from titanlite.checkpoint.storage import (
     RNG,
     CheckedReader,
@@ -36,7 +35,8 @@ from titanlite.checkpoint.storage import (
     rng_state,
     scatter,
     set_rng_state,
-    verify_before_load,
+    share,
+    verify_files,
 )
 from titanlite.guard import find_nonfinite
 from titanlite.parallel.dist_env import DistEnv
@@ -53,14 +53,6 @@ GROUPS = ("model", "optimizer", "lr_scheduler", "dataloader", "rng")
 LEFT_OUT = "left_out"
 #: Groups that a run takes from another one's checkpoint only if it takes more than the weights.
 _ALL_BUT_WEIGHTS = frozenset(GROUPS) - {"model"}
-#: Word of `checkpoint.allow_changes` → effect of the change, for the start report.
-_EFFECTS = {
-    "data": "the place in the order is kept as a number: its sequence of the text here comes next "
-    '(checkpoint.exclude_from_loading = ["dataloader"] begins with the first)',
-    "tokenizer": "the ids mean what the tokenizer here says",
-    "global_batch": "the text goes on where it was, the learning rate goes on by steps",
-    "model": "the tensors fit, the rest is as configured here",
-}
 _WEIGHTS_ONLY = (
     "holds weights only (checkpoint.model_weights_only was true), without an optimizer: no run can resume from it. If "
     "the run was to end there, it is done. To start another run from it, give that another folder and name this one as "
@@ -111,8 +103,6 @@ class Loader:
     fingerprints: dict[str, str]
     #: Of this run, as manifests hold it, to name differences.
     run_config: Mapping[str, Any]
-    #: For leftovers.
-    deleter: Deleter
     #: Step → why; checkpoints of this run whose content is bad though manifest and sizes are right.
     bad: dict[int, str] = field(default_factory=dict)
     #: The same of `initial_load_path`.
@@ -130,23 +120,28 @@ class Loader:
         rollback: bool = False,
     ) -> LoadedState | None:
         """As `Checkpointer.load`, or with `rollback` as `Checkpointer.load_newest`."""
-        while True:
-            choice = on_rank_0(self.world, lambda: self._choose(expected or {}, rollback))
-            if choice is None:
-                return None
-            loaded = self._try(*choice, model, optimizer)
-            if loaded is not None:
-                return loaded
+        return self._load(lambda: self._choose(expected or {}, rollback), model, optimizer)
 
     def load_weights(self, model: nn.Module) -> LoadedState:
         """Load the weights of `config.initial_load_path`, which is only read, whatever `config.folder` holds.
 
         All ranks call it together. Raises CheckpointError, on all of them.
         """
-        while True:
-            choice = on_rank_0(self.world, lambda: self._choose_source(to_path(self.config.initial_load_path or "")))
-            if (loaded := self._try(*choice, model, None)) is not None:
+        loaded = self._load(lambda: self._choose_source(to_path(self.config.initial_load_path or "")), model, None)
+        assert loaded is not None
+        return loaded
+
+    def _load(
+        self,
+        choose: Callable[[], tuple[Manifest, LoadedState] | None],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> LoadedState | None:
+        """Load what rank 0 chooses; another one if that is bad."""
+        while (choice := on_rank_0(self.world, choose)) is not None:
+            if (loaded := self._try(*choice, model, optimizer)) is not None:
                 return loaded
+        return None
 
     def _try(
         self, manifest: Manifest, chosen: LoadedState, model: nn.Module, optimizer: torch.optim.Optimizer | None
@@ -162,14 +157,16 @@ class Loader:
         saved = {name: entry for name, entry in manifest.tensors.items() if name != RNG}
         wanted = describe(tensors, model)
         selection = select(saved, wanted, exclude, self.config.allow_missing, convert=is_other, source=str(folder))
-        bad = self.source_bad if is_other else self.bad
-        if (problem := verify_before_load(folder, manifest, self.world, self.config.verify == "hash")) is not None:
+        bad, reader = self.source_bad if is_other else self.bad, CheckedReader(folder, manifest)
+        every_byte = self.config.verify == "hash"
+        files = share(manifest.files, self.world.rank, self.world.size) if every_byte else []
+        if (problem := verify_files(reader, files, self.world)) is not None:
             bad[manifest.step] = problem
             return None
         state = {name: tensor for name, tensor in tensors.items() if name in selection.load}
         rng = None if "rng" in left_out else self._generators(manifest, notices)
         with dcp_errors(f"loading {folder}"):
-            dcp.load(state if rng is None else {**state, RNG: rng}, storage_reader=CheckedReader(folder, manifest))
+            dcp.load(state if rng is None else {**state, RNG: rng}, storage_reader=reader)
         for name in tensors.keys() - state.keys():
             if name.startswith("optimizer."):  # `gather` gave it a state of one step
                 tensors[name].zero_()
@@ -189,8 +186,7 @@ class Loader:
             notices.append(f"{len(selection.converted)} tensors are converted from the types they were saved in")
         if is_other and left_out >= _ALL_BUT_WEIGHTS:
             chosen = replace(chosen, step=0, train={})
-        verified = self.config.verify == "hash" and bool(manifest.hashes)
-        return replace(chosen, left_out=left_out, partial=bool(kept), verified=verified)
+        return replace(chosen, left_out=left_out, partial=bool(kept), verified=every_byte and bool(manifest.hashes))
 
     def _exclude(self, manifest: Manifest, chosen: LoadedState) -> list[str]:
         """Return the parts of this checkpoint that are not loaded.
@@ -233,7 +229,11 @@ class Loader:
         config = self.config
         step = None if rollback or config.load_step == -1 else config.load_step
         start = "resume" if rollback else config.start
-        manifest, passed = find(self.root, step, self.bad)
+        try:
+            manifest, passed = find(self.root, step, self.bad)
+        except CheckpointError as error:
+            asked = "" if step is None else f"checkpoint.load_step = {step}: "
+            raise CheckpointError(f"{asked}{error}") from None
         later = [one for one in steps_in(self.root) if one > step] if step is not None else []
         if newer := [f"step-{one}" for one in later if is_valid(step_folder(self.root, one))]:
             raise CheckpointError(
@@ -247,10 +247,10 @@ class Loader:
             )
         choice = None
         if manifest is not None:
-            choice = manifest, _chosen(manifest, self.root, passed, "resume")
+            chosen = _chosen(manifest, self.root, passed, "resume")
             if manifest.weights_only:
-                raise CheckpointError(f"{choice[1].folder} {_WEIGHTS_ONLY}")
-            choice = manifest, self._check_run(*choice, expected)
+                raise CheckpointError(f"{chosen.folder} {_WEIGHTS_ONLY}")
+            choice = manifest, self._check_run(manifest, chosen, expected)
         elif passed or start == "resume":
             demanded = 'checkpoint.start = "resume", but ' if start == "resume" else ""
             way_out = (
@@ -259,7 +259,6 @@ class Loader:
             raise CheckpointError(f"{demanded}{_none_valid(self.root, passed)}{way_out if passed else ''}")
         elif config.initial_load_path is not None:
             choice = self._choose_source(to_path(config.initial_load_path))
-        self.deleter.delete(leftovers(self.root))
         return choice
 
     def _choose_source(self, path: AnyPath) -> tuple[Manifest, LoadedState]:
@@ -267,10 +266,6 @@ class Loader:
         step = step_of(path)
         try:
             root = path.parent if step is not None else root_of(path)
-            if step is not None and not path.is_dir():
-                raise CheckpointError(f"there is no folder {path}")
-            if step is not None and step in self.source_bad:
-                raise CheckpointError(self.source_bad[step])
             manifest, passed = find(root, step, self.source_bad)
             if manifest is None:
                 raise CheckpointError(_none_valid(root, passed))
@@ -309,8 +304,7 @@ class Loader:
                 f"that run was. If the change is meant, say so: --checkpoint.allow_changes={','.join(missing)}"
             )
         for word in words:
-            effect = f": {_EFFECTS[word]}" if word in _EFFECTS else ""
-            chosen.notices.append(f"another {word.replace('_', ' ')}, by checkpoint.allow_changes{effect}")
+            chosen.notices.append(f"another {word.replace('_', ' ')}, by checkpoint.allow_changes")
         return replace(chosen, changes=tuple(f"{name}: {difference}" for name, difference in found.items()))
 
 
@@ -369,7 +363,7 @@ def select(
     fresh = tuple(f"optimizer.state.{name.removeprefix('model.')}." for name in ignored if name.startswith("model."))
     ignored |= {name for name in {*saved, *wanted} if name.startswith(fresh)}
 
-    problems = {name: _problem(saved.get(name), wanted.get(name)) for name in {*saved, *wanted} - ignored}
+    problems = {name: compare_entries(saved.get(name), wanted.get(name)) for name in {*saved, *wanted} - ignored}
     converted = {
         name
         for name, problem in problems.items()
@@ -377,7 +371,8 @@ def select(
     }
     found = {name: problem for name, problem in problems.items() if problem and name not in converted}
     if found:
-        raise CheckpointError(_explain_differences(found, saved, wanted, source))
+        offered = _offered_keys(found, {*saved, *wanted})
+        raise CheckpointError(difference_table(found, saved, wanted, source) + offered)
     load = frozenset(wanted) - ignored
     if not load:
         raise CheckpointError(f"checkpoint.exclude_from_loading leaves nothing of {source} to load")
@@ -392,7 +387,7 @@ def _must_match(key: str, patterns: Sequence[str], names: Collection[str], words
             raise CheckpointError(f"{key}: {pattern!r} matches no tensor.{known} such as {example!r} or 'model.*'")
 
 
-def _problem(saved: Sequence[Any] | None, wanted: Sequence[Any] | None) -> str:
+def compare_entries(saved: Sequence[Any] | None, wanted: Sequence[Any] | None) -> str:
     """Compare [dtype, shape] of a tensor in a checkpoint and a model; "": they are equal."""
     if saved is None or wanted is None:
         return MISSING if saved is None else UNEXPECTED
@@ -406,30 +401,33 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def _explain_differences(found: Mapping[str, str], saved: Described, wanted: Described, source: str) -> str:
-    """Return a table of differences (name → problem), at most a screen of it, and the keys that accept them."""
+def difference_table(found: Mapping[str, str], saved: Described, wanted: Described, source: str) -> str:
+    """Return a table of differences (name → problem), at most a screen of it."""
     counts = Counter(found.values())
     summary = ", ".join(f"{counts[kind]} {kind}" for kind in (MISSING, UNEXPECTED, SHAPE, DTYPE) if counts[kind])
     names = sorted(found, key=_natural)
     rows = [[name, _shown(saved.get(name)), _shown(wanted.get(name)), found[name]] for name in names[:_ROWS]]
     table = render(Table(("tensor", "there", "here", "problem"), rows, left=(0, 1, 2, 3)), terminal=False)
     lines = [f"{source} does not fit this model: {summary}", *(f"  {line}" for line in table.splitlines())]
-    if len(found) > _ROWS:
-        lines.append(f"  … and {len(found) - _ROWS} more")
-    ways = []
+    return "\n".join([*lines, *([f"  … and {len(found) - _ROWS} more"] if len(found) > _ROWS else [])])
+
+
+def _offered_keys(found: Mapping[str, str], names: Collection[str]) -> str:
+    """Return the keys that accept the differences. names: of all tensors on both sides."""
+    ways, found_names = [], sorted(found, key=_natural)
     # A weight's pattern covers the optimizer's state of it.
-    weights = [name for name in names if name.startswith("model.")] or names
+    weights = [name for name in found_names if name.startswith("model.")] or found_names
     missing = [name for name in weights if found[name] == MISSING]
     rest = [name for name in weights if found[name] != MISSING]
     if missing and all(name.startswith("optimizer.") for name in missing):
         ways.append('checkpoint.exclude_from_loading = ["optimizer"] begins with a new state of the optimizer')
     elif missing:
-        patterns = _patterns(missing, {*saved, *wanted} - {*missing})
+        patterns = _patterns(missing, {*names} - {*missing})
         ways.append(f"checkpoint.allow_missing = {patterns} keeps the initial values of what is missing")
     if rest:
-        patterns = _patterns(rest, {*saved, *wanted} - {*rest})
+        patterns = _patterns(rest, {*names} - {*rest})
         ways.append(f"checkpoint.exclude_from_loading = {patterns} leaves out what {'else ' * bool(missing)}differs")
-    return "\n".join([*lines, "If that is meant: " + "; ".join(ways)])
+    return "\nIf that is meant: " + "; ".join(ways)
 
 
 def _shown(entry: Sequence[Any] | None) -> str:

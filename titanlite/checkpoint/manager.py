@@ -6,7 +6,7 @@ import contextlib
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,11 +18,21 @@ from torch import nn
 
 from titanlite.checkpoint.async_save import AsyncSave, SaveOutcome
 from titanlite.checkpoint.load import LoadedState, Loader
-from titanlite.checkpoint.manifest import CheckpointError, Manifest, find, step_folder
-from titanlite.checkpoint.paths import AnyPath, sizes, to_path
-from titanlite.checkpoint.retention import Deleter, begin, clear_leftovers, marks_of, prune, publish, quarantine
+from titanlite.checkpoint.manifest import INDEX, CheckpointError, Manifest, find, step_folder
+from titanlite.checkpoint.paths import AnyPath, files_in, to_path
+from titanlite.checkpoint.retention import (
+    Deleter,
+    begin,
+    clear_leftovers,
+    leftovers,
+    marks_of,
+    prune,
+    publish,
+    quarantine,
+)
 from titanlite.checkpoint.storage import (
     RNG,
+    CheckedReader,
     HashingWriter,
     Tensors,
     Written,
@@ -32,8 +42,9 @@ from titanlite.checkpoint.storage import (
     gather,
     new_group,
     on_rank_0,
+    reader_of,
     rng_state,
-    verify_after_save,
+    verify_files,
 )
 from titanlite.guard import WeightsError, find_nonfinite
 from titanlite.parallel.dist_env import DistEnv
@@ -74,7 +85,7 @@ class Checkpointer:
         self._resumed: int | None = None
         self._deleter = Deleter()
         self._owner = OwnershipCheck(self.root)
-        self._loader = Loader(config, world, fingerprints, self._run_config, self._deleter)
+        self._loader = Loader(config, world, fingerprints, self._run_config)
         #: Step → why; checkpoints that are not loaded though manifest and sizes are right.
         self._bad = self._loader.bad
         #: Start of the latest save, by `time.perf_counter`.
@@ -98,6 +109,7 @@ class Checkpointer:
         """
         self._on_rank_0(self._owner.look)
         loaded = self._loader.load(model, optimizer, expected)
+        self._on_rank_0(lambda: self._deleter.delete(leftovers(self.root)))
         if loaded is not None and loaded.origin == "resume":
             self._resumed = loaded.step
         return loaded
@@ -107,37 +119,23 @@ class Checkpointer:
     ) -> LoadedState:
         """Go back to the newest good checkpoint of this run, whatever `config` says of the start.
 
-        suspect: called on rank 0 with the step of the newest one; returns why it must not be used ("": it may). Then
-        the one before is loaded, if possible, and the newest is quarantined with the reason.
+        suspect: called on rank 0 with the step of the newest one; returns why it must not be used ("": it may). If
+        there is an older one, the newest is quarantined with that reason, and the older one is loaded.
 
         Raises CheckpointError, on all ranks, when there is none.
         """
-        loaded = None
-        step = self._on_rank_0(lambda: self._mark_suspect(suspect)) if suspect else None
-        if step is not None:
-            with contextlib.suppress(CheckpointError):
-                loaded = self._loader.load(model, optimizer, rollback=True)
-            found = loaded is not None
-            self._on_rank_0(lambda: self._settle_suspect(step, found))
-        loaded = loaded or self._loader.load(model, optimizer, rollback=True)
+        self._on_rank_0(lambda: self._quarantine_newest(suspect or (lambda step: "")))
+        loaded = self._loader.load(model, optimizer, rollback=True)
         assert loaded is not None, "a rollback cannot start from nothing"
         self._resumed = loaded.step
         return loaded
 
-    def _mark_suspect(self, suspect: Callable[[int], str]) -> int | None:
-        """On rank 0: exclude the newest checkpoint from loading, and return its step; None where it may be used."""
+    def _quarantine_newest(self, suspect: Callable[[int], str]) -> None:
+        """On rank 0: quarantine the newest checkpoint if it is suspect and another one can take its place."""
         newest, _ = find(self.root, known_bad=self._bad)
         reason = suspect(newest.step) if newest is not None else ""
-        if newest is None or not reason:
-            return None
-        self._bad[newest.step] = reason
-        return newest.step
-
-    def _settle_suspect(self, step: int, replaced: bool) -> None:
-        """On rank 0: quarantine the suspect one; without another, use it after all."""
-        reason = self._bad.pop(step)
-        if replaced:
-            quarantine(step_folder(self.root, step), reason)
+        if newest is not None and reason and find(self.root, known_bad={**self._bad, newest.step: reason})[0]:
+            quarantine(step_folder(self.root, newest.step), reason)
 
     def save(
         self,
@@ -188,10 +186,13 @@ class Checkpointer:
         writer = HashingWriter(folder)
 
         def write(state: Tensors, group: dist.ProcessGroup) -> None:
-            with self._discarding(folder):
+            try:
                 with dcp_errors(f"saving {folder}"):
                     dcp.save(state, storage_writer=writer, process_group=group)
                 self._finish(folder, manifest, writer, proven, group)
+            except BaseException:
+                self._discard(folder)
+                raise
 
         if self._async:
             self._async.start(step, folder, tensors, write)
@@ -218,17 +219,12 @@ class Checkpointer:
         clear_leftovers(self.root, step, self._deleter)
         return begin(self.root, step, self._bad)
 
-    @contextlib.contextmanager
-    def _discarding(self, folder: AnyPath) -> Iterator[None]:
-        """Delete the files of a save that fails at once: the run may need their space."""
-        try:
-            yield
-        except BaseException:
-            if self._world.rank == 0:
-                with contextlib.suppress(OSError, CheckpointError):
-                    self._owner.look()  # the folder may belong to another run by now
-                    self._deleter.delete(marks_of(folder))
-            raise
+    def _discard(self, folder: AnyPath) -> None:
+        """Delete the files of a save that has failed: the run may need their space."""
+        if self._world.rank == 0:
+            with contextlib.suppress(OSError, CheckpointError):
+                self._owner.look()  # the folder may belong to another run by now
+                self._deleter.delete(marks_of(folder))
 
     def _finish(
         self, folder: AnyPath, draft: Manifest, writer: HashingWriter, proven: bool, group: dist.ProcessGroup
@@ -241,15 +237,16 @@ class Checkpointer:
         files = {name: file.size for name, file in written.items()}
         manifest = replace(draft, files=files, hashes={name: file.digest for name, file in written.items()})
         if self.config.verify_saves:
-            writers = {name: file.rank for name, file in written.items()}
-            problem = verify_after_save(folder, manifest, writers, self._world, group)
-            if problem is not None:
+            size = self._world.size
+            names = [name for name, file in written.items() if reader_of(file.rank, size) == self._world.rank]
+            reader = CheckedReader(folder, manifest)
+            if problem := verify_files(reader, names, self._world, group, index=INDEX in names):
                 raise CheckpointError(f"what was written could not be read back: {problem}")
         on_rank_0(self._world, lambda: self._publish(folder, manifest, proven), group)
 
     def _written(self, folder: AnyPath, writer: HashingWriter) -> dict[str, Written]:
         """On rank 0: return all files of a save by name. Raises CheckpointError when the folder holds others."""
-        found = sizes(folder)
+        found = {name: file.st_size for name, file in files_in(folder).items()}
         files = {name: file.size for name, file in writer.written.items()}
         if found != files:
             wrong = sorted(name for name in {*found, *files} if found.get(name) != files.get(name))

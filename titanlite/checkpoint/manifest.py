@@ -1,4 +1,4 @@
-"""The manifest, which makes a folder a checkpoint, and DCP's index of tensors, read as data. No torch here.
+"""The manifest, which makes a folder a checkpoint, and the choice of the one to load. No torch here.
 
 A folder `step-N` is a checkpoint only if its `manifest.json` can be read, has a known format, carries the hash of its
 own content, and lists only files that exist with their sizes. A save writes it last, a deletion removes it first. All
@@ -14,21 +14,19 @@ of all files and of the manifest itself; format 1 had neither. All are read.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import math
-import pickle
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from titanlite import exit_codes
-from titanlite.checkpoint.paths import AnyPath, StoreError, entries, sizes
+from titanlite.checkpoint.paths import AnyPath, StoreError, entries, files_in
 from titanlite.utils import human_bytes
 
 FORMAT = 4
@@ -51,7 +49,7 @@ _DIGEST = "digest"
 _DIGITS = {"xxh3": 32, "sha256": 64, "blake2b": 64}
 FAST_HASH, SAFE_HASH = "xxh3", "sha256"
 #: Bytes that are read at a time; files that are hashed at the same time.
-_BLOCK, _THREADS = 4 << 20, 4
+_BLOCK, _THREADS = 8 << 20, 4
 PROGRESS_SECONDS = 10.0
 #: Called with bytes done and bytes in all, by any thread, one at a time.
 Progress = Callable[[int, int], None]
@@ -115,6 +113,10 @@ class Manifest:
         """Bytes of all its files, without the manifest."""
         return sum(self.files.values())
 
+    def can_be_resumed_by(self, fingerprints: Mapping[str, str] | None) -> bool:
+        """Return whether a run with these fingerprints (None: any) could resume from it."""
+        return not self.weights_only and (fingerprints is None or self.fingerprints == fingerprints)
+
 
 def new_hash(algorithm: str) -> Any:
     """Return an object with `update` and `hexdigest`."""
@@ -125,21 +127,9 @@ def new_hash(algorithm: str) -> Any:
     return hashlib.blake2b(digest_size=32) if algorithm == "blake2b" else hashlib.new(algorithm)
 
 
-def digest_of(data: bytes, algorithm: str = SAFE_HASH) -> str:
+def digest_of(data: bytes) -> str:
     """Return the hash of some bytes as manifests hold it: `sha256:…`."""
-    found = new_hash(algorithm)
-    found.update(data)
-    return f"{algorithm}:{found.hexdigest()}"
-
-
-def algorithm_of(digest: str) -> str:
-    """Return the algorithm of a digest. Raises ValueError for one that `digest_of` does not write."""
-    algorithm, colon, value = digest.partition(":")
-    if colon and algorithm not in _DIGITS:
-        raise ValueError(f"unknown hash {algorithm!r}")
-    if not colon or len(value) != _DIGITS[algorithm]:
-        raise ValueError(f"{digest!r} is no digest")
-    return algorithm
+    return f"sha256:{hashlib.sha256(data).hexdigest()}"
 
 
 def file_digest(path: AnyPath, algorithm: str = SAFE_HASH, read: Callable[[int], None] = lambda count: None) -> str:
@@ -151,12 +141,6 @@ def file_digest(path: AnyPath, algorithm: str = SAFE_HASH, read: Callable[[int],
             found.update(view[:count])
             read(count)
     return f"{algorithm}:{found.hexdigest()}"
-
-
-def mismatch(path: AnyPath, expected: str, found: str) -> str:
-    """Say that a file's hash differs."""
-    shown = [f"{digest[: digest.find(':') + 17]}…" for digest in (expected, found)]
-    return f"{path} has changed since it was written: {shown[0]} in the manifest, {shown[1]} found"
 
 
 def _digest(content: dict[str, Any]) -> str:
@@ -189,24 +173,23 @@ def marked_folder(mark: AnyPath) -> AnyPath | None:
     return mark.parent / match.group(1) if match else None
 
 
-def is_pinned(folder: AnyPath) -> bool:
-    return (folder / PIN).exists()
-
-
 def read_manifest(folder: AnyPath) -> Manifest:
     """Return the manifest of a valid checkpoint folder. Raises CheckpointError with the reason when it is not one."""
     manifest = parse_manifest(folder)
-    existing = sizes(folder)
-    for name, size in manifest.files.items():
-        if (problem := _size_problem(folder / name, size, existing.get(name))) is not None:
-            raise CheckpointError(problem)
+    if problems := list(_wrong_sizes(folder, manifest).values()):
+        raise CheckpointError(problems[0])
     return manifest
 
 
-def _size_problem(path: AnyPath, expected: int, found: int | None) -> str | None:
-    if found is None:
-        return f"{path} is missing"
-    return None if found == expected else f"{path} has {found} bytes, the manifest says {expected}"
+def _wrong_sizes(folder: AnyPath, manifest: Manifest) -> dict[str, str]:
+    """Return file name → what is wrong with its length, by one listing."""
+    existing, problems = files_in(folder), {}
+    for name, size in manifest.files.items():
+        if name not in existing:
+            problems[name] = f"{folder / name} is missing"
+        elif (found := existing[name].st_size) != size:
+            problems[name] = f"{folder / name} has {found} bytes, the manifest says {size}"
+    return problems
 
 
 def is_valid(folder: AnyPath) -> bool:
@@ -270,7 +253,9 @@ def _check_types(manifest: Manifest) -> None:
     if manifest.format > 1 and manifest.hashes.keys() != manifest.files.keys():
         raise ValueError("not every file has a hash")
     for digest in manifest.hashes.values():
-        algorithm_of(digest)
+        algorithm, _, value = digest.partition(":")
+        if len(value) != _DIGITS.get(algorithm):
+            raise ValueError(f"{digest!r} is no digest that is known here")
 
 
 def check_files(
@@ -281,12 +266,10 @@ def check_files(
 ) -> list[str]:
     """Compare files of a checkpoint (None: all) with their hashes; return what is wrong, a line each.
 
-    An index must fit the manifest too. Raises StoreError when a store cannot be asked, which says nothing of the files.
+    Raises StoreError when a store cannot be asked, which says nothing of the files.
     """
     names = sorted(manifest.files) if names is None else names
-    if not names:
-        return []
-    existing, total = sizes(folder), sum(manifest.files[name] for name in names)
+    wrong, total = _wrong_sizes(folder, manifest), sum(manifest.files[name] for name in names)
     done, lock = 0, threading.Lock()
 
     def read(count: int) -> None:
@@ -297,22 +280,19 @@ def check_files(
 
     def check(name: str) -> str | None:
         path, digest = folder / name, manifest.hashes.get(name)
-        if (problem := _size_problem(path, manifest.files[name], existing.get(name))) is not None:
-            return problem
+        if digest is None or name in wrong:
+            return wrong.get(name)
         try:
-            if digest is not None and (found := file_digest(path, algorithm_of(digest), read)) != digest:
-                return mismatch(path, digest, found)
-            if name == INDEX:
-                read_index(path.read_bytes(), manifest)
+            if (found := file_digest(path, digest.partition(":")[0], read)) != digest:
+                shown = [f"{one[: one.find(':') + 17]}…" for one in (digest, found)]
+                return f"{path} has changed since it was written: {shown[0]} in the manifest, {shown[1]} found"
         except StoreError:
             raise
         except OSError as error:
             return f"{path} cannot be read: {error.strerror or error}"
-        except ValueError as error:
-            return f"{path} cannot be used: {error}"
         return None
 
-    with ThreadPoolExecutor(min(_THREADS, len(names)), thread_name_prefix="titanlite-verify") as pool:
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="titanlite-verify") as pool:
         return [problem for problem in pool.map(check, names) if problem]
 
 
@@ -338,25 +318,19 @@ def find(
     The second value says why newer ones were passed over. Raises CheckpointError when the given `step` is not valid,
     and NewerFormatError instead of passing over such a one.
     """
-    known_bad = known_bad or {}
-    steps = steps_in(root)
-    if step is not None:
-        if step not in steps:
-            have = ", ".join(map(str, steps)) or "none"
-            raise CheckpointError(f"checkpoint.load_step = {step}: {root} has no step-{step} (steps there: {have})")
-        if step in known_bad:
-            raise CheckpointError(f"checkpoint.load_step = {step}: {known_bad[step]}")
-        return read_manifest(step_folder(root, step)), []
+    known_bad, steps = known_bad or {}, steps_in(root)
+    if step is not None and step not in steps:
+        have = ", ".join(map(str, steps)) or "none"
+        raise CheckpointError(f"{root} has no step-{step} (steps there: {have})")
     passed: list[str] = []
-    for candidate in reversed(steps):
-        if candidate in known_bad:
-            passed.append(known_bad[candidate])
-            continue
+    for candidate in reversed(steps) if step is None else [step]:
         try:
+            if candidate in known_bad:
+                raise CheckpointError(known_bad[candidate])
             return read_manifest(step_folder(root, candidate)), passed
-        except NewerFormatError:
-            raise
         except CheckpointError as error:
+            if step is not None or isinstance(error, NewerFormatError):
+                raise
             passed.append(str(error))
     return None, passed
 
@@ -371,99 +345,3 @@ def root_of(path: AnyPath) -> AnyPath:
     raise CheckpointError(
         f"{path} holds no checkpoints, nor does a folder 'checkpoint' in it: name a run or its folder"
     )
-
-
-# The index: a pickle, read as data, so that no code in it runs
-
-Sizes = tuple[int, ...]
-_CLASSES = ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex")
-#: Names that the index of a checkpoint of tensors holds, besides `torch.Size` and types such as `torch.float32`.
-_KNOWN = {
-    *(("torch.distributed.checkpoint.metadata", name) for name in (*_CLASSES, "StorageMeta", "_MEM_FORMAT_ENCODING")),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),  # Python 3.13
-    ("builtins", "getattr"),  # members of an enum, as Python 3.11.0 to 3.11.3 writes them; a record here, never called
-}
-_DTYPE = re.compile(r"(b?float|u?int|complex|bool)\w*")
-
-
-class Piece(NamedTuple):
-    """The place of one piece of a tensor."""
-
-    name: str
-    offset: Sizes
-    #: Number of the piece, where DCP has noted it.
-    number: int | None
-    file: str
-    #: First byte in the file, and how many.
-    start: int
-    length: int
-
-
-class Index(NamedTuple):
-    #: Tensor name → offset and shape of each of its pieces.
-    chunks: dict[str, list[tuple[Sizes, Sizes]]]
-    pieces: tuple[Piece, ...]
-
-
-class _Record:
-    """Replaces every object in the pickle: holds its arguments and state, and does nothing."""
-
-    arguments: tuple[Any, ...] = ()
-    state: Any = None
-
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch", "Size"):
-            return tuple
-        if module == "torch" and _DTYPE.fullmatch(name):
-            return name
-        if (module, name) in _KNOWN:
-            return _Record
-        raise ValueError(f"it names {module}.{name}, which no index of a checkpoint of tensors does")
-
-
-def read_index(data: bytes, manifest: Manifest) -> Index:
-    """Return the index in `data`, which must fit the manifest. Raises ValueError with the reason."""
-    try:
-        content = _Unpickler(io.BytesIO(data)).load().state
-        found = {name: record.state for name, record in content["state_dict_metadata"].items()}
-        tensors = {name: [state["properties"].state[0], list(state["size"])] for name, state in found.items()}
-        places = {name: [c.state for c in state["chunks"]] for name, state in found.items()}
-        chunks = {name: [(_sizes(c["offsets"]), _sizes(c["sizes"])) for c in places[name]] for name in places}
-        pieces = tuple(_pieces(content["storage_data"], manifest.files))
-    except ValueError:
-        raise
-    except Exception as error:  # a pickle can go wrong in any way
-        raise ValueError(f"it is no index of torch.distributed.checkpoint: {error!r}") from None
-    if tensors != manifest.tensors:
-        raise ValueError("its tensors are not those of the manifest")
-    return Index(chunks, pieces)
-
-
-def _pieces(entries: dict[_Record, _Record], files: dict[str, int]) -> Iterator[Piece]:
-    for key, entry in entries.items():
-        name, number = key.state["fqn"], key.state.get("index")
-        file, start, length = (entry.state[field] for field in ("relative_path", "offset", "length"))
-        if not isinstance(file, str) or file not in files:
-            raise ValueError(f"it names the file {file!r}, which is not in the manifest")
-        if type(start) is not int or type(length) is not int or not 0 <= start <= start + length <= files[file]:
-            raise ValueError(f"its place of {name!r} lies outside of {file}")
-        if entry.state.get("transform_descriptors"):
-            raise ValueError(f"{name!r} is transformed, which no checkpoint here is")
-        yield Piece(name, _sizes(key.state["offset"]), number, file, start, length)
-
-
-def _sizes(value: Any) -> Sizes:
-    if not isinstance(value, tuple) or any(type(size) is not int or size < 0 for size in value):
-        raise ValueError(f"{value!r} is no shape")
-    return value

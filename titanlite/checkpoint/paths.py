@@ -11,7 +11,7 @@ import functools
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -21,8 +21,8 @@ from urllib.parse import unquote, urlsplit
 from titanlite import exit_codes
 from titanlite.config.urls import is_url, package_of
 
-#: Bytes that are fetched at a time, and bytes of one part of a large upload.
-_READ, _WRITE = 8 << 20, 32 << 20
+#: Bytes of one part of a large upload.
+_PART = 32 << 20
 #: Seconds until a store must have accepted a connection, and until it must have answered.
 _OPTIONS: dict[str, dict[str, Any]] = {"s3": {"config_kwargs": {"connect_timeout": 5, "read_timeout": 60}}}
 _OPTIONS["s3a"] = _OPTIONS["s3"]
@@ -38,8 +38,10 @@ class StoreError(OSError):
 
 
 class Stat(NamedTuple):
+    """Length and time of an object, as `os.stat_result` has them of a file."""
+
     st_size: int
-    #: Seconds since the epoch.
+    #: Seconds since the epoch; 0 where the store does not say.
     st_mtime: float
 
 
@@ -85,13 +87,10 @@ class StorePath:
         """fsspec's file system of this process, whose errors are StoreErrors."""
         return _Client(_filesystem(self.protocol, os.getpid()), self)
 
-    def listing(self, deep: bool = False) -> dict[str, dict[str, Any]]:
-        """Return fsspec's record of each entry by name, or with `deep` of each object by its path below this one.
-
-        Empty where there is nothing.
-        """
+    def listing(self) -> dict[str, dict[str, Any]]:
+        """Return fsspec's record of each entry by name, by one request. Empty where there is nothing."""
         try:
-            found = self.fs.find(self.key, detail=True).values() if deep else self.fs.ls(self.key, detail=True)
+            found = self.fs.ls(self.key, detail=True)
         except FileNotFoundError:
             return {}
         prefix = f"{self.key}/"
@@ -99,8 +98,7 @@ class StorePath:
         return {name.removeprefix(prefix): entry for name, entry in names if name.startswith(prefix)}
 
     def stat(self) -> Stat:
-        info = self.fs.info(self.key)
-        return Stat(info["size"], modified(info))
+        return _stat(self.fs.info(self.key))
 
     def is_dir(self) -> bool:
         return bool(self.listing())
@@ -142,19 +140,14 @@ class StorePath:
                 raise FileExistsError(17, "Object exists", str(self)) from None
             self.write_bytes(content)
 
-    def reader(self) -> Any:
-        """Open for reading, with blocks read ahead. It needs no closing: it holds no connection."""
-        return self.fs.open(self.key, "rb", block_size=_READ)
-
     @contextlib.contextmanager
     def open(self, mode: str, buffering: int = -1) -> Iterator[Any]:
-        """Open for "rb" or "wb". A written object exists after the block, and not at all when the block raises."""
-        if mode == "rb":
-            yield self.reader()
-            return
-        if mode != "wb":
-            raise ValueError(f"{self}: an object is read or written as a whole, not opened as {mode!r}")
-        stream = self.fs.open(self.key, mode, block_size=_WRITE)
+        """Open for "rb", where each read is one request, or for "wb".
+
+        A written object exists after the block, and not at all when the block raises.
+        """
+        assert mode in ("rb", "wb"), mode
+        stream = self.fs.open(self.key, mode)
         try:
             yield stream
         except BaseException:
@@ -199,12 +192,12 @@ def entries(folder: AnyPath) -> dict[str, bool]:
         return {}
 
 
-def sizes(folder: AnyPath) -> dict[str, int]:
-    """Return name → bytes of the files in a folder; of a store by one request."""
+def files_in(folder: AnyPath) -> Mapping[str, Stat | os.stat_result]:
+    """Return name → length and time of the files in a folder; of a store by one request."""
     if isinstance(folder, StorePath):
-        return {name: entry["size"] for name, entry in folder.listing().items() if entry["type"] == "file"}
+        return {name: _stat(entry) for name, entry in folder.listing().items() if entry["type"] == "file"}
     try:
-        return {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+        return {path.name: path.stat() for path in folder.iterdir() if path.is_file()}
     except (FileNotFoundError, NotADirectoryError):
         return {}
 
@@ -241,40 +234,29 @@ def sync_folder(folder: AnyPath) -> None:
 
 def copy_folder(folder: StorePath, target: StorePath, last: str) -> None:
     """Copy all objects within the store, that with the name `last` at the end."""
-    names = folder.listing(deep=True)
+    names = [key.strip("/").removeprefix(f"{folder.key}/") for key in folder.fs.find(folder.key)]
     for part in ([name for name in names if name != last], [name for name in names if name == last]):
         folder.fs.copy([f"{folder.key}/{name}" for name in part], [f"{target.key}/{name}" for name in part])
 
 
 def remove_folder(folder: AnyPath) -> None:
     """Delete a folder and all in it, if it exists; of a link the link alone. Raises OSError."""
-    if not isinstance(folder, StorePath):
-        with contextlib.suppress(FileNotFoundError):
-            folder.unlink() if folder.is_symlink() else shutil.rmtree(folder)
-        return
     with contextlib.suppress(FileNotFoundError):
-        folder.fs.rm([f"{folder.key}/{name}" for name in folder.listing(deep=True)])
-    if names := folder.listing(deep=True):  # clients do not report objects that they may not delete
-        raise StoreError(f"{folder}: {len(names)} objects cannot be deleted, such as {min(names)}")
+        if isinstance(folder, StorePath):
+            folder.fs.rm(folder.key, recursive=True)
+            if names := folder.listing():  # clients do not report objects that they may not delete
+                raise StoreError(f"{folder}: {len(names)} objects cannot be deleted, such as {min(names)}")
+        else:
+            folder.unlink() if folder.is_symlink() else shutil.rmtree(folder)
 
 
-def content_of(folder: AnyPath) -> tuple[int, float]:
-    """Return bytes of a file, or of all in a folder, and when it last changed (seconds since the epoch; 0: unknown)."""
-    if isinstance(folder, StorePath):
-        objects = folder.listing(deep=True).values()
-        return sum(entry["size"] for entry in objects), max(map(modified, objects), default=0.0)
-    files = [folder] if folder.is_file() else folder.rglob("*")
-    size = sum(path.stat().st_size for path in files if path.is_file())
-    return size, folder.stat().st_mtime
-
-
-def modified(info: dict[str, Any]) -> float:
-    """Return when an object was written, in seconds since the epoch; 0 where the store does not say."""
+def _stat(info: Mapping[str, Any]) -> Stat:
+    """Return what fsspec's record says of an object."""
     keys = ("LastModified", "last_modified", "mtime", "updated", "created")
     value = next((info[key] for key in keys if info.get(key)), 0.0)
     if isinstance(value, str):  # of Google's store
         value = datetime.fromisoformat(value.replace("Z", "+00:00"))
-    return value.timestamp() if isinstance(value, datetime) else float(value)
+    return Stat(info["size"], value.timestamp() if isinstance(value, datetime) else float(value))
 
 
 @functools.cache
@@ -301,12 +283,13 @@ class _Client:
         value = getattr(self._target, name)
         return functools.partial(self._call, value) if callable(value) else value
 
-    def open(self, key: str, mode: str, block_size: int) -> _Client:
-        return _Client(self._call(self._target.open, key, mode, block_size=block_size), self._path)
+    def open(self, key: str, mode: str) -> _Client:
+        file = self._call(self._target.open, key, mode, block_size=_PART, cache_type="none")
+        return _Client(file, self._path)
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")  # in parts: fsspec would copy a large tensor as a whole
-        return sum(self._call(self._target.write, view[at : at + _WRITE]) for at in range(0, len(view), _WRITE))
+        return sum(self._call(self._target.write, view[at : at + _PART]) for at in range(0, len(view), _PART))
 
     def discard(self) -> None:
         """Leave no object of an open file."""
@@ -344,8 +327,6 @@ def _explain(error: Exception) -> str:
 
 def _lacks_conditions(cause: BaseException | None) -> bool:
     """Return whether a store does not know conditional requests, or its client cannot send them."""
-    return (
-        isinstance(cause, (NotImplementedError, TypeError))
-        or getattr(cause, "errno", None) == 38
-        or (isinstance(cause, OSError) and "not implemented" in str(cause).lower())
+    return isinstance(cause, (NotImplementedError, TypeError)) or (
+        isinstance(cause, OSError) and (cause.errno == 38 or "not implemented" in str(cause).lower())
     )

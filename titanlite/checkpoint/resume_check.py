@@ -58,7 +58,8 @@ class ResumeCheck:
         state = loaded.train.get(STATE) or {}
         identity, before = state.get("id"), state.get("next_batch")
         self._same_batch = None if None in (before, next_batch) else before == next_batch
-        self._earlier = _last_record(self.file, identity) if self._rank == 0 and identity else None
+        records = read_lines(self.file) if self._rank == 0 and identity else []
+        self._earlier = next((record for record in reversed(records) if record.get("id") == identity), None)
         if identity:  # without numbers yet, this attempt records them
             self._next = (loaded.step + 1, identity) if self._earlier is None else None
 
@@ -88,20 +89,20 @@ class ResumeCheck:
         """numbers: loss and gradient norm of the first step, to compare with those of the earlier attempt."""
         unchecked = "the files have their lengths (hashes were not compared)"
         problems, found = [], ["every file is as it was written" if loaded.verified else unchecked]
-        if self._same_batch:
-            found.append("the next batch is the one that was to come")
-        elif self._same_batch is None:
+        changed = bool(loaded.changes) or "dataloader" in loaded.left_out
+        if self._same_batch is None:
             found.append("which batch was to come was not recorded")
-        elif loaded.changes or "dataloader" in loaded.left_out:
-            allowed = "; as allowed: " + ", ".join(loaded.changes) if loaded.changes else ""
-            found.append(f"the next batch is another one{allowed}")
+        elif self._same_batch:
+            found.append("the next batch is the one that was to come")
+        elif changed:
+            found.append("the next batch is another one, as allowed: " + ", ".join(loaded.changes or ["dataloader"]))
         else:
             problems.append("the next batch is not the one that was to come then")
         step = loaded.step + 1
         if self._earlier is None:
-            found += [f"no earlier attempt has left figures of step {step}"] if not problems else []
+            found.append(f"no earlier attempt has left figures of step {step}")
         elif self._same_batch is False or loaded.partial or loaded.changes:
-            found.append(f"step {step} is another one than in the earlier attempt, its figures are not compared")
+            found.append(f"the figures of step {step} are not compared with the earlier attempt's")
         else:
             same, text = self._compare_numbers(numbers, self._earlier)
             text = f"loss {numbers[0]:.9g} and gradient norm {numbers[1]:.9g} of step {step}{text}"
@@ -128,8 +129,3 @@ class ResumeCheck:
             append_line(self.file, {**record, "setting": self.setting})
         except OSError as error:
             logger.warning(f"cannot write {self.file}: {error}. A resume from step {step - 1} will not be compared")
-
-
-def _last_record(path: Path, identity: str) -> dict[str, Any] | None:
-    """Return the last record of the save `identity`; None where there is none."""
-    return next((record for record in reversed(read_lines(path)) if record.get("id") == identity), None)

@@ -5,9 +5,9 @@ Files lie in folders and stores alike.
 
 from __future__ import annotations
 
-import functools
 import io
 import os
+import pickle
 import sys
 import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -44,17 +44,12 @@ from titanlite.checkpoint.manifest import (
     INDEX,
     SAFE_HASH,
     CheckpointError,
-    Index,
     Manifest,
-    algorithm_of,
     check_files,
-    digest_of,
-    mismatch,
     new_hash,
     progress,
-    read_index,
 )
-from titanlite.checkpoint.paths import AnyPath, StoreError, StorePath
+from titanlite.checkpoint.paths import AnyPath, StoreError
 from titanlite.parallel.dist_env import KEEPS_TIMEOUT, DistEnv
 from titanlite.parallel.float8 import forget_scales, plain
 from titanlite.parallel.pipeline import PipelineModel
@@ -67,8 +62,6 @@ RNG = "rng.torch"
 #: Hyper-parameters belong to the configuration, not to the checkpoint.
 _HYPERPARAMETERS = "param_groups."
 _OPTIONS = state_dicts.StateDictOptions(flatten_optimizer_state_dict=True)
-#: Objects of a store whose latest block is kept while others are read.
-_READERS = 4
 
 
 def gather(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Tensors:
@@ -85,20 +78,14 @@ def gather(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
         return tensors
     fresh = not optimizer.state
     state: dict[str, Any] = state_dicts.get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
-    if numbers := [name for name, value in state.items() if not _is_tensor(name, value)]:
+    state = {name: value for name, value in state.items() if not name.startswith(_HYPERPARAMETERS)}
+    if numbers := [name for name, value in state.items() if not isinstance(value, torch.Tensor)]:
         raise TypeError(f"{numbers[0]} of {type(optimizer).__name__} is no tensor, and checkpoints hold tensors only")
     if fresh:  # torch makes the state by a step of size zero, which is counted in it
         for entry in optimizer.state.values():
             for value in entry.values():
                 value.zero_()
-    tensors.update(
-        (f"optimizer.{name}", value) for name, value in state.items() if not name.startswith(_HYPERPARAMETERS)
-    )
-    return tensors  # without param_groups only tensors are left
-
-
-def _is_tensor(name: str, value: object) -> bool:
-    return name.startswith(_HYPERPARAMETERS) or isinstance(value, torch.Tensor)
+    return {**tensors, **{f"optimizer.{name}": value for name, value in state.items()}}
 
 
 def converted(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
@@ -147,7 +134,7 @@ def describe(tensors: Mapping[str, torch.Tensor], model: nn.Module | None = None
 
     model: with a pipeline, the tensors of all its ranks are described; all of them call this together.
     """
-    mine = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
+    mine = {name: [_dtype_name(t.dtype), list(t.shape)] for name, t in tensors.items()}
     if not isinstance(model, PipelineModel):
         return mine
     parts: list[dict[str, list[Any]]] = [{} for _ in range(dist.get_world_size(model.group))]
@@ -166,25 +153,26 @@ class Written(NamedTuple):
 class _HashingStream:
     """A file open for writing that hashes its bytes. DCP only ever appends."""
 
-    def __init__(self, stream: BinaryIO, path: AnyPath) -> None:
-        self._stream, self._path = stream, path
+    def __init__(self, stream: BinaryIO, algorithm: str) -> None:
+        self._stream, self._algorithm = stream, algorithm
+        self._hash, self._size = new_hash(algorithm), 0
         #: The error of the disk, if there was one.
         self.failure: OSError | None = None
-        #: The index decides how the rest is read: its hash must hold against more than a bad disk.
-        self._algorithm = SAFE_HASH if path.name.startswith(INDEX) else FAST_HASH
-        self._hash = new_hash(self._algorithm)
-        self._size = 0
 
     def write(self, data: bytes | memoryview) -> int:
         self._hash.update(data)
         self._size += memoryview(data).nbytes
-        return int(self._call(self._stream.write, data))
+        try:
+            return self._stream.write(data)
+        except OSError as error:
+            self.failure = error
+            raise
 
     def tell(self) -> int:
         return self._size
 
     def flush(self) -> None:
-        self._call(self._stream.flush)
+        self._stream.flush()
 
     def fileno(self) -> int:
         """For fsync, which is DCP's only use of it. DCP does not flush before, so the end would not be synced."""
@@ -192,16 +180,7 @@ class _HashingStream:
         return self._stream.fileno()
 
     def close(self) -> None:
-        self._call(self._stream.close)
-
-    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            return function(*arguments)
-        except OSError as error:
-            # Errors of writing do not name the file.
-            named = isinstance(error, StoreError)
-            self.failure = error if named else OSError(error.errno, error.strerror, str(self._path))
-            raise self.failure from None
+        self._stream.close()
 
     def written(self) -> Written:
         return Written(self._size, f"{self._algorithm}:{self._hash.hexdigest()}")
@@ -211,27 +190,27 @@ class _Files(FileSystemBase):
     """DCP's file-system interface for folders and stores alike. DCP takes paths as opaque values."""
 
     def __init__(self) -> None:
-        #: The block read ahead serves the next tensor too, where tensors are read one by one.
-        self._readers = functools.lru_cache(_READERS)(StorePath.reader)
         #: Name in the folder → size and hash, of the files that this rank has written.
         self.written: dict[str, Written] = {}
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Generator[io.IOBase, None, None]:
-        if mode == "rb" and isinstance(path, StorePath):
-            yield self._readers(path)
-            return
-        with path.open(mode) as stream:
-            if mode == "rb":
+        if mode == "rb":
+            with path.open(mode) as stream:
                 yield stream
-                return
-            hashing = _HashingStream(stream, path)
-            try:
+            return
+        hashing = None
+        try:
+            with path.open(mode) as stream:
+                # The index decides how the rest is read: its hash must hold against more than a bad disk.
+                hashing = _HashingStream(stream, SAFE_HASH if path.name.startswith(INDEX) else FAST_HASH)
                 yield cast(io.IOBase, hashing)
-            except RuntimeError:
-                if hashing.failure is not None:
-                    raise hashing.failure from None  # torch.save complains of its position in the file instead
-                raise
+        except (OSError, RuntimeError) as error:
+            # torch.save complains of its position in the file, and errors of writing do not name the file.
+            cause = hashing.failure if hashing and hashing.failure else error
+            if isinstance(cause, OSError) and not isinstance(cause, StoreError):
+                cause = OSError(cause.errno, cause.strerror, str(path))
+            raise cause from None
         self.written[path.name] = hashing.written()
 
     def rename(self, path: Any, new_path: Any) -> None:
@@ -310,7 +289,7 @@ class CheckedReader(FileSystemReader):
         super().__init__(str(folder))
         self.fs = cast(Any, _Files())
         self.path = cast(Any, folder)
-        self._manifest = manifest
+        self.folder, self.manifest = folder, manifest
         self._metadata: Metadata | None = None
 
     def _slice_file(self, file: Any, sinfo: Any) -> Any:
@@ -321,34 +300,100 @@ class CheckedReader(FileSystemReader):
         return io.BytesIO(file.read(sinfo.length))
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Raises CheckpointError when the index is not the one that was written."""
-        path, digests = cast(Any, self.path) / INDEX, self._manifest.hashes
+        """Raises CheckpointError when the index is not the one that was written, or does not fit the manifest."""
+        path = self.folder / INDEX
         if self._metadata is None:
-            if INDEX not in self._manifest.files:
+            if INDEX not in self.manifest.files:
                 raise CheckpointError(f"{path} is not in the manifest")
+            if problems := check_files(self.folder, self.manifest, [INDEX]):
+                raise CheckpointError(problems[0])
             try:
-                data = path.read_bytes()
-                if INDEX in digests and (now := digest_of(data, algorithm_of(digests[INDEX]))) != digests[INDEX]:
-                    raise CheckpointError(mismatch(path, digests[INDEX], now))
-                self._metadata = _metadata(read_index(data, self._manifest), self._manifest)
-            except OSError as error:
-                raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+                self._metadata = _read_index(path.read_bytes(), self.manifest)
             except ValueError as error:
                 raise CheckpointError(f"{path} cannot be used: {error}") from None
         self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return self._metadata
 
 
-def _metadata(index: Index, manifest: Manifest) -> Metadata:
-    """Return the index in DCP's classes. Raises ValueError for a type that torch does not have."""
-    tensors: dict[str, Any] = {}
-    for name, (kind, shape) in manifest.tensors.items():
-        if not isinstance(dtype := getattr(torch, kind, None), torch.dtype):
-            raise ValueError(f"torch has no type {kind}")
-        chunks = [ChunkStorageMetadata(torch.Size(offset), torch.Size(size)) for offset, size in index.chunks[name]]
-        tensors[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), chunks)
-    pieces = {MetadataIndex(p.name, p.offset, p.number): _StorageInfo(p.file, p.start, p.length) for p in index.pieces}
-    return Metadata(tensors, storage_data=pieces)
+# The index: a pickle from another program, read as data, so that no code in it runs
+
+_CLASSES = ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex")
+#: Names that the index of a checkpoint of tensors holds, besides `torch.Size` and types such as `torch.float32`.
+_KNOWN = {
+    *(("torch.distributed.checkpoint.metadata", name) for name in (*_CLASSES, "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # Python 3.13
+    ("builtins", "getattr"),  # members of an enum, as Python 3.11.0 to 3.11.3 writes them; a record here, never called
+}
+
+
+class _Record:
+    """Replaces every object in the pickle: holds its state, and does nothing."""
+
+    state: Any = None
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        if (module, name) in _KNOWN:
+            return _Record
+        raise ValueError(f"it names {module}.{name}, which no index of a checkpoint of tensors does")
+
+
+def _read_index(data: bytes, manifest: Manifest) -> Metadata:
+    """Return DCP's index in `data`, which must fit the manifest. Raises ValueError with the reason."""
+    try:
+        content = _Unpickler(io.BytesIO(data)).load().state
+        tensors = {name: _tensor(record.state) for name, record in content["state_dict_metadata"].items()}
+        places = content["storage_data"].items()
+        storage = dict(_place(key.state, entry.state, manifest.files) for key, entry in places)
+    except ValueError:
+        raise
+    except Exception as error:  # a pickle can go wrong in any way
+        raise ValueError(f"it is no index of torch.distributed.checkpoint: {error!r}") from None
+    if {name: [_dtype_name(one.properties.dtype), list(one.size)] for name, one in tensors.items()} != manifest.tensors:
+        raise ValueError("its tensors are not those of the manifest")
+    return Metadata(cast(Any, tensors), storage_data=storage)
+
+
+def _tensor(state: dict[str, Any]) -> TensorStorageMetadata:
+    pieces = [piece.state for piece in state["chunks"]]
+    chunks = [ChunkStorageMetadata(_size(piece["offsets"]), _size(piece["sizes"])) for piece in pieces]
+    return TensorStorageMetadata(TensorProperties(state["properties"].state[0]), _size(state["size"]), chunks)
+
+
+def _place(key: dict[str, Any], entry: dict[str, Any], files: dict[str, int]) -> tuple[MetadataIndex, _StorageInfo]:
+    """Return where one piece of a tensor lies."""
+    file, start, length = (entry[field] for field in ("relative_path", "offset", "length"))
+    if not isinstance(file, str) or file not in files:
+        raise ValueError(f"it names the file {file!r}, which is not in the manifest")
+    if type(start) is not int or type(length) is not int or not 0 <= start <= start + length <= files[file]:
+        raise ValueError(f"its place of {key['fqn']!r} lies outside of {file}")
+    if entry.get("transform_descriptors"):
+        raise ValueError(f"{key['fqn']!r} is transformed, which no checkpoint here is")
+    return MetadataIndex(key["fqn"], _size(key["offset"]), key.get("index")), _StorageInfo(file, start, length)
+
+
+def _size(value: Any) -> torch.Size:
+    if not isinstance(value, tuple) or any(type(size) is not int or size < 0 for size in value):
+        raise ValueError(f"{value!r} is no shape")
+    return torch.Size(value)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 # Steps of all ranks together
@@ -395,27 +440,6 @@ def dcp_errors(action: str) -> Iterator[None]:
         raise CheckpointError(f"{action} failed: {'; '.join(sorted(causes))}") from error
 
 
-def verify_before_load(folder: AnyPath, manifest: Manifest, world: DistEnv, every_byte: bool) -> str | None:
-    """Return what is wrong with a checkpoint's content, the same on all ranks; None when nothing is.
-
-    Each rank reads its share of the files, and the index, which all will use; without every_byte the index alone.
-
-    Raises CheckpointError, on all of them, when one of them cannot read: that says nothing of the checkpoint.
-    """
-    names = share(manifest.files, world.rank, world.size) if every_byte else []
-    if INDEX in manifest.files and INDEX not in names:
-        names.append(INDEX)
-    return _verify(folder, manifest, names, world, None)
-
-
-def verify_after_save(
-    folder: AnyPath, manifest: Manifest, writers: Mapping[str, int], world: DistEnv, group: dist.ProcessGroup
-) -> str | None:
-    """As `verify_before_load`, right after a save. writers: file → rank; group: in which all ranks agree."""
-    names = [name for name, writer in writers.items() if reader_of(writer, world.size) == world.rank]
-    return _verify(folder, manifest, names, world, group)
-
-
 def share(files: Mapping[str, int], rank: int, ranks: int) -> list[str]:
     """Return the files that this rank reads so that all are read once: about equal bytes each. files: name → bytes."""
     return sorted(files, key=lambda name: (-files[name], name))[rank::ranks]
@@ -429,17 +453,33 @@ def reader_of(writer: int, ranks: int) -> int:
     return (writer + ranks // 2) % ranks
 
 
-def _verify(
-    folder: AnyPath, manifest: Manifest, names: Sequence[str], world: DistEnv, group: dist.ProcessGroup | None
+def verify_files(
+    reader: CheckedReader,
+    names: Sequence[str],
+    world: DistEnv,
+    group: dist.ProcessGroup | None = None,
+    index: bool = True,
 ) -> str | None:
+    """Return what is wrong with a checkpoint's content, the same on all ranks; None when nothing is.
+
+    names: files that this rank compares with their hashes. index: whether it reads the index too. group: in which all
+    ranks agree.
+
+    Raises CheckpointError, on all of them, when one of them cannot read: that says nothing of the checkpoint.
+    """
     problems: list[str] = []
     failure = ""
     try:
         tail = " of this rank's part" if world.size > 1 else ""
-        show = progress(logger.info, f"comparing {folder} with its hashes: ", tail)
-        problems = check_files(folder, manifest, names, show)
+        show = progress(logger.info, f"comparing {reader.folder} with its hashes: ", tail)
+        problems = check_files(reader.folder, reader.manifest, names, show)
+        if index:
+            reader.read_metadata()
+    except CheckpointError as error:  # of the index
+        problems = [*problems, str(error)]
     except Exception as error:  # the others wait for this rank's answer in any case
-        failure = f"rank {world.rank} cannot read {error if isinstance(error, StoreError) else f'{folder}: {error!r}'}"
+        told = error if isinstance(error, StoreError) else f"{reader.folder}: {error!r}"
+        failure = f"rank {world.rank} cannot read {told}"
     found = [(problems, failure)] * world.size
     dist.all_gather_object(found, (problems, failure), group)
     if failures := sorted(text for _, text in found if text):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import math
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -29,7 +29,6 @@ from titanlite.checkpoint.manifest import (
     Progress,
     check_files,
     find,
-    is_pinned,
     parse_manifest,
     progress,
     read_manifest,
@@ -38,9 +37,9 @@ from titanlite.checkpoint.manifest import (
     step_of,
     steps_in,
 )
-from titanlite.checkpoint.paths import AnyPath, content_of, entries, to_path
+from titanlite.checkpoint.paths import AnyPath, entries, files_in, to_path
 from titanlite.checkpoint.retention import delete, leftover_folder, leftovers, unpublish
-from titanlite.config.errors import ConfigError, Problem
+from titanlite.tools.cli import no_flags
 from titanlite.utils import Table, counted, human_bytes, human_time, render
 
 if TYPE_CHECKING:
@@ -62,13 +61,13 @@ class Entry:
     #: was saved again), "partial" (a save under way or cut short) or "being deleted".
     state: str
     #: Why it is not valid.
-    reason: str = ""
-    pinned: bool = False
-    manifest: Manifest | None = None
+    reason: str
+    pinned: bool
+    manifest: Manifest | None
     #: Bytes of its files.
-    size: int = 0
+    size: int
     #: Seconds since the epoch.
-    written: float = 0.0
+    written: float
 
     @property
     def step(self) -> int:
@@ -91,26 +90,22 @@ class Entry:
 
 def inspect(path: AnyPath) -> Entry:
     """Return the state of a folder or mark, by its name, its manifest and the sizes of its files."""
-    manifest, reason, folder = None, "", path
+    manifest, reason, state, folder = None, "", VALID, path
     if path.name.startswith((PARTIAL, DELETED)):
         state = "partial" if path.name.startswith(PARTIAL) else "being deleted"
         folder = leftover_folder(path) or path
     elif step_of(path) is None:
         state = "set aside"
-        if (path / REASON).is_file():
+        with suppress(FileNotFoundError):
             reason = (path / REASON).read_bytes().decode(errors="replace").rstrip()
     else:
-        state = VALID
         try:
             manifest = read_manifest(path)
         except CheckpointError as error:
             state, reason = NEWER if isinstance(error, NewerFormatError) else INVALID, str(error)
-    try:
-        size, written = content_of(folder)
-    except FileNotFoundError:  # it is being written or deleted right now
-        size, written = 0, 0.0
-    written = manifest.created if manifest else written or time.time()
-    return Entry(path, state, reason, is_pinned(folder), manifest, size, written)
+    files = files_in(folder)
+    written = manifest.created if manifest else max((file.st_mtime for file in files.values()), default=time.time())
+    return Entry(path, state, reason, PIN in files, manifest, sum(file.st_size for file in files.values()), written)
 
 
 def list_checkpoints(root: AnyPath) -> list[Entry]:
@@ -148,8 +143,8 @@ def verify(folder: AnyPath, show: Progress = lambda done, total: None) -> tuple[
 def remove(paths: Sequence[AnyPath], force: bool = False, dry_run: bool = False) -> list[Entry]:
     """Delete checkpoints and leftovers; return those that were (or, with `dry_run`, would be) deleted.
 
-    Raises CheckpointError, before anything is deleted, for what is no checkpoint's folder and, unless `force`, for
-    pinned ones, for saves that may be under way, and when no good checkpoint would remain where there was one.
+    Raises CheckpointError, before anything is deleted, for what `force` overrides: pinned ones, saves that may be under
+    way, those of a newer format, and all together when no checkpoint that is good by its hashes would remain.
     """
     found = []
     for path in dict.fromkeys(map(_absolute, paths)):
@@ -173,9 +168,7 @@ def remove(paths: Sequence[AnyPath], force: bool = False, dry_run: bool = False)
 
 def _absolute(path: AnyPath) -> AnyPath:
     """Return an absolute path; of a checkpoint that is a link the link itself, not its target."""
-    if not isinstance(path, Path):
-        return path
-    return path.parent.resolve() / path.name if path.is_symlink() else path.resolve()
+    return path.parent.resolve() / path.name if isinstance(path, Path) else path
 
 
 def _must_leave_one(root: AnyPath, going: Sequence[Entry]) -> None:
@@ -183,11 +176,10 @@ def _must_leave_one(root: AnyPath, going: Sequence[Entry]) -> None:
 
     If a full checkpoint goes, one of weights only does not count.
     """
-    folders = [entry.folder for entry in going]
     full = any(entry.manifest is not None and not entry.manifest.weights_only for entry in going)
     reasons = []
     for folder in (step_folder(root, step) for step in reversed(steps_in(root))):
-        if folder in folders:
+        if folder in [entry.folder for entry in going]:
             continue
         manifest, problems = verify(folder, progress(_print_progress, f"{folder}: "))
         if not problems and not (full and manifest is not None and manifest.weights_only):
@@ -205,25 +197,25 @@ def _print_progress(text: str) -> None:
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `checkpoint` with its own commands to argparse."""
-    checkpoint = commands.add_parser(
-        "checkpoint", help="list, inspect, verify, compare, convert and delete checkpoints", allow_abbrev=False
-    )
+    about = "list, inspect, verify, compare, convert and delete checkpoints"
+    checkpoint = commands.add_parser("checkpoint", help=about, allow_abbrev=False)
     checkpoint.set_defaults(run=lambda *_: checkpoint.format_help().rstrip())
     actions = checkpoint.add_subparsers(title="commands", metavar="COMMAND")
 
-    def add(name: str, run: Any, help: str, description: str, code: str = "") -> argparse.ArgumentParser:
+    def add(name: str, run: Callable[[Any], Any], help: str, description: str, code: str = "") -> Any:
+        def without_flags(arguments: Any, flags: Sequence[str], _: object) -> str | Answer:
+            no_flags(flags)
+            answer: str | Answer = run(arguments)
+            return answer
+
         epilog = f"Exit status: 0; {code}{exit_codes.CHECKPOINT} when there is no such checkpoint."
         parser = actions.add_parser(name, help=help, description=description, epilog=epilog, allow_abbrev=False)
-        parser.set_defaults(run=functools.partial(_without_flags, run))
-        return parser
+        parser.set_defaults(run=without_flags)
+        return parser.add_argument
 
-    one: dict[str, Any] = {
-        "type": to_path,
-        "metavar": "FOLDER",
-        "help": "a checkpoint (step-N), or the newest valid one of",
-    }
-    many: dict[str, Any] = {"nargs": "+", "type": to_path, "metavar": "FOLDER"}
-    ls = add(
+    folder: dict[str, Any] = {"type": to_path, "metavar": "FOLDER"}
+    one = {**folder, "help": "a checkpoint (step-N), or the newest valid one of"}
+    argument = add(
         "ls",
         _ls,
         "list checkpoints and whether they are valid",
@@ -231,24 +223,24 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "too); invalid: the reason stands below; set aside: an invalid one, renamed when its step was saved again; "
         "partial: a save under way or cut short; pinned: holds a file KEEP, and no run deletes it.",
     )
-    ls.add_argument("path", nargs="?", type=to_path, default=Path("outputs"), metavar="FOLDER", help=_PATH)
-    ls.add_argument("--json", action="store_true", help="print a JSON list, one object per folder")
+    argument("path", nargs="?", default=Path("outputs"), **folder, help=_PATH)
+    argument("--json", action="store_true", help="print a JSON list, one object per folder")
 
-    inspect = add("inspect", _inspect, "show one: step, run, files, tensors", "Show the manifest of a checkpoint.")
-    inspect.add_argument("path", **one)
-    inspect.add_argument("--config", action="store_true", help="print the config of the run that wrote it, as TOML")
-    inspect.add_argument("--json", action="store_true", help="print the manifest as it is")
+    argument = add("inspect", _inspect, "show one: step, run, files, tensors", "Show the manifest of a checkpoint.")
+    argument("path", **one)
+    argument("--config", action="store_true", help="print the config of the run that wrote it, as TOML")
+    argument("--json", action="store_true", help="print the manifest as it is")
 
-    check = add(
+    argument = add(
         "verify",
         _verify,
         "read every byte and compare with the hashes",
         "Read every file of the checkpoints and compare it with the hash taken when it was written.",
         f"{exit_codes.CHECKPOINT} when one is damaged, ",
     )
-    check.add_argument("paths", help="checkpoints (step-N), or folders of them", **many)
+    argument("paths", nargs="+", **folder, help="checkpoints (step-N), or folders of them")
 
-    diff = add(
+    argument = add(
         "diff",
         _diff,
         "compare the tensors of two",
@@ -256,10 +248,10 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "difference. They are read one tensor at a time, without a GPU.",
         f"{DIFFERENT} when they differ, ",
     )
-    diff.add_argument("left", **one)
-    diff.add_argument("right", **one)
+    argument("left", **one)
+    argument("right", **one)
 
-    conversion = add(
+    argument = add(
         "convert",
         _convert,
         "write its weights in another format",
@@ -267,35 +259,26 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "of Hugging Face's layout, or a file made with --to torch; checkpoints are compared with their hashes first. "
         "TARGET appears when it is whole, and nothing is overwritten. It needs no GPU, and memory for a few tensors.",
     )
-    conversion.add_argument("source", type=to_path, metavar="SOURCE", help="what to convert")
-    conversion.add_argument("target", type=to_path, metavar="TARGET", help="where to")
-    conversion.add_argument(
-        "--to",
-        required=True,
-        choices=("hf", "torch", "checkpoint"),
-        help="hf: a folder with config.json and model.safetensors, for `transformers`; torch: one file for torch.load; "
-        "checkpoint: a checkpoint of weights only in the folder TARGET, for checkpoint.initial_load_path",
+    argument("source", type=to_path, metavar="SOURCE", help="what to convert")
+    argument("target", type=to_path, metavar="TARGET", help="where to")
+    formats = (
+        "hf: a folder with config.json and model.safetensors, for `transformers`; torch: one file for torch.load; "
+        "checkpoint: a checkpoint of weights only in the folder TARGET, for checkpoint.initial_load_path"
     )
+    argument("--to", required=True, choices=("hf", "torch", "checkpoint"), help=formats)
     precisions = ("float32", "bfloat16", "float16")
-    conversion.add_argument("--dtype", choices=precisions, help="precision of the weights; as they are without it")
+    argument("--dtype", choices=precisions, help="precision of the weights; as they are without it")
 
-    rm = add(
+    argument = add(
         "rm",
         _rm,
         "delete checkpoints",
         "Delete checkpoints and leftovers of crashes. Refused, before anything is deleted: pinned ones, saves that may "
         "be under way, and deletions that would leave no good checkpoint (a remaining one is read in full).",
     )
-    rm.add_argument("paths", help="checkpoints: .../step-N", **many)
-    rm.add_argument("--force", action="store_true", help="delete what would be refused")
-    rm.add_argument("--dry-run", action="store_true", help="delete nothing, print what would be deleted")
-
-
-def _without_flags(run: Any, arguments: argparse.Namespace, flags: Sequence[str], _style: object) -> str | Answer:
-    if flags:
-        raise ConfigError([Problem("command line", flags[0], "is a config key; this command takes none")])
-    answer: str | Answer = run(arguments)
-    return answer
+    argument("paths", nargs="+", **folder, help="checkpoints: .../step-N")
+    argument("--force", action="store_true", help="delete what would be refused")
+    argument("--dry-run", action="store_true", help="delete nothing, print what would be deleted")
 
 
 def _ls(arguments: argparse.Namespace) -> str:
@@ -303,23 +286,14 @@ def _ls(arguments: argparse.Namespace) -> str:
     found = list_checkpoints(root)
     if arguments.json:
         return json.dumps([entry.to_dict() for entry in found], indent=1)
-    rows = [
-        (
-            entry.folder.name,
-            entry.description,
-            human_bytes(entry.size),
-            "–" if entry.manifest is None else str(entry.manifest.world_size),
-            human_age(time.time() - entry.written),
-        )
-        for entry in found
-    ]
+    rows, notes = [], []
+    for entry in found:
+        ranks = "–" if entry.manifest is None else str(entry.manifest.world_size)
+        age = human_age(time.time() - entry.written)
+        rows.append((entry.folder.name, entry.description, human_bytes(entry.size), ranks, age))
+        if entry.reason:  # of a quarantined one it names the files by their old name
+            notes.append(f"note: {'' if entry.state in (INVALID, NEWER) else f'{entry.folder.name}: '}{entry.reason}")
     table = Table(("checkpoint", "state", "size", "ranks", "age"), rows, left=(0, 1))
-    # The reason of an invalid one names its files; that of a quarantined one names them by the old name.
-    notes = [
-        f"note: {entry.reason if entry.state in (INVALID, NEWER) else f'{entry.folder.name}: {entry.reason}'}"
-        for entry in found
-        if entry.reason
-    ]
     valid = [entry for entry in found if entry.state == VALID]
     newest = f"newest valid: {valid[-1].folder.name}" if valid else "none is valid"
     total = f"{root}: {human_bytes(sum(entry.size for entry in found))}, {newest}"
@@ -345,16 +319,11 @@ def _inspect(arguments: argparse.Namespace) -> str:
             raise CheckpointError(f"{folder} holds no config: it was not written by train.py")
         return config.removesuffix("\n")
     lines = [str(folder), *(f"  {label:<13} {text}" for label, text in _facts(manifest, inspect(folder)))]
-    terminal = sys.stdout.isatty()
     files = [(name, f"{size:,}", manifest.hashes.get(name, "–")) for name, size in sorted(manifest.files.items())]
-    tensors = [
-        (name, dtype, " x ".join(map(str, shape)) or "scalar") for name, (dtype, shape) in manifest.tensors.items()
-    ]
-    tables = (
-        Table(("file", "bytes", "hash"), files, left=(0, 2)),
-        Table(("tensor", "type", "shape"), tensors, (0, 1, 2)),
-    )
-    return "\n\n".join(["\n".join(lines), *(render(table, terminal) for table in tables)])
+    shapes = {name: " x ".join(map(str, shape)) or "scalar" for name, (_, shape) in manifest.tensors.items()}
+    tensors = [(name, entry[0], shapes[name]) for name, entry in manifest.tensors.items()]
+    tables = Table(("file", "bytes", "hash"), files, (0, 2)), Table(("tensor", "type", "shape"), tensors, (0, 1, 2))
+    return "\n\n".join(["\n".join(lines), *(render(table, sys.stdout.isatty()) for table in tables)])
 
 
 def _facts(manifest: Manifest, entry: Entry) -> list[tuple[str, str]]:
@@ -382,11 +351,9 @@ def _facts(manifest: Manifest, entry: Entry) -> list[tuple[str, str]]:
 def _verify(arguments: argparse.Namespace) -> Answer:
     folders: dict[AnyPath, None] = {}
     for path in arguments.paths:
-        if steps_in(path) or not path.name.startswith("step-"):
-            root = root_of(path)
-            folders.update((step_folder(root, step), None) for step in steps_in(root))
-        else:
-            folders[checkpoint_of(path)] = None
+        root = root_of(path) if step_of(path) is None else None
+        found = [checkpoint_of(path)] if root is None else [step_folder(root, step) for step in steps_in(root)]
+        folders.update(dict.fromkeys(found))
     if not folders:
         raise CheckpointError(f"{', '.join(map(str, arguments.paths))}: no checkpoints there")
     lines, bad = [], 0
@@ -413,7 +380,7 @@ def _diff(arguments: argparse.Namespace) -> Answer:
 
     left, right = (Contents(checkpoint_of(path)) for path in (arguments.left, arguments.right))
     found = list(compare(left, right))
-    differing = [one for one in found if one.elements or not one.comparable or one.left != one.right]
+    differing = [one for one in found if one.elements or one.left != one.right]
     head = f"--- {left.folder}\n+++ {right.folder}"
     equal = len(found) - len(differing)
     if not differing:
@@ -438,7 +405,8 @@ def _convert(arguments: argparse.Namespace) -> str:
 
     started = time.perf_counter()
     written = convert(arguments.source, arguments.target, arguments.to, arguments.dtype, progress(_print_progress, ""))
-    return f"{written}: {human_bytes(content_of(written)[0])} in {human_time(time.perf_counter() - started)}"
+    size = sum(file.st_size for file in files_in(written).values()) or written.stat().st_size  # or of one file
+    return f"{written}: {human_bytes(size)} in {human_time(time.perf_counter() - started)}"
 
 
 def _rm(arguments: argparse.Namespace) -> str:

@@ -22,6 +22,7 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from titanlite.checkpoint.load import DTYPE, compare_entries, difference_table
 from titanlite.checkpoint.manifest import (
     CheckpointError,
     Manifest,
@@ -59,41 +60,25 @@ class Source:
     args: Any
     #: Steps that it was trained for; 0: unknown.
     step: int
-    #: Name → dtype, such as "bfloat16", and shape.
-    dtypes: Mapping[str, str]
-    shapes: Mapping[str, tuple[int, ...]]
+    #: Name → a tensor of that type and shape on the meta device.
+    empty: Mapping[str, torch.Tensor]
     read: Callable[[str], torch.Tensor]
     #: Of a checkpoint.
     manifest: Manifest | None = None
     is_hf: bool = False
 
-    def dtype_of(self, name: str) -> torch.dtype:
-        found: torch.dtype = getattr(torch, self.dtypes[name])
-        return found
-
-    def bytes_of(self, name: str) -> int:
-        return int(torch.Size(self.shapes[name]).numel()) * self.dtype_of(name).itemsize
-
-    def empty(self, name: str) -> torch.Tensor:
-        """Return a tensor without memory, on the meta device or as a fake one."""
-        return torch.empty(self.shapes[name], dtype=self.dtype_of(name))
-
     def converted(self, dtype: str | None, progress: Progress) -> Source:
         """Return the same weights in another precision (None: as they are), which report their progress when read."""
-        dtypes = {
-            name: dtype if dtype and self.dtype_of(name).is_floating_point else self.dtypes[name]
-            for name in self.dtypes
-        }
-        wanted = replace(self, dtypes=dtypes)
-        done, total = 0, sum(map(wanted.bytes_of, self.shapes))
+        empty = {name: converted(tensor, dtype) if dtype else tensor for name, tensor in self.empty.items()}
+        done, total = 0, sum(tensor.nbytes for tensor in empty.values())
 
         def read(name: str) -> torch.Tensor:
             nonlocal done
-            done += wanted.bytes_of(name)
+            done += empty[name].nbytes
             progress(done, total)
-            return converted(self.read(name), dtypes[name])
+            return self.read(name).to(empty[name].dtype)
 
-        return replace(wanted, read=read)
+        return replace(self, empty=empty, read=read)
 
 
 def open_source(path: AnyPath, progress: Progress = lambda done, total: None) -> Source:
@@ -110,25 +95,12 @@ def open_source(path: AnyPath, progress: Progress = lambda done, total: None) ->
         source = _hf_folder(path)
     else:
         source = _torch_file(path) if path.is_file() else _checkpoint(checkpoint_of(path), progress)
-    _check(source)
+    saved = describe(source.empty)
+    wanted = describe(get_spec(source.family).build_on_meta(source.args).state_dict())  # a tied head has its own name
+    found = {name: compare_entries(saved.get(name), wanted.get(name)) for name in {*saved, *wanted}}
+    if found := {name: problem for name, problem in found.items() if problem not in ("", DTYPE)}:
+        raise CheckpointError(difference_table(found, saved, wanted, str(path)))
     return source
-
-
-def _check(source: Source) -> None:
-    """Raises CheckpointError unless the weights are those of the model, none too few and none too many."""
-    state = get_spec(source.family).build_on_meta(source.args).state_dict()  # a tied head has a name of its own
-    wanted = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    lines = [f"missing: {name}" for name in wanted if name not in source.shapes]
-    lines += [f"not of this model: {name}" for name in source.shapes if name not in wanted]
-    lines += [
-        f"{name} has the shape {list(source.shapes[name])}, the model's has {list(shape)}"
-        for name, shape in wanted.items()
-        if name in source.shapes and source.shapes[name] != shape
-    ]
-    if lines:
-        more = f"\n  … and {len(lines) - 8} more" if len(lines) > 8 else ""
-        listed = "\n  ".join(lines[:8])
-        raise CheckpointError(f"{source.path} does not hold the weights of its model:\n  {listed}{more}")
 
 
 def _checkpoint(folder: AnyPath, progress: Progress) -> Source:
@@ -144,11 +116,12 @@ def _checkpoint(folder: AnyPath, progress: Progress) -> Source:
         raise CheckpointError("\n  ".join([f"{folder} is damaged:", *problems]))
     family, args = _described(folder, record)
     tensors = {n.removeprefix("model."): e for n, e in manifest.tensors.items() if n.startswith("model.")}
-    dtypes = {name: entry[0] for name, entry in tensors.items()}
-    shapes = {name: tuple(entry[1]) for name, entry in tensors.items()}
-    return Source(
-        folder, family, args, manifest.step, dtypes, shapes, lambda name: contents.read(f"model.{name}"), manifest
-    )
+    empty = {name: _empty(dtype, shape) for name, (dtype, shape) in tensors.items()}
+    return Source(folder, family, args, manifest.step, empty, lambda name: contents.read(f"model.{name}"), manifest)
+
+
+def _empty(dtype: str, shape: Sequence[int]) -> torch.Tensor:
+    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
 
 
 def _described(path: AnyPath, record: Mapping[str, Any]) -> tuple[str, Any]:
@@ -163,23 +136,21 @@ def _hf_folder(folder: Path) -> Source:
 
     family = "llama3"  # the models of both families differ in numbers alone
     spec = get_spec(family)
-    try:
-        args = spec.args_from_hf(json.loads((folder / HF_CONFIG).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{folder / HF_CONFIG}: {error}") from None
     opened: dict[str, Any] = {}  # their name → the file that holds it
-    for file in _hf_files(folder):
-        try:
+    file = folder / HF_CONFIG
+    try:
+        args = spec.args_from_hf(json.loads(file.read_text(encoding="utf-8")))
+        for file in _hf_files(folder):
             handle = safe_open(file, framework="pt")
             opened.update(dict.fromkeys(handle.keys(), handle))
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{file} cannot be read: {error}") from None
-    try:
+        file = folder
         names = {ours: theirs for theirs, ours in spec.names_from_hf(opened.keys(), args).items()}
-    except ValueError as error:
-        raise CheckpointError(f"{folder}: {error}") from None
-    if args.tied:  # the head is the embedding's tensor, which files hold once
-        names["output.weight"] = names["tok_embeddings.weight"]
+        if args.tied:  # the head is the embedding's tensor, which files hold once
+            names["output.weight"] = names["tok_embeddings.weight"]
+        slices = {ours: opened[theirs].get_slice(theirs) for ours, theirs in names.items()}
+        empty = {name: _empty(_HF_DTYPES[one.get_dtype()], one.get_shape()) for name, one in slices.items()}
+    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from None
 
     def read(name: str) -> torch.Tensor:
         tensor: torch.Tensor = opened[names[name]].get_tensor(names[name])
@@ -187,25 +158,18 @@ def _hf_folder(folder: Path) -> Source:
 
     if args.tied and _HEAD in opened and not torch.equal(opened[_HEAD].get_tensor(_HEAD), read("output.weight")):
         raise CheckpointError(f"{folder}: {_HEAD} differs from the embedding, but {HF_CONFIG} says that they are tied")
-    slices = {ours: opened[theirs].get_slice(theirs) for ours, theirs in names.items()}
-    dtypes = {name: _HF_DTYPES.get(one.get_dtype(), one.get_dtype()) for name, one in slices.items()}
-    shapes = {name: tuple(one.get_shape()) for name, one in slices.items()}
-    return Source(folder, family, args, 0, dtypes, shapes, read, is_hf=True)
+    return Source(folder, family, args, 0, empty, read, is_hf=True)
 
 
 def _hf_files(folder: Path) -> list[Path]:
+    """Raises OSError or ValueError."""
     if (folder / HF_SINGLE).is_file():
         return [folder / HF_SINGLE]
-    try:
-        index = json.loads((folder / HF_INDEX).read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(index.values()))
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder} holds neither {HF_SINGLE} nor {HF_INDEX}") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{folder / HF_INDEX} cannot be read: {error!r}") from None
-    if outside := [name for name in names if Path(name).name != name]:
-        raise CheckpointError(f"{folder / HF_INDEX} names {outside[0]!r}, which is no file of this folder")
-    return [folder / name for name in names]
+    index = json.loads((folder / HF_INDEX).read_text(encoding="utf-8"))
+    names = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(names, dict) or any(Path(str(name)).name != name for name in names.values()):
+        raise ValueError(f"{HF_INDEX} has no weight_map of files in this folder")
+    return [folder / name for name in sorted({*names.values()})]
 
 
 def _torch_file(path: Path) -> Source:
@@ -221,9 +185,8 @@ def _torch_file(path: Path) -> Source:
         )
     family, args = _described(path, content[MODEL])
     tensors = {str(name): tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
-    entries = describe(tensors)
-    dtypes, shapes = {n: entries[n][0] for n in entries}, {n: tuple(entries[n][1]) for n in entries}
-    return Source(path, family, args, int(content.get(STEP, 0)), dtypes, shapes, tensors.__getitem__)
+    empty = {name: tensor.to("meta") for name, tensor in tensors.items()}
+    return Source(path, family, args, int(content.get(STEP, 0)), empty, tensors.__getitem__)
 
 
 def convert(
@@ -301,7 +264,7 @@ def _write_hf(source: Source, folder: Path, shard_bytes: int) -> None:
         raise CheckpointError(f"{source.path}: {error}") from None
     if source.is_hf:
         config["max_position_embeddings"] = source.args.max_seq_len  # as it says itself
-    types = {str(source.dtype_of(name)).removeprefix("torch.") for name in names}
+    types = {entry[0] for entry in describe({name: source.empty[name] for name in names}).values()}
     if len(types) == 1:
         config["dtype"] = config["torch_dtype"] = types.pop()  # the latter for `transformers` 4
     folder.mkdir()
@@ -316,7 +279,7 @@ def _write_hf(source: Source, folder: Path, shard_bytes: int) -> None:
         save_file(tensors, folder / file, metadata={"format": "pt"})  # without it `transformers` refuses the file
         (folder / file).chmod(mode)  # safetensors lets nobody else read it
     if len(shards) > 1:
-        total = sum(map(source.bytes_of, names))
+        total = sum(source.empty[name].nbytes for name in names)
         content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         (folder / HF_INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
@@ -326,7 +289,7 @@ def _shards(source: Source, names: Sequence[str], shard_bytes: int) -> list[list
     shards: list[list[str]] = []
     room = 0
     for name in names:
-        size = source.bytes_of(name)
+        size = source.empty[name].nbytes
         if size > room or not shards:
             shards.append([])
             room = shard_bytes
@@ -337,9 +300,10 @@ def _shards(source: Source, names: Sequence[str], shard_bytes: int) -> list[list
 
 def _write_torch(source: Source, file: Path) -> None:
     """Write the file's layout without content; then the tensors, one by one, into the file mapped to memory."""
+    names = {*source.empty} - ({"output.weight"} if getattr(source.args, "tied", False) else set())
     with FakeTensorMode():
-        state = {name: source.empty(name) for name in source.shapes}
-        if getattr(source.args, "tied", False):
+        state = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in source.empty.items()}
+        if len(names) < len(state):
             state["output.weight"] = state["tok_embeddings.weight"]  # one storage, as in the model
     content = {STATE: state, MODEL: as_record(source.family, source.args), STEP: source.step}
     # As a stream: torch refuses to open a file whose name begins with a dot.
@@ -347,7 +311,6 @@ def _write_torch(source: Source, file: Path) -> None:
         torch.save(content, stream)
     with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):  # the file can be written through its tensors
         mapped: Mapping[str, torch.Tensor] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)[STATE]
-    names = [name for name in source.shapes if not (getattr(source.args, "tied", False) and name == "output.weight")]
     for name in names:
         mapped[name].copy_(source.read(name))
 
@@ -374,8 +337,7 @@ class _OneByOne(DefaultSavePlanner):
 
 def _write_checkpoint(source: Source, root: AnyPath, dtype: str | None) -> None:
     started = time.perf_counter()
-    with torch.device("meta"):
-        state = {f"model.{name}": source.empty(name) for name in source.shapes}
+    state = {f"model.{name}": tensor for name, tensor in source.empty.items()}
     for mark in marks_of(step_folder(root, source.step)):
         way = f"`titanlite checkpoint rm --force {mark}` deletes it when nothing writes there"
         raise CheckpointError(f"{mark} is a save under way or cut short: {way}")

@@ -61,12 +61,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
     """
 
     def __init__(
-        self,
-        arguments: Sequence[str],
-        count: int,
-        console: Path,
-        fault: Fault = NO_FAULT,
-        main: str = "titanlite.main",
+        self, arguments: Sequence[str], count: int, console: Path, fault: Fault = NO_FAULT, main: str = "titanlite.main"
     ) -> None:
         start_fork_server()
         console.touch()
@@ -75,24 +70,16 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         # The fork server has the environment of its start.
-        hub = {name: value for name, value in os.environ.items() if name.startswith("HF_")}
-        launch = {
-            **hub,
-            "WORLD_SIZE": count,
-            "LOCAL_WORLD_SIZE": count,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
+        launch = {name: value for name, value in os.environ.items() if name.startswith("HF_")}
+        launch |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(count))
+        launch |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         self.processes: list[ForkServerProcess] = []
         for rank in range(count):
-            variables = {name: str(value) for name, value in {**launch, "RANK": rank, "LOCAL_RANK": rank}.items()}
+            variables = {**launch, **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))}
             words = (main, list(arguments), variables, str(console), fault if rank == fault.rank else NO_FAULT)
             process = multiprocessing.get_context("forkserver").Process(target=_run_rank, args=words, daemon=True)
             process.start()
             self.processes.append(process)
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
 
     def send(self, number: signal.Signals, rank: int | None = None) -> None:
         """Send a signal to one rank, or to all."""
@@ -101,11 +88,13 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, number)
 
-    def kill(self) -> None:
+    def kill(self, *_: object) -> None:
         """Kill all ranks and wait for their ends."""
         self.send(signal.SIGKILL)
         for process in self.processes:
             process.join()
+
+    __exit__ = kill
 
     def output(self) -> str:
         """Return the output of this start."""

@@ -148,13 +148,12 @@ def evaluate(run: RunConfig, world: DistEnv, tokenizer: Tokenizer, texts: Mappin
     """Load the weights of `checkpoint.initial_load_path` and measure them. All ranks call it together."""
     from titanlite.build import build_model, build_validation
     from titanlite.checkpoint.load import Loader
-    from titanlite.checkpoint.retention import Deleter
     from titanlite.parallel.init import use_deterministic
 
     parts = build_model(run, world, tokenizer.vocab_size)
     if run.debug.deterministic:
         use_deterministic(run.debug.deterministic_warn_only)
-    Loader(run.checkpoint, world, {}, {}, Deleter()).load_weights(parts.model)
+    Loader(run.checkpoint, world, {}, {}).load_weights(parts.model)
     held_out = build_validation(run, parts.mesh, texts)
     try:
         return held_out.measure(parts.model, world.device, parts.runner, parts.factors)

@@ -15,43 +15,40 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 
-@dataclass(frozen=True)
-class SaveEvent:
+class SaveEvent(NamedTuple):
     """A point in a save: just before a call on a file."""
 
-    #: Audit events, or "os.fsync".
-    calls: tuple[str, ...]
+    #: Audit event, or "os.fsync".
+    call: str
     #: Pattern of the path, for a rename of "old path -> new path". STEP stands for the step of the save.
     path: str
     #: The event that must have come before.
     after: str = ""
     #: Number of the call among those that match.
-    count: int = 1
-    #: Half of the file is cut off first, as if the rest had not been written.
-    half: bool = False
+    nth: int = 1
 
 
-_RENAME = ("os.rename", "os.link")
-#: Points at which a process can be killed, in the order of a save.
+#: Points at which a process can be killed, in the order of a save. At a name with "half" half of the file is cut off
+#: first, as if the rest had not been written.
 SAVE_EVENTS = {
-    "folder made": SaveEvent(("os.mkdir",), r"/step-STEP$"),
-    "shard begun": SaveEvent(("open",), r"/step-STEP/[^/]*\.distcp"),
-    "shard half": SaveEvent(("os.fsync",), r"/step-STEP/[^/]*\.distcp", half=True),
-    "shards written": SaveEvent(("open",), r"/step-STEP/\.metadata"),
-    "index half": SaveEvent(("os.fsync",), r"/step-STEP/\.metadata", half=True),
-    "manifest begun": SaveEvent(("open",), r"/step-STEP/\.?manifest\.json"),
-    "manifest half": SaveEvent(("os.fsync",), r"/step-STEP/\.?manifest\.json", half=True),
-    "publish": SaveEvent(_RENAME, r"-> .*/step-STEP/manifest\.json$"),
-    "published": SaveEvent(("os.fsync",), r"/(step-\d+|checkpoint)$", after="publish"),
+    "folder made": SaveEvent("os.mkdir", r"/step-STEP$"),
+    "shard begun": SaveEvent("open", r"/step-STEP/[^/]*\.distcp"),
+    "shard half": SaveEvent("os.fsync", r"/step-STEP/[^/]*\.distcp"),
+    "shards written": SaveEvent("open", r"/step-STEP/\.metadata"),
+    "index half": SaveEvent("os.fsync", r"/step-STEP/\.metadata"),
+    "manifest begun": SaveEvent("open", r"/step-STEP/\.?manifest\.json"),
+    "manifest half": SaveEvent("os.fsync", r"/step-STEP/\.?manifest\.json"),
+    "publish": SaveEvent("os.rename", r"-> .*/step-STEP/manifest\.json$"),
+    "published": SaveEvent("os.fsync", r"/(step-\d+|checkpoint)$", after="publish"),
     # Of an old checkpoint: its manifest goes first, then its other files.
-    "prune": SaveEvent(("os.remove",), r"/step-\d+/manifest\.json$", after="publish"),
-    "prune half": SaveEvent(("os.remove",), r"/step-\d+/", after="prune", count=2),
+    "prune": SaveEvent("os.remove", r"/step-\d+/manifest\.json$", after="publish"),
+    "prune half way": SaveEvent("os.remove", r"/step-\d+/", after="prune", nth=2),
 }
 #: The new checkpoint is there at these events.
-PUBLISHED = ("published", "prune", "prune half")
+PUBLISHED = ("published", "prune", "prune half way")
 #: On a full disk files cannot grow beyond this: less than any shard of a tiny model, more than its records.
 FULL_BYTES = 1 << 16
 _SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM}
@@ -142,11 +139,12 @@ def _watch_files(notify: _Notify) -> None:
 
     def hook(call: str, arguments: tuple[Any, ...]) -> None:
         if call == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR):
-            notify(call, _path(arguments[0]), -1)
-        elif call in ("os.mkdir", "os.remove"):
-            notify(call, _path(arguments[0], arguments[-1]), -1)
-        elif call in _RENAME:
-            notify(call, f"{_path(arguments[0])} -> {_path(arguments[1])}", -1)
+            notify(call, str(arguments[0]), -1)
+        elif call in ("os.mkdir", "os.remove"):  # with a path below that of a file descriptor, or -1
+            folder = "" if arguments[-1] < 0 else os.readlink(f"/proc/self/fd/{arguments[-1]}")
+            notify(call, os.path.join(folder, str(arguments[0])), -1)
+        elif call == "os.rename":
+            notify(call, f"{arguments[0]} -> {arguments[1]}", -1)
 
     def synced(file: Any) -> None:
         descriptor = file if isinstance(file, int) else file.fileno()
@@ -156,12 +154,6 @@ def _watch_files(notify: _Notify) -> None:
     call_before(os, "fsync", synced)
 
 
-def _path(value: object, folder: int = -1) -> str:
-    """Return a path of an audit event. folder: descriptor of the folder that it is relative to; -1: none."""
-    path = os.fsdecode(value) if isinstance(value, str | bytes | os.PathLike) else ""
-    return path if folder < 0 else os.path.join(os.readlink(f"/proc/self/fd/{folder}"), path)
-
-
 def _save_watch(fault: Fault) -> _Notify:
     """Strike at an event of the save of step `fault.number`."""
     seen: Counter[str] = Counter()
@@ -169,10 +161,10 @@ def _save_watch(fault: Fault) -> _Notify:
     def notify(call: str, path: str, descriptor: int) -> None:
         for name, event in SAVE_EVENTS.items():
             pattern = event.path.replace("STEP", str(fault.number))
-            if call in event.calls and (not event.after or seen[event.after]) and re.search(pattern, path):
+            if call == event.call and (not event.after or seen[event.after]) and re.search(pattern, path):
                 seen[name] += 1
-                if name == fault.event and seen[name] == event.count:
-                    if event.half:
+                if name == fault.event and seen[name] == event.nth:
+                    if name.endswith(" half"):
                         os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
                     _strike(fault)
 

@@ -1,0 +1,137 @@
+"""After which steps a run saves: the same answer on all ranks. No torch here."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Literal, cast
+
+from titanlite.checkpoint.manifest import CheckpointError, parse_manifest, step_folder, steps_in
+from titanlite.checkpoint.paths import to_path
+from titanlite.utils import human_time
+
+if TYPE_CHECKING:
+    from titanlite.config.sections import Checkpoint
+    from titanlite.parallel.dist_env import DistEnv
+
+#: Steps whose checkpoints stay for good: those of a list, or 1, 2, 4, 8, …
+Milestones = Literal["powers_of_two"] | Sequence[int]
+#: How often in an interval rank 0 tells the others the time.
+_SYNCS = 16
+#: Environment variable with the seconds that torchrun waits for its workers after SIGTERM, and torchrun's default.
+GRACE_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+_TORCHRUN_SECONDS = "30"
+#: A stop needs more than the save: the step under way, and a disk that others use at that moment.
+_MARGIN = 1.5
+
+
+def is_milestone(step: int, milestones: Milestones) -> bool:
+    if milestones == "powers_of_two":
+        return step > 0 and step & (step - 1) == 0
+    return step in milestones
+
+
+class SaveSchedule:
+    """Says after which steps to save: the same answer on all ranks, which make one together and ask alike.
+
+    Call `due` after each step, and `begin` before a save. An interval in steps needs no communication. For one in
+    seconds the clock of rank 0 decides. The ranks synchronize at a step that they agreed on the last time: a sixteenth
+    of the interval ahead by the pace so far, or the rest of it if that is less. That is a small broadcast on the hosts
+    now and then, and waits for no device. If steps become slower meanwhile, a save is late by a sixteenth of the
+    interval's steps at most. The first interval begins with the first question.
+
+    fingerprints: of the run; the validation losses of its checkpoints in `config.folder` are those to beat.
+    clock: seconds, for tests.
+    """
+
+    def __init__(
+        self,
+        config: Checkpoint,
+        world: DistEnv,
+        fingerprints: dict[str, str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self._world, self._fingerprints, self._clock = world, fingerprints, clock
+        #: Start of the interval; None before the first question.
+        self._begun: float | None = None
+        #: The latest step in question; step and time of the latest synchronization; step of the next one.
+        self._asked = 0
+        self._synced = (0, 0.0)
+        self._next_sync = 0
+
+    def due(self, step: int, validation_loss: float | None = None) -> bool:
+        """Return whether to save after `step`. validation_loss: of these weights, where it was just measured."""
+        config = self.config
+        if self._begun is None:
+            self.begin(step)
+        elif step <= self._asked:  # the run was rolled back to an earlier step
+            self._synced, self._next_sync = (step, self._clock()), step + 1
+        self._asked = step
+        if is_milestone(step, config.milestones) or (config.enable_first_step_checkpoint and step == 1):
+            return True
+        if config.interval_type == "steps" and step % config.interval == 0:
+            return True
+        judged = config.keep_best > 0 and validation_loss is not None
+        syncs = config.interval_type == "seconds" and step >= self._next_sync
+        if not (judged or syncs):
+            return False
+        answer = False, step + 1
+        if self._world.rank == 0:
+            answer = self._decide(step, validation_loss if judged else None)
+        due, next_sync = cast("tuple[bool, int]", self._world.broadcast(answer))
+        if syncs:
+            self._next_sync = next_sync
+        return due
+
+    def begin(self, step: int) -> None:
+        """Start the next interval: a save of `step` begins now, whether it succeeds or not."""
+        self._begun = self._clock()
+        self._synced = (step, self._begun)
+        self._next_sync = step + 1
+
+    def _decide(self, step: int, validation_loss: float | None) -> tuple[bool, int]:
+        """On rank 0: return whether to save, and the step of the next synchronization."""
+        better = validation_loss is not None and math.isfinite(validation_loss) and self._is_among_best(validation_loss)
+        if self.config.interval_type == "steps" or self._begun is None:
+            return better, step
+        now, (before, then) = self._clock(), self._synced
+        self._synced = (step, now)
+        left = self.config.interval - (now - self._begun)
+        pace = (now - then) / max(step - before, 1)
+        ahead = int(min(left, self.config.interval / _SYNCS) / pace) if pace > 0 else 1
+        return better or left <= 0, step + max(ahead, 1)
+
+    def _is_among_best(self, loss: float) -> bool:
+        """Return whether fewer than `config.keep_best` checkpoints of this run have a loss that is as low."""
+        root, lower = to_path(self.config.folder), 0
+        try:
+            for step in steps_in(root):
+                with suppress(CheckpointError):
+                    manifest = parse_manifest(step_folder(root, step))
+                    other = manifest.validation_loss if manifest.can_be_resumed_by(self._fingerprints) else None
+                    lower += other is not None and other <= loss
+        except OSError:
+            return True  # the folder cannot be read: the save will say why
+        return lower < self.config.keep_best
+
+
+def grace_warning(seconds: float, name: str, environment: Mapping[str, str]) -> str:
+    """Return a warning when a save of `seconds` is likely to outlast torchrun's grace period after SIGTERM, else "".
+
+    name: of the save, in words. A process does not see the grace periods of schedulers (Slurm, Kubernetes).
+    """
+    default = _TORCHRUN_SECONDS if "TORCHELASTIC_RUN_ID" in environment else "inf"
+    try:
+        grace = float(environment.get(GRACE_VARIABLE, default))
+    except ValueError:
+        return ""
+    if seconds * _MARGIN <= grace:
+        return ""
+    return (
+        f"{name} took {human_time(seconds)}, and torchrun kills its workers {human_time(grace)} after a SIGTERM: a run "
+        f"that is stopped so is likely to lose its last save. Start it with {GRACE_VARIABLE}={int(seconds * 3) + 30}, "
+        "and ask the scheduler for as much"
+    )
