@@ -109,10 +109,6 @@ class AnomalyLog:
             }
         )
 
-    def close(self) -> None:
-        if self._log is not None:
-            self._log.close()
-
 
 def explain(bad: BadStepError, model: nn.Module, runner: Runner, fetched: Fetched) -> None:
     """Add to the error which module is to blame. All ranks call it together."""

@@ -44,7 +44,7 @@ from titanlite.metrics.float8_error import Float8ErrorCheck
 from titanlite.metrics.garbage import GarbageCollection
 from titanlite.metrics.observer import MetricsLogger
 from titanlite.metrics.profiler import Profiler
-from titanlite.metrics.throughput import device_name, peak_flops, total_memory_bytes
+from titanlite.metrics.throughput import Throughput, device_name, peak_flops, total_memory_bytes
 from titanlite.metrics.watchdog import HangWatchdog
 from titanlite.models.spec import ModelSpec, as_record
 from titanlite.optim.learning_rate import LearningRate
@@ -320,12 +320,9 @@ def build(
         run.job,
         world,
         config_text(run.toml),
-        tokens_per_step=batch.tokens_per_step,
-        sequences_per_step=batch.global_batch_size,
-        flops_per_token=flops,
-        peak_flops=peak,
-        gc_seconds=gc.read,
-        more=shares.figures if shares else None,
+        Throughput(batch.tokens_per_step, batch.global_batch_size, world.size, flops, peak),
+        gc.read,
+        shares.figures if shares else None,
     )
 
     def report(trainer: Trainer) -> list[str]:
