@@ -65,11 +65,15 @@ def list_runs(folders: Iterable[Path]) -> list[Run]:
 
 def runs_text(runs: Sequence[Run], terminal: bool) -> str:
     """Return a table, and below it the reasons of stops and the parts that could not be read."""
-    columns = ("run", "state", "step", "loss", "validation", "tokens/s", "started", "duration")
     notes = [f"{run.folder}: {state_words(run)}: {run.reason}" for run in runs if run.reason]
     notes += [problem for run in runs for problem in run.problems]
-    table = Table(columns, [_cells(run) for run in runs], left=(0, 1))
-    return "\n".join([render(table, terminal), *(f"note: {note}" for note in notes)])
+    return "\n".join([render(table(runs), terminal), *(f"note: {note}" for note in notes)])
+
+
+def table(runs: Sequence[Run]) -> Table:
+    """Return a row for each run."""
+    columns = ("run", "state", "step", "loss", "validation", "tokens/s", "started", "duration")
+    return Table(columns, [_cells(run) for run in runs], left=(0, 1))
 
 
 def state_words(run: Run) -> str:
