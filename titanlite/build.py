@@ -337,7 +337,7 @@ def build(
         Timeouts(run.comm.init_timeout_seconds, run.comm.train_timeout_seconds) if world.timeout else None,
         gc,
         attempts,
-        rep.StartReport(report, run.checkpoint, run.toml, skip, attempts, in_epochs),
+        rep.StartReport(report, run.checkpoint, skip, attempts, in_epochs),
         metrics,
         CompileReport(compiled) if compiled else None,
         Float8ErrorCheck(drift, builder.param_dtype, metrics.write) if drift else None,

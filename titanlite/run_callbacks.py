@@ -15,7 +15,7 @@ from titanlite import exit_codes
 from titanlite.callbacks import SLOW_PHASES, Callback, RunEnd
 from titanlite.checkpoint.load import LoadedState
 from titanlite.checkpoint.paths import AnyPath
-from titanlite.checkpoint.resume_check import ResumeCheck, ResumeResult
+from titanlite.checkpoint.resume_check import ResumeCheck
 from titanlite.checkpoint.retention import grace_warning
 from titanlite.config.toml import TOMLDecodeError, loads
 from titanlite.data.loader import add_hashes, step_hash
@@ -195,17 +195,14 @@ class VerifyResume(Callback):
             self._check.resumed(self._with_other_skips(loaded), self._next_batch(trainer))
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
-        self._tell(self._check.after_step(trainer.step, result.loss, result.grad_norm))
+        if (found := self._check.after_step(trainer.step, result.loss, result.grad_norm)) is not None:
+            logger.log(logging.INFO if found.verified else logging.WARNING, found.text)
 
     def on_rollback(self, trainer: Trainer) -> None:
         self._check.forget()
 
     def state_dict(self, trainer: Trainer) -> dict[str, Any]:
         return self._check.at_save(trainer.step, self._next_batch(trainer))
-
-    def _tell(self, result: ResumeResult | None) -> None:
-        if result is not None:
-            logger.log(logging.INFO if result.verified else logging.WARNING, result.text)
 
     def _next_batch(self, trainer: Trainer) -> str | None:
         """Return the hash of the next global batch, the same on any number of ranks; None where the data end.
@@ -228,16 +225,14 @@ class VerifyResume(Callback):
 
         That key may be changed for a resume.
         """
-        text, size = loaded.config.get("toml"), self._global_batch
+        size = self._global_batch
         try:
-            before = loads(text)["data"].get("skip_steps", []) if isinstance(text, str) else []
-            then = ranges_of_steps(before, size)
+            before = ranges_of_steps(loads(loaded.config["toml"])["data"].get("skip_steps", []), size)
         except (TOMLDecodeError, KeyError, ValueError):
             return loaded
         first = loaded.train["data"]["next_sequence"]
-        if take(first, size, then) == take(first, size, self._skip):
-            return loaded
-        return replace(loaded, changes=(*loaded.changes, "data.skip_steps"))
+        same = take(first, size, before) == take(first, size, self._skip)
+        return loaded if same else replace(loaded, changes=(*loaded.changes, "data.skip_steps"))
 
 
 class SourceShares(Callback):

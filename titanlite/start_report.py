@@ -20,7 +20,6 @@ from titanlite.data.loader import served_already
 from titanlite.data.skip_ranges import Range
 from titanlite.metrics.throughput import is_cpu
 from titanlite.optim.learning_rate import LearningRate
-from titanlite.runs.provenance import config_changes, config_text
 from titanlite.utils import counted, human_bytes, human_count, logger
 
 if TYPE_CHECKING:
@@ -59,7 +58,6 @@ class Setup:
     seq_len: int
     #: Tokens of a matrix product of one rank.
     tokens: int
-    #: Of the training text.
     #: Size of the training text in words, and its tokens; None for a stream.
     text: str
     tokens_per_epoch: int | None
@@ -183,26 +181,26 @@ def sharding_rows(training: Training, setup: Setup) -> list[Row]:
 
 def activations_row(config: ActivationCheckpoint, kept: ActivationStats, setup: Setup) -> Row:
     """kept: statistics of a traced block."""
-    by_operation = config.mode == "selective" and config.selective_ac_option == "op"
-    every_byte = kept.blocks * kept.plain_bytes
-    amount = f"{human_bytes(kept.total_bytes)} of {human_bytes(every_byte)} kept per micro-batch"
-    if by_operation:
-        text = f"by operation: each block saves {_runs(kept.forward, kept.saved)}"
-    elif kept.recomputing:
-        text = f"{kept.recomputing} of {counted(kept.blocks, 'blocks')} keep only their input"
-    else:
-        text, amount = "all kept", f"{human_bytes(every_byte)} in {counted(kept.blocks, 'blocks')} per micro-batch"
-    if kept.recomputing:
-        again = {kind: times for kind, times in kept.recomputed.items() if times}
-        text += f" and recompute{'s' * by_operation} {_runs(kept.forward, again) if again else 'no product'}"
+    every_byte = human_bytes(kept.blocks * kept.plain_bytes)
+    amount = f"{human_bytes(kept.total_bytes)} of {every_byte} kept per micro-batch"
+    again = {kind: times for kind, times in kept.recomputed.items() if times}
+    recomputed = _runs(kept.forward, again) if again else "no product"
     if config.mode == "budget":
         text = f"the compiler keeps {config.memory_budget:.0%} of what it would by itself"
-        amount += " without it"
+    elif config.mode == "selective" and config.selective_ac_option == "op":
+        text = f"by operation: each block saves {_runs(kept.forward, kept.saved)} and recomputes {recomputed}"
+    elif kept.recomputing:
+        blocks = counted(kept.blocks, "blocks")
+        text = f"{kept.recomputing} of {blocks} keep only their input and recompute {recomputed}"
+    else:
+        text, amount = "all kept", f"{every_byte} in {counted(kept.blocks, 'blocks')} per micro-batch"
     if (ranks := setup.degrees["tp"]) > 1:
         amount += f", before {ranks} ranks share it (tensor parallelism)"
-    away = f"up to {human_bytes(kept.total_bytes)} of that wait in host memory"
-    where = "offload has no effect on a CPU" if setup.cpu else away
-    return "activations", "; ".join([text, amount, *([where] if config.offload else [])])
+    parts = [text, amount]
+    if config.offload:
+        away = f"up to {human_bytes(kept.total_bytes)} of that wait in host memory"
+        parts.append("offload has no effect on a CPU" if setup.cpu else away)
+    return "activations", "; ".join(parts)
 
 
 def _runs(forward: Mapping[str, int], some: Mapping[str, int]) -> str:
@@ -254,36 +252,27 @@ def schedule_row(
 class StartReport(Callback):
     """Logs the report when a run starts.
 
-    report: the lines about the run itself. toml: the resolved config. skip: ranges of sequences that are skipped.
-    attempts: has lines of its own. in_epochs: the text decides how long the run is.
+    report: the lines about the run itself. skip: ranges of sequences that are skipped. attempts: has lines of its own.
+    in_epochs: the text decides how long the run is.
     """
 
     def __init__(
         self,
         report: Callable[[Trainer], Sequence[str]],
         checkpoint: Checkpoint,
-        toml: str,
         skip: Sequence[Range],
         attempts: AttemptRecord,
         in_epochs: bool,
     ) -> None:
-        self._report, self._checkpoint, self._toml, self._skip = report, checkpoint, toml, skip
+        self._report, self._checkpoint, self._skip = report, checkpoint, skip
         self._attempts, self._in_epochs = attempts, in_epochs
 
     def on_start(self, trainer: Trainer) -> None:
         loaded, rank = trainer.loaded, trainer.parts.world.rank
-        notices = list(self._notices(trainer))
-        changes = self._config_changes(loaded, notices)
-        for line in [*self._report(trainer), *notices, *changes, began(self._checkpoint, loaded)]:
+        for line in [*self._report(trainer), *self._notices(trainer), began(self._checkpoint, loaded)]:
             # Every rank has it in its own log; the console shows a warning once.
             warns = line.startswith(WARNING) and not rank
-            level, text = (logging.WARNING, line.removeprefix(WARNING)) if warns else (logging.INFO, line)
-            logger.log(level, text)
-        change = schedule_change(loaded, trainer.parts.learning_rate, trainer.steps) if loaded else None
-        if change and not rank:
-            logger.warning(change)
-        if trainer.step >= trainer.steps:
-            logger.info(self._nothing_to_do(trainer.steps))
+            logger.log(logging.WARNING if warns else logging.INFO, line.removeprefix(WARNING) if warns else line)
 
     def _notices(self, trainer: Trainer) -> Iterator[str]:
         """Yield what the checkpoint, its saves and the attempt before have to tell."""
@@ -303,22 +292,15 @@ class StartReport(Callback):
                 "(checkpoint.model_weights_only): to train on later means to go back to the full checkpoint before it"
             )
         yield from self._attempts.lines
-
-    def _config_changes(self, loaded: LoadedState | None, told: Sequence[str]) -> list[str]:
-        """How the config differs from that of the checkpoint to resume; changes that are `told` are left out."""
-        if loaded is None or loaded.origin != "resume":
-            return []
-        changes = config_changes(loaded.config.get("toml"), config_text(self._toml))
-        lines = [f"{key}: {change}" for key, change in changes.items()]
-        new = [line for line in lines if not any(t.endswith(f" {line}") for t in told)]
-        return [f"config is not that of the checkpoint: {line}" for line in new]
-
-    def _nothing_to_do(self, steps: int) -> str:
-        folder, key = self._checkpoint.folder, "training.epochs" if self._in_epochs else "training.steps (or .tokens)"
-        return (
-            f"nothing to do: the checkpoint in {folder} is of step {steps} and the run has {counted(steps, 'steps')}. "
-            f"To train on, raise {key}; to start again, give another --job.dump_folder or move the checkpoints away"
-        )
+        if loaded is not None and (change := schedule_change(loaded, trainer.parts.learning_rate, trainer.steps)):
+            yield f"{WARNING}{change}"
+        if trainer.step >= trainer.steps:
+            key = "training.epochs" if self._in_epochs else "training.steps (or .tokens)"
+            yield (
+                f"nothing to do: the checkpoint in {section.folder} is of step {trainer.steps} and the run has "
+                f"{counted(trainer.steps, 'steps')}. To train on, raise {key}; to start again, give another "
+                "--job.dump_folder or move the checkpoints away"
+            )
 
 
 def began(section: Checkpoint, loaded: LoadedState | None) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -82,25 +81,20 @@ class Profiler(Callback):
                 self._profiler.stop()
 
     def _write_trace(self, profiler: torch.profiler.profile) -> None:
-        folder = self._config.save_traces_folder
-        self._write(folder, "", "trace.json", lambda path: profiler.export_chrome_trace(str(path)))
+        self._write(self._config.save_traces_folder, "", "trace.json", profiler.export_chrome_trace)
 
     def _write_snapshot(self, suffix: str) -> None:
-        self._write(self._config.save_memory_snapshot_folder, suffix, "memory_snapshot.pickle", _dump_snapshot)
+        dump = torch.cuda.memory._dump_snapshot
+        self._write(self._config.save_memory_snapshot_folder, suffix, "memory_snapshot.pickle", dump)
 
-    def _write(self, folder: str, suffix: str, name: str, dump: Callable[[Path], None]) -> None:
+    def _write(self, folder: str, suffix: str, name: str, dump: Callable[[str], None]) -> None:
         """Write the file of this rank and step. A full disk costs a profile, not the run."""
         path = Path(folder) / f"iteration_{self._step}{suffix}" / f"rank{self._rank}_{name}"
         began = time.perf_counter()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            dump(path)
+            dump(str(path))
         except (OSError, RuntimeError) as error:
             logger.warning(f"step {self._step}: {path} could not be written: {error}")
         else:
             logger.info(f"profile of step {self._step} written to {path} in {human_time(time.perf_counter() - began)}")
-
-
-def _dump_snapshot(path: Path) -> None:
-    with open(path, "wb") as stream:
-        pickle.dump(torch.cuda.memory._snapshot(), stream)

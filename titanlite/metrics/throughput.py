@@ -56,7 +56,7 @@ class Throughput:
     """Measures time between readings; costs a few clock calls per step.
 
     tokens_per_step, sequences_per_step: over all devices. flops_per_token: forward and backward. peak_flops: FLOPS of
-    one device, None if unknown. Call `start` before the first step.
+    one device, None if unknown.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class Throughput:
         self._flops_per_token, self._peak = flops_per_token, peak_flops
         self._kind: Kind = "work"
         self._since = self._cpu_since = 0.0
+        self.start(0)
 
     def start(self, total_steps: int) -> None:
         """Begin to measure now. The first reading has the slow first step. total_steps: the run's last step."""
