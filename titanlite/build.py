@@ -63,7 +63,6 @@ from titanlite.preflight import async_tp_problems, fsdp_problems, loss_problems,
 from titanlite.run_callbacks import (
     AttemptRecord,
     CompileReport,
-    SlowSaveWarning,
     SourceShares,
     Timeouts,
     VerifyResume,
@@ -312,7 +311,7 @@ def build(
         tolerance=2e-2 if run.training.mixed_precision_param != "float32" or in_float8 else 1e-4,
         exact=device.type == "cpu" or run.debug.deterministic,
     )
-    attempts = AttemptRecord(folder, run.toml, run.job.description, world, name, batch.tokens_per_step, watchdog)
+    attempts = AttemptRecord(folder, run.toml, run.job.description, name, watchdog)
     gc = GarbageCollection(run.training.gc_freq)
     shares = SourceShares(datasets.train) if isinstance(datasets.train, MixedRows) else None
     metrics = MetricsLogger(
@@ -342,8 +341,7 @@ def build(
         CompileReport(compiled) if compiled else None,
         Float8ErrorCheck(drift, builder.param_dtype, metrics.write) if drift else None,
         Profiler(run.profiling, world.rank, device) if profiles else None,
-        VerifyResume(resume_check, datasets.train, batch.global_batch_size, skip, world, (rank, ranks)),
-        SlowSaveWarning(world.rank),
+        VerifyResume(resume_check, skip, (rank, ranks)),
         shares,
         *callbacks,
     ]
@@ -392,6 +390,7 @@ def startup_lines(
     degrees = {"pp": mesh.pipeline, "dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard}
     setup = rep.Setup(
         device=device_name(device),
+        cpu=device.type == "cpu",
         degrees={**degrees, "cp": mesh.context, "tp": mesh.tensor},
         parameters=parameters,
         micro_batch=batch.micro_batch_size,

@@ -18,7 +18,6 @@ from titanlite.config.run_sections import Metrics
 from titanlite.config.sections import ActivationCheckpoint, Checkpoint, Data, Float8, Model, Training
 from titanlite.data.loader import served_already
 from titanlite.data.skip_ranges import Range
-from titanlite.metrics.throughput import is_cpu
 from titanlite.optim.learning_rate import LearningRate
 from titanlite.utils import counted, human_bytes, human_count, logger
 
@@ -39,6 +38,7 @@ WARNING = "warning: "
 _LAST = ("note", "warning")
 #: Prefixes of notes of the config whose numbers rows of the report show already.
 _SHOWN = ("global batch = ", "accumulation = ", "tokens per step = ", "data_parallel_shard = ")
+_NO_OFFLOAD = "offload has no effect on a CPU"
 _WORDS = {"optimizer": "optimizer", "lr_scheduler": "schedule", "dataloader": "text", "rng": "random generators"}
 
 
@@ -48,6 +48,7 @@ class Setup:
 
     #: From `titanlite.metrics.throughput.device_name`.
     device: str
+    cpu: bool
     #: Ranks by dimension of the mesh: pp, dp_replicate, dp_shard, cp, tp.
     degrees: Mapping[str, int]
     #: Count by top-level module, over all ranks.
@@ -61,10 +62,6 @@ class Setup:
     #: Size of the training text in words, and its tokens; None for a stream.
     text: str
     tokens_per_epoch: int | None
-
-    @property
-    def cpu(self) -> bool:
-        return is_cpu(self.device)
 
     @property
     def data_parallel(self) -> int:
@@ -104,23 +101,21 @@ def model_rows(model: Model, setup: Setup) -> list[Row]:
 def compute_rows(
     metrics: Metrics, float8: Float8, setup: Setup, ranks: int, flops: int, peak: float | None, memory: int
 ) -> list[Row]:
-    """flops: per token. peak, memory: FLOPS and bytes of one device; None and 0 where unknown."""
-    mfu, rows = "", []
+    """flops: per token. peak, memory: FLOPS (None where unknown) and bytes of one device."""
+    mfu = ""
     if peak is not None:
         mfu = f"; MFU against {peak / 1e12:,.4g} TFLOPS per device"
-        if float8.enable_float8_linear and metrics.peak_tflops is not None:
-            mfu += " (metrics.peak_tflops)"
-        elif float8.enable_float8_linear:
-            mfu += ", its peak in bf16; float8 products can be above it"
-    elif not setup.cpu:
+        if float8.enable_float8_linear:
+            mfu += ", its peak in bf16" if metrics.peak_tflops is None else " (metrics.peak_tflops)"
+    each = f"{human_bytes(memory)} {'of memory, shared' if setup.cpu else 'each'}"
+    rows = [
+        ("compute", f"{flops / 1e9:,.4g} GFLOPs per token, forward and backward{mfu}"),
+        ("devices", f"{ranks} x {setup.device}, {each}"),
+    ]
+    if peak is None and not setup.cpu:
         text = f"no MFU is shown: the peak of {setup.device} is not known here; metrics.peak_tflops sets it"
         rows.append(("note", text))
-    each = f", {human_bytes(memory)} {'of memory, shared' if setup.cpu else 'each'}" if memory else ""
-    return [
-        ("compute", f"{flops / 1e9:,.4g} GFLOPs per token, forward and backward{mfu}"),
-        ("devices", f"{ranks} x {setup.device}{each}"),
-        *rows,
-    ]
+    return rows
 
 
 def mesh_row(setup: Setup, ranks: int) -> Row:
@@ -155,11 +150,8 @@ def float8_rows(float8: Float8, choices: Sequence[Float8Choice], setup: Setup, c
         what = "in float8" if choice.converted else f"kept: {choice.reason}"
         rows.append((f"  {choice.kind}", f"{size}, {len(choice.names)} {what}"))
     if not compiled and not setup.cpu:
-        text = (
-            "float8 without training.compile is slower than bf16: scaling and rounding then run as kernels of their "
-            "own, which take longer than the products save. Set training.compile = true"
-        )
-        rows.append(("warning", text))
+        text = "float8 without training.compile is slower than bf16: scaling and rounding run as kernels of their own"
+        rows.append(("warning", f"{text}. Set training.compile = true"))
     return rows
 
 
@@ -174,8 +166,7 @@ def sharding_rows(training: Training, setup: Setup) -> list[Row]:
             f"{human_bytes(width * total)} per rank (training.gradient_sync)"
         )
     if training.enable_cpu_offload:
-        on_cpu = "offload to host memory is without effect on a CPU"
-        parts.append(on_cpu if setup.cpu else "parameters, gradients and optimizer state in host memory")
+        parts.append(_NO_OFFLOAD if setup.cpu else "parameters, gradients and optimizer state in host memory")
     return [("sharding", "; ".join(parts))] if parts else []
 
 
@@ -199,7 +190,7 @@ def activations_row(config: ActivationCheckpoint, kept: ActivationStats, setup: 
     parts = [text, amount]
     if config.offload:
         away = f"up to {human_bytes(kept.total_bytes)} of that wait in host memory"
-        parts.append("offload has no effect on a CPU" if setup.cpu else away)
+        parts.append(_NO_OFFLOAD if setup.cpu else away)
     return "activations", "; ".join(parts)
 
 
@@ -239,14 +230,14 @@ def schedule_row(
     decay_type: str, floor: float, warmup: float, plateau: float | None, decay: int | None, total: int | None
 ) -> Row:
     """floor: lowest learning rate of the decay. The others are lengths in steps."""
-    parts = [f"warm-up {counted(warmup, 'steps')}"]
-    if plateau:
-        parts.append(f"plateau {counted(plateau, 'steps')}")
     over = "" if decay is None else f" over the last {counted(decay, 'steps')}"
-    parts.append("then constant" if decay_type == "constant" else f"{decay_type} decay{over} to {floor:g}")
-    if total is not None:
-        parts.append(f"{counted(total, 'steps')} in all")
-    return "schedule", ", ".join(parts)
+    parts = [
+        f"warm-up {counted(warmup, 'steps')}",
+        f"plateau {counted(plateau, 'steps')}" if plateau else "",
+        "then constant" if decay_type == "constant" else f"{decay_type} decay{over} to {floor:g}",
+        "" if total is None else f"{counted(total, 'steps')} in all",
+    ]
+    return "schedule", ", ".join(filter(None, parts))
 
 
 class StartReport(Callback):
@@ -336,15 +327,10 @@ def schedule_change(loaded: LoadedState, rate: LearningRate, steps: int) -> str 
         rates = f"{earlier(first):.3g} -> {rate(first):.3g}"
     except (TypeError, ValueError, KeyError):  # of a later version, or damaged: it only serves this comparison
         return f"the learning-rate schedule in {loaded.folder} cannot be compared with this run's: {changed!r:.200}"
-    words = [f"{name.replace('_', ' ')} {_number(then)} -> {_number(now[name])}" for name, then in changed.items()]
-    keep = ""
-    if "total_steps" in changed:
-        keep = f"; lr_scheduler.total_steps = {changed['total_steps']} keeps the old length"
+    words = ", ".join(f"{name} {then} -> {now[name]}" for name, then in changed.items())
+    total = changed.get("total_steps")
+    keep = "" if total is None else f"; lr_scheduler.total_steps = {total} keeps the old length"
     return (
-        f"the learning-rate schedule changed since step {loaded.step}: {', '.join(words)}; "
-        f"learning rate of step {first}: {rates}{keep}"
+        f"the learning-rate schedule changed since step {loaded.step}: {words}; learning rate of step {first}: "
+        f"{rates}{keep}"
     )
-
-
-def _number(value: object) -> str:
-    return f"{value:.10g}" if isinstance(value, int | float) else str(value).lower()

@@ -70,17 +70,29 @@ def test_lines_carry_local_time_problems_their_level_and_other_ranks_their_numbe
 
 
 @pytest.mark.parametrize(
-    ("color", "stream", "colored"),
+    ("color", "terminal", "variables", "colored"),
     [
-        (None, io.StringIO(), False),
-        (None, Terminal(), True),
-        (True, io.StringIO(), True),
-        (False, Terminal(), False),
+        (None, False, {}, False),
+        (None, True, {}, True),
+        (None, False, {"FORCE_COLOR": "1"}, True),
+        (None, True, {"NO_COLOR": "1"}, False),
+        (None, True, {"FORCE_COLOR": "1", "TERM": "dumb"}, False),
+        (True, True, {"TERM": "dumb"}, False),
+        (True, False, {}, True),
+        (False, True, {}, False),
     ],
 )
 def test_colours_only_where_wanted(
-    console: logging.Logger, color: bool | None, stream: io.StringIO, colored: bool
+    console: logging.Logger,
+    monkeypatch: pytest.MonkeyPatch,
+    color: bool | None,
+    terminal: bool,
+    variables: dict[str, str],
+    colored: bool,
 ) -> None:
+    for name, value in {"NO_COLOR": "", "FORCE_COLOR": "", "TERM": "xterm", **variables}.items():
+        monkeypatch.setenv(name, value)
+    stream = Terminal() if terminal else io.StringIO()
     setup_console(0, color, stream)
     line = titan_line(FIGURES)
     console.info(line, extra={"figures": FIGURES})
@@ -90,6 +102,10 @@ def test_colours_only_where_wanted(
     assert ANSI.sub("", painted) == line
     console.warning("careful")
     assert ("\033[33mWARNING: careful" in stream.getvalue()) is colored
+    if "TERM" in variables:
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert cli.main(["config", "explain", "train_configs/debug_model.toml"]) == 0
+        assert "training.steps" in stream.getvalue() and "\033" not in stream.getvalue()
 
 
 #: A title of the terminal, red to the end, a line gone, the C1 form of an escape; then what may stay.
@@ -131,19 +147,3 @@ def test_commands_show_foreign_names_without_control_characters(
     assert cli.main(["config", "check", str(file)]) == 0
     assert "a\\x1b]0;owned\\x07.toml" in out.getvalue() and "\x1b]" not in out.getvalue()
     assert "\x1b[" in out.getvalue(), "our colours stay"
-
-
-@pytest.mark.parametrize("color", [None, True])
-def test_a_dumb_terminal_gets_no_escape_codes(
-    console: logging.Logger, monkeypatch: pytest.MonkeyPatch, color: bool | None
-) -> None:
-    """Not with FORCE_COLOR and metrics.enable_color_printing either."""
-    monkeypatch.setenv("TERM", "dumb")
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    out = Terminal()
-    setup_console(0, color, out)
-    console.warning("careful")
-    console.info(titan_line(FIGURES), extra={"figures": FIGURES})
-    monkeypatch.setattr(sys, "stdout", out)
-    assert cli.main(["config", "explain", "train_configs/debug_model.toml"]) == 0
-    assert "careful" in out.getvalue() and "training.steps" in out.getvalue() and "\033" not in out.getvalue()

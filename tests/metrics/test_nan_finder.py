@@ -128,10 +128,9 @@ def test_the_origin_is_named_on_every_rank(pool: Pools, where: str) -> None:
             ),
         ),
         replace(RUN, replicas=2),
-        replace(RUN, activations=ActivationCheckpoint(mode="full")),
         replace(RUN, activations=ActivationCheckpoint(mode="selective", selective_ac_option="op")),
     ],
-    ids=["bf16, each gradient reduced", "DDP", "blocks recomputed", "some operations recomputed"],
+    ids=["bf16, each gradient reduced", "DDP", "some operations recomputed"],
 )
 @pytest.mark.parametrize("where", ["output", "gradient of an input"])
 def test_it_is_found_in_every_kind_of_step(pool: Pools, run: Run, where: str) -> None:

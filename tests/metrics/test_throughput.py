@@ -12,7 +12,6 @@ from titanlite.metrics import throughput
 from titanlite.metrics.throughput import (
     Throughput,
     device_name,
-    is_cpu,
     peak_flops,
     read_memory,
     reset_peak,
@@ -102,8 +101,7 @@ def test_peaks_belong_to_exactly_these_devices() -> None:
 
 def test_the_cpu_has_a_name_and_no_peak() -> None:
     name = device_name(CPU)
-    assert is_cpu(name) and len(name) > len("CPU ()") and peak_flops(name) is None
-    assert not is_cpu("NVIDIA H200")
+    assert name.startswith("CPU (") and len(name) > len("CPU ()") and peak_flops(name) is None
 
 
 def test_cpu_memory_is_what_is_resident_and_grows_with_what_is_allocated() -> None:
@@ -128,7 +126,6 @@ def test_cuda_memory_is_the_peak_since_the_last_reset() -> None:
     reset_peak(device)
     after = read_memory(device)
     assert after["memory_gib"] < 0.1 and after["reserved_gib"] >= 1.0
-    assert not is_cpu(device_name(device))
 
 
 def test_only_ones_own_work_in_steps_is_read(clock: Clock) -> None:

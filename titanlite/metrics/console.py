@@ -152,8 +152,8 @@ def setup_console(rank: int, color: bool | None = None, stream: TextIO | None = 
     Rank 0 shows INFO and up, others WARNING and up. color: None means on a terminal, unless NO_COLOR or
     FORCE_COLOR say otherwise. With TERM=dumb there are none.
     """
-    for handler in _handlers():
-        logger.removeHandler(handler)
+    if (before := console_handler()) is not None:
+        logger.removeHandler(before)
     logger.addHandler(ConsoleHandler(rank, color, stream))
     logger.setLevel(logging.INFO)
     # Libraries that call logging.basicConfig would otherwise print every line a second time.
@@ -162,8 +162,4 @@ def setup_console(rank: int, color: bool | None = None, stream: TextIO | None = 
 
 def console_handler() -> ConsoleHandler | None:
     """Return the handler of `setup_console`, if that was called."""
-    return next(iter(_handlers()), None)
-
-
-def _handlers() -> list[ConsoleHandler]:
-    return [handler for handler in logger.handlers if isinstance(handler, ConsoleHandler)]
+    return next((handler for handler in logger.handlers if isinstance(handler, ConsoleHandler)), None)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from titanlite.utils import Table, render
 
-#: Ranks that the table shows; of the others it counts how many are where.
+#: Ranks that the table shows.
 MAX_ROWS = 32
 _SHOWN_FRAMES, _NAMED = 2, 8
 
@@ -70,8 +69,7 @@ def table(states: Sequence[RankState], culprits: Sequence[RankState] = ()) -> st
     shown.sort(key=lambda s: s.rank)
     rows = [(str(s.rank), s.host, str(s.step), s.phase, f"{s.seconds:.1f}", s.at()) for s in shown]
     lines = render(Table(("rank", "host", "step", "phase", "seconds", "at"), rows, (1, 3, 5)), terminal=False)
-    rest = Counter(s.where for s in states if s not in shown)
-    more = [f"and {number} more in {where}" for where, number in rest.most_common()]
+    more = [f"and {len(states) - len(shown)} more"] if len(states) > len(shown) else []
     return "\n".join(f"  {line}" for line in [*lines.splitlines(), *more])
 
 

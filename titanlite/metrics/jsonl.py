@@ -44,15 +44,14 @@ class MetricsLog:
 
         Rows without a step are kept. validated: the validation of `step` will not be done again.
         """
+
+        def stays(row: Mapping[str, Any]) -> bool:
+            return _step(row) < step or _step(row) == step and (validated or "validation_loss" not in row)
+
         try:
             content = self.path.read_bytes()
             rows = ((line, _parse(line)) for line in content.splitlines())
-            again = step if not validated else math.inf
-            new = b"".join(
-                line + b"\n"
-                for line, row in rows
-                if row is not None and _step(row) <= step and not ("validation_loss" in row and _step(row) == again)
-            )
+            new = b"".join(line + b"\n" for line, row in rows if row is not None and stays(row))
             if new != content:
                 atomic_write(self.path, new)
         except FileNotFoundError:

@@ -30,15 +30,11 @@ _SECONDS_BETWEEN = 0.5
 _NARROW = 80
 
 
-def _number(value: float) -> str:
-    return f"{value:.3e}" if abs(value) >= 1e5 else f"{value:.4f}"
-
-
 #: Title -> colour, and text of a cell; "" for a figure that is not known.
 _COLUMNS: dict[str, tuple[str, Callable[[Figures], str]]] = {
     "step": ("red", lambda f: f"{f['step']:,}"),
-    "loss": ("green", lambda f: _number(f["loss"])),
-    "grad norm": ("cyan", lambda f: _number(f["grad_norm"])),
+    "loss": ("green", lambda f: f"{f['loss']:.4f}"),
+    "grad norm": ("cyan", lambda f: f"{f['grad_norm']:.4f}"),
     "lr": ("cyan", lambda f: f"{f['lr']:.2e}"),
     "tokens/s": ("blue", lambda f: f"{round(f['tps']):,}"),
     "mfu": ("magenta", lambda f: f"{f['mfu']:.1f}%" if "mfu" in f else ""),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.callbacks import SLOW_PHASES, Callback, RunEnd
+from titanlite.checkpoint.retention import grace_warning
 from titanlite.config.run_sections import Job, Metrics
 from titanlite.config.toml import loads
 from titanlite.metrics.console import SLOW_DATA, fsdp_line, titan_line
@@ -56,7 +58,8 @@ class MetricsLogger(Callback):
         self._tracker: WandbWriter | None = None
         self._view: LiveView | None = None
         self._logs = 0
-        self._slow_data = False
+        #: It was warned of data, or of a save, that takes long.
+        self._slow_data = self._slow_save = False
         self._first_step = 1
 
     def on_start(self, trainer: Trainer) -> None:
@@ -120,6 +123,10 @@ class MetricsLogger(Callback):
 
     def on_save(self, trainer: Trainer, step: int, folder: AnyPath, seconds: float) -> None:
         logger.info(f"checkpoint of step {step} written to {folder} in {human_time(seconds)}")
+        warning = grace_warning(seconds, f"the save of step {step}", os.environ)
+        if warning and not self._slow_save and self._world.rank == 0:
+            self._slow_save = True
+            logger.warning(warning)
 
     def on_end(self, trainer: Trainer, end: RunEnd) -> None:
         """Close all records. Of a run that failed, within two seconds: other ranks leave after three."""
@@ -130,7 +137,6 @@ class MetricsLogger(Callback):
             self._tensorboard.close(failed=failed)
         if self._tracker:
             self._tracker.close(failed=failed)
-        self._ranks.close()
 
     def run_ids(self) -> dict[str, str]:
         """Return where the run is recorded: service → id of the run there. Rank 0 knows."""

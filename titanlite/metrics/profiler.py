@@ -33,7 +33,6 @@ class Profiler(Callback):
     def __init__(self, config: Profiling, rank: int, device: torch.device) -> None:
         self._config, self._rank = config, rank
         self._step = 0
-        self._started = False
         self._snapshots = config.enable_memory_snapshot and device.type == "cuda"
         if config.enable_memory_snapshot and not self._snapshots:
             logger.warning("profiling.enable_memory_snapshot records CUDA's allocations: on a CPU there are none")
@@ -53,7 +52,6 @@ class Profiler(Callback):
             )
 
     def on_start(self, trainer: Trainer) -> None:
-        self._started = True
         if self._snapshots:
             torch.cuda.memory._record_memory_history(max_entries=_ENTRIES)
         if self._profiler:
@@ -69,8 +67,6 @@ class Profiler(Callback):
 
     def on_end(self, trainer: Trainer, end: RunEnd) -> None:
         """Record no more. A cycle that was cut short leaves no trace: steps would be missing."""
-        if not self._started:
-            return
         if self._snapshots:
             if isinstance(end.error, torch.OutOfMemoryError):
                 self._write_snapshot("_out_of_memory")

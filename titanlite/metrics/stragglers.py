@@ -85,11 +85,6 @@ class StragglerDetector:
             f"({times} logs in a row)"
         )
 
-    def close(self) -> None:
-        """Remove the hooks from the model."""
-        if self._head:
-            self._head.remove()
-
 
 class _HeadTimer:
     """Measures the latest forward pass of one module on the GPU, with two events that are recorded again each time."""
@@ -97,17 +92,14 @@ class _HeadTimer:
     def __init__(self, module: nn.Module) -> None:
         self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._has_run = False
-        self._handles = (module.register_forward_pre_hook(self._before), module.register_forward_hook(self._after))
+        module.register_forward_pre_hook(self._before)
+        module.register_forward_hook(self._after)
 
     def seconds(self) -> float:
         if not self._has_run:
             return 0.0
         self._end.synchronize()
         return self._start.elapsed_time(self._end) / 1000
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
 
     def _before(self, *_: object) -> None:
         self._start.record()

@@ -11,7 +11,7 @@ import os
 import platform
 import re
 import time
-from collections import deque
+from collections import defaultdict, deque
 from pathlib import Path
 from statistics import median
 from typing import Literal, NamedTuple
@@ -20,7 +20,6 @@ import torch
 
 Kind = Literal["work", "data", "pause"]
 
-_KINDS: tuple[Kind, ...] = ("work", "data", "pause")
 _RECENT_STEPS = 50
 _GIB = 1024**3
 
@@ -36,7 +35,6 @@ _PEAKS: tuple[tuple[str, float], ...] = (
     (r"H200", 989e12),
     (r"B200", 2.25e15),
 )
-_CPU = "CPU ("
 
 
 class Reading(NamedTuple):
@@ -132,8 +130,8 @@ class Throughput:
     def _begin_window(self) -> None:
         self._since, self._cpu_since = time.perf_counter(), time.thread_time()
         self._steps = 0
-        self._seconds: dict[Kind, float] = dict.fromkeys(_KINDS, 0.0)
-        self._cpu: dict[Kind, float] = dict.fromkeys(_KINDS, 0.0)
+        self._seconds: defaultdict[Kind, float] = defaultdict(float)
+        self._cpu: defaultdict[Kind, float] = defaultdict(float)
 
 
 def peak_flops(device_name: str) -> float | None:
@@ -148,12 +146,7 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     model = _proc_field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
-    return f"{_CPU}{model or 'unknown model'})"
-
-
-def is_cpu(device_name: str) -> bool:
-    """Return whether a name of `device_name` is the CPU's, for which no MFU is given."""
-    return device_name.startswith(_CPU)
+    return f"CPU ({model})"
 
 
 def read_memory(device: torch.device) -> dict[str, float]:

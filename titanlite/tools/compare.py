@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -178,19 +179,14 @@ def _validation(runs: Sequence[Run]) -> Iterator[Figure]:
 
 def spread(steps: Sequence[int], count: int) -> list[int]:
     """Return at most `count` of the steps at equal distances, including the last."""
-    if len(steps) <= count:
-        return list(steps)
-    return [steps[round((i + 1) * len(steps) / count) - 1] for i in range(count)]
+    return sorted({steps[round((i + 1) * len(steps) / count) - 1] for i in range(count)}) if steps else []
 
 
 def short_names(paths: Sequence[Path]) -> tuple[str, ...]:
-    """Return the shortest ends of the paths that differ."""
-    parts = [path.resolve().parts for path in paths]
-    for length in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(part[-length:]) for part in parts]
-        if len(set(names)) == len(names):
-            break
-    return tuple(names)
+    """Return the paths below their common folder."""
+    whole = [path.resolve() for path in paths]
+    common = os.path.commonpath([path.parent for path in whole])
+    return tuple(os.path.relpath(path, common) for path in whole)
 
 
 def tables(comparison: Comparison) -> list[Table]:

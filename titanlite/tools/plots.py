@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +14,6 @@ COLORS = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"),
     *("#6000e0", "#00c000", "#e000c0", "#606000", "#c00040", "#6060e0"),
 )
-#: Maximum number of points of a curve.
-POINTS = 1500
 
 Point = tuple[float, float]
 
@@ -31,7 +27,7 @@ class Curve:
     """One line: (step, value) in order of steps; values may be NaN. run: its number decides the colour."""
 
     label: str
-    points: tuple[Point, ...]
+    points: Sequence[Point]
     run: int = 0
     #: Validation loss: dashed, and its points are marked.
     validation: bool = False
@@ -53,7 +49,7 @@ def charts(runs: Sequence[Run], labels: Sequence[str]) -> list[Chart]:
     """Return the loss chart and, where the runs record it, the speed chart."""
 
     def curves(name: str, suffix: str = "", validation: bool = False) -> list[Curve]:
-        points = (thin([(row["step"], row[name]) for row in run.rows if name in row]) for run in runs)
+        points = ([(row["step"], row[name]) for row in run.rows if name in row] for run in runs)
         named = enumerate(zip(labels, points, strict=True))
         return [Curve(label + suffix, found, i, validation) for i, (label, found) in named if found]
 
@@ -61,23 +57,6 @@ def charts(runs: Sequence[Run], labels: Sequence[str]) -> list[Chart]:
     found = [Chart("Loss", "nats per token", losses)]
     speeds = curves("total_tps")
     return found + ([Chart("Speed", "tokens/s, all devices", speeds, from_zero=True)] if speeds else [])
-
-
-def thin(points: Sequence[Point], limit: int = POINTS) -> tuple[Point, ...]:
-    """Return at most about `limit` points: of each group the lowest and the highest, so that no spike is lost.
-
-    A point that is not finite stays too: the curve has a gap there.
-    """
-    if len(points) <= limit:
-        return tuple(points)
-    size = math.ceil(2 * len(points) / limit)
-    kept: list[Point] = []
-    for begin in range(0, len(points), size):
-        group = points[begin : begin + size]
-        finite = sorted((p for p in group if math.isfinite(p[1])), key=lambda p: p[1])
-        gap = [p for p in group if not math.isfinite(p[1])]
-        kept += sorted({*finite[:1], *finite[-1:], *gap[:1]}, key=lambda p: p[0])
-    return tuple(kept)
 
 
 def draw_png(found: Sequence[Chart], path: Path) -> None:
@@ -88,9 +67,8 @@ def draw_png(found: Sequence[Chart], path: Path) -> None:
         message = f"matplotlib is needed to draw it ({error}); install it with: pip install 'titanlite[plots]'"
         raise PlotsMissing(message) from None
     # The legend is below the charts, with a line per curve: names may be as long as folders.
-    names = [textwrap.fill(curve.label, 100) for curve in found[0].curves]
-    lines = sum(name.count("\n") + 1 for name in names)
-    figure = Figure(figsize=(10, 4.2 * len(found) + 0.24 * lines + 0.2), dpi=110, layout="constrained")
+    names = [curve.label for curve in found[0].curves]
+    figure = Figure(figsize=(10, 4.2 * len(found) + 0.24 * len(names) + 0.2), dpi=110, layout="constrained")
     axes = figure.subplots(len(found), 1, squeeze=False)[:, 0]
     for axis, chart in zip(axes, found, strict=True):
         for curve in chart.curves:
@@ -107,6 +85,5 @@ def draw_png(found: Sequence[Chart], path: Path) -> None:
         axis.yaxis.set_major_formatter("{x:,g}")
         axis.xaxis.set_major_formatter("{x:,g}")
         axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
     figure.legend(axes[0].get_lines(), names, loc="outside lower left", frameon=False)
     figure.savefig(path)

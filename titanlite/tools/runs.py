@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.runs.read import Row, Run, find_runs, read_run
-from titanlite.runs.record import Attempt, read_attempts, read_entries
+from titanlite.runs.record import read_attempts, read_entries
 from titanlite.tools.cli import no_flags
 from titanlite.utils import Table, human_time, render
 
@@ -135,26 +135,16 @@ def attempts_text(folder: Path, terminal: bool) -> str:
     lost = {one["lost"].get("attempt"): one["lost"].get("tokens") for one in attempts if "lost" in one}
     rows, notes = [], []
     for one in attempts:
-        tokens = one.get("lost_tokens", lost.get(one["attempt"]))
-        rows.append(_attempt_cells(one, 0 if one.get("state") == "done" else tokens))
+        tokens = 0 if one.get("state") == "done" else one.get("lost_tokens", lost.get(one["attempt"]))
+        step = one.get("step") if "state" in one else None
+        texts = (one["attempt"], _utc(one.get("started")), one.get("began", NONE), _utc(one.get("ended")))
+        figures = (number(figure, ",") for figure in (one.get("exit_code"), step, one.get("saved_step"), tokens))
+        rows.append([*map(str, texts), one.get("state", "no end"), *figures])
         changes: Mapping[str, str] = one.get("config_changes", {})
         about = [one.get("reason"), *(f"{key}: {change}" for key, change in changes.items())]
         notes += [f"note: attempt {one['attempt']}: {text}" for text in about if text]
     columns = ("attempt", "started (UTC)", "began", "ended (UTC)", "state", "exit", "step", "saved", "tokens lost")
     return "\n".join([render(Table(columns, rows, left=(1, 2, 3, 4), title=str(folder)), terminal), *notes])
-
-
-def _attempt_cells(attempt: Attempt, lost: int | None) -> list[str]:
-    ended = "state" in attempt
-    figures = [attempt.get("exit_code"), attempt.get("step") if ended else None, attempt.get("saved_step"), lost]
-    return [
-        str(attempt["attempt"]),
-        _utc(attempt.get("started")),
-        str(attempt.get("began", NONE)),
-        _utc(attempt.get("ended")),
-        str(attempt.get("state", "no end")),
-        *(number(figure, ",") for figure in figures),
-    ]
 
 
 def _utc(seconds: float | None) -> str:
