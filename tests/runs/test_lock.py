@@ -324,3 +324,8 @@ def test_a_folder_of_checkpoints_that_cannot_be_is_found_at_the_start(tmp_path: 
         with pytest.raises(ConfigError, match=r"checkpoint\.folder: .*, where the logs of"), _lock_of_run(config):
             pytest.fail("it was not looked at")
     assert _names(run) == ["checkpoint"]
+    with (
+        pytest.raises(ConfigError, match=r"job\.dump_folder: cannot write to"),
+        _lock(run / "checkpoint" / "x", config.checkpoint),
+    ):
+        pytest.fail("it was not looked at")

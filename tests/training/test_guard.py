@@ -97,39 +97,27 @@ def test_poison_on_one_rank_stops_all_and_reaches_no_weight(
         assert ("backward pass" in result["error"][3]) == (where == "gradient")
 
 
+def _spread(**changes: Any) -> Any:
+    return pytest.param(replace(RUN, **changes), NAN, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
-    ("implementation", "values"),
+    ("run", "value"),
     [
-        pytest.param("fused", (NAN, INF), marks=pytest.mark.slow),
-        ("foreach", (NAN,)),
-        pytest.param("for-loop", (NAN,), marks=pytest.mark.slow),
+        (replace(RUN, implementation="foreach"), NAN),
+        *(_spread(implementation=name) for name in ("fused", "for-loop")),
+        *(_spread(accumulation=2), _spread(tensor=2), _spread(context=2), _spread(pipeline=2)),
     ],
-    ids=["fused", "foreach", "for-loop"],
+    ids=["foreach", "fused", "for-loop", "accumulation", "tensor", "context", "pipeline"],
 )
-def test_a_skipped_step_leaves_no_trace(pool: Pools, implementation: str, values: tuple[float, ...]) -> None:
-    run = replace(RUN, implementation=implementation)
+def test_a_skipped_step_leaves_no_trace(pool: Pools, run: Run, value: float) -> None:
     without = pool(2).run(_train, run, "skip", "activation", None)
-    for value in values:
-        for found, other in zip(pool(2).run(_train, run, "skip", "activation", value), without, strict=True):
-            states = found["states"]
-            assert found["skipped"] == [(BAD, [1])]
-            assert _equal(states[BAD - 1], states[BAD - 2]), "weights, moments and step count stay bit for bit"
-            assert not _equal(states[BAD], states[BAD - 1]), "the step after it trains"
-            assert _equal(states[-1], other["states"][-1]), "as if the batch had never been there"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "run",
-    [replace(RUN, accumulation=2), replace(RUN, tensor=2), replace(RUN, context=2), replace(RUN, pipeline=2)],
-    ids=["accumulation", "tensor", "context", "pipeline"],
-)
-def test_all_ranks_skip_alike_however_they_share_the_work(pool: Pools, run: Run) -> None:
-    without = pool(2).run(_train, run, "skip", "activation", None)
-    for found, other in zip(pool(2).run(_train, run, "skip", "activation", NAN), without, strict=True):
+    for found, other in zip(pool(2).run(_train, run, "skip", "activation", value), without, strict=True):
+        states = found["states"]
         assert [step for step, _ in found["skipped"]] == [BAD]
-        assert _equal(found["states"][BAD - 1], found["states"][BAD - 2])
-        assert _equal(found["states"][-1], other["states"][-1])
+        assert _equal(states[BAD - 1], states[BAD - 2]), "weights, moments and step count stay bit for bit"
+        assert not _equal(states[BAD], states[BAD - 1]), "the step after it trains"
+        assert _equal(states[-1], other["states"][-1]), "as if the batch had never been there"
 
 
 def _zero_probability(world: DistEnv) -> tuple[bool, int]:
@@ -220,7 +208,7 @@ def _nan_between(world: DistEnv) -> tuple[list[bool], list[float]]:
     return [_feed(guard, step, loss) for step, loss in enumerate(losses, 1)], guard.state_dict()["losses"]
 
 
-def test_what_is_flagged_never_enters_the_window(pool: Pools) -> None:
+def test_a_flagged_loss_never_enters_the_window(pool: Pools) -> None:
     (found, losses), _ = pool(2).run(_nan_between)
     assert found == [True, True, False, True, False, True, False, True, False, True, False]
     assert losses == [torch.tensor(loss).item() for loss in (1.9, 2.0, 2.05, 2.0)]
