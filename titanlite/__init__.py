@@ -36,8 +36,8 @@ if TYPE_CHECKING:  # for type checkers; the same names as below
     from titanlite.step import PlainRunner as PlainRunner
     from titanlite.step import StepResult as StepResult
     from titanlite.step import TrainStep as TrainStep
-    from titanlite.step import validate as validate
     from titanlite.trainer import Trainer as Trainer
+    from titanlite.validation import validate as validate
 
 #: Module → its public names.
 _PUBLIC = {
@@ -57,8 +57,9 @@ _PUBLIC = {
     "parallel.tensor": ["apply_tp"],
     "run_text": ["read_datasets"],
     "signals": ["StopSignal"],
-    "step": ["PlainRunner", "StepResult", "TrainStep", "validate"],
+    "step": ["PlainRunner", "StepResult", "TrainStep"],
     "trainer": ["Trainer"],
+    "validation": ["validate"],
 }
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
 __all__ = ["__version__", *_MODULES]

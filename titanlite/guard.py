@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -31,15 +31,16 @@ _FINE, _NOT_FINITE, _SPIKE = range(3)
 class BadStepError(RuntimeError):
     """The guard found a step bad. Its update was not applied.
 
-    step, norm, loss: of that step, over all ranks. ranks: where the loss was not finite. done: the last step whose
-    update is in the weights. kind: as in guard.jsonl.
+    step, norm, loss: of that step, over all ranks. kind: "not finite" (the loss or the gradient norm) or "spike".
+    ranks: where the loss was not finite. done: the last step whose update is in the weights.
     """
 
     exit_code = exit_codes.GUARD
-    kind = "bad"
 
-    def __init__(self, step: int, norm: float, loss: float, why: str, ranks: list[int] | None = None) -> None:
-        self.step, self.norm, self.loss, self.ranks, self.done = step, norm, loss, ranks or [], step - 1
+    def __init__(
+        self, step: int, norm: float, loss: float, why: str, kind: str = "spike", ranks: Sequence[int] = ()
+    ) -> None:
+        self.step, self.norm, self.loss, self.kind, self.ranks, self.done = step, norm, loss, kind, ranks, step - 1
         super().__init__(
             f"step {step}: loss {loss:.6g}, gradient norm {norm:.6g}: {why}. The update was not applied: the weights "
             f"are those after step {step - 1}"
@@ -50,45 +51,14 @@ class BadStepError(RuntimeError):
         self.args = (f"{self}. {finding}",)
 
 
-class NonFiniteError(BadStepError):
-    """A loss or gradient norm was not finite.
-
-    losses: by rank, its share of the bad step's loss. Gradients are summed over ranks before their norm is known, so
-    only a loss can show the rank.
-    """
-
-    kind = "not finite"
-
-    def __init__(self, step: int, norm: float, loss: float, losses: list[float]) -> None:
-        ranks = [rank for rank, share in enumerate(losses) if not math.isfinite(share)]
-        where = "finite on every rank, so it arose in the backward pass"
-        super().__init__(
-            step, norm, loss, f"the loss was {f'not finite on {_named(ranks)}' if ranks else where}", ranks
-        )
-
-
-class LossSpikeError(BadStepError):
-    """The loss rose over `limit`, nats per token: see `LossWindow`."""
-
-    kind = "spike"
-
-    def __init__(self, step: int, norm: float, loss: float, mean: float, deviation: float, sigmas: float) -> None:
-        self.limit = mean + sigmas * deviation
-        limit = f"{self.limit:.6g} = {mean:.6g} + {sigmas:g} * {deviation:.3g}"
-        why = f"the loss jumped over {limit}, mean and deviation of the good steps before it"
-        super().__init__(step, norm, loss, why)
-
-
 class WeightsError(BadStepError):
     """The weights, or the optimizer's moments, are not finite. No later step can repair them.
 
     step: where this was found. where: as `find_nonfinite` returns it.
     """
 
-    kind = "weights not finite"
-
     def __init__(self, step: int, done: int, where: str, then: str) -> None:
-        super().__init__(step, math.nan, math.nan, "")
+        super().__init__(step, math.nan, math.nan, "", "weights not finite")
         self.done = done
         self.args = (f"step {step}: {where} is not finite after step {done}. {then}",)
 
@@ -298,14 +268,25 @@ class FiniteGuard:
             self._stop = self._stop or bool(stop)
             if kind == _FINE:
                 continue
-            bad: BadStepError
-            if kind == _SPIKE:
-                bad = LossSpikeError(int(step), norm, loss, mean, deviation, self.spike_sigmas)
-            else:
-                losses: list[float] = [share] * dist.get_world_size()
-                dist.all_gather_object(losses, share)
-                bad = NonFiniteError(int(step), norm, loss, losses)
+            bad = self._error(int(step), norm, loss, share, kind == _SPIKE, mean, deviation)
             if self.policy != "skip":
                 raise bad
             self.consume_budget(bad)
             self._skipped.append(bad)
+
+    def _error(
+        self, step: int, norm: float, loss: float, share: float, spike: bool, mean: float, deviation: float
+    ) -> BadStepError:
+        """Return what was wrong with a step. All ranks call it together."""
+        if spike:
+            limit = f"{mean + self.spike_sigmas * deviation:.6g} = {mean:.6g} + {self.spike_sigmas:g} * {deviation:.3g}"
+            why = f"the loss jumped over {limit}, mean and deviation of the good steps before it"
+            return BadStepError(step, norm, loss, why)
+        # Gradients are summed over ranks before their norm is known, so only a loss can show the rank.
+        losses: list[float] = [share] * dist.get_world_size()
+        dist.all_gather_object(losses, share)
+        ranks = [rank for rank, value in enumerate(losses) if not math.isfinite(value)]
+        why = "the loss was finite on every rank, so it arose in the backward pass"
+        if ranks:
+            why = f"the loss was not finite on {_named(ranks)}"
+        return BadStepError(step, norm, loss, why, "not finite", ranks)

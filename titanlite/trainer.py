@@ -18,7 +18,7 @@ from titanlite.checkpoint.manifest import steps_in
 from titanlite.checkpoint.storage import gather
 from titanlite.data.loader import Batch, gather_state, to_device
 from titanlite.data.mixture import MixedRows
-from titanlite.guard import BadStepError, NonFiniteError, WeightsError, find_nonfinite
+from titanlite.guard import BadStepError, WeightsError, find_nonfinite
 from titanlite.signals import StopRequested, StopSignal
 from titanlite.utils import human_time, logger
 from titanlite.validation import ValidationResult
@@ -171,7 +171,7 @@ class Trainer:
         """
         for bad in self.parts.train_step.guard.skipped():
             self.good_steps -= 1
-            if isinstance(bad, NonFiniteError) and (where := find_nonfinite(gather(self.parts.model))):
+            if bad.kind == "not finite" and (where := find_nonfinite(gather(self.parts.model))):
                 raise WeightsError(bad.step, bad.done, where, "Skipping steps cannot mend that")
             self.parts.anomalies.skipped(bad, self.recent[bad.step])
 

@@ -150,12 +150,13 @@ def resolve_as(path: str, accept: Callable[[Any], bool], kind: str) -> Any:
     try:
         is_file = module_name.startswith((".", "/"))
         module = _module_of_file(Path(module_name).resolve()) if is_file else importlib.import_module(module_name)
-        found = reduce(getattr, name.split("."), module)
-    except AttributeError as error:
-        raise ValueError(f"{path!r} cannot be imported: {error}") from error
     except Exception as error:
         lead = "" if isinstance(error, ModuleNotFoundError | FileNotFoundError) else f"{type(error).__name__}: "
         raise ValueError(f"{path!r} cannot be imported: {lead}{error}") from error
+    try:
+        found = reduce(getattr, name.split("."), module)
+    except AttributeError:
+        raise ValueError(f"{path!r} cannot be imported: {module.__file__} has no {name}") from None
     if not accept(found):
         raise ValueError(f"{path!r} is {found!r:.80}, and not {kind}")
     return found

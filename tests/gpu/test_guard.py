@@ -6,7 +6,7 @@ import pytest
 
 from tests.training.harness import Run, batches, stepper
 from tests.training.test_guard import _equal, _state
-from titanlite.guard import FiniteGuard, NonFiniteError
+from titanlite.guard import BadStepError, FiniteGuard
 from titanlite.parallel.dist_env import DistEnv
 
 TOKENS, LABELS = batches(5, 4, 16, 192)
@@ -26,7 +26,7 @@ def test_the_record_is_read_a_step_later(world: DistEnv, policy: str) -> None:
         take(step, 3e-3, step - 1)
         try:
             guard.poll()
-        except NonFiniteError as error:
+        except BadStepError as error:
             stopped.append((step, error.step))
         told += [(step, bad.step) for bad in guard.skipped()]
         states.append(_state(model, optimizer))

@@ -14,7 +14,7 @@ from tests.steps import forward_backward
 from tests.training.harness import Run, batches, build_tiny, changed, full, micro_batches, stepper
 from tests.training.test_run import _trainer
 from titanlite.config.sections import ActivationCheckpoint, Compile
-from titanlite.guard import NonFiniteError
+from titanlite.guard import BadStepError
 from titanlite.loss import cross_entropy_sum
 from titanlite.metrics.nan_finder import Finding, diagnose_nonfinite
 from titanlite.parallel.dist_env import DistEnv
@@ -191,7 +191,7 @@ def _stopped(world: DistEnv, folder: str) -> str:
     trainer.parts.model.get_submodule(W2).register_forward_hook(spoil)
     try:
         trainer.train()
-    except NonFiniteError as error:
+    except BadStepError as error:
         return str(error)
     raise AssertionError("not stopped")
 

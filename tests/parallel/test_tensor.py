@@ -21,7 +21,8 @@ from titanlite.models import get_spec
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.tensor import apply_tp, check_async, tensor_loss
-from titanlite.step import PlainRunner, ReplicationFactors, validate
+from titanlite.step import PlainRunner, ReplicationFactors
+from titanlite.validation import validate
 
 RUN = Run(TOKENS, LABELS, WARM, accumulation=2, tensor=2)
 EAGER = Compile(components=["model"], backend="aot_eager")

@@ -80,7 +80,8 @@ class Column:
 
 
 MODE, OPTION = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
-CHUNKS, UNITS, TIED = "training.loss_chunks", "training.fsdp_units", {"model.overrides.tied": "true"}
+CHUNKS, UNITS, MIN_PARAMS = "training.loss_chunks", "training.fsdp_units", "training.fsdp_min_params"
+TIED = {"model.overrides.tied": "true"}
 AHEAD = {RESHARD: "always", "training.prefetch": 1}
 ZERO_BUBBLE = {PP: 2, SCHEDULE: "ZBVZeroBubble", **FOUR}
 #: Rows beside the product, with micro-batches per step.
@@ -113,6 +114,12 @@ MORE = {
     "pp 2, tp 2, fsdp 2": (Row(8, {PP: 2, TP: 2, FSDP: 2, **FOUR}), 2),
     "pp 2, tp 2, cp 2": (Row(8, {PP: 2, TP: 2, CP: 2, SCHEDULE: "Interleaved1F1B", **FOUR}), 2),
     "cp 2, tp 2, fsdp 2, recomputed": (Row(8, {CP: 2, TP: 2, FSDP: 2, MODE: "full"}), 1),
+    "fsdp 2, units by size": (Row(2, {FSDP: 2, UNITS: "size", MIN_PARAMS: 30_000, "training.prefetch": 1}), 2),
+    "fsdp 2, tied, classes": (Row(2, {FSDP: 2, UNITS: '["Block","Embedding"]', "training.prefetch": 2, **TIED}), 2),
+    "fsdp 2, nested units": (Row(2, {FSDP: 2, UNITS: '["Block","Linear"]', RESHARD: "always"}), 2),
+    "ddp 2, classes": (Row(2, {REPLICAS: 2, FSDP: 1, UNITS: '["Attention","FeedForward"]'}), 2),
+    "hsdp 2 x 2, units by size": (Row(4, {REPLICAS: 2, FSDP: 2, UNITS: "size", MIN_PARAMS: 4_000}), 2),
+    "fsdp 2, units in recomputed blocks": (Row(2, {FSDP: 2, UNITS: '["Block","Attention"]', MODE: "full"}), 2),
     # The loss in chunks, also more than the tokens need.
     "chunks, fsdp 2, freed, tied": (Row(2, {CHUNKS: 100, FSDP: 2, RESHARD: "always", **TIED}), 1),
     "chunks, fsdp 2, one unit, freed": (Row(2, {CHUNKS: 3, FSDP: 2, RESHARD: "always", UNITS: "root"}), 2),
@@ -131,7 +138,14 @@ MORE = {
     ),
 }
 #: Those of `./run_tests.sh`.
-QUICK_MORE = {"1 rank", "chunks, fsdp 2, freed, tied", "chunks, tp 2", "chunks, cp 2", "chunks, pp 2, zero bubble"}
+QUICK_MORE = {
+    "1 rank",
+    "fsdp 2, units by size",
+    "chunks, fsdp 2, freed, tied",
+    "chunks, tp 2",
+    "chunks, cp 2",
+    "chunks, pp 2, zero bubble",
+}
 
 BY_OPERATION = {MODE: "selective", OPTION: "op"}
 COLUMNS = {

@@ -18,7 +18,7 @@ from titanlite.callbacks import Callback, CallbackError, Callbacks, RunEnd, load
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load_file
-from titanlite.guard import LossSpikeError
+from titanlite.guard import BadStepError
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.record import read_entries
 from titanlite.trainer import Trainer
@@ -112,9 +112,9 @@ def test_a_callback_that_raises_ends_the_run_with_its_name(pool: Pools, tmp_path
 def test_errors_with_an_exit_code_pass_as_they_are() -> None:
     class Stops(Callback):
         def on_phase(self, trainer: Any, phase: str) -> None:
-            raise LossSpikeError(1, 1.0, 9.0, 2.0, 0.1, 6.0)
+            raise BadStepError(1, 1.0, 9.0, "too high")
 
-    with pytest.raises(LossSpikeError):
+    with pytest.raises(BadStepError):
         Callbacks([Callback(), Stops()])("on_phase", None, "data")
 
 

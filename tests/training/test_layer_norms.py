@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.metrics.test_records import scalars
 from tests.pool import Pools
 from tests.training.harness import Run, batches, full, stepper
 from tests.training.test_run import _run
@@ -41,9 +40,7 @@ def _norms(world: DistEnv, run: Run) -> tuple[dict[str, float], dict[str, float]
     return told, {layer: math.sqrt(square) for layer, square in squares.items()}, result.grad_norm.item()
 
 
-@pytest.mark.parametrize(
-    ("ranks", "replicas"), [(1, 1), (2, 1), (2, 2), (4, 2)], ids=["one rank", "FSDP", "DDP", "HSDP"]
-)
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 2)], ids=["FSDP", "HSDP"])
 def test_norms_by_layer_are_those_of_the_whole_gradient(pool: Pools, ranks: int, replicas: int) -> None:
     (alone, _, _), *_ = pool(1).run(_norms, RUN)
     for told, true, norm in pool(ranks).run(_norms, replace(RUN, replicas=replicas)):
@@ -60,15 +57,9 @@ def test_wrappers_do_not_change_a_layers_name() -> None:
 
 @pytest.mark.slow
 def test_the_trainer_writes_them_with_every_nth_log(pool: Pools, tmp_path: Path) -> None:
-    flags = ["--training.steps=6", "--metrics.log_freq=2", "--metrics.layer_norms=2", "--metrics.enable_tensorboard"]
-    pool(2).run(_run, str(tmp_path), *flags)
+    pool(2).run(_run, str(tmp_path), "--training.steps=6", "--metrics.log_freq=2", "--metrics.layer_norms=2")
     rows = {row["step"]: row for row in read_metrics(tmp_path / "metrics.jsonl") if "loss" in row}
     found = {step: {k.partition("/")[2]: v for k, v in row.items() if "/" in k} for step, row in rows.items()}
     assert {step: list(norms) for step, norms in found.items()} == {1: LAYERS, 2: [], 4: LAYERS, 6: []}
     for step in (1, 4):
         assert math.sqrt(sum(n**2 for n in found[step].values())) == pytest.approx(rows[step]["grad_norm"], rel=1e-6)
-    (folder,) = (tmp_path / "tb").iterdir()
-    shown = scalars(folder)
-    assert [(s, pytest.approx(v, rel=1e-6)) for s, v in shown["grad_norm/layers.1"]] == [
-        (step, found[step]["layers.1"]) for step in (1, 4)
-    ]

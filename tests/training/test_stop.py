@@ -31,13 +31,8 @@ from titanlite.trainer import Trainer
 #: No save but for a signal, and at the end.
 TINY = [
     *EIGHT_STEPS,
-    "--validation.enable",
-    "--validation.freq=4",
-    "--validation.steps=3",
-    "--validation.batch_size=2",
-    "--validation.seq_len=16",
-    "--checkpoint.enable_checkpoint",
-    "--checkpoint.interval=100",
+    *["--validation.enable", "--validation.freq=4", "--validation.steps=3", "--validation.batch_size=2"],
+    *["--validation.seq_len=16", "--checkpoint.enable_checkpoint", "--checkpoint.interval=100"],
 ]
 EIGHT = "--training.steps=8"
 
