@@ -20,13 +20,14 @@ from titanlite import Callback, Trainer, build, load_config
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.checkpoint.storage import gather
 from titanlite.config.errors import ConfigError
-from titanlite.config.extensions import load_function, load_functions
+from titanlite.config.extensions import load_functions
 from titanlite.config.sections import Optimizer
 from titanlite.fit import check_config
 from titanlite.models import ShapeError, get_spec, resolve_args
 from titanlite.models.spec import as_record, from_record
 from titanlite.optim.optimizer import build_optimizer, gated_step, keep_ratios
 from titanlite.parallel.dist_env import DistEnv
+from titanlite.utils import resolve
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -118,7 +119,7 @@ def test_the_loss_has_its_penalty(pool: Pools, straight: Watch, tmp_path: Path) 
     valid = labels != -100
     expected = F.cross_entropy(logits[valid], labels[valid], reduction="sum")
     expected += 1e-4 * logits[valid].logsumexp(-1).square().sum()
-    torch.testing.assert_close(load_function("training.loss", LOSS)(logits, labels), expected)
+    torch.testing.assert_close(resolve(LOSS)(logits, labels), expected)
     plain = pool(2).run(_run, str(tmp_path), "--training.steps=1", "--training.loss=cross_entropy")[0]
     # At the start all logits are near 0: Z is the number of entries.
     entries = len(straight.weights["embedding.weight"])

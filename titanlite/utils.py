@@ -138,7 +138,7 @@ def is_dotted(name: str) -> bool:
     return ":" in name
 
 
-def resolve_as(path: str, accept: Callable[[Any], bool], kind: str) -> Any:
+def resolve(path: str, accept: Callable[[Any], bool] = lambda _: True, kind: str = "") -> Any:
     """Return the object that a dotted path names, if `accept` takes it. Raises ValueError naming the path.
 
     A path that begins with a dot or a slash is a file, relative to the working directory. kind: what the object must

@@ -128,16 +128,6 @@ def test_a_checkpoint_with_bad_weights_is_left_for_the_one_before(pool: Pools, t
 
 
 @pytest.mark.slow
-def test_steps_left_out_too_late_are_told(pool: Pools, tmp_path: Path) -> None:
-    pool(1).run(_run, str(tmp_path), {}, *SHORT, "--training.steps=4", "--data.skip_steps=2")
-    found = pool(1).run(_run, str(tmp_path), {}, *SHORT, "--training.steps=6", "--data.skip_steps=2,4-7")[0]
-    (line,) = [line for line in found["said"] if line.startswith("data.skip_steps")]
-    assert line.startswith("data.skip_steps: 4-5 comes too late")
-    state = Contents(tmp_path / "checkpoint" / "step-6").manifest.train
-    assert state["data"] == {"next_sequence": 9 * GLOBAL, "left_out": [[8, 16], [40, 56]]}
-
-
-@pytest.mark.slow
 def test_weights_that_make_every_step_bad_do_not_push_out_the_last_good_ones(pool: Pools, tmp_path: Path) -> None:
     """The steps after 4 are all skipped, whatever the text: what is saved then was never proven."""
     flags = ["--training.steps=9", "--guard.policy=skip", "--guard.max_skips=9", "--checkpoint.interval=2"]

@@ -23,7 +23,6 @@ from titanlite import exit_codes
 from titanlite.checkpoint import Checkpointer
 from titanlite.metrics.jsonl import read_metrics
 from titanlite.parallel.dist_env import DistEnv
-from titanlite.runs.lock import FILE as LOCK
 from titanlite.runs.record import read_entries
 from titanlite.signals import SIGNALS, StopRequested, StopSignal
 from titanlite.trainer import Trainer
@@ -302,22 +301,6 @@ class Launch:
 
 
 LONG = "--training.steps=100000"
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_torchrun_saves_and_the_restart_is_the_same_run(tmp_path: Path, number: signal.Signals) -> None:
-    launch = Launch(tmp_path / "run", LONG)
-    launch.until("step: 12")
-    launch.process.send_signal(number)
-    step = launch.stopped_at()
-    assert not (tmp_path / "run" / LOCK).exists()
-    again = Launch(tmp_path / "run", f"--training.steps={step + 5}")
-    assert f"resumed from step {step}" in again.end() and again.process.returncode == 0
-    Launch(tmp_path / "whole", f"--training.steps={step + 5}").end()
-    assert _losses(tmp_path / "run") == _losses(tmp_path / "whole")
-    states = [(e["event"], e.get("state"), e.get("exit_code")) for e in read_entries(tmp_path / "run")]
-    assert states == [("start", None, None), ("end", "preempted", 5), ("start", None, None), ("end", "done", 0)]
 
 
 @pytest.mark.slow

@@ -48,10 +48,9 @@ class LaunchEnv:
     address: tuple[str, int] | None
 
 
-def read_launch_env(joined: tuple[int, int] | None = None) -> LaunchEnv:
+def read_launch_env() -> LaunchEnv:
     """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; a single process has none.
 
-    joined: rank and size of an existing process group; then only the two variables of this node are read.
     Raises ParallelismError that names all wrong variables and the remedies.
     """
     problems: list[str] = []
@@ -73,17 +72,13 @@ def read_launch_env(joined: tuple[int, int] | None = None) -> LaunchEnv:
         return low
 
     by, address = "RANK", None
-    if joined is not None:
-        rank, size = joined
-    else:
-        alone = os.environ.get("RANK", "0").strip() == "0"
-        size = number("WORLD_SIZE", 1, _NO_LIMIT, 1 if alone else None, "the number of ranks")
+    alone = os.environ.get("RANK", "0").strip() == "0"
+    size = number("WORLD_SIZE", 1, _NO_LIMIT, 1 if alone else None, "the number of ranks")
     if not problems:  # the limits of the others depend on it
         by = "WORLD_SIZE"
         local_size = number("LOCAL_WORLD_SIZE", 1, size, size, f"the ranks of this node, of {size} in all (WORLD_SIZE)")
-        if joined is None:
-            rank = number("RANK", 0, size - 1, 0 if size == 1 else None, f"WORLD_SIZE is {size}")
-        if joined is None and size > 1:
+        rank = number("RANK", 0, size - 1, 0 if size == 1 else None, f"WORLD_SIZE is {size}")
+        if size > 1:
             address = os.environ.get("MASTER_ADDR", "").strip(), number("MASTER_PORT", 1, 65535, None, "a free port")
             if not address[0]:
                 problems.append("MASTER_ADDR is not set, but WORLD_SIZE is: set it to the host of rank 0")
@@ -100,7 +95,12 @@ def this_rank() -> LaunchEnv:
     """Return this process among the ranks, by the existing process group or else by the environment."""
     import torch.distributed as dist
 
-    return read_launch_env((dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None)
+    if not dist.is_initialized():
+        return read_launch_env()
+    rank = dist.get_rank()
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
+    return LaunchEnv(rank, dist.get_world_size(), local_rank, local_size, None)
 
 
 def connect_store(limit: float = RENDEZVOUS_SECONDS) -> dist.Store | None:

@@ -144,7 +144,7 @@ def read_run(path: Path, *, partial: bool = False) -> Run:
     problems: list[str] = []
     for name, read, file in (("rows", _rows, METRICS), ("config", _config, CONFIG)):
         try:
-            found[name] = read(folder / file)  # type: ignore[operator]
+            found[name] = read(folder / file)
         except FileNotFoundError:
             continue
         except (RunError, OSError) as error:
