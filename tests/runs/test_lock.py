@@ -141,17 +141,20 @@ def test_a_live_process_of_this_machine_is_refused_at_once_and_one_that_reused_i
     assert _names(place) == []
 
 
-def test_a_lock_of_another_machine_is_alive_as_long_as_it_is_renewed(place: AnyPath, said: list[str]) -> None:
+def test_a_lock_of_another_machine_is_alive_as_long_as_it_is_renewed(
+    place: AnyPath, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Containers and cloned machines share host names; a process id means nothing in another PID namespace.
     space = lock_module._process(os.getpid())["space"].replace("pid:[", "pid:[9")
     _abandon(place, id=4711, space=space, host=os.uname().nodename)
     began = time.monotonic()
-    with _renewed(place), pytest.raises(LockedError, match="process 4711 on"), RunLock(place, lease_seconds=60):
+    with _renewed(place), pytest.raises(LockedError, match="process 4711 on"), RunLock(place):
         pytest.fail("two hold it")
     assert time.monotonic() - began < 10, "a sign of life is enough"
     assert "Watching for up to" in said[0]
     time.sleep(0.2)
-    with RunLock(place, lease_seconds=0.5):
+    monkeypatch.setattr(lock_module, "LEASE_SECONDS", 0.5)
+    with RunLock(place):
         assert "taken over: process 4711 on" in said[-1]
         assert time.monotonic() - began > 0.7
     assert _names(place) == []
@@ -172,8 +175,11 @@ def test_an_old_lock_from_elsewhere_or_a_torn_one_is_taken_over_at_once(tmp_path
     assert time.monotonic() - began < 5
 
 
-def test_the_holder_renews_it_and_tells_when_it_is_lost(place: AnyPath, said: list[str]) -> None:
-    with RunLock(place, renew_seconds=0.05):
+def test_the_holder_renews_it_and_tells_when_it_is_lost(
+    place: AnyPath, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock_module, "RENEW_SECONDS", 0.05)
+    with RunLock(place):
         first = (place / FILE).stat().st_mtime
         check, deadline = OwnershipCheck(place), time.monotonic() + 10
         check.look()

@@ -50,7 +50,7 @@ class RunLock:
             train()
 
     An abandoned lock is taken over, with a warning. On the same machine its process is looked up. Elsewhere (another
-    machine, another container) nobody may have renewed it for `lease_seconds`; the rest of them is waited for. The
+    machine, another container) nobody may have renewed it for `LEASE_SECONDS`; the rest of them is waited for. The
     times compared are those of the file system or the store. A run that loses its lock logs an error, and its next
     save fails (`OwnershipCheck`).
 
@@ -58,15 +58,8 @@ class RunLock:
     folder cannot be written to.
     """
 
-    def __init__(
-        self,
-        folder: Path | StorePath,
-        key: str = "job.dump_folder",
-        renew_seconds: float = RENEW_SECONDS,
-        lease_seconds: float = LEASE_SECONDS,
-    ) -> None:
+    def __init__(self, folder: Path | StorePath, key: str = "job.dump_folder") -> None:
         self.folder, self.path, self._key = folder, folder / FILE, key
-        self._renew_seconds, self._lease_seconds = renew_seconds, lease_seconds
         #: Distinguishes this hold from all others, also of the same process.
         self._token = secrets.token_hex(8)
         self._content = b""
@@ -147,7 +140,7 @@ class RunLock:
             probe.unlink(missing_ok=True)
         if now is None or seen is None:
             return False
-        deadline = time.monotonic() + self._lease_seconds - max(now - seen, 0.0)
+        deadline = time.monotonic() + LEASE_SECONDS - max(now - seen, 0.0)
         if (wait := deadline - time.monotonic()) > 0:
             logger.warning(
                 f"{path} is held by another machine or container: {_describe(holder)}. Watching for up to {wait:.0f} s "
@@ -161,7 +154,7 @@ class RunLock:
 
     def _renew(self) -> None:
         check = OwnershipCheck(self.folder, self._token)
-        while not self._released.wait(self._renew_seconds):
+        while not self._released.wait(RENEW_SECONDS):
             try:
                 check.look()
                 if isinstance(self.path, Path):
