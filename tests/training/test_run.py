@@ -153,20 +153,33 @@ def test_training_lowers_the_loss_and_validation_measures_the_same_tokens(straig
     assert validations[20]["validation_loss"] < validations[10]["validation_loss"] < losses[1][0]
 
 
-def test_a_finished_run_has_nothing_to_do_and_a_longer_one_goes_on_with_its_own_schedule(
-    pool: Pools, tmp_path: Path
-) -> None:
-    short = ["--training.steps=6", "--lr_scheduler.total_steps=6", "--optimizer.lr=1e-3"]
-    pool(1).run(_run, str(tmp_path), *short)
-    again = pool(1).run(_run, str(tmp_path), *short)[0]
-    assert again["step"] == 6 and len(_losses(again["rows"])) == 6
-    assert any("nothing to do" in line and "raise training.steps" in line for line in again["said"])
+def test_finished_run_says_how_to_go_on(pool: Pools, tmp_path: Path) -> None:
+    pool(1).run(_run, str(tmp_path), "--training.steps=2")
+    again = pool(1).run(_run, str(tmp_path), "--training.steps=2")[0]
+    assert again["step"] == 2 and len(_losses(again["rows"])) == 2
+    (line,) = [line for line in again["said"] if "nothing to do" in line]
+    assert "is of step 2 and the run has 2 steps" in line and "raise training.steps" in line
+    assert not any("schedule changed" in line for line in again["said"])
+
+
+@pytest.mark.slow
+def test_resume_says_how_the_learning_rate_changed(pool: Pools, tmp_path: Path) -> None:
+    pool(1).run(_run, str(tmp_path), "--training.steps=6", "--lr_scheduler.total_steps=6", "--optimizer.lr=1e-3")
     longer = ["--training.steps=7", "--lr_scheduler.total_steps=10", "--optimizer.lr=2e-3"]
     found = pool(1).run(_run, str(tmp_path), *longer)[0]
     (line,) = [line for line in found["said"] if "schedule changed" in line]
-    assert "since step 6: total steps 6 -> 10, peak 0.001 -> 0.002; learning rate of step 7: 0 -> 0.00114" in line
     # Warm-up 3: 6 of 10 steps done are 3 of the 7 of the decay.
+    assert line == (
+        "the learning-rate schedule changed since step 6: total steps 6 -> 10, peak 0.001 -> 0.002; "
+        "learning rate of step 7: 0 -> 0.00114; lr_scheduler.total_steps = 6 keeps the old length"
+    )
     assert _losses(found["rows"])[7][2] == pytest.approx(2e-3 * 4 / 7)
+    folder = tmp_path / "checkpoint" / "step-7"  # its schedule serves only this comparison
+    train_state = read_manifest(folder).train
+    sign(folder, train={**train_state, "schedule": {**train_state["schedule"], "decay_type": "of a later version"}})
+    found = pool(1).run(_run, str(tmp_path), *longer, "--training.steps=8")[0]
+    assert any("cannot be compared" in line and "of a later version" in line for line in found["said"])
+    assert found["step"] == 8
 
 
 def test_a_checkpoint_that_does_not_say_where_the_run_stood_is_refused(pool: Pools, tmp_path: Path) -> None:
