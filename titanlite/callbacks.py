@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.extensions import HINT
 from titanlite.exit_codes import is_of_collectives
-from titanlite.utils import logger, resolve
+from titanlite.utils import logger, resolve_as
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.paths import AnyPath
@@ -151,7 +151,7 @@ def load_callbacks(paths: Sequence[str], where: str = "") -> list[Callback]:
     made, problems = [], []
     for path in paths:
         try:
-            found = resolve(path, accept, "a titanlite.Callback")
+            found = resolve_as(path, accept, "a titanlite.Callback")
             made.append(found() if isinstance(found, type) else found)
         except Exception as error:
             reason = str(error) if isinstance(error, ValueError) else f"{path!r} {type(error).__name__}: {error}"

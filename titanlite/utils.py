@@ -138,11 +138,10 @@ def is_dotted(name: str) -> bool:
     return ":" in name
 
 
-def resolve(path: str, accept: Callable[[Any], bool] = lambda _: True, kind: str = "") -> Any:
-    """Return the object that a dotted path names, if `accept` takes it. Raises ValueError naming the path.
+def resolve(path: str) -> Any:
+    """Return the object that a dotted path names. Raises ValueError naming the path.
 
-    A path that begins with a dot or a slash is a file, relative to the working directory. kind: what the object must
-    be, with an article, for messages.
+    A path that begins with a dot or a slash is a file, relative to the working directory.
     """
     module_name, _, name = path.partition(":")
     if not (module_name and name):
@@ -154,9 +153,17 @@ def resolve(path: str, accept: Callable[[Any], bool] = lambda _: True, kind: str
         lead = "" if isinstance(error, ModuleNotFoundError | FileNotFoundError) else f"{type(error).__name__}: "
         raise ValueError(f"{path!r} cannot be imported: {lead}{error}") from error
     try:
-        found = reduce(getattr, name.split("."), module)
+        return reduce(getattr, name.split("."), module)
     except AttributeError:
         raise ValueError(f"{path!r} cannot be imported: {module.__file__} has no {name}") from None
+
+
+def resolve_as(path: str, accept: Callable[[Any], bool], kind: str) -> Any:
+    """Return the object that a dotted path names, if `accept` takes it. Raises ValueError naming the path.
+
+    kind: what it must be, with an article, for messages.
+    """
+    found = resolve(path)
     if not accept(found):
         raise ValueError(f"{path!r} is {found!r:.80}, and not {kind}")
     return found
@@ -205,13 +212,14 @@ class Table:
     title: str = ""
 
 
-def render(table: Table) -> str:
-    """The table as text without a final line end. Control characters in it are escaped."""
+def render(table: Table, terminal: bool) -> str:
+    """The table as text without a final line end, in a terminal with a bold head. Control characters are escaped."""
     lines = [[escape(text) for text in line] for line in (table.columns, *table.rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
 
     def align(i: int, text: str) -> str:
         return text.ljust(widths[i]) if i in table.left else text.rjust(widths[i])
 
-    body = ["  ".join(align(i, text) for i, text in enumerate(line)).rstrip() for line in lines]
-    return "\n".join([escape(table.title), *body] if table.title else body)
+    head, *body = ["  ".join(align(i, text) for i, text in enumerate(line)).rstrip() for line in lines]
+    title = [escape(table.title)] if table.title else []
+    return "\n".join([*title, Style(terminal).bold(head), *body])

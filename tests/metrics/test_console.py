@@ -126,9 +126,10 @@ def test_the_log_holds_no_control_characters_but_our_colours(
 def test_commands_show_foreign_names_without_control_characters(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    drawn = render(Table((HOSTILE, "state"), [("x\x1b[2Jy", "done")], title="t\x07"))
-    assert "x\\x1b[2Jy" in drawn and "a\\x1b]0;owned\\x07b" in drawn and "t\\x07" in drawn
-    assert not re.search(r"\x1b(?!\[[0-9;]*m)|\x07", drawn)
+    for terminal in (True, False):
+        drawn = render(Table((HOSTILE, "state"), [("x\x1b[2Jy", "done")], title="t\x07"), terminal)
+        assert "x\\x1b[2Jy" in drawn and "a\\x1b]0;owned\\x07b" in drawn and "t\\x07" in drawn
+        assert not re.search(r"\x1b(?!\[[0-9;]*m)|\x07", drawn)
     file = tmp_path / "a\x1b]0;owned\x07.toml"
     assert cli.main(["checkpoint", "inspect", str(file)]) == 4
     told = capsys.readouterr().err

@@ -412,7 +412,7 @@ def _explain_differences(found: Mapping[str, str], saved: Described, wanted: Des
     summary = ", ".join(f"{counts[kind]} {kind}" for kind in (MISSING, UNEXPECTED, SHAPE, DTYPE) if counts[kind])
     names = sorted(found, key=_natural)
     rows = [[name, _shown(saved.get(name)), _shown(wanted.get(name)), found[name]] for name in names[:_ROWS]]
-    table = render(Table(("tensor", "there", "here", "problem"), rows, left=(0, 1, 2, 3)))
+    table = render(Table(("tensor", "there", "here", "problem"), rows, left=(0, 1, 2, 3)), terminal=False)
     lines = [f"{source} does not fit this model: {summary}", *(f"  {line}" for line in table.splitlines())]
     if len(found) > _ROWS:
         lines.append(f"  … and {len(found) - _ROWS} more")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.errors import ConfigError, Problem
-from titanlite.utils import is_dotted, resolve, unresolved
+from titanlite.utils import is_dotted, resolve_as, unresolved
 
 if TYPE_CHECKING:
     from titanlite.config.loaded import LoadedConfig
@@ -62,7 +62,7 @@ def load_function(key: str, path: str) -> Callable[..., Any]:
             return False
         return True
 
-    function: Callable[..., Any] = resolve(path, accept, f"a function to call with ({', '.join(arguments)})")
+    function: Callable[..., Any] = resolve_as(path, accept, f"a function to call with ({', '.join(arguments)})")
     return function
 
 

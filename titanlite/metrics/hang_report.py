@@ -69,7 +69,7 @@ def table(states: Sequence[RankState], culprits: Sequence[RankState] = ()) -> st
     shown = sorted(states, key=lambda s: (s not in culprits, s.rank))[:MAX_ROWS]
     shown.sort(key=lambda s: s.rank)
     rows = [(str(s.rank), s.host, str(s.step), s.phase, f"{s.seconds:.1f}", s.at()) for s in shown]
-    lines = render(Table(("rank", "host", "step", "phase", "seconds", "at"), rows, (1, 3, 5)))
+    lines = render(Table(("rank", "host", "step", "phase", "seconds", "at"), rows, (1, 3, 5)), terminal=False)
     rest = Counter(s.where for s in states if s not in shown)
     more = [f"and {number} more in {where}" for where, number in rest.most_common()]
     return "\n".join(f"  {line}" for line in [*lines.splitlines(), *more])

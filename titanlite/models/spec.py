@@ -14,7 +14,7 @@ from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from titanlite import exit_codes
-from titanlite.utils import is_dotted, resolve
+from titanlite.utils import is_dotted, resolve_as
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -150,7 +150,7 @@ def get_spec(name: str) -> ModelSpec:
 
     if is_dotted(name):
         try:
-            return resolve(name, lambda found: isinstance(found, ModelSpec), "a titanlite.ModelSpec")
+            return resolve_as(name, lambda found: isinstance(found, ModelSpec), "a titanlite.ModelSpec")
         except ValueError as error:
             hint = 'name a ModelSpec as "package.module:NAME" or "./my_model.py:NAME"'
             raise ShapeError(Misfit(str(error), "name", hint)) from error

@@ -443,7 +443,7 @@ class Benchmark:
         ]
         (self.out / _PAGE).write_text("\n".join(page), encoding="utf-8")
         written = ", ".join(str(self.out / name) for name in (_PAGE, _RESULTS, *pictures))
-        lines = [*head, "", render(table), "", *(f"note: {note}" for note in notes)]
+        lines = [*head, "", render(table, sys.stdout.isatty()), "", *(f"note: {note}" for note in notes)]
         return results if as_json else "\n".join(["", *lines, "", f"written: {written}"])
 
 

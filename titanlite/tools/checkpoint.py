@@ -323,7 +323,7 @@ def _ls(arguments: argparse.Namespace) -> str:
     valid = [entry for entry in found if entry.state == VALID]
     newest = f"newest valid: {valid[-1].folder.name}" if valid else "none is valid"
     total = f"{root}: {human_bytes(sum(entry.size for entry in found))}, {newest}"
-    return "\n".join([render(table), *notes, total])
+    return "\n".join([render(table, sys.stdout.isatty()), *notes, total])
 
 
 def human_age(seconds: float) -> str:
@@ -345,6 +345,7 @@ def _inspect(arguments: argparse.Namespace) -> str:
             raise CheckpointError(f"{folder} holds no config: it was not written by train.py")
         return config.removesuffix("\n")
     lines = [str(folder), *(f"  {label:<13} {text}" for label, text in _facts(manifest, inspect(folder)))]
+    terminal = sys.stdout.isatty()
     files = [(name, f"{size:,}", manifest.hashes.get(name, "–")) for name, size in sorted(manifest.files.items())]
     tensors = [
         (name, dtype, " x ".join(map(str, shape)) or "scalar") for name, (dtype, shape) in manifest.tensors.items()
@@ -353,7 +354,7 @@ def _inspect(arguments: argparse.Namespace) -> str:
         Table(("file", "bytes", "hash"), files, left=(0, 2)),
         Table(("tensor", "type", "shape"), tensors, (0, 1, 2)),
     )
-    return "\n\n".join(["\n".join(lines), *(render(table) for table in tables)])
+    return "\n\n".join(["\n".join(lines), *(render(table, terminal) for table in tables)])
 
 
 def _facts(manifest: Manifest, entry: Entry) -> list[tuple[str, str]]:
@@ -419,7 +420,7 @@ def _diff(arguments: argparse.Namespace) -> Answer:
         return f"{head}\nall {equal} tensors are equal", exit_codes.DONE
     table = Table(("tensor", "", "differ", "largest", "relative"), [_row(one) for one in differing], left=(0, 1))
     rest = f"{len(differing)} tensors differ, {equal} are equal"
-    return f"{head}\n{render(table)}\n{rest}", DIFFERENT
+    return f"{head}\n{render(table, sys.stdout.isatty())}\n{rest}", DIFFERENT
 
 
 def _row(one: TensorDifference) -> tuple[str, str, str, str, str]:

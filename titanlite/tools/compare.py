@@ -66,7 +66,7 @@ def _run(arguments: argparse.Namespace, flags: Sequence[str], _style: object) ->
         raise RunError(f"cannot write to {arguments.out}: {error.strerror or error}; name another with --out") from None
     if arguments.json:
         return to_json({**compare_json(comparison), "written": [str(path) for path in written]})
-    parts = [render(table) for table in tables(comparison)]
+    parts = [render(table, sys.stdout.isatty()) for table in tables(comparison)]
     parts += ["\n".join(f"note: {note}" for note in comparison.notes)] if comparison.notes else []
     return "\n\n".join([*parts, f"written: {', '.join(map(str, written))}"])
 

@@ -168,4 +168,4 @@ def _figures(one: HeldOutLoss) -> dict[str, float]:
 
 def as_table(title: str, losses: Mapping[str, HeldOutLoss]) -> str:
     cells = [(name, f"{one.loss:.4f}", f"{one.perplexity:.4g}", f"{one.tokens:,}") for name, one in losses.items()]
-    return render(Table(("text", "loss", "perplexity", "tokens"), cells, title=title))
+    return render(Table(("text", "loss", "perplexity", "tokens"), cells, title=title), sys.stdout.isatty())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -40,13 +41,13 @@ def _run(arguments: argparse.Namespace, flags: Sequence[str], _style: object) ->
     if arguments.attempts:
         if arguments.json:
             return to_json({str(run.folder): read_entries(run.folder) for run in found})
-        tables = (attempts_text(run.folder) for run in found)
+        tables = (attempts_text(run.folder, sys.stdout.isatty()) for run in found)
         return "\n\n".join(filter(None, tables)) or "no attempts were recorded"
     if arguments.json:
         return to_json([_as_json(run) for run in found])
     if not found:
         return f"no runs below {', '.join(map(str, folders))}"
-    return runs_text(found)
+    return runs_text(found, sys.stdout.isatty())
 
 
 def to_json(value: Any) -> str:
@@ -62,13 +63,13 @@ def list_runs(folders: Iterable[Path]) -> list[Run]:
     return sorted(runs, key=lambda run: (-(run.started or 0), str(run.folder)))
 
 
-def runs_text(runs: Sequence[Run]) -> str:
+def runs_text(runs: Sequence[Run], terminal: bool) -> str:
     """Return a table, and below it the reasons of stops and the parts that could not be read."""
     columns = ("run", "state", "step", "loss", "validation", "tokens/s", "started", "duration")
     notes = [f"{run.folder}: {state_words(run)}: {run.reason}" for run in runs if run.reason]
     notes += [problem for run in runs for problem in run.problems]
     table = Table(columns, [_cells(run) for run in runs], left=(0, 1))
-    return "\n".join([render(table), *(f"note: {note}" for note in notes)])
+    return "\n".join([render(table, terminal), *(f"note: {note}" for note in notes)])
 
 
 def state_words(run: Run) -> str:
@@ -122,7 +123,7 @@ def _as_json(run: Run) -> dict[str, Any]:
     }
 
 
-def attempts_text(folder: Path) -> str:
+def attempts_text(folder: Path, terminal: bool) -> str:
     """Return the attempts of a run as a table; "" where none is recorded."""
     attempts = read_attempts(folder)
     if not attempts:
@@ -136,7 +137,7 @@ def attempts_text(folder: Path) -> str:
         about = [one.get("reason"), *(f"{key}: {change}" for key, change in changes.items())]
         notes += [f"note: attempt {one['attempt']}: {text}" for text in about if text]
     columns = ("attempt", "started (UTC)", "began", "ended (UTC)", "state", "exit", "step", "saved", "tokens lost")
-    return "\n".join([render(Table(columns, rows, left=(1, 2, 3, 4), title=str(folder))), *notes])
+    return "\n".join([render(Table(columns, rows, left=(1, 2, 3, 4), title=str(folder)), terminal), *notes])
 
 
 def _attempt_cells(attempt: Attempt, lost: int | None) -> list[str]:
