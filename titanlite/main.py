@@ -177,8 +177,9 @@ def print_error(message: str, code: int) -> int:
 
 def exit_now(code: int, last_error: str = "") -> NoReturn:
     """End this process here and now. last_error: the last line of an unforeseen error."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody may read it any more
+            stream.flush()
     exit_codes.end_process(code, last_error)
 
 

@@ -137,7 +137,7 @@ def share_from_rank_0(
     Rank 0 does not wait for the others. store: None for a single process. Raises RendezvousError as `barrier` does; on
     rank 0 what `make` raises.
     """
-    made = make() if rank == 0 else None
+    made = make() if rank == 0 or store is None else None
     if store is not None:
         with _explain_store_errors(rank):
             if rank == 0:
