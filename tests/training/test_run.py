@@ -256,6 +256,7 @@ def test_wrong_config_exits_2_before_torch_is_imported() -> None:
     assert wrong.returncode == exit_codes.CONFIG
     assert "training.setps" in wrong.stderr and "training.steps" in wrong.stderr and "Traceback" not in wrong.stderr
     assert "optimizer.lr" in wrong.stderr, "all wrong keys are reported at once"
+    assert python("train.py", "--training.setps=3").returncode == exit_codes.CONFIG
 
 
 @pytest.mark.parametrize(
