@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from titanlite.data.loader import Batch
 from titanlite.guard import FiniteGuard
 from titanlite.loss import cross_entropy_sum
-from titanlite.step import PlainRunner, ReplicationFactors, Runner, StepResult, TrainStep
+from titanlite.step import PlainRunner, Runner, StepResult, TrainStep
 
 
 def train_step(
@@ -26,26 +26,9 @@ def train_step(
     sync_every: bool = False,
     loss_function: Any = cross_entropy_sum,
     pipeline: Runner | None = None,
-    factors: ReplicationFactors = ReplicationFactors(),  # noqa: B008 (immutable)
-    stop: bool = False,
-    layer_norms: bool = False,
-    before_update: Callable[[], object] | None = None,
-    after_update: Callable[[], object] | None = None,
+    **more: Any,
 ) -> StepResult:
-    """Take one `TrainStep`. pipeline: runs the model in place of a `PlainRunner`."""
+    """Take one `TrainStep`. pipeline: runs the model in place of a `PlainRunner`. more: of `TrainStep`, if not None."""
     runner = pipeline or PlainRunner(model, loss_function, sync_every)
-    take = TrainStep(model, optimizer, runner, guard, max_norm, factors, layer_norms)
-    take.before_update = before_update or take.before_update
-    take.after_update = after_update or take.after_update
-    return take(batches, step, lr, stop)
-
-
-def forward_backward(
-    model: nn.Module,
-    batches: Sequence[Batch],
-    tokens: torch.Tensor,
-    sync_every: bool = False,
-    loss_function: Any = cross_entropy_sum,
-) -> torch.Tensor:
-    """Accumulate the gradients of a step; return this rank's share of the loss."""
-    return PlainRunner(model, loss_function, sync_every).forward_backward(batches, tokens)
+    given = {name: value for name, value in more.items() if value is not None}
+    return TrainStep(model, optimizer, runner, guard, max_norm, **given)(batches, step, lr)

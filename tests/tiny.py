@@ -41,10 +41,6 @@ TWO_LAYERS = size(64, 2, 4, 32)
 #: For what counts steps, files and signals: 8 steps of 4 sequences, each logged, bit for bit.
 EIGHT_STEPS = [
     *size(32, 1, 2, 16),
-    "--training.batch_size=1",
-    "--training.global_batch_size=4",
-    "--training.warmup_steps=2",
-    "--lr_scheduler.total_steps=8",
-    "--metrics.log_freq=1",
-    "--training.mixed_precision_param=float32",
+    *["--training.batch_size=1", "--training.global_batch_size=4", "--training.warmup_steps=2"],
+    *["--lr_scheduler.total_steps=8", "--metrics.log_freq=1", "--training.mixed_precision_param=float32"],
 ]

@@ -4,13 +4,12 @@
         Trainer(build(load_config("debug_model.toml", world.size), world)).train()
 
 The names below are public; docs/library.md explains them. `import titanlite` is quick: it loads neither torch nor any
-room. Names, and rooms such as `titanlite.parallel`, are imported when they are first used.
+room. A name is imported when it is first used.
 """
 
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from typing import TYPE_CHECKING, Any
 
 from titanlite._version import __version__ as __version__
@@ -36,8 +35,8 @@ if TYPE_CHECKING:  # for type checkers; the same names as below
     from titanlite.step import PlainRunner as PlainRunner
     from titanlite.step import StepResult as StepResult
     from titanlite.step import TrainStep as TrainStep
-    from titanlite.step import validate as validate
     from titanlite.trainer import Trainer as Trainer
+    from titanlite.validation import validate as validate
 
 #: Module → its public names.
 _PUBLIC = {
@@ -57,24 +56,19 @@ _PUBLIC = {
     "parallel.tensor": ["apply_tp"],
     "run_text": ["read_datasets"],
     "signals": ["StopSignal"],
-    "step": ["PlainRunner", "StepResult", "TrainStep", "validate"],
+    "step": ["PlainRunner", "StepResult", "TrainStep"],
     "trainer": ["Trainer"],
+    "validation": ["validate"],
 }
 _MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
 __all__ = ["__version__", *_MODULES]
 
 
-def _rooms() -> list[str]:
-    return [module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")]
-
-
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return getattr(importlib.import_module(f"titanlite.{_MODULES[name]}"), name)
-    if name.startswith("_") or name not in _rooms():
+    if name not in _MODULES:
         raise AttributeError(f"module 'titanlite' has no attribute {name!r}")
-    return importlib.import_module(f"titanlite.{name}")
+    return getattr(importlib.import_module(f"titanlite.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES, *_rooms()})
+    return sorted({*globals(), *_MODULES})

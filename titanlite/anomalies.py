@@ -20,7 +20,7 @@ from torch import nn
 from titanlite.data.loader import Batch
 from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import merged, take
-from titanlite.guard import BadStepError, NonFiniteError
+from titanlite.guard import BadStepError
 from titanlite.metrics.jsonl import MetricsLog
 from titanlite.metrics.nan_finder import diagnose_nonfinite
 from titanlite.step import PlainRunner, Runner
@@ -112,7 +112,7 @@ class AnomalyLog:
 
 def explain(bad: BadStepError, model: nn.Module, runner: Runner, fetched: Fetched) -> None:
     """Add to the error which module is to blame. All ranks call it together."""
-    if not isinstance(bad, NonFiniteError):
+    if bad.kind != "not finite":
         return
     if not isinstance(runner, PlainRunner):
         bad.explain(

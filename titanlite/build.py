@@ -78,34 +78,23 @@ if TYPE_CHECKING:
     from titanlite.trainer import Trainer
 
 
-#: Keys that change how sums are rounded.
-_ROUNDING = (
-    "training.mixed_precision_param",
-    "training.mixed_precision_reduce",
-    "training.gradient_sync",
-    "training.fsdp_units",
-    "training.fsdp_min_params",
-    "training.reshard_after_forward",
-    "training.loss_chunks",
-    "training.enable_loss_parallel",
-    "training.enable_cpu_offload",
-    "training.compile",
-    "compile.components",
-    "compile.backend",
-    "experimental.enable_async_tensor_parallel",
-    "experimental.pipeline_parallel_schedule",
-    "experimental.pipeline_parallel_split_points",
-    "experimental.pipeline_parallel_microbatches",
-    "activation_checkpoint.mode",
-    "activation_checkpoint.selective_ac_option",
-    "float8.enable_float8_linear",
-    "float8.recipe_name",
-    "float8.enable_fsdp_float8_all_gather",
-    "float8.filter_fqns",
-    "float8.min_features",
-    "float8.emulate",
-)
-
+#: Keys that change how sums are rounded, by section.
+_ROUNDING = {
+    "training": (
+        *("mixed_precision_param", "mixed_precision_reduce", "gradient_sync", "fsdp_units", "fsdp_min_params"),
+        *("reshard_after_forward", "loss_chunks", "enable_loss_parallel", "enable_cpu_offload", "compile"),
+    ),
+    "compile": ("components", "backend"),
+    "experimental": (
+        *("enable_async_tensor_parallel", "pipeline_parallel_schedule", "pipeline_parallel_split_points"),
+        "pipeline_parallel_microbatches",
+    ),
+    "activation_checkpoint": ("mode", "selective_ac_option"),
+    "float8": (
+        *("enable_float8_linear", "recipe_name", "enable_fsdp_float8_all_gather", "filter_fqns", "min_features"),
+        "emulate",
+    ),
+}
 
 #: Steps kept back for the case that a stream ends: on a GPU all ranks stop within two steps.
 _RESERVE = 2
@@ -433,9 +422,8 @@ def rounding_setting(run: RunConfig, device: torch.device) -> dict[str, str]:
         "deterministic": str(run.debug.deterministic),
     }
     found.update((f"mesh.{name}", str(value)) for name, value in asdict(run.mesh).items())
-    for name in _ROUNDING:
-        section, _, field = name.partition(".")
-        found[name] = str(getattr(getattr(run, section), field))
+    for section, keys in _ROUNDING.items():
+        found.update((f"{section}.{key}", str(getattr(getattr(run, section), key))) for key in keys)
     return found
 
 

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+from typing import NoReturn
 
 #: Names the file in which `titanlite.torchrun` expects the workers' exit codes.
 VARIABLE = "TITANLITE_EXIT_CODES"
@@ -69,3 +70,11 @@ def report_code(code: int, error: str = "") -> None:
         with contextlib.suppress(OSError), open(path, "a") as file:
             text = f" {json.dumps(error)}" if error else ""
             file.write(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} {code}{text}\n")
+
+
+def end_process(code: int, error: str = "") -> NoReturn:
+    """End this process here and now. error: as for `report_code`."""
+    report_code(code, error)
+    # gloo's threads sometimes abort a finished process at interpreter exit; everything of ours is closed by now, or
+    # cannot be closed.
+    os._exit(code)

@@ -11,7 +11,8 @@ no step waits for the host, and no collective is added. The host reads the decis
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -26,23 +27,20 @@ _LEAST_DEVIATION = 1e-3
 _LEAST_LOSSES = 20
 _FINE, _NOT_FINITE, _SPIKE = range(3)
 
-#: Figures of a step on the host, and the event after which they are there (CUDA).
-Record = tuple[torch.Tensor, "torch.cuda.Event | None"]
-
 
 class BadStepError(RuntimeError):
     """The guard found a step bad. Its update was not applied.
 
-    step, norm, loss: of that step, over all ranks. ranks: where the loss was not finite. done: the last step whose
-    update is in the weights.
+    step, norm, loss: of that step, over all ranks. kind: "not finite" (the loss or the gradient norm) or "spike".
+    ranks: where the loss was not finite. done: the last step whose update is in the weights.
     """
 
     exit_code = exit_codes.GUARD
-    kind = "bad"
 
-    def __init__(self, step: int, norm: float, loss: float, why: str, ranks: list[int] | None = None) -> None:
-        self.step, self.norm, self.loss, self.ranks = step, norm, loss, ranks or []
-        self.done = step - 1
+    def __init__(
+        self, step: int, norm: float, loss: float, why: str, kind: str = "spike", ranks: Sequence[int] = ()
+    ) -> None:
+        self.step, self.norm, self.loss, self.kind, self.ranks, self.done = step, norm, loss, kind, ranks, step - 1
         super().__init__(
             f"step {step}: loss {loss:.6g}, gradient norm {norm:.6g}: {why}. The update was not applied: the weights "
             f"are those after step {step - 1}"
@@ -53,45 +51,14 @@ class BadStepError(RuntimeError):
         self.args = (f"{self}. {finding}",)
 
 
-class NonFiniteError(BadStepError):
-    """A loss or gradient norm was not finite.
-
-    losses: by rank, its share of the bad step's loss. Gradients are summed over ranks before their norm is known, so
-    only a loss can show the rank.
-    """
-
-    kind = "not finite"
-
-    def __init__(self, step: int, norm: float, loss: float, losses: list[float]) -> None:
-        ranks = [rank for rank, share in enumerate(losses) if not math.isfinite(share)]
-        where = "the loss was finite on every rank, so it arose in the backward pass"
-        if ranks:
-            where = f"the loss was not finite on {_named(ranks)}"
-        super().__init__(step, norm, loss, where, ranks)
-
-
-class LossSpikeError(BadStepError):
-    """The loss rose over `limit`, nats per token: see `LossWindow`."""
-
-    kind = "spike"
-
-    def __init__(self, step: int, norm: float, loss: float, mean: float, deviation: float, sigmas: float) -> None:
-        self.limit = mean + sigmas * deviation
-        limit = f"{self.limit:.6g} = {mean:.6g} + {sigmas:g} * {deviation:.3g}"
-        why = f"the loss jumped over {limit}, mean and deviation of the good steps before it"
-        super().__init__(step, norm, loss, why)
-
-
 class WeightsError(BadStepError):
     """The weights, or the optimizer's moments, are not finite. No later step can repair them.
 
     step: where this was found. where: as `find_nonfinite` returns it.
     """
 
-    kind = "weights not finite"
-
     def __init__(self, step: int, done: int, where: str, then: str) -> None:
-        super().__init__(step, math.nan, math.nan, "")
+        super().__init__(step, math.nan, math.nan, "", "weights not finite")
         self.done = done
         self.args = (f"step {step}: {where} is not finite after step {done}. {then}",)
 
@@ -135,37 +102,33 @@ class LossWindow:
 
     def __init__(self, size: int, sigmas: float, device: torch.device) -> None:
         self.sigmas = sigmas
-        #: Oldest first, at the end of the tensor: sums have the same order, and so the same bits, after a resume.
-        self._losses = torch.zeros(size, dtype=torch.float64, device=device)
-        self._count = torch.zeros((), dtype=torch.int64, device=device)
-        self._age = torch.arange(size, 0, -1, device=device)
+        #: Oldest first, behind NaN for those to come: sums have the same order, and so the same bits, after a resume.
+        self._losses = torch.full((size,), math.nan, dtype=torch.float64, device=device)
         self._least = min(size, max(_LEAST_LOSSES, size // 2))
 
     def judge(self, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return whether a loss is over the limit (0-dim bool), and the window's mean and deviation (0-dim float64)."""
-        there = self._age <= self._count
-        mean = torch.where(there, self._losses, 0.0).sum() / self._count.clamp(min=1)
+        there = self._losses.isfinite()
+        count = there.sum()
+        mean = torch.where(there, self._losses, 0.0).sum() / count.clamp(min=1)
         squares = torch.where(there, self._losses - mean, 0.0).square().sum()
-        deviation = torch.maximum((squares / (self._count - 1).clamp(min=1)).sqrt(), _LEAST_DEVIATION * mean.abs())
-        return (self._count >= self._least) & (loss.double() > mean + self.sigmas * deviation), mean, deviation
+        deviation = torch.maximum((squares / (count - 1).clamp(min=1)).sqrt(), _LEAST_DEVIATION * mean.abs())
+        return (count >= self._least) & (loss.double() > mean + self.sigmas * deviation), mean, deviation
 
     def add(self, loss: torch.Tensor, good: torch.Tensor) -> None:
         """Add the loss of a step if the flag `good` (0-dim bool) is set, else change nothing."""
         moved = torch.cat([self._losses[1:], loss.double().view(1)])
         self._losses = torch.where(good, moved, self._losses)  # selected: a NaN would outlive any product
-        self._count = (self._count + good).clamp(max=len(self._losses))
 
     def values(self) -> list[float]:
         """Return the losses, oldest first. Waits for the device."""
-        count = int(self._count)
-        return self._losses[len(self._losses) - count :].tolist()
+        return self._losses[self._losses.isfinite()].tolist()
 
     def fill(self, losses: list[float]) -> None:
         """Start with these losses, oldest first; of more than fit, with the newest."""
         size = len(self._losses)
-        losses = losses[-size:]
-        kept = torch.tensor([0.0] * (size - len(losses)) + losses, dtype=torch.float64)
-        self._losses, self._count = kept.to(self._losses.device), self._count.new_tensor(len(losses))
+        kept = torch.tensor([math.nan] * size + losses, dtype=torch.float64)[-size:]
+        self._losses = kept.to(self._losses.device)
 
 
 class FiniteGuard:
@@ -193,10 +156,10 @@ class FiniteGuard:
         self._tripped = torch.zeros((), dtype=torch.bool, device=device)
         self._zero = torch.zeros((), dtype=torch.float64, device=device)
         self._losses = LossWindow(window, spike_sigmas, device) if spike_sigmas else None
-        #: What the latest `check` saw, in the order of `_read`; once tripped, the step that did it.
+        #: Figures of the latest step, in the order of `_read`; once tripped, of the step that did it.
         self._record = torch.zeros(8, dtype=torch.float64, device=device)
-        self._unread = False
-        self._pending: Record | None = None
+        #: Copies on the host that are not read yet, and the events after which they are there (CUDA).
+        self._copies: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque(maxlen=2)
         self._stop = False
         #: Bad steps that count against the budget, and skipped steps that `skipped` has not returned yet.
         self._spent: list[int] = []
@@ -231,7 +194,7 @@ class FiniteGuard:
         self._record = torch.where(self._tripped, self._record, now)
         if self.policy != "skip":
             self._tripped = self._tripped | ~good
-        self._unread = True
+        self._copy()
         return ok
 
     def poll(self) -> bool:
@@ -239,20 +202,15 @@ class FiniteGuard:
 
         Return whether a rank was asked to stop then, the same on all ranks: they stop after the latest step.
         Raises BadStepError, on all ranks together, if the step was bad and the policy or the budget ends the run.
-        Call it once a step, after the step's work was issued: the record copied here is read at the next call.
+        Call it once a step, after the step's work was issued.
         """
-        record, latest = self._pending, self._copy()
-        record, self._pending = (record, latest) if self.late else (latest, None)
-        self._read(record)
+        self._read(unread=int(self.late))
         stop, self._stop = self._stop, False
         return stop
 
     def sync(self) -> None:
         """Read all steps so far; waits for the device. Raises BadStepError as `poll` does."""
-        records = self._pending, self._copy()
-        self._pending = None
-        for record in records:
-            self._read(record)
+        self._read(unread=0)
 
     def skipped(self) -> list[BadStepError]:
         """Return the steps skipped since the last call, as errors that were not raised; equal on all ranks."""
@@ -284,42 +242,51 @@ class FiniteGuard:
         Of a longer window the newest losses are kept. A budget that this process has used stays used.
         """
         self._tripped = torch.zeros_like(self._tripped)
-        self._pending, self._unread, self._stop = None, False, False
+        self._copies.clear()
+        self._stop = False
         self._spent = self._spent or [int(step) for step in state.get("bad_steps", [])]
         if self._losses is not None:
             self._losses.fill([float(loss) for loss in state.get("losses", [])])
 
-    def _copy(self) -> Record | None:
-        """Start to copy the record to the host, if there is a new one."""
-        unread, self._unread = self._unread, False
-        if not unread:
-            return None
+    def _copy(self) -> None:
+        """Start to copy the record to the host."""
         if self._record.device.type != "cuda":
-            return self._record.clone(), None
-        record = torch.empty(len(self._record), dtype=torch.float64, pin_memory=True)
-        record.copy_(self._record, non_blocking=True)
-        event = torch.cuda.Event()
+            self._copies.append((self._record, None))
+            return
+        copy, event = torch.empty(len(self._record), dtype=torch.float64, pin_memory=True), torch.cuda.Event()
+        copy.copy_(self._record, non_blocking=True)
         event.record()
-        return record, event
+        self._copies.append((copy, event))
 
-    def _read(self, copied: Record | None) -> None:
-        if copied is None:
-            return
-        record, event = copied
-        if event is not None:
-            event.synchronize()
-        step, norm, loss, share, kind, stop, mean, deviation = record.tolist()
-        self._stop = self._stop or bool(stop)
-        if kind == _FINE:
-            return
-        bad: BadStepError
-        if kind == _SPIKE:
-            bad = LossSpikeError(int(step), norm, loss, mean, deviation, self.spike_sigmas)
-        else:
-            losses: list[float] = [share] * dist.get_world_size()
-            dist.all_gather_object(losses, share)
-            bad = NonFiniteError(int(step), norm, loss, losses)
-        if self.policy != "skip":
-            raise bad
-        self.consume_budget(bad)
-        self._skipped.append(bad)
+    def _read(self, unread: int) -> None:
+        """Read all copies but the newest `unread`, and act on what they say."""
+        while len(self._copies) > unread:
+            record, event = self._copies.popleft()
+            if event is not None:
+                event.synchronize()
+            step, norm, loss, share, kind, stop, mean, deviation = record.tolist()
+            self._stop = self._stop or bool(stop)
+            if kind == _FINE:
+                continue
+            bad = self._error(int(step), norm, loss, share, kind == _SPIKE, mean, deviation)
+            if self.policy != "skip":
+                raise bad
+            self.consume_budget(bad)
+            self._skipped.append(bad)
+
+    def _error(
+        self, step: int, norm: float, loss: float, share: float, spike: bool, mean: float, deviation: float
+    ) -> BadStepError:
+        """Return what was wrong with a step. All ranks call it together."""
+        if spike:
+            limit = f"{mean + self.spike_sigmas * deviation:.6g} = {mean:.6g} + {self.spike_sigmas:g} * {deviation:.3g}"
+            why = f"the loss jumped over {limit}, mean and deviation of the good steps before it"
+            return BadStepError(step, norm, loss, why)
+        # Gradients are summed over ranks before their norm is known, so only a loss can show the rank.
+        losses: list[float] = [share] * dist.get_world_size()
+        dist.all_gather_object(losses, share)
+        ranks = [rank for rank, value in enumerate(losses) if not math.isfinite(value)]
+        why = "the loss was finite on every rank, so it arose in the backward pass"
+        if ranks:
+            why = f"the loss was not finite on {_named(ranks)}"
+        return BadStepError(step, norm, loss, why, "not finite", ranks)

@@ -5,6 +5,9 @@ compute them piece by piece:
 
     chunk_head(model, 8)          # on the meta device, before tensor parallelism, `torch.compile` and `fully_shard`
     loss = batch_loss(model, tokens, labels, cross_entropy_sum)
+
+`torch.nn.functional.linear_cross_entropy` (2.13) also works in chunks. In bf16 it rounds the loss to bf16 (relative
+error 2e-4 to 1e-2; here 3e-6), and it takes neither sharded logits nor another loss.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -22,15 +23,16 @@ from titanlite.callbacks import load_callbacks
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.extensions import load_functions
 from titanlite.config.run_sections import Job
-from titanlite.config.sections import Checkpoint, Model
+from titanlite.config.sections import Checkpoint
 from titanlite.fit import check_config, fitted
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.dist_env import read_launch_env
-from titanlite.signals import SIGNALS, StopRequested, StopSignal, exit_on_signals, stop_with_torchrun
+from titanlite.signals import SIGNALS, StopRequested, StopSignal, end_with_parent, exit_on_signals
 from titanlite.utils import counted, escape, logger
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.paths import StorePath
+    from titanlite.derive import RunConfig
 
 #: Time in which the rank that prints an error must do so, before other ranks leave: the first makes torchrun end all.
 PRINT_SECONDS = 3.0
@@ -44,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 def run_rank(work: Callable[..., int], *arguments: object) -> NoReturn:
     """Do the work of one rank, which returns its exit code, and end the process by that code."""
     exit_on_signals(*SIGNALS)
-    stop_with_torchrun()
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # a torchrun that is killed tells its workers nothing
+        end_with_parent(signal.SIGTERM)
     last_error = ""
     try:
         code = work(*arguments)
@@ -82,7 +85,7 @@ def run(argv: Sequence[str]) -> int:
     from titanlite.metrics.console import setup_console
     from titanlite.metrics.watchdog import HangWatchdog
     from titanlite.parallel.dist_env import DistEnv, connect_store, keep_freed_memory
-    from titanlite.parallel.rendezvous import report_failure, share_from_rank_0, wait_for_rank_0
+    from titanlite.parallel.rendezvous import report_failure, share_from_rank_0
     from titanlite.preflight import check_machine
     from titanlite.run_text import read_datasets
     from titanlite.runs.logs import FOLDER as LOGS
@@ -90,38 +93,32 @@ def run(argv: Sequence[str]) -> int:
     from titanlite.trainer import Trainer, save_seed
 
     gc.freeze()  # what is imported is never garbage, and half a million objects take a while to look through
-    rank, size = environment.rank, environment.world_size
+    rank, size, seconds = environment.rank, environment.world_size, config.comm.init_timeout_seconds
     folder, watchdog = Path(config.job.dump_folder), HangWatchdog()
+    traces = str(folder / "comm_traces")
     # Around everything: when the first worker has ended torchrun sends SIGTERM to the rest, which must not die of it.
     with StopSignal(at_once=True) as stop:
         try:
             setup_console(rank, config.metrics.enable_color_printing)
             if rank == 0:
-                steps, epochs = config.steps, config.training.epochs or 0
-                length = counted(epochs, "epochs") if steps is None else counted(steps, "steps")
-                _log_files(asked.files, config.model, length, folder)
+                _log_files(asked.files, config)
             load_functions(asked)
             callbacks = load_callbacks(config.job.callbacks, asked.place("job.callbacks"))
             store = connect_store()  # before what takes longer on one rank than on another
+            share = partial(share_from_rank_0, store, rank, size, patience=seconds)
             with report_failure(store, rank, size), contextlib.ExitStack() as held:
                 check_machine(config.training, config.compile, config.float8)
+                share("the run's folder", lambda: held.enter_context(_lock(folder, config.checkpoint)))
                 if rank == 0:
-                    held.enter_context(_lock(folder, config.checkpoint))
                     _show_config(config.job, config.toml)
-                if store is not None:
-                    wait_for_rank_0(store, rank, size, config.comm.init_timeout_seconds)
-                seconds = config.comm.init_timeout_seconds
-                datasets = read_datasets(
-                    config, lambda name, make: share_from_rank_0(store, rank, size, name, make, seconds)
-                )
+                datasets = read_datasets(config, share)
                 check_model(config, datasets.tokenizer.vocab_size)
                 if config.steps is None:
                     config = fitted(asked, size, datasets.train.total_sequences)
-                traces = str(folder / "comm_traces")
                 watchdog = HangWatchdog(config.stall, config.comm, str(folder / LOGS), traces, exit_now)
                 opened = DistEnv.open(
                     store=store,
-                    init_timeout_seconds=config.comm.init_timeout_seconds,
+                    init_timeout_seconds=seconds,
                     trace_buf_size=config.comm.trace_buf_size,
                     trace_folder=traces,
                 )
@@ -180,22 +177,21 @@ def print_error(message: str, code: int) -> int:
 
 def exit_now(code: int, last_error: str = "") -> NoReturn:
     """End this process here and now. last_error: the last line of an unforeseen error."""
-    exit_codes.report_code(code, last_error)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # gloo's threads sometimes abort a finished process at interpreter exit; everything of ours is closed by now, or
-    # cannot be closed.
-    os._exit(code)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody may read it any more
+            stream.flush()
+    exit_codes.end_process(code, last_error)
 
 
-def _log_files(files: Sequence[str], model: Model, length: str, folder: Path) -> None:
+def _log_files(files: Sequence[str], run: RunConfig) -> None:
     """Log the config files; warn if there is none, since a run with defaults alone is rarely intended."""
     if files:
         logger.info(f"config: {', '.join(files)}")
         return
+    length = counted(run.training.epochs or 0, "epochs") if run.steps is None else counted(run.steps, "steps")
     logger.warning(
-        f"no --job.config_file is given: this run has the defaults and your flags ({model.name} {model.flavor}, "
-        f"{length}, folder {folder}); train_configs/ has configs to start from"
+        f"no --job.config_file is given: this run has the defaults and your flags ({run.model.name} "
+        f"{run.model.flavor}, {length}, folder {run.job.dump_folder}); train_configs/ has configs to start from"
     )
 
 
@@ -211,22 +207,24 @@ def _lock(run_folder: Path, section: Checkpoint) -> Iterator[None]:
     from titanlite.runs.lock import RunLock
     from titanlite.runs.logs import FOLDER as LOGS
 
-    checkpoints, logs = to_path(section.folder), run_folder / LOGS
     folders: dict[str, Path | StorePath] = {"job.dump_folder": run_folder}
-    if section.enable_checkpoint and isinstance(checkpoints, Path):
-        checkpoints = Path(os.path.realpath(checkpoints))  # two paths may lead to one folder
-        if checkpoints.is_relative_to(os.path.realpath(logs)):
-            reason = f"{section.folder!r} lies in {str(logs)!r}, where the logs of this run are"
-            raise ConfigError([Problem("", "checkpoint.folder", reason, "name another folder")])
-    if section.enable_checkpoint and checkpoints != Path(os.path.realpath(run_folder)):
-        folders["checkpoint.folder"] = checkpoints
-    source = to_path(section.initial_load_path or "") if section.enable_checkpoint else Path()
+    if section.enable_checkpoint:
+        source, checkpoints = to_path(section.initial_load_path or ""), to_path(section.folder)
+        if isinstance(checkpoints, Path):
+            checkpoints = Path(os.path.realpath(checkpoints))  # two paths may lead to one folder
+            logs = run_folder / LOGS
+            if checkpoints.is_relative_to(os.path.realpath(logs)):
+                reason = f"{section.folder!r} lies in {str(logs)!r}, where the logs of this run are"
+                raise ConfigError([Problem("", "checkpoint.folder", reason, "name another folder")])
+        if checkpoints != Path(os.path.realpath(run_folder)):
+            folders["checkpoint.folder"] = checkpoints
+        folders = {"checkpoint.initial_load_path": source, **folders}
     with contextlib.ExitStack() as stack:
-        for key, folder in {"checkpoint.initial_load_path": source, **folders}.items():
+        for key, folder in folders.items():
             try:
                 if isinstance(folder, StorePath):
                     folder.is_dir()  # fails for a missing bucket, wrong keys or a wrong address
-                if key in folders:
+                if key != "checkpoint.initial_load_path":
                     stack.enter_context(RunLock(folder, key))
             except StoreError as error:
                 raise CheckpointError(f"{key}: {error}") from None

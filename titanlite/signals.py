@@ -64,10 +64,12 @@ class StopSignal:
         self.notice = "stopping as soon as this step is done"
         #: Whether the latest `interruptible` left items out.
         self.interrupted = False
+        #: What asked this rank to stop: a signal's name, or the words given to `request`; "" if nothing did.
+        self.reason = ""
+        #: The first signal, and when it came.
         self._first: tuple[int, float] | None = None
-        self._requested = ""
         self._depth = 0
-        self._handlers: dict[int, Any] = {}
+        self._handlers: dict[signal.Signals, Any] = {}
         self._exit: threading.Timer | None = None
 
     @property
@@ -75,14 +77,9 @@ class StopSignal:
         """Whether this rank was asked to stop. Others may not know yet: see `requested_anywhere`."""
         return bool(self.reason)
 
-    @property
-    def reason(self) -> str:
-        """What asked this rank: a signal's name, or the words given to `request`; "" if nothing did."""
-        return self._requested if self._first is None else signal.Signals(self._first[0]).name
-
     def request(self, reason: str) -> None:
         """Ask to stop from within the program, on one rank or all."""
-        self._requested = self._requested or reason
+        self.reason = self.reason or reason
 
     def requested_anywhere(self) -> bool:
         """Return whether any rank was asked to stop: the same answer on all, which call it together.
@@ -122,8 +119,9 @@ class StopSignal:
         parts = []
         for reason in dict.fromkeys(filter(None, reasons)):
             ranks = [str(rank) for rank, other in enumerate(reasons) if other == reason]
-            where = f" on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
-            parts.append(reason + (where if len(ranks) < len(reasons) else " on every rank" * (len(ranks) > 1)))
+            every = len(ranks) == len(reasons)
+            where = "every rank" if every else f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
+            parts.append(reason if len(reasons) == 1 else f"{reason} on {where}")
         return "; ".join(parts)
 
     @contextlib.contextmanager
@@ -144,11 +142,7 @@ class StopSignal:
     def __enter__(self) -> StopSignal:
         self._depth += 1
         if self._depth == 1 and threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
-                old = signal.getsignal(number)
-                # A shell ignores SIGINT for jobs in its background: a Ctrl-C there means another job.
-                if number != signal.SIGINT or old != signal.SIG_IGN:
-                    self._handlers[number] = signal.signal(number, self._handle)
+            self._handlers = _install(SIGNALS, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -164,7 +158,7 @@ class StopSignal:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name, now = signal.Signals(number).name, time.monotonic()
         if self._first is None:
-            self._first = number, now
+            self._first, self.reason = (number, now), name
             if self.at_once:
                 self._exit_later(exit_codes.PREEMPTED)
                 raise StopRequested(f"{name} before the first step")
@@ -184,12 +178,7 @@ class StopSignal:
 
     def _exit_later(self, code: int) -> None:
         """End the process by this code, unless the block ends within seconds."""
-
-        def end() -> None:
-            exit_codes.report_code(code)
-            os._exit(code)
-
-        self._exit = threading.Timer(_UNWIND_SECONDS, end)
+        self._exit = threading.Timer(_UNWIND_SECONDS, exit_codes.end_process, [code])
         self._exit.daemon = True
         self._exit.start()
 
@@ -218,19 +207,20 @@ def exit_on_signals(*numbers: signal.Signals) -> None:
     # The file tells the launcher that this worker will write its exit code.
     with contextlib.suppress(OSError), open(os.environ.get(exit_codes.VARIABLE, os.devnull), "a"):
         pass
-    for number in numbers:
-        if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:  # as `StopSignal` does
-            signal.signal(number, _exit_now)
+    _install(numbers, _exit_now)
+
+
+def _install(numbers: Iterable[signal.Signals], handler: Any) -> dict[signal.Signals, Any]:
+    """Install a handler for these signals; return those before it."""
+    # A shell ignores SIGINT for jobs in its background: a Ctrl-C there means another job.
+    taken = [n for n in numbers if n != signal.SIGINT or signal.getsignal(n) != signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in taken}
 
 
 def _exit_now(number: int, frame: FrameType | None) -> None:
-    exit_codes.report_code(exit_codes.PREEMPTED)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         os.write(2, f"stopped: {signal.Signals(number).name} before the first step\n".encode())
-    os._exit(exit_codes.PREEMPTED)
-
-
-_PR_SET_PDEATHSIG = 1
+    exit_codes.end_process(exit_codes.PREEMPTED)
 
 
 def end_with_parent(number: signal.Signals, parent: int | None = None) -> None:
@@ -241,14 +231,8 @@ def end_with_parent(number: signal.Signals, parent: int | None = None) -> None:
     """
     import ctypes
 
-    parent = parent or os.getppid()
+    parent, set_signal_of_parents_death = parent or os.getppid(), 1  # PR_SET_PDEATHSIG of prctl(2)
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+        ctypes.CDLL(None).prctl(set_signal_of_parents_death, number)
         if os.getppid() != parent:  # it ended before the call
             os.kill(os.getpid(), number)
-
-
-def stop_with_torchrun() -> None:
-    """Let a worker save a checkpoint and stop when its torchrun is killed. Without torchrun nothing happens."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""One training step, top to bottom, and validation.
+"""One training step, top to bottom.
 
 step_fn = TrainStep(model, optimizer, PlainRunner(model), FiniteGuard(device), max_norm=1.0)
 result = step_fn(micro_batches, step, lr)
@@ -6,7 +6,7 @@ result = step_fn(micro_batches, step, lr)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titanlite.data.loader import Batch, to_device
+from titanlite.data.loader import Batch
 from titanlite.guard import FiniteGuard
 from titanlite.loss import LossFunction, batch_loss, count_valid, cross_entropy_sum
 from titanlite.optim.gradients import clip_gradients, square_norm, square_norms
@@ -151,42 +151,3 @@ class TrainStep:
         self.after_update()
         local_loss = share * tokens / local_tokens.clamp(min=1)
         return StepResult(loss, local_loss, norm, dict(zip(layers, sums[2:].sqrt(), strict=True)))
-
-
-def validate(
-    model: nn.Module,
-    batches: Iterable[Batch],
-    device: torch.device,
-    runner: Runner,
-    factors: ReplicationFactors = ReplicationFactors(),  # noqa: B008 (immutable)
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean loss in nats per token over all ranks' `batches`, and the number of tokens (0-dim float64).
-
-    Every rank must bring the same number of batches; every token has the same weight. runner: of `model`.
-    """
-    loss, tokens = loss_sums(model, ((0, batch) for batch in batches), 1, device, runner, factors)[0]
-    return loss / tokens, tokens
-
-
-@torch.no_grad()
-def loss_sums(
-    model: nn.Module,
-    batches: Iterable[tuple[int, Batch]],
-    texts: int,
-    device: torch.device,
-    runner: Runner,
-    factors: ReplicationFactors = ReplicationFactors(),  # noqa: B008 (immutable)
-) -> torch.Tensor:
-    """Return the summed loss in nats and the number of tokens of each text, over all ranks: [texts, 2] float64.
-
-    batches: each with the number of its text, from 0; as many on every rank. Issues one collective besides FSDP's.
-    """
-    sums = torch.zeros(texts, 2, dtype=torch.float64, device=device)
-    model.eval()
-    for text, on_cpu in batches:
-        (batch,) = to_device([on_cpu], device)
-        sums[text, 0] += runner.loss_sum(batch)
-        sums[text, 1] += count_valid(batch.labels)
-    model.train()
-    dist.all_reduce(sums)
-    return sums / sums.new_tensor([factors.loss, factors.tokens])

@@ -18,7 +18,7 @@ from titanlite.checkpoint.manifest import steps_in
 from titanlite.checkpoint.storage import gather
 from titanlite.data.loader import Batch, gather_state, to_device
 from titanlite.data.mixture import MixedRows
-from titanlite.guard import BadStepError, NonFiniteError, WeightsError, find_nonfinite
+from titanlite.guard import BadStepError, WeightsError, find_nonfinite
 from titanlite.signals import StopRequested, StopSignal
 from titanlite.utils import human_time, logger
 from titanlite.validation import ValidationResult
@@ -98,15 +98,12 @@ class Trainer:
     def start(self) -> None:
         """Load a checkpoint, if there is one, and tell the callbacks that the run begins."""
         parts = self.parts
-        notice = "CHECKPOINTS ARE OFF: nothing will be saved"
+        kept = "CHECKPOINTS ARE OFF: nothing will be saved"
         if parts.checkpointer is not None:
-            notice = "then a checkpoint is written"
+            kept = "then a checkpoint is written"
             expected = {"global_batch": parts.global_batch_size}
             self.loaded = parts.checkpointer.load(parts.model, parts.optimizer, expected)
-        # On a GPU ranks learn of a stop a step later.
-        when = "within two steps" if parts.world.device.type == "cuda" else "after this step or the next"
-        alone = parts.world.size == 1
-        self.stop.notice = f"{'stopping as soon as this step is done' if alone else f'all ranks stop {when}'}, {notice}"
+        self.stop.notice = f"stopping within two steps, {kept}"
         loaded = self.loaded
         if loaded is not None and (loaded.origin == "resume" or loaded.step or loaded.train):
             _check_state(loaded)
@@ -171,7 +168,7 @@ class Trainer:
         """
         for bad in self.parts.train_step.guard.skipped():
             self.good_steps -= 1
-            if isinstance(bad, NonFiniteError) and (where := find_nonfinite(gather(self.parts.model))):
+            if bad.kind == "not finite" and (where := find_nonfinite(gather(self.parts.model))):
                 raise WeightsError(bad.step, bad.done, where, "Skipping steps cannot mend that")
             self.parts.anomalies.skipped(bad, self.recent[bad.step])
 
@@ -315,9 +312,9 @@ class Trainer:
         """Tell the callbacks how the run ended, and close its threads and files."""
         self.stop.notice = "the run is ending already"
         together = isinstance(error, BadStepError) or getattr(error, "together", False)
-        end = RunEnd("failed", self.done, error, ": ".join(filter(None, (type(error).__name__, str(error)))))
-        if error is None:
-            end = RunEnd("done", self.step)
+        end = RunEnd("done", self.step)
+        if error is not None:
+            end = RunEnd("failed", self.done, error, f"{type(error).__name__}: {error}".removesuffix(": "))
         with contextlib.ExitStack() as stack:
             if together:
                 stack.callback(dist.barrier)  # the first rank that leaves would end the others before they are done
@@ -376,17 +373,17 @@ def _failed(step: int, problem: object) -> str:
 
 def _stopped(trainer: Trainer) -> StopRequested:
     """Return and log how a run stands that has stopped as it was asked. All ranks call it together."""
-    step, newest, saved = trainer.step, trainer.saved_step, True
+    step, newest = trainer.step, trainer.saved_step
+    saved = step == 0 or newest == step
     if step == 0:
         kept = "no step was done, nothing is lost"
-    elif newest == step:
+    elif saved:
         kept = f"the checkpoint of step {step} is written, the same command goes on from there"
+    elif trainer.parts.checkpointer is None:
+        kept = "checkpoints are off, nothing is saved"
     else:
-        saved = False
         other = "there is no checkpoint" if newest is None else f"the newest is of step {newest}"
         kept = f"its checkpoint could not be written, {other}"
-        if trainer.parts.checkpointer is None:
-            kept = "checkpoints are off, nothing is saved"
     reason = trainer.stop.describe()
     _log_once(logging.WARNING, f"stopped after step {step} by {reason}: {kept}")
     return StopRequested(f"{reason}: {kept}", step, saved, together=True)

@@ -9,16 +9,15 @@ import logging
 import os
 import re
 import sys
+import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import reduce
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from rich.text import Text
+from typing import Any
 
 logger: logging.Logger = logging.getLogger("titanlite")
 
@@ -68,24 +67,21 @@ def counted(number: float, nouns: str) -> str:
 
 def human_count(n: float) -> str:
     """`999`, `12.3M`, `1.2T`: one decimal from a thousand on."""
-    if abs(n) < 1000:
-        return f"{n:g}"
-    for unit in "KMB":
-        n /= 1000
-        if abs(n) < 999.95:
-            return f"{n:.1f}{unit}"
-    return f"{n / 1000:.1f}T"
+    return _scaled(n, 1000, ("", "K", "M", "B", "T"))
 
 
 def human_bytes(n: float) -> str:
     """`512 B`, `1.5 GiB`: powers of 1024, one decimal from a KiB on."""
-    if abs(n) < 1024:
-        return f"{n:g} B"
-    for unit in ("KiB", "MiB", "GiB"):
-        n /= 1024
-        if abs(n) < 1023.95:
-            return f"{n:.1f} {unit}"
-    return f"{n / 1024:.1f} TiB"
+    return _scaled(n, 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
+
+
+def _scaled(n: float, base: int, units: Sequence[str]) -> str:
+    if abs(n) < base:
+        return f"{n:g}{units[0]}"
+    power = 1
+    while power < len(units) - 1 and abs(n) / base**power >= base - 0.05:
+        power += 1
+    return f"{n / base**power:.1f}{units[power]}"
 
 
 def human_time(seconds: float) -> str:
@@ -143,25 +139,23 @@ def is_dotted(name: str) -> bool:
 
 
 def resolve(path: str) -> Any:
-    """Return the object that a dotted path names.
+    """Return the object that a dotted path names. Raises ValueError naming the path.
 
-    A path that begins with a dot or a slash is a file, relative to the working directory. Raises ValueError when there
-    is no such thing, and as it is what the import raises.
+    A path that begins with a dot or a slash is a file, relative to the working directory.
     """
     module_name, _, name = path.partition(":")
     if not (module_name and name):
-        raise ValueError("names no object: a colon comes before its name")
-    if module_name.startswith((".", "/")):
-        module = _module_of_file(Path(module_name).resolve())
-    else:
-        try:
-            module = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            raise ValueError(f"cannot be imported: {error}") from error
+        raise ValueError(f"{path!r} names no object: a colon comes before its name")
+    try:
+        is_file = module_name.startswith((".", "/"))
+        module = _module_of_file(Path(module_name).resolve()) if is_file else importlib.import_module(module_name)
+    except Exception as error:
+        lead = "" if isinstance(error, ModuleNotFoundError | FileNotFoundError) else f"{type(error).__name__}: "
+        raise ValueError(f"{path!r} cannot be imported: {lead}{error}") from error
     try:
         return reduce(getattr, name.split("."), module)
     except AttributeError:
-        raise ValueError(f"cannot be imported: {module.__file__} has no {name}") from None
+        raise ValueError(f"{path!r} cannot be imported: {module.__file__} has no {name}") from None
 
 
 def resolve_as(path: str, accept: Callable[[Any], bool], kind: str) -> Any:
@@ -169,12 +163,7 @@ def resolve_as(path: str, accept: Callable[[Any], bool], kind: str) -> Any:
 
     kind: what it must be, with an article, for messages.
     """
-    try:
-        found = resolve(path)
-    except ValueError as error:
-        raise ValueError(f"{path!r} {error}") from error
-    except Exception as error:
-        raise ValueError(f"{path!r} cannot be imported: {type(error).__name__}: {error}") from error
+    found = resolve(path)
     if not accept(found):
         raise ValueError(f"{path!r} is {found!r:.80}, and not {kind}")
     return found
@@ -197,19 +186,20 @@ def unresolved(path: str) -> str:
 
 
 def _module_of_file(file: Path) -> Any:
+    """Return the module in a file; the second time the same."""
     if not file.is_file():
-        raise ValueError(f"cannot be imported: there is no file {file}")
-    spec = importlib.util.spec_from_file_location(f"titanlite_{file.stem}_{abs(hash(file))}", file)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"cannot be imported: {file} is no Python file")
-    if spec.name not in sys.modules:
-        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        raise FileNotFoundError(f"there is no file {file}")
+    name = f"titanlite_{file.stem}_{abs(hash(file))}"
+    if name not in sys.modules:
+        loader = SourceFileLoader(name, str(file))
+        module = sys.modules[name] = types.ModuleType(name)
+        module.__file__ = str(file)
         try:
-            spec.loader.exec_module(module)
+            loader.exec_module(module)
         except BaseException:
-            del sys.modules[spec.name]
+            del sys.modules[name]
             raise
-    return sys.modules[spec.name]
+    return sys.modules[name]
 
 
 @dataclass(frozen=True)
@@ -223,47 +213,13 @@ class Table:
 
 
 def render(table: Table, terminal: bool) -> str:
-    """The table as text without a final line end. Control characters in it are escaped."""
-    columns, *rows = [[escape(text) for text in row] for row in (table.columns, *table.rows)]
-    table = replace(table, columns=columns, rows=rows, title=escape(table.title))
-    return _rich(table) if terminal else _plain(table)
-
-
-def _plain(table: Table) -> str:
-    lines = [table.columns, *table.rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(table.columns))]
+    """The table as text without a final line end, in a terminal with a bold head. Control characters are escaped."""
+    lines = [[escape(text) for text in line] for line in (table.columns, *table.rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
 
     def align(i: int, text: str) -> str:
         return text.ljust(widths[i]) if i in table.left else text.rjust(widths[i])
 
-    body = ["  ".join(align(i, text) for i, text in enumerate(line)).rstrip() for line in lines]
-    return "\n".join([table.title, *body] if table.title else body)
-
-
-def _rich(table: Table) -> str:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    drawn = RichTable(title=table.title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for i, name in enumerate(table.columns):
-        drawn.add_column(Text(name), justify="left" if i in table.left else "right", overflow="fold")
-    for row in table.rows:
-        drawn.add_row(*map(_cell, row))
-    console = Console()
-    with console.capture() as capture:
-        console.print(drawn)
-    return "\n".join(line for line in capture.get().splitlines() if line.strip())
-
-
-_STATE_COLORS = {
-    **{"running": "blue", "done": "green", "died": "red", "failed": "red"},
-    **{"stopped by guard": "yellow", "preempted": "yellow"},
-}
-
-
-def _cell(text: str) -> Text:
-    from rich.text import Text
-
-    return Text(text, style=_STATE_COLORS.get(text, ""))
+    head, *body = ["  ".join(align(i, text) for i, text in enumerate(line)).rstrip() for line in lines]
+    title = [escape(table.title)] if table.title else []
+    return "\n".join([*title, Style(terminal).bold(head), *body])

@@ -14,13 +14,54 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from titanlite.step import ReplicationFactors, Runner, loss_sums
+from titanlite.data.loader import Batch, to_device
+from titanlite.loss import count_valid
+from titanlite.step import ReplicationFactors, Runner
 
 if TYPE_CHECKING:
-    from titanlite.data.loader import Batch
     from titanlite.data.prefetch import ValidationPrefetcher
+
+
+def validate(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    device: torch.device,
+    runner: Runner,
+    factors: ReplicationFactors = ReplicationFactors(),  # noqa: B008 (immutable)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mean loss in nats per token over all ranks' `batches`, and the number of tokens (0-dim float64).
+
+    Every rank must bring the same number of batches; every token has the same weight. runner: of `model`.
+    """
+    loss, tokens = _loss_sums(model, ((0, batch) for batch in batches), 1, device, runner, factors)[0]
+    return loss / tokens, tokens
+
+
+@torch.no_grad()
+def _loss_sums(
+    model: nn.Module,
+    batches: Iterable[tuple[int, Batch]],
+    texts: int,
+    device: torch.device,
+    runner: Runner,
+    factors: ReplicationFactors,
+) -> torch.Tensor:
+    """Return the summed loss in nats and the number of tokens of each text, over all ranks: [texts, 2] float64.
+
+    batches: each with the number of its text, from 0; as many on every rank. Issues one collective besides FSDP's.
+    """
+    sums = torch.zeros(texts, 2, dtype=torch.float64, device=device)
+    model.eval()
+    for text, on_cpu in batches:
+        (batch,) = to_device([on_cpu], device)
+        sums[text, 0] += runner.loss_sum(batch)
+        sums[text, 1] += count_valid(batch.labels)
+    model.train()
+    dist.all_reduce(sums)
+    return sums / sums.new_tensor([factors.loss, factors.tokens])
 
 
 class HeldOutLoss(NamedTuple):
@@ -38,10 +79,7 @@ class HeldOutLoss(NamedTuple):
     @property
     def perplexity(self) -> float:
         """e to the loss."""
-        try:
-            return math.exp(self.loss)
-        except OverflowError:
-            return math.inf
+        return math.exp(self.loss) if not self.loss > 709 else math.inf  # where a float64 ends
 
     def __str__(self) -> str:
         return f"loss {self.loss:.4f}, perplexity {self.perplexity:.4g}, over {self.tokens:,} tokens"
@@ -90,7 +128,7 @@ class ValidationSet:
 
         through: takes the batches and may leave out the rest of them (`StopSignal.interruptible`).
         """
-        sums = loss_sums(model, through(self), len(self.loaders), device, runner, factors).tolist()
+        sums = _loss_sums(model, through(self), len(self.loaders), device, runner, factors).tolist()
         losses = (HeldOutLoss(total, int(tokens)) for total, tokens in sums)
         return ValidationResult(dict(zip(self.loaders, losses, strict=True)))
 

@@ -28,7 +28,7 @@ from tests.training.reference import train_reference
 from tests.training.test_guard import _equal, _state
 from titanlite.config.sections import Training
 from titanlite.data.loader import to_device
-from titanlite.guard import FiniteGuard, NonFiniteError
+from titanlite.guard import BadStepError, FiniteGuard
 from titanlite.models import get_spec
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.tools.tensors import Contents, compare
@@ -141,7 +141,7 @@ def test_the_record_is_read_a_step_later(world: DistEnv, policy: str) -> None:
         take(step, 3e-3, step - 1)
         try:
             guard.poll()
-        except NonFiniteError as error:
+        except BadStepError as error:
             stopped.append((step, error.step))
         told += [(step, bad.step) for bad in guard.skipped()]
         states.append(_state(model, optimizer))

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from tests.pool import Pools
-from tests.steps import forward_backward
 from tests.training.harness import Run, batches, build_tiny, changed, full, micro_batches, stepper
 from tests.training.test_run import _trainer
 from titanlite.config.sections import ActivationCheckpoint, Compile
-from titanlite.guard import NonFiniteError
+from titanlite.guard import BadStepError
 from titanlite.loss import cross_entropy_sum
 from titanlite.metrics.nan_finder import Finding, diagnose_nonfinite
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.record import read_entries
+from titanlite.step import PlainRunner
 
 TOKENS, LABELS = batches(2, 8, 16, 192)
 RUN = Run(TOKENS, LABELS, [1e-3] * 2, accumulation=2)
@@ -144,7 +144,7 @@ def _sums_overflow(world: DistEnv) -> Finding:
     model, _, _ = build_tiny(world, run)
     data = micro_batches(run, 0, 0, world.size)  # the same on both ranks
     tokens = torch.tensor(2 * int((data[0].labels >= 0).sum()))
-    forward_backward(model, data, tokens)
+    PlainRunner(model).forward_backward(data, tokens)
     peak = max(full(p.grad).abs().max().item() for p in model.parameters() if p.grad is not None)
     factor = 1.2 * torch.finfo(torch.float32).max / peak
     return diagnose_nonfinite(
@@ -190,7 +190,7 @@ def _stopped(world: DistEnv, folder: str) -> str:
     trainer.parts.model.get_submodule(W2).register_forward_hook(spoil)
     try:
         trainer.train()
-    except NonFiniteError as error:
+    except BadStepError as error:
         return str(error)
     raise AssertionError("not stopped")
 

@@ -29,7 +29,7 @@ from tests.training.test_run import TINY, _trainer
 from tests.words import listening
 from titanlite import exit_codes
 from titanlite.config.run_sections import Comm, Stall
-from titanlite.guard import LossSpikeError
+from titanlite.guard import BadStepError
 from titanlite.metrics import watchdog
 from titanlite.metrics.hang_report import MAX_ROWS, RankState, table, verdict
 from titanlite.metrics.watchdog import THREAD, HangWatchdog, _stack
@@ -298,7 +298,7 @@ def _raise_together(world: DistEnv, kind: type[BaseException], values: tuple[Any
     [
         (ValueError, ("of all",), 0.0),
         # The guard stops all ranks, even if one takes longer than it has for a reason of its own.
-        (LossSpikeError, (7, 1.0, 9.0, 2.0, 0.1, 6.0), 1.5),
+        (BadStepError, (7, 1.0, 9.0, "too high"), 1.5),
     ],
 )
 def test_an_error_of_all_ranks_ends_no_other_rank(

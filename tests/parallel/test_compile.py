@@ -33,8 +33,9 @@ from titanlite.parallel.compile import (
 )
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.preflight import check_machine
-from titanlite.step import PlainRunner, validate
+from titanlite.step import PlainRunner
 from titanlite.utils import logger
+from titanlite.validation import validate
 
 
 class Counting:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -116,9 +113,6 @@ def test_environments_of_launchers_are_read(environment: Callable[[dict[str, str
     ]:
         environment(variables)
         assert read_launch_env() == expected
-    for variables in ({"LOCAL_RANK": "1"}, {"RANK": "1", "LOCAL_RANK": "1", "MASTER_PORT": "x"}):
-        environment(variables)
-        assert read_launch_env(joined=(1, 2)) == LaunchEnv(1, 2, 1, 2, None)
     environment({})
     with DistEnv.open("cpu") as world:
         assert (world.rank, world.size) == (0, 1)
@@ -150,7 +144,7 @@ def test_restarted_workers_meet_again(tmp_path: Path) -> None:
 
 
 _FAULTS = """
-import ctypes, json, resource, torch
+import json, resource, torch
 from titanlite.parallel.dist_env import keep_freed_memory
 torch.set_num_threads(1)
 def faults():
@@ -162,25 +156,15 @@ def faults():
 faults()
 plain, done, = faults(), keep_freed_memory()
 faults()
-kept = faults()
-sbrk = ctypes.CDLL(None).sbrk
-sbrk.restype = ctypes.c_void_p
-before = sbrk(0)
-torch.empty(3 << 30, dtype=torch.uint8)  # freed at once; no page of it is touched
-print(json.dumps([done, plain, kept, sbrk(0) - before]))
+print(json.dumps([done, plain, faults()]))
 """
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
-@pytest.mark.parametrize("settings", [{}, pytest.param({"MALLOC_ARENA_MAX": "4"}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"MALLOC_ARENA_MAX": "4"}], ids=str)
 def test_freed_memory_is_kept_for_the_next_step_unless_the_user_chose_settings(settings: dict[str, str]) -> None:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD"))}
-    command = [sys.executable, "-c", _FAULTS]
-    output = subprocess.run(command, env={**clean, **settings}, check=True, capture_output=True).stdout
-    done, plain, kept, grown = json.loads(output)
+    done, plain, kept = json.loads(python("-c", _FAULTS, env=settings).stdout)
     assert done is not bool(settings)
     if not settings:
         assert plain > 300  # 80 MiB at a time are 20,480 pages, fewer where they are huge
         assert kept < plain / 50
-        assert grown > 2 << 30  # the end of the heap stays, however much it is

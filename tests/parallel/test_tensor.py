@@ -17,7 +17,8 @@ from titanlite.loss import cross_entropy_sum
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.tensor import check_async, tensor_loss
-from titanlite.step import PlainRunner, ReplicationFactors, validate
+from titanlite.step import PlainRunner, ReplicationFactors
+from titanlite.validation import validate
 
 RUN = Run(TOKENS, LABELS, WARM, accumulation=2, tensor=2)
 EAGER = Compile(components=["model"], backend="aot_eager")

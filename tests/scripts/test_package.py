@@ -16,7 +16,6 @@ import sys, time
 began = time.perf_counter()
 import titanlite
 assert time.perf_counter() - began < 0.5
-titanlite.exit_codes.CONFIG
 from titanlite import Callback
 import titanlite.models, titanlite.runs.record, titanlite.runs.logs, titanlite.runs.lock, titanlite.tools.cli
 import titanlite.tools.runs, titanlite.tools.compare_page, titanlite.tools.plots
@@ -33,10 +32,10 @@ def test_names_shapes_configs_and_records_need_no_torch() -> None:
     assert done.stdout == "[]\n", done.stderr
 
 
-def test_rooms_are_attributes_and_nothing_else_is() -> None:
-    assert titanlite.config.__name__ == "titanlite.config" and "metrics" in dir(titanlite)
-    with pytest.raises(AttributeError, match="no attribute 'modles'"):
-        _ = titanlite.modles
+def test_a_name_that_is_not_public_is_no_attribute() -> None:
+    assert titanlite.Callback.__name__ == "Callback" and "Trainer" in dir(titanlite)
+    with pytest.raises(AttributeError, match="no attribute 'Trianer'"):
+        _ = titanlite.Trianer
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import environment, python
-from titanlite.torchrun import last_error, worst_code
+from titanlite.torchrun import code_after_signal, last_error, worst_code
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,12 @@ def test_which_code_stands_for_all(failed: list[int], told: str, code: int | Non
     assert worst_code(told, failed) == code
 
 
+@pytest.mark.parametrize(("told", "code"), [(None, 5), ("", 1), ("0 0\n0 0\n", 0), ("0 5\n0 0\n", 5), ("0 6\n", 6)])
+def test_which_code_stands_for_all_after_a_signal_to_torchrun(told: str | None, code: int) -> None:
+    """Of workers that had not begun, were killed, were done, and had nothing saved."""
+    assert code_after_signal(told) == code
+
+
 @pytest.mark.slow
 def test_a_worker_that_dies_during_imports_is_an_error(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
@@ -61,16 +67,15 @@ def test_what_the_last_restart_said_is_kept_for_the_end() -> None:
 #: A worker that says that it was asked to stop, and its launcher.
 WORKER = """
 import os, signal, time
-from titanlite.signals import stop_with_torchrun
+from titanlite.signals import end_with_parent
 signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b"asked to stop"), os._exit(0)))
-stop_with_torchrun()
+end_with_parent(signal.SIGTERM)
 os.write(1, b"ready")
 time.sleep(20)
 """
 LAUNCHER = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {WORKER!r}]); time.sleep(20)"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
 def test_a_worker_is_asked_to_stop_when_its_torchrun_is_killed() -> None:
     env = environment(TORCHELASTIC_RUN_ID="x")
     with subprocess.Popen([sys.executable, "-c", LAUNCHER], env=env, stdout=subprocess.PIPE) as launcher:
@@ -79,7 +84,6 @@ def test_a_worker_is_asked_to_stop_when_its_torchrun_is_killed() -> None:
         assert launcher.stdout.read() == b"asked to stop"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
 def test_a_process_ends_when_its_parent_ended_before_it_asked() -> None:
     late = "from titanlite.signals import end_with_parent; end_with_parent(9, 2**22 + 1); print('goes on')"
     assert python("-c", late).returncode == -9

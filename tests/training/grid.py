@@ -79,42 +79,74 @@ class Column:
     steps: int = 20
 
 
+MODE, OPTION = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
+CHUNKS, UNITS, MIN_PARAMS = "training.loss_chunks", "training.fsdp_units", "training.fsdp_min_params"
+TIED = {"model.overrides.tied": "true"}
+AHEAD = {RESHARD: "always", "training.prefetch": 1}
+ZERO_BUBBLE = {PP: 2, SCHEDULE: "ZBVZeroBubble", **FOUR}
 #: Rows beside the product, with micro-batches per step.
 MORE = {
     "1 rank": (Row(1, {}), 1),
     "1 rank, four micro-batches": (Row(1, {}), 4),
-    "fsdp 2, freed": (Row(2, {FSDP: 2, RESHARD: "always", "training.prefetch": 1}), 2),
+    "fsdp 2, freed": (Row(2, {FSDP: 2, **AHEAD}), 2),
     "fsdp 2, four micro-batches reduced each": (Row(2, {FSDP: 2, SYNC: "every"}), 4),
     "fsdp 4, over 2": (Row(4, {FSDP: 4, RESHARD: 2}), 2),
     "tp 2, whole logits": (Row(2, {TP: 2, LOSS_PARALLEL: "false"}), 2),
     "tp 2, ddp 2": (Row(4, {TP: 2, REPLICAS: 2, FSDP: 1}), 2),
-    "tp 2, fsdp 2, freed": (Row(4, {TP: 2, FSDP: 2, RESHARD: "always", "training.prefetch": 1}), 2),
+    "tp 2, fsdp 2, freed": (Row(4, {TP: 2, FSDP: 2, **AHEAD}), 2),
     "tp 2, fsdp 2, reduced with each": (Row(4, {TP: 2, FSDP: 2, SYNC: "every"}), 2),
-    "tp 2, tied": (Row(2, {TP: 2, "model.overrides.tied": "true"}), 2),
-    "tp 2, fsdp 2, tied": (Row(4, {TP: 2, FSDP: 2, "model.overrides.tied": "true"}), 2),
+    "tp 2, tied": (Row(2, {TP: 2, **TIED}), 2),
+    "tp 2, fsdp 2, tied": (Row(4, {TP: 2, FSDP: 2, **TIED}), 2),
     "cp 4": (Row(4, {CP: 4}), 2),
     "cp 2, reduced with each": (Row(2, {CP: 2, SYNC: "every"}), 2),
-    "cp 2, tied": (Row(2, {CP: 2, "model.overrides.tied": "true"}), 2),
-    "cp 2, one unit": (Row(2, {CP: 2, "training.fsdp_units": "root"}), 2),
+    "cp 2, tied": (Row(2, {CP: 2, **TIED}), 2),
+    "cp 2, one unit": (Row(2, {CP: 2, UNITS: "root"}), 2),
     "cp 2, fsdp 2, over 2": (Row(4, {CP: 2, FSDP: 2, RESHARD: 2, "training.prefetch": 1}), 2),
     "cp 2, ddp 2": (Row(4, {CP: 2, REPLICAS: 2, FSDP: 1}), 2),
     "cp 2, tp 2": (Row(4, {CP: 2, TP: 2}), 2),
     "pp 4": (Row(4, {PP: 4, **FOUR}), 2),
     "pp 4, stages without blocks": (Row(4, {PP: 4, SPLIT: '["layers.0","norm","output"]', **FOUR}), 2),
     "pp 2, fsdp 2, gathered again": (Row(4, {PP: 2, FSDP: 2, RESHARD: "always", **FOUR}), 2),
-    "pp 2, fsdp 2, zero bubble": (Row(4, {PP: 2, FSDP: 2, SCHEDULE: "ZBVZeroBubble", **FOUR}), 2),
+    "pp 2, fsdp 2, zero bubble": (Row(4, {FSDP: 2, **ZERO_BUBBLE}), 2),
     "pp 2, ddp 2": (Row(4, {PP: 2, REPLICAS: 2, FSDP: 1, **FOUR}), 2),
-    "pp 2, tp 2, zero bubble, whole logits": (
-        Row(4, {PP: 2, TP: 2, LOSS_PARALLEL: "false", SCHEDULE: "ZBVZeroBubble", **FOUR}),
-        2,
-    ),
+    "pp 2, tp 2, zero bubble, whole logits": (Row(4, {TP: 2, LOSS_PARALLEL: "false", **ZERO_BUBBLE}), 2),
     "pp 2, cp 2": (Row(4, {PP: 2, CP: 2, **FOUR}), 2),
     "pp 2, tp 2, fsdp 2": (Row(8, {PP: 2, TP: 2, FSDP: 2, **FOUR}), 2),
     "pp 2, tp 2, cp 2": (Row(8, {PP: 2, TP: 2, CP: 2, SCHEDULE: "Interleaved1F1B", **FOUR}), 2),
-    "cp 2, tp 2, fsdp 2, recomputed": (Row(8, {CP: 2, TP: 2, FSDP: 2, "activation_checkpoint.mode": "full"}), 1),
+    "cp 2, tp 2, fsdp 2, recomputed": (Row(8, {CP: 2, TP: 2, FSDP: 2, MODE: "full"}), 1),
+    "fsdp 2, units by size": (Row(2, {FSDP: 2, UNITS: "size", MIN_PARAMS: 30_000, "training.prefetch": 1}), 2),
+    "fsdp 2, tied, classes": (Row(2, {FSDP: 2, UNITS: '["Block","Embedding"]', "training.prefetch": 2, **TIED}), 2),
+    "fsdp 2, nested units": (Row(2, {FSDP: 2, UNITS: '["Block","Linear"]', RESHARD: "always"}), 2),
+    "ddp 2, classes": (Row(2, {REPLICAS: 2, FSDP: 1, UNITS: '["Attention","FeedForward"]'}), 2),
+    "hsdp 2 x 2, units by size": (Row(4, {REPLICAS: 2, FSDP: 2, UNITS: "size", MIN_PARAMS: 4_000}), 2),
+    "fsdp 2, units in recomputed blocks": (Row(2, {FSDP: 2, UNITS: '["Block","Attention"]', MODE: "full"}), 2),
+    # The loss in chunks, also more than the tokens need.
+    "chunks, fsdp 2, freed, tied": (Row(2, {CHUNKS: 100, FSDP: 2, RESHARD: "always", **TIED}), 1),
+    "chunks, fsdp 2, one unit, freed": (Row(2, {CHUNKS: 3, FSDP: 2, RESHARD: "always", UNITS: "root"}), 2),
+    "chunks, fsdp 2, reduced with each": (Row(2, {CHUNKS: 3, FSDP: 2, SYNC: "every", MODE: "full"}), 2),
+    "chunks, fsdp 2, compiled": (Row(2, {CHUNKS: 3, FSDP: 2, "training.compile": "true"}), 1),
+    "chunks, hsdp 2 x 2": (Row(4, {CHUNKS: 3, REPLICAS: 2, FSDP: 2}), 1),
+    "chunks, tp 2": (Row(2, {CHUNKS: 3, TP: 2}), 1),
+    "chunks, tp 2, compiled": (Row(2, {CHUNKS: 3, TP: 2, "training.compile": "true"}), 1),
+    "chunks, tp 2, fsdp 2, whole logits": (Row(4, {CHUNKS: 3, TP: 2, FSDP: 2, LOSS_PARALLEL: "false"}), 1),
+    "chunks, cp 2": (Row(2, {CHUNKS: 3, CP: 2}), 1),
+    "chunks, pp 2, cp 2": (Row(4, {CHUNKS: 3, PP: 2, CP: 2, **FOUR}), 1),
+    "chunks, pp 2, zero bubble": (Row(2, {CHUNKS: 3, **ZERO_BUBBLE}), 2),
+    "chunks, pp 2, loss compiled": (
+        Row(2, {CHUNKS: 3, **ZERO_BUBBLE, "training.compile": "true", "compile.components": '["loss"]'}),
+        1,
+    ),
+}
+#: Those of `./run_tests.sh`.
+QUICK_MORE = {
+    "1 rank",
+    "fsdp 2, units by size",
+    "chunks, fsdp 2, freed, tied",
+    "chunks, tp 2",
+    "chunks, cp 2",
+    "chunks, pp 2, zero bubble",
 }
 
-MODE, OPTION = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
 BY_OPERATION = {MODE: "selective", OPTION: "op"}
 COLUMNS = {
     # SGD adds no rounding of its own, so weights are held to 1e-6.
@@ -141,12 +173,11 @@ QUICK = {
     ("pp 2, ZBVZeroBubble", "accumulated"),
 }
 
-ZERO_BUBBLE = ("pp 2, InterleavedZeroBubble", "pp 2, ZBVZeroBubble")
-#: Cells that the config refuses: what it says, and the key that it blames.
+#: Cells that the config refuses, and what it says.
 REFUSED = {
-    **{(row, "by operation"): (SCHEDULE, "run again only once") for row in ZERO_BUBBLE},
-    **{(row, "compiled"): (SCHEDULE, "would run twice or fail") for row in ZERO_BUBBLE},
-    **{(row, "compiled, by operation"): (SCHEDULE, "would run twice or fail") for row in ZERO_BUBBLE},
+    (row, column): "run again only once" if column == "by operation" else "would run twice or fail"
+    for row in ("pp 2, InterleavedZeroBubble", "pp 2, ZBVZeroBubble")
+    for column in ("by operation", "compiled", "compiled, by operation")
 }
 
 
@@ -214,14 +245,14 @@ def train_cell(references: References, row: str, column: str) -> None:
 def more_rows(fewest: int, most: int) -> list[Any]:
     """Those beside the product, with their micro-batches, as parameters of a test."""
     return [
-        pytest.param(row, accumulation, id=name, marks=[] if name == "1 rank" else pytest.mark.slow)
+        pytest.param(row, accumulation, id=name, marks=[] if name in QUICK_MORE else pytest.mark.slow)
         for name, (row, accumulation) in MORE.items()
         if fewest <= row.ranks <= most
     ]
 
 
 def train_row(references: References, row: Row, accumulation: int) -> None:
-    steps = 8 if row.ranks < 8 else 4
+    steps = 3 if CHUNKS in row.flags else 8 if row.ranks < 8 else 4
     references.compare(run_of(config_of(row, Column(accumulation, "AdamW", {})), steps=steps), row.ranks)
 
 

@@ -18,7 +18,7 @@ from titanlite.callbacks import Callback, CallbackError, Callbacks, RunEnd, load
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load_file
-from titanlite.guard import LossSpikeError
+from titanlite.guard import BadStepError
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.record import read_entries
 from titanlite.trainer import Trainer
@@ -113,13 +113,13 @@ def test_errors_with_an_exit_code_pass_and_the_end_reaches_all() -> None:
 
     class Good(Callback):
         def on_phase(self, trainer: Any, phase: str) -> None:
-            raise LossSpikeError(1, 1.0, 9.0, 2.0, 0.1, 6.0)
+            raise BadStepError(1, 1.0, 9.0, "too high")
 
         def on_end(self, trainer: Any, end: RunEnd) -> None:
             seen.append(end.state)
 
     callbacks: Any = Callbacks([Good(), RaisesAtTheEnd(), Good()])
-    with pytest.raises(LossSpikeError):
+    with pytest.raises(BadStepError):
         callbacks("on_phase", None, "data")
     callbacks.end(None, RunEnd("failed", 3, ValueError("its own")))
     with pytest.raises(CallbackError, match="later"):

@@ -13,7 +13,7 @@ import torch
 
 from tests.pool import Pools
 from tests.training.harness import W2, Run, all_stages, batches, full, run_stages, stepper
-from titanlite.guard import BadStepError, FiniteGuard, LossSpikeError, NonFiniteError, find_nonfinite
+from titanlite.guard import BadStepError, FiniteGuard, find_nonfinite
 from titanlite.loss import cross_entropy_sum
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.tensor import tensor_loss
@@ -63,7 +63,7 @@ def _train(world: DistEnv, run: Run, policy: Any, where: str, value: float | Non
             module.register_forward_hook(spoil)
     states: list[dict[str, torch.Tensor]] = []
     skipped: list[tuple[int, list[int]]] = []
-    error: NonFiniteError | None = None
+    error: BadStepError | None = None
     for step in range(1, 7):
         if value is None and step == BAD:
             continue
@@ -73,7 +73,7 @@ def _train(world: DistEnv, run: Run, policy: Any, where: str, value: float | Non
         try:
             if error is None:
                 guard.poll()
-        except NonFiniteError as caught:
+        except BadStepError as caught:
             error = caught
         skipped += [(bad.step, bad.ranks) for bad in guard.skipped()]
     told = None if error is None else (error.step, error.done, error.ranks, str(error))
@@ -97,39 +97,27 @@ def test_poison_on_one_rank_stops_all_and_reaches_no_weight(
         assert ("backward pass" in result["error"][3]) == (where == "gradient")
 
 
+def _spread(**changes: Any) -> Any:
+    return pytest.param(replace(RUN, **changes), NAN, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
-    ("implementation", "values"),
+    ("run", "value"),
     [
-        pytest.param("fused", (NAN, INF), marks=pytest.mark.slow),
-        ("foreach", (NAN,)),
-        pytest.param("for-loop", (NAN,), marks=pytest.mark.slow),
+        (replace(RUN, implementation="foreach"), NAN),
+        *(_spread(implementation=name) for name in ("fused", "for-loop")),
+        *(_spread(accumulation=2), _spread(tensor=2), _spread(context=2), _spread(pipeline=2)),
     ],
-    ids=["fused", "foreach", "for-loop"],
+    ids=["foreach", "fused", "for-loop", "accumulation", "tensor", "context", "pipeline"],
 )
-def test_a_skipped_step_leaves_no_trace(pool: Pools, implementation: str, values: tuple[float, ...]) -> None:
-    run = replace(RUN, implementation=implementation)
+def test_a_skipped_step_leaves_no_trace(pool: Pools, run: Run, value: float) -> None:
     without = pool(2).run(_train, run, "skip", "activation", None)
-    for value in values:
-        for found, other in zip(pool(2).run(_train, run, "skip", "activation", value), without, strict=True):
-            states = found["states"]
-            assert found["skipped"] == [(BAD, [1])]
-            assert _equal(states[BAD - 1], states[BAD - 2]), "weights, moments and step count stay bit for bit"
-            assert not _equal(states[BAD], states[BAD - 1]), "the step after it trains"
-            assert _equal(states[-1], other["states"][-1]), "as if the batch had never been there"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "run",
-    [replace(RUN, accumulation=2), replace(RUN, tensor=2), replace(RUN, context=2), replace(RUN, pipeline=2)],
-    ids=["accumulation", "tensor", "context", "pipeline"],
-)
-def test_all_ranks_skip_alike_however_they_share_the_work(pool: Pools, run: Run) -> None:
-    without = pool(2).run(_train, run, "skip", "activation", None)
-    for found, other in zip(pool(2).run(_train, run, "skip", "activation", NAN), without, strict=True):
+    for found, other in zip(pool(2).run(_train, run, "skip", "activation", value), without, strict=True):
+        states = found["states"]
         assert [step for step, _ in found["skipped"]] == [BAD]
-        assert _equal(found["states"][BAD - 1], found["states"][BAD - 2])
-        assert _equal(found["states"][-1], other["states"][-1])
+        assert _equal(states[BAD - 1], states[BAD - 2]), "weights, moments and step count stay bit for bit"
+        assert not _equal(states[BAD], states[BAD - 1]), "the step after it trains"
+        assert _equal(states[-1], other["states"][-1]), "as if the batch had never been there"
 
 
 def _zero_probability(world: DistEnv) -> tuple[bool, int]:
@@ -140,7 +128,7 @@ def _zero_probability(world: DistEnv) -> tuple[bool, int]:
         lambda module, inputs, logits: logits.masked_fill(torch.arange(logits.shape[-1]) == target, -INF)
     )
     result = take(1)
-    with pytest.raises(NonFiniteError) as caught:
+    with pytest.raises(BadStepError) as caught:
         guard.poll()
     return bool(result.grad_norm.isfinite()), caught.value.step
 
@@ -156,7 +144,7 @@ def test_on_a_gpu_a_step_is_known_when_the_next_is_under_way() -> None:
     for step in range(1, 9):
         _feed(guard, step, 2.0)
     assert not _feed(guard, 9, 9.0), "the update is held back at once"
-    with pytest.raises(LossSpikeError) as caught:
+    with pytest.raises(BadStepError) as caught:
         _feed(guard, 10, 2.0)
     assert caught.value.step == 9
     two = torch.tensor(2.0)
@@ -209,9 +197,8 @@ def test_losses_that_hardly_vary_make_no_spike_of_rounding() -> None:
     for step in range(1, 20):
         assert _feed(guard, step, 2.0 + 1e-6 * (step % 2))
     assert _feed(guard, 20, 2.005)
-    with pytest.raises(LossSpikeError) as caught:
+    with pytest.raises(BadStepError, match=r"jumped over 2\.00[6-9]"):
         _feed(guard, 21, 2.02)
-    assert 2.005 < caught.value.limit < 2.02
 
 
 def _nan_between(world: DistEnv) -> tuple[list[bool], list[float]]:
@@ -220,7 +207,7 @@ def _nan_between(world: DistEnv) -> tuple[list[bool], list[float]]:
     return [_feed(guard, step, loss) for step, loss in enumerate(losses, 1)], guard.state_dict()["losses"]
 
 
-def test_what_is_flagged_never_enters_the_window(pool: Pools) -> None:
+def test_a_flagged_loss_never_enters_the_window(pool: Pools) -> None:
     (found, losses), _ = pool(2).run(_nan_between)
     assert found == [True, True, False, True, False, True, False, True, False, True, False]
     assert losses == [torch.tensor(loss).item() for loss in (1.9, 2.0, 2.05, 2.0)]
@@ -230,8 +217,7 @@ def test_statistics_survive_json_and_decide_alike_to_the_last_bit() -> None:
     losses = _noisy(8, 300)
     straight = FiniteGuard(CPU, "skip", 29, 2.0, 30)
     decisions = [_feed(straight, step, loss) for step, loss in enumerate(losses, 1)]
-    limits = {bad.step: bad.limit for bad in straight.skipped()}  # type: ignore[attr-defined]
-    assert len(limits) > 5
+    assert decisions.count(False) > 5
     broken = FiniteGuard(CPU, "skip", 29, 2.0, 30)
     for step, loss in enumerate(losses, 1):
         if step % 7 == 0:
@@ -239,8 +225,6 @@ def test_statistics_survive_json_and_decide_alike_to_the_last_bit() -> None:
             broken = FiniteGuard(CPU, "skip", 29, 2.0, 30)
             broken.load_state_dict(json.loads(saved))
         assert _feed(broken, step, loss) == decisions[step - 1]
-        for bad in broken.skipped():
-            assert bad.limit == limits[bad.step]  # type: ignore[attr-defined]
     assert broken.state_dict() == straight.state_dict()
 
 

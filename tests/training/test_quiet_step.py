@@ -21,14 +21,9 @@ from titanlite.trainer import Trainer
 
 FLAGS = [
     *TINY,
-    "--training.global_batch_size=2",
-    "--training.steps=12",
-    "--training.reshard_after_forward=always",
-    "--metrics.log_freq=10",
-    # As on a GPU. The other implementations read the guard's flag, and count their steps, on the host.
-    "--optimizer.implementation=fused",
-    "--training.gc_freq=1",
-    "--no-validation.enable",
+    *["--training.global_batch_size=2", "--training.steps=12", "--training.reshard_after_forward=always"],
+    # Fused as on a GPU. The other implementations read the guard's flag, and count their steps, on the host.
+    *["--metrics.log_freq=10", "--optimizer.implementation=fused", "--training.gc_freq=1", "--no-validation.enable"],
 ]
 EVERYTHING = ["--metrics.enable_tensorboard", "--metrics.enable_wandb", "--metrics.layer_norms=1"]
 SKIP = ["--guard.policy=skip", "--guard.spike_sigmas=100", "--guard.window=4", "--guard.max_skips=1"]

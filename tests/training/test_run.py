@@ -19,7 +19,6 @@ from tests.training.harness import alone
 from tests.words import listening
 from titanlite import exit_codes
 from titanlite.build import build
-from titanlite.callbacks import Callback, Callbacks
 from titanlite.checkpoint import CheckpointError
 from titanlite.checkpoint.manifest import read_manifest
 from titanlite.config.load import load_file
@@ -37,17 +36,9 @@ from titanlite.trainer import Trainer
 
 TINY = [
     *TWO_LAYERS,
-    "--training.batch_size=1",
-    "--training.global_batch_size=8",
-    "--training.warmup_steps=3",
-    "--optimizer.lr=1e-2",
-    "--lr_scheduler.total_steps=20",
-    "--metrics.log_freq=1",
-    "--training.mixed_precision_param=float32",
-    "--validation.freq=10",
-    "--validation.steps=2",
-    "--validation.batch_size=4",
-    "--validation.seq_len=32",
+    *["--training.batch_size=1", "--training.global_batch_size=8", "--training.warmup_steps=3", "--optimizer.lr=1e-2"],
+    *["--lr_scheduler.total_steps=20", "--metrics.log_freq=1", "--training.mixed_precision_param=float32"],
+    *["--validation.freq=10", "--validation.steps=2", "--validation.batch_size=4", "--validation.seq_len=32"],
     "--checkpoint.enable_checkpoint",
 ]
 
@@ -126,26 +117,10 @@ def test_masked_best_fit_rows_train_as_each_document_alone_and_resume_exactly(po
     straight = pool(2).run(_run, str(tmp_path / "straight"), *MASKED, "--training.steps=6")[0]
     losses = _losses(straight["rows"])
     assert [losses[step][0] for step in range(1, 7)] == pytest.approx(expected, abs=5e-6)
-    (report,) = [line for line in straight["said"] if "tokens per epoch, best-fit with 0.04% padding" in line]
-    assert "attention within documents" in report
     pool(2).run(_run, str(tmp_path), *MASKED, "--training.steps=3")
     resumed = pool(2).run(_run, str(tmp_path), *MASKED, "--training.steps=6")[0]
     assert _losses(resumed["rows"]) == losses
     assert any("resume verified" in line for line in resumed["said"])
-    for flags, change in (MASKED[1:], "mask_documents True"), ([MASKED[0], *MASKED[2:]], "packing best-fit"):
-        refused = pool(2).run(_run, str(tmp_path), *flags, "--training.steps=7")[0]
-        assert refused["code"] == exit_codes.CHECKPOINT and change in refused["error"]
-
-
-@pytest.mark.slow
-def test_masks_work_in_float8_with_compiled_blocks(pool: Pools, tmp_path: Path) -> None:
-    plain = pool(2).run(_run, str(tmp_path / "fp32"), *MASKED, "--training.steps=4")[0]
-    float8 = ["--float8.enable_float8_linear", "--float8.emulate", "--float8.min_features=16"]
-    compiled = ["--training.compile", "--compile.backend=aot_eager"]
-    low = pool(2).run(_run, str(tmp_path / "float8"), *MASKED, *float8, *compiled, "--training.steps=4")[0]
-    assert not any("again" in line and "torch.compile" in line for line in low["said"])
-    losses = _losses(low["rows"])
-    assert 0 < max(abs(losses[step][0] - loss) for step, (loss, *_) in _losses(plain["rows"]).items()) < 0.05
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.slow)])
@@ -254,22 +229,6 @@ def test_epochs_end_where_the_text_ends(pool: Pools, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_validation_weighs_tokens_not_ranks(pool: Pools, tmp_path: Path) -> None:
-    """A full pass over documents of very unequal length: the same tokens and the same loss on any number of ranks."""
-    text = tmp_path / "held_out.jsonl"
-    lines = (json.dumps({"text": "word " * (1 + 7 * n * n), "timestamp": "", "url": ""}) for n in range(9))
-    text.write_text("\n".join(lines))
-    flags = [f"--validation.dataset_path={text}", "--validation.steps=-1", "--validation.batch_size=3"]
-    flags += ["--training.steps=1", "--no-checkpoint.enable_checkpoint"]
-    found = {}
-    for ranks in (1, 2, 4):
-        rows = pool(ranks).run(_run, str(tmp_path / str(ranks)), *flags)[0]["rows"]
-        (found[ranks],) = [row for row in rows if "validation_loss" in row]
-    assert found[1]["validation_tokens"] == found[2]["validation_tokens"] == found[4]["validation_tokens"] > 1000
-    for ranks in (2, 4):
-        assert abs(found[ranks]["validation_loss"] - found[1]["validation_loss"]) < 5e-6
-
-
 def test_earlier_metrics_are_kept_not_mixed(pool: Pools, golden: GoldenRun, tmp_path: Path) -> None:
     golden.copy(tmp_path)
     fresh = pool(1).run(_run, str(tmp_path), "--training.steps=2", "--no-checkpoint.enable_checkpoint")[0]["rows"]
@@ -277,7 +236,7 @@ def test_earlier_metrics_are_kept_not_mixed(pool: Pools, golden: GoldenRun, tmp_
     assert read_metrics(tmp_path / "metrics-1.jsonl") == read_metrics(golden.folder / "metrics.jsonl")
 
 
-def test_wrong_config_exits_2_before_torch_is_imported(tmp_path: Path) -> None:
+def test_wrong_config_exits_2_before_torch_is_imported() -> None:
     code = (
         "import sys; from titanlite import main\n"
         "main.exit_now = lambda code, _: sys.exit(code + 40 * ('torch' in sys.modules))\n"
@@ -287,9 +246,7 @@ def test_wrong_config_exits_2_before_torch_is_imported(tmp_path: Path) -> None:
     assert wrong.returncode == exit_codes.CONFIG
     assert "training.setps" in wrong.stderr and "training.steps" in wrong.stderr and "Traceback" not in wrong.stderr
     assert "optimizer.lr" in wrong.stderr, "all wrong keys are reported at once"
-    lost = python("train.py", "--job.config_file=debug_model.toml", f"--training.dataset_path={tmp_path}/nothing")
-    assert lost.returncode == exit_codes.CONFIG and f"{tmp_path}/nothing" in lost.stderr
-    assert "Traceback" not in lost.stderr
+    assert python("train.py", "--training.setps=3").returncode == exit_codes.CONFIG
 
 
 @pytest.mark.parametrize(
@@ -324,39 +281,32 @@ def test_custom_loop_trains(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_each_way_to_stop_has_its_exit_code(tmp_path: Path) -> None:
-    flags = ["--job.config_file=debug_model.toml", *TINY, f"--job.dump_folder={tmp_path}", "--training.steps=6"]
-    codes, said = train([*flags, "--optimizer.lr=1e30", "--checkpoint.interval=1"], 1, tmp_path / "diverged")
-    assert codes == [exit_codes.GUARD], said
-    assert "The update was not applied" in said and "Traceback" not in said
-    codes, said = train([*flags, "--checkpoint.start=resume", "--checkpoint.folder=nothing"], 1, tmp_path / "resume")
-    assert codes == [exit_codes.CHECKPOINT]
-    assert "has no valid checkpoint" in said and "Traceback" not in said
+    for code, words, flags in [
+        (exit_codes.GUARD, "The update was not applied", ["--optimizer.lr=1e30", "--checkpoint.interval=1"]),
+        (exit_codes.CHECKPOINT, "no valid checkpoint", ["--checkpoint.start=resume", "--checkpoint.folder=nothing"]),
+        (exit_codes.CONFIG, f"{tmp_path}/nothing", [f"--training.dataset_path={tmp_path}/nothing"]),
+    ]:
+        flags = ["--job.config_file=debug_model.toml", *TINY, f"--job.dump_folder={tmp_path}", *flags]
+        codes, said = train([*flags, "--training.steps=6"], 1, tmp_path / "console")
+        assert codes == [code] and words in said and "Traceback" not in said, said
 
 
-def _garbage(world: DistEnv, folder: str) -> tuple[list[int], bool, bool]:
-    """Steps after which garbage was collected, whether collection was off in training, and on again after it."""
+def _garbage(world: DistEnv, folder: str) -> tuple[list[int], bool]:
+    """Steps after which garbage was collected, and whether Python collects by itself after the run."""
     trainer = _trainer(world, folder, "--training.steps=8", "--training.gc_freq=3", "--no-checkpoint.enable_checkpoint")
     collected: list[int] = []
-    off: list[bool] = []
-
-    class Look(Callback):
-        def on_step_end(self, trainer: Trainer, result: Any) -> None:
-            off.append(not gc.isenabled())
-
-    trainer.callbacks = Callbacks([*trainer.parts.callbacks, Look()])
     gc.callbacks.append(lambda phase, _: collected.append(trainer.step) if phase == "start" else None)
     try:
         trainer.train()
     finally:
         gc.callbacks.pop()
-    return [step for step in collected if step], all(off), gc.isenabled()
+    return [step for step in collected if step], gc.isenabled()
 
 
 @pytest.mark.slow
 def test_garbage_is_collected_on_all_ranks_in_the_same_steps(pool: Pools, tmp_path: Path) -> None:
-    flags = pool(2).run(_garbage, str(tmp_path))
-    assert flags[0][0][:2] == flags[1][0][:2] == [3, 6]
-    assert all(off and on for _, off, on in flags)
+    for steps, on in pool(2).run(_garbage, str(tmp_path)):
+        assert steps[:2] == [3, 6] and on
 
 
 @pytest.mark.soak
@@ -373,14 +323,6 @@ def test_the_shipped_default_learns(tmp_path: Path) -> None:
     losses = _losses(read_metrics(tmp_path / "metrics.jsonl"))
     last = [losses[step][0] for step in range(36, 41)]
     assert losses[1][0] - sum(last) / len(last) > 1.0
-
-
-def test_a_folder_that_cannot_be_written_ends_the_run_early(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("not a folder")
-    flags = ["--job.config_file=debug_model.toml", f"--job.dump_folder={tmp_path}/file/outputs"]
-    codes, said = train(flags, 1, tmp_path / "console")
-    assert codes == [exit_codes.CONFIG]
-    assert "job.dump_folder: cannot write to" in said and "Traceback" not in said
 
 
 @pytest.mark.slow

@@ -10,8 +10,9 @@ from torch import nn
 
 from titanlite.callbacks import Callback
 from titanlite.parallel.float8 import high_precision, uncompiled
-from titanlite.step import ReplicationFactors, Runner, validate
+from titanlite.step import ReplicationFactors, Runner
 from titanlite.utils import logger
+from titanlite.validation import validate
 
 if TYPE_CHECKING:
     from titanlite.data.loader import Batch

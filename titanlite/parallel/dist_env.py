@@ -48,21 +48,22 @@ class LaunchEnv:
     address: tuple[str, int] | None
 
 
-def read_launch_env(joined: tuple[int, int] | None = None) -> LaunchEnv:
+def read_launch_env() -> LaunchEnv:
     """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; a single process has none.
 
-    joined: rank and size of an existing process group; then only the two variables of this node are read.
     Raises ParallelismError that names all wrong variables and the remedies.
     """
     problems: list[str] = []
 
-    def number(name: str, default: int | None, low: int, high: int, meaning: str, partner: str = "WORLD_SIZE") -> int:
+    def number(name: str, low: int, high: int, default: int | None, meaning: str) -> int:
+        """Return a variable's number; of one that is not set `default`. None: it must be set."""
         text = os.environ.get(name)
         if text is None and default is not None and low <= default <= high:
             return default
         if text is None:
-            advice = f"start with torchrun or ./run_llama_train.sh, or unset {partner}"
-            problems.append(f"{name} is not set, but {partner} is: {advice}")
+            problems.append(
+                f"{name} is not set, but {by} is: start with torchrun or ./run_llama_train.sh, or unset {by}"
+            )
         elif not _INTEGER.fullmatch(text) or not low <= int(text) <= high:
             span = f"of at least {low}" if high == _NO_LIMIT else f"from {low} to {high}"
             problems.append(f"{name} is {text!r}, expected a whole number {span}: {meaning}")
@@ -70,55 +71,53 @@ def read_launch_env(joined: tuple[int, int] | None = None) -> LaunchEnv:
             return int(text)
         return low
 
+    by, address = "RANK", None
     alone = os.environ.get("RANK", "0").strip() == "0"
-    if joined is None:
-        size = number("WORLD_SIZE", 1 if alone else None, 1, _NO_LIMIT, "the number of ranks", "RANK")
-    else:
-        rank, size = joined
+    size = number("WORLD_SIZE", 1, _NO_LIMIT, 1 if alone else None, "the number of ranks")
     if not problems:  # the limits of the others depend on it
-        local_size = number("LOCAL_WORLD_SIZE", size, 1, size, f"the ranks of this node, of {size} in all (WORLD_SIZE)")
-        if joined is None:
-            rank = number("RANK", 0 if size == 1 else None, 0, size - 1, f"WORLD_SIZE is {size}")
-        by = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in os.environ else "WORLD_SIZE"
-        local_rank = number("LOCAL_RANK", rank, 0, local_size - 1, f"{by} is {local_size}", by)
-        host, port = os.environ.get("MASTER_ADDR", "").strip(), 0
-        if size > 1 and joined is None:
-            if not host:
+        by = "WORLD_SIZE"
+        local_size = number("LOCAL_WORLD_SIZE", 1, size, size, f"the ranks of this node, of {size} in all (WORLD_SIZE)")
+        rank = number("RANK", 0, size - 1, 0 if size == 1 else None, f"WORLD_SIZE is {size}")
+        if size > 1:
+            address = os.environ.get("MASTER_ADDR", "").strip(), number("MASTER_PORT", 1, 65535, None, "a free port")
+            if not address[0]:
                 problems.append("MASTER_ADDR is not set, but WORLD_SIZE is: set it to the host of rank 0")
-            port = number("MASTER_PORT", None, 1, 65535, "a free port of the host of rank 0")
+        by = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in os.environ else by
+        local_rank = number("LOCAL_RANK", 0, local_size - 1, rank, f"{by} is {local_size}")
     if problems:
         one, count = len(problems) == 1, len(problems)
         head = "environment variable " if one else f"{count} environment variables are wrong:\n  "
         raise ParallelismError(head + "\n  ".join(problems))
-    known = local_size if "LOCAL_WORLD_SIZE" in os.environ else local_rank + 1
-    return LaunchEnv(rank, size, local_rank, known, (host, port) if port else None)
+    return LaunchEnv(rank, size, local_rank, local_size if by == "LOCAL_WORLD_SIZE" else local_rank + 1, address)
 
 
 def this_rank() -> LaunchEnv:
     """Return this process among the ranks, by the existing process group or else by the environment."""
     import torch.distributed as dist
 
-    return read_launch_env((dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None)
+    if not dist.is_initialized():
+        return read_launch_env()
+    rank = dist.get_rank()
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
+    return LaunchEnv(rank, dist.get_world_size(), local_rank, local_size, None)
 
 
 def connect_store(limit: float = RENDEZVOUS_SECONDS) -> dist.Store | None:
     """Connect to the key-value store of the run, through which the ranks find each other; None for a single process.
 
     Call it as soon as the process is up, so that the others know that this rank is coming. Raises ParallelismError
-    when the environment is wrong or rank 0 cannot open MASTER_PORT, RendezvousError when the store cannot be reached
-    within `limit` seconds, or gives no answer within as many.
+    when the environment is wrong, else as `rendezvous.register`.
     """
     import torch.distributed as dist
 
     from titanlite.parallel.rendezvous import register
 
-    if dist.is_initialized():
+    env = this_rank()
+    if env.address is None or dist.is_initialized():
         return None
-    env = read_launch_env()
-    if env.address is None:
-        return None
-    agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return register(env.rank, env.world_size, env.address, env.rank == 0 and not agent_store, limit)
+    is_master = env.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return register(env.rank, env.world_size, env.address, is_master, limit)
 
 
 @dataclass(frozen=True)
@@ -164,7 +163,7 @@ class DistEnv:
 
         device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
         env = this_rank()
-        rank, local_rank, size = env.rank, env.local_rank, env.world_size
+        rank, size, device = env.rank, env.world_size, torch.device("cpu")
         if device_type == "cuda":
             gpus = torch.cuda.device_count()
             if env.local_world_size > gpus:
@@ -172,12 +171,10 @@ class DistEnv:
                     f"{env.local_world_size} ranks on {socket.gethostname()}, which shows {gpus} GPUs: each rank needs "
                     "one of its own. Start fewer ranks per node"
                 )
-            device = torch.device("cuda", local_rank)
+            device = torch.device("cuda", env.local_rank)
             torch.cuda.set_device(device)
-        else:
-            device = torch.device("cpu")
         if dist.is_initialized():
-            yield cls(rank, local_rank, size, device)
+            yield cls(rank, env.local_rank, size, device)
             return
         timeout = timedelta(seconds=init_timeout_seconds)
         with recording(trace_folder, trace_buf_size, device, size):
@@ -189,7 +186,7 @@ class DistEnv:
             store.set_timeout(timeout)
             _set_timeout(timeout)
             try:
-                yield cls(rank, local_rank, size, device, timeout)
+                yield cls(rank, env.local_rank, size, device, timeout)
             except BaseException:
                 # A single process cleans up for later code. With peers, leave at once: they may be stuck in a
                 # collective, and only the death of this rank lets the launcher end them.

@@ -6,11 +6,11 @@ NCCL's watchdog writes the record itself. gloo records too, but nothing writes i
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import pickle
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -28,7 +28,7 @@ _ON_TIMEOUT: tuple[str, ...] = ("TORCH_NCCL_DUMP_ON_TIMEOUT",)
 _PATIENCE_SECONDS = 5.0
 
 
-@contextmanager
+@contextlib.contextmanager
 def recording(folder: str, buffer_size: int, device: torch.device, world_size: int) -> Iterator[None]:
     """Record the last `buffer_size` collectives (0: none). Enter it before process groups, which read the environment.
 
@@ -43,7 +43,8 @@ def recording(folder: str, buffer_size: int, device: torch.device, world_size: i
     if buffer_size > 0 and folder:
         wanted |= {_PREFIX: str(Path(folder).absolute() / "rank_"), _ON_TIMEOUT: "1"}
         if device.type == "cuda":
-            _make_folder(Path(folder))  # the watchdog makes none
+            with contextlib.suppress(OSError):  # what cannot be written to ends the run by other means
+                Path(folder).mkdir(parents=True, exist_ok=True)  # the watchdog makes none
     ours = {names[0]: value for names, value in wanted.items() if not any(name in os.environ for name in names)}
     os.environ.update(ours)
     began = time.time()
@@ -84,17 +85,10 @@ def _leave_record(since: float) -> None:
         write_record(path)
     except Exception as error:  # report the collective's own error, not this one
         logger.warning(f"the flight recorder's record could not be written to {path}: {error}")
-    else:
-        logger.error(f"this rank's last collectives are in {path}; compare the ranks: torchfrtrace {path.parent}")
-        # The launcher ends the others as soon as this one is gone; they may be writing theirs.
-        everyone = [Path(f"{prefix}{rank}") for rank in range(dist.get_world_size())]
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        while time.monotonic() < deadline and not all(p.exists() and p.stat().st_mtime >= since for p in everyone):
-            time.sleep(0.1)
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        logger.warning(f"{folder} cannot be made, so the flight recorder will leave nothing there: {error.strerror}")
+        return
+    logger.error(f"this rank's last collectives are in {path}; compare the ranks: torchfrtrace {path.parent}")
+    # The launcher ends the others as soon as this one is gone; they may be writing theirs.
+    everyone = [Path(f"{prefix}{rank}") for rank in range(dist.get_world_size())]
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while time.monotonic() < deadline and not all(p.exists() and p.stat().st_mtime >= since for p in everyone):
+        time.sleep(0.1)

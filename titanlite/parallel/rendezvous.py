@@ -2,8 +2,7 @@
 
 store = register(rank, size, address)             # as soon as the process is up
 with report_failure(store, rank, size):           # an error before the barrier ends the other ranks too
-    ...                                           # rank 0 locks the run's folder
-    wait_for_rank_0(store, rank, size, patience=300)
+    share_from_rank_0(store, rank, size, "lock", take_lock, patience=300)
     ...                                           # read the text, which may take longer on one node than on another
     barrier(store, rank, size, patience=300)      # all ranks are ready for collectives
 """
@@ -34,9 +33,8 @@ T = TypeVar("T")
 #: The longest that a failing rank waits until the others have read its error: it may be the one that serves the store.
 _REPORT_SECONDS = 5.0
 _RETRY_SECONDS = 0.2
-#: Ranks and hosts that a message names at most, and characters of an error that others repeat.
+#: Ranks and hosts that a message names at most.
 _MOST_NAMED = 8
-_MOST_CHARACTERS = 2000
 
 
 class RendezvousError(RuntimeError):
@@ -55,10 +53,9 @@ def register(
     the store and the port is taken.
     """
     tcp = _open_store(rank, size, address, is_master, limit)
-    run = os.environ.get("TORCHELASTIC_RUN_ID", "titanlite")
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     # torchrun's store survives a restart of the workers, so each attempt needs keys of its own: without the prefix a
     # restarted attempt reads the dead one's addresses and hangs.
+    run, attempt = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RUN_ID", "RESTART_COUNT"))
     store = dist.PrefixStore(f"titanlite/{run}/{attempt}", tcp)
     store.set(f"up/{rank}", f"{socket.gethostname()}, process {os.getpid()}")
     store.add("up", 1)
@@ -67,12 +64,7 @@ def register(
 
 def _open_store(rank: int, size: int, address: tuple[str, int], is_master: bool, limit: float) -> dist.TCPStore:
     host, port = address
-    who, where = f"rank {rank} on {socket.gethostname()}", f"{host}:{port} (MASTER_ADDR, MASTER_PORT)"
-    if not is_master and (reason := _why_nothing_listens(address, limit)):
-        raise RendezvousError(
-            f"{who} cannot reach the store of the run at {where} within {limit:.0f} s: the process that serves it has "
-            f"not started or has ended, the name means another host here, or a firewall is between ({reason})"
-        )
+    who = f"rank {rank} on {socket.gethostname()}"
     made: queue.SimpleQueue[dist.TCPStore | Exception] = queue.SimpleQueue()
 
     def make() -> None:
@@ -82,12 +74,14 @@ def _open_store(rank: int, size: int, address: tuple[str, int], is_master: bool,
         except Exception as error:
             made.put(error)
 
-    # In a thread, because torch waits forever for the answer of a listener that is no store.
-    threading.Thread(target=make, name="store", daemon=True).start()
     try:
+        if not is_master:
+            _await_listener(address, limit)
+        # In a thread, because torch waits forever for the answer of a listener that is no store.
+        threading.Thread(target=make, name="store", daemon=True).start()
         store = made.get(timeout=limit)
-    except queue.Empty:
-        store = TimeoutError("silence")
+    except (OSError, UnicodeError, queue.Empty) as error:  # UnicodeError: no host can have that name
+        store = error
     if not isinstance(store, Exception):
         return store
     reason = _first_line(store)
@@ -97,23 +91,23 @@ def _open_store(rank: int, size: int, address: tuple[str, int], is_master: bool,
             "If another program or run listens there, end it, or set another MASTER_PORT on all ranks"
         ) from None
     raise RendezvousError(
-        f"{who} gets no answer from the store of the run at {where} within {limit:.0f} s: something else listens "
-        f"there, or MASTER_ADDR is not the host of rank 0. Set a free MASTER_PORT on all ranks ({reason})"
+        f"{who} cannot reach the store of the run at {host}:{port} (MASTER_ADDR, MASTER_PORT) within {limit:.0f} s: "
+        "rank 0 has not started or has ended, the name means another host here, a firewall is between, or another "
+        f"program listens there ({reason or 'no answer'})"
     ) from None
 
 
-def _why_nothing_listens(address: tuple[str, int], limit: float) -> str:
-    """Wait until something listens there: rank 0 may start late. Return why nothing does, or an empty string."""
+def _await_listener(address: tuple[str, int], limit: float) -> None:
+    """Wait until something listens there: rank 0 may start late. Raises OSError."""
     until = time.monotonic() + limit
     while True:
         left = until - time.monotonic()
         try:
             socket.create_connection(address, timeout=max(left, 0.1)).close()
-            return ""
-        except (OSError, UnicodeError) as error:  # UnicodeError: no host can have that name
-            reason = str(error)
-        if left < _RETRY_SECONDS:
-            return reason
+            return
+        except OSError:
+            if left < _RETRY_SECONDS:
+                raise
         time.sleep(_RETRY_SECONDS)
 
 
@@ -121,29 +115,18 @@ def barrier(store: dist.Store, rank: int, size: int, patience: float, limit: flo
     """Wait until all ranks call this.
 
     Raises RendezvousError when a process is not up within `limit` seconds, when one that is up is not ready within
-    `patience` seconds, and at once when one has ended (`report_failure`). Costs the store two reads of a counter per
-    rank and tenth of a second, fewer from 200 ranks on.
+    `patience` seconds, and at once when one has ended (`report_failure`).
     """
 
-    def done() -> bool:
-        return store.add("ready", 0) >= size
+    def late() -> str:
+        ranks = [other for other in range(size) if not store.check([f"ready/{other}"])]
+        return f"{_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} not ready ({_process(store, ranks[0])})"
 
     with _explain_store_errors(rank):
         store.set(f"ready/{rank}", "")
-        store.add("ready", 1)
-        _wait(store, rank, size, done, lambda: _not_ready(store, size), "preparing its text", patience, limit)
-
-
-def wait_for_rank_0(
-    store: dist.Store, rank: int, size: int, patience: float, limit: float = RENDEZVOUS_SECONDS
-) -> None:
-    """Wait until rank 0 calls this, which itself does not wait. Raises RendezvousError as `barrier` does."""
-    with _explain_store_errors(rank):
-        if rank == 0:
-            store.set("rank 0", "")
-        else:
-            late = "rank 0 does not have the run's folder"
-            _wait(store, rank, size, lambda: store.check(["rank 0"]), lambda: late, "waiting for it", patience, limit)
+        if store.add("ready", 1) == size:
+            store.set("go", "")
+        _wait(store, rank, size, "go", late, patience, limit)
 
 
 def share_from_rank_0(
@@ -151,27 +134,18 @@ def share_from_rank_0(
 ) -> T:
     """Return on all ranks what `make` returns on rank 0, before a process group exists. name: of the key in the store.
 
-    store: None for a single process. Raises RendezvousError as `barrier` does; on rank 0 what `make` raises.
+    Rank 0 does not wait for the others. store: None for a single process. Raises RendezvousError as `barrier` does; on
+    rank 0 what `make` raises.
     """
-    if store is None:
-        return make()
-    with _explain_store_errors(rank):
-        if rank == 0:
-            made = make()
-            store.set(name, base64.b64encode(pickle.dumps(made)).decode())
-            return made
-        late = f"rank 0 has no {name}"
-        _wait(
-            store,
-            rank,
-            size,
-            lambda: store.check([name]) or store.check(["failure"]),
-            lambda: late,
-            "working on it",
-            patience,
-            RENDEZVOUS_SECONDS,
-        )
-        return cast(T, pickle.loads(base64.b64decode(store.get(name))))  # from a process of the same run
+    made = make() if rank == 0 or store is None else None
+    if store is not None:
+        with _explain_store_errors(rank):
+            if rank == 0:
+                store.set(name, base64.b64encode(pickle.dumps(made)).decode())
+            else:
+                _wait(store, rank, size, name, lambda: f"rank 0 does not have {name}", patience, RENDEZVOUS_SECONDS)
+                made = pickle.loads(base64.b64decode(store.get(name)))  # from a process of the same run
+    return cast(T, made)
 
 
 @contextlib.contextmanager
@@ -184,22 +158,15 @@ def report_failure(store: dist.Store | None, rank: int, size: int) -> Iterator[N
         yield
     except BaseException as error:
         if store is not None and not isinstance(error, RendezvousError) and not dist.is_initialized():
+            reason = str(error) or type(error).__name__
             # A signal leaves no time to wait for others; most likely it has reached them as well.
-            seconds = _REPORT_SECONDS if isinstance(error, Exception) else 0.0
+            until = time.monotonic() + (_REPORT_SECONDS if isinstance(error, Exception) else 0.0)
             with contextlib.suppress(dist.DistError):
-                _report(store, rank, size, str(error) or type(error).__name__, seconds)
+                store.set("failure", f"rank {rank} ({_process(store, rank)}) has ended: {reason}")
+                store.add("read", 1)
+                while store.add("read", 0) < size and time.monotonic() < until:
+                    time.sleep(0.1)
         raise
-
-
-def _report(store: dist.Store, rank: int, size: int, reason: str, seconds: float) -> None:
-    text = f"rank {rank} ({socket.gethostname()}, process {os.getpid()}) has ended: {reason}"
-    store.set("failure", text[:_MOST_CHARACTERS])
-    store.set("rank 0", "")
-    store.add("ready", size)  # ends every wait
-    store.add("read", 1)
-    until = time.monotonic() + seconds
-    while store.add("read", 0) < size and time.monotonic() < until:
-        time.sleep(0.1)
 
 
 @contextlib.contextmanager
@@ -214,24 +181,25 @@ def _explain_store_errors(rank: int) -> Iterator[None]:
 
 
 def _wait(
-    store: dist.Store,
-    rank: int,
-    size: int,
-    done: Callable[[], bool],
-    late: Callable[[], str],
-    doing: str,
-    patience: float,
-    limit: float,
+    store: dist.Store, rank: int, size: int, key: str, late: Callable[[], str], patience: float, limit: float
 ) -> None:
+    """Wait for a key of the store. late: tells who is missing. Each wait costs the store two reads."""
     began = reported = time.monotonic()
-    while not done():
+    while not store.check([key]) and not store.check(["failure"]):
         now = time.monotonic()
         if now - began > limit and store.add("up", 0) < size:
-            raise RendezvousError(_not_up(store, size, limit))
+            missing = [other for other in range(size) if not store.check([f"up/{other}"])]
+            there = {_process(store, other).partition(",")[0] for other in range(size) if other not in missing}
+            have = "has" if len(missing) == 1 else "have"
+            raise RendezvousError(
+                f"{_ranks(missing)} of {size} {have} not come within {limit:.0f} s; the others are on "
+                f"{', '.join(sorted(there)[:_MOST_NAMED])}. The missing were not started, have ended, or cannot reach "
+                "the store of the run (another MASTER_ADDR or MASTER_PORT, a firewall): see their output"
+            )
         if now - began > patience:
             raise RendezvousError(
-                f"{late()} after {patience:.0f} s (init_timeout_seconds): it is still {doing}, or has ended since "
-                "it came; see its output"
+                f"{late()} after {patience:.0f} s (init_timeout_seconds): still reading its text, or ended since it "
+                "came; see its output"
             )
         if rank == 0 and now - reported > limit:
             reported = now
@@ -259,21 +227,9 @@ def connect(backend: str, store: dist.Store, rank: int, size: int, limit: float 
         ) from error
 
 
-def _not_up(store: dist.Store, size: int, limit: float) -> str:
-    missing = [rank for rank in range(size) if not store.check([f"up/{rank}"])]
-    hosts = {store.get(f"up/{rank}").decode().partition(",")[0] for rank in range(size) if rank not in missing}
-    verb = "has" if len(missing) == 1 else "have"
-    return (
-        f"{_ranks(missing)} of {size} {verb} not come within {limit:.0f} s; the others are on "
-        f"{', '.join(sorted(hosts)[:_MOST_NAMED])}. The missing were not started, have ended, or cannot reach the "
-        "store of the run (another MASTER_ADDR or MASTER_PORT, a firewall): see their output"
-    )
-
-
-def _not_ready(store: dist.Store, size: int) -> str:
-    late = [rank for rank in range(size) if not store.check([f"ready/{rank}"])]
-    first = store.get(f"up/{late[0]}").decode() if late and store.check([f"up/{late[0]}"]) else "not there"
-    return f"{_ranks(late)} {'is' if len(late) == 1 else 'are'} not ready ({first})"
+def _process(store: dist.Store, rank: int) -> str:
+    """Return the host and the process of a rank."""
+    return store.get(f"up/{rank}").decode() if store.check([f"up/{rank}"]) else "not there"
 
 
 def _ranks(ranks: list[int]) -> str:

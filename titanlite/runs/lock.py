@@ -50,7 +50,7 @@ class RunLock:
             train()
 
     An abandoned lock is taken over, with a warning. On the same machine its process is looked up. Elsewhere (another
-    machine, another container) nobody may have renewed it for `lease_seconds`; the rest of them is waited for. The
+    machine, another container) nobody may have renewed it for `LEASE_SECONDS`; the rest of them is waited for. The
     times compared are those of the file system or the store. A run that loses its lock logs an error, and its next
     save fails (`OwnershipCheck`).
 
@@ -58,16 +58,8 @@ class RunLock:
     folder cannot be written to.
     """
 
-    def __init__(
-        self,
-        folder: Path | StorePath,
-        key: str = "job.dump_folder",
-        renew_seconds: float = RENEW_SECONDS,
-        lease_seconds: float = LEASE_SECONDS,
-    ) -> None:
-        self.folder, self.path = folder, folder / FILE
-        self._key = key
-        self._renew_seconds, self._lease_seconds = renew_seconds, lease_seconds
+    def __init__(self, folder: Path | StorePath, key: str = "job.dump_folder") -> None:
+        self.folder, self.path, self._key = folder, folder / FILE, key
         #: Distinguishes this hold from all others, also of the same process.
         self._token = secrets.token_hex(8)
         self._content = b""
@@ -113,8 +105,7 @@ class RunLock:
             claim = self.folder / f".{FILE}.dead.{holder.get('token', '')}"
             self._take(claim)
             try:
-                now = _read(path)
-                if now is not None and now.get("token") == holder.get("token"):
+                if (_read(path) or {"token": None}).get("token") == holder.get("token"):
                     path.unlink(missing_ok=True)
                     logger.warning(f"the lock of a run that has died is taken over: {_describe(holder)}")
             finally:
@@ -139,8 +130,7 @@ class RunLock:
 
     def _is_alive(self, path: Path | StorePath, holder: dict[str, Any]) -> bool:
         """Return whether a lock's holder lives; a lock that is released meanwhile counts as dead."""
-        alive = _process_is_alive(holder)
-        if alive is not None:
+        if (alive := _process_is_alive(holder)) is not None:
             return alive
         probe = self.folder / f".{FILE}.now.{self._token}"  # tells the time of the file system or the store
         try:
@@ -148,31 +138,32 @@ class RunLock:
             now, seen = _modified(probe), _modified(path)
         finally:
             probe.unlink(missing_ok=True)
-        wait = self._lease_seconds - max((now or 0.0) - (seen or 0.0), 0.0)
-        if seen is not None and wait > 0:
+        if now is None or seen is None:
+            return False
+        deadline = time.monotonic() + LEASE_SECONDS - max(now - seen, 0.0)
+        if (wait := deadline - time.monotonic()) > 0:
             logger.warning(
                 f"{path} is held by another machine or container: {_describe(holder)}. Watching for up to {wait:.0f} s "
                 "whether it is alive"
             )
-        deadline = time.monotonic() + wait
-        while seen is not None and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
             time.sleep(min(_POLL_SECONDS, wait))
             if (now := _modified(path)) != seen:
                 return now is not None
         return False
 
     def _renew(self) -> None:
-        while not self._released.wait(self._renew_seconds):
+        check = OwnershipCheck(self.folder, self._token)
+        while not self._released.wait(RENEW_SECONDS):
             try:
-                holder = _read(self.path)
-                if holder is None or holder.get("token") != self._token:
-                    who = "deleted" if holder is None else f"taken over: {_describe(holder)}"
-                    logger.error(f"{self.path} was {who}. Two runs may be writing into {self.folder}: stop one")
-                    return
+                check.look()
                 if isinstance(self.path, Path):
                     os.utime(self.path)
                 else:
                     self.path.write_bytes(self._content)
+            except (LockLostError, FileNotFoundError) as error:
+                logger.error(f"{error}: two runs may be writing into {self.folder}")
+                return
             except OSError:
                 continue  # the file system or the store does not answer; try again
 
@@ -180,10 +171,8 @@ class RunLock:
 class OwnershipCheck:
     """Notices that another run has taken a folder since the first look, so that nothing more is published there."""
 
-    def __init__(self, folder: Path | StorePath) -> None:
-        self._path = folder / FILE
-        self._token: object = None
-        self._looked = False
+    def __init__(self, folder: Path | StorePath, token: object = None) -> None:
+        self._path, self._token, self._looked = folder / FILE, token, token is not None
 
     def look(self) -> None:
         """Raise LockLostError when the lock belongs to another run than at the first call, OSError if it is unknown."""

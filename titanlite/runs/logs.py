@@ -20,18 +20,12 @@ _PREEMPTED = (exit_codes.PREEMPTED, exit_codes.PREEMPTED_UNSAVED)
 
 
 class RankLog(logging.FileHandler):
-    """Appends the log of one rank to `<folder>/logs/rank_N.log`, without colours. Raises OSError.
+    """Appends the log of one rank to a file, without colours. Raises OSError.
 
     A later failed write (disk full) loses lines, with one line on standard error.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        path = Path(folder) / FOLDER / f"rank_{rank}.log"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        super().__init__(path, encoding="utf-8", errors="backslashreplace")
-        self.setLevel(logging.INFO)
-        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        self._warned = False
+    _warned = False
 
     def format(self, record: logging.LogRecord) -> str:
         return escape(_COLOR.sub("", super().format(record)))
@@ -41,10 +35,6 @@ class RankLog(logging.FileHandler):
             self._warned = True
             print(f"cannot write {self.baseFilename}: {sys.exc_info()[1]}; log lines are lost", file=sys.stderr)
 
-    def log(self, level: int, text: str) -> None:
-        """Write a line into this file only."""
-        self.handle(logging.LogRecord(logger.name, level, __file__, 0, text, None, None))
-
 
 @contextmanager
 def rank_log(folder: Path, rank: int) -> Iterator[None]:
@@ -52,24 +42,33 @@ def rank_log(folder: Path, rank: int) -> Iterator[None]:
 
     A folder that cannot be written to costs the log, with a warning.
     """
+    path = Path(folder) / FOLDER / f"rank_{rank}.log"
     try:
-        file = RankLog(folder, rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = RankLog(path, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
-        logger.warning(f"cannot write {Path(folder) / FOLDER}: {error}. Training goes on without logs per rank")
+        logger.warning(f"cannot write {path.parent}: {error}. Training goes on without logs per rank")
         yield
         return
+    file.setLevel(logging.INFO)
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+
+    def log(level: int, text: str) -> None:
+        """Write a line into this file only."""
+        file.handle(logging.LogRecord(logger.name, level, __file__, 0, text, None, None))
+
     logger.addHandler(file)
-    file.log(logging.INFO, f"rank {rank} begins, process {os.getpid()}")
+    log(logging.INFO, f"rank {rank} begins, process {os.getpid()}")
     try:
         yield
     except BaseException as error:
         if getattr(error, "exit_code", None) in _PREEMPTED:
-            file.log(logging.INFO, f"rank {rank} ends: {error}")
+            log(logging.INFO, f"rank {rank} ends: {error}")
         else:
-            file.log(logging.ERROR, f"rank {rank} ends:\n{traceback.format_exc().rstrip()}")
+            log(logging.ERROR, f"rank {rank} ends:\n{traceback.format_exc().rstrip()}")
         raise
     else:
-        file.log(logging.INFO, f"rank {rank} ends")
+        log(logging.INFO, f"rank {rank} ends")
     finally:
         logger.removeHandler(file)
         file.close()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from titanlite import exit_codes
 from titanlite.metrics.jsonl import FILE as METRICS
@@ -27,7 +28,6 @@ _FIGURES = (
 )
 
 Row = Mapping[str, float]
-T = TypeVar("T")
 
 
 class RunError(ValueError):
@@ -98,16 +98,13 @@ class Run:
 
         An attempt without a recorded end lasted until its last row, or lives.
         """
-        starts = [attempt["started"] or 0.0 for attempt in self.attempts] or self._times[:1]
+        spans = [(attempt["started"] or 0.0, attempt.get("ended")) for attempt in self.attempts]
+        spans = spans or [(start, None) for start in self._times[:1]]
         total = 0.0
-        for i, start in enumerate(starts):
-            ended = self.attempts[i].get("ended") if self.attempts else None
-            if ended is None:
-                last = i == len(starts) - 1
-                seen = [time for time in self._times if time >= start and (last or time < starts[i + 1])]
-                ended = max([start, *seen, *([self.alive] if last and self.alive else [])])
-            total += max(ended - start, 0.0)
-        return total if starts else None
+        for (start, ended), (end, _) in zip(spans, [*spans[1:], (math.inf, None)], strict=True):
+            seen = [start, *(time for time in self._times if start <= time < end)]
+            total += max((ended or max([*seen, self.alive or start] if end == math.inf else seen)) - start, 0.0)
+        return total if spans else None
 
     @property
     def _times(self) -> list[float]:
@@ -140,25 +137,21 @@ def read_run(path: Path, *, partial: bool = False) -> Run:
             f"{folder}: not a run: it has neither {FILE} nor {METRICS}; "
             f"`titanlite runs {folder}` lists the runs below it"
         )
+    attempts = read_attempts(folder)
+    # A run that began anew in the folder of an earlier one has metrics of its own, and so its own attempts.
+    begin = max((i for i, one in enumerate(attempts) if one.get("first_step") == 0), default=0)
+    found: dict[str, Any] = {"rows": (), "config": None}
     problems: list[str] = []
-
-    def unless_broken(read: Callable[[Path], T], name: str) -> T | None:
+    for name, read, file in (("rows", _rows, METRICS), ("config", _config, CONFIG)):
         try:
-            return read(folder / name)
+            found[name] = read(folder / file)
         except FileNotFoundError:
-            return None
+            continue
         except (RunError, OSError) as error:
             if not partial:
                 raise
             problems.append(str(error))
-            return None
-
-    attempts = read_attempts(folder)
-    # A run that began anew in the folder of an earlier one has metrics of its own, and so its own attempts.
-    begins = [i for i, one in enumerate(attempts) if one.get("first_step") == 0]
-    rows, config = unless_broken(_rows, METRICS) or (), unless_broken(_config, CONFIG)
-    alive = last_sign_of_life(folder)
-    return Run(folder, tuple(attempts[begins[-1] if begins else 0 :]), rows, config, alive, tuple(problems))
+    return Run(folder, tuple(attempts[begin:]), alive=last_sign_of_life(folder), problems=tuple(problems), **found)
 
 
 def find_runs(folder: Path, depth: int = DEPTH) -> list[Path]:
@@ -185,30 +178,23 @@ def find_runs(folder: Path, depth: int = DEPTH) -> list[Path]:
 
 def _rows(path: Path) -> tuple[Row, ...]:
     """Return the figures of a metrics file; training rows get "total_tps", tokens per second over all devices."""
+    rows: list[dict[str, float]] = []
+    step, tokens = 0.0, 0.0
     try:
-        rows = [_figures(path, row) for row in read_metrics(path) if "step" in row]
+        read = [row for row in read_metrics(path) if "step" in row]
     except ValueError as error:
         raise RunError(str(error)) from None
-    step, tokens = 0.0, 0.0
-    for row in rows:
+    for raw in read:
+        try:
+            row = {name: float(raw[name]) for name in _FIGURES if name in raw}
+        except (TypeError, ValueError) as error:
+            raise RunError(f"{path}: row of step {raw['step']!r}: {error}; mend or delete the row") from None
         if {"loss", "tokens_seen", "seconds_per_step"} <= row.keys():
             if row["step"] > step and row["seconds_per_step"] > 0:
                 row["total_tps"] = (row["tokens_seen"] - tokens) / (row["step"] - step) / row["seconds_per_step"]
             step, tokens = row["step"], row["tokens_seen"]
+        rows.append(row)
     return tuple(rows)
-
-
-def _figures(path: Path, row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the figures of a row as numbers. Raises RunError."""
-    found = {}
-    for name in _FIGURES:
-        if name in row:
-            try:
-                found[name] = float(row[name])
-            except (TypeError, ValueError):
-                where = f"{path}: row of step {row['step']!r}"
-                raise RunError(f"{where}: {name} is {row[name]!r}, not a number; mend or delete the row") from None
-    return found
 
 
 def _config(path: Path) -> dict[str, Any]:

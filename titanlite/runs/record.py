@@ -51,8 +51,7 @@ class AttemptRecord:
         self.number = number
         self._saved_step: int | None = step if resumed else None
         self._kept = step, tokens
-        self._ended = False
-        self._warned = False
+        self._ended = self._warned = False
 
     def saved(self, step: int, tokens: int) -> None:
         """Note that the checkpoint of `step`, after so many tokens, exists."""
@@ -65,20 +64,10 @@ class AttemptRecord:
         self._ended = True
         # A finished run repeats nothing, also without a checkpoint.
         kept = (step, tokens) if state == "done" else self._kept
-        self.write(
-            {
-                "event": "end",
-                "attempt": self.number,
-                "time": timestamp(),
-                "state": state,
-                "exit_code": exit_code,
-                "reason": reason,
-                "step": step,
-                "saved_step": self._saved_step,
-                "lost_steps": max(step - kept[0], 0),
-                "lost_tokens": max(tokens - kept[1], 0),
-            }
-        )
+        lost_steps, lost_tokens = max(step - kept[0], 0), max(tokens - kept[1], 0)
+        about = {"event": "end", "attempt": self.number, "time": timestamp(), "state": state, "exit_code": exit_code}
+        steps = {"step": step, "saved_step": self._saved_step, "lost_steps": lost_steps, "lost_tokens": lost_tokens}
+        self.write({**about, "reason": reason, **steps})
 
     def write(self, entry: Mapping[str, Any]) -> None:
         """Append one line durably."""
