@@ -11,18 +11,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tests.config.test_scan import documents
 from titanlite.config.aliases import ALIASES, VALUE_NAMES, Alias
 from titanlite.config.entries import file_entries
 from titanlite.config.errors import ConfigError
 from titanlite.config.keys import Key, base, fits, keys, members, names_beside_paths, table_of
 from titanlite.config.load import read_text
 from titanlite.config.loaded import LoadedConfig
-from titanlite.config.toml import Scan, TOMLDecodeError, loads, quote
+from titanlite.config.toml import quote
 from titanlite.config.unsupported_keys import UNSUPPORTED
 from titanlite.derive import RunConfig, smallest_world
 from titanlite.fit import fitted
-from titanlite.tools.migrate import join_blocks, migrate_text, parse_blocks
+from titanlite.tools.migrate import migrate_text
 
 HERE = Path("run.toml")
 SKIPPED = ("job.config_file", "job.extends", "job.dialect")
@@ -150,19 +149,3 @@ def test_migrated_file_means_the_same_and_keeps_its_comments(file):
     assert sorted(found) == list(range(1, comments + 1))
     assert migrate_text(migration.text, HERE).changes == ()
     assert after.value("job.dialect") == "2024"
-
-
-@settings(max_examples=200, deadline=None)
-@given(documents())
-def test_blocks_give_every_text_back(document):
-    text = document[0].replace("\r\n", "\n")
-    try:
-        loads(text)
-    except TOMLDecodeError:
-        assume(False)
-    assert join_blocks(parse_blocks(text)) == text + ("" if text.endswith("\n") or not text else "\n")
-    for statement in Scan(text).statements:
-        if statement.kind == "=":
-            found: Any = loads(text[statement.start : statement.end])
-            while found != loads(f"value = {text[statement.value : statement.end]}")["value"]:
-                (found,) = found.values()  # one name of a dotted key after the other

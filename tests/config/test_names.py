@@ -214,11 +214,17 @@ def test_micro_batch_size_must_divide_the_batch(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "parts", ['["a"]', "[[]]", '[["layers.1"], ["layers.0"]]', '[["layers.0"], ["layers.2"]]', "3"]
+    ("parts", "code"),
+    [
+        ('["a"]', "wrong-type"),
+        ("[[]]", "out-of-range"),
+        ('[["layers.1"], ["layers.0"]]', "unsupported"),
+        ('[["layers.0"], ["layers.2"]]', "unsupported"),
+    ],
 )
-def test_model_parts_must_be_lists_that_hold_all_layers_in_order(parts):
+def test_model_parts_must_be_lists_that_hold_all_layers_in_order(parts, code):
     problem = refused(f"[parallelism]\nmodule_fqns_per_model_part = {parts}\n")
-    assert (problem.where, problem.code) == ("run.toml:2", "wrong-type")
+    assert (problem.where, problem.code) == ("run.toml:2", code)
 
 
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED))

@@ -16,7 +16,6 @@ from titanlite.config.aliases import (
     ALIASES,
     LATER_DEFAULTS,
     LATER_FLAVORS,
-    MicrobatchSize,
     key_of,
     names_of,
 )
@@ -228,9 +227,8 @@ def _explain_one(config: LoadedConfig, name: str, style: Style) -> str:
         ("meaning", key.description),
     ]
     if key.name in LATER_DEFAULTS:
-        later = LATER_DEFAULTS[key.name]
-        text = f"a micro-batch size of {later.size}" if isinstance(later, MicrobatchSize) else quote(later)
-        rows.append(("dialect 2026", f"default {text}, for a file that says so or uses later names of older keys"))
+        text = f"default {quote(LATER_DEFAULTS[key.name])}, for a file that says so or uses later names of older keys"
+        rows.append(("dialect 2026", text))
     if key.name == "model.flavor":
         text = ", ".join(f"{quote(there)} is {quote(here)}" for there, (here, _) in LATER_FLAVORS.items())
         rows.append(("dialect 2026", f"of llama3 {text}, in such a file"))
