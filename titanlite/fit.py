@@ -156,7 +156,7 @@ def _rank_misfits(d: Config, run: RunConfig) -> Iterator[Finding]:
         open_key = "replicate_degree = 1" if d.training.data_parallel_type == "ddp" else "shard_degree = -1"
         relation, other = "which is not", f"set training.data_parallel_{open_key} for the ranks left over"
     shown = f"{equation or 'all degrees 1'} = {product}, {relation} the world size {size}"
-    yield "ranks", key, f"the degrees do not fit: {shown}", f"run on {counted(product, 'ranks')}, or {other}"
+    yield "ranks", key, f"the degrees do not fit the ranks: {shown}", f"run on {counted(product, 'ranks')}, or {other}"
 
 
 def _batch_misfits(d: Config, run: RunConfig) -> Iterator[Finding]:
