@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ from titanlite.config.sections import Config
 from titanlite.config.toml import quote
 from titanlite.config.urls import is_url
 from titanlite.data.skip_ranges import count, ranges_of_steps
-from titanlite.models.spec import ModelSpec, get_spec, model_args
+from titanlite.models.spec import ModelSpec, ShapeError, get_spec, model_args
 from titanlite.optim.schedule import Schedule
 from titanlite.parallel.pipeline_split import find_schedule, stage_count
 from titanlite.utils import counted
@@ -140,7 +141,7 @@ def derive(config: LoadedConfig, world_size: int, total_sequences: int | None = 
     steps = _steps(d, batch, total_sequences, notes)
     schedule = _schedule(d, steps, notes, warnings)
     _name_idle_keys(config, notes, warnings)
-    return RunConfig(
+    run = RunConfig(
         **{name: getattr(d, name) for name in sections()},
         mesh=mesh,
         batch=batch,
@@ -151,6 +152,7 @@ def derive(config: LoadedConfig, world_size: int, total_sequences: int | None = 
         warnings=tuple(warnings),
         toml=config.to_toml(),
     )
+    return replace_fields(run, warnings=(*run.warnings, *_wide_filters(run)))
 
 
 def with_steps(run: RunConfig, steps: int) -> RunConfig:
@@ -325,6 +327,18 @@ def _schedule(d: Config, steps: int | None, notes: list[str], warnings: list[str
 
 
 # Keys without effect
+
+
+def _wide_filters(run: RunConfig) -> list[str]:
+    """Return a warning for each filter of float8 that ends within a number of some names, as layers.1 in layers.10."""
+    parts = [part for part in run.float8.filter_fqns if part[-1:].isdigit()] if run.float8.enable_float8_linear else []
+    try:
+        names = run.spec.linears(replace(run.model_args(), vocab_size=1)) if parts and run.spec.linears else {}
+    except ShapeError:  # `misfits` reports it
+        return []
+    cut = {part: re.findall(rf"^.*?{re.escape(part)}\d+", "\n".join(names), re.MULTILINE) for part in parts}
+    found = {part: ", ".join(dict.fromkeys(others)) for part, others in cut.items() if others}
+    return [f"float8.filter_fqns: {quote(p)} is also part of {found[p]}; {quote(f'{p}.')} is not" for p in found]
 
 
 def _name_idle_keys(config: LoadedConfig, notes: list[str], warnings: list[str]) -> None:
