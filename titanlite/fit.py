@@ -196,9 +196,6 @@ def _pipeline_misfits(d: Config, run: RunConfig) -> Iterator[Finding]:
         yield "unknown-value", f"{_PP}schedule", message, f"there are {', '.join(SCHEDULES)}"
     if degree == 1:
         return
-    if t.gradient_sync == "every":
-        message = 'is "every", but a pipeline reduces gradients once, after the last micro-batch'
-        yield "conflict", "training.gradient_sync", message, 'set it to "last"'
     pieces = run.pipeline.microbatches
     if t.batch_size % pieces:
         said = f"is {pieces}{'' if e.pipeline_parallel_microbatches else ', the pipeline degree,'}"

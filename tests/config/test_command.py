@@ -84,8 +84,10 @@ def test_a_command_prints_its_snapshot(name):
     assert output(COMMAND_LINES[name]) == snapshot, f"stale? python {Path(__file__).relative_to(REPOSITORY)} --write"
 
 
-def test_check_counts_the_parameters_of_a_named_size(capsys):
-    assert "8,030,261,248" in run(capsys, "config", "check", "--model.flavor", "8B")[1]
+def test_check_counts_the_parameters_of_a_named_size_and_is_strict_if_asked(capsys):
+    words = ("config", "check", "--model.flavor", "8B", "--model.tokenizer_path", "no.model")
+    assert "8,030,261,248" in run(capsys, *words)[1]
+    assert run(capsys, *words, "--strict")[0] == 2
 
 
 def test_world_size_comes_from_the_flag_the_environment_or_what_fits(capsys, monkeypatch):
@@ -114,11 +116,6 @@ def test_settings_of_a_feature_that_is_off_are_named(capsys):
     assert idle("--no-metrics.rank_0_only", "--metrics.enable_tensorboard") == ""
     # The shipped file turns checkpoints off two lines above their interval; and a path's text may have a name.
     assert idle("debug_model.toml") == idle("llama3_8b.toml") == ""
-
-
-@pytest.mark.parametrize("path", sorted((REPOSITORY / "train_configs").glob("*.toml")), ids=lambda path: path.name)
-def test_every_shipped_config_is_right(capsys, path):
-    assert run(capsys, "config", "check", str(path))[0] == 0
 
 
 def test_explain_shows_every_key_with_value_source_and_meaning(capsys):
@@ -204,16 +201,16 @@ print([name for name in heavy if name in sys.modules])
 
 
 @pytest.mark.parametrize(
-    ("words", "seconds"),
+    "words",
     [
-        (["check", "llama3_8b.toml"], 0.5),
-        (["explain", "llama3_8b.toml"], 0.5),
-        (["diff", "llama3_8b.toml", "llama3_70b.toml", "--plans"], 0.6),
-        (["migrate", "--aws-fsdp", "--max_steps=3"], 0.6),
-        (["template", "--markdown"], 0.6),
+        ["check", "llama3_8b.toml"],
+        ["diff", "llama3_8b.toml", "llama3_70b.toml", "--plans"],
+        ["migrate", "--aws-fsdp", "--max_steps=3"],
+        ["template", "--markdown"],
     ],
+    ids=lambda words: words[0],
 )
-def test_config_commands_are_quick_and_import_little(words, seconds):
+def test_config_commands_are_quick_and_import_little(words):
     assert find_config("llama3_8b.toml") is not None
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, "-c", _TIMED, "config", *words], capture_output=True, text=True)
@@ -221,7 +218,7 @@ def test_config_commands_are_quick_and_import_little(words, seconds):
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
     # Processor time, with room for a busy machine: a quiet one takes 0.15 to 0.25 s.
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < seconds
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
 
 
 if __name__ == "__main__" and "--write" in sys.argv:

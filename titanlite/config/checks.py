@@ -53,10 +53,15 @@ def _not_tensorwise(recipe: str) -> bool:
     return recipe != "tensorwise"
 
 
+def _has_auto(filters: list[str]) -> bool:
+    return AUTO_FILTER in filters
+
+
 _MODE, _RATE, _COMPILE = "activation_checkpoint.mode", "lr_scheduler.", "training.compile"
 _LOAD, _START, _SAVES = "checkpoint.initial_load_path", "checkpoint.start", "checkpoint.enable_checkpoint"
 _GATHER, _PRECOMPUTE = "float8.enable_fsdp_float8_all_gather", "float8.precompute_float8_dynamic_scale_for_fsdp"
 _ASYNC, _TP = "experimental.enable_async_tensor_parallel", "training.tensor_parallel_degree"
+_PP = "experimental.pipeline_parallel_degree"
 _RECIPE, _RESHARD = "float8.recipe_name", "training.reshard_after_forward"
 _HELD_OUT, _SOURCES, _ADVICE = "validation.dataset", "validation.sources", "make it one of the sources"
 _COMPONENTS = ("compile.components", lambda components: "model" in components, '"model" must be among them')
@@ -95,6 +100,7 @@ CONFLICTS: tuple[tuple[str, Any, str, Any, str], ...] = (
     (_HELD_OUT, lambda name: name != "c4_validation", _SOURCES, bool, _ADVICE),
     ("training.data_parallel_shard_degree", _several, "training.data_parallel_type", "ddp", "it shards nothing"),
     ("training.prefetch", bool, "training.fsdp_units", "root", "it gathers everything at once"),
+    ("training.gradient_sync", "every", _PP, _several, "a pipeline reduces gradients once, after the last micro-batch"),
     *(
         (f"{_RATE}{name}", bool, f"{_RATE}decay_type", "constant", "there is nothing to shape")
         for name in ("decay_ratio", "decay_steps", "plateau_ratio", "min_lr_factor")
@@ -105,13 +111,7 @@ CONFLICTS: tuple[tuple[str, Any, str, Any, str], ...] = (
     (_GATHER, True, _RECIPE, _not_tensorwise, "it needs one scale for each weight: tensorwise"),
     (_GATHER, True, _RESHARD, lambda ranks: isinstance(ranks, int), "torch gathers float8 weights from all ranks only"),
     (_PRECOMPUTE, True, "training.enable_cpu_offload", True, "weights in host memory lose their scales"),
-    (
-        "float8.filter_fqns",
-        lambda names: AUTO_FILTER in names,
-        _RECIPE,
-        "rowwise_with_gw_hp",
-        "torchao has no sizes for it: set min_features",
-    ),
+    ("float8.filter_fqns", _has_auto, _RECIPE, "rowwise_with_gw_hp", "torchao has no sizes: set float8.min_features"),
 )
 
 

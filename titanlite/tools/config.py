@@ -26,9 +26,9 @@ from titanlite.config.entries import unknown
 from titanlite.config.errors import COMMAND_LINE, ConfigError, Problem
 from titanlite.config.keys import Key, keys, sections
 from titanlite.config.load import load, load_file, read_text
-from titanlite.config.loaded import ABOUT_FILES, LoadedConfig
+from titanlite.config.loaded import LoadedConfig
 from titanlite.config.not_implemented import NOT_IMPLEMENTED, refused
-from titanlite.config.toml import quote, quote_key
+from titanlite.config.toml import quote
 from titanlite.config.unsupported_keys import UNSUPPORTED
 from titanlite.derive import RunConfig, smallest_world
 from titanlite.fit import check_config, fitted
@@ -296,20 +296,6 @@ class Side(NamedTuple):
     name: str
     config: LoadedConfig
 
-    def values(self) -> dict[str, tuple[Any, Shown]]:
-        """Return key → value and its words; entries of tables one by one, a default that gave way as None."""
-        found: dict[str, tuple[Any, Shown]] = {}
-        for key in keys().values():
-            value = self.config.value(key.name)
-            if key.is_table:
-                entries = {f"{key.name}.{quote_key(name)}": item for name, item in value.items()}
-                found |= {name: (item, (quote(item), str(self.config.source(name)))) for name, item in entries.items()}
-            elif value is not None and self.config.superseded(key.name):
-                found[key.name] = None, ("(not set)", "said in another way")
-            elif key.name not in ABOUT_FILES:
-                found[key.name] = value, (quote(value), _shown_source(self.config, key.name))
-        return found
-
 
 def side(name: str) -> Side:
     """Return the config of a TOML file, of a run's folder or of a checkpoint's folder. Raises ConfigError."""
@@ -338,11 +324,14 @@ def side(name: str) -> Side:
 
 def differences(left: Side, right: Side) -> list[Difference]:
     """Return the keys whose values differ in effect, in order."""
-    ours, theirs, order = left.values(), right.values(), list(keys())
-    absent = (object(), ("(not set)", ""))
-    both = sorted({**ours, **theirs}, key=lambda key: order.index(".".join(key.split(".")[:2])))
-    pairs = [(key, ours.get(key, absent), theirs.get(key, absent)) for key in both]
-    return [(key, here[1], there[1]) for key, here, there in pairs if here[0] != there[0]]
+    ours, theirs, order = dict(left.config.entries()), dict(right.config.entries()), list(keys())
+    names = sorted({**ours, **theirs}, key=lambda key: order.index(".".join(key.split(".")[:2])))
+
+    def shown(one: Side, values: dict[str, Any], key: str) -> Shown:
+        return (quote(values[key]), _shown_source(one.config, key)) if key in values else ("(not set)", "")
+
+    differ = [key for key in names if key not in ours or key not in theirs or ours[key] != theirs[key]]
+    return [(key, shown(left, ours, key), shown(right, theirs, key)) for key in differ]
 
 
 def derived_differences(left: RunConfig, right: RunConfig) -> list[Difference]:
