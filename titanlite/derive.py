@@ -137,11 +137,8 @@ def derive(config: LoadedConfig, world_size: int, total_sequences: int | None = 
     mesh = _mesh(d, world_size, notes)
     batch = _batch(d, mesh, notes)
     if mesh.weight_shards == 1 and d.training.prefetch:
-        warnings.append(
-            f"training.prefetch = {d.training.prefetch} has no effect: every rank holds whole weights "
-            "(data_parallel_shard = 1)"
-        )
-    d, pipeline = _filled(config, mesh, batch, notes, warnings)
+        warnings.append(f"training.prefetch = {d.training.prefetch} has no effect: every rank holds whole weights")
+    d, pipeline = _filled(d, mesh, batch, notes, warnings)
     steps = _steps(d, batch, total_sequences, notes)
     schedule = _schedule(d, steps, notes, warnings)
     _name_idle_keys(config, notes, warnings)
@@ -156,7 +153,7 @@ def derive(config: LoadedConfig, world_size: int, total_sequences: int | None = 
         warnings=tuple(warnings),
         toml=config.to_toml(),
     )
-    return replace_fields(run, warnings=(*run.warnings, *wide_filters(run)))
+    return replace_fields(run, warnings=(*run.warnings, *_wide_filters(run)))
 
 
 def with_steps(run: RunConfig, steps: int) -> RunConfig:
@@ -198,33 +195,28 @@ def _mesh(d: Config, world_size: int, notes: list[str]) -> MeshSizes:
         notes.append("one process, whatever the degrees of parallelism: it makes a seed checkpoint and ends")
         return MeshSizes(world_size)
     degrees = degrees_of(d)
-    rest_key = next((key for key, degree in degrees.items() if degree == -1), None)
-    if rest_key is not None:
-        fixed = {key: degree for key, degree in degrees.items() if key != rest_key}
-        degrees[rest_key] = max(world_size // math.prod(fixed.values()), 1)
-        divisors = "".join(f" / {parallelism(key)} {degree}" for key, degree in fixed.items() if degree > 1)
+    for key in [key for key, degree in degrees.items() if degree == -1]:
+        fixed = {parallelism(other): degree for other, degree in degrees.items() if degree > 1}
+        degrees[key] = max(world_size // math.prod(fixed.values()), 1)
+        divisors = "".join(f" / {name} {degree}" for name, degree in fixed.items())
         why = ' (data_parallel_type = "ddp")' if d.training.data_parallel_type == "ddp" else ""
-        notes.append(
-            f"{parallelism(rest_key)} = {degrees[rest_key]}: the ranks left over, "
-            f"{counted(world_size, 'ranks')}{divisors}{why}"
-        )
+        ranks = f"the ranks left over, {counted(world_size, 'ranks')}{divisors}{why}"
+        notes.append(f"{parallelism(key)} = {degrees[key]}: {ranks}")
     replicate, shard, tensor, pipeline, context = degrees.values()
     return MeshSizes(world_size, replicate, shard, context, tensor, pipeline)
 
 
 def _batch(d: Config, mesh: MeshSizes, notes: list[str]) -> BatchSizes:
     micro, wanted, ranks = d.training.batch_size, d.training.global_batch_size, mesh.dp_degree
-    at_once, width = micro * ranks, counted(ranks, "data-parallel ranks")
+    at_once = micro * ranks
     accumulation = 1 if wanted == -1 else max(wanted // at_once, 1)
     total = at_once * accumulation
     tokens = total * d.training.seq_len
+    share = f"batch_size {micro} * {counted(ranks, 'data-parallel ranks')}"
     if wanted == -1:
-        notes.append(f"global batch = {counted(total, 'sequences')}: batch_size {micro} * {width}")
+        notes.append(f"global batch = {counted(total, 'sequences')}: {share}")
     else:
-        notes.append(
-            f"accumulation = {counted(accumulation, 'micro-batches')}: global_batch_size {wanted} / "
-            f"(batch_size {micro} * {width})"
-        )
+        notes.append(f"accumulation = {counted(accumulation, 'micro-batches')}: global_batch_size {wanted} / ({share})")
     notes.append(f"tokens per step = {tokens:,}: {counted(total, 'sequences')} * seq_len {d.training.seq_len}")
     return BatchSizes(micro, accumulation, total, d.training.seq_len, tokens)
 
@@ -233,55 +225,45 @@ def _batch(d: Config, mesh: MeshSizes, notes: list[str]) -> BatchSizes:
 
 
 def _filled(
-    config: LoadedConfig, mesh: MeshSizes, batch: BatchSizes, notes: list[str], warnings: list[str]
+    d: Config, mesh: MeshSizes, batch: BatchSizes, notes: list[str], warnings: list[str]
 ) -> tuple[Config, PipelineSizes]:
     """Return the sections of `RunConfig`, and how a pipeline cuts."""
-    d = config.sections
-    root = d.job.dump_folder
 
     def joined(section: S, *names: str) -> S:
-        return replace_fields(
-            section, **{n: below(root, path) for n in names if (path := getattr(section, n)) is not None}
-        )
+        paths = {name: getattr(section, name) for name in names}
+        return replace_fields(section, **{n: below(d.job.dump_folder, path) for n, path in paths.items() if path})
 
-    changes: dict[str, Any] = {
-        "job": joined(d.job, "save_config_file"),
-        "checkpoint": joined(d.checkpoint, "folder"),
-        "metrics": joined(d.metrics, "save_tb_folder"),
-        "profiling": joined(d.profiling, "save_traces_folder", "save_memory_snapshot_folder"),
-        "validation": replace_fields(
-            d.validation,
-            batch_size=d.validation.batch_size or d.training.batch_size,
-            seq_len=d.validation.seq_len or d.training.seq_len,
-        ),
-    }
-    pipeline = PipelineSizes()
-    if mesh.pipeline > 1:
-        e = d.experimental
-        name = find_schedule(e.pipeline_parallel_schedule) or "1F1B"
-        pieces = e.pipeline_parallel_microbatches or mesh.pipeline
-        pipeline = PipelineSizes(stage_count(name, mesh.pipeline, e.pipeline_parallel_split_points), pieces)
-        changes["experimental"] = replace_fields(
-            e, pipeline_parallel_schedule=name, pipeline_parallel_microbatches=pieces
-        )
-        notes.append(
-            f"pipeline micro-batches per step = {pieces * batch.accumulation}: {pieces} of each batch of "
-            f"{batch.micro_batch_size} sequences * accumulation {batch.accumulation}"
-        )
-        reshard = d.training.reshard_after_forward
-        if reshard == "default":
-            changes["training"] = replace_fields(d.training, reshard_after_forward="never")
-            if mesh.weight_shards > 1:
-                notes.append(
-                    "weights stay gathered for the whole step (reshard_after_forward): each pipeline micro-batch "
-                    "would gather them again"
-                )
-        elif reshard != "never" and mesh.weight_shards > 1:
-            warnings.append(
-                f"training.reshard_after_forward = {quote(reshard)} gathers the weights again for each pipeline "
-                "micro-batch"
-            )
-    return replace_fields(d, **changes), pipeline
+    validation = replace_fields(
+        d.validation,
+        batch_size=d.validation.batch_size or d.training.batch_size,
+        seq_len=d.validation.seq_len or d.training.seq_len,
+    )
+    filled = replace_fields(
+        d,
+        job=joined(d.job, "save_config_file"),
+        checkpoint=joined(d.checkpoint, "folder"),
+        metrics=joined(d.metrics, "save_tb_folder"),
+        profiling=joined(d.profiling, "save_traces_folder", "save_memory_snapshot_folder"),
+        validation=validation,
+    )
+    if mesh.pipeline == 1:
+        return filled, PipelineSizes()
+    e, reshard = d.experimental, d.training.reshard_after_forward
+    name = find_schedule(e.pipeline_parallel_schedule) or "1F1B"
+    pieces = e.pipeline_parallel_microbatches or mesh.pipeline
+    sizes = PipelineSizes(stage_count(name, mesh.pipeline, e.pipeline_parallel_split_points), pieces)
+    notes.append(
+        f"pipeline micro-batches per step = {pieces * batch.accumulation}: {pieces} of each batch of "
+        f"{batch.micro_batch_size} sequences * accumulation {batch.accumulation}"
+    )
+    if mesh.weight_shards > 1 and reshard == "default":
+        notes.append("weights stay gathered for the whole step: each pipeline micro-batch would gather them again")
+    elif mesh.weight_shards > 1 and reshard != "never":
+        what = f"training.reshard_after_forward = {quote(reshard)}"
+        warnings.append(f"{what} gathers the weights again for each pipeline micro-batch")
+    experimental = replace_fields(e, pipeline_parallel_schedule=name, pipeline_parallel_microbatches=pieces)
+    training = replace_fields(d.training, reshard_after_forward="never" if reshard == "default" else reshard)
+    return replace_fields(filled, experimental=experimental, training=training), sizes
 
 
 # The length of the run and the schedule
@@ -291,22 +273,19 @@ def _steps(d: Config, batch: BatchSizes, total_sequences: int | None, notes: lis
     tokens, epochs, size = d.training.tokens, d.training.epochs, batch.global_batch_size
     if tokens is not None:
         steps = math.ceil(tokens / batch.tokens_per_step)
-        notes.append(
-            f"steps = {steps}: training.tokens {tokens:,} / {batch.tokens_per_step:,} tokens per step, rounded up"
-        )
-        return steps
-    if epochs is None:
+        why = f"training.tokens {tokens:,} / {batch.tokens_per_step:,} tokens per step"
+    elif epochs is None:
         return d.training.steps
-    if total_sequences is None:
+    elif total_sequences is None:
         notes.append(f"steps follow from {counted(epochs, 'epochs')} once the text is counted")
         return None
-    skipped = count(0, total_sequences, ranges_of_steps(d.data.skip_steps, size))
-    steps = math.ceil((total_sequences - skipped) / size)
-    less = f" less {skipped} skipped (data.skip_steps)" if skipped else ""
-    notes.append(
-        f"steps = {steps}: {counted(total_sequences, 'sequences')} in {counted(epochs, 'epochs')}{less} / "
-        f"{counted(size, 'sequences')} per step, rounded up"
-    )
+    else:
+        skipped = count(0, total_sequences, ranges_of_steps(d.data.skip_steps, size))
+        steps = math.ceil((total_sequences - skipped) / size)
+        less = f" less {skipped} skipped (data.skip_steps)" if skipped else ""
+        read = f"{counted(total_sequences, 'sequences')} in {counted(epochs, 'epochs')}{less}"
+        why = f"{read} / {counted(size, 'sequences')} per step"
+    notes.append(f"steps = {steps}: {why}, rounded up")
     return steps
 
 
@@ -332,49 +311,35 @@ def _schedule(d: Config, steps: int | None, notes: list[str], warnings: list[str
         if ratio is not None:
             given = round(ratio * total) if whole else ratio * total
             notes.append(f"{name} = {counted(given, 'steps')}: {name}_ratio {ratio} * {total} steps")
-        if given is not None and given > limit:
-            warnings.append(
-                f"the {name} of {counted(given, 'steps')} is shortened to {limit:.10g}: the schedule has {total} steps"
-                + (f", {total - limit:.10g} of them warm-up" if limit < total else "")
-            )
-            return limit
-        return given
+        if given is None or given <= limit:
+            return given
+        rest = f", {total - limit:.10g} of them warm-up" if limit < total else ""
+        shorter = f"the {name} of {counted(given, 'steps')} is shortened to {limit:.10g}"
+        warnings.append(f"{shorter}: the schedule has {total} steps{rest}")
+        return limit
 
     whole = s.style != "fsdp"  # the AWS samples take fractions of steps
     warmup_steps = length("warmup", s.warmup_ratio, warmup, total, whole) or 0
     rest = total - warmup_steps
     decay = length("decay", s.decay_ratio, s.decay_steps, rest, True)
-    return replace(
-        schedule,
-        warmup_steps=warmup_steps,
-        decay_steps=None if decay is None else int(decay),
-        plateau_steps=length("plateau", s.plateau_ratio, None, rest, whole),
-    )
+    plateau = length("plateau", s.plateau_ratio, None, rest, whole)
+    decay_steps = None if decay is None else int(decay)
+    return replace(schedule, warmup_steps=warmup_steps, decay_steps=decay_steps, plateau_steps=plateau)
 
 
 # Keys without effect
 
 
-def wide_filters(run: RunConfig) -> list[str]:
+def _wide_filters(run: RunConfig) -> list[str]:
     """Return a warning for each filter of float8 that ends within a number of some names, as layers.1 in layers.10."""
-    found: list[str] = []
-    if not run.float8.enable_float8_linear:
-        return found
+    parts = [part for part in run.float8.filter_fqns if part[-1:].isdigit()] if run.float8.enable_float8_linear else []
     try:
-        names = list(run.spec.linears(replace(run.model_args(), vocab_size=1))) if run.spec.linears else []
+        names = run.spec.linears(replace(run.model_args(), vocab_size=1)) if parts and run.spec.linears else {}
     except ShapeError:  # `misfits` reports it
-        return found
-    for part in run.float8.filter_fqns:
-        whole = any(re.search(rf"{re.escape(part)}(?!\d)", name) for name in names)
-        cut = [match[0] for name in names if (match := re.search(rf"^.*?{re.escape(part)}\d+", name))]
-        others = list(dict.fromkeys(cut))
-        if part[-1:].isdigit() and whole and others:
-            shown = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
-            found.append(
-                f"float8.filter_fqns: {quote(part)} is also part of {shown}, which stay in high precision too; "
-                f"{quote(part + '.')} is not"
-            )
-    return found
+        return []
+    cut = {part: re.findall(rf"^.*?{re.escape(part)}\d+", "\n".join(names), re.MULTILINE) for part in parts}
+    found = {part: ", ".join(dict.fromkeys(others)) for part, others in cut.items() if others}
+    return [f"float8.filter_fqns: {quote(p)} is also part of {found[p]}; {quote(f'{p}.')} is not" for p in found]
 
 
 def _name_idle_keys(config: LoadedConfig, notes: list[str], warnings: list[str]) -> None:

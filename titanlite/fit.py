@@ -17,18 +17,12 @@ from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.load import read
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.not_implemented import refused
-from titanlite.config.sections import AUTO_FILTER, Config
+from titanlite.config.sections import ActivationCheckpoint, Config
 from titanlite.config.toml import quote
-from titanlite.derive import (
-    RunConfig,
-    degrees_of,
-    derive,
-    parallelism,
-    smallest_world,
-)
+from titanlite.derive import RunConfig, degrees_of, derive, parallelism, smallest_world
 from titanlite.models.spec import ModelSpec, ShapeError
 from titanlite.parallel import ParallelismError
-from titanlite.parallel.float8_choice import MULTIPLE, choose_linears
+from titanlite.parallel.float8_choice import MULTIPLE, choose_linears, matches, split_filters, uneven_for_gather
 from titanlite.parallel.pipeline_split import SCHEDULES, find_schedule, split_stages
 from titanlite.utils import counted
 
@@ -89,17 +83,13 @@ def misfits(config: LoadedConfig, run: RunConfig) -> list[Problem]:
     """
     d = config.sections
     found = list(_rank_misfits(d, run))
-    if not found:
-        found += [*_batch_misfits(d, run), *_context_misfits(run), *_pipeline_misfits(d, run.mesh.pipeline)]
-    if not found:
-        found += _microbatch_misfits(run)
+    found = found or [*_batch_misfits(d, run), *_context_misfits(run), *_pipeline_misfits(d, run)]
+    found = found or list(_microbatch_misfits(run))
     try:
         args = run.model_args()
     except ShapeError as error:
         return placed(config, found) + _model_problems(config, error)
-    found += _not_offered(run)
-    if config.is_given(_AC_OPTION) or config.is_given("activation_checkpoint.mode"):
-        found += _recomputation_misfits(run.spec, args, d)
+    found += [*_not_offered(run), *_recomputation_misfits(run.spec, args, d)]
     if not found:
         found += [*tensor_misfits(args, run), *_stage_misfits(args, run), *_float8_misfits(args, run)]
     return placed(config, found)
@@ -135,34 +125,38 @@ def _model_problems(config: LoadedConfig, error: ShapeError) -> list[Problem]:
 
 
 def _recomputation_misfits(spec: ModelSpec, args: Any, d: Config) -> Iterator[Finding]:
-    """Check that "every Nth block" recomputes some."""
+    """Check that "every Nth block" recomputes some. The default may recompute none, in a model of one block."""
     ac, blocks = d.activation_checkpoint, len(spec.block_names(args))
-    if ac.mode == "selective" and ac.selective_ac_option != "op" and int(ac.selective_ac_option) > blocks:
-        every = ac.selective_ac_option
+    every = ac.selective_ac_option
+    if (
+        ac.mode == "selective"
+        and every not in ("op", ActivationCheckpoint().selective_ac_option)
+        and int(every) > blocks
+    ):
         message = f'"{every}" recomputes one block of each {every}, but the model has {blocks}'
         yield "model", _AC_OPTION, message, 'take a smaller number, or "op", or set activation_checkpoint.mode = "none"'
 
 
 def _rank_misfits(d: Config, run: RunConfig) -> Iterator[Finding]:
-    size = run.mesh.world_size
+    size, degrees = run.mesh.world_size, degrees_of(d)
     if d.checkpoint.create_seed_checkpoint:
         if size > 1:
             hint = "start it with `python train.py …` and the same config, whatever its degrees of parallelism"
             yield "ranks", "checkpoint.create_seed_checkpoint", f"is made by one process, and there are {size}", hint
         return
-    degrees = degrees_of(d)
     fixed = {key: degree for key, degree in degrees.items() if degree != -1}
-    product, rest = math.prod(fixed.values()), len(fixed) < len(degrees)
-    if product == size or rest and size % product == 0:
+    product, has_rest = math.prod(fixed.values()), len(fixed) < len(degrees)
+    if product == size or has_rest and size % product == 0:
         return
     equation = " * ".join(f"{parallelism(key)} {degree}" for key, degree in fixed.items() if degree != 1)
-    shown = f"{equation or 'all degrees 1'} = {product}"
-    relation = "which does not divide" if rest else "which is not"
     key = next((key for key, degree in reversed(degrees.items()) if degree > 1), "training.data_parallel_shard_degree")
-    open_key = "replicate_degree = 1" if d.training.data_parallel_type == "ddp" else "shard_degree = -1"
-    other = "a multiple of it" if rest else f"set training.data_parallel_{open_key} for the ranks left over"
-    message = f"the degrees do not fit the ranks: {shown}, {relation} the world size {size}"
-    yield "ranks", key, message, f"run on {counted(product, 'ranks')}, or {'on ' if rest else ''}{other}"
+    if has_rest:
+        relation, other = "which does not divide", "on a multiple of it"
+    else:
+        open_key = "replicate_degree = 1" if d.training.data_parallel_type == "ddp" else "shard_degree = -1"
+        relation, other = "which is not", f"set training.data_parallel_{open_key} for the ranks left over"
+    shown = f"{equation or 'all degrees 1'} = {product}, {relation} the world size {size}"
+    yield "ranks", key, f"the degrees do not fit the ranks: {shown}", f"run on {counted(product, 'ranks')}, or {other}"
 
 
 def _batch_misfits(d: Config, run: RunConfig) -> Iterator[Finding]:
@@ -193,18 +187,16 @@ def _context_misfits(run: RunConfig) -> Iterator[Finding]:
             yield "divide", _CP, message, f"these work: {key} = {_around(length, chunks)}"
 
 
-def _pipeline_misfits(d: Config, degree: int) -> Iterator[Finding]:
-    e, t = d.experimental, d.training
+def _pipeline_misfits(d: Config, run: RunConfig) -> Iterator[Finding]:
+    """Check the schedule of a pipeline, and what it runs."""
+    e, t, degree = d.experimental, d.training, run.mesh.pipeline
     name = find_schedule(e.pipeline_parallel_schedule)
     if name is None:
         message = f"no schedule {quote(e.pipeline_parallel_schedule)}"
         yield "unknown-value", f"{_PP}schedule", message, f"there are {', '.join(SCHEDULES)}"
     if degree == 1:
         return
-    if t.gradient_sync == "every":
-        message = 'is "every", but a pipeline reduces gradients once, after the last micro-batch'
-        yield "conflict", "training.gradient_sync", message, 'set it to "last"'
-    pieces = e.pipeline_parallel_microbatches or degree
+    pieces = run.pipeline.microbatches
     if t.batch_size % pieces:
         said = f"is {pieces}{'' if e.pipeline_parallel_microbatches else ', the pipeline degree,'}"
         fitting = ", ".join(map(str, divisors(t.batch_size)))
@@ -212,58 +204,48 @@ def _pipeline_misfits(d: Config, degree: int) -> Iterator[Finding]:
         yield "divide", f"{_PP}microbatches", f"{said} which does not divide training.batch_size = {t.batch_size}", hint
     if name is None:
         return
-    kind, points = SCHEDULES[name].stages, len(e.pipeline_parallel_split_points)
-    stages = points + 1
-    fits = {"one": stages == degree, "loop": stages % degree == 0 and stages > degree, "v": stages == 2 * degree}[kind]
+    points, stages = len(e.pipeline_parallel_split_points), run.pipeline.stages
+    fits, wanted = {
+        "one": (stages == degree, f"one stage per rank: {degree - 1} split points"),
+        "loop": (stages % degree == 0 < stages - degree, f"two or more stages per rank, as by {2 * degree - 1} points"),
+        "v": (stages == 2 * degree, f"two stages per rank: {2 * degree - 1} split points"),
+    }[SCHEDULES[name].stages]
     if points and not fits:
-        wanted = {
-            "one": f"one stage per rank: {degree - 1} split points",
-            "loop": f"two or more stages per rank, as by {2 * degree - 1} split points",
-            "v": f"two stages per rank: {2 * degree - 1} split points",
-        }[kind]
-        made = f"{points} split points make {stages} stages, but {quote(name)} on {degree} pipeline ranks"
-        hint = "give as many, or none: then titanlite divides the model evenly"
-        yield "divide", f"{_PP}split_points", f"{made} needs {wanted}", hint
-    if SCHEDULES[name].splits_backward:
-        why = f"{quote(name)} splits each backward into one for inputs and one for weights, and"
-        for reason, remedy in _whole_backward(d):
-            hint = f'"1F1B" and "Interleaved1F1B" do not split it; or set {remedy}'
-            yield "conflict", f"{_PP}schedule", f"{why} {reason}", hint
+        made = (
+            f"{points} split points make {stages} stages, but {quote(name)} on {degree} pipeline ranks needs {wanted}"
+        )
+        yield "divide", f"{_PP}split_points", made, "give as many, or none: then titanlite divides the model evenly"
+    for reason, remedy in _whole_backward(d) if SCHEDULES[name].splits_backward else ():
+        message = f"{quote(name)} splits each backward into one for inputs and one for weights, and {reason}"
+        yield "conflict", f"{_PP}schedule", message, f'"1F1B" and "Interleaved1F1B" do not split it; or set {remedy}'
 
 
 def _whole_backward(d: Config) -> Iterator[tuple[str, str]]:
     """Find settings that need a backward in one piece, each with the reason and the remedy."""
     ac, reshard = d.activation_checkpoint, d.training.reshard_after_forward
     if d.training.compile and "model" in d.compile.components:
-        reason = "the block that training.compile makes has one backward, which would run twice or fail"
+        reason = "a compiled block has one backward, which would run twice or fail"
         yield reason, 'training.compile = false, or compile.components = ["loss"]'
     if ac.mode == "selective" and ac.selective_ac_option == "op":
-        yield (
-            f'{_AC_OPTION} = "op" lets a block be run again only once',
-            'activation_checkpoint.mode = "full" or "none"',
-        )
+        reason = f'{_AC_OPTION} = "op" lets a block be run again only once'
+        yield reason, 'activation_checkpoint.mode = "full" or "none"'
     if d.float8.enable_float8_linear:
-        reason = "a float8 linear's gradients come from one function, which would run twice"
-        yield reason, "float8.enable_float8_linear = false"
+        yield "a float8 linear has one backward, which would run twice", "float8.enable_float8_linear = false"
     if reshard not in ("default", "never"):
-        reason = f"weights gathered again in between (training.reshard_after_forward = {quote(reshard)})"
-        yield f"{reason} would get no gradient", 'training.reshard_after_forward = "default"'
+        reason = f"training.reshard_after_forward = {quote(reshard)} frees the weights in between"
+        yield f"{reason}: they would get no gradient", 'training.reshard_after_forward = "default"'
 
 
 def _microbatch_misfits(run: RunConfig) -> Iterator[Finding]:
     """Check how many micro-batches a pipeline has in a step."""
-    if run.mesh.pipeline == 1:
-        return
     degree, pieces, name = run.mesh.pipeline, run.pipeline.microbatches, run.experimental.pipeline_parallel_schedule
     total = pieces * run.batch.accumulation
     rounds = max(1, total // degree)
-    number = (
-        f"is {pieces}, which makes {total} micro-batches per step ({pieces} * accumulation {run.batch.accumulation})"
-    )
-    if name == "1F1B" and total < degree:
+    number = f"is {pieces}, so {total} micro-batches per step ({pieces} * accumulation {run.batch.accumulation})"
+    if degree > 1 and name == "1F1B" and total < degree:
         message = f"{number}, and 1F1B needs one for each of the {degree} stages at least"
         yield "batch", f"{_PP}microbatches", message, f'give {degree} or more, or take the schedule "GPipe"'
-    if name.startswith("Interleaved") and total % rounds:
+    if degree > 1 and name.startswith("Interleaved") and total % rounds:
         message = f"{number}; {name} runs them in {rounds} rounds of equal size over {degree} ranks"
         yield "batch", f"{_PP}microbatches", message, f"give a multiple of {degree}"
 
@@ -296,6 +278,7 @@ def tensor_problems(args: Any, run: RunConfig) -> list[Problem]:
 
 def _stage_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
     """Check that the model can be cut into the stages of the pipeline."""
+    e = run.experimental
     if run.mesh.pipeline == 1 or run.spec.pipeline_costs is None:
         return
     if getattr(args, "tied", False):
@@ -306,15 +289,11 @@ def _stage_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
     try:
         # No stage depends on the size of a vocabulary that is the tokenizer's, which is not read yet.
         costs = run.spec.pipeline_costs(replace(args, vocab_size=args.vocab_size or 1), 1)
-        e = run.experimental
         split_stages(costs, run.mesh.pipeline, e.pipeline_parallel_schedule, e.pipeline_parallel_split_points)
     except ParallelismError as error:
-        if run.experimental.pipeline_parallel_split_points:
-            yield "divide", f"{_PP}split_points", str(error), ""
-        else:
-            several = SCHEDULES[run.experimental.pipeline_parallel_schedule].stages != "one"
-            hint = f"take a smaller degree{', or a schedule with one stage per rank' if several else ''}"
-            yield "divide", f"{_PP}degree", str(error), hint
+        by_points = bool(e.pipeline_parallel_split_points)
+        hint = "" if by_points else "take a smaller degree, or a schedule with one stage per rank"
+        yield "divide", f"{_PP}{'split_points' if by_points else 'degree'}", str(error), hint
 
 
 def _float8_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
@@ -325,35 +304,27 @@ def _float8_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
     names = run.spec.linears(replace(args, vocab_size=args.vocab_size or 1))  # the head stays, whatever its size
     plan = run.spec.tensor_plan(args) if run.spec.tensor_plan else {}
     choices = choose_linears(names, f, plan, mesh.tensor, run.spec.head)
-    filters = [part for part in f.filter_fqns if part != AUTO_FILTER]
-    unknown = [part for part in filters if not part or not any(part in name for name in names)]
+    unknown = [part for part in split_filters(f.filter_fqns)[0] if not any(matches(part, name) for name in names)]
     components = ", ".join(dict.fromkeys(c for name in names for c in name.split(".") if not c.isdigit()))
     for part in unknown:
         hint = f"parts of names are {components}; the head is {run.spec.head}, and it always stays in high precision"
         yield "unknown-value", "float8.filter_fqns", f"{quote(part)} is part of no linear's name", hint
     if not unknown and not any(choice.converted for choice in choices):
-        reasons: dict[str, list[str]] = {}
-        for choice in choices:
-            reasons.setdefault(choice.reason, []).append(choice.kind)
-        shown = "; ".join(f"{', '.join(kinds)} ({reason})" for reason, kinds in reasons.items())
-        message = f"leaves no product in float8: {shown}"
-        yield "model", "float8.enable_float8_linear", message, "convert some linears, or set it to false"
+        shown = "; ".join(f"{choice.kind} ({choice.reason})" for choice in choices)
+        hint = "convert some linears, or set it to false"
+        yield "model", "float8.enable_float8_linear", f"leaves no product in float8: {shown}", hint
     rows, length = run.training.batch_size // pieces, run.training.seq_len // mesh.context
     if rows * length % MULTIPLE:
-        by = counted(rows, "sequences") + (" of a pipeline micro-batch" if pieces > 1 else "")
-        by += f" x {length} tokens" + (f" on each of {mesh.context} context-parallel ranks" if mesh.context > 1 else "")
-        message = f"needs a multiple of {MULTIPLE} tokens in a product, and there are {by} = {rows * length}"
+        by = f"{counted(rows, 'sequences')} x {length} tokens on each rank = {rows * length}"
         fitting = MULTIPLE // math.gcd(MULTIPLE, length) * pieces
         hint = f"these work: training.batch_size = {fitting} or a multiple of it, or another training.seq_len"
+        message = f"needs a multiple of {MULTIPLE} tokens in a product, and there are {by}"
         yield "divide", "float8.enable_float8_linear", message, hint
-    odd = [c for c in choices if c.converted and c.size.out_features % mesh.weight_shards]
-    if f.enable_fsdp_float8_all_gather and odd:
+    if f.enable_fsdp_float8_all_gather and (odd := uneven_for_gather(choices, mesh.weight_shards)):
         which = ", ".join(f"{c.kind} has {c.size.out_features}" for c in odd)
         message = f"needs weights whose rows divide over the {mesh.weight_shards} ranks that share them; {which}"
-        hint = (
-            f"set it to false, keep them with float8.filter_fqns = {quote([c.kind for c in odd])}, or take fewer ranks"
-        )
-        yield "divide", "float8.enable_fsdp_float8_all_gather", message, hint
+        kept = f"keep them with float8.filter_fqns = {quote([c.kind for c in odd])}"
+        yield "divide", "float8.enable_fsdp_float8_all_gather", message, f"{kept}, or set it to false"
 
 
 def _lengths(d: Config) -> dict[str, int]:

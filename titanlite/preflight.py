@@ -55,7 +55,7 @@ def float8_problems(float8: Float8) -> list[Problem]:
 def _problem(key: str, hint: str, check: Callable[[], object]) -> list[Problem]:
     try:
         check()
-    except ParallelismError as error:
+    except (ParallelismError, ValueError) as error:
         return [Problem("", key, str(error), hint)]
     return []
 
@@ -82,12 +82,10 @@ def loss_problems(spec: ModelSpec, args: Any, training: Training) -> list[Proble
     """Find what keeps the model from computing its loss in chunks, if it shall."""
     from titanlite.loss import chunk_head
 
-    if training.loss_chunks > 1:
-        try:
-            chunk_head(spec.build_on_meta(args), training.loss_chunks, spec.head)
-        except ValueError as error:
-            return [Problem("", "training.loss_chunks", str(error), "set it to 1")]
-    return []
+    if training.loss_chunks == 1:
+        return []
+    model = spec.build_on_meta(args)
+    return _problem("training.loss_chunks", "set it to 1", lambda: chunk_head(model, training.loss_chunks, spec.head))
 
 
 def mask_problems(spec: ModelSpec, args: Any, data: Data) -> list[Problem]:

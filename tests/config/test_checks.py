@@ -88,7 +88,7 @@ REFUSED: list[tuple[str, str, str, str] | tuple[str, str, str, str, int]] = [
     ("needs", "debug.deterministic_warn_only", "debug.deterministic_warn_only", "debug.deterministic = true"),
     ("needs", f"{RATE}decay_type", f"{RATE}decay_type=plateau", "lr_scheduler.plateau_ratio"),
     ("needs", f"{AC}mode", f"{AC}mode=budget", "training.compile = true"),
-    ("needs", f"{AC}mode", f"{AC}mode=budget {COMPILE} compile.components=loss", "model in compile.components"),
+    ("needs", f"{AC}mode", f"{AC}mode=budget {COMPILE} compile.components=loss", "compile.components"),
     ("needs", ASYNC, f"{TP}=2 {ASYNC}", "training.compile", 2),
     ("needs", ASYNC, f"{TP}=2 {ASYNC} {COMPILE} compile.backend=aot_eager", 'compile.backend = "inductor"', 2),
     ("needs", PRECOMPUTE, f"{ON} {PRECOMPUTE}", f"{GATHER} = true"),
@@ -102,8 +102,8 @@ REFUSED: list[tuple[str, str, str, str] | tuple[str, str, str, str, int]] = [
     ("conflict", f"{RATE}min_lr_factor", f"{RATE}decay_type=constant {RATE}min_lr_factor=0.1", "decay_type"),
     ("conflict", f"{RATE}decay_steps", f"{RATE}style=fsdp {RATE}decay_steps=5", "style"),
     ("conflict", "model.vocab_size", "model.vocab_size=9 model.overrides.vocab_size=8", "overrides.vocab_size = 8"),
-    ("conflict", "model.overrides.norm_type", "model.norm_type=rmsnorm model.overrides.norm_type=layernorm", "is set"),
-    ("conflict", "model.overrides.rope_scaling", "model.rope_scaling=8 model.overrides.rope_scaling=8", "is set by"),
+    ("conflict", "model.norm_type", "model.norm_type=rmsnorm model.overrides.norm_type=layernorm", "overrides"),
+    ("conflict", "model.rope_scaling", "model.rope_scaling=8 model.overrides.rope_scaling=8", "overrides"),
     ("conflict", "checkpoint.load_step", "checkpoint.start=fresh checkpoint.load_step=5", "checkpoint.start"),
     ("conflict", "guard.max_skips", "guard.policy=skip guard.max_skips=100", "guard.window = 100"),
     ("conflict", "stall.deadline_seconds", "stall.deadline_seconds=100", "comm.train_timeout_seconds = 100"),
@@ -125,7 +125,12 @@ REFUSED: list[tuple[str, str, str, str] | tuple[str, str, str, str, int]] = [
         f"validation.dataset=c4_test {HELD_OUT}[{{name='c4_test'}}]",
         "one of the sources",
     ),
-    ("conflict", "validation.dataset_path", f"validation.dataset_path=. {HELD_OUT}[{{name='c4_test'}}]", "no effect"),
+    (
+        "conflict",
+        "validation.dataset_path",
+        f"validation.dataset_path=. {HELD_OUT}[{{name='c4_test'}}]",
+        "one of the sources",
+    ),
     ("missing", "validation.sources[0].name", f"{HELD_OUT}[{{path='.'}}]", "losses"),
     ("conflict", "validation.sources[1].name", f"{HELD_OUT}[{{name='a',path='.'}},{{name='a',path='/'}}]", "two"),
     ("conflict", "validation.sources[0].weight", f"{HELD_OUT}[{{name='c4_test',weight=2}}]", "training text"),
@@ -178,20 +183,26 @@ REFUSED: list[tuple[str, str, str, str] | tuple[str, str, str, str, int]] = [
     ("model", ON, f"{SMALL} float8.min_features=65", "min_features = 65"),
     ("model", ON, f"{SMALL} float8.filter_fqns=auto_filter_small_kn", "tensorwise"),
     ("divide", ON, f"{SMALL} training.seq_len=20", "training.batch_size = 4 or a multiple of it"),
-    ("divide", ON, f"{SMALL} training.seq_len=48 training.batch_size=1 {CP}=2", "24 tokens on each of 2", 2),
+    (
+        "divide",
+        ON,
+        f"{SMALL} training.seq_len=48 training.batch_size=1 {CP}=2",
+        "1 sequence x 24 tokens on each rank",
+        2,
+    ),
     ("divide", GATHER, f"{SMALL} {GATHER}", "the 48 ranks", 48),
     # Features to come
     ("not-implemented", "optimizer.name", "optimizer.name=Muon", "Muon"),
     # Text
     ("unknown-value", "training.dataset", "training.dataset=c4test", "c4_test"),
-    ("unknown-value", "data.source", f'{SOURCE}{{name="nope"}}]', "data.source[1]"),
-    ("unknown-value", "data.source", f"{SOURCE}{{weight=2}}]", "neither name nor path"),
-    ("conflict", "data.source", f'{SOURCE}{{path="."}}]', "two sources"),
+    ("unknown-value", "data.source[1].name", f'{SOURCE}{{name="nope"}}]', "nope"),
+    ("missing", "data.source[1].name", f"{SOURCE}{{weight=2}}]", "path"),
+    ("conflict", "data.source[1].name", f'{SOURCE}{{path="."}}]', "two sources"),
     ("conflict", "training.epochs", f"{SOURCE}] training.epochs=2", "data.source"),
     ("conflict", "training.dataset_path", f"{SOURCE}] training.dataset_path=.", "data.source"),
-    ("conflict", "data.phase", f"{SOURCE}] data.phase=[{{lr_factor=1}}]", "step or tokens"),
-    ("unknown-value", "data.phase", f"{SOURCE}] data.phase=[{{step=2,weights={{b=1}}}}]", "data.source"),
-    ("conflict", "data.phase", f'{SOURCE}] data.phase=[{{step=2,weights={{"."=0}}}}]', "no source"),
+    ("conflict", "data.phase[0]", f"{SOURCE}] data.phase=[{{lr_factor=1}}]", "step or tokens"),
+    ("unknown-value", "data.phase[0]", f"{SOURCE}] data.phase=[{{step=2,weights={{b=1}}}}]", "data.source"),
+    ("conflict", "data.phase[0]", f'{SOURCE}] data.phase=[{{step=2,weights={{"."=0}}}}]', "no source"),
 ]
 
 
@@ -214,6 +225,14 @@ def test_what_fits_is_accepted(tmp_path: Path) -> None:
     flags = words("optimizer.name=Muon memory_estimation.enabled model.tokenizer_path=/nope")
     assert len(refusals(flags)) == 3
     assert check_config(flags, 1, training=False)[1].optimizer.name == "Muon"
+
+
+def test_the_resolved_config_of_a_run_is_as_right_as_the_run(tmp_path: Path) -> None:
+    """A resolved config sets each key, also one whose default recomputes none of a single block."""
+    run = check_config(["--model.overrides.n_layers=1"], 1)[1]
+    (tmp_path / "config.toml").write_text(run.toml)
+    again = check_config([f"--job.config_file={tmp_path / 'config.toml'}"], 1)[1]
+    assert (again.activation_checkpoint, again.model) == (run.activation_checkpoint, run.model)
 
 
 @pytest.mark.parametrize("model", ["name=lama3", "flavor=8b", "overrides.n_layers=1.5", "overrides.rope_theta=-1"])

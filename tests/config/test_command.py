@@ -21,7 +21,7 @@ import pytest
 import titanlite
 from titanlite.config.keys import keys
 from titanlite.config.load import find_config
-from titanlite.tools.cli import COMMANDS, main, split_flags
+from titanlite.tools.cli import COMMANDS, main
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SNAPSHOTS = Path(__file__).parent / "snapshots"
@@ -47,19 +47,11 @@ disable_color_printing = true
 [fault_tolerance]
 enable = false
 """,
-    "wrong.toml": '[training]\nstep = 20\n[optimizer]\nlr = "1"\n',
 }
 COMMAND_LINES = {
     "check": ["check", "run.toml", "--world-size", "4", "--model.tokenizer_path", "no.model"],
-    "check_wrong": ["check", "wrong.toml"],
-    "check_strict": ["check", "run.toml", "--strict", "--model.tokenizer_path", "no.model"],
-    "explain_section": ["explain", "run.toml", "comm", "--comm.trace_buf_size=5"],
     "explain_key": ["explain", "metrics.disable_color_printing", "later.toml"],
-    "explain_unsupported": ["explain", "comm.mode"],
-    "explain_not_implemented": ["explain", "experimental.enable_compiled_autograd"],
-    "diff": ["diff", "run.toml", "later.toml"],
     "migrate": ["migrate", "later.toml"],
-    "migrate_aws_fsdp": ["migrate", "--aws-fsdp", "--max_steps=30 --lr=1e-3 --bf16 0 --bogus 3"],
 }
 
 
@@ -92,8 +84,10 @@ def test_a_command_prints_its_snapshot(name):
     assert output(COMMAND_LINES[name]) == snapshot, f"stale? python {Path(__file__).relative_to(REPOSITORY)} --write"
 
 
-def test_check_counts_the_parameters_of_a_named_size(capsys):
-    assert "8,030,261,248" in run(capsys, "config", "check", "--model.flavor", "8B")[1]
+def test_check_counts_the_parameters_of_a_named_size_and_is_strict_if_asked(capsys):
+    words = ("config", "check", "--model.flavor", "8B", "--model.tokenizer_path", "no.model")
+    assert "8,030,261,248" in run(capsys, *words)[1]
+    assert run(capsys, *words, "--strict")[0] == 2
 
 
 def test_world_size_comes_from_the_flag_the_environment_or_what_fits(capsys, monkeypatch):
@@ -124,11 +118,6 @@ def test_settings_of_a_feature_that_is_off_are_named(capsys):
     assert idle("debug_model.toml") == idle("llama3_8b.toml") == ""
 
 
-@pytest.mark.parametrize("path", sorted((REPOSITORY / "train_configs").glob("*.toml")), ids=lambda path: path.name)
-def test_every_shipped_config_is_right(capsys, path):
-    assert run(capsys, "config", "check", str(path))[0] == 0
-
-
 def test_explain_shows_every_key_with_value_source_and_meaning(capsys):
     Path("run.toml").write_text("[training]\nlocal_batch_size = 3\n[model.overrides]\ndim = 64\n")
     lines = run(capsys, "config", "explain", "run.toml", "--training.steps=5")[1].splitlines()
@@ -145,7 +134,10 @@ def test_explain_shows_every_key_with_value_source_and_meaning(capsys):
         assert line in lines
 
 
-def test_an_unknown_key_cannot_be_explained(capsys):
+def test_explain_knows_keys_without_effect_and_features_to_come_and_refuses_others(capsys):
+    assert 'accepted  "default"' in run(capsys, "config", "explain", "comm.mode")[1]
+    lines = run(capsys, "config", "explain", "experimental.enable_compiled_autograd")[1].splitlines()
+    assert any(line.startswith("  not built yet") and "values other than false" in line for line in lines)
     status, _, err = run(capsys, "config", "explain", "training.btach_size")
     assert status == 2 and "training.batch_size" in err
     assert run(capsys, "config", "explain", "a.toml", "b.toml")[0] == 2
@@ -159,13 +151,6 @@ def test_colours_are_for_terminals_only(capsys, monkeypatch):
     assert "\x1b[" not in run(capsys, "config", "explain", "training")[1]
 
 
-def test_flags_and_their_words_are_kept_from_argparse():
-    words = ["config", "check", "run.toml", "--training.steps", "5", "--strict", "--no-data.shuffle", "--a.b", "x", "y"]
-    ours, flags = split_flags(words)
-    assert ours == ["config", "check", "run.toml", "--strict"]
-    assert flags == ["--training.steps", "5", "--no-data.shuffle", "--a.b", "x", "y"]
-
-
 def test_a_value_may_begin_with_a_minus(capsys):
     flag = ["--training.data_parallel_shard_degree", "-1"]
     # As run_llama_train.sh does it: options of the command come behind the flags.
@@ -173,11 +158,6 @@ def test_a_value_may_begin_with_a_minus(capsys):
     assert status == 0 and "2 (--world-size), data_parallel_shard 2" in out
     assert run(capsys, "config", "explain", "--lr_scheduler.min_lr_factor", "-0.5", *flag)[0] == 2
     assert "data_parallel_shard_degree = -1  command line" in run(capsys, "config", "explain", *flag)[1]
-    # Each gets as far as its own check of names.
-    with pytest.raises(SystemExit):
-        main(["drill", "debug_model.toml", *flag, "--only", "x"])
-    assert "'x'" in capsys.readouterr().err
-    assert "--skip x" in run(capsys, "benchmark", "debug_model.toml", *flag, "--skip", "x")[2]
     with pytest.raises(SystemExit):
         main(["config", "check", "debug_model.toml", *flag, "-h"])
     assert "usage: titanlite config check" in capsys.readouterr().out
@@ -221,19 +201,16 @@ print([name for name in heavy if name in sys.modules])
 
 
 @pytest.mark.parametrize(
-    ("words", "seconds"),
+    "words",
     [
-        (["check", "llama3_8b.toml"], 0.5),
-        (["explain", "llama3_8b.toml"], 0.5),
-        (["explain", "training.steps"], 0.5),
-        (["diff", "llama3_8b.toml", "llama3_70b.toml", "--plans"], 0.6),
-        (["migrate", "llama3_8b.toml"], 0.6),
-        (["migrate", "--aws-fsdp", "--max_steps=3"], 0.6),
-        (["schema"], 0.6),
-        (["template", "--markdown"], 0.6),
+        ["check", "llama3_8b.toml"],
+        ["diff", "llama3_8b.toml", "llama3_70b.toml", "--plans"],
+        ["migrate", "--aws-fsdp", "--max_steps=3"],
+        ["template", "--markdown"],
     ],
+    ids=lambda words: words[0],
 )
-def test_config_commands_are_quick_and_import_little(words, seconds):
+def test_config_commands_are_quick_and_import_little(words):
     assert find_config("llama3_8b.toml") is not None
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, "-c", _TIMED, "config", *words], capture_output=True, text=True)
@@ -241,7 +218,7 @@ def test_config_commands_are_quick_and_import_little(words, seconds):
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
     # Processor time, with room for a busy machine: a quiet one takes 0.15 to 0.25 s.
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < seconds
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
 
 
 if __name__ == "__main__" and "--write" in sys.argv:

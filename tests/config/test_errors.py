@@ -28,6 +28,7 @@ def only(text: str) -> Problem:
     return found[0]
 
 
+LOSS_PARALLEL = "training.disable_loss_parallel (training.enable_loss_parallel)"
 #: (text, line, key, code, part of the hint; empty: there is none)
 WRONG = [
     ("[training]\nsteps = 5\nbatchsize = 4", 3, "training.batchsize", "unknown-key", "training.batch_size"),
@@ -61,8 +62,8 @@ WRONG = [
     ("[quantize.linear.float9]\nx = 1", 1, "quantize.linear.float9", "unknown-key", "quantize.linear.float8"),
     ('[comm]\nmode = "fake_backend"', 2, "comm.mode", "unsupported", 'leave it at "default"'),
     ("[fault_tolerance]\nenable = true", 2, "fault_tolerance.enable", "unsupported", "at false"),
-    ('[model]\nconverters = ["float9"]', 2, "model.converters", "wrong-type", ""),
-    ("[parallelism]\ndisable_loss_parallel = 0", 2, "parallelism.disable_loss_parallel", "wrong-type", ""),
+    ('[model]\nconverters = ["float9"]', 2, "model.converters", "unsupported", ""),
+    ("[training]\ndisable_loss_parallel = 0", 2, LOSS_PARALLEL, "wrong-type", ""),
     ("[training]\nlocal_batch_size = 0", 2, "training.local_batch_size (training.batch_size)", "out-of-range", ""),
     ("training.batch_size = 4\ntraining.local_batch_size = 8", 2, "training.local_batch_size", "given-twice", ""),
     ('[job]\nconfig_file = "x.toml"', 2, "job.config_file", "misplaced", ""),

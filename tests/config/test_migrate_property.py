@@ -9,20 +9,14 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
-from tests.config.test_scan import documents
 from titanlite.config.aliases import ALIASES, VALUE_NAMES, Alias
 from titanlite.config.entries import file_entries
-from titanlite.config.errors import ConfigError
 from titanlite.config.keys import Key, base, fits, keys, members, names_beside_paths, table_of
 from titanlite.config.load import read_text
-from titanlite.config.loaded import LoadedConfig
-from titanlite.config.toml import Scan, TOMLDecodeError, loads, quote
+from titanlite.config.toml import quote
 from titanlite.config.unsupported_keys import UNSUPPORTED
-from titanlite.derive import RunConfig, smallest_world
-from titanlite.fit import fitted
-from titanlite.tools.migrate import join_blocks, migrate_text, parse_blocks
+from titanlite.tools.migrate import migrate_text
 
 HERE = Path("run.toml")
 SKIPPED = ("job.config_file", "job.extends", "job.dialect")
@@ -34,18 +28,9 @@ def legal_values(key: Key) -> list[Any]:
         if get_origin(part) is Literal:
             found += get_args(part)
         elif get_origin(part) is list:
-            found += [
-                [],
-                ["loss"],
-                ["layers.1", "# no comment"],
-                [3, 4],
-                [{"path": "x # y", "weight": 2.0}],
-                [{"pattern": "w"}],
-            ]
+            found += [[], ["layers.1", "# no comment"], [3, 4], [{"path": "x # y", "weight": 2.0}]]
         else:
-            found += {bool: [True, False], int: [1, 2, 4, 8], float: [0.5, 1e-3, 1.0], str: ["x", "3", "a]#b"]}.get(
-                part, []
-            )
+            found += {bool: [True, False], int: [1, 2, 8], float: [0.5, 1e-3], str: ["x", "3", "a]#b"]}.get(part, [])
     later = [old for (name, old) in VALUE_NAMES if name == key.name]
     return [value for value in found if fits(key.type, value)] + later
 
@@ -121,15 +106,6 @@ def files(draw: st.DrawFn) -> tuple[str, int]:
     return "\n".join([*root, *below]) + "\n", count
 
 
-def run_of(config: LoadedConfig) -> RunConfig | list[str]:
-    """The run but for its words, or the messages of what is wrong."""
-    try:
-        run = fitted(config, smallest_world(config))
-    except ConfigError as error:
-        return [problem.message for problem in error.problems]
-    return replace(run, job=replace(run.job, dialect="2024"), toml="", notes=(), warnings=())
-
-
 @pytest.mark.slow
 @settings(max_examples=250, deadline=None)
 @given(files())
@@ -143,26 +119,9 @@ def test_migrated_file_means_the_same_and_keeps_its_comments(file):
     for key in keys():
         if key != "job.dialect":
             assert (after.value(key), type(after.value(key))) == (before.value(key), type(before.value(key)))
-    assert run_of(after) == run_of(before)
     entries, _ = file_entries(migration.text, "run.toml")
     assert [entry.name for entry in entries if entry.name not in keys() and not table_of(entry.name)] == []
     found = [int(number) for number in re.findall(r"# <(\d+)>", migration.text)]
     assert sorted(found) == list(range(1, comments + 1))
     assert migrate_text(migration.text, HERE).changes == ()
     assert after.value("job.dialect") == "2024"
-
-
-@settings(max_examples=200, deadline=None)
-@given(documents())
-def test_blocks_give_every_text_back(document):
-    text = document[0].replace("\r\n", "\n")
-    try:
-        loads(text)
-    except TOMLDecodeError:
-        assume(False)
-    assert join_blocks(parse_blocks(text)) == text + ("" if text.endswith("\n") or not text else "\n")
-    for statement in Scan(text).statements:
-        if statement.kind == "=":
-            found: Any = loads(text[statement.start : statement.end])
-            while found != loads(f"value = {text[statement.value : statement.end]}")["value"]:
-                (found,) = found.values()  # one name of a dotted key after the other

@@ -8,6 +8,7 @@ import pytest
 
 from titanlite.config.aliases import ALIASES, LATER_DEFAULTS
 from titanlite.config.errors import Problem
+from titanlite.config.keys import keys
 from titanlite.config.load import load, load_file, read_text
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.not_implemented import NOT_IMPLEMENTED
@@ -21,23 +22,13 @@ PIPELINE = "experimental.pipeline_parallel"
 ROWS = [
     ("training.local_batch_size = 3", "training.batch_size", 3, True),
     ("lr_scheduler.warmup_steps = 3", "training.warmup_steps", 3, True),
-    ("compile.enable = true", "training.compile", True, True),
-    ("debug.seed = 3", "training.seed", 3, True),
-    ("parallelism.tensor_parallel_degree = 3", "training.tensor_parallel_degree", 3, True),
-    ("parallelism.data_parallel_replicate_degree = 3", "training.data_parallel_replicate_degree", 3, True),
-    ("parallelism.data_parallel_shard_degree = 3", "training.data_parallel_shard_degree", 3, True),
     ("training.data_parallel_degree = 3", "training.data_parallel_shard_degree", 3, False),
-    ("training.pipeline_parallel_degree = 3", f"{PIPELINE}_degree", 3, False),
-    ("training.enable_float8_linear = true", "float8.enable_float8_linear", True, False),
     ('training.fp8_linear = ""', "float8.enable_float8_linear", False, False),
     ('training.fp8_linear = "dynamic"', "float8.enable_float8_linear", True, False),
     ('training.dataset = "c4_mini"', "training.dataset", "c4_test", False),
     ('model.norm_type = "compiled_rmsnorm"', "model.norm_type", "rmsnorm", False),
     ("parallelism.disable_loss_parallel = true", "training.enable_loss_parallel", False, True),
     ("training.disable_loss_parallel = true", "training.enable_loss_parallel", False, True),
-    ("parallelism.pipeline_parallel_degree = 3", f"{PIPELINE}_degree", 3, True),
-    ('parallelism.pipeline_parallel_schedule = "GPipe"', f"{PIPELINE}_schedule", "GPipe", True),
-    ("parallelism.pipeline_parallel_microbatches = 3", f"{PIPELINE}_microbatches", 3, True),
     ("parallelism.pipeline_parallel_microbatch_size = 2", f"{PIPELINE}_microbatches", 4, True),
     ("experimental.pipeline_parallel_microbatch_size = 4", f"{PIPELINE}_microbatches", 2, True),
     ('parallelism.pipeline_parallel_split_points = ["layers.1"]', f"{PIPELINE}_split_points", ["layers.1"], True),
@@ -53,16 +44,11 @@ ROWS = [
         ["layers.1"],
         True,
     ),
-    ("parallelism.context_parallel_degree = 3", "experimental.context_parallel_degree", 3, True),
-    ("parallelism.enable_compiled_autograd = true", "experimental.enable_compiled_autograd", True, True),
     ('model.hf_assets_path = "x"', "model.tokenizer_path", "x", True),
     ("metrics.disable_color_printing = true", "metrics.enable_color_printing", False, True),
     ("metrics.save_for_all_ranks = true", "metrics.rank_0_only", False, True),
     ("optimizer.fused = true", "optimizer.implementation", "fused", False),
     ("optimizer.fused = false", "optimizer.implementation", "foreach", False),
-    ("checkpoint.enable = true", "checkpoint.enable_checkpoint", True, True),
-    ("checkpoint.last_save_model_weights_only = true", "checkpoint.model_weights_only", True, True),
-    ("checkpoint.last_save_model_only = true", "checkpoint.model_weights_only", True, True),
     ('model.converters = ["float8"]', "float8.enable_float8_linear", True, True),
     ('model.converters = ["quantize.linear.float8"]', "float8.enable_float8_linear", True, True),
     ('model.converters = "float8"', "float8.enable_float8_linear", True, True),
@@ -72,38 +58,13 @@ ROWS = [
     ('experimental.pipeline_parallel_split_points = "layers.1"', f"{PIPELINE}_split_points", ["layers.1"], False),
     ('checkpoint.exclude_from_loading = "a,b"', "checkpoint.exclude_from_loading", ["a", "b"], False),
     ("model.converters = []", "float8.enable_float8_linear", False, True),
-    ('quantize.linear.float8.recipe_name = "rowwise"', "float8.recipe_name", "rowwise", False),
     ('quantize.linear.float8.filter_fqns = ["output"]', "float8.filter_fqns", ["output"], False),
-    ("quantize.linear.float8.emulate = true", "float8.emulate", True, False),
-    (
-        "quantize.linear.float8.enable_fsdp_float8_all_gather = true",
-        "float8.enable_fsdp_float8_all_gather",
-        True,
-        True,
-    ),
-    ("memory_estimation.enable = true", "memory_estimation.enabled", True, True),
     ("lr_scheduler.lr_min = 0.1", "lr_scheduler.min_lr_factor", 0.1, False),
-    (
-        "checkpoint.initial_load_model_weights_only = false",
-        "checkpoint.initial_load_model_only",
-        False,
-        False,
-    ),
-    ("job.print_args = true", "job.print_config", True, False),
-    ("training.deterministic = true", "debug.deterministic", True, False),
-    ("validation.local_batch_size = 3", "validation.batch_size", 3, False),
-    ("validation.enabled = true", "validation.enable", True, False),
     ('activation_checkpoint.mode = "memory_budget"', "activation_checkpoint.mode", "budget", False),
-    ("training.dataloader.num_workers = 3", "data.num_workers", 3, False),
-    ("training.dataloader.persistent_workers = true", "data.persistent_workers", True, False),
-    ("training.dataloader.pin_memory = true", "data.pin_memory", True, False),
     ("training.dataloader.prefetch_factor = 3", "data.prefetch", 3, False),
     ('parallelism.fsdp_reshard_after_forward = "never"', "training.reshard_after_forward", "never", False),
     ('training.fsdp_reshard_after_forward = "never"', "training.reshard_after_forward", "never", False),
-    ('training.dtype = "bfloat16"', "training.dtype", "bfloat16", False),
-    ("lr_scheduler.decay_ratio = 0.1", "lr_scheduler.decay_ratio", 0.1, False),
     ("optimizer.weight_decay = 0.2", "optimizer.weight_decay", 0.2, False),
-    ("parallelism.expert_parallel_degree = 2", "parallelism.expert_parallel_degree", 2, False),
 ]
 
 
@@ -122,10 +83,10 @@ def test_other_name_means_the_key_and_marks_the_file_only_where_an_older_one_exi
     assert config.sections.checkpoint.keep_latest_k == (10 if implies else 0)
 
 
-def test_every_other_name_is_in_a_row_or_is_one_of_a_family():
-    families = ("quantize.linear.float8.", "parallelism.enable_async_tensor_parallel")
+def test_every_other_name_is_one_of_a_key_and_each_conversion_has_a_row():
     rows = {written.partition(" = ")[0] for written, *_ in ROWS}
-    assert [name for name in ALIASES if name not in rows and not name.startswith(families)] == []
+    assert {name for name, alias in ALIASES.items() if alias.convert} <= rows
+    assert {alias.key for alias in ALIASES.values()} <= set(keys()) and not set(ALIASES) & set(keys())
 
 
 def written(tmp_path: Path, text: str, *flags: str) -> LoadedConfig:
@@ -214,19 +175,25 @@ def test_micro_batch_size_must_divide_the_batch(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "parts", ['["a"]', "[[]]", '[["layers.1"], ["layers.0"]]', '[["layers.0"], ["layers.2"]]', "3"]
+    ("parts", "code"),
+    [
+        ('["a"]', "wrong-type"),
+        ("[[]]", "out-of-range"),
+        ('[["layers.1"], ["layers.0"]]', "unsupported"),
+        ('[["layers.0"], ["layers.2"]]', "unsupported"),
+    ],
 )
-def test_model_parts_must_be_lists_that_hold_all_layers_in_order(parts):
+def test_model_parts_must_be_lists_that_hold_all_layers_in_order(parts, code):
     problem = refused(f"[parallelism]\nmodule_fqns_per_model_part = {parts}\n")
-    assert (problem.where, problem.code) == ("run.toml:2", "wrong-type")
+    assert (problem.where, problem.code) == ("run.toml:2", code)
 
 
-@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
-def test_unsupported_key_is_accepted_switched_off_and_refused_otherwise(name):
-    for off in UNSUPPORTED[name].off:
-        config, problems = read_text(f"{name} = {quote(off)}\n", Path("run.toml"))
-        assert problems == [] and config.sections == Config()
-    other = {bool: 7, str: "other", int: 77, float: 0.7, list: ["other"]}[type(UNSUPPORTED[name].off[0])]
-    problem = refused(f"\n{name} = {quote(other)}\n")
-    assert (problem.where, problem.key, problem.code) == ("run.toml:2", name, "unsupported")
-    assert UNSUPPORTED[name].reason in problem.message
+def test_unsupported_keys_are_accepted_switched_off_and_refused_otherwise():
+    others = {bool: 7, str: "other", int: 77, float: 0.7, list: ["other"]}
+    for name, (off, reason) in UNSUPPORTED.items():
+        for value in off:
+            config, problems = read_text(f"{name} = {quote(value)}\n", Path("run.toml"))
+            assert problems == [] and config.sections == Config(), name
+        problem = refused(f"\n{name} = {quote(others[type(off[0])])}\n")
+        assert (problem.where, problem.key, problem.code) == ("run.toml:2", name, "unsupported")
+        assert reason in problem.message

@@ -117,7 +117,7 @@ def test_so_does_each_source(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_file(str(path))
     (problem,) = caught.value.problems
-    assert (problem.code, problem.key) == ("needs", "data.source") and "entry 2 " in problem.message
+    assert (problem.code, problem.key) == ("needs", "data.source[1]")
 
 
 FLAGS = [

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
 
 from titanlite.config.keys import keys
+from titanlite.config.run_sections import Count
 from titanlite.config.toml import quote
 
 
-class Misfit(ValueError):
-    """A value does not fit the other name; the text says what was expected."""
+class Refused(ValueError):
+    """A value that other trainers know and titanlite does not take; the text is the reason."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,9 @@ class MicrobatchSize:
 
     size: int
 
+    def __str__(self) -> str:
+        return f"micro-batches of {self.size}"
+
 
 @dataclass(frozen=True)
 class Alias:
@@ -27,7 +34,7 @@ class Alias:
 
     name: str
     key: str
-    #: Turns the value; raises Misfit. None: the value is the same.
+    #: Turns a value of `own_type` into the key's; raises Refused. None: the value is the same.
     convert: Callable[[Any], Any] | None = None
     #: Type of the value under this name; None: the key's own.
     own_type: Any = None
@@ -40,48 +47,28 @@ class Alias:
     def type(self) -> Any:
         return keys()[self.key].type if self.own_type is None else self.own_type
 
-
-def _boolean(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise Misfit(f"expected true or false, got {quote(value)}")
-    return value
+    def converted(self, value: Any) -> Any:
+        """Return a value of `type` as the key's. Raises Refused."""
+        return value if self.convert is None else self.convert(value)
 
 
-def _microbatch_size(value: Any) -> MicrobatchSize:
-    if type(value) is not int or value < 1:
-        raise Misfit(f"expected an integer >= 1, got {quote(value)}")
-    return MicrobatchSize(value)
-
-
-def _fp8_linear(value: Any) -> bool:
-    if value not in ("", "dynamic"):
-        raise Misfit(_DELAYED if value == "delayed" else f'expected "" or "dynamic", got {quote(value)}')
-    return bool(value)
-
-
-def _converters(value: Any) -> bool:
+def _converters(value: list[str]) -> bool:
     known = ("float8", "quantize.linear.float8")
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise Misfit(f"expected a list of strings, got {quote(value)}")
     if unknown := [quote(item) for item in value if item not in known]:
-        raise Misfit(f"no converter {', '.join(unknown)}; there are {', '.join(known)}")
+        raise Refused(f"no converter {', '.join(unknown)}; there are {', '.join(known)}")
     return bool(value)
 
 
-def _split_points(value: Any) -> list[str]:
+def _split_points(parts: list[list[str]]) -> list[str]:
     """Return the first module of each part but the first; parts must cover the layers in order."""
-    well_formed = isinstance(value, list) and all(
-        isinstance(part, list) and part and all(isinstance(name, str) for name in part) for part in value
-    )
-    if not well_formed:
-        raise Misfit(f"expected a list of lists of module names, none of them empty, got {quote(value)}")
-    layers = [int(n.split(".")[1]) for part in value for n in part if n.startswith("layers.") and n[7:].isdigit()]
+    layers = [int(n.split(".")[1]) for part in parts for n in part if n.startswith("layers.") and n[7:].isdigit()]
     if layers != list(range(len(layers))):
-        raise Misfit("the parts must hold layers.0, layers.1, … in order, none left out")
-    return [part[0] for part in value[1:]]
+        raise Refused("the parts must hold layers.0, layers.1, … in order, none left out")
+    return [part[0] for part in parts[1:]]
 
 
 _PIPELINE = "experimental.pipeline_parallel"
+_MICROBATCHES, _SPLIT_POINTS = f"{_PIPELINE}_microbatches", f"{_PIPELINE}_split_points"
 _FLOAT8 = "float8.enable_float8_linear"
 
 #: Names of torchtitan 0.2.x for keys that the files of 2024 had under another one.
@@ -95,9 +82,9 @@ _LATER = {
     "parallelism.data_parallel_shard_degree": "training.data_parallel_shard_degree",
     "parallelism.enable_async_tensor_parallel": "experimental.enable_async_tensor_parallel",
     "parallelism.pipeline_parallel_degree": f"{_PIPELINE}_degree",
-    "parallelism.pipeline_parallel_split_points": f"{_PIPELINE}_split_points",
+    "parallelism.pipeline_parallel_split_points": _SPLIT_POINTS,
     "parallelism.pipeline_parallel_schedule": f"{_PIPELINE}_schedule",
-    "parallelism.pipeline_parallel_microbatches": f"{_PIPELINE}_microbatches",
+    "parallelism.pipeline_parallel_microbatches": _MICROBATCHES,
     "parallelism.enable_compiled_autograd": "experimental.enable_compiled_autograd",
     "parallelism.context_parallel_degree": "experimental.context_parallel_degree",
     "model.hf_assets_path": "model.tokenizer_path",
@@ -140,42 +127,35 @@ _OTHER = {
 }
 
 
-def _inverted(name: str, key: str) -> Alias:
-    return Alias(name, key, lambda value: not _boolean(value), bool, "inverted", True)
-
-
-def _parts(name: str) -> Alias:
-    relation = "the first module of each part but the first"
-    return Alias(name, f"{_PIPELINE}_split_points", _split_points, list[list[str]], relation, True)
-
-
-def _size(name: str) -> Alias:
-    relation = "a size instead of a count: the batch size divided by it"
-    return Alias(name, f"{_PIPELINE}_microbatches", _microbatch_size, int, relation, True)
-
-
-_FUSED = 'true is "fused", false is "foreach"'
-_LIST_OF_FLOAT8 = 'true for ["float8"] or ["quantize.linear.float8"]'
+_NOT = (operator.not_, bool, "inverted")
+_PARTS = (_split_points, list[Annotated[list[str], Meta(min_length=1)]], "the first module of each part but the first")
+_SIZE = (MicrobatchSize, Count, "a size instead of a count: the batch size divided by it")
+_FP8 = (bool, Literal["", "dynamic"], 'true for "dynamic", false for ""')
+_LIST = (_converters, list[str], 'true for ["float8"] or ["quantize.linear.float8"]')
+_FUSED = (("foreach", "fused").__getitem__, bool, 'true is "fused", false is "foreach"')
+_CONVERTED = [
+    Alias("parallelism.disable_loss_parallel", "training.enable_loss_parallel", *_NOT, is_later=True),
+    Alias("training.disable_loss_parallel", "training.enable_loss_parallel", *_NOT, is_later=True),
+    Alias("metrics.disable_color_printing", "metrics.enable_color_printing", *_NOT, is_later=True),
+    Alias("metrics.save_for_all_ranks", "metrics.rank_0_only", *_NOT, is_later=True),
+    Alias("parallelism.module_fqns_per_model_part", _SPLIT_POINTS, *_PARTS, is_later=True),
+    Alias("experimental.module_fqns_per_model_part", _SPLIT_POINTS, *_PARTS, is_later=True),
+    Alias("parallelism.pipeline_parallel_microbatch_size", _MICROBATCHES, *_SIZE, is_later=True),
+    Alias("experimental.pipeline_parallel_microbatch_size", _MICROBATCHES, *_SIZE, is_later=True),
+    Alias("model.converters", _FLOAT8, *_LIST, is_later=True),
+    Alias("training.fp8_linear", _FLOAT8, *_FP8),
+    Alias("optimizer.fused", "optimizer.implementation", *_FUSED),
+]
 ALIASES: dict[str, Alias] = {
     alias.name: alias
     for alias in [
         *(Alias(name, key, is_later=True) for name, key in _LATER.items()),
         *(Alias(name, key) for name, key in _OTHER.items()),
-        _inverted("parallelism.disable_loss_parallel", "training.enable_loss_parallel"),
-        _inverted("training.disable_loss_parallel", "training.enable_loss_parallel"),
-        _inverted("metrics.disable_color_printing", "metrics.enable_color_printing"),
-        _inverted("metrics.save_for_all_ranks", "metrics.rank_0_only"),
-        *map(_parts, ("parallelism.module_fqns_per_model_part", "experimental.module_fqns_per_model_part")),
-        *map(_size, ("parallelism.pipeline_parallel_microbatch_size", f"{_PIPELINE}_microbatch_size")),
-        Alias("training.fp8_linear", _FLOAT8, _fp8_linear, str, 'true for "dynamic", false for ""'),
-        Alias("model.converters", _FLOAT8, _converters, list[str], _LIST_OF_FLOAT8, True),
-        Alias(
-            "optimizer.fused", "optimizer.implementation", lambda v: "fused" if _boolean(v) else "foreach", bool, _FUSED
-        ),
+        *_CONVERTED,
     ]
 }
 
-_COMMA_KEYS = ("float8.filter_fqns", f"{_PIPELINE}_split_points", "checkpoint.exclude_from_loading")
+_COMMA_KEYS = ("float8.filter_fqns", _SPLIT_POINTS, "checkpoint.exclude_from_loading")
 COMMA_LISTS = frozenset(
     ["model.converters", *_COMMA_KEYS, *(a.name for a in ALIASES.values() if a.key in _COMMA_KEYS and not a.convert)]
 )
@@ -192,22 +172,15 @@ def names_of(key: str) -> list[Alias]:
     return [alias for alias in ALIASES.values() if alias.key == key]
 
 
-def convert(name: str, value: Any) -> Any:
-    """Return a value under a name as the key's own kind of value. Raises Misfit."""
-    if name in COMMA_LISTS and isinstance(value, str):
-        value = [word.strip() for word in value.split(",") if word.strip()]
-    alias = ALIASES.get(name)
-    if alias and alias.convert:
-        value = alias.convert(value)
+def normalized(name: str, value: Any) -> Any:
+    """Return a value under a name with lists and choices as titanlite writes them. Raises Refused."""
     if isinstance(value, str):
+        if name in COMMA_LISTS:
+            return [word.strip() for word in value.split(",") if word.strip()]
         value = VALUE_NAMES.get((key_of(name), value), value)
         if reason := REFUSED_VALUES.get((key_of(name), value)):
             raise Refused(reason)
     return value
-
-
-class Refused(Misfit):
-    """A value that other trainers know and titanlite does not take; the text is the reason."""
 
 
 VALUE_NAMES: dict[tuple[str, str], str] = {
@@ -229,6 +202,7 @@ _ATTENTION = (
 )
 REFUSED_VALUES: dict[tuple[str, str], str] = {
     **{(f"float8.scaling_type_{name}", "delayed"): _DELAYED for name in ("input", "weight", "grad_output")},
+    (_FLOAT8, "delayed"): _DELAYED,
     **{(f"training.{k}", "float16"): _FLOAT16 for k in ("mixed_precision_param", "mixed_precision_reduce", "dtype")},
     **{
         ("model.flavor", flavor): _ATTENTION
@@ -241,7 +215,7 @@ LATER_DEFAULTS: dict[str, Any] = {
     "checkpoint.keep_latest_k": 10,
     "optimizer.implementation": "fused",
     "metrics.enable_color_printing": True,
-    f"{_PIPELINE}_microbatches": MicrobatchSize(1),
+    _MICROBATCHES: MicrobatchSize(1),
     "lr_scheduler.style": "titan-0.2",
 }
 """Defaults of torchtitan 0.2.x where they differ."""

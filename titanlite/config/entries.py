@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin
 from titanlite.config.aliases import ALIASES
 from titanlite.config.errors import COMMAND_LINE, Problem, Source, nearest
 from titanlite.config.keys import base, choices, fits, keys, members, sections, table_of, type_of
-from titanlite.config.toml import Scan, TOMLDecodeError, join, loads, quote, quote_key
+from titanlite.config.toml import TOMLDecodeError, join, loads, quote, quote_key, scan
 from titanlite.config.unsupported_keys import OTHER_TRAINERS, UNSUPPORTED, unsupported_type
 
 
@@ -59,7 +59,7 @@ def file_entries(text: str, file: str) -> tuple[list[Entry], list[Problem]]:
         tree = loads(text)
     except TOMLDecodeError as error:
         return [], [Problem(file, "", f"broken TOML: {error}", code="broken-toml")]
-    lines = Scan(text).lines
+    _, lines = scan(text)
     entries: list[Entry] = []
     problems: list[Problem] = []
     strange = 0
@@ -90,30 +90,27 @@ def file_entries(text: str, file: str) -> tuple[list[Entry], list[Problem]]:
 
 def unknown(name: str, source: Source, is_section: bool = False) -> Problem:
     """Return the problem of an unknown key or section, with the nearest one or the place where the key lives."""
+    section, _, last = name.rpartition(".")
+    here = {known.rpartition(".")[2]: known for known in known_names() if known.rpartition(".")[0] == section}
+    same_name = sorted(known for known in known_names() - UNSUPPORTED.keys() if known.rpartition(".")[2] == last)
     if is_section:
         close = nearest(name, [known for known in known_sections() if "." not in known])
         hint = f"nearest section: [{close[0]}]" if close else f"sections: {', '.join(sections())}"
         return Problem(source.place, f"[{name}]", "unknown section", hint, code="unknown-section")
-    section, _, last = name.rpartition(".")
-    if section in known_sections():
-        return Problem(source.place, name, "unknown key", _suggest(section, last), code="unknown-key")
-    message = f"unknown section [{section}]" if section else "unknown key outside any section"
-    code = "unknown-section" if section else "unknown-key"
-    return Problem(source.place, name, message, _suggest(section, last), code=code)
-
-
-def _suggest(section: str, last: str) -> str:
-    """Return what an unknown key may have meant."""
-    same_name = [name for name in known_names() - UNSUPPORTED.keys() if name.rpartition(".")[2] == last]
-    if same_name:  # keys first, then other names
-        return f"{last} belongs to another section: {min(same_name, key=lambda name: (name not in keys(), name))}"
-    if last in OTHER_TRAINERS:
-        return f"here this is {OTHER_TRAINERS[last]}"
-    here = {name.rpartition(".")[2]: name for name in known_names() if name.rpartition(".")[0] == section}
-    close = [here[name] for name in nearest(last, here)] or nearest(f"{section}.{last}", known_names())
-    if close:
-        return f"nearest: {close[0]}"
-    return f"keys of [{section}]: {', '.join(sorted(here))}" if here else "`titanlite config explain` lists the keys"
+    if same_name:
+        hint = f"{last} belongs to another section: {next(filter(keys().__contains__, same_name), same_name[0])}"
+    elif last in OTHER_TRAINERS:
+        hint = f"here this is {OTHER_TRAINERS[last]}"
+    elif close := [here[word] for word in nearest(last, here)] or nearest(name, known_names()):
+        hint = f"nearest: {close[0]}"
+    else:
+        hint = (
+            f"keys of [{section}]: {', '.join(sorted(here))}" if here else "`titanlite config explain` lists the keys"
+        )
+    if section and section not in known_sections():
+        return Problem(source.place, name, f"unknown section [{section}]", hint, code="unknown-section")
+    message = "unknown key" if section else "unknown key outside any section"
+    return Problem(source.place, name, message, hint, code="unknown-key")
 
 
 def begins_option(word: str) -> bool:
@@ -159,7 +156,7 @@ def command_line_entries(argv: Sequence[str]) -> tuple[list[Entry], list[Problem
             problems.append(unknown(flag.replace("-", "_"), COMMAND_LINE))
             continue
         try:
-            value = _negative(name, words) if negated else _read(_type(name), words)
+            value = _negative(name, words) if negated else _read(type_of_name(name), words)
         except _BadWords as error:
             problems.append(Problem("command line", f"--{flag}", str(error), code="bad-flag"))
             continue
@@ -184,14 +181,15 @@ def _flag_name(flag: str) -> tuple[str | None, bool]:
     return next(((name, no) for name, no in tries if name in known_names() or table_of(name)), (None, False))
 
 
-def _type(name: str) -> Any:
+def type_of_name(name: str) -> Any:
+    """Return the type of a value under any known name."""
     if name in UNSUPPORTED:
         return unsupported_type(name)
     return ALIASES[name].type if name in ALIASES else type_of(name)
 
 
 def _negative(name: str, words: list[str]) -> bool:
-    if bool not in members(_type(name)):
+    if bool not in members(type_of_name(name)):
         raise _BadWords(f"{name} is not a switch and cannot be negated")
     if words:
         raise _BadWords(f"takes no value, got {quote(' '.join(words))}")

@@ -37,11 +37,10 @@ class Key:
         """Return the keys of a section; a required one has the default None."""
 
         def default(info: FieldInfo) -> Any:
-            return info.default_factory() if info.default is msgspec.NODEFAULT else info.default
+            return info.default_factory() if callable(info.default_factory) else info.default
 
-        return [
-            cls(section, i.name, i.type, None if i.required else default(i), i.required, owner) for i in fields(owner)
-        ]
+        rows = [(i.name, i.type, None if i.required else default(i), i.required) for i in fields(owner)]
+        return [cls(section, *row, owner) for row in rows]
 
     @property
     def name(self) -> str:
@@ -131,8 +130,8 @@ def names_beside_paths(type_: Any) -> list[str]:
 
 
 def inner_section(type_: Any) -> type[Section] | None:
-    """Return the section among the alternatives of a type, or among the items of its list."""
-    parts = [item for part in members(type_) for item in (part, *get_args(part))]
+    """Return the section of which a type lists tables, or that it is."""
+    parts = (type_, *get_args(type_))
     return next((part for part in parts if isinstance(part, type) and issubclass(part, Section)), None)
 
 
@@ -163,26 +162,18 @@ def _describe(part: Any) -> str:
         return f"a list of {_MANY[item]}" if item in _MANY else f"a list whose items are each {describe(item)}"
     if get_origin(kind) is dict:
         return "a table"
-    if section := inner_section(kind):
-        return f"a table with {', '.join(section.__struct_fields__)}"
-    limits = [f"{sign} {getattr(m, limit)}" for m in metas for limit, sign in _LIMITS.items() if _has(m, limit)]
+    found = ((sign, getattr(meta, limit)) for meta in metas for limit, sign in _LIMITS.items())
+    limits = [f"{sign} {number}" for sign, number in found if number is not None]
     empty = ["that is not empty"] if any(meta.min_length for meta in metas) else []
     return f"{_PLAIN.get(kind, 'a value')} {' and '.join([*limits, *empty])}".rstrip()
-
-
-def _has(meta: msgspec.Meta, limit: str) -> bool:
-    return getattr(meta, limit) is not None
 
 
 def check(type_: Any, value: Any, path: str = "") -> list[Problem]:
     """Return all that is wrong with a value for a type, without places; the key is the path inside: `[1].weight`."""
     section = inner_section(type_)
-    if section is not None:
-        tables = {"": value} if section in members(type_) else {}
-        if isinstance(value, list):
-            tables = {f"[{i}]": item for i, item in enumerate(value)}
-        tables = {inner: table for inner, table in tables.items() if isinstance(table, dict)}
-        if found := [p for inner, table in tables.items() for p in _check_table(section, table, path + inner)]:
+    if section is not None and isinstance(value, list):
+        tables = ((f"{path}[{i}]", item) for i, item in enumerate(value) if isinstance(item, dict))
+        if found := [problem for inner, table in tables for problem in _check_table(section, table, inner)]:
             return found
     if (code := _misfit(type_, value)) is None:
         return []
@@ -196,14 +187,9 @@ def _misfit(type_: Any, value: Any) -> str | None:
     try:
         msgspec.convert(value, type_)
     except msgspec.ValidationError as error:
-        text = str(error)
-        return (
-            "wrong-type"
-            if ", got `" in text
-            else "unknown-value"
-            if "enum" in text or names_beside_paths(type_)
-            else "out-of-range"
-        )
+        if ", got `" in str(error):
+            return "wrong-type"
+        return "unknown-value" if "enum" in str(error) or names_beside_paths(type_) else "out-of-range"
     refused = [m.extra["refused"] for m in getattr(type_, "__metadata__", ()) if "refused" in (m.extra or {})]
     return "out-of-range" if value in refused or not _finite(value) else None
 

@@ -21,19 +21,20 @@ from titanlite.config.aliases import (
     LATER_FLAVORS,
     VALUE_NOTES,
     MicrobatchSize,
-    Misfit,
     Refused,
-    convert,
     key_of,
+    normalized,
 )
 from titanlite.config.checks import contradictions
-from titanlite.config.entries import Entry, command_line_entries, file_entries
+from titanlite.config.entries import Entry, command_line_entries, file_entries, type_of_name
 from titanlite.config.errors import DEFAULT, ConfigError, Problem, Source, nearest
-from titanlite.config.keys import check, fits, keys, table_of, type_of
-from titanlite.config.loaded import ABOUT_FILES, EXCLUSIVE, LoadedConfig
+from titanlite.config.keys import check, fits, keys, sections, table_of
+from titanlite.config.loaded import EXCLUSIVE, LoadedConfig
 from titanlite.config.sections import Config
 from titanlite.config.toml import loads, quote
 from titanlite.config.unsupported_keys import UNSUPPORTED, is_off
+
+_MICROBATCHES = "experimental.pipeline_parallel_microbatches"
 
 USAGE = """\
 usage: train.py [--job.config_file FILE] [--section.key VALUE ...]
@@ -120,6 +121,14 @@ def _missing(path: str) -> Problem:
     return Problem("command line", "job.config_file", f"no file {quote(path)}", hint if known else "", code="no-file")
 
 
+#: Keys that a file, or the command line, cannot set.
+_ONLY_FLAGS = {"job.config_file": "a file cannot name itself; to build on another file use job.extends"}
+_ONLY_FILES = {
+    "job.extends": 'belongs in a file: [job] extends = ["base.toml"]',
+    "job.dialect": 'tells how a file is written, so it belongs in the file: [job] dialect = "2026"',
+}
+
+
 @dataclass
 class _Value:
     """One value of a layer under its key."""
@@ -191,31 +200,30 @@ class _Layers:
 
     def _check(self, entry: Entry, file: Path | None) -> _Value | list[Problem]:
         """Return an entry as the key's own kind of value, or what is wrong with it: nothing for an unsupported key."""
-        name, value, source, shown = entry.name, entry.value, entry.source, entry.name
+        name, value, source, key = entry.name, entry.value, entry.source, key_of(entry.name)
         problem = partial(Problem, source.place, name)
-        if misplaced := _misplaced(name, file):
+        if misplaced := (_ONLY_FLAGS if file else _ONLY_FILES).get(name):
             return [problem(misplaced, code="misplaced")]
         if name in UNSUPPORTED:
             hint = f"remove it, or leave it at {' or '.join(map(quote, UNSUPPORTED[name].off))}"
             message = f"{quote(value)} is not supported: {UNSUPPORTED[name].reason}"
             return [] if is_off(name, value) else [problem(message, hint, code="unsupported")]
-        if name in ALIASES:  # its key stands beside it in messages, so that both can be searched for
-            shown = f"{name} ({key_of(name)})"
         try:
-            converted = convert(name, value)
+            converted = normalized(name, value)
+            wrong = check(type_of_name(name), converted)
+            if name in ALIASES and not wrong:
+                converted = ALIASES[name].converted(converted)
         except Refused as error:
             return [problem(f"{quote(value)} is not supported: {error}", code="unsupported")]
-        except Misfit as error:
-            return [problem(str(error), code="wrong-type")]
-        wrong = [] if isinstance(converted, MicrobatchSize) else check(type_of(key_of(name)), converted)
-        if isinstance(value, str) and (note := VALUE_NOTES.get((key_of(name), value))):
+        if wrong:  # the key stands beside another name of it, so that both can be searched for
+            shown = name if name == key else f"{name} ({key})"
+            return [replace(p, where=entry.place(p.key), key=shown + p.key) for p in wrong]
+        if isinstance(value, str) and (note := VALUE_NOTES.get((key, value))):
             self.notes.append(f"{source.place}: {note}")
-        problems = [replace(p, where=entry.place(p.key), key=shown + p.key) for p in wrong]
-        if key_of(name) in extensions.KEYS and not problems:
-            folder = file.parent if file else Path()
-            anchor = partial(extensions.anchored, folder=folder)
-            converted = anchor(converted) if isinstance(converted, str) else [anchor(path) for path in converted]
-        return problems or _Value(converted, source, value)
+        if key in extensions.KEYS:
+            anchor = partial(extensions.anchored, folder=file.parent if file else Path())
+            converted = anchor(converted) if isinstance(converted, str) else [*map(anchor, converted)]
+        return _Value(converted, source, value)
 
     def _exclude(self, layer: dict[str, _Value]) -> None:
         """Allow one of the keys for one thing in a layer; it replaces another one of the layers below."""
@@ -238,14 +246,14 @@ class _Layers:
         """Return the config of all layers."""
         self._apply_later_defaults()
         self._apply_microbatch_size()
-        written: dict[str, dict[str, Any]] = {}
+        written: dict[str, dict[str, Any]] = {name: {} for name in sections()}
         for name, settled in self.values.items():
             section, _, key = name.partition(".")
             if table := table_of(name):
-                entry = next(iter(loads(f"{name[len(table) + 1 :]} = 0")))
-                written.setdefault(section, {}).setdefault(table.partition(".")[2], {})[entry] = settled.value
+                (entry,) = loads(f"{name[len(table) + 1 :]} = 0")
+                written[section].setdefault(table.partition(".")[2], {})[entry] = settled.value
             else:
-                written.setdefault(section, {})[key] = settled.value
+                written[section][key] = settled.value
         sources = {name: settled.source for name, settled in self.values.items()}
         return LoadedConfig(msgspec.convert(written, Config), sources, tuple(self.files), tuple(self.notes))
 
@@ -254,9 +262,8 @@ class _Layers:
 
     def _apply_later_defaults(self) -> None:
         """Give a file of torchtitan 0.2.x the model and the defaults it expects, for keys that no layer sets."""
-        said = self.values.get("job.dialect")
         sign, why = self.later, f"uses the later name {self.later.written}" if self.later else ""
-        if said is not None:
+        if said := self.values.get("job.dialect"):
             sign, why = said.source if said.value == "2026" else None, 'says dialect "2026"'
         if sign is None:
             self._note_scaled_405b()
@@ -269,14 +276,14 @@ class _Layers:
             self.notes.append(f"{sign.place} {why}: later defaults for {', '.join(taken)}")
         if "lr_scheduler.style" in taken:
             self.notes.append('the warm-up of torchtitan 0.2.x is n / W at step n: lr_scheduler.style = "titan-0.2"')
-        written = self.values.get("model.flavor", _Value(keys()["model.flavor"].default, DEFAULT))
-        if self._get("model.name") == "llama3" and written.value in LATER_FLAVORS:
-            flavor, difference = LATER_FLAVORS[written.value]
-            if written.source.file == sign.file or written.source.kind == "command line":
-                source = replace(written.source, written=f"model.flavor = {quote(written.value)}")
+        there = self._get("model.flavor")
+        if self._get("model.name") == "llama3" and there in LATER_FLAVORS:
+            flavor, difference = LATER_FLAVORS[there]
+            given = self.values.get("model.flavor", _Value(there, DEFAULT)).source
+            if given.file == sign.file or given.kind == "command line":
+                source = replace(given, written=f"model.flavor = {quote(there)}")
             self.values["model.flavor"] = _Value(flavor, source)
-            there = f"model.flavor {quote(written.value)} of torchtitan 0.2.x"
-            self.notes.append(f"{there} is {quote(flavor)}: {difference}")
+            self.notes.append(f"model.flavor {quote(there)} of torchtitan 0.2.x is {quote(flavor)}: {difference}")
 
     def _note_scaled_405b(self) -> None:
         scaled = {"model.rope_scaling", "model.overrides.rope_scaling"}.isdisjoint(self.values)
@@ -288,35 +295,20 @@ class _Layers:
 
     def _apply_microbatch_size(self) -> None:
         """Turn a micro-batch size into the count of micro-batches, now that the batch size is known."""
-        key = "experimental.pipeline_parallel_microbatches"
-        settled = self.values.get(key)
+        settled, batch_size = self.values.get(_MICROBATCHES), self._get("training.batch_size")
         if settled is None or not isinstance(settled.value, MicrobatchSize):
             return
-        batch_size, size = self._get("training.batch_size"), settled.value.size
-        if batch_size % size == 0:
-            self.values[key] = _Value(batch_size // size, settled.source)
-            return
-        del self.values[key]
-        if not self.problems:  # else the batch size may be wrong
+        size, source = settled.value.size, settled.source
+        self.values[_MICROBATCHES] = _Value(max(batch_size // size, 1), source)
+        if batch_size % size and not self.problems:  # else the batch size may be wrong
             message = f"micro-batches of {size} do not divide training.batch_size = {batch_size}"
-            name = f"{settled.source.written} ({key})"
-            self.problems.append(Problem(settled.source.place, name, message, code="does-not-fit"))
+            self.problems.append(Problem(source.place, f"{source.written} ({_MICROBATCHES})", message))
 
 
 def _short(path: Path) -> str:
     """Return a path as messages show it: from the working directory where it lies below it."""
     absolute, here = os.path.abspath(path), os.getcwd()
     return os.path.relpath(absolute, here) if absolute.startswith(here + os.sep) else str(path)
-
-
-def _misplaced(name: str, file: Path | None) -> str:
-    """Return why a key cannot be set in this layer."""
-    if file is not None:
-        return "a file cannot name itself; to build on another file use job.extends" if name == ABOUT_FILES[0] else ""
-    return {
-        "job.extends": 'belongs in a file: [job] extends = ["base.toml"]',
-        "job.dialect": 'tells how a file is written, so it belongs in the file: [job] dialect = "2026"',
-    }.get(name, "")
 
 
 def _given_twice(key: str, first: _Value, second: _Value) -> Problem:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from titanlite.config.errors import DEFAULT, Source
-from titanlite.config.keys import keys, sections
+from titanlite.config.keys import keys, table_of
 from titanlite.config.sections import Config
 from titanlite.config.toml import quote, quote_key
 
@@ -56,24 +56,27 @@ class LoadedConfig:
         source = self.source(key)
         return "" if source.kind == "default" else source.place
 
+    def entries(self) -> Iterator[tuple[str, Any]]:
+        """Yield the values in effect by key, tables entry by entry; without none and defaults that gave way."""
+        for key in keys().values():
+            value = self.value(key.name)
+            if key.is_table:
+                yield from ((f"{key.name}.{quote_key(name)}", item) for name, item in value.items())
+            elif value is not None and key.name not in ABOUT_FILES and not self.superseded(key.name):
+                yield key.name, value
+
     def to_toml(self) -> str:
         """Return the whole config as a TOML file that loads to the same values, with sources as comments."""
         lines: list[str] = []
-        for section in sections():
-            body = []
-            for key in (k for k in keys().values() if k.section == section):
-                value = self.value(key.name)
-                if key.name in ABOUT_FILES or value is None or value == {} or self.superseded(key.name):
-                    continue
-                source = self.source(key.name)
-                if key.is_table:
-                    body += [f"{key.field}.{quote_key(name)} = {quote(item)}" for name, item in value.items()]
-                else:
-                    note = "" if source.kind == "default" else f"  # {source}"
-                    body.append(f"{key.field} = {quote(value)}{note}")
-            if body:
-                lines += [f"[{section}]", *body, ""]
-        return "\n".join(lines)
+        section = ""
+        for key, value in self.entries():
+            first, _, name = key.partition(".")
+            if first != section:
+                section = first
+                lines += ["", f"[{section}]"]
+            has_note = self.source(key).kind != "default" and not table_of(key)
+            lines.append(f"{name} = {quote(value)}" + (f"  # {self.source(key)}" if has_note else ""))
+        return "\n".join([*lines[1:], ""])
 
     def superseded(self, key: str) -> bool:
         """Return whether a default gave way to another key for the same thing."""

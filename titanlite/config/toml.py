@@ -1,11 +1,10 @@
-"""TOML text: parse it, find the line of each key, write values. Parsers for TOML give values, but no positions."""
+"""TOML text: parse it, find its statements and their lines, write values. The parser gives values, but no positions."""
 
 from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import asdict
@@ -49,113 +48,54 @@ def join(path: str, name: str) -> str:
     return f"{path}.{quote_key(name)}" if path else quote_key(name)
 
 
-@dataclass(frozen=True)
-class Statement:
-    """A header or a `key = value` of a text, with offsets into it."""
+class Statement(NamedTuple):
+    """A header, a `key = value`, a comment or a blank line."""
 
-    #: "[", "[[" or "=".
-    kind: str
-    #: From the root to the value, without indices.
-    names: tuple[str, ...]
-    start: int
-    #: Where the value begins; of a header, its end.
-    value: int
-    end: int
+    #: Its text, on one line or more, and the number of its first line, from 1.
+    text: str
+    line: int
+    #: What the parser makes of it alone; empty for comments and blank lines.
+    tree: dict[str, Any]
+    #: Full name of the table that it opens or stands in, with an index in arrays: `data.source[1]`.
+    table: str
+    is_header: bool
 
 
-class Scan:
-    """Positions in a text that the parser has accepted; this finds places and does not judge.
+def scan(text: str) -> tuple[list[Statement], dict[str, int]]:
+    """Return the statements of a text that the parser accepts, and full name → line of each table and key in it.
 
-    lines: full name of every key → its line, from 1. Arrays add an index: `data.source[1].weight`, `data.source[1]`. A
-    table is on the line of its header, or of the first key that names it.
-    statements: headers and pairs in their order.
+    A statement is the shortest run of lines that the parser accepts alone. Names in arrays of tables have an index:
+    `data.source[1].weight`, `data.source[1]`. A table is on the line of its header, or of the first key that names it.
     """
+    found: list[Statement] = []
+    numbers: dict[str, int] = {}
+    elements: dict[str, int] = {}
+    table, start, lines = "", 0, text.replace("\r\n", "\n").split("\n")
 
-    def __init__(self, text: str) -> None:
-        self.text, self.lines, self.statements = text, dict[str, int](), list[Statement]()
-        self._at = 0
-        #: Arrays of tables → number of elements so far.
-        self._elements: dict[str, int] = {}
-        table: tuple[str, tuple[str, ...]] = ("", ())
-        while self._take(_SPACE) and self._at < len(text):
-            if text[self._at] == "[":
-                table = self._header()
-            else:
-                self.statements.append(self._pair(*table))
+    def enter(path: str, tree: dict[str, Any], is_header: bool) -> str:
+        """Note the line of all names in a tree below a path; return the full name of the last one."""
+        last = path
+        for name, value in tree.items():
+            last = join(path, name)
+            numbers.setdefault(last, start + 1)
+            if is_header and isinstance(value, list):
+                elements[last] = elements.get(last, -1) + 1
+            last += f"[{elements[last]}]" if last in elements else ""
+            last = enter(last, value, is_header) if isinstance(value, dict) else last
+        return last
 
-    def _take(self, pattern: re.Pattern[str]) -> re.Match[str]:
-        """Move past a match at the position."""
-        match = pattern.match(self.text, self._at)
-        assert match is not None
-        self._at = match.end()
-        return match
-
-    def _line(self) -> int:
-        return self.text.count("\n", 0, self._at) + 1
-
-    def _key(self) -> tuple[str, ...]:
-        """Move past a dotted key."""
-        found: list[str] = []
-        while not found or self.text.startswith(".", self._at):
-            self._at += bool(found)
-            word = self._take(_NAME)[1]
-            found.append(next(iter(loads(f"{word} = 0"))) if word[:1] in ("'", '"') else word)
-        return tuple(found)
-
-    def _header(self) -> tuple[str, tuple[str, ...]]:
-        line, start = self._line(), self._at
-        kind = "[[" if self.text.startswith("[[", start) else "["
-        self._at += len(kind)
-        names = self._key()
-        self._at += len(kind)
-        path = ""
-        for name in names[:-1]:
-            path = join(path, name)
-            self.lines.setdefault(path, line)
-            if path in self._elements:
-                path += f"[{self._elements[path] - 1}]"
-        path = join(path, names[-1])
-        if kind == "[[":
-            self.lines.setdefault(path, line)
-            self._elements[path] = self._elements.get(path, 0) + 1
-            path += f"[{self._elements[path] - 1}]"
-        self.lines[path] = line
-        self.statements.append(Statement(kind, names, start, self._at, self._at))
-        return path, names
-
-    def _pair(self, path: str, names: tuple[str, ...]) -> Statement:
-        line, start = self._line(), self._at
-        for name in (key := self._key()):
-            path = join(path, name)
-            self.lines.setdefault(path, line)
-        self._take(_EQUALS)
-        value = self._at
-        self._value(path)
-        return Statement("=", names + key, start, value, value + len(self.text[value : self._at].rstrip()))
-
-    def _value(self, path: str) -> None:
-        first = self.text[self._at]
-        if first not in "[{":
-            self._take(_STRING if first in "\"'" else _SCALAR)
-            return
-        self._at += 1
-        index = 0
-        while self._take(_GAP) and self.text[self._at] not in "]}":
-            if first == "{":
-                self._pair(path, ())
-                continue
-            self.lines.setdefault(f"{path}[{index}]", self._line())
-            self._value(f"{path}[{index}]")
-            index += 1
-        self._at += 1
-
-
-_ANY_STRING = (
-    r'"""(?:\\.|[^\\])*?"""(?:"{0,2})|' + r"'''.*?'''(?:'{0,2})" + r'|"(?:\\.|[^"\\])*"|' + r"'[^']*'"
-)  # up to two quotes may stand directly before the closing three
-_STRING = re.compile(_ANY_STRING, re.DOTALL)
-_NAME = re.compile(rf"[ \t]*({_ANY_STRING}|[\w-]*)[ \t]*", re.DOTALL)
-_SCALAR = re.compile(r"[^,\]}#\n]*")
-_EQUALS = re.compile(r"=[ \t]*")
-_SPACE = re.compile(r"(?:\s|#[^\n]*)*")
-_GAP = re.compile(r"(?:[\s,]|#[^\n]*)*")
+    for end in range(1, len(lines) + 1):
+        chunk = "\n".join(lines[start:end])
+        try:
+            tree = loads(chunk)
+        except TOMLDecodeError:
+            continue
+        is_header = bool(tree) and chunk.lstrip().startswith("[")
+        if is_header:
+            table = enter("", tree, is_header)
+            numbers[table] = start + 1
+        else:
+            enter(table, tree, is_header)
+        found.append(Statement(chunk, start + 1, tree, table, is_header))
+        start = end
+    return found, numbers

@@ -14,14 +14,14 @@ from titanlite.config.checks import contradictions
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.keys import keys
 from titanlite.config.load import read_text
-from titanlite.config.toml import quote, quote_key
-from titanlite.tools.migrate import Change, Migration
+from titanlite.config.toml import quote
+from titanlite.tools.migrate import Change, Kind, Migration
 
 _MODELS = {"llama_v2": ("llama2", "7B"), "llama_v3": ("llama3", "8B")}
 _OTHER_MODEL = f"only {' and '.join(_MODELS)} are Llama models"
 _NO_VALIDATION = "read with --validation_freq only"
 #: Argument → its default there (or its type, where it has none); the key here, or the reason why it may have none.
-#: `_Translation.run` translates those with a reason.
+#: `_translate` has those with a reason.
 ARGUMENTS: dict[str, tuple[Any, str]] = {
     "train_batch_size": (2, "training.batch_size"),
     "max_context_width": (2048, "training.seq_len"),
@@ -86,32 +86,45 @@ def migrate_arguments(text: str) -> Migration:
 
     Raises ConfigError for words that make no arguments, and for values that are wrong here.
     """
-    translation = _Translation(_parse(text))
-    new = translation.run()
+    values, used = _translate(given := _parse(text))
+    unused = {name: value for name, value in given.items() if name not in used}
+    left = [f"--{n}={v}: no equivalent: {ARGUMENTS.get(n, ('', 'unknown here'))[1]}" for n, v in unused.items()]
+    lines = ["# From a command line of the AWS FSDP samples. Relative folders are below job.dump_folder."]
+    lines += [f"# {text}" for text in left]
+    changes: list[Change] = []
+    order, section = list(keys()), ""
+    for key in sorted(values, key=lambda key: order.index(".".join(key.split(".")[:2]))):
+        first, _, name = key.partition(".")
+        if first != section:
+            section = first
+            lines += ["", f"[{section}]"]
+        value, why = values[key]
+        lines.append(f"{name} = {quote(value)}  # {why}")
+        kind: Kind = "rewritten" if why.startswith("--") else "defaults written out"
+        changes.append(Change(kind, "command line", f"{key} = {quote(value)}: {why}"))
+    changes += [Change("without equivalent", "command line", text) for text in left]
+    new = "\n".join([*lines, ""])
     config, problems = read_text(new, Path("migrated.toml"))
     if problems := problems or contradictions(config):
         raise ConfigError(problems)
-    return Migration(new, tuple(translation.changes))
+    return Migration(new, tuple(changes))
 
 
 def _parse(text: str) -> dict[str, Any]:
     """Return the arguments that are given, each of its own type."""
-    given: dict[str, Any] = {}
-    problems: list[Problem] = []
 
-    def problem(key: str, message: str) -> None:
-        problems.append(Problem("--aws-fsdp", key, message, code="bad-flag"))
+    def wrong(key: str, message: str) -> ConfigError:
+        return ConfigError([Problem("--aws-fsdp", key, message, code="bad-flag")])
 
     try:
         words = shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError as error:
-        words = []
-        problem("", f"cannot be read as a shell would: {error}")
+        raise wrong("", f"cannot be read as a shell would: {error}") from None
+    given: dict[str, Any] = {}
     while words:
         word = words.pop(0)
         if not word.startswith("--"):
-            problem("", f"unexpected word {quote(word)}; give --name=value ...")
-            continue
+            raise wrong("", f"unexpected word {quote(word)}; give --name=value ...")
         name, equals, value = word[2:].partition("=")
         if not equals and words and not words[0].startswith("--"):
             value = words.pop(0)
@@ -121,94 +134,67 @@ def _parse(text: str) -> dict[str, Any]:
         try:
             given[name] = kind(value)
         except ValueError:
-            problem(f"--{name}", f"expected {'an integer' if kind is int else 'a number'}, got {quote(value)}")
-    if problems:
-        raise ConfigError(problems)
+            expected = "an integer" if kind is int else "a number"
+            raise wrong(f"--{name}", f"expected {expected}, got {quote(value)}") from None
     return given
 
 
-class _Translation:
-    """One command line on its way into keys."""
+def _translate(given: dict[str, Any]) -> tuple[dict[str, tuple[Any, str]], set[str]]:
+    """Return key → value and where it is from, for keys unlike titanlite's defaults; and the arguments that count."""
+    values: dict[str, tuple[Any, str]] = {
+        "lr_scheduler.style": ("fsdp", "their formulas"),
+        "metrics.log_style": ("fsdp", "their step line"),
+    }
+    used: set[str] = set()
+    defaults = {name: None if isinstance(default, type) else default for name, (default, _) in ARGUMENTS.items()}
+    get: dict[str, Any] = defaults | given
 
-    def __init__(self, given: dict[str, Any]) -> None:
-        self.given = given
-        #: Key → value and comment.
-        self.values: dict[str, tuple[Any, str]] = {
-            "lr_scheduler.style": ("fsdp", "their formulas"),
-            "metrics.log_style": ("fsdp", "their step line"),
-        }
-        self.changes: list[Change] = []
-        self.used: set[str] = set()
-
-    def get(self, name: str) -> Any:
-        default = ARGUMENTS[name][0]
-        return self.given.get(name, None if isinstance(default, type) else default)
-
-    def set(self, key: str, value: Any, *names: str) -> None:
-        """Give a key its value; names: the arguments that decide it, of which some may be at their defaults."""
-        self.used.update(names)
-        said = ", ".join(f"--{name}" for name in names if name in self.given)
+    def put(key: str, value: Any, *names: str) -> None:
+        """Give a key its value. names: the arguments that decide it, of which some may be at their defaults."""
+        used.update(names)
+        said = ", ".join(f"--{name}" for name in names if name in given)
         if said or value != keys()[".".join(key.split(".")[:2])].default:
-            self.values[key] = (value, said or "default of the AWS FSDP samples")
-            text = f"{key} = {quote(value)}"
-            change = ("rewritten", f"{said} -> {text}") if said else ("written out", f"{text}, the default there")
-            self.changes.append(Change(change[0], "command line", change[1]))  # type: ignore[arg-type]
+            values[key] = (value, said or "default of the AWS FSDP samples")
 
-    def run(self) -> str:
-        """Translate all arguments; return the TOML file."""
-        get, given, put = self.get, self.given, self.set
-        kind = get("model_type")
-        if kind in _MODELS or kind is None and {*_WIDTHS.values(), "vocab_size"} & given.keys():
-            family, flavor = _MODELS[kind or "llama_v2"]
-            put("model.name", family, "model_type")
-            self.values["model.flavor"] = (flavor, "all its widths are replaced below")
-            put("model.vocab_size", get("vocab_size"), "vocab_size")
-            for width, name in _WIDTHS.items():
-                put(f"model.overrides.{width}", get("num_heads") if get(name) is None else get(name), name)
-        for name, (_, key) in ARGUMENTS.items():
-            if key in _SWITCHES:
-                put(key, _SWITCHES[key][get(name) <= 0], name)
-            elif key in keys():
-                put(key, get(name), name)
-        put("training.mixed_precision_reduce", "bfloat16" if get("bf16") > 0 else "float32", "bf16")
-        length = "epochs" if "epochs" in given and "max_steps" not in given else "max_steps"
-        put(f"training.{length.removeprefix('max_')}", get(length), length)
-        if get("lr_decay_style") == "plateau":
-            put("lr_scheduler.plateau_ratio", get("plateau"), "plateau", "lr_decay_style")
-        if get("sharding_strategy") != "hybrid":
-            put("training.data_parallel_shard_degree", -1, "sharding_strategy")
-        if get("dataset") in ("c4", "allenai/c4"):
-            put("training.dataset", "c4", "dataset")
-        elif _is_path(get("dataset")):
-            put("training.dataset_path", get("dataset"), "dataset")
-        if _is_path(get("tokenizer")):
-            put("model.tokenizer_path", get("tokenizer"), "tokenizer")
-        if get("validation_freq") is not None:
-            self.values["validation.enable"] = (True, "--validation_freq")
-            put("validation.freq", get("validation_freq"), "validation_freq")
-            put("validation.steps", get("validation_batches"), "validation_batches")
-            put("validation.batch_size", get("val_batch_size"), "val_batch_size")
-        if get("tensorboard_dir") is not None:
-            self.values["metrics.enable_tensorboard"] = (True, "--tensorboard_dir")
-            put("metrics.save_tb_folder", get("tensorboard_dir"), "tensorboard_dir")
-        if folder := [name for name in ("checkpoint_dir", "resume_from_checkpoint") if get(name) is not None]:
-            self.values["checkpoint.enable_checkpoint"] = (True, "with the newest good one resumed by itself")
-            put("checkpoint.folder", get(folder[0]), folder[0])
-            put("checkpoint.interval", get("checkpoint_freq"), "checkpoint_freq")
-        unused = {name: value for name, value in given.items() if name not in self.used}
-        left = [f"--{n}={v}: no equivalent: {ARGUMENTS.get(n, ('', 'unknown here'))[1]}" for n, v in unused.items()]
-        self.changes += [Change("no equivalent", "command line", text) for text in left]
-        lines = ["# From a command line of the AWS FSDP samples. Relative folders are below job.dump_folder."]
-        lines += [f"# {text}" for text in left]
-        order, section = list(keys()), ""
-        for key in sorted(self.values, key=lambda key: order.index(".".join(key.split(".")[:2]))):
-            first, *rest = key.split(".")
-            if first != section:
-                section = first
-                lines += ["", f"[{section}]"]
-            value, why = self.values[key]
-            lines.append(f"{'.'.join(map(quote_key, rest))} = {quote(value)}  # {why}")
-        return "\n".join([*lines, ""])
+    kind = get["model_type"]
+    if kind in _MODELS or kind is None and {*_WIDTHS.values(), "vocab_size"} & given.keys():
+        family, flavor = _MODELS[kind or "llama_v2"]
+        put("model.name", family, "model_type")
+        values["model.flavor"] = (flavor, "all its widths are replaced below")
+        put("model.vocab_size", get["vocab_size"], "vocab_size")
+        for width, name in _WIDTHS.items():
+            put(f"model.overrides.{width}", get["num_heads"] if get[name] is None else get[name], name)
+    for name, (_, key) in ARGUMENTS.items():
+        if key in _SWITCHES:
+            put(key, _SWITCHES[key][get[name] <= 0], name)
+        elif key in keys():
+            put(key, get[name], name)
+    put("training.mixed_precision_reduce", "bfloat16" if get["bf16"] > 0 else "float32", "bf16")
+    length = "epochs" if "epochs" in given and "max_steps" not in given else "max_steps"
+    put(f"training.{length.removeprefix('max_')}", get[length], length)
+    if get["lr_decay_style"] == "plateau":
+        put("lr_scheduler.plateau_ratio", get["plateau"], "plateau", "lr_decay_style")
+    if get["sharding_strategy"] != "hybrid":
+        put("training.data_parallel_shard_degree", -1, "sharding_strategy")
+    if get["dataset"] in ("c4", "allenai/c4"):
+        put("training.dataset", "c4", "dataset")
+    elif _is_path(get["dataset"]):
+        put("training.dataset_path", get["dataset"], "dataset")
+    if _is_path(get["tokenizer"]):
+        put("model.tokenizer_path", get["tokenizer"], "tokenizer")
+    if get["validation_freq"] is not None:
+        values["validation.enable"] = (True, "--validation_freq")
+        put("validation.freq", get["validation_freq"], "validation_freq")
+        put("validation.steps", get["validation_batches"], "validation_batches")
+        put("validation.batch_size", get["val_batch_size"], "val_batch_size")
+    if get["tensorboard_dir"] is not None:
+        values["metrics.enable_tensorboard"] = (True, "--tensorboard_dir")
+        put("metrics.save_tb_folder", get["tensorboard_dir"], "tensorboard_dir")
+    if folder := [name for name in ("checkpoint_dir", "resume_from_checkpoint") if get[name] is not None]:
+        values["checkpoint.enable_checkpoint"] = (True, "with the newest good one resumed by itself")
+        put("checkpoint.folder", get[folder[0]], folder[0])
+        put("checkpoint.interval", get["checkpoint_freq"], "checkpoint_freq")
+    return values, used
 
 
 def _is_path(text: str | None) -> bool:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from titanlite import exit_codes
 from titanlite.config.aliases import (
     ALIASES,
     LATER_DEFAULTS,
     LATER_FLAVORS,
-    MicrobatchSize,
     key_of,
     names_of,
 )
@@ -25,9 +26,9 @@ from titanlite.config.entries import unknown
 from titanlite.config.errors import COMMAND_LINE, ConfigError, Problem
 from titanlite.config.keys import Key, keys, sections
 from titanlite.config.load import load, load_file, read_text
-from titanlite.config.loaded import ABOUT_FILES, LoadedConfig
+from titanlite.config.loaded import LoadedConfig
 from titanlite.config.not_implemented import NOT_IMPLEMENTED, refused
-from titanlite.config.toml import quote, quote_key
+from titanlite.config.toml import quote
 from titanlite.config.unsupported_keys import UNSUPPORTED
 from titanlite.derive import RunConfig, smallest_world
 from titanlite.fit import check_config, fitted
@@ -48,52 +49,51 @@ def add_commands(commands: Commands) -> None:
     config.set_defaults(run=lambda *_: config.format_help().rstrip())
     actions = config.add_subparsers(title="commands", metavar="COMMAND")
 
-    def add(name: str, run: Any, help: str, more: str = "", epilog: str = "") -> argparse.ArgumentParser:
-        about = f"{help[0].upper()}{help[1:]}. {more}"
+    def add(run: Any, help: str, more: str = "", epilog: str = "") -> Callable[..., argparse.Action]:
+        name, about = run.__name__.strip("_"), f"{help[0].upper()}{help[1:]}. {more}"
         parser = actions.add_parser(name, help=help, description=about, epilog=epilog, allow_abbrev=False)
         parser.set_defaults(run=run)
-        return parser
+        return parser.add_argument
 
     stages = (
         "All problems of a stage are reported at once: first each key by itself, then contradictions between keys, "
         "then numbers that do not fit the ranks or the model."
     )
     exits = f"{FLAGS} Exit status: 0 when it is right, 2 when not."
-    check = add("check", _check, "check a config and show what a run of it would do", stages, exits)
-    check.add_argument("file", nargs="?", metavar="FILE", help=_FILE)
+    check = add(_check, "check a config and show what a run of it would do", stages, exits)
+    check("file", nargs="?", metavar="FILE", help=_FILE)
     ranks = "ranks (default: WORLD_SIZE or NGPU of the environment, else the fewest that fit)"
-    check.add_argument("--world-size", type=int, metavar="N", help=ranks)
+    check("--world-size", type=int, metavar="N", help=ranks)
     strict = "also refuse features that are not built yet and files that are not there, as training does"
-    check.add_argument("--strict", action="store_true", help=strict)
+    check("--strict", action="store_true", help=strict)
 
     defaults = "Nothing given: the defaults of all keys."
-    explain = add("explain", _explain, "show every key, or one: value, source, type, default, meaning", defaults, FLAGS)
-    named = "a key or section to explain in depth, and the TOML file"
-    explain.add_argument("words", nargs="*", metavar="KEY|FILE", help=named)
+    explain = add(_explain, "show every key, or one: value, source, type, default, meaning", defaults, FLAGS)
+    explain("words", nargs="*", metavar="KEY|FILE", help="a key or section to explain in depth, and the TOML file")
 
     sides = "A config is a TOML file, the folder of a run, or a folder of checkpoints."
     exits = f"Exit status: 0 when they are equal, {DIFFERENT} when not, 2 when one is wrong."
-    diff = add("diff", _diff, "compare the effective values of two configs, with their sources", sides, exits)
-    diff.add_argument("left", metavar="FILE|FOLDER")
-    diff.add_argument("right", metavar="FILE|FOLDER")
-    diff.add_argument("--plans", action="store_true", help="also compare the values derived from them")
-    diff.add_argument("--world-size", type=int, metavar="N", help="ranks for --plans (default: as for `config check`)")
+    diff = add(_diff, "compare the effective values of two configs, with their sources", sides, exits)
+    diff("left", metavar="FILE|FOLDER")
+    diff("right", metavar="FILE|FOLDER")
+    diff("--plans", action="store_true", help="also compare the values derived from them")
+    diff("--world-size", type=int, metavar="N", help="ranks for --plans (default: as for `config check`)")
 
     rewriting = (
         "Comments stay beside their keys, later defaults are written out, and a key without equivalent becomes a "
         "comment with the reason. The new text goes to standard output, the list of changes to standard error."
     )
     exits = f"Exit status: 0; with --check {DIFFERENT} when the file would change; 2 when it holds other mistakes."
-    migrate = add("migrate", _migrate, "rewrite a TOML file with titanlite's own names of the keys", rewriting, exits)
-    migrate.add_argument("file", nargs="?", metavar="FILE", help=_FILE)
-    migrate.add_argument("--in-place", action="store_true", help="replace the file, and keep the old one as FILE.orig")
-    migrate.add_argument("--check", action="store_true", help="only list the changes")
+    migrate = add(_migrate, "rewrite a TOML file with titanlite's own names of the keys", rewriting, exits)
+    migrate("file", nargs="?", metavar="FILE", help=_FILE)
+    migrate("--in-place", action="store_true", help="replace the file, and keep the old one as FILE.orig")
+    migrate("--check", action="store_true", help="only list the changes")
     arguments = 'a command line of the AWS FSDP samples instead: "--max_steps=100 ..."'
-    migrate.add_argument("--aws-fsdp", metavar="ARGUMENTS", help=arguments)
+    migrate("--aws-fsdp", metavar="ARGUMENTS", help=arguments)
 
-    add("schema", _schema, "print a JSON Schema of all keys, with which editors complete and check files")
-    template = add("template", _template, "print a TOML file with every key, its meaning and its default, as comments")
-    template.add_argument("--markdown", action="store_true", help="print the table of the documentation instead")
+    add(_schema, "print a JSON Schema of all keys, with which editors complete and check files")
+    template = add(_template, "print a TOML file with every key, its meaning and its default, as comments")
+    template("--markdown", action="store_true", help="print the table of the documentation instead")
 
 
 def _migrate(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str, int]:
@@ -228,9 +228,8 @@ def _explain_one(config: LoadedConfig, name: str, style: Style) -> str:
         ("meaning", key.description),
     ]
     if key.name in LATER_DEFAULTS:
-        later = LATER_DEFAULTS[key.name]
-        text = f"a micro-batch size of {later.size}" if isinstance(later, MicrobatchSize) else quote(later)
-        rows.append(("dialect 2026", f"default {text}, for a file that says so or uses later names of older keys"))
+        text = f"default {quote(LATER_DEFAULTS[key.name])}, for a file that says so or uses later names of older keys"
+        rows.append(("dialect 2026", text))
     if key.name == "model.flavor":
         text = ", ".join(f"{quote(there)} is {quote(here)}" for there, (here, _) in LATER_FLAVORS.items())
         rows.append(("dialect 2026", f"of llama3 {text}, in such a file"))
@@ -291,37 +290,11 @@ def _diff(arguments: argparse.Namespace, flags: list[str], style: Style) -> tupl
     return "\n".join(lines), DIFFERENT
 
 
-@dataclass(frozen=True)
-class Side:
-    """One of the two configs."""
+class Side(NamedTuple):
+    """One of the two configs, and its name as the user gave it."""
 
-    #: As the user named it.
     name: str
     config: LoadedConfig
-    #: Lines of a config that a run recorded, whose comments hold the source of each value; else empty.
-    recorded: tuple[str, ...] = ()
-
-    def values(self) -> dict[str, tuple[Any, Shown]]:
-        """Return key → value and its words; entries of tables one by one, a default that gave way as None."""
-        found: dict[str, tuple[Any, Shown]] = {}
-        for key in keys().values():
-            value = self.config.value(key.name)
-            if key.is_table:
-                for name, item in value.items():
-                    entry = f"{key.name}.{quote_key(name)}"
-                    found[entry] = item, (quote(item), self._source(entry))
-            elif value is not None and self.config.superseded(key.name):
-                found[key.name] = None, ("(not set)", "said in another way")
-            elif key.name not in ABOUT_FILES:
-                found[key.name] = value, (quote(value), self._source(key.name))
-        return found
-
-    def _source(self, key: str) -> str:
-        source, text = self.config.source(key), _shown_source(self.config, key)
-        if self.recorded and source.line is not None:
-            _, mark, origin = self.recorded[source.line - 1].rpartition("  # ")
-            text += f" ({origin})" if mark else ""
-        return text
 
 
 def side(name: str) -> Side:
@@ -336,46 +309,42 @@ def side(name: str) -> Side:
         found = [f for pattern in ("", "step-*/", "*/step-*/") for f in path.glob(f"{pattern}{_MANIFEST}")]
         steps = {f: int(match[1]) for f in found if (match := re.fullmatch(r"step-(\d+)", f.resolve().parent.name))}
         for file in sorted(steps, key=lambda f: steps[f], reverse=True):
-            if text := _recorded(file):
+            with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+                text = json.loads(file.read_text(encoding="utf-8"))["config"]["toml"]
+            if isinstance(text, str):
                 break
-    if not text:
+    if not isinstance(text, str):
         hint = f"give a TOML file, or a folder with {RUN_CONFIG} or a checkpoint (step-N/{_MANIFEST})"
         raise ConfigError([Problem("command line", "", f"no config in {quote(name)}", hint, code="no-file")])
     config, problems = read_text(text, file)
     if problems := problems or contradictions(config):
         raise ConfigError(problems)
-    return Side(name, config, tuple(text.splitlines()))
-
-
-def _recorded(manifest: Path) -> str | None:
-    """Return the config in a checkpoint's manifest; None when it cannot be read or holds none."""
-    try:
-        text = json.loads(manifest.read_text(encoding="utf-8"))["config"]["toml"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
-    return text if isinstance(text, str) else None
+    return Side(name, config)
 
 
 def differences(left: Side, right: Side) -> list[Difference]:
     """Return the keys whose values differ in effect, in order."""
-    ours, theirs, order = left.values(), right.values(), list(keys())
-    absent = (object(), ("(not set)", ""))
-    both = sorted({**ours, **theirs}, key=lambda key: order.index(".".join(key.split(".")[:2])))
-    pairs = [(key, ours.get(key, absent), theirs.get(key, absent)) for key in both]
-    return [(key, here[1], there[1]) for key, here, there in pairs if here[0] != there[0]]
+    ours, theirs, order = dict(left.config.entries()), dict(right.config.entries()), list(keys())
+    names = sorted({**ours, **theirs}, key=lambda key: order.index(".".join(key.split(".")[:2])))
 
+    def shown(one: Side, values: dict[str, Any], key: str) -> Shown:
+        return (quote(values[key]), _shown_source(one.config, key)) if key in values else ("(not set)", "")
 
-_DERIVED = ("mesh", "batch", "pipeline", "schedule")
+    differ = [key for key in names if key not in ours or key not in theirs or ours[key] != theirs[key]]
+    return [(key, shown(left, ours, key), shown(right, theirs, key)) for key in differ]
 
 
 def derived_differences(left: RunConfig, right: RunConfig) -> list[Difference]:
     """Return the derived values that differ."""
-    ours, theirs = (
-        {"steps": run.steps} | {f"{part}.{k}": v for part in _DERIVED for k, v in asdict(getattr(run, part)).items()}
-        for run in (left, right)
-    )
-    return [
-        (f"derived.{name}", (quote(value), ""), (quote(theirs[name]), ""))
-        for name, value in ours.items()
-        if theirs[name] != value
-    ]
+
+    def derived(run: RunConfig) -> dict[str, Any]:
+        parts: dict[str, Any] = {
+            "mesh": run.mesh,
+            "batch": run.batch,
+            "pipeline": run.pipeline,
+            "schedule": run.schedule,
+        }
+        return {"steps": run.steps} | {f"{p}.{k}": v for p, part in parts.items() for k, v in asdict(part).items()}
+
+    pairs = [(name, ours, derived(right)[name]) for name, ours in derived(left).items()]
+    return [(f"derived.{name}", (quote(a), ""), (quote(b), "")) for name, a, b in pairs if a != b]

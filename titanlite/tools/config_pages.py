@@ -16,7 +16,6 @@ from titanlite.config.aliases import (
     LATER_FLAVORS,
     VALUE_NAMES,
     Alias,
-    MicrobatchSize,
     names_of,
 )
 from titanlite.config.keys import Key, inner_section, keys, members, names_beside_paths, sections
@@ -106,9 +105,7 @@ def _inner_table(name: str, owner: type[Section]) -> str:
 
 
 def _later_default(key: str) -> tuple[str, str, str]:
-    later = LATER_DEFAULTS[key]
-    shown = f"micro-batches of {later.size}" if isinstance(later, MicrobatchSize) else _value(later)
-    return _code(key), shown, _value(keys()[key].default)
+    return _code(key), _value(LATER_DEFAULTS[key]), _value(keys()[key].default)
 
 
 def _value(value: object) -> str:

@@ -5,28 +5,33 @@ Comments stay beside their keys. The new text is loaded again before it is hande
 
 from __future__ import annotations
 
+import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from titanlite.config.aliases import ALIASES, LATER_DEFAULTS, MicrobatchSize, Misfit, convert, key_of
-from titanlite.config.entries import known_names, known_sections, unknown
-from titanlite.config.errors import ConfigError, Problem, Source
-from titanlite.config.keys import choices, fits, keys, table_of
+from titanlite.config.aliases import ALIASES, COMMA_LISTS, LATER_DEFAULTS, VALUE_NAMES, key_of
+from titanlite.config.entries import is_subsection
+from titanlite.config.errors import ConfigError, Problem
+from titanlite.config.keys import keys
 from titanlite.config.load import find_config, read_text
 from titanlite.config.loaded import LoadedConfig
-from titanlite.config.toml import Scan, join, loads, quote, quote_key
+from titanlite.config.toml import Statement, TOMLDecodeError, join, loads, quote, scan
 from titanlite.config.unsupported_keys import UNSUPPORTED, is_off
 from titanlite.utils import atomic_write
+
+Kind = Literal["rewritten", "without equivalent", "defaults written out"]
+#: Problems of a key that go away when it becomes a comment.
+_NAMES = ("unknown-key", "unknown-section", "unsupported", "unknown-value")
 
 
 @dataclass(frozen=True)
 class Change:
     """One thing that a migration did."""
 
-    kind: Literal["rewritten", "no equivalent", "written out"]
+    kind: Kind
     #: `file:line`.
     where: str
     text: str
@@ -41,15 +46,8 @@ class Migration:
 
     def report(self, shown: str) -> str:
         """Return the changes in words: a head line, then a line per change."""
-        if not self.changes:
-            return f"{shown}: nothing to change"
-        labels = {
-            "rewritten": "rewritten",
-            "no equivalent": "without equivalent",
-            "written out": "defaults written out",
-        }
-        counts = ((sum(c.kind == kind for c in self.changes), label) for kind, label in labels.items())
-        head = ", ".join(f"{count} {label}" for count, label in counts if count)
+        kinds = [change.kind for change in self.changes]
+        head = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)) or "nothing to change"
         return "\n".join([f"{shown}: {head}", *(f"  {c.where}: {c.text}" for c in self.changes)])
 
 
@@ -58,10 +56,8 @@ def migrate_file(path: str) -> tuple[Path, Migration]:
 
     Raises ConfigError when the file cannot be read or holds mistakes other than names.
     """
-    found = find_config(path)
+    found = find_config(path) or Path(path)
     try:
-        if found is None:
-            raise FileNotFoundError(2, "no such file")
         text = found.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = "is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else (error.strerror or str(error))
@@ -104,12 +100,15 @@ def migrate_text(text: str, path: Path) -> Migration:
     before, problems = read_text(text, path)
     if broken := [problem for problem in problems if not problem.key]:
         raise ConfigError(broken)
-    rewriter = _Rewriter(text.removeprefix(mark), before)
-    if left := [problem for problem in problems if not rewriter.covers(problem)]:
+    rewriter = _Rewriter(before, problems)
+    for statement in scan(text.removeprefix(mark))[0]:
+        rewriter.add(statement)
+    rewriter.add_defaults()
+    if left := [problem for problem in problems if problem not in rewriter.solved]:
         raise ConfigError(left)
     if not rewriter.changes:
         return Migration(text)
-    new = mark + rewriter.rewrite()
+    new = mark + rewriter.text()
     after, problems = read_text(new, path)
     differ = [key for key in keys() if key != "job.dialect" and after.value(key) != before.value(key)]
     if problems or differ:  # such a text must never reach a file
@@ -119,282 +118,181 @@ def migrate_text(text: str, path: Path) -> Migration:
 
 
 @dataclass
-class _Chunk:
-    """Lines above a `key = value`, and its own lines; or lines without a key. And what becomes of it."""
-
-    above: list[str]
-    lines: list[str] = field(default_factory=list)
-    #: Dotted, with its section; "" for lines without a key.
-    name: str = ""
-    line: int = 0
-    indent: str = ""
-    value: str = ""
-    #: What follows the value on its last line: blanks and a comment.
-    tail: str = ""
-    fate: Literal["keep", "move", "gone", "drop"] = "keep"
-    #: For "move": the new key, and the value if it must be written anew. "drop": the key in its place.
-    key: str = ""
-    new: str = ""
-    #: For "gone": why it has no equivalent.
-    reason: str = ""
-
-
-@dataclass
 class _Block:
-    """A header with all up to the next one; the first block of a text has none."""
+    """Lines from a header to the next one. Without keys the header goes, and comments stay."""
 
-    above: list[str] = field(default_factory=list)
     header: str = ""
-    names: tuple[str, ...] = ()
-    is_array: bool = False
-    #: Comment behind the header.
+    above: list[str] = field(default_factory=list)
+    #: Behind the header.
     comment: str = ""
-    #: Line of the header; 0 for a block that was not in the text.
-    line: int = 0
-    body: list[_Chunk] = field(default_factory=list)
+    body: list[str] = field(default_factory=list)
+    has_keys: bool = False
+    #: What becomes of its statements. gone: comments.
+    fate: Literal["rewritten", "kept", "gone"] = "rewritten"
 
     def lines(self) -> list[str]:
-        own = [*self.above, *([self.header] if self.header else [])]
-        return own + [line for chunk in self.body for line in (*chunk.above, *chunk.lines)]
-
-    def has_keys(self) -> bool:
-        return any(chunk.lines for chunk in self.body)
-
-    def append(self, chunk: _Chunk) -> None:
-        """Put a chunk behind the last key."""
-        last = max((i for i, c in enumerate(self.body) if c.lines), default=len(self.body) - 1)
-        self.body.insert(last + 1, chunk)
-
-
-def parse_blocks(text: str) -> list[_Block]:
-    """Return the blocks of a text with `\n` line ends; `join_blocks` gives the text back, with a last line end."""
-    blocks = [_Block()]
-    text = text if text.endswith("\n") or not text else f"{text}\n"
-    position = 0
-    for s in Scan(text).statements:
-        start, end = text.rfind("\n", 0, s.start) + 1, text.find("\n", s.end)
-        gap, line = text[position:start].split("\n")[:-1], text.count("\n", 0, start) + 1
-        lines, tail = text[start:end].split("\n"), text[s.end : end]
-        position = end + 1
-        if s.kind == "=":
-            indent, value = text[start : s.start], text[s.value : s.end]
-            blocks[-1].body.append(_Chunk(gap, lines, _dotted(s.names), line, indent, value, tail))
-            continue
-        cut = _own_comment(gap)
-        while cut and not gap[cut - 1].strip():
-            cut -= 1
-        blocks[-1].body.append(_Chunk(gap[:cut]))
-        blocks.append(_Block(gap[cut:], lines[0], s.names, s.kind == "[[", tail.strip(), line))
-    blocks[-1].body.append(_Chunk(text[position:].split("\n")[:-1]))
-    return blocks
-
-
-def join_blocks(blocks: Sequence[_Block]) -> str:
-    return "".join(f"{line}\n" for block in blocks for line in block.lines())
-
-
-def _own_comment(gap: Sequence[str]) -> int:
-    """Return where the comment begins that stands directly above a statement."""
-    start = len(gap)
-    while start and gap[start - 1].strip():
-        start -= 1
-    return start
+        header = self.header + self.comment if self.has_keys else self.comment.strip()
+        return [*self.above, *([header] if header else []), *self.body]
 
 
 class _Rewriter:
-    """One rewriting: it decides when it is made, and changes the blocks in `rewrite`."""
+    """Takes the statements of a file one by one, and puts each key into the block of its section."""
 
-    def __init__(self, text: str, before: LoadedConfig) -> None:
+    def __init__(self, before: LoadedConfig, problems: list[Problem]) -> None:
         self.before, self.file = before, before.files[-1]
-        self.blocks = parse_blocks(text)
+        #: Name → its problem, for those that become comments.
+        self.problems = {_name(p): p for p in problems if self._may_go(p)}
+        self.solved: list[Problem] = []
         self.changes: list[Change] = []
-        #: Lines and names that become comments.
-        self.gone: list[tuple[int, str]] = []
-        for block in self.blocks:
-            name = _dotted(block.names)
-            if _inside_a_key(block.names):
-                continue
-            if block.names and (block.is_array or name not in known_sections()):
-                reason = _why_unknown(name, Source("file", self.file, block.line), len(block.names) == 1)
-                self._leave(block.line, name, f"[{name}]", reason)
-                lines = [line if _is_comment(line) else f"# {line}" for line in block.lines()[len(block.above) :]]
-                block.header, block.body = "", [_Chunk([f"# no equivalent: {reason}", *lines])]
-            else:
-                block.body = [piece for chunk in block.body for piece in self._judge(chunk, bool(block.names))]
-        chunks = [chunk for block in self.blocks for chunk in block.body]
-        taken = {chunk.name for chunk in chunks if chunk.fate == "keep"}
-        for chunk in chunks:
-            if chunk.fate == "move":
-                chunk.fate = "drop" if chunk.key in taken else "move"
-                taken.add(chunk.key)
-            written = f"{chunk.name} = {' '.join(chunk.value.split())}"
-            if chunk.fate == "gone":
-                self._leave(chunk.line, chunk.name, written, chunk.reason)
-            elif chunk.fate == "move":
-                self._change("rewritten", chunk.line, f"{written} -> {chunk.key} = {chunk.new or chunk.value}")
-            elif chunk.fate == "drop" and chunk.name:
-                why = f"says {chunk.key} once more" if chunk.key else "its defaults are written out"
-                self._change("rewritten", chunk.line, f"{written} is left out: {why}")
-        #: Later defaults to write out.
-        sources = {key: before.source(key) for key in (*LATER_DEFAULTS, "model.flavor")}
-        self.defaults = [key for key, source in sources.items() if (source.kind, source.file) == ("dialect", self.file)]
-        for key in self.defaults:
-            self._change("written out", sources[key].line or 0, f"{key} = {quote(before.value(key))}")
+        self.here = _Block()
+        self.blocks = {"": self.here}
+        #: Keys that the new text has; comments and blank lines before the next statement.
+        self.written: set[str] = set()
+        self.gap: list[str] = []
 
-    def covers(self, problem: Problem) -> bool:
-        """Return whether a problem of the old text goes away because its key becomes a comment."""
-        name = problem.key.partition(" ")[0].strip("[]")
-        places = [line for line, gone in self.gone if gone == name or gone.startswith(f"{name}.")]
-        return any(problem.where == f"{self.file}:{line}" for line in places)
+    def _may_go(self, problem: Problem) -> bool:
+        decides = _name(problem).startswith("model.") and _name(problem) not in ALIASES  # on what is trained
+        return problem.code in _NAMES and problem.where.rpartition(":")[0] == self.file and not decides
 
-    def _change(self, kind: Literal["rewritten", "no equivalent", "written out"], line: int, text: str) -> None:
+    def _reason(self, name: str) -> str:
+        """Return why a name, or a section around it, has no equivalent; "" if it has one."""
+        for gone, problem in self.problems.items():
+            if name == gone or name.startswith(f"{gone}."):
+                self.solved.append(problem)
+                is_short = problem.hint.startswith(("here", "nearest")) or "belongs" in problem.hint
+                return f"{problem.message}; {problem.hint}" if is_short else problem.message
+        return ""
+
+    def _change(self, kind: Kind, line: int, text: str) -> None:
         self.changes.append(Change(kind, f"{self.file}:{line}", text))
 
-    def _leave(self, line: int, name: str, written: str, reason: str) -> None:
-        self.gone.append((line, name))
-        self._change("no equivalent", line, f"{written}: no equivalent: {reason}")
+    def section(self, key: str) -> _Block:
+        """Return the block for a key; that of a new section stands behind those that are there."""
+        name = key.partition(".")[0]
+        return self.blocks.setdefault(name, _Block(f"[{name}]", [""]))
 
-    def _judge(self, chunk: _Chunk, in_section: bool) -> list[_Chunk]:
-        """Return a chunk with its fate; for a section that is an inline table a chunk for each of its keys."""
-        if not chunk.name:
-            return [chunk]
-        leaves = list(_leaves(chunk.name, loads(f"value = {chunk.value}")["value"]))
-        if [name for name, _ in leaves] == [chunk.name]:
-            self._decide(chunk, leaves[0][1])
-            return [chunk]
-        pieces = [replace(chunk, above=[], name=name, value=quote(value), tail="") for name, value in leaves]
-        for piece, (_, value) in zip(pieces, leaves, strict=True):
-            self._decide(piece, value)
-        if in_section and all(piece.fate == "keep" for piece in pieces):
-            return [chunk]
-        remark = _Chunk([line for line in (*chunk.above, chunk.tail.strip()) if line])
-        return [remark, *pieces]
-
-    def _decide(self, chunk: _Chunk, value: Any) -> None:
-        """Decide what becomes of a value."""
-        name = chunk.name
-        if name == "job.dialect":
-            chunk.fate = "drop" if value == "2026" else "keep"
-        elif name in UNSUPPORTED:
-            off = " (it was off)" if is_off(name, value) else ""
-            chunk.fate, chunk.reason = "gone", UNSUPPORTED[name].reason + off
-        elif name not in known_names():
-            # A key of [model] decides what is trained, and a value for a section is a mistake: both are reported.
-            known = table_of(name) or _inside_a_key(tuple(name.split("."))[:-1]) or name in known_sections()
-            if not known and not name.startswith("model."):
-                chunk.fate, chunk.reason = "gone", _why_unknown(name, Source("file", self.file, chunk.line))
+    def add(self, statement: Statement) -> None:
+        """Take the next statement."""
+        if not statement.tree:
+            self.gap.append(statement.text)
+            return
+        above, self.gap = self.gap, []
+        if statement.is_header:
+            self._open(statement, above)
+        elif self.here.fate == "rewritten":
+            self._rewrite(statement, above)
         else:
-            chunk.key = key = key_of(name)
-            try:
-                new = convert(name, value)
-            except Misfit as error:
-                chunk.fate, chunk.reason = "gone", str(error)
-                return
-            if isinstance(new, MicrobatchSize) or key == "model.flavor":
-                new = self.before.value(key)
-            elif isinstance(new, str) and choices(keys()[key].type) and not fits(keys()[key].type, new):
-                chunk.fate, chunk.reason = "gone", f"{key} is {keys()[key].expected}"
-                return
-            chunk.new = quote(new) if new != value or type(new) is not type(value) else ""
-            chunk.fate = "move" if name in ALIASES or new != value else "keep"
+            self.here.body += [*above, statement.text if self.here.fate == "kept" else _commented(statement.text)]
 
-    def rewrite(self) -> str:
+    def _open(self, statement: Statement, above: list[str]) -> None:
+        """Begin a block."""
+        name, (text, comment) = re.sub(r"\[\d+\]", "", statement.table), _cut(statement)
+        if reason := self._reason(name):
+            self._change("without equivalent", statement.line, f"[{name}]: no equivalent: {reason}")
+            note = [f"# no equivalent: {reason}", _commented(statement.text)]
+            self.here = _Block(above=[*above, *note], fate="gone")
+        elif any(name == key or name.startswith(f"{key}.") for key in keys()):  # a key's own table
+            self.here = _Block(text, above, comment, has_keys=True, fate="kept")
+        else:
+            self.here = self.blocks.setdefault(name, _Block(text))
+            self.here.above, self.here.comment = [*filter(None, self.here.above), *above], comment
+            return
+        self.blocks[f"line {statement.line}"] = self.here
+
+    def _rewrite(self, statement: Statement, above: list[str]) -> None:
+        """Put the keys of a statement where they belong: those of an inline table one by one."""
+        text, comment = _cut(statement)
+        changes = len(self.changes)
+        results = [
+            self._decide(name, value, text.partition("=")[2].strip(), statement.line)
+            for name, value in _leaves(statement.table, statement.tree)
+        ]
+        if len(self.changes) == changes and all(self.section(key) is self.here for key, _ in results):
+            self.here.body += [*above, statement.text]
+            self.here.has_keys = True
+            return
+        for key, lines in results:
+            block = self.section(key) if key else self.here
+            above = above if block is self.here else [*filter(str.strip, above)]
+            *notes, last = lines
+            block.body += [*above, *notes, *filter(None, [(last + comment).lstrip()])]
+            block.has_keys |= bool(key)
+            above, comment = [], ""
+
+    def _decide(self, name: str, value: Any, raw: str, line: int) -> tuple[str, list[str]]:
+        """Return the key for a value ("" for none) and its lines; without a key these are comments."""
+        if not _is(raw, value):  # raw is that of an inline table
+            raw = quote(value)
+        old = f"{name} = {' '.join(raw.split())}"
+        reason = self._reason(name)
+        if name in UNSUPPORTED and is_off(name, value):
+            reason = f"{UNSUPPORTED[name].reason} (it was off)"
+        if reason:
+            self._change("without equivalent", line, f"{old}: no equivalent: {reason}")
+            return "", [f"# no equivalent: {reason}", _commented(f"{name} = {raw}")]
+        key = key_of(name)
+        if key in self.written or (name, value) == ("job.dialect", "2026"):
+            why = f"says {key} once more" if key in self.written else "its defaults are written out"
+            self._change("rewritten", line, f"{old} is left out: {why}")
+            return "", [""]
+        self.written.add(key)
+        new, notes = raw, []
+        differs = name in COMMA_LISTS or (key, value) in VALUE_NAMES if isinstance(value, str) else False
+        if differs or key == "model.flavor" or (name in ALIASES and ALIASES[name].convert):
+            new = quote(self.before.value(key))
+            notes = [_commented(f"{name} = {raw}")] if "#" in raw and "\n" in raw else []
+        if (key, new) != (name, raw):
+            self._change("rewritten", line, f"{old} -> {key} = {new}")
+        return key, [*notes, f"{key.partition('.')[2]} = {new}"]
+
+    def add_defaults(self) -> None:
+        """Write out the later defaults that the file relied on, and take what stands behind its last statement."""
+        self.here.body += self.gap
+        for key in (*LATER_DEFAULTS, "model.flavor"):
+            source, text = self.before.source(key), quote(self.before.value(key))
+            if (source.kind, source.file) == ("dialect", self.file):
+                self._change("defaults written out", source.line or 0, f"{key} = {text}")
+                self.section(key).body.append(f"{key.partition('.')[2]} = {text}  # default of the later dialect")
+                self.section(key).has_keys = True
+
+    def text(self) -> str:
         """Return the new text."""
-        had_keys = [block for block in self.blocks if block.has_keys()]
-        moves: list[tuple[_Block, str, _Chunk]] = []
-        for block in self.blocks:
-            body: list[_Chunk] = []
-            for chunk in block.body:
-                for section, piece in _pieces(block, chunk):
-                    if section is None or (section,) == block.names:
-                        body.append(piece)
-                    else:
-                        moves.append((block, section, piece))
-            block.body = body
-        for origin, section, piece in moves:
-            self._section(section, origin).append(piece)
-        for key in self.defaults:
-            section, _, name = key.partition(".")
-            line = f"{name} = {quote(self.before.value(key))}  # default of the later dialect"
-            self._section(section, self.blocks[-1]).append(_Chunk([], [line]))
-        for block in had_keys:
-            if block.header and not block.has_keys():
-                block.header = block.comment  # a header without keys goes, comments stay
-                self.blocks = [b for b in self.blocks if b is not block or any(map(str.strip, block.lines()))]
-        first = next((block for block in self.blocks if block.lines()), None)
-        while first is not None and first.header and first.above and not first.above[0].strip():
-            first.above.pop(0)
-        return join_blocks(self.blocks)
-
-    def _section(self, section: str, origin: _Block) -> _Block:
-        """Return the block of a section, made where there is none: before its own subsections, or after `origin`."""
-        for block in self.blocks:
-            if block.names == (section,) and not block.is_array and block.header:
-                return block
-        new = _Block([""], f"[{section}]", (section,))
-        place = next((i for i, b in enumerate(self.blocks) if b.names[:1] == (section,)), None)
-        if place is None:
-            place = next(i for i, b in enumerate(self.blocks) if b is origin) + 1
-            while place < len(self.blocks) and self.blocks[place].line == 0:
-                place += 1
-        self.blocks.insert(place, new)
-        return new
+        return "\n".join(line for block in self.blocks.values() for line in block.lines()).strip("\n") + "\n"
 
 
-def _pieces(block: _Block, chunk: _Chunk) -> Iterator[tuple[str | None, _Chunk]]:
-    """Yield the new form of a chunk, each piece with its section (None: it stays where it is)."""
-    if not chunk.name or _inside_a_key(block.names) or (block.names and chunk.fate == "keep"):
-        yield None, chunk
-        return
-    cut = _own_comment(chunk.above)
-    apart, own = chunk.above[:cut], chunk.above[cut:]
-    if any(map(str.strip, apart)):
-        yield None, _Chunk(apart)
-        apart = []
-    text, tail = chunk.value, chunk.tail
-    if chunk.fate == "gone":
-        old = _commented(f"{chunk.name} = {text}{tail}")
-        yield None, _Chunk([*apart, *own, f"# no equivalent: {chunk.reason}", *old])
-    elif chunk.fate == "drop":
-        yield None, _Chunk([line for line in (*own, tail.strip()) if line])
-    else:
-        section, _, name = (chunk.key or chunk.name).partition(".")
-        stays = block.names == (section,)
-        above = [*apart, *own] if stays else own
-        if chunk.new and "\n" in text and "#" in text:
-            above = [*above, *_commented(f"{chunk.name} = {text}")]
-        lines = f"{chunk.indent if stays else ''}{name} = {chunk.new or text}{tail}".split("\n")
-        yield section, _Chunk(above, lines)
+def _name(problem: Problem) -> str:
+    """Return the name that was written, of a key or section."""
+    return problem.key.partition(" (")[0].strip("[]")
 
 
-def _dotted(names: Sequence[str]) -> str:
-    return ".".join(map(quote_key, names))
+def _cut(statement: Statement) -> tuple[str, str]:
+    """Return a statement without the comment behind it, and that comment with the blanks before it."""
+    text = statement.text
+    for start in (match.start() for match in re.finditer(r"[ \t]*#", text)):
+        try:
+            if loads(text[:start]) == statement.tree:
+                return text[:start], text[start:]
+        except TOMLDecodeError:
+            continue
+    return text.rstrip(), ""
 
 
-def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the values under a name: those of a section that is written as an inline table one by one."""
-    if isinstance(value, dict) and name in known_sections() and name not in known_names():
-        for part, inner in value.items():
-            yield from _leaves(join(name, part), inner)
-    else:
-        yield name, value
+def _is(raw: str, value: Any) -> bool:
+    try:
+        return bool(loads(f"x = {raw}") == {"x": value})
+    except TOMLDecodeError:
+        return False
 
 
-def _inside_a_key(names: tuple[str, ...]) -> bool:
-    """Return whether a path is that of a key's own table (`[model.overrides]`) or lies in one."""
-    return any(".".join(names[:depth]) in keys() for depth in range(1, len(names) + 1))
+def _leaves(path: str, tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the values in a table with their full names; those of sections in it one by one."""
+    for part, value in tree.items():
+        name = join(path, part)
+        if isinstance(value, dict) and is_subsection(name):
+            yield from _leaves(name, value)
+        else:
+            yield name, value
 
 
-def _why_unknown(name: str, source: Source, is_section: bool = False) -> str:
-    """Return why an unknown name stays behind, without lists of all names."""
-    problem = unknown(name, source, is_section)
-    lists_all = problem.hint.startswith(("sections:", "keys of", "`"))
-    return problem.message if lists_all else f"{problem.message}; {problem.hint}"
-
-
-def _commented(text: str) -> list[str]:
-    return [f"# {line}".rstrip() for line in text.split("\n")]
-
-
-def _is_comment(line: str) -> bool:
-    return not line.strip() or line.lstrip().startswith("#")
+def _commented(text: str) -> str:
+    return "\n".join(f"# {line}".rstrip() for line in text.split("\n"))
