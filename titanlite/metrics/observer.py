@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.callbacks import SLOW_PHASES, Callback, RunEnd
-from titanlite.checkpoint.retention import grace_warning
+from titanlite.checkpoint.schedule import grace_warning
 from titanlite.config.run_sections import Job, Metrics
 from titanlite.config.toml import loads
 from titanlite.metrics.console import SLOW_DATA, fsdp_line, titan_line

@@ -61,7 +61,7 @@ class WandbWriter(BackgroundWriter):
         run = wandb.init(id=self.run_id, config=dict(self._config), settings=settings, **ours)
         logger.info(f"{self.name}: {run.url or f'offline, in {run.dir}'}")
         for step, values in rows:
-            run.log(values, step=step)
+            run.log(dict(values), step=step)
         run.finish(exit_code=int(self.failed))
 
     def _find_id(self) -> str:
