@@ -1,4 +1,4 @@
-"""A Hugging Face hub and a plain file server on loopback, for tests of streamed text. It can inject network faults.
+"""A Hugging Face hub, a plain file server and a proxy of an S3 server on loopback. It can inject network faults.
 
 The folder that it serves:
 
@@ -6,19 +6,16 @@ The folder that it serves:
     datasets/OWNER/NAME@REVISION/...  another revision of it
     models/OWNER/NAME/...             a model repository
     anything else                     http://127.0.0.1:PORT/files/x.jsonl.gz is the file files/x.jsonl.gz
-
-By hand: `python -m tests.data.hub_server FOLDER --port 8000`, then `HF_ENDPOINT=http://127.0.0.1:8000` elsewhere.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
+import http.client
 import json
 import re
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -27,6 +24,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
+
+_SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+_OF_ONE_ANSWER = ("connection", "content-length", "date", "server", "transfer-encoding")
 
 
 @dataclass
@@ -42,10 +42,10 @@ class Fault:
     #: Close the connection after so many bytes of the body. With `declared` Content-Length names that number too.
     cut: int | None = None
     declared: bool = False
-    #: Send nothing for so many seconds, after so many bytes of the body.
+    #: Send no body for so many seconds.
     stall: float = 0.0
-    stall_after: int = 0
-    #: The number of requests that fail; None: all from now on.
+    #: The number of matching requests before the fault, and of those that fail; None: all from then on.
+    after: int = 0
     times: int | None = 1
 
 
@@ -69,8 +69,10 @@ class HubServer:
     port: int = 0
     #: Repository or first folder → the token that it wants, such as {"allenai/c4": "hf_secret"}.
     gated: dict[str, str] = field(default_factory=dict)
-    #: Entries of a tree listing in one answer.
-    page_size: int = 1000
+    #: Whether it obeys the Range header.
+    ranges: bool = True
+    #: Port of an S3 server that answers instead.
+    upstream: int | None = None
     faults: list[Fault] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     connections: set[socket.socket] = field(default_factory=set)
@@ -95,8 +97,10 @@ class HubServer:
         with self.lock:
             for fault in self.faults:
                 if method == fault.method and fnmatch(path, fault.path) and fault.times != 0:
-                    fault.times = fault.times and fault.times - 1
-                    return fault
+                    fault.after -= 1
+                    if fault.after < 0:
+                        fault.times = fault.times and fault.times - 1
+                        return fault
         return None
 
     def of(self, path: str, method: str = "GET") -> list[Request]:
@@ -169,17 +173,20 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         url = urlsplit(self.path)
-        self.asked = parse_qs(url.query) | parse_qs(
-            self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
-        )
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
+        self.asked = parse_qs(url.query) | parse_qs(body)
         self.record = Request(self.command, unquote(url.path), "Authorization" in self.headers)
+        if wanted := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+            self.record.range = int(wanted[1]), int(wanted[2] or 1 << 60)
         self.hub.requests.append(self.record)
         self.fault = fault = self.hub.take_fault(self.command, self.record.path)
         if fault and fault.status:
             after = {} if fault.retry_after is None else {"Retry-After": str(fault.retry_after)}
-            self.answer(b"injected fault", after, fault.status)
+            self.answer(_SLOW_DOWN, after, fault.status)
         elif fault and fault.cut is None and not fault.stall:
             self.close()
+        elif self.hub.upstream:
+            self.forward(self.hub.upstream)
         else:
             self.route(self.record.path.strip("/").split("/"))
 
@@ -189,9 +196,15 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         hang_up(self.connection)
 
+    def forward(self, port: int) -> None:
+        """Give the answer of the server on this port."""
+        server = http.client.HTTPConnection("127.0.0.1", port)
+        server.request(self.command, self.path, headers=dict(self.headers))
+        answer = server.getresponse()
+        body = answer.read() or bytes(int(answer.getheader("Content-Length") or 0))  # of HEAD only its length counts
+        self.answer(body, {k: v for k, v in answer.getheaders() if k.lower() not in _OF_ONE_ANSWER}, answer.status)
+
     def route(self, parts: list[str]) -> None:
-        if parts == ["api", "whoami-v2"]:
-            return self.json({"name": "tester", "type": "user", "orgs": []})
         if parts[0] == "api":
             _, kind, owner, name, verb, *rest = parts + ["revision"] * (len(parts) == 4)
         elif "resolve" in parts:
@@ -216,22 +229,14 @@ class Handler(BaseHTTPRequestHandler):
         elif not target.exists():
             self.refuse("EntryNotFound", 404)
         elif verb == "tree":
-            self.tree(folder, target)
+            recursive = self.asked.get("recursive", ["false"])[0].lower() == "true"
+            self.json([entry(folder, path) for path in sorted(target.rglob("*") if recursive else target.glob("*"))])
         else:
             self.file(target, {"X-Repo-Commit": commit(folder), "ETag": f'"{entry(folder, target)["oid"]}"'})
 
     def allowed(self, name: str) -> bool:
         token = self.hub.gated.get(name)
         return token is None or self.headers.get("Authorization") == f"Bearer {token}"
-
-    def tree(self, folder: Path, top: Path) -> None:
-        """Answer with a page of a folder's files and folders."""
-        recursive, start = self.asked.get("recursive", ["false"])[0].lower(), int(self.asked.get("cursor", ["0"])[0])
-        found = sorted(top.rglob("*") if recursive == "true" else top.glob("*"))
-        end = start + self.hub.page_size
-        more = f"{self.hub.url}{quote(self.record.path)}?recursive={recursive}&cursor={end}"
-        page = [entry(folder, path) for path in found[start:end]]
-        self.json(page, {"Link": f'<{more}>; rel="next"'} if end < len(found) else {})
 
     def plain(self, path: Path, name: str) -> None:
         """Answer with a file outside any repository, or with a page of links to a folder's files."""
@@ -248,22 +253,19 @@ class Handler(BaseHTTPRequestHandler):
     def refuse(self, code: str, status: int) -> None:
         self.answer(b"{}", {"X-Error-Code": code, "X-Error-Message": code}, status)
 
-    def json(self, value: object, headers: dict[str, str] | None = None) -> None:
-        self.answer(json.dumps(value).encode(), {"Content-Type": "application/json"} | (headers or {}))
+    def json(self, value: object) -> None:
+        self.answer(json.dumps(value).encode(), {"Content-Type": "application/json"})
 
     def file(self, path: Path, headers: dict[str, str]) -> None:
         """Answer with a file, or with the bytes of it that the Range header names."""
-        size, headers = path.stat().st_size, {"Accept-Ranges": "bytes"} | headers
-        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        if not wanted:
-            return self.answer(path.read_bytes(), headers)
-        first, last = int(wanted[1]), min(int(wanted[2] or size), size - 1)
-        self.record.range = (first, last)
-        if first >= size:
-            return self.answer(b"", {"Content-Range": f"bytes */{size}"}, 416)
-        self.answer(
-            path.read_bytes()[first : last + 1], {"Content-Range": f"bytes {first}-{last}/{size}"} | headers, 206
-        )
+        content, wanted = path.read_bytes(), self.record.range
+        if not self.hub.ranges or not wanted:
+            return self.answer(content, headers)
+        first, last = wanted[0], min(wanted[1], len(content) - 1)
+        if first > last:
+            return self.answer(b"", {"Content-Range": f"bytes */{len(content)}"}, 416)
+        headers |= {"Accept-Ranges": "bytes", "Content-Range": f"bytes {first}-{last}/{len(content)}"}
+        self.answer(content[first : last + 1], headers, 206)
 
     def answer(self, body: bytes, headers: dict[str, str], status: int = 200) -> None:
         """Answer, with the fault of this request."""
@@ -277,24 +279,10 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        self.write(body[: fault.stall_after])
         self.hub.closing.wait(fault.stall)
-        self.write(body[fault.stall_after :])
-        if len(body) < whole and not fault.declared:
-            self.close()
-
-    def write(self, body: bytes) -> None:
         for start in range(0, len(body), 1 << 16):
             part = body[start : start + (1 << 16)]
             self.record.sent += len(part)  # before the client can have seen them
             self.wfile.write(part)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("root", type=Path, metavar="FOLDER")
-    parser.add_argument("--port", type=int, default=0)
-    with HubServer(**vars(parser.parse_args())) as server:
-        print(server.url, flush=True)
-        while True:
-            time.sleep(60)
+        if len(body) < whole and not fault.declared:
+            self.close()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 from titanlite.data import DataError
+from titanlite.data.remote import open_file, public_name
 
 Format = Literal["auto", "json", "parquet", "arrow", "text"]
 
@@ -27,6 +28,8 @@ SUFFIXES: dict[Format, tuple[str, ...]] = {
     "text": (".txt", ".text"),
 }
 COMPRESSED = (".gz", ".zst")
+#: Names of all kinds.
+ENDINGS = tuple(name + packed for names in SUFFIXES.values() for name in names for packed in ("", *COMPRESSED))
 
 _MAGIC: dict[bytes, Format] = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
@@ -79,8 +82,8 @@ def iter_rows(
         start: rows to leave out: to go on after a record, give its `number`. Lines are skipped unparsed, row groups of
             parquet unread.
 
-    Raises DataError with file and line or row for content that is damaged, truncated, of another kind, or has no such
-    string; and for a missing package. Errors of `file` itself (OSError and others) pass.
+    Raises DataError with file and line or row for content that cannot be read, is damaged, truncated, of another kind,
+    or has no such string; and for a missing package.
     """
     columns = columns or Columns()
     unit, number = "line", start
@@ -98,17 +101,27 @@ def iter_rows(
         for number, text, prompt in rows:
             if text is not None:
                 yield Record(name, number, text, prompt)
-    except EOFError as error:
-        how = str(error) if str(error).startswith("the ") else "the gzip stream has no end"
-        raise DataError(f"{name}: truncated after {unit} {number}: {how}; copy the file again") from None
-    except (gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{name}: damaged gzip data after {unit} {number} ({error}); copy the file again") from error
-    except _Damaged as error:
-        raise DataError(f"{name}: damaged after {unit} {number} ({error}); copy the file again") from error
+    except (EOFError, gzip.BadGzipFile, zlib.error, _Damaged) as error:
+        how = "truncated" if isinstance(error, EOFError) else "damaged"
+        raise DataError(f"{name}: {how} after {unit} {number} ({error}); copy the file again") from error
+    except OSError as error:
+        raise DataError(f"{name}: cannot be read after {unit} {number}: {error.strerror or error}") from error
+
+
+def read_file(
+    name: Path | str, kind: Format = "auto", columns: Columns | None = None, start: int = 0, patience: float = 0.0
+) -> Iterator[Record]:
+    """Iterate over the records of a local file or a URL, see `iter_rows` and, for `patience`, `remote.retried`."""
+    try:
+        file = open_file(str(name), patience)
+    except OSError as error:
+        raise DataError(f"{name}: cannot be read: {error.strerror or error}") from error
+    with file:
+        yield from iter_rows(file, public_name(name) if isinstance(name, str) else name, kind, columns, start)
 
 
 class _Damaged(Exception):
-    """A library says that the content is not whole."""
+    """A library's reader says that the content is not whole."""
 
 
 def _decompressed(file: Any, name: Path | str) -> io.BufferedReader[Any]:
