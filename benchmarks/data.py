@@ -2,7 +2,7 @@
 
     python benchmarks/data.py                        # titanlite, and a plain loop over a stream of `datasets`
     python benchmarks/data.py --versus torchtitan    # and torchtitan 0.2.2's HuggingFaceTextDataset
-    python benchmarks/data.py --memory 2000          # instead: memory of a rank that streams 20 MB, and 2 GB of text
+    python benchmarks/data.py --memory               # instead: memory of a rank that streams 400 MB, and 2 GB of text
 
 The files are C4-format .json.gz shards of the bundled text. Each contestant runs in a process of its own, all in turn
 in every repeat, and the first one changes. The time starts after imports and the tokenizer's load, and ends with the
@@ -192,7 +192,7 @@ def memory_here(shards: list[Path]) -> None:
 
 def memory(megabytes: float) -> None:
     """Print the peak memory of a rank for a small and a large corpus."""
-    for size in (20.0, megabytes):
+    for size in (megabytes / 5, megabytes):
         with tempfile.TemporaryDirectory() as scratch:
             shards, text = write_shards(Path(scratch) / "text", size)
             command = [sys.executable, __file__, "--contestant", "memory", "--files", *map(str, shards)]
@@ -228,7 +228,14 @@ def main() -> None:
     )
     parser.add_argument("--peer-environment", type=Path, default=DEFAULT_ENVIRONMENT, metavar="FOLDER")
     parser.add_argument("--out", type=Path, help="write FILE.md and FILE.json", metavar="FILE")
-    parser.add_argument("--memory", type=float, metavar="MEGABYTES", help="measure the memory of a rank instead")
+    parser.add_argument(
+        "--memory",
+        type=float,
+        nargs="?",
+        const=2000.0,
+        metavar="MEGABYTES",
+        help="measure the memory of a rank instead",
+    )
     parser.add_argument("--contestant", choices=[*CONTESTANTS, "memory"], help=argparse.SUPPRESS)
     parser.add_argument("--files", type=Path, nargs="*", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

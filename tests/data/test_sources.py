@@ -135,9 +135,9 @@ def test_a_truncated_or_damaged_file_is_refused_after_its_whole_rows(tmp_path: P
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (["a", None, "c"], ", row 2: the column 'text' is null"),
-        ([1, 2], ": the column 'text' holds int64, expected strings; name the field by data.text_key"),
-        (pa.array([b"a", b"\xff"]).cast(pa.binary()).view(pa.string()), ", row 2: the column 'text' is not UTF-8"),
+        (["a", None, "c"], ", row 2: the key 'text' must be a string, found NoneType"),
+        ([1, 2], ", row 1: the key 'text' must be a string, found int; name the field by data.text_key"),
+        (pa.array([b"a", b"\xff"]).cast(pa.binary()).view(pa.string()), ", rows 1 to 2: not UTF-8"),
     ],
 )
 def test_bad_columns_are_named_by_row(tmp_path: Path, values: object, message: str) -> None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import glob
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from titanlite.config.extensions import load_function
 from titanlite.config.sections import Data, DataSource
 from titanlite.config.text_names import REGISTERED
 from titanlite.data import DataError
-from titanlite.data.formats import COMPRESSED, ENDINGS, SUFFIXES, Columns, Format, Record, read_file
+from titanlite.data.formats import COMPRESSED, ENDINGS, SUFFIXES, Columns, Format, Record, read_file, strings_of
 from titanlite.utils import logger
 
 _ASSETS = Path(__file__).parent / "assets"
@@ -123,15 +123,10 @@ def own_records(function: str, key: str, columns: Columns | None = None) -> Iter
     Raises DataError, naming the config's `key`, for a document without a text, and if there is none at all.
     """
     number = 0
-    wanted = (columns or Columns()).wanted
     for number, document in enumerate(load_function(key, function)(), 1):
-        fields = [document.get(column) for column in wanted] if isinstance(document, Mapping) else [document]
-        values = [field for field in fields if isinstance(field, str)]
-        if len(values) < len(fields):
-            what = f"{key}: document {number} of {function} is {document!r:.80}"
-            names = ("key " if len(wanted) == 1 else "keys ") + " and ".join(map(repr, wanted))
-            raise DataError(f"{what}; expected a text, or a table with the {names}")
-        yield Record(function, number, *values)
+        where = f"{key}: document {number} of {function}"
+        strings = [document] if isinstance(document, str) else strings_of(document, columns or Columns(), where)
+        yield Record(function, number, *strings)
     if not number:
         raise DataError(f"{key}: {function} returned no documents")
 
