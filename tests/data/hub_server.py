@@ -2,10 +2,9 @@
 
 The folder that it serves:
 
-    datasets/OWNER/NAME/...           a dataset repository, and its main branch
-    datasets/OWNER/NAME@REVISION/...  another revision of it
-    models/OWNER/NAME/...             a model repository
-    anything else                     http://127.0.0.1:PORT/files/x.jsonl.gz is the file files/x.jsonl.gz
+    datasets/OWNER/NAME/...  a dataset repository, and its main branch
+    models/OWNER/NAME/...    a model repository
+    anything else            http://127.0.0.1:PORT/files/x.jsonl.gz is the file files/x.jsonl.gz
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import hashlib
 import http.client
 import json
 import re
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -55,7 +53,6 @@ class Request:
 
     method: str
     path: str
-    authorized: bool
     range: tuple[int, int] | None = None
     status: int = 0
     sent: int = 0
@@ -75,7 +72,6 @@ class HubServer:
     upstream: int | None = None
     faults: list[Fault] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
-    connections: set[socket.socket] = field(default_factory=set)
     closing: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -83,11 +79,10 @@ class HubServer:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def environment(self, home: Path, token: str | None = None) -> dict[str, str]:
+    def environment(self, home: Path) -> dict[str, str]:
         """Return variables for a process that imports huggingface_hub. home: a folder for its caches."""
         switches = dict.fromkeys(("DISABLE_XET", "DISABLE_TELEMETRY", "DISABLE_PROGRESS_BARS"), "1")
-        variables = {"HF_ENDPOINT": self.url, "HF_HOME": str(home)} | {f"HF_HUB_{k}": v for k, v in switches.items()}
-        return variables | ({"HF_TOKEN": token} if token else {})
+        return {"HF_ENDPOINT": self.url, "HF_HOME": str(home)} | {f"HF_HUB_{k}": v for k, v in switches.items()}
 
     def fail(self, path: str, **fault: Any) -> None:
         """Add a fault, before those that exist."""
@@ -107,12 +102,6 @@ class HubServer:
         """Return the requests so far whose URL path matches a pattern."""
         return [request for request in self.requests if fnmatch(request.path, path) and request.method == method]
 
-    def folder(self, kind: str, repo: str, revision: str) -> Path | None:
-        """Return the folder of a revision: a name or the hash of a commit."""
-        named = {"main": self.root / kind / repo}
-        named |= {path.name.partition("@")[2]: path for path in (self.root / kind).glob(f"{repo}@*")}
-        return next((path for name, path in named.items() if revision in (name, commit(path))), None)
-
     def __enter__(self) -> HubServer:
         self.server = ThreadingHTTPServer(("127.0.0.1", self.port), type("Bound", (Handler,), {"hub": self}))
         self.server.daemon_threads, self.port = True, self.server.server_port
@@ -123,12 +112,10 @@ class HubServer:
         self.closing.set()
         self.server.shutdown()
         self.server.server_close()
-        for connection in list(self.connections):
-            hang_up(connection)
 
     @contextmanager
     def refused(self) -> Iterator[None]:
-        """End all connections and refuse new ones, until the block ends."""
+        """Refuse connections until the block ends."""
         self.__exit__()
         try:
             yield
@@ -143,11 +130,6 @@ def commit(folder: Path) -> str:
     return hashlib.sha1(repr(stats).encode()).hexdigest()
 
 
-def hang_up(connection: socket.socket) -> None:
-    with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
-
-
 def entry(folder: Path, path: Path) -> dict[str, Any]:
     """Return the hub's record of a file or folder in a repository."""
     name, is_file, stat = str(path.relative_to(folder)), path.is_file(), path.stat()
@@ -158,15 +140,11 @@ def entry(folder: Path, path: Path) -> dict[str, Any]:
 class Handler(BaseHTTPRequestHandler):
     """Answer one connection's requests."""
 
-    hub: HubServer
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
+    hub: HubServer  # HTTP 1.0: each answer ends its connection
 
     def handle(self) -> None:
-        self.hub.connections.add(self.connection)
         with suppress(OSError):  # the client has gone
             super().handle()
-        self.hub.connections.discard(self.connection)
 
     def log_message(self, format: str, *args: object) -> None:
         """Keep quiet: `HubServer.requests` has all."""
@@ -175,7 +153,7 @@ class Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
         self.asked = parse_qs(url.query) | parse_qs(body)
-        self.record = Request(self.command, unquote(url.path), "Authorization" in self.headers)
+        self.record = Request(self.command, unquote(url.path))
         if wanted := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
             self.record.range = int(wanted[1]), int(wanted[2] or 1 << 60)
         self.hub.requests.append(self.record)
@@ -184,17 +162,13 @@ class Handler(BaseHTTPRequestHandler):
             after = {} if fault.retry_after is None else {"Retry-After": str(fault.retry_after)}
             self.answer(_SLOW_DOWN, after, fault.status)
         elif fault and fault.cut is None and not fault.stall:
-            self.close()
+            return
         elif self.hub.upstream:
             self.forward(self.hub.upstream)
         else:
             self.route(self.record.path.strip("/").split("/"))
 
     do_HEAD = do_POST = do_GET
-
-    def close(self) -> None:
-        self.close_connection = True
-        hang_up(self.connection)
 
     def forward(self, port: int) -> None:
         """Give the answer of the server on this port."""
@@ -215,10 +189,10 @@ class Handler(BaseHTTPRequestHandler):
         if not (self.hub.root / kind / repo).is_dir():
             return self.refuse("RepoNotFound", 401)
         if not self.allowed(repo):
-            return self.refuse("GatedRepo", 403 if self.record.authorized else 401)
+            return self.refuse("GatedRepo", 403)
         revision, *path = rest or ["main"]
-        folder = self.hub.folder(kind, repo, revision)
-        if folder is None:
+        folder = self.hub.root / kind / repo
+        if revision not in ("main", commit(folder)):
             return self.refuse("RevisionNotFound", 404)
         target = folder.joinpath(*path)
         if verb == "revision":
@@ -241,7 +215,7 @@ class Handler(BaseHTTPRequestHandler):
     def plain(self, path: Path, name: str) -> None:
         """Answer with a file outside any repository, or with a page of links to a folder's files."""
         if not self.allowed(name):
-            self.answer(b"", {}, 403 if self.record.authorized else 401)
+            self.answer(b"", {}, 401)
         elif path.is_dir():
             links = "".join(f'<a href="{quote(p.name)}">{p.name}</a>\n' for p in sorted(path.iterdir()))
             self.answer(links.encode(), {"Content-Type": "text/html"})
@@ -284,5 +258,3 @@ class Handler(BaseHTTPRequestHandler):
             part = body[start : start + (1 << 16)]
             self.record.sent += len(part)  # before the client can have seen them
             self.wfile.write(part)
-        if len(body) < whole and not fault.declared:
-            self.close()

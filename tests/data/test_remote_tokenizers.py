@@ -55,8 +55,8 @@ def test_fetch_downloads_what_there_is_and_explains_what_there_is_not(tmp_path: 
         "hf_right owner/gated": (0, "2,304 ids"),
         "owner/missing": (2, "owner/missing is not on the hub, or not visible to you"),
         "owner/bare": (2, "owner/bare holds no tokenizer.json or tokenizer.model"),
-        "owner/words --revision v9": (2, "owner/words has no revision 'v9'"),
-        "a/b/c": (2, "is no id of the hub"),
+        "owner/words --revision v9": (2, "owner/words, revision v9, is not on the hub"),
+        "a/b/c": (2, "a/b/c is not on the hub"),
     }
     with HubServer(tmp_path / "hub", gated={"owner/gated": "hf_right"}) as hub:
         commands = json.dumps([words.split() for words in expected])

@@ -99,6 +99,7 @@ def test_a_lasting_fault_is_an_error_with_file_and_status(server: HubServer) -> 
         list(read(f"{server.url}/files/a.jsonl.gz?signature=secret", patience=0.5))
 
 
+@pytest.mark.slow
 def test_s3_text_with_faults(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     s3fs = pytest.importorskip("s3fs")
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)

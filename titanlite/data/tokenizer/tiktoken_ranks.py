@@ -49,6 +49,8 @@ _MAX_RUN_CHARS = 25_000
 class TiktokenTokenizer(Tokenizer):
     """Llama 3's tokenizer over any ranks. Text never becomes a special token."""
 
+    named_by = "Llama 3"
+
     def __init__(self, ranks: dict[bytes, int], special_tokens: tuple[str, ...] = SPECIAL_TOKENS) -> None:
         """`ranks`: each token's bytes to its rank, 0 … len(ranks) - 1, every single byte among them."""
         specials = {token: len(ranks) + i for i, token in enumerate(special_tokens)}
