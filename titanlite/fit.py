@@ -17,12 +17,12 @@ from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.load import read
 from titanlite.config.loaded import LoadedConfig
 from titanlite.config.not_implemented import refused
-from titanlite.config.sections import ActivationCheckpoint, Config
+from titanlite.config.sections import AUTO_FILTER, ActivationCheckpoint, Config
 from titanlite.config.toml import quote
 from titanlite.derive import RunConfig, degrees_of, derive, parallelism, smallest_world
 from titanlite.models.spec import ModelSpec, ShapeError
 from titanlite.parallel import ParallelismError
-from titanlite.parallel.float8_choice import MULTIPLE, choose_linears, matches, split_filters, uneven_for_gather
+from titanlite.parallel.float8_choice import MULTIPLE, choose_linears
 from titanlite.parallel.pipeline_split import SCHEDULES, find_schedule, split_stages
 from titanlite.utils import counted
 
@@ -304,7 +304,8 @@ def _float8_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
     names = run.spec.linears(replace(args, vocab_size=args.vocab_size or 1))  # the head stays, whatever its size
     plan = run.spec.tensor_plan(args) if run.spec.tensor_plan else {}
     choices = choose_linears(names, f, plan, mesh.tensor, run.spec.head)
-    unknown = [part for part in split_filters(f.filter_fqns)[0] if not any(matches(part, name) for name in names)]
+    filters = [part for part in f.filter_fqns if part != AUTO_FILTER]
+    unknown = [part for part in filters if not part or not any(part in name for name in names)]
     components = ", ".join(dict.fromkeys(c for name in names for c in name.split(".") if not c.isdigit()))
     for part in unknown:
         hint = f"parts of names are {components}; the head is {run.spec.head}, and it always stays in high precision"
@@ -320,7 +321,8 @@ def _float8_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
         hint = f"these work: training.batch_size = {fitting} or a multiple of it, or another training.seq_len"
         message = f"needs a multiple of {MULTIPLE} tokens in a product, and there are {by}"
         yield "divide", "float8.enable_float8_linear", message, hint
-    if f.enable_fsdp_float8_all_gather and (odd := uneven_for_gather(choices, mesh.weight_shards)):
+    odd = [choice for choice in choices if choice.converted and choice.size.out_features % mesh.weight_shards]
+    if f.enable_fsdp_float8_all_gather and odd:
         which = ", ".join(f"{c.kind} has {c.size.out_features}" for c in odd)
         message = f"needs weights whose rows divide over the {mesh.weight_shards} ranks that share them; {which}"
         kept = f"keep them with float8.filter_fqns = {quote([c.kind for c in odd])}"

@@ -1,24 +1,19 @@
-"""A Hugging Face hub and a plain file server on loopback, for tests of streamed text. It can inject network faults.
+"""A Hugging Face hub, a plain file server and a proxy of an S3 server on loopback. It can inject network faults.
 
 The folder that it serves:
 
-    datasets/OWNER/NAME/...           a dataset repository, and its main branch
-    datasets/OWNER/NAME@REVISION/...  another revision of it
-    models/OWNER/NAME/...             a model repository
-    anything else                     http://127.0.0.1:PORT/files/x.jsonl.gz is the file files/x.jsonl.gz
-
-By hand: `python -m tests.data.hub_server FOLDER --port 8000`, then `HF_ENDPOINT=http://127.0.0.1:8000` elsewhere.
+    datasets/OWNER/NAME/...  a dataset repository, and its main branch
+    models/OWNER/NAME/...    a model repository
+    anything else            http://127.0.0.1:PORT/files/x.jsonl.gz is the file files/x.jsonl.gz
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
+import http.client
 import json
 import re
-import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -27,6 +22,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
+
+_SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+_OF_ONE_ANSWER = ("connection", "content-length", "date", "server", "transfer-encoding")
 
 
 @dataclass
@@ -42,10 +40,10 @@ class Fault:
     #: Close the connection after so many bytes of the body. With `declared` Content-Length names that number too.
     cut: int | None = None
     declared: bool = False
-    #: Send nothing for so many seconds, after so many bytes of the body.
+    #: Send no body for so many seconds.
     stall: float = 0.0
-    stall_after: int = 0
-    #: The number of requests that fail; None: all from now on.
+    #: The number of matching requests before the fault, and of those that fail; None: all from then on.
+    after: int = 0
     times: int | None = 1
 
 
@@ -55,7 +53,6 @@ class Request:
 
     method: str
     path: str
-    authorized: bool
     range: tuple[int, int] | None = None
     status: int = 0
     sent: int = 0
@@ -69,11 +66,12 @@ class HubServer:
     port: int = 0
     #: Repository or first folder → the token that it wants, such as {"allenai/c4": "hf_secret"}.
     gated: dict[str, str] = field(default_factory=dict)
-    #: Entries of a tree listing in one answer.
-    page_size: int = 1000
+    #: Whether it obeys the Range header.
+    ranges: bool = True
+    #: Port of an S3 server that answers instead.
+    upstream: int | None = None
     faults: list[Fault] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
-    connections: set[socket.socket] = field(default_factory=set)
     closing: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -81,11 +79,10 @@ class HubServer:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def environment(self, home: Path, token: str | None = None) -> dict[str, str]:
+    def environment(self, home: Path) -> dict[str, str]:
         """Return variables for a process that imports huggingface_hub. home: a folder for its caches."""
         switches = dict.fromkeys(("DISABLE_XET", "DISABLE_TELEMETRY", "DISABLE_PROGRESS_BARS"), "1")
-        variables = {"HF_ENDPOINT": self.url, "HF_HOME": str(home)} | {f"HF_HUB_{k}": v for k, v in switches.items()}
-        return variables | ({"HF_TOKEN": token} if token else {})
+        return {"HF_ENDPOINT": self.url, "HF_HOME": str(home)} | {f"HF_HUB_{k}": v for k, v in switches.items()}
 
     def fail(self, path: str, **fault: Any) -> None:
         """Add a fault, before those that exist."""
@@ -95,19 +92,15 @@ class HubServer:
         with self.lock:
             for fault in self.faults:
                 if method == fault.method and fnmatch(path, fault.path) and fault.times != 0:
-                    fault.times = fault.times and fault.times - 1
-                    return fault
+                    fault.after -= 1
+                    if fault.after < 0:
+                        fault.times = fault.times and fault.times - 1
+                        return fault
         return None
 
     def of(self, path: str, method: str = "GET") -> list[Request]:
         """Return the requests so far whose URL path matches a pattern."""
         return [request for request in self.requests if fnmatch(request.path, path) and request.method == method]
-
-    def folder(self, kind: str, repo: str, revision: str) -> Path | None:
-        """Return the folder of a revision: a name or the hash of a commit."""
-        named = {"main": self.root / kind / repo}
-        named |= {path.name.partition("@")[2]: path for path in (self.root / kind).glob(f"{repo}@*")}
-        return next((path for name, path in named.items() if revision in (name, commit(path))), None)
 
     def __enter__(self) -> HubServer:
         self.server = ThreadingHTTPServer(("127.0.0.1", self.port), type("Bound", (Handler,), {"hub": self}))
@@ -119,12 +112,10 @@ class HubServer:
         self.closing.set()
         self.server.shutdown()
         self.server.server_close()
-        for connection in list(self.connections):
-            hang_up(connection)
 
     @contextmanager
     def refused(self) -> Iterator[None]:
-        """End all connections and refuse new ones, until the block ends."""
+        """Refuse connections until the block ends."""
         self.__exit__()
         try:
             yield
@@ -139,11 +130,6 @@ def commit(folder: Path) -> str:
     return hashlib.sha1(repr(stats).encode()).hexdigest()
 
 
-def hang_up(connection: socket.socket) -> None:
-    with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
-
-
 def entry(folder: Path, path: Path) -> dict[str, Any]:
     """Return the hub's record of a file or folder in a repository."""
     name, is_file, stat = str(path.relative_to(folder)), path.is_file(), path.stat()
@@ -154,44 +140,45 @@ def entry(folder: Path, path: Path) -> dict[str, Any]:
 class Handler(BaseHTTPRequestHandler):
     """Answer one connection's requests."""
 
-    hub: HubServer
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
+    hub: HubServer  # HTTP 1.0: each answer ends its connection
 
     def handle(self) -> None:
-        self.hub.connections.add(self.connection)
         with suppress(OSError):  # the client has gone
             super().handle()
-        self.hub.connections.discard(self.connection)
 
     def log_message(self, format: str, *args: object) -> None:
         """Keep quiet: `HubServer.requests` has all."""
 
     def do_GET(self) -> None:
         url = urlsplit(self.path)
-        self.asked = parse_qs(url.query) | parse_qs(
-            self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
-        )
-        self.record = Request(self.command, unquote(url.path), "Authorization" in self.headers)
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
+        self.asked = parse_qs(url.query) | parse_qs(body)
+        self.record = Request(self.command, unquote(url.path))
+        if wanted := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+            self.record.range = int(wanted[1]), int(wanted[2] or 1 << 60)
         self.hub.requests.append(self.record)
         self.fault = fault = self.hub.take_fault(self.command, self.record.path)
         if fault and fault.status:
             after = {} if fault.retry_after is None else {"Retry-After": str(fault.retry_after)}
-            self.answer(b"injected fault", after, fault.status)
+            self.answer(_SLOW_DOWN, after, fault.status)
         elif fault and fault.cut is None and not fault.stall:
-            self.close()
+            return
+        elif self.hub.upstream:
+            self.forward(self.hub.upstream)
         else:
             self.route(self.record.path.strip("/").split("/"))
 
     do_HEAD = do_POST = do_GET
 
-    def close(self) -> None:
-        self.close_connection = True
-        hang_up(self.connection)
+    def forward(self, port: int) -> None:
+        """Give the answer of the server on this port."""
+        server = http.client.HTTPConnection("127.0.0.1", port)
+        server.request(self.command, self.path, headers=dict(self.headers))
+        answer = server.getresponse()
+        body = answer.read() or bytes(int(answer.getheader("Content-Length") or 0))  # of HEAD only its length counts
+        self.answer(body, {k: v for k, v in answer.getheaders() if k.lower() not in _OF_ONE_ANSWER}, answer.status)
 
     def route(self, parts: list[str]) -> None:
-        if parts == ["api", "whoami-v2"]:
-            return self.json({"name": "tester", "type": "user", "orgs": []})
         if parts[0] == "api":
             _, kind, owner, name, verb, *rest = parts + ["revision"] * (len(parts) == 4)
         elif "resolve" in parts:
@@ -202,10 +189,10 @@ class Handler(BaseHTTPRequestHandler):
         if not (self.hub.root / kind / repo).is_dir():
             return self.refuse("RepoNotFound", 401)
         if not self.allowed(repo):
-            return self.refuse("GatedRepo", 403 if self.record.authorized else 401)
+            return self.refuse("GatedRepo", 403)
         revision, *path = rest or ["main"]
-        folder = self.hub.folder(kind, repo, revision)
-        if folder is None:
+        folder = self.hub.root / kind / repo
+        if revision not in ("main", commit(folder)):
             return self.refuse("RevisionNotFound", 404)
         target = folder.joinpath(*path)
         if verb == "revision":
@@ -216,7 +203,8 @@ class Handler(BaseHTTPRequestHandler):
         elif not target.exists():
             self.refuse("EntryNotFound", 404)
         elif verb == "tree":
-            self.tree(folder, target)
+            recursive = self.asked.get("recursive", ["false"])[0].lower() == "true"
+            self.json([entry(folder, path) for path in sorted(target.rglob("*") if recursive else target.glob("*"))])
         else:
             self.file(target, {"X-Repo-Commit": commit(folder), "ETag": f'"{entry(folder, target)["oid"]}"'})
 
@@ -224,19 +212,10 @@ class Handler(BaseHTTPRequestHandler):
         token = self.hub.gated.get(name)
         return token is None or self.headers.get("Authorization") == f"Bearer {token}"
 
-    def tree(self, folder: Path, top: Path) -> None:
-        """Answer with a page of a folder's files and folders."""
-        recursive, start = self.asked.get("recursive", ["false"])[0].lower(), int(self.asked.get("cursor", ["0"])[0])
-        found = sorted(top.rglob("*") if recursive == "true" else top.glob("*"))
-        end = start + self.hub.page_size
-        more = f"{self.hub.url}{quote(self.record.path)}?recursive={recursive}&cursor={end}"
-        page = [entry(folder, path) for path in found[start:end]]
-        self.json(page, {"Link": f'<{more}>; rel="next"'} if end < len(found) else {})
-
     def plain(self, path: Path, name: str) -> None:
         """Answer with a file outside any repository, or with a page of links to a folder's files."""
         if not self.allowed(name):
-            self.answer(b"", {}, 403 if self.record.authorized else 401)
+            self.answer(b"", {}, 401)
         elif path.is_dir():
             links = "".join(f'<a href="{quote(p.name)}">{p.name}</a>\n' for p in sorted(path.iterdir()))
             self.answer(links.encode(), {"Content-Type": "text/html"})
@@ -248,22 +227,19 @@ class Handler(BaseHTTPRequestHandler):
     def refuse(self, code: str, status: int) -> None:
         self.answer(b"{}", {"X-Error-Code": code, "X-Error-Message": code}, status)
 
-    def json(self, value: object, headers: dict[str, str] | None = None) -> None:
-        self.answer(json.dumps(value).encode(), {"Content-Type": "application/json"} | (headers or {}))
+    def json(self, value: object) -> None:
+        self.answer(json.dumps(value).encode(), {"Content-Type": "application/json"})
 
     def file(self, path: Path, headers: dict[str, str]) -> None:
         """Answer with a file, or with the bytes of it that the Range header names."""
-        size, headers = path.stat().st_size, {"Accept-Ranges": "bytes"} | headers
-        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        if not wanted:
-            return self.answer(path.read_bytes(), headers)
-        first, last = int(wanted[1]), min(int(wanted[2] or size), size - 1)
-        self.record.range = (first, last)
-        if first >= size:
-            return self.answer(b"", {"Content-Range": f"bytes */{size}"}, 416)
-        self.answer(
-            path.read_bytes()[first : last + 1], {"Content-Range": f"bytes {first}-{last}/{size}"} | headers, 206
-        )
+        content, wanted = path.read_bytes(), self.record.range
+        if not self.hub.ranges or not wanted:
+            return self.answer(content, headers)
+        first, last = wanted[0], min(wanted[1], len(content) - 1)
+        if first > last:
+            return self.answer(b"", {"Content-Range": f"bytes */{len(content)}"}, 416)
+        headers |= {"Accept-Ranges": "bytes", "Content-Range": f"bytes {first}-{last}/{len(content)}"}
+        self.answer(content[first : last + 1], headers, 206)
 
     def answer(self, body: bytes, headers: dict[str, str], status: int = 200) -> None:
         """Answer, with the fault of this request."""
@@ -277,24 +253,8 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        self.write(body[: fault.stall_after])
         self.hub.closing.wait(fault.stall)
-        self.write(body[fault.stall_after :])
-        if len(body) < whole and not fault.declared:
-            self.close()
-
-    def write(self, body: bytes) -> None:
         for start in range(0, len(body), 1 << 16):
             part = body[start : start + (1 << 16)]
             self.record.sent += len(part)  # before the client can have seen them
             self.wfile.write(part)
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("root", type=Path, metavar="FOLDER")
-    parser.add_argument("--port", type=int, default=0)
-    with HubServer(**vars(parser.parse_args())) as server:
-        print(server.url, flush=True)
-        while True:
-            time.sleep(60)

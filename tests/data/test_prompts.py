@@ -100,7 +100,7 @@ def chats() -> list[dict[str, str]]:
 def test_own_functions_may_return_prompts() -> None:
     records = own_records(f"{__name__}:chats", "training.dataset", Columns("a", "q"))
     assert next(records)[2:] == ("two", "one")
-    with pytest.raises(ValueError, match="document 2 of .* expected a text, or a table with the keys 'a' and 'q'"):
+    with pytest.raises(ValueError, match="document 2 of .*: the key 'a' is missing"):
         next(records)
 
 

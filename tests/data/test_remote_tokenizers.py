@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.data.hub_server import HubServer
+from tests.processes import python
 from titanlite.config.checks import missing_files
 from titanlite.config.load import load
 from titanlite.data import DataError
 from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, BUNDLED_TOKENIZER, load_tokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
 TEXT = "In the beginning God created naïve cafés."
 #: Runs commands given as JSON; prints exit code and output of each.
 SCRIPT = """
 import contextlib, io, json, os, sys
 from titanlite.tools.cli import main
 for words in json.loads(sys.argv[1]):
-    os.environ.pop("HF_TOKEN", None)
-    if words[0].startswith("hf_"):
-        os.environ["HF_TOKEN"] = words.pop(0)
+    os.environ["HF_TOKEN"] = words.pop(0) if words[0].startswith("hf_") else ""
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         code = main(["tokenizer", "fetch", *words])
@@ -45,51 +40,31 @@ def word_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def fetch(hub: HubServer, home: Path, *commands: list[str]) -> list[tuple[int, str]]:
-    environment = {**os.environ, **hub.environment(home), "PYTHONPATH": str(ROOT)}
-    run = [sys.executable, "-c", SCRIPT, json.dumps(commands)]
-    done = subprocess.run(run, env=environment, cwd=home, capture_output=True, text=True, timeout=300, check=True)
-    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]  # type: ignore[misc]
-
-
 def test_fetch_downloads_what_there_is_and_explains_what_there_is_not(tmp_path: Path) -> None:
-    models = tmp_path / "hub" / "models"
-    word_tokenizer(models / "owner" / "words")
-    (models / "owner" / "words" / "model.safetensors").write_bytes(b"weights")
+    models = tmp_path / "hub" / "models" / "owner"
+    word_tokenizer(models / "words")
+    (models / "words" / "model.safetensors").write_bytes(b"weights")
     for name in ("gated", "Llama-3"):
-        (models / "owner" / name / "original").mkdir(parents=True)
-        shutil.copy(BUNDLED_TOKENIZER, models / "owner" / name / "original" / "tokenizer.model")
-    (models / "owner" / "bare").mkdir()
-    (models / "owner" / "bare" / "README.md").write_text("none")
+        (models / name / "original").mkdir(parents=True)
+        shutil.copy(BUNDLED_TOKENIZER, models / name / "original" / "tokenizer.model")
+    (models / "bare").mkdir()
+    expected = {
+        "owner/words --out here": (0, 'tokenizer_path = "here"'),
+        "owner/Llama-3": (0, "assets/hf/Llama-3: original/tokenizer.model of owner/Llama-3; 2,304 ids"),
+        "owner/gated": (2, "owner/gated is gated: ask for access at https://huggingface.co/owner/gated"),
+        "hf_right owner/gated": (0, "2,304 ids"),
+        "owner/missing": (2, "owner/missing is not on the hub, or not visible to you"),
+        "owner/bare": (2, "owner/bare holds no tokenizer.json or tokenizer.model"),
+        "owner/words --revision v9": (2, "owner/words, revision v9, is not on the hub"),
+        "a/b/c": (2, "a/b/c is not on the hub"),
+    }
     with HubServer(tmp_path / "hub", gated={"owner/gated": "hf_right"}) as hub:
-        found = fetch(
-            hub,
-            tmp_path,
-            ["owner/words", "--out", "here"],
-            ["owner/Llama-3"],
-            ["owner/gated"],
-            ["hf_right", "owner/gated"],
-            ["owner/missing"],
-            ["owner/bare"],
-            ["owner/words", "--revision", "v9"],
-            ["a/b/c"],
-        )
+        commands = json.dumps([words.split() for words in expected])
+        done = python("-c", SCRIPT, commands, cwd=tmp_path, env=hub.environment(tmp_path))
         assert not hub.of("*safetensors")
-        with hub.refused():
-            (offline,) = fetch(hub, tmp_path, ["owner/words"])
-    expected = [
-        (0, 'tokenizer_path = "here"'),
-        (0, "assets/hf/Llama-3: original/tokenizer.model of owner/Llama-3; 2,304 ids"),
-        (2, "owner/gated is gated: ask for access at https://huggingface.co/owner/gated, and set HF_TOKEN"),
-        (0, "2,304 ids"),
-        (2, "owner/missing is not on the hub, or not visible to you"),
-        (2, "owner/bare holds no tokenizer.json or tokenizer.model"),
-        (2, "owner/words has no revision 'v9'"),
-        (2, "is no id of the hub"),
-        (2, "the hub cannot be reached"),
-    ]
-    for (code, said), (expected_code, part) in zip([*found, offline], expected, strict=True):
-        assert code == expected_code and part in said, said
+    for (code, part), line in zip(expected.values(), done.stdout.splitlines(), strict=True):
+        found, said = json.loads(line)
+        assert found == code and part in said, said
     assert load_tokenizer(str(tmp_path / "here")).encode("In", bos=True, eos=True) == [0, 2, 1]
     assert load_tokenizer(str(tmp_path / "assets/hf/Llama-3")).encode(TEXT) == load_tokenizer().encode(TEXT)
 

@@ -1,133 +1,207 @@
-"""Files of a stream behind HTTP: faults of the server cost time, never a record."""
+"""Files of a stream behind HTTP, S3 and a hub: faults of the server cost time, never a byte or a record."""
 
 from __future__ import annotations
 
 import gzip
-import hashlib
-import io
 import json
+import os
+import random
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from tests.checkpoint.s3 import new_bucket, serving
 from tests.data.hub_server import HubServer
+from tests.processes import python
 from titanlite.data import DataError
 from titanlite.data.formats import Columns
 from titanlite.data.shards import Shards, url_files
 from titanlite.tools.cli import main
 
 pytest.importorskip("aiohttp")
-TEXTS = [f"text {i} " + "abcdefgh" * (i % 50) for i in range(400)]
+_RANDOM = random.Random(1)
+#: They hardly compress: each file has more than 100 KB.
+TEXTS = [f"text {i} {_RANDOM.randbytes(_RANDOM.randrange(300)).hex()}" for i in range(1000)]
+LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
 
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    monkeypatch.setattr("titanlite.data.shards._FIRST_WAIT", 0.01)
-    lines = [json.dumps({"text": text}) for text in TEXTS]
+    monkeypatch.setattr("titanlite.data.remote._FIRST_WAIT", 0.01)
     (tmp_path / "files").mkdir()
-    (tmp_path / "files/a.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
-    (tmp_path / "files/b.jsonl").write_text("\n".join(lines))
+    (tmp_path / "files/a.jsonl.gz").write_bytes(gzip.compress(LINES))
+    (tmp_path / "files/b.jsonl").write_bytes(LINES)
+    pq.write_table(pa.table({"text": TEXTS}), tmp_path / "files/c.parquet", row_group_size=300)
     with HubServer(tmp_path) as running:
         yield running
 
 
-def texts(server: HubServer, file: str, start: int = 0, patience: float = 30) -> list[str]:
-    shards = Shards((f"{server.url}/files/{file}",), Columns(), patience=patience)
-    return [record.text for record in shards.records(0, start)]
+def read(url: str, start: int = 0, patience: float = 30) -> Iterator[str]:
+    return (record.text for record in Shards((url,), Columns(), patience=patience).records(0, start))
 
 
 @pytest.mark.parametrize(
     "fault",
     [
         {"status": 429, "retry_after": 0, "times": 2},
-        {"status": 503, "times": 3},
         {"times": 5},
-        {"cut": 900, "times": 3},
-        {"cut": 900, "declared": True, "times": 2},
+        {"cut": 20_000, "times": None},  # each answer
+        {"cut": 20_000, "declared": True, "times": None},
     ],
 )
-@pytest.mark.parametrize("file", ["a.jsonl.gz", "b.jsonl"])
-def test_no_record_is_lost_or_read_twice(server: HubServer, file: str, fault: dict[str, int]) -> None:
+@pytest.mark.parametrize("file", ["a.jsonl.gz", "b.jsonl", "c.parquet"])
+def test_no_record_is_lost_or_read_twice(server: HubServer, file: str, fault: dict[str, Any]) -> None:
     server.fail(f"*/{file}", **fault)
-    assert texts(server, file) == TEXTS
-    assert server.faults[0].times == 0
+    assert list(read(f"{server.url}/files/{file}", start=7)) == TEXTS[7:]
+    assert not server.faults[0].times
+    size = (server.root / "files" / file).stat().st_size
+    assert sum(request.sent for request in server.of(f"*/{file}")) < 3 * size, "no retry begins at byte 0"
 
 
-@pytest.mark.parametrize("fault", [{"status": 503}, {"status": 429, "retry_after": 0}, {}])
-def test_a_server_that_fails_while_a_file_is_opened(server: HubServer, fault: dict[str, int]) -> None:
+def test_a_server_without_ranges_is_read_from_its_first_byte_again(server: HubServer) -> None:
+    server.ranges = False
+    for cut in (50_000, 90_000):
+        server.fail("*/a.jsonl.gz", cut=cut)
+    assert list(read(f"{server.url}/files/a.jsonl.gz")) == TEXTS
+
+
+def test_of_a_file_that_is_replaced_the_next_records_are_read(server: HubServer) -> None:
+    server.fail("*/a.jsonl.gz", cut=20_000, times=None)
+    texts = read(f"{server.url}/files/a.jsonl.gz")
+    first = next(texts)
+    (server.root / "files/a.jsonl.gz").write_bytes(gzip.compress(LINES, 1))
+    server.fail("*/a.jsonl.gz", times=5)
+    assert [first, *texts] == TEXTS
+
+
+def test_a_server_that_refuses_stalls_or_starts_again(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titanlite.data.remote._SILENCE", 1.0)
+    server.fail("*/a.jsonl.gz", stall=60)
     for method in ("HEAD", "GET"):
-        server.fail("*", method=method, times=2, **fault)
-    assert texts(server, "a.jsonl.gz", start=390) == TEXTS[390:]
-
-
-def test_a_server_that_starts_again(server: HubServer) -> None:
+        server.fail("*/a.jsonl.gz", method=method, status=503)
     down = server.refused()
     down.__enter__()
     threading.Timer(0.3, down.__exit__, (None, None, None)).start()
-    assert texts(server, "a.jsonl.gz") == TEXTS
+    assert list(read(f"{server.url}/files/a.jsonl.gz")) == TEXTS
+    assert not any(fault.times for fault in server.faults)
 
 
 def test_a_lasting_fault_is_an_error_with_file_and_status(server: HubServer) -> None:
-    begin = time.monotonic()
-    with pytest.raises(DataError, match=r"nothing\.jsonl cannot be read after record 0: ClientResponseError: 404"):
-        texts(server, "nothing.jsonl")
-    for method in ("HEAD", "GET"):
-        server.fail("*", method=method, status=500, times=None)
-    with pytest.raises(DataError, match=r"a\.jsonl\.gz cannot be read after record 7, \d+ tries in .*: 500"):
-        texts(server, "a.jsonl.gz", start=7, patience=0.5)
-    assert time.monotonic() - begin < 20
+    with pytest.raises(DataError, match=r"nothing\.jsonl cannot be read at byte 0: ClientResponseError: 404"):
+        list(read(f"{server.url}/files/nothing.jsonl"))
+    server.fail("*", status=500, times=None)
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz cannot be .* 0, \d+ tries in .*\(data.retry_seconds\): .*500"):
+        list(read(f"{server.url}/files/a.jsonl.gz?signature=secret", patience=0.5))
 
 
-def test_a_folder_and_a_pattern_list_files(server: HubServer) -> None:
-    folder = f"{server.url}/files/"
-    assert url_files(folder, "key") == [folder + "a.jsonl.gz", folder + "b.jsonl"]
+@pytest.mark.slow
+def test_s3_text_with_faults(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    s3fs = pytest.importorskip("s3fs")
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+    s3fs.S3FileSystem.clear_instance_cache()
+    with serving() as server.upstream:
+        bucket = new_bucket(server.upstream)
+        environment = {**bucket.environment, "AWS_ENDPOINT_URL_S3": server.url, "AWS_MAX_ATTEMPTS": "1"}
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        for file in ("a.jsonl.gz", "c.parquet"):
+            bucket.client.upload_file(str(server.root / "files" / file), bucket.name, f"d/{file}")
+        names = url_files(f"s3://{bucket.name}/d/", "key")
+        assert names == [f"s3://{bucket.name}/d/{file}" for file in ("a.jsonl.gz", "c.parquet")]
+        for name in names:
+            server.fail("*/d/*", cut=20_000, times=12)
+            server.fail("*/d/*", status=503, times=6)
+            assert list(read(name)) == TEXTS and [fault.times for fault in server.faults[:2]] == [0, 0]
+        server.fail("*/d/*", status=503, times=None)
+        with pytest.raises(DataError, match=r"a.jsonl.gz cannot be read at byte 0, \d+ tries .*(reduce|SlowDown)"):
+            list(read(names[0], patience=1.0))
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+CARD = """---
+configs:
+- config_name: en
+  data_files: [{split: train, path: "en/c4-train.*.json.gz"}, {split: validation, path: "en/c4-validation.*.json.gz"}]
+---
+"""
+CLIENT = """
+import json, os
+from titanlite.config.text_names import HubText, hub_text
+from titanlite.data import DataError
+from titanlite.data.formats import Columns
+from titanlite.data.shards import Shards, hub_files
+
+os.environ["HF_TOKEN"] = "hf_right"
+found = {}
+for split in (None, "validation", "test"):
+    try:
+        names, revision, kind = hub_files(hub_text("c4"), None, split, "training.dataset")
+    except DataError as error:
+        found["error"] = str(error)
+        continue
+    shards = Shards(tuple(names), Columns(), kind, revision, 60.0)
+    found[split or "train"] = [record.text for n in range(len(names)) for record in shards.records(n, 0)]
+os.environ["HF_TOKEN"] = "hf_wrong"
+try:
+    hub_files(HubText("me/secret"), None, None, "training.dataset")
+except DataError as error:
+    found["secret"] = str(error)
+print(json.dumps(found))
+"""
+
+
+def write_c4(root: Path, shards: int) -> None:
+    """Write `TEXTS` as a repository in the form of allenai/c4."""
+    folder = root / "datasets/allenai/c4/en"
+    folder.mkdir(parents=True)
+    (folder.parent / "README.md").write_text(CARD)
+    lines, size = LINES.splitlines(), len(TEXTS) // shards
+    for k in range(shards):
+        content = gzip.compress(b"\n".join(lines[k * size : (k + 1) * size]))
+        (folder / f"c4-train.{k:05}-of-{shards:05}.json.gz").write_bytes(content)
+    (folder / "c4-validation.00000-of-00001.json.gz").write_bytes(gzip.compress(LINES[: LINES.index(b"\n")]))
+
+
+def test_a_data_set_of_the_hub_is_listed_and_read(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    write_c4(tmp_path, 2)
+    (tmp_path / "datasets/me/secret").mkdir(parents=True)
+    (tmp_path / "datasets/me/secret/a.jsonl").write_bytes(LINES)
+    with HubServer(tmp_path, gated={"allenai/c4": "hf_right", "me/secret": "hf_right"}) as hub:
+        hub.fail("*/revision/*", status=503)
+        hub.fail("*00001-of-00002*", cut=30_000)
+        hub.fail("*00000-of-00002*", status=429, retry_after=0)
+        done = python("-c", CLIENT, env=hub.environment(tmp_path / "home"))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["train"] == TEXTS and found["validation"] == TEXTS[:1]
+    assert found["error"] == "training.dataset: allenai/c4 has no split 'test'; it has train, validation"
+    assert "me/secret cannot be listed (a private or gated one needs HF_TOKEN): Dataset" in found["secret"]
+    assert [fault.times for fault in hub.faults] == [0, 0, 0]
+
+
+def test_fetched_files_are_whole_and_a_part_is_continued(
+    server: HubServer, tmp_path: Path, capsys, monkeypatch
+) -> None:
+    folder, out = f"{server.url}/files/", tmp_path / "out"
+    assert url_files(folder, "key") == [folder + file for file in ("a.jsonl.gz", "b.jsonl", "c.parquet")]
     assert url_files(folder + "*.gz", "key") == [folder + "a.jsonl.gz"]
-
-
-class _Cut(io.RawIOBase):
-    """A file that gives a few bytes at a time, and fails after so many of them."""
-
-    def __init__(self, content: bytes, limit: int) -> None:
-        self._content, self._limit, self._at = content, limit, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        if self._at >= self._limit:
-            raise OSError("the connection is gone")
-        piece = self._content[self._at : self._at + min(40, len(buffer))]
-        buffer[: len(piece)] = piece
-        self._at += len(piece)
-        return len(piece)
-
-
-def test_a_file_that_fails_in_the_middle_goes_on_at_its_next_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    content = "".join(json.dumps({"text": f"document {n}"}) + "\n" for n in range(20)).encode()
-    limits = iter([100, 300, 10**6])
-    monkeypatch.setattr("titanlite.data.shards.open_file", lambda _: _Cut(content, next(limits)))
-    shards = Shards(("http://host/a.jsonl",), Columns(), patience=60.0)
-    assert [record.text for record in shards.records(0, 0)] == [f"document {n}" for n in range(20)]
-
-
-def test_fetched_files_are_whole_and_a_part_is_continued(server: HubServer, tmp_path: Path, capsys) -> None:
-    out = tmp_path / "out"
-    whole = (tmp_path / "files/b.jsonl").read_bytes()
-    out.mkdir()
-    url = f"{server.url}/files/b.jsonl"
-    (out / f"b.jsonl.{hashlib.sha256(url.encode()).hexdigest()[:8]}.partial").write_bytes(whole[:1000])
-    (out / "b.jsonl.01234567.partial").write_bytes(b"of another revision")
-    server.fail("*a.jsonl.gz", status=503, times=2)
-    command = ["data", "fetch", f"{server.url}/files/", "--out", str(out)]
-    assert main(command) == 0 and "2 files in" in capsys.readouterr().out
-    assert sorted(path.name for path in out.iterdir()) == ["a.jsonl.gz", "b.jsonl", "b.jsonl.01234567.partial"]
-    assert sum(request.sent for request in server.of("*/b.jsonl")) < len(whole)
-    assert (out / "b.jsonl").read_bytes() == whole
-    assert (out / "a.jsonl.gz").read_bytes() == (tmp_path / "files/a.jsonl.gz").read_bytes()
-    served = len(server.of("*.jsonl*"))
-    assert main([*command, "--files", "1"]) == 0 and len(server.of("*.jsonl*")) == served
-    assert main([*command, "--files", "2"]) == 2 and "0 to 1" in capsys.readouterr().err
+    monkeypatch.setattr("titanlite.data.remote._MOST", 50_000)
+    monkeypatch.setattr("titanlite.tools.fetch._PIECE", 10_000)
+    monkeypatch.setattr("titanlite.tools.fetch.PATIENCE", 0.1)
+    command = ["data", "fetch", folder, "--out", str(out)]
+    server.fail("*/b.jsonl", status=503, after=2, times=None)
+    assert main(command) == 2 and "b.jsonl cannot be read at byte 1" in capsys.readouterr().err
+    server.faults.clear()
+    assert main(command) == 0 and "3 files in" in capsys.readouterr().out
+    for file in ("a.jsonl.gz", "b.jsonl", "c.parquet"):
+        content = (server.root / "files" / file).read_bytes()
+        assert (out / file).read_bytes() == content
+        assert sum(r.sent for r in server.of(f"*/{file}") if r.status != 503) == len(content), "each byte came once"
+    assert len(os.listdir(out)) == 3 and main([*command, "--files", "1"]) == 0
+    assert main([*command, "--files", "3"]) == 2 and "0 to 2" in capsys.readouterr().err

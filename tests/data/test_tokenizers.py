@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,6 @@ from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS, TiktokenToke
 TIKTOKEN, SENTENCEPIECE = load_tokenizer(), load_tokenizer(family="llama2")
 LIBRARY = sentencepiece.SentencePieceProcessor(model_file=str(BUNDLED_SENTENCEPIECE))
 RANKS = parse_ranks(BUNDLED_TOKENIZER.read_bytes(), BUNDLED_TOKENIZER)
-BYTES = [bytes([byte]) for byte in range(256)]
 TEXTS = [
     "",
     " ",
@@ -40,11 +40,6 @@ def refused(path: Path) -> str:
         load_tokenizer(str(path))
     assert str(caught.value).startswith(f"model.tokenizer_path: {path}")
     return str(caught.value)
-
-
-def write_ranks(path: Path, tokens: list[bytes]) -> Path:
-    path.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)))
-    return path
 
 
 def write_json(path: Path) -> Path:
@@ -67,9 +62,6 @@ def train(path: Path, **options: object) -> Path:
     return path
 
 
-# Kinds and paths
-
-
 def test_the_content_decides_and_the_name_does_not(tmp_path: Path) -> None:
     sizes = {}
     for source in (BUNDLED_TOKENIZER, BUNDLED_SENTENCEPIECE, write_json(tmp_path / "tokenizer.json")):
@@ -81,21 +73,17 @@ def test_the_content_decides_and_the_name_does_not(tmp_path: Path) -> None:
 
 
 def test_of_a_folder_the_json_is_read_before_the_model(tmp_path: Path, logged: Callable[[], str]) -> None:
-    assert "holds no tokenizer.json or tokenizer.model" in refused_folder(tmp_path)
     shutil.copy(BUNDLED_TOKENIZER, tmp_path / "llama.tiktoken")
-    assert refused_folder(tmp_path).endswith("give the file itself: llama.tiktoken")
+    with pytest.raises(DataError, match="holds no tokenizer.json or .* give the file itself: llama.tiktoken$"):
+        load_tokenizer(str(tmp_path))
     shutil.copy(BUNDLED_SENTENCEPIECE, tmp_path / "tokenizer.model")
     assert load_tokenizer(str(tmp_path)).vocab_size == 2304
     write_json(tmp_path / "tokenizer.json")
     assert load_tokenizer(str(tmp_path)).vocab_size == 4
-    for line in ("(sentencepiece), 2,304 ids; BOS 1 and EOS 2 by the file", "(tokenizer.json), 4 ids; BOS 0 and EOS 1"):
-        assert line in logged()
+    assert "(tokenizer.json), 4 ids; BOS 0 and EOS 1" in logged()
 
 
-def refused_folder(path: Path) -> str:
-    with pytest.raises(DataError) as caught:
-        load_tokenizer(str(path))
-    return str(caught.value)
+_LINES = BUNDLED_TOKENIZER.read_bytes().splitlines(keepends=True)
 
 
 @pytest.mark.parametrize(
@@ -106,17 +94,32 @@ def refused_folder(path: Path) -> str:
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "is a pointer of Git LFS"),
         (b"<!DOCTYPE html><html>", "is a web page"),
         (b"PK\x03\x04\0\0\0\0", "is a binary file of another kind"),
-        (b"hello world again", "line 1: expected a base64 token"),
+        *[
+            (b"".join([*_LINES[:99], line, b"\n", *_LINES[99:]]), "line 100: expected a base64 token")
+            for line in (b"hello world again", b"aGk=", b"aGk= x", b"a*k= 256", "é 3".encode())
+        ],
+        (b"".join([*_LINES[:99], *_LINES[100:]]), "line 100: .* has rank 100, expected a new token of rank 99"),
+        (b"".join([*_LINES[:99], _LINES[0], *_LINES[100:]]), "line 100: .* has rank 0, expected a new token"),
+        (b"".join(_LINES[:255]), "has no token .1 of 256 missing."),
+        *[
+            (BUNDLED_SENTENCEPIECE.read_bytes()[:end], "is a sentencepiece model that is damaged or cut short")
+            for end in (9, 1000, -1)
+        ],
     ],
 )
-def test_a_file_of_another_kind_is_called_by_name(tmp_path: Path, content: bytes | None, words: str) -> None:
+def test_other_and_damaged_files_are_refused(tmp_path: Path, content: bytes | None, words: str) -> None:
     path = tmp_path / "tokenizer.model"
     if content is not None:
         path.write_bytes(content)
-    assert words in refused(path)
+    assert re.search(words, refused(path))
 
 
-# All kinds
+def test_a_sentencepiece_model_that_ends_between_two_pieces_is_refused(tmp_path: Path) -> None:
+    content, end = BUNDLED_SENTENCEPIECE.read_bytes(), 0
+    for _ in range(700):  # a piece: a tag, its length in one byte, its content
+        end += 2 + content[end + 1]
+    (tmp_path / "m").write_bytes(content[:end])
+    assert "its settings, which stand at the end, are missing" in refused(tmp_path / "m")
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -151,49 +154,24 @@ def test_fingerprints_follow_the_ids(tmp_path: Path) -> None:
     by_rank = sorted(RANKS, key=lambda token: RANKS[token])
     swapped = {token: i for i, token in enumerate([*by_rank[:-2], by_rank[-1], by_rank[-2]])}
     assert TiktokenTokenizer(RANKS).fingerprint == TIKTOKEN.fingerprint
-    shutil.copy(BUNDLED_SENTENCEPIECE, tmp_path / "renamed")
-    assert load_tokenizer(str(tmp_path / "renamed")).fingerprint == SENTENCEPIECE.fingerprint
     plain, split = train(tmp_path / "a.model"), train(tmp_path / "b.model", split_digits=True)
     others = [TiktokenTokenizer(swapped), TiktokenTokenizer(RANKS, SPECIAL_TOKENS[:-1])]
     others += [load_tokenizer(str(plain)), load_tokenizer(str(split)), TIKTOKEN, SENTENCEPIECE]
     assert len({tokenizer.fingerprint for tokenizer in others}) == 6
-    assert all(len(tokenizer.fingerprint) == 64 for tokenizer in others)
-
-
-# tiktoken
 
 
 def test_metas_vocabulary_gets_llama3_ids(tmp_path: Path) -> None:
     """128,000 ranks, as in Meta's file, must give the ids published with Llama 3."""
-    tokens = BYTES + [b"%06d" % i for i in range(128_000 - 256)]
-    tokenizer = load_tokenizer(str(write_ranks(tmp_path / "tokenizer.model", tokens)))
+    tokens = [bytes([byte]) for byte in range(256)] + [b"%06d" % i for i in range(128_000 - 256)]
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)))
+    tokenizer = load_tokenizer(str(path))
     assert tokenizer.vocab_size == 128_256
-    published = {
-        "<|begin_of_text|>": 128000,
-        "<|end_of_text|>": 128001,
-        "<|reserved_special_token_0|>": 128002,
-        "<|reserved_special_token_3|>": 128005,
-        "<|start_header_id|>": 128006,
-        "<|end_header_id|>": 128007,
-        "<|reserved_special_token_4|>": 128008,
-        "<|eot_id|>": 128009,
-        "<|reserved_special_token_5|>": 128010,
-        "<|reserved_special_token_250|>": 128255,
-    }
-    assert {name: tokenizer.special_tokens[name] for name in published} == published
-    assert len(SPECIAL_TOKENS) == len(set(SPECIAL_TOKENS)) == 256
-    assert len(RANKS) == 2048 and set(BYTES) <= set(RANKS) and TIKTOKEN.vocab_size == 2304 == 36 * 64
-
-
-@pytest.mark.parametrize("broken", [b"hello world again", b"aGk=", b"aGk= x", b"a*k= 256", b"aGk= -1", "é 3".encode()])
-def test_a_damaged_line_is_named(tmp_path: Path, broken: bytes) -> None:
-    path = write_ranks(tmp_path / "t.model", BYTES)
-    lines = path.read_bytes().splitlines()
-    path.write_bytes(b"\n".join([*lines[:99], broken, *lines[99:]]))
-    assert "line 100: expected a base64 token" in refused(path)
-
-
-# sentencepiece
+    names = ["begin_of_text", "end_of_text", "reserved_special_token_0", "reserved_special_token_3"]
+    names += ["start_header_id", "end_header_id", "reserved_special_token_4", "eot_id", "reserved_special_token_250"]
+    published = [128000, 128001, 128002, 128005, 128006, 128007, 128008, 128009, 128255]
+    assert [tokenizer.special_tokens[f"<|{name}|>"] for name in names] == published
+    assert len(set(SPECIAL_TOKENS)) == 256 and len(RANKS) == 2048 and TIKTOKEN.vocab_size == 2304
 
 
 def test_ids_are_those_of_the_library() -> None:

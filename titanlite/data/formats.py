@@ -11,11 +11,12 @@ import itertools
 import json
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 from titanlite.data import DataError
+from titanlite.data.remote import open_file, public_name
 
 Format = Literal["auto", "json", "parquet", "arrow", "text"]
 
@@ -27,6 +28,8 @@ SUFFIXES: dict[Format, tuple[str, ...]] = {
     "text": (".txt", ".text"),
 }
 COMPRESSED = (".gz", ".zst")
+#: Names of all kinds.
+ENDINGS = tuple(name + packed for names in SUFFIXES.values() for name in names for packed in ("", *COMPRESSED))
 
 _MAGIC: dict[bytes, Format] = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
 _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
@@ -79,8 +82,8 @@ def iter_rows(
         start: rows to leave out: to go on after a record, give its `number`. Lines are skipped unparsed, row groups of
             parquet unread.
 
-    Raises DataError with file and line or row for content that is damaged, truncated, of another kind, or has no such
-    string; and for a missing package. Errors of `file` itself (OSError and others) pass.
+    Raises DataError with file and line or row for content that cannot be read, is damaged, truncated, of another kind,
+    or has no such string; and for a missing package.
     """
     columns = columns or Columns()
     unit, number = "line", start
@@ -92,23 +95,32 @@ def iter_rows(
             if isinstance(content.raw, (gzip.GzipFile, _Zstd)):
                 raise DataError(f"{name} is a compressed {kind} file; decompress it")
             unit = "row"
-            rows = _table_rows(file, content, kind, name, columns, start)
+            rows = _table_rows(content, kind, name, columns, start)
         else:
             rows = _text_rows(content, name, start) if kind == "text" else _json_rows(content, name, columns, start)
-        for number, text, prompt in rows:
-            if text is not None:
-                yield Record(name, number, text, prompt)
-    except EOFError as error:
-        how = str(error) if str(error).startswith("the ") else "the gzip stream has no end"
-        raise DataError(f"{name}: truncated after {unit} {number}: {how}; copy the file again") from None
-    except (gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{name}: damaged gzip data after {unit} {number} ({error}); copy the file again") from error
-    except _Damaged as error:
-        raise DataError(f"{name}: damaged after {unit} {number} ({error}); copy the file again") from error
+        for number, strings in rows:
+            yield Record(name, number, *strings)
+    except (EOFError, gzip.BadGzipFile, zlib.error, _Damaged) as error:
+        how = "truncated" if isinstance(error, EOFError) else "damaged"
+        raise DataError(f"{name}: {how} after {unit} {number} ({error}); copy the file again") from error
+    except OSError as error:
+        raise DataError(f"{name}: cannot be read after {unit} {number}: {error.strerror or error}") from error
+
+
+def read_file(
+    name: Path | str, kind: Format = "auto", columns: Columns | None = None, start: int = 0, patience: float = 0.0
+) -> Iterator[Record]:
+    """Iterate over the records of a local file or a URL, see `iter_rows` and, for `patience`, `remote.retried`."""
+    try:
+        file = open_file(str(name), patience)
+    except OSError as error:
+        raise DataError(f"{name}: cannot be read: {error.strerror or error}") from error
+    with file:
+        yield from iter_rows(file, public_name(name) if isinstance(name, str) else name, kind, columns, start)
 
 
 class _Damaged(Exception):
-    """A library says that the content is not whole."""
+    """A library's reader says that the content is not whole."""
 
 
 def _decompressed(file: Any, name: Path | str) -> io.BufferedReader[Any]:
@@ -177,36 +189,32 @@ def _kind_of(head: bytes, name: str) -> Format:
     return named or ("json" if start.startswith(b"{") else "text")
 
 
-#: Number of a row, its text and its prompt; None: an empty line.
-_Rows = Iterator[tuple[int, "str | None", str]]
+#: Number of a row, its text and perhaps its prompt.
+_Rows = Iterator[tuple[int, Sequence[str]]]
+
+
+def strings_of(record: object, columns: Columns, where: str) -> list[str]:
+    """Return the wanted fields of a record. Raises DataError that begins with `where` if one is no string."""
+    if not isinstance(record, Mapping):
+        problem = f"expected a text, or a table with the key {columns.text!r}, found {type(record).__name__}"
+        raise DataError(f"{where}: {problem}")
+    for column in columns.wanted:
+        if not isinstance(value := record.get(column), str):
+            keys = f"is missing (keys: {', '.join(map(repr, record)) or 'none'})"
+            problem = f"must be a string, found {type(value).__name__}" if column in record else keys
+            raise DataError(f"{where}: the key {column!r} {problem}; {columns.remedy(column)}")
+    return [record[column] for column in columns.wanted]
 
 
 def _json_rows(lines: Iterable[bytes], name: Path | str, columns: Columns, start: int) -> _Rows:
-    text_key, prompt_key = columns.text, columns.prompt
     for number, line in enumerate(itertools.islice(lines, start, None), start + 1):
-        if not line.strip():
-            yield number, None, ""
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            problem = f"not valid JSON ({error}); expected one record per line"
-            raise DataError(f"{name}, line {number}: {problem}") from error
-        if not isinstance(record, dict):
-            problem = f"expected a JSON object with the key {text_key!r}, found {type(record).__name__}"
-            raise DataError(f"{name}, line {number}: {problem}")
-        text, prompt = record.get(text_key), "" if prompt_key is None else record.get(prompt_key)
-        if not (isinstance(text, str) and isinstance(prompt, str)):
-            raise DataError(f"{name}, line {number}: {_no_string(record, columns)}")
-        yield number, text, prompt
-
-
-def _no_string(record: dict[str, Any], columns: Columns) -> str:
-    column = next(column for column in columns.wanted if not isinstance(record.get(column), str))
-    if column in record:
-        return f"the key {column!r} must be a string, found {type(record[column]).__name__}"
-    keys = ", ".join(map(repr, record)) or "none"
-    return f"the key {column!r} is missing (keys: {keys}); {columns.remedy(column)}"
+        if line.strip():
+            where = f"{name}, line {number}"
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise DataError(f"{where}: not valid JSON ({error}); expected one record per line") from error
+            yield number, strings_of(record, columns, where)
 
 
 def _text_rows(content: BinaryIO, name: Path | str, start: int) -> _Rows:
@@ -217,29 +225,35 @@ def _text_rows(content: BinaryIO, name: Path | str, start: int) -> _Rows:
         raise DataError(f"{name}: a text file is one document, of {size} at most; cut it up, or write JSON lines")
     try:
         if text.strip() and not start:
-            yield 1, text.decode("utf-8-sig"), ""
+            yield 1, [text.decode("utf-8-sig")]
     except UnicodeDecodeError as error:
         line = text.count(b"\n", 0, error.start) + 1
         raise DataError(f"{name}, line {line}: not UTF-8 ({error.reason}); expected {_EXPECTED}") from error
 
 
-def _table_rows(
-    file: BinaryIO, content: io.BufferedReader[Any], kind: Format, name: Path | str, columns: Columns, start: int
-) -> _Rows:
+def _table_rows(content: io.BufferedReader[Any], kind: Format, name: Path | str, columns: Columns, start: int) -> _Rows:
     """Iterate over the rows of a parquet or arrow file, a batch at a time."""
     try:
         import pyarrow
     except ImportError:
         raise DataError(f"{name}: reading {kind} needs the package pyarrow: pip install 'titanlite[data]'") from None
-    where = f"{name}, row"
+    wanted = columns.wanted
     try:
-        batches = (_parquet if kind == "parquet" else _arrow)(file, content, where, columns, start)
-        for before, batch in batches:
+        for before, batch in (_parquet if kind == "parquet" else _arrow)(content, wanted, start):
+            if missing := [column for column in wanted if column not in batch.schema.names]:
+                names = ", ".join(batch.schema.names)
+                raise DataError(f"{name}: no column {missing[0]!r} ({names}); {columns.remedy(missing[0])}")
             for first in range(max(start - before, 0), batch.num_rows, _BATCH):
-                part = batch.slice(first, _BATCH)
-                texts, *prompts = (_strings(part.column(c), where, before + first, c) for c in columns.wanted)
-                for number, text in enumerate(texts, before + first + 1):
-                    yield number, text, next(prompts[0]) if prompts else ""
+                part, begin = batch.slice(first, _BATCH), before + first + 1
+                try:
+                    values = [part.column(column).to_pylist() for column in wanted]
+                except UnicodeDecodeError as error:
+                    rows = f"rows {begin} to {begin + part.num_rows - 1}"
+                    raise DataError(f"{name}, {rows}: not UTF-8 ({error.reason})") from error
+                for number, row in enumerate(zip(*values, strict=True), begin):
+                    if not all(isinstance(value, str) for value in row):
+                        strings_of(dict(zip(wanted, row, strict=True)), columns, f"{name}, row {number}")
+                    yield number, row
     except pyarrow.lib.ArrowException as error:
         raise _Damaged(str(error)) from error
     except OSError as error:
@@ -248,58 +262,30 @@ def _table_rows(
         raise
 
 
-def _parquet(
-    file: BinaryIO, _: io.BufferedReader[Any], where: str, columns: Columns, start: int
-) -> Iterator[tuple[int, Any]]:
+def _parquet(content: BinaryIO, wanted: Sequence[str], start: int) -> Iterator[tuple[int, Any]]:
     """Iterate over (rows before, batch), without the row groups that end before `start`."""
     from pyarrow.parquet import ParquetFile
 
     # Read by pages: a whole column of a row group may be gigabytes.
-    table = ParquetFile(file, buffer_size=_BUFFER, pre_buffer=False, page_checksum_verification=True)
-    _check_types(table.schema_arrow, where, columns)
+    table = ParquetFile(content, buffer_size=_BUFFER, pre_buffer=False, page_checksum_verification=True)
+    columns = list(wanted) if {*wanted} <= {*table.schema_arrow.names} else None
     before = 0
     for group in range(table.num_row_groups):
         rows = table.metadata.row_group(group).num_rows
         if before + rows > start:
             seen = before
-            for batch in table.iter_batches(_BATCH, [group], list(columns.wanted), use_threads=False):
+            for batch in table.iter_batches(_BATCH, [group], columns, use_threads=False):
                 yield seen, batch
                 seen += batch.num_rows
         before += rows
 
 
-def _arrow(
-    file: BinaryIO, content: io.BufferedReader[Any], where: str, columns: Columns, start: int
-) -> Iterator[tuple[int, Any]]:
+def _arrow(content: io.BufferedReader[Any], _: Sequence[str], start: int) -> Iterator[tuple[int, Any]]:
     from pyarrow import ipc
 
     is_file = content.peek(6).startswith(b"ARROW1")
-    reader = ipc.open_file(file) if is_file else ipc.open_stream(content)
-    _check_types(reader.schema, where, columns)
+    reader = ipc.open_file(content) if is_file else ipc.open_stream(content)
     before = 0
     for batch in map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader:
         yield before, batch
         before += batch.num_rows
-
-
-def _check_types(schema: Any, where: str, columns: Columns) -> None:
-    """Raise DataError unless the columns exist and hold strings."""
-    name = where.removesuffix(", row")
-    for column in columns.wanted:
-        if column not in schema.names:
-            raise DataError(f"{name}: no column {column!r} ({', '.join(schema.names)}); {columns.remedy(column)}")
-        kind = schema.field(column).type
-        if str(getattr(kind, "value_type", kind)) not in ("string", "large_string", "string_view"):
-            raise DataError(f"{name}: the column {column!r} holds {kind}, expected strings; {columns.remedy(column)}")
-
-
-def _strings(values: Any, where: str, before: int, column: str) -> Iterator[str]:
-    """Iterate over the strings of an arrow array."""
-    for number, value in enumerate(values, before + 1):
-        try:
-            text = value.as_py()
-        except UnicodeDecodeError as error:
-            raise DataError(f"{where} {number}: the column {column!r} is not UTF-8 ({error.reason})") from error
-        if text is None:
-            raise DataError(f"{where} {number}: the column {column!r} is null; leave such rows out")
-        yield text

@@ -10,21 +10,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import random
 import re
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import cast
 
 from titanlite.config.text_names import HubText
 from titanlite.data import DataError
-from titanlite.data.formats import Columns, Format, Record, iter_rows
-from titanlite.utils import counted, human_time, logger
+from titanlite.data.formats import ENDINGS, Columns, Format, Record, read_file
+from titanlite.data.remote import FileChangedError, public_name, retried
+from titanlite.utils import logger
 
-_SUFFIX = r"\.(jsonl?|ndjson|parquet|arrow|txt|text)(\.gz|\.zst)?$"
-#: Seconds before the first and the longest wait for a source to come back.
-_FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
+#: Seconds for a remote source to list its files.
+_LISTING_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -63,86 +61,21 @@ class Shards:
     def records(self, shard: int, start: int) -> Iterator[Record]:
         """Iterate over the records of a file from row `start` on, 0 the first.
 
-        What fails on its way here is read again from the next row on, after a wait. Raises DataError, naming file and
-        row, for bad records, and when the source has not come back in `patience` seconds.
+        Raises DataError, naming file and place, for bad records, and when the source has not come back in `patience`
+        seconds. Of a file that was replaced the rows after those served are read.
         """
-        name, row, waits, failing = self.names[shard], start, 0, 0.0
-        remote = "://" in name
+        name, row, changed = self.names[shard], start, -1
         while True:
             try:
-                with open_file(name) as file:
-                    for record in iter_rows(file, public_name(name), self.kind, self.columns, row):
-                        yield record
-                        row, waits = record.number, 0
+                for record in read_file(name, self.kind, self.columns, row, self.patience):
+                    yield record
+                    row = record.number
                 return
-            except Exception as error:
-                if isinstance(error, DataError):
+            except FileChangedError as error:
+                if row == changed:
                     raise
-                reason, failed = _reason(error), f"{public_name(name)} cannot be read after record {row}"
-                failing = time.monotonic() if waits == 0 else failing
-                waits += 1
-                tried = time.monotonic() - failing
-                wait = retry_wait(error, waits, self.patience - tried) if remote else None
-                if wait is None:
-                    if remote and not _is_final(reason):
-                        failed += f", {counted(waits, 'tries')} in {human_time(tried)} (data.retry_seconds)"
-                    raise DataError(f"{failed}: {words(reason)}") from error
-                logger.warning(f"{failed} ({words(reason)}): try {waits + 1} in {wait:.0f} s")
-                time.sleep(wait)
-
-
-def _reason(error: Exception) -> BaseException:
-    """Return the real error of an HTTP server: fsspec makes "no such file" of each one while it opens a file."""
-    cause = error.__cause__
-    return cause if cause is not None and type(cause).__module__.startswith("aiohttp") else error
-
-
-def public_name(name: str) -> str:
-    """Return a name without the query of a URL, which may hold a signature."""
-    return name.partition("?")[0] if "://" in name else name
-
-
-def retry_wait(error: Exception, tries: int, left: float) -> float | None:
-    """Return the seconds to wait before another try; None if it cannot help, or `left` seconds are too few.
-
-    They are those that the server asks for, else twice as many each time, with jitter.
-    """
-    reason = _reason(error)
-    if _is_final(reason):
-        return None
-    headers = getattr(getattr(reason, "response", None), "headers", None) or getattr(reason, "headers", None) or {}
-    asked = str(headers.get("Retry-After", ""))
-    wait = min(_FIRST_WAIT * 2 ** (tries - 1), _LONGEST_WAIT) * random.uniform(0.5, 1.0)
-    if asked.isdigit():
-        wait = float(asked) + random.random()
-    return wait if wait <= left else None
-
-
-def _is_final(error: BaseException) -> bool:
-    """Return whether another try cannot help: no such file, or no right to read it."""
-    status = getattr(getattr(error, "response", None), "status_code", None) or getattr(error, "status", None)
-    return isinstance(error, FileNotFoundError | PermissionError) or status in (400, 401, 403, 404, 410)
-
-
-def words(error: BaseException) -> str:
-    """Return an error on one line, without the queries of URLs."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    return re.sub(r"(://[^\s?]+)\?[^\s'\"]+", r"\1?…", text)[:300]  # the query may hold a signature
-
-
-def open_file(name: str) -> Any:
-    """Open a local file or a URL for reading, as a context manager."""
-    if "://" not in name:
-        return open(name, "rb")
-    import fsspec
-
-    options = {}
-    if name.startswith(("http://", "https://")):
-        import aiohttp
-
-        # A large file may take long; a server that says nothing may not.
-        options = {"client_kwargs": {"timeout": aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=30)}}
-    return fsspec.open(name, "rb", **options)
+                logger.warning(f"{error}: it is read again, from record {row + 1} on")
+                changed = row
 
 
 def url_files(url: str, key: str) -> list[str]:
@@ -152,19 +85,19 @@ def url_files(url: str, key: str) -> list[str]:
     """
     import fsspec
 
-    scheme = url.partition("://")[0]
-    if scheme in ("http", "https") and "*" not in url and not url.endswith("/"):
+    if url.startswith(("http://", "https://")) and "*" not in url and not url.endswith("/"):
         return [url]
-    try:
+
+    def find() -> list[str]:
         files, path = fsspec.core.url_to_fs(url)
         found = files.glob(path) if any(sign in path for sign in "*?[") else files.find(path)
-    except Exception as error:
-        raise DataError(f"{key}: {url} cannot be listed: {words(error)}") from error
-    names = sorted(files.unstrip_protocol(name) for name in found if not os.path.basename(name).startswith((".", "_")))
-    known = [name for name in names if re.search(_SUFFIX, name)]
+        return sorted(map(files.unstrip_protocol, found))
+
+    names = retried(find, f"{key}: {url} cannot be listed", _LISTING_SECONDS)
+    names = [name for name in names if not os.path.basename(name).startswith((".", "_"))]
     if not names:
         raise DataError(f"{key}: there are no files at {url}")
-    return known or names
+    return [name for name in names if name.endswith(ENDINGS)] or names
 
 
 def hub_files(text: HubText, subset: str | None, split: str | None, key: str) -> tuple[list[str], str, Format]:
@@ -177,17 +110,13 @@ def hub_files(text: HubText, subset: str | None, split: str | None, key: str) ->
     except ImportError:
         raise DataError(f"{key}: the hub needs the package datasets: pip install 'titanlite[data]'") from None
     subset, split = subset or text.subset, split or text.split
-    try:
-        builder = datasets.load_dataset_builder(text.repository, subset)
-    except Exception as error:
-        raise DataError(
-            f"{key}: the hub's data set {text.repository}{f', subset {subset},' if subset else ''} cannot be listed: "
-            f"{words(error)}. A private or gated one needs HF_TOKEN"
-        ) from error
+    what = f"{key}: the hub's data set {text.repository}{f', subset {subset},' if subset else ''}"
+    failed = f"{what} cannot be listed (a private or gated one needs HF_TOKEN)"
+    builder = retried(lambda: datasets.load_dataset_builder(text.repository, subset), failed, _LISTING_SECONDS)
     files = builder.config.data_files or {}
     if split not in files:
         raise DataError(f"{key}: {text.repository} has no split {split!r}; it has {', '.join(files) or 'no files'}")
     names = [str(name) for name in files[split]]
     revision = next((found[1] for name in names if (found := re.match(r"hf://datasets/[^@]+@([0-9a-f]+)/", name))), "")
-    kinds: dict[str, Format] = {"json": "json", "parquet": "parquet", "arrow": "arrow"}
-    return names, revision, kinds.get(type(builder).__module__.rpartition(".")[2], "auto")
+    kind = type(builder).__module__.rpartition(".")[2]
+    return names, revision, cast(Format, kind) if kind in ("json", "parquet", "arrow") else "auto"

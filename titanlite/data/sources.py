@@ -6,21 +6,18 @@ A missing, empty or damaged source is an error that names it; nothing replaces t
 from __future__ import annotations
 
 import glob
-import itertools
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from titanlite.config.extensions import load_function
 from titanlite.config.sections import Data, DataSource
 from titanlite.config.text_names import REGISTERED
 from titanlite.data import DataError
-from titanlite.data.formats import COMPRESSED, SUFFIXES, Columns, Format, Record, iter_rows
+from titanlite.data.formats import COMPRESSED, ENDINGS, SUFFIXES, Columns, Format, Record, read_file, strings_of
 from titanlite.utils import logger
 
-#: Number of empty files that a warning names.
-_NAMED = 3
 _ASSETS = Path(__file__).parent / "assets"
 
 #: Text that is bundled with titanlite, by data set name.
@@ -57,10 +54,10 @@ def source_files(dataset: str, path: str | None, section: str = "training") -> l
             )
         return list_files(BUNDLED[dataset])
     files = list_files(Path(path), f"{section}.dataset_path")
-    empty = [file for file in files if file.stat().st_size == 0]
-    if empty and len(empty) < len(files):  # where all are empty, reading refuses them
-        names = ", ".join(map(str, empty[:_NAMED])) + f" and {len(empty) - _NAMED} more" * (len(empty) > _NAMED)
+    empty = [str(file) for file in files if file.stat().st_size == 0]
+    if 0 < len(empty) < len(files):  # where all are empty, reading refuses them
         level = logging.INFO if os.environ.get("RANK", "0") != "0" else logging.WARNING
+        names = ", ".join(empty[:3]) + ", …" * (len(empty) > 3)
         count = f"{len(empty)} of {len(files)} files"
         logger.log(level, f"{section}.dataset_path: {count} are empty (0 bytes) and hold no text: {names}")
     return files
@@ -98,14 +95,10 @@ def list_files(path: Path, key: str = "training.dataset_path") -> list[Path]:
         hint = f" (looked from {Path.cwd()}; a data set of the Hugging Face hub is named by {key[:-5]})"
         hint = "" if path.is_absolute() else hint
         raise DataError(f"{key}: {path} does not exist{hint}; give a file, a pattern or a folder of text")
-    files = _text_files(path.iterdir()) or _text_files(
-        file for file in path.rglob("*") if not any(part.startswith(".") for part in file.relative_to(path).parts)
-    )
+    seen = (file for file in path.rglob("*") if not any(part[0] == "." for part in file.relative_to(path).parts))
+    files = _text_files(path.iterdir()) or _text_files(seen)
     if not files:
-        expected = ", ".join(itertools.chain.from_iterable(SUFFIXES.values()))
-        raise DataError(
-            f"{key}: the folder {path} holds no text; expected names in {expected}, or these with .gz, .zst"
-        )
+        raise DataError(f"{key}: the folder {path} holds no text; expected names in {', '.join(ENDINGS)}")
     splits = sorted({file.relative_to(path).parts[0] for file in files if file.parent != path})
     if len(splits) > 1 and _HELD_OUT.intersection(splits):
         raise DataError(f"{key}: the folder {path} holds several splits; give one of them: {', '.join(splits)}")
@@ -114,10 +107,10 @@ def list_files(path: Path, key: str = "training.dataset_path") -> list[Path]:
 
 def _text_files(paths: Iterable[Path]) -> list[Path]:
     """Return the files of the first kind that there is, sorted."""
-    files = [file for file in paths if file.name not in _NO_TEXT and file.is_file()]
+    files = sorted(file for file in paths if file.name.endswith(ENDINGS) and file.name not in _NO_TEXT)
     for suffixes in SUFFIXES.values():
         names = tuple(suffix + packed for suffix in suffixes for packed in ("", *COMPRESSED))
-        if found := sorted(file for file in files if file.name.endswith(names)):
+        if found := [file for file in files if file.name.endswith(names) and file.is_file()]:
             return found
     return []
 
@@ -130,15 +123,10 @@ def own_records(function: str, key: str, columns: Columns | None = None) -> Iter
     Raises DataError, naming the config's `key`, for a document without a text, and if there is none at all.
     """
     number = 0
-    wanted = (columns or Columns()).wanted
     for number, document in enumerate(load_function(key, function)(), 1):
-        fields = [document.get(column) for column in wanted] if isinstance(document, Mapping) else [document]
-        values = [field for field in fields if isinstance(field, str)]
-        if len(values) < len(fields):
-            what = f"{key}: document {number} of {function} is {document!r:.80}"
-            names = ("key " if len(wanted) == 1 else "keys ") + " and ".join(map(repr, wanted))
-            raise DataError(f"{what}; expected a text, or a table with the {names}")
-        yield Record(function, number, *values)
+        where = f"{key}: document {number} of {function}"
+        strings = [document] if isinstance(document, str) else strings_of(document, columns or Columns(), where)
+        yield Record(function, number, *strings)
     if not number:
         raise DataError(f"{key}: {function} returned no documents")
 
@@ -148,19 +136,13 @@ def iter_records(
 ) -> Iterator[Record]:
     """Iterate over the records of a path or a list of files, in order.
 
-    Raises DataError as `list_files` and `iter_rows` do, for a file that cannot be read, and if there is no record.
+    Raises DataError as `list_files` and `iter_rows` do, and if there is no record.
     """
     files = list_files(path) if isinstance(path, Path) else list(path)
     record = None
     for file in files:
-        place = 0
-        try:
-            with open(file, "rb") as content:
-                for record in iter_rows(content, file, kind, columns):
-                    place = record.number
-                    yield record
-        except OSError as error:
-            raise DataError(f"{file}: cannot be read after line {place}: {error.strerror or error}") from error
+        for record in read_file(file, kind, columns):
+            yield record
     if record is None:
-        names = ", ".join(str(file) for file in files[:3]) + (", …" if len(files) > 3 else "")
+        names = ", ".join(map(str, files[:3])) + ", …" * (len(files) > 3)
         raise DataError(f"no records in {names}: the files are empty; give files with text")

@@ -11,11 +11,13 @@ way to skip. Epochs are those of a lane: lanes with less text begin theirs soone
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +38,6 @@ _LANES = 8
 #: Gives each lane its own order.
 _LANE_KEY = 0x9E3779B1
 
-T = TypeVar("T")
 Ids = NDArray[np.int64]
 
 
@@ -107,8 +108,8 @@ class StreamRows:
         self.fingerprint = shards.fingerprint(description)
         self.given_lanes = lanes
         self.lanes = lanes or default_lanes(ranks, len(shards.names))
-        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="titanlite-read")
-        self._encoders = ThreadPoolExecutor(workers, thread_name_prefix="titanlite-encode") if workers else None
+        self.readers = ThreadPoolExecutor(_READERS, thread_name_prefix="titanlite-read")
+        self.encoders = ThreadPoolExecutor(workers, thread_name_prefix="titanlite-encode") if workers else None
         self._open: dict[int, _Lane] = {}
         self._places: dict[int, tuple[int, Place]] = {}
         self._kept: OrderedDict[int, _Window] = OrderedDict()
@@ -210,89 +211,16 @@ class StreamRows:
         self._open[number] = _Lane(self, number, *start)
         return self._open[number]
 
-    # What a lane asks for. These methods run in several threads and change nothing.
-
-    def blocks(self, lane: int, start: Place) -> Iterator[tuple[Place, list[Record]]]:
-        """Yield blocks of a lane, each with its place, from the one that begins at `start`."""
-        size = max(self.buffer // self.lanes, 1) if self.shuffle else 256
-        shard, row = start.shard, start.row
-        epoch, seen = start.epoch, row > 0 or shard > 0
-        while True:
-            own = self._own(lane, epoch)
-            for place in range(shard, len(own)):
-                number, part, parts = own[place]
-                begin, block = row, list[Record]()
-                for record in self.shards.records(number, row):
-                    if record.number % parts == part:
-                        block.append(record)
-                    if len(block) == size:
-                        seen = True
-                        yield Place(epoch, place, begin), block
-                        begin, block = record.number, []
-                if block:
-                    seen = True
-                    yield Place(epoch, place, begin), block
-                row = 0
-            if not seen:
-                files = ", ".join(self.shards.names[number] for number, _, _ in own[:3])
-                raise DataError(
-                    f"no records in {files}: a lane of the stream is empty; set data.lanes lower, "
-                    "or data.streaming = false"
-                )
-            epoch, shard, seen = epoch + 1, 0, False
-
-    def _own(self, lane: int, epoch: int) -> list[tuple[int, int, int]]:
-        """Return a lane's shards in order: (number, part, parts); it takes the rows with row mod parts = part."""
-        count = len(self.shards.names)
-        if count >= self.lanes:
-            # The same shards in each epoch: lanes do not end theirs at the same time.
-            own = epoch_order(count, self.seed, 0, self.shuffle)[lane :: self.lanes]
-            order = epoch_order(len(own), self.seed ^ (lane + 1) * _LANE_KEY, epoch, self.shuffle)
-            return [(number, 0, 1) for number in own[order].tolist()]
-        part, number = divmod(lane, count)  # lanes share a shard: each reads all of it
-        return [(number, part, len(range(number, self.lanes, count)))]
-
-    def documents(self, lane: int, start: Place) -> Iterator[list[_Document]]:
-        """Yield a lane's documents in order, tokenized, some at a time."""
-        blocks = self.blocks(lane, start)
-        ahead = self._readers.submit(next, blocks)
-        first = start.document
-        while True:
-            place, records = ahead.result()
-            ahead = self._readers.submit(next, blocks)
-            key = (place.epoch << 40) ^ (place.shard << 24) ^ place.row
-            order = epoch_order(len(records), self.seed ^ (lane + 1) * _LANE_KEY, key, self.shuffle).tolist()
-            chunk, size = list[_Document](), 0
-            for index in range(first, len(order)):
-                record = records[order[index]]
-                chunk.append(
-                    _Document(*self.encode(record), place._replace(document=index), f"{record.file}:{record.number}")
-                )
-                size += len(record.text)
-                if size > _CHUNK:
-                    yield chunk
-                    chunk, size = [], 0
-            if chunk:
-                yield chunk
-            first = 0
-
-    def ahead(self, function: Callable[[], T]) -> Callable[[], T]:
-        """Start a call in a thread that tokenizes; return the function that waits for its result."""
-        if self._encoders is None:
-            return function
-        future: Future[T] = self._encoders.submit(function)
-        return future.result
-
 
 class _Lane:
-    """A lane from a place on: its windows in order."""
+    """A lane from a place on: its windows in order. `_blocks` and `_documents` run in other threads, one at a time."""
 
     def __init__(self, rows: StreamRows, number: int, count: int, place: Place) -> None:
-        self.rows, self.count = rows, count
+        self.rows, self.number, self.count = rows, number, count
         #: Counts and places before the latest windows, to go back to.
-        self.passed: deque[tuple[int, Place]] = deque(maxlen=1 << 14)
-        self._chunks = rows.documents(number, place)
-        self._next = rows.ahead(self._read)
+        self.passed: deque[tuple[int, Place]] = deque(maxlen=1 << 12)
+        self._chunks = self._documents(place)
+        self._next = self._ahead()
         #: Documents that are not served to the end. Of the first, `_served` tokens are.
         self._queue: deque[_Document] = deque()
         self._served, self._start = place.offset, place
@@ -309,7 +237,7 @@ class _Lane:
         missing = self.rows.seq_len + 1 + self._served - sum(len(document.ids) for document in self._queue)
         while missing > 0:
             chunk = self._next()
-            self._next = self.rows.ahead(self._read)
+            self._next = self._ahead()
             self._queue += chunk
             missing -= sum(len(document.ids) for document in chunk)
         parts, begin, missing = list[tuple[_Document, int, int]](), self._served, self.rows.seq_len + 1
@@ -329,8 +257,68 @@ class _Lane:
         tokens = np.concatenate([document.ids[begin:end] for document, begin, end in parts])
         return _Window(tokens, targets, numbers, [document.name for document, _, _ in parts])
 
-    def _read(self) -> list[_Document]:
-        return next(self._chunks)
+    def _ahead(self) -> Callable[[], list[_Document]]:
+        """Start to tokenize the next documents, if there are threads for it; return a function that waits for them."""
+        if self.rows.encoders is None:
+            return partial(next, self._chunks)
+        return self.rows.encoders.submit(next, self._chunks).result
+
+    def _order(self, count: int, epoch: int) -> list[int]:
+        """Return an order of the lane's own."""
+        return epoch_order(count, self.rows.seed ^ (self.number + 1) * _LANE_KEY, epoch, self.rows.shuffle).tolist()
+
+    def _shards(self, epoch: int) -> list[tuple[int, int, int]]:
+        """Return the lane's shards in order: (number, part, parts); it takes the rows with row mod parts = part."""
+        rows, count = self.rows, len(self.rows.shards.names)
+        if count >= rows.lanes:
+            # The same shards in each epoch: lanes do not end theirs at the same time.
+            own = epoch_order(count, rows.seed, 0, rows.shuffle)[self.number :: rows.lanes].tolist()
+            return [(own[place], 0, 1) for place in self._order(len(own), epoch)]
+        part, number = divmod(self.number, count)  # lanes share a shard: each reads all of it
+        return [(number, part, len(range(number, rows.lanes, count)))]
+
+    def _blocks(self, start: Place) -> Iterator[tuple[Place, list[Record]]]:
+        """Yield blocks of documents, each with its place, from the one that begins at `start`."""
+        rows = self.rows
+        size = max(rows.buffer // rows.lanes, 1) if rows.shuffle else 256
+        epoch, shard, row = start.epoch, start.shard, start.row
+        seen = row > 0 or shard > 0
+        while True:
+            own = self._shards(epoch)
+            for place in range(shard, len(own)):
+                number, part, parts = own[place]
+                records = (record for record in rows.shards.records(number, row) if record.number % parts == part)
+                while block := list(itertools.islice(records, size)):
+                    seen = True
+                    yield Place(epoch, place, row), block
+                    row = block[-1].number
+                row = 0
+            if not seen:
+                files = ", ".join(rows.shards.names[number] for number, _, _ in own[:3])
+                raise DataError(
+                    f"no records in {files}: a lane of the stream is empty; set data.lanes lower, "
+                    "or data.streaming = false"
+                )
+            epoch, shard, seen = epoch + 1, 0, False
+
+    def _documents(self, start: Place) -> Iterator[list[_Document]]:
+        """Yield documents in order, tokenized, some at a time."""
+        blocks, first = self._blocks(start), start.document
+        ahead = self.rows.readers.submit(next, blocks)
+        while True:
+            place, records = ahead.result()
+            ahead = self.rows.readers.submit(next, blocks)
+            order = self._order(len(records), (place.epoch << 40) ^ (place.shard << 24) ^ place.row)
+            chunk, size = list[_Document](), 0
+            for index in range(first, len(order)):
+                record = records[order[index]]
+                ids, prompt = self.rows.encode(record)
+                chunk.append(_Document(ids, prompt, place._replace(document=index), f"{record.file}:{record.number}"))
+                size += len(record.text)
+                if size > _CHUNK or index == len(order) - 1:
+                    yield chunk
+                    chunk, size = [], 0
+            first = 0
 
 
 def default_lanes(ranks: int, shards: int) -> int:

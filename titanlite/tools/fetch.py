@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shutil
 import time
 from pathlib import Path
-from typing import Any
 
 from titanlite.config.text_names import hub_text
 from titanlite.config.urls import is_url
 from titanlite.data import DataError
-from titanlite.data.shards import hub_files, open_file, public_name, retry_wait, url_files, words
+from titanlite.data.remote import open_file, public_name
+from titanlite.data.shards import hub_files, url_files
 from titanlite.utils import counted, human_bytes, human_time
 
 _PIECE = 8 << 20
@@ -61,31 +62,18 @@ def _numbers(text: str, count: int) -> list[int]:
 
 def _copy(name: str, target: Path) -> int:
     """Copy a file by way of a partial one, which a later try continues; return its bytes."""
-    # Its name tells the revision: parts of two revisions must not become one file.
-    partial = target.with_name(f"{target.name}.{hashlib.sha256(name.encode()).hexdigest()[:8]}.partial")
-    tries, failing = 0, 0.0
-    while True:
-        done = partial.stat().st_size if partial.exists() else 0
-        try:
-            with open_file(name) as source, open(partial, "ab") as copy:
-                source.seek(done)
-                while piece := source.read(_PIECE):
-                    copy.write(piece)
-                    tries = 0
-                size: Any = getattr(source, "size", None)
+    try:
+        with open_file(name, PATIENCE) as source:
+            # Its name tells the content: parts of two versions must not become one file.
+            content = hashlib.sha256(f"{name} {source.raw.identity}".encode()).hexdigest()[:8]
+            partial = target.with_name(f"{target.name}.{content}.partial")
+            with open(partial, "ab") as copy:
+                source.seek(copy.tell())
+                shutil.copyfileobj(source, copy, _PIECE)
                 copy.flush()
                 os.fsync(copy.fileno())
-            written = partial.stat().st_size
-            if size is not None and written != size:
-                raise OSError(f"{written} of {size} bytes came")
-            partial.replace(target)
-            return written
-        except Exception as error:
-            failing = time.monotonic() if tries == 0 else failing
-            tries += 1
-            wait = retry_wait(error, tries, PATIENCE - (time.monotonic() - failing))
-            if wait is None:
-                raise DataError(
-                    f"{public_name(name)} cannot be read: {words(error)}; the same command goes on"
-                ) from error
-            time.sleep(wait)
+    except DataError as error:
+        raise DataError(f"{error}; the same command goes on") from error
+    size = partial.stat().st_size
+    partial.replace(target)
+    return size

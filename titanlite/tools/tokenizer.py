@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titanlite.data import DataError
+from titanlite.data.remote import words
 from titanlite.data.tokenizer import FOLDER_FILES, load_tokenizer
 from titanlite.data.tokenizer.hf_json import NAMING_FILES
 from titanlite.utils import Style
@@ -63,17 +64,11 @@ def fetch(repository: str, folder: Path, revision: str | None = None) -> list[st
     except errors.GatedRepoError:
         remedy = f"ask for access at {page}, and set HF_TOKEN to a token of that account"
         raise DataError(f"{repository} is gated: {remedy}") from None
-    except errors.RevisionNotFoundError:
-        raise DataError(f"{repository} has no revision {revision!r}; see {page}") from None
-    except errors.RepositoryNotFoundError:
-        remedy = "check the spelling; if it is private, set HF_TOKEN"
-        raise DataError(f"{repository} is not on the hub, or not visible to you: {remedy}") from None
-    except errors.HFValidationError as error:
-        raise DataError(f"{repository!r} is no id of the hub ({error}); expected owner/name") from None
-    except (errors.HfHubHTTPError, OSError) as error:
-        raise DataError(f"{repository} cannot be fetched: {error}") from error
-    except Exception as error:
-        if not type(error).__module__.startswith(("httpx", "httpcore", "requests")):
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as error:
+        what = f"{repository}{f', revision {revision},' if revision else ''} is not on the hub, or not visible to you"
+        raise DataError(f"{what}: check the spelling (owner/name); if it is private, set HF_TOKEN") from error
+    except Exception as error:  # those of its HTTP library too
+        if isinstance(error, DataError):
             raise
-        raise DataError(f"{repository}: the hub cannot be reached ({error}); see HF_ENDPOINT, HTTPS_PROXY") from error
+        raise DataError(f"{repository} cannot be fetched: {words(error)}; see HF_ENDPOINT, HTTPS_PROXY") from error
     return names

@@ -44,6 +44,8 @@ class Tokenizer(ABC):
     eos_id: int
     special_tokens: dict[str, int]
     fingerprint: str
+    #: What names BOS and EOS.
+    named_by = "the file"
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
         """Return the ids of `text`. Names of special tokens in it are plain text; lone surrogates become U+FFFD."""
@@ -117,12 +119,11 @@ def load_tokenizer(path: str | None = None, family: str = "llama3") -> Tokenizer
     file = bundled if path is None else _file(Path(path))
     content = _read(file)
     kind = kind_of(content, file)
-    named_by = "the file"
     tokenizer: Tokenizer
     if kind == "tiktoken":
         from titanlite.data.tokenizer.tiktoken_ranks import TiktokenTokenizer, parse_ranks
 
-        tokenizer, named_by = TiktokenTokenizer(parse_ranks(content, file)), "Llama 3"
+        tokenizer = TiktokenTokenizer(parse_ranks(content, file))
     elif kind == "sentencepiece":
         from titanlite.data.tokenizer.sentencepiece_model import SentencePieceTokenizer
 
@@ -130,12 +131,11 @@ def load_tokenizer(path: str | None = None, family: str = "llama3") -> Tokenizer
     else:
         from titanlite.data.tokenizer.hf_json import JsonTokenizer
 
-        tokenizer = json_tokenizer = JsonTokenizer(content, file)
-        named_by = json_tokenizer.named_by
+        tokenizer = JsonTokenizer(content, file)
     if path is not None:
         logger.info(
             f"tokenizer: {file} ({kind}), {tokenizer.vocab_size:,} ids; "
-            f"BOS {tokenizer.bos_id} and EOS {tokenizer.eos_id} by {named_by}"
+            f"BOS {tokenizer.bos_id} and EOS {tokenizer.eos_id} by {tokenizer.named_by}"
         )
     return tokenizer
 

@@ -95,24 +95,20 @@ def _parse(content: bytes, where: str) -> dict[str, Any]:
 
 def _bos_and_eos(tokenizer: Any, path: Path) -> tuple[tuple[str, str], str]:
     """Return the names of BOS and EOS, and the file that names them."""
-    named: dict[str, tuple[str | None, Path]] = {}
+    named: dict[str, tuple[str, str]] = {}
     for file in (path.parent / name for name in NAMING_FILES):
         for key, token in _named_in(file).items():
-            named.setdefault(key, (token, file))
-    for key, (token, file) in named.items():
-        if token is None:
-            raise DataError(
-                f"model.tokenizer_path: {file} says that there is no {key}, and each document begins with BOS and ends "
-                f"with EOS; name one of the special tokens of {path.name} there"
-            )
-        if tokenizer.token_to_id(token) is None:
-            raise DataError(
-                f"model.tokenizer_path: {file} names {token!r} as {key}, which {path} does not have; "
-                "take both files from the same place"
-            )
+            if key in named:
+                continue
+            if token is None or tokenizer.token_to_id(token) is None:
+                raise DataError(
+                    f"model.tokenizer_path: {file} names {token!r} as {key}, which {path} does not have; each document "
+                    "begins with BOS and ends with EOS: take both files from the same place, or name a token it has"
+                )
+            named[key] = token, file.name
     if len(named) == len(_KEYS):
-        bos, eos = (named[key] for key in _KEYS)
-        return (str(bos[0]), str(eos[0])), " and ".join(dict.fromkeys([bos[1].name, eos[1].name]))
+        (bos, first), (eos, second) = (named[key] for key in _KEYS)
+        return (bos, eos), " and ".join(dict.fromkeys([first, second]))
     for pair in WELL_KNOWN:
         agrees = all(named[key][0] == token for key, token in zip(_KEYS, pair, strict=True) if key in named)
         if agrees and None not in map(tokenizer.token_to_id, pair):
@@ -133,10 +129,5 @@ def _named_in(file: Path) -> dict[str, str | None]:
         return {}
     except (OSError, ValueError) as error:
         raise DataError(f"model.tokenizer_path: {file} cannot be read ({error}); copy the file again") from None
-    found: dict[str, str | None] = {}
-    for key in _KEYS:
-        token = parsed.get(key, "") if isinstance(parsed, dict) else ""
-        token = token.get("content") if isinstance(token, dict) else token
-        if token is None or token and isinstance(token, str):
-            found[key] = token
-    return found
+    tokens = {key: parsed[key] for key in _KEYS if key in parsed}
+    return {key: token["content"] if isinstance(token, dict) else token for key, token in tokens.items()}

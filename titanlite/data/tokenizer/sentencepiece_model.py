@@ -6,12 +6,11 @@ import hashlib
 from pathlib import Path
 
 import sentencepiece
+from google.protobuf.message import DecodeError
+from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
 
 from titanlite.data import DataError
 from titanlite.data.tokenizer import Tokenizer
-
-# Fields of sentencepiece's ModelProto after the pieces: how to merge them, and how to normalise text.
-_TRAINER_SPEC, _NORMALIZER_SPEC = 2, 3
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -26,11 +25,12 @@ class SentencePieceTokenizer(Tokenizer):
         """content: of the file at `path`. Raises DataError if it is not a whole model with BOS and EOS."""
         key = f"model.tokenizer_path: {path}"
         try:
-            fields = protobuf_fields(content)
-            if not {_TRAINER_SPEC, _NORMALIZER_SPEC} <= fields:
+            # The library takes a file that ends between two pieces for a small model with other settings.
+            parsed = ModelProto.FromString(content)
+            if not (parsed.HasField("trainer_spec") and parsed.HasField("normalizer_spec")):
                 raise ValueError("its settings, which stand at the end, are missing")
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=content)
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, RuntimeError, DecodeError) as error:
             raise DataError(
                 f"{key} is a sentencepiece model that is damaged or cut short ({error}); copy the file again"
             ) from error
@@ -52,35 +52,3 @@ class SentencePieceTokenizer(Tokenizer):
 
     def _decode(self, ids: list[int]) -> str:
         return self._processor.decode(ids)
-
-
-def protobuf_fields(content: bytes) -> set[int]:
-    """Return the numbers of the top fields of a protobuf message. Raises ValueError if it is not whole.
-
-    The library's own reader takes a file that ends between two pieces for a small model with other settings.
-    """
-    found: set[int] = set()
-    at = 0
-    while at < len(content):
-        tag, at = _varint(content, at)
-        if tag & 7 != 2:  # every field of a model is a message
-            raise ValueError(f"an unknown field at byte {at}")
-        length, at = _varint(content, at)
-        at += length
-        if at > len(content):
-            raise ValueError(f"it has {len(content):,} bytes and should go on to {at:,}")
-        found.add(tag >> 3)
-    return found
-
-
-def _varint(content: bytes, at: int) -> tuple[int, int]:
-    """Return the base-128 number at byte `at`, and the position after it."""
-    value = 0
-    for shift in range(0, 70, 7):
-        if at >= len(content):
-            raise ValueError(f"it ends within a number at byte {at:,}")
-        value |= (content[at] & 0x7F) << shift
-        at += 1
-        if content[at - 1] < 0x80:
-            return value, at
-    raise ValueError(f"a number without end at byte {at:,}")

@@ -8,7 +8,6 @@ special tokens follow the last rank, so Meta's own file gives 128,000 + 256 ids 
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import re
 from pathlib import Path
@@ -49,6 +48,8 @@ _MAX_RUN_CHARS = 25_000
 
 class TiktokenTokenizer(Tokenizer):
     """Llama 3's tokenizer over any ranks. Text never becomes a special token."""
+
+    named_by = "Llama 3"
 
     def __init__(self, ranks: dict[bytes, int], special_tokens: tuple[str, ...] = SPECIAL_TOKENS) -> None:
         """`ranks`: each token's bytes to its rank, 0 … len(ranks) - 1, every single byte among them."""
@@ -95,44 +96,27 @@ def _segments(text: str) -> list[str]:
 def parse_ranks(content: bytes, path: Path) -> dict[bytes, int]:
     """Parse the `content` of a tiktoken file. Raises DataError with path and line if it is another or incomplete."""
     ranks: dict[bytes, int] = {}
-    line_of_rank: dict[int, int] = {}
+    key = f"model.tokenizer_path: {path}"
     for number, line in enumerate(content.splitlines(), start=1):
         if not line.strip():
             continue
-        where = f"model.tokenizer_path: {path}, line {number}"
-        fields = line.split()
         try:
-            if len(fields) != 2 or not fields[1].isdigit():
-                raise ValueError
-            token, rank = base64.b64decode(fields[0], validate=True), int(fields[1])
-        except (ValueError, binascii.Error):
+            encoded, digits = line.split()
+            token, rank = base64.b64decode(encoded, validate=True), int(digits)
+        except ValueError:
             found = line[:60].decode(errors="replace")
             raise DataError(
-                f"{where}: expected a base64 token, a space and its rank, found {found!r}; "
+                f"{key}, line {number}: expected a base64 token, a space and its rank, found {found!r}; "
                 "this is not a tiktoken file, or it is damaged"
             ) from None
-        if not token:
-            raise DataError(f"{where}: the token is empty; the file is damaged")
-        if token in ranks:
-            raise DataError(f"{where}: the token {token!r} was already given rank {ranks[token]}; the file is damaged")
-        if rank in line_of_rank:
-            raise DataError(f"{where}: rank {rank} was already given on line {line_of_rank[rank]}; the file is damaged")
-        ranks[token], line_of_rank[rank] = rank, number
-    _check_whole(path, ranks, line_of_rank)
-    return ranks
-
-
-def _check_whole(path: Path, ranks: dict[bytes, int], line_of_rank: dict[int, int]) -> None:
-    missing = next((rank for rank in range(len(ranks)) if rank not in line_of_rank), None)
-    if missing is not None:
-        beyond = min(rank for rank in line_of_rank if rank > missing)
-        raise DataError(
-            f"model.tokenizer_path: {path}: rank {missing} is missing (line {line_of_rank[beyond]} has rank {beyond}); "
-            "ranks must run from 0 without gaps: the file is damaged or cut short"
-        )
+        if rank != len(ranks) or token in ranks:
+            problem = f"the token {token!r} has rank {rank}, expected a new token of rank {len(ranks)}"
+            raise DataError(f"{key}, line {number}: {problem}; the file is damaged")
+        ranks[token] = rank
     absent = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if absent:
         raise DataError(
-            f"model.tokenizer_path: {path}: the byte {absent[0]:#04x} has no token ({len(absent)} of 256 missing), "
+            f"{key}: the byte {absent[0]:#04x} has no token ({len(absent)} of 256 missing), "
             "so some texts could not be encoded; the file is damaged or cut short"
         )
+    return ranks

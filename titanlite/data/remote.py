@@ -1,0 +1,175 @@
+"""Files behind URLs, by `fsspec`. A read that fails is tried again from the byte that was reached."""
+
+from __future__ import annotations
+
+import io
+import random
+import re
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from titanlite.data import DataError
+from titanlite.utils import counted, human_time, logger
+
+#: Seconds before the first and the longest wait for a source to come back; seconds that an HTTP server may say nothing.
+_FIRST_WAIT, _LONGEST_WAIT, _SILENCE = 1.0, 60.0, 30.0
+#: Bytes of the largest and the smallest request, and requests after which their size doubles.
+_MOST, _LEAST, _STEADY = 5 << 20, 16 << 10, 16
+
+T = TypeVar("T")
+
+
+class FileChangedError(DataError):
+    """The file behind a URL is another one than before."""
+
+
+def open_file(name: str, patience: float = 0.0) -> io.BufferedReader[Any]:
+    """Open a local file or a URL for reading. A URL's reads raise DataError alone, see `retried` for `patience`."""
+    if "://" not in name:
+        return open(name, "rb")
+    return io.BufferedReader(_RemoteFile(name, patience), _MOST)
+
+
+def public_name(name: str) -> str:
+    """Return a name without the query of a URL, which may hold a signature."""
+    return name.partition("?")[0] if "://" in name else name
+
+
+def words(error: BaseException) -> str:
+    """Return an error on one line, without the queries of URLs."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return re.sub(r"(://[^\s?]+)\?[^\s'\"]+", r"\1?…", text)[:300]
+
+
+def retried(call: Callable[[], T], failed: str, patience: float) -> T:
+    """Return the result of `call`, which asks a remote source; where it raises, wait and call it again.
+
+    The waits are those that the server asks for, else each twice as long as the one before, with jitter.
+    Raises DataError that begins with `failed`: at once if another try cannot help (no such file, no right to read it),
+    else when the source has not come back in `patience` seconds.
+    """
+    tries, began = 0, 0.0
+    while True:
+        try:
+            return call()
+        except Exception as error:
+            if isinstance(error, DataError):
+                raise
+            reason, tries = _reason(error), tries + 1
+            began = began or time.monotonic()
+            tried, final = time.monotonic() - began, _status(reason) in (400, 401, 403, 404, 410)
+            headers = getattr(getattr(reason, "response", None), "headers", None) or getattr(reason, "headers", None)
+            asked = str((headers or {}).get("Retry-After", ""))
+            wait = min(_FIRST_WAIT * 2 ** (tries - 1), _LONGEST_WAIT) * random.uniform(0.5, 1.0)
+            wait = float(asked) + random.random() if asked.isdigit() else wait
+            if final or isinstance(reason, FileNotFoundError | PermissionError | ImportError | ValueError):
+                raise DataError(f"{failed}: {words(reason)}") from error
+            if tried + wait > patience:
+                tries_made = f"{counted(tries, 'tries')} in {human_time(tried)} (data.retry_seconds)"
+                raise DataError(f"{failed}, {tries_made}: {words(reason)}") from error
+            logger.warning(f"{failed} ({words(reason)}): try {tries + 1} in {wait:.0f} s")
+            time.sleep(wait)
+
+
+def _reason(error: Exception) -> BaseException:
+    """Return the real error of a server: fsspec makes "no such file" of each one while it opens a file of HTTP."""
+    cause = error.__cause__
+    return cause if cause is not None and type(cause).__module__.startswith(("aiohttp", "botocore")) else error
+
+
+def _status(error: BaseException) -> int | None:
+    """Return the HTTP status in an error of huggingface_hub, aiohttp or botocore; None if there is none."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        return response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    return getattr(response, "status_code", None) or getattr(error, "status", None)
+
+
+class _RemoteFile(io.RawIOBase):
+    """A file behind a URL, from any byte on.
+
+    A transfer that breaks off is asked for again in smaller ranges, so a server that cuts each answer holds nothing up.
+    A server without ranges sends the file anew, up to the byte that was reached.
+    """
+
+    def __init__(self, name: str, patience: float) -> None:
+        self._url, self._name, self._patience = name, public_name(name), patience
+        self._at = self._requests = 0
+        self._most = _MOST
+        self._file: Any = None
+        #: Size in bytes, and the server's tag of the content; None: it does not tell.
+        self.identity: tuple[int | None, str | None] | None = None
+        self._retried(self._open)
+
+    def _retried(self, call: Callable[[], T]) -> T:
+        return retried(call, f"{self._name} cannot be read at byte {self._at:,}", self._patience)
+
+    def _open(self, ranges: bool = True) -> None:
+        import fsspec
+
+        options, known = dict[str, Any](), dict[str, Any]()
+        if http := self._url.startswith(("http://", "https://")):
+            import aiohttp
+
+            # A large file may take long; a server that says nothing may not.
+            silence = max(min(_SILENCE, self._patience), 1.0)
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=silence, sock_read=silence)
+            options["client_kwargs"] = {"timeout": timeout}
+        system, path = fsspec.core.url_to_fs(self._url, **options)
+        info = system.info(path)
+        identity = info.get("size"), info.get("ETag")
+        if self.identity not in (None, identity):
+            raise FileChangedError(f"{self._name} has changed while it was read")
+        self.identity = identity
+        if http and ranges:
+            known = {"size": identity[0]}  # else fsspec asks for it again
+        self._file = system.open(path, "rb", cache_type="none", **(known if ranges else {"block_size": 0}))
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        assert self.identity is not None
+        if whence == io.SEEK_END and self.identity[0] is None:
+            raise io.UnsupportedOperation("the server does not tell its size")
+        self._at = offset + (0, self._at, self.identity[0] or 0)[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        piece = self._retried(lambda: self._read(len(buffer)))
+        buffer[: len(piece)] = piece
+        self._at += len(piece)
+        return len(piece)
+
+    def _read(self, most: int) -> bytes:
+        """Return some bytes from here on, at most so many; b"" at the end."""
+        try:
+            if self._file is None:
+                self._open()
+            assert self.identity is not None
+            size, wanted = self.identity[0], min(most, self._most)
+            if size is not None and self._at >= size:
+                return b""
+            try:
+                self._file.seek(self._at)
+                piece: bytes = self._file.read(wanted)
+            except ValueError:
+                self._open(ranges=False)
+                while (left := self._at - self._file.tell()) and self._file.read(min(left, _MOST)):
+                    pass
+                piece = self._file.read(wanted)
+            if not piece and size is not None:
+                raise OSError(f"{self._at:,} of {size:,} bytes came")
+        except Exception as error:
+            self._file = None
+            if _status(_reason(error)) is None:  # an answer that refuses is none that breaks off
+                self._most = max(self._most // 8, _LEAST)
+            raise
+        self._requests += 1
+        if self._requests % _STEADY == 0:
+            self._most = min(self._most * 2, _MOST)
+        return piece
