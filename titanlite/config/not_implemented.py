@@ -42,9 +42,6 @@ NOT_IMPLEMENTED: dict[str, Missing] = {
     "experimental.custom_import": Missing(
         "imports for their effect", 'name the model by model.name = "package.module:SPEC"'
     ),
-    "optimizer.name": Missing("this optimizer", implemented=("Adam",)),
-    "optimizer.groups": Missing("parameter groups"),
-    **dict.fromkeys(_ANY_PRECISION, Missing("AnyPrecisionAdamW")),
     "checkpoint.last_save_in_hf": Missing("saving in Hugging Face's format", _CONVERT),
     "checkpoint.initial_load_in_hf": Missing("reading Hugging Face's format at the start", _LOAD_HF),
     "memory_estimation.enabled": _MEMORY,
@@ -70,6 +67,7 @@ _SWITCHES: dict[str, dict[str, Any]] = {
     "training.fsdp_min_params": {"training.fsdp_units": "size"},
     **dict.fromkeys(_PIPELINE, {"experimental.pipeline_parallel_degree": _MANY}),
     **dict.fromkeys(_ANY_PRECISION, {"optimizer.name": "AnyPrecisionAdamW"}),
+    "optimizer.momentum": {"optimizer.name": "Muon"},
     "data.persistent_workers": {"validation.enable": True},
     "compile": {"training.compile": True},
     "compile.cache_dir": {"compile.backend": "inductor"},
