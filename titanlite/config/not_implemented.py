@@ -37,7 +37,6 @@ _PIPELINE = [f"experimental.pipeline_parallel_{n}" for n in ("split_points", "sc
 
 NOT_IMPLEMENTED: dict[str, Missing] = {
     "parallelism.expert_parallel_degree": Missing("expert parallelism"),
-    "training.dtype": Missing("weights in bfloat16"),
     "experimental.enable_compiled_autograd": Missing("compiled autograd", _AUTOGRAD),
     "experimental.custom_import": Missing(
         "imports for their effect", 'name the model by model.name = "package.module:SPEC"'

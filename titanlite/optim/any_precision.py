@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from titanlite.optim.gated import GatedOptimizer, local
+from titanlite.optim.gated import GatedOptimizer, gradient_of, local
 
 
 class AnyPrecisionAdamW(GatedOptimizer):
@@ -42,7 +42,7 @@ class AnyPrecisionAdamW(GatedOptimizer):
         """Take AdamW's step on each parameter."""
         beta1, beta2 = group["betas"]
         for parameter in parameters:
-            weight, gradient = local(parameter), local(parameter.grad).float()
+            weight, gradient = local(parameter), gradient_of(parameter)
             step = self.state[parameter]["step"]
             momentum = self.buffer(parameter, "exp_avg", self.momentum_dtype)
             variance = self.buffer(parameter, "exp_avg_sq", self.variance_dtype)
@@ -55,10 +55,10 @@ class AnyPrecisionAdamW(GatedOptimizer):
             # The decay goes through the same sum: a factor 1 - lr * decay alone rounds to 1 in bfloat16.
             change.add_(weight, alpha=-group["lr"] * group["weight_decay"])
             if not self.kahan:
-                self.store(weight, weight.float().add_(change))
+                self.store(weight, weight + change)
                 continue
             rest = self.buffer(parameter, "compensation", self.compensation_dtype)
             change.add_(rest)
-            result = weight.float().add_(change).to(weight.dtype)
-            self.store(rest, change.sub_(result.float().sub_(weight)))
+            result = (weight + change).to(weight.dtype)
+            self.store(rest, change - (result.float() - weight))
             self.store(weight, result)

@@ -14,6 +14,12 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Return this rank's part of a parameter's gradient in float32."""
+    assert parameter.grad is not None
+    return local(parameter.grad).float()
+
+
 class GatedOptimizer(torch.optim.Optimizer):
     """Subclasses say in `update` how the parameters of a group change, and write every change with `store`.
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from titanlite.optim.any_precision import AnyPrecisionAdamW
-from titanlite.optim.gated import local
+from titanlite.optim.gated import gradient_of, local
 
 #: Coefficients of the quintic Newton-Schulz iteration, and its steps (Jordan et al.).
 _COEFFICIENTS = (3.4445, -4.775, 2.0315)
@@ -25,7 +25,7 @@ _STEPS = 5
 
 
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
-    """Return the matrices with all singular values moved to about 1 (0.7 to 1.2). [..., m, n], computed in bfloat16."""
+    """Return matrices [k, m, n] with all singular values moved to about 1 (0.7 to 1.2), computed in bfloat16."""
     a, b, c = _COEFFICIENTS
     x = matrices.bfloat16()
     wide = x.shape[-2] <= x.shape[-1]
@@ -33,7 +33,7 @@ def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(_STEPS):
         gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x if wide else x.mT
 
 
@@ -54,8 +54,8 @@ class Muon(AnyPrecisionAdamW):
             return super().update(group, parameters)
         alike = defaultdict(list)
         for parameter in parameters:
-            spec = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else ()
-            alike[parameter.shape, parameter.device, *spec].append(parameter)
+            sharding = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+            alike[parameter.shape, parameter.device, sharding].append(parameter)
         for members in alike.values():
             # As many at a time as ranks: no rank holds more than one whole matrix.
             at_once = members[0].device_mesh.size() if isinstance(members[0], DTensor) else 1
@@ -66,7 +66,7 @@ class Muon(AnyPrecisionAdamW):
         """Update parameters of one shape and sharding."""
         directions = []
         for parameter in parameters:
-            gradient = local(parameter.grad).float()
+            gradient = gradient_of(parameter)
             buffer = self.buffer(parameter, "momentum", torch.float32)
             average = buffer.lerp(gradient, 1 - self.momentum)
             self.store(buffer, average)

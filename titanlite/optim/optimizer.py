@@ -1,9 +1,9 @@
-"""The optimizer of section `[optimizer]`, its parameter groups, and an update that a flag on the device can hold back."""
+"""The optimizer of section `[optimizer]`, its parameter groups, and steps that a flag on the device can hold back."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -81,11 +81,6 @@ def _options(settings: Optimizer, index: int, vector: bool) -> dict[str, Any]:
             beta1 = settings.beta1 if group.beta1 is None else group.beta1
             options["betas"] = (beta1, settings.beta2 if group.beta2 is None else group.beta2)
     return options
-
-
-def unmatched(patterns: Sequence[str], names: Collection[str]) -> list[str]:
-    """Return the patterns that are found in no name."""
-    return [pattern for pattern in patterns if not any(re.search(pattern, plain_name(name)) for name in names)]
 
 
 def plain_name(name: str) -> str:
