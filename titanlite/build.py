@@ -59,7 +59,7 @@ from titanlite.parallel.init import seed_generators, use_deterministic
 from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.parallel.pipeline import PipelineModel
 from titanlite.parallel.tensor import enable_async
-from titanlite.preflight import async_tp_problems, fsdp_problems, loss_problems, mask_problems
+from titanlite.preflight import async_tp_problems, fsdp_problems, loss_problems, mask_problems, optimizer_problems
 from titanlite.run_callbacks import (
     AttemptRecord,
     CompileReport,
@@ -147,6 +147,7 @@ def check_model(run: RunConfig, tokenizer_size: int) -> None:
     spec, args = run.spec, run.model_args(tokenizer_size)
     problems = [*tensor_problems(args, run), *loss_problems(spec, args, run.training)]
     problems += mask_problems(spec, args, run.data)
+    problems += optimizer_problems(spec, args, run.optimizer)
     problems += fsdp_problems(spec, args, run.training, run.compile, run.activation_checkpoint)
     if run.experimental.enable_async_tensor_parallel:
         problems += async_tp_problems(run.mesh.tensor)
@@ -262,7 +263,7 @@ def build(
     validation = build_validation(run, mesh, datasets.validation) if datasets.validation else None
 
     # Step
-    optimizer = build_optimizer(dict(model.named_parameters()), run.optimizer, device)
+    optimizer = build_optimizer(dict(model.named_parameters()), run.optimizer, device, spec.block_names(args))
     policy = run.guard
     train_step = TrainStep(
         model,

@@ -5,11 +5,12 @@ Importing this module needs no torch; the functions that need it import it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 from titanlite.config.errors import ConfigError, Problem
-from titanlite.config.sections import ActivationCheckpoint, Compile, Data, Float8, Training
+from titanlite.config.sections import ActivationCheckpoint, Compile, Data, Float8, Optimizer, Training
 from titanlite.models.spec import ModelSpec
 from titanlite.parallel import ParallelismError
 
@@ -96,6 +97,23 @@ def mask_problems(spec: ModelSpec, args: Any, data: Data) -> list[Problem]:
         message = f"is not offered by the model {spec.name}: its forward takes no doc_ids"
         return [Problem("", "data.mask_documents", message, "set it to false, or add doc_ids to the model")]
     return []
+
+
+def optimizer_problems(spec: ModelSpec, args: Any, optimizer: Optimizer) -> list[Problem]:
+    """Find patterns of `[[optimizer.groups]]` that are found in no parameter's name."""
+    if not optimizer.groups:
+        return []
+    names = [name for name, _ in spec.build_on_meta(args).named_parameters()]
+    problems = []
+    for index, group in enumerate(optimizer.groups):
+        key = f"optimizer.groups[{index}].pattern"
+        try:
+            if not any(re.search(group.pattern, name) for name in names):
+                remedy = f"names are such as {names[0]}, {names[1]} and {names[-1]}"
+                problems.append(Problem("", key, f"{group.pattern!r} is found in no parameter's name", remedy))
+        except re.error as error:
+            problems.append(Problem("", key, f"{group.pattern!r} is no regular expression: {error}"))
+    return problems
 
 
 def fsdp_problems(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from titanlite.optim.gradients import clip_gradients, total_norm
 from titanlite.optim.optimizer import build_optimizer, gated_step
 from titanlite.optim.schedule import LearningRate, Schedule, learning_rate, lr_factor
 from titanlite.tools.aws_fsdp import migrate_arguments
+from titanlite.tools.cli import main
 
 
 def schedule_of(**numbers: Any) -> Schedule:
@@ -115,7 +117,7 @@ def test_a_gated_step_is_torchs_or_none(name: str, decoupled: bool, implementati
     settings = Optimizer(name=name, implementation=implementation, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.2)
     plain = torch.optim.AdamW if decoupled else torch.optim.Adam
     ours, theirs = (torch.nn.Parameter(torch.linspace(-1, 1, 6)) for _ in range(2))
-    optimizer = build_optimizer([ours], settings, torch.device("cpu"))
+    optimizer = build_optimizer({"w": ours}, settings, torch.device("cpu"))
     reference = plain([theirs], lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2, foreach=True)
     for step in range(4):
         ours.grad, theirs.grad = (torch.linspace(1, 2, 6) * (step + 1) for _ in range(2))
@@ -136,3 +138,18 @@ def test_gradients_are_scaled_down_to_the_limit_and_never_up(max_norm: float, ex
     clipped = [p.grad for p in parameters if p.grad is not None]
     assert total_norm(clipped).item() == pytest.approx(expected, rel=1e-5)
     assert clipped[0][1] / clipped[0][0] == pytest.approx(4 / 3) and clipped[1][1] == 0
+
+
+def test_the_command_draws_the_rates_of_training(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--training.steps=40", "--training.warmup_steps=10", "--lr_scheduler.decay_ratio=0.25"]
+    assert main(["lr", "debug_model.toml", "--json", *flags]) == 0
+    rates = json.loads(capsys.readouterr().out)
+    assert rates == [
+        learning_rate(schedule_of(total_steps=40, warmup_steps=10, decay_steps=10), 3e-3, s) for s in range(1, 41)
+    ]
+    assert main(["lr", "debug_model.toml", *flags]) == 0
+    drawn = capsys.readouterr().out.splitlines()
+    assert drawn[0] == "0.003 │         ▁█████████████████████" and drawn[-8].split() == ["step", "learning", "rate"]
+    assert [int(line.split()[0]) for line in drawn[-7:]] == [1, 10, 11, 20, 30, 31, 40]
+    assert main(["lr", "debug_model.toml", "--training.epochs=1"]) == 2
+    assert "give --training.steps N" in capsys.readouterr().err

@@ -84,6 +84,8 @@ class Run:
     optimizer: str = "AdamW"
     implementation: str | None = None
     weight_decay: float = 0.1
+    #: The section of the optimizer; None: one of the three fields above.
+    settings: Optimizer | None = None
     accumulation: int = 1
     max_norm: float = 1.0
     seed: int = 7
@@ -184,8 +186,9 @@ def build_tiny(world: DistEnv, run: Run) -> tuple[torch.nn.Module, torch.optim.O
     if run.optimizer == "SGD":
         optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     else:
-        settings = Optimizer(implementation=run.implementation, weight_decay=run.weight_decay)  # type: ignore[arg-type]
-        optimizer = build_optimizer(model.parameters(), settings, world.device)
+        settings = run.settings or Optimizer(implementation=run.implementation, weight_decay=run.weight_decay)  # type: ignore[arg-type]
+        blocks = builder.spec.block_names(run.args)
+        optimizer = build_optimizer(dict(model.named_parameters()), settings, world.device, blocks)
     return model, optimizer, data_parallel_rank(builder.mesh)
 
 

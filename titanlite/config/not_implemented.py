@@ -37,14 +37,10 @@ _PIPELINE = [f"experimental.pipeline_parallel_{n}" for n in ("split_points", "sc
 
 NOT_IMPLEMENTED: dict[str, Missing] = {
     "parallelism.expert_parallel_degree": Missing("expert parallelism"),
-    "training.dtype": Missing("weights in bfloat16"),
     "experimental.enable_compiled_autograd": Missing("compiled autograd", _AUTOGRAD),
     "experimental.custom_import": Missing(
         "imports for their effect", 'name the model by model.name = "package.module:SPEC"'
     ),
-    "optimizer.name": Missing("this optimizer", implemented=("Adam",)),
-    "optimizer.groups": Missing("parameter groups"),
-    **dict.fromkeys(_ANY_PRECISION, Missing("AnyPrecisionAdamW")),
     "checkpoint.last_save_in_hf": Missing("saving in Hugging Face's format", _CONVERT),
     "checkpoint.initial_load_in_hf": Missing("reading Hugging Face's format at the start", _LOAD_HF),
     "memory_estimation.enabled": _MEMORY,
@@ -70,6 +66,7 @@ _SWITCHES: dict[str, dict[str, Any]] = {
     "training.fsdp_min_params": {"training.fsdp_units": "size"},
     **dict.fromkeys(_PIPELINE, {"experimental.pipeline_parallel_degree": _MANY}),
     **dict.fromkeys(_ANY_PRECISION, {"optimizer.name": "AnyPrecisionAdamW"}),
+    "optimizer.momentum": {"optimizer.name": "Muon"},
     "data.persistent_workers": {"validation.enable": True},
     "compile": {"training.compile": True},
     "compile.cache_dir": {"compile.backend": "inductor"},

@@ -127,7 +127,7 @@ class OptimizerGroup(Section, frozen=True):
     """One `[[optimizer.groups]]`: parameters whose names match a pattern get settings of their own."""
 
     pattern: Name
-    """Regular expression over parameter names; it must match some."""
+    """Regular expression; it must be found in some parameter's name."""
     lr: NonNegative | None = None
     """Learning rate. None: the optimizer's."""
     weight_decay: NonNegative | None = None
@@ -158,7 +158,11 @@ class Optimizer(Section, frozen=True):
     implementation: Literal["fused", "foreach", "for-loop"] | None = None
     """How the update is computed. None: fused on GPUs, foreach on CPU."""
     groups: list[OptimizerGroup] = []
-    """Array of tables, each with a pattern and its settings."""
+    """Array of tables, each with a pattern and its settings. The first pattern found in a name decides."""
+    no_decay_on_norms: bool = False
+    """No weight decay of parameters that are no matrices: gains of norms, biases."""
+    momentum: Decay = 0.95
+    """Muon: decay rate of the momentum of matrices in blocks. The other parameters take AdamW."""
     kahan: bool = False
     """AnyPrecisionAdamW: Kahan summation of the updates."""
     momentum_dtype: Dtype = "float32"

@@ -1,46 +1,91 @@
-"""torch's AdamW and Adam, optimizers of your own, and an update that a flag on the device can hold back."""
+"""The optimizer of section `[optimizer]`, its parameter groups, and steps that a flag on the device can hold back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import nn
 
 from titanlite.config.extensions import load_function
 from titanlite.config.sections import Optimizer
+from titanlite.optim.any_precision import AnyPrecisionAdamW
+from titanlite.optim.muon import Muon
 from titanlite.utils import is_dotted
-
-_CLASSES = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}
 
 
 def build_optimizer(
-    parameters: Iterable[nn.Parameter] | dict[str, nn.Parameter], settings: Optimizer, device: torch.device
+    parameters: dict[str, nn.Parameter], settings: Optimizer, device: torch.device, blocks: Collection[str] = ()
 ) -> torch.optim.Optimizer:
     """Build the optimizer of section `[optimizer]`. `gated_step` sets its learning rates at every step.
 
-    parameters: all of a model, by name for an optimizer of your own. torch's have all of them in one group with one
-    weight decay, norms included, as in Llama 2's and torchtitan's training.
+    parameters: all of a model, by name. blocks: names of the model's blocks; Muon takes their matrices. Without groups
+    all parameters have one weight decay, norms included, as in Llama 2's and torchtitan's training.
 
-    Raises ValueError for an optimizer that is not implemented, TypeError for an object that is none.
+    Raises TypeError for an object that is no optimizer.
     """
     if is_dotted(settings.name):
         optimizer = load_function("optimizer.name", settings.name)(parameters, settings, device)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer.name = {settings.name!r} returned {optimizer!r:.80}, and no torch optimizer")
         return keep_ratios(optimizer, settings.lr)
-    if settings.name not in _CLASSES:
-        raise ValueError(f'optimizer.name = "{settings.name}" is not implemented yet: take {" or ".join(_CLASSES)}')
-    implementation = settings.implementation or ("fused" if device.type == "cuda" else "foreach")
-    return _CLASSES[settings.name](
-        parameters.values() if isinstance(parameters, dict) else parameters,
-        lr=settings.lr,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        fused=implementation == "fused",
-        foreach=implementation == "foreach",
-    )
+    groups = parameter_groups(parameters, settings, blocks)
+    common: dict[str, Any] = {
+        "lr": settings.lr,
+        "betas": (settings.beta1, settings.beta2),
+        "eps": settings.eps,
+        "weight_decay": settings.weight_decay,
+    }
+    if settings.name == "AnyPrecisionAdamW":
+        dtypes = {name: getattr(torch, getattr(settings, name)) for name in _STATE_DTYPES}
+        return keep_ratios(AnyPrecisionAdamW(groups, **common, kahan=settings.kahan, **dtypes), settings.lr)
+    if settings.name == "Muon":
+        return keep_ratios(Muon(groups, **common, momentum=settings.momentum), settings.lr)
+    kind = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}[settings.name]
+    how = settings.implementation or ("fused" if device.type == "cuda" else "foreach")
+    return keep_ratios(kind(groups, **common, fused=how == "fused", foreach=how == "foreach"), settings.lr)
+
+
+_STATE_DTYPES = ("momentum_dtype", "variance_dtype", "compensation_dtype")
+
+
+def parameter_groups(
+    parameters: dict[str, nn.Parameter], settings: Optimizer, blocks: Collection[str] = ()
+) -> list[dict[str, Any]]:
+    """Divide parameters into the groups of `[[optimizer.groups]]`; the rest is a group of its own.
+
+    The first pattern that is found in a name decides. Groups without parameters on this rank are left out.
+    """
+    found: dict[tuple[int, bool, bool], list[nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        plain = plain_name(name)
+        index = next((i for i, g in enumerate(settings.groups) if re.search(g.pattern, plain)), len(settings.groups))
+        vector = settings.no_decay_on_norms and parameter.ndim < 2
+        matrix = settings.name == "Muon" and parameter.ndim > 1 and plain.startswith(tuple(f"{b}." for b in blocks))
+        found.setdefault((index, vector, matrix), []).append(parameter)
+    return [
+        {"params": members} | _options(settings, index, vector) | ({"muon": True} if matrix else {})
+        for (index, vector, matrix), members in found.items()
+    ]
+
+
+def _options(settings: Optimizer, index: int, vector: bool) -> dict[str, Any]:
+    """Return what differs from the section's own values in a group."""
+    options: dict[str, Any] = {"weight_decay": 0.0} if vector else {}
+    if index < len(settings.groups):
+        group = settings.groups[index]
+        options |= {key: v for key in ("lr", "weight_decay", "eps") if (v := getattr(group, key)) is not None}
+        if group.beta1 is not None or group.beta2 is not None:
+            beta1 = settings.beta1 if group.beta1 is None else group.beta1
+            options["betas"] = (beta1, settings.beta2 if group.beta2 is None else group.beta2)
+    return options
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without the parts that wrappers add; these begin with `_`."""
+    return ".".join(part for part in name.split(".") if not part.startswith("_"))
 
 
 def keep_ratios(optimizer: torch.optim.Optimizer, base: float) -> torch.optim.Optimizer:

@@ -92,6 +92,9 @@ class ModelBuilder:
     def parallelize(self, model: nn.Module, groups: Sequence[FSDPGroup]) -> nn.Module:
         """Apply every feature to a model or pipeline stage on the meta device, in place, in the order that works."""
         t, blocks = self.training, self.spec.block_names(self.args)
+        if (dtype := DTYPES[t.dtype]) != torch.float32:
+            for parameter in model.parameters():  # buffers keep theirs: RoPE tables need float32
+                parameter.data = parameter.data.to(dtype)
         if t.loss_chunks > 1:
             chunk_head(model, t.loss_chunks, self.spec.head)
         self.apply_float8(model, self.float8.enable_fsdp_float8_all_gather)

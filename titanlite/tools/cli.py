@@ -24,6 +24,7 @@ COMMANDS = {
     "runs": "titanlite.tools.runs:add_command",
     "compare": "titanlite.tools.compare:add_command",
     "data": "titanlite.tools.data:add_commands",
+    "lr": "titanlite.tools.learning_rate:add_command",
     "checkpoint": "titanlite.tools.checkpoint:add_commands",
     "benchmark": "titanlite.tools.benchmark:add_command",
     "ladder": "titanlite.tools.benchmark:add_command",

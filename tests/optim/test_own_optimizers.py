@@ -1,0 +1,212 @@
+"""titanlite's own optimizers: against torch's on whole tensors, in bfloat16, sharded, saved and resumed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.checkpoint.runs import assert_equal, unequal
+from tests.checkpoint.runs import train as train_and_save
+from tests.pool import Pools
+from tests.training.harness import TINY, Run, batches, build_tiny, full_precision, train
+from titanlite.config.sections import Optimizer, OptimizerGroup, Training
+from titanlite.models import get_spec
+from titanlite.optim.any_precision import AnyPrecisionAdamW
+from titanlite.optim.muon import Muon
+from titanlite.optim.optimizer import build_optimizer, gated_step, parameter_groups
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.preflight import optimizer_problems
+
+CPU = torch.device("cpu")
+PURE_BF16 = Training(dtype="bfloat16", mixed_precision_reduce="bfloat16")
+KAHAN = Optimizer(name="AnyPrecisionAdamW", kahan=True, momentum_dtype="bfloat16", weight_decay=0.0)
+MUON = Optimizer(name="Muon", weight_decay=0.1)
+
+
+def two(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    """Return the same random parameter twice."""
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    return [nn.Parameter(values.to(dtype, copy=True)) for _ in range(2)]
+
+
+def follow(ours: Any, theirs: torch.optim.Optimizer, steps: int) -> None:
+    """Give both optimizers the same gradients, some steps of ours held back, and compare the parameters."""
+    (mine,), (other,) = ours.param_groups[0]["params"], theirs.param_groups[0]["params"]
+    generator = torch.Generator().manual_seed(1)
+    for step in range(steps):
+        gradient = torch.randn(other.shape, generator=generator)
+        if step % 3 == 1:
+            mine.grad = torch.full_like(mine, float("nan"))
+            gated_step(ours, torch.tensor(False), ours.param_groups[0]["lr"])
+        mine.grad, other.grad = gradient.to(mine.dtype), gradient.to(other.dtype)
+        gated_step(ours, torch.tensor(True), ours.param_groups[0]["lr"])
+        theirs.step()
+    torch.testing.assert_close(mine, other.float(), rtol=1e-6, atol=1e-6)
+
+
+def test_any_precision_in_float32_is_adamw() -> None:
+    mine, other = two((40, 30))
+    other.data = other.data.double()  # torch's decay, a factor 1 - lr * decay, loses 3e-6 in float32 by itself
+    hyper: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+    ours = AnyPrecisionAdamW([mine], **hyper, variance_dtype=torch.float32)
+    follow(ours, torch.optim.AdamW([other], **hyper), 100)
+    assert {k: v.dtype for k, v in ours.state[mine].items()} == dict.fromkeys(
+        ["step", "exp_avg", "exp_avg_sq"], torch.float32
+    )
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
+def test_muon_on_a_whole_matrix_is_torchs(shape: tuple[int, int]) -> None:
+    mine, other = two(shape)
+    ours = Muon([{"params": [mine], "muon": True}], lr=0.02, weight_decay=0.1)
+    theirs = torch.optim.Muon([other], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    (one,), (two_,) = ours.param_groups[0]["params"], theirs.param_groups[0]["params"]
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(5):
+        one.grad = two_.grad = torch.randn(shape, generator=generator)
+        gated_step(ours, torch.tensor(True), 0.02)
+        theirs.step()
+    # The iteration is in bfloat16, and torch rounds its intermediate sums otherwise.
+    torch.testing.assert_close(one, two_, rtol=0, atol=5 * 0.02 * 0.2 * 40**0.5 * 2**-8)
+
+
+def test_kahan_keeps_updates_that_round_away() -> None:
+    """1,000 updates of 1e-5 on weights of 1.0: 2^-9 of a weight is the least that bfloat16 takes."""
+    moved = {}
+    for kahan in (False, True):
+        weight = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+        optimizer = AnyPrecisionAdamW([weight], lr=1e-5, kahan=kahan, momentum_dtype=torch.bfloat16)
+        for _ in range(1000):
+            weight.grad = torch.ones_like(weight)
+            gated_step(optimizer, torch.tensor(True), 1e-5)
+        moved[kahan] = 1 - weight.float().mean().item()
+    assert moved[False] == 0.0 and moved[True] == pytest.approx(0.01, rel=0.25)
+
+
+def bytes_per_parameter(world: DistEnv, run: Run) -> float:
+    """Return the bytes of weights, gradients and state, by parameter, on this rank's shards."""
+    model, optimizer, _ = build_tiny(world, run)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    gated_step(optimizer, torch.tensor(True), 0.0)
+    tensors = [t for p in model.parameters() for t in (p, p.grad, *optimizer.state[p].values()) if t.ndim]
+    return sum(t.to_local().nbytes for t in tensors) / sum(p.to_local().numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("settings", "training", "expected"),
+    [
+        (Optimizer(), full_precision(), 16),
+        (Optimizer(name="AnyPrecisionAdamW"), full_precision(), 14),
+        (KAHAN, PURE_BF16, 10),
+        (Optimizer(), PURE_BF16, 8),
+    ],
+)
+def test_bytes_per_parameter(pool: Pools, settings: Optimizer, training: Training, expected: int) -> None:
+    run = Run(*batches(1, 8, 16, 192), [0.0], training=training, settings=settings)
+    assert pool(2).run(bytes_per_parameter, run) == [expected] * 2
+
+
+@pytest.fixture(scope="module")
+def same_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """One batch 60 times: a loss that falls by memorizing."""
+    tokens, labels = batches(1, 8, 16, 192)
+    return tokens.expand(60, -1, -1), labels.expand(60, -1, -1)
+
+
+def test_pure_bfloat16_stagnates_without_kahan_and_follows_float32_with_it(
+    pool: Pools, same_batch: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    def falls(training: Training, settings: Optimizer) -> float:
+        run = Run(*same_batch, [4e-5] * 60, training=training, settings=settings)
+        losses = pool(2).run(train, run)[0].losses
+        return losses[0] - losses[-1]
+
+    exact = falls(full_precision(), Optimizer(weight_decay=0.0))
+    plain, kahan = falls(PURE_BF16, Optimizer(weight_decay=0.0)), falls(PURE_BF16, KAHAN)
+    assert exact > 0.1
+    assert plain < 0.5 * exact
+    assert kahan == pytest.approx(exact, rel=0.1)
+
+
+MESHES: list[dict[str, Any]] = [{}, {"replicas": 2}, {"tensor": 2}, {"pipeline": 2}, {"tensor": 4}]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "-".join(mesh) or "fsdp")
+def test_muon_on_shards_is_muon_on_whole_matrices(pool: Pools, mesh: dict[str, Any]) -> None:
+    tokens, labels = batches(3, 8, 16, 192)
+    args = replace(Run(tokens, labels, []).args, n_kv_heads=4)
+    run = Run(tokens, labels, [3e-3] * 3, args=args, settings=MUON, **mesh)
+    curve, alone = pool(4).run(train, run)[0], pool(1).run(train, run.alone())[0]
+    torch.testing.assert_close(curve.losses, alone.losses, rtol=1e-4, atol=1e-4)
+    for name, weight in curve.weights.items():
+        torch.testing.assert_close(weight, alone.weights[name], rtol=0, atol=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "training"), [(MUON, full_precision()), (KAHAN, PURE_BF16)], ids=["muon", "kahan"]
+)
+def test_four_and_four_equal_eight(pool: Pools, tmp_path: Path, settings: Optimizer, training: Training) -> None:
+    run = Run(*batches(8, 8, 16, 192), [3e-3] * 8, training=training, settings=settings)
+    straight = pool(2).run(train_and_save, run, tmp_path / "straight", 1, 8)[0]
+    first = pool(2).run(train_and_save, run, tmp_path / "run", 1, 4)[0]
+    second = pool(2).run(train_and_save, run, tmp_path / "run", 5, 8)[0]
+    assert first["losses"] + second["losses"] == straight["losses"]
+    assert_equal(second["state"], straight["state"])
+    assert unequal(tmp_path / "run" / "step-8", tmp_path / "straight" / "step-8") == []
+    other = pool(4).run(train_and_save, run, tmp_path / "run", 9, 8)  # only loads
+    assert_equal(other[0]["state"], straight["state"])
+
+
+def names_of(groups: list[dict[str, Any]], parameters: dict[str, nn.Parameter]) -> list[set[str]]:
+    ids = {id(parameter): name for name, parameter in parameters.items()}
+    return [{ids[id(parameter)] for parameter in group["params"]} for group in groups]
+
+
+def test_groups_take_the_first_pattern_and_keep_their_ratio() -> None:
+    parameters = {
+        "tok_embeddings.weight": two((8, 4))[0],
+        "layers.0._orig_mod.attention.wq.weight": two((4, 4))[0],
+        "layers.0.attention_norm.weight": two((4,))[0],
+        "output.weight": two((8, 4))[0],
+    }
+    settings = Optimizer(
+        lr=1e-3,
+        no_decay_on_norms=True,
+        groups=[
+            OptimizerGroup(pattern="^layers.0.attention", lr=5e-4, beta2=0.99),
+            OptimizerGroup(pattern="wq|embed", weight_decay=0.5),
+        ],
+    )
+    groups = parameter_groups(parameters, settings)
+    embed, wq, norm, output = parameters
+    assert names_of(groups, parameters) == [{embed}, {wq}, {norm}, {output}]
+    optimizer = build_optimizer(parameters, settings, CPU)
+    for parameter in parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    gated_step(optimizer, torch.tensor(True), 1e-4)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([1e-4, 5e-5, 5e-5, 1e-4])
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.1, 0.0, 0.1]
+    assert [group["betas"] for group in optimizer.param_groups] == [(0.9, 0.95), (0.9, 0.99), (0.9, 0.99), (0.9, 0.95)]
+
+
+def test_muon_takes_the_matrices_of_blocks() -> None:
+    spec, args = get_spec("llama3"), TINY
+    parameters = dict(spec.build_on_meta(args).named_parameters())
+    groups = parameter_groups(parameters, MUON, spec.block_names(args))
+    (matrices,) = [names for names, group in zip(names_of(groups, parameters), groups, strict=True) if "muon" in group]
+    assert matrices == {n for n, p in parameters.items() if n.startswith("layers.") and p.ndim == 2}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "problem"), [("nowhere", "in no parameter's name"), ("(", "no regular expression")]
+)
+def test_patterns_are_checked(pattern: str, problem: str) -> None:
+    settings = Optimizer(groups=[OptimizerGroup(pattern="norm"), OptimizerGroup(pattern=pattern)])
+    (found,) = optimizer_problems(get_spec("llama3"), TINY, settings)
+    assert found.key == "optimizer.groups[1].pattern" and problem in str(found)

@@ -1,0 +1,64 @@
+"""The base of titanlite's own optimizers: a flag on the device holds a step back, and the host waits for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor; in-place changes of it change the tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Return this rank's part of a parameter's gradient in float32."""
+    assert parameter.grad is not None
+    return local(parameter.grad).float()
+
+
+class GatedOptimizer(torch.optim.Optimizer):
+    """Subclasses say in `update` how the parameters of a group change, and write every change with `store`.
+
+    The state has the parameters' sharding (DTensor), so that checkpoints load on any mesh. Updates work on local parts.
+    """
+
+    #: torch's protocol for gradient scalers: `step` does nothing where the tensor `found_inf` is set.
+    _step_supports_amp_scaling = True
+    found_inf: torch.Tensor | None = None
+
+    def __init__(self, parameters: Any, **defaults: Any) -> None:
+        super().__init__(parameters, {**defaults, "fused": True})
+
+    def update(self, group: dict[str, Any], parameters: list[torch.nn.Parameter]) -> None:
+        """Change `parameters`, those of the group that have gradients."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Take one step. closure: not supported, as the losses are gone when titanlite steps."""
+        if closure is not None:
+            raise ValueError("titanlite's optimizers take no closure")
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            for parameter in parameters:
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                self.store(state["step"], state["step"] + 1)
+            self.update(group, parameters)
+
+    def store(self, target: torch.Tensor, value: torch.Tensor) -> None:
+        """Write `value` into the local tensor `target`, in its dtype, unless this step is held back."""
+        value = value.to(target.dtype)
+        target.copy_(value if self.found_inf is None else torch.where(self.found_inf.bool(), target, value))
+
+    def buffer(self, parameter: torch.nn.Parameter, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return the local part of a state tensor shaped as the parameter, of zeros at first."""
+        state = self.state[parameter]
+        if name not in state:
+            state[name] = torch.zeros_like(parameter, dtype=dtype)
+        return local(state[name])

@@ -1,0 +1,107 @@
+"""Muon on sharded weights: momentum whose matrices are made orthogonal before the update.
+
+Jordan et al., 2024, https://kellerjordan.github.io/posts/muon; the step size 0.2 * sqrt(max(rows, columns)) gives
+updates as large as AdamW's, so both take one learning rate and weight decay (Liu et al., 2025, arXiv:2502.16982).
+`torch.optim.Muon` computes the same on whole matrices; on a shard of a matrix it would compute something else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from titanlite.optim.any_precision import AnyPrecisionAdamW
+from titanlite.optim.gated import gradient_of, local
+
+#: Coefficients of the quintic Newton-Schulz iteration, and its steps (Jordan et al.).
+_COEFFICIENTS = (3.4445, -4.775, 2.0315)
+_STEPS = 5
+
+
+def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
+    """Return matrices [k, m, n] with all singular values moved to about 1 (0.7 to 1.2), computed in bfloat16."""
+    a, b, c = _COEFFICIENTS
+    x = matrices.bfloat16()
+    wide = x.shape[-2] <= x.shape[-1]
+    x = x if wide else x.mT
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    for _ in range(_STEPS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x if wide else x.mT
+
+
+class Muon(AnyPrecisionAdamW):
+    """Muon for groups with `muon = True`, AdamW in float32 for the others.
+
+    Parameters of such groups are matrices [m, n], or [k, m, n], k matrices. Each matrix of a mesh is made orthogonal on
+    one of the ranks that share it: an all-to-all brings its rows together, and a second one takes them back.
+    """
+
+    def __init__(self, parameters: Any, *, momentum: float = 0.95, **options: Any) -> None:
+        super().__init__(parameters, variance_dtype=torch.float32, **options)
+        self.momentum = momentum
+
+    def update(self, group: dict[str, Any], parameters: list[torch.nn.Parameter]) -> None:
+        """Take one step: Muon's for a group of matrices."""
+        if not group.get("muon"):
+            return super().update(group, parameters)
+        alike = defaultdict(list)
+        for parameter in parameters:
+            sharding = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+            alike[parameter.shape, parameter.device, sharding].append(parameter)
+        for members in alike.values():
+            # As many at a time as ranks: no rank holds more than one whole matrix.
+            at_once = members[0].device_mesh.size() if isinstance(members[0], DTensor) else 1
+            for first in range(0, len(members), at_once):
+                self._update_matrices(group, members[first : first + at_once])
+
+    def _update_matrices(self, group: dict[str, Any], parameters: list[torch.nn.Parameter]) -> None:
+        """Update parameters of one shape and sharding."""
+        directions = []
+        for parameter in parameters:
+            gradient = gradient_of(parameter)
+            buffer = self.buffer(parameter, "momentum", torch.float32)
+            average = buffer.lerp(gradient, 1 - self.momentum)
+            self.store(buffer, average)
+            directions.append(gradient.lerp(average, self.momentum))  # Nesterov's
+        scale = 0.2 * math.sqrt(max(parameters[0].shape[-2:]))
+        for parameter, direction in zip(parameters, _orthogonal(directions, parameters[0]), strict=True):
+            weight = local(parameter)
+            decayed = weight * (1 - group["lr"] * group["weight_decay"])
+            self.store(weight, decayed.add_(direction, alpha=-group["lr"] * scale))
+
+
+def _orthogonal(directions: list[torch.Tensor], like: torch.nn.Parameter) -> list[torch.Tensor]:
+    """Return the directions, local parts of matrices sharded as `like`, with whole matrices made orthogonal."""
+    stack = torch.stack(directions).bfloat16()
+    if not isinstance(like, DTensor):
+        return list(orthogonalize(stack).unbind())
+    mesh = like.device_mesh
+    shape = torch.Size((len(directions), *like.shape))
+    stride = torch.empty(shape, device="meta").stride()
+
+    def part(tensor: torch.Tensor, placements: Sequence[Placement]) -> DTensor:
+        return DTensor.from_local(tensor, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    sharded, by_matrix = [_one_further(p) for p in like.placements], [Shard(0)] * mesh.ndim
+    whole = part(stack, sharded)
+    if any(isinstance(p, _StridedShard) for p in sharded):  # of TP and FSDP together: torch can only gather these
+        whole = whole.redistribute(placements=[Replicate()] * mesh.ndim)
+    done = part(orthogonalize(whole.redistribute(placements=by_matrix).to_local()), by_matrix)
+    if any(isinstance(p, _StridedShard) for p in sharded):
+        done = done.redistribute(placements=[Replicate()] * mesh.ndim)
+    return list(done.redistribute(placements=sharded).to_local().unbind())
+
+
+def _one_further(placement: Placement) -> Placement:
+    """Return the placement of a stack of tensors, whose dimensions begin one further on."""
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(placement.dim + 1, split_factor=placement.split_factor)
+    return Shard(placement.dim + 1) if isinstance(placement, Shard) else placement
