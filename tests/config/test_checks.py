@@ -192,7 +192,7 @@ REFUSED: list[tuple[str, str, str, str] | tuple[str, str, str, str, int]] = [
     ),
     ("divide", GATHER, f"{SMALL} {GATHER}", "the 48 ranks", 48),
     # Features to come
-    ("not-implemented", "optimizer.name", "optimizer.name=Muon", "Muon"),
+    ("not-implemented", "memory_estimation.enabled", "memory_estimation.enabled", "estimate"),
     # Text
     ("unknown-value", "training.dataset", "training.dataset=c4test", "c4_test"),
     ("unknown-value", "data.source[1].name", f'{SOURCE}{{name="nope"}}]', "nope"),
@@ -222,9 +222,9 @@ def test_what_fits_is_accepted(tmp_path: Path) -> None:
     assert (run.mesh.weight_shards, run.warnings) == (4, ()), "all ranks that share weights count"
     check_config(words(f"training.dataset=c4 training.dataset_path={tmp_path}"), 1)
     check_config(words("float8.filter_fqns=output profiling.profile_freq=100 optimizer.kahan=true"), 1)  # all off
-    flags = words("optimizer.name=Muon memory_estimation.enabled model.tokenizer_path=/nope")
+    flags = words("experimental.enable_compiled_autograd memory_estimation.enabled model.tokenizer_path=/nope")
     assert len(refusals(flags)) == 3
-    assert check_config(flags, 1, training=False)[1].optimizer.name == "Muon"
+    assert check_config(flags, 1, training=False)[1].experimental.enable_compiled_autograd
 
 
 def test_the_resolved_config_of_a_run_is_as_right_as_the_run(tmp_path: Path) -> None:

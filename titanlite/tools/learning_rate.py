@@ -32,7 +32,7 @@ def add_command(commands: Commands) -> None:
 
 def _run(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str, int]:
     argv = [*([f"--job.config_file={arguments.file}"] if arguments.file else []), *flags]
-    _, run = check_config(argv, training=False)
+    run = check_config(argv, training=False)[1]
     if run.steps is None:
         message = "the length in steps follows from the length of the text"
         raise ConfigError([Problem("", "training.epochs", message, "give --training.steps N for this command")])
