@@ -8,7 +8,7 @@ import json
 from titanlite import exit_codes
 from titanlite.config.errors import ConfigError, Problem
 from titanlite.fit import check_config
-from titanlite.optim.learning_rate import LearningRate
+from titanlite.optim.schedule import LearningRate
 from titanlite.run_text import rate_phases
 from titanlite.tools.cli import FLAGS, Commands
 from titanlite.utils import Style
