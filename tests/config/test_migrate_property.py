@@ -28,7 +28,7 @@ def legal_values(key: Key) -> list[Any]:
         if get_origin(part) is Literal:
             found += get_args(part)
         elif get_origin(part) is list:
-            found += [[], ["layers.1", "# no comment"], [3, 4], [{"path": "x # y", "weight": 2.0}]]
+            found += [[], ["loss"], ["layers.1", "# no comment"], [3, 4], [{"path": "x # y", "weight": 2.0}]]
         else:
             found += {bool: [True, False], int: [1, 2, 8], float: [0.5, 1e-3], str: ["x", "3", "a]#b"]}.get(part, [])
     later = [old for (name, old) in VALUE_NAMES if name == key.name]
