@@ -58,16 +58,17 @@ def retried(call: Callable[[], T], failed: str, patience: float) -> T:
                 raise
             reason, tries = _reason(error), tries + 1
             began = began or time.monotonic()
-            tried, final = time.monotonic() - began, _status(reason) in (400, 401, 403, 404, 410)
+            tried = time.monotonic() - began
+            final = _status(reason) in (400, 401, 403, 404, 410) or isinstance(
+                reason, FileNotFoundError | PermissionError | ImportError | ValueError
+            )
             headers = getattr(getattr(reason, "response", None), "headers", None) or getattr(reason, "headers", None)
             asked = str((headers or {}).get("Retry-After", ""))
             wait = min(_FIRST_WAIT * 2 ** (tries - 1), _LONGEST_WAIT) * random.uniform(0.5, 1.0)
             wait = float(asked) + random.random() if asked.isdigit() else wait
-            if final or isinstance(reason, FileNotFoundError | PermissionError | ImportError | ValueError):
-                raise DataError(f"{failed}: {words(reason)}") from error
-            if tried + wait > patience:
-                tries_made = f"{counted(tries, 'tries')} in {human_time(tried)} (data.retry_seconds)"
-                raise DataError(f"{failed}, {tries_made}: {words(reason)}") from error
+            if final or tried + wait > patience:
+                spent = "" if final else f", {counted(tries, 'tries')} in {human_time(tried)} (data.retry_seconds)"
+                raise DataError(f"{failed}{spent}: {words(reason)}") from error
             logger.warning(f"{failed} ({words(reason)}): try {tries + 1} in {wait:.0f} s")
             time.sleep(wait)
 

@@ -26,6 +26,7 @@ class SentencePieceTokenizer(Tokenizer):
         key = f"model.tokenizer_path: {path}"
         try:
             # The library takes a file that ends between two pieces for a small model with other settings.
+            # protobuf, which reads the file's parts, is a requirement of tensorboard.
             parsed = ModelProto.FromString(content)
             if not (parsed.HasField("trainer_spec") and parsed.HasField("normalizer_spec")):
                 raise ValueError("its settings, which stand at the end, are missing")
