@@ -24,19 +24,7 @@ TOKENS, LABELS = batches(2, 8, 16, 192)
 RUN = Run(TOKENS, LABELS, [1e-3] * 2, accumulation=2)
 FEED_FORWARD = "layers.1.feed_forward"
 W2 = f"{FEED_FORWARD}.w2"
-INFINITY = float("inf")
-
-
-class Spoil(torch.autograd.Function):
-    """Passes its input on; its gradient is NaN."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return torch.full_like(gradient, float("nan"))
+INFINITY, NAN = float("inf"), float("nan")
 
 
 class Scale(torch.autograd.Function):
@@ -71,9 +59,9 @@ def _poison(model: torch.nn.Module, where: str) -> None:
         attention.heads = lambda x: heads(x) * (INFINITY if second() else 1.0)  # type: ignore[assignment]
     elif where == "gradient of an input":
         forward = w2.forward
-        w2.forward = lambda x: forward(Spoil.apply(x) if second() else x)  # type: ignore[method-assign]
+        w2.forward = lambda x: forward(Scale.apply(x, NAN) if second() else x)  # type: ignore[method-assign]
     elif where == "gradient inside":
-        w2.register_forward_pre_hook(lambda module, args: (Spoil.apply(args[0]),) if second() else args)
+        w2.register_forward_pre_hook(lambda module, args: (Scale.apply(args[0], NAN),) if second() else args)
     elif where == "weights":
         weight: Any = model.get_parameter(f"{W2}.weight").detach()
         weight.to_local()[0, 0] = INFINITY

@@ -33,7 +33,7 @@ class BackgroundWriter:
         self._thread = threading.Thread(target=self._work, name=f"titanlite-{self.name}", daemon=True)
         self._thread.start()
 
-    def send(self, rows: Iterator[tuple[int, Mapping[str, float]]]) -> None:
+    def send(self, rows: Iterator[tuple[int, dict[str, float]]]) -> None:
         """Connect, send each row (a step, numbers by name) as it comes, and end in order."""
         raise NotImplementedError
 

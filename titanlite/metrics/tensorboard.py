@@ -62,7 +62,7 @@ class TensorBoard(BackgroundWriter):
         self.folder, self._purge_step = Path(folder), purge_step
         super().__init__()
 
-    def send(self, rows: Iterator[tuple[int, Mapping[str, float]]]) -> None:
+    def send(self, rows: Iterator[tuple[int, dict[str, float]]]) -> None:
         dated = list(self.folder.glob("2???????-????"))
         new = self.folder / datetime.now().strftime("%Y%m%d-%H%M")
         self.folder = max(dated) if dated and self._purge_step > 1 else new

@@ -39,7 +39,7 @@ class WandbWriter(BackgroundWriter):
         self.run_id = ""
         super().__init__()
 
-    def send(self, rows: Iterator[tuple[int, Mapping[str, float]]]) -> None:
+    def send(self, rows: Iterator[tuple[int, dict[str, float]]]) -> None:
         self.run_id = self._find_id()
         import wandb
 
