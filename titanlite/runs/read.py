@@ -101,7 +101,7 @@ class Run:
         spans = [(attempt["started"] or 0.0, attempt.get("ended")) for attempt in self.attempts]
         spans = spans or [(start, None) for start in self._times[:1]]
         total = 0.0
-        for (start, ended), (end, _) in zip(spans, [*spans[1:], (math.inf, None)], strict=True):
+        for (start, ended), end in zip(spans, [*(later for later, _ in spans[1:]), math.inf], strict=False):
             seen = [start, *(time for time in self._times if start <= time < end)]
             total += max((ended or max([*seen, self.alive or start] if end == math.inf else seen)) - start, 0.0)
         return total if spans else None
@@ -185,10 +185,13 @@ def _rows(path: Path) -> tuple[Row, ...]:
     except ValueError as error:
         raise RunError(str(error)) from None
     for raw in read:
-        try:
-            row = {name: float(raw[name]) for name in _FIGURES if name in raw}
-        except (TypeError, ValueError) as error:
-            raise RunError(f"{path}: row of step {raw['step']!r}: {error}; mend or delete the row") from None
+        row: dict[str, float] = {}
+        for name in (name for name in _FIGURES if name in raw):
+            try:
+                row[name] = float(raw[name])
+            except (TypeError, ValueError):
+                where = f"{path}: row of step {raw['step']!r}: {name} is {raw[name]!r}"
+                raise RunError(f"{where}, not a number; mend or delete the row") from None
         if {"loss", "tokens_seen", "seconds_per_step"} <= row.keys():
             if row["step"] > step and row["seconds_per_step"] > 0:
                 row["total_tps"] = (row["tokens_seen"] - tokens) / (row["step"] - step) / row["seconds_per_step"]
