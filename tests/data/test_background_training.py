@@ -34,7 +34,7 @@ TINY = [
 
 
 def _threads() -> int:
-    return sum(thread.name == THREAD for thread in threading.enumerate())
+    return sum(thread.name.startswith(THREAD) for thread in threading.enumerate())
 
 
 def _run(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def _stopped(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
         if trainer.step == 5:
             producer: Any = trainer.parts.loader
             deadline = time.monotonic() + 60
-            while not (stock := len(producer._producer.items)) and time.monotonic() < deadline:
+            while not (stock := sum(item.done() for item in producer._ahead.items)) and time.monotonic() < deadline:
                 time.sleep(0.01)
             assert trainer.parts.checkpointer is not None
             seen.update(stock=stock, in_flight=trainer.parts.checkpointer.in_flight)
