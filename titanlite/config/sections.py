@@ -226,6 +226,8 @@ class DataSource(Section, frozen=True):
     """Field that the model reads and is not trained on. None: data.prompt_key."""
     completion_key: Name | None = None
     """Field that follows the prompt and is trained on. None: data.completion_key."""
+    messages_key: Name | None = None
+    """Field that holds a conversation. None: data.messages_key."""
     weight: Positive = 1.0
     """Share of the mixture in tokens, relative to the other sources."""
     epochs: Count | None = None
@@ -266,6 +268,12 @@ class Data(Section, frozen=True):
     """Field that the model reads and is not trained on. Needs completion_key."""
     completion_key: Name | None = None
     """Field that follows the prompt; the loss is on its tokens alone. Needs prompt_key."""
+    messages_key: Name | None = None
+    """Field that holds a conversation, a list of {role, content}; the loss is on the assistant's turns. Excludes the
+    other fields."""
+    chat_template: Location | None = None
+    """Jinja file that renders conversations. None: the template beside the tokenizer, in chat_template.jinja or
+    tokenizer_config.json."""
     subset: Name | None = None
     """Part of a data set of the hub (its config). None: the default one."""
     split: Name | None = None

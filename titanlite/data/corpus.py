@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titanlite.data import DataError
+from titanlite.data.chat import encode_chat
 from titanlite.data.sources import Record, iter_records
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.utils import logger
@@ -85,8 +86,8 @@ def tokenize(
         if chunk.error is not None:
             raise chunk.error
         targets = None
-        if any(prompt for _, prompt in documents):
-            targets = np.concatenate([np.arange(len(ids)) >= prompt for ids, prompt in documents])
+        if any(len(mask) for _, mask in documents):
+            targets = np.concatenate([are_targets(mask, 0, len(ids)) for ids, mask in documents])
         return np.concatenate([ids for ids, _ in documents]).astype(dtype), [len(ids) for ids, _ in documents], targets
 
     parts: list[NDArray[np.unsignedinteger]] = []
@@ -169,19 +170,31 @@ def in_order(function: Callable[[_In], _Out], items: Iterable[_In], workers: int
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def encode_record(record: Record, tokenizer: Tokenizer, vocab_size: int) -> tuple[NDArray[np.int64], int]:
-    """Return the ids of a document [tokens], and how many of them, BOS and the prompt's, are no targets.
+def encode_record(record: Record, tokenizer: Tokenizer, vocab_size: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return the ids of a document [tokens], and whether each of its first tokens is a target; those after them are.
 
-    The prompt is encoded by itself, so that its tokens do not depend on the text after it. Without a prompt all tokens
-    are targets. Raises DataError for an id of `vocab_size` (the model's) or more.
+    A prompt is encoded by itself, so that its tokens do not depend on the text after it. It and BOS before it are no
+    targets. A rendered conversation gets no BOS or EOS besides its own. Raises DataError for an id of `vocab_size` (the
+    model's) or more.
     """
-    ids, prompt = tokenizer.encode_document(record.text), 0
+    if record.prompt is None:
+        ids, mask = encode_chat(record.text, tokenizer)
+    else:
+        ids, mask = tokenizer.encode_document(record.text), np.zeros(0, dtype=bool)
     if record.prompt:
         before = tokenizer.encode_document(record.prompt)[:-1]
-        ids, prompt = np.concatenate([before, ids[1:]]), len(before)
+        ids, mask = np.concatenate([before, ids[1:]]), np.zeros(len(before), dtype=bool)
     if ids.max() >= vocab_size:
         raise _over_vocabulary(record, int(ids[ids >= vocab_size][0]), vocab_size, tokenizer)
-    return ids, prompt
+    return ids, mask
+
+
+def are_targets(mask: NDArray[np.bool_], begin: int, end: int) -> NDArray[np.bool_]:
+    """Return whether tokens [begin, end) of a document are targets. mask: see `encode_record`."""
+    found = np.ones(end - begin, dtype=bool)
+    known = mask[begin:end]
+    found[: len(known)] = known
+    return found
 
 
 def _over_vocabulary(record: Record, token_id: int, vocab_size: int, tokenizer: Tokenizer) -> DataError:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 from titanlite.data import DataError
+from titanlite.data.chat import ChatTemplate
 
 Format = Literal["auto", "json", "parquet", "arrow", "text"]
 
@@ -45,8 +46,9 @@ class Record(NamedTuple):
     file: Path | str
     number: int
     text: str
-    #: Comes before the text; the model reads it and is not trained on it.
-    prompt: str = ""
+    #: Comes before the text; the model reads it and is not trained on it. None: the text is a rendered conversation,
+    #: see `titanlite.data.chat`.
+    prompt: str | None = ""
 
 
 class Columns(NamedTuple):
@@ -57,6 +59,8 @@ class Columns(NamedTuple):
     prompt: str | None = None
     #: Of the config, for the keys in errors.
     section: str = "data"
+    #: `text` holds messages, which it renders.
+    chat: ChatTemplate | None = None
 
     @property
     def wanted(self) -> tuple[str, ...]:
@@ -64,6 +68,7 @@ class Columns(NamedTuple):
 
     def remedy(self, column: str) -> str:
         key = "prompt_key" if column == self.prompt else "text_key" if self.prompt is None else "completion_key"
+        key = "messages_key" if self.chat else key
         return f"name the field by {self.section}.{key}"
 
 
@@ -97,7 +102,7 @@ def iter_rows(
             rows = _text_rows(content, name, start) if kind == "text" else _json_rows(content, name, columns, start)
         for number, text, prompt in rows:
             if text is not None:
-                yield Record(name, number, text, prompt)
+                yield Record(name, number, text, prompt if columns.chat is None else None)
     except EOFError as error:
         how = str(error) if str(error).startswith("the ") else "the gzip stream has no end"
         raise DataError(f"{name}: truncated after {unit} {number}: {how}; copy the file again") from None
@@ -196,6 +201,8 @@ def _json_rows(lines: Iterable[bytes], name: Path | str, columns: Columns, start
             problem = f"expected a JSON object with the key {text_key!r}, found {type(record).__name__}"
             raise DataError(f"{name}, line {number}: {problem}")
         text, prompt = record.get(text_key), "" if prompt_key is None else record.get(prompt_key)
+        if columns.chat is not None and text_key in record:
+            text = columns.chat.render(text, f"{name}, line {number}")
         if not (isinstance(text, str) and isinstance(prompt, str)):
             raise DataError(f"{name}, line {number}: {_no_string(record, columns)}")
         yield number, text, prompt
@@ -237,7 +244,7 @@ def _table_rows(
         for before, batch in batches:
             for first in range(max(start - before, 0), batch.num_rows, _BATCH):
                 part = batch.slice(first, _BATCH)
-                texts, *prompts = (_strings(part.column(c), where, before + first, c) for c in columns.wanted)
+                texts, *prompts = (_strings(part.column(c), where, before + first, c, columns) for c in columns.wanted)
                 for number, text in enumerate(texts, before + first + 1):
                     yield number, text, next(prompts[0]) if prompts else ""
     except pyarrow.lib.ArrowException as error:
@@ -288,13 +295,13 @@ def _check_types(schema: Any, where: str, columns: Columns) -> None:
     for column in columns.wanted:
         if column not in schema.names:
             raise DataError(f"{name}: no column {column!r} ({', '.join(schema.names)}); {columns.remedy(column)}")
-        kind = schema.field(column).type
-        if str(getattr(kind, "value_type", kind)) not in ("string", "large_string", "string_view"):
+        kind, strings = schema.field(column).type, ("string", "large_string", "string_view")
+        if columns.chat is None and str(getattr(kind, "value_type", kind)) not in strings:
             raise DataError(f"{name}: the column {column!r} holds {kind}, expected strings; {columns.remedy(column)}")
 
 
-def _strings(values: Any, where: str, before: int, column: str) -> Iterator[str]:
-    """Iterate over the strings of an arrow array."""
+def _strings(values: Any, where: str, before: int, column: str, columns: Columns) -> Iterator[str]:
+    """Iterate over the strings of an arrow array, or its rendered messages."""
     for number, value in enumerate(values, before + 1):
         try:
             text = value.as_py()
@@ -302,4 +309,4 @@ def _strings(values: Any, where: str, before: int, column: str) -> Iterator[str]
             raise DataError(f"{where} {number}: the column {column!r} is not UTF-8 ({error.reason})") from error
         if text is None:
             raise DataError(f"{where} {number}: the column {column!r} is null; leave such rows out")
-        yield text
+        yield text if columns.chat is None else columns.chat.render(text, f"{where} {number}")

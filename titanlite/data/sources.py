@@ -16,7 +16,9 @@ from titanlite.config.extensions import load_function
 from titanlite.config.sections import Data, DataSource
 from titanlite.config.text_names import REGISTERED
 from titanlite.data import DataError
+from titanlite.data.chat import load_template
 from titanlite.data.formats import COMPRESSED, SUFFIXES, Columns, Format, Record, iter_rows
+from titanlite.data.tokenizer import Tokenizer
 from titanlite.utils import logger
 
 #: Number of empty files that a warning names.
@@ -66,14 +68,22 @@ def source_files(dataset: str, path: str | None, section: str = "training") -> l
     return files
 
 
-def columns_of(data: Data, dataset: str, path: str | None, source: DataSource | None = None) -> Columns:
+def columns_of(
+    data: Data, dataset: str, path: str | None, source: DataSource | None = None, tokenizer: Tokenizer | None = None
+) -> Columns:
     """Return the fields of a text's records: of bundled text its own, else those of the source, else those of `data`.
 
-    A source with a text_key and no other key has no prompts.
+    A source with a text_key and no other key has no prompts. tokenizer: brings the template of messages.
     """
     if path is None and dataset in BUNDLED:
         return Columns("completion", "prompt") if dataset in _PROMPTED else Columns()
     source = source or DataSource()
+    own = source.text_key or source.prompt_key or source.completion_key
+    messages = source.messages_key or (None if own else data.messages_key)
+    if messages:
+        assert tokenizer is not None
+        section = "data.source" if source.messages_key else "data"
+        return Columns(messages, None, section, load_template(data.chat_template, tokenizer))
     section = "data.source" if source.text_key or source.prompt_key or source.completion_key else "data"
     if not source.text_key or source.prompt_key or source.completion_key:
         prompt, completion = source.prompt_key or data.prompt_key, source.completion_key or data.completion_key
@@ -130,12 +140,18 @@ def own_records(function: str, key: str, columns: Columns | None = None) -> Iter
     Raises DataError, naming the config's `key`, for a document without a text, and if there is none at all.
     """
     number = 0
-    wanted = (columns or Columns()).wanted
+    columns = columns or Columns()
+    wanted = columns.wanted
     for number, document in enumerate(load_function(key, function)(), 1):
+        where = f"{key}: document {number} of {function}"
+        if columns.chat is not None:
+            messages = document.get(columns.text) if isinstance(document, Mapping) else document
+            yield Record(function, number, columns.chat.render(messages, where), None)
+            continue
         fields = [document.get(column) for column in wanted] if isinstance(document, Mapping) else [document]
         values = [field for field in fields if isinstance(field, str)]
         if len(values) < len(fields):
-            what = f"{key}: document {number} of {function} is {document!r:.80}"
+            what = f"{where} is {document!r:.80}"
             names = ("key " if len(wanted) == 1 else "keys ") + " and ".join(map(repr, wanted))
             raise DataError(f"{what}; expected a text, or a table with the {names}")
         yield Record(function, number, *values)

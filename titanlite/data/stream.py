@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titanlite.data import DataError
+from titanlite.data.corpus import are_targets
 from titanlite.data.formats import Record
 from titanlite.data.packing import epoch_order
 from titanlite.data.rows import IGNORE, Row
@@ -53,8 +54,8 @@ class Place(NamedTuple):
 
 class _Document(NamedTuple):
     ids: Ids
-    #: Number of its first tokens on which the loss does not count.
-    prompt: int
+    #: Whether its first tokens are targets, see `encode_record`.
+    mask: NDArray[np.bool_]
     place: Place
     #: File and number of its record.
     name: str
@@ -74,7 +75,7 @@ class StreamRows:
 
     Args:
         shards: the files.
-        encode: tokenizes a record: ids [tokens] with BOS and EOS, and the number of those that are its prompt.
+        encode: tokenizes a record, see `encode_record`.
         description: of tokenizer and encoding, for the fingerprint.
         seed, shuffle: of the order of shards and documents.
         buffer: documents that are mixed together, over all lanes.
@@ -89,7 +90,7 @@ class StreamRows:
     def __init__(
         self,
         shards: Shards,
-        encode: Callable[[Record], tuple[Ids, int]],
+        encode: Callable[[Record], tuple[Ids, NDArray[np.bool_]]],
         *,
         description: str,
         seq_len: int,
@@ -324,7 +325,7 @@ class _Lane:
             self._queue.popleft()
         self._served = parts[-1][2] - 1
         self.count += 1
-        targets = np.concatenate([np.arange(begin, end) >= document.prompt for document, begin, end in parts])
+        targets = np.concatenate([are_targets(document.mask, begin, end) for document, begin, end in parts])
         numbers = np.repeat(np.arange(len(parts), dtype=np.int32), [end - begin for _, begin, end in parts])
         tokens = np.concatenate([document.ids[begin:end] for document, begin, end in parts])
         return _Window(tokens, targets, numbers, [document.name for document, _, _ in parts])

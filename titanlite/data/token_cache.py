@@ -140,7 +140,7 @@ def _stamp(
             versions.append(f"{name} {metadata.version(name)}")
     decisive = [PACKING, tokenizer.fingerprint, vocab_size, versions, texts]
     if (wanted, kind) != (Columns().wanted, "auto"):
-        decisive += [wanted, kind]
+        decisive += [wanted, kind, *(columns.chat or () if columns else ())]
     return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:32]
 
 

@@ -44,6 +44,8 @@ def add_commands(commands: Commands) -> None:
     prepare.add_argument("--text-key", metavar="KEY", help="field that holds the text (default: text)")
     prepare.add_argument("--prompt-key", metavar="KEY", help="field that is read and not trained on")
     prepare.add_argument("--completion-key", metavar="KEY", help="field that follows the prompt and is trained on")
+    prepare.add_argument("--messages-key", metavar="KEY", help="field that holds conversations, instead of text")
+    prepare.add_argument("--chat-template", metavar="FILE", help="as data.chat_template (default: the tokenizer's)")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     prepare.add_argument("--workers", type=int, default=cores, metavar="N", help="cores to use (default: all)")
     tokens = "tokens of a part, about; it is part of the fingerprint (default: 134,217,728)"
@@ -92,7 +94,8 @@ def _prepare(arguments: argparse.Namespace, flags: list[str], _: Style) -> str |
         raise DataError("--workers and --part-tokens: expected whole numbers >= 1")
     if (arguments.prompt_key is None) != (arguments.completion_key is None):
         raise DataError("--prompt-key and --completion-key: give both or none")
-    keys = Data(text_key=arguments.text_key, prompt_key=arguments.prompt_key, completion_key=arguments.completion_key)
+    names = ("text_key", "prompt_key", "completion_key", "messages_key", "chat_template")
+    keys = Data(**{name: getattr(arguments, name) for name in names})
     options = Options.of(arguments.source, arguments.tokenizer, keys, arguments.part_tokens)
     try:
         return prepare(arguments.source, arguments.out, options, arguments.workers)

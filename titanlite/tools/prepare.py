@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 from titanlite.checkpoint.manifest import file_digest, new_hash
 from titanlite.config.sections import Data
 from titanlite.data import DataError
-from titanlite.data.corpus import encode_record, in_order
+from titanlite.data.chat import ChatTemplate
+from titanlite.data.corpus import are_targets, encode_record, in_order
 from titanlite.data.formats import Columns, Record, iter_rows
 from titanlite.data.sources import BUNDLED, columns_of, list_files
 from titanlite.data.token_files import INDEX, KIND, VERSION, fingerprint_of, is_index, read_index
@@ -57,18 +58,28 @@ class Options:
     prompt_key: str | None = None
     completion_key: str | None = None
     part_tokens: int = PART_TOKENS
+    messages_key: str | None = None
+    chat: ChatTemplate | None = None
 
     @classmethod
     def of(cls, source: str, tokenizer: str | None, keys: Data, part_tokens: int) -> Options:
         """Return options for a source, with its own fields where it is bundled. keys: the fields that were asked for"""
-        columns = columns_of(keys, source, None if _is_bundled(source) else source)
+        columns = columns_of(keys, source, None if _is_bundled(source) else source, None, load_tokenizer(tokenizer))
+        if columns.chat is not None:
+            return cls(tokenizer, None, None, None, part_tokens, columns.text, columns.chat)
         if columns.prompt is None:
             return cls(tokenizer, columns.text, part_tokens=part_tokens)
         return cls(tokenizer, None, columns.prompt, columns.text, part_tokens)
 
     @property
     def columns(self) -> Columns:
-        return Columns(self.completion_key or self.text_key or "text", self.prompt_key)
+        text = self.messages_key or self.completion_key or self.text_key or "text"
+        return Columns(text, self.prompt_key, chat=self.chat)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the options as JSON has them. Of folders without conversations they are as they always were."""
+        found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return found if self.chat else {name: found[name] for name in found if name not in ("messages_key", "chat")}
 
 
 class Task(NamedTuple):
@@ -103,7 +114,7 @@ def prepare(source: str, folder: Path, options: Options, workers: int) -> str:
                 for path in folder.glob(f".{name}.*"):
                     path.unlink()
             _check_space(folder, files, tokenizer)
-            plan = {"source": source, "options": asdict(options), "tokenizer": tokenizer.fingerprint}
+            plan = {"source": source, "options": options.to_json(), "tokenizer": tokenizer.fingerprint}
             atomic_write(folder / PLAN, json.dumps(plan))
             parts = _run(tasks, folder, options, tokenizer, workers, files)
             if not any(part["tokens"] for part in parts):
@@ -142,7 +153,7 @@ def divide(files: Sequence[Path], options: Options, tokenizer: Tokenizer) -> lis
         groups[-1].append(str(file))
         stats[-1].append([str(file.resolve()), stat.st_size, stat.st_mtime_ns])
         size += stat.st_size
-    decisive = [VERSION, asdict(options) | {"tokenizer_path": None}, tokenizer.fingerprint]
+    decisive = [VERSION, options.to_json() | {"tokenizer_path": None}, tokenizer.fingerprint]
     return [
         Task(n, tuple(group), _hash([*decisive, about]))
         for n, (group, about) in enumerate(zip(groups, stats, strict=True))
@@ -168,7 +179,7 @@ def _refuse_others(folder: Path, stamp: str, options: Options, tokenizer: Tokeni
             )
     elif (folder / PLAN).is_file():
         plan = json.loads((folder / PLAN).read_bytes())
-        now = {"source": source, "options": asdict(options), "tokenizer": tokenizer.fingerprint}
+        now = {"source": source, "options": options.to_json(), "tokenizer": tokenizer.fingerprint}
         if changed := [name for name in now if plan.get(name) != now[name]]:
             raise DataError(
                 f"{folder} was begun with another {' and '.join(changed)} ({plan.get('source')}); give the same "
@@ -229,7 +240,7 @@ def _publish(
         "bos_id": tokenizer.bos_id,
         "eos_id": tokenizer.eos_id,
         "source": source,
-        "options": asdict(options),
+        "options": options.to_json(),
         "stamp": stamp,
         "files": files,
         "parts": parts,
@@ -336,11 +347,11 @@ def _tokenize(task: Task) -> list[dict[str, Any]]:
             return parts
     file, number = parts[-1]["end"] if parts else (0, 0)
     writer = _PartWriter(folder, name, task, options, tokenizer)
-    for record, ids, masked, end in _documents(worker, task, file, number):
+    for record, ids, mask, end in _documents(worker, task, file, number):
         if writer.tokens >= options.part_tokens:
             parts.append(writer.close(last=False))
             writer = _PartWriter(folder, f"part-{task.number:05}-{len(parts):04}", task, options, tokenizer)
-        writer.add(record, ids, masked, end)
+        writer.add(record, ids, mask, end)
     parts.append(writer.close(last=True))
     return parts
 
@@ -354,8 +365,8 @@ def _finished(folder: Path, name: str, task: Task) -> dict[str, Any] | None:
     return part if part["stamp"] == task.stamp and _is_whole(folder, part) else None
 
 
-#: A record, its ids, how many of them are no targets, and (file of the task, number) of the record.
-_Document = tuple[Record, NDArray[np.int64], int, tuple[int, int]]
+#: A record, its ids, whether the first of them are targets, and (file of the task, number) of the record.
+_Document = tuple[Record, NDArray[np.int64], NDArray[np.bool_], tuple[int, int]]
 
 
 def _documents(worker: _Worker, task: Task, file: int, number: int) -> Iterator[_Document]:
@@ -373,7 +384,8 @@ def _documents(worker: _Worker, task: Task, file: int, number: int) -> Iterator[
 
 
 def _size(document: _Document) -> int:
-    return len(document[0].text.encode(errors="surrogatepass")) + len(document[0].prompt.encode(errors="surrogatepass"))
+    record = document[0]
+    return sum(len(text.encode(errors="surrogatepass")) for text in (record.text, record.prompt) if text)
 
 
 def _chunks(worker: _Worker, task: Task, file: int, number: int) -> Iterator[list[tuple[Record, tuple[int, int]]]]:
@@ -406,11 +418,11 @@ class _PartWriter:
 
     def __init__(self, folder: Path, name: str, task: Task, options: Options, tokenizer: Tokenizer) -> None:
         self.path, self.task, self.dtype = folder / name, task, _dtype(tokenizer)
-        self._has_targets = options.prompt_key is not None
+        self._has_targets = options.prompt_key is not None or options.chat is not None
         self.path.with_name(f"{name}.json").unlink(missing_ok=True)
         self._file = open(self._at("tokens"), "wb", buffering=1 << 20)  # noqa: SIM115
         self._hash = new_hash(_HASH)
-        self._offsets, self._masked = [0], list[int]()
+        self._offsets, self._masks = [0], list[NDArray[np.bool_]]()
         self._sources: list[tuple[str, int, int]] = []
         self._text_bytes = self._max_id = 0
         self._end = (0, 0)
@@ -422,16 +434,16 @@ class _PartWriter:
     def tokens(self) -> int:
         return self._offsets[-1]
 
-    def add(self, record: Record, ids: NDArray[np.int64], masked: int, end: tuple[int, int]) -> None:
-        """Append a document. masked: tokens at its beginning that are no targets."""
+    def add(self, record: Record, ids: NDArray[np.int64], mask: NDArray[np.bool_], end: tuple[int, int]) -> None:
+        """Append a document. mask: see `encode_record`."""
         if not self._sources or self._end[0] != end[0]:
             self._sources.append((str(record.file), len(self._offsets) - 1, record.number - 1))
         content = ids.astype(self.dtype).tobytes()
         self._file.write(content)
         self._hash.update(content)
         self._offsets.append(self.tokens + len(ids))
-        self._masked.append(masked)
-        self._text_bytes += _size((record, ids, masked, end))
+        self._masks.append(are_targets(mask, 0, len(ids)))
+        self._text_bytes += _size((record, ids, mask, end))
         self._max_id = max(self._max_id, int(ids.max()))
         self._end = end
 
@@ -443,10 +455,7 @@ class _PartWriter:
         checksums = {"tokens": f"{_HASH}:{self._hash.hexdigest()}"}
         others = {"offsets": np.array(self._offsets, dtype="<i8").tobytes()}
         if self._has_targets:
-            targets = np.ones(self.tokens, dtype=bool)
-            for begin, masked in zip(self._offsets, self._masked, strict=False):
-                targets[begin : begin + masked] = False
-            others["targets"] = np.packbits(targets, bitorder="little").tobytes()
+            others["targets"] = np.packbits(np.concatenate(self._masks), bitorder="little").tobytes()
         for suffix, content in others.items():
             atomic_write(self._at(suffix), content)
             digest = new_hash(_HASH)
