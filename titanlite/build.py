@@ -40,10 +40,12 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.derive import RunConfig, with_steps
 from titanlite.fit import tensor_problems
 from titanlite.guard import FiniteGuard
+from titanlite.loss import LossFunction
 from titanlite.metrics.float8_error import Float8ErrorCheck
 from titanlite.metrics.garbage import GarbageCollection
 from titanlite.metrics.observer import MetricsLogger
 from titanlite.metrics.profiler import Profiler
+from titanlite.metrics.sources import RowLosses, SourceFigures
 from titanlite.metrics.throughput import device_name, peak_flops, total_memory_bytes
 from titanlite.metrics.watchdog import HangWatchdog
 from titanlite.models.spec import ModelSpec, as_record
@@ -64,7 +66,6 @@ from titanlite.run_callbacks import (
     AttemptRecord,
     CompileReport,
     SlowSaveWarning,
-    SourceShares,
     Timeouts,
     VerifyResume,
     Watchdog,
@@ -183,6 +184,7 @@ class ModelParts:
     model: nn.Module
     runner: Runner
     factors: ReplicationFactors
+    loss: LossFunction
 
 
 def build_model(run: RunConfig, world: DistEnv, tokenizer_size: int) -> ModelParts:
@@ -211,6 +213,8 @@ def build_model(run: RunConfig, world: DistEnv, tokenizer_size: int) -> ModelPar
         load_function("training.loss", run.training.loss) if is_dotted(run.training.loss) else None,
     )
     loss = builder.loss()
+    if run.data.source:
+        loss = RowLosses(loss, batch.seq_len // degrees.context)
     if run.experimental.enable_async_tensor_parallel and degrees.tensor > 1:
         enable_async(mesh["tp"])
     model = builder.build(run.training.seed or 0)
@@ -222,7 +226,7 @@ def build_model(run: RunConfig, world: DistEnv, tokenizer_size: int) -> ModelPar
     if run.training.seed is not None:  # of torch's own generators; the weights and the data order have their own
         seed_generators(run.training.seed, mesh)
     factors = ReplicationFactors(degrees.tensor * degrees.pipeline, degrees.tensor)
-    return ModelParts(mesh, args, builder, model, runner, factors)
+    return ModelParts(mesh, args, builder, model, runner, factors, loss)
 
 
 def build_validation(run: RunConfig, mesh: DeviceMesh, texts: Mapping[str, Rows]) -> ValidationSet:
@@ -314,7 +318,9 @@ def build(
     )
     attempts = AttemptRecord(folder, run.toml, run.job.description, world, name, batch.tokens_per_step, watchdog)
     gc = GarbageCollection(run.training.gc_freq)
-    shares = SourceShares(datasets.train) if isinstance(datasets.train, MixedRows) else None
+    sources = None
+    if isinstance(datasets.train, MixedRows) and isinstance(parts.loss, RowLosses):
+        sources = SourceFigures(datasets.train, parts.loss, batch.global_batch_size, (rank, ranks), parts.factors)
     metrics = MetricsLogger(
         run.metrics,
         run.job,
@@ -325,7 +331,7 @@ def build(
         flops_per_token=flops,
         peak_flops=peak,
         gc_seconds=gc.read,
-        more=shares.figures if shares else None,
+        sources=sources,
     )
 
     def report(trainer: Trainer) -> list[str]:
@@ -341,13 +347,13 @@ def build(
         gc,
         attempts,
         rep.StartReport(report, run.checkpoint, run.toml, skip, attempts, in_epochs),
+        sources,
         metrics,
         CompileReport(compiled) if compiled else None,
         Float8ErrorCheck(drift, builder.param_dtype, metrics.write) if drift else None,
         Profiler(run.profiling, world.rank, device) if profiles else None,
         VerifyResume(resume_check, datasets.train, batch.global_batch_size, skip, world, (rank, ranks)),
         SlowSaveWarning(world.rank),
-        shares,
         *callbacks,
     ]
     if run.debug.deterministic:

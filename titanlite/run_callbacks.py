@@ -1,4 +1,4 @@
-"""The small callbacks of every run: watchdog, timeouts, compilation, attempts, save times, resume check, shares."""
+"""The small callbacks of every run: watchdog, timeouts, compilation, attempts, save times, resume check."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from titanlite.checkpoint.resume_check import ResumeCheck, ResumeResult
 from titanlite.checkpoint.retention import grace_warning
 from titanlite.config.toml import TOMLDecodeError, loads
 from titanlite.data.loader import add_hashes, step_hash
-from titanlite.data.mixture import MixedRows
 from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import Range, ranges_of_steps, take
 from titanlite.parallel.compile import CompileWatch
@@ -238,23 +237,3 @@ class VerifyResume(Callback):
         if take(first, size, then) == take(first, size, self._skip):
             return loaded
         return replace(loaded, changes=(*loaded.changes, "data.skip_steps"))
-
-
-class SourceShares(Callback):
-    """Tells the shares of a mixture's sources so far: to checkpoints, and at the end to the log."""
-
-    def __init__(self, mixture: MixedRows) -> None:
-        self._mixture = mixture
-
-    def state_dict(self, trainer: Trainer) -> dict[str, Any]:
-        return {"served": self._mixture.served(trainer.parts.loader.state_dict()["next_sequence"])}
-
-    def figures(self, trainer: Trainer) -> dict[str, float]:
-        """Return `share/NAME` of each source."""
-        served = self.state_dict(trainer)["served"]
-        total = sum(served.values()) or 1
-        return {f"share/{name}": count / total for name, count in served.items()}
-
-    def on_end(self, trainer: Trainer, end: RunEnd) -> None:
-        shares = (f"{name.partition('/')[2]} {share:.1%}" for name, share in self.figures(trainer).items())
-        logger.info(f"sequences by source: {', '.join(shares)}")

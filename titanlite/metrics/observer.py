@@ -28,6 +28,7 @@ from titanlite.utils import human_time, logger
 if TYPE_CHECKING:
     from titanlite.checkpoint.paths import AnyPath
     from titanlite.metrics.live import LiveView
+    from titanlite.metrics.sources import SourceFigures
     from titanlite.trainer import Trainer
 
 
@@ -36,7 +37,7 @@ class MetricsLogger(Callback):
 
     toml: the resolved config, without secrets. tokens_per_step, sequences_per_step: over all ranks. flops_per_token:
     forward and backward. peak_flops: of one device, None if unknown. gc_seconds: seconds of garbage collection since
-    its last call. more: further figures of a logged step.
+    its last call. sources: of a mixture.
     """
 
     def __init__(
@@ -51,11 +52,11 @@ class MetricsLogger(Callback):
         flops_per_token: int,
         peak_flops: float | None,
         gc_seconds: Callable[[], float] = float,
-        more: Callable[[Trainer], Mapping[str, float]] | None = None,
+        sources: SourceFigures | None = None,
     ) -> None:
         self._metrics, self._job, self._world, self._toml = metrics, job, world, toml
         self._tokens, self._sequences = tokens_per_step, sequences_per_step
-        self._flops, self._peak, self._gc_seconds, self._more = flops_per_token, peak_flops, gc_seconds, more
+        self._flops, self._peak, self._gc_seconds, self._sources = flops_per_token, peak_flops, gc_seconds, sources
         self._meter = self._new_meter(0)
         self._ranks = StragglerDetector(world.device)
         self._jsonl: MetricsLog | None = None
@@ -184,9 +185,10 @@ class MetricsLogger(Callback):
 
     def _log(self, trainer: Trainer, result: StepResult) -> None:
         step, layers = trainer.step, result.layer_norms
-        largest, (loss, norm, *layer_norms) = self._reduce(result, [result.loss, result.grad_norm, *layers.values()])
+        times, sums, (max_loss, loss, norm, *layer_norms) = self._reduce(
+            result, [result.loss, result.grad_norm, *layers.values()]
+        )
         rates = self._meter.read(step)
-        max_loss, *times = largest
         size = self._world.size
         ranks = self._ranks.compare(times[:size], times[size:], rates.seconds_per_step)
         memory = read_memory(self._world.device)
@@ -218,22 +220,26 @@ class MetricsLogger(Callback):
             logger.warning(f"step {step}: {warning}")
         row = self._row(figures, max_loss, rates, memory, ranks)
         row |= {f"grad_norm/{layer}": norm for layer, norm in zip(layers, layer_norms, strict=True)}
-        row |= self._more(trainer) if self._more else {}
+        row |= self._sources.figures(trainer, sums) if self._sources else {}
         self.write(step, row)
         trainer.callbacks("on_log", trainer, row)
         reset_peak(self._world.device)
 
-    def _reduce(self, result: StepResult, mine: Sequence[torch.Tensor]) -> tuple[list[float], list[float]]:
-        """Return over ranks: the largest loss, each rank's own work, each one's waiting for data; and `mine`.
+    def _reduce(self, result: StepResult, mine: Sequence[torch.Tensor]) -> tuple[list[float], list[float], list[float]]:
+        """Return each rank's own work and waiting for data; sums by source; and the largest local loss, with `mine`.
 
         One all-reduce and one reading of the device. Every rank has a place of its own, where the others have zero.
         """
-        times = torch.zeros(2, self._world.size)
-        times[:, self._world.rank] = torch.tensor(self._ranks.read(self._meter))
-        shared = torch.cat([result.local_loss.detach().float().view(1), times.flatten().to(self._world.device)])
-        dist.all_reduce(shared, op=dist.ReduceOp.MAX)
-        numbers: list[float] = torch.cat([shared, torch.stack(list(mine)).float()]).tolist()
-        return numbers[: len(shared)], numbers[len(shared) :]
+        size, rank, device = self._world.size, self._world.rank, self._world.device
+        times = torch.zeros(3, size, dtype=torch.float64)
+        times[1:, rank] = torch.tensor(self._ranks.read(self._meter))
+        places = times.to(device)
+        places[0, rank] = result.local_loss.detach()
+        shared = torch.cat([places.flatten(), *([self._sources.sums()] if self._sources else [])])
+        dist.all_reduce(shared)
+        known = torch.stack([shared[:size].max(), *mine])
+        numbers: list[float] = torch.cat([shared[size:], known]).tolist()
+        return numbers[: 2 * size], numbers[2 * size : -len(known)], numbers[-len(known) :]
 
     def _show(self, figures: StepFigures) -> None:
         if self._metrics.log_style == "fsdp":

@@ -43,7 +43,7 @@ TAGS: Mapping[str, str] = MappingProxyType(
     }
 )
 #: Keys with these prefixes are tags already, one for each layer or source.
-_TAGS = ("grad_norm/", "validation/")
+_TAGS = ("grad_norm/", "validation/", "loss/", "share/")
 _FLUSH_SECONDS = 10
 
 
