@@ -31,6 +31,7 @@ from titanlite.checkpoint.resume_check import ResumeCheck
 from titanlite.checkpoint.retention import SaveSchedule
 from titanlite.config.errors import ConfigError
 from titanlite.config.extensions import load_function
+from titanlite.data.documents import is_streamed
 from titanlite.data.loader import TrainLoader, ValidationLoader
 from titanlite.data.mixture import MixedRows
 from titanlite.data.prefetch import PassLoader, Prefetcher, StepLoader, ValidationPrefetcher
@@ -65,6 +66,7 @@ from titanlite.preflight import async_tp_problems, fsdp_problems, loss_problems,
 from titanlite.run_callbacks import (
     AttemptRecord,
     CompileReport,
+    DocumentLog,
     SlowSaveWarning,
     Timeouts,
     VerifyResume,
@@ -334,6 +336,16 @@ def build(
         sources=sources,
     )
 
+    documents = None
+    if run.data.log_documents:
+        # No rank has read the other ranks' part of a stream: each writes its own.
+        part = (rank, ranks) if is_streamed(datasets.train) else None
+        leads = all(mesh.get_local_rank(name) == 0 for name in ("pp", "cp", "tp"))
+        file = folder / ("documents.jsonl" if rank == 0 else f"documents-rank_{rank}.jsonl")
+        text = run.training.dataset_path or run.training.dataset
+        writes = leads and (rank == 0 or part is not None)
+        documents = DocumentLog(file if writes else None, datasets.train, text, batch.global_batch_size, part)
+
     def report(trainer: Trainer) -> list[str]:
         return startup_lines(with_steps(run, trainer.steps), datasets, builder, flops, peak, kept, model)
 
@@ -354,6 +366,7 @@ def build(
         Profiler(run.profiling, world.rank, device) if profiles else None,
         VerifyResume(resume_check, datasets.train, batch.global_batch_size, skip, world, (rank, ranks)),
         SlowSaveWarning(world.rank),
+        documents,
         *callbacks,
     ]
     if run.debug.deterministic:

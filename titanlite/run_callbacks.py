@@ -1,4 +1,4 @@
-"""The small callbacks of every run: watchdog, timeouts, compilation, attempts, save times, resume check."""
+"""The small callbacks of every run: watchdog, timeouts, compilation, attempts, save times, resume check, documents."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from titanlite.checkpoint.paths import AnyPath
 from titanlite.checkpoint.resume_check import ResumeCheck, ResumeResult
 from titanlite.checkpoint.retention import grace_warning
 from titanlite.config.toml import TOMLDecodeError, loads
+from titanlite.data.documents import documents_of
 from titanlite.data.loader import add_hashes, step_hash
 from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import Range, ranges_of_steps, take
+from titanlite.metrics.jsonl import MetricsLog
 from titanlite.parallel.compile import CompileWatch
 from titanlite.parallel.dist_env import DistEnv, patience, set_timeouts
 from titanlite.runs import record
@@ -237,3 +239,42 @@ class VerifyResume(Callback):
         if take(first, size, then) == take(first, size, self._skip):
             return loaded
         return replace(loaded, changes=(*loaded.changes, "data.skip_steps"))
+
+
+class DocumentLog(Callback):
+    """Writes the documents of each step's batch to a file of JSON lines. Needs no collective.
+
+    path: None on a rank that writes none. source: name of text that is no mixture. share: data-parallel rank and
+    degree, of a rank that writes its own part; None: all of the batch.
+    """
+
+    def __init__(
+        self, path: Path | None, dataset: Rows, source: str, global_batch: int, share: tuple[int, int] | None
+    ) -> None:
+        self._log = None if path is None else MetricsLog(path)
+        self._dataset, self._source, self._global_batch, self._share = dataset, source, global_batch, share or (0, 1)
+
+    def on_start(self, trainer: Trainer) -> None:
+        """Go on after the last step of the checkpoint, or begin the file anew."""
+        if self._log is not None:
+            self._log.path.parent.mkdir(parents=True, exist_ok=True)
+            self._log.truncate_after(trainer.step)
+
+    def on_rollback(self, trainer: Trainer) -> None:
+        self.on_start(trainer)
+
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        if self._log is None:
+            return
+        sequences, (rank, degree) = trainer.recent[trainer.step].sequences(self._global_batch), self._share
+        total = self._dataset.total_sequences
+        found = {
+            str(index): [document._asdict() for document in documents_of(self._dataset, index, self._source)]
+            for index in sequences[(rank - sequences[0]) % degree :: degree]
+            if total is None or index < total
+        }
+        self._log.write({"step": trainer.step, "sequences": found})
+
+    def on_end(self, trainer: Trainer, end: RunEnd) -> None:
+        if self._log is not None:
+            self._log.close()

@@ -303,6 +303,8 @@ class Data(Section, frozen=True):
     persistent_workers: bool = False
     """The thread of the validation batches stays between validations, with the first of them ready. Training's stays
     over epochs in any case."""
+    log_documents: bool = False
+    """Write the documents of each step's batch to documents.jsonl in job.dump_folder."""
     skip_steps: list[Count | StepRange] = []
     """Steps of the data order to leave out, as [120, "200-250"], after a bad spot. Step n is what an undisturbed run
     of this global batch reads in its nth step."""

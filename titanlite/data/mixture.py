@@ -99,6 +99,10 @@ class MixedRows:
         source, number = self.locate(index)
         return [f"{self.names[source]}: {document}" for document in self.rows[source].documents_in(number)]
 
+    def document_lengths(self, index: int) -> list[int]:
+        source, number = self.locate(index)
+        return self.rows[source].document_lengths(number)
+
     def locate(self, index: int) -> tuple[int, int]:
         """Return the source of sequence `index`, and its number there. Raises EndOfData behind the end."""
         segment = next(s for s in reversed(self._segments) if s.start <= index)

@@ -166,6 +166,9 @@ class PackedDataset(Stateless):
         """
         return [part.document for part in self.parts(self.window(index))]
 
+    def document_lengths(self, index: int) -> list[int]:
+        return [part.end - part.begin for part in self.parts(self.window(index))]
+
     def parts(self, window: int) -> list[Part]:
         """Return the parts of seq_len + 1 tokens from window * seq_len of all epochs end to end.
 

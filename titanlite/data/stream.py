@@ -147,6 +147,9 @@ class StreamRows:
         """Return file and record of the documents of sequence `index`."""
         return list(self._window(index).names)
 
+    def document_lengths(self, index: int) -> list[int]:
+        return np.bincount(self._window(index).documents).tolist()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the places of the lanes that this rank has read, each with its number and count of windows."""
         with self._lock:

@@ -151,3 +151,7 @@ class TokenRows(Stateless):
     def documents_in(self, index: int) -> list[int]:
         """Return the documents of the tokens of sequence `index`, by number from 0 in the order of the files."""
         return [document for one in self._ranges(index) for document in self.files.documents_in(*one)]
+
+    def document_lengths(self, index: int) -> list[int]:
+        ranges = self._ranges(index)
+        return [n for begin, end in ranges for n in np.diff([*self.files.starts(begin, end), end]).tolist()]

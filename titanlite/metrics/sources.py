@@ -11,7 +11,6 @@ from torch import Tensor
 from titanlite.callbacks import Callback, RunEnd
 from titanlite.data.mixture import MixedRows
 from titanlite.data.rows import IGNORE
-from titanlite.data.skip_ranges import merged, take
 from titanlite.loss import LossFunction
 from titanlite.utils import logger
 
@@ -89,8 +88,7 @@ class SourceFigures(Callback):
     def on_step_end(self, trainer: Trainer, result: object) -> None:
         """Keep the step's losses. Nothing waits for the device."""
         fetched, (rank, degree) = trainer.recent[trainer.step], self._share
-        skipped = merged(fetched.after.get("left_out", ()))
-        sequences = take(fetched.before["next_sequence"], self._global_batch, skipped)
+        sequences = fetched.sequences(self._global_batch)
         total = self._mixture.total_sequences
         for index in sequences[(rank - sequences[0]) % degree :: degree]:  # padding has no targets: any source will do
             self._sources.append(self._mixture.locate(index)[0] if total is None or index < total else 0)
