@@ -21,7 +21,7 @@ from tests.data.conftest import write_texts
 from titanlite.config.sections import Data, Training, Validation
 from titanlite.data import DataError, token_cache
 from titanlite.data.corpus import Corpus, tokenize
-from titanlite.data.text import build_dataset, build_validation_dataset
+from titanlite.data.text import TextReader, build_dataset
 from titanlite.data.token_cache import load_corpus
 from titanlite.data.tokenizer import load_tokenizer
 
@@ -225,7 +225,7 @@ def test_sections_reach_the_cache(text: Path, cache: Path, counted: list[int]) -
     data, size = Data(num_workers=2, token_cache=str(cache)), TOKENIZER.vocab_size
     assert is_mapped(build_dataset(Training(dataset_path=str(text), seq_len=4), data, TOKENIZER, size).corpus)
     held_out = Validation(dataset_path=str(text))
-    assert is_mapped(build_validation_dataset(held_out, data, TOKENIZER, size, 4)[""].corpus)
+    assert is_mapped(TextReader(data, TOKENIZER, size).held_out(held_out, 4)[""].corpus)
     assert counted == [2]
 
 

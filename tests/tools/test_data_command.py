@@ -233,7 +233,8 @@ def test_at_step_names_records(tmp_path: Path, command: Command) -> None:
     assert found[0] == found[1] and found[0][0] == 0
     lines = found[0][1].splitlines()
     assert lines[:2] == ["step 3: 2 sequences of 4 tokens", "sequence 4: 1 document"]
-    assert lines[2] == f"  document 1 = {text / '0.jsonl'}, record 2: file 0 record 1 word"
+    place, _, start = lines[2].rpartition(": ")
+    assert place == f"  document 1 = {text / '0.jsonl'}, record 2, 4 tokens" and start in "file 0 record 1 word"
     answer = json.loads(command("at-step", 3, "--json", "--training.dataset_path", out, *common)[1])
     assert answer["sequences"]["4"][0]["record"] == 2
 

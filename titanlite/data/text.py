@@ -50,13 +50,6 @@ def build_dataset(training: Training, data: Data, tokenizer: Tokenizer, vocab_si
     return TextReader(data, tokenizer, vocab_size).train(training)
 
 
-def build_validation_dataset(
-    validation: Validation, data: Data, tokenizer: Tokenizer, vocab_size: int, seq_len: int
-) -> dict[str, Rows]:
-    """Build one pass over each held-out text, see `TextReader.held_out`. data: for its threads and its cache."""
-    return TextReader(data, tokenizer, vocab_size).held_out(validation, seq_len)
-
-
 @dataclass(frozen=True)
 class TextReader:
     """Opens the text of a run.
