@@ -68,8 +68,7 @@ def test_any_split_serves_the_sequences_of_a_step(corpus: Corpus, ranks: int, mi
             assert rows(batches) == expected[rank::ranks]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
-@pytest.mark.parametrize("epochs", [1, 3])
+@pytest.mark.parametrize(("ranks", "epochs"), [(1, 1), (2, 3), (6, 3)])
 def test_every_token_is_a_target_once_per_epoch_over_all_ranks(corpus: Corpus, ranks: int, epochs: int) -> None:
     dataset = PackedDataset(corpus, seq_len=SEQ, seed=1, epochs=epochs)
     seen = torch.zeros(600, dtype=torch.int64)
@@ -86,7 +85,7 @@ def test_every_token_is_a_target_once_per_epoch_over_all_ranks(corpus: Corpus, r
 
 
 @pytest.mark.parametrize("skip", [[], SKIP])
-@pytest.mark.parametrize("stop", [0, 1, 5, 6, 7, 13])
+@pytest.mark.parametrize("stop", [0, 6, 13])
 def test_resume_on_another_number_of_ranks_equals_a_straight_run(corpus: Corpus, stop: int, skip: list) -> None:
     dataset = PackedDataset(corpus, seq_len=SEQ, seed=9)  # 37.4 sequences an epoch: 6 steps
     straight, _ = steps_of(dataset, 6, 2, 20, skip=skip)
@@ -95,13 +94,6 @@ def test_resume_on_another_number_of_ranks_equals_a_straight_run(corpus: Corpus,
         assert state == {"next_sequence": stop * 6}
     rest, _ = steps_of(PackedDataset(corpus, seq_len=SEQ, seed=9), 6, 3, 20 - stop, state, skip)
     assert first + rest == straight
-
-
-def test_a_position_that_the_ranks_do_not_divide(corpus: Corpus) -> None:
-    """After a change of the global batch the position need not be a multiple of the ranks."""
-    dataset = PackedDataset(corpus, seq_len=SEQ, seed=2)
-    (seen,), state = steps_of(dataset, 8, 4, 1, {"next_sequence": 7})
-    assert seen == sorted(dataset.sequence(i)[0].tolist() for i in range(7, 15)) and state == {"next_sequence": 15}
 
 
 @pytest.mark.parametrize(("skip", "steps", "sequences"), [([], 5, 2), ([(6, 12), (30, 99)], 3, 6)])
@@ -153,6 +145,7 @@ def test_arithmetic_of_ranges_agrees_with_sets_of_numbers() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_skipped_sequences_are_served_to_nobody(corpus: Corpus, ranks: int) -> None:
+    """After a range, or a change of the global batch, the position need not be a multiple of the ranks."""
     dataset = PackedDataset(corpus, seq_len=SEQ, seed=2)
     wanted = [range(6), range(18, 24), [24, 25, 29, 30, 31, 32], range(33, 39)]
     found, state = steps_of(dataset, 6, ranks, 4, skip=SKIP)
