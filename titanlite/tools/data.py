@@ -41,10 +41,14 @@ def add_commands(commands: Commands) -> None:
     prepare.add_argument("source", metavar="SOURCE", help="file, folder, pattern or name of text")
     prepare.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="where the tokens go")
     prepare.add_argument("--tokenizer", metavar="PATH", help="as model.tokenizer_path (default: the bundled one)")
-    prepare.add_argument("--text-key", metavar="KEY", help="field that holds the text (default: text)")
-    prepare.add_argument("--prompt-key", metavar="KEY", help="field that is read and not trained on")
-    prepare.add_argument("--completion-key", metavar="KEY", help="field that follows the prompt and is trained on")
-    prepare.add_argument("--messages-key", metavar="KEY", help="field that holds conversations, instead of text")
+    fields = {
+        "text": "holds the text (default: text)",
+        "prompt": "is read and not trained on",
+        "completion": "follows the prompt and is trained on",
+        "messages": "holds conversations",
+    }
+    for field, what in fields.items():
+        prepare.add_argument(f"--{field}-key", metavar="KEY", help=f"field that {what}")
     prepare.add_argument("--chat-template", metavar="FILE", help="as data.chat_template (default: the tokenizer's)")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     prepare.add_argument("--workers", type=int, default=cores, metavar="N", help="cores to use (default: all)")
@@ -105,19 +109,19 @@ def _prepare(arguments: argparse.Namespace, flags: list[str], _: Style) -> str |
 
 
 def _peek(arguments: argparse.Namespace, flags: list[str], style: Style) -> str:
-    from titanlite.tools.look import open_run, peek
+    from titanlite.tools import look
 
-    run = open_run(arguments.file, flags, arguments.world_size, arguments.validation)
-    return peek(run, arguments.rows, arguments.step, arguments.rank, arguments.ids, style)
-
-
-def _at_step(arguments: argparse.Namespace, flags: list[str], style: Style) -> str:
-    from titanlite.tools.look import at_step, open_run
-
-    return at_step(open_run(arguments.file, flags, arguments.world_size), arguments.step, arguments.json)
+    run = look.open_run(arguments.file, flags, arguments.world_size, arguments.validation)
+    return look.peek(run, arguments.rows, arguments.step, arguments.rank, arguments.ids, style)
 
 
-def _stats(arguments: argparse.Namespace, flags: list[str], style: Style) -> str:
-    from titanlite.tools.look import open_run, stats
+def _at_step(arguments: argparse.Namespace, flags: list[str], _: Style) -> str:
+    from titanlite.tools import look
 
-    return stats(open_run(arguments.file, flags, arguments.world_size), arguments.json)
+    return look.at_step(look.open_run(arguments.file, flags, arguments.world_size), arguments.step, arguments.json)
+
+
+def _stats(arguments: argparse.Namespace, flags: list[str], _: Style) -> str:
+    from titanlite.tools import look
+
+    return look.stats(look.open_run(arguments.file, flags, arguments.world_size), arguments.json)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from titanlite.checkpoint.manifest import CheckpointError, parse_manifest, root_of, step_folder, step_of, steps_in
 from titanlite.checkpoint.paths import to_path
@@ -262,14 +261,16 @@ def stats(run: Run, as_json: bool) -> str:
         "seq_len": rows.seq_len,
         "sequences_per_epoch": known and known.sequences_per_epoch,
         "global_batch": batch.global_batch_size,
-        "steps_per_epoch": None if known is None else round(known.sequences_per_epoch / batch.global_batch_size, 3),
+        "steps_per_epoch": known and round(known.sequences_per_epoch / batch.global_batch_size, 3),
         "fingerprint": rows.fingerprint,
-        "document_tokens": _lengths(rows),
+        "document_tokens": known and _lengths(known),
     }
     if as_json:
         return json.dumps(found, indent=1)
     lengths = found.pop("document_tokens")
-    lines = [f"{name.replace('_', ' '):<20} {_shown(value)}" for name, value in found.items()]
+    numbers = {name: f"{value:,.10g}" for name, value in found.items() if isinstance(value, (int, float))}
+    shown = {name: "not known" if value is None else numbers.get(name, value) for name, value in found.items()}
+    lines = [f"{name.replace('_', ' '):<20} {value}" for name, value in shown.items()]
     if lengths:
         lines.append(f"{'tokens per document':<20} mean {lengths['mean']:,.1f}, longest {lengths['longest']:,}")
         most = max(lengths["histogram"].values())
@@ -279,10 +280,6 @@ def stats(run: Run, as_json: bool) -> str:
     return "\n".join(lines)
 
 
-def _shown(value: Any) -> str:
-    return "not known" if value is None else f"{value:,.10g}" if isinstance(value, (int, float)) else str(value)
-
-
 def bytes_per_token(run: Run) -> float:
     """Return bytes of text to a token; where they were not counted, those of some sequences, decoded."""
     rows = run.rows
@@ -290,30 +287,19 @@ def bytes_per_token(run: Run) -> float:
         return float(rows.files.index["text_bytes"] / rows.files.tokens)
     total = rows.total_sequences or int(getattr(rows, "sequences_per_epoch", _SAMPLE))
     special = set(run.tokenizer.special_tokens.values())
-    size = tokens = 0
-    for sequence in np.unique(np.linspace(0, total - 1, _SAMPLE).astype(np.int64)).tolist():
-        ids = [one for one in rows.sequence(sequence).tokens.tolist()]
-        size += len(run.tokenizer.decode(one for one in ids if one not in special).encode())
-        tokens += len(ids)
-    return size / tokens
+    samples = np.unique(np.linspace(0, total - 1, _SAMPLE).astype(np.int64)).tolist()
+    texts = (rows.sequence(number).tokens.tolist() for number in samples)
+    size = sum(len(run.tokenizer.decode(one for one in ids if one not in special).encode()) for ids in texts)
+    return size / (len(samples) * rows.seq_len)
 
 
-def _lengths(rows: Rows) -> dict[str, Any] | None:
-    """Return mean, longest and histogram (lowest length → documents) of documents; None where they are not known."""
-
-    def all_lengths() -> Iterator[NDArray[np.int64]]:
-        if isinstance(rows, TokenRows):
-            yield from rows.files.lengths()
-        elif isinstance(rows, PackedDataset):
-            yield np.diff(rows.corpus.offsets)
-
-    bins = np.zeros(64, dtype=np.int64)
-    total = longest = 0
-    for lengths in all_lengths():
+def _lengths(rows: PackedDataset | TokenRows) -> dict[str, Any]:
+    """Return mean, longest and histogram (lowest length → documents) of documents."""
+    parts = rows.files.lengths() if isinstance(rows, TokenRows) else [np.diff(rows.corpus.offsets)]
+    bins, longest = np.zeros(64, dtype=np.int64), 0
+    for lengths in parts:
         bins += np.bincount(np.log2(np.maximum(lengths, 1)).astype(np.int64), minlength=64)
-        total, longest = total + int(lengths.sum()), max(longest, int(lengths.max()))
-    if not total:
-        return None
+        longest = max(longest, int(lengths.max()))
     used = np.flatnonzero(bins)
     histogram = {str(1 << n): int(bins[n]) for n in range(int(used[0]), int(used[-1]) + 1)}
-    return {"mean": total / int(bins.sum()), "longest": longest, "histogram": histogram}
+    return {"mean": rows.tokens_per_epoch / rows.documents, "longest": longest, "histogram": histogram}
