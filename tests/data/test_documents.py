@@ -47,12 +47,13 @@ def _rows(file: Path) -> list[dict[str, Any]]:
 def test_each_step_is_there_once_after_a_resume_and_equals_at_step(
     pool: Pools, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pool(2).run(_run, str(tmp_path))
+    text = write_texts(tmp_path / "text.jsonl", [f"record {n} " + "word " * (n % 40) for n in range(300)])
+    pool(2).run(_run, str(tmp_path), f"--training.dataset_path={text}")
     shutil.rmtree(tmp_path / "checkpoint/step-5")
     before = (tmp_path / "documents.jsonl").read_bytes()
     with (tmp_path / "documents.jsonl").open("a") as file:
         file.write('{"step": 5, "sequences"')  # of a process that was killed
-    pool(2).run(_run, str(tmp_path))
+    pool(2).run(_run, str(tmp_path), f"--training.dataset_path={text}")
     assert (tmp_path / "documents.jsonl").read_bytes() == before
     rows = _rows(tmp_path / "documents.jsonl")
     assert [list(map(int, row["sequences"])) for row in rows] == [
@@ -67,6 +68,9 @@ def test_each_step_is_there_once_after_a_resume_and_equals_at_step(
             assert sum(one["tokens"] for one in logged) == 32 and all(one["file"] and one["text"] for one in found)
             keys = ("source", "name", "tokens")
             assert [[one[key] for key in keys] for one in found] == [[one[key] for key in keys] for one in logged]
+    write_texts(text, ["another"])
+    assert cli.main(["data", "at-step", "1", str(tmp_path)]) == 2
+    assert "the text has changed since: its fingerprint was " in capsys.readouterr().err
 
 
 def test_ranks_log_their_part_of_a_stream(pool: Pools, tmp_path: Path) -> None:

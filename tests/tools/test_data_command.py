@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from tests.processes import ended
-from titanlite.checkpoint.manifest import FILE, Manifest
 from titanlite.config.sections import Data, Training
 from titanlite.data.corpus import tokenize
 from titanlite.data.loader import TrainLoader
@@ -237,28 +236,6 @@ def test_at_step_names_records(tmp_path: Path, command: Command) -> None:
     assert place == f"  document 1 = {text / '0.jsonl'}, record 2, 4 tokens" and start in "file 0 record 1 word"
     answer = json.loads(command("at-step", 3, "--json", "--training.dataset_path", out, *common)[1])
     assert answer["sequences"]["4"][0]["record"] == 2
-
-
-def test_at_step_follows_the_checkpoints_of_a_run(tmp_path: Path, command: Command) -> None:
-    text, run = write_records(tmp_path / "text"), tmp_path / "run"
-    folder = run / "checkpoint" / "step-2"
-    folder.mkdir(parents=True)
-    toml = f'[training]\ndataset_path = "{text}"\nseq_len = 4\nbatch_size = 3\n[data]\nshuffle = false\n'
-    (run / "config.toml").write_text(toml)
-    print_of = build_dataset(Training(dataset_path=str(text), seq_len=4), Data(), TOKENIZER, 2304).fingerprint[:16]
-    train = {"data": {"next_sequence": 6, "left_out": [[1, 3]]}, "global_batch": 2}
-    manifest = Manifest(2, {"data": print_of}, {}, {}, train, {}, 1, time.time(), {"toml": toml})
-    (folder / FILE).write_text(manifest.to_json())
-
-    def sequences(step: int) -> list[str]:
-        code, out = command("at-step", step, run, "--json")
-        assert code == 0, out
-        return list(json.loads(out)["sequences"])
-
-    assert [sequences(step) for step in (1, 2, 3)] == [["0", "3"], ["4", "5"], ["6", "7", "8"]]
-    (text / "1.jsonl").write_text('{"text": "other"}\n')
-    code, out = command("at-step", 1, folder)
-    assert code == 2 and f"the text has changed since: its fingerprint was {print_of}, and is" in out
 
 
 def test_peek_shows_what_the_model_sees(tmp_path: Path, command: Command) -> None:
