@@ -225,14 +225,12 @@ def _sources(config: LoadedConfig) -> Iterator[Finding]:
             yield "conflict", f"{section}.dataset_path", message, "give one of the two"
         if text.dataset_path is None and (problem := name_problem(text.dataset)):
             yield "unknown-value", f"{section}.dataset", f"{quote(text.dataset)} {problem[0]}", problem[1]
-    sources = [*d.data.source, *d.validation.sources]
-    for key, where in (("data", d.data), *(("data.source", s) for s in d.data.source)):
-        for name in ("text_key", "prompt_key", "completion_key"):
-            if where.messages_key and getattr(where, name):
-                message = f"has no effect: the text is that of {key}.messages_key"
-                yield "conflict", "data.source" if key == "data.source" else f"data.{name}", message, "leave it out"
-    if d.data.chat_template and not any(where.messages_key for where in (d.data, *sources)):
-        yield "needs", "data.chat_template", "needs data.messages_key", ""
+    tables = [("data", d.data), *(("data.source", source) for source in d.data.source)]
+    for key, table in (*tables, *(("validation.sources", source) for source in d.validation.sources)):
+        for name in ("text_key", "prompt_key", "completion_key") if table.messages_key else ():
+            if getattr(table, name):
+                where = f"data.{name}" if key == "data" else key
+                yield "conflict", where, f"has {name} beside messages_key, which names the text", "leave one out"
     names = [source.name or source.path for source in d.data.source]
     for number, source in enumerate(d.data.source):
         key = f"data.source[{number}]"

@@ -71,6 +71,7 @@ _SWITCHES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(_PIPELINE, {"experimental.pipeline_parallel_degree": _MANY}),
     **dict.fromkeys(_ANY_PRECISION, {"optimizer.name": "AnyPrecisionAdamW"}),
     "data.persistent_workers": {"validation.enable": True},
+    "data.chat_template": {"data.messages_key": _SET, "data.source": _SET, "validation.sources": _SET},
     "compile": {"training.compile": True},
     "compile.cache_dir": {"compile.backend": "inductor"},
     "activation_checkpoint.selective_ac_option": {"activation_checkpoint.mode": "selective"},
