@@ -225,7 +225,7 @@ def _sources(config: LoadedConfig) -> Iterator[Finding]:
             yield "conflict", f"{section}.dataset_path", message, "give one of the two"
         if text.dataset_path is None and (problem := name_problem(text.dataset)):
             yield "unknown-value", f"{section}.dataset", f"{quote(text.dataset)} {problem[0]}", problem[1]
-    tables = [("data", d.data), *(("data.source", source) for source in d.data.source)]
+    tables: list[tuple[str, Any]] = [("data", d.data), *(("data.source", source) for source in d.data.source)]
     for key, table in (*tables, *(("validation.sources", source) for source in d.validation.sources)):
         for name in ("text_key", "prompt_key", "completion_key") if table.messages_key else ():
             if getattr(table, name):

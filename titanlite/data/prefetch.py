@@ -72,8 +72,8 @@ class _Ahead(Generic[_T]):
 
         # A new thread is on GPU 0, and pinning would open a context there for every rank.
         start = partial(torch.cuda.set_device, torch.cuda.current_device()) if pin else None
-        self._pool = ThreadPoolExecutor(1, THREAD, start)
-        self._submit = partial(self._pool.submit, once)
+        self._pool = pool = ThreadPoolExecutor(1, THREAD, start)
+        self._submit = lambda: pool.submit(once)
         self.items: deque[Future[_T]] = deque(self._submit() for _ in range(depth))
 
     def error(self, number: int) -> BaseException | None:
