@@ -23,7 +23,7 @@ from titanlite.data.loader import TrainLoader
 from titanlite.data.rows import IGNORE, Stateless
 from titanlite.data.sources import BUNDLED, iter_records, list_files
 from titanlite.data.text import build_dataset
-from titanlite.data.token_rows import TokenRows
+from titanlite.data.packing import PackedDataset
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.runs.lock import RunLock
 from titanlite.tools import cli
@@ -57,9 +57,9 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def rows_of(folder: Path, **settings: Any) -> TokenRows:
+def rows_of(folder: Path, **settings: Any) -> PackedDataset:
     found = build_dataset(Training(dataset_path=str(folder), seq_len=8, **settings), Data(), TOKENIZER, 2304)
-    assert isinstance(found, TokenRows)
+    assert isinstance(found, PackedDataset)
     return found
 
 
@@ -69,18 +69,18 @@ def test_the_tokens_are_those_of_training_on_text(tmp_path: Path, command: Comma
     assert code == 0 and "one: 60 documents, " in out
     corpus = tokenize(list_files(text), TOKENIZER, TOKENIZER.vocab_size)
     files = rows_of(tmp_path / "one").files
-    assert files.read(0, files.tokens).tolist() == corpus.tokens.tolist()
-    assert np.concatenate(list(files.lengths())).tolist() == np.diff(corpus.offsets).tolist()
+    assert files.read(0, files.size).tolist() == corpus.tokens.tolist()
+    assert np.diff(files.offsets).tolist() == np.diff(corpus.offsets).tolist()
     records = list(iter_records(list_files(text)))
     assert [files.place_of(n) for n in range(60)] == [(str(record.file), record.number) for record in records]
     size = sum(len(record.text) for record in records)
     assert files.index is not None and files.index["text_bytes"] == size
-    assert f"{size / files.tokens:.2f} bytes per token" in out
+    assert f"{size / files.size:.2f} bytes per token" in out
     assert len(files.parts) > 3
     command("prepare", text, "--out", tmp_path / "two", "--part-tokens", 200, "--workers", 3)
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
     command("prepare", text, "--out", tmp_path / "whole")
-    assert rows_of(tmp_path / "whole").files.read(0, files.tokens).tolist() == corpus.tokens.tolist()
+    assert rows_of(tmp_path / "whole").files.read(0, files.size).tolist() == corpus.tokens.tolist()
 
 
 def test_prompts_are_masked(tmp_path: Path, command: Command) -> None:
@@ -88,8 +88,8 @@ def test_prompts_are_masked(tmp_path: Path, command: Command) -> None:
     keys = "--prompt-key", "q", "--completion-key", "a"
     assert command("prepare", tmp_path / "a.jsonl", "--out", tmp_path / "out", *keys)[0] == 0
     rows = rows_of(tmp_path / "out", epochs=1)
-    files = rows.files
-    ids, targets = files.read(0, files.tokens), files.targets(0, files.tokens)
+    files = rows.corpus
+    ids, targets = files.read(0, files.size), files.is_target(0, files.size)
     assert TOKENIZER.decode(ids[targets].tolist()) == " three<|end_of_text|> five six<|end_of_text|>"
     assert TOKENIZER.decode(ids[~targets].tolist()) == "<|begin_of_text|>one two<|begin_of_text|>four"
     config = ["--training.dataset_path", tmp_path / "out", "--training.seq_len", 16, "--training.epochs", 1]

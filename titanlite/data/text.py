@@ -23,8 +23,7 @@ from titanlite.data.shards import Shards, hub_files, url_files
 from titanlite.data.sources import columns_of, own_records, source_files
 from titanlite.data.stream import StreamRows
 from titanlite.data.token_cache import load_corpus, workers_of
-from titanlite.data.token_files import is_tokens, open_tokens
-from titanlite.data.token_rows import TokenRows
+from titanlite.data.token_files import TokenFiles, is_tokens, open_tokens
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.utils import counted, human_bytes, is_dotted, logger
 
@@ -131,11 +130,7 @@ class TextReader:
                 for field in ("text_key", "prompt_key", "completion_key")
             }
             files = open_tokens(str(source.path), self.tokenizer, self.vocab_size, f"{key}.dataset_path", fields)
-            if data.packing != "split" and not key.startswith("validation"):
-                message = f"is not possible for token files ({source.path}); leave it out"
-                raise DataError(f'data.packing: "{data.packing}" {message}')
-            order: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "epochs": epochs}
-            return TokenRows(files, seq_len=seq_len, mask_documents=data.mask_documents, **order)
+            return self._pack(files, key, seq_len=seq_len, seed=seed, shuffle=shuffle, epochs=epochs)
         shards = self.share(f"files of {key}", lambda: self._shards(source, key))
         if self._is_stream(shards, source):
             if epochs is not None and shuffle:
@@ -161,7 +156,7 @@ class TextReader:
         corpus = self._corpus(shards)
         return self._pack(corpus, key, seq_len=seq_len, seed=seed, shuffle=shuffle, epochs=epochs)
 
-    def _pack(self, corpus: Corpus, key: str, **order: Any) -> PackedDataset:
+    def _pack(self, corpus: Corpus | TokenFiles, key: str, **order: Any) -> PackedDataset:
         """Return the sequences of a corpus. Held-out text is always split: its targets are the same in every run."""
         best_fit = self.data.packing == "best-fit" and not key.startswith("validation")
         kind = BestFitDataset if best_fit else PackedDataset

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -18,11 +18,12 @@ from titanlite.checkpoint.paths import to_path
 from titanlite.config.errors import ConfigError
 from titanlite.config.not_implemented import refused
 from titanlite.data import DataError, skip_ranges
+from titanlite.data.corpus import Corpus
 from titanlite.data.packing import PackedDataset
 from titanlite.data.rows import IGNORE, Row, Rows
 from titanlite.data.skip_ranges import Range, ranges_of_steps
 from titanlite.data.sources import columns_of, iter_records
-from titanlite.data.token_rows import TokenRows
+from titanlite.data.token_files import TokenFiles
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.derive import RunConfig
 from titanlite.fit import check_config, fitted
@@ -156,20 +157,12 @@ class Document(NamedTuple):
 def describe(run: Run, names: Sequence[Any]) -> dict[Any, Document]:
     """Return what is known of documents that `Rows.documents_in` names."""
     rows, tokenizer = run.rows, run.tokenizer
-    if isinstance(rows, TokenRows):
-        files = rows.files
-        found = {}
-        for name in names:
-            begin, end = files.text_range(name)
-            place = files.place_of(name)
-            found[name] = Document(
-                str(name), *place, _beginning(files.read(begin, min(end, begin + _TOKENS)), tokenizer)
-            )
-        return found
     if isinstance(rows, PackedDataset):
-        corpus, places = rows.corpus, _places(run, set(names))
-        starts = {name: corpus.tokens[corpus.offsets[name] : corpus.offsets[name + 1]][:_TOKENS] for name in names}
-        return {name: Document(str(name), *places[name], _beginning(starts[name], tokenizer)) for name in names}
+        corpus = rows.corpus
+        files = corpus if isinstance(corpus, TokenFiles) else None
+        places = {name: files.place_of(name) for name in names} if files else _places(run, set(names))
+        ends = {name: np.minimum(corpus.offsets[name : name + 2], corpus.offsets[name] + _TOKENS) for name in names}
+        return {n: Document(str(n), *places[n], _beginning(corpus.read(*ends[n]), tokenizer)) for n in names}
     return {name: Document(str(name)) for name in names}
 
 
@@ -181,7 +174,7 @@ def _beginning(ids: NDArray[Any], tokenizer: Tokenizer) -> str:
 
 def _places(run: Run, numbers: set[int]) -> dict[int, tuple[str, int]]:
     """Read the text up to the last of these documents; return their places."""
-    assert isinstance(run.rows, PackedDataset)
+    assert isinstance(run.rows, PackedDataset) and isinstance(run.rows.corpus, Corpus)
     data, files = run.config.data, run.rows.corpus.files
     if not files:
         return {number: (run.config.training.dataset, number + 1) for number in numbers}
@@ -288,7 +281,7 @@ def shown_row(row: Row, names: Sequence[Any], tokenizer: Tokenizer, ids: bool, s
 def stats(run: Run, as_json: bool) -> str:
     """Return figures of the training text, as text or JSON."""
     rows, batch = run.rows, run.config.batch
-    known = rows if isinstance(rows, (PackedDataset, TokenRows)) else None
+    known = rows if isinstance(rows, PackedDataset) else None
     found: dict[str, Any] = {
         "text": run.config.training.dataset_path or run.config.training.dataset,
         "documents": known and known.documents,
@@ -321,8 +314,8 @@ def _shown(value: Any) -> str:
 def bytes_per_token(run: Run) -> float:
     """Return bytes of text to a token; where they were not counted, those of some sequences, decoded."""
     rows = run.rows
-    if isinstance(rows, TokenRows) and rows.files.index:
-        return float(rows.files.index["text_bytes"] / rows.files.tokens)
+    if isinstance(rows, PackedDataset) and isinstance(rows.corpus, TokenFiles) and rows.corpus.index:
+        return float(rows.corpus.index["text_bytes"] / rows.corpus.size)
     total = rows.total_sequences or int(getattr(rows, "sequences_per_epoch", _SAMPLE))
     special = set(run.tokenizer.special_tokens.values())
     size = tokens = 0
@@ -335,20 +328,10 @@ def bytes_per_token(run: Run) -> float:
 
 def _lengths(rows: Rows) -> dict[str, Any] | None:
     """Return mean, longest and histogram (lowest length → documents) of documents; None where they are not known."""
-
-    def all_lengths() -> Iterator[NDArray[np.int64]]:
-        if isinstance(rows, TokenRows):
-            yield from rows.files.lengths()
-        elif isinstance(rows, PackedDataset):
-            yield np.diff(rows.corpus.offsets)
-
-    bins = np.zeros(64, dtype=np.int64)
-    total = longest = 0
-    for lengths in all_lengths():
-        bins += np.bincount(np.log2(np.maximum(lengths, 1)).astype(np.int64), minlength=64)
-        total, longest = total + int(lengths.sum()), max(longest, int(lengths.max()))
-    if not total:
+    if not isinstance(rows, PackedDataset):
         return None
+    lengths = np.diff(rows.corpus.offsets)
+    bins = np.bincount(np.log2(np.maximum(lengths, 1)).astype(np.int64))
     used = np.flatnonzero(bins)
     histogram = {str(1 << n): int(bins[n]) for n in range(int(used[0]), int(used[-1]) + 1)}
-    return {"mean": total / int(bins.sum()), "longest": longest, "histogram": histogram}
+    return {"mean": float(lengths.mean()), "longest": int(lengths.max()), "histogram": histogram}
