@@ -13,11 +13,11 @@ import pytest
 from titanlite.config.sections import Data, Training
 from titanlite.data import DataError, EndOfData
 from titanlite.data.loader import TrainLoader, batch_hash
+from titanlite.data.packing import PackedDataset
 from titanlite.data.permutation import Permutation, epoch_key
 from titanlite.data.rows import IGNORE
 from titanlite.data.text import build_dataset
 from titanlite.data.token_files import INDEX, KIND, Place, fingerprint_of, is_tokens, open_tokens
-from titanlite.data.packing import PackedDataset
 from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, load_tokenizer
 
 TOKENIZER = load_tokenizer()

@@ -156,6 +156,12 @@ class _Zstd(io.RawIOBase):
         return size
 
 
+def plain_kind(file: BinaryIO, name: str) -> Format | None:
+    """Return the kind of an open file; None for one that is compressed. Raises DataError as `iter_rows` does."""
+    head = file.read(4096)
+    return None if head.startswith((_GZIP, _ZSTD)) else _kind_of(head, name)
+
+
 def _kind_of(head: bytes, name: str) -> Format:
     """Return the kind of a file by its first bytes. The name decides only where these are plain text."""
     for magic, kind in _MAGIC.items():
