@@ -136,9 +136,6 @@ class TextReader:
             if epochs is not None and shuffle:
                 end = f"{key}.epochs: {name or source.path} is read as a stream, whose length is not known"
                 raise DataError(f"{end}; give training.steps or training.tokens, or data.streaming = false")
-            if data.packing == "best-fit" and not key.startswith("validation"):
-                stream = f'data.packing = "best-fit": {name or source.path} is read as a stream, which is split'
-                raise DataError(f'{stream}; set data.streaming = false, or data.packing = "split"')
             return StreamRows(
                 shards,
                 lambda record: encode_record(record, self.tokenizer, self.vocab_size),
@@ -152,6 +149,7 @@ class TextReader:
                 ranks=self.ranks,
                 workers=workers_of(data.num_workers),
                 mask_documents=data.mask_documents,
+                best_fit=data.packing == "best-fit" and not key.startswith("validation"),
             )
         corpus = self._corpus(shards)
         return self._pack(corpus, key, seq_len=seq_len, seed=seed, shuffle=shuffle, epochs=epochs)
