@@ -13,11 +13,11 @@ import pytest
 from titanlite.config.sections import Data, Training
 from titanlite.data import DataError, EndOfData
 from titanlite.data.loader import TrainLoader, batch_hash
+from titanlite.data.packing import PackedDataset
 from titanlite.data.permutation import Permutation, epoch_key
 from titanlite.data.rows import IGNORE
 from titanlite.data.text import build_dataset
 from titanlite.data.token_files import INDEX, KIND, Place, fingerprint_of, is_tokens, open_tokens
-from titanlite.data.token_rows import TokenRows
 from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, load_tokenizer
 
 TOKENIZER = load_tokenizer()
@@ -66,8 +66,8 @@ def write_megatron(stem: Path, documents: list[list[int]], code: int = 8, dtype:
     return stem.with_suffix(".bin")
 
 
-def rows_of(path: Path, **settings: Any) -> TokenRows:
-    return TokenRows(open_tokens(str(path), TOKENIZER, SIZE), **{"seq_len": 7, **settings})
+def rows_of(path: Path, **settings: Any) -> PackedDataset:
+    return PackedDataset(open_tokens(str(path), TOKENIZER, SIZE), **{"seq_len": 7, **settings})
 
 
 # The order
@@ -133,11 +133,11 @@ def test_documents_are_found_by_number(tmp_path: Path) -> None:
         assert numbers is not None and numbers.dtype == np.int32
         changes = np.diff(owner[span][:7]) != 0
         assert numbers[: len(changes) + 1].tolist() == [0, *np.cumsum(changes).tolist()]
-    files = rows.files
-    assert (files.documents, files.tokens) == (20, TOTAL)
-    assert np.concatenate(list(files.lengths())).tolist() == [n for part in LENGTHS for n in part]
+    files = rows.corpus
+    assert (files.documents, files.size) == (20, TOTAL)
+    assert np.diff(files.offsets).tolist() == [n for part in LENGTHS for n in part]
     assert files.place_of(14) == Place("0.jsonl", 20) and files.place_of(15) == Place("2.jsonl", 6)
-    assert files.text_range(15) == (sum(LENGTHS[0]), sum(LENGTHS[0]) + 40)
+    assert files.offsets[15:17].tolist() == [sum(LENGTHS[0]), sum(LENGTHS[0]) + 40]
 
 
 def test_prompts_are_no_targets(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_megatron_documents_are_of_several_sequences(tmp_path: Path) -> None:
         assert is_tokens(str(name))
         rows = rows_of(name, seq_len=3, shuffle=False, epochs=1)
         assert [rows.sequence(n).tokens.tolist() for n in range(4)] == [[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12]]
-        assert np.concatenate(list(rows.files.lengths())).tolist() == [5, 4, 0, 3]
+        assert np.diff(rows.corpus.offsets).tolist() == [5, 4, 0, 3]
         assert [rows.documents_in(n) for n in range(4)] == [[0], [0, 1], [1, 2, 3], [3]]
     cut = bin_file.read_bytes()
     bin_file.write_bytes(cut[:-4])
@@ -243,8 +243,6 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert build(text_key="text").sequence(0).tokens.shape == (7,)
     with pytest.raises(DataError, match="data.text_key: 'body' has no effect on .*, which is prepared with 'text'"):
         build(text_key="body")
-    with pytest.raises(DataError, match='data.packing: "best-fit" is not possible for token files'):
-        build(packing="best-fit")
     tokens = folder / "part-0.tokens"
     tokens.write_bytes(tokens.read_bytes()[:-1])
     with pytest.raises(DataError, match="part-0.tokens has 5.. bytes instead of 5.."):

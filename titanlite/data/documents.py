@@ -7,9 +7,10 @@ from typing import NamedTuple
 import numpy as np
 
 from titanlite.data.mixture import MixedRows
+from titanlite.data.packing import PackedDataset
 from titanlite.data.rows import Rows
 from titanlite.data.stream import StreamRows
-from titanlite.data.token_rows import TokenRows
+from titanlite.data.token_files import TokenFiles
 
 
 class Document(NamedTuple):
@@ -40,8 +41,8 @@ def documents_of(rows: Rows, index: int, source: str) -> list[Document]:
     found = []
     for name, tokens in zip(rows.documents_in(index), np.diff(ends, prepend=0).tolist(), strict=True):
         file, record = None, None
-        if isinstance(rows, TokenRows):
-            file, record = rows.files.place_of(name)
+        if isinstance(rows, PackedDataset) and isinstance(rows.corpus, TokenFiles):
+            file, record = rows.corpus.place_of(name)
         elif isinstance(rows, StreamRows):
             file, _, number_there = name.rpartition(":")
             record = int(number_there)

@@ -66,6 +66,11 @@ class Columns(NamedTuple):
     def wanted(self) -> tuple[str, ...]:
         return (self.text,) if self.prompt is None else (self.text, self.prompt)
 
+    @property
+    def has_masks(self) -> bool:
+        """Whether not every token is a target."""
+        return self.prompt is not None or self.chat is not None
+
     def remedy(self, column: str) -> str:
         key = "prompt_key" if column == self.prompt else "text_key" if self.prompt is None else "completion_key"
         key = "messages_key" if self.chat else key
@@ -159,6 +164,12 @@ class _Zstd(io.RawIOBase):
         size = min(len(buffer), len(self._out))
         buffer[:size], self._out = self._out[:size], self._out[size:]
         return size
+
+
+def plain_kind(file: BinaryIO, name: str) -> Format | None:
+    """Return the kind of an open file; None for one that is compressed. Raises DataError as `iter_rows` does."""
+    head = file.read(4096)
+    return None if head.startswith((_GZIP, _ZSTD)) else _kind_of(head, name)
 
 
 def _kind_of(head: bytes, name: str) -> Format:

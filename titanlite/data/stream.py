@@ -21,10 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titanlite.data import DataError
-from titanlite.data.corpus import are_targets
+from titanlite.data.best_fit import BestFitDataset
+from titanlite.data.corpus import Corpus, are_targets, targets_of
 from titanlite.data.formats import Record
-from titanlite.data.packing import epoch_order
-from titanlite.data.rows import IGNORE, Row
+from titanlite.data.packing import Window, epoch_order, make_row
+from titanlite.data.rows import Row
 from titanlite.data.shards import Shards
 from titanlite.utils import counted
 
@@ -61,13 +62,20 @@ class _Document(NamedTuple):
     name: str
 
 
-class _Window(NamedTuple):
-    tokens: Ids  # [seq_len + 1]
-    #: Where the loss counts a token.
-    targets: NDArray[np.bool_]
-    #: Number of each token's document in the window.
-    documents: NDArray[np.int32]
+class _Served(NamedTuple):
+    row: Row
     names: list[str]
+    #: Tokens of each document in the row.
+    lengths: list[int]
+
+
+class _Packed(NamedTuple):
+    """A row of a block that is packed. `place.document` counts these rows."""
+
+    row: Row
+    names: list[str]
+    lengths: list[int]
+    place: Place
 
 
 class StreamRows:
@@ -82,6 +90,7 @@ class StreamRows:
         lanes: V; None: chosen for `ranks` and kept in the state.
         workers: threads that tokenize; 0: the one that asks does it.
         mask_documents: rows tell the document of each token.
+        best_fit: documents are fitted whole into rows, those of a block together (see `titanlite.data.best_fit`).
     """
 
     total_sequences: None = None
@@ -102,7 +111,9 @@ class StreamRows:
         ranks: int = 1,
         workers: int = 0,
         mask_documents: bool = False,
+        best_fit: bool = False,
     ) -> None:
+        self.best_fit = best_fit
         self.shards, self.encode, self.seq_len, self.pad_id = shards, encode, seq_len, pad_id
         self.seed, self.shuffle, self.buffer, self.mask_documents = seed, shuffle, buffer, mask_documents
         self.fingerprint = shards.fingerprint(description)
@@ -112,7 +123,7 @@ class StreamRows:
         self._encoders = ThreadPoolExecutor(workers, thread_name_prefix="titanlite-encode") if workers else None
         self._open: dict[int, _Lane] = {}
         self._places: dict[int, tuple[int, Place]] = {}
-        self._kept: OrderedDict[int, _Window] = OrderedDict()
+        self._kept: OrderedDict[int, _Served] = OrderedDict()
         #: A save asks from the main thread, the loader from its own.
         self._lock = threading.Lock()
 
@@ -122,7 +133,8 @@ class StreamRows:
         given = {} if self.given_lanes is None else {"lanes": self.given_lanes}
         order = {"seq_len": self.seq_len, "seed": self.seed, "shuffle": self.shuffle, "epochs": None}
         masks = {"mask_documents": True} if self.mask_documents else {}
-        return {**order, "buffer": self.buffer, **given, **masks}
+        packing = {"packing": "best-fit"} if self.best_fit else {}
+        return {**order, "buffer": self.buffer, **given, **masks, **packing}
 
     def describe(self) -> str:
         """Return the size of the text in words."""
@@ -131,24 +143,17 @@ class StreamRows:
 
     def sequence(self, index: int) -> Row:
         """Return sequence `index`. Raises DataError if its text cannot be read."""
-        window = self._window(index)
-        tokens, labels = window.tokens[:-1].copy(), window.tokens[1:].copy()
-        labels[~window.targets[1:]] = IGNORE
-        if self.mask_documents:
-            labels[window.documents[1:] != window.documents[:-1]] = IGNORE
-        return Row(tokens, labels, window.documents[:-1].copy() if self.mask_documents else None)
+        return self._window(index).row
 
     def padding(self) -> Row:
-        size = self.seq_len
-        documents = np.zeros(size, dtype=np.int32) if self.mask_documents else None
-        return Row(np.full(size, self.pad_id, dtype=np.int64), np.full(size, IGNORE, dtype=np.int64), documents)
+        return make_row((), self.seq_len, self.pad_id, self.mask_documents)
 
     def documents_in(self, index: int) -> list[Any]:
         """Return file and record of the documents of sequence `index`."""
         return list(self._window(index).names)
 
     def document_lengths(self, index: int) -> list[int]:
-        return np.bincount(self._window(index).documents).tolist()
+        return list(self._window(index).lengths)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the places of the lanes that this rank has read, each with its number and count of windows."""
@@ -184,7 +189,7 @@ class StreamRows:
                 self._shut(number)
             self._kept.clear()
 
-    def _window(self, index: int) -> _Window:
+    def _window(self, index: int) -> _Served:
         number, count = index % self.lanes, index // self.lanes
         with self._lock:
             if index in self._kept:
@@ -196,7 +201,7 @@ class StreamRows:
                 while lane.count <= count:  # ranks that share a lane leave windows out
                     window = lane.next_window()
                     self._kept[index + (lane.count - 1 - count) * self.lanes] = window
-                    while len(self._kept) * (self.seq_len + 1) * 13 > _KEPT_BYTES and len(self._kept) > 1:
+                    while len(self._kept) * self.seq_len * 20 > _KEPT_BYTES and len(self._kept) > 1:
                         self._kept.popitem(last=False)
             except BaseException:
                 self._shut(number)
@@ -256,8 +261,29 @@ class StreamRows:
         part, number = divmod(lane, count)  # lanes share a shard: each reads all of it
         return [(number, part, len(range(number, self.lanes, count)))]
 
+    def rows_of(self, lane: int, start: Place) -> Iterator[list[_Packed]]:
+        """Yield the rows of a lane's blocks, fitted best, a block at a time."""
+        first, chunks, block = start.document, self.documents(lane, start._replace(document=0)), list[_Document]()
+        for chunk in chunks:
+            block += chunk
+            if not chunk:  # the end of a block
+                ids, lengths = [one.ids for one in block], [len(one.ids) for one in block]
+                offsets = np.concatenate([[0], np.cumsum(lengths)])
+                targets = targets_of(offsets, [one.mask for one in block])
+                corpus = Corpus(np.concatenate(ids), offsets, self.pad_id, "", (), targets)
+                order: Any = {"shuffle": False, "epochs": 1, "mask_documents": self.mask_documents}
+                rows = BestFitDataset(corpus, seq_len=self.seq_len, **order)
+                packed = list[_Packed]()
+                for n in range(first, rows.sequences_per_epoch):
+                    names = [block[document].name for document in rows.documents_in(n)]
+                    packed.append(
+                        _Packed(rows.sequence(n), names, rows.document_lengths(n), block[0].place._replace(document=n))
+                    )
+                yield packed
+                first, block = 0, []
+
     def documents(self, lane: int, start: Place) -> Iterator[list[_Document]]:
-        """Yield a lane's documents in order, tokenized, some at a time."""
+        """Yield a lane's documents in order, tokenized, some at a time; and [] at the end of a block."""
         blocks = self.blocks(lane, start)
         ahead = self._readers.submit(next, blocks)
         first = start.document
@@ -278,6 +304,7 @@ class StreamRows:
                     chunk, size = [], 0
             if chunk:
                 yield chunk
+            yield []
             first = 0
 
     def ahead(self, function: Callable[[], T]) -> Callable[[], T]:
@@ -295,21 +322,35 @@ class _Lane:
         self.rows, self.count = rows, count
         #: Counts and places before the latest windows, to go back to.
         self.passed: deque[tuple[int, Place]] = deque(maxlen=1 << 14)
-        self._chunks = rows.documents(number, place)
+        self._chunks: Iterator[list[Any]] = (rows.rows_of if rows.best_fit else rows.documents)(number, place)
         self._next = rows.ahead(self._read)
-        #: Documents that are not served to the end. Of the first, `_served` tokens are.
-        self._queue: deque[_Document] = deque()
+        #: Rows that are packed, or documents that are not served to the end. Of the first, `_served` tokens are.
+        self._queue: deque[Any] = deque()
         self._served, self._start = place.offset, place
 
     @property
     def place(self) -> Place:
         if not self._queue:
             return self._start
-        return self._queue[0].place._replace(offset=self._served)
+        place: Place = self._queue[0].place
+        return place._replace(offset=self._served)
 
-    def next_window(self) -> _Window:
-        """Return the next window, and move on by seq_len tokens: a window's last token begins the next one."""
+    def next_window(self) -> _Served:
+        """Return the next row. Of split rows the last target begins the next one."""
         self.passed.append((self.count, self.place))
+        served = self._packed() if self.rows.best_fit else self._split()
+        self.count += 1
+        return served
+
+    def _packed(self) -> _Served:
+        while not self._queue:
+            self._queue += self._next()
+            self._next = self.rows.ahead(self._read)
+        row, names, place = self._queue.popleft()
+        self._start = place._replace(document=place.document + 1)
+        return _Served(row, names)
+
+    def _split(self) -> _Served:
         missing = self.rows.seq_len + 1 + self._served - sum(len(document.ids) for document in self._queue)
         while missing > 0:
             chunk = self._next()
@@ -327,13 +368,14 @@ class _Lane:
         while self._queue[0] is not parts[-1][0]:
             self._queue.popleft()
         self._served = parts[-1][2] - 1
-        self.count += 1
         targets = np.concatenate([are_targets(document.mask, begin, end) for document, begin, end in parts])
-        numbers = np.repeat(np.arange(len(parts), dtype=np.int32), [end - begin for _, begin, end in parts])
         tokens = np.concatenate([document.ids[begin:end] for document, begin, end in parts])
-        return _Window(tokens, targets, numbers, [document.name for document, _, _ in parts])
+        lengths = np.array([end - begin for _, begin, end in parts])
+        window = Window(tokens, targets, np.cumsum(lengths) - lengths)
+        row = make_row([window], self.rows.seq_len, self.rows.pad_id, self.rows.mask_documents)
+        return _Served(row, [document.name for document, _, _ in parts], lengths.tolist())
 
-    def _read(self) -> list[_Document]:
+    def _read(self) -> list[Any]:
         return next(self._chunks)
 
 

@@ -27,7 +27,6 @@ from titanlite.data.sources import columns_of, own_records, source_files
 from titanlite.data.stream import StreamRows
 from titanlite.data.token_cache import load_corpus, workers_of
 from titanlite.data.token_files import TokenFiles, is_tokens, open_tokens
-from titanlite.data.token_rows import TokenRows
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.utils import counted, human_bytes, is_dotted, logger
 
@@ -124,16 +123,10 @@ class TextReader:
             corpus = tokenize((), self.tokenizer, self.vocab_size, data.num_workers or 0, records)
             return cast(Rows, pack(corpus, epochs=epochs, **order))
         if source.format == "tokens" or is_tokens(source.path):
-            if data.packing != "split":
-                message = f"is not possible for token files ({source.path}); leave it out"
-                raise DataError(f'data.packing: "{data.packing}" {message}')
-            return TokenRows(self._token_files(source, key), epochs=epochs, **order)
+            return cast(Rows, pack(self._token_files(source, key), epochs=epochs, **order))
         shards = self.share(f"files of {key}", lambda: self._shards(source, key))
         if not self._is_stream(shards, source):
             return cast(Rows, pack(self._corpus(shards), epochs=epochs, **order))
-        if data.packing != "split":
-            stream = f'data.packing = "{data.packing}": {name or source.path} is read as a stream, which is split'
-            raise DataError(f'{stream}; set data.streaming = false, or data.packing = "split"')
         return StreamRows(
             shards,
             lambda record: encode_record(record, self.tokenizer, self.vocab_size),
@@ -143,6 +136,7 @@ class TextReader:
             lanes=data.lanes,
             ranks=self.ranks,
             workers=workers_of(data.num_workers),
+            best_fit=data.packing == "best-fit",
             **order,
         )
 

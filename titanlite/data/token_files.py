@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from titanlite.config.urls import is_url
 from titanlite.data import DataError
+from titanlite.data.corpus import DocumentArray
 from titanlite.data.tokenizer import Tokenizer
 
 INDEX = "index.json"
@@ -36,8 +37,6 @@ KIND, VERSION = "titanlite tokens", 1
 ORDER = "windows of the stream of tokens, order 1"
 #: Pieces of foreign files that are read at the start, and tokens in each.
 _PIECES, _PIECE = 256, 4096
-#: Documents whose lengths are read at once.
-_LENGTHS = 1 << 16
 _MEGATRON = b"MMIDIDX\x00\x00"
 #: Codes of types in Megatron's index.
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
@@ -51,51 +50,46 @@ class Place(NamedTuple):
 
 
 @dataclass
-class Part:
-    """One file of tokens. `documents` of them begin in it; `first`: byte of the first token."""
+class Part(DocumentArray):
+    """One file of `size` tokens, in which so many documents begin; mapped when it is first read.
+
+    `tokens`: [size], plain arrays over the maps: slices of a memmap are slower. `offsets`: [documents + 1].
+    """
 
     file: Path
     dtype: np.dtype[Any]
-    tokens: int
+    size: int
     documents: int = 1
+    #: Byte of the first token.
     first: int = 0
     has_targets: bool = False
     #: (source, number of the first document of it, within the part and within the source), in order.
     sources: list[tuple[str, int, int]] = field(default_factory=list)
 
     @cached_property
-    def ids(self) -> NDArray[Any]:
-        """All tokens, mapped. Plain arrays over the maps: slices of a memmap are slower."""
-        return _map(self.file, self.dtype, self.tokens, self.first)
+    def tokens(self) -> NDArray[Any]:  # type: ignore[override]
+        return _map(self.file, self.dtype, self.size, self.first)
+
+    @cached_property
+    def offsets(self) -> NDArray[np.int64]:  # type: ignore[override]
+        return _map(self.file.with_suffix(".offsets"), np.dtype("<i8"), self.documents + 1)
 
     @cached_property
     def _target_bits(self) -> NDArray[Any]:
-        return _map(self.file.with_suffix(".targets"), np.dtype("u1"), -(-self.tokens // 8))
+        return _map(self.file.with_suffix(".targets"), np.dtype("u1"), -(-self.size // 8))
 
-    @cached_property
-    def _offsets(self) -> NDArray[Any]:
-        return _map(self.file.with_suffix(".offsets"), np.dtype("<i8"), self.documents + 1)
-
-    def targets(self, begin: int, end: int) -> NDArray[np.bool_]:
+    def is_target(self, begin: int, end: int) -> NDArray[np.bool_]:
         """Return whether tokens [begin, end) are targets."""
         if not self.has_targets:
             return np.ones(end - begin, dtype=bool)
         bits = np.unpackbits(self._target_bits[begin // 8 : -(-end // 8)], bitorder="little")
         return bits[begin % 8 : begin % 8 + end - begin].astype(bool)
 
-    def bounds(self, first: int, last: int) -> NDArray[np.int64]:
-        """Return where documents [first, last) begin in the part; document `documents` is its end."""
-        return self._offsets[first:last]
-
-    def document_at(self, place: int) -> int:
-        """Return the document of the token at `place`: the last one that begins there or before."""
-        return int(np.searchsorted(self._offsets[:-1], place, side="right")) - 1
-
 
 class _Npy(Part):
     @cached_property
-    def _offsets(self) -> NDArray[Any]:
-        return np.array([0, self.tokens])
+    def offsets(self) -> NDArray[np.int64]:  # type: ignore[override]
+        return np.array([0, self.size])
 
 
 class _Megatron(Part):
@@ -112,23 +106,17 @@ class _Megatron(Part):
         pointers = _map(file, np.dtype("<i8"), n, start + 4 * n)
         return _map(file, np.dtype("<i4"), n, start), pointers, _map(file, np.dtype("<i8"), head.bounds, start + 12 * n)
 
-    def bounds(self, first: int, last: int) -> NDArray[np.int64]:
+    @cached_property
+    def offsets(self) -> NDArray[np.int64]:  # type: ignore[override]
         _, pointers, documents = self._index
-        sequences = documents[first:last]
-        ends = np.full(len(sequences), self.tokens, dtype=np.int64)
-        inside = sequences < len(pointers)
-        ends[inside] = pointers[sequences[inside]] // self.dtype.itemsize
-        return ends
-
-    def document_at(self, place: int) -> int:
-        return bisect_right(range(self.documents), place, key=lambda d: int(self.bounds(d, d + 1)[0])) - 1
+        return np.append(pointers // self.dtype.itemsize, self.size)[documents]
 
     def check(self) -> None:
         """Raise DataError unless the sequences lie end to end, by a sample of them."""
         lengths, pointers, _ = self._index
         size, last = self.dtype.itemsize, len(lengths) - 1
         some = np.unique(np.linspace(0, last, _PIECES).astype(np.int64))
-        after = np.where(some < last, pointers[np.minimum(some + 1, last)], self.tokens * size)
+        after = np.where(some < last, pointers[np.minimum(some + 1, last)], self.size * size)
         ends = pointers[some] + lengths[some] * np.int64(size)
         if pointers[0] != 0 or (ends != after).any():
             raise DataError(f"{self.file.with_suffix('.idx')}: the sequences do not lie end to end in {self.file.name}")
@@ -182,14 +170,15 @@ class TokenFiles:
     ) -> None:
         self.path, self.parts, self.vocab_size, self.index = path, parts, vocab_size, index
         self.pad_id = tokenizer.eos_id
-        self._ends = list(accumulate(part.tokens for part in parts))
+        self._ends = list(accumulate(part.size for part in parts))
         self._documents = list(accumulate(part.documents for part in parts))
-        if not parts or not self.tokens:
+        if not parts or not self.size:
             raise DataError(f"{path} holds no tokens")
         self.fingerprint = str(index["fingerprint"]) if index else self._sample()
 
     @property
-    def tokens(self) -> int:
+    def size(self) -> int:
+        """Number of tokens."""
         return self._ends[-1]
 
     @property
@@ -200,11 +189,17 @@ class TokenFiles:
     def has_targets(self) -> bool:
         return any(part.has_targets for part in self.parts)
 
+    @cached_property
+    def offsets(self) -> NDArray[np.int64]:
+        """Where documents begin, and the end [documents + 1], in memory. Split rows need it not."""
+        begins = [part.offsets[:-1] + end - part.size for part, end in zip(self.parts, self._ends, strict=True)]
+        return np.concatenate([*begins, [self.size]])
+
     def _pieces(self, begin: int, end: int) -> Iterator[tuple[int, Part, int, int]]:
         """Iterate over the parts of tokens [begin, end): (number, part, first and end within it)."""
         number = bisect_right(self._ends, begin)
         while begin < end:
-            part, start = self.parts[number], self._ends[number] - self.parts[number].tokens
+            part, start = self.parts[number], self._ends[number] - self.parts[number].size
             stop = min(end, self._ends[number])
             if begin < stop:
                 yield number, part, begin - start, stop - start
@@ -212,40 +207,30 @@ class TokenFiles:
 
     def read(self, begin: int, end: int) -> NDArray[np.int64]:
         """Return tokens [begin, end). Raises DataError for an id outside the vocabulary."""
-        pieces = [part.ids[a:b] for _, part, a, b in self._pieces(begin, end)]
+        pieces = [part.tokens[a:b] for _, part, a, b in self._pieces(begin, end)]
         ids = (pieces[0] if len(pieces) == 1 else np.concatenate(pieces)).astype(np.int64)
         if int(ids.view(np.uint64).max()) >= self.vocab_size:  # unsigned: it finds negative ones too
-            self._refuse(begin, ids)
+            wrong = int(np.flatnonzero(ids.view(np.uint64) >= self.vocab_size)[0])
+            _, part, place, _ = next(self._pieces(begin + wrong, begin + wrong + 1))
+            raise DataError(
+                f"{part.file}, token {place:,} (from 0): id {ids[wrong]} is outside the model's vocabulary of "
+                f"{self.vocab_size}; set model.vocab_size above it, or prepare the text with the model's tokenizer"
+            )
         return ids
 
-    def _refuse(self, begin: int, ids: NDArray[np.int64]) -> None:
-        wrong = int(np.flatnonzero(ids.view(np.uint64) >= self.vocab_size)[0])
-        _, part, place, _ = next(self._pieces(begin + wrong, begin + wrong + 1))
-        raise DataError(
-            f"{part.file}, token {place:,} (from 0): id {ids[wrong]} is outside the model's vocabulary of "
-            f"{self.vocab_size}; set model.vocab_size above it, or prepare the text with the model's tokenizer"
-        )
-
-    def targets(self, begin: int, end: int) -> NDArray[np.bool_]:
+    def is_target(self, begin: int, end: int) -> NDArray[np.bool_]:
         """Return whether tokens [begin, end) are targets."""
-        return np.concatenate([part.targets(a, b) for _, part, a, b in self._pieces(begin, end)])
+        return np.concatenate([part.is_target(a, b) for _, part, a, b in self._pieces(begin, end)])
 
     def starts(self, begin: int, end: int) -> NDArray[np.int64]:
         """Return where documents begin in [begin, end), the one at `begin` included, in order."""
-        found = []
-        for number, part, a, b in self._pieces(begin, end):
-            first, last = part.document_at(a), part.document_at(b - 1)
-            start = self._ends[number] - part.tokens
-            found.append(np.maximum(part.bounds(first, last + 1), a) + start)
-        return np.concatenate(found)
+        pieces = self._pieces(begin, end)
+        return np.concatenate([part.starts(a, b) + self._ends[n] - part.size for n, part, a, b in pieces])
 
     def documents_in(self, begin: int, end: int) -> list[int]:
         """Return the numbers, from 0, of the documents of tokens [begin, end)."""
-        found: list[int] = []
-        for number, part, a, b in self._pieces(begin, end):
-            before = self._documents[number] - part.documents
-            found += range(before + part.document_at(a), before + part.document_at(b - 1) + 1)
-        return found
+        pieces = self._pieces(begin, end)
+        return [self._documents[n] - part.documents + d for n, part, a, b in pieces for d in part.documents_in(a, b)]
 
     def place_of(self, document: int) -> Place:
         """Return the source of a document."""
@@ -256,26 +241,12 @@ class TokenFiles:
         source, first, counted_from = part.sources[bisect_right(part.sources, within, key=lambda one: one[1]) - 1]
         return Place(source, counted_from + within - first + 1)
 
-    def text_range(self, document: int) -> tuple[int, int]:
-        """Return where a document begins and ends."""
-        number = bisect_right(self._documents, document)
-        part, start = self.parts[number], self._ends[number] - self.parts[number].tokens
-        within = document - (self._documents[number] - part.documents)
-        begin, end = part.bounds(within, within + 2)
-        return start + int(begin), start + int(end)
-
-    def lengths(self) -> Iterator[NDArray[np.int64]]:
-        """Iterate over the lengths of all documents, in tokens, some at a time."""
-        for part in self.parts:
-            for first in range(0, part.documents, _LENGTHS):
-                yield np.diff(part.bounds(first, min(first + _LENGTHS, part.documents) + 1))
-
     def _sample(self) -> str:
         """Check pieces from all over the files; return a digest of them and of the sizes."""
-        digest = hashlib.sha256(f"{ORDER}\n{[(part.tokens, part.dtype.str) for part in self.parts]}".encode())
-        for begin in np.unique(np.linspace(0, self.tokens - 1, _PIECES).astype(np.int64)).tolist():
-            digest.update(self.read(begin, min(begin + _PIECE, self.tokens)).astype("<i8").tobytes())
-        digest.update(self.read(max(self.tokens - _PIECE, 0), self.tokens).astype("<i8").tobytes())
+        digest = hashlib.sha256(f"{ORDER}\n{[(part.size, part.dtype.str) for part in self.parts]}".encode())
+        for begin in np.unique(np.linspace(0, self.size - 1, _PIECES).astype(np.int64)).tolist():
+            digest.update(self.read(begin, min(begin + _PIECE, self.size)).astype("<i8").tobytes())
+        digest.update(self.read(max(self.size - _PIECE, 0), self.size).astype("<i8").tobytes())
         return digest.hexdigest()
 
 

@@ -38,8 +38,10 @@ def add_commands(commands: Commands) -> None:
 
     again = "After a crash the same command goes on where it was, and the result is the same."
     prepare = add("prepare", _prepare, "tokenize text once, into a folder that training maps into memory", again)
-    prepare.add_argument("source", metavar="SOURCE", help="file, folder, pattern or name of text")
+    prepare.add_argument("source", metavar="SOURCE", help="file, folder, pattern, URL, name of text, id of the hub")
     prepare.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="where the tokens go")
+    prepare.add_argument("--subset", metavar="NAME", help="part of a data set of the hub (default: the usual one)")
+    prepare.add_argument("--split", metavar="NAME", help="split of a data set of the hub (default: train)")
     prepare.add_argument("--tokenizer", metavar="PATH", help="as model.tokenizer_path (default: the bundled one)")
     fields = {
         "text": "holds the text (default: text)",
@@ -91,7 +93,8 @@ def _fetch(arguments: argparse.Namespace, flags: list[str], _: Style) -> str | t
 
 def _prepare(arguments: argparse.Namespace, flags: list[str], _: Style) -> str | tuple[str, int]:
     from titanlite.config.sections import Data
-    from titanlite.tools.prepare import Options, prepare
+    from titanlite.tools.prepare import prepare
+    from titanlite.tools.prepare_tasks import Options
 
     no_flags(flags)
     if arguments.workers < 1 or arguments.part_tokens < 1:
@@ -102,7 +105,7 @@ def _prepare(arguments: argparse.Namespace, flags: list[str], _: Style) -> str |
     keys = Data(**{name: getattr(arguments, name) for name in names})
     options = Options.of(arguments.source, arguments.tokenizer, keys, arguments.part_tokens)
     try:
-        return prepare(arguments.source, arguments.out, options, arguments.workers)
+        return prepare(arguments.source, arguments.out, options, arguments.workers, arguments.subset, arguments.split)
     except KeyboardInterrupt:
         print("stopped: finished parts are kept; the same command goes on", file=sys.stderr)
         return "", exit_codes.INTERRUPTED

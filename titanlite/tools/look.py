@@ -18,13 +18,14 @@ from titanlite.config.errors import ConfigError
 from titanlite.config.not_implemented import refused
 from titanlite.config.sections import DataSource
 from titanlite.data import DataError, skip_ranges
+from titanlite.data.corpus import Corpus
 from titanlite.data.documents import Document, documents_of
 from titanlite.data.mixture import MixedRows
 from titanlite.data.packing import PackedDataset
 from titanlite.data.rows import IGNORE, Row, Rows
 from titanlite.data.skip_ranges import Range, ranges_of_steps
 from titanlite.data.sources import columns_of, iter_records
-from titanlite.data.token_rows import TokenRows
+from titanlite.data.token_files import TokenFiles
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.derive import RunConfig
 from titanlite.fit import check_config, fitted
@@ -182,7 +183,7 @@ def _places(run: Run, documents: Sequence[Document]) -> dict[tuple[str, ...], tu
     for source, rows in zip(data.source or [single], parts, strict=True):
         name = source.name or source.path if data.source else source.path or source.name
         wanted = {document.name for document in documents if document.source == name}
-        if isinstance(rows, PackedDataset) and rows.corpus.files:
+        if isinstance(rows, PackedDataset) and isinstance(rows.corpus, Corpus) and rows.corpus.files:
             columns = columns_of(data, source.name or "", source.path, source, run.tokenizer)
             for number, record in enumerate(iter_records(rows.corpus.files, columns)):
                 if str(number) in wanted:
@@ -252,7 +253,7 @@ def _name(document: Document) -> str:
 def stats(run: Run, as_json: bool) -> str:
     """Return figures of the training text, as text or JSON."""
     rows, batch = run.rows, run.config.batch
-    known = rows if isinstance(rows, (PackedDataset, TokenRows)) else None
+    known = rows if isinstance(rows, PackedDataset) else None
     found: dict[str, Any] = {
         "text": run.config.training.dataset_path or run.config.training.dataset,
         "documents": known and known.documents,
@@ -283,8 +284,8 @@ def stats(run: Run, as_json: bool) -> str:
 def bytes_per_token(run: Run) -> float:
     """Return bytes of text to a token; where they were not counted, those of some sequences, decoded."""
     rows = run.rows
-    if isinstance(rows, TokenRows) and rows.files.index:
-        return float(rows.files.index["text_bytes"] / rows.files.tokens)
+    if isinstance(rows, PackedDataset) and isinstance(rows.corpus, TokenFiles) and rows.corpus.index:
+        return float(rows.corpus.index["text_bytes"] / rows.corpus.size)
     total = rows.total_sequences or int(getattr(rows, "sequences_per_epoch", _SAMPLE))
     special = set(run.tokenizer.special_tokens.values())
     samples = np.unique(np.linspace(0, total - 1, _SAMPLE).astype(np.int64)).tolist()
@@ -293,13 +294,10 @@ def bytes_per_token(run: Run) -> float:
     return size / (len(samples) * rows.seq_len)
 
 
-def _lengths(rows: PackedDataset | TokenRows) -> dict[str, Any]:
+def _lengths(rows: PackedDataset) -> dict[str, Any]:
     """Return mean, longest and histogram (lowest length → documents) of documents."""
-    parts = rows.files.lengths() if isinstance(rows, TokenRows) else [np.diff(rows.corpus.offsets)]
-    bins, longest = np.zeros(64, dtype=np.int64), 0
-    for lengths in parts:
-        bins += np.bincount(np.log2(np.maximum(lengths, 1)).astype(np.int64), minlength=64)
-        longest = max(longest, int(lengths.max()))
+    lengths = np.diff(rows.corpus.offsets)
+    bins = np.bincount(np.log2(np.maximum(lengths, 1)).astype(np.int64))
     used = np.flatnonzero(bins)
     histogram = {str(1 << n): int(bins[n]) for n in range(int(used[0]), int(used[-1]) + 1)}
-    return {"mean": rows.tokens_per_epoch / rows.documents, "longest": longest, "histogram": histogram}
+    return {"mean": float(lengths.mean()), "longest": int(lengths.max()), "histogram": histogram}
