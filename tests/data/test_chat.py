@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from titanlite.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
 from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS, SPLIT_PATTERN
 from titanlite.fit import load_config
 from titanlite.tools import cli
+
+ROOT = Path(__file__).resolve().parents[2]
 
 #: Llama 3's template, and ChatML with the marks of `transformers` around the assistant's turns.
 LLAMA3 = (
@@ -117,10 +120,13 @@ def test_files_streams_and_prepared_tokens_have_the_same_targets(
     (tmp_path / "other.jinja").write_text(MARKED)
     with pytest.raises(DataError, match=r"data\.chat_template: .* is prepared with another one"):
         rows(out, folder, chat_template=str(tmp_path / "other.jinja"), **asked)
-    flags = ["--training.dataset_path", str(lines), "--data.messages_key=messages", "--no-data.shuffle"]
-    flags += ["--model.tokenizer_path", str(folder), "--training.seq_len=32"]
+    example = re.search(r"## Conversations\n```toml\n(.*?)```", (ROOT / "docs/data.md").read_text(), re.DOTALL)
+    assert example is not None
+    toml = example[1].replace("./assets/Llama-3.1-8B-Instruct", str(folder)).replace("./chats.jsonl", str(lines))
+    (tmp_path / "run.toml").write_text(toml)
     capsys.readouterr()
-    assert cli.main(["data", "peek", *flags, "--rows", "1"]) == 0
+    flags = ["--no-data.shuffle", "--training.seq_len=32", "--rows", "1"]
+    assert cli.main(["data", "peek", str(tmp_path / "run.toml"), *flags]) == 0
     shown = capsys.readouterr().out
     assert "Hello?]]" in shown and "Good day, sir.<|eot_id|>[[" in shown
 
