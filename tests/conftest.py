@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.golden_run import GoldenRun, golden_run
 from tests.pool import Pools
 
 if TYPE_CHECKING:  # torch is slow to import, and many tests do without
@@ -37,3 +39,10 @@ def references(pool: Pools) -> References:
     from tests.training.compare import References
 
     return References(pool)
+
+
+@pytest.fixture(scope="session")
+def golden(tmp_path_factory: pytest.TempPathFactory) -> GoldenRun:
+    """A finished run to read; `golden.copy(folder)` may be changed."""
+    base = tmp_path_factory.getbasetemp()
+    return golden_run(base.parent if "PYTEST_XDIST_WORKER" in os.environ else base)

@@ -112,10 +112,6 @@ class AnomalyLog:
             }
         )
 
-    def close(self) -> None:
-        if self._log is not None:
-            self._log.close()
-
 
 def explain(bad: BadStepError, model: nn.Module, runner: Runner, fetched: Fetched) -> None:
     """Add to the error which module is to blame. All ranks call it together."""
@@ -145,12 +141,6 @@ def steps_text(first: int, end: int, global_batch: int) -> str:
 def skip_to(data: dict[str, Any], bad: Fetched) -> dict[str, Any]:
     """Return the loader state `data`, moved behind the step `bad`; the text between the two is skipped."""
     between = data["next_sequence"], bad.after["next_sequence"]
-    skipped = merged([*data.get("left_out", ()), between])
-    left_out = [list(stretch) for stretch in skipped]
+    left_out = [list(stretch) for stretch in merged([*data.get("left_out", ()), between])]
     # Other shares of a mixture hold from the checkpoint on: the stretch that is skipped was served by them.
-    return {
-        **data,
-        "next_sequence": bad.after["next_sequence"],
-        "left_out": left_out,
-        "saved_at": data["next_sequence"],
-    }
+    return {**data, "next_sequence": between[1], "left_out": left_out, "saved_at": between[0]}

@@ -47,7 +47,7 @@ from titanlite.metrics.garbage import GarbageCollection
 from titanlite.metrics.observer import MetricsLogger
 from titanlite.metrics.profiler import Profiler
 from titanlite.metrics.sources import RowLosses, SourceFigures
-from titanlite.metrics.throughput import device_name, peak_flops, total_memory_bytes
+from titanlite.metrics.throughput import Throughput, device_name, peak_flops, total_memory_bytes
 from titanlite.metrics.watchdog import HangWatchdog
 from titanlite.models.spec import ModelSpec, as_record
 from titanlite.optim.learning_rate import LearningRate
@@ -67,7 +67,6 @@ from titanlite.run_callbacks import (
     AttemptRecord,
     CompileReport,
     DocumentLog,
-    SlowSaveWarning,
     Timeouts,
     VerifyResume,
     Watchdog,
@@ -318,7 +317,7 @@ def build(
         tolerance=2e-2 if run.training.mixed_precision_param != "float32" or in_float8 else 1e-4,
         exact=device.type == "cpu" or run.debug.deterministic,
     )
-    attempts = AttemptRecord(folder, run.toml, run.job.description, world, name, batch.tokens_per_step, watchdog)
+    attempts = AttemptRecord(folder, run.toml, run.job.description, name, watchdog)
     gc = GarbageCollection(run.training.gc_freq)
     sources = None
     if isinstance(datasets.train, MixedRows) and isinstance(parts.loss, RowLosses):
@@ -328,12 +327,9 @@ def build(
         run.job,
         world,
         config_text(run.toml),
-        tokens_per_step=batch.tokens_per_step,
-        sequences_per_step=batch.global_batch_size,
-        flops_per_token=flops,
-        peak_flops=peak,
-        gc_seconds=gc.read,
-        sources=sources,
+        Throughput(batch.tokens_per_step, batch.global_batch_size, world.size, flops, peak),
+        gc.read,
+        sources,
     )
 
     documents = None
@@ -358,14 +354,13 @@ def build(
         Timeouts(run.comm.init_timeout_seconds, run.comm.train_timeout_seconds) if world.timeout else None,
         gc,
         attempts,
-        rep.StartReport(report, run.checkpoint, run.toml, skip, attempts, in_epochs),
+        rep.StartReport(report, run.checkpoint, skip, attempts, in_epochs),
         sources,
         metrics,
         CompileReport(compiled) if compiled else None,
         Float8ErrorCheck(drift, builder.param_dtype, metrics.write) if drift else None,
         Profiler(run.profiling, world.rank, device) if profiles else None,
-        VerifyResume(resume_check, datasets.train, batch.global_batch_size, skip, world, (rank, ranks)),
-        SlowSaveWarning(world.rank),
+        VerifyResume(resume_check, skip, (rank, ranks)),
         documents,
         *callbacks,
     ]
@@ -414,6 +409,7 @@ def startup_lines(
     degrees = {"pp": mesh.pipeline, "dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard}
     setup = rep.Setup(
         device=device_name(device),
+        cpu=device.type == "cpu",
         degrees={**degrees, "cp": mesh.context, "tp": mesh.tensor},
         parameters=parameters,
         micro_batch=batch.micro_batch_size,

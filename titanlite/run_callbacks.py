@@ -1,10 +1,9 @@
-"""The small callbacks of every run: watchdog, timeouts, compilation, attempts, save times, resume check, documents."""
+"""The small callbacks of every run: watchdog, timeouts, compilation, attempts, resume check, documents."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +14,7 @@ from titanlite import exit_codes
 from titanlite.callbacks import SLOW_PHASES, Callback, RunEnd
 from titanlite.checkpoint.load import LoadedState
 from titanlite.checkpoint.paths import AnyPath
-from titanlite.checkpoint.resume_check import ResumeCheck, ResumeResult
-from titanlite.checkpoint.retention import grace_warning
+from titanlite.checkpoint.resume_check import ResumeCheck
 from titanlite.config.toml import TOMLDecodeError, loads
 from titanlite.data.documents import documents_of
 from titanlite.data.loader import add_hashes, step_hash
@@ -24,7 +22,7 @@ from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import Range, ranges_of_steps, take
 from titanlite.metrics.jsonl import MetricsLog
 from titanlite.parallel.compile import CompileWatch
-from titanlite.parallel.dist_env import DistEnv, patience, set_timeouts
+from titanlite.parallel.dist_env import patience, set_timeouts
 from titanlite.runs import record
 from titanlite.utils import logger
 
@@ -104,25 +102,16 @@ class AttemptRecord(Callback):
     toml: the resolved config. watch: when another rank has raised, it ends this process, and records that first.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        toml: str,
-        description: str,
-        world: DistEnv,
-        device: str,
-        tokens_per_step: int,
-        watch: HangWatchdog | None,
-    ) -> None:
+    def __init__(self, folder: Path, toml: str, description: str, device: str, watch: HangWatchdog | None) -> None:
+        self._folder, self._toml, self._description, self._device = folder, toml, description, device
         self._watch = watch
-        self._folder, self._toml, self._description = folder, toml, description
-        self._world, self._device, self._tokens_per_step = world, device, tokens_per_step
         #: Lines about the attempt before, for the start report.
         self.lines: list[str] = []
         self._record: record.AttemptRecord | None = None
 
     def on_start(self, trainer: Trainer) -> None:
-        if self._world.rank:
+        world = trainer.parts.world
+        if world.rank:
             return
         if self._watch is not None:
             self._watch.on_peer = lambda error: self.on_end(trainer, RunEnd("failed", trainer.done, error, str(error)))
@@ -131,7 +120,7 @@ class AttemptRecord(Callback):
             self._folder,
             config_toml=self._toml,
             steps=trainer.steps,
-            ranks=self._world.size,
+            ranks=world.size,
             device=self._device,
             description=self._description,
             step=trainer.step,
@@ -156,20 +145,7 @@ class AttemptRecord(Callback):
 
     def _tokens_at(self, trainer: Trainer, step: int) -> int:
         """Tokens seen when `step` was done."""
-        return trainer.tokens_seen - (trainer.done - step) * self._tokens_per_step
-
-
-class SlowSaveWarning(Callback):
-    """Warns, once, when a save is likely to outlast the time that torchrun gives a process after SIGTERM."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank, self._warned = rank, False
-
-    def on_save(self, trainer: Trainer, step: int, folder: AnyPath, seconds: float) -> None:
-        text = "" if self._warned or self._rank else grace_warning(seconds, f"the save of step {step}", os.environ)
-        self._warned = self._warned or bool(text)
-        if text:
-            logger.warning(text)
+        return trainer.tokens_seen - (trainer.done - step) * trainer.parts.tokens_per_step
 
 
 class VerifyResume(Callback):
@@ -178,25 +154,17 @@ class VerifyResume(Callback):
     skip: ranges of sequences that this run skips. share: data-parallel rank and degree.
     """
 
-    def __init__(
-        self,
-        check: ResumeCheck,
-        dataset: Rows,
-        global_batch: int,
-        skip: tuple[Range, ...],
-        world: DistEnv,
-        share: tuple[int, int],
-    ) -> None:
-        self._check, self._dataset, self._global_batch = check, dataset, global_batch
-        self._skip, self._world, self._share = skip, world, share
+    def __init__(self, check: ResumeCheck, skip: tuple[Range, ...], share: tuple[int, int]) -> None:
+        self._check, self._skip, self._share = check, skip, share
 
     def on_start(self, trainer: Trainer) -> None:
         loaded = trainer.loaded
         if loaded is not None and loaded.origin == "resume":
-            self._check.resumed(self._with_other_skips(loaded), self._next_batch(trainer))
+            self._check.resumed(self._with_other_skips(loaded, trainer), self._next_batch(trainer))
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
-        self._tell(self._check.after_step(trainer.step, result.loss, result.grad_norm))
+        if (found := self._check.after_step(trainer.step, result.loss, result.grad_norm)) is not None:
+            logger.log(logging.INFO if found.verified else logging.WARNING, found.text)
 
     def on_rollback(self, trainer: Trainer) -> None:
         self._check.forget()
@@ -204,41 +172,36 @@ class VerifyResume(Callback):
     def state_dict(self, trainer: Trainer) -> dict[str, Any]:
         return self._check.at_save(trainer.step, self._next_batch(trainer))
 
-    def _tell(self, result: ResumeResult | None) -> None:
-        if result is not None:
-            logger.log(logging.INFO if result.verified else logging.WARNING, result.text)
-
     def _next_batch(self, trainer: Trainer) -> str | None:
         """Return the hash of the next global batch, the same on any number of ranks; None where the data end.
 
         All ranks call it together, each hashes its own sequences.
         """
-        first, (rank, degree) = trainer.parts.loader.state_dict()["next_sequence"], self._share
+        parts, (rank, degree) = trainer.parts, self._share
+        first = parts.loader.state_dict()["next_sequence"]
         part: str | None = None
         try:
-            part = step_hash(self._dataset, first, self._global_batch, rank, degree, self._skip)
+            part = step_hash(parts.datasets.train, first, parts.global_batch_size, rank, degree, self._skip)
         except Exception as error:  # the step itself raises it again; a save is complete without the hash
             logger.warning(f"the next batch cannot be hashed, so a resume will not compare it: {error}")
-        parts: list[tuple[int, str | None]] = [(0, None)] * self._world.size
-        dist.all_gather_object(parts, (rank, part))
-        whole = [part for part in dict(parts).values() if part is not None]
+        found: list[tuple[int, str | None]] = [(0, None)] * parts.world.size
+        dist.all_gather_object(found, (rank, part))
+        whole = [part for part in dict(found).values() if part is not None]
         return add_hashes(whole) if len(whole) == degree else None
 
-    def _with_other_skips(self, loaded: LoadedState) -> LoadedState:
+    def _with_other_skips(self, loaded: LoadedState, trainer: Trainer) -> LoadedState:
         """Return it with `data.skip_steps` among its changes if the next batch is another one for that.
 
         That key may be changed for a resume.
         """
-        text, size = loaded.config.get("toml"), self._global_batch
+        size = trainer.parts.global_batch_size
         try:
-            before = loads(text)["data"].get("skip_steps", []) if isinstance(text, str) else []
-            then = ranges_of_steps(before, size)
+            before = ranges_of_steps(loads(loaded.config["toml"])["data"].get("skip_steps", []), size)
         except (TOMLDecodeError, KeyError, ValueError):
             return loaded
         first = loaded.train["data"]["next_sequence"]
-        if take(first, size, then) == take(first, size, self._skip):
-            return loaded
-        return replace(loaded, changes=(*loaded.changes, "data.skip_steps"))
+        same = take(first, size, before) == take(first, size, self._skip)
+        return loaded if same else replace(loaded, changes=(*loaded.changes, "data.skip_steps"))
 
 
 class DocumentLog(Callback):
@@ -274,7 +237,3 @@ class DocumentLog(Callback):
             if total is None or index < total
         }
         self._log.write({"step": trainer.step, "sequences": found})
-
-    def on_end(self, trainer: Trainer, end: RunEnd) -> None:
-        if self._log is not None:
-            self._log.close()

@@ -18,9 +18,7 @@ from titanlite.config.run_sections import Metrics
 from titanlite.config.sections import ActivationCheckpoint, Checkpoint, Data, Float8, Model, Training
 from titanlite.data.loader import served_already
 from titanlite.data.skip_ranges import Range
-from titanlite.metrics.throughput import is_cpu
 from titanlite.optim.learning_rate import LearningRate
-from titanlite.runs.provenance import config_changes, config_text
 from titanlite.utils import counted, human_bytes, human_count, logger
 
 if TYPE_CHECKING:
@@ -40,6 +38,7 @@ WARNING = "warning: "
 _LAST = ("note", "warning")
 #: Prefixes of notes of the config whose numbers rows of the report show already.
 _SHOWN = ("global batch = ", "accumulation = ", "tokens per step = ", "data_parallel_shard = ")
+_NO_OFFLOAD = "offload has no effect on a CPU"
 _WORDS = {"optimizer": "optimizer", "lr_scheduler": "schedule", "dataloader": "text", "rng": "random generators"}
 
 
@@ -49,6 +48,7 @@ class Setup:
 
     #: From `titanlite.metrics.throughput.device_name`.
     device: str
+    cpu: bool
     #: Ranks by dimension of the mesh: pp, dp_replicate, dp_shard, cp, tp.
     degrees: Mapping[str, int]
     #: Count by top-level module, over all ranks.
@@ -59,14 +59,9 @@ class Setup:
     seq_len: int
     #: Tokens of a matrix product of one rank.
     tokens: int
-    #: Of the training text.
     #: Size of the training text in words, and its tokens; None for a stream.
     text: str
     tokens_per_epoch: int | None
-
-    @property
-    def cpu(self) -> bool:
-        return is_cpu(self.device)
 
     @property
     def data_parallel(self) -> int:
@@ -106,23 +101,21 @@ def model_rows(model: Model, setup: Setup) -> list[Row]:
 def compute_rows(
     metrics: Metrics, float8: Float8, setup: Setup, ranks: int, flops: int, peak: float | None, memory: int
 ) -> list[Row]:
-    """flops: per token. peak, memory: FLOPS and bytes of one device; None and 0 where unknown."""
-    mfu, rows = "", []
+    """flops: per token. peak, memory: FLOPS (None where unknown) and bytes of one device."""
+    mfu = ""
     if peak is not None:
         mfu = f"; MFU against {peak / 1e12:,.4g} TFLOPS per device"
-        if float8.enable_float8_linear and metrics.peak_tflops is not None:
-            mfu += " (metrics.peak_tflops)"
-        elif float8.enable_float8_linear:
-            mfu += ", its peak in bf16; float8 products can be above it"
-    elif not setup.cpu:
+        if float8.enable_float8_linear:
+            mfu += ", its peak in bf16" if metrics.peak_tflops is None else " (metrics.peak_tflops)"
+    each = f"{human_bytes(memory)} {'of memory, shared' if setup.cpu else 'each'}"
+    rows = [
+        ("compute", f"{flops / 1e9:,.4g} GFLOPs per token, forward and backward{mfu}"),
+        ("devices", f"{ranks} x {setup.device}, {each}"),
+    ]
+    if peak is None and not setup.cpu:
         text = f"no MFU is shown: the peak of {setup.device} is not known here; metrics.peak_tflops sets it"
         rows.append(("note", text))
-    each = f", {human_bytes(memory)} {'of memory, shared' if setup.cpu else 'each'}" if memory else ""
-    return [
-        ("compute", f"{flops / 1e9:,.4g} GFLOPs per token, forward and backward{mfu}"),
-        ("devices", f"{ranks} x {setup.device}{each}"),
-        *rows,
-    ]
+    return rows
 
 
 def mesh_row(setup: Setup, ranks: int) -> Row:
@@ -157,11 +150,8 @@ def float8_rows(float8: Float8, choices: Sequence[Float8Choice], setup: Setup, c
         what = "in float8" if choice.converted else f"kept: {choice.reason}"
         rows.append((f"  {choice.kind}", f"{size}, {len(choice.names)} {what}"))
     if not compiled and not setup.cpu:
-        text = (
-            "float8 without training.compile is slower than bf16: scaling and rounding then run as kernels of their "
-            "own, which take longer than the products save. Set training.compile = true"
-        )
-        rows.append(("warning", text))
+        text = "float8 without training.compile is slower than bf16: scaling and rounding run as kernels of their own"
+        rows.append(("warning", f"{text}. Set training.compile = true"))
     return rows
 
 
@@ -176,33 +166,32 @@ def sharding_rows(training: Training, setup: Setup) -> list[Row]:
             f"{human_bytes(width * total)} per rank (training.gradient_sync)"
         )
     if training.enable_cpu_offload:
-        on_cpu = "offload to host memory is without effect on a CPU"
-        parts.append(on_cpu if setup.cpu else "parameters, gradients and optimizer state in host memory")
+        parts.append(_NO_OFFLOAD if setup.cpu else "parameters, gradients and optimizer state in host memory")
     return [("sharding", "; ".join(parts))] if parts else []
 
 
 def activations_row(config: ActivationCheckpoint, kept: ActivationStats, setup: Setup) -> Row:
     """kept: statistics of a traced block."""
-    by_operation = config.mode == "selective" and config.selective_ac_option == "op"
-    every_byte = kept.blocks * kept.plain_bytes
-    amount = f"{human_bytes(kept.total_bytes)} of {human_bytes(every_byte)} kept per micro-batch"
-    if by_operation:
-        text = f"by operation: each block saves {_runs(kept.forward, kept.saved)}"
-    elif kept.recomputing:
-        text = f"{kept.recomputing} of {counted(kept.blocks, 'blocks')} keep only their input"
-    else:
-        text, amount = "all kept", f"{human_bytes(every_byte)} in {counted(kept.blocks, 'blocks')} per micro-batch"
-    if kept.recomputing:
-        again = {kind: times for kind, times in kept.recomputed.items() if times}
-        text += f" and recompute{'s' * by_operation} {_runs(kept.forward, again) if again else 'no product'}"
+    every_byte = human_bytes(kept.blocks * kept.plain_bytes)
+    amount = f"{human_bytes(kept.total_bytes)} of {every_byte} kept per micro-batch"
+    again = {kind: times for kind, times in kept.recomputed.items() if times}
+    recomputed = _runs(kept.forward, again) if again else "no product"
     if config.mode == "budget":
         text = f"the compiler keeps {config.memory_budget:.0%} of what it would by itself"
-        amount += " without it"
+    elif config.mode == "selective" and config.selective_ac_option == "op":
+        text = f"by operation: each block saves {_runs(kept.forward, kept.saved)} and recomputes {recomputed}"
+    elif kept.recomputing:
+        blocks = counted(kept.blocks, "blocks")
+        text = f"{kept.recomputing} of {blocks} keep only their input and recompute {recomputed}"
+    else:
+        text, amount = "all kept", f"{every_byte} in {counted(kept.blocks, 'blocks')} per micro-batch"
     if (ranks := setup.degrees["tp"]) > 1:
         amount += f", before {ranks} ranks share it (tensor parallelism)"
-    away = f"up to {human_bytes(kept.total_bytes)} of that wait in host memory"
-    where = "offload has no effect on a CPU" if setup.cpu else away
-    return "activations", "; ".join([text, amount, *([where] if config.offload else [])])
+    parts = [text, amount]
+    if config.offload:
+        away = f"up to {human_bytes(kept.total_bytes)} of that wait in host memory"
+        parts.append(_NO_OFFLOAD if setup.cpu else away)
+    return "activations", "; ".join(parts)
 
 
 def _runs(forward: Mapping[str, int], some: Mapping[str, int]) -> str:
@@ -241,49 +230,40 @@ def schedule_row(
     decay_type: str, floor: float, warmup: float, plateau: float | None, decay: int | None, total: int | None
 ) -> Row:
     """floor: lowest learning rate of the decay. The others are lengths in steps."""
-    parts = [f"warm-up {counted(warmup, 'steps')}"]
-    if plateau:
-        parts.append(f"plateau {counted(plateau, 'steps')}")
     over = "" if decay is None else f" over the last {counted(decay, 'steps')}"
-    parts.append("then constant" if decay_type == "constant" else f"{decay_type} decay{over} to {floor:g}")
-    if total is not None:
-        parts.append(f"{counted(total, 'steps')} in all")
-    return "schedule", ", ".join(parts)
+    parts = [
+        f"warm-up {counted(warmup, 'steps')}",
+        f"plateau {counted(plateau, 'steps')}" if plateau else "",
+        "then constant" if decay_type == "constant" else f"{decay_type} decay{over} to {floor:g}",
+        "" if total is None else f"{counted(total, 'steps')} in all",
+    ]
+    return "schedule", ", ".join(filter(None, parts))
 
 
 class StartReport(Callback):
     """Logs the report when a run starts.
 
-    report: the lines about the run itself. toml: the resolved config. skip: ranges of sequences that are skipped.
-    attempts: has lines of its own. in_epochs: the text decides how long the run is.
+    report: the lines about the run itself. skip: ranges of sequences that are skipped. attempts: has lines of its own.
+    in_epochs: the text decides how long the run is.
     """
 
     def __init__(
         self,
         report: Callable[[Trainer], Sequence[str]],
         checkpoint: Checkpoint,
-        toml: str,
         skip: Sequence[Range],
         attempts: AttemptRecord,
         in_epochs: bool,
     ) -> None:
-        self._report, self._checkpoint, self._toml, self._skip = report, checkpoint, toml, skip
+        self._report, self._checkpoint, self._skip = report, checkpoint, skip
         self._attempts, self._in_epochs = attempts, in_epochs
 
     def on_start(self, trainer: Trainer) -> None:
         loaded, rank = trainer.loaded, trainer.parts.world.rank
-        notices = list(self._notices(trainer))
-        changes = self._config_changes(loaded, notices)
-        for line in [*self._report(trainer), *notices, *changes, began(self._checkpoint, loaded)]:
+        for line in [*self._report(trainer), *self._notices(trainer), began(self._checkpoint, loaded)]:
             # Every rank has it in its own log; the console shows a warning once.
             warns = line.startswith(WARNING) and not rank
-            level, text = (logging.WARNING, line.removeprefix(WARNING)) if warns else (logging.INFO, line)
-            logger.log(level, text)
-        change = schedule_change(loaded, trainer.parts.learning_rate, trainer.steps) if loaded else None
-        if change and not rank:
-            logger.warning(change)
-        if trainer.step >= trainer.steps:
-            logger.info(self._nothing_to_do(trainer.steps))
+            logger.log(logging.WARNING if warns else logging.INFO, line.removeprefix(WARNING) if warns else line)
 
     def _notices(self, trainer: Trainer) -> Iterator[str]:
         """Yield what the checkpoint, its saves and the attempt before have to tell."""
@@ -303,22 +283,15 @@ class StartReport(Callback):
                 "(checkpoint.model_weights_only): to train on later means to go back to the full checkpoint before it"
             )
         yield from self._attempts.lines
-
-    def _config_changes(self, loaded: LoadedState | None, told: Sequence[str]) -> list[str]:
-        """How the config differs from that of the checkpoint to resume; changes that are `told` are left out."""
-        if loaded is None or loaded.origin != "resume":
-            return []
-        changes = config_changes(loaded.config.get("toml"), config_text(self._toml))
-        lines = [f"{key}: {change}" for key, change in changes.items()]
-        new = [line for line in lines if not any(t.endswith(f" {line}") for t in told)]
-        return [f"config is not that of the checkpoint: {line}" for line in new]
-
-    def _nothing_to_do(self, steps: int) -> str:
-        folder, key = self._checkpoint.folder, "training.epochs" if self._in_epochs else "training.steps (or .tokens)"
-        return (
-            f"nothing to do: the checkpoint in {folder} is of step {steps} and the run has {counted(steps, 'steps')}. "
-            f"To train on, raise {key}; to start again, give another --job.dump_folder or move the checkpoints away"
-        )
+        if loaded is not None and (change := schedule_change(loaded, trainer.parts.learning_rate, trainer.steps)):
+            yield f"{WARNING}{change}"
+        if trainer.step >= trainer.steps:
+            key = "training.epochs" if self._in_epochs else "training.steps (or .tokens)"
+            yield (
+                f"nothing to do: the checkpoint in {section.folder} is of step {trainer.steps} and the run has "
+                f"{counted(trainer.steps, 'steps')}. To train on, raise {key}; to start again, give another "
+                "--job.dump_folder or move the checkpoints away"
+            )
 
 
 def began(section: Checkpoint, loaded: LoadedState | None) -> str:
@@ -354,15 +327,10 @@ def schedule_change(loaded: LoadedState, rate: LearningRate, steps: int) -> str 
         rates = f"{earlier(first):.3g} -> {rate(first):.3g}"
     except (TypeError, ValueError, KeyError):  # of a later version, or damaged: it only serves this comparison
         return f"the learning-rate schedule in {loaded.folder} cannot be compared with this run's: {changed!r:.200}"
-    words = [f"{name.replace('_', ' ')} {_number(then)} -> {_number(now[name])}" for name, then in changed.items()]
-    keep = ""
-    if "total_steps" in changed:
-        keep = f"; lr_scheduler.total_steps = {changed['total_steps']} keeps the old length"
+    words = ", ".join(f"{name} {then} -> {now[name]}" for name, then in changed.items())
+    total = changed.get("total_steps")
+    keep = "" if total is None else f"; lr_scheduler.total_steps = {total} keeps the old length"
     return (
-        f"the learning-rate schedule changed since step {loaded.step}: {', '.join(words)}; "
-        f"learning rate of step {first}: {rates}{keep}"
+        f"the learning-rate schedule changed since step {loaded.step}: {words}; learning rate of step {first}: "
+        f"{rates}{keep}"
     )
-
-
-def _number(value: object) -> str:
-    return f"{value:.10g}" if isinstance(value, int | float) else str(value).lower()

@@ -15,24 +15,16 @@ from collections.abc import Sequence
 
 import pyte
 
-from titanlite.metrics.console import StepFigures, titan_line
+from titanlite.metrics.console import titan_line
 from titanlite.utils import logger
 
 
-def figures(step: int, steps: int = 60) -> StepFigures:
-    return StepFigures(
-        step=step,
-        loss=7 - step / 100,
-        norm=1.5,
-        lr=3e-4,
-        memory_gib=0.43,
-        memory_percent=12.3,
-        tps=5123.4,
-        mfu=None,
-        tokens_seen=step * 1024,
-        seconds_left=(steps - step) * 2.0,
-        samples_per_second=9.4,
-    )
+def figures(step: int, steps: int = 60) -> dict[str, float]:
+    return {
+        **{"step": step, "loss": 7 - step / 100, "grad_norm": 1.5, "lr": 3e-4, "tps": 5123.4},
+        **{"memory_gib": 0.43, "memory_percent": 12.3, "tokens_seen": step * 1024},
+        **{"seconds_left": (steps - step) * 2.0, "waits_percent": 0.0},
+    }
 
 
 def log_step(step: int) -> None:

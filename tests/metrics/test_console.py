@@ -7,30 +7,21 @@ import logging
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 
-from titanlite.metrics.console import StepFigures, fsdp_line, setup_console, titan_line
+from titanlite.metrics.console import fsdp_line, setup_console, titan_line
 from titanlite.runs.logs import rank_log
 from titanlite.tools import cli
 from titanlite.utils import Table, logger, render
 
-FIGURES = StepFigures(
-    step=1990,
-    loss=3.437,
-    norm=1.23456,
-    lr=3e-4,
-    memory_gib=68.57,
-    memory_percent=86.69,
-    tps=6785.2,
-    mfu=39.73,
-    tokens_seen=12_345_678,
-    seconds_left=5025.4,
-    samples_per_second=9.41,
-)
+FIGURES = {
+    **{"step": 1990, "loss": 3.437, "grad_norm": 1.23456, "lr": 3e-4, "tps": 6785.2, "mfu": 39.73},
+    **{"reserved_gib": 68.57, "reserved_percent": 86.69, "memory_gib": 60.0, "memory_percent": 75.0},
+    **{"tokens_seen": 12_345_678, "seconds_left": 5025.4, "samples_per_second": 9.41, "waits_percent": 5.0},
+}
 ANSI = re.compile(r"\033\[\d+m")
 
 
@@ -51,10 +42,11 @@ def console() -> Iterator[logging.Logger]:
 def test_step_lines_are_those_that_other_tools_read() -> None:
     known = "step: 1990  loss:  3.4370  memory: 68.57GiB(86.69%)  tps: 6,785  mfu: 39.73%"
     assert titan_line(FIGURES) == f"{known}  grad_norm: 1.2346  lr: 3.00e-04  tokens: 12.3M  left: 1:23:45"
-    unknown = replace(FIGURES, step=1, memory_gib=0.5, memory_percent=None, mfu=None, seconds_left=None)
-    short = "step:  1  loss:  3.4370  memory:  0.50GiB  tps: 6,785"
-    assert titan_line(unknown) == f"{short}  grad_norm: 1.2346  lr: 3.00e-04  tokens: 12.3M"
-    figures = replace(FIGURES, step=90, loss=7.24291, lr=1e-5)
+    cpu = ("step", "loss", "grad_norm", "lr", "tps", "tokens_seen", "memory_gib", "memory_percent")
+    first = {**{name: FIGURES[name] for name in cpu}, "step": 1, "waits_percent": 12.3}
+    short = "step:  1  loss:  3.4370  memory: 60.00GiB(75.00%)  tps: 6,785"
+    assert titan_line(first) == f"{short}  grad_norm: 1.2346  lr: 3.00e-04  tokens: 12.3M  data: 12%"
+    figures = {**FIGURES, "step": 90, "loss": 7.24291, "lr": 1e-5}
     assert fsdp_line(figures, datetime(2025, 6, 20, 14, 17, 10)) == (
         "2025-06-20 14:17:10 I [train.py:103] Batch 90 Loss: 7.24291, Speed: 9.41 samples/sec, lr: 0.000010"
     )
@@ -78,17 +70,29 @@ def test_lines_carry_local_time_problems_their_level_and_other_ranks_their_numbe
 
 
 @pytest.mark.parametrize(
-    ("color", "stream", "colored"),
+    ("color", "terminal", "variables", "colored"),
     [
-        (None, io.StringIO(), False),
-        (None, Terminal(), True),
-        (True, io.StringIO(), True),
-        (False, Terminal(), False),
+        (None, False, {}, False),
+        (None, True, {}, True),
+        (None, False, {"FORCE_COLOR": "1"}, True),
+        (None, True, {"NO_COLOR": "1"}, False),
+        (None, True, {"FORCE_COLOR": "1", "TERM": "dumb"}, False),
+        (True, True, {"TERM": "dumb"}, False),
+        (True, False, {}, True),
+        (False, True, {}, False),
     ],
 )
 def test_colours_only_where_wanted(
-    console: logging.Logger, color: bool | None, stream: io.StringIO, colored: bool
+    console: logging.Logger,
+    monkeypatch: pytest.MonkeyPatch,
+    color: bool | None,
+    terminal: bool,
+    variables: dict[str, str],
+    colored: bool,
 ) -> None:
+    for name, value in {"NO_COLOR": "", "FORCE_COLOR": "", "TERM": "xterm", **variables}.items():
+        monkeypatch.setenv(name, value)
+    stream = Terminal() if terminal else io.StringIO()
     setup_console(0, color, stream)
     line = titan_line(FIGURES)
     console.info(line, extra={"figures": FIGURES})
@@ -98,6 +102,10 @@ def test_colours_only_where_wanted(
     assert ANSI.sub("", painted) == line
     console.warning("careful")
     assert ("\033[33mWARNING: careful" in stream.getvalue()) is colored
+    if "TERM" in variables:
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert cli.main(["config", "explain", "train_configs/debug_model.toml"]) == 0
+        assert "training.steps" in stream.getvalue() and "\033" not in stream.getvalue()
 
 
 #: A title of the terminal, red to the end, a line gone, the C1 form of an escape; then what may stay.
@@ -139,19 +147,3 @@ def test_commands_show_foreign_names_without_control_characters(
     assert cli.main(["config", "check", str(file)]) == 0
     assert "a\\x1b]0;owned\\x07.toml" in out.getvalue() and "\x1b]" not in out.getvalue()
     assert "\x1b[" in out.getvalue(), "our colours stay"
-
-
-@pytest.mark.parametrize("color", [None, True])
-def test_a_dumb_terminal_gets_no_escape_codes(
-    console: logging.Logger, monkeypatch: pytest.MonkeyPatch, color: bool | None
-) -> None:
-    """Not with FORCE_COLOR and metrics.enable_color_printing either."""
-    monkeypatch.setenv("TERM", "dumb")
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    out = Terminal()
-    setup_console(0, color, out)
-    console.warning("careful")
-    console.info(titan_line(FIGURES), extra={"figures": FIGURES})
-    monkeypatch.setattr(sys, "stdout", out)
-    assert cli.main(["config", "explain", "train_configs/debug_model.toml"]) == 0
-    assert "careful" in out.getvalue() and "training.steps" in out.getvalue() and "\033" not in out.getvalue()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import io
-import json
 import re
 import struct
 import subprocess
@@ -13,6 +12,7 @@ import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +21,7 @@ from tests.processes import ROOT, TORCHRUN, environment
 from tests.tiny import TWO_LAYERS
 from titanlite.metrics import live
 from titanlite.metrics.console import console_handler, setup_console
+from titanlite.metrics.jsonl import read_metrics
 from titanlite.metrics.live import ROWS, LiveView, start_view
 from titanlite.utils import logger
 
@@ -108,16 +109,13 @@ def test_a_view_without_figures_leaves_nothing_and_one_on_a_closed_terminal_rais
     view.close()
 
 
-@pytest.mark.parametrize("colors", [True, "NO_COLOR", "key"])
-def test_colours_only_where_they_are_wanted(
-    terminal: Terminal, monkeypatch: pytest.MonkeyPatch, colors: bool | str
-) -> None:
-    monkeypatch.setenv("NO_COLOR", "1" if colors == "NO_COLOR" else "")
-    setup_console(0, color=False if colors == "key" else None, stream=terminal.stream)
+@pytest.mark.parametrize("wanted", ["yes", "NO_COLOR", "key"])
+def test_colours_only_where_they_are_wanted(terminal: Terminal, monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
+    monkeypatch.setenv("NO_COLOR", "1" if wanted == "NO_COLOR" else "")
+    setup_console(0, False if wanted == "key" else None, terminal.stream)
     assert start_view(0, 60) is not None
     log_step(20)
-    logger.warning("careful")
-    assert (re.search(rb"\033\[[0-9;]*3\dm", terminal.read()) is not None) is (colors is True)
+    assert (re.search(rb"\033\[[0-9;]*3\dm", terminal.read()) is not None) is (wanted == "yes")
 
 
 @pytest.mark.parametrize("why", ["file", "dumb", "no TERM", "no size", "CI", "KUBERNETES_SERVICE_HOST", "rank 1"])
@@ -140,56 +138,26 @@ def test_plain_lines_and_no_view_where_nobody_looks(
     assert said[20:] == ("" if why == "rank 1" else step_lines(20)[0] + "\n")
 
 
-TINY = [
-    "--job.config_file=debug_model.toml",
-    *TWO_LAYERS,
-    "--training.batch_size=1",
-    "--training.global_batch_size=8",
-    "--training.steps=12",
-    "--validation.freq=6",
-    "--validation.steps=1",
-    "--checkpoint.enable_checkpoint",
-    "--metrics.log_freq=2",
-]
-
-
-def _torchrun(terminal: Terminal, ranks: int, *flags: str) -> int:
-    """Run train.py with the terminal as its standard output and error; return the exit code."""
-    launcher = [sys.executable, *TORCHRUN, "--nproc_per_node", str(ranks)]
-    process = subprocess.Popen(
-        [*launcher, "train.py", *TINY, *flags],
-        cwd=ROOT,
-        env=environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=terminal.end,
-        stderr=terminal.end,
-    )
-    deadline = time.monotonic() + 300
-    while process.poll() is None and time.monotonic() < deadline:
-        terminal.read(0.1)
-    process.kill()
-    return process.wait()
-
-
 @pytest.mark.soak
-def test_torchrun_on_a_terminal(terminal: Terminal, tmp_path: Path) -> None:
-    """Plain `torchrun train.py`: workers inherit the terminal, and rank 0 shows the view."""
-    assert _torchrun(terminal, 2, f"--job.dump_folder={tmp_path}") == 0
+@pytest.mark.parametrize("flag", ["", "--no-metrics.enable_progress", "--metrics.log_style=fsdp"])
+def test_torchrun_on_a_terminal(terminal: Terminal, tmp_path: Path, flag: str) -> None:
+    """Plain `torchrun train.py`: workers inherit the terminal, and rank 0 shows the view, if that is wanted."""
+    flags = ["--job.config_file=debug_model.toml", *TWO_LAYERS, "--training.batch_size=1", "--training.steps=12"]
+    flags += ["--training.global_batch_size=8", "--validation.freq=6", "--validation.steps=1", "--metrics.log_freq=2"]
+    streams: Any = {"stdin": subprocess.DEVNULL, "stdout": terminal.end, "stderr": terminal.end}
+    command = [sys.executable, *TORCHRUN, "train.py", *flags, f"--job.dump_folder={tmp_path}", *filter(None, [flag])]
+    with subprocess.Popen(command, cwd=ROOT, env=environment(), **streams) as process:
+        while process.poll() is None:
+            terminal.read(0.1)
+    assert process.returncode == 0
     rows = texts(terminal.rows())
+    if flag:
+        pattern = r"I \[train.py:103\] Batch \d+ Loss" if "fsdp" in flag else r"step: +\d+  loss: "
+        assert sum(bool(re.search(pattern, row)) for row in rows) == 7
+        return
     assert rows[-1] == "training done at step 12" and rows[-2].startswith("12/12 ") and " took " in rows[-2]
     assert [int(row.split()[0]) for row in rows[-9:-2]] == [1, 2, 4, 6, 8, 10, 12]
     for kept in ("a fresh run", "validation at 6: loss", "validation at 12: loss", "model "):
         assert sum(row.startswith(kept) for row in rows) == 1, kept
-    written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [row.split()[1] for row in rows[-9:-2]] == [f"{row['loss']:.4f}" for row in written if "loss" in row]
-    for rank in (0, 1):
-        log = (tmp_path / "logs" / f"rank_{rank}.log").read_text()
-        assert "\033" not in log and log.count("INFO step: ") == 7
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("flag", ["--no-metrics.enable_progress", "--metrics.log_style=fsdp"])
-def test_lines_on_a_terminal_where_they_are_wanted(terminal: Terminal, tmp_path: Path, flag: str) -> None:
-    assert _torchrun(terminal, 1, f"--job.dump_folder={tmp_path}", flag) == 0
-    pattern = r"I \[train.py:103\] Batch \d+ Loss" if "fsdp" in flag else r"step: +\d+  loss: "
-    assert sum(bool(re.search(pattern, row)) for row in terminal.rows()) == 7
+    losses = [row["loss"] for row in read_metrics(tmp_path / "metrics.jsonl") if "loss" in row]
+    assert [row.split()[1] for row in rows[-9:-2]] == [f"{loss:.4f}" for loss in losses]

@@ -4,37 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from tests.golden_run import GoldenRun
 from tests.metrics.runs import ANY, at_step
-from tests.pool import Pools
-from tests.training.test_run import _trainer
 from tests.words import listening
 from titanlite.callbacks import RunEnd
 from titanlite.config.run_sections import Profiling
 from titanlite.metrics.profiler import Profiler
-from titanlite.parallel.dist_env import DistEnv
-
-FLAGS = ["--no-checkpoint.enable_checkpoint", "--no-validation.enable", "--profiling.profile_freq=5"]
 
 
-def _train(world: DistEnv, folder: str) -> None:
-    _trainer(world, folder, *FLAGS, "--profiling.enable_profiling", "--training.steps=12").train()
-
-
-def _operations(trace: dict[str, Any]) -> list[str]:
-    return [event["name"] for event in trace["traceEvents"] if event.get("cat") == "cpu_op"]
-
-
-def test_one_step_of_each_cycle_is_recorded_by_every_rank(pool: Pools, tmp_path: Path) -> None:
-    pool(2).run(_train, str(tmp_path))
-    folder = tmp_path / "profile_traces"
-    assert sorted(p.name for p in folder.iterdir()) == ["iteration_10", "iteration_5"]
+def test_one_step_of_each_cycle_is_recorded_by_every_rank(golden: GoldenRun) -> None:
+    folder = golden.folder / "profile_traces"
+    assert sorted(p.name for p in folder.iterdir()) == ["iteration_10", "iteration_20"]
     for rank in range(2):
-        trace = json.loads((folder / "iteration_5" / f"rank{rank}_trace.json").read_text())
-        operations = _operations(trace)
+        trace = json.loads((folder / "iteration_20" / f"rank{rank}_trace.json").read_text())
+        operations = [event["name"] for event in trace["traceEvents"] if event.get("cat") == "cpu_op"]
         # Each of the 2 blocks has 7 linears, and there is the head: 15 products forward, 30 backward.
         # 8 sequences in micro-batches of 1 on 2 ranks: 4 times.
         assert operations.count("aten::mm") == 4 * 45

@@ -32,7 +32,6 @@ def test_rows_are_valid_json_and_on_disk_at_once(tmp_path: Path) -> None:
         {"step": 2, "loss": "nan", "norm": "inf", "low": "-inf"},
     ]
     assert read_metrics(path) == rows
-    log.close()
 
 
 @pytest.mark.parametrize(
@@ -55,7 +54,6 @@ def test_a_resumed_run_writes_no_step_twice_and_keeps_other_rows(
     log.truncate_after(1)  # in the middle of writing
     log.write({"step": 2})
     assert path.read_bytes() == after + b'{"step": 2}\n'
-    log.close()
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
 
 
@@ -76,11 +74,9 @@ def test_a_full_disk_and_a_missing_folder_warn_once_and_never_raise(tmp_path: Pa
             log = MetricsLog(path)
             for step in range(5):
                 log.write({"step": step})
-            log.close()
         log.truncate_after(3)
         gone.parent.mkdir()
         log.write({"step": 5})
-        log.close()
     assert len(said) == 2 and str(full) in said[0] and "No space left" in said[0] and str(gone) in said[1]
     assert read_metrics(gone) == [{"step": 5}], "writes go on when the folder is there again"
 

@@ -39,14 +39,7 @@ def _train(world: DistEnv, folder: str, slow_rank: int, where: str) -> None:
     trainer.train()
 
 
-@pytest.mark.parametrize(
-    ("slow_rank", "where"),
-    [
-        pytest.param(1, "data", marks=pytest.mark.slow),
-        pytest.param(0, "compute", marks=pytest.mark.slow),
-        (1, "compute"),
-    ],
-)
+@pytest.mark.parametrize(("slow_rank", "where"), [(1, "compute"), pytest.param(1, "data", marks=pytest.mark.slow)])
 def test_the_slow_rank_is_named(pool: Pools, tmp_path: Path, slow_rank: int, where: str) -> None:
     pool(2).run(_train, str(tmp_path), slow_rank, where)
     rows = [row for row in read_metrics(tmp_path / "metrics.jsonl") if row["step"] > 1]
@@ -61,33 +54,25 @@ def test_the_slow_rank_is_named(pool: Pools, tmp_path: Path, slow_rank: int, whe
 
 
 def test_ranks_are_compared_with_the_median() -> None:
-    figures = StragglerDetector(CPU).compare([1.0, 1.1, 1.0, 0.8], [0.0, 0.1, 0.5, 0.1], 2.0)
-    assert figures is not None
-    assert (figures.slowest, figures.fastest) == (2, 3)
-    assert figures.own == pytest.approx((1.0, 1.2, 1.5, 0.9))
-    assert figures.lag_seconds == pytest.approx(0.5) and figures.lag_percent == pytest.approx(50)
-    assert StragglerDetector(CPU).compare([1.0], [0.0], 1.0) is None
+    figures, _ = StragglerDetector(CPU).compare([1.0, 1.1, 1.0, 0.8], [0.0, 0.1, 0.5, 0.1], 2.0)
+    assert figures == pytest.approx({"slowest_rank": 2, "fastest_rank": 3, "lag_seconds": 0.5, "lag_percent": 50})
+    assert StragglerDetector(CPU).compare([1.0], [0.0], 1.0) == ({}, "")
 
 
 def test_on_a_gpu_the_step_without_data_is_scaled_by_the_time_of_the_head() -> None:
     detector = StragglerDetector(torch.device("cuda", 0))
-    figures = detector.compare([0.010, 0.010, 0.015], [0.2, 0.2, 0.2], 1.2)
-    assert figures is not None and figures.slowest == 2
-    assert figures.own == pytest.approx((1.2, 1.2, 1.7)) and figures.lag_seconds == pytest.approx(0.5)
+    figures, _ = detector.compare([0.010, 0.010, 0.015], [0.2, 0.2, 0.2], 1.2)  # own: 1.2, 1.2, 1.7
+    assert figures["slowest_rank"] == 2 and figures["lag_seconds"] == pytest.approx(0.5)
     # Without a head (a pipeline stage has none) only the data tell.
-    figures = detector.compare([0.0, 0.0], [0.1, 0.4], 1.1)
-    assert figures is not None and figures.slowest == 1 and figures.own == pytest.approx((1.1, 1.4))
+    figures, _ = detector.compare([0.0, 0.0], [0.1, 0.4], 1.1)
+    assert figures["slowest_rank"] == 1 and figures["lag_seconds"] == pytest.approx(0.3)
 
 
 def test_a_rank_that_stays_behind_is_warned_of_once_in_a_while() -> None:
     detector = StragglerDetector(CPU)
-    behind = detector.compare([1.0, 1.3], [0.0, 0.1], 2.0)
-    other = detector.compare([1.3, 1.0], [0.0, 0.0], 2.0)
-    fine = detector.compare([1.1, 1.0], [0.0, 0.0], 2.0)
-    assert behind and other and fine
-    said = [detector.warning(behind) for _ in range(LOGS_IN_A_ROW)]
-    assert said[:-1] == [None] * (LOGS_IN_A_ROW - 1)
-    assert said[-1] is not None and "rank 1 is behind" in said[-1] and "40 % more" in said[-1]
-    assert sum(detector.warning(behind) is not None for _ in range(100)) == 2
+    behind, other, fine = ([1.0, 1.3], [0.0, 0.1]), ([1.3, 1.0], [0.0, 0.0]), ([1.1, 1.0], [0.0, 0.0])
+    said = [detector.compare(*behind, 2.0)[1] for _ in range(LOGS_IN_A_ROW + 100)]
+    assert [number for number, text in enumerate(said, 1) if text] == [5, 55, 105]
+    assert "rank 1 is behind" in said[4] and "40 % more" in said[4]
     # Now one, now the other: nobody is consistently behind.
-    assert [detector.warning(figures) for figures in (fine, other, behind) * 10] == [None] * 30
+    assert not any(detector.compare(*ranks, 2.0)[1] for ranks in (fine, other, behind) * 10)

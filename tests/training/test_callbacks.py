@@ -82,13 +82,11 @@ def test_each_point_is_called_on_every_rank_and_state_comes_back(pool: Pools, tm
     assert pool(2).run(_noted, str(tmp_path), "--training.steps=5")[0][0] == ("start", 4, "of step 4")
 
 
-class Raises(Callback):
+class RaisesAtTheEnd(Callback):
     def on_step_end(self, trainer: Trainer, result: Any) -> None:
         if trainer.step == 2:
             raise ZeroDivisionError("on purpose")
 
-
-class RaisesAtTheEnd(Raises):
     def on_end(self, trainer: Trainer, end: RunEnd) -> None:
         raise ValueError("later")
 
@@ -109,23 +107,20 @@ def test_a_callback_that_raises_ends_the_run_with_its_name(pool: Pools, tmp_path
     assert (end["state"], end["step"], end["exit_code"]) == ("failed", 2, exit_codes.ERROR)
 
 
-def test_errors_with_an_exit_code_pass_as_they_are() -> None:
-    class Stops(Callback):
-        def on_phase(self, trainer: Any, phase: str) -> None:
-            raise LossSpikeError(1, 1.0, 9.0, 2.0, 0.1, 6.0)
-
-    with pytest.raises(LossSpikeError):
-        Callbacks([Callback(), Stops()])("on_phase", None, "data")
-
-
-def test_the_end_reaches_all_and_an_error_of_theirs_counts_if_the_run_has_none() -> None:
+def test_errors_with_an_exit_code_pass_and_the_end_reaches_all() -> None:
+    """An error of a callback at the end counts if the run has none."""
     seen: list[str] = []
 
     class Good(Callback):
+        def on_phase(self, trainer: Any, phase: str) -> None:
+            raise LossSpikeError(1, 1.0, 9.0, 2.0, 0.1, 6.0)
+
         def on_end(self, trainer: Any, end: RunEnd) -> None:
             seen.append(end.state)
 
     callbacks: Any = Callbacks([Good(), RaisesAtTheEnd(), Good()])
+    with pytest.raises(LossSpikeError):
+        callbacks("on_phase", None, "data")
     callbacks.end(None, RunEnd("failed", 3, ValueError("its own")))
     with pytest.raises(CallbackError, match="later"):
         callbacks.end(None, RunEnd("done", 3))

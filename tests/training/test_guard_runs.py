@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from tests.golden_run import GoldenRun
 from tests.metrics.test_records import scalars
 from tests.pool import Pools
 from tests.training.harness import W2, Run, batches, build_tiny, run_stages, stepper
@@ -20,9 +21,11 @@ from titanlite.checkpoint import CheckpointError, manager
 from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.manifest import steps_in
 from titanlite.config.sections import Checkpoint
+from titanlite.fit import load_config
 from titanlite.guard import WeightsError
 from titanlite.loss import cross_entropy_sum
 from titanlite.parallel.dist_env import DistEnv
+from titanlite.run_text import read_datasets
 from titanlite.runs.record import read_entries
 from titanlite.tools.tensors import Contents, compare
 
@@ -54,18 +57,17 @@ def _loop(folder: Path) -> dict[str, Any]:
     return state
 
 
-def test_skip_goes_on_and_records_the_documents(pool: Pools, tmp_path: Path) -> None:
-    found = pool(2).run(_run, str(tmp_path), {5: NAN}, "--training.steps=8", "--guard.policy=skip")[0]
-    assert (found["step"], found["code"]) == (8, exit_codes.DONE)
-    losses = _losses(found["rows"])
-    assert [step for step, (loss, _, _) in losses.items() if not math.isfinite(float(loss))] == [5]
-    assert sorted(losses) == list(range(1, 9))
-    (event,) = found["events"]
+def test_skip_goes_on_and_records_the_documents(golden: GoldenRun) -> None:
+    rows = golden.rows()
+    assert [step for step, row in rows.items() if not math.isfinite(float(row["loss"]))] == [5]
+    assert sorted(rows) == list(range(1, 25))
+    (event,) = golden.events()
     assert (event["step"], event["action"], event["kind"], event["ranks"]) == (5, "skip", "not finite", [1])
     assert (event["loss"], event["data_steps"]) == ("nan", "5")
-    assert event["documents"] == {str(n): found["documents"][str(n)] for n in range(32, 40)}
-    (line,) = [line for line in found["said"] if "Skipped" in line]
-    assert line.startswith("step 5: loss nan") and "rank 1" in line and "guard.jsonl" in line
+    text = read_datasets(load_config(str(golden.folder / "config.toml"), 2)).train
+    assert event["documents"] == {str(n): text.documents_in(n) for n in range(32, 40)}
+    (line,) = [line for line in golden.console()[0] if "Skipped" in line]
+    assert line.startswith("WARNING: step 5: loss nan") and "rank 1" in line and "guard.jsonl" in line
 
 
 SPIKES = ["--guard.spike_sigmas=6", "--guard.window=6", "--guard.max_skips=2"]

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests.golden_run import GoldenRun
 from tests.metrics.test_records import scalars
 from tests.pool import Pools
 from tests.training.harness import Run, batches, full, stepper
-from tests.training.test_run import _run
-from titanlite.metrics.jsonl import read_metrics
 from titanlite.optim.gradients import layer_of
 from titanlite.parallel.dist_env import DistEnv
 
@@ -58,17 +56,13 @@ def test_wrappers_do_not_change_a_layers_name() -> None:
     assert layer_of("_orig_mod.output.weight") == "output"
 
 
-@pytest.mark.slow
-def test_the_trainer_writes_them_with_every_nth_log(pool: Pools, tmp_path: Path) -> None:
-    flags = ["--training.steps=6", "--metrics.log_freq=2", "--metrics.layer_norms=2", "--metrics.enable_tensorboard"]
-    pool(2).run(_run, str(tmp_path), *flags)
-    rows = {row["step"]: row for row in read_metrics(tmp_path / "metrics.jsonl") if "loss" in row}
+def test_the_trainer_writes_them_with_every_nth_log(golden: GoldenRun) -> None:
+    rows = {step: row for step, row in golden.rows().items() if step <= 20}
     found = {step: {k.partition("/")[2]: v for k, v in row.items() if "/" in k} for step, row in rows.items()}
-    assert {step: list(norms) for step, norms in found.items()} == {1: LAYERS, 2: [], 4: LAYERS, 6: []}
-    for step in (1, 4):
+    assert [step for step, norms in found.items() if list(norms) == LAYERS] == [1, 4, 7, 10, 13, 16, 19]
+    assert sum(map(bool, found.values())) == 7
+    for step in (1, 4, 19):
         assert math.sqrt(sum(n**2 for n in found[step].values())) == pytest.approx(rows[step]["grad_norm"], rel=1e-6)
-    (folder,) = (tmp_path / "tb").iterdir()
-    shown = scalars(folder)
-    assert [(s, pytest.approx(v, rel=1e-6)) for s, v in shown["grad_norm/layers.1"]] == [
-        (step, found[step]["layers.1"]) for step in (1, 4)
-    ]
+    (folder,) = (golden.folder / "tb").iterdir()
+    shown = [(step, value) for step, value in scalars(folder)["grad_norm/layers.1"] if step <= 20]
+    assert shown == [(step, pytest.approx(norms["layers.1"], rel=1e-6)) for step, norms in found.items() if norms]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.test_manifest import sign
+from tests.golden_run import GoldenRun
 from tests.pool import Pools
 from tests.processes import ROOT, TORCHRUN, python
 from tests.tiny import KEPT_TOKENS, TWO_LAYERS
@@ -85,24 +85,14 @@ def _losses(rows: list[dict[str, Any]]) -> dict[int, tuple[float, float, float]]
     return {row["step"]: (row["loss"], row["grad_norm"], row["lr"]) for row in rows if "loss" in row}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("straight")
+#: The flags with which a resumed `golden` run trains as it did.
+SKIP = "--guard.policy=skip"
 
 
-@pytest.fixture(scope="module")
-def straight(pool: Pools, folder: Path) -> list[dict[str, Any]]:
-    """20 steps on 2 ranks without a break, saved after the tenth."""
-    rows = pool(2).run(_run, str(folder), "--training.steps=20", "--checkpoint.interval=10")[0]["rows"]
-    shutil.rmtree(folder / "checkpoint" / "step-20")
-    return rows
-
-
-def test_ten_resume_ten_equals_twenty_bit_for_bit(
-    pool: Pools, straight: list[dict[str, Any]], folder: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    resumed = pool(2).run(_run, str(tmp_path), "--training.steps=20")[0]["rows"]
+def test_ten_resume_ten_equals_twenty_bit_for_bit(pool: Pools, golden: GoldenRun, tmp_path: Path) -> None:
+    golden.copy(tmp_path, newest=10)
+    resumed = pool(2).run(_run, str(tmp_path), "--training.steps=20", SKIP)[0]["rows"]
+    straight = [row for row in read_metrics(golden.folder / "metrics.jsonl") if row["step"] <= 20]
     assert _losses(resumed) == _losses(straight)
     assert sorted(_losses(resumed)) == list(range(1, 21))
     assert [r["validation_loss"] for r in resumed if "validation_loss" in r] == [
@@ -160,30 +150,30 @@ def test_masks_work_in_float8_with_compiled_blocks(pool: Pools, tmp_path: Path) 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_resume_on_other_ranks_goes_on_with_the_same_batches(
-    pool: Pools, straight: list[dict[str, Any]], folder: Path, tmp_path: Path, ranks: int
+    pool: Pools, golden: GoldenRun, tmp_path: Path, ranks: int
 ) -> None:
     """Another batch in any step would move that step's loss by far more than rounding."""
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    resumed = _losses(pool(ranks).run(_run, str(tmp_path), "--training.steps=20")[0]["rows"])
-    for step, (loss, _, _) in _losses(straight).items():
-        assert abs(resumed[step][0] - loss) < 5e-6, step
+    golden.copy(tmp_path, newest=10)
+    resumed = _losses(pool(ranks).run(_run, str(tmp_path), "--training.steps=20", SKIP)[0]["rows"])
+    straight = golden.rows()
+    for step in range(11, 21):
+        assert abs(resumed[step][0] - straight[step]["loss"]) < 5e-6, step
 
 
-def test_training_lowers_the_loss_and_validation_measures_the_same_tokens(straight: list[dict[str, Any]]) -> None:
-    losses = _losses(straight)
-    assert losses[1][0] > 7.0 and losses[20][0] < losses[1][0] - 0.3
-    validations = {r["step"]: r for r in straight if "validation_loss" in r}
-    assert sorted(validations) == [10, 20]
-    assert validations[10]["validation_tokens"] == validations[20]["validation_tokens"] == 2 * 4 * 2 * 32
-    assert validations[20]["validation_loss"] < validations[10]["validation_loss"] < losses[1][0]
+def test_training_lowers_the_loss_and_validation_measures_the_same_tokens(golden: GoldenRun) -> None:
+    losses, validations = golden.rows(), golden.rows("validation_loss")
+    assert losses[1]["loss"] > 7.0 and losses[20]["loss"] < losses[1]["loss"] - 0.3
+    assert sorted(validations) == [10, 20, 24]
+    assert {row["validation_tokens"] for row in validations.values()} == {2 * 4 * 2 * 32}
+    assert validations[20]["validation_loss"] < validations[10]["validation_loss"] < losses[1]["loss"]
 
 
-def test_finished_run_says_how_to_go_on(pool: Pools, tmp_path: Path) -> None:
-    pool(1).run(_run, str(tmp_path), "--training.steps=2")
-    again = pool(1).run(_run, str(tmp_path), "--training.steps=2")[0]
-    assert again["step"] == 2 and len(_losses(again["rows"])) == 2
+def test_finished_run_says_how_to_go_on(pool: Pools, golden: GoldenRun, tmp_path: Path) -> None:
+    golden.copy(tmp_path)
+    again = pool(2).run(_run, str(tmp_path), "--training.steps=24")[0]
+    assert again["step"] == 24 and len(_losses(again["rows"])) == 24
     (line,) = [line for line in again["said"] if "nothing to do" in line]
-    assert "is of step 2 and the run has 2 steps" in line and "raise training.steps" in line
+    assert "is of step 24 and the run has 24 steps" in line and "raise training.steps" in line
     assert not any("schedule changed" in line for line in again["said"])
 
 
@@ -195,7 +185,7 @@ def test_resume_says_how_the_learning_rate_changed(pool: Pools, tmp_path: Path) 
     (line,) = [line for line in found["said"] if "schedule changed" in line]
     # Warm-up 3: 6 of 10 steps done are 3 of the 7 of the decay.
     assert line == (
-        "the learning-rate schedule changed since step 6: total steps 6 -> 10, peak 0.001 -> 0.002; "
+        "the learning-rate schedule changed since step 6: total_steps 6 -> 10, peak 0.001 -> 0.002; "
         "learning rate of step 7: 0 -> 0.00114; lr_scheduler.total_steps = 6 keeps the old length"
     )
     assert _losses(found["rows"])[7][2] == pytest.approx(2e-3 * 4 / 7)
@@ -207,25 +197,26 @@ def test_resume_says_how_the_learning_rate_changed(pool: Pools, tmp_path: Path) 
     assert found["step"] == 8
 
 
-def test_a_checkpoint_that_does_not_say_where_the_run_stood_is_refused(pool: Pools, tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_say_where_the_run_stood_is_refused(
+    pool: Pools, golden: GoldenRun, tmp_path: Path
+) -> None:
     """To begin at step 1, in the folder of a run and with its weights, would look like success."""
-    pool(1).run(_run, str(tmp_path), "--training.steps=1")
-    folder = tmp_path / "checkpoint" / "step-1"
+    folder = golden.copy(tmp_path, newest=10) / "checkpoint" / "step-10"
     good = read_manifest(folder).train
     for train_state, name in [({}, "tokens_seen"), ({**good, "data": 3}, "data"), ({**good, "left_out": 3}, None)]:
         sign(folder, train=train_state)
-        found = pool(1).run(_run, str(tmp_path), "--training.steps=1")[0]
+        found = pool(1).run(_run, str(tmp_path), "--training.steps=10")[0]
         if name:
             assert f"{folder} does not say where its run goes on: {name} in its train state" in found["error"]
         else:
-            assert found["step"] == 1
+            assert found["step"] == 10
     sign(folder, train={})
     whole = [f"--checkpoint.initial_load_path={folder}", "--no-checkpoint.initial_load_model_only"]
     assert "does not say where" in pool(1).run(_run, str(tmp_path / "other"), *whole)[0]["error"]
 
 
-def test_other_text_tokenizer_order_or_model_is_refused(pool: Pools, tmp_path: Path) -> None:
-    pool(1).run(_run, str(tmp_path), "--training.steps=2")
+def test_other_text_tokenizer_order_or_model_is_refused(pool: Pools, golden: GoldenRun, tmp_path: Path) -> None:
+    golden.copy(tmp_path, newest=10)
     text = tmp_path / "other.jsonl"
     text.write_text(json.dumps({"text": "Another text. " * 99, "timestamp": "", "url": ""}))
     ranks = BUNDLED_TOKENIZER.read_text().splitlines()
@@ -242,7 +233,7 @@ def test_other_text_tokenizer_order_or_model_is_refused(pool: Pools, tmp_path: P
         ("--model.overrides.n_layers=3", "model"),
         ("--training.seq_len=16", "data order"),
     ]:
-        refused = pool(1).run(_run, str(tmp_path), "--training.steps=4", flag)[0]
+        refused = pool(1).run(_run, str(tmp_path), "--training.steps=20", flag)[0]
         assert f"{name}:" in refused["error"] and "--job.dump_folder" in refused["error"], flag
 
 
@@ -279,13 +270,11 @@ def test_validation_weighs_tokens_not_ranks(pool: Pools, tmp_path: Path) -> None
         assert abs(found[ranks]["validation_loss"] - found[1]["validation_loss"]) < 5e-6
 
 
-@pytest.mark.slow
-def test_earlier_metrics_are_kept_not_mixed(pool: Pools, tmp_path: Path) -> None:
-    flags = ["--training.steps=2", "--no-checkpoint.enable_checkpoint"]
-    first = pool(1).run(_run, str(tmp_path), *flags)[0]["rows"]
-    second = pool(1).run(_run, str(tmp_path), *flags)[0]["rows"]
-    assert _losses(first) == _losses(second)
-    assert read_metrics(tmp_path / "metrics-1.jsonl") == first
+def test_earlier_metrics_are_kept_not_mixed(pool: Pools, golden: GoldenRun, tmp_path: Path) -> None:
+    golden.copy(tmp_path)
+    fresh = pool(1).run(_run, str(tmp_path), "--training.steps=2", "--no-checkpoint.enable_checkpoint")[0]["rows"]
+    assert sorted(_losses(fresh)) == [1, 2]
+    assert read_metrics(tmp_path / "metrics-1.jsonl") == read_metrics(golden.folder / "metrics.jsonl")
 
 
 def test_wrong_config_exits_2_before_torch_is_imported(tmp_path: Path) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from titanlite.utils import logger
 
@@ -15,7 +14,7 @@ _QUEUE = 10_000
 
 
 class BackgroundWriter:
-    """Base class: `open`, `send` and `finish` of a subclass run in the thread, one after the other.
+    """Base class: `send` of a subclass runs in the thread, over all rows until the end.
 
     The first error ends it with one warning. Rows that it cannot keep up with are dropped, with one warning.
     """
@@ -27,43 +26,35 @@ class BackgroundWriter:
     failed_seconds = 1.0
 
     def __init__(self) -> None:
-        self._rows: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(_QUEUE)
-        self._failed = self._dropped = self._ended = False
+        self._rows: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
+        #: The run failed; known at the end of the rows.
+        self.failed = False
+        self._dropped = self._ended = False
         self._thread = threading.Thread(target=self._work, name=f"titanlite-{self.name}", daemon=True)
         self._thread.start()
 
-    def open(self) -> None:
-        raise NotImplementedError
-
-    def send(self, step: int, values: Mapping[str, float]) -> None:
-        raise NotImplementedError
-
-    def finish(self, failed: bool) -> None:
-        """End in order. failed: the run did."""
+    def send(self, rows: Iterator[tuple[int, Mapping[str, float]]]) -> None:
+        """Connect, send each row (a step, numbers by name) as it comes, and end in order."""
         raise NotImplementedError
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Hand numbers by name to the thread, and return."""
         if self._ended:
             return
-        try:
-            self._rows.put_nowait((step, dict(values)))
-        except queue.Full:
-            if not self._dropped:
-                self._dropped = True
-                logger.warning(
-                    f"{self.name} does not keep up: {_QUEUE:,} rows wait for it. Further rows are dropped there; "
-                    "metrics.jsonl has all of them"
-                )
+        if self._rows.qsize() < _QUEUE:
+            self._rows.put((step, dict(values)))
+        elif not self._dropped:
+            self._dropped = True
+            logger.warning(
+                f"{self.name} does not keep up: {_QUEUE:,} rows wait for it. Further rows are dropped there; "
+                "metrics.jsonl has all of them"
+            )
 
     def close(self, failed: bool = False) -> None:
         """Send the rest and end; give up after ten seconds, or `failed_seconds` when the run failed."""
         if self._ended:
             return
-        self._failed = failed
-        with contextlib.suppress(queue.Empty):
-            while self._rows.full():  # the end takes the place of a row
-                self._rows.get_nowait()
+        self.failed = failed
         self._rows.put(None)
         seconds = self.failed_seconds if failed else _CLOSE_SECONDS
         self._thread.join(seconds)
@@ -73,10 +64,7 @@ class BackgroundWriter:
 
     def _work(self) -> None:
         try:
-            self.open()
-            while (row := self._rows.get()) is not None:
-                self.send(*row)
-            self.finish(self._failed)
+            self.send(iter(self._rows.get, None))
         except BaseException as error:
             if not self._ended:  # otherwise `close` has reported it
                 reason = f"{type(error).__name__}: {error}"

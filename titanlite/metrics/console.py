@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, TextIO
 
@@ -36,73 +36,55 @@ _LEVEL_COLORS = {logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "
 _FIELD = re.compile(rf"(?<!\S)({'|'.join(FIELD_COLORS)}): +\S+")
 
 
-@dataclass(frozen=True)
-class StepFigures:
-    """The values of a step line."""
-
-    step: int
-    #: Mean loss in nats per valid token over all ranks.
-    loss: float
-    #: Gradient norm before clipping.
-    norm: float
-    lr: float
-    memory_gib: float
-    #: Percent of the device's memory; None where that is unknown.
-    memory_percent: float | None
-    #: Tokens per second and device.
-    tps: float
-    #: Model FLOPs utilisation in percent; None for a device whose peak is unknown.
-    mfu: float | None
-    #: Tokens trained on since the run began, over all ranks.
-    tokens_seen: int
-    seconds_left: float | None
-    #: Sequences per second over all devices.
-    samples_per_second: float
-    #: Percent of the time that the rank which waited longest has waited for data.
-    data_percent: float = 0.0
-
-
 #: Percent of waiting for data above which the step line shows it.
 SLOW_DATA = 5.0
+#: A row of metrics.jsonl with training figures. Beside them `samples_per_second` (over all devices), `seconds_left` (if
+#: known), and `waits_percent`: share of the time that the rank which waited longest has waited for data.
+Figures = Mapping[str, float]
 
 
-def titan_line(f: StepFigures) -> str:
+def shown_memory(f: Figures) -> tuple[float, float]:
+    """Return GiB and percent: with an allocator of what it has reserved, which the device has no longer free."""
+    kind = "reserved" if "reserved_gib" in f else "memory"
+    return f[f"{kind}_gib"], f[f"{kind}_percent"]
+
+
+def titan_line(f: Figures) -> str:
     """Return `step: 1990  loss:  3.4370  memory: 68.57GiB(86.69%)  tps: 6,785  mfu: 39.73%`, then our own fields.
 
     Other tools read this line: fields keep their order and form, new ones go to the end.
     """
-    percent = "" if f.memory_percent is None else f"({f.memory_percent:.2f}%)"
     fields = [
-        f"step: {f.step:2}",
-        f"loss: {f.loss:7.4f}",
-        f"memory: {f.memory_gib:5.2f}GiB{percent}",
-        f"tps: {round(f.tps):,}",
+        f"step: {f['step']:2}",
+        f"loss: {f['loss']:7.4f}",
+        "memory: {:5.2f}GiB({:.2f}%)".format(*shown_memory(f)),
+        f"tps: {round(f['tps']):,}",
     ]
-    if f.mfu is not None:
-        fields.append(f"mfu: {f.mfu:.2f}%")
-    fields += [f"grad_norm: {f.norm:.4f}", f"lr: {f.lr:.2e}", f"tokens: {human_count(f.tokens_seen)}"]
-    if f.seconds_left is not None:
-        fields.append(f"left: {human_time(f.seconds_left)}")
-    if f.data_percent > SLOW_DATA:
-        fields.append(f"data: {f.data_percent:.0f}%")
+    if "mfu" in f:
+        fields.append(f"mfu: {f['mfu']:.2f}%")
+    fields += [f"grad_norm: {f['grad_norm']:.4f}", f"lr: {f['lr']:.2e}", f"tokens: {human_count(f['tokens_seen'])}"]
+    if "seconds_left" in f:
+        fields.append(f"left: {human_time(f['seconds_left'])}")
+    if f["waits_percent"] > SLOW_DATA:
+        fields.append(f"data: {f['waits_percent']:.0f}%")
     return "  ".join(fields)
 
 
-def fsdp_line(f: StepFigures, now: datetime) -> str:
+def fsdp_line(f: Figures, now: datetime) -> str:
     """Return the line of the AWS FSDP samples, which HyperPod's monitors look for; whole, with its own time stamp.
 
     `train.py:103` is what those samples print; parsers of such logs expect a file and a line there.
     """
     return (
-        f"{now:%Y-%m-%d %H:%M:%S} I [train.py:103] Batch {f.step} Loss: {f.loss:.5f}, "
-        f"Speed: {f.samples_per_second:.2f} samples/sec, lr: {f.lr:.6f}"
+        f"{now:%Y-%m-%d %H:%M:%S} I [train.py:103] Batch {f['step']} Loss: {f['loss']:.5f}, "
+        f"Speed: {f['samples_per_second']:.2f} samples/sec, lr: {f['lr']:.6f}"
     )
 
 
 class ConsoleHandler(_StreamHandler):
     """Writes the log lines of one rank. `color` says whether escape codes may go to the stream.
 
-    A step line has `figures` (`extra={"figures": StepFigures(...)}`), and its fields have colours. While there is a
+    A step line has `figures` (`extra={"figures": …}`), and its fields have colours. While there is a
     `view`, lines go through it, and steps are shown in its table first.
     """
 
@@ -170,8 +152,8 @@ def setup_console(rank: int, color: bool | None = None, stream: TextIO | None = 
     Rank 0 shows INFO and up, others WARNING and up. color: None means on a terminal, unless NO_COLOR or
     FORCE_COLOR say otherwise. With TERM=dumb there are none.
     """
-    for handler in _handlers():
-        logger.removeHandler(handler)
+    if (before := console_handler()) is not None:
+        logger.removeHandler(before)
     logger.addHandler(ConsoleHandler(rank, color, stream))
     logger.setLevel(logging.INFO)
     # Libraries that call logging.basicConfig would otherwise print every line a second time.
@@ -180,8 +162,4 @@ def setup_console(rank: int, color: bool | None = None, stream: TextIO | None = 
 
 def console_handler() -> ConsoleHandler | None:
     """Return the handler of `setup_console`, if that was called."""
-    return next(iter(_handlers()), None)
-
-
-def _handlers() -> list[ConsoleHandler]:
-    return [handler for handler in logger.handlers if isinstance(handler, ConsoleHandler)]
+    return next((handler for handler in logger.handlers if isinstance(handler, ConsoleHandler)), None)

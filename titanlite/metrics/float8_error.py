@@ -66,17 +66,15 @@ class Float8ErrorCheck(Callback):
         step, parts = trainer.step, trainer.parts
         if step % self._every:
             return
-        device = parts.world.device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # the step's own work must not count as a part of this pause
+        if parts.world.device.type == "cuda":
+            torch.cuda.synchronize()  # the step's own work must not count as a part of this pause
         trainer.phase("validate")
-        batch = trainer.recent[step].batches[:1]
-        step_fn = parts.train_step
-        error = measure_float8_error(parts.model, batch, device, self._dtype, step_fn.runner, step_fn.factors)
+        batch, runner, factors = trainer.recent[step].batches[:1], parts.train_step.runner, parts.train_step.factors
+        error = measure_float8_error(parts.model, batch, parts.world.device, self._dtype, runner, factors)
         trainer.phase("optimizer")
+        low, high, difference, relative = error.float8, error.exact, error.difference, error.relative
         logger.info(
-            f"float8 drift at {step}: loss {error.float8:.5f}, in high precision {error.exact:.5f}: "
-            f"{error.difference:+.1e} ({error.relative:+.2%})"
+            f"float8 drift at {step}: loss {low:.5f}, in high precision {high:.5f}: {difference:+.1e} ({relative:+.2%})"
         )
-        row = {"float8_loss": error.float8, "float8_exact_loss": error.exact}
-        self._write(step, {**row, "float8_drift": error.difference, "float8_drift_relative": error.relative})
+        row = {"float8_loss": low, "float8_exact_loss": high}
+        self._write(step, {**row, "float8_drift": difference, "float8_drift_relative": relative})

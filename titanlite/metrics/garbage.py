@@ -19,8 +19,7 @@ class GarbageCollection(Callback):
     def __init__(self, every: int) -> None:
         self._every = every
         self._enabled = False
-        self._seconds = 0.0
-        self._began: float | None = None
+        self._seconds = self._began = 0.0
 
     def read(self) -> float:
         """Return the seconds that collections took since the last call."""
@@ -46,6 +45,5 @@ class GarbageCollection(Callback):
     def _note(self, phase: str, _: dict[str, Any]) -> None:
         if phase == "start":
             self._began = time.perf_counter()
-        elif self._began is not None:
+        else:
             self._seconds += time.perf_counter() - self._began
-            self._began = None

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from titanlite.utils import Table, render
 
-#: Ranks that the table shows; of the others it counts how many are where.
+#: Ranks that the table shows.
 MAX_ROWS = 32
 _SHOWN_FRAMES, _NAMED = 2, 8
 
@@ -70,8 +69,7 @@ def table(states: Sequence[RankState], culprits: Sequence[RankState] = ()) -> st
     shown.sort(key=lambda s: s.rank)
     rows = [(str(s.rank), s.host, str(s.step), s.phase, f"{s.seconds:.1f}", s.at()) for s in shown]
     lines = render(Table(("rank", "host", "step", "phase", "seconds", "at"), rows, (1, 3, 5)), terminal=False)
-    rest = Counter(s.where for s in states if s not in shown)
-    more = [f"and {number} more in {where}" for where, number in rest.most_common()]
+    more = [f"and {len(states) - len(shown)} more"] if len(states) > len(shown) else []
     return "\n".join(f"  {line}" for line in [*lines.splitlines(), *more])
 
 
@@ -86,27 +84,21 @@ def verdict(states: Sequence[RankState]) -> tuple[list[RankState], str]:
         first = raised[0]
         return raised, f"{first.name} raised in {first.where}{first.spot}: {first.text}"
     if mute := [s for s in states if not s.end and s.silent]:
-        first = mute[0]
-        who = f"{first.name} does" if len(mute) == 1 else f"{_names(mute)} do"
         return mute, (
-            f"{who} not answer, last seen in {first.where}: killed (dmesg tells if the memory was short), stopped "
-            "(kill -CONT), or cut off from the others"
+            f"{_who(mute, 'does', 'do')} not answer, last seen in {mute[0].where}: killed (dmesg tells if the memory "
+            "was short), stopped (kill -CONT), or cut off from the others"
         )
     left = [s for s in states if s.end == "left"]
     if 0 < len(left) < len(states):
-        verb = "has" if len(left) == 1 else "have"
-        where = left[0].where
-        return left, f"{_names(left)} {verb} left the loop, in {where}, and the others wait for collectives with it"
+        who, where = _who(left, "has", "have"), left[0].where
+        return left, f"{who} left the loop, in {where}, and the others wait for collectives"
     if culprits := list(states) if len(states) == 1 else _behind([s for s in states if not s.end], len(states)):
         slow = max(culprits, key=lambda s: s.seconds)
-        been = f"been in {slow.where} for {'up to ' * (len(culprits) > 1)}{slow.seconds:.1f} s{slow.spot}"
-        if len(culprits) > 1:
-            return culprits, f"{_names(culprits)} have {been}: the other {len(states) - len(culprits)} wait for them"
-        return culprits, f"{slow.name} has {been}" + ": the others wait for it" * (len(states) > 1)
-    places = {s.where for s in states}
+        others = ": the others wait" if len(states) > 1 else ""
+        who = _who(culprits, "has", "have")
+        return culprits, f"{who} been in {slow.where} for {slow.seconds:.1f} s{slow.spot}{others}"
     return [], (
-        f"every rank is {f'in {places.pop()}' if len(places) == 1 else 'in collectives'} and none holds the others up: "
-        "they wait for a device, or for each other in different collectives"
+        "none of the ranks holds the others up: they wait for a device, or for each other in different collectives"
     )
 
 
@@ -120,6 +112,9 @@ def _behind(running: Sequence[RankState], size: int) -> list[RankState]:
     return free if len(free) < size else []  # all at one place, and none in a collective: no rank stands out
 
 
-def _names(states: Sequence[RankState]) -> str:
+def _who(states: Sequence[RankState], one: str, many: str) -> str:
+    """Return the ranks by name, and the verb."""
+    if len(states) == 1:
+        return f"{states[0].name} {one}"
     more = f" and {len(states) - _NAMED} more" if len(states) > _NAMED else ""
-    return f"rank{'s' * (len(states) > 1)} {', '.join(str(s.rank) for s in states[:_NAMED])}{more}"
+    return f"ranks {', '.join(str(s.rank) for s in states[:_NAMED])}{more} {many}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,52 +25,39 @@ class MetricsLog:
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
-        self._file: int | None = None
         self._warned = False
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one whole row, or nothing; it is in the file when this returns."""
         line = (json.dumps({name: json_value(value) for name, value in row.items()}, allow_nan=False) + "\n").encode()
         try:
-            if self._file is None:
-                self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            before = os.fstat(self._file).st_size
-            if os.write(self._file, line) < len(line):
-                os.ftruncate(self._file, before)
-                raise OSError("only a part of a row could be written; is there space left?")
+            with open(self.path, "ab", buffering=0) as file:
+                before = file.tell()
+                if file.write(line) < len(line):
+                    file.truncate(before)
+                    raise OSError("only a part of a row could be written; is there space left?")
         except OSError as error:
             self._warn(error)
 
-    def truncate_after(self, step: int) -> None:
+    def truncate_after(self, step: int, validated: bool = True) -> None:
         """Drop rows of steps after `step`, and a torn line, so that a resumed run writes none twice. Atomic.
 
-        Rows without a step are kept.
+        Rows without a step are kept. validated: the validation of `step` will not be done again.
         """
+
+        def stays(row: Mapping[str, Any]) -> bool:
+            return _step(row) < step or _step(row) == step and (validated or "validation_loss" not in row)
+
         try:
             content = self.path.read_bytes()
             rows = ((line, _parse(line)) for line in content.splitlines())
-            new = b"".join(line + b"\n" for line, row in rows if row is not None and _step(row) <= step)
+            new = b"".join(line + b"\n" for line, row in rows if row is not None and stays(row))
             if new != content:
-                self.close()
                 atomic_write(self.path, new)
         except FileNotFoundError:
             return
         except OSError as error:
             self._warn(error)
-
-    def has(self, step: int, name: str) -> bool:
-        """Return whether the file has a row of `step` with this number."""
-        try:
-            rows = [_parse(line) for line in self.path.read_bytes().splitlines()]
-        except OSError:
-            return False
-        return any(row is not None and row.get("step") == step and name in row for row in rows)
-
-    def close(self) -> None:
-        """Close the file; a later write opens it again."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
 
     def _warn(self, error: OSError) -> None:
         if not self._warned:

@@ -19,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from titanlite.metrics.console import ConsoleHandler, StepFigures, console_handler, is_dumb
+from titanlite.metrics.console import ConsoleHandler, Figures, console_handler, is_dumb, shown_memory
 from titanlite.utils import human_time
 
 #: Logged steps in the table, on a terminal that is high enough.
@@ -30,22 +30,15 @@ _SECONDS_BETWEEN = 0.5
 _NARROW = 80
 
 
-def _number(value: float) -> str:
-    return f"{value:.3e}" if abs(value) >= 1e5 else f"{value:.4f}"
-
-
-#: Title -> colour, and text of a cell.
-_COLUMNS: dict[str, tuple[str, Callable[[StepFigures], str]]] = {
-    "step": ("red", lambda f: f"{f.step:,}"),
-    "loss": ("green", lambda f: _number(f.loss)),
-    "grad norm": ("cyan", lambda f: _number(f.norm)),
-    "lr": ("cyan", lambda f: f"{f.lr:.2e}"),
-    "tokens/s": ("blue", lambda f: f"{round(f.tps):,}"),
-    "mfu": ("magenta", lambda f: "" if f.mfu is None else f"{f.mfu:.1f}%"),
-    "memory": (
-        "yellow",
-        lambda f: f"{f.memory_gib:.2f} GiB" + ("" if f.memory_percent is None else f" ({f.memory_percent:.0f}%)"),
-    ),
+#: Title -> colour, and text of a cell; "" for a figure that is not known.
+_COLUMNS: dict[str, tuple[str, Callable[[Figures], str]]] = {
+    "step": ("red", lambda f: f"{f['step']:,}"),
+    "loss": ("green", lambda f: f"{f['loss']:.4f}"),
+    "grad norm": ("cyan", lambda f: f"{f['grad_norm']:.4f}"),
+    "lr": ("cyan", lambda f: f"{f['lr']:.2e}"),
+    "tokens/s": ("blue", lambda f: f"{round(f['tps']):,}"),
+    "mfu": ("magenta", lambda f: f"{f['mfu']:.1f}%" if "mfu" in f else ""),
+    "memory": ("yellow", lambda f: "{:.2f} GiB ({:.0f}%)".format(*shown_memory(f))),
 }
 _ALWAYS = ("step", "loss", "tokens/s")
 
@@ -78,7 +71,7 @@ class LiveView:
         self._handler, self._step, self._steps = handler, done, steps
         self._began = self._drawn = time.monotonic()
         #: Figures of a step, and the line that the step becomes when it leaves the table.
-        self._shown: list[tuple[StepFigures, str]] = []
+        self._shown: list[tuple[Figures, str]] = []
         self._console = Console(
             file=handler.target(),
             force_terminal=True,
@@ -101,12 +94,12 @@ class LiveView:
             with contextlib.suppress(Exception):  # the terminal may be gone, and no drawing may cost a step
                 self._live.refresh()
 
-    def add(self, figures: StepFigures, line: str) -> None:
+    def add(self, figures: Figures, line: str) -> None:
         """Show a logged step. Its line is written when the step leaves the table."""
         self._shown.append((figures, line))
         if len(self._shown) > ROWS:
             self.print(self._shown.pop(0)[1])
-        self.tick(figures.step)
+        self.tick(int(figures["step"]))
 
     def print(self, line: str) -> None:
         """Write a line above the view."""
@@ -123,28 +116,22 @@ class LiveView:
 
     def _render(self) -> Group:
         wide = self._console.width >= _NARROW
-        figures = [figures for figures, _ in self._shown]
-        shown = [
-            title for title in _COLUMNS if (wide or title in _ALWAYS) and any(_COLUMNS[title][1](f) for f in figures)
-        ]
+        rows = [figures for figures, _ in self._shown][-max(min(ROWS, self._console.height // 2 - 2), 1) :]
+        columns = {title: [cell(row) for row in rows] for title, (_, cell) in _COLUMNS.items()}
+        shown = [title for title in columns if (wide or title in _ALWAYS) and any(columns[title])]
         table = Table(box=None, header_style="bright_black", padding=(0, 2))
         for title in shown:
             table.add_column(title, justify="right", style=_COLUMNS[title][0], no_wrap=True)
-        for row in figures[-max(min(ROWS, self._console.height // 2 - 2), 1) :]:
-            table.add_row(*(_COLUMNS[title][1](row) for title in shown))
-        cells = [Text(f"{self._step:,}/{self._steps:,}", "red")]
-        bar = ProgressBar(self._steps, self._step, 40 if wide else 10, complete_style="green", finished_style="green")
-        fields = [Text(f"{int(100 * self._step / self._steps)}%")]
+        for cells in zip(*(columns[title] for title in shown), strict=True):
+            table.add_row(*cells)
         left = ""
-        if figures:
-            last = figures[-1]
-            fields.append(Text(f"loss {_number(last.loss)}", "green"))
-            if wide:
-                fields.append(Text(f"{round(last.tps):,} tokens/s", "blue"))
-            if last.seconds_left is not None and last.step < self._steps:
-                left = f"left {human_time(last.seconds_left * (self._steps - self._step) / (self._steps - last.step))}"
         if self._step >= self._steps:
             left = f"took {human_time(time.monotonic() - self._began)}"
+        elif rows and "seconds_left" in (last := rows[-1]):
+            share = (self._steps - self._step) / (self._steps - last["step"])
+            left = f"left {human_time(last['seconds_left'] * share)}"
+        bar = ProgressBar(self._steps, self._step, 40 if wide else 10, complete_style="green", finished_style="green")
         progress = Table.grid(padding=(0, 2))
-        progress.add_row(*cells, bar, *fields, Text(left))
-        return Group(table, progress) if figures else Group(progress)
+        count = Text(f"{self._step:,}/{self._steps:,}", "red")
+        progress.add_row(count, bar, f"{int(100 * self._step / self._steps)}%", left)
+        return Group(table, progress) if rows else Group(progress)

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from titanlite.data.loader import Batch
 
 Stage = Literal["weights", "forward", "loss", "backward", "reduction", "nowhere"]
+Kind = Literal["output", "input"]
 
 #: Parameters that a message names.
 _NAMED = 5
@@ -46,8 +48,8 @@ class Finding:
     ranks: tuple[int, ...] = ()
     #: Number of the micro-batch, from 0; None where all of them are involved.
     micro_batch: int | None = None
-    #: "output": a result of the module. "inside": a value that it passes to one of its own modules.
-    kind: Literal["output", "inside"] = "output"
+    #: What is not finite, or its gradient: what the module returns, or what it gets and no module has returned.
+    kind: Kind = "output"
     #: The parameters that are not finite (weights), or whose gradients are not (reduction), by name.
     parameters: tuple[str, ...] = ()
 
@@ -58,15 +60,12 @@ class Finding:
         named = ", ".join(self.parameters[:_NAMED])
         if len(self.parameters) > _NAMED:
             named += f" and {len(self.parameters) - _NAMED} more"
-        module = self.module or "the model"
-        forward, backward = f"the output of {module}", f"the gradient with respect to the input of {module}"
-        if self.kind == "inside":
-            forward, backward = (f"a {kind} inside of {module}, between its modules" for kind in ("value", "gradient"))
+        value = f"the {self.kind} of {self.module or 'the model'}"
         return {
             "weights": f"not finite before the step: the weights {named} ({where})",
-            "forward": f"first not finite: {forward}, in the forward pass ({where})",
+            "forward": f"first not finite: {value}, in the forward pass ({where})",
             "loss": f"first not finite: the loss itself; every module's output is finite ({where})",
-            "backward": f"first not finite: {backward} ({where})",
+            "backward": f"first not finite: the gradient of {value} ({where})",
             "reduction": f"first not finite: the gradients of {named}, when they were summed ({where})",
             "nowhere": "run a second time, every activation and gradient is finite: the sum of the gradients' squares "
             "overflows, or the step is not reproducible, as with a fault of the hardware",
@@ -138,44 +137,25 @@ def _finite(tensor: torch.Tensor) -> bool:
     return bool(local.detach().isfinite().all())
 
 
-@dataclass(frozen=True)
-class _Event:
-    """A value of this rank's run that was not finite."""
+class _Event(NamedTuple):
+    """A value of this rank's run that is checked."""
 
     #: Micro-batch, and number of values that were checked before it in this stage of the micro-batch.
     order: tuple[int, int]
     module: str
-    kind: Literal["output", "inside"]
-
-
-@dataclass
-class _TensorTrace:
-    """The modules that returned and that received a tensor, innermost and outermost in the order of time."""
-
-    producers: list[str] = field(default_factory=list)
-    consumers: list[str] = field(default_factory=list)
-
-    def event(self, stage: Stage, order: tuple[int, int]) -> _Event:
-        """Return the event that this tensor (backward: its gradient) was the first that is not finite."""
-        if stage == "forward":
-            if self.producers:
-                return _Event(order, self.producers[0], "output")
-            return _Event(order, _parent(self.consumers[0]), "inside")
-        if self.consumers:
-            # Modules inside others receive it too, and made the gradient; several side by side add theirs up.
-            inner = [name for name in self.consumers if not any(_contains(name, other) for other in self.consumers)]
-            return _Event(order, ", ".join(dict.fromkeys(inner)), "output")
-        producer = self.producers[-1]
-        return _Event(order, _parent(producer) if producer else "the loss", "inside")
+    kind: Kind
 
 
 class _Recorder:
-    """Hooks on every module that check its inputs and outputs in order. The device is read once, by `first_events`."""
+    """Hooks on every module that check its inputs and outputs in order. The device is read once, by `first_events`.
+
+    A tensor is named after the first module that returns or gets it.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._checks: list[tuple[Stage, tuple[int, int], _TensorTrace, torch.Tensor]] = []
-        self._traces = WeakTensorKeyDictionary()
+        self._checks: list[tuple[Stage, _Event, torch.Tensor]] = []
+        self._seen = WeakTensorKeyDictionary()
         self._micro_batch = -1
         self._numbers: Counter[Stage] = Counter()
         self._in_forward = False
@@ -186,8 +166,8 @@ class _Recorder:
         handles: list[RemovableHandle] = []
         for name, module in self._model.named_modules():
             plain = ".".join(part for part in name.split(".") if not part.startswith("_"))  # without wrappers
-            handles.append(module.register_forward_pre_hook(self._before(plain), with_kwargs=True))
-            handles.append(module.register_forward_hook(self._after(plain)))
+            handles.append(module.register_forward_pre_hook(partial(self._before, plain), with_kwargs=True))
+            handles.append(module.register_forward_hook(partial(self._after, plain)))
         try:
             yield
         finally:
@@ -197,62 +177,41 @@ class _Recorder:
     def first_events(self) -> dict[Stage, _Event]:
         """Return this rank's first value that was not finite, by stage."""
         finite = torch.stack([flag for *_, flag in self._checks]).tolist() if self._checks else []
-        found: dict[Stage, _Event] = {}
-        for (stage, order, trace, _), fine in zip(self._checks, finite, strict=True):
-            if not fine and stage not in found:
-                found[stage] = trace.event(stage, order)
-        return found
+        bad = [(stage, event) for (stage, event, _), fine in zip(self._checks, finite, strict=True) if not fine]
+        return dict(reversed(bad))
 
-    def _before(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if module is self._model:
-                self._micro_batch += 1
-                self._numbers.clear()
-                self._in_forward = True
-            elif self._in_forward:  # not when activation checkpointing runs a module again
-                for tensor in _tensors((args, kwargs)):
-                    if tensor.requires_grad:  # a mask or a table may hold infinities on purpose
-                        self._trace(tensor).consumers.append(name)
+    def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if module is self._model:
+            self._micro_batch += 1
+            self._numbers.clear()
+            self._in_forward = True
+            return
+        for tensor in _tensors((args, kwargs)):
+            if tensor.requires_grad:  # a mask or a table may hold infinities on purpose
+                self._note(tensor, name, "input")
 
-        return hook
+    def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        for tensor in _tensors(output):
+            self._note(tensor, name, "output")
+        if module is self._model:
+            self._in_forward = False
 
-    def _after(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if self._in_forward:
-                for tensor in _tensors(output):
-                    self._trace(tensor).producers.append(name)
-            if module is self._model:
-                self._in_forward = False
-
-        return hook
-
-    def _trace(self, tensor: torch.Tensor) -> _TensorTrace:
-        """Return the record of a tensor. A new one is checked, and its gradient will be."""
-        trace: _TensorTrace | None = self._traces.get(tensor)
-        if trace is None:
-            trace = self._traces[tensor] = _TensorTrace()
-            self._check("forward", self._micro_batch, trace, tensor)
+    def _note(self, tensor: torch.Tensor, name: str, kind: Kind) -> None:
+        """Check a tensor that was not seen before, and its gradient when it is there."""
+        if self._in_forward and tensor not in self._seen:  # not when activation checkpointing runs a module again
+            self._seen[tensor] = True
+            self._check("forward", self._micro_batch, name, kind, tensor)
             if tensor.requires_grad:
-                micro_batch, made = self._micro_batch, trace
-                tensor.register_hook(lambda gradient: self._check("backward", micro_batch, made, gradient))
-        return trace
+                tensor.register_hook(partial(self._check, "backward", self._micro_batch, name, kind))
 
-    def _check(self, stage: Stage, micro_batch: int, trace: _TensorTrace, tensor: torch.Tensor) -> None:
+    def _check(self, stage: Stage, micro_batch: int, name: str, kind: Kind, tensor: torch.Tensor) -> None:
         local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
         # A float8 tensor of torchao holds NaN if the scale or anything before it was not finite.
         local = local._data.float() if hasattr(local, "_data") else local
-        self._checks.append((stage, (micro_batch, self._numbers[stage]), trace, local.isfinite().all()))
+        event = _Event((micro_batch, self._numbers[stage]), name, kind)
+        self._checks.append((stage, event, local.isfinite().all()))
         self._numbers[stage] += 1
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
-
-
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
-def _contains(name: str, other: str) -> bool:
-    """Return whether module `other` lies inside module `name`."""
-    return other != name and (not name or other.startswith(f"{name}."))

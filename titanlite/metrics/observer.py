@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -13,13 +14,14 @@ import torch
 import torch.distributed as dist
 
 from titanlite.callbacks import SLOW_PHASES, Callback, RunEnd
+from titanlite.checkpoint.retention import grace_warning
 from titanlite.config.run_sections import Job, Metrics
 from titanlite.config.toml import loads
-from titanlite.metrics.console import SLOW_DATA, StepFigures, fsdp_line, titan_line
+from titanlite.metrics.console import SLOW_DATA, fsdp_line, titan_line
 from titanlite.metrics.jsonl import FILE, MetricsLog
-from titanlite.metrics.stragglers import RankComparison, StragglerDetector
+from titanlite.metrics.stragglers import StragglerDetector
 from titanlite.metrics.tensorboard import TensorBoard, tags
-from titanlite.metrics.throughput import MemoryReading, Rates, Throughput, read_memory, reset_peak
+from titanlite.metrics.throughput import Throughput, read_memory, reset_peak
 from titanlite.metrics.wandb import WandbWriter
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.step import StepResult
@@ -35,9 +37,8 @@ if TYPE_CHECKING:
 class MetricsLogger(Callback):
     """Turns steps into figures. Between two logs it only keeps time: it reads no device and communicates nothing.
 
-    toml: the resolved config, without secrets. tokens_per_step, sequences_per_step: over all ranks. flops_per_token:
-    forward and backward. peak_flops: of one device, None if unknown. gc_seconds: seconds of garbage collection since
-    its last call. sources: of a mixture.
+    toml: the resolved config, without secrets. meter: of this rank. gc_seconds: seconds of garbage collection since its
+    last call. sources: of a mixture.
     """
 
     def __init__(
@@ -46,28 +47,21 @@ class MetricsLogger(Callback):
         job: Job,
         world: DistEnv,
         toml: str,
-        *,
-        tokens_per_step: int,
-        sequences_per_step: int,
-        flops_per_token: int,
-        peak_flops: float | None,
+        meter: Throughput,
         gc_seconds: Callable[[], float] = float,
         sources: SourceFigures | None = None,
     ) -> None:
         self._metrics, self._job, self._world, self._toml = metrics, job, world, toml
-        self._tokens, self._sequences = tokens_per_step, sequences_per_step
-        self._flops, self._peak, self._gc_seconds, self._sources = flops_per_token, peak_flops, gc_seconds, sources
-        self._meter = self._new_meter(0)
+        self._meter, self._gc_seconds, self._sources = meter, gc_seconds, sources
         self._ranks = StragglerDetector(world.device)
         self._jsonl: MetricsLog | None = None
         self._tensorboard: TensorBoard | None = None
         self._tracker: WandbWriter | None = None
         self._view: LiveView | None = None
         self._logs = 0
-        self._slow_data = False
+        #: It was warned of data, or of a save, that takes long.
+        self._slow_data = self._slow_save = False
         self._first_step = 1
-        #: An attempt that was lost has recorded the validation that a resumed run still owes.
-        self._validated = False
 
     def on_start(self, trainer: Trainer) -> None:
         """Continue (or begin) the records."""
@@ -78,8 +72,7 @@ class MetricsLogger(Callback):
             if step == 0:
                 _keep_earlier(folder / FILE)
             self._jsonl = MetricsLog(folder / FILE)
-            self._jsonl.truncate_after(step)
-            self._validated = self._jsonl.has(step, "validation_loss")
+            self._jsonl.truncate_after(step, validated=not trainer.validation_owed)
             if self._metrics.enable_wandb:
                 config = loads(self._toml)
                 self._tracker = WandbWriter(folder, config, self._job.description, step + 1)
@@ -127,24 +120,24 @@ class MetricsLogger(Callback):
             if name:
                 logger.info(f"validation at {step}, {name}: {one}")
                 row |= {f"validation/{name}/loss": one.loss, f"validation/{name}/perplexity": one.perplexity}
-        if not (self._validated and step < self._first_step):
-            self.write(step, row)
+        self.write(step, row)
 
     def on_save(self, trainer: Trainer, step: int, folder: AnyPath, seconds: float) -> None:
         logger.info(f"checkpoint of step {step} written to {folder} in {human_time(seconds)}")
+        warning = grace_warning(seconds, f"the save of step {step}", os.environ)
+        if warning and not self._slow_save and self._world.rank == 0:
+            self._slow_save = True
+            logger.warning(warning)
 
     def on_end(self, trainer: Trainer, end: RunEnd) -> None:
         """Close all records. Of a run that failed, within two seconds: other ranks leave after three."""
         failed = end.state not in ("done", "preempted")
         if self._view:
             self._view.close()
-        if self._jsonl:
-            self._jsonl.close()
         if self._tensorboard:
             self._tensorboard.close(failed=failed)
         if self._tracker:
             self._tracker.close(failed=failed)
-        self._ranks.close()
 
     def run_ids(self) -> dict[str, str]:
         """Return where the run is recorded: service → id of the run there. Rank 0 knows."""
@@ -160,11 +153,8 @@ class MetricsLogger(Callback):
 
     def _begin(self, trainer: Trainer) -> None:
         reset_peak(self._world.device)
-        self._meter = self._new_meter(trainer.steps)
+        self._meter.start(trainer.steps)
         self._request_layer_norms(trainer)
-
-    def _new_meter(self, steps: int) -> Throughput:
-        return Throughput(self._tokens, self._sequences, self._world.size, self._flops, self._peak, steps)
 
     def _open_tensorboard(self, step: int) -> None:
         everywhere = not self._metrics.rank_0_only
@@ -184,41 +174,41 @@ class MetricsLogger(Callback):
         trainer.parts.train_step.layer_norms = wanted
 
     def _log(self, trainer: Trainer, result: StepResult) -> None:
-        step, layers = trainer.step, result.layer_norms
-        times, sums, (max_loss, loss, norm, *layer_norms) = self._reduce(
-            result, [result.loss, result.grad_norm, *layers.values()]
-        )
-        rates = self._meter.read(step)
-        size = self._world.size
-        ranks = self._ranks.compare(times[:size], times[size:], rates.seconds_per_step)
-        memory = read_memory(self._world.device)
-        figures = StepFigures(
-            step=step,
-            loss=loss,
-            norm=norm,
-            lr=trainer.parts.learning_rate(step),
-            # Reserved where there is an allocator: what the device has no longer free, as this line always showed.
-            memory_gib=memory.gib if memory.reserved_gib is None else memory.reserved_gib,
-            memory_percent=memory.percent if memory.reserved_gib is None else memory.reserved_percent,
-            tps=rates.tps,
-            mfu=rates.mfu,
-            tokens_seen=trainer.tokens_seen,
-            seconds_left=rates.seconds_left,
-            samples_per_second=rates.samples_per_second,
-            data_percent=100 * max(times[size:]) / rates.seconds_per_step,
-        )
-        self._show(figures)
+        step, layers, size, rank0 = trainer.step, result.layer_norms, self._world.size, self._world.rank == 0
+        mine = [result.loss, result.grad_norm, *layers.values()]
+        times, sums, (max_loss, loss, norm, *layer_norms) = self._reduce(result, mine)
+        reading = self._meter.read(step)
+        per_step = reading.figures["seconds_per_step"]
+        ranks, warning = self._ranks.compare(times[:size], times[size:], per_step)
+        row = {
+            "loss": loss,
+            "max_loss": max_loss,
+            "grad_norm": norm,
+            "lr": trainer.parts.learning_rate(step),
+            "tokens_seen": trainer.tokens_seen,
+            **reading.figures,
+            "gc_seconds": self._gc_seconds() / reading.steps,
+            **ranks,
+            **read_memory(self._world.device),
+        }
+        shown = {"step": step, "samples_per_second": reading.samples_per_second, **row}
+        shown["waits_percent"] = waits = 100 * max(times[size:]) / per_step
+        if reading.seconds_left is not None:
+            shown["seconds_left"] = reading.seconds_left
+        if self._metrics.log_style == "titan":
+            logger.info(titan_line(shown), extra={"figures": shown})
+        elif rank0:
+            with contextlib.suppress(OSError):  # a terminal that was closed
+                print(fsdp_line(shown, datetime.now()), flush=True)  # its readers expect the bare line
         # The first window has the start of the loader.
-        if figures.data_percent > SLOW_DATA and step != self._first_step and not self._slow_data:
+        if rank0 and waits > SLOW_DATA and step != self._first_step and not self._slow_data:
             self._slow_data = True
-            if self._world.rank == 0:
-                logger.warning(
-                    f"step {step}: {figures.data_percent:.0f} % of the time is spent waiting for data: raise "
-                    "data.num_workers or data.prefetch, or tokenize the text first (titanlite data prepare)"
-                )
-        if self._world.rank == 0 and ranks and (warning := self._ranks.warning(ranks)):
+            logger.warning(
+                f"step {step}: {waits:.0f} % of the time is spent waiting for data: raise data.num_workers or "
+                "data.prefetch, or tokenize the text first (titanlite data prepare)"
+            )
+        if rank0 and warning:
             logger.warning(f"step {step}: {warning}")
-        row = self._row(figures, max_loss, rates, memory, ranks)
         row |= {f"grad_norm/{layer}": norm for layer, norm in zip(layers, layer_norms, strict=True)}
         row |= self._sources.figures(trainer, sums) if self._sources else {}
         self.write(step, row)
@@ -240,48 +230,6 @@ class MetricsLogger(Callback):
         known = torch.stack([shared[:size].max(), *mine])
         numbers: list[float] = torch.cat([shared[size:], known]).tolist()
         return numbers[: 2 * size], numbers[2 * size : -len(known)], numbers[-len(known) :]
-
-    def _show(self, figures: StepFigures) -> None:
-        if self._metrics.log_style == "fsdp":
-            if self._world.rank == 0:
-                with contextlib.suppress(OSError):  # a terminal that was closed
-                    print(fsdp_line(figures, datetime.now()), flush=True)  # its readers expect the bare line
-        else:
-            logger.info(titan_line(figures), extra={"figures": figures})
-
-    def _row(
-        self,
-        figures: StepFigures,
-        max_loss: float,
-        rates: Rates,
-        memory: MemoryReading,
-        ranks: RankComparison | None,
-    ) -> dict[str, float]:
-        row = {
-            "loss": figures.loss,
-            "max_loss": max_loss,
-            "grad_norm": figures.norm,
-            "lr": figures.lr,
-            "tokens_seen": figures.tokens_seen,
-            "tps": rates.tps,
-            "tflops": rates.tps * self._flops / 1e12,
-            "mfu": rates.mfu,
-            "seconds_per_step": rates.seconds_per_step,
-            "data_seconds": rates.data_seconds,
-            "data_percent": rates.data_percent,
-            "gc_seconds": self._gc_seconds() / rates.steps,
-            "slowest_rank": None if ranks is None else ranks.slowest,
-            "fastest_rank": None if ranks is None else ranks.fastest,
-            "lag_seconds": None if ranks is None else ranks.lag_seconds,
-            "lag_percent": None if ranks is None else ranks.lag_percent,
-            "memory_gib": memory.gib,
-            "memory_percent": memory.percent,
-            "reserved_gib": memory.reserved_gib,
-            "reserved_percent": memory.reserved_percent,
-            "alloc_retries": memory.alloc_retries,
-            "ooms": memory.ooms,
-        }
-        return {name: value for name, value in row.items() if value is not None}
 
 
 def _keep_earlier(path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +33,6 @@ class Profiler(Callback):
     def __init__(self, config: Profiling, rank: int, device: torch.device) -> None:
         self._config, self._rank = config, rank
         self._step = 0
-        self._started = False
         self._snapshots = config.enable_memory_snapshot and device.type == "cuda"
         if config.enable_memory_snapshot and not self._snapshots:
             logger.warning("profiling.enable_memory_snapshot records CUDA's allocations: on a CPU there are none")
@@ -54,7 +52,6 @@ class Profiler(Callback):
             )
 
     def on_start(self, trainer: Trainer) -> None:
-        self._started = True
         if self._snapshots:
             torch.cuda.memory._record_memory_history(max_entries=_ENTRIES)
         if self._profiler:
@@ -70,8 +67,6 @@ class Profiler(Callback):
 
     def on_end(self, trainer: Trainer, end: RunEnd) -> None:
         """Record no more. A cycle that was cut short leaves no trace: steps would be missing."""
-        if not self._started:
-            return
         if self._snapshots:
             if isinstance(end.error, torch.OutOfMemoryError):
                 self._write_snapshot("_out_of_memory")
@@ -82,25 +77,20 @@ class Profiler(Callback):
                 self._profiler.stop()
 
     def _write_trace(self, profiler: torch.profiler.profile) -> None:
-        folder = self._config.save_traces_folder
-        self._write(folder, "", "trace.json", lambda path: profiler.export_chrome_trace(str(path)))
+        self._write(self._config.save_traces_folder, "", "trace.json", profiler.export_chrome_trace)
 
     def _write_snapshot(self, suffix: str) -> None:
-        self._write(self._config.save_memory_snapshot_folder, suffix, "memory_snapshot.pickle", _dump_snapshot)
+        dump = torch.cuda.memory._dump_snapshot
+        self._write(self._config.save_memory_snapshot_folder, suffix, "memory_snapshot.pickle", dump)
 
-    def _write(self, folder: str, suffix: str, name: str, dump: Callable[[Path], None]) -> None:
+    def _write(self, folder: str, suffix: str, name: str, dump: Callable[[str], None]) -> None:
         """Write the file of this rank and step. A full disk costs a profile, not the run."""
         path = Path(folder) / f"iteration_{self._step}{suffix}" / f"rank{self._rank}_{name}"
         began = time.perf_counter()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            dump(path)
+            dump(str(path))
         except (OSError, RuntimeError) as error:
             logger.warning(f"step {self._step}: {path} could not be written: {error}")
         else:
             logger.info(f"profile of step {self._step} written to {path} in {human_time(time.perf_counter() - began)}")
-
-
-def _dump_snapshot(path: Path) -> None:
-    with open(path, "wb") as stream:
-        pickle.dump(torch.cuda.memory._snapshot(), stream)

@@ -2,46 +2,41 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 from titanlite.metrics.background_writer import BackgroundWriter
 
 #: Key of metrics.jsonl -> tag.
-TAGS: Mapping[str, str] = MappingProxyType(
-    {
-        "loss": "loss_metrics/global_avg_loss",
-        "max_loss": "loss_metrics/global_max_loss",
-        "validation_loss": "validation_metrics/loss",
-        "validation_perplexity": "validation_metrics/perplexity",
-        "float8_drift": "float8/drift",
-        "float8_drift_relative": "float8/drift(relative)",
-        "grad_norm": "grad_norm",
-        "lr": "lr",
-        "tokens_seen": "n_tokens_seen",
-        "tps": "throughput(tps)",
-        "tflops": "tflops",
-        "mfu": "mfu(%)",
-        "seconds_per_step": "time_metrics/end_to_end(s)",
-        "data_seconds": "time_metrics/data_loading(s)",
-        "data_percent": "time_metrics/data_loading(%)",
-        "gc_seconds": "time_metrics/garbage_collection(s)",
-        "slowest_rank": "ranks/slowest",
-        "fastest_rank": "ranks/fastest",
-        "lag_seconds": "ranks/lag(s)",
-        "lag_percent": "ranks/lag(%)",
-        "memory_gib": "memory/max_active(GiB)",
-        "memory_percent": "memory/max_active(%)",
-        "reserved_gib": "memory/max_reserved(GiB)",
-        "reserved_percent": "memory/max_reserved(%)",
-        "alloc_retries": "memory/num_alloc_retries",
-        "ooms": "memory/num_ooms",
-    }
-)
+TAGS: Mapping[str, str] = {
+    "loss": "loss_metrics/global_avg_loss",
+    "max_loss": "loss_metrics/global_max_loss",
+    "validation_loss": "validation_metrics/loss",
+    "validation_perplexity": "validation_metrics/perplexity",
+    "float8_drift": "float8/drift",
+    "float8_drift_relative": "float8/drift(relative)",
+    "grad_norm": "grad_norm",
+    "lr": "lr",
+    "tokens_seen": "n_tokens_seen",
+    "tps": "throughput(tps)",
+    "tflops": "tflops",
+    "mfu": "mfu(%)",
+    "seconds_per_step": "time_metrics/end_to_end(s)",
+    "data_seconds": "time_metrics/data_loading(s)",
+    "data_percent": "time_metrics/data_loading(%)",
+    "gc_seconds": "time_metrics/garbage_collection(s)",
+    "slowest_rank": "ranks/slowest",
+    "fastest_rank": "ranks/fastest",
+    "lag_seconds": "ranks/lag(s)",
+    "lag_percent": "ranks/lag(%)",
+    "memory_gib": "memory/max_active(GiB)",
+    "memory_percent": "memory/max_active(%)",
+    "reserved_gib": "memory/max_reserved(GiB)",
+    "reserved_percent": "memory/max_reserved(%)",
+    "alloc_retries": "memory/num_alloc_retries",
+    "ooms": "memory/num_ooms",
+}
 #: Keys with these prefixes are tags already, one for each layer or source.
 _TAGS = ("grad_norm/", "validation/", "loss/", "share/")
 _FLUSH_SECONDS = 10
@@ -65,20 +60,15 @@ class TensorBoard(BackgroundWriter):
 
     def __init__(self, folder: Path, purge_step: int) -> None:
         self.folder, self._purge_step = Path(folder), purge_step
-        self._writer: Any = None
         super().__init__()
 
-    def open(self) -> None:
-        dated = [path for path in self.folder.glob("*") if path.is_dir() and re.fullmatch(r"\d{8}-\d{4}", path.name)]
+    def send(self, rows: Iterator[tuple[int, Mapping[str, float]]]) -> None:
+        dated = list(self.folder.glob("2???????-????"))
         new = self.folder / datetime.now().strftime("%Y%m%d-%H%M")
         self.folder = max(dated) if dated and self._purge_step > 1 else new
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(self.folder), purge_step=self._purge_step, flush_secs=_FLUSH_SECONDS)
-
-    def send(self, step: int, values: Mapping[str, float]) -> None:
-        for tag, value in values.items():
-            self._writer.add_scalar(tag, value, step)
-
-    def finish(self, failed: bool) -> None:
-        self._writer.close()
+        with SummaryWriter(str(self.folder), purge_step=self._purge_step, flush_secs=_FLUSH_SECONDS) as writer:
+            for step, values in rows:
+                for tag, value in values.items():
+                    writer.add_scalar(tag, value, step)

@@ -11,17 +11,15 @@ import os
 import platform
 import re
 import time
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from pathlib import Path
 from statistics import median
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 Kind = Literal["work", "data", "pause"]
 
-_KINDS: tuple[Kind, ...] = ("work", "data", "pause")
 _RECENT_STEPS = 50
 _GIB = 1024**3
 
@@ -37,26 +35,18 @@ _PEAKS: tuple[tuple[str, float], ...] = (
     (r"H200", 989e12),
     (r"B200", 2.25e15),
 )
-_CPU = "CPU ("
 
 
-@dataclass(frozen=True)
-class Rates:
+class Reading(NamedTuple):
     """Means over the steps since the last reading."""
 
+    #: Under the keys of metrics.jsonl. tps, tflops: per device. mfu only where the peak is known. data_*: of this rank.
+    figures: dict[str, float]
     #: Number of those steps.
     steps: int
-    #: Tokens per second and device.
-    tps: float
-    #: Model FLOPs utilisation in percent; None where the peak is unknown.
-    mfu: float | None
     #: Sequences per second over all devices.
     samples_per_second: float
-    seconds_per_step: float
-    #: Seconds per step that this rank waited for data, and their share of the step in percent.
-    data_seconds: float
-    data_percent: float
-    #: Median of the last 50 step times, times the steps left; None until a step after the first was timed.
+    #: Median of the last 50 step times, times the steps left; None at the first reading.
     seconds_left: float | None
 
 
@@ -64,38 +54,33 @@ class Throughput:
     """Measures time between readings; costs a few clock calls per step.
 
     tokens_per_step, sequences_per_step: over all devices. flops_per_token: forward and backward. peak_flops: FLOPS of
-    one device, None if unknown. total_steps: the run's last step. clock: seconds.
+    one device, None if unknown.
     """
 
     def __init__(
         self,
         tokens_per_step: int,
         sequences_per_step: int,
-        world_size: int,
+        devices: int,
         flops_per_token: int,
         peak_flops: float | None,
-        total_steps: int,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._tokens, self._sequences, self._devices = tokens_per_step, sequences_per_step, world_size
-        self._flops_per_token, self._peak, self._total_steps = flops_per_token, peak_flops, total_steps
-        self._clock = clock
-        self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._tokens, self._sequences, self._devices = tokens_per_step, sequences_per_step, devices
+        self._flops_per_token, self._peak = flops_per_token, peak_flops
         self._kind: Kind = "work"
         self._since = self._cpu_since = 0.0
-        self.start()
+        self.start(0)
 
-    def start(self) -> None:
-        """Begin to measure now: the next step is the slow first one (compilation, allocation, connections)."""
-        self._first_seconds: float | None = None
-        self._in_first_window = True
+    def start(self, total_steps: int) -> None:
+        """Begin to measure now. The first reading has the slow first step. total_steps: the run's last step."""
+        self._total_steps = total_steps
+        #: Seconds of the latest steps, without those of the first reading.
+        self._recent: deque[float] | None = None
         self._begin_window()
 
     def step_done(self) -> None:
         """Call after each step."""
         self._steps += 1
-        if self._in_first_window and self._steps == 1:
-            self._first_seconds = self._elapsed()
 
     def enter(self, kind: Kind) -> None:
         """Say what begins: work of a step; waiting for data, a part of the step; a pause (validation, saving), which is
@@ -103,7 +88,7 @@ class Throughput:
 
         On a GPU begin a pause after a reading: otherwise it contains the steps that the device still works on.
         """
-        now, cpu = self._clock(), time.thread_time()
+        now, cpu = time.perf_counter(), time.thread_time()
         self._seconds[self._kind] += now - self._since
         self._cpu[self._kind] += cpu - self._cpu_since
         self._kind, self._since, self._cpu_since = kind, now, cpu
@@ -114,46 +99,39 @@ class Throughput:
         Of the calling thread, which is to be the one that trains. Waiting in a collective takes no CPU time.
         """
         self.enter(self._kind)
-        return self._cpu["work"] / max(self._steps, 1), self._seconds["data"] / max(self._steps, 1)
+        return self._cpu["work"] / self._steps, self._seconds["data"] / self._steps
 
-    def read(self, step: int) -> Rates:
-        """Return the rates since `start` or the last reading, and begin a new window. step: the last step done.
+    def read(self, step: int) -> Reading:
+        """Return the means since `start` or the last reading, at least a step ago, and begin a new window.
 
-        Raises ValueError when no step was done since.
+        step: the last step done.
         """
-        if not self._steps:
-            raise ValueError("no step was done since the last reading")
-        elapsed = max(self._elapsed(), 1e-9)
-        timed, seconds = self._steps, elapsed
-        if self._in_first_window and self._first_seconds is not None:
-            timed, seconds = timed - 1, elapsed - self._first_seconds
-        self._recent.extend([seconds / max(timed, 1)] * min(timed, _RECENT_STEPS))
-        per_step = elapsed / self._steps
+        self.enter(self._kind)
+        steps, data = self._steps, self._seconds["data"]
+        per_step = max(self._seconds["work"] + data, 1e-9) / steps
         tps = self._tokens / per_step / self._devices
-        steps_left = max(self._total_steps - step, 0)
-        rates = Rates(
-            steps=self._steps,
-            tps=tps,
-            mfu=None if self._peak is None else 100 * tps * self._flops_per_token / self._peak,
-            samples_per_second=self._sequences / per_step,
-            seconds_per_step=per_step,
-            data_seconds=self._seconds["data"] / self._steps,
-            data_percent=100 * self._seconds["data"] / elapsed,
-            seconds_left=median(self._recent) * steps_left if self._recent else None if steps_left else 0.0,
-        )
-        self._in_first_window = False
+        tflops = tps * self._flops_per_token / 1e12
+        figures = {"tps": tps, "tflops": tflops}
+        if self._peak is not None:
+            figures["mfu"] = 100 * tflops * 1e12 / self._peak
+        figures |= {
+            "seconds_per_step": per_step,
+            "data_seconds": data / steps,
+            "data_percent": 100 * data / steps / per_step,
+        }
+        if self._recent is None:
+            self._recent = deque(maxlen=_RECENT_STEPS)
+        else:
+            self._recent.extend([per_step] * min(steps, _RECENT_STEPS))
+        left = median(self._recent) * max(self._total_steps - step, 0) if self._recent else None
         self._begin_window()
-        return rates
+        return Reading(figures, steps, self._sequences / per_step, left)
 
     def _begin_window(self) -> None:
-        self._since, self._cpu_since = self._clock(), time.thread_time()
+        self._since, self._cpu_since = time.perf_counter(), time.thread_time()
         self._steps = 0
-        self._seconds: dict[Kind, float] = dict.fromkeys(_KINDS, 0.0)
-        self._cpu: dict[Kind, float] = dict.fromkeys(_KINDS, 0.0)
-
-    def _elapsed(self) -> float:
-        self.enter(self._kind)
-        return self._seconds["work"] + self._seconds["data"]
+        self._seconds: defaultdict[Kind, float] = defaultdict(float)
+        self._cpu: defaultdict[Kind, float] = defaultdict(float)
 
 
 def peak_flops(device_name: str) -> float | None:
@@ -168,44 +146,24 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     model = _proc_field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
-    return f"{_CPU}{model or 'unknown model'})"
+    return f"CPU ({model})"
 
 
-def is_cpu(device_name: str) -> bool:
-    """Return whether a name of `device_name` is the CPU's, for which no MFU is given."""
-    return device_name.startswith(_CPU)
+def read_memory(device: torch.device) -> dict[str, float]:
+    """Return the memory of this rank under the keys of metrics.jsonl, in GiB and in percent of `total_memory_bytes`.
 
-
-@dataclass(frozen=True)
-class MemoryReading:
-    """Memory in GiB, and in percent of `total_memory_bytes` (None where that is unknown).
-
-    gib: peak of live blocks since `reset_peak` (CUDA), or the resident memory of this process now (CPU). reserved: peak
-    that CUDA's allocator held; None on the CPU. alloc_retries, ooms: since the start.
+    memory: peak of live blocks since `reset_peak` (CUDA), or the resident memory of this process now (CPU). reserved:
+    peak that CUDA's allocator held; absent on the CPU. alloc_retries, ooms: since the start.
     """
-
-    gib: float
-    percent: float | None
-    reserved_gib: float | None = None
-    reserved_percent: float | None = None
-    alloc_retries: int = 0
-    ooms: int = 0
-
-
-def read_memory(device: torch.device) -> MemoryReading:
-    """Return the memory of this rank on `device`."""
+    if device.type == "cuda":
+        stats = torch.cuda.memory_stats(device)
+        used = {"memory": stats.get("active_bytes.all.peak", 0), "reserved": stats.get("reserved_bytes.all.peak", 0)}
+    else:
+        stats, used = {}, {"memory": int(_proc_field("/proc/self/status", "VmRSS").partition(" ")[0] or 0) * 1024}
     total = total_memory_bytes(device)
-
-    def share(used: int) -> float | None:
-        return 100 * used / total if total else None
-
-    if device.type != "cuda":
-        used = _resident_bytes()
-        return MemoryReading(used / _GIB, share(used))
-    stats = torch.cuda.memory_stats(device)
-    active, reserved = (stats.get(f"{kind}_bytes.all.peak", 0) for kind in ("active", "reserved"))
-    retries, ooms = stats.get("num_alloc_retries", 0), stats.get("num_ooms", 0)
-    return MemoryReading(active / _GIB, share(active), reserved / _GIB, share(reserved), retries, ooms)
+    found = {f"{name}_gib": size / _GIB for name, size in used.items()}
+    found |= {f"{name}_percent": 100 * size / total for name, size in used.items()}
+    return found | {"alloc_retries": stats.get("num_alloc_retries", 0), "ooms": stats.get("num_ooms", 0)}
 
 
 def reset_peak(device: torch.device) -> None:
@@ -215,30 +173,16 @@ def reset_peak(device: torch.device) -> None:
 
 
 def total_memory_bytes(device: torch.device) -> int:
-    """Return the memory of the device; for the CPU that of the machine or its container's limit; 0 where unknown."""
+    """Return the memory of the device; for the CPU that of the machine, or its container's limit if that is lower."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    try:
-        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        return 0
-    try:
-        with open("/sys/fs/cgroup/memory.max") as file:
-            limit = file.read().strip()
-    except OSError:
-        return physical
-    return min(physical, int(limit)) if limit.isdigit() else physical
-
-
-def _resident_bytes() -> int:
-    """Return the resident memory of this process; 0 without /proc."""
-    return int(_proc_field("/proc/self/status", "VmRSS").partition(" ")[0] or 0) * 1024
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.exists() else ""
+    return min(physical, int(text)) if text.isdigit() else physical
 
 
 def _proc_field(path: str, name: str) -> str:
     """Return the first value of that name in a file of /proc; "" where there is none."""
-    try:
-        with open(path) as file:
-            return next((line.partition(":")[2].strip() for line in file if line.startswith(name)), "")
-    except OSError:
-        return ""
+    lines = Path(path).read_text().splitlines() if os.path.exists(path) else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")

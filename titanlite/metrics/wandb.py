@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,9 @@ class WandbWriter(BackgroundWriter):
         self._resumed = first_step > 1
         #: The id of the run at Weights & Biases; "" until the thread knows it.
         self.run_id = ""
-        self._run: Any = None
         super().__init__()
 
-    def open(self) -> None:
+    def send(self, rows: Iterator[tuple[int, Mapping[str, float]]]) -> None:
         self.run_id = self._find_id()
         import wandb
 
@@ -59,14 +58,11 @@ class WandbWriter(BackgroundWriter):
         if self._resumed:
             given["WANDB_RESUME"] = ("resume", "allow")
         ours: dict[str, Any] = {name: value for variable, (name, value) in given.items() if variable not in os.environ}
-        self._run = wandb.init(id=self.run_id, config=dict(self._config), settings=settings, **ours)
-        logger.info(f"{self.name}: {self._run.url or f'offline, in {self._run.dir}'}")
-
-    def send(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(values, step=step)
-
-    def finish(self, failed: bool) -> None:
-        self._run.finish(exit_code=int(failed))
+        run = wandb.init(id=self.run_id, config=dict(self._config), settings=settings, **ours)
+        logger.info(f"{self.name}: {run.url or f'offline, in {run.dir}'}")
+        for step, values in rows:
+            run.log(values, step=step)
+        run.finish(exit_code=int(self.failed))
 
     def _find_id(self) -> str:
         """Return the id of the run that goes on, or a new one, and keep it in the folder."""

@@ -63,8 +63,6 @@ _STORE_SECONDS = 10
 _OWN_REASON_SECONDS = 1.0
 #: Longest wait of a rank for what another is about to publish.
 _TOLD_SECONDS = 4.0
-#: A rank that raised has so long for its own end.
-_UNWIND_SECONDS = 7.0
 #: Characters of an error's text, and frames of a stack, that are published.
 _TEXT, _FRAMES, _DEPTH = 2000, 12, 60
 #: All ranks raise these together.
@@ -95,8 +93,7 @@ class HangWatchdog:
     Args:
         stall, comm: sections with the deadlines. Phases in PATIENT have the collectives' first timeout.
         logs: folder with the logs of all ranks, for messages. traces: folder of the flight recorder, for messages.
-        end: ends this process with a code, when another rank has raised or this one hangs after raising. None: nothing
-            ends it.
+        end: ends this process with a code, when another rank has raised. None: nothing ends it.
 
     Attributes:
         verdict: the sentence that names the culprit, once there is one.
@@ -161,7 +158,6 @@ class HangWatchdog:
         self._has_reason = threading.Event()
         #: This rank has acted on the error of another, or cannot.
         self._followed = threading.Event()
-        self._unwind: threading.Timer | None = None
         self._next_beat = 0.0
         #: Begin of the phase that was reported.
         self._reported: float | None = None
@@ -191,8 +187,6 @@ class HangWatchdog:
                 self._followed.wait()  # the thread reports the error of the other rank, and ends the process
             self._publish()
         self._stop.set()
-        if self._unwind is not None:
-            self._unwind.cancel()
         # A thread that is in a call outside Python when the interpreter ends would abort the process.
         thread.join(_STORE_SECONDS + 1)
         self._thread = None
@@ -212,19 +206,10 @@ class HangWatchdog:
                 return self._find_culprit()
             self._end_state = {"end": "raised", "text": text}
             self._has_reason.set()
-            if self._end is not None:
-                self._unwind = threading.Timer(_UNWIND_SECONDS, self._end_late, [text, exit_codes.code_of(error)])
-                self._unwind.daemon = True
-                self._unwind.start()
             self._publish()
             stack = tuple(_place(*where) for where in traceback.walk_tb(error.__traceback__))
             self._store.compare_set("raised", "", replace(self._state(), stack=stack[::-1][:_FRAMES]).dump())
         return ""
-
-    def _end_late(self, text: str, code: int) -> None:
-        logger.error(f"{text}\nthis rank raised, and hangs on its way out: it is ended")
-        if self._end is not None:
-            self._end(code)
 
     def _state(self) -> RankState:
         (step, place, phase, since), (stack, waits) = self._now, _stack(self._main)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,8 +18,8 @@ from titanlite.metrics.jsonl import FILE as METRICS
 from titanlite.runs.read import Row, Run, RunError, read_run
 from titanlite.runs.record import Attempt
 from titanlite.tools.cli import no_flags
-from titanlite.tools.runs import NONE, finite, last, number, state_words, to_json
-from titanlite.utils import Table, human_time, render
+from titanlite.tools.runs import finite, last, number, state_words, table, to_json
+from titanlite.utils import Table, render
 
 PICTURE = "comparison.png"
 PAGE = "comparison.html"
@@ -66,7 +67,7 @@ def _run(arguments: argparse.Namespace, flags: Sequence[str], _style: object) ->
         raise RunError(f"cannot write to {arguments.out}: {error.strerror or error}; name another with --out") from None
     if arguments.json:
         return to_json({**compare_json(comparison), "written": [str(path) for path in written]})
-    parts = [render(table, sys.stdout.isatty()) for table in tables(comparison)]
+    parts = [render(one, sys.stdout.isatty()) for one in tables(comparison)]
     parts += ["\n".join(f"note: {note}" for note in comparison.notes)] if comparison.notes else []
     return "\n\n".join([*parts, f"written: {', '.join(map(str, written))}"])
 
@@ -178,40 +179,23 @@ def _validation(runs: Sequence[Run]) -> Iterator[Figure]:
 
 def spread(steps: Sequence[int], count: int) -> list[int]:
     """Return at most `count` of the steps at equal distances, including the last."""
-    if len(steps) <= count:
-        return list(steps)
-    return [steps[round((i + 1) * len(steps) / count) - 1] for i in range(count)]
+    return sorted({steps[round((i + 1) * len(steps) / count) - 1] for i in range(count)}) if steps else []
 
 
 def short_names(paths: Sequence[Path]) -> tuple[str, ...]:
-    """Return the shortest ends of the paths that differ."""
-    parts = [path.resolve().parts for path in paths]
-    for length in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(part[-length:]) for part in parts]
-        if len(set(names)) == len(names):
-            break
-    return tuple(names)
+    """Return the paths below their common folder."""
+    whole = [path.resolve() for path in paths]
+    common = os.path.commonpath([path.parent for path in whole])
+    return tuple(os.path.relpath(path, common) for path in whole)
 
 
 def tables(comparison: Comparison) -> list[Table]:
     """Return the table of runs, that of figures, and that of differences if there are any."""
-    labels = comparison.labels
-    runs = [
-        (
-            label,
-            str(run.folder),
-            state_words(run),
-            _steps(run),
-            NONE if run.duration is None else human_time(run.duration),
-        )
-        for label, run in zip(labels, comparison.runs, strict=True)
-    ]
+    labels, runs = comparison.labels, table(comparison.runs)
+    named = [(label, *row) for label, row in zip(labels, runs.rows, strict=True)]
     figures = [(figure.name, *figure.cells()) for figure in comparison.figures]
-    found = [Table(("run", "folder", "state", "steps", "duration"), runs, (0, 1, 2)), Table(("", *labels), figures)]
-    rows = [
-        (name, *("not set" if value is None else _plain(value) for value in values))
-        for name, values in comparison.differences.items()
-    ]
+    found = [Table(("", *runs.columns), named, (0, 1, 2)), Table(("", *labels), figures)]
+    rows = [(name, *map(_plain, values)) for name, values in comparison.differences.items()]
     return found + ([Table(("what differs", *labels), rows, range(len(labels) + 1))] if rows else [])
 
 
@@ -228,10 +212,6 @@ def compare_json(comparison: Comparison) -> dict[str, Any]:
         "differences": comparison.differences,
         "notes": comparison.notes,
     }
-
-
-def _steps(run: Run) -> str:
-    return f"{run.step:,}" if run.steps is None else f"{run.step:,} of {run.steps:,}"
 
 
 def _differences(runs: Sequence[Run]) -> dict[str, tuple[Any, ...]]:
@@ -289,4 +269,4 @@ def _tokens_per_step(run: Run) -> float | None:
 
 
 def _plain(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return "not set" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

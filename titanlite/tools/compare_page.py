@@ -11,31 +11,26 @@ from typing import Any
 
 from titanlite.metrics.jsonl import json_value
 from titanlite.tools.compare import Comparison, tables
-from titanlite.tools.plots import Chart, Curve, Point
+from titanlite.tools.plots import Chart, Curve
 from titanlite.utils import Table
 
 _WIDTH, _HEIGHT = 960, 380
 #: Margins, in pixels; the left one has room for a speed of eight digits.
 _TOP, _BOTTOM, _LEFT, _RIGHT = 14, 46, 100, 48
-#: Curves with at most so many points get a mark on each.
-_MARKED = 200
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --dim: #888; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1080px; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .9rem .25rem 0; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top; }
-th.left, td.left { text-align: left; } th { font-weight: 600; }
+th.left, td.left { text-align: left; }
 label, li { overflow-wrap: anywhere; }
-svg { width: 100%; height: auto; display: block; } svg text { font-size: 13px; fill: currentColor; }
-.grid { stroke: var(--line); } .curve { fill: none; stroke-linejoin: round; }
-.mark, .dot { stroke: none; } .at { stroke: currentColor; stroke-dasharray: 2 3; } .plot { touch-action: pan-y; }
+svg { width: 100%; height: auto; touch-action: pan-y; } svg text { font-size: 13px; fill: currentColor; }
+.grid { stroke: var(--line); } polyline { fill: none; stroke-width: 2; stroke-linejoin: round; }
 [hidden] { display: none !important; }
-.legend { display: flex; flex-wrap: wrap; gap: .2rem 1.4rem; margin: .5rem 0; padding: 0; list-style: none; border: 0; }
-.legend svg { display: inline-block; width: 28px; height: 10px; margin-right: .4rem; }
-output { font-variant-numeric: tabular-nums; font-weight: 600; margin-left: .3rem; }
+.legend { display: flex; flex-wrap: wrap; gap: .2rem 1.4rem; padding: 0; list-style: none; border: 0; }
+output { font-variant-numeric: tabular-nums; font-weight: 600; }
 .notes { color: var(--dim); }
 """
 
@@ -45,32 +40,18 @@ const boxes = all("input[data-run]");
 const update = () => boxes.forEach(box =>
   all(`[data-of="${box.dataset.run}"]`).forEach(part => part.toggleAttribute("hidden", !box.checked)));
 boxes.forEach(box => box.onchange = update);
-all("button").forEach(button => button.onclick = () => {
-  boxes.forEach(box => box.checked = button.value === "all");
-  update();
-});
 update();  // a browser may remember unchecked boxes
 const number = value => typeof value === "number" ? value.toLocaleString("en", {maximumSignificantDigits: 6}) : value;
 JSON.parse(document.getElementById("curves").textContent).forEach((chart, n) => {
-  const plot = document.getElementById(`plot-${n}`), line = plot.querySelector(".at");
-  const dots = all(".dot", plot), values = all(`#values-${n} output`), title = document.getElementById(`step-${n}`);
-  const place = ([factor, first], value) => factor * value + first;
-  const nearest = (points, step) => points.reduce((best, point) =>
-    Math.abs(point[0] - step) < Math.abs(best[0] - step) ? point : best);
-  const show = wanted => {
-    const shown = chart.curves.filter(curve => boxes[curve.run].checked);
-    if (!shown.length) return;
-    const step = nearest(shown.map(curve => nearest(curve.points, wanted)), wanted)[0];
-    title.textContent = `step ${number(step)}`;
-    line.setAttribute("d", `M${place(chart.x, step)} ${chart.top}V${chart.bottom}`);
-    chart.curves.forEach((curve, i) => {
-      const [at, value] = nearest(curve.points, step);
-      values[i].textContent = number(value) + (at === step ? "" : ` at ${number(at)}`);
-      dots[i].toggleAttribute("hidden", typeof value !== "number");
-      dots[i].setAttribute("cx", place(chart.x, at));
-      if (typeof value === "number") dots[i].setAttribute("cy", place(chart.y, value));
-    });
-  };
+  const plot = document.getElementById(`plot-${n}`), dots = all(".dot", plot), values = all(`#values-${n} output`);
+  const show = wanted => chart.curves.forEach((curve, i) => {
+    const [step, value] = curve.points.reduce((best, point) =>
+      Math.abs(point[0] - wanted) < Math.abs(best[0] - wanted) ? point : best);
+    values[i].textContent = `${number(value)} at step ${number(step)}`;
+    dots[i].toggleAttribute("hidden", typeof value !== "number");
+    dots[i].setAttribute("cx", chart.x[0] * step + chart.x[1]);
+    if (typeof value === "number") dots[i].setAttribute("cy", chart.y[0] * value + chart.y[1]);
+  });
   plot.onpointermove = plot.onpointerdown = event => {
     const point = new DOMPoint(event.clientX, event.clientY).matrixTransform(plot.getScreenCTM().inverse());
     show((point.x - chart.x[1]) / chart.x[0]);
@@ -87,6 +68,11 @@ def render_page(comparison: Comparison, charts: Sequence[Chart], written: str) -
     drawn = [_draw(n, chart) for n, chart in enumerate(chart for chart in charts if _finite(chart))]
     # "<" could end the script element.
     data = json.dumps([data for _, data in drawn], separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    boxes = "\n".join(
+        f'<label><input type="checkbox" data-run="{curve.run}" checked>{_name(curve)}</label>'
+        for curve in charts[0].curves
+        if not curve.validation
+    )
     parts = [
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
@@ -94,7 +80,7 @@ def render_page(comparison: Comparison, charts: Sequence[Chart], written: str) -
         f"<h1>{title}</h1>\n{overview}\n<h2>Figures</h2>\n{figures}",
         '<p class="notes">tokens/s and MFU: medians of the logged rows without the first two of each attempt. '
         "Memory: rank 0. In parentheses: against the first run.</p>",
-        _switches(charts[0]),
+        f'<h2>Runs shown</h2>\n<fieldset class="legend">\n{boxes}\n</fieldset>',
         *(html for html, _ in drawn),
         *(f'<p class="notes">{escape(chart.title)}: no finite value.</p>' for chart in charts if not _finite(chart)),
         *(f"<h2>What differs</h2>\n{table}" for table in differences),
@@ -115,27 +101,12 @@ def _table(table: Table) -> str:
     return f'<div class="wide"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table></div>'
 
 
-def _switches(chart: Chart) -> str:
-    """Return a check box for each run, which shows and hides it in all charts."""
-    boxes = "\n".join(
-        f'<label><input type="checkbox" data-run="{curve.run}" checked> {_sample(curve)}{escape(curve.label)}</label>'
-        for curve in chart.curves
-        if not curve.validation
-    )
-    buttons = '<button value="all">all</button> <button value="none">none</button>'
-    return f'<h2>Runs shown {buttons}</h2>\n<fieldset class="legend">\n{boxes}\n</fieldset>'
+def _name(curve: Curve) -> str:
+    line = "╍" if curve.validation else "━"
+    return f'<span style="color: {curve.color}"> {line * 2} </span>{escape(curve.label)}'
 
 
-def _sample(curve: Curve) -> str:
-    return f'<svg viewBox="0 0 28 10" aria-hidden="true"><path d="M0 5H28" {_stroke(curve)}/></svg>'
-
-
-def _stroke(curve: Curve) -> str:
-    dash = f' stroke-dasharray="{" ".join(map(str, curve.dash))}"' if curve.dash else ""
-    return f'class="curve" stroke="{curve.color}" stroke-width="{curve.width}"{dash}'
-
-
-def _finite(chart: Chart) -> list[Point]:
+def _finite(chart: Chart) -> list[tuple[float, float]]:
     return [point for curve in chart.curves for point in curve.points if math.isfinite(point[1])]
 
 
@@ -152,7 +123,7 @@ def _draw(n: int, chart: Chart) -> tuple[str, dict[str, Any]]:
     up = (_HEIGHT - _TOP - _BOTTOM) / (lines[-1] - lines[0])
     x, y = (across, _LEFT - across * columns[0]), (-up, _HEIGHT - _BOTTOM + up * lines[0])
     title, bottom = escape(chart.title), _HEIGHT - _BOTTOM
-    svg = [f'<svg class="plot" id="plot-{n}" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{title} by step">']
+    svg = [f'<svg id="plot-{n}" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{title} by step">']
     for value in lines:
         at = y[0] * value + y[1]
         svg.append(f'<path class="grid" d="M{_LEFT} {at:.1f}H{_WIDTH - _RIGHT}"/>')
@@ -163,27 +134,24 @@ def _draw(n: int, chart: Chart) -> tuple[str, dict[str, Any]]:
         svg.append(f'<text x="{at:.1f}" y="{bottom + 20}" text-anchor="middle">{value:,.10g}</text>')
     svg.append(f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 6}" text-anchor="middle">step</text>')
     for curve in chart.curves:
+        look = f'stroke="{curve.color}"' + ' stroke-dasharray="6 4"' * curve.validation
         svg.append(f'<g data-of="{curve.run}">')
         for is_finite, part in groupby(curve.points, key=lambda point: math.isfinite(point[1])):
             if is_finite:
-                places = [(x[0] * step + x[1], y[0] * value + y[1]) for step, value in part]
-                svg.append(f'<polyline {_stroke(curve)} points="{" ".join(f"{a:.1f},{b:.1f}" for a, b in places)}"/>')
-                if curve.validation or len(curve.points) <= _MARKED:
-                    size = f'r="{4 if curve.validation else 2.4}" fill="{curve.color}"'
-                    svg += [f'<circle class="mark" cx="{a:.1f}" cy="{b:.1f}" {size}/>' for a, b in places]
+                places = [(f"{x[0] * step + x[1]:.1f}", f"{y[0] * value + y[1]:.1f}") for step, value in part]
+                svg.append(f'<polyline {look} points="{" ".join(map(",".join, places))}"/>')
+                if curve.validation or len(places) == 1:
+                    svg += [f'<circle cx="{a}" cy="{b}" r="4" fill="{curve.color}"/>' for a, b in places]
         svg.append(f'<circle class="dot" r="5" fill="{curve.color}" hidden/></g>')
-    items = "\n".join(
-        f'<li data-of="{curve.run}">{_sample(curve)}{escape(curve.label)}<output></output></li>'
-        for curve in chart.curves
-    )
+    items = "\n".join(f'<li data-of="{one.run}">{_name(one)} <output></output></li>' for one in chart.curves)
     parts = [
         f'<h2>{title} <small class="notes">{escape(chart.unit)}</small></h2>',
-        *(*svg, '<path class="at"/>', "</svg>"),
-        f'<p class="notes">At <output id="step-{n}"></output>. Point at the chart or tap it for another step.</p>',
+        *(*svg, "</svg>"),
+        '<p class="notes">Point at the chart or tap it for the values at another step.</p>',
         f'<ul class="legend" id="values-{n}">\n{items}\n</ul>',
     ]
     curves = [{"run": c.run, "points": [(step, json_value(value)) for step, value in c.points]} for c in chart.curves]
-    return "\n".join(parts), {"x": x, "y": y, "top": _TOP, "bottom": bottom, "curves": curves}
+    return "\n".join(parts), {"x": x, "y": y, "curves": curves}
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.runs.read import Row, Run, find_runs, read_run
-from titanlite.runs.record import Attempt, read_attempts, read_entries
+from titanlite.runs.record import read_attempts, read_entries
 from titanlite.tools.cli import no_flags
 from titanlite.utils import Table, human_time, render
 
@@ -65,11 +65,15 @@ def list_runs(folders: Iterable[Path]) -> list[Run]:
 
 def runs_text(runs: Sequence[Run], terminal: bool) -> str:
     """Return a table, and below it the reasons of stops and the parts that could not be read."""
-    columns = ("run", "state", "step", "loss", "validation", "tokens/s", "started", "duration")
     notes = [f"{run.folder}: {state_words(run)}: {run.reason}" for run in runs if run.reason]
     notes += [problem for run in runs for problem in run.problems]
-    table = Table(columns, [_cells(run) for run in runs], left=(0, 1))
-    return "\n".join([render(table, terminal), *(f"note: {note}" for note in notes)])
+    return "\n".join([render(table(runs), terminal), *(f"note: {note}" for note in notes)])
+
+
+def table(runs: Sequence[Run]) -> Table:
+    """Return a row for each run."""
+    columns = ("run", "state", "step", "loss", "validation", "tokens/s", "started", "duration")
+    return Table(columns, [_cells(run) for run in runs], left=(0, 1))
 
 
 def state_words(run: Run) -> str:
@@ -131,26 +135,16 @@ def attempts_text(folder: Path, terminal: bool) -> str:
     lost = {one["lost"].get("attempt"): one["lost"].get("tokens") for one in attempts if "lost" in one}
     rows, notes = [], []
     for one in attempts:
-        tokens = one.get("lost_tokens", lost.get(one["attempt"]))
-        rows.append(_attempt_cells(one, 0 if one.get("state") == "done" else tokens))
+        tokens = 0 if one.get("state") == "done" else one.get("lost_tokens", lost.get(one["attempt"]))
+        step = one.get("step") if "state" in one else None
+        texts = (one["attempt"], _utc(one.get("started")), one.get("began", NONE), _utc(one.get("ended")))
+        figures = (number(figure, ",") for figure in (one.get("exit_code"), step, one.get("saved_step"), tokens))
+        rows.append([*map(str, texts), one.get("state", "no end"), *figures])
         changes: Mapping[str, str] = one.get("config_changes", {})
         about = [one.get("reason"), *(f"{key}: {change}" for key, change in changes.items())]
         notes += [f"note: attempt {one['attempt']}: {text}" for text in about if text]
     columns = ("attempt", "started (UTC)", "began", "ended (UTC)", "state", "exit", "step", "saved", "tokens lost")
     return "\n".join([render(Table(columns, rows, left=(1, 2, 3, 4), title=str(folder)), terminal), *notes])
-
-
-def _attempt_cells(attempt: Attempt, lost: int | None) -> list[str]:
-    ended = "state" in attempt
-    figures = [attempt.get("exit_code"), attempt.get("step") if ended else None, attempt.get("saved_step"), lost]
-    return [
-        str(attempt["attempt"]),
-        _utc(attempt.get("started")),
-        str(attempt.get("began", NONE)),
-        _utc(attempt.get("ended")),
-        str(attempt.get("state", "no end")),
-        *(number(figure, ",") for figure in figures),
-    ]
 
 
 def _utc(seconds: float | None) -> str:
