@@ -346,9 +346,9 @@ class _Lane:
         while not self._queue:
             self._queue += self._next()
             self._next = self.rows.ahead(self._read)
-        row, names, place = self._queue.popleft()
+        row, names, lengths, place = self._queue.popleft()
         self._start = place._replace(document=place.document + 1)
-        return _Served(row, names)
+        return _Served(row, names, lengths)
 
     def _split(self) -> _Served:
         missing = self.rows.seq_len + 1 + self._served - sum(len(document.ids) for document in self._queue)
