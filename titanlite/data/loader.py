@@ -46,16 +46,21 @@ def to_device(batches: Iterable[Batch], device: torch.device) -> list[Batch]:
     Raises DataError on GPUs if a row has more documents than their attention keeps apart.
     """
     found = list(batches)
-    for documents in (batch.documents for batch in found) if device.type == "cuda" else ():
-        if documents is None or documents.device.type != "cpu":
-            continue
-        count, most = int(documents.max()) + 1, max_documents(documents.size(1))
-        if count > most:
-            raise DataError(
-                f"data.mask_documents: a sequence of {documents.size(1)} tokens holds {count} documents, and on GPUs "
-                f'attention keeps {most} apart at most: set data.packing = "best-fit", which packs no more than that'
-            )
+    if device.type == "cuda":
+        for batch in found:
+            _check_documents(batch)
     return [batch.map(lambda t: t.to(device, non_blocking=True)) for batch in found]
+
+
+def _check_documents(batch: Batch) -> None:
+    if batch.documents is None or batch.documents.device.type != "cpu":
+        return
+    count, most = int(batch.documents.max()) + 1, max_documents(batch.documents.size(1))
+    if count > most:
+        raise DataError(
+            f"data.mask_documents: a sequence of {batch.documents.size(1)} tokens holds {count} documents, and on GPUs "
+            f'attention keeps {most} apart at most: set data.packing = "best-fit", which packs no more than that'
+        )
 
 
 class TrainLoader:
