@@ -171,25 +171,23 @@ def test_auto_takes_no_folder_of_somebody_else(
     assert "belongs to another user" in logged() and list((tmp_path / "theirs").iterdir()) == []
 
 
-def test_files_that_nobody_uses_are_removed_and_mapped_ones_are_not(tmp_path: Path, cache: Path) -> None:
-    texts = [write_texts(tmp_path / f"{n}.jsonl", [f"text {n}"]) for n in range(4)]
-    load(texts[0], cache)
-    kept = load(texts[1], cache)
-    mapped = kept.tokens.base.filename  # type: ignore[union-attr]
-    ours = [f"{'0' * 32}.lock", f"{'0' * 32}-ab_12cd3.partial"]
-    theirs = {"notes.txt", "uv.lock", "poetry.lock", "movie.partial", "all.tokens", f"{'0' * 32}.lock.txt"}
+def test_files_that_nobody_uses_are_removed_and_a_run_keeps_what_it_has_mapped(tmp_path: Path, cache: Path) -> None:
+    texts = [write_texts(tmp_path / f"{n}.jsonl", [f"text {n}"]) for n in range(3)]
+    kept = load(texts[0], cache)
+    before = kept.tokens.tolist()
+    ours = [f"{'0' * 32}.lock", f"{'0' * 32}-ab12cd34.partial"]
+    theirs = {"notes.txt", "uv.lock", "movie.partial", "all.tokens", f"{'0' * 32}.lock.txt"}
     for name in (*ours, *theirs):
         (cache / name).touch()
     for path in cache.iterdir():
         os.utime(path, (0, 0))
-    load(texts[2], cache)
+    (cache / f"{'1' * 32}-ab12cd34.partial").touch()  # somebody writes it
+    load(texts[1], cache)
     left = {path.name for path in cache.iterdir()}
-    assert theirs < left and Path(mapped).name in left
-    assert len(left - theirs) == 2  # the mapped one and the new one
-    del kept
-    os.utime(mapped, (0, 0))
-    load(texts[3], cache)
-    assert not Path(mapped).exists()
+    assert theirs < left and len(left - theirs) == 2  # the new one and the partial one
+    assert kept.tokens.tolist() == before
+    load(texts[2], cache)
+    assert len({path.name for path in cache.iterdir()} - theirs) == 3  # used within 30 days
 
 
 def test_nobody_waits_forever_for_the_owner_of_the_lock(
