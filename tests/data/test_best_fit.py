@@ -211,7 +211,7 @@ def test_a_packed_stream_resumes_at_every_step_on_any_ranks(tmp_path: Path) -> N
         states = json.loads(json.dumps([loader.state_dict() for loader in loaders]))
         state = {**states[0], "rows": loaders[0].dataset.merge_states([state["rows"] for state in states])}
         resumed = [TrainLoader(make_rows(lanes=None), 12, 1, rank, 3) for rank in range(3)]
-        for loader in resumed:
-            loader.load_state_dict(state)
-        found = [row.tolist() for loader in resumed for batch in loader.next_step() for row in batch.tokens]
+        for one in resumed:
+            one.load_state_dict(state)
+        found = [row.tolist() for one in resumed for batch in one.next_step() for row in batch.tokens]
         assert sorted(found) == sorted(wanted[stop : stop + 12])

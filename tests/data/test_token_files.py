@@ -12,7 +12,6 @@ import pytest
 
 from titanlite.config.sections import Data, Training
 from titanlite.data import DataError, EndOfData
-from titanlite.data.loader import TrainLoader, batch_hash
 from titanlite.data.packing import PackedDataset
 from titanlite.data.permutation import Permutation, epoch_key
 from titanlite.data.rows import IGNORE
@@ -132,6 +131,8 @@ def test_documents_are_found_by_number(tmp_path: Path) -> None:
         numbers = rows.sequence(n).documents
         assert numbers is not None and numbers.dtype == np.int32
         changes = np.diff(owner[span][:7]) != 0
+        borders = np.diff(owner[span]) != 0
+        assert (rows.sequence(n).labels[: len(borders)][borders] == IGNORE).all()
         assert numbers[: len(changes) + 1].tolist() == [0, *np.cumsum(changes).tolist()]
     files = rows.corpus
     assert (files.documents, files.size) == (20, TOTAL)
@@ -146,29 +147,6 @@ def test_prompts_are_no_targets(tmp_path: Path) -> None:
     starts = np.cumsum([0, *(length for part in LENGTHS for length in part)])[:-1]
     expected = set(range(2, TOTAL + 1)) - {int(start) + n for start in starts for n in (1, 2)}
     assert sorted(set(targets) - {IGNORE}) == sorted(expected)
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_ranks_share_the_batches_of_one(tmp_path: Path, ranks: int) -> None:
-    rows = rows_of(write_prepared(tmp_path / "a"), epochs=2)
-    alone = TrainLoader(rows, 24, 24)
-    loaders = [TrainLoader(rows, 24, 1, rank, ranks) for rank in range(ranks)]
-    for _ in range(alone.steps_left or 0):
-        assert batch_hash(alone.next_step()) == batch_hash(b for loader in loaders for b in loader.next_step())
-
-
-def test_a_run_resumes_at_every_step(tmp_path: Path) -> None:
-    path = write_prepared(tmp_path / "a")
-    straight = TrainLoader(rows_of(path, epochs=3), 5, 5)
-    hashes, states = [], []
-    while straight.steps_left:
-        states.append(straight.state_dict())
-        hashes.append(batch_hash(straight.next_step()))
-    assert len(set(hashes)) == len(hashes) > 20
-    for n, state in enumerate(states):
-        loader = TrainLoader(rows_of(path, epochs=3), 5, 5)
-        loader.load_state_dict(state)
-        assert batch_hash(loader.next_step()) == hashes[n]
 
 
 # Files

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.tools.conftest import Command
 from titanlite.config.sections import Data, Training
 from titanlite.data.corpus import tokenize
 from titanlite.data.loader import TrainLoader
@@ -18,23 +18,9 @@ from titanlite.data.rows import IGNORE, Stateless
 from titanlite.data.sources import iter_records, list_files
 from titanlite.data.text import build_dataset
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.tools import cli
 from titanlite.tools.look import Run, State, sequences_of
 
 TOKENIZER = load_tokenizer()
-Command = Callable[..., tuple[int, str]]
-
-
-@pytest.fixture
-def command(capfd: pytest.CaptureFixture[str]) -> Command:
-    """Run `titanlite data` in this process; return its exit code and all that it prints."""
-
-    def run(*words: object) -> tuple[int, str]:
-        code = cli.main(["data", *map(str, words)])
-        out, error = capfd.readouterr()
-        return code, out + error
-
-    return run
 
 
 def write_records(folder: Path, files: int = 3, records: int = 20) -> Path:

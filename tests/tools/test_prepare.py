@@ -17,7 +17,8 @@ import pytest
 from tests.data.hub_server import HubServer
 from tests.data.test_hub_server import write_c4
 from tests.processes import ended, python
-from tests.tools.test_data_command import TOKENIZER, Command, command, contents, rows_of, write_records  # noqa: F401
+from tests.tools.conftest import Command
+from tests.tools.test_data_command import TOKENIZER, contents, rows_of, write_records
 from titanlite.data.corpus import tokenize
 from titanlite.data.rows import IGNORE
 from titanlite.data.sources import BUNDLED, iter_records, list_files
@@ -39,7 +40,7 @@ def texts_of(folder: Path) -> list[str]:
     ]
 
 
-def test_the_tokens_are_those_of_training_on_text(tmp_path: Path, command: Command) -> None:  # noqa: F811
+def test_the_tokens_are_those_of_training_on_text(tmp_path: Path, command: Command) -> None:
     text = write_records(tmp_path / "text")
     code, out = command("prepare", text, "--out", tmp_path / "out")
     assert code == 0 and "out: 60 documents, " in out
@@ -54,7 +55,7 @@ def test_the_tokens_are_those_of_training_on_text(tmp_path: Path, command: Comma
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet"])
-def test_a_large_file_is_shared_by_any_number_of_processes(tmp_path: Path, command: Command, kind: str) -> None:  # noqa: F811
+def test_a_large_file_is_shared_by_any_number_of_processes(tmp_path: Path, command: Command, kind: str) -> None:
     lines = [json.dumps({"text": f"record {n} " + "word " * (n * 7 % 40)}) for n in range(300)]
     lines[150:150] = ["", ""]  # empty lines count, and are no documents
     file = tmp_path / f"big.{kind}"
@@ -85,13 +86,13 @@ def test_a_large_file_is_shared_by_any_number_of_processes(tmp_path: Path, comma
             assert number == record.number
 
 
-def test_an_error_in_a_large_file_names_the_place(tmp_path: Path, command: Command) -> None:  # noqa: F811
+def test_an_error_in_a_large_file_names_the_place(tmp_path: Path, command: Command) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "good"}\n' * 20 + '{"text": 3}\n' + '{"text": "good"}\n' * 20)
     code, printed = command("prepare", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--part-tokens", 30)
     assert code == 2 and "a.jsonl from byte 272 on, line 5: the key 'text' must be a string" in printed
 
 
-def test_prompts_are_no_targets_in_split_and_in_masked_best_fit_rows(tmp_path: Path, command: Command) -> None:  # noqa: F811
+def test_prompts_are_no_targets_in_split_and_in_masked_best_fit_rows(tmp_path: Path, command: Command) -> None:
     records = [{"q": "why " * (n % 5) + "ask", "a": " say" + " so" * (n * 7 % 11)} for n in range(80)]
     text, out = tmp_path / "a.jsonl", tmp_path / "out"
     text.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -120,7 +121,7 @@ def test_prompts_are_no_targets_in_split_and_in_masked_best_fit_rows(tmp_path: P
     assert max(number for _, _, numbers in rows for number in numbers) > 2
 
 
-def test_after_kill_9_the_result_is_that_of_an_undisturbed_run(tmp_path: Path, command: Command) -> None:  # noqa: F811
+def test_after_kill_9_the_result_is_that_of_an_undisturbed_run(tmp_path: Path, command: Command) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     words = ["prepare", str(BUNDLED["c4_test"]), "--part-tokens", "15000", "--workers", "2", "--out"]
     assert command(*words, whole)[0] == 0
@@ -149,7 +150,7 @@ def test_after_kill_9_the_result_is_that_of_an_undisturbed_run(tmp_path: Path, c
     assert contents(killed) == contents(whole) and os.stat(kept).st_mtime_ns == written
 
 
-def test_a_changed_file_is_tokenized_again(tmp_path: Path, command: Command) -> None:  # noqa: F811
+def test_a_changed_file_is_tokenized_again(tmp_path: Path, command: Command) -> None:
     text, out = write_records(tmp_path / "text"), tmp_path / "out"
     words = ["prepare", text, "--out", out, "--part-tokens", 100, "--workers", 1]
     (text / "2.jsonl").write_text('{"text": "good"}\n{"text": 3}\n')
@@ -190,7 +191,7 @@ def test_a_data_set_of_the_hub_is_read_to_the_end_at_the_revision_of_the_first_a
         assert refused.returncode == 2 and "allenai/c4 has no split 'test'; it has train, validation" in refused.stderr
 
 
-def test_files_behind_a_url(tmp_path: Path, command: Command) -> None:  # noqa: F811
+def test_files_behind_a_url(tmp_path: Path, command: Command) -> None:
     pytest.importorskip("aiohttp")
     text = write_records(tmp_path / "files")
     with HubServer(tmp_path) as server:
@@ -202,7 +203,7 @@ def test_files_behind_a_url(tmp_path: Path, command: Command) -> None:  # noqa: 
     assert code == 2 and "/files/0.jsonl cannot be read" in printed
 
 
-def test_it_writes_into_no_other_folder(tmp_path: Path, command: Command) -> None:  # noqa: F811
+def test_it_writes_into_no_other_folder(tmp_path: Path, command: Command) -> None:
     text, out = write_records(tmp_path / "text"), tmp_path / "out"
     with RunLock(out):
         code, printed = command("prepare", text, "--out", out)
@@ -211,7 +212,7 @@ def test_it_writes_into_no_other_folder(tmp_path: Path, command: Command) -> Non
     before = contents(out)
     for other in (["--text-key", "body"], ["--part-tokens", "9"]):
         code, printed = command("prepare", text, "--out", out, *other)
-        assert code == 2 and "holds other tokens" in printed
+        assert code == 2 and f"holds tokens of {text} with another options" in printed
     code, printed = command("prepare", text, "--out", text)
     assert code == 2 and "text holds other files (0.jsonl, …)" in printed
     assert contents(out) == before and len(contents(text)) == 3
@@ -226,9 +227,7 @@ def test_it_writes_into_no_other_folder(tmp_path: Path, command: Command) -> Non
 
 
 def test_a_disk_that_is_too_small_is_named_first(
-    tmp_path: Path,
-    command: Command,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 10})())
     code, printed = command("prepare", write_records(tmp_path / "text"), "--out", tmp_path / "out")

@@ -139,7 +139,9 @@ class StreamRows:
     def describe(self) -> str:
         """Return the size of the text in words."""
         files = counted(len(self.shards.names), "files")
-        return f"{files}, read while training in {counted(self.lanes, 'lanes')}, {self.buffer:,} documents at a time"
+        packing = ", best-fit" * self.best_fit
+        lanes = f"{counted(self.lanes, 'lanes')}, {self.buffer:,} documents at a time"
+        return f"{files}, read while training in {lanes}{packing}"
 
     def sequence(self, index: int) -> Row:
         """Return sequence `index`. Raises DataError if its text cannot be read."""

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import struct
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
@@ -37,8 +36,8 @@ KIND, VERSION = "titanlite tokens", 1
 ORDER = "windows of the stream of tokens, order 1"
 #: Pieces of foreign files that are read at the start, and tokens in each.
 _PIECES, _PIECE = 256, 4096
-_MEGATRON = b"MMIDIDX\x00\x00"
-#: Codes of types in Megatron's index.
+#: Head of Megatron's index, the last two numbers are of sequences and of documents + 1; and codes of types there.
+_MEGATRON = np.dtype([("magic", "S9"), ("version", "<u8"), ("code", "u1"), ("sequences", "<u8"), ("bounds", "<u8")])
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
@@ -59,12 +58,13 @@ class Part(DocumentArray):
     file: Path
     dtype: np.dtype[Any]
     size: int
-    documents: int = 1
+    documents: int
+    find_offsets: Callable[[], NDArray[np.int64]]
     #: Byte of the first token.
     first: int = 0
     has_targets: bool = False
     #: (source, number of the first document of it, within the part and within the source), in order.
-    sources: list[tuple[str, int, int]] = field(default_factory=list)
+    sources: Sequence[tuple[str, int, int]] = ()
 
     @cached_property
     def tokens(self) -> NDArray[Any]:  # type: ignore[override]
@@ -72,11 +72,11 @@ class Part(DocumentArray):
 
     @cached_property
     def offsets(self) -> NDArray[np.int64]:  # type: ignore[override]
-        return _map(self.file.with_suffix(".offsets"), np.dtype("<i8"), self.documents + 1)
+        return self.find_offsets()
 
     @cached_property
     def _target_bits(self) -> NDArray[Any]:
-        return _map(self.file.with_suffix(".targets"), np.dtype("u1"), -(-self.size // 8))
+        return _map(self.file.with_suffix(".targets"), "u1", -(-self.size // 8))
 
     def is_target(self, begin: int, end: int) -> NDArray[np.bool_]:
         """Return whether tokens [begin, end) are targets."""
@@ -86,62 +86,7 @@ class Part(DocumentArray):
         return bits[begin % 8 : begin % 8 + end - begin].astype(bool)
 
 
-class _Npy(Part):
-    @cached_property
-    def offsets(self) -> NDArray[np.int64]:  # type: ignore[override]
-        return np.array([0, self.size])
-
-
-class _Megatron(Part):
-    """`.idx`: magic, uint64 version 1, uint8 type, uint64 sequences, uint64 documents + 1; then int32 lengths and int64
-    byte positions of the sequences, and int64 numbers of the sequences at which documents begin.
-    (Megatron-LM, megatron/core/datasets/indexed_dataset.py)
-    """
-
-    @cached_property
-    def _index(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """Lengths and positions of sequences, and the documents' first sequences."""
-        file, head = self.file.with_suffix(".idx"), _megatron_head(self.file.with_suffix(".idx"))
-        start, n = _MEGATRON_HEAD.size, head.sequences
-        pointers = _map(file, np.dtype("<i8"), n, start + 4 * n)
-        return _map(file, np.dtype("<i4"), n, start), pointers, _map(file, np.dtype("<i8"), head.bounds, start + 12 * n)
-
-    @cached_property
-    def offsets(self) -> NDArray[np.int64]:  # type: ignore[override]
-        _, pointers, documents = self._index
-        return np.append(pointers // self.dtype.itemsize, self.size)[documents]
-
-    def check(self) -> None:
-        """Raise DataError unless the sequences lie end to end, by a sample of them."""
-        lengths, pointers, _ = self._index
-        size, last = self.dtype.itemsize, len(lengths) - 1
-        some = np.unique(np.linspace(0, last, _PIECES).astype(np.int64))
-        after = np.where(some < last, pointers[np.minimum(some + 1, last)], self.size * size)
-        ends = pointers[some] + lengths[some] * np.int64(size)
-        if pointers[0] != 0 or (ends != after).any():
-            raise DataError(f"{self.file.with_suffix('.idx')}: the sequences do not lie end to end in {self.file.name}")
-
-
-class _Head(NamedTuple):
-    magic: bytes
-    version: int
-    code: int
-    sequences: int
-    bounds: int
-
-
-_MEGATRON_HEAD = struct.Struct("<9sQBQQ")
-
-
-def _megatron_head(file: Path) -> _Head:
-    with open(file, "rb") as stream:
-        content = stream.read(_MEGATRON_HEAD.size)
-    if len(content) < _MEGATRON_HEAD.size or not content.startswith(_MEGATRON):
-        raise DataError(f"{file}: no index of Megatron-LM (it begins with {content[:9]!r})")
-    return _Head(*_MEGATRON_HEAD.unpack(content))
-
-
-def _map(file: Path, dtype: np.dtype[Any], count: int, first: int = 0) -> NDArray[Any]:
+def _map(file: Path, dtype: Any, count: int, first: int = 0) -> NDArray[Any]:
     if count == 0:
         return np.zeros(0, dtype)
     return np.memmap(file, dtype=dtype, mode="r", offset=first, shape=(count,)).view(np.ndarray)
@@ -350,19 +295,24 @@ def _prepared(folder: Path, tokenizer: Tokenizer, vocab_size: int, key: str) -> 
         )
     parts, dtype = [], np.dtype(index["dtype"])
     for one in index["parts"]:
-        sources = [(index["files"][file], within, number) for file, within, number in one["sources"]]
-        part = Part(folder / f"{one['name']}.tokens", dtype, one["tokens"], one["documents"], sources=sources)
-        part.has_targets = "targets" in one["bytes"]
+        file, documents = folder / f"{one['name']}.tokens", one["documents"]
+        part = Part(
+            file,
+            dtype,
+            one["tokens"],
+            documents,
+            partial(_map, file.with_suffix(".offsets"), "<i8", documents + 1),
+            has_targets="targets" in one["bytes"],
+            sources=[(index["files"][source], within, number) for source, within, number in one["sources"]],
+        )
         for suffix, size in one["bytes"].items():
-            _check_size(part.file.with_suffix(f".{suffix}"), size, "prepare the text again")
+            found = part.file.with_suffix(f".{suffix}").stat().st_size
+            if found != size:
+                raise DataError(
+                    f"{folder / one['name']}.{suffix} has {found:,} bytes instead of {size:,}; prepare it again"
+                )
         parts.append(part)
     return TokenFiles(folder, parts, tokenizer, vocab_size, index)
-
-
-def _check_size(file: Path, size: int, remedy: str = "copy the file again") -> None:
-    found = file.stat().st_size
-    if found != size:
-        raise DataError(f"{file} has {found:,} bytes instead of {size:,}; {remedy}")
 
 
 def _npy(file: Path) -> Part:
@@ -372,20 +322,37 @@ def _npy(file: Path) -> Part:
         raise DataError(f"{file}: no array of numpy: {error}") from None
     if array.ndim != 1 or array.dtype.kind not in "ui":
         raise DataError(f"{file}: expected one row of whole numbers, found {array.dtype} of shape {array.shape}")
-    return _Npy(file, array.dtype, len(array), first=array.offset)
+    return Part(file, array.dtype, len(array), 1, partial(np.array, [0, len(array)]), first=array.offset)
 
 
 def _megatron(name: Path) -> Part:
-    bin_file, idx_file = _pair(name)
-    head = _megatron_head(idx_file)
-    if head.version != 1 or head.code not in _DTYPES:
-        raise DataError(f"{idx_file}: version {head.version} with type {head.code} is not known; expected version 1")
-    size = _MEGATRON_HEAD.size + 12 * head.sequences + 8 * head.bounds
-    found = idx_file.stat().st_size
-    if found not in (size, size + head.sequences):  # a byte per sequence for multimodal data
-        raise DataError(f"{idx_file} has {found:,} bytes instead of {size:,}; copy the file again")
-    dtype = np.dtype(_DTYPES[head.code])
-    part = _Megatron(bin_file, dtype, bin_file.stat().st_size // dtype.itemsize, max(head.bounds - 1, 0))
-    if head.sequences:
-        part.check()
-    return part
+    """Open Megatron-LM's files (its megatron/core/datasets/indexed_dataset.py). Their sequences must lie end to end.
+
+    After the head of `.idx` come int32 lengths and int64 byte positions of the sequences, and int64 numbers of the
+    sequences at which documents begin.
+    """
+    file, index = _pair(name)
+    head = np.fromfile(index, _MEGATRON, 1)
+    if not len(head) or head["magic"][0] != b"MMIDIDX":
+        raise DataError(f"{index}: no index of Megatron-LM")
+    _, version, code, count, bounds = head[0].tolist()
+    if version != 1 or code not in _DTYPES:
+        raise DataError(f"{index}: version {version} with type {code} is not known; expected version 1")
+    begin, found = _MEGATRON.itemsize, index.stat().st_size
+    size = begin + 12 * count + 8 * bounds
+    if found not in (size, size + count):  # a byte per sequence for multimodal data
+        raise DataError(f"{index} has {found:,} bytes instead of {size:,}; copy the file again")
+    lengths, positions = _map(index, "<i4", count, begin), _map(index, "<i8", count, begin + 4 * count)
+    documents = _map(index, "<i8", bounds, begin + 12 * count)
+    dtype, end = np.dtype(_DTYPES[code]), file.stat().st_size
+    if count:
+        some = np.unique(np.linspace(0, count - 1, _PIECES).astype(np.int64))
+        after = np.where(some < count - 1, positions[np.minimum(some + 1, count - 1)], end)
+        if positions[0] != 0 or (positions[some] + lengths[some] * np.int64(dtype.itemsize) != after).any():
+            raise DataError(f"{index}: the sequences do not lie end to end in {file.name}")
+
+    def offsets() -> NDArray[np.int64]:
+        found: NDArray[np.int64] = np.append(positions, end)[documents] // dtype.itemsize
+        return found
+
+    return Part(file, dtype, end // dtype.itemsize, max(bounds - 1, 0), offsets)

@@ -60,8 +60,8 @@ def prepare(
     label, began = " ".join(filter(None, (source, subset, split))), time.monotonic()
     plan: dict[str, Any] = {"source": label, "options": options.to_json(), "tokenizer": tokenizer.fingerprint}
     # Of a data set of the hub the files of the first attempt are read, at their revision.
-    listed = (read_index(folder) if is_index(folder / INDEX) else _read(folder / PLAN)).get("listed")
-    if listed:
+    known = read_index(folder) if is_index(folder / INDEX) else _read(folder / PLAN)
+    if listed := known.get("listed"):
         shards = Shards(tuple(listed["names"]), options.columns, listed["kind"], listed["revision"])
     else:
         shards = list_source(source, options, subset, split)
@@ -71,7 +71,7 @@ def prepare(
     stamp = hash_of([task.stamp for task in tasks])
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _refuse_others(folder, stamp, plan)
+        _refuse_others(folder, known, plan, stamp)
         with RunLock(folder, "out"):
             index = read_index(folder) if is_index(folder / INDEX) else None
             if index is not None:
@@ -105,23 +105,19 @@ def _read(file: Path) -> dict[str, Any]:
 # The folder
 
 
-def _refuse_others(folder: Path, stamp: str, plan: dict[str, Any]) -> None:
-    """Raise DataError for a folder that holds anything but this text, finished or begun."""
+def _refuse_others(folder: Path, known: dict[str, Any], plan: dict[str, Any], stamp: str) -> None:
+    """Raise DataError for a folder that holds anything but this text, finished or begun. known: its index or plan."""
     other = "name another folder, or remove this one"
-    if is_index(folder / INDEX):
-        index = read_index(folder)
-        if index["stamp"] != stamp:
-            raise DataError(
-                f"{folder} holds other tokens: {index['source']} with the tokenizer {index['tokenizer'][:16]}, or the "
-                f"text or the options have changed since; {other}"
-            )
-    elif begun := _read(folder / PLAN):
-        if changed := [name for name in plan if begun.get(name) != plan[name]]:
-            raise DataError(
-                f"{folder} was begun with another {' and '.join(changed)} ({begun.get('source')}); give the same "
-                f"arguments to finish it, or {other}"
-            )
-    elif found := [name for name in os.listdir(folder) if not name.startswith((".run.lock", "run.lock"))]:
+    changed = [name for name in plan if known.get(name) != plan[name]] or ["text"] * (
+        known.get("stamp", stamp) != stamp
+    )
+    if known and changed:
+        raise DataError(
+            f"{folder} holds tokens of {known.get('source')} with another {' and '.join(changed)}; give the same "
+            f"arguments to finish or check it, or {other}"
+        )
+    found = [] if known else [name for name in os.listdir(folder) if not name.startswith((".run.lock", "run.lock"))]
+    if found:
         raise DataError(f"{folder} holds other files ({sorted(found)[0]}, …); {other}")
 
 
