@@ -42,6 +42,10 @@ class Fetched(NamedTuple):
     before: dict[str, Any]
     after: dict[str, Any]
 
+    def sequences(self, global_batch: int) -> list[int]:
+        """Return the sequences of the step, over all ranks."""
+        return take(self.before["next_sequence"], global_batch, merged(self.after.get("left_out", ())))
+
 
 class AnomalyLog:
     """Reports bad steps on the console and in guard.jsonl; all ranks call it, rank 0 writes.
@@ -88,8 +92,7 @@ class AnomalyLog:
             return
         if words:
             logger.warning(f"{bad}{words}. The documents of step {bad.step} are in {self._log.path}")
-        skipped = merged(fetched.after.get("left_out", ()))
-        sequences = take(fetched.before["next_sequence"], self._global_batch, skipped)
+        sequences = fetched.sequences(self._global_batch)
         rank, degree = self._share
         # This rank has not read the other ranks' part of a stream.
         known = sequences[(rank - sequences[0]) % degree :: degree] if self._dataset.state_dict() else sequences

@@ -31,6 +31,7 @@ from titanlite.checkpoint.resume_check import ResumeCheck
 from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.config.errors import ConfigError
 from titanlite.config.extensions import load_function
+from titanlite.data.documents import is_streamed
 from titanlite.data.loader import TrainLoader, ValidationLoader
 from titanlite.data.mixture import MixedRows
 from titanlite.data.prefetch import PassLoader, Prefetcher, StepLoader, ValidationPrefetcher
@@ -40,10 +41,12 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.derive import RunConfig, with_steps
 from titanlite.fit import tensor_problems
 from titanlite.guard import FiniteGuard
+from titanlite.loss import LossFunction
 from titanlite.metrics.float8_error import Float8ErrorCheck
 from titanlite.metrics.garbage import GarbageCollection
 from titanlite.metrics.observer import MetricsLogger
 from titanlite.metrics.profiler import Profiler
+from titanlite.metrics.sources import RowLosses, SourceFigures
 from titanlite.metrics.throughput import Throughput, device_name, peak_flops, total_memory_bytes
 from titanlite.metrics.watchdog import HangWatchdog
 from titanlite.models.args import as_record
@@ -63,7 +66,7 @@ from titanlite.preflight import async_tp_problems, fsdp_problems, loss_problems,
 from titanlite.run_callbacks import (
     AttemptRecord,
     CompileReport,
-    SourceShares,
+    DocumentLog,
     Timeouts,
     VerifyResume,
     Watchdog,
@@ -172,6 +175,7 @@ class ModelParts:
     model: nn.Module
     runner: Runner
     factors: ReplicationFactors
+    loss: LossFunction
 
 
 def build_model(run: RunConfig, world: DistEnv, tokenizer_size: int) -> ModelParts:
@@ -200,6 +204,8 @@ def build_model(run: RunConfig, world: DistEnv, tokenizer_size: int) -> ModelPar
         load_function("training.loss", run.training.loss) if is_dotted(run.training.loss) else None,
     )
     loss = builder.loss()
+    if run.data.source:
+        loss = RowLosses(loss, batch.seq_len // degrees.context)
     if run.experimental.enable_async_tensor_parallel and degrees.tensor > 1:
         enable_async(mesh["tp"])
     model = builder.build(run.training.seed or 0)
@@ -211,7 +217,7 @@ def build_model(run: RunConfig, world: DistEnv, tokenizer_size: int) -> ModelPar
     if run.training.seed is not None:  # of torch's own generators; the weights and the data order have their own
         seed_generators(run.training.seed, mesh)
     factors = ReplicationFactors(degrees.tensor * degrees.pipeline, degrees.tensor)
-    return ModelParts(mesh, args, builder, model, runner, factors)
+    return ModelParts(mesh, args, builder, model, runner, factors, loss)
 
 
 def build_validation(run: RunConfig, mesh: DeviceMesh, texts: Mapping[str, Rows]) -> ValidationSet:
@@ -303,7 +309,9 @@ def build(
     )
     attempts = AttemptRecord(folder, run.toml, run.job.description, name, watchdog)
     gc = GarbageCollection(run.training.gc_freq)
-    shares = SourceShares(datasets.train) if isinstance(datasets.train, MixedRows) else None
+    sources = None
+    if isinstance(datasets.train, MixedRows) and isinstance(parts.loss, RowLosses):
+        sources = SourceFigures(datasets.train, parts.loss, batch.global_batch_size, (rank, ranks), parts.factors)
     metrics = MetricsLogger(
         run.metrics,
         run.job,
@@ -311,8 +319,18 @@ def build(
         config_text(run.toml),
         Throughput(batch.tokens_per_step, batch.global_batch_size, world.size, flops, peak),
         gc.read,
-        shares.figures if shares else None,
+        sources,
     )
+
+    documents = None
+    if run.data.log_documents:
+        # No rank has read the other ranks' part of a stream: each writes its own.
+        part = (rank, ranks) if is_streamed(datasets.train) else None
+        leads = all(mesh.get_local_rank(name) == 0 for name in ("pp", "cp", "tp"))
+        file = folder / ("documents.jsonl" if rank == 0 else f"documents-rank_{rank}.jsonl")
+        text = run.training.dataset_path or run.training.dataset
+        writes = leads and (rank == 0 or part is not None)
+        documents = DocumentLog(file if writes else None, datasets.train, text, batch.global_batch_size, part)
 
     def report(trainer: Trainer) -> list[str]:
         return startup_lines(with_steps(run, trainer.steps), datasets, builder, flops, peak, kept, model)
@@ -327,12 +345,13 @@ def build(
         gc,
         attempts,
         rep.StartReport(report, run.checkpoint, skip, attempts, in_epochs),
+        sources,
         metrics,
         CompileReport(compiled) if compiled else None,
         Float8ErrorCheck(drift, builder.param_dtype, metrics.write) if drift else None,
         Profiler(run.profiling, world.rank, device) if profiles else None,
         VerifyResume(resume_check, skip, (rank, ranks)),
-        shares,
+        documents,
         *callbacks,
     ]
     if run.debug.deterministic:

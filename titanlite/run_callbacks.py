@@ -1,4 +1,4 @@
-"""The small callbacks of every run: watchdog, timeouts, compilation, attempts, resume check, shares."""
+"""The small callbacks of every run: watchdog, timeouts, compilation, attempts, resume check, documents."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from titanlite.checkpoint.load import LoadedState
 from titanlite.checkpoint.paths import AnyPath
 from titanlite.checkpoint.resume_check import ResumeCheck
 from titanlite.config.toml import TOMLDecodeError, loads
+from titanlite.data.documents import documents_of
 from titanlite.data.loader import add_hashes, step_hash
-from titanlite.data.mixture import MixedRows
+from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import Range, ranges_of_steps, take
+from titanlite.metrics.jsonl import MetricsLog
 from titanlite.parallel.compile import CompileWatch
 from titanlite.parallel.dist_env import patience, set_timeouts
 from titanlite.runs import record
@@ -202,21 +204,36 @@ class VerifyResume(Callback):
         return loaded if same else replace(loaded, changes=(*loaded.changes, "data.skip_steps"))
 
 
-class SourceShares(Callback):
-    """Tells the shares of a mixture's sources so far: to checkpoints, and at the end to the log."""
+class DocumentLog(Callback):
+    """Writes the documents of each step's batch to a file of JSON lines. Needs no collective.
 
-    def __init__(self, mixture: MixedRows) -> None:
-        self._mixture = mixture
+    path: None on a rank that writes none. source: name of text that is no mixture. share: data-parallel rank and
+    degree, of a rank that writes its own part; None: all of the batch.
+    """
 
-    def state_dict(self, trainer: Trainer) -> dict[str, Any]:
-        return {"served": self._mixture.served(trainer.parts.loader.state_dict()["next_sequence"])}
+    def __init__(
+        self, path: Path | None, dataset: Rows, source: str, global_batch: int, share: tuple[int, int] | None
+    ) -> None:
+        self._log = None if path is None else MetricsLog(path)
+        self._dataset, self._source, self._global_batch, self._share = dataset, source, global_batch, share or (0, 1)
 
-    def figures(self, trainer: Trainer) -> dict[str, float]:
-        """Return `share/NAME` of each source."""
-        served = self.state_dict(trainer)["served"]
-        total = sum(served.values()) or 1
-        return {f"share/{name}": count / total for name, count in served.items()}
+    def on_start(self, trainer: Trainer) -> None:
+        """Go on after the last step of the checkpoint, or begin the file anew."""
+        if self._log is not None:
+            self._log.path.parent.mkdir(parents=True, exist_ok=True)
+            self._log.truncate_after(trainer.step)
 
-    def on_end(self, trainer: Trainer, end: RunEnd) -> None:
-        shares = (f"{name.partition('/')[2]} {share:.1%}" for name, share in self.figures(trainer).items())
-        logger.info(f"sequences by source: {', '.join(shares)}")
+    def on_rollback(self, trainer: Trainer) -> None:
+        self.on_start(trainer)
+
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        if self._log is None:
+            return
+        sequences, (rank, degree) = trainer.recent[trainer.step].sequences(self._global_batch), self._share
+        total = self._dataset.total_sequences
+        found = {
+            str(index): [document._asdict() for document in documents_of(self._dataset, index, self._source)]
+            for index in sequences[(rank - sequences[0]) % degree :: degree]
+            if total is None or index < total
+        }
+        self._log.write({"step": trainer.step, "sequences": found})

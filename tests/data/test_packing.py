@@ -15,7 +15,7 @@ from titanlite.data.corpus import Corpus
 from titanlite.data.packing import PackedDataset, epoch_order
 from titanlite.data.permutation import GAMMA, MASK, mix_int
 from titanlite.data.rows import IGNORE
-from titanlite.data.text import build_dataset, build_validation_dataset
+from titanlite.data.text import TextReader, build_dataset
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, Tokenizer, load_tokenizer
 from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS, TiktokenTokenizer, parse_ranks
 
@@ -92,7 +92,7 @@ def test_without_end_a_sequence_depends_on_its_number_alone(corpus: Corpus) -> N
         start = endless.window(i) * 64
         assert tokens.tolist() == stream[start : start + 64]
         assert labels.tolist() == stream[start + 1 : start + 65]
-    assert endless._epoch.cache_info().currsize <= 3 and endless._block.cache_info().currsize <= 2
+    assert endless._epoch.cache_info().currsize <= 3 and endless._order.cache_info().currsize <= 2
     other = PackedDataset(corpus, seq_len=64, seed=4)
     assert other.sequence(0)[0].tolist() != endless.sequence(0)[0].tolist()
 
@@ -139,11 +139,11 @@ def test_fingerprint_follows_text_and_tokenizer_only(tmp_path: Path) -> None:
 
 
 def test_sections_reach_the_data() -> None:
-    (held_out,) = build_validation_dataset(Validation(), Data(), TOKENIZER, TOKENIZER.vocab_size, 128).values()
+    (held_out,) = TextReader(Data(), TOKENIZER, TOKENIZER.vocab_size).held_out(Validation(), 128).values()
     assert held_out.settings == {"seq_len": 128, "seed": 0, "shuffle": False, "epochs": 1}
     nowhere = Validation(dataset_path="/nowhere")
     with pytest.raises(DataError, match="^validation.dataset_path: /nowhere does not exist"):
-        build_validation_dataset(nowhere, Data(), TOKENIZER, TOKENIZER.vocab_size, 128)
+        TextReader(Data(), TOKENIZER, TOKENIZER.vocab_size).held_out(nowhere, 128)
     training = build(seq_len=96, seed=4, epochs=2)
     assert training.settings == {"seq_len": 96, "seed": 4, "shuffle": True, "epochs": 2}
     assert training.sequences_per_epoch > 10 * (held_out.total_sequences or 0) > 0

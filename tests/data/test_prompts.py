@@ -86,9 +86,9 @@ def test_threads_chunks_and_caches_keep_targets(tmp_path: Path, monkeypatch: pyt
 
 def test_fields_of_sources_go_before_those_of_data() -> None:
     data = Data(prompt_key="q", completion_key="a")
-    assert columns_of(data, "x", "p") == columns_of(data, "x", "p", DataSource()) == ("a", "q", "data")
-    assert columns_of(data, "x", "p", DataSource(completion_key="b")) == ("b", "q", "data.source")
-    assert columns_of(data, "x", "p", DataSource(text_key="t")) == ("t", None, "data.source")
+    assert columns_of(data, "x", "p") == columns_of(data, "x", "p", DataSource()) == Columns("a", "q")
+    assert columns_of(data, "x", "p", DataSource(completion_key="b")) == Columns("b", "q", "data.source")
+    assert columns_of(data, "x", "p", DataSource(text_key="t")) == Columns("t", None, "data.source")
     assert columns_of(Data(text_key="t"), "c4_test", None).text == columns_of(Data(), "x", "p").text == "text"
     assert columns_of(data, "sft_test", None)[:2] == ("completion", "prompt")
 
@@ -99,18 +99,15 @@ def chats() -> list[dict[str, str]]:
 
 def test_own_functions_may_return_prompts() -> None:
     records = own_records(f"{__name__}:chats", "training.dataset", Columns("a", "q"))
-    assert next(records)[2:] == ("two", "one")
+    assert next(records)[2:4] == ("two", "one")
     with pytest.raises(ValueError, match="document 2 of .*: the key 'a' is missing"):
         next(records)
 
 
-@pytest.mark.parametrize("key", ["prompt_key", "completion_key"])
-def test_one_key_needs_the_other(key: str) -> None:
-    with pytest.raises(ValueError, match=f"data.{key}.*needs data"):
-        load_config("sft_debug.toml", 1, [f"--data.{key}=x"])
-
-
-def test_so_does_each_source(tmp_path: Path) -> None:
+def test_one_key_needs_the_other_also_in_a_source(tmp_path: Path) -> None:
+    for key in ("prompt_key", "completion_key"):
+        with pytest.raises(ValueError, match=f"data.{key}.*needs data"):
+            load_config("sft_debug.toml", 1, [f"--data.{key}=x"])
     path = tmp_path / "run.toml"
     sources = ('name = "sft_test"\nprompt_key = "a"\ncompletion_key = "b"', 'name = "c4_test"\nprompt_key = "a"')
     path.write_text("".join(f"[[data.source]]\n{source}\n" for source in sources))

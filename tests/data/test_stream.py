@@ -23,7 +23,7 @@ SEQ = 8
 def encode(record: Record) -> tuple[np.ndarray, int]:
     """BOS 1, five tokens of the document's number, EOS 2: each token tells its document."""
     number = int(record.text)
-    return np.array([1, *[number + 10] * (number % 5 + 1), 2]), 0
+    return np.array([1, *[number + 10] * (number % 5 + 1), 2]), np.zeros(0, dtype=bool)
 
 
 def write_shards(folder: Path, sizes: list[int]) -> list[str]:

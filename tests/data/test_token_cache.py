@@ -21,7 +21,7 @@ from tests.data.conftest import write_texts
 from titanlite.config.sections import Data, Training, Validation
 from titanlite.data import DataError, token_cache
 from titanlite.data.corpus import Corpus, tokenize
-from titanlite.data.text import build_dataset, build_validation_dataset
+from titanlite.data.text import TextReader, build_dataset
 from titanlite.data.token_cache import load_corpus
 from titanlite.data.tokenizer import load_tokenizer
 
@@ -142,8 +142,8 @@ def test_paths_start_at_the_home_or_at_the_working_directory(
     assert os.listdir() == ["here"]
 
 
-def test_off_and_small_texts_leave_no_file(
-    text: Path, tmp_path: Path, counted: list[int], monkeypatch: pytest.MonkeyPatch
+def test_off_and_small_texts_leave_no_file_and_auto_takes_no_folder_of_somebody_else(
+    text: Path, tmp_path: Path, counted: list[int], logged: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
@@ -157,39 +157,28 @@ def test_off_and_small_texts_leave_no_file(
     (folder,) = temporary.iterdir()
     assert folder.name == f"titanlite-tokens-{os.getuid()}" and stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert len(counted) == 3
+    theirs = folder.rename(tmp_path / "theirs")
+    folder.symlink_to(theirs)  # others may put a link into a shared folder
+    assert not is_mapped(load(text, "auto")) and "belongs to another user" in logged()
 
 
-def test_auto_takes_no_folder_of_somebody_else(
-    text: Path, tmp_path: Path, logged: Callable[[], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Others may put a link into a shared folder."""
-    monkeypatch.setattr(token_cache, "AUTO_BYTES", 1)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / f"titanlite-tokens-{os.getuid()}").symlink_to(tmp_path / "theirs")
-    assert not is_mapped(load(text, "auto"))
-    assert "belongs to another user" in logged() and list((tmp_path / "theirs").iterdir()) == []
-
-
-def test_files_that_nobody_uses_are_removed_and_mapped_ones_are_not(tmp_path: Path, cache: Path) -> None:
-    texts = [write_texts(tmp_path / f"{n}.jsonl", [f"text {n}"]) for n in range(4)]
-    load(texts[0], cache)
-    kept = load(texts[1], cache)
-    mapped = kept.tokens.base.filename  # type: ignore[union-attr]
-    ours = [f"{'0' * 32}.lock", f"{'0' * 32}-ab_12cd3.partial"]
-    theirs = {"notes.txt", "uv.lock", "poetry.lock", "movie.partial", "all.tokens", f"{'0' * 32}.lock.txt"}
+def test_files_that_nobody_uses_are_removed_and_a_run_keeps_what_it_has_mapped(tmp_path: Path, cache: Path) -> None:
+    texts = [write_texts(tmp_path / f"{n}.jsonl", [f"text {n}"]) for n in range(3)]
+    kept = load(texts[0], cache)
+    before = kept.tokens.tolist()
+    ours = [f"{'0' * 32}.lock", f"{'0' * 32}-ab12cd34.partial"]
+    theirs = {"notes.txt", "uv.lock", "movie.partial", "all.tokens", f"{'0' * 32}.lock.txt"}
     for name in (*ours, *theirs):
         (cache / name).touch()
     for path in cache.iterdir():
         os.utime(path, (0, 0))
-    load(texts[2], cache)
+    (cache / f"{'1' * 32}-ab12cd34.partial").touch()  # somebody writes it
+    load(texts[1], cache)
     left = {path.name for path in cache.iterdir()}
-    assert theirs < left and Path(mapped).name in left
-    assert len(left - theirs) == 2  # the mapped one and the new one
-    del kept
-    os.utime(mapped, (0, 0))
-    load(texts[3], cache)
-    assert not Path(mapped).exists()
+    assert theirs < left and len(left - theirs) == 2  # the new one and the partial one
+    assert kept.tokens.tolist() == before
+    load(texts[2], cache)
+    assert len({path.name for path in cache.iterdir()} - theirs) == 3  # used within 30 days
 
 
 def test_nobody_waits_forever_for_the_owner_of_the_lock(
@@ -225,66 +214,48 @@ def test_sections_reach_the_cache(text: Path, cache: Path, counted: list[int]) -
     data, size = Data(num_workers=2, token_cache=str(cache)), TOKENIZER.vocab_size
     assert is_mapped(build_dataset(Training(dataset_path=str(text), seq_len=4), data, TOKENIZER, size).corpus)
     held_out = Validation(dataset_path=str(text))
-    assert is_mapped(build_validation_dataset(held_out, data, TOKENIZER, size, 4)[""].corpus)
+    assert is_mapped(TextReader(data, TOKENIZER, size).held_out(held_out, 4)[""].corpus)
     assert counted == [2]
 
 
 PROGRAM = """
-import logging, os, resource, sys, time
+import logging, resource, sys, time
 from pathlib import Path
 from titanlite.data import token_cache
 from titanlite.data.corpus import tokenize
 from titanlite.data.tokenizer import load_tokenizer
 
-text, cache, what = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 
 def slow(*arguments):
     print("tokenizing", flush=True)
-    time.sleep({"hang": 60.0, "slow": 1.0}.get(what, 0.0))
+    time.sleep({"hang": 60.0, "slow": 1.0}.get(sys.argv[3], 0.0))
     return tokenize(*arguments)
 
 token_cache.tokenize = slow
 tokenizer = load_tokenizer()
-if what == "full":
+if sys.argv[3] == "full":
     resource.setrlimit(resource.RLIMIT_FSIZE, (4500, resource.RLIM_INFINITY))
-corpus = token_cache.load_corpus([text], tokenizer, tokenizer.vocab_size, workers=0, cache=cache)
+text = [Path(sys.argv[1])]
+corpus = token_cache.load_corpus(text, tokenizer, tokenizer.vocab_size, workers=0, cache=sys.argv[2])
 print("sum", int(corpus.tokens.sum()), type(corpus.tokens.base).__name__, flush=True)
 """
 
 
-def _start(text: Path, cache: Path, what: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", PROGRAM, str(text), str(cache), what]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
 @pytest.mark.slow
-def test_of_two_processes_at_once_one_tokenizes(text: Path, cache: Path) -> None:
-    total = int(tokenize([text], TOKENIZER, TOKENIZER.vocab_size).tokens.sum())
-    processes = [_start(text, cache, "slow") for _ in range(2)]
-    printed = [process.communicate(timeout=60) for process in processes]
-    assert all(process.returncode == 0 for process in processes), printed
-    assert all(f"sum {total} memmap" in out for out, _ in printed)
-    assert sum("tokenizing" in out for out, _ in printed) == 1
-    assert names(cache) == [".tokens"]
+def test_processes_that_wait_fill_the_disk_or_are_killed(text: Path, cache: Path) -> None:
+    def start(what: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", PROGRAM, str(text), str(cache), what]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
-
-@pytest.mark.slow
-def test_a_full_disk_costs_a_warning_and_leaves_nothing(text: Path, cache: Path) -> None:
-    process = _start(text, cache, "full")
-    out, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
+    out, _ = start("full").communicate(timeout=60)
     assert "tokens cannot be saved" in out and "File too large" in out and "NoneType" in out
     assert names(cache) == []
-
-
-@pytest.mark.slow
-def test_a_killed_process_blocks_nobody_and_leaves_nothing_for_long(text: Path, cache: Path) -> None:
-    with _start(text, cache, "hang") as process:
+    with start("hang") as process:
         assert process.stdout is not None and process.stdout.readline() == "tokenizing\n"
         process.send_signal(signal.SIGKILL)
-    assert names(cache) == [".lock"]
-    began = time.monotonic()
-    assert is_mapped(load(text, cache))
-    assert time.monotonic() - began < 5
-    assert names(cache) == [".tokens"]
+    assert names(cache) == [".lock"]  # it holds nobody up
+    printed = [process.communicate(timeout=60)[0] for process in [start("slow"), start("slow")]]
+    total = int(tokenize([text], TOKENIZER, TOKENIZER.vocab_size).tokens.sum())
+    assert all(f"sum {total} memmap" in out for out in printed)
+    assert sum("tokenizing" in out for out in printed) == 1 and names(cache) == [".tokens"]

@@ -12,12 +12,11 @@ import pytest
 
 from titanlite.config.sections import Data, Training
 from titanlite.data import DataError, EndOfData
-from titanlite.data.loader import TrainLoader, batch_hash
+from titanlite.data.packing import PackedDataset
 from titanlite.data.permutation import Permutation, epoch_key
 from titanlite.data.rows import IGNORE
 from titanlite.data.text import build_dataset
 from titanlite.data.token_files import INDEX, KIND, Place, fingerprint_of, is_tokens, open_tokens
-from titanlite.data.token_rows import TokenRows
 from titanlite.data.tokenizer import BUNDLED_SENTENCEPIECE, load_tokenizer
 
 TOKENIZER = load_tokenizer()
@@ -66,8 +65,8 @@ def write_megatron(stem: Path, documents: list[list[int]], code: int = 8, dtype:
     return stem.with_suffix(".bin")
 
 
-def rows_of(path: Path, **settings: Any) -> TokenRows:
-    return TokenRows(open_tokens(str(path), TOKENIZER, SIZE), **{"seq_len": 7, **settings})
+def rows_of(path: Path, **settings: Any) -> PackedDataset:
+    return PackedDataset(open_tokens(str(path), TOKENIZER, SIZE), **{"seq_len": 7, **settings})
 
 
 # The order
@@ -132,12 +131,14 @@ def test_documents_are_found_by_number(tmp_path: Path) -> None:
         numbers = rows.sequence(n).documents
         assert numbers is not None and numbers.dtype == np.int32
         changes = np.diff(owner[span][:7]) != 0
+        borders = np.diff(owner[span]) != 0
+        assert (rows.sequence(n).labels[: len(borders)][borders] == IGNORE).all()
         assert numbers[: len(changes) + 1].tolist() == [0, *np.cumsum(changes).tolist()]
-    files = rows.files
-    assert (files.documents, files.tokens) == (20, TOTAL)
-    assert np.concatenate(list(files.lengths())).tolist() == [n for part in LENGTHS for n in part]
+    files = rows.corpus
+    assert (files.documents, files.size) == (20, TOTAL)
+    assert np.diff(files.offsets).tolist() == [n for part in LENGTHS for n in part]
     assert files.place_of(14) == Place("0.jsonl", 20) and files.place_of(15) == Place("2.jsonl", 6)
-    assert files.text_range(15) == (sum(LENGTHS[0]), sum(LENGTHS[0]) + 40)
+    assert files.offsets[15:17].tolist() == [sum(LENGTHS[0]), sum(LENGTHS[0]) + 40]
 
 
 def test_prompts_are_no_targets(tmp_path: Path) -> None:
@@ -146,29 +147,6 @@ def test_prompts_are_no_targets(tmp_path: Path) -> None:
     starts = np.cumsum([0, *(length for part in LENGTHS for length in part)])[:-1]
     expected = set(range(2, TOTAL + 1)) - {int(start) + n for start in starts for n in (1, 2)}
     assert sorted(set(targets) - {IGNORE}) == sorted(expected)
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_ranks_share_the_batches_of_one(tmp_path: Path, ranks: int) -> None:
-    rows = rows_of(write_prepared(tmp_path / "a"), epochs=2)
-    alone = TrainLoader(rows, 24, 24)
-    loaders = [TrainLoader(rows, 24, 1, rank, ranks) for rank in range(ranks)]
-    for _ in range(alone.steps_left or 0):
-        assert batch_hash(alone.next_step()) == batch_hash(b for loader in loaders for b in loader.next_step())
-
-
-def test_a_run_resumes_at_every_step(tmp_path: Path) -> None:
-    path = write_prepared(tmp_path / "a")
-    straight = TrainLoader(rows_of(path, epochs=3), 5, 5)
-    hashes, states = [], []
-    while straight.steps_left:
-        states.append(straight.state_dict())
-        hashes.append(batch_hash(straight.next_step()))
-    assert len(set(hashes)) == len(hashes) > 20
-    for n, state in enumerate(states):
-        loader = TrainLoader(rows_of(path, epochs=3), 5, 5)
-        loader.load_state_dict(state)
-        assert batch_hash(loader.next_step()) == hashes[n]
 
 
 # Files
@@ -180,7 +158,7 @@ def test_megatron_documents_are_of_several_sequences(tmp_path: Path) -> None:
         assert is_tokens(str(name))
         rows = rows_of(name, seq_len=3, shuffle=False, epochs=1)
         assert [rows.sequence(n).tokens.tolist() for n in range(4)] == [[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12]]
-        assert np.concatenate(list(rows.files.lengths())).tolist() == [5, 4, 0, 3]
+        assert np.diff(rows.corpus.offsets).tolist() == [5, 4, 0, 3]
         assert [rows.documents_in(n) for n in range(4)] == [[0], [0, 1], [1, 2, 3], [3]]
     cut = bin_file.read_bytes()
     bin_file.write_bytes(cut[:-4])
@@ -243,8 +221,6 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert build(text_key="text").sequence(0).tokens.shape == (7,)
     with pytest.raises(DataError, match="data.text_key: 'body' has no effect on .*, which is prepared with 'text'"):
         build(text_key="body")
-    with pytest.raises(DataError, match='data.packing: "best-fit" is not possible for token files'):
-        build(packing="best-fit")
     tokens = folder / "part-0.tokens"
     tokens.write_bytes(tokens.read_bytes()[:-1])
     with pytest.raises(DataError, match="part-0.tokens has 5.. bytes instead of 5.."):

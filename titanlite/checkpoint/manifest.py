@@ -127,9 +127,11 @@ def new_hash(algorithm: str) -> Any:
     return hashlib.blake2b(digest_size=32) if algorithm == "blake2b" else hashlib.new(algorithm)
 
 
-def digest_of(data: bytes) -> str:
+def digest_of(data: bytes, algorithm: str = SAFE_HASH) -> str:
     """Return the hash of some bytes as manifests hold it: `sha256:…`."""
-    return f"sha256:{hashlib.sha256(data).hexdigest()}"
+    found = new_hash(algorithm)
+    found.update(data)
+    return f"{algorithm}:{found.hexdigest()}"
 
 
 def file_digest(path: AnyPath, algorithm: str = SAFE_HASH, read: Callable[[int], None] = lambda count: None) -> str:

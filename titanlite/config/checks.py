@@ -64,6 +64,7 @@ _ASYNC, _TP = "experimental.enable_async_tensor_parallel", "training.tensor_para
 _PP = "experimental.pipeline_parallel_degree"
 _RECIPE, _RESHARD = "float8.recipe_name", "training.reshard_after_forward"
 _HELD_OUT, _SOURCES, _ADVICE = "validation.dataset", "validation.sources", "make it one of the sources"
+_TEXT_KEYS = ("text_key", "prompt_key", "completion_key")
 _COMPONENTS = ("compile.components", lambda components: "model" in components, '"model" must be among them')
 
 #: Key, its value, and another key with the value that it needs then; what to do. A function matches values for which it
@@ -92,6 +93,7 @@ NEEDS: tuple[tuple[str, Any, str, Any, str], ...] = (
 CONFLICTS: tuple[tuple[str, Any, str, Any, str], ...] = (
     (_LOAD, bool, _START, "fresh", '"from" starts there'),
     ("checkpoint.load_step", lambda step: step >= 0, _START, "fresh", "it loads nothing"),
+    *(("data.messages_key", bool, f"data.{name}", bool, "it names the text") for name in _TEXT_KEYS),
     ("training.dataset_path", bool, "data.source", bool, _ADVICE),
     ("training.epochs", bool, "data.source", bool, "give epochs of each source"),
     ("training.dataset_path", bool, "training.dataset", is_dotted, "give one of the two"),
@@ -210,6 +212,9 @@ def _sources(d: Config, key: str, sources: Sequence[DataSource]) -> Iterator[Fin
             yield "conflict", f"{at}.name", f"{quote(name)} is the name of two sources", "give each its own name"
         elif source.path is None and (problem := name_problem(name)):
             yield "unknown-value", f"{at}.name", f"{quote(name)} {problem[0]}", problem[1]
+        for name in _TEXT_KEYS if source.messages_key else ():
+            if getattr(source, name):
+                yield "conflict", at, f"has {name} beside messages_key, which names the text", "leave one out"
         prompt, completion = source.prompt_key or d.data.prompt_key, source.completion_key or d.data.completion_key
         if (prompt is None) != (completion is None):
             given, other = ("prompt_key", "completion_key") if prompt else ("completion_key", "prompt_key")

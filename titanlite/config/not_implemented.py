@@ -68,6 +68,7 @@ _SWITCHES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(_ANY_PRECISION, {"optimizer.name": "AnyPrecisionAdamW"}),
     "optimizer.momentum": {"optimizer.name": "Muon"},
     "data.persistent_workers": {"validation.enable": True},
+    "data.chat_template": {"data.messages_key": _SET, "data.source": _SET, "validation.sources": _SET},
     "compile": {"training.compile": True},
     "compile.cache_dir": {"compile.backend": "inductor"},
     "activation_checkpoint.selective_ac_option": {"activation_checkpoint.mode": "selective"},

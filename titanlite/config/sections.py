@@ -211,8 +211,7 @@ def steps_of(item: int | str) -> tuple[int, int]:
 
 
 class DataSource(Section, frozen=True):
-    """One `[[data.source]]`: text, and its share of the mixture. A run without one has a single source, from
-    training.dataset, training.dataset_path and the keys of the same names in [data]."""
+    """One `[[data.source]]`: text, and its share of the mixture. Without one, [training] and [data] name the text."""
 
     name: Name | None = None
     """Text by name, as for training.dataset; beside a path, its name in the log. None: the path."""
@@ -230,6 +229,8 @@ class DataSource(Section, frozen=True):
     """Field that the model reads and is not trained on. None: data.prompt_key."""
     completion_key: Name | None = None
     """Field that follows the prompt and is trained on. None: data.completion_key."""
+    messages_key: Name | None = None
+    """Field that holds a conversation. None: data.messages_key."""
     weight: Positive = 1.0
     """Share of the mixture in tokens, relative to the other sources."""
     epochs: Count | None = None
@@ -270,38 +271,38 @@ class Data(Section, frozen=True):
     """Field that the model reads and is not trained on. Needs completion_key."""
     completion_key: Name | None = None
     """Field that follows the prompt; the loss is on its tokens alone. Needs prompt_key."""
+    messages_key: Name | None = None
+    """Field that holds a conversation, a list of {role, content}. The loss is on the assistant's turns alone."""
+    chat_template: Location | None = None
+    """Jinja file that renders conversations. None: that of chat_template.jinja or tokenizer_config.json."""
     subset: Name | None = None
     """Part of a data set of the hub (its config). None: the default one."""
     split: Name | None = None
     """Split of a data set of the hub. None: train."""
     streaming: Literal["auto"] | bool = "auto"
-    """Read text while training. auto: data sets of the hub, URLs, and local text above 4 GB. false: tokenize all of it
-    at the start."""
+    """Read text while training. auto: data sets of the hub, URLs, local text above 4 GB. false: tokenize it first."""
     lanes: Count | None = None
-    """Parts that a stream is divided into; they fix its order. None: chosen at the first start and
-    stored in checkpoints."""
+    """Parts of a stream; they fix its order. None: chosen at the first start and stored in checkpoints."""
     shuffle_buffer: Count = 10_000
     """Documents of a stream shuffled together, over all lanes."""
     retry_seconds: NonNegative = 300.0
     """Time for a source that cannot be read to come back; on several ranks at most half of comm.train_timeout_seconds.
     Then the run saves a checkpoint and ends."""
     num_workers: Natural | None = None
-    """Threads per rank that tokenize text, at the start. None: as many as there are cores for each rank, 8 at most. 0:
-    the main thread alone. The tokens are the same."""
+    """Threads per rank that tokenize text. None: the cores of the node per rank, at most 8. 0: the main thread."""
     token_cache: Location = "auto"
-    """Folder of tokenized text, shared by the ranks of a node and by later runs; best on a local disk. Relative paths
-    start at the working directory, ~ at the home. "auto": titanlite-tokens-UID in the folder of temporary files, for
-    texts of 32 MB and more. "off": every rank tokenizes for itself."""
+    """Folder of tokenized text, shared by the ranks of a node and by later runs; best on a local disk. "auto":
+    titanlite-tokens-UID in the folder of temporary files, for 32 MB and more. "off": each rank tokenizes alone."""
     prefetch: Natural = 2
     """Steps (in validation, batches) that a background thread keeps ready. 0: prepared when needed."""
     pin_memory: bool = True
     """On GPUs, that thread puts batches into page-locked memory, so that copies do not wait."""
     persistent_workers: bool = False
-    """The thread of the validation batches stays between validations, with the first of them ready. Training's stays
-    over epochs in any case."""
+    """The thread of the validation batches stays between validations, with the first of them ready."""
+    log_documents: bool = False
+    """Write the documents of each step's batch to documents.jsonl in job.dump_folder."""
     skip_steps: list[Count | StepRange] = []
-    """Steps of the data order to leave out, as [120, "200-250"], after a bad spot. Step n is what an undisturbed run
-    of this global batch reads in its nth step."""
+    """Steps of the data order to leave out, as [120, "200-250"]: those of an undisturbed run of this global batch."""
 
 
 class Validation(Section, frozen=True):

@@ -19,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titanlite.data.corpus import Corpus
-from titanlite.data.packing import PackedDataset, Part, epoch_order
-from titanlite.data.rows import IGNORE, Row, max_documents
+from titanlite.data.packing import PackedDataset, Range, epoch_order
+from titanlite.data.rows import max_documents
+from titanlite.data.token_files import TokenFiles
 
 #: Pieces that are packed together.
 GROUP = 4096
@@ -33,15 +34,21 @@ class BestFitDataset(PackedDataset):
     their own document, and a document's last token predicts nothing. Rows are filled up with padding.
     """
 
-    def __init__(self, corpus: Corpus, *, seq_len: int, seed: int = 0, shuffle: bool = True, **others: Any) -> None:
-        order = epoch_order(len(corpus.offsets) - 1, seed, 0, shuffle)
+    def __init__(
+        self, corpus: Corpus | TokenFiles, *, seq_len: int, seed: int = 0, shuffle: bool = True, **others: Any
+    ) -> None:
+        super().__init__(corpus, seq_len=seq_len, seed=seed, shuffle=shuffle, **others)
+        order = epoch_order(corpus.documents, seed, 0, shuffle)
         #: First token in the corpus of each piece, by rows; and the first piece of each row, with an end.
         self._begins, self._starts = packed(corpus.offsets, order, seq_len)
-        super().__init__(corpus, seq_len=seq_len, seed=seed, shuffle=shuffle, **others)
 
     @property
     def sequences_per_epoch(self) -> int:
         return len(self._starts) - 1
+
+    @property
+    def total_sequences(self) -> int | None:
+        return None if self.epochs is None else self.epochs * self.sequences_per_epoch
 
     def describe(self) -> str:
         padding = 1 - self.tokens_per_epoch / (self.sequences_per_epoch * self.seq_len)
@@ -51,28 +58,12 @@ class BestFitDataset(PackedDataset):
     def settings(self) -> dict[str, Any]:
         return {**super().settings, "packing": "best-fit"}
 
-    def _windows_with_targets(self, epochs: int) -> int:
-        return epochs * self.sequences_per_epoch
-
-    def parts(self, window: int) -> list[Part]:
-        """Return the pieces of a row, in the order of documents."""
+    def ranges(self, window: int) -> list[list[Range]]:
+        """Return the pieces of a row, in the order of documents, each with the next token of its document."""
         row, offsets = window % self.sequences_per_epoch, self.corpus.offsets
         begins = self._begins[self._starts[row] : self._starts[row + 1]]
-        documents = np.searchsorted(offsets, begins, side="right") - 1
-        ends = np.minimum(begins + self.seq_len, offsets[documents + 1])
-        return [Part(*map(int, part)) for part in zip(documents, begins, ends, strict=True)]
-
-    def _row(self, parts: Sequence[Part]) -> Row:
-        row, corpus, at = self.padding(), self.corpus, 0
-        for document, begin, end in parts:
-            row.tokens[at : at + end - begin] = corpus.tokens[begin:end]
-            last = min(end + 1, int(corpus.offsets[document + 1]))
-            labels = corpus.tokens[begin + 1 : last].astype(np.int64)
-            if corpus.targets is not None:
-                labels[~corpus.targets[begin + 1 : last]] = IGNORE
-            row.labels[at : at + len(labels)] = labels
-            at += end - begin
-        return row._replace(documents=self.numbers([part.end - part.begin for part in parts]))
+        ends = np.minimum(begins + self.seq_len + 1, offsets[np.searchsorted(offsets, begins, side="right")])
+        return [[one] for one in zip(begins.tolist(), ends.tolist(), strict=True)]
 
 
 def packed(

@@ -13,15 +13,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from titanlite.data import DataError
+from titanlite.data.chat import encode_chat
 from titanlite.data.sources import Record, iter_records
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.utils import logger
+from titanlite.utils import counted, logger
 
 #: Seconds between two lines about progress.
 REPORT_EVERY = 5.0
@@ -29,19 +30,36 @@ REPORT_EVERY = 5.0
 #: Part of the fingerprint. Change it with anything that changes the token stream.
 PACKING = "BOS + ids + EOS per document, split at seq_len, no document mask, order 2"
 
-#: Bytes of text that a thread takes at once: a tenth of a second at most, so that an interrupted run ends quickly.
+#: Characters of text that a thread takes at once: a tenth of a second at most, so that an interrupted run ends quickly.
 _CHUNK = 256 * 1024
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 
 
+class DocumentArray:
+    """Documents end to end: document d is tokens[offsets[d] : offsets[d + 1]], offsets [documents + 1]."""
+
+    tokens: NDArray[Any]
+    offsets: NDArray[np.int64]
+
+    def documents_in(self, begin: int, end: int) -> range:
+        """Return the numbers, from 0, of the documents of tokens [begin, end)."""
+        place = self.offsets.searchsorted
+        return range(int(place(begin, side="right")) - 1, int(place(end - 1, side="right")))
+
+    def starts(self, begin: int, end: int) -> NDArray[np.int64]:
+        """Return where documents begin in [begin, end), the one at `begin` included, in order."""
+        found = self.documents_in(begin, end)
+        return np.maximum(self.offsets[found.start : found.stop], begin)
+
+
 @dataclass(frozen=True)
-class Corpus:
-    """Tokenized documents, end to end.
+class Corpus(DocumentArray):
+    """Tokenized documents in memory, or mapped.
 
     `tokens`: [all tokens] uint16 (uint32 for vocabularies over 65,536), each document with BOS and EOS;
-    `offsets`: [documents + 1] int64, document d is tokens[offsets[d] : offsets[d + 1]];
+    `offsets`: [documents + 1] int64, where documents begin, and the end;
     `fingerprint`: hex sha256 of the texts in order, the tokenizer and the way of packing;
     `files`: of the texts, in order; empty for those that a function returned;
     `targets`: [all tokens] bool, false where the loss does not count a token (a prompt); None: all of them count.
@@ -54,12 +72,34 @@ class Corpus:
     files: tuple[Path, ...]
     targets: NDArray[np.bool_] | None = None
 
+    @property
+    def size(self) -> int:
+        """Number of tokens."""
+        return len(self.tokens)
 
-class _Chunk(NamedTuple):
-    """Neighbouring records, and the error that reading ended with after them."""
+    @property
+    def documents(self) -> int:
+        return len(self.offsets) - 1
 
-    records: list[Record]
-    error: DataError | None
+    @property
+    def has_targets(self) -> bool:
+        return self.targets is not None
+
+    def read(self, begin: int, end: int) -> NDArray[Any]:
+        """Return tokens [begin, end)."""
+        return self.tokens[begin:end]
+
+    def is_target(self, begin: int, end: int) -> NDArray[np.bool_]:
+        """Return whether tokens [begin, end) are targets."""
+        return np.ones(end - begin, dtype=bool) if self.targets is None else self.targets[begin:end]
+
+
+class Document(NamedTuple):
+    """A record, its ids with BOS and EOS [tokens], and whether each of the first of them is a target."""
+
+    record: Record
+    ids: NDArray[Any]
+    mask: NDArray[np.bool_]
 
 
 def tokenize(
@@ -77,78 +117,76 @@ def tokenize(
     Raises DataError with file and line for the first record in file order that is damaged or has a token id of
     `vocab_size` (the model's) or more.
     """
-    dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
     digest = hashlib.sha256(f"{PACKING}\n{tokenizer.fingerprint}\n".encode())
-
-    def encode(chunk: _Chunk) -> tuple[NDArray[np.unsignedinteger], list[int], NDArray[np.bool_] | None]:
-        documents = [encode_record(record, tokenizer, vocab_size) for record in chunk.records]
-        if chunk.error is not None:
-            raise chunk.error
-        targets = None
-        if any(prompt for _, prompt in documents):
-            targets = np.concatenate([np.arange(len(ids)) >= prompt for ids, prompt in documents])
-        return np.concatenate([ids for ids, _ in documents]).astype(dtype), [len(ids) for ids, _ in documents], targets
-
-    parts: list[NDArray[np.unsignedinteger]] = []
-    target_parts: list[NDArray[np.bool_] | None] = []
-    lengths: list[int] = []
-    chunks = _chunks(iter_records(files) if records is None else records, len(files), digest.update)
-    for tokens, counts, targets in in_order(encode, chunks, workers):
-        parts.append(tokens)
-        target_parts.append(targets)
-        lengths += counts
-    targets = None
-    if any(part is not None for part in target_parts):
-        all_count = (np.ones(len(tokens), np.bool_) for tokens in parts)
-        targets = np.concatenate(
-            [t if t is not None else ones for t, ones in zip(target_parts, all_count, strict=True)]
-        )
+    parts, lengths, masks, read, reported = list[NDArray[Any]](), list[int](), list[NDArray[Any]](), 0, time.monotonic()
+    for documents in encode(iter_records(files) if records is None else records, tokenizer, vocab_size, workers):
+        parts.append(np.concatenate([ids for _, ids, _ in documents]).astype(dtype_for(vocab_size)))
+        for record, ids, mask in documents:
+            texts = [(b"prompt ", record.prompt), (b"", record.text)] if record.prompt else [(b"", record.text)]
+            for kind, text in texts:
+                content = text.encode("utf-8", errors="surrogatepass")
+                digest.update(b"%s%d %s" % (kind, len(content), content))
+                read += len(content)
+            lengths.append(len(ids))
+            masks.append(mask)
+        if time.monotonic() - reported > REPORT_EVERY:
+            reported = time.monotonic()
+            logger.info(
+                f"reading text: {len(lengths):,} documents, {read / 1e6:,.0f} MB so far; now in {record.file}, "
+                f"one of {counted(len(files) or 1, 'files')}"
+            )
+    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     return Corpus(
         tokens=np.concatenate(parts),
-        offsets=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]),
+        offsets=offsets,
         pad_id=tokenizer.eos_id,
         fingerprint=digest.hexdigest(),
         files=tuple(files),
-        targets=targets,
+        targets=targets_of(offsets, masks) if any(map(len, masks)) else None,
     )
 
 
-def _chunks(source: Iterable[Record], files: int, update: Callable[[bytes], None]) -> Iterator[_Chunk]:
-    """Iterate over records of so many files in chunks; `update` gets every prompt and text after its length.
+def dtype_for(vocab_size: int) -> np.dtype[Any]:
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
-    An error comes as part of the last chunk: a thread may find another one in the records before it.
+
+def targets_of(offsets: Sequence[int] | NDArray[np.int64], masks: Sequence[NDArray[np.bool_]]) -> NDArray[np.bool_]:
+    """Return whether each token is a target. masks: of the first tokens of each document, see `encode_record`."""
+    targets = np.ones(int(offsets[-1]), dtype=bool)
+    for begin, mask in zip(offsets, masks, strict=False):
+        targets[begin : begin + len(mask)] = mask
+    return targets
+
+
+def encode(records: Iterable[Record], tokenizer: Tokenizer, vocab_size: int, workers: int) -> Iterator[list[Document]]:
+    """Tokenize records in `workers` threads; iterate over the documents, some at a time, in the records' order.
+
+    Raises DataError for the first record that cannot be read or has an impossible id, after the documents before it.
     """
-    records: list[Record] = []
-    size = read = documents = 0
-    reported = time.monotonic()
-    seen: set[Path | str] = set()
+
+    def work(chunk: list[Record]) -> list[Document]:
+        return [Document(record, *encode_record(record, tokenizer, vocab_size)) for record in chunk]
+
+    return in_order(work, _chunks(records), workers)
+
+
+def _chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
+    """Iterate over records in chunks of `_CHUNK` characters."""
+    chunk: list[Record] = []
+    size = 0
     try:
-        for record in source:
-            seen.add(record.file)
-            content = record.text.encode("utf-8", errors="surrogatepass")
-            if record.prompt:
-                prompt = record.prompt.encode("utf-8", errors="surrogatepass")
-                update(b"prompt %d " % len(prompt) + prompt)
-            update(b"%d " % len(content))
-            update(content)
-            records.append(record)
-            size += len(content)
-            read += len(content)
-            documents += 1
-            if time.monotonic() - reported > REPORT_EVERY:
-                reported = time.monotonic()
-                logger.info(
-                    f"reading text: {documents:,} documents, {read / 1e6:,.0f} MB so far; now in {record.file}, "
-                    f"file {len(seen)} of {files or 1}"
-                )
+        for record in records:
+            chunk.append(record)
+            size += len(record.text)
             if size >= _CHUNK:
-                yield _Chunk(records, None)
-                records, size = [], 0
-    except DataError as error:
-        yield _Chunk(records, error)
-    else:
-        if records:
-            yield _Chunk(records, None)
+                yield chunk
+                chunk, size = [], 0
+    except DataError:
+        if chunk:
+            yield chunk
+        raise
+    if chunk:
+        yield chunk
 
 
 def in_order(function: Callable[[_In], _Out], items: Iterable[_In], workers: int) -> Iterator[_Out]:
@@ -157,31 +195,48 @@ def in_order(function: Callable[[_In], _Out], items: Iterable[_In], workers: int
         yield from map(function, items)
         return
     ahead: deque[Future[_Out]] = deque()
-    pool = ThreadPoolExecutor(workers, thread_name_prefix="titanlite-tokenize")
+    pool, source, error = ThreadPoolExecutor(workers, thread_name_prefix="titanlite-tokenize"), iter(items), None
     try:
-        for item in items:
-            ahead.append(pool.submit(function, item))
+        while error is None:
+            try:
+                ahead.append(pool.submit(function, next(source)))
+            except (StopIteration, DataError) as end:
+                error = end
             if len(ahead) > 2 * workers:
                 yield ahead.popleft().result()
         while ahead:
             yield ahead.popleft().result()
+        if isinstance(error, DataError):
+            raise error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def encode_record(record: Record, tokenizer: Tokenizer, vocab_size: int) -> tuple[NDArray[np.int64], int]:
-    """Return the ids of a document [tokens], and how many of them, BOS and the prompt's, are no targets.
+def encode_record(record: Record, tokenizer: Tokenizer, vocab_size: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return the ids of a document [tokens], and whether each of its first tokens is a target; those after them are.
 
-    The prompt is encoded by itself, so that its tokens do not depend on the text after it. Without a prompt all tokens
-    are targets. Raises DataError for an id of `vocab_size` (the model's) or more.
+    A prompt is encoded by itself, so that its tokens do not depend on the text after it. It and BOS before it are no
+    targets. A rendered conversation gets no BOS or EOS besides its own. Raises DataError for an id of `vocab_size` (the
+    model's) or more.
     """
-    ids, prompt = tokenizer.encode_document(record.text), 0
+    if record.prompt is None:
+        ids, mask = encode_chat(record.text, tokenizer)
+    else:
+        ids, mask = tokenizer.encode_document(record.text), np.zeros(0, dtype=bool)
     if record.prompt:
         before = tokenizer.encode_document(record.prompt)[:-1]
-        ids, prompt = np.concatenate([before, ids[1:]]), len(before)
+        ids, mask = np.concatenate([before, ids[1:]]), np.zeros(len(before), dtype=bool)
     if ids.max() >= vocab_size:
         raise _over_vocabulary(record, int(ids[ids >= vocab_size][0]), vocab_size, tokenizer)
-    return ids, prompt
+    return ids, mask
+
+
+def are_targets(mask: NDArray[np.bool_], begin: int, end: int) -> NDArray[np.bool_]:
+    """Return whether tokens [begin, end) of a document are targets. mask: see `encode_record`."""
+    found = np.ones(end - begin, dtype=bool)
+    known = mask[begin:end]
+    found[: len(known)] = known
+    return found
 
 
 def _over_vocabulary(record: Record, token_id: int, vocab_size: int, tokenizer: Tokenizer) -> DataError:

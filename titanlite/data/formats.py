@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 from titanlite.data import DataError
+from titanlite.data.chat import ChatTemplate
 from titanlite.data.remote import open_file, public_name
 
 Format = Literal["auto", "json", "parquet", "arrow", "text"]
@@ -48,8 +49,9 @@ class Record(NamedTuple):
     file: Path | str
     number: int
     text: str
-    #: Comes before the text; the model reads it and is not trained on it.
-    prompt: str = ""
+    #: Comes before the text; the model reads it and is not trained on it. None: the text is a rendered conversation,
+    #: see `titanlite.data.chat`.
+    prompt: str | None = ""
 
 
 class Columns(NamedTuple):
@@ -60,13 +62,21 @@ class Columns(NamedTuple):
     prompt: str | None = None
     #: Of the config, for the keys in errors.
     section: str = "data"
+    #: `text` holds messages, which it renders.
+    chat: ChatTemplate | None = None
 
     @property
     def wanted(self) -> tuple[str, ...]:
         return (self.text,) if self.prompt is None else (self.text, self.prompt)
 
+    @property
+    def has_masks(self) -> bool:
+        """Whether not every token is a target."""
+        return self.prompt is not None or self.chat is not None
+
     def remedy(self, column: str) -> str:
         key = "prompt_key" if column == self.prompt else "text_key" if self.prompt is None else "completion_key"
+        key = "messages_key" if self.chat else key
         return f"name the field by {self.section}.{key}"
 
 
@@ -168,6 +178,12 @@ class _Zstd(io.RawIOBase):
         return size
 
 
+def plain_kind(file: BinaryIO, name: str) -> Format | None:
+    """Return the kind of an open file; None for one that is compressed. Raises DataError as `iter_rows` does."""
+    head = file.read(4096)
+    return None if head.startswith((_GZIP, _ZSTD)) else _kind_of(head, name)
+
+
 def _kind_of(head: bytes, name: str) -> Format:
     """Return the kind of a file by its first bytes. The name decides only where these are plain text."""
     for magic, kind in _MAGIC.items():
@@ -190,14 +206,16 @@ def _kind_of(head: bytes, name: str) -> Format:
 
 
 #: Number of a row, its text and perhaps its prompt.
-_Rows = Iterator[tuple[int, Sequence[str]]]
+_Rows = Iterator[tuple[int, Sequence[Any]]]
 
 
-def strings_of(record: object, columns: Columns, where: str) -> list[str]:
-    """Return the wanted fields of a record. Raises DataError that begins with `where` if one is no string."""
+def strings_of(record: object, columns: Columns, where: str) -> list[Any]:
+    """Return text and perhaps prompt of a record. Raises DataError that begins with `where` if one is no string."""
     if not isinstance(record, Mapping):
         problem = f"expected a text, or a table with the key {columns.text!r}, found {type(record).__name__}"
         raise DataError(f"{where}: {problem}")
+    if columns.chat is not None and columns.text in record:
+        return [columns.chat.render(record[columns.text], where), None]
     for column in columns.wanted:
         if not isinstance(value := record.get(column), str):
             keys = f"is missing (keys: {', '.join(map(repr, record)) or 'none'})"
@@ -251,9 +269,10 @@ def _table_rows(content: io.BufferedReader[Any], kind: Format, name: Path | str,
                     rows = f"rows {begin} to {begin + part.num_rows - 1}"
                     raise DataError(f"{name}, {rows}: not UTF-8 ({error.reason})") from error
                 for number, row in enumerate(zip(*values, strict=True), begin):
-                    if not all(isinstance(value, str) for value in row):
-                        strings_of(dict(zip(wanted, row, strict=True)), columns, f"{name}, row {number}")
-                    yield number, row
+                    if all(isinstance(value, str) for value in row) and columns.chat is None:
+                        yield number, row
+                    else:
+                        yield number, strings_of(dict(zip(wanted, row, strict=True)), columns, f"{name}, row {number}")
     except pyarrow.lib.ArrowException as error:
         raise _Damaged(str(error)) from error
     except OSError as error:

@@ -93,15 +93,11 @@ class TrainLoader:
         self.dataset, self.rank, self.dp_degree = dataset, rank, dp_degree
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self.skip = skip_ranges.merged(skip)
-        self._position = 0
+        #: Global index of the sequence after the last one served; the next step begins there or after a range.
+        self.position = 0
         #: The position that was loaded, and the ranges that were skipped before it.
         self._loaded = 0
         self._skipped_before: tuple[Range, ...] = ()
-
-    @property
-    def position(self) -> int:
-        """Global index of the sequence after the last one served; the next step begins there or after a range."""
-        return self._position
 
     @property
     def steps_left(self) -> int | None:
@@ -109,7 +105,7 @@ class TrainLoader:
         total = self.dataset.total_sequences
         if total is None:
             return None
-        left = total - self._position - skip_ranges.count(self._position, total, self.skip)
+        left = total - self.position - skip_ranges.count(self.position, total, self.skip)
         return max(0, -(-left // self.global_batch_size))
 
     def next_step(self) -> list[Batch]:
@@ -120,11 +116,11 @@ class TrainLoader:
         """
         if self.steps_left == 0:
             raise EndOfData(f"the data end: {counted(self.dataset.total_sequences or 0, 'sequences')} are served")
-        step = skip_ranges.take(self._position, self.global_batch_size, self.skip)
+        step = skip_ranges.take(self.position, self.global_batch_size, self.skip)
         indexes = step[(self.rank - step[0]) % self.dp_degree :: self.dp_degree]
         size = self.micro_batch_size
         batches = [_stack(self.dataset, indexes[m : m + size]) for m in range(0, len(indexes), size)]
-        self._position = step[-1] + 1
+        self.position = step[-1] + 1
         return batches
 
     def state_dict(self) -> dict[str, Any]:
@@ -133,11 +129,11 @@ class TrainLoader:
         `left_out`, if there are any: the ranges below it that were skipped. `rows`: the state of the sequences, if they
         have one: this rank's part, see `gather_state`. The rest is the same on every rank.
         """
-        ours = skip_ranges.without(skip_ranges.before(self._position, self.skip), [(0, self._loaded)])
+        ours = skip_ranges.without(skip_ranges.before(self.position, self.skip), [(0, self._loaded)])
         skipped = skip_ranges.merged([*self._skipped_before, *ours])
         rows = self.dataset.state_dict()
         return {
-            "next_sequence": self._position,
+            "next_sequence": self.position,
             **({"left_out": [list(r) for r in skipped]} if skipped else {}),
             **({"rows": rows} if rows else {}),
         }
@@ -151,7 +147,7 @@ class TrainLoader:
         if not isinstance(position, int) or position < 0:
             raise DataError(f"the data position in the checkpoint is not valid: next_sequence = {position!r}")
         self.dataset.load_state_dict(state.get("rows", {}), state.get("saved_at", position))
-        self._position = self._loaded = position
+        self.position = self._loaded = position
         self._skipped_before = skip_ranges.merged(state.get("left_out", ()))
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ class MixedRows:
         self._phases = {
             start: tuple(shares.get(n, 0.0) for n in self.names) for start, shares in sorted(phases.items())
         }
-        self._schedules: dict[tuple[float, ...], _Schedule] = {}
+        self._names = tuple(self.names)
         self._restart(slots)
 
     @property
@@ -99,26 +100,27 @@ class MixedRows:
         source, number = self.locate(index)
         return [f"{self.names[source]}: {document}" for document in self.rows[source].documents_in(number)]
 
+    def document_lengths(self, index: int) -> list[int]:
+        source, number = self.locate(index)
+        return self.rows[source].document_lengths(number)
+
     def locate(self, index: int) -> tuple[int, int]:
         """Return the source of sequence `index`, and its number there. Raises EndOfData behind the end."""
-        segment = next(s for s in reversed(self._segments) if s.start <= index)
+        segment = self._segment(index)
         if not any(segment.weights):
             raise EndOfData(f"sequence {index}: all sources have served their epochs")
         turn, slot = divmod(index - segment.start, self.slots)
-        place = int(self._begin[slot]) + turn
-        counts = self._counts(segment.weights)
-        source = counts.source(place)
-        given = segment.base[slot, source] + counts.upto(place)[source] - counts.upto(int(self._begin[slot]))[source]
-        return source, int(given) * self.slots + slot
+        source = _schedule(segment.weights, self._names).source(int(self._begin[slot]) + turn)
+        return source, int(self._given(segment, turn)[slot, source]) * self.slots + slot
 
     def served(self, index: int) -> dict[str, int]:
         """Return by name how many sequences before `index` are of each source."""
-        segment = next(s for s in reversed(self._segments) if s.start <= index)
-        total = self._given(segment, -(-(index - segment.start) // self.slots)).sum(axis=0)
-        rest = (index - segment.start) % self.slots
-        for slot in range(rest, self.slots) if rest else ():
-            total[self.locate(index - rest + slot)[0]] -= 1
-        return dict(zip(self.names, total.tolist(), strict=True))
+        segment = self._segment(index)
+        turns = -(-(index - segment.start - np.arange(self.slots)) // self.slots)
+        return dict(zip(self.names, self._given(segment, turns).sum(axis=0).tolist(), strict=True))
+
+    def _segment(self, index: int) -> _Segment:
+        return next(segment for segment in reversed(self._segments) if segment.start <= index)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the segments, and the states of the sources that have one."""
@@ -187,18 +189,12 @@ class MixedRows:
             [r.total_sequences for r in self.rows],
         ]
 
-    def _counts(self, weights: tuple[float, ...]) -> _Schedule:
-        if weights not in self._schedules:
-            self._schedules[weights] = _Schedule(weights, self.names)
-        return self._schedules[weights]
-
-    def _given(self, segment: _Segment, turns: int) -> NDArray[np.int64]:
-        """Return [slots, sources]: the sequences of each source before this turn of the segment."""
+    def _given(self, segment: _Segment, turns: int | NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return [slots, sources]: the sequences of each source before this turn of the segment, or of each slot."""
         if not any(segment.weights):
-            return segment.base.copy()
-        counts = self._counts(segment.weights)
-        steps = [counts.upto(int(begin) + turns) - counts.upto(int(begin)) for begin in self._begin]
-        return segment.base + np.array(steps, dtype=np.int64)
+            return segment.base
+        schedule = _schedule(segment.weights, self._names)
+        return segment.base + schedule.upto(self._begin + turns) - schedule.upto(self._begin)
 
     def _extend(self) -> None:
         """Add the segments after the last one."""
@@ -266,7 +262,12 @@ class _Schedule:
     def source(self, turn: int) -> int:
         return int(self._turns[turn % _SCHEDULE])
 
-    def upto(self, turn: int) -> NDArray[np.int64]:
-        """Return [sources]: turns of each before this one."""
-        rounds, rest = divmod(turn, _SCHEDULE)
-        return rounds * self._before[-1] + self._before[rest]
+    def upto(self, turns: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return [turns, sources]: turns of each source before each of these."""
+        rounds, rest = np.divmod(turns, _SCHEDULE)
+        return rounds[:, None] * self._before[-1] + self._before[rest]
+
+
+@lru_cache(maxsize=64)
+def _schedule(weights: tuple[float, ...], names: tuple[str, ...]) -> _Schedule:
+    return _Schedule(weights, names)

@@ -1,19 +1,20 @@
 """Documents packed into training sequences, each of which is found by its number.
 
-Each document is BOS + ids + EOS. An epoch puts all documents one after the other in its own order, epochs
-follow each other, and the endless stream is cut into windows of seq_len + 1 tokens with a stride of
-seq_len: window w reads stream[w * seq_len : (w + 1) * seq_len] and predicts the token after each. So every
-token but the very first is a target exactly once, across documents and epochs.
+Each document is BOS + ids + EOS. An epoch puts all documents one after the other, epochs follow each other, and the
+endless stream is cut into windows of seq_len + 1 tokens with a stride of seq_len: window w reads
+stream[w * seq_len : (w + 1) * seq_len] and predicts the token after each. So every token but the very first is a
+target exactly once, across documents and epochs.
 
 The windows of one pass are served in a mixed order: neighbours are of one document, and a batch of them would hold one
-or two texts. Sequence i depends on i alone: any rank can serve it, and a run resumes from a number. Both orders are
-computed from (seed, epoch) alone.
+or two texts. Sequence i depends on i alone: any rank can serve it, and a run resumes from a number. All orders are
+computed from (seed, epoch). Documents of text are put in a new order each epoch, too. Token files keep theirs, and the
+order of their windows is computed place by place: neither memory nor the time of a resume depends on their size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,17 +22,46 @@ from numpy.typing import NDArray
 
 from titanlite.data import EndOfData
 from titanlite.data.corpus import Corpus
-from titanlite.data.permutation import GAMMA, epoch_key
+from titanlite.data.permutation import GAMMA, Permutation, epoch_key
 from titanlite.data.rows import IGNORE, Row, Stateless
+from titanlite.data.token_files import TokenFiles
 from titanlite.utils import counted
 
+#: Neighbouring tokens of a corpus: the first and the end of them.
+Range = tuple[int, int]
 
-class Part(NamedTuple):
-    """Neighbouring tokens of one document in a sequence: the first and the end of them in the corpus."""
 
-    document: int
-    begin: int
-    end: int
+class Window(NamedTuple):
+    """Tokens of a row, and where there is one the target of the last of them."""
+
+    ids: NDArray[Any]
+    #: Where the loss counts a token; None: everywhere.
+    targets: NDArray[np.bool_] | None = None
+    #: Where documents begin.
+    begins: Sequence[int] | NDArray[np.int64] = (0,)
+
+
+def make_row(windows: Iterable[Window], seq_len: int, pad_id: int, mask_documents: bool) -> Row:
+    """Return a row of windows side by side, filled up with padding.
+
+    A token predicts the next one of its window; with `mask_documents` only the next one of its document.
+    """
+    tokens, labels = np.full(seq_len, pad_id, dtype=np.int64), np.full(seq_len, IGNORE, dtype=np.int64)
+    begins, at = np.zeros(seq_len + 1, dtype=np.int32), 0
+    for ids, targets, starts in windows:
+        tokens[at : at + len(ids)] = ids[: seq_len - at]
+        following = labels[at : at + len(ids) - 1]
+        following[:] = ids[1:]
+        if targets is not None:
+            following[~targets[1:]] = IGNORE
+        begins[np.asarray(starts) + at] = 1
+        at += len(ids)
+    if not mask_documents:
+        return Row(tokens, labels)
+    begins[0], begins[at : at + 1] = 0, at > 0  # padding counts as one more document
+    documents = np.cumsum(begins, dtype=np.int32)
+    labels[documents[1:] != documents[:-1]] = IGNORE
+    return Row(tokens, labels, documents[:-1])
 
 
 class PackedDataset(Stateless):
@@ -40,15 +70,15 @@ class PackedDataset(Stateless):
     Args:
         corpus: the tokenized documents.
         seq_len: tokens per sequence.
-        seed: with the epoch, decides the order of documents.
-        shuffle: a new order of documents and of windows each epoch; False: file order in all of them.
+        seed: with the epoch, decides the order of documents and windows.
+        shuffle: a new order each epoch; False: file order in all of them.
         epochs: passes over the corpus, or None for no end.
         mask_documents: rows tell which tokens are of one document.
     """
 
     def __init__(
         self,
-        corpus: Corpus,
+        corpus: Corpus | TokenFiles,
         *,
         seq_len: int,
         seed: int = 0,
@@ -60,21 +90,21 @@ class PackedDataset(Stateless):
         self.mask_documents = mask_documents
         # A block of windows touches two epochs, or three after many passes.
         self._epoch = lru_cache(maxsize=3)(self._find_epoch)
-        # Another seed than for the order of documents, so that the two are not the same permutation.
-        self._block = lru_cache(maxsize=2)(partial(epoch_order, self.sequences_per_epoch, ~seed))
+        self._order = lru_cache(maxsize=2)(self._find_order)
 
     @property
     def documents(self) -> int:
-        return len(self.corpus.offsets) - 1
+        return self.corpus.documents
 
     @property
     def tokens_per_epoch(self) -> int:
         """Tokens of one pass, BOS and EOS included."""
-        return len(self.corpus.tokens)
+        return self.corpus.size
 
     def describe(self) -> str:
         """Return the size of the text in words."""
-        return f"{counted(self.documents, 'documents')}, {self.tokens_per_epoch:,} tokens per epoch"
+        files = ", from token files" if isinstance(self.corpus, TokenFiles) else ""
+        return f"{counted(self.documents, 'documents')}, {self.tokens_per_epoch:,} tokens per epoch{files}"
 
     @property
     def sequences_per_epoch(self) -> int:
@@ -92,10 +122,7 @@ class PackedDataset(Stateless):
             return None
         if self.shuffle:
             return self.epochs * self.sequences_per_epoch
-        return self._windows_with_targets(self.epochs)
-
-    def _windows_with_targets(self, epochs: int) -> int:
-        return -(-(epochs * self.tokens_per_epoch - 1) // self.seq_len)
+        return -(-(self.epochs * self.tokens_per_epoch - 1) // self.seq_len)
 
     @property
     def fingerprint(self) -> str:
@@ -111,8 +138,8 @@ class PackedDataset(Stateless):
     def sequence(self, index: int) -> Row:
         """Return sequence `index`.
 
-        After the last target of the last epoch labels are `IGNORE`. Raises EndOfData for an index at or
-        above `total_sequences`.
+        After the last target of the last epoch labels are `IGNORE`. Raises EndOfData for an index at or above
+        `total_sequences`, and DataError for an impossible id in a token file.
         """
         if index < 0:
             raise IndexError(f"sequence {index}: indexes start at 0")
@@ -120,79 +147,92 @@ class PackedDataset(Stateless):
         if total is not None and index >= total:
             epochs = counted(self.epochs or 0, "epochs")
             raise EndOfData(f"sequence {index}: this text has {counted(total, 'sequences')} in {epochs}")
-        parts = self.parts(self.window(index))
-        return self._row(parts) if parts else self.padding()
-
-    def _row(self, parts: Sequence[Part]) -> Row:
-        """Return the row of the parts of a window."""
-        window = np.concatenate([self.corpus.tokens[part.begin : part.end] for part in parts])
-        row = self.padding()
-        row.tokens[: min(len(window), self.seq_len)] = window[: self.seq_len]
-        labels = row.labels[: len(window) - 1]
-        labels[:] = window[1:]
-        if self.corpus.targets is not None:
-            targets = np.concatenate([self.corpus.targets[part.begin : part.end] for part in parts])
-            labels[~targets[1:]] = IGNORE
-        lengths = [part.end - part.begin for part in parts]
-        if self.mask_documents:
-            labels[np.cumsum(lengths)[:-1] - 1] = IGNORE  # the first token of the next document
-        return row._replace(documents=self.numbers(lengths))
-
-    def numbers(self, lengths: Sequence[int]) -> NDArray[np.int32] | None:
-        """Return `Row.documents` for documents of these lengths and padding; None without masks."""
-        if not self.mask_documents:
-            return None
-        found = np.full(self.seq_len, len(lengths), dtype=np.int32)
-        numbers = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)[: self.seq_len]
-        found[: len(numbers)] = numbers
-        return found
+        windows = (self._read(ranges) for ranges in self.ranges(self.window(index)))
+        return make_row(windows, self.seq_len, self.corpus.pad_id, self.mask_documents)
 
     def padding(self) -> Row:
         """Return a sequence without targets, to fill up the last batch of finite data."""
-        tokens = np.full(self.seq_len, self.corpus.pad_id, dtype=np.int64)
-        return Row(tokens, np.full(self.seq_len, IGNORE, dtype=np.int64), self.numbers([]))
+        return make_row((), self.seq_len, self.corpus.pad_id, self.mask_documents)
+
+    def _read(self, ranges: Sequence[Range]) -> Window:
+        ids = np.concatenate([self.corpus.read(*one) for one in ranges])
+        targets = np.concatenate([self.corpus.is_target(*one) for one in ranges]) if self.corpus.has_targets else None
+        if not self.mask_documents:
+            return Window(ids, targets)
+        begins, before = [], 0
+        for begin, end in ranges:
+            begins.append(self.corpus.starts(begin, end) - begin + before)
+            before += end - begin
+        return Window(ids, targets, np.concatenate(begins))
 
     def window(self, index: int) -> int:
         """Return the window of sequence `index`."""
         if not self.shuffle:
             return index
         block, place = divmod(index, self.sequences_per_epoch)
-        return block * self.sequences_per_epoch + int(self._block(block)[place])
+        return block * self.sequences_per_epoch + self._order(block)(place)
+
+    def _find_order(self, block: int) -> Callable[[int], int]:
+        """Return the function from a place in a pass to its window."""
+        if isinstance(self.corpus, TokenFiles):
+            return Permutation(self.sequences_per_epoch, epoch_key(self.seed, block))
+        # Another seed than for the order of documents, so that the two are not the same permutation.
+        return epoch_order(self.sequences_per_epoch, ~self.seed, block).item
 
     def documents_in(self, index: int) -> list[int]:
         """Return the documents of the tokens of sequence `index`, in its order.
 
-        Their numbers are those of the records, counted from 0 in the order of `corpus.files` and within each.
+        Their numbers are those of the records, counted from 0 in the order of the files and within each.
         """
-        return [part.document for part in self.parts(self.window(index))]
+        ranges = [one for window in self.ranges(self.window(index)) for one in window]
+        return [document for one in ranges for document in self.corpus.documents_in(*one)]
 
-    def parts(self, window: int) -> list[Part]:
-        """Return the parts of seq_len + 1 tokens from window * seq_len of all epochs end to end.
+    def document_lengths(self, index: int) -> list[int]:
+        found: list[int] = []
+        for window in self.ranges(self.window(index)):
+            parts = [n for begin, end in window for n in np.diff([*self.corpus.starts(begin, end), end]).tolist()]
+            found += np.diff(np.minimum(np.cumsum(parts), self.seq_len), prepend=0).tolist()
+        return found
 
-        Fewer tokens at the end of finite data; none where no target is left.
+    def ranges(self, window: int) -> list[list[Range]]:
+        """Return the parts of the corpus that make a row: those of each of its windows. Without a target: none.
+
+        Here it is one window: seq_len + 1 tokens from window * seq_len of all epochs end to end, fewer at the end.
         """
-        if self.epochs is not None and window >= self._windows_with_targets(self.epochs):
+        size, begin = self.corpus.size, window * self.seq_len
+        end = begin + self.seq_len + 1
+        if self.epochs is not None:
+            end = min(end, self.epochs * size)
+        if end - begin < 2:
             return []
-        start, length = window * self.seq_len, self.seq_len + 1
-        parts = []
-        epoch, within = divmod(start, self.tokens_per_epoch)
-        while length > 0 and (self.epochs is None or epoch < self.epochs):
-            order, starts = self._epoch(epoch)
-            place = int(np.searchsorted(starts, within, side="right")) - 1
-            while length > 0 and place < len(order):
-                document = int(order[place])
-                begin = int(self.corpus.offsets[document]) + within - int(starts[place])
-                end = min(begin + length, int(self.corpus.offsets[document + 1]))
-                parts.append(Part(document, begin, end))
-                length -= end - begin
-                within += end - begin
-                place += 1
-            epoch, within = epoch + 1, 0
-        return parts
+        found: list[Range] = []
+        while begin < end:
+            epoch, within = divmod(begin, size)
+            length = min(end - begin, size - within)
+            found += self._within_epoch(epoch, within, length)
+            begin += length
+        return [found]
+
+    def _within_epoch(self, epoch: int, begin: int, length: int) -> list[Range]:
+        """Return the parts of the corpus that an epoch has at [begin, begin + length)."""
+        if not self.shuffle or isinstance(self.corpus, TokenFiles):
+            return [(begin, begin + length)]
+        order, starts = self._epoch(epoch)
+        place = int(np.searchsorted(starts, begin, side="right")) - 1
+        found: list[Range] = []
+        while length > 0:
+            first, end = self.corpus.offsets[order[place] : order[place] + 2].tolist()
+            first += begin - int(starts[place])
+            end = min(first + length, end)
+            found.append((first, end))
+            length -= end - first
+            begin += end - first
+            place += 1
+        return found
 
     def _find_epoch(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return (documents in order [n], stream position within the epoch at which each begins [n])."""
-        order = epoch_order(self.documents, self.seed, epoch, self.shuffle)
+        order = epoch_order(self.documents, self.seed, epoch)
         lengths = np.diff(self.corpus.offsets)[order]
         return order, np.cumsum(lengths) - lengths
 

@@ -1,17 +1,17 @@
 """Batches prepared ahead of the training thread.
 
-One daemon thread cuts the next steps and pins their memory while the model works on this one. Packing copies numpy
-arrays, mostly outside Python's lock. So a thread is enough: no loader processes with their start, copies and signals.
+One thread cuts the next steps and pins their memory while the model works on this one. Packing copies numpy arrays,
+mostly outside Python's lock. So a thread is enough: no loader processes with their start, copies and signals.
 Prepared steps that were not handed out are not part of the state.
 """
 
 from __future__ import annotations
 
 import itertools
-import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -20,7 +20,7 @@ from titanlite.data import EndOfData
 from titanlite.data.loader import Batch
 from titanlite.utils import logger
 
-#: Name of the threads, as `threading.enumerate` and a debugger show it.
+#: Names of the threads begin so, as `threading.enumerate` and a debugger show them.
 THREAD = "titanlite-prefetch"
 
 #: Seconds that `close` waits for a thread to finish its item.
@@ -52,69 +52,47 @@ class PassLoader(Protocol):
     def __iter__(self) -> Iterator[Batch]: ...
 
 
-class _Producer(Generic[_T]):
-    """A daemon thread that keeps up to `depth` results of `make` ready, until an error or `stop`."""
+class _Ahead(Generic[_T]):
+    """Calls `make` in a thread, `depth` times ahead of `take`, until it raises.
 
-    def __init__(self, make: Callable[[], _T], depth: int, device: int | None) -> None:
-        #: Results, the last one perhaps an error.
-        self.items: deque[tuple[_T | None, BaseException | None]] = deque()
-        self._free, self._closed, self._news = threading.Semaphore(depth), threading.Event(), threading.Condition()
-        # The thread must not hold `self`.
-        items, free, closed, news = self.items, self._free, self._closed, self._news
+    The thread ends with `stop`, when this is collected, and with the interpreter.
+    """
 
-        def put(item: _T | None, error: BaseException | None) -> None:
-            with news:
-                items.append((item, error))
-                news.notify()
+    def __init__(self, make: Callable[[], _T], depth: int, pin: bool) -> None:
+        failed: list[BaseException] = []
 
-        def fill() -> None:
+        def once() -> _T:
+            if failed:
+                raise failed[0]
             try:
-                if device is not None:
-                    # A new thread is on GPU 0, and pinning would open a context there for every rank.
-                    torch.cuda.set_device(device)
-                while free.acquire() and not closed.is_set():
-                    put(make(), None)
+                return make()
             except BaseException as error:
-                put(None, error)
+                failed.append(error)
+                raise
 
-        def stop() -> None:
-            closed.set()
-            free.release()
-            thread.join(_PATIENCE)
+        # A new thread is on GPU 0, and pinning would open a context there for every rank.
+        start = partial(torch.cuda.set_device, torch.cuda.current_device()) if pin else None
+        self._pool = pool = ThreadPoolExecutor(1, THREAD, start)
+        self._submit = lambda: pool.submit(once)
+        self.items: deque[Future[_T]] = deque(self._submit() for _ in range(depth))
 
-        thread = self._thread = threading.Thread(target=fill, name=THREAD, daemon=True)
-        thread.start()
-        # Runs when the owner is collected, and before the interpreter ends: a thread that is still in a library then
-        # would abort the process, and a thread that is no daemon would keep it from ending.
-        self._finalizer = weakref.finalize(self, stop)
+    def error(self, number: int) -> BaseException | None:
+        """Wait for item `number` of those ahead; return the error that comes in its place or before."""
+        return self.items[number].exception()
 
-    def take(self, reserve: int = 0) -> _T:
-        """Wait for the next item, and until `reserve` more are ready or none will come. Raises the error of `make` in
-        its place."""
-        with self._news:
-            while not self._news.wait_for(lambda: len(self.items) > reserve or self.error is not None, timeout=1.0):
-                if self._closed.is_set():
-                    raise RuntimeError("the loader did not return when its thread was ended: it cannot be used again")
-                if not self._thread.is_alive():
-                    raise RuntimeError("the thread that prepares batches is gone: was the process forked?")
-            if self._closed.is_set():
-                raise RuntimeError("the loader did not return when its thread was ended: it cannot be used again")
-            item, error = self.items.popleft()
-        if error is not None:
-            raise error
-        self._free.release()
-        return item  # type: ignore[return-value]
-
-    @property
-    def error(self) -> BaseException | None:
-        """The error after which nothing comes any more."""
-        return self.items[-1][1] if self.items else None
+    def take(self) -> _T:
+        """Wait for the next item. Raises the error of `make` in its place."""
+        item = self.items[0].result()
+        self.items.popleft()
+        self.items.append(self._submit())
+        return item
 
     def stop(self, patience: float = _PATIENCE) -> bool:
         """End the thread; return False if it does not end in `patience` seconds because `make` does not return."""
-        self._finalizer()
-        self._thread.join(max(patience - _PATIENCE, 0.0))
-        return not self._thread.is_alive()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        ended = not wait([item for item in self.items if not item.cancelled()], patience).not_done
+        self._pool.shutdown(wait=ended)
+        return ended
 
 
 class _Step(NamedTuple):
@@ -132,8 +110,7 @@ class Prefetcher:
             micro_batches = batches.next_step()
 
     Steps, their order, errors and the state are those of `loader`, which must not be used meanwhile. After `close` the
-    loader is at the last step handed out, and the prefetcher may be used again. The thread starts with the first step
-    and ends on `close`, after an error, when the prefetcher is collected, and with the interpreter.
+    loader is at the last step handed out, and the prefetcher may be used again.
 
     Args:
         loader: the source of the steps.
@@ -146,8 +123,8 @@ class Prefetcher:
     def __init__(self, loader: StepLoader, depth: int = 2, pin: bool = False, reserve: int = 0) -> None:
         self.loader, self.depth, self.pin = loader, depth, pin and torch.cuda.is_available()
         self.reserve = reserve if depth else 0
-        self.on_failure: Callable[[BaseException], object] = _ignore
-        self._producer: _Producer[_Step] | None = None
+        self.on_failure: Callable[[BaseException], object] = lambda _: None
+        self._ahead: _Ahead[_Step] | None = None
         #: State and steps left after the last step handed out; None while nothing is prepared ahead.
         self._last: tuple[dict[str, Any], int | None] | None = None
 
@@ -165,19 +142,18 @@ class Prefetcher:
     def next_step(self) -> list[Batch]:
         """Return the micro-batches of the next step, on the CPU. Raises the loader's error of this very step."""
         if self.depth == 0:
-            return _pinned(self.loader.next_step(), self.pin)
-        if self._producer is None:
+            return _step(self.loader, self.pin).batches
+        if self._ahead is None:
             self._last = self.loader.state_dict(), self.loader.steps_left
-            depth = self.depth + self.reserve
-            self._producer = _Producer(_steps(self.loader, self.pin), depth, _current_device(self.pin))
+            self._ahead = _Ahead(partial(_step, self.loader, self.pin), self.depth + self.reserve, self.pin)
         try:
-            step = self._producer.take(self.reserve)
-            error = self._producer.error
-            if error is not None and not isinstance(error, EndOfData):
-                self.on_failure(error)
+            error = self._ahead.error(self.reserve)
+            step = self._ahead.take()
         except Exception:
             self.close()
             raise
+        if error is not None and not isinstance(error, EndOfData):
+            self.on_failure(error)
         self._last = step.state, step.steps_left
         return step.batches
 
@@ -188,7 +164,7 @@ class Prefetcher:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state` and drop prepared steps. Raises the errors of `loader.load_state_dict`."""
         self.close(_LONG_PATIENCE)
-        if self._producer is not None:
+        if self._ahead is not None:
             raise RuntimeError("the loader is still busy with a step: it cannot be set to another state")
         self.loader.load_state_dict(state)
 
@@ -197,14 +173,14 @@ class Prefetcher:
 
         A loader that does not return from a step within seconds is left alone, with a warning.
         """
-        if self._producer is None:
+        if self._ahead is None:
             return
-        if not self._producer.stop(patience):
+        if not self._ahead.stop(patience):
             logger.warning(f"the loader has not returned from a step for {patience:.0f} s: its thread is left behind")
             return
         assert self._last is not None
         self.loader.load_state_dict(self._last[0])
-        self._producer = self._last = None
+        self._ahead = self._last = None
 
 
 class ValidationPrefetcher:
@@ -225,7 +201,7 @@ class ValidationPrefetcher:
             raise ValueError("loader: a pass has no batches; give it text for at least one, or disable validation")
         self.loader, self.depth, self.pin = loader, depth, pin and torch.cuda.is_available()
         self.persistent = persistent
-        self._producer: _Producer[Batch] | None = None
+        self._ahead: _Ahead[Batch] | None = None
 
     def __len__(self) -> int:
         """Batches per pass, the same on all ranks."""
@@ -233,51 +209,36 @@ class ValidationPrefetcher:
 
     def __iter__(self) -> Iterator[Batch]:
         if self.depth == 0:
-            for batch in self.loader:
-                yield _pinned([batch], self.pin)[0]
+            yield from (_pinned(batch, self.pin) for batch in self.loader)
             return
-        producer, self._producer = self._producer, None
-        if producer is None:
-            make = _passes(self.loader, self.pin, self.persistent)
-            producer = _Producer(make, self.depth, _current_device(self.pin))
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            passes = itertools.repeat(self.loader) if self.persistent else [self.loader]
+            batches = itertools.chain.from_iterable(passes)
+            ahead = _Ahead(lambda pin=self.pin: _pinned(next(batches), pin), self.depth, self.pin)  # type: ignore[misc]
         whole = False
         try:
             for _ in range(len(self.loader)):
-                yield producer.take()
+                yield ahead.take()
             whole = True
         finally:
             # A pass that was broken off leaves batches of its middle behind.
-            if whole and self.persistent and self._producer is None:
-                self._producer = producer
+            if whole and self.persistent and self._ahead is None:
+                self._ahead = ahead
             else:
-                producer.stop()
+                ahead.stop()
 
     def close(self) -> None:
         """End the thread, if it stays between passes."""
-        if self._producer is not None:
-            self._producer.stop()
-            self._producer = None
+        if self._ahead is not None:
+            self._ahead.stop()
+            self._ahead = None
 
 
-def _ignore(_: BaseException) -> None:
-    """Leave it to the error itself."""
+def _step(loader: StepLoader, pin: bool) -> _Step:
+    batches = [_pinned(batch, pin) for batch in loader.next_step()]
+    return _Step(batches, loader.state_dict(), loader.steps_left)
 
 
-# Closures over the loader alone: a thread that held its owner would keep it from being collected.
-
-
-def _steps(loader: StepLoader, pin: bool) -> Callable[[], _Step]:
-    return lambda: _Step(_pinned(loader.next_step(), pin), loader.state_dict(), loader.steps_left)
-
-
-def _passes(loader: PassLoader, pin: bool, endless: bool) -> Callable[[], Batch]:
-    batches = itertools.chain.from_iterable(itertools.repeat(loader)) if endless else iter(loader)
-    return lambda: _pinned([next(batches)], pin)[0]
-
-
-def _pinned(batches: list[Batch], pin: bool) -> list[Batch]:
-    return [batch.map(torch.Tensor.pin_memory) for batch in batches] if pin else batches
-
-
-def _current_device(pin: bool) -> int | None:
-    return torch.cuda.current_device() if pin else None
+def _pinned(batch: Batch, pin: bool) -> Batch:
+    return batch.map(torch.Tensor.pin_memory) if pin else batch

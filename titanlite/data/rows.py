@@ -68,6 +68,10 @@ class Rows(Protocol):
         """Return what names the documents of row `index`, for reports."""
         ...
 
+    def document_lengths(self, index: int) -> list[int]:
+        """Return the tokens of each of them in row `index` and the target of its last token."""
+        ...
+
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank must know, besides the number of the next row, to go on; {} if nothing."""
         ...

@@ -47,7 +47,7 @@ class Shards:
             for name in self.names
         ]
         return hashlib.sha256(
-            json.dumps([names, list(self.columns.wanted), self.kind, description]).encode()
+            json.dumps([names, list(self.columns.wanted), self.kind, description, *(self.columns.chat or ())]).encode()
         ).hexdigest()
 
     def at(self, revision: str) -> Shards:

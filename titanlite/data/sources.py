@@ -15,7 +15,9 @@ from titanlite.config.extensions import load_function
 from titanlite.config.sections import Data, DataSource
 from titanlite.config.text_names import REGISTERED
 from titanlite.data import DataError
+from titanlite.data.chat import load_template
 from titanlite.data.formats import COMPRESSED, ENDINGS, SUFFIXES, Columns, Format, Record, read_file, strings_of
+from titanlite.data.tokenizer import Tokenizer
 from titanlite.utils import logger
 
 _ASSETS = Path(__file__).parent / "assets"
@@ -63,14 +65,22 @@ def source_files(dataset: str, path: str | None, section: str = "training") -> l
     return files
 
 
-def columns_of(data: Data, dataset: str, path: str | None, source: DataSource | None = None) -> Columns:
+def columns_of(
+    data: Data, dataset: str, path: str | None, source: DataSource | None = None, tokenizer: Tokenizer | None = None
+) -> Columns:
     """Return the fields of a text's records: of bundled text its own, else those of the source, else those of `data`.
 
-    A source with a text_key and no other key has no prompts.
+    A source with a text_key and no other key has no prompts. tokenizer: brings the template of messages.
     """
     if path is None and dataset in BUNDLED:
         return Columns("completion", "prompt") if dataset in _PROMPTED else Columns()
     source = source or DataSource()
+    own = source.text_key or source.prompt_key or source.completion_key
+    messages = source.messages_key or (None if own else data.messages_key)
+    if messages:
+        assert tokenizer is not None
+        section = "data.source" if source.messages_key else "data"
+        return Columns(messages, None, section, load_template(data.chat_template, tokenizer))
     section = "data.source" if source.text_key or source.prompt_key or source.completion_key else "data"
     if not source.text_key or source.prompt_key or source.completion_key:
         prompt, completion = source.prompt_key or data.prompt_key, source.completion_key or data.completion_key
@@ -123,9 +133,12 @@ def own_records(function: str, key: str, columns: Columns | None = None) -> Iter
     Raises DataError, naming the config's `key`, for a document without a text, and if there is none at all.
     """
     number = 0
+    columns = columns or Columns()
     for number, document in enumerate(load_function(key, function)(), 1):
         where = f"{key}: document {number} of {function}"
-        strings = [document] if isinstance(document, str) else strings_of(document, columns or Columns(), where)
+        if columns.chat is not None and isinstance(document, list):
+            document = {columns.text: document}
+        strings = [document] if isinstance(document, str) else strings_of(document, columns, where)
         yield Record(function, number, *strings)
     if not number:
         raise DataError(f"{key}: {function} returned no documents")

@@ -23,9 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titanlite.data import DataError
+from titanlite.data.best_fit import BestFitDataset
+from titanlite.data.corpus import Corpus, are_targets, targets_of
 from titanlite.data.formats import Record
-from titanlite.data.packing import epoch_order
-from titanlite.data.rows import IGNORE, Row
+from titanlite.data.packing import Window, epoch_order, make_row
+from titanlite.data.rows import Row
 from titanlite.data.shards import Shards
 from titanlite.utils import counted
 
@@ -54,20 +56,27 @@ class Place(NamedTuple):
 
 class _Document(NamedTuple):
     ids: Ids
-    #: Number of its first tokens on which the loss does not count.
-    prompt: int
+    #: Whether its first tokens are targets, see `encode_record`.
+    mask: NDArray[np.bool_]
     place: Place
     #: File and number of its record.
     name: str
 
 
-class _Window(NamedTuple):
-    tokens: Ids  # [seq_len + 1]
-    #: Where the loss counts a token.
-    targets: NDArray[np.bool_]
-    #: Number of each token's document in the window.
-    documents: NDArray[np.int32]
+class _Served(NamedTuple):
+    row: Row
     names: list[str]
+    #: Tokens of each document in the row.
+    lengths: list[int]
+
+
+class _Packed(NamedTuple):
+    """A row of a block that is packed. `place.document` counts these rows."""
+
+    row: Row
+    names: list[str]
+    lengths: list[int]
+    place: Place
 
 
 class StreamRows:
@@ -75,13 +84,14 @@ class StreamRows:
 
     Args:
         shards: the files.
-        encode: tokenizes a record: ids [tokens] with BOS and EOS, and the number of those that are its prompt.
+        encode: tokenizes a record, see `encode_record`.
         description: of tokenizer and encoding, for the fingerprint.
         seed, shuffle: of the order of shards and documents.
         buffer: documents that are mixed together, over all lanes.
         lanes: V; None: chosen for `ranks` and kept in the state.
         workers: threads that tokenize; 0: the one that asks does it.
         mask_documents: rows tell the document of each token.
+        best_fit: documents are fitted whole into rows, those of a block together (see `titanlite.data.best_fit`).
     """
 
     total_sequences: None = None
@@ -90,7 +100,7 @@ class StreamRows:
     def __init__(
         self,
         shards: Shards,
-        encode: Callable[[Record], tuple[Ids, int]],
+        encode: Callable[[Record], tuple[Ids, NDArray[np.bool_]]],
         *,
         description: str,
         seq_len: int,
@@ -102,7 +112,9 @@ class StreamRows:
         ranks: int = 1,
         workers: int = 0,
         mask_documents: bool = False,
+        best_fit: bool = False,
     ) -> None:
+        self.best_fit = best_fit
         self.shards, self.encode, self.seq_len, self.pad_id = shards, encode, seq_len, pad_id
         self.seed, self.shuffle, self.buffer, self.mask_documents = seed, shuffle, buffer, mask_documents
         self.fingerprint = shards.fingerprint(description)
@@ -112,7 +124,7 @@ class StreamRows:
         self.encoders = ThreadPoolExecutor(workers, thread_name_prefix="titanlite-encode") if workers else None
         self._open: dict[int, _Lane] = {}
         self._places: dict[int, tuple[int, Place]] = {}
-        self._kept: OrderedDict[int, _Window] = OrderedDict()
+        self._kept: OrderedDict[int, _Served] = OrderedDict()
         #: A save asks from the main thread, the loader from its own.
         self._lock = threading.Lock()
 
@@ -122,30 +134,29 @@ class StreamRows:
         given = {} if self.given_lanes is None else {"lanes": self.given_lanes}
         order = {"seq_len": self.seq_len, "seed": self.seed, "shuffle": self.shuffle, "epochs": None}
         masks = {"mask_documents": True} if self.mask_documents else {}
-        return {**order, "buffer": self.buffer, **given, **masks}
+        packing = {"packing": "best-fit"} if self.best_fit else {}
+        return {**order, "buffer": self.buffer, **given, **masks, **packing}
 
     def describe(self) -> str:
         """Return the size of the text in words."""
         files = counted(len(self.shards.names), "files")
-        return f"{files}, read while training in {counted(self.lanes, 'lanes')}, {self.buffer:,} documents at a time"
+        packing = ", best-fit" * self.best_fit
+        lanes = f"{counted(self.lanes, 'lanes')}, {self.buffer:,} documents at a time"
+        return f"{files}, read while training in {lanes}{packing}"
 
     def sequence(self, index: int) -> Row:
         """Return sequence `index`. Raises DataError if its text cannot be read."""
-        window = self._window(index)
-        tokens, labels = window.tokens[:-1].copy(), window.tokens[1:].copy()
-        labels[~window.targets[1:]] = IGNORE
-        if self.mask_documents:
-            labels[window.documents[1:] != window.documents[:-1]] = IGNORE
-        return Row(tokens, labels, window.documents[:-1].copy() if self.mask_documents else None)
+        return self._window(index).row
 
     def padding(self) -> Row:
-        size = self.seq_len
-        documents = np.zeros(size, dtype=np.int32) if self.mask_documents else None
-        return Row(np.full(size, self.pad_id, dtype=np.int64), np.full(size, IGNORE, dtype=np.int64), documents)
+        return make_row((), self.seq_len, self.pad_id, self.mask_documents)
 
     def documents_in(self, index: int) -> list[Any]:
         """Return file and record of the documents of sequence `index`."""
         return list(self._window(index).names)
+
+    def document_lengths(self, index: int) -> list[int]:
+        return list(self._window(index).lengths)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the places of the lanes that this rank has read, each with its number and count of windows."""
@@ -181,7 +192,7 @@ class StreamRows:
                 self._shut(number)
             self._kept.clear()
 
-    def _window(self, index: int) -> _Window:
+    def _window(self, index: int) -> _Served:
         number, count = index % self.lanes, index // self.lanes
         with self._lock:
             if index in self._kept:
@@ -193,7 +204,7 @@ class StreamRows:
                 while lane.count <= count:  # ranks that share a lane leave windows out
                     window = lane.next_window()
                     self._kept[index + (lane.count - 1 - count) * self.lanes] = window
-                    while len(self._kept) * (self.seq_len + 1) * 13 > _KEPT_BYTES and len(self._kept) > 1:
+                    while len(self._kept) * self.seq_len * 20 > _KEPT_BYTES and len(self._kept) > 1:
                         self._kept.popitem(last=False)
             except BaseException:
                 self._shut(number)
@@ -213,27 +224,41 @@ class StreamRows:
 
 
 class _Lane:
-    """A lane from a place on: its windows in order. `_blocks` and `_documents` run in other threads, one at a time."""
+    """A lane from a place on: its rows in order. The generators run in other threads, one call at a time."""
 
     def __init__(self, rows: StreamRows, number: int, count: int, place: Place) -> None:
         self.rows, self.number, self.count = rows, number, count
         #: Counts and places before the latest windows, to go back to.
         self.passed: deque[tuple[int, Place]] = deque(maxlen=1 << 12)
-        self._chunks = self._documents(place)
+        self._chunks: Iterator[list[Any]] = (self._packed_blocks if rows.best_fit else self._documents)(place)
         self._next = self._ahead()
-        #: Documents that are not served to the end. Of the first, `_served` tokens are.
-        self._queue: deque[_Document] = deque()
+        #: Rows that are packed, or documents that are not served to the end. Of the first, `_served` tokens are.
+        self._queue: deque[Any] = deque()
         self._served, self._start = place.offset, place
 
     @property
     def place(self) -> Place:
         if not self._queue:
             return self._start
-        return self._queue[0].place._replace(offset=self._served)
+        place: Place = self._queue[0].place
+        return place._replace(offset=self._served)
 
-    def next_window(self) -> _Window:
-        """Return the next window, and move on by seq_len tokens: a window's last token begins the next one."""
+    def next_window(self) -> _Served:
+        """Return the next row. Of split rows the last target begins the next one."""
         self.passed.append((self.count, self.place))
+        served = self._packed() if self.rows.best_fit else self._split()
+        self.count += 1
+        return served
+
+    def _packed(self) -> _Served:
+        while not self._queue:
+            self._queue += self._next()
+            self._next = self._ahead()
+        row, names, lengths, place = self._queue.popleft()
+        self._start = place._replace(document=place.document + 1)
+        return _Served(row, names, lengths)
+
+    def _split(self) -> _Served:
         missing = self.rows.seq_len + 1 + self._served - sum(len(document.ids) for document in self._queue)
         while missing > 0:
             chunk = self._next()
@@ -251,13 +276,14 @@ class _Lane:
         while self._queue[0] is not parts[-1][0]:
             self._queue.popleft()
         self._served = parts[-1][2] - 1
-        self.count += 1
-        targets = np.concatenate([np.arange(begin, end) >= document.prompt for document, begin, end in parts])
-        numbers = np.repeat(np.arange(len(parts), dtype=np.int32), [end - begin for _, begin, end in parts])
+        targets = np.concatenate([are_targets(document.mask, begin, end) for document, begin, end in parts])
         tokens = np.concatenate([document.ids[begin:end] for document, begin, end in parts])
-        return _Window(tokens, targets, numbers, [document.name for document, _, _ in parts])
+        lengths = np.array([end - begin for _, begin, end in parts])
+        window = Window(tokens, targets, np.cumsum(lengths) - lengths)
+        row = make_row([window], self.rows.seq_len, self.rows.pad_id, self.rows.mask_documents)
+        return _Served(row, [document.name for document, _, _ in parts], lengths.tolist())
 
-    def _ahead(self) -> Callable[[], list[_Document]]:
+    def _ahead(self) -> Callable[[], list[Any]]:
         """Start to tokenize the next documents, if there are threads for it; return a function that waits for them."""
         if self.rows.encoders is None:
             return partial(next, self._chunks)
@@ -301,8 +327,30 @@ class _Lane:
                 )
             epoch, shard, seen = epoch + 1, 0, False
 
+    def _packed_blocks(self, start: Place) -> Iterator[list[_Packed]]:
+        """Yield rows that the documents of a block are fitted into, a block at a time."""
+        rows, first, block = self.rows, start.document, list[_Document]()
+        for chunk in self._documents(start._replace(document=0)):
+            block += chunk
+            if not chunk:  # the end of a block
+                offsets = np.concatenate([[0], np.cumsum([len(one.ids) for one in block])])
+                targets = targets_of(offsets, [one.mask for one in block])
+                corpus = Corpus(np.concatenate([one.ids for one in block]), offsets, rows.pad_id, "", (), targets)
+                order: Any = {"shuffle": False, "epochs": 1, "mask_documents": rows.mask_documents}
+                fitted = BestFitDataset(corpus, seq_len=rows.seq_len, **order)
+                yield [
+                    _Packed(
+                        fitted.sequence(n),
+                        [block[document].name for document in fitted.documents_in(n)],
+                        fitted.document_lengths(n),
+                        block[0].place._replace(document=n),
+                    )
+                    for n in range(first, fitted.sequences_per_epoch)
+                ]
+                first, block = 0, []
+
     def _documents(self, start: Place) -> Iterator[list[_Document]]:
-        """Yield documents in order, tokenized, some at a time."""
+        """Yield documents in order, tokenized, some at a time; and [] at the end of a block."""
         blocks, first = self._blocks(start), start.document
         ahead = self.rows.readers.submit(next, blocks)
         while True:
@@ -312,12 +360,13 @@ class _Lane:
             chunk, size = list[_Document](), 0
             for index in range(first, len(order)):
                 record = records[order[index]]
-                ids, prompt = self.rows.encode(record)
-                chunk.append(_Document(ids, prompt, place._replace(document=index), f"{record.file}:{record.number}"))
+                ids, mask = self.rows.encode(record)
+                chunk.append(_Document(ids, mask, place._replace(document=index), f"{record.file}:{record.number}"))
                 size += len(record.text)
                 if size > _CHUNK or index == len(order) - 1:
                     yield chunk
                     chunk, size = [], 0
+            yield []
             first = 0
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+from msgspec.structs import replace as replace_fields
 
 from titanlite.config.sections import Data, DataSource, Training, Validation
 from titanlite.config.text_names import hub_text
 from titanlite.config.urls import is_url
 from titanlite.data import DataError
 from titanlite.data.best_fit import BestFitDataset
+from titanlite.data.chat import load_template
 from titanlite.data.corpus import PACKING, Corpus, encode_record, tokenize
 from titanlite.data.formats import Format
 from titanlite.data.mixture import MixedRows
@@ -23,8 +26,7 @@ from titanlite.data.shards import Shards, hub_files, url_files
 from titanlite.data.sources import columns_of, own_records, source_files
 from titanlite.data.stream import StreamRows
 from titanlite.data.token_cache import load_corpus, workers_of
-from titanlite.data.token_files import is_tokens, open_tokens
-from titanlite.data.token_rows import TokenRows
+from titanlite.data.token_files import TokenFiles, is_tokens, open_tokens
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.utils import counted, human_bytes, is_dotted, logger
 
@@ -45,13 +47,6 @@ def alone(_: str, make: Callable[[], Any]) -> Any:
 def build_dataset(training: Training, data: Data, tokenizer: Tokenizer, vocab_size: int) -> Rows:
     """Build the training sequences of these sections. Raises DataError for text that is missing or damaged."""
     return TextReader(data, tokenizer, vocab_size).train(training)
-
-
-def build_validation_dataset(
-    validation: Validation, data: Data, tokenizer: Tokenizer, vocab_size: int, seq_len: int
-) -> dict[str, Rows]:
-    """Build one pass over each held-out text, see `TextReader.held_out`. data: for its threads and its cache."""
-    return TextReader(data, tokenizer, vocab_size).held_out(validation, seq_len)
 
 
 @dataclass(frozen=True)
@@ -77,106 +72,94 @@ class TextReader:
         data = self.data
         if not data.source:
             source = DataSource(name=training.dataset, path=training.dataset_path, subset=data.subset, split=data.split)
-            return self.open(source, "training", training.seq_len, training.epochs)
-        names = [source.name or source.path or "" for source in data.source]
+            return self._open_with_end(source, "training", training.seq_len, training.epochs)
         opened: dict[str, Rows] = {}
+        weights: dict[str, float] = {}
         lanes = data.lanes
-        for number, (name, source) in enumerate(zip(names, data.source, strict=True)):
-            key = f"data.source[{number}]"
-            seed = data.seed ^ zlib.crc32(name.encode())  # the order of a source is its own, whatever else is mixed
-            rows = self.open(source, key, training.seq_len, source.epochs, seed=seed, lanes=lanes)
+        for number, source in enumerate(data.source):
+            name = source.name or source.path or ""
+            # The order of a source is its own, whatever else is mixed. All streams of a mixture have the same lanes.
+            settings = replace_fields(data, seed=data.seed ^ zlib.crc32(name.encode()), lanes=lanes)
+            reader = replace(self, data=settings)
+            rows = reader._open_with_end(source, f"data.source[{number}]", training.seq_len, source.epochs)
             if isinstance(rows, StreamRows):
-                lanes = rows.lanes  # the same for all streams of the mixture
-                rows.given_lanes = data.lanes
-            opened[name] = rows
+                lanes, rows.given_lanes = rows.lanes, data.lanes
+            opened[name], weights[name] = rows, source.weight
         slots = lanes if any(isinstance(rows, StreamRows) for rows in opened.values()) else 1
-        weights = {name: source.weight for name, source in zip(names, data.source, strict=True)}
         return MixedRows(opened, {0: weights, **(phases or {})}, seed=data.seed, slots=slots or 1)
 
     def held_out(self, validation: Validation, seq_len: int) -> dict[str, Rows]:
-        """Return one pass over each held-out text, in file order, by its name; "" is that of a single text."""
-        single = DataSource(name=validation.dataset, path=validation.dataset_path)
-        return {
-            name: self.open(source, key, seq_len, 1, shuffle=False, lanes=_HELD_OUT_LANES)
-            for name, source, key in (
-                [(s.name or "", s, f"validation.sources[{n}]") for n, s in enumerate(validation.sources)]
-                or [("", single, "validation")]
-            )
-        }
+        """Return one pass over each held-out text, in file order, by its name; "" is that of a single text.
 
-    def open(
-        self,
-        source: DataSource,
-        key: str,
-        seq_len: int,
-        epochs: int | None,
-        *,
-        seed: int | None = None,
-        shuffle: bool | None = None,
-        lanes: int | None = None,
-    ) -> Rows:
+        It is always split, and a stream has the same lanes: so the targets are the same in every run.
+        """
+        settings = replace_fields(self.data, shuffle=False, packing="split", lanes=_HELD_OUT_LANES)
+        reader, found = replace(self, data=settings), dict[str, Rows]()
+        single = DataSource(name=validation.dataset, path=validation.dataset_path)
+        for number, source in enumerate(validation.sources or [single]):
+            text = hub_text(source.name or "") if source.path is None else None
+            own = replace_fields(source, split=source.split or (text.held_out if text else None))
+            key = f"validation.sources[{number}]" if validation.sources else "validation"
+            found[source.name or "" if validation.sources else ""] = reader.open(own, key, seq_len, 1)
+        return found
+
+    def _open_with_end(self, source: DataSource, key: str, seq_len: int, epochs: int | None) -> Rows:
+        rows = self.open(source, key, seq_len, epochs)
+        if epochs is not None and rows.total_sequences is None:
+            end = f"{key}.epochs: {source.name or source.path} is read as a stream, whose length is not known"
+            raise DataError(f"{end}; give training.steps or training.tokens, or data.streaming = false")
+        return rows
+
+    def open(self, source: DataSource, key: str, seq_len: int, epochs: int | None) -> Rows:
         """Return the sequences of one source. key: of the config, for errors."""
         data, name = self.data, source.name or ""
-        seed = data.seed if seed is None else seed
-        shuffle = data.shuffle if shuffle is None else shuffle
+        order: dict[str, Any] = {"seq_len": seq_len, "seed": data.seed, "shuffle": data.shuffle}
+        order["mask_documents"] = data.mask_documents
+        pack: Any = BestFitDataset if data.packing == "best-fit" else PackedDataset
         if source.path is None and is_dotted(name):
             # Its code says nothing of its text, so its tokens are not cached.
-            workers = data.num_workers or 0
-            records = own_records(name, f"{key}.dataset", columns_of(data, name, None, source))
-            corpus = tokenize((), self.tokenizer, self.vocab_size, workers, records)
-            return self._pack(corpus, key, seq_len=seq_len, seed=seed, shuffle=shuffle, epochs=epochs)
+            columns = columns_of(data, name, None, source, self.tokenizer)
+            records = own_records(name, f"{key}.dataset", columns)
+            corpus = tokenize((), self.tokenizer, self.vocab_size, data.num_workers or 0, records)
+            return cast(Rows, pack(corpus, epochs=epochs, **order))
         if source.format == "tokens" or is_tokens(source.path):
-            fields = {
-                field: getattr(source, field) or getattr(data, field)
-                for field in ("text_key", "prompt_key", "completion_key")
-            }
-            files = open_tokens(str(source.path), self.tokenizer, self.vocab_size, f"{key}.dataset_path", fields)
-            if data.packing != "split" and not key.startswith("validation"):
-                message = f"is not possible for token files ({source.path}); leave it out"
-                raise DataError(f'data.packing: "{data.packing}" {message}')
-            order: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "epochs": epochs}
-            return TokenRows(files, seq_len=seq_len, mask_documents=data.mask_documents, **order)
+            return cast(Rows, pack(self._token_files(source, key), epochs=epochs, **order))
         shards = self.share(f"files of {key}", lambda: self._shards(source, key))
-        if self._is_stream(shards, source):
-            if epochs is not None and shuffle:
-                end = f"{key}.epochs: {name or source.path} is read as a stream, whose length is not known"
-                raise DataError(f"{end}; give training.steps or training.tokens, or data.streaming = false")
-            if data.packing == "best-fit" and not key.startswith("validation"):
-                stream = f'data.packing = "best-fit": {name or source.path} is read as a stream, which is split'
-                raise DataError(f'{stream}; set data.streaming = false, or data.packing = "split"')
-            return StreamRows(
-                shards,
-                lambda record: encode_record(record, self.tokenizer, self.vocab_size),
-                description=f"{PACKING}, {self.tokenizer.fingerprint}",
-                seq_len=seq_len,
-                pad_id=self.tokenizer.eos_id,
-                seed=seed,
-                shuffle=shuffle,
-                buffer=data.shuffle_buffer,
-                lanes=lanes or data.lanes,
-                ranks=self.ranks,
-                workers=workers_of(data.num_workers),
-                mask_documents=data.mask_documents,
-            )
-        corpus = self._corpus(shards)
-        return self._pack(corpus, key, seq_len=seq_len, seed=seed, shuffle=shuffle, epochs=epochs)
+        if not self._is_stream(shards, source):
+            return cast(Rows, pack(self._corpus(shards), epochs=epochs, **order))
+        return StreamRows(
+            shards,
+            lambda record: encode_record(record, self.tokenizer, self.vocab_size),
+            description=f"{PACKING}, {self.tokenizer.fingerprint}",
+            pad_id=self.tokenizer.eos_id,
+            buffer=data.shuffle_buffer,
+            lanes=data.lanes,
+            ranks=self.ranks,
+            workers=workers_of(data.num_workers),
+            best_fit=data.packing == "best-fit",
+            **order,
+        )
 
-    def _pack(self, corpus: Corpus, key: str, **order: Any) -> PackedDataset:
-        """Return the sequences of a corpus. Held-out text is always split: its targets are the same in every run."""
-        best_fit = self.data.packing == "best-fit" and not key.startswith("validation")
-        kind = BestFitDataset if best_fit else PackedDataset
-        return kind(corpus, mask_documents=self.data.mask_documents, **order)
+    def _token_files(self, source: DataSource, key: str) -> TokenFiles:
+        """Open the token files of a source. Raises DataError for those prepared with other fields than are asked for"""
+        names = ("text_key", "prompt_key", "completion_key", "messages_key")
+        fields = {name: getattr(source, name) or getattr(self.data, name) for name in names}
+        files = open_tokens(str(source.path), self.tokenizer, self.vocab_size, f"{key}.dataset_path", fields)
+        if self.data.chat_template and fields["messages_key"] and files.index:
+            template = load_template(self.data.chat_template, self.tokenizer)
+            if files.index["options"]["chat"][0] != template.source:
+                raise DataError(f"data.chat_template: {source.path} is prepared with another one; leave the key out")
+        return files
 
     def _shards(self, source: DataSource, key: str) -> Shards:
         """List the files of a source."""
-        name, data = source.name or "", self.data
+        name = source.name or ""
         text = hub_text(name) if source.path is None else None
-        columns = columns_of(data, name, source.path, source)
+        columns = columns_of(self.data, name, source.path, source, self.tokenizer)
         kind: Format = "auto" if source.format == "tokens" else source.format
         revision, names = "", list[str]()
         if text is not None:
-            split = source.split or (text.held_out if key.startswith("validation") else None)
-            names, revision, found = hub_files(text, source.subset, split, f"{key}.dataset")
+            names, revision, found = hub_files(text, source.subset, source.split, f"{key}.dataset")
             kind = found if kind == "auto" else kind
         elif source.path is not None and is_url(source.path):
             names = url_files(source.path, f"{key}.dataset_path")

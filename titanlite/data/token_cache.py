@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import tempfile
 import time
 import zlib
@@ -38,15 +39,11 @@ AUTO_BYTES = 32 << 20
 #: Seconds after which nobody waits for the owner of a lock any longer.
 PATIENCE = 3600.0
 
-#: Seconds without use after which a file is removed.
-KEEP = 7 * 86400.0
-
-#: Seconds without a write after which a partial file without a lock is removed. Nodes may have no common locks, so
-#: the time of the last write counts too.
-_WRITING = 10.0
+#: Seconds without use after which a file is removed, and without a write, a partial one. A run that has mapped a file
+#: goes on without its name.
+KEEP, _WRITING = 30 * 86400.0, 3600.0
 
 _HEADER_BYTES = 4096
-_PIECE = 32 << 20
 _NAMES = re.compile(r"[0-9a-f]{32}(\.tokens|\.lock|-\w+\.partial)")
 _LIBRARIES = ("tiktoken", "sentencepiece", "tokenizers")
 
@@ -78,7 +75,7 @@ def load_corpus(
             path = folder / f"{stamp}.tokens"
             if found := _load(path, files, tokenizer):
                 return found
-            with _lock(folder / f"{stamp}.lock") as held:
+            with _lock(folder / f"{stamp}.lock", path) as held:
                 if found := _load(path, files, tokenizer):
                     return found
                 if held:
@@ -140,33 +137,33 @@ def _stamp(
             versions.append(f"{name} {metadata.version(name)}")
     decisive = [PACKING, tokenizer.fingerprint, vocab_size, versions, texts]
     if (wanted, kind) != (Columns().wanted, "auto"):
-        decisive += [wanted, kind]
+        decisive += [wanted, kind, *(columns.chat or () if columns else ())]
     return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:32]
 
 
 @contextlib.contextmanager
-def _lock(path: Path) -> Iterator[bool]:
-    """Hold the lock (True), or wait until its owner is done or dead, `PATIENCE` seconds at most (False)."""
+def _lock(path: Path, done: Path) -> Iterator[bool]:
+    """Hold the lock (True), or wait until its owner has written `done`, `PATIENCE` seconds at most (False)."""
     with open(path, "a+b") as file:
-        if _try_lock(file, fcntl.LOCK_EX):
-            try:
-                yield True
-            finally:
-                path.unlink(missing_ok=True)
-            return
         waited, logged = 0.0, 30.0
-        while not _try_lock(file, fcntl.LOCK_SH) and waited < PATIENCE:
+        while not _try_lock(file):
+            if done.exists() or waited > PATIENCE:
+                yield False
+                return
             time.sleep(0.05)
             waited += 0.05
             if waited > logged:
                 logged += 30.0
                 logger.info(f"waiting for another process to tokenize the text ({path})")
-    yield False
+        try:
+            yield True
+        finally:
+            path.unlink(missing_ok=True)
 
 
-def _try_lock(file: BinaryIO, kind: int) -> bool:
+def _try_lock(file: BinaryIO) -> bool:
     try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
@@ -176,93 +173,70 @@ def _load(path: Path, files: list[Path], tokenizer: Tokenizer) -> Corpus | None:
     """Map the tokens of `path` into memory; None if there is no such file. Removes a damaged file."""
     if not path.exists():
         return None
-    with open(path, "rb") as file:
-        # Shared by all processes that map the file, so that `_remove_old` keeps it.
-        if not _try_lock(file, fcntl.LOCK_SH) or os.fstat(file.fileno()).st_nlink == 0:
-            return None
-        about = _header(file)
-        if about is None:
-            logger.warning(f"{path} is damaged: it is removed, and the text is tokenized again")
-            path.unlink(missing_ok=True)
-            return None
-        offsets = np.memmap(file, dtype=np.int64, mode="r", offset=_HEADER_BYTES, shape=(about["documents"] + 1,))
-        start, dtype = _HEADER_BYTES + offsets.nbytes, np.dtype(about["dtype"])
-        count = about["tokens"]
-        tokens = np.memmap(file, dtype=dtype, mode="r", offset=start, shape=(count,))
-        targets = None
-        if about.get("targets"):
-            map_ = np.memmap(file, dtype=np.bool_, mode="r", offset=start + tokens.nbytes, shape=(count,))
-            targets = map_.view(np.ndarray)
+    try:
+        with open(path, "rb") as file:
+            about = json.loads(file.read(_HEADER_BYTES))
+        kinds = [("<i8", about["documents"] + 1), (about["dtype"], about["tokens"])]
+        kinds += [("?", about["tokens"])] * bool(about.get("targets"))
+        arrays, at = list[NDArray[Any]](), _HEADER_BYTES
+        if path.stat().st_size != at + sum(np.dtype(kind).itemsize * count for kind, count in kinds):
+            raise ValueError("it has another length")
+        for kind, count in kinds:  # plain arrays over the maps: slices of a memmap are slower
+            arrays.append(np.memmap(path, dtype=kind, mode="r", offset=at, shape=(count,)).view(np.ndarray))
+            at += arrays[-1].nbytes
+        if about.pop("crc32") != _checksum(about, arrays):
+            raise ValueError("it has another checksum")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        logger.warning(f"{path} is damaged ({error}): it is removed, and the text is tokenized again")
+        path.unlink(missing_ok=True)
+        return None
     with contextlib.suppress(OSError):
         os.utime(path)
-    # Plain arrays over the maps: slices of a memmap are slower.
-    arrays = tokens.view(np.ndarray), offsets.view(np.ndarray)
-    return Corpus(*arrays, tokenizer.eos_id, about["fingerprint"], tuple(files), targets)
+    offsets, tokens, *targets = arrays
+    return Corpus(tokens, offsets, tokenizer.eos_id, about["fingerprint"], tuple(files), *targets)
 
 
-def _header(file: BinaryIO) -> dict[str, Any] | None:
-    """Read the header; None if the file has another length or checksum than it says."""
-    try:
-        about = json.loads(file.read(_HEADER_BYTES))
-        width = np.dtype(about["dtype"]).itemsize + bool(about.get("targets"))
-        payload = 8 * (about["documents"] + 1) + width * about["tokens"]
-        checksum = about.pop("crc32")
-        found = zlib.crc32(json.dumps(about, sort_keys=True).encode())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
-    while piece := file.read(_PIECE):
-        found = zlib.crc32(piece, found)
-    return about if found == checksum and file.tell() == _HEADER_BYTES + payload else None
+def _checksum(about: dict[str, Any], arrays: list[NDArray[Any]]) -> int:
+    found = zlib.crc32(json.dumps(about, sort_keys=True).encode())
+    for array in arrays:
+        found = zlib.crc32(array.view(np.uint8).data, found)
+    return found
 
 
 def _save(corpus: Corpus, path: Path) -> None:
     """Write `corpus`, with a warning if that fails."""
+    arrays: list[NDArray[Any]] = [corpus.offsets, corpus.tokens]
     about = {
-        "documents": len(corpus.offsets) - 1,
-        "tokens": len(corpus.tokens),
+        "documents": corpus.documents,
+        "tokens": corpus.size,
         "dtype": corpus.tokens.dtype.str,
         "fingerprint": corpus.fingerprint,
     }
-    arrays: list[NDArray[Any]] = [corpus.offsets, corpus.tokens]
     if corpus.targets is not None:
         about["targets"] = True
         arrays.append(corpus.targets)
-    partial: Path | None = None
+    partial = path.with_name(f"{path.stem}-{secrets.token_hex(4)}.partial")
     try:
         _remove_old(path.parent)
-        with tempfile.NamedTemporaryFile(
-            dir=path.parent, prefix=f"{path.stem}-", suffix=".partial", delete=False
-        ) as file:
-            partial = Path(file.name)
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # so that `_remove_old` keeps it
-            file.seek(_HEADER_BYTES)
-            checksum = zlib.crc32(json.dumps(about, sort_keys=True).encode())
-            for content in (array.view(np.uint8).data for array in arrays):
-                for start in range(0, len(content), _PIECE):
-                    file.write(content[start : start + _PIECE])
-                    checksum = zlib.crc32(content[start : start + _PIECE], checksum)
-            file.seek(0)
-            file.write(json.dumps({**about, "crc32": checksum}).encode().ljust(_HEADER_BYTES))
+        with open(partial, "wb") as file:
+            file.write(json.dumps({**about, "crc32": _checksum(about, arrays)}).encode().ljust(_HEADER_BYTES))
+            for array in arrays:
+                file.write(array.view(np.uint8).data)
             file.flush()
             os.fsync(file.fileno())
-            with contextlib.suppress(FileExistsError):  # by another node, if the file system has no common locks
-                os.link(partial, path)  # not a rename: it would replace a file that others have mapped
+        os.replace(partial, path)
         size = path.stat().st_size / 1e6
         logger.info(f"tokens saved in {path} ({size:,.0f} MB) for this node's ranks and later runs (data.token_cache)")
     except OSError as error:
         logger.warning(f"data.token_cache: tokens cannot be saved in {path.parent} ({error.strerror or error})")
     finally:
-        if partial is not None:
-            partial.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
 
 
 def _remove_old(folder: Path) -> None:
-    """Remove files of ours that dead writers left, and files that nobody used for `KEEP` seconds."""
+    """Remove files of ours that nobody has used for `KEEP` seconds, and partial ones that nobody has written to."""
     for path in folder.iterdir():
-        if not _NAMES.fullmatch(path.name):
-            continue
-        idle = _WRITING if path.suffix == ".partial" else KEEP
-        # For writing, though nothing is written: file servers ask for it with an exclusive lock.
-        with contextlib.suppress(OSError), open(path, "r+b") as file:
-            if time.time() - os.fstat(file.fileno()).st_mtime > idle and _try_lock(file, fcntl.LOCK_EX):
+        with contextlib.suppress(OSError):
+            idle = time.time() - path.stat().st_mtime
+            if _NAMES.fullmatch(path.name) and idle > (_WRITING if path.suffix == ".partial" else KEEP):
                 path.unlink()

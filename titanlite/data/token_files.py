@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import struct
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
@@ -28,6 +27,7 @@ from numpy.typing import NDArray
 
 from titanlite.config.urls import is_url
 from titanlite.data import DataError
+from titanlite.data.corpus import DocumentArray
 from titanlite.data.tokenizer import Tokenizer
 
 INDEX = "index.json"
@@ -36,10 +36,8 @@ KIND, VERSION = "titanlite tokens", 1
 ORDER = "windows of the stream of tokens, order 1"
 #: Pieces of foreign files that are read at the start, and tokens in each.
 _PIECES, _PIECE = 256, 4096
-#: Documents whose lengths are read at once.
-_LENGTHS = 1 << 16
-_MEGATRON = b"MMIDIDX\x00\x00"
-#: Codes of types in Megatron's index.
+#: Head of Megatron's index, the last two numbers are of sequences and of documents + 1; and codes of types there.
+_MEGATRON = np.dtype([("magic", "S9"), ("version", "<u8"), ("code", "u1"), ("sequences", "<u8"), ("bounds", "<u8")])
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
@@ -51,109 +49,44 @@ class Place(NamedTuple):
 
 
 @dataclass
-class Part:
-    """One file of tokens. `documents` of them begin in it; `first`: byte of the first token."""
+class Part(DocumentArray):
+    """One file of `size` tokens, in which so many documents begin; mapped when it is first read.
+
+    `tokens`: [size], plain arrays over the maps: slices of a memmap are slower. `offsets`: [documents + 1].
+    """
 
     file: Path
     dtype: np.dtype[Any]
-    tokens: int
-    documents: int = 1
+    size: int
+    documents: int
+    find_offsets: Callable[[], NDArray[np.int64]]
+    #: Byte of the first token.
     first: int = 0
     has_targets: bool = False
     #: (source, number of the first document of it, within the part and within the source), in order.
-    sources: list[tuple[str, int, int]] = field(default_factory=list)
+    sources: Sequence[tuple[str, int, int]] = ()
 
     @cached_property
-    def ids(self) -> NDArray[Any]:
-        """All tokens, mapped. Plain arrays over the maps: slices of a memmap are slower."""
-        return _map(self.file, self.dtype, self.tokens, self.first)
+    def tokens(self) -> NDArray[Any]:  # type: ignore[override]
+        return _map(self.file, self.dtype, self.size, self.first)
+
+    @cached_property
+    def offsets(self) -> NDArray[np.int64]:  # type: ignore[override]
+        return self.find_offsets()
 
     @cached_property
     def _target_bits(self) -> NDArray[Any]:
-        return _map(self.file.with_suffix(".targets"), np.dtype("u1"), -(-self.tokens // 8))
+        return _map(self.file.with_suffix(".targets"), "u1", -(-self.size // 8))
 
-    @cached_property
-    def _offsets(self) -> NDArray[Any]:
-        return _map(self.file.with_suffix(".offsets"), np.dtype("<i8"), self.documents + 1)
-
-    def targets(self, begin: int, end: int) -> NDArray[np.bool_]:
+    def is_target(self, begin: int, end: int) -> NDArray[np.bool_]:
         """Return whether tokens [begin, end) are targets."""
         if not self.has_targets:
             return np.ones(end - begin, dtype=bool)
         bits = np.unpackbits(self._target_bits[begin // 8 : -(-end // 8)], bitorder="little")
         return bits[begin % 8 : begin % 8 + end - begin].astype(bool)
 
-    def bounds(self, first: int, last: int) -> NDArray[np.int64]:
-        """Return where documents [first, last) begin in the part; document `documents` is its end."""
-        return self._offsets[first:last]
 
-    def document_at(self, place: int) -> int:
-        """Return the document of the token at `place`: the last one that begins there or before."""
-        return int(np.searchsorted(self._offsets[:-1], place, side="right")) - 1
-
-
-class _Npy(Part):
-    @cached_property
-    def _offsets(self) -> NDArray[Any]:
-        return np.array([0, self.tokens])
-
-
-class _Megatron(Part):
-    """`.idx`: magic, uint64 version 1, uint8 type, uint64 sequences, uint64 documents + 1; then int32 lengths and int64
-    byte positions of the sequences, and int64 numbers of the sequences at which documents begin.
-    (Megatron-LM, megatron/core/datasets/indexed_dataset.py)
-    """
-
-    @cached_property
-    def _index(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """Lengths and positions of sequences, and the documents' first sequences."""
-        file, head = self.file.with_suffix(".idx"), _megatron_head(self.file.with_suffix(".idx"))
-        start, n = _MEGATRON_HEAD.size, head.sequences
-        pointers = _map(file, np.dtype("<i8"), n, start + 4 * n)
-        return _map(file, np.dtype("<i4"), n, start), pointers, _map(file, np.dtype("<i8"), head.bounds, start + 12 * n)
-
-    def bounds(self, first: int, last: int) -> NDArray[np.int64]:
-        _, pointers, documents = self._index
-        sequences = documents[first:last]
-        ends = np.full(len(sequences), self.tokens, dtype=np.int64)
-        inside = sequences < len(pointers)
-        ends[inside] = pointers[sequences[inside]] // self.dtype.itemsize
-        return ends
-
-    def document_at(self, place: int) -> int:
-        return bisect_right(range(self.documents), place, key=lambda d: int(self.bounds(d, d + 1)[0])) - 1
-
-    def check(self) -> None:
-        """Raise DataError unless the sequences lie end to end, by a sample of them."""
-        lengths, pointers, _ = self._index
-        size, last = self.dtype.itemsize, len(lengths) - 1
-        some = np.unique(np.linspace(0, last, _PIECES).astype(np.int64))
-        after = np.where(some < last, pointers[np.minimum(some + 1, last)], self.tokens * size)
-        ends = pointers[some] + lengths[some] * np.int64(size)
-        if pointers[0] != 0 or (ends != after).any():
-            raise DataError(f"{self.file.with_suffix('.idx')}: the sequences do not lie end to end in {self.file.name}")
-
-
-class _Head(NamedTuple):
-    magic: bytes
-    version: int
-    code: int
-    sequences: int
-    bounds: int
-
-
-_MEGATRON_HEAD = struct.Struct("<9sQBQQ")
-
-
-def _megatron_head(file: Path) -> _Head:
-    with open(file, "rb") as stream:
-        content = stream.read(_MEGATRON_HEAD.size)
-    if len(content) < _MEGATRON_HEAD.size or not content.startswith(_MEGATRON):
-        raise DataError(f"{file}: no index of Megatron-LM (it begins with {content[:9]!r})")
-    return _Head(*_MEGATRON_HEAD.unpack(content))
-
-
-def _map(file: Path, dtype: np.dtype[Any], count: int, first: int = 0) -> NDArray[Any]:
+def _map(file: Path, dtype: Any, count: int, first: int = 0) -> NDArray[Any]:
     if count == 0:
         return np.zeros(0, dtype)
     return np.memmap(file, dtype=dtype, mode="r", offset=first, shape=(count,)).view(np.ndarray)
@@ -182,14 +115,15 @@ class TokenFiles:
     ) -> None:
         self.path, self.parts, self.vocab_size, self.index = path, parts, vocab_size, index
         self.pad_id = tokenizer.eos_id
-        self._ends = list(accumulate(part.tokens for part in parts))
+        self._ends = list(accumulate(part.size for part in parts))
         self._documents = list(accumulate(part.documents for part in parts))
-        if not parts or not self.tokens:
+        if not parts or not self.size:
             raise DataError(f"{path} holds no tokens")
         self.fingerprint = str(index["fingerprint"]) if index else self._sample()
 
     @property
-    def tokens(self) -> int:
+    def size(self) -> int:
+        """Number of tokens."""
         return self._ends[-1]
 
     @property
@@ -200,11 +134,17 @@ class TokenFiles:
     def has_targets(self) -> bool:
         return any(part.has_targets for part in self.parts)
 
+    @cached_property
+    def offsets(self) -> NDArray[np.int64]:
+        """Where documents begin, and the end [documents + 1], in memory. Split rows need it not."""
+        begins = [part.offsets[:-1] + end - part.size for part, end in zip(self.parts, self._ends, strict=True)]
+        return np.concatenate([*begins, [self.size]])
+
     def _pieces(self, begin: int, end: int) -> Iterator[tuple[int, Part, int, int]]:
         """Iterate over the parts of tokens [begin, end): (number, part, first and end within it)."""
         number = bisect_right(self._ends, begin)
         while begin < end:
-            part, start = self.parts[number], self._ends[number] - self.parts[number].tokens
+            part, start = self.parts[number], self._ends[number] - self.parts[number].size
             stop = min(end, self._ends[number])
             if begin < stop:
                 yield number, part, begin - start, stop - start
@@ -212,40 +152,30 @@ class TokenFiles:
 
     def read(self, begin: int, end: int) -> NDArray[np.int64]:
         """Return tokens [begin, end). Raises DataError for an id outside the vocabulary."""
-        pieces = [part.ids[a:b] for _, part, a, b in self._pieces(begin, end)]
+        pieces = [part.tokens[a:b] for _, part, a, b in self._pieces(begin, end)]
         ids = (pieces[0] if len(pieces) == 1 else np.concatenate(pieces)).astype(np.int64)
         if int(ids.view(np.uint64).max()) >= self.vocab_size:  # unsigned: it finds negative ones too
-            self._refuse(begin, ids)
+            wrong = int(np.flatnonzero(ids.view(np.uint64) >= self.vocab_size)[0])
+            _, part, place, _ = next(self._pieces(begin + wrong, begin + wrong + 1))
+            raise DataError(
+                f"{part.file}, token {place:,} (from 0): id {ids[wrong]} is outside the model's vocabulary of "
+                f"{self.vocab_size}; set model.vocab_size above it, or prepare the text with the model's tokenizer"
+            )
         return ids
 
-    def _refuse(self, begin: int, ids: NDArray[np.int64]) -> None:
-        wrong = int(np.flatnonzero(ids.view(np.uint64) >= self.vocab_size)[0])
-        _, part, place, _ = next(self._pieces(begin + wrong, begin + wrong + 1))
-        raise DataError(
-            f"{part.file}, token {place:,} (from 0): id {ids[wrong]} is outside the model's vocabulary of "
-            f"{self.vocab_size}; set model.vocab_size above it, or prepare the text with the model's tokenizer"
-        )
-
-    def targets(self, begin: int, end: int) -> NDArray[np.bool_]:
+    def is_target(self, begin: int, end: int) -> NDArray[np.bool_]:
         """Return whether tokens [begin, end) are targets."""
-        return np.concatenate([part.targets(a, b) for _, part, a, b in self._pieces(begin, end)])
+        return np.concatenate([part.is_target(a, b) for _, part, a, b in self._pieces(begin, end)])
 
     def starts(self, begin: int, end: int) -> NDArray[np.int64]:
         """Return where documents begin in [begin, end), the one at `begin` included, in order."""
-        found = []
-        for number, part, a, b in self._pieces(begin, end):
-            first, last = part.document_at(a), part.document_at(b - 1)
-            start = self._ends[number] - part.tokens
-            found.append(np.maximum(part.bounds(first, last + 1), a) + start)
-        return np.concatenate(found)
+        pieces = self._pieces(begin, end)
+        return np.concatenate([part.starts(a, b) + self._ends[n] - part.size for n, part, a, b in pieces])
 
     def documents_in(self, begin: int, end: int) -> list[int]:
         """Return the numbers, from 0, of the documents of tokens [begin, end)."""
-        found: list[int] = []
-        for number, part, a, b in self._pieces(begin, end):
-            before = self._documents[number] - part.documents
-            found += range(before + part.document_at(a), before + part.document_at(b - 1) + 1)
-        return found
+        pieces = self._pieces(begin, end)
+        return [self._documents[n] - part.documents + d for n, part, a, b in pieces for d in part.documents_in(a, b)]
 
     def place_of(self, document: int) -> Place:
         """Return the source of a document."""
@@ -256,26 +186,12 @@ class TokenFiles:
         source, first, counted_from = part.sources[bisect_right(part.sources, within, key=lambda one: one[1]) - 1]
         return Place(source, counted_from + within - first + 1)
 
-    def text_range(self, document: int) -> tuple[int, int]:
-        """Return where a document begins and ends."""
-        number = bisect_right(self._documents, document)
-        part, start = self.parts[number], self._ends[number] - self.parts[number].tokens
-        within = document - (self._documents[number] - part.documents)
-        begin, end = part.bounds(within, within + 2)
-        return start + int(begin), start + int(end)
-
-    def lengths(self) -> Iterator[NDArray[np.int64]]:
-        """Iterate over the lengths of all documents, in tokens, some at a time."""
-        for part in self.parts:
-            for first in range(0, part.documents, _LENGTHS):
-                yield np.diff(part.bounds(first, min(first + _LENGTHS, part.documents) + 1))
-
     def _sample(self) -> str:
         """Check pieces from all over the files; return a digest of them and of the sizes."""
-        digest = hashlib.sha256(f"{ORDER}\n{[(part.tokens, part.dtype.str) for part in self.parts]}".encode())
-        for begin in np.unique(np.linspace(0, self.tokens - 1, _PIECES).astype(np.int64)).tolist():
-            digest.update(self.read(begin, min(begin + _PIECE, self.tokens)).astype("<i8").tobytes())
-        digest.update(self.read(max(self.tokens - _PIECE, 0), self.tokens).astype("<i8").tobytes())
+        digest = hashlib.sha256(f"{ORDER}\n{[(part.size, part.dtype.str) for part in self.parts]}".encode())
+        for begin in np.unique(np.linspace(0, self.size - 1, _PIECES).astype(np.int64)).tolist():
+            digest.update(self.read(begin, min(begin + _PIECE, self.size)).astype("<i8").tobytes())
+        digest.update(self.read(max(self.size - _PIECE, 0), self.size).astype("<i8").tobytes())
         return digest.hexdigest()
 
 
@@ -379,19 +295,24 @@ def _prepared(folder: Path, tokenizer: Tokenizer, vocab_size: int, key: str) -> 
         )
     parts, dtype = [], np.dtype(index["dtype"])
     for one in index["parts"]:
-        sources = [(index["files"][file], within, number) for file, within, number in one["sources"]]
-        part = Part(folder / f"{one['name']}.tokens", dtype, one["tokens"], one["documents"], sources=sources)
-        part.has_targets = "targets" in one["bytes"]
+        file, documents = folder / f"{one['name']}.tokens", one["documents"]
+        part = Part(
+            file,
+            dtype,
+            one["tokens"],
+            documents,
+            partial(_map, file.with_suffix(".offsets"), "<i8", documents + 1),
+            has_targets="targets" in one["bytes"],
+            sources=[(index["files"][source], within, number) for source, within, number in one["sources"]],
+        )
         for suffix, size in one["bytes"].items():
-            _check_size(part.file.with_suffix(f".{suffix}"), size, "prepare the text again")
+            found = part.file.with_suffix(f".{suffix}").stat().st_size
+            if found != size:
+                raise DataError(
+                    f"{folder / one['name']}.{suffix} has {found:,} bytes instead of {size:,}; prepare it again"
+                )
         parts.append(part)
     return TokenFiles(folder, parts, tokenizer, vocab_size, index)
-
-
-def _check_size(file: Path, size: int, remedy: str = "copy the file again") -> None:
-    found = file.stat().st_size
-    if found != size:
-        raise DataError(f"{file} has {found:,} bytes instead of {size:,}; {remedy}")
 
 
 def _npy(file: Path) -> Part:
@@ -401,20 +322,37 @@ def _npy(file: Path) -> Part:
         raise DataError(f"{file}: no array of numpy: {error}") from None
     if array.ndim != 1 or array.dtype.kind not in "ui":
         raise DataError(f"{file}: expected one row of whole numbers, found {array.dtype} of shape {array.shape}")
-    return _Npy(file, array.dtype, len(array), first=array.offset)
+    return Part(file, array.dtype, len(array), 1, partial(np.array, [0, len(array)]), first=array.offset)
 
 
 def _megatron(name: Path) -> Part:
-    bin_file, idx_file = _pair(name)
-    head = _megatron_head(idx_file)
-    if head.version != 1 or head.code not in _DTYPES:
-        raise DataError(f"{idx_file}: version {head.version} with type {head.code} is not known; expected version 1")
-    size = _MEGATRON_HEAD.size + 12 * head.sequences + 8 * head.bounds
-    found = idx_file.stat().st_size
-    if found not in (size, size + head.sequences):  # a byte per sequence for multimodal data
-        raise DataError(f"{idx_file} has {found:,} bytes instead of {size:,}; copy the file again")
-    dtype = np.dtype(_DTYPES[head.code])
-    part = _Megatron(bin_file, dtype, bin_file.stat().st_size // dtype.itemsize, max(head.bounds - 1, 0))
-    if head.sequences:
-        part.check()
-    return part
+    """Open Megatron-LM's files (its megatron/core/datasets/indexed_dataset.py). Their sequences must lie end to end.
+
+    After the head of `.idx` come int32 lengths and int64 byte positions of the sequences, and int64 numbers of the
+    sequences at which documents begin.
+    """
+    file, index = _pair(name)
+    head = np.fromfile(index, _MEGATRON, 1)
+    if not len(head) or head["magic"][0] != b"MMIDIDX":
+        raise DataError(f"{index}: no index of Megatron-LM")
+    _, version, code, count, bounds = head[0].tolist()
+    if version != 1 or code not in _DTYPES:
+        raise DataError(f"{index}: version {version} with type {code} is not known; expected version 1")
+    begin, found = _MEGATRON.itemsize, index.stat().st_size
+    size = begin + 12 * count + 8 * bounds
+    if found not in (size, size + count):  # a byte per sequence for multimodal data
+        raise DataError(f"{index} has {found:,} bytes instead of {size:,}; copy the file again")
+    lengths, positions = _map(index, "<i4", count, begin), _map(index, "<i8", count, begin + 4 * count)
+    documents = _map(index, "<i8", bounds, begin + 12 * count)
+    dtype, end = np.dtype(_DTYPES[code]), file.stat().st_size
+    if count:
+        some = np.unique(np.linspace(0, count - 1, _PIECES).astype(np.int64))
+        after = np.where(some < count - 1, positions[np.minimum(some + 1, count - 1)], end)
+        if positions[0] != 0 or (positions[some] + lengths[some] * np.int64(dtype.itemsize) != after).any():
+            raise DataError(f"{index}: the sequences do not lie end to end in {file.name}")
+
+    def offsets() -> NDArray[np.int64]:
+        found: NDArray[np.int64] = np.append(positions, end)[documents] // dtype.itemsize
+        return found
+
+    return Part(file, dtype, end // dtype.itemsize, max(bounds - 1, 0), offsets)

@@ -30,6 +30,7 @@ from titanlite.utils import human_time, logger
 if TYPE_CHECKING:
     from titanlite.checkpoint.paths import AnyPath
     from titanlite.metrics.live import LiveView
+    from titanlite.metrics.sources import SourceFigures
     from titanlite.trainer import Trainer
 
 
@@ -37,7 +38,7 @@ class MetricsLogger(Callback):
     """Turns steps into figures. Between two logs it only keeps time: it reads no device and communicates nothing.
 
     toml: the resolved config, without secrets. meter: of this rank. gc_seconds: seconds of garbage collection since its
-    last call. more: further figures of a logged step.
+    last call. sources: of a mixture.
     """
 
     def __init__(
@@ -48,10 +49,10 @@ class MetricsLogger(Callback):
         toml: str,
         meter: Throughput,
         gc_seconds: Callable[[], float] = float,
-        more: Callable[[Trainer], Mapping[str, float]] | None = None,
+        sources: SourceFigures | None = None,
     ) -> None:
         self._metrics, self._job, self._world, self._toml = metrics, job, world, toml
-        self._meter, self._gc_seconds, self._more = meter, gc_seconds, more
+        self._meter, self._gc_seconds, self._sources = meter, gc_seconds, sources
         self._ranks = StragglerDetector(world.device)
         self._jsonl: MetricsLog | None = None
         self._tensorboard: TensorBoard | None = None
@@ -174,8 +175,8 @@ class MetricsLogger(Callback):
 
     def _log(self, trainer: Trainer, result: StepResult) -> None:
         step, layers, size, rank0 = trainer.step, result.layer_norms, self._world.size, self._world.rank == 0
-        largest, (loss, norm, *layer_norms) = self._reduce(result, [result.loss, result.grad_norm, *layers.values()])
-        max_loss, *times = largest
+        mine = [result.loss, result.grad_norm, *layers.values()]
+        times, sums, (max_loss, loss, norm, *layer_norms) = self._reduce(result, mine)
         reading = self._meter.read(step)
         per_step = reading.figures["seconds_per_step"]
         ranks, warning = self._ranks.compare(times[:size], times[size:], per_step)
@@ -209,22 +210,26 @@ class MetricsLogger(Callback):
         if rank0 and warning:
             logger.warning(f"step {step}: {warning}")
         row |= {f"grad_norm/{layer}": norm for layer, norm in zip(layers, layer_norms, strict=True)}
-        row |= self._more(trainer) if self._more else {}
+        row |= self._sources.figures(trainer, sums) if self._sources else {}
         self.write(step, row)
         trainer.callbacks("on_log", trainer, row)
         reset_peak(self._world.device)
 
-    def _reduce(self, result: StepResult, mine: Sequence[torch.Tensor]) -> tuple[list[float], list[float]]:
-        """Return over ranks: the largest loss, each rank's own work, each one's waiting for data; and `mine`.
+    def _reduce(self, result: StepResult, mine: Sequence[torch.Tensor]) -> tuple[list[float], list[float], list[float]]:
+        """Return each rank's own work and waiting for data; sums by source; and the largest local loss, with `mine`.
 
         One all-reduce and one reading of the device. Every rank has a place of its own, where the others have zero.
         """
-        times = torch.zeros(2, self._world.size)
-        times[:, self._world.rank] = torch.tensor(self._ranks.read(self._meter))
-        shared = torch.cat([result.local_loss.detach().float().view(1), times.flatten().to(self._world.device)])
-        dist.all_reduce(shared, op=dist.ReduceOp.MAX)
-        numbers: list[float] = torch.cat([shared, torch.stack(list(mine)).float()]).tolist()
-        return numbers[: len(shared)], numbers[len(shared) :]
+        size, rank, device = self._world.size, self._world.rank, self._world.device
+        times = torch.zeros(3, size, dtype=torch.float64)
+        times[1:, rank] = torch.tensor(self._ranks.read(self._meter))
+        places = times.to(device)
+        places[0, rank] = result.local_loss.detach()
+        shared = torch.cat([places.flatten(), *([self._sources.sums()] if self._sources else [])])
+        dist.all_reduce(shared)
+        known = torch.stack([shared[:size].max(), *mine])
+        numbers: list[float] = torch.cat([shared[size:], known]).tolist()
+        return numbers[: 2 * size], numbers[2 * size : -len(known)], numbers[-len(known) :]
 
 
 def _keep_earlier(path: Path) -> None:

@@ -38,7 +38,7 @@ TAGS: Mapping[str, str] = {
     "ooms": "memory/num_ooms",
 }
 #: Keys with these prefixes are tags already, one for each layer or source.
-_TAGS = ("grad_norm/", "validation/")
+_TAGS = ("grad_norm/", "validation/", "loss/", "share/")
 _FLUSH_SECONDS = 10
 
 

@@ -38,12 +38,20 @@ def add_commands(commands: Commands) -> None:
 
     again = "After a crash the same command goes on where it was, and the result is the same."
     prepare = add("prepare", _prepare, "tokenize text once, into a folder that training maps into memory", again)
-    prepare.add_argument("source", metavar="SOURCE", help="file, folder, pattern or name of text")
+    prepare.add_argument("source", metavar="SOURCE", help="file, folder, pattern, URL, name of text, id of the hub")
     prepare.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="where the tokens go")
+    prepare.add_argument("--subset", metavar="NAME", help="part of a data set of the hub (default: the usual one)")
+    prepare.add_argument("--split", metavar="NAME", help="split of a data set of the hub (default: train)")
     prepare.add_argument("--tokenizer", metavar="PATH", help="as model.tokenizer_path (default: the bundled one)")
-    prepare.add_argument("--text-key", metavar="KEY", help="field that holds the text (default: text)")
-    prepare.add_argument("--prompt-key", metavar="KEY", help="field that is read and not trained on")
-    prepare.add_argument("--completion-key", metavar="KEY", help="field that follows the prompt and is trained on")
+    fields = {
+        "text": "holds the text (default: text)",
+        "prompt": "is read and not trained on",
+        "completion": "follows the prompt and is trained on",
+        "messages": "holds conversations",
+    }
+    for field, what in fields.items():
+        prepare.add_argument(f"--{field}-key", metavar="KEY", help=f"field that {what}")
+    prepare.add_argument("--chat-template", metavar="FILE", help="as data.chat_template (default: the tokenizer's)")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     prepare.add_argument("--workers", type=int, default=cores, metavar="N", help="cores to use (default: all)")
     tokens = "tokens of a part, about; it is part of the fingerprint (default: 134,217,728)"
@@ -85,36 +93,38 @@ def _fetch(arguments: argparse.Namespace, flags: list[str], _: Style) -> str | t
 
 def _prepare(arguments: argparse.Namespace, flags: list[str], _: Style) -> str | tuple[str, int]:
     from titanlite.config.sections import Data
-    from titanlite.tools.prepare import Options, prepare
+    from titanlite.tools.prepare import prepare
+    from titanlite.tools.prepare_tasks import Options
 
     no_flags(flags)
     if arguments.workers < 1 or arguments.part_tokens < 1:
         raise DataError("--workers and --part-tokens: expected whole numbers >= 1")
     if (arguments.prompt_key is None) != (arguments.completion_key is None):
         raise DataError("--prompt-key and --completion-key: give both or none")
-    keys = Data(text_key=arguments.text_key, prompt_key=arguments.prompt_key, completion_key=arguments.completion_key)
+    names = ("text_key", "prompt_key", "completion_key", "messages_key", "chat_template")
+    keys = Data(**{name: getattr(arguments, name) for name in names})
     options = Options.of(arguments.source, arguments.tokenizer, keys, arguments.part_tokens)
     try:
-        return prepare(arguments.source, arguments.out, options, arguments.workers)
+        return prepare(arguments.source, arguments.out, options, arguments.workers, arguments.subset, arguments.split)
     except KeyboardInterrupt:
         print("stopped: finished parts are kept; the same command goes on", file=sys.stderr)
         return "", exit_codes.INTERRUPTED
 
 
 def _peek(arguments: argparse.Namespace, flags: list[str], style: Style) -> str:
-    from titanlite.tools.look import open_run, peek
+    from titanlite.tools import look
 
-    run = open_run(arguments.file, flags, arguments.world_size, arguments.validation)
-    return peek(run, arguments.rows, arguments.step, arguments.rank, arguments.ids, style)
-
-
-def _at_step(arguments: argparse.Namespace, flags: list[str], style: Style) -> str:
-    from titanlite.tools.look import at_step, open_run
-
-    return at_step(open_run(arguments.file, flags, arguments.world_size), arguments.step, arguments.json)
+    run = look.open_run(arguments.file, flags, arguments.world_size, arguments.validation)
+    return look.peek(run, arguments.rows, arguments.step, arguments.rank, arguments.ids, style)
 
 
-def _stats(arguments: argparse.Namespace, flags: list[str], style: Style) -> str:
-    from titanlite.tools.look import open_run, stats
+def _at_step(arguments: argparse.Namespace, flags: list[str], _: Style) -> str:
+    from titanlite.tools import look
 
-    return stats(open_run(arguments.file, flags, arguments.world_size), arguments.json)
+    return look.at_step(look.open_run(arguments.file, flags, arguments.world_size), arguments.step, arguments.json)
+
+
+def _stats(arguments: argparse.Namespace, flags: list[str], _: Style) -> str:
+    from titanlite.tools import look
+
+    return look.stats(look.open_run(arguments.file, flags, arguments.world_size), arguments.json)

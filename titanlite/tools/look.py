@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from titanlite.checkpoint.manifest import CheckpointError, parse_manifest, root_of, step_folder, step_of, steps_in
 from titanlite.checkpoint.paths import to_path
 from titanlite.config.errors import ConfigError
 from titanlite.config.not_implemented import refused
+from titanlite.config.sections import DataSource
 from titanlite.data import DataError, skip_ranges
+from titanlite.data.corpus import Corpus
+from titanlite.data.documents import Document, documents_of
+from titanlite.data.mixture import MixedRows
 from titanlite.data.packing import PackedDataset
 from titanlite.data.rows import IGNORE, Row, Rows
 from titanlite.data.skip_ranges import Range, ranges_of_steps
 from titanlite.data.sources import columns_of, iter_records
-from titanlite.data.token_rows import TokenRows
+from titanlite.data.token_files import TokenFiles
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.derive import RunConfig
 from titanlite.fit import check_config, fitted
@@ -144,74 +147,51 @@ def sequences_of(run: Run, step: int) -> list[int]:
 # Documents
 
 
-class Document(NamedTuple):
-    """`file` and `record`: where it is from, counted from 1, where that is known. `text`: its beginning."""
-
-    name: str
-    file: str | None = None
-    record: int | None = None
-    text: str | None = None
-
-
-def describe(run: Run, names: Sequence[Any]) -> dict[Any, Document]:
-    """Return what is known of documents that `Rows.documents_in` names."""
-    rows, tokenizer = run.rows, run.tokenizer
-    if isinstance(rows, TokenRows):
-        files = rows.files
-        found = {}
-        for name in names:
-            begin, end = files.text_range(name)
-            place = files.place_of(name)
-            found[name] = Document(
-                str(name), *place, _beginning(files.read(begin, min(end, begin + _TOKENS)), tokenizer)
-            )
-        return found
-    if isinstance(rows, PackedDataset):
-        corpus, places = rows.corpus, _places(run, set(names))
-        starts = {name: corpus.tokens[corpus.offsets[name] : corpus.offsets[name + 1]][:_TOKENS] for name in names}
-        return {name: Document(str(name), *places[name], _beginning(starts[name], tokenizer)) for name in names}
-    return {name: Document(str(name)) for name in names}
-
-
-def _beginning(ids: NDArray[Any], tokenizer: Tokenizer) -> str:
-    special = set(tokenizer.special_tokens.values())
-    text = tokenizer.decode(int(one) for one in ids if one not in special)
-    return " ".join(text.split())[:_CHARACTERS]
-
-
-def _places(run: Run, numbers: set[int]) -> dict[int, tuple[str, int]]:
-    """Read the text up to the last of these documents; return their places."""
-    assert isinstance(run.rows, PackedDataset)
-    data, files = run.config.data, run.rows.corpus.files
-    if not files:
-        return {number: (run.config.training.dataset, number + 1) for number in numbers}
-    columns = columns_of(data, run.config.training.dataset, run.config.training.dataset_path)
-    found: dict[int, tuple[str, int]] = {}
-    for number, record in enumerate(iter_records(files, columns)):
-        if number in numbers:
-            found[number] = str(record.file), record.number
-        if len(found) == len(numbers):
-            break
-    return found
-
-
 def at_step(run: Run, step: int, as_json: bool) -> str:
     """Return the documents of the batch of a step, a line each."""
-    sequences = {sequence: run.rows.documents_in(sequence) for sequence in sequences_of(run, step)}
-    documents = describe(run, list(dict.fromkeys(name for names in sequences.values() for name in names)))
-    if as_json:
-        listed = {str(n): [documents[name]._asdict() for name in names] for n, names in sequences.items()}
-        return json.dumps({"step": step, "sequences": listed}, indent=1)
-    lines = [f"step {step}: {counted(len(sequences), 'sequences')} of {run.rows.seq_len} tokens"]
-    for sequence, names in sequences.items():
-        lines.append(f"sequence {sequence}: {counted(len(names), 'documents')}")
-        lines += [f"  {_line(documents[name])}" for name in names]
-    return "\n".join(lines)
+    training = run.config.training
+    text = training.dataset_path or training.dataset
+    numbers = sequences_of(run, step)
+    found = {number: documents_of(run.rows, number, text) for number in numbers}
+    places = _places(run, [document for documents in found.values() for document in documents])
+    special = set(run.tokenizer.special_tokens.values())
+    listed: dict[str, list[dict[str, Any]]] = {}
+    lines = [f"step {step}: {counted(len(found), 'sequences')} of {run.rows.seq_len} tokens"]
+    for number, documents in found.items():
+        tokens, begin = run.rows.sequence(number).tokens, 0
+        listed[str(number)] = []
+        lines.append(f"sequence {number}: {counted(len(documents), 'documents')}")
+        for document in documents:
+            file, record = places.get(document[:2], document[2:4])
+            ids = tokens[begin : begin + document.tokens].tolist()
+            begin += document.tokens
+            start = run.tokenizer.decode(one for one in ids[:_TOKENS] if one not in special)
+            start = " ".join(start.split())[:_CHARACTERS]
+            listed[str(number)].append({**document._asdict(), "file": file, "record": record, "text": start})
+            name = f"{document.source}: {document.name}" if run.config.data.source else document.name
+            place = f" = {file}, record {record}" if file else ""
+            lines.append(f"  document {name}{place}, {counted(document.tokens, 'tokens')}: {start}")
+    return json.dumps({"step": step, "sequences": listed}, indent=1) if as_json else "\n".join(lines)
 
 
-def _line(document: Document) -> str:
-    place = f" = {document.file}, record {document.record}" if document.file else ""
-    return f"document {document.name}{place}" + (f": {document.text}" if document.text is not None else "")
+def _places(run: Run, documents: Sequence[Document]) -> dict[tuple[str, ...], tuple[str, int]]:
+    """Read whole text up to the last of these documents; return file and record by source and name."""
+    training, data = run.config.training, run.config.data
+    single = DataSource(name=training.dataset, path=training.dataset_path)
+    parts = run.rows.rows if isinstance(run.rows, MixedRows) else [run.rows]
+    found: dict[tuple[str, ...], tuple[str, int]] = {}
+    for source, rows in zip(data.source or [single], parts, strict=True):
+        name = source.name or source.path if data.source else source.path or source.name
+        wanted = {document.name for document in documents if document.source == name}
+        if isinstance(rows, PackedDataset) and isinstance(rows.corpus, Corpus) and rows.corpus.files:
+            columns = columns_of(data, source.name or "", source.path, source, run.tokenizer)
+            for number, record in enumerate(iter_records(rows.corpus.files, columns)):
+                if str(number) in wanted:
+                    found[str(name), str(number)] = str(record.file), record.number
+                    wanted.remove(str(number))
+                if not wanted:
+                    break
+    return found
 
 
 # Rows
@@ -228,11 +208,11 @@ def peek(run: Run, count: int, step: int, rank: int | None, ids: bool, style: St
     while len(shown) < count:
         for sequence in sequences_of(run, step):
             if rank in (None, sequence % ranks) and len(shown) < count:
-                row, names = run.rows.sequence(sequence), run.rows.documents_in(sequence)
+                row, documents = run.rows.sequence(sequence), documents_of(run.rows, sequence, "")
                 targets = int((row.labels != IGNORE).sum())
                 about = f"step {step}, sequence {sequence}, rank {sequence % ranks}: "
                 about += f"{counted(len(row.tokens), 'tokens')}, {counted(targets, 'targets')}"
-                shown.append(f"{style.bold(about)}\n{shown_row(row, names, run.tokenizer, ids, style)}")
+                shown.append(f"{style.bold(about)}\n{shown_row(row, documents, run.tokenizer, ids, style)}")
         step += 1
         if total is not None and sequence == total - 1:
             break
@@ -240,46 +220,31 @@ def peek(run: Run, count: int, step: int, rank: int | None, ids: bool, style: St
     return legend + "\n\n".join(shown)
 
 
-class _Look(NamedTuple):
-    """Tokens that are shown alike. special: the id of a special token."""
-
-    part: int
-    masked: bool
-    special: int | None
-
-
-def shown_row(row: Row, names: Sequence[Any], tokenizer: Tokenizer, ids: bool, style: Style) -> str:
+def shown_row(row: Row, documents: Sequence[Document], tokenizer: Tokenizer, ids: bool, style: Style) -> str:
     """Return a row as text: special tokens by name, a line before each document, and marks where the loss counts none.
 
     A token counts if the one before it predicts it, and the first one of a row belongs to the row before.
     """
     special = set(tokenizer.special_tokens.values())
-    begins = row.tokens == tokenizer.bos_id if row.documents is None else np.diff(row.documents, prepend=-1) != 0
-    begins[0] = True
-    parts = np.cumsum(begins) - 1
-    masked = np.concatenate([[row.labels[0] == IGNORE], row.labels[:-1] == IGNORE])
-    looks = [
-        _Look(int(part), bool(mask), int(token) if token in special else None)
-        for part, mask, token in zip(parts, masked, row.tokens, strict=True)
-    ]
-    lines: list[str] = []
-    before, at = -1, 0
-    for look, group in groupby(looks):
-        tokens = row.tokens[at : at + len(list(group))]
-        if look.part != before:
-            name = f" document {names[look.part]} " if look.part < len(names) else " "
-            end = np.searchsorted(parts, look.part, side="right")
-            lines.append(style.dim(f"──{name}──" + (f" {row.tokens[at:end].tolist()}" if ids else "")))
-            lines.append("")
-            before = look.part
-        text = tokenizer.decode(tokens.tolist())
-        if look.masked:
-            text = style.dim(text) if style.color else f"[[{text}]]"
-        elif look.special is not None:
-            text = style.warn(text)
-        lines[-1] += text
-        at += len(tokens)
+    masked = np.concatenate([[row.labels[0] == IGNORE], row.labels[:-1] == IGNORE]).tolist()
+    tokens, lines, end = row.tokens.tolist(), list[str](), 0
+    named = [(f" document {_name(one)} ", one.tokens) for one in documents if one.tokens]
+    for title, count in [*named, ("", len(tokens))]:  # padding comes last
+        begin, end = end, min(end + count, len(tokens))
+        if begin == end:
+            break
+        text = ""
+        for (is_masked, is_special), group in groupby(range(begin, end), lambda n: (masked[n], tokens[n] in special)):
+            part = tokenizer.decode(tokens[n] for n in group)
+            if is_masked:
+                part = style.dim(part) if style.color else f"[[{part}]]"
+            text += style.warn(part) if is_special and not is_masked else part
+        lines += [style.dim(f"──{title}──" + (f" {tokens[begin:end]}" if ids else "")), text]
     return "\n".join(lines)
+
+
+def _name(document: Document) -> str:
+    return f"{document.source}: {document.name}" if document.source else document.name
 
 
 # Figures
@@ -288,7 +253,7 @@ def shown_row(row: Row, names: Sequence[Any], tokenizer: Tokenizer, ids: bool, s
 def stats(run: Run, as_json: bool) -> str:
     """Return figures of the training text, as text or JSON."""
     rows, batch = run.rows, run.config.batch
-    known = rows if isinstance(rows, (PackedDataset, TokenRows)) else None
+    known = rows if isinstance(rows, PackedDataset) else None
     found: dict[str, Any] = {
         "text": run.config.training.dataset_path or run.config.training.dataset,
         "documents": known and known.documents,
@@ -297,14 +262,16 @@ def stats(run: Run, as_json: bool) -> str:
         "seq_len": rows.seq_len,
         "sequences_per_epoch": known and known.sequences_per_epoch,
         "global_batch": batch.global_batch_size,
-        "steps_per_epoch": None if known is None else round(known.sequences_per_epoch / batch.global_batch_size, 3),
+        "steps_per_epoch": known and round(known.sequences_per_epoch / batch.global_batch_size, 3),
         "fingerprint": rows.fingerprint,
-        "document_tokens": _lengths(rows),
+        "document_tokens": known and _lengths(known),
     }
     if as_json:
         return json.dumps(found, indent=1)
     lengths = found.pop("document_tokens")
-    lines = [f"{name.replace('_', ' '):<20} {_shown(value)}" for name, value in found.items()]
+    numbers = {name: f"{value:,.10g}" for name, value in found.items() if isinstance(value, (int, float))}
+    shown = {name: "not known" if value is None else numbers.get(name, value) for name, value in found.items()}
+    lines = [f"{name.replace('_', ' '):<20} {value}" for name, value in shown.items()]
     if lengths:
         lines.append(f"{'tokens per document':<20} mean {lengths['mean']:,.1f}, longest {lengths['longest']:,}")
         most = max(lengths["histogram"].values())
@@ -314,41 +281,23 @@ def stats(run: Run, as_json: bool) -> str:
     return "\n".join(lines)
 
 
-def _shown(value: Any) -> str:
-    return "not known" if value is None else f"{value:,.10g}" if isinstance(value, (int, float)) else str(value)
-
-
 def bytes_per_token(run: Run) -> float:
     """Return bytes of text to a token; where they were not counted, those of some sequences, decoded."""
     rows = run.rows
-    if isinstance(rows, TokenRows) and rows.files.index:
-        return float(rows.files.index["text_bytes"] / rows.files.tokens)
+    if isinstance(rows, PackedDataset) and isinstance(rows.corpus, TokenFiles) and rows.corpus.index:
+        return float(rows.corpus.index["text_bytes"] / rows.corpus.size)
     total = rows.total_sequences or int(getattr(rows, "sequences_per_epoch", _SAMPLE))
     special = set(run.tokenizer.special_tokens.values())
-    size = tokens = 0
-    for sequence in np.unique(np.linspace(0, total - 1, _SAMPLE).astype(np.int64)).tolist():
-        ids = [one for one in rows.sequence(sequence).tokens.tolist()]
-        size += len(run.tokenizer.decode(one for one in ids if one not in special).encode())
-        tokens += len(ids)
-    return size / tokens
+    samples = np.unique(np.linspace(0, total - 1, _SAMPLE).astype(np.int64)).tolist()
+    texts = (rows.sequence(number).tokens.tolist() for number in samples)
+    size = sum(len(run.tokenizer.decode(one for one in ids if one not in special).encode()) for ids in texts)
+    return size / (len(samples) * rows.seq_len)
 
 
-def _lengths(rows: Rows) -> dict[str, Any] | None:
-    """Return mean, longest and histogram (lowest length → documents) of documents; None where they are not known."""
-
-    def all_lengths() -> Iterator[NDArray[np.int64]]:
-        if isinstance(rows, TokenRows):
-            yield from rows.files.lengths()
-        elif isinstance(rows, PackedDataset):
-            yield np.diff(rows.corpus.offsets)
-
-    bins = np.zeros(64, dtype=np.int64)
-    total = longest = 0
-    for lengths in all_lengths():
-        bins += np.bincount(np.log2(np.maximum(lengths, 1)).astype(np.int64), minlength=64)
-        total, longest = total + int(lengths.sum()), max(longest, int(lengths.max()))
-    if not total:
-        return None
+def _lengths(rows: PackedDataset) -> dict[str, Any]:
+    """Return mean, longest and histogram (lowest length → documents) of documents."""
+    lengths = np.diff(rows.corpus.offsets)
+    bins = np.bincount(np.log2(np.maximum(lengths, 1)).astype(np.int64))
     used = np.flatnonzero(bins)
     histogram = {str(1 << n): int(bins[n]) for n in range(int(used[0]), int(used[-1]) + 1)}
-    return {"mean": total / int(bins.sum()), "longest": longest, "histogram": histogram}
+    return {"mean": float(lengths.mean()), "longest": int(lengths.max()), "histogram": histogram}

@@ -1,0 +1,169 @@
+"""Chat templates: ids and masks of transformers, targets in rows of every kind, and errors that name the record."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import TikTokenConverter
+
+from titanlite.config.errors import ConfigError
+from titanlite.config.sections import Data, DataSource, Training
+from titanlite.data import DataError
+from titanlite.data.chat import encode_chat, load_template
+from titanlite.data.rows import IGNORE
+from titanlite.data.text import build_dataset
+from titanlite.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
+from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS, SPLIT_PATTERN
+from titanlite.fit import load_config
+from titanlite.tools import cli
+
+ROOT = Path(__file__).resolve().parents[2]
+
+#: Llama 3's template, and ChatML with the marks of `transformers` around the assistant's turns.
+LLAMA3 = (
+    "{% for message in messages %}{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'"
+    " + message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}"
+    "{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+MARKED = (
+    "{%- for m in messages %}\n{%- if m.role == 'assistant' %}{{ '[A]' }}{% generation %}{{ m.content }}</s>\n"
+    "{% endgeneration %}{% else %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+#: A template that shows the reasoning of the last turn alone.
+FORGETFUL = "{% for m in messages %}{{ m.content if loop.last else 'gone' }}{% endfor %}"
+
+CHATS = [
+    [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Good day, sir."}],
+    [
+        {"role": "system", "content": "Be brief — naïve, 日本語."},
+        {"role": "user", "content": " 1 + 1? "},
+        {"role": "assistant", "content": "\n2\n"},
+        {"role": "user", "content": "and <|eot_id|>\n"},
+        {"role": "assistant", "content": ""},
+        {"role": "assistant", "content": "x" * 30},
+    ],
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer as transformers saves it, with the template beside it."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    converter = TikTokenConverter(
+        vocab_file=str(BUNDLED_TOKENIZER), pattern=SPLIT_PATTERN, extra_special_tokens=list(SPECIAL_TOKENS)
+    )
+    names = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
+    theirs = PreTrainedTokenizerFast(tokenizer_object=converter.converted(), **names)
+    theirs.chat_template = LLAMA3
+    theirs.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("source", [LLAMA3, MARKED])
+def test_ids_and_masks_are_those_of_transformers(folder: Path, tmp_path: Path, source: str) -> None:
+    theirs, ours = PreTrainedTokenizerFast.from_pretrained(folder), load_tokenizer(str(folder))
+    (tmp_path / "own.jinja").write_text(source)
+    template = load_template(None if source == LLAMA3 else str(tmp_path / "own.jinja"), ours)
+    theirs.chat_template = source
+    for chat in CHATS:
+        ids, mask = encode_chat(template.render(chat, "here"), ours)
+        expected = theirs.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=source == MARKED)
+        assert ids.tolist() == expected["input_ids"]
+        if source == MARKED:
+            assert mask.astype(int).tolist() == expected["assistant_masks"] and mask.any() and not mask.all()
+            continue
+        wanted = []  # each turn is what a model adds to its prompt
+        for n, message in enumerate(chat):
+            prompt = theirs.apply_chat_template(chat[:n], add_generation_prompt=True)["input_ids"] if n else []
+            turn = theirs.apply_chat_template(chat[: n + 1])["input_ids"]
+            wanted += range(len(prompt), len(turn)) if message["role"] == "assistant" else ()
+        assert np.flatnonzero(mask).tolist() == wanted
+
+
+def rows(path: Path, folder: Path, **data: Any) -> Any:
+    tokenizer = load_tokenizer(str(folder))
+    training = Training(dataset_path=str(path), seq_len=32, epochs=None if data.get("streaming") else 1)
+    return build_dataset(training, Data(shuffle=False, **data), tokenizer, tokenizer.vocab_size)
+
+
+def test_files_streams_and_prepared_tokens_have_the_same_targets(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    chats = [[*chat, {"role": "user", "content": str(n)}] for n in range(9) for chat in CHATS]
+    lines, table, out = tmp_path / "a.jsonl", tmp_path / "a.parquet", tmp_path / "out"
+    lines.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    parquet.write_table(pyarrow.table({"messages": chats}), table)
+    prepare = ["prepare", str(lines), "--out", str(out), "--tokenizer", str(folder), "--messages-key", "messages"]
+    assert cli.main(["data", *prepare]) == 0
+    tokenizer = load_tokenizer(str(folder))
+    encoded = [encode_chat(load_template(None, tokenizer).render(chat, ""), tokenizer) for chat in chats]
+    ids, mask = (np.concatenate(parts) for parts in zip(*encoded, strict=True))
+    labels = np.where(mask, ids, IGNORE)[1:]
+    asked = {"messages_key": "messages"}
+    sources = {"source": [DataSource(path=str(lines), messages_key="messages")]}
+    kinds = [rows(lines, folder, **asked), rows(table, folder, **asked), rows(out, folder, **asked)]
+    kinds += [rows(lines, folder, streaming=True, lanes=1, **asked), rows(lines, folder, **sources)]
+    for found in kinds:
+        got = [found.sequence(n) for n in range(len(labels) // 32)]
+        assert np.concatenate([row.tokens for row in got]).tolist() == ids[: 32 * len(got)].tolist()
+        assert np.concatenate([row.labels for row in got]).tolist() == labels[: 32 * len(got)].tolist()
+    (tmp_path / "other.jinja").write_text(MARKED)
+    with pytest.raises(DataError, match=r"data\.chat_template: .* is prepared with another one"):
+        rows(out, folder, chat_template=str(tmp_path / "other.jinja"), **asked)
+    example = re.search(r"## Conversations\n```toml\n(.*?)```", (ROOT / "docs/data.md").read_text(), re.DOTALL)
+    assert example is not None
+    toml = example[1].replace("./assets/Llama-3.1-8B-Instruct", str(folder)).replace("./chats.jsonl", str(lines))
+    (tmp_path / "run.toml").write_text(toml)
+    capsys.readouterr()
+    flags = ["--no-data.shuffle", "--training.seq_len=32", "--rows", "1"]
+    assert cli.main(["data", "peek", str(tmp_path / "run.toml"), *flags]) == 0
+    shown = capsys.readouterr().out
+    assert "Hello?]]" in shown and "Good day, sir.<|eot_id|>[[" in shown
+
+
+@pytest.mark.parametrize(
+    ("messages", "source", "said"),
+    [
+        ("Hello", LLAMA3, "no list of messages"),
+        ([{"from": "human", "value": "a"}], LLAMA3, "no list of messages"),
+        ([{"role": "user", "content": "a"}], LLAMA3, r"no message has the role assistant \(roles: user\)"),
+        (CHATS[1], FORGETFUL, r"message 3, of the assistant, cannot be found .*\{% generation %\}"),
+        (CHATS[0], "{{ raise_exception('roles must alternate') }}", "refuses it: .*roles must alternate"),
+        (CHATS[0], "{{ messages[0].content.format }}{{ ''.__class__.mro() }}", "refuses it: SecurityError"),
+    ],
+)
+def test_errors_name_file_and_record(folder: Path, tmp_path: Path, messages: Any, source: str, said: str) -> None:
+    path, template = tmp_path / "a.jsonl", tmp_path / "own.jinja"
+    path.write_text("".join(json.dumps({"chat": chat}) + "\n" for chat in (CHATS[0], messages)))
+    template.write_text(source)
+    line = 1 if messages == CHATS[0] else 2
+    if source == FORGETFUL:
+        path.write_text("\n" + json.dumps({"chat": messages}) + "\n")
+    with pytest.raises(DataError, match=f"a.jsonl, line {line}: .*{said}"):
+        rows(path, folder, messages_key="chat", chat_template=str(template))
+    with pytest.raises(
+        DataError, match=r"line \d: the key 'messages' is missing .*name the field by data.messages_key"
+    ):
+        rows(path, folder, messages_key="messages")
+
+
+def test_templates_that_are_not_there(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"brings no chat template .*; name a Jinja file"):
+        load_template(None, load_tokenizer())
+    (tmp_path / "bad.jinja").write_text("\n{% if %}")
+    with pytest.raises(DataError, match=r"bad\.jinja, line 2: "):
+        load_template(str(tmp_path / "bad.jinja"), load_tokenizer())
+    with pytest.raises(DataError, match="none.jinja cannot be read"):
+        load_template(str(tmp_path / "none.jinja"), load_tokenizer())
+    with pytest.raises(ConfigError, match=r"data\.messages_key.*data\.text_key"):
+        load_config("debug_model.toml", 1, ["--data.messages_key=x", "--data.text_key=y"])

@@ -1,0 +1,101 @@
+"""The loss of each source of a mixture is the mean over its own targets, however the work is divided."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.pool import Pools
+from tests.tiny import TWO_LAYERS
+from titanlite.build import build
+from titanlite.data.loader import Batch
+from titanlite.data.mixture import MixedRows
+from titanlite.fit import load_config
+from titanlite.metrics.jsonl import read_metrics
+from titanlite.metrics.sources import RowLosses
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.trainer import Trainer
+
+BATCH, STEPS = 12, 4
+FLAGS = [
+    *TWO_LAYERS,
+    "--data.source=[{name='sft_test', weight=2}, {name='c4_test'}]",  # prompts: rows differ in their targets
+    "--training.seq_len=32",
+    "--training.batch_size=3",
+    f"--training.global_batch_size={BATCH}",
+    f"--training.steps={STEPS}",
+    f"--metrics.log_freq={STEPS}",
+    "--optimizer.lr=1e-12",
+    "--no-validation.enable",
+    "--checkpoint.enable_checkpoint",
+]
+
+
+def _run(world: DistEnv, folder: str, *flags: str) -> list[dict[str, Any]]:
+    run = load_config("debug_model.toml", world.size, [*FLAGS, f"--job.dump_folder={folder}", *flags])
+    Trainer(build(run, world)).train()
+    return [row for row in read_metrics(Path(folder) / "metrics.jsonl") if "loss" in row]
+
+
+def _by_hand(world: DistEnv) -> dict[str, float]:
+    """The losses of the rows of steps 2 … STEPS, each row by itself."""
+    parts = build(load_config("debug_model.toml", world.size, FLAGS), world)
+    rows = parts.datasets.train
+    assert isinstance(rows, MixedRows)
+    total, tokens = Counter[str](), Counter[str]()
+    for index in range(BATCH, STEPS * BATCH):
+        row = rows.sequence(index)
+        batch = Batch(torch.from_numpy(row.tokens)[None], torch.from_numpy(row.labels)[None])
+        name = rows.names[rows.locate(index)[0]]
+        with torch.no_grad():
+            total[name] += parts.train_step.runner.loss_sum(batch).item()
+        tokens[name] += int((batch.labels != -100).sum())
+    return {f"loss/{name}": total[name] / tokens[name] for name in rows.names}
+
+
+@pytest.fixture(scope="module")
+def by_hand(pool: Pools) -> dict[str, float]:
+    return pool(1).run(_by_hand)[0]
+
+
+PARALLEL = "experimental.context_parallel_degree", "training.tensor_parallel_degree"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--training.loss_chunks=5", "--no-training.enable_loss_parallel"],
+        ["--training.batch_size=6", "--training.compile", "--compile.backend=aot_eager", "--compile.components=loss"],
+        [f"--{PARALLEL[0]}=2", "--training.loss_chunks=2"],
+        [f"--{PARALLEL[1]}=2"],
+        [f"--{PARALLEL[1]}=2", "--training.loss_chunks=4"],
+        ["--experimental.pipeline_parallel_degree=2", "--training.batch_size=4", "--training.loss_chunks=3"],
+    ],
+)
+def test_it_is_the_mean_over_its_own_targets(
+    pool: Pools, by_hand: dict[str, float], tmp_path: Path, flags: list[str]
+) -> None:
+    first, last = pool(2).run(_run, str(tmp_path), *flags)[0]
+    found = {key: value for key, value in last.items() if key.startswith("loss/")}
+    assert found == pytest.approx(by_hand, rel=1e-5) and (first["step"], last["step"]) == (1, STEPS)
+    assert abs(by_hand["loss/c4_test"] - by_hand["loss/sft_test"]) > 1e-3 and len(found) == 2
+
+
+def test_a_resumed_run_counts_from_its_start_and_gradients_are_the_same(pool: Pools, tmp_path: Path) -> None:
+    flags = ["--optimizer.lr=1e-2", "--metrics.log_freq=1", "--training.loss_chunks=1"]
+    whole = pool(1).run(_run, str(tmp_path / "whole"), *flags, "--checkpoint.interval=2")[0]
+    (tmp_path / "whole/checkpoint/step-4").rename(tmp_path / "gone")
+    again = pool(1).run(_run, str(tmp_path / "whole"), *flags)[0]
+    keys = ("loss", "grad_norm", "loss/c4_test", "loss/sft_test", "share/sft_test")
+    assert [[row[key] for key in keys] for row in again] == [[row[key] for key in keys] for row in whole]
+    losses = RowLosses(lambda x, y: (x * y).sum(), 4)
+    x = torch.arange(24.0).view(3, 8, 1).requires_grad_()
+    y = torch.ones(3, 8, 1)
+    assert losses(x, y).item() == 276 and len(losses.rows) == 6
+    with torch.no_grad():
+        losses(x, y)
+    assert [row.item() for row in losses.rows] == [6, 22, 38, 54, 70, 86]

@@ -1,0 +1,185 @@
+"""Conversations as `transformers` renders them: a Jinja template makes a list of messages one text.
+
+The loss is on the assistant's turns alone. Marks around them are in the rendered text until it is tokenized. A template
+with `{% generation %}` blocks sets the marks. Of another one, the messages before a turn are rendered as the prompt of
+that turn, and the text behind this prompt is the turn.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from titanlite.data import DataError
+from titanlite.data.tokenizer import Tokenizer
+
+#: Before and after a turn of the assistant. Unicode keeps these two free of characters.
+_BEGIN, _END = "\ufdd0", "\ufdd1"
+_UNMARKED = str.maketrans("", "", _BEGIN + _END)
+
+#: Files beside a tokenizer that may hold its template, the first that does.
+_TEMPLATE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
+
+
+class ChatTemplate(NamedTuple):
+    """`source`: Jinja. `tokens`: names and values of its variables, such as bos_token."""
+
+    source: str
+    tokens: tuple[tuple[str, str], ...] = ()
+
+    def render(self, messages: Any, where: str) -> str:
+        """Return the text of a conversation, with marks around the assistant's turns. where: file and record.
+
+        Raises DataError if `messages` is no list of messages, the template refuses it, or a turn cannot be found.
+        """
+        import jinja2
+
+        if not (isinstance(messages, list) and all(isinstance(m, dict) and m.get("role") for m in messages)):
+            raise DataError(f"{where}: {messages!r:.80} is no list of messages, each with role and content")
+        roles = [message["role"] for message in messages]
+        if "assistant" not in roles:
+            found = ", ".join(map(str, dict.fromkeys(roles))) or "none"
+            raise DataError(f"{where}: no message has the role assistant (roles: {found}), so the loss counts nothing")
+        template = _compiled(self.source)
+
+        def text(count: int, prompt: bool = False) -> str:
+            return template.render(messages=messages[:count], add_generation_prompt=prompt, **dict(self.tokens))
+
+        try:
+            whole = text(len(messages))
+            if _BEGIN in whole:
+                return whole
+            parts, done = [], 0
+            for number in (number for number, role in enumerate(roles) if role == "assistant"):
+                prompt, turn = text(number, True), text(number + 1)
+                if not (whole.startswith(turn) and turn.startswith(prompt) and len(prompt) >= done):
+                    raise DataError(
+                        f"{where}: message {number + 1}, of the assistant, cannot be found in the rendered text: the "
+                        "messages before it render differently without those after them; put {% generation %} and "
+                        "{% endgeneration %} around the assistant's content in the template"
+                    )
+                parts += [whole[done : len(prompt)], _BEGIN, whole[len(prompt) : len(turn)], _END]
+                done = len(turn)
+            return "".join(parts) + whole[done:]
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(f"{where}: the chat template refuses it: {type(error).__name__}: {error}") from error
+
+
+@lru_cache(maxsize=8)
+def _compiled(source: str) -> Any:
+    """Compile a template in the environment that `transformers` gives it, without the date of today."""
+    from jinja2 import nodes
+    from jinja2.exceptions import TemplateError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012 (Jinja's interface)
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+            return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+        def _marked(self, caller: Any) -> str:
+            return f"{_BEGIN}{caller()}{_END}"
+
+    def refuse(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    def to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    return environment.from_string(source)
+
+
+def load_template(path: str | None, tokenizer: Tokenizer) -> ChatTemplate:
+    """Return the template of a Jinja file; None: that of the files beside the tokenizer.
+
+    Raises DataError if there is none, or it is not valid.
+    """
+    from jinja2 import TemplateSyntaxError
+
+    folder = tokenizer.folder
+    named = {number: name for name, number in tokenizer.special_tokens.items()}
+    tokens = {"bos_token": named[tokenizer.bos_id], "eos_token": named[tokenizer.eos_id]}
+    config: dict[str, Any] = {}
+    place = Path(path) if path is not None else (folder or Path()) / _TEMPLATE
+    try:
+        if folder is not None and (folder / _CONFIG).is_file():
+            config = json.loads((folder / _CONFIG).read_bytes())
+            for key, value in config.items():
+                value = value.get("content") if isinstance(value, dict) else value
+                if key.endswith("_token") and isinstance(value, str):
+                    tokens[key] = value
+        if path is not None or folder is not None and place.is_file():
+            source: Any = place.read_text("utf-8")
+        else:
+            place, source = (folder or Path()) / _CONFIG, config.get("chat_template")
+            if isinstance(source, list):  # several, by name
+                source = {one["name"]: one["template"] for one in source}.get("default")
+    except (OSError, ValueError) as error:
+        raise DataError(f"data.chat_template: {place} cannot be read: {error}") from None
+    if not isinstance(source, str):
+        raise DataError(
+            f"data.chat_template: the tokenizer brings no chat template ({_TEMPLATE}, or chat_template in {_CONFIG}, "
+            f"in {folder or 'the folder of model.tokenizer_path'}); name a Jinja file"
+        )
+    try:
+        _compiled(source)
+    except TemplateSyntaxError as error:
+        raise DataError(f"data.chat_template: {place}, line {error.lineno}: {error.message}") from None
+    return ChatTemplate(source, tuple(tokens.items()))
+
+
+def encode_chat(text: str, tokenizer: Tokenizer) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return the ids of a rendered conversation, as it is, and whether each is of the assistant: [tokens] each.
+
+    Names of special tokens become their ids. A token that crosses the border of a turn is of the assistant.
+    """
+    ids, mask, inside = list[int](), list[bool](), False
+    for part in _special(tokenizer).split(text):
+        if (special := tokenizer.special_tokens.get(part)) is not None:
+            ids.append(special)
+            mask.append(inside)
+            continue
+        plain = part.translate(_UNMARKED)
+        found = tokenizer.encode(plain) if plain else []
+        at = before = 0  # characters and tokens of the part that are done
+        for piece in re.split(f"([{_BEGIN}{_END}])", part):
+            if piece not in (_BEGIN, _END):
+                at += len(piece)
+                continue
+            place = len(found) if at == len(plain) else _tokens_before(plain[:at], found, tokenizer, inside)
+            mask += [inside] * (place - before)
+            before, inside = place, piece == _BEGIN
+        mask += [inside] * (len(found) - before)
+        ids += found
+    return np.array(ids, dtype=np.int64), np.array(mask, dtype=bool)
+
+
+def _tokens_before(text: str, ids: list[int], tokenizer: Tokenizer, crossing: bool) -> int:
+    """Return how many of `ids` are of `text`, with which their text begins. crossing: count one that reaches over."""
+    alone = tokenizer.encode(text) if text else []
+    same = next((n for n, (a, b) in enumerate(zip(alone, ids, strict=False)) if a != b), min(len(alone), len(ids)))
+    return same + (crossing and same < len(alone))
+
+
+@lru_cache(maxsize=4)
+def _special(tokenizer: Tokenizer) -> re.Pattern[str]:
+    """Return the pattern of the special tokens' names, as a group."""
+    names = sorted(tokenizer.special_tokens, key=len, reverse=True)
+    return re.compile("(" + "|".join(map(re.escape, names)) + ")")

@@ -1,0 +1,198 @@
+"""The text that `titanlite data prepare` reads, divided into tasks; the same ones for any number of processes."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+import json
+import os
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, NamedTuple
+
+from titanlite.config.sections import Data
+from titanlite.config.text_names import hub_text
+from titanlite.config.urls import is_url
+from titanlite.data import DataError
+from titanlite.data.chat import ChatTemplate
+from titanlite.data.formats import Columns, Record, iter_rows, plain_kind
+from titanlite.data.remote import public_name, words
+from titanlite.data.shards import Shards, hub_files, url_files
+from titanlite.data.sources import BUNDLED, columns_of, list_files
+from titanlite.data.token_files import VERSION
+from titanlite.data.tokenizer import Tokenizer, load_tokenizer
+
+#: Tokens of a part: some 250 MB, which a process writes in half a minute to some minutes.
+PART_TOKENS = 1 << 27
+#: Bytes of text to a token, a low guess.
+_LOW = 3
+
+
+@dataclass(frozen=True)
+class Options:
+    """What decides the tokens, besides the text."""
+
+    tokenizer_path: str | None = None
+    text_key: str | None = "text"
+    prompt_key: str | None = None
+    completion_key: str | None = None
+    part_tokens: int = PART_TOKENS
+    messages_key: str | None = None
+    chat: ChatTemplate | None = None
+
+    @classmethod
+    def of(cls, source: str, tokenizer: str | None, keys: Data, part_tokens: int) -> Options:
+        """Return options for a source, with its own fields where it is bundled. keys: the fields that were asked for"""
+        path = source if os.path.exists(source) else None
+        columns = columns_of(keys, source, path, None, load_tokenizer(tokenizer))
+        if columns.chat is not None:
+            return cls(tokenizer, None, None, None, part_tokens, columns.text, columns.chat)
+        if columns.prompt is None:
+            return cls(tokenizer, columns.text, part_tokens=part_tokens)
+        return cls(tokenizer, None, columns.prompt, columns.text, part_tokens)
+
+    @property
+    def columns(self) -> Columns:
+        text = self.messages_key or self.completion_key or self.text_key or "text"
+        return Columns(text, self.prompt_key, chat=self.chat)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the options as JSON has them. Of folders without conversations they are as they always were."""
+        found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return found if self.chat else {name: found[name] for name in found if name not in ("messages_key", "chat")}
+
+
+class Piece(NamedTuple):
+    """A file, or a range of its bytes or rows. `about`: tells whether the file is still the same one."""
+
+    name: str
+    about: tuple[Any, ...]
+    #: Bytes; 0: not known.
+    size: int
+    unit: Literal["file", "bytes", "rows"] = "file"
+    first: int = 0
+    end: int = 0
+
+
+class Task(NamedTuple):
+    """What one process tokenizes at a time. `stamp`: hash of all that decides its tokens."""
+
+    number: int
+    pieces: tuple[Piece, ...]
+    stamp: str
+
+
+def hash_of(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def list_source(source: str, options: Options, subset: str | None, split: str | None) -> Shards:
+    """List the files of a source. Raises DataError if there are none."""
+    text = None if os.path.exists(source.partition("/")[0]) else hub_text(source)
+    shards = Shards((), options.columns)
+    if text is not None:
+        names, revision, kind = hub_files(text, subset, split, "SOURCE")
+        return replace(shards, names=tuple(names), revision=revision, kind=kind)
+    if subset or split:
+        raise DataError(f"--subset and --split are of data sets of the hub, and {source} is none")
+    if is_url(source):
+        return replace(shards, names=tuple(url_files(source, "SOURCE")))
+    bundled = None if os.path.exists(source) else BUNDLED.get(source)
+    return replace(shards, names=tuple(map(str, list_files(bundled or Path(source), "SOURCE"))))
+
+
+def divide(shards: Shards, options: Options, tokenizer: Tokenizer) -> list[Task]:
+    """Group neighbouring files, and cut large ones, so that each task makes about one part."""
+    most = options.part_tokens * _LOW
+    groups: list[list[Piece]] = []
+    room = 0
+    for piece in itertools.chain.from_iterable(_pieces(name, shards, most) for name in shards.names):
+        size = piece.size or most * is_url(piece.name)
+        if not groups or size > room:
+            groups.append([])
+            room = most
+        groups[-1].append(piece)
+        room -= size
+    decisive = [VERSION, options.to_json() | {"tokenizer_path": None}, tokenizer.fingerprint]
+    return [
+        Task(n, tuple(group), hash_of([*decisive, [piece[1:] for piece in group]])) for n, group in enumerate(groups)
+    ]
+
+
+def _about(name: str) -> tuple[Any, ...]:
+    """Return path, size and version of a file. Raises DataError if it cannot be asked for."""
+    try:
+        if not is_url(name):
+            stat = os.stat(name)
+            return os.path.realpath(name), stat.st_size, stat.st_mtime_ns
+        if name.startswith("hf://") and "@" in name:  # the name has the revision
+            return name, 0, ""
+        import fsspec
+
+        system, path = fsspec.core.url_to_fs(name)
+        about = system.info(path)
+    except Exception as error:
+        raise DataError(f"SOURCE: {public_name(name)} cannot be read: {words(error)}") from error
+    return public_name(name), about.get("size") or 0, str(about.get("ETag") or about.get("LastModified"))
+
+
+def _pieces(name: str, shards: Shards, most: int) -> list[Piece]:
+    """Return a file, or ranges of about `most` bytes: lines of plain JSON, row groups of parquet."""
+    about = _about(name)
+    size: int = about[1]
+    unit: Literal["file", "bytes", "rows"] = "file"
+    borders = [0, size]
+    if size > most and not is_url(name):
+        with open(name, "rb") as file:
+            kind = plain_kind(file, name) if shards.kind == "auto" else shards.kind
+            if kind == "json":
+                unit = "bytes"
+                for place in range(most, size, most):
+                    file.seek(place - 1)
+                    file.readline()
+                    borders.append(file.tell())
+            elif kind == "parquet":
+                from pyarrow.parquet import ParquetFile
+
+                unit, metadata = "rows", ParquetFile(file).metadata
+                groups = range(metadata.num_row_groups)
+                ends = list(itertools.accumulate(metadata.row_group(n).num_rows for n in groups))
+                wanted = range(0, metadata.num_rows, max(most * metadata.num_rows // size, 1))
+                borders = [0, *(ends[bisect_left(ends, row)] for row in wanted if row), metadata.num_rows]
+    borders = sorted(set(borders))
+    pieces = itertools.pairwise(borders)
+    return [Piece(name, about, (b - a) * size // borders[-1], unit, a, b) for a, b in pieces] or [Piece(name, about, 0)]
+
+
+class _Section(io.RawIOBase):
+    """The bytes [first, end) of an open file."""
+
+    def __init__(self, file: BinaryIO, first: int, end: int) -> None:
+        self._file, self._left = file, end - first
+        file.seek(first)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        content = self._file.read(min(len(buffer), self._left))
+        buffer[: len(content)] = content
+        self._left -= len(content)
+        return len(content)
+
+
+def records_of(shards: Shards, piece: Piece, start: int) -> Iterator[Record]:
+    """Iterate over the records of a piece after number `start`. Those of a range of bytes count from its begin."""
+    if piece.unit == "bytes":
+        name = f"{piece.name} from byte {piece.first:,} on" if piece.first else piece.name
+        with open(piece.name, "rb") as file:
+            content = io.BufferedReader(_Section(file, piece.first, piece.end), 1 << 18)
+            yield from iter_rows(content, name, "json", shards.columns, start)
+    else:
+        records = replace(shards, names=(piece.name,)).records(0, max(start, piece.first))
+        yield from itertools.takewhile(lambda one: piece.unit == "file" or one.number <= piece.end, records)
+    if not is_url(piece.name) and _about(piece.name) != piece.about:
+        raise DataError(f"{piece.name} has changed while it was read; run the same command again")
