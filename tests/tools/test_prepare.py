@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.data.hub_server import HubServer
-from tests.data.test_hub_server import write_c4
+from tests.data.test_shards import write_c4
 from tests.processes import ended, python
 from tests.tools.conftest import Command
 from tests.tools.test_data_command import TOKENIZER, contents, rows_of, write_records
