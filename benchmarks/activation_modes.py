@@ -115,7 +115,7 @@ def serve(shape: Shape, plan: dict[str, Any], compiled: bool) -> None:
         )
         kept = builder.trace_activations(batch_size=shape.batch, seq_len=shape.seq)
         model = builder.build(seed=0)
-        optimizer = build_optimizer(model.parameters(), Optimizer(), device)
+        optimizer = build_optimizer(dict(model.named_parameters()), Optimizer(), device)
         train_step = TrainStep(model, optimizer, PlainRunner(model), FiniteGuard(device), max_norm=1.0)
         window = torch.randint(0, shape.vocab, (shape.batch, shape.seq + 1), generator=torch.Generator().manual_seed(0))
         batches = to_device([Batch(window[:, :-1].contiguous(), window[:, 1:].contiguous())], device)

@@ -106,7 +106,7 @@ def cell(folder: Path, repeats: int, dim: int) -> None:
         args = LlamaArgs(**{**SHAPE, "dim": dim})
         training = Training(mixed_precision_param="float32")
         model = ModelBuilder(get_spec("llama3"), args, mesh, world.device, training).build(seed=0)
-        optimizer = build_optimizer(model.parameters(), Optimizer(), world.device)
+        optimizer = build_optimizer(dict(model.named_parameters()), Optimizer(), world.device)
         train_step = TrainStep(model, optimizer, PlainRunner(model), FiniteGuard(world.device), max_norm=1.0)
         window = torch.randint(0, args.n_vocab, (TOKENS[0], TOKENS[1] + 1), generator=torch.Generator().manual_seed(0))
         data = to_device([Batch(window[:, :-1].contiguous(), window[:, 1:].contiguous())], world.device)

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.gpu_bench import ROOT, Bench, Failed, NotMeasured, Result, last_line, out_of_memory
+from benchmarks.gpu_bench import ROOT, Bench, Failed, Result, last_line, out_of_memory
 from titanlite.config.errors import ConfigError
 from titanlite.fit import load_config
 from titanlite.metrics.jsonl import json_value
@@ -150,13 +150,11 @@ def ladder_command(
 
 
 def refuse(setting: Setting, flags: Sequence[str]) -> None:
-    """Raise NotMeasured where a feature is still to come, Failed where the config is refused for another reason."""
+    """Raise Failed where the config is refused."""
     try:
         load_config(str(CONFIGS / setting.config), 1, list(flags))
     except ConfigError as error:
-        to_come = all("is not built yet" in one.message for one in error.problems)
-        text = "; ".join(f"{one.key}: {one.message}" for one in error.problems)
-        raise (NotMeasured if to_come else Failed)(text) from None
+        raise Failed("; ".join(f"{one.key}: {one.message}" for one in error.problems)) from None
 
 
 def kept_layers(bench: Bench, name: str) -> Path:

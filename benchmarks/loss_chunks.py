@@ -51,7 +51,7 @@ class Cell:
         training = Training(mixed_precision_param=dtype, loss_chunks=chunks)
         builder = ModelBuilder(get_spec("llama3"), args, world.build_mesh(), self.device, training)
         model = builder.build(seed=0)
-        optimizer = build_optimizer(model.parameters(), Optimizer(), self.device)
+        optimizer = build_optimizer(dict(model.named_parameters()), Optimizer(), self.device)
         runner = PlainRunner(model, builder.loss())
         self.train_step = TrainStep(model, optimizer, runner, FiniteGuard(self.device), max_norm=1.0)
         self.seconds: list[float] = []

@@ -195,7 +195,7 @@ def test_loss_optimizer_and_text_work_with_every_parallelism(
         (["--optimizer.name=AdamX"], "optimizer.name", 'did you mean "Adam"?'),
         (["--optimizer.name=./no_file.py:adamw"], "optimizer.name", "there is no file"),
         (["--training.dataset=no_such_package:documents"], "training.dataset", "no_such_package"),
-        (["--training.dataset_path=."], "training.dataset_path", "has no effect"),
+        (["--training.dataset_path=."], "training.dataset_path", "excludes training.dataset"),
     ],
 )
 def test_config_check_names_what_is_not_offered_or_not_there(

@@ -39,7 +39,7 @@ def _with_a_new_optimizer(world: DistEnv, folder: Path, first: int, last: int) -
     """Steps first … last from the weights of a checkpoint, with an optimizer that was never near it."""
     model, before, rank = build_tiny(world, RUN)
     assert Checkpointer(options(folder), world, PRINTS).load(model, before) is not None
-    optimizer = build_optimizer(model.parameters(), Optimizer(weight_decay=RUN.weight_decay), world.device)
+    optimizer = build_optimizer(dict(model.named_parameters()), Optimizer(weight_decay=RUN.weight_decay), world.device)
     guard, losses = FiniteGuard(world.device), []
     for step in range(first, last + 1):
         data = to_device(micro_batches(RUN, step - 1, rank, world.size), world.device)

@@ -2,7 +2,7 @@
 
 The folder that it serves:
 
-    datasets/OWNER/NAME/...  a dataset repository, and its main branch
+    datasets/OWNER/NAME/...  a dataset repository, and its main branch; NAME@... holds an older commit of it
     models/OWNER/NAME/...    a model repository
     anything else            http://127.0.0.1:PORT/files/x.jsonl.gz is the file files/x.jsonl.gz
 """
@@ -192,8 +192,10 @@ class Handler(BaseHTTPRequestHandler):
             return self.refuse("GatedRepo", 403)
         revision, *path = rest or ["main"]
         folder = self.hub.root / kind / repo
-        if revision not in ("main", commit(folder)):
+        known = {commit(one): one for one in folder.parent.glob(f"{name}@*")} | {commit(folder): folder, "main": folder}
+        if revision not in known:
             return self.refuse("RevisionNotFound", 404)
+        folder = known[revision]
         target = folder.joinpath(*path)
         if verb == "revision":
             files = [{"rfilename": str(p.relative_to(folder))} for p in sorted(folder.rglob("*")) if p.is_file()]

@@ -55,8 +55,9 @@ def _poison(model: torch.nn.Module, where: str) -> None:
     if where == "output":
         w2.register_forward_hook(lambda module, args, out: out / 0 if second() else out)
     elif where == "inside":
-        heads: Any = attention.heads
-        attention.heads = lambda x: heads(x) * (INFINITY if second() else 1.0)  # type: ignore[assignment]
+        plain: Any = attention.forward
+        factor = lambda: INFINITY if second() else 1.0  # noqa: E731
+        attention.forward = lambda x, rotation, mask: plain(x, lambda t: rotation(t) * factor(), mask)  # type: ignore[method-assign]
     elif where == "gradient of an input":
         forward = w2.forward
         w2.forward = lambda x: forward(Scale.apply(x, NAN) if second() else x)  # type: ignore[method-assign]

@@ -19,7 +19,6 @@ import benchmarks.gpu_page as gpu_page
 import benchmarks.gpu_pieces as gpu_pieces
 from benchmarks.gpu_bench import Bench, OutOfTime
 from tests.processes import ended
-from titanlite.config.errors import ConfigError
 from titanlite.fit import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,10 +64,9 @@ def test_levels_are_the_ladders() -> None:
     assert tuple(level.name for level in LEVELS) == gpu_ladder.LEVELS
 
 
-def test_what_is_not_built_is_all_that_keeps_a_setting_back() -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config(str(gpu_ladder.CONFIGS / gpu_ladder.SETTINGS["kahan-8b"].config), 1, [])
-    assert all("is not built yet" in problem.message for problem in caught.value.problems)
+def test_every_setting_has_a_valid_config() -> None:
+    for setting in gpu_ladder.SETTINGS.values():
+        load_config(str(gpu_ladder.CONFIGS / setting.config), 1, [])
 
 
 # Ladders, with a stand-in for the training.

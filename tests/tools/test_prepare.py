@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.data.hub_server import HubServer
-from tests.data.test_shards import write_c4
+from tests.data.test_shards import TEXTS, write_c4
 from tests.processes import ended, python
 from tests.tools.conftest import Command
 from tests.tools.test_data_command import TOKENIZER, contents, rows_of, write_records
@@ -170,7 +170,7 @@ def test_a_changed_file_is_tokenized_again(tmp_path: Path, command: Command) -> 
 def test_a_data_set_of_the_hub_is_read_to_the_end_at_the_revision_of_the_first_attempt(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     repo = tmp_path / "hub/datasets/allenai/c4"
-    texts = write_c4(repo, shards=3, texts_per_shard=50)
+    write_c4(tmp_path / "hub", shards=3)
     with HubServer(tmp_path / "hub") as hub:
         words = ["-m", "titanlite", "data", "prepare", "c4", "--workers", 2, "--part-tokens", 100, "--out"]
         env = hub.environment(tmp_path / "home")
@@ -182,10 +182,10 @@ def test_a_data_set_of_the_hub_is_read_to_the_end_at_the_revision_of_the_first_a
         assert kept
         hub.faults.clear()
         repo.rename(repo.with_name("c4@first"))
-        write_c4(repo, shards=1, texts_per_shard=2)
+        write_c4(tmp_path / "hub", shards=1)
         finished = python(*words, tmp_path / "out", env=env)
         assert finished.returncode == 0, finished.stderr
-        assert texts_of(tmp_path / "out") == texts
+        assert texts_of(tmp_path / "out") == TEXTS[:999]
         assert all(path.stat().st_mtime_ns == written for path, written in kept.items())
         refused = python(*words, tmp_path / "other", "--split", "test", env=env)
         assert refused.returncode == 2 and "allenai/c4 has no split 'test'; it has train, validation" in refused.stderr
