@@ -304,7 +304,9 @@ def build(
         world.rank,
         rounding_setting(run, device),
         # Rounding is told from a difference by this share of a number; lower precisions round more.
-        tolerance=2e-2 if run.training.mixed_precision_param != "float32" or in_float8 else 1e-4,
+        tolerance=1e-4
+        if {run.training.mixed_precision_param, run.training.dtype} == {"float32"} and not in_float8
+        else 2e-2,
         exact=device.type == "cpu" or run.debug.deterministic,
     )
     attempts = AttemptRecord(folder, run.toml, run.job.description, name, watchdog)

@@ -109,7 +109,7 @@ def optimizer_problems(spec: ModelSpec, args: Any, optimizer: Optimizer) -> list
         key = f"optimizer.groups[{index}].pattern"
         try:
             if not any(re.search(group.pattern, name) for name in names):
-                remedy = f"names are such as {names[0]}, {names[1]} and {names[-1]}"
+                remedy = f"names are such as {', '.join(names[:2])}, {names[-1]}"
                 problems.append(Problem("", key, f"{group.pattern!r} is found in no parameter's name", remedy))
         except re.error as error:
             problems.append(Problem("", key, f"{group.pattern!r} is no regular expression: {error}"))

@@ -155,7 +155,9 @@ def resolve(path: str) -> Any:
     try:
         return reduce(getattr, name.split("."), module)
     except AttributeError:
-        raise ValueError(f"{path!r} cannot be imported: {module.__file__} has no {name}") from None
+        raise ValueError(
+            f"{path!r} cannot be imported: {getattr(module, '__file__', None) or module_name} has no {name}"
+        ) from None
 
 
 def resolve_as(path: str, accept: Callable[[Any], bool], kind: str) -> Any:

@@ -17,7 +17,7 @@ from tests.training.harness import TINY, Run, batches, build_tiny, full_precisio
 from titanlite.config.sections import Optimizer, OptimizerGroup, Training
 from titanlite.models import get_spec
 from titanlite.optim.any_precision import AnyPrecisionAdamW
-from titanlite.optim.muon import Muon
+from titanlite.optim.muon import Muon, orthogonalize
 from titanlite.optim.optimizer import build_optimizer, gated_step, parameter_groups
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.preflight import optimizer_problems
@@ -149,15 +149,16 @@ def test_muon_on_shards_is_muon_on_whole_matrices(pool: Pools, mesh: dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("settings", "training"), [(MUON, full_precision()), (KAHAN, PURE_BF16)], ids=["muon", "kahan"]
+    ("settings", "training"),
+    [(MUON, full_precision()), (KAHAN, PURE_BF16), (Optimizer(name="AnyPrecisionAdamW", kahan=True), PURE_BF16)],
+    ids=["muon", "kahan", "momentum in float32"],
 )
 def test_four_and_four_equal_eight(pool: Pools, tmp_path: Path, settings: Optimizer, training: Training) -> None:
     run = Run(*batches(8, 8, 16, 192), [3e-3] * 8, training=training, settings=settings)
     straight = pool(2).run(train_and_save, run, tmp_path / "straight", 1, 8)[0]
-    first = pool(2).run(train_and_save, run, tmp_path / "run", 1, 4)[0]
-    second = pool(2).run(train_and_save, run, tmp_path / "run", 5, 8)[0]
-    assert first["losses"] + second["losses"] == straight["losses"]
-    assert_equal(second["state"], straight["state"])
+    parts = [pool(2).run(train_and_save, run, tmp_path / "run", *steps)[0] for steps in ((1, 3), (4, 5), (6, 8))]
+    assert [loss for part in parts for loss in part["losses"]] == straight["losses"]
+    assert_equal(parts[-1]["state"], straight["state"])
     assert unequal(tmp_path / "run" / "step-8", tmp_path / "straight" / "step-8") == []
     other = pool(4).run(train_and_save, run, tmp_path / "run", 9, 8)  # only loads
     assert_equal(other[0]["state"], straight["state"])
@@ -179,7 +180,7 @@ def test_groups_take_the_first_pattern_and_keep_their_ratio() -> None:
         lr=1e-3,
         no_decay_on_norms=True,
         groups=[
-            OptimizerGroup(pattern="^layers.0.attention", lr=5e-4, beta2=0.99),
+            OptimizerGroup(pattern="^layers.0.attention", lr=5e-4, beta2=0.99, weight_decay=0.1),
             OptimizerGroup(pattern="wq|embed", weight_decay=0.5),
         ],
     )
@@ -210,3 +211,10 @@ def test_patterns_are_checked(pattern: str, problem: str) -> None:
     settings = Optimizer(groups=[OptimizerGroup(pattern="norm"), OptimizerGroup(pattern=pattern)])
     (found,) = optimizer_problems(get_spec("llama3"), TINY, settings)
     assert found.key == "optimizer.groups[1].pattern" and problem in str(found)
+
+
+def test_many_matrices_in_one_parameter_are_made_orthogonal_one_by_one() -> None:
+    stack = torch.randn(2, 3, 8, 5, generator=torch.Generator().manual_seed(0))
+    found = orthogonalize(stack)
+    assert found.shape == stack.shape and torch.equal(found[1, 2], orthogonalize(stack[1, 2][None])[0])
+    assert torch.linalg.svdvals(found.float()).sub(1).abs().max() < 0.4

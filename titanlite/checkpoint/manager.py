@@ -119,23 +119,36 @@ class Checkpointer:
     ) -> LoadedState:
         """Go back to the newest good checkpoint of this run, whatever `config` says of the start.
 
-        suspect: called on rank 0 with the step of the newest one; returns why it must not be used ("": it may). If
-        there is an older one, the newest is quarantined with that reason, and the older one is loaded.
+        suspect: called on rank 0 with the step of the newest one; returns why it must not be used ("": it may). Then
+        the one before is loaded, if possible, and the newest is quarantined with the reason.
 
         Raises CheckpointError, on all ranks, when there is none.
         """
-        self._on_rank_0(lambda: self._quarantine_newest(suspect or (lambda step: "")))
-        loaded = self._loader.load(model, optimizer, rollback=True)
+        loaded = None
+        step = self._on_rank_0(lambda: self._exclude_newest(suspect)) if suspect else None
+        if step is not None:
+            with contextlib.suppress(CheckpointError):
+                loaded = self._loader.load(model, optimizer, rollback=True)
+            replaced = loaded is not None
+            self._on_rank_0(lambda: self._settle(step, replaced))
+        loaded = loaded or self._loader.load(model, optimizer, rollback=True)
         assert loaded is not None, "a rollback cannot start from nothing"
         self._resumed = loaded.step
         return loaded
 
-    def _quarantine_newest(self, suspect: Callable[[int], str]) -> None:
-        """On rank 0: quarantine the newest checkpoint if it is suspect and another one can take its place."""
+    def _exclude_newest(self, suspect: Callable[[int], str]) -> int | None:
+        """On rank 0: exclude the newest checkpoint from loading if it is suspect, and return its step."""
         newest, _ = find(self.root, known_bad=self._bad)
-        reason = suspect(newest.step) if newest is not None else ""
-        if newest is not None and reason and find(self.root, known_bad={**self._bad, newest.step: reason})[0]:
-            quarantine(step_folder(self.root, newest.step), reason)
+        if newest is None or not (reason := suspect(newest.step)):
+            return None
+        self._bad[newest.step] = reason
+        return newest.step
+
+    def _settle(self, step: int, replaced: bool) -> None:
+        """On rank 0: quarantine the suspect one; without another, use it after all."""
+        reason = self._bad.pop(step)
+        if replaced:
+            quarantine(step_folder(self.root, step), reason)
 
     def save(
         self,

@@ -208,7 +208,7 @@ class _Files(FileSystemBase):
         except (OSError, RuntimeError) as error:
             # torch.save complains of its position in the file, and errors of writing do not name the file.
             cause = hashing.failure if hashing and hashing.failure else error
-            if isinstance(cause, OSError) and not isinstance(cause, StoreError):
+            if isinstance(cause, OSError) and not isinstance(cause, StoreError) and cause.errno is not None:
                 cause = OSError(cause.errno, cause.strerror, str(path))
             raise cause from None
         self.written[path.name] = hashing.written()

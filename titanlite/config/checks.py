@@ -102,6 +102,13 @@ CONFLICTS: tuple[tuple[str, Any, str, Any, str], ...] = (
     (_HELD_OUT, lambda name: name != "c4_validation", _SOURCES, bool, _ADVICE),
     ("training.data_parallel_shard_degree", _several, "training.data_parallel_type", "ddp", "it shards nothing"),
     ("training.prefetch", bool, "training.fsdp_units", "root", "it gathers everything at once"),
+    (
+        "optimizer.name",
+        "Muon",
+        "training.dtype",
+        "bfloat16",
+        "its updates would round away; AnyPrecisionAdamW keeps them",
+    ),
     ("training.gradient_sync", "every", _PP, _several, "a pipeline reduces gradients once, after the last micro-batch"),
     *(
         (f"{_RATE}{name}", bool, f"{_RATE}decay_type", "constant", "there is nothing to shape")

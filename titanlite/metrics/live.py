@@ -127,7 +127,9 @@ class LiveView:
         left = ""
         if self._step >= self._steps:
             left = f"took {human_time(time.monotonic() - self._began)}"
-        elif rows and "seconds_left" in (last := rows[-1]):
+        elif (
+            rows and "seconds_left" in (last := rows[-1]) and last["step"] < self._steps
+        ):  # a rollback may come after it
             share = (self._steps - self._step) / (self._steps - last["step"])
             left = f"left {human_time(last['seconds_left'] * share)}"
         bar = ProgressBar(self._steps, self._step, 40 if wide else 10, complete_style="green", finished_style="green")

@@ -7,6 +7,7 @@ a window, and why each step enters the estimate of the time left with its window
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -177,12 +178,15 @@ def total_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.exists() else ""
+    text = ""
+    with contextlib.suppress(OSError):
+        text = Path("/sys/fs/cgroup/memory.max").read_text().strip()
     return min(physical, int(text)) if text.isdigit() else physical
 
 
 def _proc_field(path: str, name: str) -> str:
     """Return the first value of that name in a file of /proc; "" where there is none."""
-    lines = Path(path).read_text().splitlines() if os.path.exists(path) else []
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = Path(path).read_text().splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")

@@ -51,6 +51,14 @@ class GatedOptimizer(torch.optim.Optimizer):
                 self.store(state["step"], state["step"] + 1)
             self.update(group, parameters)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load as torch does, but keep the dtypes of the state: torch casts it to that of the parameters."""
+        super().load_state_dict(state_dict)
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for key, parameter in zip(keys, parameters, strict=True):
+            self.state[parameter].update(state_dict["state"].get(key, {}))
+
     def store(self, target: torch.Tensor, value: torch.Tensor) -> None:
         """Write `value` into the local tensor `target`, in its dtype, unless this step is held back."""
         value = value.to(target.dtype)

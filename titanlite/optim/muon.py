@@ -25,16 +25,16 @@ _STEPS = 5
 
 
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
-    """Return matrices [k, m, n] with all singular values moved to about 1 (0.7 to 1.2), computed in bfloat16."""
+    """Return matrices [..., m, n] with all singular values moved to about 1 (0.7 to 1.2), computed in bfloat16."""
     a, b, c = _COEFFICIENTS
-    x = matrices.bfloat16()
+    x = matrices.bfloat16().flatten(0, -3)
     wide = x.shape[-2] <= x.shape[-1]
     x = x if wide else x.mT
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(_STEPS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x if wide else x.mT
+    return (x if wide else x.mT).reshape(matrices.shape)
 
 
 class Muon(AnyPrecisionAdamW):
@@ -57,8 +57,7 @@ class Muon(AnyPrecisionAdamW):
             sharding = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
             alike[parameter.shape, parameter.device, sharding].append(parameter)
         for members in alike.values():
-            # As many at a time as ranks: no rank holds more than one whole matrix.
-            at_once = members[0].device_mesh.size() if isinstance(members[0], DTensor) else 1
+            at_once = _at_once(members[0])
             for first in range(0, len(members), at_once):
                 self._update_matrices(group, members[first : first + at_once])
 
@@ -78,6 +77,19 @@ class Muon(AnyPrecisionAdamW):
             self.store(weight, decayed.add_(direction, alpha=-group["lr"] * scale))
 
 
+def _at_once(parameter: torch.nn.Parameter) -> int:
+    """Return how many matrices are worked on at a time: as many as ranks, so that none holds more than a whole one."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    mesh = parameter.device_mesh
+    return mesh.size(-1) if _is_strided(parameter.placements) else mesh.size()  # all ranks hold the former whole
+
+
+def _is_strided(placements: Sequence[Placement]) -> bool:
+    """Whether TP and FSDP divide the same dimension: torch can only gather such tensors."""
+    return any(isinstance(placement, _StridedShard) for placement in placements)
+
+
 def _orthogonal(directions: list[torch.Tensor], like: torch.nn.Parameter) -> list[torch.Tensor]:
     """Return the directions, local parts of matrices sharded as `like`, with whole matrices made orthogonal."""
     stack = torch.stack(directions).bfloat16()
@@ -92,12 +104,13 @@ def _orthogonal(directions: list[torch.Tensor], like: torch.nn.Parameter) -> lis
 
     sharded, by_matrix = [_one_further(p) for p in like.placements], [Shard(0)] * mesh.ndim
     whole = part(stack, sharded)
-    if any(isinstance(p, _StridedShard) for p in sharded):  # of TP and FSDP together: torch can only gather these
+    if _is_strided(sharded):
         whole = whole.redistribute(placements=[Replicate()] * mesh.ndim)
     done = part(orthogonalize(whole.redistribute(placements=by_matrix).to_local()), by_matrix)
-    if any(isinstance(p, _StridedShard) for p in sharded):
+    if _is_strided(sharded):
         done = done.redistribute(placements=[Replicate()] * mesh.ndim)
-    return list(done.redistribute(placements=sharded).to_local().unbind())
+    # The parameters may be in host memory; the mesh's tensors are on its devices.
+    return list(done.redistribute(placements=sharded).to_local().to(stack.device).unbind())
 
 
 def _one_further(placement: Placement) -> Placement:

@@ -48,6 +48,7 @@ def build_optimizer(
     return keep_ratios(kind(groups, **common, fused=how == "fused", foreach=how == "foreach"), settings.lr)
 
 
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _STATE_DTYPES = ("momentum_dtype", "variance_dtype", "compensation_dtype")
 
 
@@ -73,19 +74,19 @@ def parameter_groups(
 
 def _options(settings: Optimizer, index: int, vector: bool) -> dict[str, Any]:
     """Return what differs from the section's own values in a group."""
-    options: dict[str, Any] = {"weight_decay": 0.0} if vector else {}
+    options: dict[str, Any] = {}
     if index < len(settings.groups):
         group = settings.groups[index]
         options |= {key: v for key in ("lr", "weight_decay", "eps") if (v := getattr(group, key)) is not None}
         if group.beta1 is not None or group.beta2 is not None:
             beta1 = settings.beta1 if group.beta1 is None else group.beta1
             options["betas"] = (beta1, settings.beta2 if group.beta2 is None else group.beta2)
-    return options
+    return {**options, "weight_decay": 0.0} if vector else options
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name without the parts that wrappers add; these begin with `_`."""
-    return ".".join(part for part in name.split(".") if not part.startswith("_"))
+    """Return a parameter's name without the parts that torch's wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def keep_ratios(optimizer: torch.optim.Optimizer, base: float) -> torch.optim.Optimizer:

@@ -120,6 +120,8 @@ def barrier(store: dist.Store, rank: int, size: int, patience: float, limit: flo
 
     def late() -> str:
         ranks = [other for other in range(size) if not store.check([f"ready/{other}"])]
+        if not ranks:  # the last one came while this was asked
+            return "the last rank has just become ready"
         return f"{_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} not ready ({_process(store, ranks[0])})"
 
     with _explain_store_errors(rank):

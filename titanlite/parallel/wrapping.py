@@ -147,12 +147,15 @@ def _in_order(model: nn.Module, groups: Sequence[FSDPGroup]) -> list[FSDPGroup]:
     the root.
     """
     owners: dict[nn.Parameter, list[str]] = {}
-    for path, module in model.named_modules():  # a module that runs twice owns its parameters once
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for path, module in modules.items():
         for parameter in module.parameters(recurse=False):
             owners.setdefault(parameter, []).append(path)
 
     def around(path: str) -> set[FSDPGroup]:
-        return {group for group in groups if any(f"{path}.".startswith(f"{name}.") for name in group)}
+        names = path.split(".")
+        outer = {modules[".".join(names[: n + 1])] for n in range(len(names))}
+        return {group for group in groups if any(modules[name] in outer for name in group)}
 
     split = {group for first, *rest in owners.values() for path in rest for group in around(path) ^ around(first)}
     last = {path: index for index, (path, _) in enumerate(_post_order(model))}

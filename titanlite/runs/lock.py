@@ -105,7 +105,8 @@ class RunLock:
             claim = self.folder / f".{FILE}.dead.{holder.get('token', '')}"
             self._take(claim)
             try:
-                if (_read(path) or {"token": None}).get("token") == holder.get("token"):
+                now = _read(path)
+                if now is not None and now.get("token") == holder.get("token"):
                     path.unlink(missing_ok=True)
                     logger.warning(f"the lock of a run that has died is taken over: {_describe(holder)}")
             finally:

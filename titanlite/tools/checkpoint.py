@@ -104,7 +104,11 @@ def inspect(path: AnyPath) -> Entry:
         except CheckpointError as error:
             state, reason = NEWER if isinstance(error, NewerFormatError) else INVALID, str(error)
     files = files_in(folder)
-    written = manifest.created if manifest else max((file.st_mtime for file in files.values()), default=time.time())
+    times = [file.st_mtime for file in files.values()]
+    if not times:
+        with suppress(OSError):
+            times = [path.stat().st_mtime]
+    written = manifest.created if manifest else max(times, default=time.time())
     return Entry(path, state, reason, PIN in files, manifest, sum(file.st_size for file in files.values()), written)
 
 
@@ -351,7 +355,7 @@ def _facts(manifest: Manifest, entry: Entry) -> list[tuple[str, str]]:
 def _verify(arguments: argparse.Namespace) -> Answer:
     folders: dict[AnyPath, None] = {}
     for path in arguments.paths:
-        root = root_of(path) if step_of(path) is None else None
+        root = root_of(path) if step_of(path) is None and not (path / FILE).is_file() else None
         found = [checkpoint_of(path)] if root is None else [step_folder(root, step) for step in steps_in(root)]
         folders.update(dict.fromkeys(found))
     if not folders:
