@@ -35,6 +35,7 @@ from titanlite.data.documents import is_streamed
 from titanlite.data.loader import TrainLoader, ValidationLoader
 from titanlite.data.mixture import MixedRows
 from titanlite.data.prefetch import PassLoader, Prefetcher, StepLoader, ValidationPrefetcher
+from titanlite.data.remote import public_name
 from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import ranges_of_steps
 from titanlite.data.tokenizer import Tokenizer
@@ -330,7 +331,7 @@ def build(
         part = (rank, ranks) if is_streamed(datasets.train) else None
         leads = all(mesh.get_local_rank(name) == 0 for name in ("pp", "cp", "tp"))
         file = folder / ("documents.jsonl" if rank == 0 else f"documents-rank_{rank}.jsonl")
-        text = run.training.dataset_path or run.training.dataset
+        text = public_name(run.training.dataset_path or run.training.dataset)
         writes = leads and (rank == 0 or part is not None)
         documents = DocumentLog(file if writes else None, datasets.train, text, batch.global_batch_size, part)
 

@@ -15,9 +15,11 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 from titanlite.config.errors import ConfigError
 from titanlite.config.sections import Data, DataSource, Training
 from titanlite.data import DataError
-from titanlite.data.chat import encode_chat, load_template
+from titanlite.data.chat import ChatTemplate, encode_chat, load_template
+from titanlite.data.formats import Columns
 from titanlite.data.rows import IGNORE
 from titanlite.data.text import build_dataset
+from titanlite.data.token_cache import _stamp
 from titanlite.data.tokenizer import BUNDLED_TOKENIZER, load_tokenizer
 from titanlite.data.tokenizer.tiktoken_ranks import SPECIAL_TOKENS, SPLIT_PATTERN
 from titanlite.fit import load_config
@@ -136,6 +138,7 @@ def test_files_streams_and_prepared_tokens_have_the_same_targets(
     [
         ("Hello", LLAMA3, "no list of messages"),
         ([{"from": "human", "value": "a"}], LLAMA3, "no list of messages"),
+        ([{"role": "user", "content": "a\ufdd0"}, CHATS[0][1]], LLAMA3, r"U\+FDD0"),
         ([{"role": "user", "content": "a"}], LLAMA3, r"no message has the role assistant \(roles: user\)"),
         (CHATS[1], FORGETFUL, r"message 3, of the assistant, cannot be found .*\{% generation %\}"),
         (CHATS[0], "{{ raise_exception('roles must alternate') }}", "refuses it: .*roles must alternate"),
@@ -155,6 +158,21 @@ def test_errors_name_file_and_record(folder: Path, tmp_path: Path, messages: Any
         DataError, match=r"line \d: the key 'messages' is missing .*name the field by data.messages_key"
     ):
         rows(path, folder, messages_key="messages")
+
+
+def test_turns_that_meet_within_a_token_keep_one_mask_per_token() -> None:
+    tokenizer = load_tokenizer()
+    ids, mask = encode_chat("\ufdd0Good eve\ufdd1\ufdd0ning\ufdd1 to the user", tokenizer)
+    after = tokenizer.decode(ids[~mask].tolist())
+    assert len(ids) == len(mask) and mask.any() and after and after in " to the user"
+
+
+def test_another_template_is_another_file_of_kept_tokens(tmp_path: Path) -> None:
+    path, tokenizer = tmp_path / "a.jsonl", load_tokenizer()
+    path.write_text("{}\n")
+    chats = [None, ChatTemplate("a"), ChatTemplate("b")]
+    stamps = {_stamp([path], tokenizer, 2304, Columns("text", chat=chat)) for chat in chats}
+    assert len(stamps) == 3
 
 
 def test_templates_that_are_not_there(folder: Path, tmp_path: Path) -> None:

@@ -95,7 +95,9 @@ def test_a_lasting_fault_is_an_error_with_file_and_status(server: HubServer) -> 
     with pytest.raises(DataError, match=r"nothing\.jsonl cannot be read at byte 0: ClientResponseError: 404"):
         list(read(f"{server.url}/files/nothing.jsonl"))
     server.fail("*", status=500, times=None)
-    with pytest.raises(DataError, match=r"a\.jsonl\.gz cannot be .* 0, \d+ tries in .*\(data.retry_seconds\): .*500"):
+    with pytest.raises(
+        DataError, match=r"a\.jsonl\.gz cannot be .* 0, \d+ attempts .*\(data.retry_seconds\): .*500"
+    ):
         list(read(f"{server.url}/files/a.jsonl.gz?signature=secret", patience=0.5))
 
 
@@ -118,7 +120,7 @@ def test_s3_text_with_faults(server: HubServer, monkeypatch: pytest.MonkeyPatch)
             server.fail("*/d/*", status=503, times=6)
             assert list(read(name)) == TEXTS and [fault.times for fault in server.faults[:2]] == [0, 0]
         server.fail("*/d/*", status=503, times=None)
-        with pytest.raises(DataError, match=r"a.jsonl.gz cannot be read at byte 0, \d+ tries .*(reduce|SlowDown)"):
+        with pytest.raises(DataError, match=r"a.jsonl.gz cannot be read at byte 0, \d+ attempts .*(reduce|SlowDown)"):
             list(read(names[0], patience=1.0))
     s3fs.S3FileSystem.clear_instance_cache()
 

@@ -42,6 +42,8 @@ class ChatTemplate(NamedTuple):
 
         if not (isinstance(messages, list) and all(isinstance(m, dict) and m.get("role") for m in messages)):
             raise DataError(f"{where}: {messages!r:.80} is no list of messages, each with role and content")
+        if any(mark in json.dumps(messages, ensure_ascii=False, default=str) for mark in (_BEGIN, _END)):
+            raise DataError(f"{where}: a message holds U+FDD0 or U+FDD1, which stand for no character; remove them")
         roles = [message["role"] for message in messages]
         if "assistant" not in roles:
             found = ", ".join(map(str, dict.fromkeys(roles))) or "none"
@@ -49,7 +51,8 @@ class ChatTemplate(NamedTuple):
         template = _compiled(self.source)
 
         def text(count: int, prompt: bool = False) -> str:
-            return template.render(messages=messages[:count], add_generation_prompt=prompt, **dict(self.tokens))
+            variables = {"tools": None, "documents": None, **dict(self.tokens)}
+            return template.render(messages=messages[:count], add_generation_prompt=prompt, **variables)
 
         try:
             whole = text(len(messages))
@@ -95,8 +98,8 @@ def _compiled(source: str) -> Any:
     def refuse(message: str) -> NoReturn:
         raise TemplateError(message)
 
-    def to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+    def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
@@ -164,6 +167,7 @@ def encode_chat(text: str, tokenizer: Tokenizer) -> tuple[NDArray[np.int64], NDA
                 at += len(piece)
                 continue
             place = len(found) if at == len(plain) else _tokens_before(plain[:at], found, tokenizer, inside)
+            place = max(place, before)  # a token that crosses two borders at one place
             mask += [inside] * (place - before)
             before, inside = place, piece == _BEGIN
         mask += [inside] * (len(found) - before)

@@ -226,6 +226,8 @@ def encode_record(record: Record, tokenizer: Tokenizer, vocab_size: int) -> tupl
     if record.prompt:
         before = tokenizer.encode_document(record.prompt)[:-1]
         ids, mask = np.concatenate([before, ids[1:]]), np.zeros(len(before), dtype=bool)
+    if not len(ids):
+        raise DataError(f"{record.file}: record {record.number} has no tokens; leave it out, or mend the chat template")
     if ids.max() >= vocab_size:
         raise _over_vocabulary(record, int(ids[ids >= vocab_size][0]), vocab_size, tokenizer)
     return ids, mask

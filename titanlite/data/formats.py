@@ -107,6 +107,8 @@ def iter_rows(
             unit = "row"
             rows = _table_rows(content, kind, name, columns, start)
         else:
+            if kind == "text" and columns.chat is not None:
+                raise DataError(f"{name}: a plain text holds no messages; leave {columns.section}.messages_key out")
             rows = _text_rows(content, name, start) if kind == "text" else _json_rows(content, name, columns, start)
         for number, strings in rows:
             yield Record(name, number, *strings)

@@ -32,14 +32,14 @@ def open_file(name: str, patience: float = 0.0) -> io.BufferedReader[Any]:
 
 
 def public_name(name: str) -> str:
-    """Return a name without the query of a URL, which may hold a signature."""
-    return name.partition("?")[0] if "://" in name else name
+    """Return a name without the user and the query of a URL, which may hold a password or a signature."""
+    return re.sub(r"://[^/?]*@", "://", name.partition("?")[0]) if "://" in name else name
 
 
 def words(error: BaseException) -> str:
-    """Return an error on one line, without the queries of URLs."""
+    """Return an error on one line, without users and queries of URLs."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
-    return re.sub(r"(://[^\s?]+)\?[^\s'\"]+", r"\1?…", text)[:300]
+    return re.sub(r"(://[^\s?]+)\?[^\s'\"]+", r"\1?…", re.sub(r"://[^\s/?@]*@", "://", text))[:300]
 
 
 def retried(call: Callable[[], T], failed: str, patience: float) -> T:
@@ -59,15 +59,15 @@ def retried(call: Callable[[], T], failed: str, patience: float) -> T:
             reason, tries = _reason(error), tries + 1
             began = began or time.monotonic()
             tried = time.monotonic() - began
-            final = _status(reason) in (400, 401, 403, 404, 410) or isinstance(
-                reason, FileNotFoundError | PermissionError | ImportError | ValueError
-            )
+            hopeless = isinstance(reason, FileNotFoundError | PermissionError | ImportError)
+            # Not a subclass of ValueError: the answer of a proxy, which is no JSON, may be another one the next time.
+            final = hopeless or type(reason) is ValueError or _status(reason) in (400, 401, 403, 404, 410)
             headers = getattr(getattr(reason, "response", None), "headers", None) or getattr(reason, "headers", None)
             asked = str((headers or {}).get("Retry-After", ""))
             wait = min(_FIRST_WAIT * 2 ** (tries - 1), _LONGEST_WAIT) * random.uniform(0.5, 1.0)
             wait = float(asked) + random.random() if asked.isdigit() else wait
             if final or tried + wait > patience:
-                spent = "" if final else f", {counted(tries, 'tries')} in {human_time(tried)} (data.retry_seconds)"
+                spent = "" if final else f", {counted(tries, 'attempts')} in {human_time(tried)} (data.retry_seconds)"
                 raise DataError(f"{failed}{spent}: {words(reason)}") from error
             logger.warning(f"{failed} ({words(reason)}): try {tries + 1} in {wait:.0f} s")
             time.sleep(wait)

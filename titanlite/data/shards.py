@@ -93,10 +93,10 @@ def url_files(url: str, key: str) -> list[str]:
         found = files.glob(path) if any(sign in path for sign in "*?[") else files.find(path)
         return sorted(map(files.unstrip_protocol, found))
 
-    names = retried(find, f"{key}: {url} cannot be listed", _LISTING_SECONDS)
+    names = retried(find, f"{key}: {public_name(url)} cannot be listed", _LISTING_SECONDS)
     names = [name for name in names if not os.path.basename(name).startswith((".", "_"))]
     if not names:
-        raise DataError(f"{key}: there are no files at {url}")
+        raise DataError(f"{key}: there are no files at {public_name(url)}")
     return [name for name in names if name.endswith(ENDINGS)] or names
 
 

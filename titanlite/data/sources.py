@@ -138,7 +138,8 @@ def own_records(function: str, key: str, columns: Columns | None = None) -> Iter
         where = f"{key}: document {number} of {function}"
         if columns.chat is not None and isinstance(document, list):
             document = {columns.text: document}
-        strings = [document] if isinstance(document, str) else strings_of(document, columns, where)
+        plain = isinstance(document, str) and columns.chat is None
+        strings = [document] if plain else strings_of(document, columns, where)
         yield Record(function, number, *strings)
     if not number:
         raise DataError(f"{key}: {function} returned no documents")

@@ -163,7 +163,8 @@ class StreamRows:
         with self._lock:
             places = {**self._places, **{number: (lane.count, lane.place) for number, lane in self._open.items()}}
         cursors = [[number, count, *place] for number, (count, place) in sorted(places.items())]
-        return {"lanes": self.lanes, "revision": self.shards.revision, "cursors": cursors}
+        packing = {"packing": "best-fit"} if self.best_fit else {}
+        return {"lanes": self.lanes, "revision": self.shards.revision, "cursors": cursors, **packing}
 
     def merge_states(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the state of all ranks: of each lane the place furthest on."""
@@ -181,6 +182,8 @@ class StreamRows:
             raise DataError(f"the places of the stream in the checkpoint are not valid: {error}") from None
         if self.given_lanes not in (None, lanes):
             raise DataError(f"data.lanes: the checkpoint's order has {lanes} lanes, not {self.given_lanes}")
+        if ("packing" in state) != self.best_fit:  # a place counts documents or packed rows: begin the block anew
+            places = {n: (count, place._replace(document=0, offset=0)) for n, (count, place) in places.items()}
         self.close()
         self.lanes, self._places = lanes, places
         self.shards = self.shards.at(state.get("revision", ""))
@@ -193,6 +196,8 @@ class StreamRows:
             self._kept.clear()
 
     def _window(self, index: int) -> _Served:
+        if (kept := self._kept.get(index)) is not None:  # without a wait for the thread that reads ahead
+            return kept
         number, count = index % self.lanes, index // self.lanes
         with self._lock:
             if index in self._kept:

@@ -21,6 +21,7 @@ from titanlite.data.corpus import PACKING, Corpus, encode_record, tokenize
 from titanlite.data.formats import Format
 from titanlite.data.mixture import MixedRows
 from titanlite.data.packing import PackedDataset
+from titanlite.data.remote import public_name
 from titanlite.data.rows import Rows
 from titanlite.data.shards import Shards, hub_files, url_files
 from titanlite.data.sources import columns_of, own_records, source_files
@@ -167,9 +168,8 @@ class TextReader:
             names = [str(file) for file in source_files(name, source.path, key)]
         if text is not None or is_url(names[0]):
             at = f" at revision {revision}" if revision else ""
-            logger.info(
-                f"{name or source.path}: {counted(len(names), 'files')}{at}, the first is {names[0].partition('?')[0]}"
-            )
+            text_name = public_name(name or str(source.path))
+            logger.info(f"{text_name}: {counted(len(names), 'files')}{at}, the first is {public_name(names[0])}")
         return Shards(tuple(names), columns, kind, revision, self.patience, f"{key}.dataset_path")
 
     def _is_stream(self, shards: Shards, source: DataSource) -> bool:

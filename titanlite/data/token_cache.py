@@ -128,7 +128,8 @@ def _stamp(
     files: list[Path], tokenizer: Tokenizer, vocab_size: int, columns: Columns | None = None, kind: Format = "auto"
 ) -> str:
     """Return a hash of everything that decides the tokens. A file's ctime cannot be set back."""
-    wanted = (columns or Columns()).wanted
+    columns = columns or Columns()
+    wanted = columns.wanted
     stats = [(file, file.stat()) for file in files]
     texts = [[str(file.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for file, stat in stats]
     versions = [__version__]
@@ -137,7 +138,8 @@ def _stamp(
             versions.append(f"{name} {metadata.version(name)}")
     decisive = [PACKING, tokenizer.fingerprint, vocab_size, versions, texts]
     if (wanted, kind) != (Columns().wanted, "auto"):
-        decisive += [wanted, kind, *(columns.chat or () if columns else ())]
+        decisive += [wanted, kind]
+    decisive += columns.chat or ()
     return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:32]
 
 

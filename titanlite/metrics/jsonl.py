@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,12 +49,21 @@ class MetricsLog:
         def stays(row: Mapping[str, Any]) -> bool:
             return _step(row) < step or _step(row) == step and (validated or "validation_loss" not in row)
 
+        kept, first, at = list[bytes](), None, 0
         try:
-            content = self.path.read_bytes()
-            rows = ((line, _parse(line)) for line in content.splitlines())
-            new = b"".join(line + b"\n" for line, row in rows if row is not None and stays(row))
-            if new != content:
-                atomic_write(self.path, new)
+            with open(self.path, "rb") as file:  # line by line: the log of documents may not fit into memory
+                for line in file:
+                    row = _parse(line)
+                    stay = row is not None and stays(row)
+                    if first is None and not (stay and line.endswith(b"\n")):
+                        first = at
+                    if first is not None and stay:
+                        kept.append(line.rstrip(b"\n") + b"\n")
+                    at += len(line)
+            if first is not None and kept:
+                atomic_write(self.path, self.path.read_bytes()[:first] + b"".join(kept))
+            elif first is not None:
+                os.truncate(self.path, first)
         except FileNotFoundError:
             return
         except OSError as error:

@@ -63,6 +63,8 @@ _STORE_SECONDS = 10
 _OWN_REASON_SECONDS = 1.0
 #: Longest wait of a rank for what another is about to publish.
 _TOLD_SECONDS = 4.0
+#: A rank that raised has so long for its own end.
+_UNWIND_SECONDS = 7.0
 #: Characters of an error's text, and frames of a stack, that are published.
 _TEXT, _FRAMES, _DEPTH = 2000, 12, 60
 #: All ranks raise these together.
@@ -161,6 +163,8 @@ class HangWatchdog:
         self._next_beat = 0.0
         #: Begin of the phase that was reported.
         self._reported: float | None = None
+        #: Ends a rank that raised and hangs on its way out, with the code of its error.
+        self._unwind: threading.Timer | None = None
         self._now = (*self._now[:3], time.monotonic())
         self._publish()
         self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
@@ -187,6 +191,8 @@ class HangWatchdog:
                 self._followed.wait()  # the thread reports the error of the other rank, and ends the process
             self._publish()
         self._stop.set()
+        if self._unwind is not None:
+            self._unwind.cancel()
         # A thread that is in a call outside Python when the interpreter ends would abort the process.
         thread.join(_STORE_SECONDS + 1)
         self._thread = None
@@ -206,6 +212,10 @@ class HangWatchdog:
                 return self._find_culprit()
             self._end_state = {"end": "raised", "text": text}
             self._has_reason.set()
+            if self._end is not None:
+                self._unwind = threading.Timer(_UNWIND_SECONDS, self._end, [exit_codes.code_of(error)])
+                self._unwind.daemon = True
+                self._unwind.start()
             self._publish()
             stack = tuple(_place(*where) for where in traceback.walk_tb(error.__traceback__))
             self._store.compare_set("raised", "", replace(self._state(), stack=stack[::-1][:_FRAMES]).dump())

@@ -140,6 +140,7 @@ def _hf_folder(folder: Path) -> Source:
     file = folder / HF_CONFIG
     try:
         args = spec.args_from_hf(json.loads(file.read_text(encoding="utf-8")))
+        file = folder
         for file in _hf_files(folder):
             handle = safe_open(file, framework="pt")
             opened.update(dict.fromkeys(handle.keys(), handle))
@@ -150,7 +151,8 @@ def _hf_folder(folder: Path) -> Source:
         slices = {ours: opened[theirs].get_slice(theirs) for ours, theirs in names.items()}
         empty = {name: _empty(_HF_DTYPES[one.get_dtype()], one.get_shape()) for name, one in slices.items()}
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from None
+        why = f"it lacks {error}, or titanlite does not read that type" if isinstance(error, KeyError) else error
+        raise CheckpointError(f"{file} cannot be read: {why}") from None
 
     def read(name: str) -> torch.Tensor:
         tensor: torch.Tensor = opened[names[name]].get_tensor(names[name])
