@@ -95,9 +95,7 @@ def test_a_lasting_fault_is_an_error_with_file_and_status(server: HubServer) -> 
     with pytest.raises(DataError, match=r"nothing\.jsonl cannot be read at byte 0: ClientResponseError: 404"):
         list(read(f"{server.url}/files/nothing.jsonl"))
     server.fail("*", status=500, times=None)
-    with pytest.raises(
-        DataError, match=r"a\.jsonl\.gz cannot be .* 0, \d+ attempts .*\(data.retry_seconds\): .*500"
-    ):
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz cannot be .* 0, \d+ attempts .*\(data.retry_seconds\): .*500"):
         list(read(f"{server.url}/files/a.jsonl.gz?signature=secret", patience=0.5))
 
 
