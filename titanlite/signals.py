@@ -17,17 +17,23 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any, TypeVar
 
 from titanlite import exit_codes
+from titanlite.utils import human_time
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 #: A signal that comes sooner after the first is the same request again: a scheduler signals torchrun and its workers.
 _APART_SECONDS = 1.0
 #: Time to clean up for a process that ends at once. It may hang on its way out, in a collective.
 _UNWIND_SECONDS = 3.0
+#: Environment variable with the seconds that torchrun waits for its workers after SIGTERM, and torchrun's default.
+GRACE_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+_TORCHRUN_SECONDS = "30"
+#: A stop needs more than the save: the step under way, and a disk that others use at that moment.
+_MARGIN = 1.5
 
 T = TypeVar("T")
 
@@ -236,3 +242,22 @@ def end_with_parent(number: signal.Signals, parent: int | None = None) -> None:
         ctypes.CDLL(None).prctl(set_signal_of_parents_death, number)
         if os.getppid() != parent:  # it ended before the call
             os.kill(os.getpid(), number)
+
+
+def grace_warning(seconds: float, name: str, environment: Mapping[str, str]) -> str:
+    """Return a warning when a save of `seconds` is likely to outlast torchrun's grace period after SIGTERM, else "".
+
+    name: of the save, in words. A process does not see the grace periods of schedulers (Slurm, Kubernetes).
+    """
+    default = _TORCHRUN_SECONDS if "TORCHELASTIC_RUN_ID" in environment else "inf"
+    try:
+        grace = float(environment.get(GRACE_VARIABLE, default))
+    except ValueError:
+        return ""
+    if seconds * _MARGIN <= grace:
+        return ""
+    return (
+        f"{name} took {human_time(seconds)}, and torchrun kills its workers {human_time(grace)} after a SIGTERM: a run "
+        f"that is stopped so is likely to lose its last save. Start it with {GRACE_VARIABLE}={int(seconds * 3) + 30}, "
+        "and ask the scheduler for as much"
+    )

@@ -9,9 +9,10 @@ from unittest.mock import patch
 
 from tests.checkpoint.runs import options, write
 from tests.pool import Pools
-from titanlite.checkpoint.schedule import GRACE_VARIABLE, SaveSchedule, grace_warning
+from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.config.sections import Checkpoint
 from titanlite.parallel.dist_env import DistEnv
+from titanlite.signals import GRACE_VARIABLE, grace_warning
 
 
 def _ask(

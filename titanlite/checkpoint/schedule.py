@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Literal, cast
 
 from titanlite.checkpoint.manifest import CheckpointError, parse_manifest, step_folder, steps_in
 from titanlite.checkpoint.paths import to_path
-from titanlite.utils import human_time
 
 if TYPE_CHECKING:
     from titanlite.config.sections import Checkpoint
@@ -20,11 +19,6 @@ if TYPE_CHECKING:
 Milestones = Literal["powers_of_two"] | Sequence[int]
 #: How often in an interval rank 0 tells the others the time.
 _SYNCS = 16
-#: Environment variable with the seconds that torchrun waits for its workers after SIGTERM, and torchrun's default.
-GRACE_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-_TORCHRUN_SECONDS = "30"
-#: A stop needs more than the save: the step under way, and a disk that others use at that moment.
-_MARGIN = 1.5
 
 
 def is_milestone(step: int, milestones: Milestones) -> bool:
@@ -116,22 +110,3 @@ class SaveSchedule:
         except OSError:
             return True  # the folder cannot be read: the save will say why
         return lower < self.config.keep_best
-
-
-def grace_warning(seconds: float, name: str, environment: Mapping[str, str]) -> str:
-    """Return a warning when a save of `seconds` is likely to outlast torchrun's grace period after SIGTERM, else "".
-
-    name: of the save, in words. A process does not see the grace periods of schedulers (Slurm, Kubernetes).
-    """
-    default = _TORCHRUN_SECONDS if "TORCHELASTIC_RUN_ID" in environment else "inf"
-    try:
-        grace = float(environment.get(GRACE_VARIABLE, default))
-    except ValueError:
-        return ""
-    if seconds * _MARGIN <= grace:
-        return ""
-    return (
-        f"{name} took {human_time(seconds)}, and torchrun kills its workers {human_time(grace)} after a SIGTERM: a run "
-        f"that is stopped so is likely to lose its last save. Start it with {GRACE_VARIABLE}={int(seconds * 3) + 30}, "
-        "and ask the scheduler for as much"
-    )

@@ -38,17 +38,15 @@ class Model(Section, frozen=True):
     it can), layernorm with a weight and no bias, or np_layernorm, without parameters. None: the flavor's, rmsnorm."""
     tokenizer_path: Location | None = None
     """Tokenizer: a tiktoken rank file (original/tokenizer.model of Llama 3), a sentencepiece model (tokenizer.model of
-    Llama 2), a Hugging Face tokenizer.json, or a folder with a tokenizer.json or tokenizer.model. Or a URL of one
-    (https, s3, gs, az); that of a folder ends with a slash. `titanlite tokenizer fetch` downloads that of a model of
-    the hub. None: a bundled one, sentencepiece for llama2, else tiktoken."""
+    Llama 2), a tokenizer.json, a folder with one of them, or a URL (https, s3, gs, az; of a folder with a slash at its
+    end). `titanlite tokenizer fetch` downloads one. None: a bundled one, sentencepiece for llama2, else tiktoken."""
     overrides: dict[str, Any] = {}
     """Table of the flavor's own arguments to replace: `[model.overrides]`, `n_layers = 4`."""
     rope_scaling: Literal["none"] | Annotated[float, Meta(ge=1)] | dict[str, Any] | None = None
     """Llama 3.1's scaling of the rotary frequencies: a factor, a table with factor, low_freq_factor (1),
     high_freq_factor (4) and original_context (8192 tokens), or "none". None: the flavor's own."""
     vocab_size: Count | None = None
-    """Vocabulary entries. None: the flavor's (the tokenizer's, for debug models). A tokenizer with more is an
-    error."""
+    """Vocabulary entries, at least the tokenizer's. None: the flavor's (the tokenizer's, for debug models)."""
 
 
 class Training(Section, frozen=True):
@@ -177,11 +175,9 @@ class LrScheduler(Section, frozen=True):
     """The learning rate over the run. The warm-up in steps is training.warmup_steps."""
 
     style: Literal["titan", "titan-0.2", "fsdp"] = "titan"
-    """Whose formulas. "titan": warm-up (n + 1) / (warmup + 1), then a decay that ends at the last step. "titan-0.2",
-    as torchtitan 0.2.x: the same with a warm-up of (n + 1) / warmup. "fsdp", as the AWS FSDP samples: warm-up n /
-    warmup, then a decay of the peak over the whole schedule (lr / 2 * (1 + cos(pi * k / total)) k steps after the
-    warm-up), cut off at min_lr. With a plateau the decay ends at 0 with the schedule. A warm-up or plateau given as a
-    ratio may end within a step."""
+    """Whose formulas, for n steps done. "titan": warm-up (n + 1) / (warmup + 1), a decay to the last step. "titan-0.2",
+    as torchtitan 0.2.x: a warm-up of (n + 1) / warmup. "fsdp", as the AWS FSDP samples: warm-up n / warmup, then k steps
+    later lr / 2 * (1 + cos(pi * k / total)), cut off at min_lr; after a plateau the decay ends at 0."""
     warmup_ratio: Ratio | None = None
     """Warm-up as a share of the schedule, instead of training.warmup_steps."""
     decay_type: Literal["constant", "linear", "cosine", "sqrt", "exponential", "plateau"] = "linear"

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from titanlite.callbacks import SLOW_PHASES, Callback, RunEnd
-from titanlite.checkpoint.schedule import grace_warning
 from titanlite.config.run_sections import Job, Metrics
 from titanlite.config.toml import loads
 from titanlite.metrics.console import SLOW_DATA, fsdp_line, titan_line
@@ -24,6 +23,7 @@ from titanlite.metrics.tensorboard import TensorBoard, tags
 from titanlite.metrics.throughput import Throughput, read_memory, reset_peak
 from titanlite.metrics.wandb import WandbWriter
 from titanlite.parallel.dist_env import DistEnv
+from titanlite.signals import grace_warning
 from titanlite.step import StepResult
 from titanlite.utils import human_time, logger
 
