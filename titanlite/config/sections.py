@@ -176,8 +176,8 @@ class LrScheduler(Section, frozen=True):
 
     style: Literal["titan", "titan-0.2", "fsdp"] = "titan"
     """Whose formulas, for n steps done. "titan": warm-up (n + 1) / (warmup + 1), a decay to the last step. "titan-0.2",
-    as torchtitan 0.2.x: a warm-up of (n + 1) / warmup. "fsdp", as the AWS FSDP samples: warm-up n / warmup, then k steps
-    later lr / 2 * (1 + cos(pi * k / total)), cut off at min_lr; after a plateau the decay ends at 0."""
+    as torchtitan 0.2.x: a warm-up of (n + 1) / warmup. "fsdp", as the AWS FSDP samples: warm-up n / warmup, then k
+    steps later lr / 2 * (1 + cos(pi * k / total)), cut off at min_lr; after a plateau the decay ends at 0."""
     warmup_ratio: Ratio | None = None
     """Warm-up as a share of the schedule, instead of training.warmup_steps."""
     decay_type: Literal["constant", "linear", "cosine", "sqrt", "exponential", "plateau"] = "linear"
