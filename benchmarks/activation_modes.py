@@ -85,7 +85,8 @@ def serve(shape: Shape, plan: dict[str, Any], compiled: bool) -> None:
     sys.path.insert(0, str(ROOT))
     import torch
 
-    from titanlite.config.sections import ActivationCheckpoint, Compile, Optimizer, Training
+    from titanlite.config.model_sections import Optimizer
+    from titanlite.config.sections import ActivationCheckpoint, Compile, Training
     from titanlite.data.loader import Batch, to_device
     from titanlite.guard import FiniteGuard
     from titanlite.metrics.throughput import reset_peak

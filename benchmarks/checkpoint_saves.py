@@ -92,7 +92,8 @@ def cell(folder: Path, repeats: int, dim: int) -> None:
     import torch.distributed as dist
 
     from titanlite.checkpoint import Checkpointer
-    from titanlite.config.sections import Checkpoint, Optimizer, Training
+    from titanlite.config.model_sections import Optimizer
+    from titanlite.config.sections import Checkpoint, Training
     from titanlite.data.loader import Batch, to_device
     from titanlite.guard import FiniteGuard
     from titanlite.models import LlamaArgs, get_spec

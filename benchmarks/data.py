@@ -62,7 +62,8 @@ def titanlite_stream(shards: list[Path], tokenizer: Path) -> Iterator[Any]:
     """One pass over text that is read while training, in file order like the others."""
     import numpy as np
 
-    from titanlite.config.sections import Data, Training
+    from titanlite.config.data_sections import Data
+    from titanlite.config.sections import Training
     from titanlite.data.text import build_dataset
     from titanlite.data.tokenizer import load_tokenizer
 
@@ -172,7 +173,8 @@ def write_shards(folder: Path, megabytes: float) -> tuple[list[Path], int]:
 
 def memory_here(shards: list[Path]) -> None:
     """Serve all text of a stream once, as a rank does, and print tokens and the peak of resident memory as JSON."""
-    from titanlite.config.sections import Data, Training
+    from titanlite.config.data_sections import Data
+    from titanlite.config.sections import Training
     from titanlite.data.loader import TrainLoader
     from titanlite.data.prefetch import Prefetcher
     from titanlite.data.text import build_dataset

@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from titanlite.config.sections import Optimizer, Training
+from titanlite.config.model_sections import Optimizer
+from titanlite.config.sections import Training
 from titanlite.data.loader import Batch, to_device
 from titanlite.guard import FiniteGuard
 from titanlite.metrics.throughput import device_name

@@ -21,7 +21,7 @@ from titanlite.checkpoint.manifest import read_manifest
 from titanlite.checkpoint.storage import gather
 from titanlite.config.errors import ConfigError
 from titanlite.config.extensions import load_functions
-from titanlite.config.sections import Optimizer
+from titanlite.config.model_sections import Optimizer
 from titanlite.fit import check_config
 from titanlite.models import ShapeError, get_spec, resolve_args
 from titanlite.models.args import as_record, from_record

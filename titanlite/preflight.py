@@ -9,8 +9,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from titanlite.config.data_sections import Data
 from titanlite.config.errors import ConfigError, Problem
-from titanlite.config.sections import ActivationCheckpoint, Compile, Data, Float8, Optimizer, Training
+from titanlite.config.model_sections import Optimizer
+from titanlite.config.sections import ActivationCheckpoint, Compile, Float8, Training
 from titanlite.models.spec import ModelSpec
 from titanlite.parallel import ParallelismError
 

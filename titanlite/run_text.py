@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from titanlite.config.data_sections import DataPhase
 from titanlite.config.errors import ConfigError, Problem
-from titanlite.config.sections import DataPhase
 from titanlite.data import DataError
 from titanlite.data.rows import Rows
 from titanlite.data.text import Share, TextReader, alone

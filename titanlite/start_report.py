@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING
 from titanlite.anomalies import steps_text
 from titanlite.callbacks import Callback
 from titanlite.checkpoint.load import GROUPS, LoadedState
+from titanlite.config.data_sections import Data
+from titanlite.config.model_sections import Model
 from titanlite.config.run_sections import Metrics
-from titanlite.config.sections import ActivationCheckpoint, Checkpoint, Data, Float8, Model, Training
+from titanlite.config.sections import ActivationCheckpoint, Checkpoint, Float8, Training
 from titanlite.data.loader import served_already
 from titanlite.data.skip_ranges import Range
 from titanlite.optim.schedule import LearningRate

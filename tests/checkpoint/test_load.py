@@ -17,7 +17,7 @@ from tests.training.harness import build_tiny, full, initial_weights, micro_batc
 from titanlite.checkpoint import Checkpointer
 from titanlite.checkpoint.load import LEFT_OUT, select
 from titanlite.checkpoint.manifest import CheckpointError
-from titanlite.config.sections import Optimizer
+from titanlite.config.model_sections import Optimizer
 from titanlite.data.loader import to_device
 from titanlite.guard import FiniteGuard
 from titanlite.optim.optimizer import build_optimizer

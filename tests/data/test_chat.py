@@ -12,8 +12,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
+from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.errors import ConfigError
-from titanlite.config.sections import Data, DataSource, Training
+from titanlite.config.sections import Training
 from titanlite.data import DataError
 from titanlite.data.chat import ChatTemplate, encode_chat, load_template
 from titanlite.data.formats import Columns

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from tests.data.conftest import write_texts
-from titanlite.config.sections import Data, Training, Validation
+from titanlite.config.data_sections import Data, Validation
+from titanlite.config.sections import Training
 from titanlite.data import DataError, EndOfData, packing
 from titanlite.data.corpus import Corpus
 from titanlite.data.packing import PackedDataset, epoch_order

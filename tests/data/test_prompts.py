@@ -13,9 +13,10 @@ import torch
 from tests.pool import Pools
 from tests.tiny import TWO_LAYERS
 from titanlite.build import build
+from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.errors import ConfigError
 from titanlite.config.load import load_file
-from titanlite.config.sections import Data, DataSource, Training
+from titanlite.config.sections import Training
 from titanlite.data.corpus import tokenize
 from titanlite.data.formats import Columns
 from titanlite.data.rows import IGNORE

@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from titanlite.config.sections import Data, Training
+from titanlite.config.data_sections import Data
+from titanlite.config.sections import Training
 from titanlite.data import DataError
 from titanlite.data.formats import Columns, iter_rows
 from titanlite.data.sources import iter_records, source_files

@@ -10,7 +10,8 @@ import pytest
 
 from tests.data.conftest import write_texts
 from tests.data.hub_server import HubServer
-from titanlite.config.sections import Data, DataSource, Training
+from titanlite.config.data_sections import Data, DataSource
+from titanlite.config.sections import Training
 from titanlite.data import DataError
 from titanlite.data.mixture import MixedRows
 from titanlite.data.packing import PackedDataset

@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 from tests.data.conftest import write_texts
-from titanlite.config.sections import Data, Training, Validation
+from titanlite.config.data_sections import Data, Validation
+from titanlite.config.sections import Training
 from titanlite.data import DataError, token_cache
 from titanlite.data.corpus import Corpus, tokenize
 from titanlite.data.text import TextReader, build_dataset

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from titanlite.config.sections import Data, Training
+from titanlite.config.data_sections import Data
+from titanlite.config.sections import Training
 from titanlite.data import DataError, EndOfData
 from titanlite.data.packing import PackedDataset
 from titanlite.data.permutation import Permutation, epoch_key

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models.test_llama import VARIANTS, built, relative, tokens_of
-from titanlite.config.sections import ActivationCheckpoint, Data
+from titanlite.config.data_sections import Data
+from titanlite.config.sections import ActivationCheckpoint
 from titanlite.models import get_spec
 from titanlite.models.layers import SdpaAttention, document_positions
 from titanlite.parallel.activation_checkpoint import apply_ac

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from titanlite.config.sections import Model
+from titanlite.config.model_sections import Model
 from titanlite.models import SHAPES, RopeScaling, count_parameters, flops_per_token, get_spec, resolve_args
 from titanlite.models.args import model_args
 from titanlite.models.llama import NORM_TYPES

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from titanlite.config.load import read_text
-from titanlite.config.sections import Optimizer
+from titanlite.config.model_sections import Optimizer
 from titanlite.derive import derive
 from titanlite.optim.gradients import clip_gradients, total_norm
 from titanlite.optim.optimizer import build_optimizer, gated_step

@@ -14,7 +14,8 @@ from tests.checkpoint.runs import assert_equal, unequal
 from tests.checkpoint.runs import train as train_and_save
 from tests.pool import Pools
 from tests.training.harness import TINY, Run, batches, build_tiny, full_precision, train
-from titanlite.config.sections import Optimizer, OptimizerGroup, Training
+from titanlite.config.model_sections import Optimizer, OptimizerGroup
+from titanlite.config.sections import Training
 from titanlite.models import get_spec
 from titanlite.optim.any_precision import AnyPrecisionAdamW
 from titanlite.optim.muon import Muon, orthogonalize

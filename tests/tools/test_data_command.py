@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from tests.tools.conftest import Command
-from titanlite.config.sections import Data, Training
+from titanlite.config.data_sections import Data
+from titanlite.config.sections import Training
 from titanlite.data.corpus import tokenize
 from titanlite.data.loader import TrainLoader
 from titanlite.data.packing import PackedDataset

@@ -17,8 +17,9 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from tests.steps import train_step
 from tests.training.reference import Curve
 from titanlite.build import data_parallel_rank
+from titanlite.config.model_sections import Optimizer
 from titanlite.config.run_sections import Section
-from titanlite.config.sections import ActivationCheckpoint, Compile, Experimental, Float8, Optimizer, Training
+from titanlite.config.sections import ActivationCheckpoint, Compile, Experimental, Float8, Training
 from titanlite.data.loader import Batch, to_device
 from titanlite.guard import FiniteGuard
 from titanlite.loss import LossFunction

@@ -11,8 +11,9 @@ import pytest
 
 from tests.golden_run import GoldenRun
 from titanlite import start_report as report
+from titanlite.config.model_sections import Model
 from titanlite.config.run_sections import Metrics
-from titanlite.config.sections import ActivationCheckpoint, Float8, Model, Training
+from titanlite.config.sections import ActivationCheckpoint, Float8, Training
 from titanlite.models.spec import Size
 from titanlite.start_report import Setup, startup_report
 

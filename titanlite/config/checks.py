@@ -14,10 +14,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from titanlite.config import extensions
+from titanlite.config.data_sections import DataSource, steps_of
 from titanlite.config.errors import Problem
 from titanlite.config.keys import keys
 from titanlite.config.loaded import LoadedConfig
-from titanlite.config.sections import AUTO_FILTER, Config, DataSource, steps_of
+from titanlite.config.sections import AUTO_FILTER, Config
 from titanlite.config.text_names import fetch_hint, name_problem
 from titanlite.config.toml import quote
 from titanlite.config.urls import is_url, url_problem

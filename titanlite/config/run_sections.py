@@ -28,6 +28,7 @@ CountOrRest = Annotated[
 ]
 """-1 stands for all that is left."""
 
+Dtype = Literal["float32", "bfloat16"]
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1 - 2**20)]
 """Room for a million ranks to add their number to it and still give torch the 64-bit integer that it takes."""
 

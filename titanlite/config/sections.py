@@ -3,50 +3,26 @@
 A section class is the only place with a key's type, limits, default and meaning (see `titanlite.config.run_sections`).
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from msgspec import Meta, field
 
 from titanlite.config import run_sections as run
+from titanlite.config.data_sections import Data, Validation
+from titanlite.config.model_sections import LrScheduler, Model, Optimizer
 from titanlite.config.run_sections import (
     Count,
     CountOrRest,
+    Dtype,
     Location,
     Name,
     Natural,
-    NonNegative,
     Positive,
     Ratio,
     Section,
     Seed,
     dotted_or,
 )
-
-Decay = Annotated[float, Meta(ge=0, lt=1)]
-Dtype = Literal["float32", "bfloat16"]
-
-
-class Model(Section, frozen=True):
-    """Which model is trained."""
-
-    name: Name = "llama3"
-    """Model family: llama2, llama3, or a dotted path to a ModelSpec (docs/library.md)."""
-    flavor: str = "debugmodel"
-    """Size within the family."""
-    norm_type: Literal["rmsnorm", "layernorm", "np_layernorm", "fused_rmsnorm"] | None = None
-    """Every normalisation of the model: rmsnorm (fused_rmsnorm is the same module: torch runs it as one kernel where
-    it can), layernorm with a weight and no bias, or np_layernorm, without parameters. None: the flavor's, rmsnorm."""
-    tokenizer_path: Location | None = None
-    """Tokenizer: a tiktoken rank file (original/tokenizer.model of Llama 3), a sentencepiece model (tokenizer.model of
-    Llama 2), a tokenizer.json, a folder with one of them, or a URL (https, s3, gs, az; of a folder with a slash at its
-    end). `titanlite tokenizer fetch` downloads one. None: a bundled one, sentencepiece for llama2, else tiktoken."""
-    overrides: dict[str, Any] = {}
-    """Table of the flavor's own arguments to replace: `[model.overrides]`, `n_layers = 4`."""
-    rope_scaling: Literal["none"] | Annotated[float, Meta(ge=1)] | dict[str, Any] | None = None
-    """Llama 3.1's scaling of the rotary frequencies: a factor, a table with factor, low_freq_factor (1),
-    high_freq_factor (4) and original_context (8192 tokens), or "none". None: the flavor's own."""
-    vocab_size: Count | None = None
-    """Vocabulary entries, at least the tokenizer's. None: the flavor's (the tokenizer's, for debug models)."""
 
 
 class Training(Section, frozen=True):
@@ -119,210 +95,6 @@ class Training(Section, frozen=True):
     gradient_sync: Literal["last", "every"] = "last"
     """Reduce gradients over ranks with the last micro-batch of a step, or with every one (less memory, more
     traffic)."""
-
-
-class OptimizerGroup(Section, frozen=True):
-    """One `[[optimizer.groups]]`: parameters whose names match a pattern get settings of their own."""
-
-    pattern: Name
-    """Regular expression; it must be found in some parameter's name."""
-    lr: NonNegative | None = None
-    """Learning rate. None: the optimizer's."""
-    weight_decay: NonNegative | None = None
-    """Weight decay. None: the optimizer's."""
-    beta1: Decay | None = None
-    """First decay rate. None: the optimizer's."""
-    beta2: Decay | None = None
-    """Second decay rate. None: the optimizer's."""
-    eps: Positive | None = None
-    """Epsilon. None: the optimizer's."""
-
-
-class Optimizer(Section, frozen=True):
-    """What turns gradients into updates."""
-
-    name: Annotated[str, dotted_or("AdamW", "Adam", "AnyPrecisionAdamW", "Muon")] = "AdamW"
-    """Algorithm. Or a dotted path to a function that makes an optimizer (docs/library.md)."""
-    lr: NonNegative = 8e-4
-    """Peak learning rate."""
-    beta1: Decay = 0.9
-    """Decay rate of the first moment."""
-    beta2: Decay = 0.95
-    """Decay rate of the second moment."""
-    eps: Positive = 1e-8
-    """Added to the denominator."""
-    weight_decay: NonNegative = 0.1
-    """Weight decay, decoupled in AdamW."""
-    implementation: Literal["fused", "foreach", "for-loop"] | None = None
-    """How the update is computed. None: fused on GPUs, foreach on CPU."""
-    groups: list[OptimizerGroup] = []
-    """Array of tables, each with a pattern and its settings. The first pattern found in a name decides."""
-    no_decay_on_norms: bool = False
-    """No weight decay of parameters that are no matrices: gains of norms, biases."""
-    momentum: Decay = 0.95
-    """Muon: decay rate of the momentum of matrices in blocks. The other parameters take AdamW."""
-    kahan: bool = False
-    """AnyPrecisionAdamW: Kahan summation of the updates."""
-    momentum_dtype: Dtype = "float32"
-    """AnyPrecisionAdamW: first moment."""
-    variance_dtype: Dtype = "bfloat16"
-    """AnyPrecisionAdamW: second moment."""
-    compensation_dtype: Dtype = "bfloat16"
-    """AnyPrecisionAdamW: the rest that Kahan summation carries over."""
-
-
-class LrScheduler(Section, frozen=True):
-    """The learning rate over the run. The warm-up in steps is training.warmup_steps."""
-
-    style: Literal["titan", "titan-0.2", "fsdp"] = "titan"
-    """Whose formulas, for n steps done. "titan": warm-up (n + 1) / (warmup + 1), a decay to the last step. "titan-0.2",
-    as torchtitan 0.2.x: a warm-up of (n + 1) / warmup. "fsdp", as the AWS FSDP samples: warm-up n / warmup, then k
-    steps later lr / 2 * (1 + cos(pi * k / total)), cut off at min_lr; after a plateau the decay ends at 0."""
-    warmup_ratio: Ratio | None = None
-    """Warm-up as a share of the schedule, instead of training.warmup_steps."""
-    decay_type: Literal["constant", "linear", "cosine", "sqrt", "exponential", "plateau"] = "linear"
-    """Shape of the decay; plateau: held for plateau_ratio of the run, then linear."""
-    decay_ratio: Ratio | None = None
-    """Decay over the last share of the schedule only. None: from the end of the warm-up."""
-    decay_steps: Count | None = None
-    """Decay over the last so many steps instead."""
-    plateau_ratio: Ratio | None = None
-    """Hold the peak for this share of the schedule, then decay. Never driven by a metric."""
-    min_lr: NonNegative | None = None
-    """Hard floor of the learning rate after the warm-up."""
-    min_lr_factor: Ratio = 0.0
-    """The decay ends at this share of the peak."""
-    total_steps: Count | None = None
-    """Length of the schedule. None: training.steps. Set it to shorten a run, not its curve."""
-
-
-StepRange = Annotated[str, Meta(pattern=r"^[1-9][0-9]*-[1-9][0-9]*$", extra={"words": 'steps as "200-250"'})]
-"""First and last step, both included."""
-
-
-def steps_of(item: int | str) -> tuple[int, int]:
-    """Return first and last step of an item of data.skip_steps."""
-    first, _, last = str(item).partition("-")
-    return int(first), int(last or first)
-
-
-class DataSource(Section, frozen=True):
-    """One `[[data.source]]`: text, and its share of the mixture. Without one, [training] and [data] name the text."""
-
-    name: Name | None = None
-    """Text by name, as for training.dataset; beside a path, its name in the log. None: the path."""
-    path: Location | None = None
-    """Files of text, as for training.dataset_path."""
-    subset: Name | None = None
-    """Part of a data set of the hub (its config). None: the default one."""
-    split: Name | None = None
-    """Split of a data set of the hub. None: train."""
-    format: Literal["auto", "json", "parquet", "arrow", "text", "tokens"] = "auto"
-    """Kind of file. auto: by content. text: each file is one document."""
-    text_key: Name | None = None
-    """Field of a record that holds the text. None: data.text_key."""
-    prompt_key: Name | None = None
-    """Field that the model reads and is not trained on. None: data.prompt_key."""
-    completion_key: Name | None = None
-    """Field that follows the prompt and is trained on. None: data.completion_key."""
-    messages_key: Name | None = None
-    """Field that holds a conversation. None: data.messages_key."""
-    weight: Positive = 1.0
-    """Share of the mixture in tokens, relative to the other sources."""
-    epochs: Count | None = None
-    """Most passes over this source. None: no limit."""
-
-
-class DataPhase(Section, frozen=True):
-    """One `[[data.phase]]`: other shares of the sources, or another learning rate, from a step or token on."""
-
-    step: Annotated[int, Meta(ge=2)] | None = None
-    """First step of the phase. Excludes tokens."""
-    tokens: Count | None = None
-    """Tokens of the run before the phase. Excludes step."""
-    weights: dict[str, NonNegative] = {}
-    """Source → share from here on; a source that is not named gets none. Empty: as before."""
-    lr_factor: NonNegative = 1.0
-    """The learning rate is the schedule's times this."""
-
-
-class Data(Section, frozen=True):
-    """The order in which text is read, and how."""
-
-    seed: Seed = 0
-    """Seed of the order, apart from training.seed."""
-    shuffle: bool = True
-    """A new order in each epoch; false: the order of the files."""
-    packing: Literal["split", "best-fit"] = "split"
-    """How documents fill sequences: split at the end of one, or fitted whole."""
-    mask_documents: bool = False
-    """Attention stays within a document."""
-    source: list[DataSource] = []
-    """Array of tables: a mixture of sources instead of one dataset."""
-    phase: list[DataPhase] = []
-    """Array of tables: changes of course while the run goes on."""
-    text_key: Name | None = None
-    """Field of a record that holds the text. None: that of a registered name, else text."""
-    prompt_key: Name | None = None
-    """Field that the model reads and is not trained on. Needs completion_key."""
-    completion_key: Name | None = None
-    """Field that follows the prompt; the loss is on its tokens alone. Needs prompt_key."""
-    messages_key: Name | None = None
-    """Field that holds a conversation, a list of {role, content}. The loss is on the assistant's turns alone."""
-    chat_template: Location | None = None
-    """Jinja file that renders conversations. None: that of chat_template.jinja or tokenizer_config.json."""
-    subset: Name | None = None
-    """Part of a data set of the hub (its config). None: the default one."""
-    split: Name | None = None
-    """Split of a data set of the hub. None: train."""
-    streaming: Literal["auto"] | bool = "auto"
-    """Read text while training. auto: data sets of the hub, URLs, local text above 4 GB. false: tokenize it first."""
-    lanes: Count | None = None
-    """Parts of a stream; they fix its order. None: chosen at the first start and stored in checkpoints."""
-    shuffle_buffer: Count = 10_000
-    """Documents of a stream shuffled together, over all lanes."""
-    retry_seconds: NonNegative = 300.0
-    """Time for a source that cannot be read to come back; on several ranks at most half of comm.train_timeout_seconds.
-    Then the run saves a checkpoint and ends."""
-    num_workers: Natural | None = None
-    """Threads per rank that tokenize text. None: the cores of the node per rank, at most 8. 0: the main thread."""
-    token_cache: Location = "auto"
-    """Folder of tokenized text, shared by the ranks of a node and by later runs; best on a local disk. "auto":
-    titanlite-tokens-UID in the folder of temporary files, for 32 MB and more. "off": each rank tokenizes alone."""
-    prefetch: Natural = 2
-    """Steps (in validation, batches) that a background thread keeps ready. 0: prepared when needed."""
-    pin_memory: bool = True
-    """On GPUs, that thread puts batches into page-locked memory, so that copies do not wait."""
-    persistent_workers: bool = False
-    """The thread of the validation batches stays between validations, with the first of them ready."""
-    log_documents: bool = False
-    """Write the documents of each step's batch to documents.jsonl in job.dump_folder."""
-    skip_steps: list[Count | StepRange] = []
-    """Steps of the data order to leave out, as [120, "200-250"]: those of an undisturbed run of this global batch."""
-
-
-class Validation(Section, frozen=True):
-    """Loss on held-out text while training goes on."""
-
-    enable: bool = False
-    """Validate every freq steps and after the last."""
-    freq: Count = 100
-    """Steps between validations."""
-    first: bool = False
-    """Also before the first step, so that curves of the loss begin at step 0."""
-    steps: CountOrRest = -1
-    """Batches of a validation, of each source. -1: one full pass."""
-    batch_size: Count | None = None
-    """Sequences per data-parallel rank. None: training.batch_size."""
-    seq_len: Count | None = None
-    """Tokens per sequence. None: training.seq_len."""
-    dataset: Name = "c4_validation"
-    """Text by name: the bundled held-out part, or a name, hub id or dotted path as for training.dataset. c4, slimpajama
-    and wikitext stand for their validation split here."""
-    dataset_path: Location | None = None
-    """Text of your own to validate on, as for training.dataset_path."""
-    sources: list[DataSource] = []
-    """Array of tables: several texts, each with a name and its own loss, instead of dataset and dataset_path."""
 
 
 class Checkpoint(Section, frozen=True):

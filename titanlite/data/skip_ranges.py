@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from titanlite.config.sections import steps_of
+from titanlite.config.data_sections import steps_of
 
 Range = tuple[int, int]
 

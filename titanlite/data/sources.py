@@ -11,8 +11,8 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from titanlite.config.data_sections import Data, DataSource
 from titanlite.config.extensions import load_function
-from titanlite.config.sections import Data, DataSource
 from titanlite.config.text_names import REGISTERED
 from titanlite.data import DataError
 from titanlite.data.chat import load_template

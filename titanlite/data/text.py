@@ -11,7 +11,8 @@ from typing import Any, cast
 
 from msgspec.structs import replace as replace_fields
 
-from titanlite.config.sections import Data, DataSource, Training, Validation
+from titanlite.config.data_sections import Data, DataSource, Validation
+from titanlite.config.sections import Training
 from titanlite.config.text_names import hub_text
 from titanlite.config.urls import is_url
 from titanlite.data import DataError

@@ -11,7 +11,7 @@ from typing import Any
 from titanlite.models.spec import Misfit, ShapeError, get_spec, names_like, shown
 
 if typing.TYPE_CHECKING:
-    from titanlite.config.sections import Model
+    from titanlite.config.model_sections import Model
 
 
 def resolve_args(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from titanlite.config.extensions import load_function
-from titanlite.config.sections import Optimizer
+from titanlite.config.model_sections import Optimizer
 from titanlite.optim.any_precision import AnyPrecisionAdamW
 from titanlite.optim.muon import Muon
 from titanlite.utils import is_dotted

@@ -92,7 +92,7 @@ def _fetch(arguments: argparse.Namespace, flags: list[str], _: Style) -> str | t
 
 
 def _prepare(arguments: argparse.Namespace, flags: list[str], _: Style) -> str | tuple[str, int]:
-    from titanlite.config.sections import Data
+    from titanlite.config.data_sections import Data
     from titanlite.tools.prepare import prepare
     from titanlite.tools.prepare_tasks import Options
 

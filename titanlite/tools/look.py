@@ -14,9 +14,9 @@ import numpy as np
 
 from titanlite.checkpoint.manifest import CheckpointError, parse_manifest, root_of, step_folder, step_of, steps_in
 from titanlite.checkpoint.paths import to_path
+from titanlite.config.data_sections import DataSource
 from titanlite.config.errors import ConfigError
 from titanlite.config.not_implemented import refused
-from titanlite.config.sections import DataSource
 from titanlite.data import DataError, skip_ranges
 from titanlite.data.corpus import Corpus
 from titanlite.data.documents import Document, documents_of

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
-from titanlite.config.sections import Data
+from titanlite.config.data_sections import Data
 from titanlite.config.text_names import hub_text
 from titanlite.config.urls import is_url
 from titanlite.data import DataError

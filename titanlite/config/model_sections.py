@@ -1,0 +1,117 @@
+"""Sections of the config for the model, the optimizer and the learning rate."""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from titanlite.config.run_sections import (
+    Count,
+    Dtype,
+    Location,
+    Name,
+    NonNegative,
+    Positive,
+    Ratio,
+    Section,
+    dotted_or,
+)
+
+Decay = Annotated[float, Meta(ge=0, lt=1)]
+
+
+class Model(Section, frozen=True):
+    """Which model is trained."""
+
+    name: Name = "llama3"
+    """Model family: llama2, llama3, or a dotted path to a ModelSpec (docs/library.md)."""
+    flavor: str = "debugmodel"
+    """Size within the family."""
+    norm_type: Literal["rmsnorm", "layernorm", "np_layernorm", "fused_rmsnorm"] | None = None
+    """Every normalisation of the model: rmsnorm (fused_rmsnorm is the same module: torch runs it as one kernel where
+    it can), layernorm with a weight and no bias, or np_layernorm, without parameters. None: the flavor's, rmsnorm."""
+    tokenizer_path: Location | None = None
+    """Tokenizer: a tiktoken rank file (original/tokenizer.model of Llama 3), a sentencepiece model (tokenizer.model of
+    Llama 2), a tokenizer.json, a folder with one of them, or a URL (https, s3, gs, az; of a folder with a slash at its
+    end). `titanlite tokenizer fetch` downloads one. None: a bundled one, sentencepiece for llama2, else tiktoken."""
+    overrides: dict[str, Any] = {}
+    """Table of the flavor's own arguments to replace: `[model.overrides]`, `n_layers = 4`."""
+    rope_scaling: Literal["none"] | Annotated[float, Meta(ge=1)] | dict[str, Any] | None = None
+    """Llama 3.1's scaling of the rotary frequencies: a factor, a table with factor, low_freq_factor (1),
+    high_freq_factor (4) and original_context (8192 tokens), or "none". None: the flavor's own."""
+    vocab_size: Count | None = None
+    """Vocabulary entries, at least the tokenizer's. None: the flavor's (the tokenizer's, for debug models)."""
+
+
+class OptimizerGroup(Section, frozen=True):
+    """One `[[optimizer.groups]]`: parameters whose names match a pattern get settings of their own."""
+
+    pattern: Name
+    """Regular expression; it must be found in some parameter's name."""
+    lr: NonNegative | None = None
+    """Learning rate. None: the optimizer's."""
+    weight_decay: NonNegative | None = None
+    """Weight decay. None: the optimizer's."""
+    beta1: Decay | None = None
+    """First decay rate. None: the optimizer's."""
+    beta2: Decay | None = None
+    """Second decay rate. None: the optimizer's."""
+    eps: Positive | None = None
+    """Epsilon. None: the optimizer's."""
+
+
+class Optimizer(Section, frozen=True):
+    """What turns gradients into updates."""
+
+    name: Annotated[str, dotted_or("AdamW", "Adam", "AnyPrecisionAdamW", "Muon")] = "AdamW"
+    """Algorithm. Or a dotted path to a function that makes an optimizer (docs/library.md)."""
+    lr: NonNegative = 8e-4
+    """Peak learning rate."""
+    beta1: Decay = 0.9
+    """Decay rate of the first moment."""
+    beta2: Decay = 0.95
+    """Decay rate of the second moment."""
+    eps: Positive = 1e-8
+    """Added to the denominator."""
+    weight_decay: NonNegative = 0.1
+    """Weight decay, decoupled in AdamW."""
+    implementation: Literal["fused", "foreach", "for-loop"] | None = None
+    """How the update is computed. None: fused on GPUs, foreach on CPU."""
+    groups: list[OptimizerGroup] = []
+    """Array of tables, each with a pattern and its settings. The first pattern found in a name decides."""
+    no_decay_on_norms: bool = False
+    """No weight decay of parameters that are no matrices: gains of norms, biases."""
+    momentum: Decay = 0.95
+    """Muon: decay rate of the momentum of matrices in blocks. The other parameters take AdamW."""
+    kahan: bool = False
+    """AnyPrecisionAdamW: Kahan summation of the updates."""
+    momentum_dtype: Dtype = "float32"
+    """AnyPrecisionAdamW: first moment."""
+    variance_dtype: Dtype = "bfloat16"
+    """AnyPrecisionAdamW: second moment."""
+    compensation_dtype: Dtype = "bfloat16"
+    """AnyPrecisionAdamW: the rest that Kahan summation carries over."""
+
+
+class LrScheduler(Section, frozen=True):
+    """The learning rate over the run. The warm-up in steps is training.warmup_steps."""
+
+    style: Literal["titan", "titan-0.2", "fsdp"] = "titan"
+    """Whose formulas, for n steps done. "titan": warm-up (n + 1) / (warmup + 1), a decay to the last step. "titan-0.2",
+    as torchtitan 0.2.x: a warm-up of (n + 1) / warmup. "fsdp", as the AWS FSDP samples: warm-up n / warmup, then k
+    steps later lr / 2 * (1 + cos(pi * k / total)), cut off at min_lr; after a plateau the decay ends at 0."""
+    warmup_ratio: Ratio | None = None
+    """Warm-up as a share of the schedule, instead of training.warmup_steps."""
+    decay_type: Literal["constant", "linear", "cosine", "sqrt", "exponential", "plateau"] = "linear"
+    """Shape of the decay; plateau: held for plateau_ratio of the run, then linear."""
+    decay_ratio: Ratio | None = None
+    """Decay over the last share of the schedule only. None: from the end of the warm-up."""
+    decay_steps: Count | None = None
+    """Decay over the last so many steps instead."""
+    plateau_ratio: Ratio | None = None
+    """Hold the peak for this share of the schedule, then decay. Never driven by a metric."""
+    min_lr: NonNegative | None = None
+    """Hard floor of the learning rate after the warm-up."""
+    min_lr_factor: Ratio = 0.0
+    """The decay ends at this share of the peak."""
+    total_steps: Count | None = None
+    """Length of the schedule. None: training.steps. Set it to shorten a run, not its curve."""
