@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.models.test_llama import SCALED, relative, tokens_of
+from tests.models.test_llama import VARIANTS as LLAMAS
 from tests.pool import Pools
 from tests.training.test_run import MASKED
 from tests.training.test_run import _run as trained
@@ -24,7 +25,7 @@ SMALL: dict[str, Any] = {"dim": 64, "n_layers": 2, "n_heads": 8, "n_kv_heads": 2
 MISTRAL, QWEN3 = MistralArgs(**SMALL, window=24), Qwen3Args(**SMALL, head_dim=16)
 #: Family and arguments: a window shorter than the sequence and one as long, heads wider than dim / heads, each RoPE.
 VARIANTS: dict[str, tuple[str, LlamaArgs]] = {
-    "llama, grouped, scaled": ("llama3", LlamaArgs(**SMALL, rope_scaling=SCALED)),
+    **{f"llama, {name}": ("llama3", args) for name, args in LLAMAS.items()},
     "mistral, window": ("mistral", MISTRAL),
     "mistral, long window": ("mistral", replace(MISTRAL, window=128)),
     "mistral, no window, tied": ("mistral", replace(MISTRAL, window=None, tied=True, n_kv_heads=None, rope_theta=1e6)),
@@ -81,7 +82,7 @@ def greedy(model: Any, start: Tensor, count: int) -> list[int]:
     return tokens[0, start.size(1) :].tolist()
 
 
-@pytest.mark.parametrize("variant", ["llama, grouped, scaled", "mistral, window", "qwen3"])
+@pytest.mark.parametrize("variant", ["llama, gqa", "mistral, window", "qwen3"])
 def test_greedy_generation_takes_the_same_64_tokens(variant: str) -> None:
     ours, theirs, _, args = pair(variant)
     start = tokens_of(args, batch=1, seq=20)
