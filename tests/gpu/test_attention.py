@@ -101,18 +101,20 @@ def attend(attention: SdpaAttention, doc_ids: Tensor, dtype: torch.dtype) -> lis
     shapes = [(2, heads, 1024, 64) for heads in (8, 2, 2, 8)]
     q, k, v, upstream = (torch.randn(shape, generator=generator).to(doc_ids.device, dtype) for shape in shapes)
     leaves = [t.requires_grad_() for t in (q, k, v)]
-    y = attention(*leaves, attention.prepare(doc_ids))
+    y = attention(*leaves, attention.prepare(doc_ids if doc_ids.any() else None))
     return [t.float().cpu() for t in (y.detach(), *torch.autograd.grad(y, leaves, upstream))]
 
 
 @pytest.mark.parametrize(("dtype", "within"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3), (torch.float32, 1e-4)])
 @pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("window", "documents"), [(None, True), (20, True), (100, False)])
 def test_outputs_and_gradients_equal_those_of_the_cpu(
-    world: DistEnv, dtype: torch.dtype, within: float, compiled: bool
+    world: DistEnv, dtype: torch.dtype, within: float, compiled: bool, window: int | None, documents: bool
 ) -> None:
-    doc_ids = (torch.rand(2, 1024, generator=torch.Generator().manual_seed(1)) < 0.02).cumsum(1)
-    expected = attend(SdpaAttention(), doc_ids, torch.float32)
-    attention = SdpaAttention()
+    many = (torch.rand(2, 1024, generator=torch.Generator().manual_seed(1)) < 0.02).cumsum(1)
+    doc_ids = many if documents else torch.zeros(2, 1024, dtype=torch.int64)
+    expected = attend(SdpaAttention(window), doc_ids, torch.float32)
+    attention = SdpaAttention(window)
     if compiled:
         attention.compile(fullgraph=True, dynamic=False)
     for found, exact in zip(attend(attention, doc_ids.to(world.device), dtype), expected, strict=True):

@@ -13,11 +13,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.attention import _cur_sdpa_kernel_backends
 
 from tests.pool import Pools
 from tests.processes import TORCHRUN, python
 from titanlite.parallel import ParallelismError
-from titanlite.parallel.dist_env import DistEnv, LaunchEnv, patience, read_launch_env, set_timeouts
+from titanlite.parallel.dist_env import (
+    KERNELS,
+    DistEnv,
+    LaunchEnv,
+    kernel_order,
+    patience,
+    read_launch_env,
+    set_timeouts,
+)
 
 
 def _timeouts(world: DistEnv) -> dict[str, timedelta]:
@@ -43,6 +52,18 @@ def _timeouts(world: DistEnv) -> dict[str, timedelta]:
     set_timeouts(120)
     assert set(before.values()) == {timedelta(seconds=120)}
     return after
+
+
+def test_kernels_of_attention_are_tried_in_order_on_gpus_only() -> None:
+    def order() -> list[str]:
+        return [kernel.name for kernel in _cur_sdpa_kernel_backends(with_priority=True)]
+
+    before = order()
+    with kernel_order("cpu"):
+        assert order() == before
+    with kernel_order("cuda"):
+        assert order()[: len(KERNELS)] == list(KERNELS) != before
+    assert order() == before
 
 
 def test_timeouts_are_lowered_for_every_group(pool: Pools) -> None:
