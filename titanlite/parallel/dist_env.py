@@ -275,7 +275,7 @@ def kernel_order(device_type: str) -> AbstractContextManager[object]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     # Around the whole run: at each call it would cost tens of microseconds.
-    return sdpa_kernel([SDPBackend[name] for name in KERNELS], set_priority=True)
+    return sdpa_kernel([getattr(SDPBackend, name) for name in KERNELS], set_priority=True)
 
 
 def keep_freed_memory() -> bool:
