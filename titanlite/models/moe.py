@@ -72,6 +72,40 @@ class _AddLoss(torch.autograd.Function):
         return grad, grad.new_ones(())
 
 
+@torch.library.custom_op("titanlite::grouped_mm", mutates_args=())
+def _grouped_mm_any(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """torch's `grouped_mm` for dtypes that its shape function refuses, although its kernel takes them.
+
+    Without it no float32 model could be traced or compiled.
+    """
+    return F.grouped_mm(a, b, offs=ends)
+
+
+@_grouped_mm_any.register_fake
+def _(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    return a.new_empty((a.size(0), b.size(2)) if b.ndim == 3 else (ends.size(0), a.size(0), b.size(1)))
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    a, b, ends = ctx.saved_tensors
+    return _grouped_mm_any(grad, b.mT, ends), _grouped_mm_any(grad.mT, a, ends).mT, None
+
+
+_grouped_mm_any.register_autograd(_gradients, setup_context=_save)
+
+
+def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """Return the rows of each group times its matrix.
+
+    a: [rows, K], sorted by group; b: [groups, K, N]; ends: [groups] int32, where each group ends. Returns [rows, N].
+    """
+    return F.grouped_mm(a, b, offs=ends) if a.dtype == torch.bfloat16 else _grouped_mm_any(a, b, ends)
+
+
 class Exchange(Protocol):
     """Sends rows to the ranks that hold their experts, and the results back."""
 
@@ -102,7 +136,7 @@ class Experts(nn.Module):
             x, counts, state = self.exchange.dispatch(x, counts)
         ends = counts.cumsum(0).to(torch.int32)
         w1, w2, w3 = (_local(w).transpose(1, 2) for w in (self.w1, self.w2, self.w3))
-        y = F.grouped_mm(silu_mul(F.grouped_mm(x, w1, offs=ends), F.grouped_mm(x, w3, offs=ends)), w2, offs=ends)
+        y = grouped_mm(silu_mul(grouped_mm(x, w1, ends), grouped_mm(x, w3, ends)), w2, ends)
         return y if self.exchange is None else self.exchange.combine(y, state)
 
 
@@ -116,8 +150,8 @@ class MoE(nn.Module):
     The router's losses get their gradients here; the model's output does not contain them. Both are means over the
     tokens of a step and over layers, as `transformers` weights them.
 
-    step_tokens: tokens of a step over all ranks and micro-batches, for a loss that is divided by as many. 0: the router's
-    losses are means over the tokens of each call.
+    step_tokens: tokens of a step over all ranks and micro-batches, for a loss that is divided by as many. 0: the
+    router's losses are means over the tokens of each call.
     record: [experts + 2] float64 on the device, or None. Training calls add to it the rows of each expert, and the sums
     over tokens of load-balancing loss and z-loss. The next reader sets it to zero.
     """
