@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from titanlite.models.layers import silu_mul
+from titanlite.models.layers import Block, Llama, silu_mul
 from titanlite.models.mixtral import MixtralArgs
 
 
@@ -153,7 +153,8 @@ class MoE(nn.Module):
     step_tokens: tokens of a step over all ranks and micro-batches, for a loss that is divided by as many. 0: the
     router's losses are means over the tokens of each call.
     record: [experts + 2] float64 on the device, or None. Training calls add to it the rows of each expert, and the sums
-    over tokens of load-balancing loss and z-loss. The next reader sets it to zero.
+    over tokens of load-balancing loss and z-loss. A block that runs again for its backward adds all of them again, so
+    only their ratios mean something.
     """
 
     def __init__(self, args: MixtralArgs) -> None:
@@ -191,8 +192,17 @@ class MoE(nn.Module):
         if self.aux_weight or self.z_weight:
             loss = (self.aux_weight * balance + self.z_weight * z) / (self.step_tokens or len(logits))
             weights = _AddLoss.apply(weights, loss)
-        # A block that runs again for its backward counts once. (In a compiled block the record is written once.)
-        if self.record is not None and (torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1):
+        if self.record is not None:
             with torch.no_grad():
                 self.record += torch.cat([counts.double(), torch.stack([balance, z]).double()])
         return weights
+
+
+class MixtralBlock(Block):
+    feed_forward_class = MoE
+
+
+class Mixtral(Llama):
+    """The decoder of family mixtral."""
+
+    block_class = MixtralBlock
