@@ -131,6 +131,7 @@ SPEC: ModelSpec = decoder_spec(
     build=_build,
     init_rule=init_rule,
     tensor_plan=None,
+    routers=lambda args: {f"{block}.feed_forward": args.n_experts for block in llama.block_names(args)},
     hf_names=hf_names,
     hf_config=hf_config,
     args_from_hf=args_from_hf,
