@@ -224,12 +224,17 @@ class Attention(nn.Module):
         self.wk = nn.Linear(args.dim, args.kv_heads * args.head_dim, bias=False)
         self.wv = nn.Linear(args.dim, args.kv_heads * args.head_dim, bias=False)
         self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
+        # Of each head, before the rotation (Henry et al. 2020; Qwen3).
+        self.q_norm = RMSNorm(args.head_dim, eps=args.norm_eps) if args.qk_norm else None
+        self.k_norm = RMSNorm(args.head_dim, eps=args.norm_eps) if args.qk_norm else None
         self.inner_attention = SdpaAttention()
 
     def forward(self, x: Tensor, rotation: Rotation, mask: DocumentMask | None) -> Tensor:
         """x: [batch, seq, dim] → [batch, seq, dim]."""
         # Under tensor parallelism a rank holds some of the heads.
         q, k, v = (linear(x).unflatten(2, (-1, self.head_dim)) for linear in (self.wq, self.wk, self.wv))
+        q = q if self.q_norm is None else self.q_norm(q)
+        k = k if self.k_norm is None else self.k_norm(k)
         # Rotated before heads and positions change places: attention gives its result the layout of q, and in this one
         # wo reads it without a copy.
         q, k, v = (t.transpose(1, 2) for t in (rotation(q), rotation(k), v))
@@ -252,12 +257,17 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each normalised before and added to the residual stream after."""
+    """Attention and feed-forward, each normalised before and added to the residual stream after.
+
+    A subclass names its own `feed_forward_class`, and a subclass of `Llama` that one as `block_class`.
+    """
+
+    feed_forward_class: type[nn.Module] = FeedForward
 
     def __init__(self, args: LlamaArgs) -> None:
         super().__init__()
         self.attention = Attention(args)
-        self.feed_forward = FeedForward(args)
+        self.feed_forward = self.feed_forward_class(args)
         self.attention_norm = build_norm(args)
         self.ffn_norm = build_norm(args)
 
@@ -273,13 +283,15 @@ class Llama(nn.Module):
     Built on the meta device it holds no memory: `to_empty`, then draw the parameters, then `init_buffers`.
     """
 
+    block_class: type[Block] = Block
+
     def __init__(self, args: LlamaArgs) -> None:
         super().__init__()
         self.args = args
         self.tok_embeddings = nn.Embedding(args.n_vocab, args.dim)
         self.rope = Rope(args.head_dim, args.max_seq_len, args.rope_theta, args.rope_scaling)
         # A dictionary, not a list: a block keeps its name when others are dropped.
-        self.layers = nn.ModuleDict({str(i): Block(args) for i in range(args.n_layers)})
+        self.layers = nn.ModuleDict({str(i): self.block_class(args) for i in range(args.n_layers)})
         self.norm = build_norm(args)
         self.output = nn.Linear(args.dim, args.n_vocab, bias=False)
         self._tie()
