@@ -203,6 +203,7 @@ def build_model(run: RunConfig, world: DistEnv, tokenizer_size: int) -> ModelPar
         run.compile,
         run.float8,
         load_function("training.loss", run.training.loss) if is_dotted(run.training.loss) else None,
+        degrees.expert,
     )
     loss = builder.loss()
     if run.data.source:

@@ -134,4 +134,5 @@ SPEC: ModelSpec = decoder_spec(
     hf_names=hf_names,
     hf_config=hf_config,
     args_from_hf=args_from_hf,
+    experts=lambda args: args.n_experts,
 )

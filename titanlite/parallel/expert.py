@@ -53,6 +53,11 @@ def apply_ep(model: nn.Module, mesh: DeviceMesh) -> None:
         module.exchange = Exchange(mesh)  # type: ignore[assignment]
 
 
+def has_exchange(model: nn.Module) -> bool:
+    """Return whether other ranks hold some of the experts in this module."""
+    return any(getattr(module, "exchange", None) is not None for module in model.modules())
+
+
 class Route(NamedTuple):
     """How the rows of one layer travel."""
 
