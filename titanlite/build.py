@@ -204,6 +204,7 @@ def build_model(run: RunConfig, world: DistEnv, tokenizer_size: int) -> ModelPar
         run.compile,
         run.float8,
         load_function("training.loss", run.training.loss) if is_dotted(run.training.loss) else None,
+        degrees.expert,
     )
     loss = builder.loss()
     if run.data.source:
@@ -219,7 +220,7 @@ def build_model(run: RunConfig, world: DistEnv, tokenizer_size: int) -> ModelPar
     if run.training.seed is not None:  # of torch's own generators; the weights and the data order have their own
         seed_generators(run.training.seed, mesh)
     modules: dict[str, Any] = dict(model.named_modules())
-    for name in spec.routers(args).keys() & modules.keys():
+    for name in (spec.experts(args) if spec.experts else {}).keys() & modules.keys():
         modules[name].step_tokens = batch.tokens_per_step * degrees.tensor  # each tensor-parallel rank counts them
     factors = ReplicationFactors(degrees.tensor * degrees.pipeline, degrees.tensor)
     return ModelParts(mesh, args, builder, model, runner, factors, loss)
@@ -319,7 +320,7 @@ def build(
     sources = None
     if isinstance(datasets.train, MixedRows) and isinstance(parts.loss, RowLosses):
         sources = SourceFigures(datasets.train, parts.loss, batch.global_batch_size, (rank, ranks), parts.factors)
-    experts = ExpertFigures(model, routers, device) if (routers := spec.routers(args)) else None
+    experts = ExpertFigures(model, spec.experts(args), device) if spec.experts else None
     metrics = MetricsLogger(
         run.metrics,
         run.job,

@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 class ExpertFigures(Callback):
     """Tells how even the load of experts has been since the last log. It must run before the log.
 
-    routers: name of each mixture in the whole model → its experts. The model may be a part, as with a pipeline.
+    experts: of each mixture in the whole model, by name. The model may be a part, as with a pipeline.
     """
 
-    def __init__(self, model: nn.Module, routers: Mapping[str, int], device: torch.device) -> None:
+    def __init__(self, model: nn.Module, experts: Mapping[str, int], device: torch.device) -> None:
         modules: dict[str, Any] = dict(model.named_modules())
-        self._experts = dict(routers)
+        self._experts = dict(experts)
         self._records = {
-            name: torch.zeros(experts + 2, dtype=torch.float64, device=device) for name, experts in routers.items()
+            name: torch.zeros(number + 2, dtype=torch.float64, device=device) for name, number in experts.items()
         }
-        for name in routers.keys() & modules.keys():
+        for name in experts.keys() & modules.keys():
             modules[name].record = self._records[name]
 
     def on_start(self, trainer: Trainer) -> None:
