@@ -123,7 +123,10 @@ def smallest_world(config: LoadedConfig) -> int:
         return 1
     degrees = degrees_of(config.sections)
     reshard, shard = config.sections.training.reshard_after_forward, "training.data_parallel_shard_degree"
-    expert, context = config.sections.parallelism.expert_parallel_degree, degrees["experimental.context_parallel_degree"]
+    expert, context = (
+        config.sections.parallelism.expert_parallel_degree,
+        degrees["experimental.context_parallel_degree"],
+    )
     if degrees[shard] == -1:
         degrees[shard] = (reshard if isinstance(reshard, int) else 1) * expert // math.gcd(expert, context)
     return math.prod(max(degree, 1) for degree in degrees.values())
@@ -206,9 +209,7 @@ def _mesh(d: Config, world_size: int, notes: list[str]) -> MeshSizes:
         ranks = f"the ranks left over, {counted(world_size, 'ranks')}{divisors}{why}"
         notes.append(f"{parallelism(key)} = {degrees[key]}: {ranks}")
     replicate, shard, tensor, pipeline, context = degrees.values()
-    return MeshSizes(
-        world_size, replicate, shard, context, tensor, pipeline, d.parallelism.expert_parallel_degree
-    )
+    return MeshSizes(world_size, replicate, shard, context, tensor, pipeline, d.parallelism.expert_parallel_degree)
 
 
 def _batch(d: Config, mesh: MeshSizes, notes: list[str]) -> BatchSizes:

@@ -92,7 +92,12 @@ def misfits(config: LoadedConfig, run: RunConfig) -> list[Problem]:
         return placed(config, found) + _model_problems(config, error)
     found += [*_not_offered(run), *_recomputation_misfits(run.spec, args, d)]
     if not found:
-        found += [*_expert_misfits(args, run), *tensor_misfits(args, run), *_stage_misfits(args, run), *_float8_misfits(args, run)]
+        found += [
+            *_expert_misfits(args, run),
+            *tensor_misfits(args, run),
+            *_stage_misfits(args, run),
+            *_float8_misfits(args, run),
+        ]
     return placed(config, found)
 
 
@@ -261,7 +266,7 @@ def _expert_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
     if mesh.tensor > 1:
         message = f"is {ranks}: tensor-parallel ranks hold the same tokens, and would send each of them more than once"
         yield "conflict", _EP, message, f"set {_TP} = 1, or this key"
-    experts = run.spec.experts(args)
+    experts = math.gcd(*run.spec.experts(args).values())
     if shards % ranks or experts % ranks:
         which = f"data_parallel_shard{' * context_parallel' if mesh.context > 1 else ''}"
         message = f"is {ranks}, which does not divide both the {shards} ranks that share the weights ({which}) "

@@ -53,9 +53,7 @@ def config_of(ranks: int, **flags: Any) -> Any:
 
 def build(world: DistEnv, run: Any) -> tuple[ModelBuilder, torch.nn.Module, torch.optim.Optimizer]:
     m = run.mesh
-    mesh = world.build_mesh(
-        pp=m.pipeline, dp_replicate=m.dp_replicate, dp_shard=m.dp_shard, cp=m.context, tp=m.tensor
-    )
+    mesh = world.build_mesh(pp=m.pipeline, dp_replicate=m.dp_replicate, dp_shard=m.dp_shard, cp=m.context, tp=m.tensor)
     sections = run.training, run.experimental, run.activation_checkpoint, run.compile, run.float8
     builder = ModelBuilder(run.spec, run.model_args(), mesh, world.device, *sections, ep=m.expert)
     model = builder.build(7)
@@ -135,6 +133,8 @@ def test_trains_as_one_rank(pool: Pools, references: Callable[[int], dict[str, A
     assert found["gradients"].keys() == reference["gradients"].keys()
     for kind in ("gradients", "weights"):
         for name, tensor in found[kind].items():
-            torch.testing.assert_close(tensor, reference[kind][name], rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{kind} {n}: {m}")
+            torch.testing.assert_close(
+                tensor, reference[kind][name], rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{kind} {n}: {m}"
+            )
     torch.testing.assert_close(found["losses"], reference["losses"], rtol=1e-6, atol=0)
     torch.testing.assert_close(found["norms"], reference["norms"], rtol=1e-5, atol=0)

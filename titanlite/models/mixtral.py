@@ -70,9 +70,7 @@ class MixtralArgs(LlamaArgs):
 FLAVORS: dict[str, MixtralArgs] = {
     "debugmodel": MixtralArgs(256, 6, 16, n_kv_heads=4, ffn_dim=512, rope_theta=1e6),
     "8x7B": MixtralArgs(4096, 32, 32, n_kv_heads=8, ffn_dim=14336, vocab_size=32000, rope_theta=1e6),
-    "8x22B": MixtralArgs(
-        6144, 56, 48, n_kv_heads=8, ffn_dim=16384, vocab_size=32000, rope_theta=1e6, aux_loss=0.001
-    ),
+    "8x22B": MixtralArgs(6144, 56, 48, n_kv_heads=8, ffn_dim=16384, vocab_size=32000, rope_theta=1e6, aux_loss=0.001),
 }
 
 _MATRIX = re.compile(r"layers\.(\d+)\.feed_forward\.(?:gate\.weight|experts\.(w[123]))")
@@ -131,8 +129,8 @@ SPEC: ModelSpec = decoder_spec(
     build=_build,
     init_rule=init_rule,
     tensor_plan=None,
+    experts=lambda args: {f"{block}.feed_forward": args.n_experts for block in llama.block_names(args)},
     hf_names=hf_names,
     hf_config=hf_config,
     args_from_hf=args_from_hf,
-    experts=lambda args: args.n_experts,
 )

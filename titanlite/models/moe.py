@@ -194,7 +194,7 @@ class MoE(nn.Module):
             weights = _AddLoss.apply(weights, loss)
         if self.record is not None:
             with torch.no_grad():
-                self.record += torch.cat([counts.double(), torch.stack([balance, z]).double()])
+                self.record.add_(torch.cat([counts.double(), torch.stack([balance, z]).double()]))
         return weights
 
 

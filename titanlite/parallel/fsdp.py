@@ -68,7 +68,7 @@ def apply_fsdp(
             mp_policy=policy,
             offload_policy=CPUOffloadPolicy() if offloads(cpu_offload, mesh.device_type) else OffloadPolicy(),
             reshard_after_forward=default if reshard_after_forward is None else reshard_after_forward,
-            shard_placement_fn=None if experts is None else _expert_placement(experts),
+            shard_placement_fn=_expert_placement(experts) if experts else _stack_placement(dp_mesh.size(-1)),
         )
     if not isinstance(model, FSDPModule):
         fully_shard(model, mesh=dp_mesh, mp_policy=policy)
@@ -97,6 +97,22 @@ def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
             else shard_mesh
         )
     return mesh["dp_replicate", "dp_shard"] if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"]
+
+
+def _stack_placement(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
+    """Return a `shard_placement_fn`: stacks of matrices that the ranks cannot share as a whole are cut in each matrix.
+
+    Of 8 experts on 16 ranks torch would give each to one rank, and nothing to the others.
+    """
+
+    def place(parameter: nn.Parameter) -> Shard | None:
+        if parameter.ndim < 3 or len(parameter) % ranks == 0:
+            return None
+        divided = [p.dim for p in getattr(parameter, "placements", ()) if isinstance(p, Shard)]  # by tensor parallelism
+        dims = (dim for dim in range(1, parameter.ndim) if dim not in divided and parameter.size(dim) % ranks == 0)
+        return next(map(Shard, dims), None)
+
+    return place
 
 
 def _expert_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:

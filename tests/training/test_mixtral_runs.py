@@ -1,0 +1,64 @@
+"""Training runs of a small Mixtral: equal however the work is divided, with experts that the router's loss balances."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pool import Pools
+from tests.tiny import TWO_LAYERS
+from titanlite.build import build
+from titanlite.fit import load_config
+from titanlite.metrics.jsonl import read_metrics
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.trainer import Trainer
+
+FLAGS = [
+    *TWO_LAYERS,
+    *["--model.name=mixtral", "--model.overrides.n_kv_heads=2", "--model.overrides.ffn_dim=64"],
+    *["--model.overrides.aux_loss=0.1", "--model.overrides.z_loss=0.01"],
+    *["--training.batch_size=1", "--training.global_batch_size=4", "--training.steps=4", "--metrics.log_freq=1"],
+    *["--training.mixed_precision_param=float32", "--no-validation.enable"],
+]
+
+
+def _run(world: DistEnv, folder: str, *flags: str) -> list[dict[str, Any]]:
+    run = load_config("debug_model.toml", world.size, [*FLAGS, f"--job.dump_folder={folder}", *flags])
+    Trainer(build(run, world)).train()
+    return [row for row in read_metrics(Path(folder) / "metrics.jsonl") if "loss" in row]
+
+
+@pytest.fixture(scope="module")
+def alone(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return pool(1).run(_run, str(tmp_path_factory.mktemp("alone")))[0]
+
+
+PP, CP, TP = "experimental.pipeline_parallel_degree", "experimental.context_parallel_degree", "tensor"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (2, []),
+        (2, ["--training.data_parallel_replicate_degree=2", "--training.data_parallel_shard_degree=1"]),
+        (2, [f"--{PP}=2", "--training.batch_size=2", "--training.loss_chunks=2"]),
+        (2, [f"--{PP}=2", "--training.batch_size=2", "--experimental.pipeline_parallel_schedule=ZBVZeroBubble", "--experimental.pipeline_parallel_split_points=['layers.0','layers.1','norm']"]),
+        (1, ["--activation_checkpoint.mode=full", "--training.loss_chunks=3"]),
+        (1, ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"]),
+        (1, ["--training.compile", "--compile.backend=aot_eager", "--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"]),
+        (1, ["--activation_checkpoint.mode=full", "--training.compile", "--compile.backend=aot_eager"]),
+    ],
+)  # fmt: skip
+def test_equal_however_the_work_is_divided(
+    pool: Pools, alone: list[dict[str, Any]], tmp_path: Path, ranks: int, flags: list[str]
+) -> None:
+    rows = pool(ranks).run(_run, str(tmp_path), *flags)[0]
+    assert len(rows) == 4
+    for row, expected in zip(rows, alone, strict=True):
+        names = [name for name in expected if re.match("loss|grad_norm|experts/", name)]
+        assert len(names) == 8
+        print({name: row[name] - expected[name] for name in names})
+        assert {n: row[n] for n in names} == pytest.approx({n: expected[n] for n in names}, rel=1e-4)
