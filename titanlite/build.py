@@ -427,7 +427,7 @@ def startup_lines(
     versions = f"titanlite {__version__}, torch {torch.__version__}, python {platform.python_version()}"
     rows += [("versions", versions), *rep.model_rows(run.model, setup)]
     rows += rep.compute_rows(run.metrics, run.float8, setup, ranks, flops, peak, memory)
-    rows.append(rep.mesh_row(setup, ranks))
+    rows.append(rep.mesh_row(setup, ranks, mesh.expert))
     if isinstance(model, PipelineModel):
         rows.append(rep.pipeline_row(run.experimental.pipeline_parallel_schedule, model.layout))
     if run.float8.enable_float8_linear:
