@@ -43,6 +43,7 @@ from titanlite.derive import RunConfig, with_steps
 from titanlite.fit import tensor_problems
 from titanlite.guard import FiniteGuard
 from titanlite.loss import LossFunction
+from titanlite.metrics.experts import ExpertFigures
 from titanlite.metrics.float8_error import Float8ErrorCheck
 from titanlite.metrics.garbage import GarbageCollection
 from titanlite.metrics.observer import MetricsLogger
@@ -203,6 +204,7 @@ def build_model(run: RunConfig, world: DistEnv, tokenizer_size: int) -> ModelPar
         run.compile,
         run.float8,
         load_function("training.loss", run.training.loss) if is_dotted(run.training.loss) else None,
+        degrees.expert,
     )
     loss = builder.loss()
     if run.data.source:
@@ -217,6 +219,9 @@ def build_model(run: RunConfig, world: DistEnv, tokenizer_size: int) -> ModelPar
         runner = builder.pipeline(model, loss, accumulation=batch.accumulation, **sizes)
     if run.training.seed is not None:  # of torch's own generators; the weights and the data order have their own
         seed_generators(run.training.seed, mesh)
+    modules: dict[str, Any] = dict(model.named_modules())
+    for name in (spec.experts(args) if spec.experts else {}).keys() & modules.keys():
+        modules[name].step_tokens = batch.tokens_per_step * degrees.tensor  # each tensor-parallel rank counts them
     factors = ReplicationFactors(degrees.tensor * degrees.pipeline, degrees.tensor)
     return ModelParts(mesh, args, builder, model, runner, factors, loss)
 
@@ -316,6 +321,7 @@ def build(
     sources = None
     if isinstance(datasets.train, MixedRows) and isinstance(parts.loss, RowLosses):
         sources = SourceFigures(datasets.train, parts.loss, batch.global_batch_size, (rank, ranks), parts.factors)
+    experts = ExpertFigures(model, spec.experts(args), device) if spec.experts else None
     metrics = MetricsLogger(
         run.metrics,
         run.job,
@@ -323,7 +329,7 @@ def build(
         config_text(run.toml),
         Throughput(batch.tokens_per_step, batch.global_batch_size, world.size, flops, peak),
         gc.read,
-        sources,
+        [figures for figures in (sources, experts) if figures is not None],
     )
 
     documents = None
@@ -350,6 +356,7 @@ def build(
         attempts,
         rep.StartReport(report, run.checkpoint, skip, attempts, in_epochs),
         sources,
+        experts,
         metrics,
         CompileReport(compiled) if compiled else None,
         Float8ErrorCheck(drift, builder.param_dtype, metrics.write) if drift else None,
@@ -421,7 +428,7 @@ def startup_lines(
     versions = f"titanlite {__version__}, torch {torch.__version__}, python {platform.python_version()}"
     rows += [("versions", versions), *rep.model_rows(run.model, setup)]
     rows += rep.compute_rows(run.metrics, run.float8, setup, ranks, flops, peak, memory)
-    rows.append(rep.mesh_row(setup, ranks))
+    rows.append(rep.mesh_row(setup, ranks, mesh.expert))
     if isinstance(model, PipelineModel):
         rows.append(rep.pipeline_row(run.experimental.pipeline_parallel_schedule, model.layout))
     if run.float8.enable_float8_linear:

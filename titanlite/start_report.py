@@ -120,10 +120,12 @@ def compute_rows(
     return rows
 
 
-def mesh_row(setup: Setup, ranks: int) -> Row:
+def mesh_row(setup: Setup, ranks: int, experts: int) -> Row:
+    """experts: ranks that share the experts of a mixture."""
     # The two of data parallelism are always shown: they divide a batch.
     shown = [f"{name} {degree}" for name, degree in setup.degrees.items() if degree > 1 or name.startswith("dp_")]
-    return "mesh", f"{' x '.join(shown)} = {counted(ranks, 'ranks')}"
+    shared = f"; each {experts} share the experts" if experts > 1 else ""
+    return "mesh", f"{' x '.join(shown)} = {counted(ranks, 'ranks')}{shared}"
 
 
 def pipeline_row(schedule: str, layout: StageLayout) -> Row:

@@ -29,6 +29,7 @@ SIZES = {
     "mistral_7b": ("mistral", "7B-v0.3"),
     "mathstral_7b": ("mistral", "mathstral-7B"),
     "qwen3_8b": ("qwen3", "8B"),
+    "mixtral_8x7b": ("mixtral", "8x7B"),
 }
 
 

@@ -36,7 +36,6 @@ _TENSOR = ["training.enable_loss_parallel", "experimental.enable_async_tensor_pa
 _PIPELINE = [f"experimental.pipeline_parallel_{n}" for n in ("split_points", "schedule", "microbatches")]
 
 NOT_IMPLEMENTED: dict[str, Missing] = {
-    "parallelism.expert_parallel_degree": Missing("expert parallelism"),
     "experimental.enable_compiled_autograd": Missing("compiled autograd", _AUTOGRAD),
     "experimental.custom_import": Missing(
         "imports for their effect", 'name the model by model.name = "package.module:SPEC"'

@@ -88,8 +88,8 @@ _BY_REASON: dict[str, dict[str, tuple[Any, ...]]] = {
         "parallelism.context_parallel_load_balancer": ("headtail",),
     },
     "experts are not divided by tensor parallelism": {"parallelism.expert_tensor_parallel_degree": (1,)},
-    "expert parallelism is not built": {"parallelism.expert_parallel_comm_backend": ("standard",)},
-    "without expert parallelism there is nothing to overlap": {
+    "rows for experts travel by torch's all-to-all": {"parallelism.expert_parallel_comm_backend": ("standard",)},
+    "the exchange of experts does not overlap with other micro-batches": {
         "parallelism.pipeline_parallel_expert_parallel_overlap": (True, False),
     },
     "stages are set by experimental.pipeline_parallel_split_points": {

@@ -37,8 +37,8 @@ TAGS: Mapping[str, str] = {
     "alloc_retries": "memory/num_alloc_retries",
     "ooms": "memory/num_ooms",
 }
-#: Keys with these prefixes are tags already, one for each layer or source.
-_TAGS = ("grad_norm/", "validation/", "loss/", "share/")
+#: Keys with these prefixes are tags already, many of them by layer or source.
+_TAGS = ("grad_norm/", "validation/", "loss/", "share/", "experts/")
 _FLUSH_SECONDS = 10
 
 

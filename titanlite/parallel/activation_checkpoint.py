@@ -42,6 +42,7 @@ MATMULS = (
     "aten._scaled_mm.default",  # float8
     "aten._scaled_mm_v2.default",
     "aten._grouped_mm.default",  # experts
+    "titanlite.grouped_mm.default",  # the same in float32
     "aten._scaled_grouped_mm.default",
 )
 #: Attention kernels: always saved. They cost most to repeat, and return little beside their input.
@@ -57,8 +58,13 @@ ATTENTION = (
     "torch_attn._varlen_attn.default",
     "higher_order.flex_attention",
 )
-#: Always saved as well: a reduction over ranks would be sent twice; a maximum, float8's scale, is one number.
-OTHERS = ("_c10d_functional.reduce_scatter_tensor.default", "aten.max.default")
+#: Always saved as well: a reduction over ranks, and rows for experts of other ranks, would be sent twice; a maximum,
+#: float8's scale, is one number.
+OTHERS = (
+    "_c10d_functional.reduce_scatter_tensor.default",
+    "_c10d_functional.all_to_all_single.default",
+    "aten.max.default",
+)
 
 
 _KINDS = {

@@ -71,6 +71,10 @@ def fill(
     """
     if local.numel() == 0:
         return
+    if len(shape) > 2:  # a stack of matrices: each by itself, so that no rank draws all of them at once
+        for index, matrix in enumerate(local, offset[0]):
+            fill(matrix, offset[1:], shape[1:], f"{name}.{index}", init, seed, device)
+        return
     if init.kind in ("ones", "zeros"):
         local.fill_(float(init.kind == "ones"))
         return
