@@ -84,11 +84,12 @@ def test_z_loss_and_record() -> None:
     z = torch.logsumexp(moe.gate(x.flatten(0, 1)), -1).square().mean()
     (expected,) = torch.autograd.grad(0.1 * z, moe.gate.weight)
     torch.testing.assert_close(with_z - without, expected, rtol=1e-3, atol=1e-5)
-    moe.record = torch.zeros(6, dtype=torch.float64)
+    moe.record = torch.zeros(7, dtype=torch.float64)
     moe(x)
     with torch.no_grad():
         moe(x)
-    assert moe.record[:4].sum() == 2 * 16 and moe.record[5].item() == pytest.approx(16 * z.item(), rel=1e-5)
+    assert moe.record[:4].sum() == 2 * 16 and moe.record[4] == 16
+    assert moe.record[6].item() == pytest.approx(16 * z.item(), rel=1e-5)
 
 
 def test_files_of_transformers_have_the_names(tmp_path: Path) -> None:

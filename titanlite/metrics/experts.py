@@ -25,7 +25,7 @@ class ExpertFigures(Callback):
         modules: dict[str, Any] = dict(model.named_modules())
         self._experts = dict(experts)
         self._records = {
-            name: torch.zeros(number + 2, dtype=torch.float64, device=device) for name, number in experts.items()
+            name: torch.zeros(number + 3, dtype=torch.float64, device=device) for name, number in experts.items()
         }
         for name in experts.keys() & modules.keys():
             modules[name].record = self._records[name]
@@ -49,13 +49,13 @@ class ExpertFigures(Callback):
         """
         shares, entropies, losses = {}, [], []
         for name, experts in self._experts.items():
-            rows, balance, z = sums[:experts], *sums[experts : experts + 2]
-            sums = sums[experts + 2 :]
+            rows, (tokens, balance, z) = sums[:experts], sums[experts : experts + 3]
+            sums = sums[experts + 3 :]
             total = sum(rows) or 1.0
             parts = [count / total for count in rows]
             shares[f"experts/max_share/{name.removesuffix('.feed_forward')}"] = max(parts)
             entropies.append(-sum(part * math.log(part) for part in parts if part) / math.log(max(experts, 2)))
-            losses.append((balance / total, z / total))
+            losses.append((balance / (tokens or 1.0), z / (tokens or 1.0)))
         layers = len(shares)
         return {
             "experts/max_share": max(shares.values()),

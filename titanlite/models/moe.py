@@ -152,9 +152,9 @@ class MoE(nn.Module):
 
     step_tokens: tokens of a step over all ranks and micro-batches, for a loss that is divided by as many. 0: the
     router's losses are means over the tokens of each call.
-    record: [experts + 2] float64 on the device, or None. Training calls add to it the rows of each expert, and the sums
-    over tokens of load-balancing loss and z-loss. A block that runs again for its backward adds all of them again, so
-    only their ratios mean something.
+    record: [experts + 3] float64 on the device, or None. Training calls add to it each expert's rows, their tokens,
+    and the sums over tokens of load-balancing loss and z-loss. A block that runs again for its backward adds all of
+    them again, so only their ratios mean something.
     """
 
     def __init__(self, args: MixtralArgs) -> None:
@@ -194,7 +194,8 @@ class MoE(nn.Module):
             weights = _AddLoss.apply(weights, loss)
         if self.record is not None:
             with torch.no_grad():
-                self.record.add_(torch.cat([counts.double(), torch.stack([balance, z]).double()]))
+                tokens = balance.new_tensor(len(logits))
+                self.record.add_(torch.cat([counts, torch.stack([tokens, balance, z])]))
         return weights
 
 

@@ -42,6 +42,7 @@ MATMULS = (
     "aten._scaled_mm.default",  # float8
     "aten._scaled_mm_v2.default",
     "aten._grouped_mm.default",  # experts
+    "titanlite.grouped_mm.default",  # the same in float32
     "aten._scaled_grouped_mm.default",
 )
 #: Attention kernels: always saved. They cost most to repeat, and return little beside their input.
