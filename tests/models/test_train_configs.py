@@ -26,6 +26,7 @@ SIZES = {
     "llama3_1_405b": ("llama3", "3.1-405B"),
     "llama3_2_1b": ("llama3", "3.2-1B"),
     "llama3_2_3b": ("llama3", "3.2-3B"),
+    "mixtral_8x7b": ("mixtral", "8x7B"),
 }
 
 
