@@ -246,7 +246,6 @@ def test_a_layer_sends_counts_once_and_rows_twice_each_way(pool: Pools, flags: d
     sent, reads = pool(2).run(_sent, config_of(2, **{EP: 2, **flags}))[0]
     layers = SIZE["n_layers"]
     moved = {kind: number for (name, kind), number in sent.items() if name == "all_to_all_single"}
-    # Full recomputation stops before the last exchange of a layer, whose result no backward needs.
     assert moved == {"torch.int64": layers * forward, "torch.float32": layers * (2 * forward + 2)}
     assert reads == {"tolist": layers}, "Python sees no reads of a recomputation"
 
