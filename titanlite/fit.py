@@ -268,10 +268,10 @@ def _expert_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
         yield "conflict", _EP, message, f"set {_TP} = 1, or this key"
     experts = math.gcd(*run.spec.experts(args).values())
     if shards % ranks or experts % ranks:
-        which = f"data_parallel_shard{' * context_parallel' if mesh.context > 1 else ''}"
-        message = f"is {ranks}, which does not divide both the {shards} ranks that share the weights ({which}) "
+        which = f"data_parallel_shard{' * context_parallel' if mesh.context > 1 else ''} = {shards}"
         fitting = ", ".join(map(str, divisors(math.gcd(shards, experts))))
-        yield "divide", _EP, f"{message}and the {experts} experts", f"these work: {fitting}"
+        message = f"is {ranks}, which does not divide both {which} and the {experts} experts"
+        yield "divide", _EP, message, f"these work: {fitting}"
     elif isinstance(reshard, int) and shards // ranks % reshard:
         message = f"is {reshard}, which does not divide the {shards // ranks} ranks that hold the same experts"
         hint = f'take a divisor of it, "default", "always" or "never", or change {_EP} = {ranks}'
