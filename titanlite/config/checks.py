@@ -101,6 +101,7 @@ CONFLICTS: tuple[tuple[str, Any, str, Any, str], ...] = (
     ("validation.dataset_path", bool, _HELD_OUT, is_dotted, "give one of the two"),
     ("validation.dataset_path", bool, _SOURCES, bool, _ADVICE),
     (_HELD_OUT, lambda name: name != "c4_validation", _SOURCES, bool, _ADVICE),
+    *((f"training.{n}", bool, "training.loss", is_dotted, "add it there") for n in ("z_loss", "label_smoothing")),
     ("training.data_parallel_shard_degree", _several, "training.data_parallel_type", "ddp", "it shards nothing"),
     ("training.prefetch", bool, "training.fsdp_units", "root", "it gathers everything at once"),
     (

@@ -17,6 +17,7 @@ from titanlite.config.run_sections import (
     Location,
     Name,
     Natural,
+    NonNegative,
     Positive,
     Ratio,
     Section,
@@ -72,6 +73,11 @@ class Training(Section, frozen=True):
     """Precision of the weights themselves, which the optimizer updates."""
     loss: Annotated[str, dotted_or("cross_entropy")] = "cross_entropy"
     """Loss of each token, summed. Or a dotted path to a function of logits and labels (docs/library.md)."""
+    z_loss: NonNegative = 0.0
+    """Adds this times log(Z)^2 to the objective of each token, Z the sum of its exponentiated logits; PaLM takes 1e-4.
+    Logs and validation show the cross-entropy alone."""
+    label_smoothing: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    """Share of each target that is spread over the vocabulary. Logs and validation show the cross-entropy alone."""
     loss_chunks: Count = 1
     """Compute head and cross-entropy in so many pieces of a micro-batch's tokens; only one piece's logits are in
     memory. 1: all at once."""
