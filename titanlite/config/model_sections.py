@@ -62,7 +62,7 @@ class OptimizerGroup(Section, frozen=True):
 class Optimizer(Section, frozen=True):
     """What turns gradients into updates."""
 
-    name: Annotated[str, dotted_or("AdamW", "Adam", "AnyPrecisionAdamW", "Muon")] = "AdamW"
+    name: Annotated[str, dotted_or("AdamW", "Adam", "AnyPrecisionAdamW", "AdamW8bit", "Muon")] = "AdamW"
     """Algorithm. Or a dotted path to a function that makes an optimizer (docs/library.md)."""
     lr: NonNegative = 8e-4
     """Peak learning rate."""
@@ -83,13 +83,13 @@ class Optimizer(Section, frozen=True):
     momentum: Decay = 0.95
     """Muon: decay rate of the momentum of matrices in blocks. The other parameters take AdamW."""
     kahan: bool = False
-    """AnyPrecisionAdamW: Kahan summation of the updates."""
+    """AnyPrecisionAdamW, AdamW8bit: Kahan summation of the updates."""
     momentum_dtype: Dtype = "float32"
     """AnyPrecisionAdamW: first moment."""
     variance_dtype: Dtype = "bfloat16"
     """AnyPrecisionAdamW: second moment."""
     compensation_dtype: Dtype = "bfloat16"
-    """AnyPrecisionAdamW: the rest that Kahan summation carries over."""
+    """AnyPrecisionAdamW, AdamW8bit: the rest that Kahan summation carries over."""
 
 
 class LrScheduler(Section, frozen=True):

@@ -11,6 +11,7 @@ from torch import nn
 
 from titanlite.config.extensions import load_function
 from titanlite.config.model_sections import Optimizer
+from titanlite.optim.adamw_8bit import AdamW8bit
 from titanlite.optim.any_precision import AnyPrecisionAdamW
 from titanlite.optim.muon import Muon
 from titanlite.utils import is_dotted
@@ -38,6 +39,10 @@ def build_optimizer(
         "eps": settings.eps,
         "weight_decay": settings.weight_decay,
     }
+    if settings.name == "AdamW8bit":
+        dtype = getattr(torch, settings.compensation_dtype)
+        ours: torch.optim.Optimizer = AdamW8bit(groups, **common, kahan=settings.kahan, compensation_dtype=dtype)
+        return keep_ratios(ours, settings.lr)
     if settings.name == "AnyPrecisionAdamW":
         dtypes = {name: getattr(torch, getattr(settings, name)) for name in _STATE_DTYPES}
         return keep_ratios(AnyPrecisionAdamW(groups, **common, kahan=settings.kahan, **dtypes), settings.lr)
