@@ -13,7 +13,7 @@ import platform
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.resume_check import FILE as RESUME_FILE
 from titanlite.checkpoint.resume_check import ResumeCheck
 from titanlite.checkpoint.schedule import SaveSchedule
+from titanlite.checkpoint.storage import gather
 from titanlite.config.errors import ConfigError
 from titanlite.config.extensions import load_function
 from titanlite.data.documents import is_streamed
@@ -52,6 +53,7 @@ from titanlite.metrics.throughput import Throughput, device_name, peak_flops, to
 from titanlite.metrics.watchdog import HangWatchdog
 from titanlite.models.args import as_record
 from titanlite.models.spec import ModelSpec
+from titanlite.optim.average import WeightAverage
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.optim.schedule import LearningRate
 from titanlite.parallel.activation_checkpoint import ActivationStats
@@ -284,12 +286,16 @@ def build(
     if in_float8 and run.float8.precompute_float8_dynamic_scale_for_fsdp:
         train_step.after_update = ScalePrecompute(model, mesh)
 
+    average = WeightAverage(model, gather(model), run.optimizer.ema_decay) if run.optimizer.ema_decay else None
+    if average and validation and run.validation.ema:
+        validation = replace(validation, weights=average.applied)
+
     # Checkpoints
     checkpointer = save_schedule = None
     if run.checkpoint.enable_checkpoint:
         prints = fingerprints(run.model.name, args, datasets)
         about = {"toml": config_text(run.toml), "model": as_record(run.model.name, args)}
-        checkpointer = Checkpointer(run.checkpoint, world, prints, about)
+        checkpointer = Checkpointer(run.checkpoint, world, prints, about, average.tensors if average else None)
         save_schedule = SaveSchedule(run.checkpoint, world, prints)
         train_step.before_update = checkpointer.await_copy
 
@@ -347,6 +353,7 @@ def build(
         Timeouts(run.comm.init_timeout_seconds, run.comm.train_timeout_seconds) if world.timeout else None,
         gc,
         attempts,
+        average,
         rep.StartReport(report, run.checkpoint, skip, attempts, in_epochs),
         sources,
         metrics,

@@ -41,7 +41,7 @@ _LAST = ("note", "warning")
 #: Prefixes of notes of the config whose numbers rows of the report show already.
 _SHOWN = ("global batch = ", "accumulation = ", "tokens per step = ", "data_parallel_shard = ")
 _NO_OFFLOAD = "offload has no effect on a CPU"
-_WORDS = {"optimizer": "optimizer", "lr_scheduler": "schedule", "dataloader": "text", "rng": "random generators"}
+_WORDS = {"optimizer": "optimizer", "lr_scheduler": "schedule", "dataloader": "text", "rng": "random generators", "ema": "averages"}
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,8 @@ class StepResult(NamedTuple):
     grad_norm: torch.Tensor
     #: The same by layer (`titanlite.optim.gradients.layer_of`); empty unless `TrainStep.layer_norms`.
     layer_norms: dict[str, torch.Tensor]
+    #: Whether the weights were updated (bool).
+    good: torch.Tensor
 
 
 class ReplicationFactors(NamedTuple):
@@ -150,4 +152,4 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
         self.after_update()
         local_loss = share * tokens / local_tokens.clamp(min=1)
-        return StepResult(loss, local_loss, norm, dict(zip(layers, sums[2:].sqrt(), strict=True)))
+        return StepResult(loss, local_loss, norm, dict(zip(layers, sums[2:].sqrt(), strict=True)), ok)

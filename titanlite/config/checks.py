@@ -78,6 +78,8 @@ NEEDS: tuple[tuple[str, Any, str, Any, str], ...] = (
     ("checkpoint.create_seed_checkpoint", True, _SAVES, True, ""),
     ("checkpoint.last_save_in_hf", True, "checkpoint.model_weights_only", True, ""),
     ("checkpoint.keep_best", bool, "validation.enable", True, ""),
+    ("checkpoint.export_ema", True, "optimizer.ema_decay", bool, ""),
+    ("validation.ema", True, "optimizer.ema_decay", bool, ""),
     ("guard.policy", "rollback", _SAVES, True, ""),
     ("data.prompt_key", bool, "data.completion_key", _is_set, ""),
     ("data.completion_key", bool, "data.prompt_key", _is_set, ""),

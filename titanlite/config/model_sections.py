@@ -76,6 +76,8 @@ class Optimizer(Section, frozen=True):
     """Weight decay, decoupled in AdamW."""
     implementation: Literal["fused", "foreach", "for-loop"] | None = None
     """How the update is computed. None: fused on GPUs, foreach on CPU."""
+    ema_decay: Decay = 0.0
+    """Keep an exponential moving average of the weights in float32: each step leaves this share of it. 0: none."""
     groups: list[OptimizerGroup] = []
     """Array of tables, each with a pattern and its settings. The first pattern found in a name decides."""
     no_decay_on_norms: bool = False

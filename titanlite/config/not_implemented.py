@@ -58,6 +58,7 @@ _SET, _MANY = object(), object()
 _SWITCHES: dict[str, dict[str, Any]] = {
     "checkpoint": {"checkpoint.enable_checkpoint": True},
     "checkpoint.export_dtype": {"checkpoint.model_weights_only": True},
+    "checkpoint.export_ema": {"checkpoint.model_weights_only": True},
     "checkpoint.keep_every": {"checkpoint.keep_latest_k": _SET},
     "checkpoint.initial_load_model_only": {"checkpoint.initial_load_path": _SET},
     "validation": {"validation.enable": True},

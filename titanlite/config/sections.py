@@ -122,7 +122,7 @@ class Checkpoint(Section, frozen=True):
     load_step: Annotated[int, Meta(ge=-1)] = -1
     """Load this step. -1: the newest valid one."""
     exclude_from_loading: list[str] = []
-    """Parts that are not loaded: model, optimizer, lr_scheduler, dataloader, rng, or patterns of tensor names.
+    """Parts that are not loaded: model, optimizer, lr_scheduler, dataloader, rng, ema, or patterns of tensor names.
     Checkpoints that the run has saved since are loaded whole."""
     allow_missing: list[str] = []
     """Patterns of tensors of the model that a checkpoint may lack; they keep their initial values."""
@@ -139,6 +139,8 @@ class Checkpoint(Section, frozen=True):
     """The last save holds weights only: for use elsewhere. No run can continue from it."""
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Precision of that last save."""
+    export_ema: bool = False
+    """That last save holds the average of the weights (optimizer.ema_decay)."""
     last_save_in_hf: bool = False
     """That last save is in Hugging Face's format."""
     create_seed_checkpoint: bool = False
