@@ -30,7 +30,7 @@ from titanlite.checkpoint.resume_check import FILE as RESUME_FILE
 from titanlite.checkpoint.resume_check import ResumeCheck
 from titanlite.checkpoint.schedule import SaveSchedule
 from titanlite.checkpoint.storage import gather
-from titanlite.config.errors import ConfigError
+from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.extensions import load_function
 from titanlite.data.documents import is_streamed
 from titanlite.data.loader import TrainLoader, ValidationLoader
@@ -54,6 +54,7 @@ from titanlite.metrics.watchdog import HangWatchdog
 from titanlite.models.args import as_record
 from titanlite.models.spec import ModelSpec
 from titanlite.optim.average import WeightAverage
+from titanlite.optim.in_backward import StepInBackward
 from titanlite.optim.optimizer import build_optimizer
 from titanlite.optim.schedule import LearningRate
 from titanlite.parallel.activation_checkpoint import ActivationStats
@@ -282,6 +283,11 @@ def build(
         run.training.max_norm,
         parts.factors,
     )
+    if run.optimizer.early_step_in_backward:
+        if any(type(callback).before_update is not Callback.before_update for callback in callbacks):
+            message = "excludes callbacks with before_update: there is no moment at which all gradients exist"
+            raise ConfigError([Problem("", "optimizer.early_step_in_backward", message)])
+        train_step.in_backward = StepInBackward(model, optimizer)
     in_float8 = run.float8.enable_float8_linear
     if in_float8 and run.float8.precompute_float8_dynamic_scale_for_fsdp:
         train_step.after_update = ScalePrecompute(model, mesh)
@@ -373,7 +379,7 @@ def build(
         args=args,
         model=model,
         optimizer=optimizer,
-        learning_rate=LearningRate(run.schedule, run.optimizer.lr, phases=tuple(rate_phases(run))),
+        learning_rate=LearningRate(run.schedule, run.optimizer.peak_lr, phases=tuple(rate_phases(run))),
         train_step=train_step,
         loader=Prefetcher(steps, run.data.prefetch, _pins(run, mesh), _RESERVE if datasets.train.state_dict() else 0),
         validation=validation,
@@ -421,7 +427,7 @@ def startup_lines(
         tokens_per_epoch=datasets.train.tokens_per_epoch,
     )
     ranks, memory = mesh.world_size, total_memory_bytes(device)
-    floor = max(schedule.min_lr_factor * run.optimizer.lr, schedule.min_lr or 0.0)
+    floor = max(schedule.min_lr_factor * run.optimizer.peak_lr, schedule.min_lr or 0.0)
     lengths = schedule.warmup_steps, schedule.plateau_steps, schedule.decay_steps, schedule.total_steps
     rows = [("run", run.job.description)] if run.job.description else []
     versions = f"titanlite {__version__}, torch {torch.__version__}, python {platform.python_version()}"

@@ -76,6 +76,9 @@ class Optimizer(Section, frozen=True):
     """Weight decay, decoupled in AdamW."""
     implementation: Literal["fused", "foreach", "for-loop"] | None = None
     """How the update is computed. None: fused on GPUs, foreach on CPU."""
+    early_step_in_backward: bool = False
+    """Update each parameter as soon as its gradient is there, and free it: gradients of one FSDP group exist at a time.
+    Needs training.max_norm = 1e9 and one micro-batch per step; a bad step ends the run or rolls it back."""
     ema_decay: Decay = 0.0
     """Keep an exponential moving average of the weights in float32: each step leaves this share of it. 0: none."""
     groups: list[OptimizerGroup] = []
@@ -92,6 +95,11 @@ class Optimizer(Section, frozen=True):
     """AnyPrecisionAdamW: second moment."""
     compensation_dtype: Dtype = "bfloat16"
     """AnyPrecisionAdamW, AdamW8bit: the rest that Kahan summation carries over."""
+
+    @property
+    def peak_lr(self) -> float:
+        """The rate that the schedule scales: lr; where that is 0, the largest of the groups, which keep their own."""
+        return self.lr or max((group.lr or 0.0 for group in self.groups), default=0.0)
 
 
 class LrScheduler(Section, frozen=True):
