@@ -55,13 +55,14 @@ from titanlite.models.args import as_record
 from titanlite.models.spec import ModelSpec
 from titanlite.optim.average import WeightAverage
 from titanlite.optim.in_backward import StepInBackward
-from titanlite.optim.optimizer import build_optimizer
+from titanlite.optim.optimizer import build_optimizer, state_bytes
 from titanlite.optim.schedule import LearningRate
 from titanlite.parallel.activation_checkpoint import ActivationStats
 from titanlite.parallel.compile import prepare_compile
 from titanlite.parallel.context import CPLoader
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.float8 import ScalePrecompute
+from titanlite.parallel.fsdp import DTYPES
 from titanlite.parallel.init import seed_generators, use_deterministic
 from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.parallel.pipeline import PipelineModel
@@ -301,7 +302,7 @@ def build(
     if run.checkpoint.enable_checkpoint:
         prints = fingerprints(run.model.name, args, datasets)
         about = {"toml": config_text(run.toml), "model": as_record(run.model.name, args)}
-        checkpointer = Checkpointer(run.checkpoint, world, prints, about, average.tensors if average else None)
+        checkpointer = Checkpointer(run.checkpoint, world, prints, about, averages=average.tensors if average else None)
         save_schedule = SaveSchedule(run.checkpoint, world, prints)
         train_step.before_update = checkpointer.await_copy
 
@@ -409,7 +410,9 @@ def startup_lines(
     model: nn.Module,
 ) -> list[str]:
     """Return the lines of the startup report: what is about to run."""
-    parameters = rep.parameter_counts(builder.spec.build_on_meta(builder.args))
+    on_meta, blocks = builder.spec.build_on_meta(builder.args), builder.spec.block_names(builder.args)
+    parameters = rep.parameter_counts(on_meta)
+    state = state_bytes(dict(on_meta.named_parameters()), run.optimizer, DTYPES[run.training.dtype], blocks)
     device, float8 = builder.device, builder.float8_choices()
     mesh, batch, schedule = run.mesh, run.batch, run.schedule
     degrees = {"pp": mesh.pipeline, "dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard}
@@ -442,6 +445,7 @@ def startup_lines(
     if kept:
         rows.append(rep.activations_row(run.activation_checkpoint, kept, setup))
     rows += [rep.data_row(run.training, run.data, setup), *rep.batch_rows(setup, run.steps, run.training.epochs)]
+    rows += rep.optimizer_rows(run.optimizer, run.training, state)
     rows.append(rep.schedule_row(schedule.decay_type, floor, *lengths))
     rows += [("note", note) for note in run.notes] + [("warning", warning) for warning in run.warnings]
     return rep.startup_report(rows)

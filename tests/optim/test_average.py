@@ -13,10 +13,17 @@ from tests.pool import Pools
 from tests.training.harness import full
 from tests.training.test_run import _losses, _outcome, _run, _trainer
 from titanlite.callbacks import Callback
+from titanlite.checkpoint import CheckpointError
 from titanlite.parallel.dist_env import DistEnv
+from titanlite.tools.convert import convert
 from titanlite.tools.tensors import Contents
 
-EMA = ["--optimizer.ema_decay=0.5", "--training.steps=6", "--guard.policy=skip", "--training.reshard_after_forward=never"]
+EMA = [
+    "--optimizer.ema_decay=0.5",
+    "--training.steps=6",
+    "--guard.policy=skip",
+    "--training.reshard_after_forward=never",
+]
 VALIDATE = ["--validation.enable", "--validation.freq=2"]
 
 
@@ -70,6 +77,8 @@ def test_each_good_step_moves_it_and_training_does_not_notice(
             expected.lerp_(weights, 0.5)
     assert torch.equal(found["seen"][2], found["seen"][3])
     assert torch.equal(Contents(root / "step-6").read("ema.output.weight"), expected)
+    convert(root, tmp_path / "average.pt", "torch", ema=True)
+    assert torch.equal(torch.load(tmp_path / "average.pt")["state_dict"]["output.weight"], expected)
     plain = pool(2).run(_run_kept, str(tmp_path), *EMA, *VALIDATE, "--optimizer.ema_decay=0")[0]
     assert _losses(plain["rows"]) == _losses(found["rows"])
     assert _validations(plain).keys() == _validations(found).keys() == {2, 4, 6}
@@ -82,6 +91,8 @@ def test_the_last_save_has_the_weights_that_were_validated(
     flags = [*EMA, *VALIDATE, "--validation.ema", "--checkpoint.model_weights_only", "--checkpoint.export_ema"]
     found = pool(2).run(_run, str(tmp_path / "a"), *flags)[0]
     weights = tmp_path / "a" / "checkpoint" / "step-6"
+    with pytest.raises(CheckpointError, match="no average of the weights"):
+        convert(weights, tmp_path / "none.pt", "torch", ema=True)
     assert not any(name.startswith("ema.") for name in Contents(weights).manifest.tensors)
     again = [f"--checkpoint.initial_load_path={weights}", *VALIDATE, "--validation.first", "--training.steps=1"]
     assert _validations(pool(2).run(_run, str(tmp_path / "b"), *again)[0])[0] == _validations(found)[6]

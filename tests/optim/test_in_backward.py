@@ -86,8 +86,15 @@ def test_what_needs_all_gradients_is_refused() -> None:
     needs = {p.key for p in refusals(["--optimizer.early_step_in_backward"])}
     assert needs == {"optimizer.early_step_in_backward"}
     early = EARLY[:2]
-    others = ["--optimizer.name=Muon", "--guard.policy=skip", "--metrics.layer_norms=1", "--training.enable_cpu_offload"]
+    others = [
+        "--optimizer.name=Muon",
+        "--guard.policy=skip",
+        "--metrics.layer_norms=1",
+        "--training.enable_cpu_offload",
+    ]
     problems = refusals([*early, *others, "--experimental.pipeline_parallel_degree=2"], 2)
     assert len(problems) == 5 and {p.key for p in problems} == {"optimizer.early_step_in_backward"}
+    (problem,) = refusals(["--optimizer.name=AdamW8bit", "--training.tensor_parallel_degree=16"], 16)
+    assert "excludes training.tensor_parallel_degree = 16" in str(problem)
     (problem,) = refusals([*early, "--training.batch_size=4", "--training.global_batch_size=16"], 2)
     assert "a step has 2 micro-batches" in str(problem) and "global_batch_size = 8" in str(problem)

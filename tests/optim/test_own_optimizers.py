@@ -20,7 +20,7 @@ from titanlite.models import get_spec
 from titanlite.optim.adamw_8bit import AdamW8bit, _levels, block_of
 from titanlite.optim.any_precision import AnyPrecisionAdamW
 from titanlite.optim.muon import Muon, orthogonalize
-from titanlite.optim.optimizer import build_optimizer, gated_step, parameter_groups
+from titanlite.optim.optimizer import build_optimizer, gated_step, parameter_groups, state_bytes
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.preflight import optimizer_problems
 
@@ -117,13 +117,19 @@ def test_kahan_keeps_updates_that_round_away() -> None:
 
 
 def bytes_per_parameter(world: DistEnv, run: Run) -> float:
-    """Return the bytes of weights, gradients and state, by parameter, on this rank's shards."""
+    """Return the bytes of weights, gradients and state, by parameter, on this rank's shards; check those announced."""
     model, optimizer, _ = build_tiny(world, run)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     gated_step(optimizer, torch.tensor(True), 0.0)
-    tensors = [t for p in model.parameters() for t in (p, p.grad, *optimizer.state[p].values()) if t.ndim]
-    return sum(t.to_local().nbytes for t in tensors) / sum(p.to_local().numel() for p in model.parameters())
+    state = [t for p in model.parameters() for t in optimizer.state[p].values() if t.ndim]
+    weights = [t for p in model.parameters() for t in (p, p.grad)]
+    count = sum(p.to_local().numel() for p in model.parameters())
+    blocks = get_spec("llama3").block_names(run.args)
+    dtype = next(model.parameters()).dtype
+    announced = state_bytes(dict(model.named_parameters()), run.settings, dtype, blocks)
+    assert sum(t.to_local().nbytes for t in state) / count == pytest.approx(announced, rel=1e-6)
+    return sum(t.to_local().nbytes for t in [*state, *weights]) / count
 
 
 @pytest.mark.parametrize(
@@ -245,6 +251,16 @@ def test_groups_take_the_first_pattern_and_keep_their_ratio() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([1e-4, 5e-5, 5e-5, 1e-4])
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.1, 0.0, 0.1]
     assert [group["betas"] for group in optimizer.param_groups] == [(0.9, 0.95), (0.9, 0.99), (0.9, 0.99), (0.9, 0.95)]
+
+
+def test_a_group_keeps_its_rate_where_the_others_have_none() -> None:
+    parameters = {"layers.0.w": two((4, 4))[0], "output.weight": two((8, 4))[0]}
+    settings = Optimizer(lr=0.0, groups=[OptimizerGroup(pattern="output", lr=2e-4)])
+    optimizer = build_optimizer(parameters, settings, CPU)
+    for parameter in parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    gated_step(optimizer, torch.tensor(True), settings.peak_lr / 2)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.0, 1e-4]
 
 
 def test_muon_takes_the_matrices_of_blocks() -> None:

@@ -119,6 +119,13 @@ CONFLICTS: tuple[tuple[str, Any, str, Any, str], ...] = (
         "bfloat16",
         "its updates would round away; AnyPrecisionAdamW keeps them",
     ),
+    (
+        "optimizer.name",
+        "AdamW8bit",
+        _TP,
+        lambda ranks: ranks % 16 == 0,
+        "it quantizes rows in blocks, which 8 ranks fit",
+    ),
     (_EARLY, True, "guard.policy", "skip", "a bad step is in the weights by then"),
     (_EARLY, True, _PP, _several, "a pipeline accumulates gradients"),
     (_EARLY, True, "training.enable_cpu_offload", True, "it keeps gradients in host memory"),

@@ -1,8 +1,8 @@
 """AdamW with moments of 8 bits (Dettmers et al., 2021, arXiv:2110.02861), in the number format of torchao's.
 
 `torchao.optim.AdamW8bit` computes the same on whole matrices, to rounding. It quantizes blocks of each rank's flat
-shard, so its moments fit no other number of ranks; and it cannot hold a step back on the device. Here a block is a piece
-of one row. So moments have the sharding of the weights, and checkpoints load on any mesh that cuts no block.
+shard, so its moments fit no other number of ranks; and it cannot hold a step back on the device. Here a block is a
+piece of one row. So moments have the sharding of the weights, and checkpoints load on any mesh that cuts no block.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from titanlite.optim.any_precision import AnyPrecisionAdamW
-from titanlite.optim.gated import local
 
-#: Elements that share a scale at most; ranks that may cut a row without cutting a block; elements of a tensor that stays
-#: in float32, as do all whose rows do not divide into blocks of `_LEAST` on that many ranks.
+#: Elements that share a scale at most; ranks that may cut a row without cutting a block; elements below which a tensor
+#: stays in float32, as do all whose rows do not divide into blocks of `_LEAST` on that many ranks.
 _BLOCK, _CUTS, _SMALL, _LEAST = 256, 8, 4096, 32
 
 
@@ -31,7 +30,7 @@ def block_of(shape: torch.Size) -> int:
 def _levels(signed: bool, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the 256 values of a code, rising, and the 255 borders between them.
 
-    As torchao's `create_dynamic_map`, whose import takes seconds: seven decades, each larger one in twice as many steps.
+    As torchao's `create_dynamic_map`, whose import takes seconds: seven decades, each in twice the steps of the one below.
     """
     values = torch.tensor([0.0, 1.0])
     for decade in range(7):
@@ -54,11 +53,6 @@ class AdamW8bit(AnyPrecisionAdamW):
         block = block_of(parameter.shape)
         if not block:
             return super().average(parameter, name, dtype, value, decay)
-        if local(parameter).shape[-1] % block:
-            raise ValueError(
-                f"AdamW8bit: a rank has {local(parameter).shape[-1]} columns of a matrix {list(parameter.shape)}, which "
-                f"cuts blocks of {block} that share a scale: shard its columns over {_CUTS} ranks at most"
-            )
         codes = self.buffer(parameter, name, torch.uint8)
         scales = self.buffer(parameter, f"{name}_scale", torch.float32, parameter.shape[-1] // block)
         values, borders = _levels(name == "exp_avg", codes.device)

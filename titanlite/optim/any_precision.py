@@ -17,8 +17,8 @@ from titanlite.optim.gated import GatedOptimizer, gradient_of, local
 class AnyPrecisionAdamW(GatedOptimizer):
     """AdamW (Loshchilov and Hutter, 2019). With all dtypes float32 and no Kahan summation it is torch's, to rounding.
 
-    The arithmetic is in float32; a step rounds its results once, when it stores them. Bytes per parameter besides weight
-    and gradient: those of momentum and variance, and of the compensation with `kahan`.
+    The arithmetic is in float32; a step rounds its results once, when it stores them. Bytes per parameter besides
+    weight and gradient: those of momentum and variance, and of the compensation with `kahan`.
     """
 
     def __init__(

@@ -80,7 +80,7 @@ class GatedOptimizer(torch.optim.Optimizer):
 
 
 def _with_columns(parameter: torch.nn.Parameter, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros [..., columns], sharded as the parameter [..., m], of which each rank has a multiple of m / columns."""
+    """Return zeros [..., columns], sharded as the parameter [..., m]; ranks have multiples of m / columns of its m."""
     shape = torch.Size((*parameter.shape[:-1], columns))
     part = local(parameter)
     size = (*part.shape[:-1], part.shape[-1] * columns // parameter.shape[-1])

@@ -1,7 +1,7 @@
 """The optimizer's step in the backward pass: each parameter is updated as soon as its gradient is reduced.
 
-The gradient is freed at once, so gradients of one FSDP group exist at a time instead of all. In return nothing can depend
-on all gradients: no clipping by the global norm, no accumulation, and the guard sees a bad step only after it.
+The gradient is freed at once, so gradients of one FSDP group exist at a time instead of all. In return nothing can
+depend on all gradients: no clipping by the global norm, no accumulation, and the guard sees a bad step only after it.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch import nn
 
 from titanlite.config.extensions import load_function
 from titanlite.config.model_sections import Optimizer
-from titanlite.optim.adamw_8bit import AdamW8bit
+from titanlite.optim.adamw_8bit import AdamW8bit, block_of
 from titanlite.optim.any_precision import AnyPrecisionAdamW
 from titanlite.optim.muon import Muon
 from titanlite.utils import is_dotted
@@ -51,6 +51,31 @@ def build_optimizer(
     kind = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}[settings.name]
     how = settings.implementation or ("fused" if device.type == "cuda" else "foreach")
     return keep_ratios(kind(groups, **common, fused=how == "fused", foreach=how == "foreach"), settings.peak_lr)
+
+
+def state_bytes(
+    parameters: dict[str, nn.Parameter], settings: Optimizer, dtype: torch.dtype, blocks: Collection[str] = ()
+) -> float | None:
+    """Return bytes of state per parameter of the optimizer of `build_optimizer`; None for one of your own.
+
+    dtype: of the weights, whatever that of `parameters`.
+    """
+    if is_dotted(settings.name):
+        return None
+    momentum, variance, rest = (getattr(torch, getattr(settings, name)).itemsize for name in _STATE_DTYPES)
+    rest *= settings.kahan
+
+    def each(parameter: nn.Parameter, muon: bool) -> float:
+        block = block_of(parameter.shape)
+        return {
+            "AnyPrecisionAdamW": momentum + variance + rest,
+            "AdamW8bit": (2 + 8 / block if block else 8) + rest,
+            "Muon": 4 if muon else 8,
+        }.get(settings.name, 2 * dtype.itemsize)
+
+    groups = parameter_groups(parameters, settings, blocks)
+    total = sum(p.numel() * each(p, "muon" in group) for group in groups for p in group["params"])
+    return total / sum(p.numel() for p in parameters.values())
 
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
