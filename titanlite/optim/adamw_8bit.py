@@ -30,7 +30,7 @@ def block_of(shape: torch.Size) -> int:
 def _levels(signed: bool, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the 256 values of a code, rising, and the 255 borders between them.
 
-    As torchao's `create_dynamic_map`, whose import takes seconds: seven decades, each in twice the steps of the one below.
+    As torchao's `create_dynamic_map`, whose import takes seconds: seven decades, each in twice the steps of that below.
     """
     values = torch.tensor([0.0, 1.0])
     for decade in range(7):
@@ -56,10 +56,10 @@ class AdamW8bit(AnyPrecisionAdamW):
         codes = self.buffer(parameter, name, torch.uint8)
         scales = self.buffer(parameter, f"{name}_scale", torch.float32, parameter.shape[-1] // block)
         values, borders = _levels(name == "exp_avg", codes.device)
-        in_blocks = (scales.shape[-1], block)
-        old = values[codes.int()].unflatten(-1, in_blocks).mul_(scales.unsqueeze(-1)).flatten(-2)
+        old = values.index_select(0, codes.flatten().int()).view(scales.shape + (block,))
+        old = old.mul_(scales.unsqueeze(-1)).view(codes.shape)
         moved = old.lerp(value, 1 - decay)
-        blocks = moved.unflatten(-1, in_blocks)
+        blocks = moved.unflatten(-1, (scales.shape[-1], block))
         largest = blocks.abs().amax(-1).clamp(min=1e-12)
         nearest = torch.bucketize(blocks / largest.unsqueeze(-1), borders, out_int32=True, right=True)
         self.store(codes, nearest.flatten(-2))
