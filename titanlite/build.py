@@ -13,7 +13,7 @@ import platform
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,8 @@ from titanlite.checkpoint.manager import Checkpointer
 from titanlite.checkpoint.resume_check import FILE as RESUME_FILE
 from titanlite.checkpoint.resume_check import ResumeCheck
 from titanlite.checkpoint.schedule import SaveSchedule
-from titanlite.config.errors import ConfigError
+from titanlite.checkpoint.storage import gather
+from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.extensions import load_function
 from titanlite.data.documents import is_streamed
 from titanlite.data.loader import TrainLoader, ValidationLoader
@@ -53,13 +54,16 @@ from titanlite.metrics.throughput import Throughput, device_name, peak_flops, to
 from titanlite.metrics.watchdog import HangWatchdog
 from titanlite.models.args import as_record
 from titanlite.models.spec import ModelSpec
-from titanlite.optim.optimizer import build_optimizer
+from titanlite.optim.average import WeightAverage
+from titanlite.optim.in_backward import StepInBackward
+from titanlite.optim.optimizer import build_optimizer, state_bytes
 from titanlite.optim.schedule import LearningRate
 from titanlite.parallel.activation_checkpoint import ActivationStats
 from titanlite.parallel.compile import prepare_compile
 from titanlite.parallel.context import CPLoader
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.parallel.float8 import ScalePrecompute
+from titanlite.parallel.fsdp import DTYPES
 from titanlite.parallel.init import seed_generators, use_deterministic
 from titanlite.parallel.parallelize import ModelBuilder
 from titanlite.parallel.pipeline import PipelineModel
@@ -285,16 +289,25 @@ def build(
         run.training.max_norm,
         parts.factors,
     )
+    if run.optimizer.early_step_in_backward:
+        if any(type(callback).before_update is not Callback.before_update for callback in callbacks):
+            message = "excludes callbacks with before_update: there is no moment at which all gradients exist"
+            raise ConfigError([Problem("", "optimizer.early_step_in_backward", message)])
+        train_step.in_backward = StepInBackward(model, optimizer)
     in_float8 = run.float8.enable_float8_linear
     if in_float8 and run.float8.precompute_float8_dynamic_scale_for_fsdp:
         train_step.after_update = ScalePrecompute(model, mesh)
+
+    average = WeightAverage(model, gather(model), run.optimizer.ema_decay) if run.optimizer.ema_decay else None
+    if average and validation and run.validation.ema:
+        validation = replace(validation, weights=average.applied)
 
     # Checkpoints
     checkpointer = save_schedule = None
     if run.checkpoint.enable_checkpoint:
         prints = fingerprints(run.model.name, args, datasets)
         about = {"toml": config_text(run.toml), "model": as_record(run.model.name, args)}
-        checkpointer = Checkpointer(run.checkpoint, world, prints, about)
+        checkpointer = Checkpointer(run.checkpoint, world, prints, about, averages=average.tensors if average else None)
         save_schedule = SaveSchedule(run.checkpoint, world, prints)
         train_step.before_update = checkpointer.await_copy
 
@@ -354,6 +367,7 @@ def build(
         Timeouts(run.comm.init_timeout_seconds, run.comm.train_timeout_seconds) if world.timeout else None,
         gc,
         attempts,
+        average,
         rep.StartReport(report, run.checkpoint, skip, attempts, in_epochs),
         sources,
         experts,
@@ -374,7 +388,7 @@ def build(
         args=args,
         model=model,
         optimizer=optimizer,
-        learning_rate=LearningRate(run.schedule, run.optimizer.lr, phases=tuple(rate_phases(run))),
+        learning_rate=LearningRate(run.schedule, run.optimizer.peak_lr, phases=tuple(rate_phases(run))),
         train_step=train_step,
         loader=Prefetcher(steps, run.data.prefetch, _pins(run, mesh), _RESERVE if datasets.train.state_dict() else 0),
         validation=validation,
@@ -404,7 +418,9 @@ def startup_lines(
     model: nn.Module,
 ) -> list[str]:
     """Return the lines of the startup report: what is about to run."""
-    parameters = rep.parameter_counts(builder.spec.build_on_meta(builder.args))
+    on_meta, blocks = builder.spec.build_on_meta(builder.args), builder.spec.block_names(builder.args)
+    parameters = rep.parameter_counts(on_meta)
+    state = state_bytes(dict(on_meta.named_parameters()), run.optimizer, DTYPES[run.training.dtype], blocks)
     device, float8 = builder.device, builder.float8_choices()
     mesh, batch, schedule = run.mesh, run.batch, run.schedule
     degrees = {"pp": mesh.pipeline, "dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard}
@@ -422,7 +438,7 @@ def startup_lines(
         tokens_per_epoch=datasets.train.tokens_per_epoch,
     )
     ranks, memory = mesh.world_size, total_memory_bytes(device)
-    floor = max(schedule.min_lr_factor * run.optimizer.lr, schedule.min_lr or 0.0)
+    floor = max(schedule.min_lr_factor * run.optimizer.peak_lr, schedule.min_lr or 0.0)
     lengths = schedule.warmup_steps, schedule.plateau_steps, schedule.decay_steps, schedule.total_steps
     rows = [("run", run.job.description)] if run.job.description else []
     versions = f"titanlite {__version__}, torch {torch.__version__}, python {platform.python_version()}"
@@ -439,6 +455,7 @@ def startup_lines(
         rows.append(rep.attention_row(kept, setup, window))
         rows.append(rep.activations_row(run.activation_checkpoint, kept, setup))
     rows += [rep.data_row(run.training, run.data, setup), *rep.batch_rows(setup, run.steps, run.training.epochs)]
+    rows += rep.optimizer_rows(run.optimizer, run.training, state)
     rows.append(rep.schedule_row(schedule.decay_type, floor, *lengths))
     rows += [("note", note) for note in run.notes] + [("warning", warning) for warning in run.warnings]
     return rep.startup_report(rows)

@@ -31,7 +31,7 @@ _LOAD_HF = (
     "checkpoint.initial_load_path"
 )
 _MEMORY = Missing("the estimate of memory")
-_ANY_PRECISION = [f"optimizer.{n}" for n in ("kahan", "momentum_dtype", "variance_dtype", "compensation_dtype")]
+_KAHAN, _MOMENTS = ("kahan", "compensation_dtype"), ("momentum_dtype", "variance_dtype")
 _TENSOR = ["training.enable_loss_parallel", "experimental.enable_async_tensor_parallel"]
 _PIPELINE = [f"experimental.pipeline_parallel_{n}" for n in ("split_points", "schedule", "microbatches")]
 
@@ -57,6 +57,7 @@ _SET, _MANY = object(), object()
 _SWITCHES: dict[str, dict[str, Any]] = {
     "checkpoint": {"checkpoint.enable_checkpoint": True},
     "checkpoint.export_dtype": {"checkpoint.model_weights_only": True},
+    "checkpoint.export_ema": {"checkpoint.model_weights_only": True},
     "checkpoint.keep_every": {"checkpoint.keep_latest_k": _SET},
     "checkpoint.initial_load_model_only": {"checkpoint.initial_load_path": _SET},
     "validation": {"validation.enable": True},
@@ -64,7 +65,8 @@ _SWITCHES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(_TENSOR, {"training.tensor_parallel_degree": _MANY}),
     "training.fsdp_min_params": {"training.fsdp_units": "size"},
     **dict.fromkeys(_PIPELINE, {"experimental.pipeline_parallel_degree": _MANY}),
-    **dict.fromkeys(_ANY_PRECISION, {"optimizer.name": "AnyPrecisionAdamW"}),
+    **{f"optimizer.{n}": {"optimizer.name": ("AnyPrecisionAdamW", "AdamW8bit")} for n in _KAHAN},
+    **{f"optimizer.{n}": {"optimizer.name": "AnyPrecisionAdamW"} for n in _MOMENTS},
     "optimizer.momentum": {"optimizer.name": "Muon"},
     "data.persistent_workers": {"validation.enable": True},
     "data.chat_template": {"data.messages_key": _SET, "data.source": _SET, "validation.sources": _SET},

@@ -59,7 +59,6 @@ _BY_REASON: dict[str, dict[str, tuple[Any, ...]]] = {
         "experimental.custom_args_module": ("",),
     },
     "printing the model is not part of a run": {"model.print_after_conversion": (False,)},
-    "it contradicts gradient clipping and the finite guard": {"optimizer.early_step_in_backward": (False,)},
     "collecting at every step is training.gc_freq = 1": {"training.gc_debug": (False,)},
     "mixtures of experts have no forced balance here": {
         "debug.moe_force_load_balance": (False,),
