@@ -6,6 +6,7 @@ Order: tokenizer → text → model (`titanlite.parallel.parallelize`) → data 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -39,6 +40,7 @@ from titanlite.data.remote import public_name
 from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import ranges_of_steps
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.tokenizer.export import hf_files, tokenizer_record
 from titanlite.derive import RunConfig, with_steps
 from titanlite.fit import tensor_problems
 from titanlite.guard import FiniteGuard
@@ -289,7 +291,9 @@ def build(
     if run.checkpoint.enable_checkpoint:
         prints = fingerprints(run.model.name, args, datasets)
         about = {"toml": config_text(run.toml), "model": as_record(run.model.name, args)}
-        checkpointer = Checkpointer(run.checkpoint, world, prints, about)
+        about["tokenizer"] = tokenizer_record(run.model.tokenizer_path, run.model.name)
+        files = functools.partial(hf_files, **about["tokenizer"])
+        checkpointer = Checkpointer(run.checkpoint, world, prints, about, files)
         save_schedule = SaveSchedule(run.checkpoint, world, prints)
         train_step.before_update = checkpointer.await_copy
 
