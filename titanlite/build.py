@@ -40,7 +40,7 @@ from titanlite.data.remote import public_name
 from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import ranges_of_steps
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.data.tokenizer.export import hf_files, tokenizer_record
+from titanlite.data.tokenizer.export import hf_files, tokenizer_path
 from titanlite.derive import RunConfig, with_steps
 from titanlite.fit import tensor_problems
 from titanlite.guard import FiniteGuard
@@ -290,9 +290,10 @@ def build(
     checkpointer = save_schedule = None
     if run.checkpoint.enable_checkpoint:
         prints = fingerprints(run.model.name, args, datasets)
-        about = {"toml": config_text(run.toml), "model": as_record(run.model.name, args)}
-        about["tokenizer"] = tokenizer_record(run.model.tokenizer_path, run.model.name)
-        files = functools.partial(hf_files, **about["tokenizer"])
+        tokenizer = tokenizer_path(run.model.tokenizer_path, run.model.name)
+        about: dict[str, Any] = {"toml": config_text(run.toml), "model": as_record(run.model.name, args)}
+        about["tokenizer"] = {"path": tokenizer}
+        files = functools.partial(hf_files, tokenizer)
         checkpointer = Checkpointer(run.checkpoint, world, prints, about, files)
         save_schedule = SaveSchedule(run.checkpoint, world, prints)
         train_step.before_update = checkpointer.await_copy

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 import torch.distributed as dist
@@ -70,7 +70,7 @@ class FileWriter:
 
     def __init__(self, path: AnyPath, file: File, entries: Entries) -> None:
         self._stack = contextlib.ExitStack()
-        self._stream: BinaryIO = self._stack.enter_context(path.open("wb"))  # type: ignore[arg-type]
+        self._stream: BinaryIO = self._stack.enter_context(path.open("wb"))
         self._left = len(file.names)
         self._is_local = isinstance(path, Path)
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without it `transformers` refuses the file
@@ -88,7 +88,7 @@ class FileWriter:
 
     def write(self, tensor: torch.Tensor) -> None:
         """Write the next tensor [whole, on the CPU]; a stack is its tensors in order. The last one closes the file."""
-        self._stream.write(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+        self._stream.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
         self._left -= 1
         if not self._left:
             if self._is_local:
@@ -145,21 +145,21 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor as a whole on the CPU; all ranks that hold a part of a DTensor call it together."""
     if isinstance(tensor, DTensor):
         device = tensor.device_mesh.device_type
-        tensor = (tensor if tensor.device.type == device else tensor.to(device)).full_tensor()  # offloaded to the CPU
+        there = tensor if tensor.device.type == device else cast(DTensor, tensor.to(device))  # it may be offloaded
+        tensor = there.full_tensor()
     return tensor.detach().cpu()
 
 
 def write_configs(
     folder: AnyPath,
-    spec: ModelSpec,
-    args: Any,
+    config: Mapping[str, Any],
     files: Sequence[File],
     entries: Entries,
     beside: Mapping[str, bytes],
 ) -> None:
     """Write the index, the files of the tokenizer (`beside`), and config.json last."""
     ids = json.loads(beside.get(GENERATION, b"{}"))
-    config = {**spec.hf_config(args), **{name: ids[name] for name in ("bos_token_id", "eos_token_id") if name in ids}}
+    config = {**config, **{name: ids[name] for name in ("bos_token_id", "eos_token_id") if name in ids}}
     types = {entries[name][0] for file in files for name in file.names}
     if len(types) == 1:
         config["dtype"] = config["torch_dtype"] = types.pop()  # the latter for `transformers` 4
@@ -244,7 +244,7 @@ def save_hf(
             raise CheckpointError(f"saving {final} failed: {'; '.join(filter(None, problems))}")
 
         def finish() -> None:
-            write_configs(aside, spec, args, files, entries, beside())
+            write_configs(aside, spec.hf_config(args), files, entries, beside())
             publish_folder(aside, final)
 
         on_rank_0(finish)

@@ -222,6 +222,7 @@ class Checkpointer:
 
     def _save_hf(self, step: int, tensors: Tensors, model: nn.Module) -> AnyPath:
         final, (spec, args) = hf_folder(self.root, step), self._loader.model()
+        assert self._group is not None
         self._on_rank_0(self._owner.look)
         strip = len("model.")
         save_hf(
