@@ -14,6 +14,7 @@ from titanlite.checkpoint.hf import open_weights
 from titanlite.checkpoint.manifest import CheckpointError
 from titanlite.checkpoint.paths import AnyPath
 from titanlite.models import get_spec
+from titanlite.parallel.float8 import torchao
 from titanlite.utils import human_bytes
 
 #: Tokens of the sample; largest relative difference |a - b| / |b| of the logits, as vectors, computed in float32.
@@ -99,6 +100,8 @@ def _cannot(family: str, args: Any) -> str:
 
 
 def _transformers(folder: Path, dtype: str | None, tokens: torch.Tensor) -> torch.Tensor:
+    if importlib.util.find_spec("torchao") is not None:
+        torchao()  # without the lines that it logs when `transformers` imports it
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
