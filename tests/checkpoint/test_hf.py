@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -22,16 +23,21 @@ from tests.checkpoint.runs import PRINTS, names, options
 from tests.models.test_spec import unpermute
 from tests.pool import Pools
 from tests.training.harness import TINY, Run, batches, build_tiny, full
+from tests.training.test_run import _run
 from titanlite.checkpoint import Checkpointer, CheckpointError
 from titanlite.checkpoint.hf import WeightsReader, as_manifest, open_weights
 from titanlite.checkpoint.hf_save import save_hf
 from titanlite.checkpoint.paths import AnyPath
 from titanlite.checkpoint.storage import describe, on_rank_0
+from titanlite.data.sources import BUNDLED, iter_records
+from titanlite.data.tokenizer import load_tokenizer
 from titanlite.models import LlamaArgs, RopeScaling, get_spec
-from titanlite.models.args import as_record
+from titanlite.models.args import as_record, from_record
 from titanlite.models.spec import ModelSpec
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.tools.convert import convert
+from titanlite.tools.logits import our_logits
+from titanlite.tools.tensors import Contents
 
 SPEC = get_spec("llama3")
 RUN = Run(*batches(1, 4, 16, 192), [1e-3])
@@ -355,3 +361,39 @@ def test_the_last_save_goes_to_a_store(pool: Pools, storage: Storage, tmp_path: 
     (tmp_path / "copy.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     found = load_file(tmp_path / "copy.safetensors")
     assert all(torch.equal(found[name], tensor) for name, tensor in _tensors(source).items())
+
+
+def _measured(found: list[dict[str, Any]]) -> list[float]:
+    return [row["validation_loss"] for row in found[0]["rows"] if "validation_loss" in row]
+
+
+def test_fine_tuning_goes_on_where_training_ended_and_transformers_agrees(pool: Pools, tmp_path: Path) -> None:
+    """Train with TP; start from the last save with FSDP, or from its import: the held-out loss is the same."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    length = ["--training.steps=3", "--validation.enable", "--validation.freq=3"]
+    last = ["--checkpoint.model_weights_only", "--checkpoint.last_save_in_hf"]
+    first, folder = tmp_path / "first", tmp_path / "first" / "checkpoint" / "step-3-hf"
+    trained = _measured(pool(2).run(_run, str(first), *length, *last, "--training.tensor_parallel_degree=2"))
+    imported = convert(folder, tmp_path / "imported", "checkpoint")
+    for i, path in enumerate((folder, imported)):
+        more = [f"--checkpoint.initial_load_path={path}", "--validation.first", "--training.steps=1"]
+        tuned = _measured(pool(2).run(_run, str(tmp_path / f"tuned-{i}"), *length, *more))
+        assert tuned[0] == pytest.approx(trained[-1], rel=1e-6) and tuned[-1] != tuned[0]
+
+    text = "".join(record.text for record in itertools.islice(iter_records(BUNDLED["c4_test"]), 8))
+    tokenizer, ours = AutoTokenizer.from_pretrained(folder), load_tokenizer()
+    ids = ours.encode(text, bos=True)
+    assert tokenizer(text)["input_ids"] == ids and tokenizer.eos_token_id == ours.eos_id
+    rows = torch.tensor(ids[: len(ids) // 32 * 32]).view(-1, 32)[:64]
+    contents = Contents(imported)
+    args = from_record(contents.manifest.config["model"])[1]
+    logits = torch.cat(
+        [our_logits("llama3", args, lambda n: contents.read(f"model.{n}"), row[None]) for row in rows[:4]]
+    )
+    theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        loss = theirs(rows[:4], labels=rows[:4]).loss
+    expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), rows[:4, 1:].flatten())
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    assert theirs.generation_config.eos_token_id == theirs.config.eos_token_id == ours.eos_id
