@@ -17,7 +17,7 @@ ROOT = Path(titanlite.__file__).parents[1]
 #: Arguments after `*` are given by name, those with `=` have a default.
 SIGNATURES = """\
 Callback()
-Checkpointer(config, world, fingerprints, run_config=)
+Checkpointer(config, world, fingerprints, run_config=, tokenizer_files=)
 DistEnv(rank, local_rank, size, device, timeout=)
 FiniteGuard(device, policy=, max_skips=, spike_sigmas=, window=)
 ModelSpec(name, args_class, flavors, build, init_rule, block_names, count_parameters, flops_per_token, head=, fsdp_units=, linears=, tensor_plan=, tensor_sizes=, sublayer_names=, pipeline_costs=, context_parallel=, tied=, hf_names=, hf_config=, args_from_hf=)

@@ -6,6 +6,7 @@ Order: tokenizer → text → model (`titanlite.parallel.parallelize`) → data 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -40,6 +41,7 @@ from titanlite.data.remote import public_name
 from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import ranges_of_steps
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.tokenizer.export import hf_files, tokenizer_path
 from titanlite.derive import RunConfig, with_steps
 from titanlite.fit import tensor_problems
 from titanlite.guard import FiniteGuard
@@ -306,8 +308,12 @@ def build(
     checkpointer = save_schedule = None
     if run.checkpoint.enable_checkpoint:
         prints = fingerprints(run.model.name, args, datasets)
-        about = {"toml": config_text(run.toml), "model": as_record(run.model.name, args)}
-        checkpointer = Checkpointer(run.checkpoint, world, prints, about, averages=average.tensors if average else None)
+        tokenizer = tokenizer_path(run.model.tokenizer_path, run.model.name)
+        about: dict[str, Any] = {"toml": config_text(run.toml), "model": as_record(run.model.name, args)}
+        about["tokenizer"] = {"path": tokenizer}
+        files = functools.partial(hf_files, tokenizer)
+        averages = average.tensors if average else None
+        checkpointer = Checkpointer(run.checkpoint, world, prints, about, files, averages=averages)
         save_schedule = SaveSchedule(run.checkpoint, world, prints)
         train_step.before_update = checkpointer.await_copy
 

@@ -321,8 +321,9 @@ class StartReport(Callback):
                         "it out, start from an older one (checkpoint.load_step)"
                     )
         if section.enable_checkpoint and section.model_weights_only:
+            form = " in Hugging Face's format" if section.last_save_in_hf else ""
             yield (
-                f"the last save, of step {trainer.steps}, will hold the weights only, as {section.export_dtype} "
+                f"the last save, of step {trainer.steps}, will hold the weights only, as {section.export_dtype}{form} "
                 "(checkpoint.model_weights_only): to train on later means to go back to the full checkpoint before it"
             )
         yield from self._attempts.lines

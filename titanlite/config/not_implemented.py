@@ -25,11 +25,6 @@ class Missing(NamedTuple):
 
 
 _AUTOGRAD = "it skips the hooks that shard FSDP's gradients; training.compile also compiles the backward of each block"
-_CONVERT = "leave it out, and run `titanlite checkpoint convert RUN TARGET --to hf` when the run has ended"
-_LOAD_HF = (
-    "convert the folder with `titanlite checkpoint convert FOLDER TARGET --to checkpoint`, and give TARGET as "
-    "checkpoint.initial_load_path"
-)
 _MEMORY = Missing("the estimate of memory")
 _KAHAN, _MOMENTS = ("kahan", "compensation_dtype"), ("momentum_dtype", "variance_dtype")
 _TENSOR = ["training.enable_loss_parallel", "experimental.enable_async_tensor_parallel"]
@@ -40,8 +35,6 @@ NOT_IMPLEMENTED: dict[str, Missing] = {
     "experimental.custom_import": Missing(
         "imports for their effect", 'name the model by model.name = "package.module:SPEC"'
     ),
-    "checkpoint.last_save_in_hf": Missing("saving in Hugging Face's format", _CONVERT),
-    "checkpoint.initial_load_in_hf": Missing("reading Hugging Face's format at the start", _LOAD_HF),
     "memory_estimation.enabled": _MEMORY,
     "memory_estimation.disable_fake_mode": _MEMORY,
     **{

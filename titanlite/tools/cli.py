@@ -26,6 +26,8 @@ COMMANDS = {
     "data": "titanlite.tools.data:add_commands",
     "lr": "titanlite.tools.learning_rate:add_command",
     "checkpoint": "titanlite.tools.checkpoint:add_commands",
+    "export": "titanlite.tools.checkpoint:add_exchange",
+    "import": "titanlite.tools.checkpoint:add_exchange",
     "benchmark": "titanlite.tools.benchmark:add_command",
     "ladder": "titanlite.tools.benchmark:add_command",
     "drill": "titanlite.tools.drill:add_command",
