@@ -5,6 +5,7 @@ Specs, arguments and counts need no torch.
 
 from __future__ import annotations
 
+from titanlite.models import hf
 from titanlite.models.args import resolve_args
 from titanlite.models.llama import SHAPES, LlamaArgs, RopeScaling, count_parameters, flops_per_token, llama_spec
 from titanlite.models.spec import Cost, Init, ModelSpec, ShapeError, Size, get_spec
@@ -26,4 +27,4 @@ __all__ = [
 ]
 
 #: The built-in models by `model.name`.
-SPECS: dict[str, ModelSpec] = {family: llama_spec(family) for family in SHAPES}
+SPECS: dict[str, ModelSpec] = {**{family: llama_spec(family) for family in SHAPES}, "hf": hf.SPEC}
