@@ -45,6 +45,11 @@ class Model(Section, frozen=True):
     vocab_size: Count | None = None
     """Vocabulary entries, at least the tokenizer's. None: the flavor's (the tokenizer's, for debug models)."""
 
+    @property
+    def title(self) -> str:
+        """Name and flavor, for messages."""
+        return f"{self.name} {self.hf_config or self.flavor}"
+
 
 class OptimizerGroup(Section, frozen=True):
     """One `[[optimizer.groups]]`: parameters whose names match a pattern get settings of their own."""

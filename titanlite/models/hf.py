@@ -75,8 +75,8 @@ def _skeleton(content: str, vocab_size: int) -> Skeleton:
         with torch.device("meta"), _recorded() as operations:
             model = _causal_model(config)
             model.initialize_weights()
-    except (ValueError, TypeError, AssertionError, NotImplementedError) as error:
-        raise _refused(f"transformers makes no model of this config: {error}") from error
+    except Exception as error:  # whatever a constructor of `transformers` raises for wrong values
+        raise _refused(f"transformers makes no model of this config: {type(error).__name__}: {error}") from error
     names: dict[Tensor, str] = {}
     every = {name: p for name, p in model.named_parameters(remove_duplicate=False)}
     tied = {name: names[p] for name, p in every.items() if names.setdefault(p, name) != name}
