@@ -305,7 +305,9 @@ def hf_names(args: HFArgs) -> dict[str, str]:
     model = args.skeleton.model
     if any(isinstance(found, WeightConverter) for found in get_model_conversion_mapping(model)):
         kind = args.skeleton.config.model_type
-        raise ValueError(f"files of a {kind} hold weights in another form than transformers' modules, as single experts")
+        raise ValueError(
+            f"files of a {kind} hold weights in another form than transformers' modules, as single experts"
+        )
     return {name: name for name in model.state_dict() if name not in args.skeleton.tied}
 
 
