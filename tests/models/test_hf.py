@@ -205,6 +205,7 @@ def test_the_files_of_save_pretrained_have_its_names_and_its_config(tmp_path: Pa
         assert set(file.keys()) == set(SPEC.hf_names(args))
     again = args_from_hf(json.loads((tmp_path / "config.json").read_text()))
     assert SPEC.hf_config(again)["architectures"] == ["GPT2LMHeadModel"] and again.vocab_size == 2304
+    assert args_from_hf(json.loads(json.dumps(SPEC.hf_config(args)))).skeleton.rules == args.skeleton.rules
     assert SPEC.count_parameters(again) == SPEC.count_parameters(args)
     experts = args_from_hf({**content("llama"), "model_type": "mixtral", "num_local_experts": 4})
     with pytest.raises(ValueError, match="files of a mixtral hold weights in another form"):

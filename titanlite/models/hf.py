@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from titanlite.models.spec import Init, Misfit, ModelSpec, ShapeError, Size, names_like, shown
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 #: Entries of a config.json that change no number of a run.
 _IGNORED = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures", "auto_map")
@@ -126,7 +126,8 @@ def _causal_model(config: Any) -> Any:
         model = make(attn_implementation="sdpa")
     except ValueError:  # some models have only their own attention
         model = make(attn_implementation="eager")
-    model.__class__ = _logits_class(type(model))
+    cls: Any = type(model)
+    model.__class__ = _logits_class(cls)
     return model
 
 
@@ -179,7 +180,7 @@ def _recorded() -> Iterator[dict[int, tuple[str, Any, Tensor]]]:
 
 def _rule(name: str, operation: str, given: tuple[Any, ...]) -> Init:
     """Return the distribution of the operation that set a parameter."""
-    mean, std, low, high = (*given, *(0.0, 1.0, -2.0, 2.0)[len(given) :])
+    mean, std, low, high = given + (0.0, 1.0, -2.0, 2.0)[len(given) :]
     if operation in ("zero_", "fill_"):
         value = given[0] if given else 0.0
         return {0.0: Init("zeros"), 1.0: Init("ones")}.get(value, Init("constant", value=value))
@@ -292,9 +293,11 @@ def args_from_hf(content: Mapping[str, Any], overrides: Mapping[str, Any] | None
 
 
 def hf_config(args: HFArgs) -> dict[str, Any]:
-    """Return the content of the config.json."""
-    architectures = [type(args.skeleton.model).__name__]
-    return {**json.loads(args.config), "architectures": architectures, "vocab_size": args.vocab_size}
+    """Return the content of a config.json with every entry, so that two can be compared."""
+    entries = args.skeleton.config.to_dict()
+    return {key: value for key, value in entries.items() if key not in _IGNORED} | {
+        "architectures": [type(args.skeleton.model).__name__]
+    }
 
 
 def hf_names(args: HFArgs) -> dict[str, str]:
