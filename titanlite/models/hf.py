@@ -136,7 +136,14 @@ def _logits_class(cls: Any) -> Any:
     class Causal(cls):
         def forward(self, tokens: Tensor) -> Tensor:
             """Return the logits [batch, seq, vocab] of tokens [batch, seq] int64."""
-            logits: Tensor = super().forward(input_ids=tokens, use_cache=False).logits
+            from transformers import masking_utils as masks
+
+            # It asks the device whether a row holds several sequences, and waits for the answer: here it never does.
+            plain, masks.find_packed_sequence_indices = masks.find_packed_sequence_indices, lambda positions: None
+            try:
+                logits: Tensor = super().forward(input_ids=tokens, use_cache=False).logits
+            finally:
+                masks.find_packed_sequence_indices = plain
             return logits
 
         def init_buffers(self) -> None:
@@ -282,10 +289,9 @@ def args_from_hf(content: Mapping[str, Any], overrides: Mapping[str, Any] | None
     """Return the arguments that a config.json describes. Raises ShapeError, a ValueError."""
     kept = {key: value for key, value in content.items() if key not in _IGNORED}
     config = _config(kept)
-    for key in overrides or {}:
-        if not hasattr(config, key):
-            near = names_like(key, config.to_dict()).partition("; there are")[0]
-            raise _refused(f"{type(config).__name__} has no such entry", near, f"overrides.{key}")
+    if unknown := next((key for key in overrides or {} if not hasattr(config, key)), None):
+        near = names_like(unknown, config.to_dict()).partition("; there are")[0]
+        raise _refused(f"{type(config).__name__} has no such entry", near, f"overrides.{unknown}")
     config = _config(kept := {**kept, **(overrides or {})})
     kept.pop("vocab_size", None)
     positions = getattr(config, "max_position_embeddings", None)
