@@ -16,6 +16,7 @@ ROOT = Path(titanlite.__file__).parents[1]
 
 #: Arguments after `*` are given by name, those with `=` have a default.
 SIGNATURES = """\
+AnyPrecisionAdamW(parameters, lr=, betas=, eps=, weight_decay=, *kahan=, *momentum_dtype=, *variance_dtype=, *compensation_dtype=)
 Callback()
 Checkpointer(config, world, fingerprints, run_config=, tokenizer_files=)
 DistEnv(rank, local_rank, size, device, timeout=)
@@ -34,6 +35,7 @@ apply_float8(model, names, recipe, *all_gather=, *emulate=)
 apply_fsdp(model, groups, mesh, *param_dtype=, *reduce_dtype=, *reshard_after_forward=, *prefetch=, *cpu_offload=, *average=)
 apply_tp(model, plan, mesh, shard_logits=)
 build(run, world, datasets=, watchdog=, callbacks=)
+groups_by_class(model, names)
 load_config(path, world_size, flags=)
 read_datasets(run, share=)
 validate(model, batches, device, runner, factors=)

@@ -101,7 +101,7 @@ def parameter_counts(model: nn.Module) -> dict[str, int]:
 def model_rows(model: Model, setup: Setup) -> list[Row]:
     total = sum(setup.parameters.values())
     return [
-        ("model", f"{model.name} {model.flavor}: {total:,} parameters ({human_count(total)})"),
+        ("model", f"{model.title}: {total:,} parameters ({human_count(total)})"),
         ("parameters", ", ".join(f"{module} {count:,}" for module, count in setup.parameters.items())),
     ]
 

@@ -51,10 +51,12 @@ class ShapeError(ValueError):
 class Init:
     """The distribution that one parameter is drawn from."""
 
-    kind: Literal["ones", "zeros", "normal", "trunc_normal"]
+    kind: Literal["ones", "zeros", "constant", "normal", "trunc_normal", "uniform"]
     std: float = 0.0
-    #: trunc_normal only: no value lies outside [-bound, bound].
+    #: trunc_normal and uniform: no value lies outside [-bound, bound].
     bound: float = 0.0
+    #: constant only.
+    value: float = 0.0
 
 
 @dataclass(frozen=True)
