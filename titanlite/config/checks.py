@@ -110,6 +110,7 @@ CONFLICTS: tuple[tuple[str, Any, str, Any, str], ...] = (
         "bfloat16",
         "its updates would round away; AnyPrecisionAdamW keeps them",
     ),
+    ("sample.prompts", bool, _PP, _several, "no rank of a pipeline computes the next token alone"),
     ("training.gradient_sync", "every", _PP, _several, "a pipeline reduces gradients once, after the last micro-batch"),
     *(
         (f"{_RATE}{name}", bool, f"{_RATE}decay_type", "constant", "there is nothing to shape")
