@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -144,7 +144,7 @@ def generate(
     multiple: int = 1,
     together: bool = False,
     cached: bool = True,
-) -> Iterator[list[int | None]]:
+) -> Generator[list[int | None], None, None]:
     """Yield the next id of every row, until all rows have ended; None for a row that has.
 
     A row ends after an id of `stop_ids`, after `max_tokens`, or when it has `limit` tokens with its prompt. Each row

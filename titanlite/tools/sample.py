@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titanlite import exit_codes
 from titanlite.config.errors import ConfigError, Problem
@@ -30,6 +30,7 @@ def add_command(commands: Commands) -> None:
         "the prompt is read from standard input. The text goes to standard output, figures go to standard error.",
         allow_abbrev=False,
     )
+    parser.__class__ = _Intermixed
     add_arguments(parser)
     add = parser.add_argument
     add("prompts", nargs="*", metavar="TEXT", help="a prompt; - is standard input")
@@ -45,6 +46,18 @@ def add_command(commands: Commands) -> None:
     add("--batch-size", type=at_least(1), default=8, metavar="N", help="prompts continued at once (default: 8)")
     add("--json", action="store_true", help="print a JSON object at the end instead of the text as it comes")
     parser.set_defaults(run=_run)
+
+
+class _Intermixed(argparse.ArgumentParser):
+    """Takes prompts behind options too: `sample RUN --greedy TEXT`."""
+
+    _inside = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self._inside:
+            return super().parse_known_args(args, namespace)
+        self._inside = True
+        return self.parse_known_intermixed_args(args, namespace)
 
 
 def _number(low: float, high: float | None) -> object:
