@@ -150,6 +150,7 @@ def harness_model(loaded: LoadedModel, batch_size: int) -> Any:
 
     def written(rows: list[list[int]], most: int, sampling: Sampling, until: list[str]) -> list[str]:
         """Return what follows each row of ids; all end once every text holds a stop sequence."""
+        hidden = {*loaded.stop_ids, *codec.special_tokens.values()}  # as the harness' own models hide them
         streams, texts, done = [TextStream(codec, row) for row in rows], [""] * len(rows), [False] * len(rows)
         steps = generate(
             model,
@@ -164,7 +165,8 @@ def harness_model(loaded: LoadedModel, batch_size: int) -> Any:
         for ids in steps:
             for row, one in enumerate(ids):
                 ended = one is None or one in loaded.stop_ids
-                texts[row] += streams[row].add([] if one is None or ended else [one], whole=ended)
+                seen = [] if one is None or one in hidden else [one]
+                texts[row] += streams[row].add(seen, whole=ended)
                 done[row] = ended or any(stop in texts[row] for stop in until)
             if all(done):
                 steps.close()
