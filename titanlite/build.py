@@ -51,6 +51,7 @@ from titanlite.metrics.float8_error import Float8ErrorCheck
 from titanlite.metrics.garbage import GarbageCollection
 from titanlite.metrics.observer import MetricsLogger
 from titanlite.metrics.profiler import Profiler
+from titanlite.metrics.samples import PromptSampler
 from titanlite.metrics.sources import RowLosses, SourceFigures
 from titanlite.metrics.throughput import Throughput, device_name, peak_flops, total_memory_bytes
 from titanlite.metrics.watchdog import HangWatchdog
@@ -267,6 +268,10 @@ def build(
     datasets = datasets or read_datasets(run)
     if run.steps is None:
         raise ValueError("the run's length is not known yet: derive it with the length of the text")
+    samples, folder = None, Path(run.job.dump_folder)
+    if run.sample.prompts:
+        longest = run.model_args(datasets.tokenizer.vocab_size).max_seq_len // run.mesh.context
+        samples = PromptSampler(run.sample, datasets.tokenizer, longest, run.mesh.tensor, folder)
 
     spec, batch = run.spec, run.batch
     parts = build_model(run, world, datasets.tokenizer.vocab_size)
@@ -318,7 +323,6 @@ def build(
         train_step.before_update = checkpointer.await_copy
 
     # Callbacks
-    folder = Path(run.job.dump_folder)
     name, flops = device_name(device), spec.flops_per_token(args, batch.seq_len)
     peak = run.metrics.peak_tflops and run.metrics.peak_tflops * 1e12
     peak = peak or (peak_flops(name) if device.type == "cuda" else None)
@@ -350,6 +354,8 @@ def build(
         gc.read,
         [figures for figures in (sources, experts) if figures is not None],
     )
+    if samples:
+        samples.show = metrics.write_texts
 
     documents = None
     if run.data.log_documents:
@@ -383,6 +389,7 @@ def build(
         Profiler(run.profiling, world.rank, device) if profiles else None,
         VerifyResume(resume_check, skip, (rank, ranks)),
         documents,
+        samples,
         *callbacks,
     ]
     if run.debug.deterministic:

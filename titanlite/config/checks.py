@@ -131,6 +131,7 @@ CONFLICTS: tuple[tuple[str, Any, str, Any, str], ...] = (
     (_EARLY, True, "training.enable_cpu_offload", True, "it keeps gradients in host memory"),
     (_EARLY, True, "metrics.layer_norms", bool, "gradients are freed one by one"),
     (_EARLY, True, "optimizer.name", lambda name: name == "Muon" or is_dotted(name), "it may need all gradients"),
+    ("sample.prompts", bool, _PP, _several, "no rank of a pipeline computes the next token alone"),
     ("training.gradient_sync", "every", _PP, _several, "a pipeline reduces gradients once, after the last micro-batch"),
     *(
         (f"{_RATE}{name}", bool, f"{_RATE}decay_type", "constant", "there is nothing to shape")

@@ -69,6 +69,7 @@ _SWITCHES: dict[str, dict[str, Any]] = {
     "activation_checkpoint.memory_budget": {"activation_checkpoint.mode": "budget"},
     "metrics.save_tb_folder": {"metrics.enable_tensorboard": True},
     "metrics.rank_0_only": {"metrics.enable_tensorboard": True},
+    "sample": {"sample.prompts": _SET},
     "profiling.save_traces_folder": {"profiling.enable_profiling": True},
     "profiling.save_memory_snapshot_folder": {"profiling.enable_memory_snapshot": True},
     "profiling.profiler_warmup": {"profiling.enable_profiling": True},

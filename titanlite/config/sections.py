@@ -266,6 +266,7 @@ class Config(Section, frozen=True):
     validation: Validation = Validation()
     checkpoint: Checkpoint = Checkpoint()
     metrics: run.Metrics = run.Metrics()
+    sample: run.Sample = run.Sample()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     compile: Compile = Compile()
     float8: Float8 = Float8()
