@@ -218,7 +218,7 @@ class DocumentLog(Callback):
         self._dataset, self._source, self._global_batch, self._share = dataset, source, global_batch, share or (0, 1)
 
     def on_start(self, trainer: Trainer) -> None:
-        """Go on after the last step of the checkpoint, or begin the file anew. Rank 0: those of ranks that are gone too."""
+        """Go on after the last step of the checkpoint, or begin anew. Rank 0 does so for all ranks."""
         if self._log is not None:
             folder = self._log.path.parent
             folder.mkdir(parents=True, exist_ok=True)
