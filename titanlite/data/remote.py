@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from titanlite.data import DataError
+from titanlite.data.threads import ending
 from titanlite.utils import counted, human_time, logger
 
 #: Seconds before the first and the longest wait for a source to come back; seconds that an HTTP server may say nothing.
@@ -66,11 +67,11 @@ def retried(call: Callable[[], T], failed: str, patience: float) -> T:
             asked = str((headers or {}).get("Retry-After", ""))
             wait = min(_FIRST_WAIT * 2 ** (tries - 1), _LONGEST_WAIT) * random.uniform(0.5, 1.0)
             wait = float(asked) + random.random() if asked.isdigit() else wait
-            if final or tried + wait > patience:
+            if final or tried + wait > patience or ending.is_set():
                 spent = "" if final else f", {counted(tries, 'attempts')} in {human_time(tried)} (data.retry_seconds)"
                 raise DataError(f"{failed}{spent}: {words(reason)}") from error
             logger.warning(f"{failed} ({words(reason)}): try {tries + 1} in {wait:.0f} s")
-            time.sleep(wait)
+            ending.wait(wait)
 
 
 def _reason(error: Exception) -> BaseException:
@@ -165,6 +166,8 @@ class _RemoteFile(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
+        if ending.is_set():
+            raise DataError(f"{self._name}: the process ends")
         piece = self._retried(lambda: self._read(len(buffer)))
         buffer[: len(piece)] = piece
         self._at += len(piece)

@@ -121,7 +121,7 @@ class StreamRows:
         self.fingerprint = shards.fingerprint(description)
         self.given_lanes = lanes
         self.lanes = lanes or default_lanes(ranks, len(shards.names))
-        self.readers = Pool(_READERS, "titanlite-read")
+        self.readers = Pool(_READERS, "titanlite-read", at_exit=30.0)
         self.encoders = Pool(workers, "titanlite-encode") if workers else None
         self._open: dict[int, _Lane] = {}
         self._places: dict[int, tuple[int, Place]] = {}

@@ -1,8 +1,7 @@
-"""Threads that no process waits for at its end: a source that does not answer may hold one for minutes."""
+"""Threads that end soon when the process ends, also while they wait for a source that does not answer."""
 
 from __future__ import annotations
 
-import atexit
 import queue
 import threading
 import time
@@ -15,15 +14,18 @@ from typing import Any, TypeVar
 _T = TypeVar("_T")
 _Calls = queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None]
 
-#: Seconds that a process waits at its end for calls to finish: a thread that ends within a library may crash it.
-_AT_EXIT = 1.0
+#: Set when the process ends: who waits for a source gives up.
+ending = threading.Event()
 
 
 class Pool:
-    """Runs calls in daemon threads, in their order. The threads end with `stop`, or when this is collected."""
+    """Runs calls in daemon threads, in their order. The threads end with `stop`, or when this is collected.
 
-    def __init__(self, most: int, name: str) -> None:
-        self._most, self._name = most, name
+    at_exit: seconds that the process waits at its end for a call to return. To end a thread within a library may crash.
+    """
+
+    def __init__(self, most: int, name: str, at_exit: float = 1.0) -> None:
+        self._most, self._name, self.at_exit = most, name, at_exit
         self._calls: _Calls = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         weakref.finalize(self, _end, self._calls, self._threads).atexit = False
@@ -51,11 +53,15 @@ class Pool:
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 
 
-@atexit.register
 def _stop_all() -> None:
-    deadline = time.monotonic() + _AT_EXIT
-    for pool in list(_pools):
-        pool.stop(max(deadline - time.monotonic(), 0))
+    ending.set()
+    began = time.monotonic()
+    for pool in sorted(_pools, key=lambda pool: -pool.at_exit):  # those that the others wait for first
+        pool.stop(max(began + pool.at_exit - time.monotonic(), 0.1))
+
+
+# Before the functions of atexit: some of them close the connections that the threads use. concurrent.futures does so too.
+threading._register_atexit(_stop_all)  # type: ignore[attr-defined]
 
 
 def _end(calls: _Calls, threads: list[threading.Thread]) -> None:
