@@ -60,7 +60,7 @@ def _stop_all() -> None:
         pool.stop(max(began + pool.at_exit - time.monotonic(), 0.1))
 
 
-# Before the functions of atexit: some of them close the connections that the threads use. concurrent.futures does so too.
+# As concurrent.futures does: before the functions of atexit, some of which close the connections that the threads use.
 threading._register_atexit(_stop_all)  # type: ignore[attr-defined]
 
 
