@@ -212,9 +212,9 @@ def _text(d: Config) -> Iterator[Finding]:
             yield "unknown-value", f"{section}.dataset", f"{quote(text.dataset)} {problem[0]}", problem[1]
     for i, source in enumerate(d.validation.sources):
         at = f"{_SOURCES}[{i}]"
-        if not source.name:
+        if not source.name and source.path is not None:
             yield "missing", f"{at}.name", "is missing, and the losses of a source have its name", 'as name = "wiki"'
-        elif is_dotted(source.name):
+        elif source.name and is_dotted(source.name):
             hint = "only validation.dataset takes a dotted path"
             yield "unknown-value", f"{at}.name", f"{quote(source.name)} is a dotted path", hint
         for field in ("weight", "epochs"):
