@@ -41,7 +41,7 @@ def test_derived_numbers_and_the_singular() -> None:
     assert dict(report.batch_rows(_setup(), 10, None))["length"].endswith(" = 1 epoch")
     assert dict(report.batch_rows(_setup(), None, 3))["length"] == "3 epochs"
     tensor = _setup(degrees={"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2})
-    assert report.mesh_row(tensor, 4)[1] == "dp_replicate 1 x dp_shard 2 x tp 2 = 4 ranks"
+    assert report.mesh_row(tensor, 4, 1)[1] == "dp_replicate 1 x dp_shard 2 x tp 2 = 4 ranks"
     assert report.schedule_row("linear", 0.0, 1, None, 1, 1)[1] == (
         "warm-up 1 step, linear decay over the last 1 step to 0, 1 step in all"
     )

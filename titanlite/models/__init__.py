@@ -5,7 +5,7 @@ Specs, arguments and counts need no torch.
 
 from __future__ import annotations
 
-from titanlite.models import mistral, qwen3
+from titanlite.models import hf, mistral, mixtral, qwen3
 from titanlite.models.args import resolve_args
 from titanlite.models.llama import SHAPES, LlamaArgs, RopeScaling, count_parameters, decoder_spec, flops_per_token
 from titanlite.models.spec import Cost, Init, ModelSpec, ShapeError, Size, get_spec
@@ -30,5 +30,7 @@ __all__ = [
 SPECS: dict[str, ModelSpec] = {
     **{family: decoder_spec(family, flavors) for family, flavors in SHAPES.items()},
     "mistral": mistral.SPEC,
+    "mixtral": mixtral.SPEC,
     "qwen3": qwen3.SPEC,
+    "hf": hf.SPEC,
 }
