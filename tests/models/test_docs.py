@@ -29,6 +29,7 @@ WEIGHTS = {
         **{f"7B-{version}": f"mistralai/Mistral-7B-{version}" for version in ("v0.1", "v0.3")},
         "mathstral-7B": "mistralai/Mathstral-7B-v0.1",
     },
+    "mixtral": {size: f"mistralai/Mixtral-{size}-v0.1" for size in ("8x7B", "8x22B")},
     "qwen3": {size: f"Qwen/Qwen3-{size}" for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B")},
 }
 
