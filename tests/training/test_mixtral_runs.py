@@ -47,6 +47,7 @@ STAGES = [f"--{PP}degree=2", "--training.batch_size=2"]
     ("ranks", "flags"),
     [
         (2, []),
+        (2, ["--parallelism.expert_parallel_degree=2"]),
         (2, ["--training.data_parallel_replicate_degree=2", "--training.data_parallel_shard_degree=1"]),
         (2, [*STAGES, "--training.loss_chunks=2"]),
         (2, [*STAGES, f"--{PP}schedule=ZBVZeroBubble", f"--{PP}split_points=['layers.0','layers.1','norm']"]),

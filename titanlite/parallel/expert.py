@@ -50,7 +50,7 @@ def apply_ep(model: nn.Module, mesh: DeviceMesh) -> None:
             if len(parameter) % mesh.size():
                 raise ParallelismError(f"{mesh.size()} ranks cannot share the {len(parameter)} experts of {name}")
             setattr(module, key, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)))
-        module.exchange = Exchange(mesh)  # type: ignore[assignment]
+        module.exchange = Exchange(mesh)
 
 
 def has_exchange(model: nn.Module) -> bool:

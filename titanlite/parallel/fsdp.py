@@ -125,7 +125,8 @@ def _expert_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
         from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
     except ImportError:
         raise ParallelismError("expert parallelism needs torch 2.12 or later") from None
-    info = _get_mesh_info(mesh[mesh.mesh_dim_names[:-1]])  # one object for all parameters, as torch asks
+    assert mesh.mesh_dim_names is not None
+    info = cast(Any, _get_mesh_info(mesh[mesh.mesh_dim_names[:-1]]))  # one object for all parameters, as torch asks
     ranks = mesh.size(-2)
 
     def place(parameter: nn.Parameter) -> Any:
