@@ -117,7 +117,9 @@ def train(world: DistEnv, run: RunConfig, folder: Path | None = None, first: int
             loss_function=loss,
             factors=ReplicationFactors(run.mesh.pipeline),
             pipeline=pipeline,
+            layer_norms=True,
         )
+        found["layers"] = {name: norm.item() for name, norm in result.layer_norms.items()}
         found["losses"].append(result.loss.item())
         found["norms"].append(result.grad_norm.item())
         if checkpointer:
@@ -168,6 +170,7 @@ def test_trains_as_one_rank(pool: Pools, reference: Callable[..., dict[str, Any]
             torch.testing.assert_close(tensor, expected[kind][name], **near, msg=label.__add__)
     torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-6, atol=0)
     torch.testing.assert_close(found["norms"], expected["norms"], rtol=1e-5, atol=0)
+    assert found["layers"] == pytest.approx(expected["layers"], rel=1e-4)
 
 
 @pytest.mark.slow
