@@ -303,7 +303,8 @@ def build(
     name, flops = device_name(device), spec.flops_per_token(args, batch.seq_len)
     peak = run.metrics.peak_tflops and run.metrics.peak_tflops * 1e12
     peak = peak or (peak_flops(name) if device.type == "cuda" else None)
-    kept = builder.trace_activations(batch_size=batch.micro_batch_size, seq_len=batch.seq_len)
+    masked = run.data.mask_documents
+    kept = builder.trace_activations(batch_size=batch.micro_batch_size, seq_len=batch.seq_len, masked=masked)
     compiled = builder.watch_compilation(model)
     resume_check = ResumeCheck(
         folder / RESUME_FILE,
@@ -434,6 +435,8 @@ def startup_lines(
         rows += rep.float8_rows(run.float8, float8, setup, builder.compiles("model"))
     rows += rep.sharding_rows(run.training, setup)
     if kept:
+        window = getattr(builder.args, "window", None)
+        rows.append(rep.attention_row(kept, setup, window))
         rows.append(rep.activations_row(run.activation_checkpoint, kept, setup))
     rows += [rep.data_row(run.training, run.data, setup), *rep.batch_rows(setup, run.steps, run.training.epochs)]
     rows.append(rep.schedule_row(schedule.decay_type, floor, *lengths))

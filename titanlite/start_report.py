@@ -198,6 +198,24 @@ def activations_row(config: ActivationCheckpoint, kept: ActivationStats, setup: 
     return "activations", "; ".join(parts)
 
 
+#: Operators of attention → their kernels.
+_KERNELS = {
+    "aten._scaled_dot_product_cudnn_attention.default": "cuDNN",
+    "aten._scaled_dot_product_flash_attention.default": "flash",
+    "aten._scaled_dot_product_efficient_attention.default": "efficient",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": "flash for CPUs",
+    "torch_attn._varlen_attn.default": "flash of variable lengths",
+}
+
+
+def attention_row(kept: ActivationStats, setup: Setup, window: int | None) -> Row:
+    """kept: statistics of a traced block. window: of the model, in tokens."""
+    names = [_KERNELS.get(name, name) for name in kept.kernels] or ["math: memory grows with the square of the length"]
+    order = "" if setup.cpu else "; the first that can of cuDNN, flash, efficient, math"
+    sees = f"; each token sees {window:,}, itself and those before" if window and window < setup.seq_len else ""
+    return "attention", f"kernel {' and '.join(names)}{order}{sees}"
+
+
 def _runs(forward: Mapping[str, int], some: Mapping[str, int]) -> str:
     """Return `4 of 7 matmuls and attention`."""
     parts = [f"{some['matmul']} of {forward['matmul']} matmuls"] if "matmul" in some else []

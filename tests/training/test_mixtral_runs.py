@@ -80,3 +80,15 @@ def test_the_load_balancing_loss_balances_the_experts(pool: Pools, tmp_path: Pat
     assert even["experts/max_share"] < 0.2 and even["experts/entropy"] > 0.98
     assert even["experts/aux_loss"] == pytest.approx(2.0, abs=0.05) and loose["experts/aux_loss"] > 2.3
     assert even["loss"] < loose["loss"] + 0.05 < 7.0
+
+
+def test_resumes_on_fewer_ranks_with_muon(pool: Pools, tmp_path: Path) -> None:
+    """Two ranks cannot share three experts as a whole, so each holds rows of all."""
+    more = ["--model.overrides.n_experts=3", "--optimizer.name=Muon", "--lr_scheduler.total_steps=4"]
+    straight = pool(1).run(_run, str(tmp_path / "straight"), *more)[0]
+    flags = [str(tmp_path / "parts"), *more, "--checkpoint.enable_checkpoint"]
+    begun = pool(2).run(_run, *flags, "--training.steps=2")[0]
+    rows = pool(1).run(_run, *flags)[0]
+    assert len(begun) == 2 and len(rows) == 4
+    for name in ("loss", "grad_norm", "experts/entropy"):
+        assert [row[name] for row in rows] == pytest.approx([row[name] for row in straight], rel=2e-3), name

@@ -191,12 +191,39 @@ def build_norm(args: LlamaArgs) -> nn.Module:
     raise ValueError(f"unknown norm_type {args.norm_type!r}")
 
 
-class SdpaAttention(nn.Module):
-    """Causal attention by `scaled_dot_product_attention`.
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return attention by `scaled_dot_product_attention`: q's shape.
 
-    A replacement (another kernel, a cache, attention over ranks) keeps both methods; `prepare` is called once per
-    forward pass, on the first block's, and what it returns is handed to every block.
+    q: [batch, heads, seq, head_dim], k and v: [batch, kv_heads, keys, head_dim]. mask: [seq, keys] bool, also with
+    leading [batch, 1]; or torch's `CausalBias`; None: causal. `DistEnv` sets the order in which kernels are tried.
     """
+    groups = q.size(1) // k.size(1)
+    if groups > 1 and q.device.type == "cuda" and q.dtype == torch.float32:
+        # In fp32 only a kernel without grouped queries is left, or one that holds all scores, [seq, keys] per head.
+        k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
+    # enable_gqa only where it is needed: it rules some CUDA kernels out.
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=groups > 1)
+
+
+def band(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Return [queries, keys] bool: which of the keys each query may see. The last query is at the last key."""
+    first = keys - queries
+    causal = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(first)
+    return causal if window is None else causal.triu(first - window + 1)
+
+
+class SdpaAttention(nn.Module):
+    """Causal attention by `scaled_dot_product_attention`, or by attention of variable lengths.
+
+    window: tokens that a token attends to, itself and those before it; None: all.
+
+    A replacement (another kernel, a cache, attention over ranks) keeps both methods and minds the window; `prepare` is
+    called once per forward pass, on the first block's, and what it returns is handed to every block.
+    """
+
+    def __init__(self, window: int | None = None) -> None:
+        super().__init__()
+        self.window = window
 
     def prepare(self, doc_ids: Tensor | None) -> DocumentMask | None:
         """Return the mask for doc_ids: [batch, seq] int; None: each row is one document."""
@@ -209,9 +236,12 @@ class SdpaAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask | None) -> Tensor:
         """q: [batch, heads, seq, head_dim], k and v: [batch, kv_heads, seq, head_dim]; returns q's shape."""
         if mask is not None:
-            return mask.attend(q, k, v)
-        # enable_gqa only where it is needed: it rules some CUDA kernels out.
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1))
+            return mask.attend(q, k, v, self.window)
+        if self.window is None or self.window >= q.size(2):
+            return attend(q, k, v)
+        from titanlite.models.document_attention import attend_in_window
+
+        return attend_in_window(q, k, v, self.window)
 
 
 class Attention(nn.Module):
@@ -227,7 +257,7 @@ class Attention(nn.Module):
         # Of each head, before the rotation (Henry et al. 2020; Qwen3).
         self.q_norm = RMSNorm(args.head_dim, eps=args.norm_eps) if args.qk_norm else None
         self.k_norm = RMSNorm(args.head_dim, eps=args.norm_eps) if args.qk_norm else None
-        self.inner_attention = SdpaAttention()
+        self.inner_attention = SdpaAttention(args.window)
 
     def forward(self, x: Tensor, rotation: Rotation, mask: DocumentMask | None) -> Tensor:
         """x: [batch, seq, dim] → [batch, seq, dim]."""

@@ -11,7 +11,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -174,10 +174,11 @@ class DistEnv:
             device = torch.device("cuda", env.local_rank)
             torch.cuda.set_device(device)
         if dist.is_initialized():
-            yield cls(rank, env.local_rank, size, device)
+            with kernel_order(device_type):
+                yield cls(rank, env.local_rank, size, device)
             return
         timeout = timedelta(seconds=init_timeout_seconds)
-        with recording(trace_folder, trace_buf_size, device, size):
+        with recording(trace_folder, trace_buf_size, device, size), kernel_order(device_type):
             store = store or connect_store(rendezvous_seconds) or dist.HashStore()
             barrier(store, rank, size, init_timeout_seconds, rendezvous_seconds)
             # Host-side collectives (checkpoint plans, broadcast decisions) go through gloo on GPUs too.
@@ -261,6 +262,20 @@ def _set_timeout(timeout: timedelta) -> None:
     for group in list(_world.pg_map):
         if group.group_desc != KEEPS_TIMEOUT:
             _set_pg_timeout(timeout, group)
+
+
+#: Kernels of `scaled_dot_product_attention` on GPUs, in the order in which they are tried: names of `SDPBackend`.
+KERNELS = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
+
+
+def kernel_order(device_type: str) -> AbstractContextManager[object]:
+    """Let attention on GPUs try its kernels in the order of `KERNELS`; elsewhere do nothing."""
+    if device_type != "cuda":
+        return nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    # Around the whole run: at each call it would cost tens of microseconds.
+    return sdpa_kernel([SDPBackend[name] for name in KERNELS], set_priority=True)
 
 
 def keep_freed_memory() -> bool:
