@@ -62,11 +62,12 @@ CP, PP = "experimental.context_parallel_degree", "experimental.pipeline_parallel
 MODE, OPTION = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
 SCHEDULE, LAYERS = "experimental.pipeline_parallel_schedule", "model.overrides.n_layers"
 RESHARD, OPTIMIZER, COMPILE = "training.reshard_after_forward", "optimizer.name", "training.compile"
+VARIANCE = "optimizer.variance_dtype"
 PIPELINE = {EP: 2, PP: 2, "training.batch_size": 2}
 BY_OPERATION = {EP: 2, MODE: "selective", OPTION: "op"}
 STEPS = 3
 #: What one rank computes too, but with other sums.
-OWN_REFERENCE = (LAYERS, OPTIMIZER)
+OWN_REFERENCE = (LAYERS, OPTIMIZER, VARIANCE)
 
 
 def config_of(ranks: int, **flags: Any) -> RunConfig:
@@ -147,7 +148,7 @@ MORE = {
     "pp 2, zero bubble": (4, {**PIPELINE, SCHEDULE: "ZBVZeroBubble", LAYERS: 4}),
     "one group": (2, {EP: 2, "training.fsdp_units": "root"}),
     "prefetch": (4, {EP: 2, "training.prefetch": 1, RESHARD: "always"}),
-    "any precision": (4, {EP: 2, OPTIMIZER: "AnyPrecisionAdamW", "optimizer.variance_dtype": "float32"}),
+    "any precision": (4, {EP: 2, OPTIMIZER: "AnyPrecisionAdamW", VARIANCE: "float32"}),
 }
 
 
