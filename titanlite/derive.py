@@ -340,7 +340,7 @@ def _wide_filters(run: RunConfig) -> list[str]:
     """Return a warning for each filter of float8 that ends within a number of some names, as layers.1 in layers.10."""
     parts = [part for part in run.float8.filter_fqns if part[-1:].isdigit()] if run.float8.enable_float8_linear else []
     try:
-        names = run.spec.linears(replace(run.model_args(), vocab_size=1)) if parts and run.spec.linears else {}
+        names = run.spec.linears(run.model_args(1)) if parts and run.spec.linears else {}
     except ShapeError:  # `misfits` reports it
         return []
     cut = {part: re.findall(rf"^.*?{re.escape(part)}\d+", "\n".join(names), re.MULTILINE) for part in parts}

@@ -175,6 +175,11 @@ def _batch_misfits(d: Config, run: RunConfig) -> Iterator[Finding]:
         message = f"is {reshard}, which does not divide the {shards} ranks that share one copy of the weights ({which})"
         hint = f'these work: {numbers}"default", "always" or "never"'
         yield "ranks", "training.reshard_after_forward", message, hint
+    if d.optimizer.early_step_in_backward and batch.accumulation > 1:
+        message = f"excludes accumulation, and a step has {batch.accumulation} micro-batches"
+        largest = batch.global_batch_size // batch.accumulation
+        hint = f"take more ranks, a larger training.batch_size, or training.global_batch_size = {largest}"
+        yield "batch", "optimizer.early_step_in_backward", message, hint
     if t.global_batch_size not in (-1, batch.global_batch_size):
         at_once, width = t.batch_size * mesh.dp_degree, counted(mesh.dp_degree, "data-parallel ranks")
         message = f"is {t.global_batch_size}, not a multiple of batch_size {t.batch_size} * {width} = {at_once}"

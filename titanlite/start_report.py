@@ -15,7 +15,7 @@ from titanlite.anomalies import steps_text
 from titanlite.callbacks import Callback
 from titanlite.checkpoint.load import GROUPS, LoadedState
 from titanlite.config.data_sections import Data
-from titanlite.config.model_sections import Model
+from titanlite.config.model_sections import Model, Optimizer
 from titanlite.config.run_sections import Metrics
 from titanlite.config.sections import ActivationCheckpoint, Checkpoint, Float8, Training
 from titanlite.data.loader import served_already
@@ -41,7 +41,13 @@ _LAST = ("note", "warning")
 #: Prefixes of notes of the config whose numbers rows of the report show already.
 _SHOWN = ("global batch = ", "accumulation = ", "tokens per step = ", "data_parallel_shard = ")
 _NO_OFFLOAD = "offload has no effect on a CPU"
-_WORDS = {"optimizer": "optimizer", "lr_scheduler": "schedule", "dataloader": "text", "rng": "random generators"}
+_WORDS = {
+    "optimizer": "optimizer",
+    "lr_scheduler": "schedule",
+    "dataloader": "text",
+    "rng": "random generators",
+    "ema": "averages",
+}
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,7 @@ def parameter_counts(model: nn.Module) -> dict[str, int]:
 def model_rows(model: Model, setup: Setup) -> list[Row]:
     total = sum(setup.parameters.values())
     return [
-        ("model", f"{model.name} {model.flavor}: {total:,} parameters ({human_count(total)})"),
+        ("model", f"{model.title}: {total:,} parameters ({human_count(total)})"),
         ("parameters", ", ".join(f"{module} {count:,}" for module, count in setup.parameters.items())),
     ]
 
@@ -229,6 +235,21 @@ def data_row(training: Training, data: Data, setup: Setup) -> Row:
     return "data", f"{name}: {setup.text}, {order}{masks}"
 
 
+def optimizer_rows(optimizer: Optimizer, training: Training, state: float | None) -> list[Row]:
+    """state: its bytes per parameter; None where they are not known."""
+    parts = [f"{optimizer.name}, {training.dtype} weights"]
+    parts += [f"{state:.3g} bytes of state per parameter"] if state is not None else []
+    if optimizer.ema_decay:
+        parts.append(f"4 for their average, of which a step leaves {optimizer.ema_decay:g}")
+    if optimizer.early_step_in_backward:
+        parts.append("updates in the backward, without clipping")
+    rows = [("optimizer", ", ".join(parts))]
+    if training.z_loss or training.label_smoothing:
+        more = f"with label smoothing {training.label_smoothing:g} and z-loss {training.z_loss:g}"
+        rows.append(("loss", f"cross-entropy {more}; the cross-entropy alone is shown"))
+    return rows
+
+
 def batch_rows(setup: Setup, steps: int | None, epochs: int | None) -> list[Row]:
     """steps: length of the run; None while the text is not counted."""
     sequences, epoch = counted(setup.sequences, "sequences"), setup.tokens_per_epoch
@@ -300,8 +321,9 @@ class StartReport(Callback):
                         "it out, start from an older one (checkpoint.load_step)"
                     )
         if section.enable_checkpoint and section.model_weights_only:
+            form = " in Hugging Face's format" if section.last_save_in_hf else ""
             yield (
-                f"the last save, of step {trainer.steps}, will hold the weights only, as {section.export_dtype} "
+                f"the last save, of step {trainer.steps}, will hold the weights only, as {section.export_dtype}{form} "
                 "(checkpoint.model_weights_only): to train on later means to go back to the full checkpoint before it"
             )
         yield from self._attempts.lines

@@ -162,6 +162,11 @@ class MetricsLogger(Callback):
             if board:
                 board.write(step, tags(row))
 
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        """Show texts, by tag, in TensorBoard."""
+        if self._tensorboard:
+            self._tensorboard.write(step, texts)
+
     def _begin(self, trainer: Trainer) -> None:
         reset_peak(self._world.device)
         self._meter.start(trainer.steps)

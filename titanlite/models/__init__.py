@@ -5,7 +5,7 @@ Specs, arguments and counts need no torch.
 
 from __future__ import annotations
 
-from titanlite.models import mistral, mixtral, qwen3
+from titanlite.models import hf, mistral, mixtral, qwen3
 from titanlite.models.args import resolve_args
 from titanlite.models.llama import SHAPES, LlamaArgs, RopeScaling, count_parameters, decoder_spec, flops_per_token
 from titanlite.models.spec import Cost, Init, ModelSpec, ShapeError, Size, get_spec
@@ -32,4 +32,5 @@ SPECS: dict[str, ModelSpec] = {
     "mistral": mistral.SPEC,
     "mixtral": mixtral.SPEC,
     "qwen3": qwen3.SPEC,
+    "hf": hf.SPEC,
 }

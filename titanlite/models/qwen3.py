@@ -30,7 +30,7 @@ def _qwen3(dim: int, n_layers: int, n_heads: int, ffn_dim: int, **rest: Any) -> 
 
 
 FLAVORS = {
-    "debugmodel": _qwen3(256, 8, 8, 768, n_kv_heads=4, head_dim=64, vocab_size=None, tied=True),
+    "debugmodel": _qwen3(256, 8, 8, 768, n_kv_heads=4, head_dim=64, vocab_size=None),
     "0.6B": _qwen3(1024, 28, 16, 3072, tied=True),
     "1.7B": _qwen3(2048, 28, 16, 6144, tied=True),
     "4B": _qwen3(2560, 36, 32, 9728, tied=True),

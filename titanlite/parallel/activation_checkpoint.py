@@ -137,9 +137,15 @@ def recomputed_blocks(names: Sequence[str], settings: ActivationCheckpoint) -> l
 
 def _checkpoint(block: nn.Module, by_op: bool) -> None:
     # To draw the same numbers again, each forward copies the generators' states; without dropout that is not needed.
-    draws = any(isinstance(module, _DropoutNd) and module.p > 0 for module in block.modules())
+    draws = any(map(_draws, block.modules()))
     cls: Any = type(block)
     block.__class__ = _checkpointed(cls, by_op, draws)
+
+
+def _draws(module: nn.Module) -> bool:
+    """Whether a module drops out, as a dropout layer or by a number that it hands to a function."""
+    rates = (value for name, value in vars(module).items() if "drop" in name and isinstance(value, float))
+    return isinstance(module, _DropoutNd) and module.p > 0 or any(rate > 0 for rate in rates)
 
 
 @functools.cache  # one class for all blocks: torch.compile would compile each class anew
@@ -285,6 +291,7 @@ class _Recorder(TorchDispatchMode):
     def run(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Recorder:
         with self:
             output = block(*args, **kwargs)
+        output = output[0] if isinstance(output, tuple) else output
         # This block keeps its input, though another block made it; the next block keeps the output.
         others = {StorageWeakRef(t.untyped_storage()) for t in (output, *block.parameters())}
         made = {ref: size for ref, size in self._made.items() if not ref.expired() and ref not in others}

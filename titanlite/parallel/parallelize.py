@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.sections import ActivationCheckpoint, Compile, Experimental, Float8, Training
-from titanlite.loss import LossFunction, chunk_head, cross_entropy_sum, of_tokens
+from titanlite.loss import LossFunction, chunk_head, cross_entropy_sum, of_tokens, regularized
 from titanlite.models.spec import ModelSpec
 from titanlite.parallel import ParallelismError
 from titanlite.parallel.activation_checkpoint import ActivationStats, apply_ac, is_by_op, trace_block
@@ -139,7 +139,10 @@ class ModelBuilder:
 
     @cached_property
     def plain_loss(self) -> LossFunction:
-        return cross_entropy_sum if self.own_loss is None else of_tokens(self.own_loss)
+        z_loss, smoothing = self.training.z_loss, self.training.label_smoothing
+        if self.own_loss is None:
+            return regularized(z_loss, smoothing) if z_loss or smoothing else cross_entropy_sum
+        return of_tokens(self.own_loss)
 
     def pipeline(
         self, model: PipelineModel, loss: LossFunction, *, batch_size: int, seq_len: int, accumulation: int

@@ -179,7 +179,7 @@ def _report(config: LoadedConfig, run: RunConfig, why: str, style: Style) -> str
     warmup = f"warm-up {counted(schedule.warmup_steps, 'steps')}, then {schedule.decay_type}"
     saves = run.checkpoint
     rows = {
-        "model": f"{run.model.name} {run.model.flavor}, {size}",
+        "model": f"{run.model.title}, {size}",
         "ranks": f"{mesh.world_size} ({why}), {', '.join(shown)}",
         "batch": f"{counted(batch.global_batch_size, 'sequences')} of {batch.seq_len} tokens, {pieces}",
         "steps": f"{length}{tokens}",
