@@ -62,11 +62,12 @@ CP, PP = "experimental.context_parallel_degree", "experimental.pipeline_parallel
 MODE, OPTION = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
 SCHEDULE, LAYERS = "experimental.pipeline_parallel_schedule", "model.overrides.n_layers"
 RESHARD, OPTIMIZER, COMPILE = "training.reshard_after_forward", "optimizer.name", "training.compile"
+VARIANCE = "optimizer.variance_dtype"
 PIPELINE = {EP: 2, PP: 2, "training.batch_size": 2}
 BY_OPERATION = {EP: 2, MODE: "selective", OPTION: "op"}
 STEPS = 3
 #: What one rank computes too, but with other sums.
-OWN_REFERENCE = (LAYERS, OPTIMIZER)
+OWN_REFERENCE = (LAYERS, OPTIMIZER, VARIANCE)
 
 
 def config_of(ranks: int, **flags: Any) -> RunConfig:
@@ -117,7 +118,9 @@ def train(world: DistEnv, run: RunConfig, folder: Path | None = None, first: int
             loss_function=loss,
             factors=ReplicationFactors(run.mesh.pipeline),
             pipeline=pipeline,
+            layer_norms=True,
         )
+        found["layers"] = {name: norm.item() for name, norm in result.layer_norms.items()}
         found["losses"].append(result.loss.item())
         found["norms"].append(result.grad_norm.item())
         if checkpointer:
@@ -145,7 +148,7 @@ MORE = {
     "pp 2, zero bubble": (4, {**PIPELINE, SCHEDULE: "ZBVZeroBubble", LAYERS: 4}),
     "one group": (2, {EP: 2, "training.fsdp_units": "root"}),
     "prefetch": (4, {EP: 2, "training.prefetch": 1, RESHARD: "always"}),
-    "any precision": (4, {EP: 2, OPTIMIZER: "AnyPrecisionAdamW", "optimizer.variance_dtype": "float32"}),
+    "any precision": (4, {EP: 2, OPTIMIZER: "AnyPrecisionAdamW", VARIANCE: "float32"}),
 }
 
 
@@ -168,6 +171,7 @@ def test_trains_as_one_rank(pool: Pools, reference: Callable[..., dict[str, Any]
             torch.testing.assert_close(tensor, expected[kind][name], **near, msg=label.__add__)
     torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-6, atol=0)
     torch.testing.assert_close(found["norms"], expected["norms"], rtol=1e-5, atol=0)
+    assert found["layers"] == pytest.approx(expected["layers"], rel=1e-4)
 
 
 @pytest.mark.slow
