@@ -367,19 +367,20 @@ def _measured(found: list[dict[str, Any]]) -> list[float]:
     return [row["validation_loss"] for row in found[0]["rows"] if "validation_loss" in row]
 
 
+@pytest.mark.slow
 def test_fine_tuning_goes_on_where_training_ended_and_transformers_agrees(pool: Pools, tmp_path: Path) -> None:
-    """Train with TP; start from the last save with FSDP, or from its import: the held-out loss is the same."""
+    """Start a run from the last save of another, or from its import: the held-out loss is the same to the last bit."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    length = ["--training.steps=3", "--validation.enable", "--validation.freq=3"]
+    length = ["--training.steps=3", "--validation.enable", "--validation.freq=3", "--training.tensor_parallel_degree=2"]
     last = ["--checkpoint.model_weights_only", "--checkpoint.last_save_in_hf"]
     first, folder = tmp_path / "first", tmp_path / "first" / "checkpoint" / "step-3-hf"
-    trained = _measured(pool(2).run(_run, str(first), *length, *last, "--training.tensor_parallel_degree=2"))
+    trained = _measured(pool(2).run(_run, str(first), *length, *last))
     imported = convert(folder, tmp_path / "imported", "checkpoint")
     for i, path in enumerate((folder, imported)):
         more = [f"--checkpoint.initial_load_path={path}", "--validation.first", "--training.steps=1"]
         tuned = _measured(pool(2).run(_run, str(tmp_path / f"tuned-{i}"), *length, *more))
-        assert tuned[0] == pytest.approx(trained[-1], rel=1e-6) and tuned[-1] != tuned[0]
+        assert tuned[0] == trained[-1] and tuned[-1] != tuned[0]
 
     text = "".join(record.text for record in itertools.islice(iter_records(BUNDLED["c4_test"]), 8))
     tokenizer, ours = AutoTokenizer.from_pretrained(folder), load_tokenizer()

@@ -397,6 +397,20 @@ def config_differences(weights: Weights, spec: ModelSpec, args: Any) -> list[str
     ]
 
 
+def check_config(weights: Weights, spec: ModelSpec, args: Any, allowed: bool) -> list[str]:
+    """Return the differences of `config_differences`. Raises CheckpointError for any, unless they are allowed."""
+    found = config_differences(weights, spec, args)
+    if found and not allowed:
+        like = _flavor_like(spec, weights.config)
+        lines = "".join(f"\n  {line}" for line in found)
+        way = f'The flavor "{like}" of {spec.name} is that model' if like else "Set [model], or model.overrides, so"
+        raise CheckpointError(
+            f"{weights.path} is of another model than this run's:{lines}\n{way}. If the difference is meant and changes "
+            "no shape, say so: --checkpoint.allow_changes=model"
+        )
+    return found
+
+
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a config.json that decide the logits, nested ones by dotted names, each once."""
     skip = {"max_position_embeddings", "dtype", "torch_dtype", "architectures", "rope_scaling"}
@@ -408,7 +422,7 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def flavor_like(spec: ModelSpec, config: Mapping[str, Any]) -> str:
+def _flavor_like(spec: ModelSpec, config: Mapping[str, Any]) -> str:
     """Return the flavor of the model that a config.json describes; "" where none is like it."""
     try:
         wanted = _flat(spec.hf_config(spec.args_from_hf(config)))
