@@ -405,8 +405,8 @@ def check_config(weights: Weights, spec: ModelSpec, args: Any, allowed: bool) ->
         lines = "".join(f"\n  {line}" for line in found)
         way = f'The flavor "{like}" of {spec.name} is that model' if like else "Set [model], or model.overrides, so"
         raise CheckpointError(
-            f"{weights.path} is of another model than this run's:{lines}\n{way}. If the difference is meant and changes "
-            "no shape, say so: --checkpoint.allow_changes=model"
+            f"{weights.path} is of another model than this run's:{lines}\n{way}. If the difference is meant, and "
+            "changes no shape, say so: --checkpoint.allow_changes=model"
         )
     return found
 
