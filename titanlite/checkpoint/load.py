@@ -31,6 +31,7 @@ from titanlite.checkpoint.paths import AnyPath, StoreError, to_path
 from titanlite.checkpoint.storage import (
     RNG,
     CheckedReader,
+    Tensors,
     dcp_errors,
     describe,
     gather,
@@ -44,6 +45,7 @@ from titanlite.checkpoint.storage import (
 from titanlite.guard import find_nonfinite
 from titanlite.models.args import from_record
 from titanlite.models.spec import ModelSpec, get_spec
+from titanlite.optim.average import AVERAGE, WEIGHT
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.provenance import config_changes
 from titanlite.utils import Table, counted, render
@@ -52,12 +54,12 @@ if TYPE_CHECKING:
     from titanlite.config.sections import Checkpoint
 
 #: Parts of a checkpoint by name: weights, the optimizer's state, the step at which the schedule began, the place in the
-#: text, torch's random generators.
-GROUPS = ("model", "optimizer", "lr_scheduler", "dataloader", "rng")
+#: text, torch's random generators, averages of the weights.
+GROUPS = ("model", "optimizer", "lr_scheduler", "dataloader", "rng", "ema")
 #: Entry of the train state: the value of `exclude_from_loading` when the checkpoint was written.
 LEFT_OUT = "left_out"
 #: Groups that a run takes from another one's checkpoint only if it takes more than the weights.
-_ALL_BUT_WEIGHTS = frozenset(GROUPS) - {"model"}
+_ALL_BUT_WEIGHTS = frozenset(GROUPS) - {"model", "ema"}
 _WEIGHTS_ONLY = (
     "holds weights only (checkpoint.model_weights_only was true), without an optimizer: no run can resume from it. If "
     "the run was to end there, it is done. To start another run from it, give that another folder and name this one as "
@@ -114,6 +116,8 @@ class Loader:
     bad: dict[int, str] = field(default_factory=dict)
     #: The same of `initial_load_path`.
     source_bad: dict[int, str] = field(default_factory=dict)
+    #: Averages of the weights (`titanlite.optim.average`).
+    averages: Tensors = field(default_factory=dict)
 
     @property
     def root(self) -> AnyPath:
@@ -156,9 +160,11 @@ class Loader:
         """Load the chosen checkpoint. Return None, and note the reason, if its files or weights are bad."""
         folder, notices, is_other = chosen.folder, chosen.notices, chosen.origin == "from"
         exclude = self._exclude(manifest, chosen)
+        if self.averages and not any(name.startswith(AVERAGE) for name in manifest.tensors):
+            exclude.append("ema")  # the run before had none
         left_out = frozenset(entry for entry in exclude if entry in GROUPS)
         whole_optimizer = None if "optimizer" in left_out else optimizer
-        tensors = gather(model, whole_optimizer)
+        tensors = gather(model, whole_optimizer) | self.averages
         if whole_optimizer is None and optimizer is not None:
             optimizer.state.clear()  # an earlier try may have given it one
         saved = {name: entry for name, entry in manifest.tensors.items() if name != RNG}
@@ -180,6 +186,8 @@ class Loader:
         for name in tensors.keys() - state.keys():
             if name.startswith("optimizer."):  # `gather` gave it a state of one step
                 tensors[name].zero_()
+            elif name.startswith(AVERAGE):
+                tensors[name].copy_(tensors[WEIGHT + name.removeprefix(AVERAGE)])
         if where := find_nonfinite(tensors):
             bad[manifest.step] = f"{folder} holds what is not finite ({where}), and no run can go on from it" + (
                 "" if chosen.is_foreign else f": `titanlite checkpoint rm {folder}` deletes it"
@@ -214,7 +222,7 @@ class Loader:
                 )
             return [entry for entry in given if entry not in before]
         if self.config.initial_load_model_only:
-            return sorted({*given, *_ALL_BUT_WEIGHTS})
+            return sorted({*given, *_ALL_BUT_WEIGHTS, "ema"})
         names = ("data", "data order")
         differ = [name for name in names if manifest.fingerprints.get(name) != self.fingerprints.get(name)]
         if differ and "dataloader" not in given:
@@ -402,8 +410,9 @@ def select(
 
     ignored = {name for name in {*saved, *wanted} if name.startswith(prefixes) or matches(name, patterns)}
     ignored |= {name for name in wanted if name not in saved and matches(name, allow_missing)}
-    fresh = tuple(f"optimizer.state.{name.removeprefix('model.')}." for name in ignored if name.startswith("model."))
-    ignored |= {name for name in {*saved, *wanted} if name.startswith(fresh)}
+    own = {name.removeprefix(WEIGHT) for name in ignored if name.startswith(WEIGHT)}
+    fresh = tuple(f"optimizer.state.{name}." for name in own)
+    ignored |= {name for name in {*saved, *wanted} if name.startswith(fresh) or name.removeprefix(AVERAGE) in own}
 
     problems = {name: compare_entries(saved.get(name), wanted.get(name)) for name in {*saved, *wanted} - ignored}
     converted = {
@@ -458,7 +467,9 @@ def _offered_keys(found: Mapping[str, str], names: Collection[str]) -> str:
     """Return the keys that accept the differences. names: of all tensors on both sides."""
     ways, found_names = [], sorted(found, key=_natural)
     # A weight's pattern covers the optimizer's state of it.
-    weights = [name for name in found_names if name.startswith("model.")] or found_names
+    weights = [name for name in found_names if name.startswith(WEIGHT)] or found_names
+    if all(name.startswith(AVERAGE) for name in found_names):
+        return '\nIf that is meant: checkpoint.exclude_from_loading = ["ema"] begins with a new average, or drops it'
     missing = [name for name in weights if found[name] == MISSING]
     rest = [name for name in weights if found[name] != MISSING]
     if missing and all(name.startswith("optimizer.") for name in missing):

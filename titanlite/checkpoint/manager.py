@@ -48,6 +48,7 @@ from titanlite.checkpoint.storage import (
     verify_files,
 )
 from titanlite.guard import WeightsError, find_nonfinite
+from titanlite.optim.average import AVERAGE, WEIGHT
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs import provenance
 from titanlite.runs.lock import OwnershipCheck
@@ -68,7 +69,8 @@ class Checkpointer:
 
     fingerprints: values that must be equal for a resume, such as {"model": …, "tokenizer": …, "data": …}; a checkpoint
     with others is refused. run_config: the resolved configuration, which the manifest keeps for people.
-    tokenizer_files: gives name → content of the files that `checkpoint.last_save_in_hf` adds.
+    tokenizer_files: gives name → content of the files that `checkpoint.last_save_in_hf` adds. averages: of the weights
+    (`WeightAverage.tensors`), in all checkpoints but those of weights only.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Checkpointer:
         fingerprints: dict[str, str],
         run_config: dict[str, Any] | None = None,
         tokenizer_files: Callable[[], Mapping[str, bytes]] = dict,
+        averages: Tensors | None = None,
     ) -> None:
         self.config = config
         self.root = to_path(config.folder)
@@ -89,7 +92,8 @@ class Checkpointer:
         self._resumed: int | None = None
         self._deleter = Deleter()
         self._owner = OwnershipCheck(self.root)
-        self._loader = Loader(config, world, fingerprints, self._run_config)
+        self._averages = averages or {}
+        self._loader = Loader(config, world, fingerprints, self._run_config, averages=self._averages)
         #: Step → why; checkpoints that are not loaded though manifest and sizes are right.
         self._bad = self._loader.bad
         #: Start of the latest save, by `time.perf_counter`.
@@ -241,7 +245,11 @@ class Checkpointer:
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, weights_only: str | None
     ) -> Tensors:
         tensors = gather(model, optimizer if weights_only is None else None)
-        if weights_only is not None:
+        if weights_only is None:
+            tensors |= self._averages
+        else:
+            if self.config.export_ema:
+                tensors |= {WEIGHT + name.removeprefix(AVERAGE): t for name, t in self._averages.items()}
             tensors = {name: converted(tensor, weights_only) for name, tensor in tensors.items()}
         if where := find_nonfinite(tensors, self._group):
             if weights_only and not find_nonfinite(gather(model), self._group):

@@ -23,9 +23,13 @@ class Model(Section, frozen=True):
     """Which model is trained."""
 
     name: Name = "llama3"
-    """Model family: llama2, llama3, or a dotted path to a ModelSpec (docs/library.md)."""
+    """Model family: llama2, llama3, hf for a model of transformers (docs/transformers.md), or a dotted path to a
+    ModelSpec (docs/library.md)."""
     flavor: str = "debugmodel"
     """Size within the family."""
+    hf_config: Location | None = None
+    """For name = "hf": a config.json of transformers, its folder, or the id of a model on Hugging Face's hub. A path
+    that begins with a dot is relative to the file that names it."""
     norm_type: Literal["rmsnorm", "layernorm", "np_layernorm", "fused_rmsnorm"] | None = None
     """Every normalisation of the model: rmsnorm (fused_rmsnorm is the same module: torch runs it as one kernel where
     it can), layernorm with a weight and no bias, or np_layernorm, without parameters. None: the flavor's, rmsnorm."""
@@ -40,6 +44,11 @@ class Model(Section, frozen=True):
     high_freq_factor (4) and original_context (8192 tokens), or "none". None: the flavor's own."""
     vocab_size: Count | None = None
     """Vocabulary entries, at least the tokenizer's. None: the flavor's (the tokenizer's, for debug models)."""
+
+    @property
+    def title(self) -> str:
+        """Name and flavor, for messages."""
+        return f"{self.name} {self.hf_config or self.flavor}"
 
 
 class OptimizerGroup(Section, frozen=True):
@@ -62,7 +71,7 @@ class OptimizerGroup(Section, frozen=True):
 class Optimizer(Section, frozen=True):
     """What turns gradients into updates."""
 
-    name: Annotated[str, dotted_or("AdamW", "Adam", "AnyPrecisionAdamW", "Muon")] = "AdamW"
+    name: Annotated[str, dotted_or("AdamW", "Adam", "AnyPrecisionAdamW", "AdamW8bit", "Muon")] = "AdamW"
     """Algorithm. Or a dotted path to a function that makes an optimizer (docs/library.md)."""
     lr: NonNegative = 8e-4
     """Peak learning rate."""
@@ -76,6 +85,11 @@ class Optimizer(Section, frozen=True):
     """Weight decay, decoupled in AdamW."""
     implementation: Literal["fused", "foreach", "for-loop"] | None = None
     """How the update is computed. None: fused on GPUs, foreach on CPU."""
+    early_step_in_backward: bool = False
+    """Update each parameter as soon as its gradient is there, and free it: gradients of one FSDP group exist at a time.
+    Needs training.max_norm = 1e9 and one micro-batch per step; a bad step ends the run or rolls it back."""
+    ema_decay: Decay = 0.0
+    """Keep an exponential moving average of the weights in float32: each step leaves this share of it. 0: none."""
     groups: list[OptimizerGroup] = []
     """Array of tables, each with a pattern and its settings. The first pattern found in a name decides."""
     no_decay_on_norms: bool = False
@@ -83,13 +97,18 @@ class Optimizer(Section, frozen=True):
     momentum: Decay = 0.95
     """Muon: decay rate of the momentum of matrices in blocks. The other parameters take AdamW."""
     kahan: bool = False
-    """AnyPrecisionAdamW: Kahan summation of the updates."""
+    """AnyPrecisionAdamW, AdamW8bit: Kahan summation of the updates."""
     momentum_dtype: Dtype = "float32"
     """AnyPrecisionAdamW: first moment."""
     variance_dtype: Dtype = "bfloat16"
     """AnyPrecisionAdamW: second moment."""
     compensation_dtype: Dtype = "bfloat16"
-    """AnyPrecisionAdamW: the rest that Kahan summation carries over."""
+    """AnyPrecisionAdamW, AdamW8bit: the rest that Kahan summation carries over."""
+
+    @property
+    def peak_lr(self) -> float:
+        """The rate that the schedule scales: lr; where that is 0, the largest of the groups, which keep their own."""
+        return self.lr or max((group.lr or 0.0 for group in self.groups), default=0.0)
 
 
 class LrScheduler(Section, frozen=True):

@@ -51,10 +51,12 @@ class ShapeError(ValueError):
 class Init:
     """The distribution that one parameter is drawn from."""
 
-    kind: Literal["ones", "zeros", "normal", "trunc_normal"]
+    kind: Literal["ones", "zeros", "constant", "normal", "trunc_normal", "uniform"]
     std: float = 0.0
-    #: trunc_normal only: no value lies outside [-bound, bound].
+    #: trunc_normal and uniform: no value lies outside [-bound, bound].
     bound: float = 0.0
+    #: constant only.
+    value: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,9 @@ class ModelSpec:
     pipeline_costs: Callable[[Any, int], dict[str, Cost]] | None = None
     #: For context parallelism: blocks have an `inner_attention`, the model a `rope`, and its call takes `positions`.
     context_parallel: bool = False
+    #: Name of each mixture of experts (`titanlite.models.moe.MoE`) → number of its experts. For expert parallelism
+    #: the module that holds their parameters [experts, …] has an attribute `exchange`, see `titanlite.parallel.expert`.
+    experts: Callable[[Any], dict[str, int]] | None = None
     #: Name of a parameter → name of the one whose tensor it shares.
     tied: Callable[[Any], dict[str, str]] = lambda args: {}
     #: Our parameter name → Hugging Face's, of every tensor that its files hold. A tuple of names: ours is the stack of

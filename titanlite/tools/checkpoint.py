@@ -272,6 +272,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     argument("--to", required=True, choices=("hf", "torch", "checkpoint"), help=formats)
     precisions = ("float32", "bfloat16", "float16")
     argument("--dtype", choices=precisions, help="precision of the weights; as they are without it")
+    argument("--ema", action="store_true", help="the average of the weights (optimizer.ema_decay), of a checkpoint")
 
     argument = add(
         "rm",
@@ -452,7 +453,9 @@ def _convert(arguments: argparse.Namespace, report: Callable[[str], None] | None
     from titanlite.tools.convert import convert
 
     started, show = time.perf_counter(), progress(_print_progress, "")
-    written = convert(arguments.source, arguments.target, arguments.to, arguments.dtype, show, report=report)
+    written = convert(
+        arguments.source, arguments.target, arguments.to, arguments.dtype, show, ema=arguments.ema, report=report
+    )
     size = sum(file.st_size for file in files_in(written).values()) or written.stat().st_size  # or of one file
     return f"{written}: {human_bytes(size)} in {human_time(time.perf_counter() - started)}"
 

@@ -20,6 +20,8 @@ Commands = Any  # argparse._SubParsersAction[argparse.ArgumentParser]
 COMMANDS = {
     "train": "titanlite.tools.cli:add_train",
     "evaluate": "titanlite.tools.evaluate:add_command",
+    "sample": "titanlite.tools.sample:add_command",
+    "eval": "titanlite.tools.harness:add_command",
     "config": "titanlite.tools.config:add_commands",
     "runs": "titanlite.tools.runs:add_command",
     "compare": "titanlite.tools.compare:add_command",

@@ -47,6 +47,7 @@ from titanlite.data.tokenizer.export import hf_files
 from titanlite.models import get_spec
 from titanlite.models.args import as_record, from_record
 from titanlite.models.spec import ShapeError
+from titanlite.optim.average import AVERAGE, WEIGHT
 from titanlite.runs import provenance
 from titanlite.tools.checkpoint import checkpoint_of
 from titanlite.tools.logits import compare_logits
@@ -92,8 +93,10 @@ class Source:
         return replace(self, empty=empty, read=read)
 
 
-def open_source(path: AnyPath, progress: Progress = lambda done, total: None) -> Source:
+def open_source(path: AnyPath, progress: Progress = lambda done, total: None, ema: bool = False) -> Source:
     """Open the weights in `path`; compare every byte of a checkpoint with its hashes first (`progress`).
+
+    ema: those of a checkpoint's average (optimizer.ema_decay).
 
     Raises CheckpointError when it holds no weights, or others than those of the model that it describes.
     """
@@ -103,7 +106,7 @@ def open_source(path: AnyPath, progress: Progress = lambda done, total: None) ->
         source = (
             _torch_file(path)
             if isinstance(path, Path) and path.is_file()
-            else _checkpoint(checkpoint_of(path), progress)
+            else _checkpoint(checkpoint_of(path), progress, ema)
         )
     saved = describe(source.empty)
     wanted = describe(get_spec(source.family).build_on_meta(source.args).state_dict())  # a tied head has its own name
@@ -113,7 +116,7 @@ def open_source(path: AnyPath, progress: Progress = lambda done, total: None) ->
     return source
 
 
-def _checkpoint(folder: AnyPath, progress: Progress) -> Source:
+def _checkpoint(folder: AnyPath, progress: Progress, ema: bool) -> Source:
     contents = Contents(folder)
     manifest = contents.manifest
     record = manifest.config.get("model")
@@ -125,9 +128,12 @@ def _checkpoint(folder: AnyPath, progress: Progress) -> Source:
     if problems := check_files(folder, manifest, progress=progress):
         raise CheckpointError("\n  ".join([f"{folder} is damaged:", *problems]))
     family, args = _described(folder, record)
-    tensors = {n.removeprefix("model."): e for n, e in manifest.tensors.items() if n.startswith("model.")}
+    prefix = AVERAGE if ema else WEIGHT
+    tensors = {n.removeprefix(prefix): e for n, e in manifest.tensors.items() if n.startswith(prefix)}
+    if not tensors:
+        raise CheckpointError(f"{folder} holds no average of the weights: its run had no optimizer.ema_decay")
     empty = {name: _empty(dtype, shape) for name, (dtype, shape) in tensors.items()}
-    source = Source(folder, family, args, manifest.step, empty, lambda name: contents.read(f"model.{name}"), manifest)
+    source = Source(folder, family, args, manifest.step, empty, lambda name: contents.read(prefix + name), manifest)
     record = manifest.config.get("tokenizer")
     return replace(source, tokenizer=record.get("path") if isinstance(record, dict) else None)
 
@@ -176,6 +182,7 @@ def convert(
     dtype: str | None = None,
     progress: Progress = lambda done, total: None,
     shard_bytes: int = SHARD_BYTES,
+    ema: bool = False,
     report: Callable[[str], None] | None = None,
 ) -> AnyPath:
     """Write the weights in `path` to `target` in another format; return the written folder or file.
@@ -184,7 +191,8 @@ def convert(
     `to = "torch"` wrote.
     target: a folder of Hugging Face's layout, a file for `torch.load`, or a folder of checkpoints in which the new one,
     of weights only, becomes `step-N`; that one may be in a store. It appears when it is whole, and nothing is
-    overwritten. dtype: of tensors in floating point, such as "bfloat16"; None: as they are.
+    overwritten. dtype: of tensors in floating point, such as "bfloat16"; None: as they are. ema: the average of the
+    weights (optimizer.ema_decay), from a checkpoint.
     report: takes the line about the logits that both sides compute of a sample, which are compared unless it is None.
 
     Raises CheckpointError, also when the logits differ; then nothing is published.
@@ -195,7 +203,7 @@ def convert(
         if isinstance(target, StorePath):
             raise CheckpointError(f"{target}: --to {to} writes to this machine; copy it to the store afterwards")
         refuse_existing(target)
-    source = open_source(path, progress).converted(dtype, progress)
+    source = open_source(path, progress, ema).converted(dtype, progress)
     final = step_folder(target, source.step) if to == "checkpoint" else target
     try:
         if to == "checkpoint":
