@@ -85,8 +85,9 @@ class Weights:
     parts: dict[str, list[Part]]
     #: The content of config.json, or of params.json.
     config: dict[str, Any] = field(default_factory=dict)
-    #: A head in the file of a model that ties it to the embedding.
+    #: A head in the file of a model that ties it to the embedding, and our name of that.
     spare_head: Part | None = None
+    embedding: str = "tok_embeddings.weight"
 
     def shape(self, name: str) -> tuple[int, ...]:
         ends = ([o + s for o, s in zip(p.offsets, p.shape, strict=True)] for p in self.parts[name])
@@ -114,7 +115,7 @@ class Weights:
         """Raise CheckpointError if a file holds a head of its own though the config ties it to the embedding."""
         if (head := self.spare_head) is None:
             return
-        (embedding,) = self.parts["tok_embeddings.weight"]
+        (embedding,) = self.parts[self.embedding]
         rows, width = head.shape
         step = max(1, _CHUNK // width)
         for start in range(0, rows, step):
@@ -172,7 +173,8 @@ def _open_hf(path: Path, spec: ModelSpec | None, args: Any) -> Weights:
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{file} cannot be used: {error}") from None
     found = _safetensors(path, config)
-    head = found.pop(HF_HEAD, None) if spec.tied(args) else None
+    tied = spec.tied(args)
+    head = found.pop(HF_HEAD, None) if tied else None
     parts: dict[str, list[Part]] = {}
     for ours, theirs in names.items():
         one = [found.pop(name, None) for name in as_names(theirs)]
@@ -184,8 +186,8 @@ def _open_hf(path: Path, spec: ModelSpec | None, args: Any) -> Weights:
             lacking = next(name for name, part in zip(as_names(theirs), one, strict=True) if not part)
             raise CheckpointError(f"{path} lacks {lacking}, a part of {ours}: download the folder again")
     parts.update((name, [part.at(*(0 for _ in part.shape))]) for name, part in found.items())
-    parts.update((name, parts[other]) for name, other in spec.tied(args).items() if other in parts)
-    return Weights(path, family, args, parts, config, head)
+    parts.update((name, parts[other]) for name, other in tied.items() if other in parts)
+    return Weights(path, family, args, parts, config, head, next(iter(tied.values()), ""))
 
 
 def _json(file: Path) -> dict[str, Any]:
