@@ -85,8 +85,9 @@ class Weights:
     parts: dict[str, list[Part]]
     #: The content of config.json, or of params.json.
     config: dict[str, Any] = field(default_factory=dict)
-    #: A head in the file of a model that ties it to the embedding.
+    #: A head in the file of a model that ties it to the embedding, and our name of that.
     spare_head: Part | None = None
+    embedding: str = "tok_embeddings.weight"
 
     def shape(self, name: str) -> tuple[int, ...]:
         ends = ([o + s for o, s in zip(p.offsets, p.shape, strict=True)] for p in self.parts[name])
@@ -114,7 +115,7 @@ class Weights:
         """Raise CheckpointError if a file holds a head of its own though the config ties it to the embedding."""
         if (head := self.spare_head) is None:
             return
-        (embedding,) = self.parts["tok_embeddings.weight"]
+        (embedding,) = self.parts[self.embedding]
         rows, width = head.shape
         step = max(1, _CHUNK // width)
         for start in range(0, rows, step):
@@ -172,7 +173,8 @@ def _open_hf(path: Path, spec: ModelSpec | None, args: Any) -> Weights:
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{file} cannot be used: {error}") from None
     found = _safetensors(path, config)
-    head = found.pop(HF_HEAD, None) if spec.tied(args) else None
+    tied = spec.tied(args)
+    head = found.pop(HF_HEAD, None) if tied else None
     parts: dict[str, list[Part]] = {}
     for ours, theirs in names.items():
         one = [found.pop(name, None) for name in as_names(theirs)]
@@ -184,8 +186,8 @@ def _open_hf(path: Path, spec: ModelSpec | None, args: Any) -> Weights:
             lacking = next(name for name, part in zip(as_names(theirs), one, strict=True) if not part)
             raise CheckpointError(f"{path} lacks {lacking}, a part of {ours}: download the folder again")
     parts.update((name, [part.at(*(0 for _ in part.shape))]) for name, part in found.items())
-    parts.update((name, parts[other]) for name, other in spec.tied(args).items() if other in parts)
-    return Weights(path, family, args, parts, config, head)
+    parts.update((name, parts[other]) for name, other in tied.items() if other in parts)
+    return Weights(path, family, args, parts, config, head, next(iter(tied.values()), ""))
 
 
 def _json(file: Path) -> dict[str, Any]:
@@ -397,9 +399,24 @@ def config_differences(weights: Weights, spec: ModelSpec, args: Any) -> list[str
     ]
 
 
+def check_config(weights: Weights, spec: ModelSpec, args: Any, allowed: bool) -> list[str]:
+    """Return the differences of `config_differences`. Raises CheckpointError for any, unless they are allowed."""
+    found = config_differences(weights, spec, args)
+    if found and not allowed:
+        like = _flavor_like(spec, weights.config)
+        lines = "".join(f"\n  {line}" for line in found)
+        way = f'The flavor "{like}" of {spec.name} is that model' if like else "Set [model], or model.overrides, so"
+        raise CheckpointError(
+            f"{weights.path} is of another model than this run's:{lines}\n{way}. If the difference is meant, and "
+            "changes no shape, say so: --checkpoint.allow_changes=model"
+        )
+    return found
+
+
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a config.json that decide the logits, nested ones by dotted names, each once."""
     skip = {"max_position_embeddings", "dtype", "torch_dtype", "architectures", "rope_scaling"}
+    skip |= {"bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "transformers_version", "_name_or_path"}
     skip |= {"rope_theta"} if "rope_parameters" in config else set()
     found: dict[str, Any] = {}
     for name, value in config.items():
@@ -408,7 +425,7 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def flavor_like(spec: ModelSpec, config: Mapping[str, Any]) -> str:
+def _flavor_like(spec: ModelSpec, config: Mapping[str, Any]) -> str:
     """Return the flavor of the model that a config.json describes; "" where none is like it."""
     try:
         wanted = _flat(spec.hf_config(spec.args_from_hf(config)))

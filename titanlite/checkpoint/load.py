@@ -14,14 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from titanlite.checkpoint.hf import (
-    WeightsReader,
-    as_manifest,
-    config_differences,
-    flavor_like,
-    holds_weights,
-    open_weights,
-)
+from titanlite.checkpoint.hf import WeightsReader, as_manifest, check_config, holds_weights, open_weights
 from titanlite.checkpoint.manifest import (
     CheckpointError,
     Manifest,
@@ -330,16 +323,8 @@ class Loader:
         spec, args = self.model()
         weights = open_weights(path, spec, args)
         weights.check_head()
-        found, notices = config_differences(weights, spec, args), [f"{path} holds weights of another program"]
-        if found and "model" not in self.config.allow_changes:
-            like = flavor_like(spec, weights.config)
-            lines = "".join(f"\n  {line}" for line in found)
-            way = f'model.flavor = "{like}" is that model' if like else "set [model], or model.overrides, so"
-            raise CheckpointError(
-                f"{path} is of another model than this run's:{lines}\n{way[0].upper()}{way[1:]}. If the difference is "
-                "meant and changes no shape, say so: --checkpoint.allow_changes=model"
-            )
-        notices += [f"another model, by checkpoint.allow_changes: {line}" for line in found]
+        found = check_config(weights, spec, args, "model" in self.config.allow_changes)
+        notices = [f"another model, by checkpoint.allow_changes: {line}" for line in found]
         return as_manifest(weights), LoadedState(0, {}, notices, path, "from", is_foreign=True)
 
     def _check_run(self, manifest: Manifest, chosen: LoadedState, expected: Mapping[str, Any]) -> LoadedState:

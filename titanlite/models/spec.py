@@ -231,7 +231,7 @@ def get_spec(name: str) -> ModelSpec:
 def family_of(config: Mapping[str, Any]) -> tuple[str, Any]:
     """Return the built-in family, by `model_type`, and the arguments that a config.json of Hugging Face describes.
 
-    Raises ValueError for a model that titanlite does not have.
+    Other causal models of `transformers` are of the family hf. Raises ValueError for a model that titanlite lacks.
     """
     from titanlite.models import SPECS
 
@@ -241,9 +241,14 @@ def family_of(config: Mapping[str, Any]) -> tuple[str, Any]:
             args = replace(next(iter(spec.flavors.values())), vocab_size=1)
             known[spec.hf_config(args)["model_type"]] = name
     kind = config.get("model_type")
-    if kind not in known:
-        raise ValueError(f"model_type is {kind!r}, and there is no such model here: {', '.join(sorted(known))}")
-    return known[kind], SPECS[known[kind]].args_from_hf(config)
+    family = known.get(str(kind), "hf")
+    try:
+        return family, SPECS[family].args_from_hf(config)
+    except ValueError as error:
+        if kind in known:
+            raise
+        names = ", ".join(sorted(known))
+        raise ValueError(f"model_type is {kind!r}, and there is no such model here: {names}; {error}") from error
 
 
 def shown(value: object) -> str:

@@ -304,7 +304,9 @@ def add_exchange(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         parser.add_argument("source", type=to_path, metavar=source[0], help=source[1])
         parser.add_argument("target", type=to_path, metavar=target[0], help=target[1])
         parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=dtype)
-        parser.set_defaults(run=_exchange, to=to)
+        if to == "hf":
+            parser.add_argument("--ema", action="store_true", help="the average of the weights (optimizer.ema_decay)")
+        parser.set_defaults(run=_exchange, to=to, **({} if to == "hf" else {"ema": False}))
 
     add(
         "export",
