@@ -15,7 +15,7 @@ from titanlite.anomalies import steps_text
 from titanlite.callbacks import Callback
 from titanlite.checkpoint.load import GROUPS, LoadedState
 from titanlite.config.data_sections import Data
-from titanlite.config.model_sections import Model
+from titanlite.config.model_sections import Model, Optimizer
 from titanlite.config.run_sections import Metrics
 from titanlite.config.sections import ActivationCheckpoint, Checkpoint, Float8, Training
 from titanlite.data.loader import served_already
@@ -41,7 +41,13 @@ _LAST = ("note", "warning")
 #: Prefixes of notes of the config whose numbers rows of the report show already.
 _SHOWN = ("global batch = ", "accumulation = ", "tokens per step = ", "data_parallel_shard = ")
 _NO_OFFLOAD = "offload has no effect on a CPU"
-_WORDS = {"optimizer": "optimizer", "lr_scheduler": "schedule", "dataloader": "text", "rng": "random generators"}
+_WORDS = {
+    "optimizer": "optimizer",
+    "lr_scheduler": "schedule",
+    "dataloader": "text",
+    "rng": "random generators",
+    "ema": "averages",
+}
 
 
 @dataclass(frozen=True)
@@ -120,10 +126,12 @@ def compute_rows(
     return rows
 
 
-def mesh_row(setup: Setup, ranks: int) -> Row:
+def mesh_row(setup: Setup, ranks: int, experts: int) -> Row:
+    """experts: ranks that share the experts of a mixture."""
     # The two of data parallelism are always shown: they divide a batch.
     shown = [f"{name} {degree}" for name, degree in setup.degrees.items() if degree > 1 or name.startswith("dp_")]
-    return "mesh", f"{' x '.join(shown)} = {counted(ranks, 'ranks')}"
+    shared = f"; each {experts} share the experts" if experts > 1 else ""
+    return "mesh", f"{' x '.join(shown)} = {counted(ranks, 'ranks')}{shared}"
 
 
 def pipeline_row(schedule: str, layout: StageLayout) -> Row:
@@ -196,6 +204,24 @@ def activations_row(config: ActivationCheckpoint, kept: ActivationStats, setup: 
     return "activations", "; ".join(parts)
 
 
+#: Operators of attention → their kernels.
+_KERNELS = {
+    "aten._scaled_dot_product_cudnn_attention.default": "cuDNN",
+    "aten._scaled_dot_product_flash_attention.default": "flash",
+    "aten._scaled_dot_product_efficient_attention.default": "efficient",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": "flash for CPUs",
+    "torch_attn._varlen_attn.default": "flash of variable lengths",
+}
+
+
+def attention_row(kept: ActivationStats, setup: Setup, window: int | None) -> Row:
+    """kept: statistics of a traced block. window: of the model, in tokens."""
+    names = [_KERNELS.get(name, name) for name in kept.kernels] or ["math: memory grows with the square of the length"]
+    order = "" if setup.cpu else "; the first that can of cuDNN, flash, efficient, math"
+    sees = f"; each token sees {window:,}, itself and those before" if window and window < setup.seq_len else ""
+    return "attention", f"kernel {' and '.join(names)}{order}{sees}"
+
+
 def _runs(forward: Mapping[str, int], some: Mapping[str, int]) -> str:
     """Return `4 of 7 matmuls and attention`."""
     parts = [f"{some['matmul']} of {forward['matmul']} matmuls"] if "matmul" in some else []
@@ -207,6 +233,21 @@ def data_row(training: Training, data: Data, setup: Setup) -> Row:
     name = f"{len(data.source)} sources" if data.source else training.dataset_path or training.dataset
     masks = ", attention within documents" if data.mask_documents else ""
     return "data", f"{name}: {setup.text}, {order}{masks}"
+
+
+def optimizer_rows(optimizer: Optimizer, training: Training, state: float | None) -> list[Row]:
+    """state: its bytes per parameter; None where they are not known."""
+    parts = [f"{optimizer.name}, {training.dtype} weights"]
+    parts += [f"{state:.3g} bytes of state per parameter"] if state is not None else []
+    if optimizer.ema_decay:
+        parts.append(f"4 for their average, of which a step leaves {optimizer.ema_decay:g}")
+    if optimizer.early_step_in_backward:
+        parts.append("updates in the backward, without clipping")
+    rows = [("optimizer", ", ".join(parts))]
+    if training.z_loss or training.label_smoothing:
+        more = f"with label smoothing {training.label_smoothing:g} and z-loss {training.z_loss:g}"
+        rows.append(("loss", f"cross-entropy {more}; the cross-entropy alone is shown"))
+    return rows
 
 
 def batch_rows(setup: Setup, steps: int | None, epochs: int | None) -> list[Row]:
@@ -280,8 +321,9 @@ class StartReport(Callback):
                         "it out, start from an older one (checkpoint.load_step)"
                     )
         if section.enable_checkpoint and section.model_weights_only:
+            form = " in Hugging Face's format" if section.last_save_in_hf else ""
             yield (
-                f"the last save, of step {trainer.steps}, will hold the weights only, as {section.export_dtype} "
+                f"the last save, of step {trainer.steps}, will hold the weights only, as {section.export_dtype}{form} "
                 "(checkpoint.model_weights_only): to train on later means to go back to the full checkpoint before it"
             )
         yield from self._attempts.lines

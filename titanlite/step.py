@@ -6,6 +6,7 @@ result = step_fn(micro_batches, step, lr)
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -18,6 +19,7 @@ from titanlite.data.loader import Batch
 from titanlite.guard import FiniteGuard
 from titanlite.loss import LossFunction, batch_loss, count_valid, cross_entropy_sum
 from titanlite.optim.gradients import clip_gradients, square_norm, square_norms
+from titanlite.optim.in_backward import StepInBackward
 from titanlite.optim.optimizer import gated_step
 from titanlite.parallel.fsdp import set_gradient_sync
 
@@ -36,6 +38,8 @@ class StepResult(NamedTuple):
     grad_norm: torch.Tensor
     #: The same by layer (`titanlite.optim.gradients.layer_of`); empty unless `TrainStep.layer_norms`.
     layer_norms: dict[str, torch.Tensor]
+    #: Whether the weights were updated (bool).
+    good: torch.Tensor
 
 
 class ReplicationFactors(NamedTuple):
@@ -106,6 +110,7 @@ class TrainStep:
         before_update: is called before weights and moments change (`Checkpointer.await_copy`).
         after_update: is called when the weights are new (`titanlite.parallel.float8.ScalePrecompute`).
         phase: is told what begins, for the hang watchdog.
+        in_backward: updates parameters during the backward pass; then no gradient is clipped or held back.
     """
 
     model: nn.Module
@@ -118,6 +123,7 @@ class TrainStep:
     before_update: Callable[[], object] = do_nothing
     after_update: Callable[[], object] = do_nothing
     phase: Phase = do_nothing
+    in_backward: StepInBackward | None = None
 
     def __call__(self, batches: Sequence[Batch], step: int, lr: float, stop: bool = False) -> StepResult:
         """Train on the global batch of which `batches` are this rank's micro-batches, on the model's device.
@@ -135,19 +141,24 @@ class TrainStep:
         tokens.div_(self.factors.tokens, rounding_mode="floor")
         tokens.clamp_(min=1)  # a step of padding alone has loss zero, not NaN
 
-        share = self.runner.forward_backward(batches, tokens, self.phase)
+        early = self.in_backward
+        if early is not None:
+            self.before_update()
+        with early.at(lr) if early else contextlib.nullcontext():
+            share = self.runner.forward_backward(batches, tokens, self.phase)
         self.phase("optimizer")
         layers = square_norms(self.model, share.device) if self.layer_norms else {}
-        square = square_norm(self.model.parameters(), share.device)
+        square = early.square_norm(share.device) if early else square_norm(self.model.parameters(), share.device)
         sums = torch.stack([share / self.factors.loss, square, *layers.values()])
         dist.all_reduce(sums)
         loss, norm = sums[0], sums[1].sqrt()
 
         ok = self.guard.check(step, norm, loss, share, stops)  # a flag on the device: nothing waits for it
-        clip_gradients(self.model.parameters(), norm, self.max_norm)
-        self.before_update()
-        gated_step(self.optimizer, ok, lr)
-        self.optimizer.zero_grad(set_to_none=True)
+        if early is None:
+            clip_gradients(self.model.parameters(), norm, self.max_norm)
+            self.before_update()
+            gated_step(self.optimizer, ok, lr)
+            self.optimizer.zero_grad(set_to_none=True)
         self.after_update()
         local_loss = share * tokens / local_tokens.clamp(min=1)
-        return StepResult(loss, local_loss, norm, dict(zip(layers, sums[2:].sqrt(), strict=True)))
+        return StepResult(loss, local_loss, norm, dict(zip(layers, sums[2:].sqrt(), strict=True)), ok)

@@ -109,6 +109,8 @@ class ValidationSet:
     loaders: Mapping[str, ValidationPrefetcher]
     freq: int = 1
     first: bool = False
+    #: Entered while the model is run, as `WeightAverage.applied`.
+    weights: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
 
     def __iter__(self) -> Iterator[tuple[int, Batch]]:
         """Yield all batches, each with the number of its text; as many on every rank."""
@@ -128,7 +130,8 @@ class ValidationSet:
 
         through: takes the batches and may leave out the rest of them (`StopSignal.interruptible`).
         """
-        sums = _loss_sums(model, through(self), len(self.loaders), device, runner, factors).tolist()
+        with self.weights():
+            sums = _loss_sums(model, through(self), len(self.loaders), device, runner, factors).tolist()
         losses = (HeldOutLoss(total, int(tokens)) for total, tokens in sums)
         return ValidationResult(dict(zip(self.loaders, losses, strict=True)))
 

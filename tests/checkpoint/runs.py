@@ -85,7 +85,7 @@ def train(
 
     every: also save after so many steps. state: also in the train state. fields: of the section `checkpoint`.
     """
-    model, optimizer, take = stepper(world, run)
+    model, optimizer, take = stepper(world, run, loss_function=run.builder(world).loss())
     precompute = run.float8.precompute_float8_dynamic_scale_for_fsdp
     after_update = ScalePrecompute(model, run.builder(world).mesh) if precompute else None
     torch.manual_seed(100 + world.rank)

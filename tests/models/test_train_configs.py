@@ -26,6 +26,10 @@ SIZES = {
     "llama3_1_405b": ("llama3", "3.1-405B"),
     "llama3_2_1b": ("llama3", "3.2-1B"),
     "llama3_2_3b": ("llama3", "3.2-3B"),
+    "mistral_7b": ("mistral", "7B-v0.3"),
+    "mathstral_7b": ("mistral", "mathstral-7B"),
+    "qwen3_8b": ("qwen3", "8B"),
+    "mixtral_8x7b": ("mixtral", "8x7B"),
 }
 
 

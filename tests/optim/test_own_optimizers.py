@@ -17,9 +17,10 @@ from tests.training.harness import TINY, Run, batches, build_tiny, full_precisio
 from titanlite.config.model_sections import Optimizer, OptimizerGroup
 from titanlite.config.sections import Training
 from titanlite.models import get_spec
+from titanlite.optim.adamw_8bit import AdamW8bit, _levels, block_of
 from titanlite.optim.any_precision import AnyPrecisionAdamW
 from titanlite.optim.muon import Muon, orthogonalize
-from titanlite.optim.optimizer import build_optimizer, gated_step, parameter_groups
+from titanlite.optim.optimizer import build_optimizer, gated_step, parameter_groups, state_bytes
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.preflight import optimizer_problems
 
@@ -27,6 +28,9 @@ CPU = torch.device("cpu")
 PURE_BF16 = Training(dtype="bfloat16", mixed_precision_reduce="bfloat16")
 KAHAN = Optimizer(name="AnyPrecisionAdamW", kahan=True, momentum_dtype="bfloat16", weight_decay=0.0)
 MUON = Optimizer(name="Muon", weight_decay=0.1)
+EIGHT = Optimizer(name="AdamW8bit", weight_decay=0.1)
+#: With rows of 256: blocks of 32.
+WIDE = replace(TINY, dim=256, multiple_of=256, n_layers=1)
 
 
 def two(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -61,6 +65,29 @@ def test_any_precision_in_float32_is_adamw() -> None:
     )
 
 
+def test_8_bit_moments_are_torchaos() -> None:
+    from torchao.optim import AdamW8bit as Theirs
+    from torchao.optim.quant_utils import create_dynamic_map
+
+    assert _levels(True, CPU)[0].tolist() == create_dynamic_map(True)
+    assert _levels(False, CPU)[0].tolist() == create_dynamic_map(False)
+    mine, other = two((4, 2048))  # eight blocks of a row are 256 elements, as torchao's
+    hyper: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    ours, theirs = AdamW8bit([mine], **hyper), Theirs([other], **hyper)
+    with torch.compiler.set_stance("force_eager"):
+        follow(ours, theirs, 20)
+    for name in ("exp_avg", "exp_avg_sq"):
+        state, scales = ours.state[mine][name], ours.state[mine][f"{name}_scale"]
+        expected = theirs.state[other][name]
+        assert (state != expected.codes).float().mean() < 1e-3, "codes on a border"
+        torch.testing.assert_close(scales.flatten(), expected.scale, rtol=1e-5, atol=0)
+
+
+def test_8_bit_blocks_of_rows() -> None:
+    shapes = {(4096, 14336): 256, (4096, 11008): 32, (5120, 13824): 64, (64, 192): 0, (4096,): 0, (2, 1024): 0}
+    assert {shape: block_of(torch.Size(shape)) for shape in shapes} == shapes
+
+
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
 def test_muon_on_a_whole_matrix_is_torchs(shape: tuple[int, int]) -> None:
     mine, other = two(shape)
@@ -90,13 +117,19 @@ def test_kahan_keeps_updates_that_round_away() -> None:
 
 
 def bytes_per_parameter(world: DistEnv, run: Run) -> float:
-    """Return the bytes of weights, gradients and state, by parameter, on this rank's shards."""
+    """Return the bytes of weights, gradients and state, by parameter, on this rank's shards; check those announced."""
     model, optimizer, _ = build_tiny(world, run)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     gated_step(optimizer, torch.tensor(True), 0.0)
-    tensors = [t for p in model.parameters() for t in (p, p.grad, *optimizer.state[p].values()) if t.ndim]
-    return sum(t.to_local().nbytes for t in tensors) / sum(p.to_local().numel() for p in model.parameters())
+    state = [t for p in model.parameters() for t in optimizer.state[p].values() if t.ndim]
+    weights = [t for p in model.parameters() for t in (p, p.grad)]
+    count = sum(p.to_local().numel() for p in model.parameters())
+    blocks = get_spec("llama3").block_names(run.args)
+    dtype = next(model.parameters()).dtype
+    announced = state_bytes(dict(model.named_parameters()), run.settings, dtype, blocks)
+    assert sum(t.to_local().nbytes for t in state) / count == pytest.approx(announced, rel=1e-6)
+    return sum(t.to_local().nbytes for t in [*state, *weights]) / count
 
 
 @pytest.mark.parametrize(
@@ -106,11 +139,16 @@ def bytes_per_parameter(world: DistEnv, run: Run) -> float:
         (Optimizer(name="AnyPrecisionAdamW"), full_precision(), 14),
         (KAHAN, PURE_BF16, 10),
         (Optimizer(), PURE_BF16, 8),
+        (Optimizer(name="Muon"), full_precision(), 12),
+        (EIGHT, full_precision(), 10.25),
+        (Optimizer(name="AdamW8bit", kahan=True), PURE_BF16, 8.25),
     ],
 )
-def test_bytes_per_parameter(pool: Pools, settings: Optimizer, training: Training, expected: int) -> None:
-    run = Run(*batches(1, 8, 16, 192), [0.0], training=training, settings=settings)
-    assert pool(2).run(bytes_per_parameter, run) == [expected] * 2
+def test_bytes_per_parameter(pool: Pools, settings: Optimizer, training: Training, expected: float) -> None:
+    args = replace(WIDE, vocab_size=8) if settings.name in ("Muon", "AdamW8bit") else TINY
+    run = Run(*batches(1, 8, 16, 8), [0.0], args=args, training=training, settings=settings)
+    # The few norms and the embedding of 8 entries are what Muon and AdamW8bit keep in float32.
+    assert pool(2).run(bytes_per_parameter, run) == [pytest.approx(expected, rel=0.02)] * 2
 
 
 @pytest.fixture(scope="module")
@@ -149,13 +187,31 @@ def test_muon_on_shards_is_muon_on_whole_matrices(pool: Pools, mesh: dict[str, A
         torch.testing.assert_close(weight, alone.weights[name], rtol=0, atol=5e-4)
 
 
+def test_8_bit_moments_reshard_to_tensor_parallel_ranks_and_train_on(pool: Pools, tmp_path: Path) -> None:
+    """Two steps on FSDP ranks, two on TP ranks: as four on one, but for codes at a border."""
+    run = Run(*batches(4, 8, 16, 192), [1e-3] * 4, args=WIDE, settings=EIGHT)
+    alone = pool(1).run(train_and_save, run, tmp_path / "alone", 1, 4)[0]
+    first = pool(2).run(train_and_save, run, tmp_path / "run", 1, 2)[0]
+    same = pool(2).run(train_and_save, replace(run, tensor=2), tmp_path / "run", 3, 2)[0]
+    assert_equal(same["state"], first["state"])
+    then = pool(2).run(train_and_save, replace(run, tensor=2), tmp_path / "run", 3, 4)[0]
+    assert first["losses"] + then["losses"] == pytest.approx(alone["losses"], rel=1e-4)
+    assert {v.dtype for k, v in then["state"].items() if k.endswith("w2.weight.exp_avg")} == {torch.uint8}
+
+
 @pytest.mark.parametrize(
     ("settings", "training"),
-    [(MUON, full_precision()), (KAHAN, PURE_BF16), (Optimizer(name="AnyPrecisionAdamW", kahan=True), PURE_BF16)],
-    ids=["muon", "kahan", "momentum in float32"],
+    [
+        (MUON, full_precision()),
+        (KAHAN, PURE_BF16),
+        (Optimizer(name="AnyPrecisionAdamW", kahan=True), PURE_BF16),
+        (EIGHT, full_precision()),
+    ],
+    ids=["muon", "kahan", "momentum in float32", "8 bits"],
 )
 def test_four_and_four_equal_eight(pool: Pools, tmp_path: Path, settings: Optimizer, training: Training) -> None:
-    run = Run(*batches(8, 8, 16, 192), [3e-3] * 8, training=training, settings=settings)
+    args = WIDE if settings is EIGHT else TINY
+    run = Run(*batches(8, 8, 16, 192), [3e-3] * 8, args=args, training=training, settings=settings)
     straight = pool(2).run(train_and_save, run, tmp_path / "straight", 1, 8)[0]
     parts = [pool(2).run(train_and_save, run, tmp_path / "run", *steps)[0] for steps in ((1, 3), (4, 5), (6, 8))]
     assert [loss for part in parts for loss in part["losses"]] == straight["losses"]
@@ -195,6 +251,16 @@ def test_groups_take_the_first_pattern_and_keep_their_ratio() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([1e-4, 5e-5, 5e-5, 1e-4])
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.1, 0.0, 0.1]
     assert [group["betas"] for group in optimizer.param_groups] == [(0.9, 0.95), (0.9, 0.99), (0.9, 0.99), (0.9, 0.95)]
+
+
+def test_a_group_keeps_its_rate_where_the_others_have_none() -> None:
+    parameters = {"layers.0.w": two((4, 4))[0], "output.weight": two((8, 4))[0]}
+    settings = Optimizer(lr=0.0, groups=[OptimizerGroup(pattern="output", lr=2e-4)])
+    optimizer = build_optimizer(parameters, settings, CPU)
+    for parameter in parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    gated_step(optimizer, torch.tensor(True), settings.peak_lr / 2)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.0, 1e-4]
 
 
 def test_muon_takes_the_matrices_of_blocks() -> None:

@@ -14,11 +14,21 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from titanlite.checkpoint.hf import (
+    WeightsReader,
+    as_manifest,
+    config_differences,
+    flavor_like,
+    holds_weights,
+    open_weights,
+)
 from titanlite.checkpoint.manifest import (
     CheckpointError,
     Manifest,
     find,
+    hf_folder,
     is_valid,
+    last_hf_step,
     root_of,
     step_folder,
     step_of,
@@ -28,6 +38,7 @@ from titanlite.checkpoint.paths import AnyPath, StoreError, to_path
 from titanlite.checkpoint.storage import (
     RNG,
     CheckedReader,
+    Tensors,
     dcp_errors,
     describe,
     gather,
@@ -39,6 +50,9 @@ from titanlite.checkpoint.storage import (
     verify_files,
 )
 from titanlite.guard import find_nonfinite
+from titanlite.models.args import from_record
+from titanlite.models.spec import ModelSpec, get_spec
+from titanlite.optim.average import AVERAGE, WEIGHT
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.provenance import config_changes
 from titanlite.utils import Table, counted, render
@@ -47,12 +61,12 @@ if TYPE_CHECKING:
     from titanlite.config.sections import Checkpoint
 
 #: Parts of a checkpoint by name: weights, the optimizer's state, the step at which the schedule began, the place in the
-#: text, torch's random generators.
-GROUPS = ("model", "optimizer", "lr_scheduler", "dataloader", "rng")
+#: text, torch's random generators, averages of the weights.
+GROUPS = ("model", "optimizer", "lr_scheduler", "dataloader", "rng", "ema")
 #: Entry of the train state: the value of `exclude_from_loading` when the checkpoint was written.
 LEFT_OUT = "left_out"
 #: Groups that a run takes from another one's checkpoint only if it takes more than the weights.
-_ALL_BUT_WEIGHTS = frozenset(GROUPS) - {"model"}
+_ALL_BUT_WEIGHTS = frozenset(GROUPS) - {"model", "ema"}
 _WEIGHTS_ONLY = (
     "holds weights only (checkpoint.model_weights_only was true), without an optimizer: no run can resume from it. If "
     "the run was to end there, it is done. To start another run from it, give that another folder and name this one as "
@@ -92,6 +106,8 @@ class LoadedState:
     changes: tuple[str, ...] = ()
     #: Whether every byte was compared with its hash.
     verified: bool = False
+    #: The files are another program's, such as a folder of Hugging Face's.
+    is_foreign: bool = False
 
 
 @dataclass
@@ -107,6 +123,8 @@ class Loader:
     bad: dict[int, str] = field(default_factory=dict)
     #: The same of `initial_load_path`.
     source_bad: dict[int, str] = field(default_factory=dict)
+    #: Averages of the weights (`titanlite.optim.average`).
+    averages: Tensors = field(default_factory=dict)
 
     @property
     def root(self) -> AnyPath:
@@ -149,15 +167,20 @@ class Loader:
         """Load the chosen checkpoint. Return None, and note the reason, if its files or weights are bad."""
         folder, notices, is_other = chosen.folder, chosen.notices, chosen.origin == "from"
         exclude = self._exclude(manifest, chosen)
+        if self.averages and not any(name.startswith(AVERAGE) for name in manifest.tensors):
+            exclude.append("ema")  # the run before had none
         left_out = frozenset(entry for entry in exclude if entry in GROUPS)
         whole_optimizer = None if "optimizer" in left_out else optimizer
-        tensors = gather(model, whole_optimizer)
+        tensors = gather(model, whole_optimizer) | self.averages
         if whole_optimizer is None and optimizer is not None:
             optimizer.state.clear()  # an earlier try may have given it one
         saved = {name: entry for name, entry in manifest.tensors.items() if name != RNG}
         wanted = describe(tensors, model)
         selection = select(saved, wanted, exclude, self.config.allow_missing, convert=is_other, source=str(folder))
-        bad, reader = self.source_bad if is_other else self.bad, CheckedReader(folder, manifest)
+        bad = self.source_bad if is_other else self.bad
+        reader = (
+            WeightsReader(folder, manifest, *self.model()) if chosen.is_foreign else CheckedReader(folder, manifest)
+        )
         every_byte = self.config.verify == "hash"
         files = share(manifest.files, self.world.rank, self.world.size) if every_byte else []
         if (problem := verify_files(reader, files, self.world)) is not None:
@@ -170,10 +193,11 @@ class Loader:
         for name in tensors.keys() - state.keys():
             if name.startswith("optimizer."):  # `gather` gave it a state of one step
                 tensors[name].zero_()
+            elif name.startswith(AVERAGE):
+                tensors[name].copy_(tensors[WEIGHT + name.removeprefix(AVERAGE)])
         if where := find_nonfinite(tensors):
-            bad[manifest.step] = (
-                f"{folder} holds what is not finite ({where}), and no run can go on from it: "
-                f"`titanlite checkpoint rm {folder}` deletes it"
+            bad[manifest.step] = f"{folder} holds what is not finite ({where}), and no run can go on from it" + (
+                "" if chosen.is_foreign else f": `titanlite checkpoint rm {folder}` deletes it"
             )
             return None
         scatter(tensors, model, whole_optimizer)
@@ -205,7 +229,7 @@ class Loader:
                 )
             return [entry for entry in given if entry not in before]
         if self.config.initial_load_model_only:
-            return sorted({*given, *_ALL_BUT_WEIGHTS})
+            return sorted({*given, *_ALL_BUT_WEIGHTS, "ema"})
         names = ("data", "data order")
         differ = [name for name in names if manifest.fingerprints.get(name) != self.fingerprints.get(name)]
         if differ and "dataloader" not in given:
@@ -245,6 +269,13 @@ class Loader:
                 f'checkpoint.start = "fresh", but {self.root} holds checkpoints already: choose another '
                 "checkpoint.folder or job.dump_folder, or move them away"
             )
+        if (done := last_hf_step(self.root)) > (manifest.step if manifest is not None else -1) and not rollback:
+            raise CheckpointError(
+                f"{hf_folder(self.root, done)} holds the weights of the last save (checkpoint.last_save_in_hf): this "
+                "run has ended there. To start another run from them, give that another folder and name this one as "
+                "checkpoint.initial_load_path. To train on in this folder, move it away: the newest full checkpoint is "
+                "resumed then"
+            )
         choice = None
         if manifest is not None:
             chosen = _chosen(manifest, self.root, passed, "resume")
@@ -265,6 +296,8 @@ class Loader:
         """Return the checkpoint that `initial_load_path` means, which is only ever read. Raises CheckpointError."""
         step = step_of(path)
         try:
+            if self.config.initial_load_in_hf or holds_weights(path):
+                return self._choose_foreign(path)
             root = path.parent if step is not None else root_of(path)
             manifest, passed = find(root, step, self.source_bad)
             if manifest is None:
@@ -276,6 +309,38 @@ class Loader:
         except (CheckpointError, StoreError) as error:
             raise CheckpointError(f"checkpoint.initial_load_path: {error}") from None
         return manifest, chosen
+
+    def model(self) -> tuple[ModelSpec, Any]:
+        """Return spec and arguments of this run's model."""
+        record = self.run_config.get("model")
+        if not isinstance(record, dict):
+            raise CheckpointError(
+                "weights in Hugging Face's format need the model's description: give Checkpointer "
+                'run_config={"model": titanlite.models.args.as_record(name, args)}'
+            )
+        family, args = from_record(record)
+        return get_spec(family), args
+
+    def _choose_foreign(self, path: AnyPath) -> tuple[Manifest, LoadedState]:
+        """Return the weights of another program in `path`, whose config fits the model. Raises CheckpointError."""
+        if self.source_bad:
+            raise CheckpointError(*self.source_bad.values())
+        if not self.config.initial_load_model_only:
+            raise CheckpointError(f"{path} holds weights only: set checkpoint.initial_load_model_only = true")
+        spec, args = self.model()
+        weights = open_weights(path, spec, args)
+        weights.check_head()
+        found, notices = config_differences(weights, spec, args), [f"{path} holds weights of another program"]
+        if found and "model" not in self.config.allow_changes:
+            like = flavor_like(spec, weights.config)
+            lines = "".join(f"\n  {line}" for line in found)
+            way = f'model.flavor = "{like}" is that model' if like else "set [model], or model.overrides, so"
+            raise CheckpointError(
+                f"{path} is of another model than this run's:{lines}\n{way[0].upper()}{way[1:]}. If the difference is "
+                "meant and changes no shape, say so: --checkpoint.allow_changes=model"
+            )
+        notices += [f"another model, by checkpoint.allow_changes: {line}" for line in found]
+        return as_manifest(weights), LoadedState(0, {}, notices, path, "from", is_foreign=True)
 
     def _check_run(self, manifest: Manifest, chosen: LoadedState, expected: Mapping[str, Any]) -> LoadedState:
         """Add the differences to the run that wrote the checkpoint.
@@ -360,8 +425,9 @@ def select(
 
     ignored = {name for name in {*saved, *wanted} if name.startswith(prefixes) or matches(name, patterns)}
     ignored |= {name for name in wanted if name not in saved and matches(name, allow_missing)}
-    fresh = tuple(f"optimizer.state.{name.removeprefix('model.')}." for name in ignored if name.startswith("model."))
-    ignored |= {name for name in {*saved, *wanted} if name.startswith(fresh)}
+    own = {name.removeprefix(WEIGHT) for name in ignored if name.startswith(WEIGHT)}
+    fresh = tuple(f"optimizer.state.{name}." for name in own)
+    ignored |= {name for name in {*saved, *wanted} if name.startswith(fresh) or name.removeprefix(AVERAGE) in own}
 
     problems = {name: compare_entries(saved.get(name), wanted.get(name)) for name in {*saved, *wanted} - ignored}
     converted = {
@@ -416,7 +482,9 @@ def _offered_keys(found: Mapping[str, str], names: Collection[str]) -> str:
     """Return the keys that accept the differences. names: of all tensors on both sides."""
     ways, found_names = [], sorted(found, key=_natural)
     # A weight's pattern covers the optimizer's state of it.
-    weights = [name for name in found_names if name.startswith("model.")] or found_names
+    weights = [name for name in found_names if name.startswith(WEIGHT)] or found_names
+    if all(name.startswith(AVERAGE) for name in found_names):
+        return '\nIf that is meant: checkpoint.exclude_from_loading = ["ema"] begins with a new average, or drops it'
     missing = [name for name in weights if found[name] == MISSING]
     rest = [name for name in weights if found[name] != MISSING]
     if missing and all(name.startswith("optimizer.") for name in missing):
@@ -431,7 +499,9 @@ def _offered_keys(found: Mapping[str, str], names: Collection[str]) -> str:
 
 
 def _shown(entry: Sequence[Any] | None) -> str:
-    return "–" if entry is None else f"{entry[0]}{list(entry[1])}"
+    if entry is None:
+        return "–"
+    return f"{entry[0]}{list(entry[1])}" + (f" ({entry[2]})" if len(entry) > 2 else "")  # of a foreign file: its place
 
 
 def _patterns(names: Sequence[str], others: Collection[str], most: int = 4) -> str:

@@ -17,8 +17,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from titanlite.checkpoint.async_save import AsyncSave, SaveOutcome
+from titanlite.checkpoint.hf_save import save_hf
 from titanlite.checkpoint.load import LoadedState, Loader
-from titanlite.checkpoint.manifest import INDEX, CheckpointError, Manifest, find, step_folder
+from titanlite.checkpoint.manifest import INDEX, CheckpointError, Manifest, find, hf_folder, step_folder
 from titanlite.checkpoint.paths import AnyPath, files_in, to_path
 from titanlite.checkpoint.retention import (
     Deleter,
@@ -47,6 +48,7 @@ from titanlite.checkpoint.storage import (
     verify_files,
 )
 from titanlite.guard import WeightsError, find_nonfinite
+from titanlite.optim.average import AVERAGE, WEIGHT
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs import provenance
 from titanlite.runs.lock import OwnershipCheck
@@ -67,6 +69,8 @@ class Checkpointer:
 
     fingerprints: values that must be equal for a resume, such as {"model": …, "tokenizer": …, "data": …}; a checkpoint
     with others is refused. run_config: the resolved configuration, which the manifest keeps for people.
+    tokenizer_files: gives name → content of the files that `checkpoint.last_save_in_hf` adds. averages: of the weights
+    (`WeightAverage.tensors`), in all checkpoints but those of weights only.
     """
 
     def __init__(
@@ -75,17 +79,21 @@ class Checkpointer:
         world: DistEnv,
         fingerprints: dict[str, str],
         run_config: dict[str, Any] | None = None,
+        tokenizer_files: Callable[[], Mapping[str, bytes]] = dict,
+        averages: Tensors | None = None,
     ) -> None:
         self.config = config
         self.root = to_path(config.folder)
         self._world = world
         self._fingerprints = fingerprints
         self._run_config = run_config or {}
+        self._tokenizer_files = tokenizer_files
         self._origin = provenance.origin() if world.rank == 0 else {"versions": {}}  # rank 0 writes the manifest
         self._resumed: int | None = None
         self._deleter = Deleter()
         self._owner = OwnershipCheck(self.root)
-        self._loader = Loader(config, world, fingerprints, self._run_config)
+        self._averages = averages or {}
+        self._loader = Loader(config, world, fingerprints, self._run_config, averages=self._averages)
         #: Step → why; checkpoints that are not loaded though manifest and sizes are right.
         self._bad = self._loader.bad
         #: Start of the latest save, by `time.perf_counter`.
@@ -172,6 +180,7 @@ class Checkpointer:
         Raises CheckpointError, on all ranks, when any rank fails; nothing half-written is then published. Raises
         WeightsError, on all ranks and before anything is written, when a weight or a moment is not finite.
 
+        With `config.last_save_in_hf` the weights go to a folder of Hugging Face's, `step-N-hf`, in the foreground.
         With `config.async_mode` it returns as soon as everything is copied ("async_with_pinned_mem": before that, see
         `await_copy`); the checkpoint appears later, and `poll` or `wait` tells. It first waits for a save in flight.
         """
@@ -180,6 +189,8 @@ class Checkpointer:
             self._async.prepare(self._group)
         self._began = time.perf_counter()
         tensors = self._tensors_to_save(step, model, optimizer, weights_only)
+        if weights_only is not None and self.config.last_save_in_hf:
+            return self._save_hf(step, tensors, model)
         manifest = Manifest(
             step=step,
             fingerprints=self._fingerprints,
@@ -213,11 +224,32 @@ class Checkpointer:
             write(tensors, self._group)
         return folder
 
+    def _save_hf(self, step: int, tensors: Tensors, model: nn.Module) -> AnyPath:
+        final, (spec, args) = hf_folder(self.root, step), self._loader.model()
+        assert self._group is not None
+        self._on_rank_0(self._owner.look)
+        strip = len("model.")
+        save_hf(
+            final,
+            spec,
+            args,
+            {name[strip:]: tensor for name, tensor in tensors.items()},
+            {name[strip:]: entry for name, entry in describe(tensors, model).items()},
+            self._group,
+            self._on_rank_0,
+            self._tokenizer_files,
+        )
+        return final
+
     def _tensors_to_save(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, weights_only: str | None
     ) -> Tensors:
         tensors = gather(model, optimizer if weights_only is None else None)
-        if weights_only is not None:
+        if weights_only is None:
+            tensors |= self._averages
+        else:
+            if self.config.export_ema:
+                tensors |= {WEIGHT + name.removeprefix(AVERAGE): t for name, t in self._averages.items()}
             tensors = {name: converted(tensor, weights_only) for name, tensor in tensors.items()}
         if where := find_nonfinite(tensors, self._group):
             if weights_only and not find_nonfinite(gather(model), self._group):

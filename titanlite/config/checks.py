@@ -46,6 +46,10 @@ def _is_set(value: Any) -> bool:
     return value is not None
 
 
+def _is_huge(norm: float) -> bool:
+    return norm >= 1e9
+
+
 def _several(degree: int) -> bool:
     return degree > 1
 
@@ -66,6 +70,7 @@ _PP = "experimental.pipeline_parallel_degree"
 _RECIPE, _RESHARD = "float8.recipe_name", "training.reshard_after_forward"
 _HELD_OUT, _SOURCES, _ADVICE = "validation.dataset", "validation.sources", "make it one of the sources"
 _TEXT_KEYS = ("text_key", "prompt_key", "completion_key")
+_EARLY = "optimizer.early_step_in_backward"
 _COMPONENTS = ("compile.components", lambda components: "model" in components, '"model" must be among them')
 
 #: Key, its value, and another key with the value that it needs then; what to do. A function matches values for which it
@@ -78,12 +83,15 @@ NEEDS: tuple[tuple[str, Any, str, Any, str], ...] = (
     ("checkpoint.create_seed_checkpoint", True, _SAVES, True, ""),
     ("checkpoint.last_save_in_hf", True, "checkpoint.model_weights_only", True, ""),
     ("checkpoint.keep_best", bool, "validation.enable", True, ""),
+    ("checkpoint.export_ema", True, "optimizer.ema_decay", bool, ""),
+    ("validation.ema", True, "optimizer.ema_decay", bool, ""),
     ("guard.policy", "rollback", _SAVES, True, ""),
     ("data.prompt_key", bool, "data.completion_key", _is_set, ""),
     ("data.completion_key", bool, "data.prompt_key", _is_set, ""),
     ("debug.deterministic_warn_only", True, "debug.deterministic", True, ""),
     (f"{_RATE}decay_type", "plateau", f"{_RATE}plateau_ratio", _is_set, ""),
     (_MODE, "budget", _COMPILE, True, ""),
+    (_EARLY, True, "training.max_norm", _is_huge, "1e9 turns clipping off: its norm comes after the last update"),
     (_MODE, "budget", *_COMPONENTS),
     (_ASYNC, True, _COMPILE, True, ""),
     (_ASYNC, True, *_COMPONENTS),
@@ -101,6 +109,7 @@ CONFLICTS: tuple[tuple[str, Any, str, Any, str], ...] = (
     ("validation.dataset_path", bool, _HELD_OUT, is_dotted, "give one of the two"),
     ("validation.dataset_path", bool, _SOURCES, bool, _ADVICE),
     (_HELD_OUT, lambda name: name != "c4_validation", _SOURCES, bool, _ADVICE),
+    *((f"training.{n}", bool, "training.loss", is_dotted, "add it there") for n in ("z_loss", "label_smoothing")),
     ("training.data_parallel_shard_degree", _several, "training.data_parallel_type", "ddp", "it shards nothing"),
     ("training.prefetch", bool, "training.fsdp_units", "root", "it gathers everything at once"),
     (
@@ -110,6 +119,19 @@ CONFLICTS: tuple[tuple[str, Any, str, Any, str], ...] = (
         "bfloat16",
         "its updates would round away; AnyPrecisionAdamW keeps them",
     ),
+    (
+        "optimizer.name",
+        "AdamW8bit",
+        _TP,
+        lambda ranks: ranks % 16 == 0,
+        "it quantizes rows in blocks, which 8 ranks fit",
+    ),
+    (_EARLY, True, "guard.policy", "skip", "a bad step is in the weights by then"),
+    (_EARLY, True, _PP, _several, "a pipeline accumulates gradients"),
+    (_EARLY, True, "training.enable_cpu_offload", True, "it keeps gradients in host memory"),
+    (_EARLY, True, "metrics.layer_norms", bool, "gradients are freed one by one"),
+    (_EARLY, True, "optimizer.name", lambda name: name == "Muon" or is_dotted(name), "it may need all gradients"),
+    ("sample.prompts", bool, _PP, _several, "no rank of a pipeline computes the next token alone"),
     ("training.gradient_sync", "every", _PP, _several, "a pipeline reduces gradients once, after the last micro-batch"),
     *(
         (f"{_RATE}{name}", bool, f"{_RATE}decay_type", "constant", "there is nothing to shape")
@@ -155,7 +177,7 @@ def _numbers(d: Config) -> Iterator[Finding]:
     timeout, deadline = d.comm.train_timeout_seconds, d.stall.deadline_seconds or 0
     rows = max(t.batch_size // (e.pipeline_parallel_microbatches or e.pipeline_parallel_degree), 1)
     length = max(t.seq_len // e.context_parallel_degree, 1)
-    if s.min_lr is not None and s.min_lr > d.optimizer.lr:
+    if s.min_lr is not None and s.min_lr > d.optimizer.peak_lr:
         yield "conflict", f"{_RATE}min_lr", f"is {quote(s.min_lr)}, above optimizer.lr = {quote(d.optimizer.lr)}", ""
     if ac.offload and ac.mode == "selective" and ac.selective_ac_option == "op":
         message = 'excludes activation_checkpoint.selective_ac_option = "op", whose tensors are held on the device'
@@ -190,9 +212,9 @@ def _text(d: Config) -> Iterator[Finding]:
             yield "unknown-value", f"{section}.dataset", f"{quote(text.dataset)} {problem[0]}", problem[1]
     for i, source in enumerate(d.validation.sources):
         at = f"{_SOURCES}[{i}]"
-        if not source.name:
+        if not source.name and source.path is not None:
             yield "missing", f"{at}.name", "is missing, and the losses of a source have its name", 'as name = "wiki"'
-        elif is_dotted(source.name):
+        elif source.name and is_dotted(source.name):
             hint = "only validation.dataset takes a dotted path"
             yield "unknown-value", f"{at}.name", f"{quote(source.name)} is a dotted path", hint
         for field in ("weight", "epochs"):

@@ -71,7 +71,7 @@ class OptimizerGroup(Section, frozen=True):
 class Optimizer(Section, frozen=True):
     """What turns gradients into updates."""
 
-    name: Annotated[str, dotted_or("AdamW", "Adam", "AnyPrecisionAdamW", "Muon")] = "AdamW"
+    name: Annotated[str, dotted_or("AdamW", "Adam", "AnyPrecisionAdamW", "AdamW8bit", "Muon")] = "AdamW"
     """Algorithm. Or a dotted path to a function that makes an optimizer (docs/library.md)."""
     lr: NonNegative = 8e-4
     """Peak learning rate."""
@@ -85,6 +85,11 @@ class Optimizer(Section, frozen=True):
     """Weight decay, decoupled in AdamW."""
     implementation: Literal["fused", "foreach", "for-loop"] | None = None
     """How the update is computed. None: fused on GPUs, foreach on CPU."""
+    early_step_in_backward: bool = False
+    """Update each parameter as soon as its gradient is there, and free it: gradients of one FSDP group exist at a time.
+    Needs training.max_norm = 1e9 and one micro-batch per step; a bad step ends the run or rolls it back."""
+    ema_decay: Decay = 0.0
+    """Keep an exponential moving average of the weights in float32: each step leaves this share of it. 0: none."""
     groups: list[OptimizerGroup] = []
     """Array of tables, each with a pattern and its settings. The first pattern found in a name decides."""
     no_decay_on_norms: bool = False
@@ -92,13 +97,18 @@ class Optimizer(Section, frozen=True):
     momentum: Decay = 0.95
     """Muon: decay rate of the momentum of matrices in blocks. The other parameters take AdamW."""
     kahan: bool = False
-    """AnyPrecisionAdamW: Kahan summation of the updates."""
+    """AnyPrecisionAdamW, AdamW8bit: Kahan summation of the updates."""
     momentum_dtype: Dtype = "float32"
     """AnyPrecisionAdamW: first moment."""
     variance_dtype: Dtype = "bfloat16"
     """AnyPrecisionAdamW: second moment."""
     compensation_dtype: Dtype = "bfloat16"
-    """AnyPrecisionAdamW: the rest that Kahan summation carries over."""
+    """AnyPrecisionAdamW, AdamW8bit: the rest that Kahan summation carries over."""
+
+    @property
+    def peak_lr(self) -> float:
+        """The rate that the schedule scales: lr; where that is 0, the largest of the groups, which keep their own."""
+        return self.lr or max((group.lr or 0.0 for group in self.groups), default=0.0)
 
 
 class LrScheduler(Section, frozen=True):

@@ -17,6 +17,7 @@ from titanlite.config.run_sections import (
     Location,
     Name,
     Natural,
+    NonNegative,
     Positive,
     Ratio,
     Section,
@@ -72,6 +73,11 @@ class Training(Section, frozen=True):
     """Precision of the weights themselves, which the optimizer updates."""
     loss: Annotated[str, dotted_or("cross_entropy")] = "cross_entropy"
     """Loss of each token, summed. Or a dotted path to a function of logits and labels (docs/library.md)."""
+    z_loss: NonNegative = 0.0
+    """Adds this times log(Z)^2 to the objective of each token, Z the sum of its exponentiated logits; PaLM takes 1e-4.
+    Logs and validation show the cross-entropy alone."""
+    label_smoothing: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    """Share of each target that is spread over the vocabulary. Logs and validation show the cross-entropy alone."""
     loss_chunks: Count = 1
     """Compute head and cross-entropy in so many pieces of a micro-batch's tokens; only one piece's logits are in
     memory. 1: all at once."""
@@ -116,7 +122,7 @@ class Checkpoint(Section, frozen=True):
     load_step: Annotated[int, Meta(ge=-1)] = -1
     """Load this step. -1: the newest valid one."""
     exclude_from_loading: list[str] = []
-    """Parts that are not loaded: model, optimizer, lr_scheduler, dataloader, rng, or patterns of tensor names.
+    """Parts that are not loaded: model, optimizer, lr_scheduler, dataloader, rng, ema, or patterns of tensor names.
     Checkpoints that the run has saved since are loaded whole."""
     allow_missing: list[str] = []
     """Patterns of tensors of the model that a checkpoint may lack; they keep their initial values."""
@@ -124,17 +130,19 @@ class Checkpoint(Section, frozen=True):
     """What may differ from the run that wrote the checkpoint; otherwise it is refused."""
     initial_load_path: Location | None = None
     """Checkpoint of any run to start from while this run has none of its own: step-N, or a folder or run that holds
-    some (the newest good one). A folder or a URL."""
+    some (the newest good one). A folder or a URL. Or a local folder of Hugging Face's or Meta's, found by its files."""
     initial_load_model_only: bool = True
     """Take only the weights from it and begin at step 0; false: continue at its step with all it holds."""
     initial_load_in_hf: bool = False
-    """initial_load_path holds Hugging Face weights."""
+    """initial_load_path must hold weights of Hugging Face's; without this key they are recognised by their files."""
     model_weights_only: bool = False
     """The last save holds weights only: for use elsewhere. No run can continue from it."""
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Precision of that last save."""
+    export_ema: bool = False
+    """That last save holds the average of the weights (optimizer.ema_decay)."""
     last_save_in_hf: bool = False
-    """That last save is in Hugging Face's format."""
+    """That last save is a folder step-N-hf of Hugging Face's, with the tokenizer's files."""
     create_seed_checkpoint: bool = False
     """Save step 0 on one process, then exit."""
     enable_first_step_checkpoint: bool = False
@@ -243,7 +251,7 @@ class Parallelism(Section, frozen=True):
     """Parallelism that the older sections have no name for."""
 
     expert_parallel_degree: Count = 1
-    """Ranks that share the experts of a mixture."""
+    """Ranks that share the experts of a mixture: a divisor of data_parallel_shard * context_parallel."""
 
 
 class Config(Section, frozen=True):
@@ -258,6 +266,7 @@ class Config(Section, frozen=True):
     validation: Validation = Validation()
     checkpoint: Checkpoint = Checkpoint()
     metrics: run.Metrics = run.Metrics()
+    sample: run.Sample = run.Sample()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     compile: Compile = Compile()
     float8: Float8 = Float8()

@@ -17,8 +17,8 @@ from titanlite.optim.gated import GatedOptimizer, gradient_of, local
 class AnyPrecisionAdamW(GatedOptimizer):
     """AdamW (Loshchilov and Hutter, 2019). With all dtypes float32 and no Kahan summation it is torch's, to rounding.
 
-    The arithmetic is in float32; only what a step leaves behind is rounded. Bytes per parameter besides weight and
-    gradient: those of momentum and variance, and of the compensation with `kahan`.
+    The arithmetic is in float32; a step rounds its results once, when it stores them. Bytes per parameter besides
+    weight and gradient: those of momentum and variance, and of the compensation with `kahan`.
     """
 
     def __init__(
@@ -44,12 +44,8 @@ class AnyPrecisionAdamW(GatedOptimizer):
         for parameter in parameters:
             weight, gradient = local(parameter), gradient_of(parameter)
             step = self.state[parameter]["step"]
-            momentum = self.buffer(parameter, "exp_avg", self.momentum_dtype)
-            variance = self.buffer(parameter, "exp_avg_sq", self.variance_dtype)
-            first = momentum.float().lerp(gradient, 1 - beta1)
-            second = variance.float().lerp(gradient.square(), 1 - beta2)
-            self.store(momentum, first)
-            self.store(variance, second)
+            first = self.average(parameter, "exp_avg", self.momentum_dtype, gradient, beta1)
+            second = self.average(parameter, "exp_avg_sq", self.variance_dtype, gradient.square(), beta2)
             size = group["lr"] / (1 - beta1**step)
             change = first.mul_(-size).div_((second / (1 - beta2**step)).sqrt_().add_(group["eps"]))
             # The decay goes through the same sum: a factor 1 - lr * decay alone rounds to 1 in bfloat16.
@@ -62,3 +58,12 @@ class AnyPrecisionAdamW(GatedOptimizer):
             result = (weight + change).to(weight.dtype)
             self.store(rest, change - (result.float() - weight))
             self.store(weight, result)
+
+    def average(
+        self, parameter: torch.nn.Parameter, name: str, dtype: torch.dtype, value: torch.Tensor, decay: float
+    ) -> torch.Tensor:
+        """Move a running average towards `value`; store it as `dtype`, and return it in float32."""
+        stored = self.buffer(parameter, name, dtype)
+        moved = stored.float().lerp(value, 1 - decay)
+        self.store(stored, moved)
+        return moved

@@ -11,6 +11,7 @@ from torch import nn
 
 from titanlite.config.extensions import load_function
 from titanlite.config.model_sections import Optimizer
+from titanlite.optim.adamw_8bit import AdamW8bit, block_of
 from titanlite.optim.any_precision import AnyPrecisionAdamW
 from titanlite.optim.muon import Muon
 from titanlite.utils import is_dotted
@@ -30,7 +31,7 @@ def build_optimizer(
         optimizer = load_function("optimizer.name", settings.name)(parameters, settings, device)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer.name = {settings.name!r} returned {optimizer!r:.80}, and no torch optimizer")
-        return keep_ratios(optimizer, settings.lr)
+        return keep_ratios(optimizer, settings.peak_lr)
     groups = parameter_groups(parameters, settings, blocks)
     common: dict[str, Any] = {
         "lr": settings.lr,
@@ -38,14 +39,43 @@ def build_optimizer(
         "eps": settings.eps,
         "weight_decay": settings.weight_decay,
     }
+    if settings.name == "AdamW8bit":
+        dtype = getattr(torch, settings.compensation_dtype)
+        ours: torch.optim.Optimizer = AdamW8bit(groups, **common, kahan=settings.kahan, compensation_dtype=dtype)
+        return keep_ratios(ours, settings.peak_lr)
     if settings.name == "AnyPrecisionAdamW":
         dtypes = {name: getattr(torch, getattr(settings, name)) for name in _STATE_DTYPES}
-        return keep_ratios(AnyPrecisionAdamW(groups, **common, kahan=settings.kahan, **dtypes), settings.lr)
+        return keep_ratios(AnyPrecisionAdamW(groups, **common, kahan=settings.kahan, **dtypes), settings.peak_lr)
     if settings.name == "Muon":
-        return keep_ratios(Muon(groups, **common, momentum=settings.momentum), settings.lr)
+        return keep_ratios(Muon(groups, **common, momentum=settings.momentum), settings.peak_lr)
     kind = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}[settings.name]
     how = settings.implementation or ("fused" if device.type == "cuda" else "foreach")
-    return keep_ratios(kind(groups, **common, fused=how == "fused", foreach=how == "foreach"), settings.lr)
+    return keep_ratios(kind(groups, **common, fused=how == "fused", foreach=how == "foreach"), settings.peak_lr)
+
+
+def state_bytes(
+    parameters: dict[str, nn.Parameter], settings: Optimizer, dtype: torch.dtype, blocks: Collection[str] = ()
+) -> float | None:
+    """Return bytes of state per parameter of the optimizer of `build_optimizer`; None for one of your own.
+
+    dtype: of the weights, whatever that of `parameters`.
+    """
+    if is_dotted(settings.name):
+        return None
+    momentum, variance, rest = (getattr(torch, getattr(settings, name)).itemsize for name in _STATE_DTYPES)
+    rest *= settings.kahan
+
+    def each(parameter: nn.Parameter, muon: bool) -> float:
+        block = block_of(parameter.shape)
+        return {
+            "AnyPrecisionAdamW": momentum + variance + rest,
+            "AdamW8bit": (2 + 8 / block if block else 8) + rest,
+            "Muon": 4 if muon else 8,
+        }.get(settings.name, 2 * dtype.itemsize)
+
+    groups = parameter_groups(parameters, settings, blocks)
+    total = sum(p.numel() * each(p, "muon" in group) for group in groups for p in group["params"])
+    return total / sum(p.numel() for p in parameters.values())
 
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -55,7 +85,7 @@ _STATE_DTYPES = ("momentum_dtype", "variance_dtype", "compensation_dtype")
 def parameter_groups(
     parameters: dict[str, nn.Parameter], settings: Optimizer, blocks: Collection[str] = ()
 ) -> list[dict[str, Any]]:
-    """Divide parameters into the groups of `[[optimizer.groups]]`; the rest is a group of its own.
+    """Divide parameters into the groups of `[[optimizer.groups]]`, and one more group of all others.
 
     The first pattern that is found in a name decides. Groups without parameters on this rank are left out.
     """
@@ -99,6 +129,12 @@ def keep_ratios(optimizer: torch.optim.Optimizer, base: float) -> torch.optim.Op
     return optimizer
 
 
+def set_rates(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of each parameter group to `lr` times its `lr_scale`."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_scale", 1.0)
+
+
 def gated_step(optimizer: torch.optim.Optimizer, ok: torch.Tensor, lr: float) -> None:
     """Take one optimizer step at learning rate `lr` if the flag `ok` (0-dim bool) is set, else change nothing.
 
@@ -107,8 +143,7 @@ def gated_step(optimizer: torch.optim.Optimizer, ok: torch.Tensor, lr: float) ->
     selection: the host reads the flag, which costs nothing on a CPU and one synchronization on a GPU.
     """
     ok = ok.to(optimizer.param_groups[0]["params"][0].device)  # offloaded parameters are in host memory
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_scale", 1.0)
+    set_rates(optimizer, lr)
     fused = all(group.get("fused") for group in optimizer.param_groups)
     if fused and getattr(optimizer, "_step_supports_amp_scaling", False):
         optimizer.found_inf = (~ok).to(torch.float32)  # type: ignore[attr-defined]

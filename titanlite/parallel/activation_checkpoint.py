@@ -42,6 +42,7 @@ MATMULS = (
     "aten._scaled_mm.default",  # float8
     "aten._scaled_mm_v2.default",
     "aten._grouped_mm.default",  # experts
+    "titanlite.grouped_mm.default",  # the same in float32
     "aten._scaled_grouped_mm.default",
 )
 #: Attention kernels: always saved. They cost most to repeat, and return little beside their input.
@@ -57,8 +58,13 @@ ATTENTION = (
     "torch_attn._varlen_attn.default",
     "higher_order.flex_attention",
 )
-#: Always saved as well: a reduction over ranks would be sent twice; a maximum, float8's scale, is one number.
-OTHERS = ("_c10d_functional.reduce_scatter_tensor.default", "aten.max.default")
+#: Always saved as well: a reduction over ranks, and rows for experts of other ranks, would be sent twice; a maximum,
+#: float8's scale, is one number.
+OTHERS = (
+    "_c10d_functional.reduce_scatter_tensor.default",
+    "_c10d_functional.all_to_all_single.default",
+    "aten.max.default",
+)
 
 
 _KINDS = {
@@ -185,6 +191,8 @@ class ActivationStats:
     #: A recomputing block, and one that keeps everything.
     block_bytes: int
     plain_bytes: int
+    #: Names of the attention operators of a forward: the kernels of this device.
+    kernels: tuple[str, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -199,11 +207,13 @@ def trace_block(
     tokens: tuple[int, int],
     device: torch.device,
     dtype: torch.dtype,
+    masked_len: int | None = None,
 ) -> ActivationStats:
     """Run one block forward and backward under these settings, on tensors without data, and measure it.
 
     model: on the meta device, without checkpointing; do not use it afterwards. tokens: (batch, seq) of a micro-batch.
-    device, dtype: of the real run, since both decide which attention kernel runs.
+    device, dtype: of the real run, since both decide which attention kernel runs. masked_len: tokens of a whole
+    sequence whose documents are masked; None: no masks.
 
     Raises ParallelismError when the per-op policy saves nothing in a block.
     """
@@ -212,7 +222,12 @@ def trace_block(
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device=device)
         block = model.get_submodule(names[0])
-        args, kwargs = _arguments_of(block, model, torch.zeros(tokens, dtype=torch.int64, device=device))
+        one = (
+            {}
+            if masked_len is None
+            else {"doc_ids": torch.zeros(tokens[0], masked_len, dtype=torch.int32, device=device)}
+        )
+        args, kwargs = _arguments_of(block, model, torch.zeros(tokens, dtype=torch.int64, device=device), **one)
         plain = _Recorder().run(block, args, kwargs)
         traced = plain
         if chosen:
@@ -230,6 +245,7 @@ def trace_block(
         recomputed={kind: traced.backward[kind] - plain.backward[kind] for kind in ("matmul", "attention")},
         block_bytes=traced.kept_bytes,
         plain_bytes=plain.kept_bytes,
+        kernels=tuple(sorted(name for name in plain.names if name in ATTENTION)),
     )
 
 
@@ -237,7 +253,9 @@ class _Found(Exception):
     pass
 
 
-def _arguments_of(block: nn.Module, model: nn.Module, tokens: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments_of(
+    block: nn.Module, model: nn.Module, tokens: Tensor, **more: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments with which the model calls that block."""
     caught: list[Any] = []
 
@@ -247,7 +265,7 @@ def _arguments_of(block: nn.Module, model: nn.Module, tokens: Tensor) -> tuple[t
 
     handle = block.register_forward_pre_hook(catch, with_kwargs=True)
     try:
-        model(tokens)
+        model(tokens, **more)
     except _Found:
         pass
     finally:

@@ -73,6 +73,10 @@ def fill(
     """
     if local.numel() == 0:
         return
+    if len(shape) > 2:  # a stack of matrices: each by itself, so that no rank draws all of them at once
+        for index, matrix in enumerate(local, offset[0]):
+            fill(matrix, offset[1:], shape[1:], f"{name}.{index}", init, seed, device)
+        return
     if init.kind in ("ones", "zeros", "constant"):
         local.fill_({"ones": 1.0, "zeros": 0.0}.get(init.kind, init.value))
         return

@@ -36,7 +36,7 @@ def _run(arguments: argparse.Namespace, flags: list[str], _: Style) -> tuple[str
     if run.steps is None:
         message = "the length in steps follows from the length of the text"
         raise ConfigError([Problem("", "training.epochs", message, "give --training.steps N for this command")])
-    rate = LearningRate(run.schedule, run.optimizer.lr, phases=tuple(rate_phases(run)))
+    rate = LearningRate(run.schedule, run.optimizer.peak_lr, phases=tuple(rate_phases(run)))
     rates = [rate(step) for step in range(1, run.steps + 1)]
     return (json.dumps(rates) if arguments.json else "\n".join([*draw(rates), "", *table(rates)])), exit_codes.DONE
 

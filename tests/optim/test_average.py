@@ -1,0 +1,120 @@
+"""The average of the weights: its numbers, saved, resharded, validated and exported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint.runs import unequal
+from tests.pool import Pools
+from tests.training.harness import full
+from tests.training.test_run import _losses, _outcome, _run, _trainer
+from titanlite.callbacks import Callback
+from titanlite.checkpoint import CheckpointError
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.tools.convert import convert
+from titanlite.tools.tensors import Contents
+
+EMA = [
+    "--optimizer.ema_decay=0.5",
+    "--training.steps=6",
+    "--guard.policy=skip",
+    "--training.reshard_after_forward=never",
+]
+VALIDATE = ["--validation.enable", "--validation.freq=2"]
+
+
+class _Weights(Callback):
+    """Keeps the head's weights after each step; spoils the gradients of step 3."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def _keep(self, trainer: Any) -> None:
+        self.seen.append(full(dict(trainer.parts.model.named_parameters())["output.weight"]))
+
+    def on_start(self, trainer: Any) -> None:
+        self._keep(trainer)
+
+    def on_step_end(self, trainer: Any, result: Any) -> None:
+        self._keep(trainer)
+
+
+def _run_kept(world: DistEnv, folder: str, *flags: str) -> dict[str, Any]:
+    trainer = _trainer(world, folder, *flags)
+    kept = _Weights()
+    trainer.callbacks = type(trainer.callbacks)([*trainer.callbacks.all, kept])
+
+    def spoil(module: Any, inputs: Any, out: torch.Tensor) -> torch.Tensor:
+        return out * float("nan") if trainer.step == 3 and out.requires_grad else out
+
+    trainer.parts.model.get_submodule("norm").register_forward_hook(spoil)
+    return {**_outcome(trainer, folder), "seen": kept.seen}
+
+
+@pytest.fixture(scope="module")
+def straight(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Six steps on two ranks, the third of them bad."""
+    folder = tmp_path_factory.mktemp("ema")
+    found = pool(2).run(_run_kept, str(folder), *EMA, *VALIDATE, "--validation.ema", "--checkpoint.interval=4")[0]
+    return folder / "checkpoint", found
+
+
+def _validations(found: dict[str, Any]) -> dict[int, float]:
+    return {row["step"]: row["validation_loss"] for row in found["rows"] if "validation_loss" in row}
+
+
+def test_each_good_step_moves_it_and_training_does_not_notice(
+    pool: Pools, tmp_path: Path, straight: tuple[Path, dict[str, Any]]
+) -> None:
+    root, found = straight
+    expected = found["seen"][0].clone()
+    for step, weights in enumerate(found["seen"][1:], start=1):
+        if step != 3:
+            expected.lerp_(weights, 0.5)
+    assert torch.equal(found["seen"][2], found["seen"][3])
+    assert torch.equal(Contents(root / "step-6").read("ema.output.weight"), expected)
+    convert(root, tmp_path / "average.pt", "torch", ema=True)
+    assert torch.equal(torch.load(tmp_path / "average.pt")["state_dict"]["output.weight"], expected)
+    plain = pool(2).run(_run_kept, str(tmp_path), *EMA, *VALIDATE, "--optimizer.ema_decay=0")[0]
+    assert _losses(plain["rows"]) == _losses(found["rows"])
+    assert _validations(plain).keys() == _validations(found).keys() == {2, 4, 6}
+    assert _validations(plain)[6] < _validations(found)[6] - 1e-3, "the average lags"
+
+
+def test_the_last_save_has_the_weights_that_were_validated(
+    pool: Pools, tmp_path: Path, straight: tuple[Path, dict[str, Any]]
+) -> None:
+    flags = [*EMA, *VALIDATE, "--validation.ema", "--checkpoint.model_weights_only", "--checkpoint.export_ema"]
+    found = pool(2).run(_run, str(tmp_path / "a"), *flags)[0]
+    weights = tmp_path / "a" / "checkpoint" / "step-6"
+    with pytest.raises(CheckpointError, match="no average of the weights"):
+        convert(weights, tmp_path / "none.pt", "torch", ema=True)
+    assert not any(name.startswith("ema.") for name in Contents(weights).manifest.tensors)
+    again = [f"--checkpoint.initial_load_path={weights}", *VALIDATE, "--validation.first", "--training.steps=1"]
+    assert _validations(pool(2).run(_run, str(tmp_path / "b"), *again)[0])[0] == _validations(found)[6]
+
+
+def test_it_resumes_exactly_and_on_other_ranks_and_begins_or_ends_when_asked(pool: Pools, tmp_path: Path) -> None:
+    flags, folder = [*EMA, "--checkpoint.interval=3"], tmp_path / "run"
+    pool(2).run(_run, str(tmp_path / "straight"), *flags)
+    pool(2).run(_run, str(folder), *flags, "--training.steps=3")
+    pool(2).run(_run, str(folder), *flags)
+    root, whole = folder / "checkpoint", tmp_path / "straight" / "checkpoint"
+    assert unequal(root / "step-6", whole / "step-6") == []
+    other = pool(1).run(_run, str(folder), *flags, "--training.steps=7")[0]
+    assert other["step"] == 7
+    averages = [Contents(root / f"step-{step}").read("ema.output.weight") for step in (6, 7)]
+    weights = Contents(root / "step-7").read("model.output.weight")
+    assert torch.equal(averages[1], averages[0].lerp(weights, 0.5))
+    refused = pool(2).run(_run, str(folder), *flags, "--training.steps=8", "--optimizer.ema_decay=0")[0]
+    assert 'exclude_from_loading = ["ema"]' in refused["error"]
+    off = ["--training.steps=8", "--optimizer.ema_decay=0", "--checkpoint.exclude_from_loading=ema"]
+    assert pool(2).run(_run, str(folder), *flags, *off)[0]["step"] == 8
+    on = pool(2).run(_run, str(folder), *flags, "--training.steps=9")[0]
+    assert any("but with new averages" in line for line in on["said"])
+    before, after = (Contents(root / f"step-{step}").read("model.output.weight") for step in (8, 9))
+    assert torch.equal(Contents(root / "step-9").read("ema.output.weight"), before.lerp(after, 0.5))

@@ -1,0 +1,100 @@
+"""Updates in the backward pass: the bits of the usual step, and gradients of one FSDP group at a time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.pool import Pools
+from tests.refusals import refusals
+from tests.training.harness import TINY, Run, batches, full, full_precision, stepper
+from tests.training.test_guard_runs import _run as run_poisoned
+from titanlite.checkpoint.manifest import steps_in
+from titanlite.config.model_sections import Optimizer, OptimizerGroup
+from titanlite.config.sections import Training
+from titanlite.optim.gated import local
+from titanlite.optim.in_backward import StepInBackward
+from titanlite.parallel.dist_env import DistEnv
+
+RUN = Run(*batches(4, 8, 16, 192), [3e-3] * 4)
+GROUPS = Optimizer(weight_decay=0.1, groups=[OptimizerGroup(pattern="wq|norm", lr=1e-4, weight_decay=0.0)])
+
+
+def _train(world: DistEnv, run: Run, early: bool) -> dict[str, Any]:
+    """Steps with or without updates in the backward; how many bytes of gradients lived at most."""
+    model, optimizer, take = stepper(world, run, max_norm=1e9, loss_function=run.builder(world).loss())
+    parameters = list(model.parameters())
+    most, whole = 0, sum(local(p).nbytes for p in parameters)
+
+    def measure(parameter: torch.Tensor) -> None:
+        nonlocal most
+        gradients = [local(p.grad).untyped_storage() for p in parameters if p.grad is not None]
+        most = max(most, sum({s.data_ptr(): s.nbytes() for s in gradients}.values()))
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(measure)
+    in_backward = StepInBackward(model, optimizer) if early else None
+    results = [take(n + 1, rate, n, in_backward=in_backward) for n, rate in enumerate(run.rates)]
+    assert all(p.grad is None for p in parameters)
+    state = {f"{n}.{k}": full(v) for n, p in model.named_parameters() for k, v in optimizer.state[p].items()}
+    return {
+        "losses": [result.loss.item() for result in results],
+        "norms": [result.grad_norm.item() for result in results],
+        "tensors": {**state, **{n: full(p) for n, p in model.named_parameters()}},
+        "share": most / whole,
+    }
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"settings": GROUPS, "args": replace(TINY, n_layers=6)},
+        {"args": replace(TINY, tied=True), "settings": Optimizer(implementation="fused")},
+        {"tensor": 2},
+        {"replicas": 2},
+        {"settings": Optimizer(name="AnyPrecisionAdamW", kahan=True), "training": Training(dtype="bfloat16")},
+    ],
+    ids=["groups", "tied", "tp", "replicas", "kahan"],
+)
+def test_the_bits_are_those_of_the_usual_step_and_gradients_of_one_group_live(
+    pool: Pools, changes: dict[str, Any]
+) -> None:
+    run = replace(RUN, **{"training": full_precision(), **changes})
+    usual, early = (pool(2).run(_train, run, early)[0] for early in (False, True))
+    assert early["losses"] == usual["losses"] and early["norms"] == pytest.approx(usual["norms"], rel=1e-5)
+    assert [n for n, t in usual["tensors"].items() if not torch.equal(t, early["tensors"][n])] == []
+    if run.args.n_layers == 6:
+        assert usual["share"] == pytest.approx(1.0, abs=0.01) and early["share"] < 0.2, (usual, early)
+
+
+EARLY = ["--optimizer.early_step_in_backward", "--training.max_norm=1e9", "--training.global_batch_size=-1"]
+
+
+def test_a_bad_step_is_undone_by_a_rollback_and_never_saved(pool: Pools, tmp_path: Path) -> None:
+    flags = [*EARLY, "--training.batch_size=4", "--training.steps=6", "--checkpoint.interval=2"]
+    stopped = pool(2).run(run_poisoned, str(tmp_path / "stop"), {5: float("nan")}, *flags)[0]
+    assert "step 5" in stopped["error"] and steps_in(tmp_path / "stop" / "checkpoint") == [2, 4]
+    gone_on = pool(2).run(run_poisoned, str(tmp_path / "back"), {5: float("nan")}, *flags, "--guard.policy=rollback")[0]
+    assert gone_on["error"] == "" and steps_in(tmp_path / "back" / "checkpoint") == [2, 4, 6]
+
+
+def test_what_needs_all_gradients_is_refused() -> None:
+    needs = {p.key for p in refusals(["--optimizer.early_step_in_backward"])}
+    assert needs == {"optimizer.early_step_in_backward"}
+    early = EARLY[:2]
+    others = [
+        "--optimizer.name=Muon",
+        "--guard.policy=skip",
+        "--metrics.layer_norms=1",
+        "--training.enable_cpu_offload",
+    ]
+    problems = refusals([*early, *others, "--experimental.pipeline_parallel_degree=2"], 2)
+    assert len(problems) == 5 and {p.key for p in problems} == {"optimizer.early_step_in_backward"}
+    (problem,) = refusals(["--optimizer.name=AdamW8bit", "--training.tensor_parallel_degree=16"], 16)
+    assert "excludes training.tensor_parallel_degree = 16" in str(problem)
+    (problem,) = refusals([*early, "--training.batch_size=4", "--training.global_batch_size=16"], 2)
+    assert "a step has 2 micro-batches" in str(problem) and "global_batch_size = 8" in str(problem)

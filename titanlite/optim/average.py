@@ -1,0 +1,80 @@
+"""An exponential moving average of the weights: in float32, sharded as they are.
+
+    average = WeightAverage(model, gather(model), decay=0.999)
+    with average.applied():      # the model has the averaged weights
+        ...
+
+A checkpoint holds the averages under `AVERAGE` + name, beside the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from titanlite.callbacks import Callback
+from titanlite.optim.gated import local
+from titanlite.parallel.float8 import forget_scales
+from titanlite.parallel.pipeline import PipelineModel
+
+if TYPE_CHECKING:
+    from titanlite.step import StepResult
+    from titanlite.trainer import Trainer
+
+#: Prefixes of names in a checkpoint.
+AVERAGE, WEIGHT = "ema.", "model."
+
+
+class WeightAverage(Callback):
+    """Moves the averages after each step by (1 - decay) of their distance to the weights; after a bad step by nothing.
+
+    weights: of `model`, as `titanlite.checkpoint.storage.gather` names them. The averages begin with them. They take 4
+    bytes per parameter, and `applied` as many more as the weights have.
+    """
+
+    def __init__(self, model: nn.Module, weights: Mapping[str, torch.Tensor], decay: float) -> None:
+        self._model, self._decay = model, decay
+        self._weights = dict(weights)
+        #: By name in a checkpoint; a tied weight has two names there.
+        self.tensors: dict[str, torch.Tensor] = {}
+        made: dict[int, torch.Tensor] = {}
+        for name, weight in self._weights.items():
+            pointer = local(weight).data_ptr()
+            if pointer not in made or not pointer:  # empty shards have none
+                made[pointer] = weight.detach().to(torch.float32, copy=True)
+            self.tensors[AVERAGE + name.removeprefix(WEIGHT)] = made[pointer]
+        pairs = zip(self.tensors.values(), self._weights.values(), strict=True)
+        #: Local parts of each average and its weight, tied ones once.
+        self._pairs = list({id(average): (local(average), local(weight)) for average, weight in pairs}.values())
+
+    @torch.no_grad()
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        """Nothing waits for the device."""
+        share = (result.good * (1 - self._decay)).to(self._pairs[0][0].device)
+        for average, weight in self._pairs:
+            average.lerp_(weight.float(), share)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Let the model have the averaged weights inside; between two steps, on all ranks alike."""
+        own = [weight.clone() for _, weight in self._pairs]
+        self._put([average for average, _ in self._pairs])
+        try:
+            yield
+        finally:
+            self._put(own)
+
+    @torch.no_grad()
+    def _put(self, values: list[torch.Tensor]) -> None:
+        for (_, weight), value in zip(self._pairs, values, strict=True):
+            weight.copy_(value)
+        forget_scales(self._model)
+        for part in self._model.stages.values() if isinstance(self._model, PipelineModel) else [self._model]:
+            for module in part.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # some stay gathered after a forward without a backward

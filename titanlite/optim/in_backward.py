@@ -1,0 +1,54 @@
+"""The optimizer's step in the backward pass: each parameter is updated as soon as its gradient is reduced.
+
+The gradient is freed at once, so gradients of one FSDP group exist at a time instead of all. In return nothing can
+depend on all gradients: no clipping by the global norm, no accumulation, and the guard sees a bad step only after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from titanlite.optim.gradients import square_norm
+from titanlite.optim.optimizer import set_rates
+
+
+class StepInBackward:
+    """Steps `optimizer` inside of `at(lr)`. One backward pass is one step."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer, self._active = optimizer, False
+        self._squares: list[torch.Tensor] = []
+        self._group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self._step)
+
+    @contextmanager
+    def at(self, lr: float) -> Iterator[None]:
+        """Update parameters during backward passes inside, at learning rate `lr`."""
+        set_rates(self._optimizer, lr)
+        self._squares, self._active = [], True
+        try:
+            yield
+        finally:
+            self._active = False
+
+    def square_norm(self, device: torch.device) -> torch.Tensor:
+        """Return this rank's share of the squared norm of the latest gradients, as `gradients.square_norm`."""
+        return torch.stack(self._squares).to(device).sum()
+
+    def _step(self, parameter: torch.Tensor) -> None:
+        if not self._active:
+            return
+        assert isinstance(parameter, nn.Parameter)
+        self._squares.append(square_norm([parameter], parameter.device))
+        groups = self._optimizer.param_groups
+        self._optimizer.param_groups = [{**self._group_of[id(parameter)], "params": [parameter]}]
+        try:
+            self._optimizer.step()
+        finally:
+            self._optimizer.param_groups = groups
+        parameter.grad = None
