@@ -299,11 +299,10 @@ def args_from_hf(content: Mapping[str, Any], overrides: Mapping[str, Any] | None
 
 
 def hf_config(args: HFArgs) -> dict[str, Any]:
-    """Return the content of a config.json with every entry, so that two can be compared."""
-    entries = args.skeleton.config.to_dict()
-    return {key: value for key, value in entries.items() if key not in _IGNORED} | {
-        "architectures": [type(args.skeleton.model).__name__]
-    }
+    """Return the content of a config.json with every entry, to compare two. The tokenizer's ids are not the model's."""
+    left_out = {*_IGNORED, "bos_token_id", "eos_token_id"}
+    entries = {key: value for key, value in args.skeleton.config.to_dict().items() if key not in left_out}
+    return {**entries, "architectures": [type(args.skeleton.model).__name__]}
 
 
 def hf_names(args: HFArgs) -> dict[str, str]:

@@ -231,7 +231,7 @@ def get_spec(name: str) -> ModelSpec:
 def family_of(config: Mapping[str, Any]) -> tuple[str, Any]:
     """Return the built-in family, by `model_type`, and the arguments that a config.json of Hugging Face describes.
 
-    Raises ValueError for a model that titanlite does not have.
+    Of other models the family is `hf`. Raises ValueError for a model that `transformers` does not have either.
     """
     from titanlite.models import SPECS
 
@@ -240,10 +240,8 @@ def family_of(config: Mapping[str, Any]) -> tuple[str, Any]:
         with contextlib.suppress(ValueError, StopIteration):  # a model without this format, or without flavors
             args = replace(next(iter(spec.flavors.values())), vocab_size=1)
             known[spec.hf_config(args)["model_type"]] = name
-    kind = config.get("model_type")
-    if kind not in known:
-        raise ValueError(f"model_type is {kind!r}, and there is no such model here: {', '.join(sorted(known))}")
-    return known[kind], SPECS[known[kind]].args_from_hf(config)
+    family = known.get(str(config.get("model_type")), "hf")
+    return family, SPECS[family].args_from_hf(config)
 
 
 def shown(value: object) -> str:
