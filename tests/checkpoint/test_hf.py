@@ -252,7 +252,7 @@ def test_unusable_folders_are_refused_with_file_tensor_and_remedy(pool: Pools, t
     )
     (tmp_path / "moved" / index).write_text(json.dumps(listed))
     change("deeper", num_hidden_layers=3, rms_norm_eps=1e-6)
-    change("bert", model_type="no_model")
+    change("bert", model_type="bert")
     rewrite("missing", lambda t: t.pop(BLOCKS))
     rewrite("unknown", lambda t: t.update(extra=torch.zeros(2)))
     rewrite("shape", lambda t: t.update({BLOCKS: torch.zeros(3, 64)}))
@@ -268,7 +268,7 @@ def test_unusable_folders_are_refused_with_file_tensor_and_remedy(pool: Pools, t
         "cut": f"{shard} cannot be read",
         "moved": f"lacks {BLOCKS}, which {index} says it holds",
         "deeper": "num_hidden_layers is 3 there, 2 by [model] rms_norm_eps is 1e-06 there, 1e-05 by [model]",
-        "bert": "no causal language model of model_type",
+        "bert": "model_type is 'bert'",
         "missing": f"{ours} – float32[64, 64] missing",
         "unknown": "model.extra",
         "shape": f"{ours} float32[3, 64] (model.safetensors: {BLOCKS}) float32[64, 64] another shape",

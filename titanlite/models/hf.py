@@ -139,7 +139,7 @@ def _logits_class(cls: Any) -> Any:
             from transformers import masking_utils as masks
 
             # It asks the device whether a row holds several sequences, and waits for the answer: here it never does.
-            plain, masks.find_packed_sequence_indices = masks.find_packed_sequence_indices, lambda positions: None
+            plain, masks.find_packed_sequence_indices = masks.find_packed_sequence_indices, lambda position_ids: None
             try:
                 logits: Tensor = super().forward(input_ids=tokens, use_cache=False).logits
             finally:
