@@ -53,7 +53,7 @@ def test_the_model_builds_with_the_counted_parameters(path: Path) -> None:
     with torch.device("meta"):
         module = get_spec(run.model.name).build(args)
         logits = module(torch.zeros(1, run.max_seq_len, dtype=torch.int64))
-    assert sum(p.numel() for p in module.parameters()) == count_parameters(args)
+    assert sum(p.numel() for p in module.parameters()) == run.spec.count_parameters(args)
     assert logits.shape == (1, run.max_seq_len, args.vocab_size)
 
 

@@ -139,7 +139,7 @@ def _logits_class(cls: Any) -> Any:
             from transformers import masking_utils as masks
 
             # It asks the device whether a row holds several sequences, and waits for the answer: here it never does.
-            plain, masks.find_packed_sequence_indices = masks.find_packed_sequence_indices, lambda positions: None
+            plain, masks.find_packed_sequence_indices = masks.find_packed_sequence_indices, lambda position_ids: None
             try:
                 logits: Tensor = super().forward(input_ids=tokens, use_cache=False).logits
             finally:
@@ -299,11 +299,10 @@ def args_from_hf(content: Mapping[str, Any], overrides: Mapping[str, Any] | None
 
 
 def hf_config(args: HFArgs) -> dict[str, Any]:
-    """Return the content of a config.json with every entry, so that two can be compared."""
-    entries = args.skeleton.config.to_dict()
-    return {key: value for key, value in entries.items() if key not in _IGNORED} | {
-        "architectures": [type(args.skeleton.model).__name__]
-    }
+    """Return the content of a config.json with every entry, to compare two. The tokenizer's ids are not the model's."""
+    left_out = {*_IGNORED, "bos_token_id", "eos_token_id"}
+    entries = {key: value for key, value in args.skeleton.config.to_dict().items() if key not in left_out}
+    return {**entries, "architectures": [type(args.skeleton.model).__name__]}
 
 
 def hf_names(args: HFArgs) -> dict[str, str]:

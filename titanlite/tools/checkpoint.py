@@ -455,9 +455,8 @@ def _convert(arguments: argparse.Namespace, report: Callable[[str], None] | None
     from titanlite.tools.convert import convert
 
     started, show = time.perf_counter(), progress(_print_progress, "")
-    written = convert(
-        arguments.source, arguments.target, arguments.to, arguments.dtype, show, ema=arguments.ema, report=report
-    )
+    source, target, ema = arguments.source, arguments.target, getattr(arguments, "ema", False)
+    written = convert(source, target, arguments.to, arguments.dtype, show, ema=ema, report=report)
     size = sum(file.st_size for file in files_in(written).values()) or written.stat().st_size  # or of one file
     return f"{written}: {human_bytes(size)} in {human_time(time.perf_counter() - started)}"
 
