@@ -17,14 +17,14 @@ ROOT = Path(titanlite.__file__).parents[1]
 #: Arguments after `*` are given by name, those with `=` have a default.
 SIGNATURES = """\
 Callback()
-Checkpointer(config, world, fingerprints, run_config=)
+Checkpointer(config, world, fingerprints, run_config=, averages=)
 DistEnv(rank, local_rank, size, device, timeout=)
 FiniteGuard(device, policy=, max_skips=, spike_sigmas=, window=)
 ModelSpec(name, args_class, flavors, build, init_rule, block_names, count_parameters, flops_per_token, head=, fsdp_units=, linears=, tensor_plan=, tensor_sizes=, sublayer_names=, pipeline_costs=, context_parallel=, tied=, hf_names=, hf_config=, args_from_hf=)
 PlainRunner(model, loss_function=, sync_every=)
 StepResult(loss, local_loss, grad_norm, layer_norms, good)
 StopSignal(at_once=)
-TrainStep(model, optimizer, runner, guard, max_norm, factors=, layer_norms=, before_update=, after_update=, phase=)
+TrainStep(model, optimizer, runner, guard, max_norm, factors=, layer_norms=, before_update=, after_update=, phase=, in_backward=)
 Trainer(parts, stop=)
 TrainingComponents(world, mesh, spec, args, model, optimizer, learning_rate, train_step, loader, validation, datasets, checkpointer, save_schedule, anomalies, callbacks, trackers, steps, global_batch_size, tokens_per_step, last_save_dtype=, exclude_from_loading=)
 apply_ac(model, names, settings, device)
