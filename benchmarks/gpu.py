@@ -31,7 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.gpu_bench import ROOT, Bench, Failed, NotMeasured, OutOfTime, Result, write_json
+from benchmarks.gpu_bench import ROOT, Bench, Failed, OutOfTime, Result, write_json
 from benchmarks.gpu_ladder import SETTINGS, climb, kept_layers
 from benchmarks.gpu_page import COMMAND, page, targets
 from benchmarks.gpu_pieces import machine, modes, probe, tests
@@ -173,8 +173,8 @@ def _measure(bench: Bench, name: str) -> dict[str, Any]:
     """A piece's rows, and the reason why some or all are missing. Raises OutOfTime, Stopped."""
     try:
         found = PIECES[name](bench)
-    except NotMeasured as reason:
-        return {"reason": str(reason), "failed": isinstance(reason, Failed)}
+    except Failed as error:
+        return {"reason": str(error), "failed": True}
     if not found.problems:
         return {"rows": found.rows, "failed": False}
     return {"rows": found.rows, "reason": "; ".join(found.problems), "failed": True}

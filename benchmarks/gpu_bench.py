@@ -21,12 +21,8 @@ PATIENCE_SECONDS = 60
 LEAST_SECONDS = 5
 
 
-class NotMeasured(Exception):
-    """Why a piece has no figures here."""
-
-
-class Failed(NotMeasured):
-    """What went wrong in a piece that should have figures."""
+class Failed(Exception):
+    """A piece has no figures; the message tells why."""
 
 
 class OutOfTime(Exception):

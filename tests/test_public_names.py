@@ -16,8 +16,9 @@ ROOT = Path(titanlite.__file__).parents[1]
 
 #: Arguments after `*` are given by name, those with `=` have a default.
 SIGNATURES = """\
+AnyPrecisionAdamW(parameters, lr=, betas=, eps=, weight_decay=, *kahan=, *momentum_dtype=, *variance_dtype=, *compensation_dtype=)
 Callback()
-Checkpointer(config, world, fingerprints, run_config=, averages=)
+Checkpointer(config, world, fingerprints, run_config=, tokenizer_files=, averages=)
 DistEnv(rank, local_rank, size, device, timeout=)
 FiniteGuard(device, policy=, max_skips=, spike_sigmas=, window=)
 ModelSpec(name, args_class, flavors, build, init_rule, block_names, count_parameters, flops_per_token, head=, fsdp_units=, linears=, tensor_plan=, tensor_sizes=, sublayer_names=, pipeline_costs=, context_parallel=, tied=, hf_names=, hf_config=, args_from_hf=)
@@ -34,6 +35,7 @@ apply_float8(model, names, recipe, *all_gather=, *emulate=)
 apply_fsdp(model, groups, mesh, *param_dtype=, *reduce_dtype=, *reshard_after_forward=, *prefetch=, *cpu_offload=, *average=)
 apply_tp(model, plan, mesh, shard_logits=)
 build(run, world, datasets=, watchdog=, callbacks=)
+groups_by_class(model, names)
 load_config(path, world_size, flags=)
 read_datasets(run, share=)
 validate(model, batches, device, runner, factors=)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # for type checkers; the same names as below
     from titanlite.fit import load_config as load_config
     from titanlite.guard import FiniteGuard as FiniteGuard
     from titanlite.models.spec import ModelSpec as ModelSpec
+    from titanlite.optim.any_precision import AnyPrecisionAdamW as AnyPrecisionAdamW
     from titanlite.parallel.activation_checkpoint import apply_ac as apply_ac
     from titanlite.parallel.compile import apply_compile as apply_compile
     from titanlite.parallel.context import apply_cp as apply_cp
@@ -30,6 +31,7 @@ if TYPE_CHECKING:  # for type checkers; the same names as below
     from titanlite.parallel.float8 import apply_float8 as apply_float8
     from titanlite.parallel.fsdp import apply_fsdp as apply_fsdp
     from titanlite.parallel.tensor import apply_tp as apply_tp
+    from titanlite.parallel.wrapping import groups_by_class as groups_by_class
     from titanlite.run_text import read_datasets as read_datasets
     from titanlite.signals import StopSignal as StopSignal
     from titanlite.step import PlainRunner as PlainRunner
@@ -47,6 +49,7 @@ _PUBLIC = {
     "fit": ["load_config"],
     "guard": ["FiniteGuard"],
     "models.spec": ["ModelSpec"],
+    "optim.any_precision": ["AnyPrecisionAdamW"],
     "parallel.activation_checkpoint": ["apply_ac"],
     "parallel.compile": ["apply_compile"],
     "parallel.context": ["apply_cp"],
@@ -54,6 +57,7 @@ _PUBLIC = {
     "parallel.float8": ["apply_float8"],
     "parallel.fsdp": ["apply_fsdp"],
     "parallel.tensor": ["apply_tp"],
+    "parallel.wrapping": ["groups_by_class"],
     "run_text": ["read_datasets"],
     "signals": ["StopSignal"],
     "step": ["PlainRunner", "StepResult", "TrainStep"],

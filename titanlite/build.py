@@ -6,6 +6,7 @@ Order: tokenizer → text → model (`titanlite.parallel.parallelize`) → data 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -40,14 +41,17 @@ from titanlite.data.remote import public_name
 from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import ranges_of_steps
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.tokenizer.export import hf_files, tokenizer_path
 from titanlite.derive import RunConfig, with_steps
 from titanlite.fit import tensor_problems
 from titanlite.guard import FiniteGuard
 from titanlite.loss import LossFunction
+from titanlite.metrics.experts import ExpertFigures
 from titanlite.metrics.float8_error import Float8ErrorCheck
 from titanlite.metrics.garbage import GarbageCollection
 from titanlite.metrics.observer import MetricsLogger
 from titanlite.metrics.profiler import Profiler
+from titanlite.metrics.samples import PromptSampler
 from titanlite.metrics.sources import RowLosses, SourceFigures
 from titanlite.metrics.throughput import Throughput, device_name, peak_flops, total_memory_bytes
 from titanlite.metrics.watchdog import HangWatchdog
@@ -207,6 +211,7 @@ def build_model(run: RunConfig, world: DistEnv, tokenizer_size: int) -> ModelPar
         run.compile,
         run.float8,
         load_function("training.loss", run.training.loss) if is_dotted(run.training.loss) else None,
+        degrees.expert,
     )
     loss = builder.loss()
     if run.data.source:
@@ -221,6 +226,9 @@ def build_model(run: RunConfig, world: DistEnv, tokenizer_size: int) -> ModelPar
         runner = builder.pipeline(model, loss, accumulation=batch.accumulation, **sizes)
     if run.training.seed is not None:  # of torch's own generators; the weights and the data order have their own
         seed_generators(run.training.seed, mesh)
+    modules: dict[str, Any] = dict(model.named_modules())
+    for name in (spec.experts(args) if spec.experts else {}).keys() & modules.keys():
+        modules[name].step_tokens = batch.tokens_per_step * degrees.tensor  # each tensor-parallel rank counts them
     factors = ReplicationFactors(degrees.tensor * degrees.pipeline, degrees.tensor)
     return ModelParts(mesh, args, builder, model, runner, factors, loss)
 
@@ -260,6 +268,10 @@ def build(
     datasets = datasets or read_datasets(run)
     if run.steps is None:
         raise ValueError("the run's length is not known yet: derive it with the length of the text")
+    samples, folder = None, Path(run.job.dump_folder)
+    if run.sample.prompts:
+        longest = run.model_args(datasets.tokenizer.vocab_size).max_seq_len // run.mesh.context
+        samples = PromptSampler(run.sample, datasets.tokenizer, longest, run.mesh.tensor, folder)
 
     spec, batch = run.spec, run.batch
     parts = build_model(run, world, datasets.tokenizer.vocab_size)
@@ -301,17 +313,21 @@ def build(
     checkpointer = save_schedule = None
     if run.checkpoint.enable_checkpoint:
         prints = fingerprints(run.model.name, args, datasets)
-        about = {"toml": config_text(run.toml), "model": as_record(run.model.name, args)}
-        checkpointer = Checkpointer(run.checkpoint, world, prints, about, averages=average.tensors if average else None)
+        tokenizer = tokenizer_path(run.model.tokenizer_path, run.model.name)
+        about: dict[str, Any] = {"toml": config_text(run.toml), "model": as_record(run.model.name, args)}
+        about["tokenizer"] = {"path": tokenizer}
+        files = functools.partial(hf_files, tokenizer)
+        averages = average.tensors if average else None
+        checkpointer = Checkpointer(run.checkpoint, world, prints, about, files, averages=averages)
         save_schedule = SaveSchedule(run.checkpoint, world, prints)
         train_step.before_update = checkpointer.await_copy
 
     # Callbacks
-    folder = Path(run.job.dump_folder)
     name, flops = device_name(device), spec.flops_per_token(args, batch.seq_len)
     peak = run.metrics.peak_tflops and run.metrics.peak_tflops * 1e12
     peak = peak or (peak_flops(name) if device.type == "cuda" else None)
-    kept = builder.trace_activations(batch_size=batch.micro_batch_size, seq_len=batch.seq_len)
+    masked = run.data.mask_documents
+    kept = builder.trace_activations(batch_size=batch.micro_batch_size, seq_len=batch.seq_len, masked=masked)
     compiled = builder.watch_compilation(model)
     resume_check = ResumeCheck(
         folder / RESUME_FILE,
@@ -328,6 +344,7 @@ def build(
     sources = None
     if isinstance(datasets.train, MixedRows) and isinstance(parts.loss, RowLosses):
         sources = SourceFigures(datasets.train, parts.loss, batch.global_batch_size, (rank, ranks), parts.factors)
+    experts = ExpertFigures(model, spec.experts(args), device) if spec.experts else None
     metrics = MetricsLogger(
         run.metrics,
         run.job,
@@ -335,8 +352,10 @@ def build(
         config_text(run.toml),
         Throughput(batch.tokens_per_step, batch.global_batch_size, world.size, flops, peak),
         gc.read,
-        sources,
+        [figures for figures in (sources, experts) if figures is not None],
     )
+    if samples:
+        samples.show = metrics.write_texts
 
     documents = None
     if run.data.log_documents:
@@ -363,12 +382,14 @@ def build(
         average,
         rep.StartReport(report, run.checkpoint, skip, attempts, in_epochs),
         sources,
+        experts,
         metrics,
         CompileReport(compiled) if compiled else None,
         Float8ErrorCheck(drift, builder.param_dtype, metrics.write) if drift else None,
         Profiler(run.profiling, world.rank, device) if profiles else None,
         VerifyResume(resume_check, skip, (rank, ranks)),
         documents,
+        samples,
         *callbacks,
     ]
     if run.debug.deterministic:
@@ -436,13 +457,15 @@ def startup_lines(
     versions = f"titanlite {__version__}, torch {torch.__version__}, python {platform.python_version()}"
     rows += [("versions", versions), *rep.model_rows(run.model, setup)]
     rows += rep.compute_rows(run.metrics, run.float8, setup, ranks, flops, peak, memory)
-    rows.append(rep.mesh_row(setup, ranks))
+    rows.append(rep.mesh_row(setup, ranks, mesh.expert))
     if isinstance(model, PipelineModel):
         rows.append(rep.pipeline_row(run.experimental.pipeline_parallel_schedule, model.layout))
     if run.float8.enable_float8_linear:
         rows += rep.float8_rows(run.float8, float8, setup, builder.compiles("model"))
     rows += rep.sharding_rows(run.training, setup)
     if kept:
+        window = getattr(builder.args, "window", None)
+        rows.append(rep.attention_row(kept, setup, window))
         rows.append(rep.activations_row(run.activation_checkpoint, kept, setup))
     rows += [rep.data_row(run.training, run.data, setup), *rep.batch_rows(setup, run.steps, run.training.epochs)]
     rows += rep.optimizer_rows(run.optimizer, run.training, state)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from titanlite.trainer import Trainer
 
 #: Phases that are no part of a step: they may take as long as the first step.
-SLOW_PHASES = frozenset({"validate", "save", "rollback", "profile", "end"})
+SLOW_PHASES = frozenset({"validate", "sample", "save", "rollback", "profile", "end"})
 
 
 @dataclass

@@ -40,6 +40,8 @@ class MeshSizes:
     context: int = 1
     tensor: int = 1
     pipeline: int = 1
+    #: Those of `weight_shards` that share the experts of a mixture; no factor of the world size.
+    expert: int = 1
 
     @property
     def dp_degree(self) -> int:
@@ -121,8 +123,12 @@ def smallest_world(config: LoadedConfig) -> int:
         return 1
     degrees = degrees_of(config.sections)
     reshard, shard = config.sections.training.reshard_after_forward, "training.data_parallel_shard_degree"
-    if isinstance(reshard, int) and degrees[shard] == -1:
-        degrees[shard] = reshard
+    expert, context = (
+        config.sections.parallelism.expert_parallel_degree,
+        degrees["experimental.context_parallel_degree"],
+    )
+    if degrees[shard] == -1:
+        degrees[shard] = (reshard if isinstance(reshard, int) else 1) * expert // math.gcd(expert, context)
     return math.prod(max(degree, 1) for degree in degrees.values())
 
 
@@ -203,7 +209,7 @@ def _mesh(d: Config, world_size: int, notes: list[str]) -> MeshSizes:
         ranks = f"the ranks left over, {counted(world_size, 'ranks')}{divisors}{why}"
         notes.append(f"{parallelism(key)} = {degrees[key]}: {ranks}")
     replicate, shard, tensor, pipeline, context = degrees.values()
-    return MeshSizes(world_size, replicate, shard, context, tensor, pipeline)
+    return MeshSizes(world_size, replicate, shard, context, tensor, pipeline, d.parallelism.expert_parallel_degree)
 
 
 def _batch(d: Config, mesh: MeshSizes, notes: list[str]) -> BatchSizes:
@@ -334,7 +340,7 @@ def _wide_filters(run: RunConfig) -> list[str]:
     """Return a warning for each filter of float8 that ends within a number of some names, as layers.1 in layers.10."""
     parts = [part for part in run.float8.filter_fqns if part[-1:].isdigit()] if run.float8.enable_float8_linear else []
     try:
-        names = run.spec.linears(replace(run.model_args(), vocab_size=1)) if parts and run.spec.linears else {}
+        names = run.spec.linears(run.model_args(1)) if parts and run.spec.linears else {}
     except ShapeError:  # `misfits` reports it
         return []
     cut = {part: re.findall(rf"^.*?{re.escape(part)}\d+", "\n".join(names), re.MULTILINE) for part in parts}

@@ -28,6 +28,7 @@ from titanlite.utils import counted
 
 _PP = "experimental.pipeline_parallel_"
 _TP, _CP = "training.tensor_parallel_degree", "experimental.context_parallel_degree"
+_EP = "parallelism.expert_parallel_degree"
 _AC_OPTION = "activation_checkpoint.selective_ac_option"
 
 
@@ -91,7 +92,12 @@ def misfits(config: LoadedConfig, run: RunConfig) -> list[Problem]:
         return placed(config, found) + _model_problems(config, error)
     found += [*_not_offered(run), *_recomputation_misfits(run.spec, args, d)]
     if not found:
-        found += [*tensor_misfits(args, run), *_stage_misfits(args, run), *_float8_misfits(args, run)]
+        found += [
+            *_expert_misfits(args, run),
+            *tensor_misfits(args, run),
+            *_stage_misfits(args, run),
+            *_float8_misfits(args, run),
+        ]
     return placed(config, found)
 
 
@@ -101,7 +107,8 @@ def _not_offered(run: RunConfig) -> Iterator[Finding]:
     compiled = run.training.compile and "model" in run.compile.components
     features = {
         "tensor_plan": (_TP, mesh.tensor > 1),
-        "sublayer_names": (_TP, mesh.tensor > 1 and compiled),
+        "experts": (_EP, mesh.expert > 1),
+        "sublayer_names": (_TP if mesh.tensor > 1 else _EP, mesh.tensor * mesh.expert > 1 and compiled),
         "pipeline_costs": (f"{_PP}degree", mesh.pipeline > 1),
         "context_parallel": (_CP, mesh.context > 1),
         "linears": ("float8.enable_float8_linear", run.float8.enable_float8_linear),
@@ -253,6 +260,27 @@ def _microbatch_misfits(run: RunConfig) -> Iterator[Finding]:
     if degree > 1 and name.startswith("Interleaved") and total % rounds:
         message = f"{number}; {name} runs them in {rounds} rounds of equal size over {degree} ranks"
         yield "batch", f"{_PP}microbatches", message, f"give a multiple of {degree}"
+
+
+def _expert_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:
+    """Check that the ranks that share the weights can share the experts too."""
+    mesh, reshard = run.mesh, run.training.reshard_after_forward
+    ranks, shards = mesh.expert, mesh.weight_shards
+    if ranks == 1 or run.spec.experts is None:
+        return
+    if mesh.tensor > 1:
+        message = f"is {ranks}: tensor-parallel ranks hold the same tokens, and would send each of them more than once"
+        yield "conflict", _EP, message, f"set {_TP} = 1, or this key"
+    experts = math.gcd(*run.spec.experts(args).values())
+    if shards % ranks or experts % ranks:
+        which = f"data_parallel_shard{' * context_parallel' if mesh.context > 1 else ''} = {shards}"
+        fitting = ", ".join(map(str, divisors(math.gcd(shards, experts))))
+        message = f"is {ranks}, which does not divide both {which} and the {experts} experts"
+        yield "divide", _EP, message, f"these work: {fitting}"
+    elif isinstance(reshard, int) and shards // ranks % reshard:
+        message = f"is {reshard}, which does not divide the {shards // ranks} ranks that hold the same experts"
+        hint = f'take a divisor of it, "default", "always" or "never", or change {_EP} = {ranks}'
+        yield "ranks", "training.reshard_after_forward", message, hint
 
 
 def tensor_misfits(args: Any, run: RunConfig) -> Iterator[Finding]:

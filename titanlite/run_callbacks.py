@@ -218,10 +218,13 @@ class DocumentLog(Callback):
         self._dataset, self._source, self._global_batch, self._share = dataset, source, global_batch, share or (0, 1)
 
     def on_start(self, trainer: Trainer) -> None:
-        """Go on after the last step of the checkpoint, or begin the file anew."""
+        """Go on after the last step of the checkpoint, or begin anew. Rank 0 does so for all ranks."""
         if self._log is not None:
-            self._log.path.parent.mkdir(parents=True, exist_ok=True)
-            self._log.truncate_after(trainer.step)
+            folder = self._log.path.parent
+            folder.mkdir(parents=True, exist_ok=True)
+            others = folder.glob("documents-rank_*.jsonl") if trainer.parts.world.rank == 0 else ()
+            for path in (self._log.path, *others):
+                MetricsLog(path).truncate_after(trainer.step)
 
     def on_rollback(self, trainer: Trainer) -> None:
         self.on_start(trainer)

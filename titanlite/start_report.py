@@ -101,7 +101,7 @@ def parameter_counts(model: nn.Module) -> dict[str, int]:
 def model_rows(model: Model, setup: Setup) -> list[Row]:
     total = sum(setup.parameters.values())
     return [
-        ("model", f"{model.name} {model.flavor}: {total:,} parameters ({human_count(total)})"),
+        ("model", f"{model.title}: {total:,} parameters ({human_count(total)})"),
         ("parameters", ", ".join(f"{module} {count:,}" for module, count in setup.parameters.items())),
     ]
 
@@ -126,10 +126,12 @@ def compute_rows(
     return rows
 
 
-def mesh_row(setup: Setup, ranks: int) -> Row:
+def mesh_row(setup: Setup, ranks: int, experts: int) -> Row:
+    """experts: ranks that share the experts of a mixture."""
     # The two of data parallelism are always shown: they divide a batch.
     shown = [f"{name} {degree}" for name, degree in setup.degrees.items() if degree > 1 or name.startswith("dp_")]
-    return "mesh", f"{' x '.join(shown)} = {counted(ranks, 'ranks')}"
+    shared = f"; each {experts} share the experts" if experts > 1 else ""
+    return "mesh", f"{' x '.join(shown)} = {counted(ranks, 'ranks')}{shared}"
 
 
 def pipeline_row(schedule: str, layout: StageLayout) -> Row:
@@ -200,6 +202,24 @@ def activations_row(config: ActivationCheckpoint, kept: ActivationStats, setup: 
         away = f"up to {human_bytes(kept.total_bytes)} of that wait in host memory"
         parts.append(_NO_OFFLOAD if setup.cpu else away)
     return "activations", "; ".join(parts)
+
+
+#: Operators of attention → their kernels.
+_KERNELS = {
+    "aten._scaled_dot_product_cudnn_attention.default": "cuDNN",
+    "aten._scaled_dot_product_flash_attention.default": "flash",
+    "aten._scaled_dot_product_efficient_attention.default": "efficient",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": "flash for CPUs",
+    "torch_attn._varlen_attn.default": "flash of variable lengths",
+}
+
+
+def attention_row(kept: ActivationStats, setup: Setup, window: int | None) -> Row:
+    """kept: statistics of a traced block. window: of the model, in tokens."""
+    names = [_KERNELS.get(name, name) for name in kept.kernels] or ["math: memory grows with the square of the length"]
+    order = "" if setup.cpu else "; the first that can of cuDNN, flash, efficient, math"
+    sees = f"; each token sees {window:,}, itself and those before" if window and window < setup.seq_len else ""
+    return "attention", f"kernel {' and '.join(names)}{order}{sees}"
 
 
 def _runs(forward: Mapping[str, int], some: Mapping[str, int]) -> str:
@@ -301,8 +321,9 @@ class StartReport(Callback):
                         "it out, start from an older one (checkpoint.load_step)"
                     )
         if section.enable_checkpoint and section.model_weights_only:
+            form = " in Hugging Face's format" if section.last_save_in_hf else ""
             yield (
-                f"the last save, of step {trainer.steps}, will hold the weights only, as {section.export_dtype} "
+                f"the last save, of step {trainer.steps}, will hold the weights only, as {section.export_dtype}{form} "
                 "(checkpoint.model_weights_only): to train on later means to go back to the full checkpoint before it"
             )
         yield from self._attempts.lines

@@ -135,7 +135,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def is_dotted(name: str) -> bool:
     """Return whether a name is a dotted path: "package.module:name" or "./file.py:name"."""
-    return ":" in name
+    return ":" in name and "://" not in name
 
 
 def resolve(path: str) -> Any:

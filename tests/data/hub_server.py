@@ -66,8 +66,9 @@ class HubServer:
     port: int = 0
     #: Repository or first folder → the token that it wants, such as {"allenai/c4": "hf_secret"}.
     gated: dict[str, str] = field(default_factory=dict)
-    #: Whether it obeys the Range header.
+    #: Whether it obeys the Range header, and the header that tells a plain file from its successor.
     ranges: bool = True
+    tag: str = "ETag"
     #: Port of an S3 server that answers instead.
     upstream: int | None = None
     faults: list[Fault] = field(default_factory=list)
@@ -222,7 +223,7 @@ class Handler(BaseHTTPRequestHandler):
             links = "".join(f'<a href="{quote(p.name)}">{p.name}</a>\n' for p in sorted(path.iterdir()))
             self.answer(links.encode(), {"Content-Type": "text/html"})
         elif path.is_file():
-            self.file(path, {"ETag": f'"{path.stat().st_size}-{path.stat().st_mtime_ns}"'})
+            self.file(path, {self.hub.tag: f'"{path.stat().st_mtime_ns}"'})
         else:
             self.answer(b"no such file", {}, 404)
 

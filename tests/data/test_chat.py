@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -123,15 +122,6 @@ def test_files_streams_and_prepared_tokens_have_the_same_targets(
     (tmp_path / "other.jinja").write_text(MARKED)
     with pytest.raises(DataError, match=r"data\.chat_template: .* is prepared with another one"):
         rows(out, folder, chat_template=str(tmp_path / "other.jinja"), **asked)
-    example = re.search(r"## Conversations\n```toml\n(.*?)```", (ROOT / "docs/data.md").read_text(), re.DOTALL)
-    assert example is not None
-    toml = example[1].replace("./assets/Llama-3.1-8B-Instruct", str(folder)).replace("./chats.jsonl", str(lines))
-    (tmp_path / "run.toml").write_text(toml)
-    capsys.readouterr()
-    flags = ["--no-data.shuffle", "--training.seq_len=32", "--rows", "1"]
-    assert cli.main(["data", "peek", str(tmp_path / "run.toml"), *flags]) == 0
-    shown = capsys.readouterr().out
-    assert "Hello?]]" in shown and "Good day, sir.<|eot_id|>[[" in shown
 
 
 @pytest.mark.parametrize(

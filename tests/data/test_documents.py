@@ -81,6 +81,10 @@ def test_ranks_log_their_part_of_a_stream(pool: Pools, tmp_path: Path) -> None:
     flags = [f"--data.source=[{{name='own', path='{tmp_path}/*.jsonl'}}, {{name='sft_test'}}]", "--data.streaming"]
     pool(2).run(_run, str(tmp_path / "run"), *flags)
     parts = [_rows(tmp_path / "run" / name) for name in ("documents.jsonl", "documents-rank_1.jsonl")]
+    shutil.rmtree(tmp_path / "run/checkpoint/step-5")
+    pool(1).run(_run, str(tmp_path / "run"), *flags)
+    assert _rows(tmp_path / "run/documents-rank_1.jsonl") == parts[1][:3], "rank 1 is gone, and its steps 4 and 5 too"
+    assert [len(row["sequences"]) for row in _rows(tmp_path / "run/documents.jsonl")] == [4, 4, 4, 8, 8]
     rows = read_training_text(load_config("debug_model.toml", 2, [*FLAGS, *flags]), load_tokenizer())
     for first, *same in zip(*parts, strict=True):
         merged = first["sequences"] | same[0]["sequences"]

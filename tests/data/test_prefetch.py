@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.processes import python
 from titanlite.data import DataError
 from titanlite.data.corpus import Corpus
 from titanlite.data.loader import Batch, TrainLoader, ValidationLoader, add_hashes, batch_hash
@@ -98,6 +99,31 @@ def test_resume_after_any_step_on_any_number_of_ranks_sees_the_same_batches(
     assert seen == straight
     for batches in resumed:
         batches.close()
+
+
+FORGOTTEN = """
+import threading, time
+from titanlite.config.data_sections import Data
+from titanlite.config.sections import Training
+from titanlite.data.loader import TrainLoader
+from titanlite.data.prefetch import Prefetcher
+from titanlite.data.text import build_dataset
+from titanlite.data.tokenizer import load_tokenizer
+tokenizer = load_tokenizer()
+rows = build_dataset(Training(seq_len=4096), Data(streaming=True, num_workers=2), tokenizer, tokenizer.vocab_size)
+busy, asleep = (Prefetcher(TrainLoader(rows, 64, 64)) for _ in range(2))
+busy.next_step()
+asleep.loader.next_step = lambda: time.sleep(600)
+threading.Thread(target=asleep.next_step, daemon=True).start()
+time.sleep(0.2)
+print(time.time())
+"""
+
+
+def test_a_process_does_not_wait_for_a_prefetcher_that_nobody_closes() -> None:
+    done = python("-c", FORGOTTEN)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert time.time() - float(done.stdout) < 5
 
 
 def test_an_error_comes_at_its_step_and_the_step_can_be_tried_again(corpus: Corpus) -> None:

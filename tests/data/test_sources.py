@@ -63,7 +63,7 @@ def test_names_lead_to_the_bundled_text_unless_a_path_is_given(tmp_path: Path) -
     assert all(source_files(name, str(tmp_path)) == [file] for name in ("c4_test", "c4_validation", "c4"))
     for name in ("c4", "c4_tset"):
         with pytest.raises(DataError, match=f'"{name}" is not bundled; set validation.dataset_path'):
-            source_files(name, None, "validation")
+            source_files(name, None, "validation.dataset_path")
 
 
 def test_missing_path_empty_folder_and_foreign_file(tmp_path: Path) -> None:

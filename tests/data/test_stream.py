@@ -125,19 +125,38 @@ def test_going_back_gives_the_same_rows(names) -> None:
     assert first_rows(rows, 9) == wanted[:9]
 
 
-def test_a_resume_reads_no_shard_that_is_done(names, monkeypatch) -> None:
+@pytest.fixture
+def opened(monkeypatch) -> list[tuple[int, int]]:
+    """Shard and row of each read of a file that begins."""
+    found: list[tuple[int, int]] = []
+    records = Shards.records
+    monkeypatch.setattr(Shards, "records", lambda self, *place: found.append(place) or records(self, *place))
+    return found
+
+
+def test_a_resume_reads_no_shard_that_is_done(names, opened) -> None:
     rows = make(names, lanes=1)
     first_rows(rows, 45)
     state = rows.state_dict()
-    read: list[tuple[int, int]] = []
-    records = Shards.records
-    monkeypatch.setattr(
-        Shards, "records", lambda self, shard, row: read.append((shard, row)) or records(self, shard, row)
-    )
+    opened.clear()
     resumed = make(names, lanes=1)
     resumed.load_state_dict(state)
     resumed.sequence(45)
-    assert state["cursors"][0][3] > 0 and state["cursors"][0][4] in [row for _, row in read]
+    assert state["cursors"][0][3] > 0 and state["cursors"][0][4] in [row for _, row in opened]
+
+
+def test_the_documents_of_earlier_steps_cost_no_second_read(names, opened, monkeypatch) -> None:
+    rows = make(names)
+    wanted = [(rows.documents_in(i), rows.document_lengths(i)) for i in range(SIZE * STEPS)]
+    reads = sorted(opened)
+    opened.clear()
+    monkeypatch.setattr("titanlite.data.stream._KEPT_BYTES", 1)
+    late, found = make(names), []
+    for step in range(STEPS):  # a step is logged while those after it are prepared
+        for i in range(SIZE * (step + 3 if step else 0), SIZE * min(step + 4, STEPS)):
+            late.sequence(i)
+        found += [(late.documents_in(i), late.document_lengths(i)) for i in range(SIZE * step, SIZE * (step + 1))]
+    assert found == wanted and sorted(opened) == reads
 
 
 def test_masked_documents_have_numbers_and_no_target_across_borders(names) -> None:

@@ -1,48 +1,129 @@
-"""docs/models.md: its example runs and its table equals the code (`… tests/models/test_docs.py --write` renews it)."""
+"""docs/models.md and docs/add-a-model.md: examples run; tables and shown code equal the code.
+
+`python tests/models/test_docs.py --write` renews them.
+"""
 
 from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from titanlite.models import SHAPES, LlamaArgs, count_parameters, flops_per_token
+from titanlite.models import SPECS, LlamaArgs, get_spec
+from titanlite.models.llama import count_active_parameters
+from titanlite.utils import human_count
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-TABLE = re.compile(r"(<!-- shapes: .*? -->\n)(.*?)(<!-- /shapes -->)", re.DOTALL)
+ROOT = Path(__file__).parents[2]
+MODELS, WALK = ROOT / "docs" / "models.md", ROOT / "docs" / "add-a-model.md"
+SHOWN = ROOT / "titanlite" / "models" / "qwen3.py"
+#: Repositories of Hugging Face's hub with the published weights.
+WEIGHTS = {
+    "llama2": {size: f"meta-llama/Llama-2-{size.lower()}-hf" for size in ("7B", "13B", "70B")},
+    "llama3": {
+        **{size: f"meta-llama/Meta-Llama-3-{size}" for size in ("8B", "70B")},
+        **{f"3.1-{size}": f"meta-llama/Llama-3.1-{size}" for size in ("8B", "70B", "405B")},
+        **{f"3.2-{size}": f"meta-llama/Llama-3.2-{size}" for size in ("1B", "3B")},
+    },
+    "mistral": {
+        **{f"7B-{version}": f"mistralai/Mistral-7B-{version}" for version in ("v0.1", "v0.3")},
+        "mathstral-7B": "mistralai/Mathstral-7B-v0.1",
+    },
+    "qwen3": {size: f"Qwen/Qwen3-{size}" for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B")},
+}
 
 
-def table() -> str:
-    """One row for each shape, with all the flavors that name it."""
-    heads = ["name", "flavor", "dim", "layers", "heads", "kv heads", "ffn", "vocab", "RoPE theta", "scaling", "tied"]
-    lines = [[*heads, "parameters", "FLOPs per token at 8192"], ["---"] * 13]
-    for family, flavors in SHAPES.items():
+def shapes() -> list[tuple[str, list[str], LlamaArgs]]:
+    """Family, all flavors of one shape, the shape."""
+    found = []
+    for family, spec in SPECS.items():
         names: dict[LlamaArgs, list[str]] = {}
-        for flavor, args in flavors.items():
-            names.setdefault(args, []).append(f"`{flavor}`")
-        lines += [[f"`{family}`", ", ".join(n), *cells(args)] for args, n in names.items()]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        for flavor, args in spec.flavors.items():
+            if isinstance(args, LlamaArgs):
+                names.setdefault(args, []).append(flavor)
+        found += [(family, flavors, args) for args, flavors in names.items()]
+    return found
+
+
+def table(heads: list[str], lines: list[list[str]]) -> str:
+    return "".join(f"| {' | '.join(line)} |\n" for line in [heads, ["---"] * len(heads), *lines])
+
+
+def shape_table() -> str:
+    heads = ["name", "flavor", "dim", "layers", "heads", "kv heads", "head dim", "ffn", "vocab", "RoPE theta"]
+    return table(
+        [*heads, "scaling", "window", "tied"],
+        [[f"`{family}`", ", ".join(f"`{name}`" for name in names), *cells(a)] for family, names, a in shapes()],
+    )
 
 
 def cells(a: LlamaArgs) -> list[str]:
-    shape = [str(n) for n in (a.dim, a.n_layers, a.n_heads, a.kv_heads, a.ffn_width)]
+    shape = [str(n) for n in (a.dim, a.n_layers, a.n_heads, a.kv_heads, a.head_dim, a.ffn_width)]
     scaling = f"{a.rope_scaling.factor:g}" if a.rope_scaling else "no"
-    rope = [f"{a.rope_theta:,.0f}", scaling, "yes" if a.tied else "no"]
-    if a.vocab_size is None:
-        return [*shape, "tokenizer's", *rope, "", ""]
-    return [*shape, str(a.vocab_size), *rope, f"{count_parameters(a):,}", f"{flops_per_token(a, 8192):,}"]
+    window = "no" if a.window is None else f"{a.window:,}"
+    return [
+        *shape,
+        str(a.vocab_size or "tokenizer's"),
+        f"{a.rope_theta:,.0f}",
+        scaling,
+        window,
+        "yes" if a.tied else "no",
+    ]
 
 
-def test_the_table_of_shapes_equals_the_code() -> None:
-    match = TABLE.search(PAGE.read_text())
-    assert match and match[2] == table(), "run: python tests/models/test_docs.py --write"
+def size_table() -> str:
+    lines = []
+    for family, names, args in shapes():
+        if args.vocab_size is None:
+            continue
+        spec = SPECS[family]
+        count, active = spec.count_parameters(args), count_active_parameters(args)
+        files = next((f"`{WEIGHTS[family][name]}`" for name in names if name in WEIGHTS.get(family, {})), "")
+        counts = f"{count:,}" + (f" ({active:,} active)" if active < count else "")
+        memory = [f"{width * count / 1e9:,.1f} GB" for width in (2, 16)]
+        lines.append([f"`{family}` `{names[0]}`", counts, *memory, f"{spec.flops_per_token(args, 8192):,}", files])
+    heads = ["model", "parameters", "weights in bf16", "weights, gradients, AdamW"]
+    return table([*heads, "FLOPs per token at 8192", "published weights"], lines)
 
 
-def test_the_example_runs() -> None:
-    examples = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(examples) == 1
-    exec(compile(examples[0], str(PAGE), "exec"), {})
+#: Page and mark → the text between the marks.
+PARTS: dict[tuple[Path, str], Callable[[], str]] = {
+    (MODELS, "shapes"): shape_table,
+    (MODELS, "sizes"): size_table,
+    (WALK, "qwen3"): lambda: f"```python\n{SHOWN.read_text()}```\n",
+}
+
+
+def written(page: Path, mark: str) -> re.Match[str]:
+    match = re.search(rf"(<!-- {mark}: [^>]* -->\n)(.*?)(<!-- /{mark} -->)", page.read_text(), re.DOTALL)
+    assert match, f"{page} has no part {mark}"
+    return match
+
+
+def test_generated_parts_equal_the_code() -> None:
+    for (page, mark), make in PARTS.items():
+        assert written(page, mark)[2] == make(), "run: python tests/models/test_docs.py --write"
+    assert all(name in SPECS[family].flavors for family, names in WEIGHTS.items() for name in names)
+
+
+def test_the_examples_run() -> None:
+    for page in (MODELS, WALK):
+        text = re.sub(r"<!-- qwen3: .*?<!-- /qwen3 -->", "", page.read_text(), flags=re.DOTALL)
+        examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        assert len(examples) == 1
+        exec(compile(examples[0], str(page), "exec"), {})
+
+
+def test_a_family_is_one_file_that_a_path_can_name() -> None:
+    spec = get_spec(f"{SHOWN}:SPEC")
+    assert spec.name == "qwen3" and spec.flavors.keys() == SPECS["qwen3"].flavors.keys()
+    assert {human_count(spec.count_parameters(a)) for a in spec.flavors.values() if a.vocab_size} == {
+        human_count(SPECS["qwen3"].count_parameters(a)) for a in SPECS["qwen3"].flavors.values() if a.vocab_size
+    }
 
 
 if __name__ == "__main__" and "--write" in sys.argv:
-    PAGE.write_text(TABLE.sub(lambda m: m[1] + table() + m[3], PAGE.read_text()))
+    for (page, mark), make in PARTS.items():
+        match = written(page, mark)
+        text = page.read_text()
+        page.write_text(text[: match.start(2)] + make() + text[match.end(2) :])

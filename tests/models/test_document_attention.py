@@ -101,13 +101,46 @@ class _Largest(TorchDispatchMode):
         return out
 
 
-def test_no_mask_of_the_sequence_squared_is_made_and_work_stays_within_documents() -> None:
-    doc_ids = numbers([[64] * 16])
+@pytest.mark.parametrize(("window", "documents"), [(None, True), (24, True), (64, False)])
+def test_no_mask_of_the_sequence_squared_is_made(window: int | None, documents: bool) -> None:
     q, k, v = (torch.randn(1, heads, 1024, 8, requires_grad=True) for heads in (4, 2, 2))
     with _Largest() as largest:
-        attention = SdpaAttention()
-        attention(q, k, v, attention.prepare(doc_ids)).sum().backward()
+        attention = SdpaAttention(window)
+        attention(q, k, v, attention.prepare(numbers([[64] * 16]) if documents else None)).sum().backward()
     assert largest.found == 4 * 1024 * 8
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor | None, window: int | None) -> Tensor:
+    """The formula: every score, those of other tokens taken out."""
+    k, v = (t.repeat_interleave(q.size(1) // k.size(1), 1) for t in (k, v))
+    back = torch.arange(q.size(2)).unsqueeze(1) - torch.arange(q.size(2))
+    seen = ((back >= 0) & (back < (window or q.size(2)))).expand(len(q), 1, -1, -1)
+    if doc_ids is not None:
+        seen = seen & (doc_ids[:, None, :, None] == doc_ids[:, None, None, :])
+    scores = (q @ k.mT * q.size(-1) ** -0.5).masked_fill(~seen, -torch.inf)
+    return scores.softmax(-1) @ v
+
+
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_windows_and_documents_equal_plain_attention(dtype: torch.dtype, within: float, kv_heads: int) -> None:
+    torch.manual_seed(0)
+    q, k, v, upstream = (torch.randn(3, heads, 48, 16).to(dtype) for heads in (4, kv_heads, kv_heads, 4))
+    for window in (None, 1, 7, 24, 47, 48, 100):
+        for doc_ids in (None, numbers(LENGTHS)):
+            attention = SdpaAttention(window)
+            ours, exact = ([t.to(d).requires_grad_() for t in (q, k, v)] for d in (dtype, torch.float32))
+            y, expected = attention(*ours, attention.prepare(doc_ids)), plain_attention(*exact, doc_ids, window)
+            pairs = [
+                (y, expected),
+                *zip(grads(y, ours, upstream), grads(expected, exact, upstream.float()), strict=True),
+            ]
+            # A token that sees only itself sends nothing to q and k.
+            assert all(relative(a.float(), b) < within for a, b in pairs if b.norm() > 1e-4), (window, doc_ids)
+
+
+def grads(y: Tensor, leaves: list[Tensor], upstream: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(y, leaves, upstream)
 
 
 def test_positions_begin_again_with_each_document() -> None:

@@ -96,7 +96,7 @@ def test_rope_scaling_as_a_toml_file_may_say_it() -> None:
     [
         ({"n_heads": 7}, "", "n_heads = 7 does not divide dim = 256"),
         ({"n_kv_heads": 3}, "", "n_kv_heads = 3 does not divide n_heads = 16"),
-        ({"dim": 240}, "", "dim / n_heads = 15 is odd"),
+        ({"dim": 240}, "", "head_dim = 15 is no positive even number"),
         ({"n_layers": 0}, "", "n_layers must be positive, got 0"),
         ({"norm_type": "groupnorm"}, "", "norm_type must be one of rmsnorm,"),
         ({"vocab_size": 511}, "", "512 entries but the model's vocabulary only 511"),

@@ -26,6 +26,10 @@ SIZES = {
     "llama3_1_405b": ("llama3", "3.1-405B"),
     "llama3_2_1b": ("llama3", "3.2-1B"),
     "llama3_2_3b": ("llama3", "3.2-3B"),
+    "mistral_7b": ("mistral", "7B-v0.3"),
+    "mathstral_7b": ("mistral", "mathstral-7B"),
+    "qwen3_8b": ("qwen3", "8B"),
+    "mixtral_8x7b": ("mixtral", "8x7B"),
 }
 
 
@@ -50,7 +54,7 @@ def test_the_model_builds_with_the_counted_parameters(path: Path) -> None:
         module = get_spec(run.model.name).build(args)
         logits = module(torch.zeros(1, run.max_seq_len, dtype=torch.int64))
     assert sum(p.numel() for p in module.parameters()) == count_parameters(args)
-    assert logits.shape == (1, run.max_seq_len, args.n_vocab)
+    assert logits.shape == (1, run.max_seq_len, args.vocab_size)
 
 
 def described(name: str) -> tuple[RunConfig, LlamaArgs, str]:

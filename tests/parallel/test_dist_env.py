@@ -113,6 +113,11 @@ def test_environments_of_launchers_are_read(environment: Callable[[dict[str, str
     ]:
         environment(variables)
         assert read_launch_env() == expected
+    environment({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
+    assert read_launch_env((5, 8)) == LaunchEnv(5, 8, 1, 2, None)  # the group is there
+    environment({"LOCAL_RANK": "one"})
+    with pytest.raises(ParallelismError, match="LOCAL_RANK is 'one', expected a whole number from 0 to 7"):
+        read_launch_env((5, 8))
     environment({})
     with DistEnv.open("cpu") as world:
         assert (world.rank, world.size) == (0, 1)

@@ -142,4 +142,9 @@ def test_stats_count_the_text(tmp_path: Path, command: Command) -> None:
         assert found["document_tokens"]["longest"] == lengths.max()
         size = sum(len(record.text) for record in iter_records(list_files(text)))
         assert found["bytes_per_token"] == pytest.approx(size / lengths.sum(), rel=0.05)
-    assert "tokens per document" in command("stats", *words)[1]
+    mixed = f"--data.source=[{{name='a', path='{text}', weight=3}}, {{name='b', path='{out}'}}]"
+    sources = json.loads(command("stats", "--json", mixed, *words[2:])[1])["sources"]
+    assert [one.pop("share") for one in sources.values()] == [0.75, 0.25]
+    same = found.keys() - {"text", "bytes_per_token"}
+    assert same == sources["a"].keys() - {"bytes_per_token"} and all(sources["a"][key] == found[key] for key in same)
+    assert command("stats", mixed, *words[2:])[1].count("tokens per document") == 2

@@ -10,7 +10,7 @@ import torch
 from tests.pool import Pools
 from tests.training.harness import Run, alone, batches, initial_weights, train, train_afresh
 from tests.training.reference import Curve, train_reference
-from titanlite.models import LlamaArgs, get_spec
+from titanlite.models import get_spec
 
 STEPS, GLOBAL_BATCH, SEQ = 20, 8, 32
 TOKENS, LABELS = batches(STEPS, GLOBAL_BATCH, SEQ, 192)
@@ -23,7 +23,7 @@ FLAT = [0.1] * STEPS
 
 
 class References:
-    """Curves of `transformers`' Llama with torch's optimizers, each computed once and shared by all splits."""
+    """Curves of `transformers`' models with torch's optimizers, each computed once and shared by all splits."""
 
     def __init__(self, pool: Pools) -> None:
         self._pool = pool
@@ -40,8 +40,8 @@ class References:
         if key not in self._curves:
             start = self._pool(1).run(initial_weights, run.alone())[0]
             self._curves[key] = train_reference(
-                get_spec("llama3").hf_config(run.args),
-                _to_hf(start, run.args),
+                get_spec(run.family).hf_config(run.args),
+                get_spec(run.family).to_hf(start, run.args),
                 tokens,
                 labels,
                 optimizer=run.optimizer,
@@ -69,7 +69,7 @@ class References:
         ours = curves[0]
         for other in curves[1:]:
             assert other.losses == ours.losses and other.norms == ours.norms, "ranks disagree about the loss"
-        gradients = _to_hf(ours.gradients, run.args)
+        gradients = get_spec(run.family).to_hf(ours.gradients, run.args)
         assert gradients.keys() == expected.gradients.keys()
         # Ours are caught after clipping, the reference's before.
         clip = min(1.0, run.max_norm / (expected.norms[0] + 1e-6))
@@ -79,7 +79,7 @@ class References:
         # AdamW divides by the root of the second moment, which amplifies rounding.
         weights_within, norms_within = (1e-6, 1e-5) if run.optimizer == "SGD" else (1e-4, 1e-4)
         torch.testing.assert_close(torch.tensor(ours.norms), torch.tensor(expected.norms), rtol=norms_within, atol=0)
-        weights = _to_hf(ours.weights, run.args)
+        weights = get_spec(run.family).to_hf(ours.weights, run.args)
         for name, weight in expected.weights.items():
             assert relative(weights[name], weight) < weights_within, name
 
@@ -87,7 +87,3 @@ class References:
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     """Distance as a share of `b`, by Frobenius norms."""
     return ((a - b).norm() / b.norm()).item()
-
-
-def _to_hf(weights: dict[str, torch.Tensor], args: LlamaArgs) -> dict[str, torch.Tensor]:
-    return get_spec("llama3").to_hf(weights, args)

@@ -137,6 +137,24 @@ MORE = {
         1,
     ),
 }
+#: A window shorter than the sequence, and QK norm with heads wider than dim / heads.
+MISTRAL = {"model.name": "mistral", "model.overrides.window": 12}
+QWEN3 = {"model.name": "qwen3", "model.overrides.head_dim": 32, "model.overrides.tied": "false"}
+GRAPH = {"training.compile": "true", MODE: "selective", OPTION: "op"}
+MORE |= {
+    "mistral, fsdp 2, by operation, compiled": (Row(2, {FSDP: 2, **MISTRAL, **GRAPH}), 1),
+    "mistral, tp 2": (Row(2, {TP: 2, **MISTRAL}), 2),
+    "mistral, cp 2": (Row(2, {CP: 2, **MISTRAL}), 1),
+    "mistral, cp 2, tp 2, compiled": (Row(4, {CP: 2, TP: 2, **MISTRAL, **GRAPH}), 1),
+    "mistral, pp 2, fsdp 2": (Row(4, {PP: 2, FSDP: 2, **MISTRAL, **FOUR}), 2),
+    "mistral, chunks, hsdp 2 x 2, recomputed": (Row(4, {CHUNKS: 3, REPLICAS: 2, FSDP: 2, MODE: "full", **MISTRAL}), 1),
+    "qwen3, tp 2": (Row(2, {TP: 2, **QWEN3}), 2),
+    "qwen3, tp 2, by operation, compiled": (Row(2, {TP: 2, **QWEN3, **GRAPH}), 1),
+    "qwen3, tp 2, fsdp 2, tied": (Row(4, {TP: 2, FSDP: 2, **QWEN3, **TIED}), 2),
+    "qwen3, pp 2, tp 2": (Row(4, {PP: 2, TP: 2, **QWEN3, **FOUR}), 2),
+    "qwen3, cp 2, tp 2, recomputed": (Row(4, {CP: 2, TP: 2, MODE: "full", **QWEN3}), 1),
+    "qwen3, chunks, hsdp 2 x 2": (Row(4, {CHUNKS: 3, REPLICAS: 2, FSDP: 2, **QWEN3}), 1),
+}
 #: Those of `./run_tests.sh`.
 QUICK_MORE = {
     "1 rank",
@@ -145,6 +163,8 @@ QUICK_MORE = {
     "chunks, tp 2",
     "chunks, cp 2",
     "chunks, pp 2, zero bubble",
+    "mistral, cp 2",
+    "qwen3, tp 2",
 }
 
 BY_OPERATION = {MODE: "selective", OPTION: "op"}
@@ -196,6 +216,7 @@ def run_of(config: RunConfig, optimizer: str = "AdamW", steps: int = 20) -> Run:
         TOKENS,
         LABELS,
         (FLAT if optimizer == "SGD" else WARM)[:steps],
+        family=config.model.name,
         args=config.model_args(),
         training=config.training,
         optimizer=optimizer,
@@ -268,6 +289,8 @@ MASKED = {
     "pp 2, tp 2": "accumulated",
     "pp 2, cp 2": "accumulated",
     "cp 2, tp 2": "recomputed",
+    "mistral, tp 2": "by operation",
+    "mistral, cp 2": "compiled",
     "pp 2, tp 2, cp 2": "at once",
 }
 

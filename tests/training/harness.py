@@ -1,4 +1,4 @@
-"""Trains a tiny Llama with titanlite's own pieces on dumped batches; runs inside a rank of the pool."""
+"""Trains a tiny model with titanlite's own pieces on dumped batches; runs inside a rank of the pool."""
 
 from __future__ import annotations
 
@@ -80,6 +80,7 @@ class Run:
     rates: list[float]
     #: Number of each token's document; None: no masks.
     documents: torch.Tensor | None = None
+    family: str = "llama3"
     args: LlamaArgs = TINY
     training: Training = full_precision()
     optimizer: str = "AdamW"
@@ -127,7 +128,7 @@ class Run:
             pipeline_parallel_microbatches=self.pieces,
         )
         return ModelBuilder(
-            get_spec("llama3"),
+            get_spec(self.family),
             self.args,
             self.mesh(world.size).build(world),
             world.device,

@@ -1,6 +1,6 @@
 """The plain single-process run that all others are held against.
 
-Imports nothing of titanlite: `transformers`' Llama, torch's optimizers, batches and initial weights as tensors.
+Imports nothing of titanlite: `transformers`' models, torch's optimizers, batches and initial weights as tensors.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ def train_reference(
     rates: list[float],
     max_norm: float,
 ) -> Curve:
-    """Train `transformers`' Llama on whole global batches.
+    """Train the model of `transformers` on whole global batches.
 
-    config: of `LlamaConfig`; weights: its state dictionary. tokens, labels: [steps, global batch, seq] int64, label
+    config: its config.json; weights: its state dictionary. tokens, labels: [steps, global batch, seq] int64, label
     -100 where there is no target. optimizer: "AdamW" or "SGD". rates: learning rate of each step.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = LlamaForCausalLM(LlamaConfig(**config, attn_implementation="sdpa"))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), attn_implementation="sdpa")
+    model.train()
     model.load_state_dict(weights, strict=not config.get("tie_word_embeddings"))
     if optimizer == "AdamW":
         optim: torch.optim.Optimizer = torch.optim.AdamW(

@@ -41,7 +41,7 @@ def test_derived_numbers_and_the_singular() -> None:
     assert dict(report.batch_rows(_setup(), 10, None))["length"].endswith(" = 1 epoch")
     assert dict(report.batch_rows(_setup(), None, 3))["length"] == "3 epochs"
     tensor = _setup(degrees={"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2})
-    assert report.mesh_row(tensor, 4)[1] == "dp_replicate 1 x dp_shard 2 x tp 2 = 4 ranks"
+    assert report.mesh_row(tensor, 4, 1)[1] == "dp_replicate 1 x dp_shard 2 x tp 2 = 4 ranks"
     assert report.schedule_row("linear", 0.0, 1, None, 1, 1)[1] == (
         "warm-up 1 step, linear decay over the last 1 step to 0, 1 step in all"
     )
@@ -142,9 +142,33 @@ def test_activations_name_how_much_is_kept_and_where(keys: Any, recomputing: int
     assert "before 2 ranks share it" in away and re.search(r"; up to [\d.]+ KiB of that wait in host memory$", away)
 
 
+def test_the_kernel_of_attention_is_named() -> None:
+    def row(device: str, window: int | None, *kernels: str) -> str:
+        kept: Any = SimpleNamespace(kernels=kernels)
+        return report.attention_row(kept, _setup(device), window)[1]
+
+    cudnn = "aten._scaled_dot_product_cudnn_attention.default"
+    assert row(H100, None, cudnn) == "kernel cuDNN; the first that can of cuDNN, flash, efficient, math"
+    assert row(H100, None).startswith("kernel math: memory grows with the square of the length; the first")
+    window = "kernel flash of variable lengths; each token sees 100, itself and those before"
+    assert row(CPU, 100, "torch_attn._varlen_attn.default") == window
+    assert row(CPU, 2048, "aten.other.default") == "kernel aten.other.default", "the window is as long as the sequence"
+
+
 def test_a_run_reports_everything_once(golden: GoldenRun) -> None:
     said, _ = golden.console()
-    names = ["versions", "model", "parameters", "compute", "devices", "mesh", "sharding", "activations", "data"]
+    names = [
+        "versions",
+        "model",
+        "parameters",
+        "compute",
+        "devices",
+        "mesh",
+        "sharding",
+        "attention",
+        "activations",
+        "data",
+    ]
     names += ["global batch", "tokens per step", "length", "schedule"]
     column = len("tokens per step") + 2
     rows = [line for line in said if line[:column].strip() in names and line[column - 1] == " "]

@@ -14,11 +14,21 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from titanlite.checkpoint.hf import (
+    WeightsReader,
+    as_manifest,
+    config_differences,
+    flavor_like,
+    holds_weights,
+    open_weights,
+)
 from titanlite.checkpoint.manifest import (
     CheckpointError,
     Manifest,
     find,
+    hf_folder,
     is_valid,
+    last_hf_step,
     root_of,
     step_folder,
     step_of,
@@ -40,6 +50,8 @@ from titanlite.checkpoint.storage import (
     verify_files,
 )
 from titanlite.guard import find_nonfinite
+from titanlite.models.args import from_record
+from titanlite.models.spec import ModelSpec, get_spec
 from titanlite.optim.average import AVERAGE, WEIGHT
 from titanlite.parallel.dist_env import DistEnv
 from titanlite.runs.provenance import config_changes
@@ -94,6 +106,8 @@ class LoadedState:
     changes: tuple[str, ...] = ()
     #: Whether every byte was compared with its hash.
     verified: bool = False
+    #: The files are another program's, such as a folder of Hugging Face's.
+    is_foreign: bool = False
 
 
 @dataclass
@@ -163,7 +177,10 @@ class Loader:
         saved = {name: entry for name, entry in manifest.tensors.items() if name != RNG}
         wanted = describe(tensors, model)
         selection = select(saved, wanted, exclude, self.config.allow_missing, convert=is_other, source=str(folder))
-        bad, reader = self.source_bad if is_other else self.bad, CheckedReader(folder, manifest)
+        bad = self.source_bad if is_other else self.bad
+        reader = (
+            WeightsReader(folder, manifest, *self.model()) if chosen.is_foreign else CheckedReader(folder, manifest)
+        )
         every_byte = self.config.verify == "hash"
         files = share(manifest.files, self.world.rank, self.world.size) if every_byte else []
         if (problem := verify_files(reader, files, self.world)) is not None:
@@ -179,9 +196,8 @@ class Loader:
             elif name.startswith(AVERAGE):
                 tensors[name].copy_(tensors[WEIGHT + name.removeprefix(AVERAGE)])
         if where := find_nonfinite(tensors):
-            bad[manifest.step] = (
-                f"{folder} holds what is not finite ({where}), and no run can go on from it: "
-                f"`titanlite checkpoint rm {folder}` deletes it"
+            bad[manifest.step] = f"{folder} holds what is not finite ({where}), and no run can go on from it" + (
+                "" if chosen.is_foreign else f": `titanlite checkpoint rm {folder}` deletes it"
             )
             return None
         scatter(tensors, model, whole_optimizer)
@@ -253,6 +269,13 @@ class Loader:
                 f'checkpoint.start = "fresh", but {self.root} holds checkpoints already: choose another '
                 "checkpoint.folder or job.dump_folder, or move them away"
             )
+        if (done := last_hf_step(self.root)) > (manifest.step if manifest is not None else -1) and not rollback:
+            raise CheckpointError(
+                f"{hf_folder(self.root, done)} holds the weights of the last save (checkpoint.last_save_in_hf): this "
+                "run has ended there. To start another run from them, give that another folder and name this one as "
+                "checkpoint.initial_load_path. To train on in this folder, move it away: the newest full checkpoint is "
+                "resumed then"
+            )
         choice = None
         if manifest is not None:
             chosen = _chosen(manifest, self.root, passed, "resume")
@@ -273,6 +296,8 @@ class Loader:
         """Return the checkpoint that `initial_load_path` means, which is only ever read. Raises CheckpointError."""
         step = step_of(path)
         try:
+            if self.config.initial_load_in_hf or holds_weights(path):
+                return self._choose_foreign(path)
             root = path.parent if step is not None else root_of(path)
             manifest, passed = find(root, step, self.source_bad)
             if manifest is None:
@@ -284,6 +309,38 @@ class Loader:
         except (CheckpointError, StoreError) as error:
             raise CheckpointError(f"checkpoint.initial_load_path: {error}") from None
         return manifest, chosen
+
+    def model(self) -> tuple[ModelSpec, Any]:
+        """Return spec and arguments of this run's model."""
+        record = self.run_config.get("model")
+        if not isinstance(record, dict):
+            raise CheckpointError(
+                "weights in Hugging Face's format need the model's description: give Checkpointer "
+                'run_config={"model": titanlite.models.args.as_record(name, args)}'
+            )
+        family, args = from_record(record)
+        return get_spec(family), args
+
+    def _choose_foreign(self, path: AnyPath) -> tuple[Manifest, LoadedState]:
+        """Return the weights of another program in `path`, whose config fits the model. Raises CheckpointError."""
+        if self.source_bad:
+            raise CheckpointError(*self.source_bad.values())
+        if not self.config.initial_load_model_only:
+            raise CheckpointError(f"{path} holds weights only: set checkpoint.initial_load_model_only = true")
+        spec, args = self.model()
+        weights = open_weights(path, spec, args)
+        weights.check_head()
+        found, notices = config_differences(weights, spec, args), [f"{path} holds weights of another program"]
+        if found and "model" not in self.config.allow_changes:
+            like = flavor_like(spec, weights.config)
+            lines = "".join(f"\n  {line}" for line in found)
+            way = f'model.flavor = "{like}" is that model' if like else "set [model], or model.overrides, so"
+            raise CheckpointError(
+                f"{path} is of another model than this run's:{lines}\n{way[0].upper()}{way[1:]}. If the difference is "
+                "meant and changes no shape, say so: --checkpoint.allow_changes=model"
+            )
+        notices += [f"another model, by checkpoint.allow_changes: {line}" for line in found]
+        return as_manifest(weights), LoadedState(0, {}, notices, path, "from", is_foreign=True)
 
     def _check_run(self, manifest: Manifest, chosen: LoadedState, expected: Mapping[str, Any]) -> LoadedState:
         """Add the differences to the run that wrote the checkpoint.
@@ -442,7 +499,9 @@ def _offered_keys(found: Mapping[str, str], names: Collection[str]) -> str:
 
 
 def _shown(entry: Sequence[Any] | None) -> str:
-    return "–" if entry is None else f"{entry[0]}{list(entry[1])}"
+    if entry is None:
+        return "–"
+    return f"{entry[0]}{list(entry[1])}" + (f" ({entry[2]})" if len(entry) > 2 else "")  # of a foreign file: its place
 
 
 def _patterns(names: Sequence[str], others: Collection[str], most: int = 4) -> str:

@@ -17,8 +17,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from titanlite.checkpoint.async_save import AsyncSave, SaveOutcome
+from titanlite.checkpoint.hf_save import save_hf
 from titanlite.checkpoint.load import LoadedState, Loader
-from titanlite.checkpoint.manifest import INDEX, CheckpointError, Manifest, find, step_folder
+from titanlite.checkpoint.manifest import INDEX, CheckpointError, Manifest, find, hf_folder, step_folder
 from titanlite.checkpoint.paths import AnyPath, files_in, to_path
 from titanlite.checkpoint.retention import (
     Deleter,
@@ -67,8 +68,9 @@ class Checkpointer:
     """Saves and resumes one run in `config.folder`. All ranks make one and call it alike.
 
     fingerprints: values that must be equal for a resume, such as {"model": …, "tokenizer": …, "data": …}; a checkpoint
-    with others is refused. run_config: the resolved configuration, which the manifest keeps for people. averages: of
-    the weights (`WeightAverage.tensors`), in all checkpoints but those of weights only.
+    with others is refused. run_config: the resolved configuration, which the manifest keeps for people.
+    tokenizer_files: gives name → content of the files that `checkpoint.last_save_in_hf` adds. averages: of the weights
+    (`WeightAverage.tensors`), in all checkpoints but those of weights only.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Checkpointer:
         world: DistEnv,
         fingerprints: dict[str, str],
         run_config: dict[str, Any] | None = None,
+        tokenizer_files: Callable[[], Mapping[str, bytes]] = dict,
         averages: Tensors | None = None,
     ) -> None:
         self.config = config
@@ -84,6 +87,7 @@ class Checkpointer:
         self._world = world
         self._fingerprints = fingerprints
         self._run_config = run_config or {}
+        self._tokenizer_files = tokenizer_files
         self._origin = provenance.origin() if world.rank == 0 else {"versions": {}}  # rank 0 writes the manifest
         self._resumed: int | None = None
         self._deleter = Deleter()
@@ -176,6 +180,7 @@ class Checkpointer:
         Raises CheckpointError, on all ranks, when any rank fails; nothing half-written is then published. Raises
         WeightsError, on all ranks and before anything is written, when a weight or a moment is not finite.
 
+        With `config.last_save_in_hf` the weights go to a folder of Hugging Face's, `step-N-hf`, in the foreground.
         With `config.async_mode` it returns as soon as everything is copied ("async_with_pinned_mem": before that, see
         `await_copy`); the checkpoint appears later, and `poll` or `wait` tells. It first waits for a save in flight.
         """
@@ -184,6 +189,8 @@ class Checkpointer:
             self._async.prepare(self._group)
         self._began = time.perf_counter()
         tensors = self._tensors_to_save(step, model, optimizer, weights_only)
+        if weights_only is not None and self.config.last_save_in_hf:
+            return self._save_hf(step, tensors, model)
         manifest = Manifest(
             step=step,
             fingerprints=self._fingerprints,
@@ -216,6 +223,23 @@ class Checkpointer:
         else:
             write(tensors, self._group)
         return folder
+
+    def _save_hf(self, step: int, tensors: Tensors, model: nn.Module) -> AnyPath:
+        final, (spec, args) = hf_folder(self.root, step), self._loader.model()
+        assert self._group is not None
+        self._on_rank_0(self._owner.look)
+        strip = len("model.")
+        save_hf(
+            final,
+            spec,
+            args,
+            {name[strip:]: tensor for name, tensor in tensors.items()},
+            {name[strip:]: entry for name, entry in describe(tensors, model).items()},
+            self._group,
+            self._on_rank_0,
+            self._tokenizer_files,
+        )
+        return final
 
     def _tensors_to_save(
         self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, weights_only: str | None

@@ -154,6 +154,16 @@ def step_folder(root: AnyPath, step: int) -> AnyPath:
     return root / f"step-{step}"
 
 
+def hf_folder(root: AnyPath, step: int) -> AnyPath:
+    """Return the folder of the last save in Hugging Face's format."""
+    return root / f"step-{step}-hf"
+
+
+def last_hf_step(root: AnyPath) -> int:
+    """Return the step of the newest `hf_folder`; -1 where there is none."""
+    return max((int(found[1]) for name in entries(root) if (found := re.fullmatch(r"step-(\d+)-hf", name))), default=-1)
+
+
 def step_of(folder: AnyPath) -> int | None:
     """Return the step in a checkpoint folder's name; None for other names."""
     match = _STEP.fullmatch(folder.name)

@@ -39,6 +39,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.futures import Future
 from torch.utils.serialization import config as serialization
 
+from titanlite.checkpoint.hf import WeightsReader
 from titanlite.checkpoint.manifest import (
     FAST_HASH,
     INDEX,
@@ -454,7 +455,7 @@ def reader_of(writer: int, ranks: int) -> int:
 
 
 def verify_files(
-    reader: CheckedReader,
+    reader: CheckedReader | WeightsReader,
     names: Sequence[str],
     world: DistEnv,
     group: dist.ProcessGroup | None = None,

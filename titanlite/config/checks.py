@@ -131,6 +131,7 @@ CONFLICTS: tuple[tuple[str, Any, str, Any, str], ...] = (
     (_EARLY, True, "training.enable_cpu_offload", True, "it keeps gradients in host memory"),
     (_EARLY, True, "metrics.layer_norms", bool, "gradients are freed one by one"),
     (_EARLY, True, "optimizer.name", lambda name: name == "Muon" or is_dotted(name), "it may need all gradients"),
+    ("sample.prompts", bool, _PP, _several, "no rank of a pipeline computes the next token alone"),
     ("training.gradient_sync", "every", _PP, _several, "a pipeline reduces gradients once, after the last micro-batch"),
     *(
         (f"{_RATE}{name}", bool, f"{_RATE}decay_type", "constant", "there is nothing to shape")
@@ -211,9 +212,9 @@ def _text(d: Config) -> Iterator[Finding]:
             yield "unknown-value", f"{section}.dataset", f"{quote(text.dataset)} {problem[0]}", problem[1]
     for i, source in enumerate(d.validation.sources):
         at = f"{_SOURCES}[{i}]"
-        if not source.name:
+        if not source.name and source.path is not None:
             yield "missing", f"{at}.name", "is missing, and the losses of a source have its name", 'as name = "wiki"'
-        elif is_dotted(source.name):
+        elif source.name and is_dotted(source.name):
             hint = "only validation.dataset takes a dotted path"
             yield "unknown-value", f"{at}.name", f"{quote(source.name)} is a dotted path", hint
         for field in ("weight", "epochs"):

@@ -26,16 +26,18 @@ FUNCTIONS = {
     "validation.dataset": (),
 }
 KEYS = ("job.callbacks", "model.name", *FUNCTIONS)
+#: Keys whose paths, if they begin with a dot, are relative to the file that names them.
+ANCHORED = (*KEYS, "model.hf_config")
 HINT = 'name it as "package.module:name", or as "./file.py:name" beside the TOML file'
 
 
 def anchored(path: str, folder: Path) -> str:
     """Return a dotted path with its file made absolute: in `folder`, else in the working directory if it is there."""
     file, colon, name = path.partition(":")
-    if not colon or not file.startswith("."):
+    if not file.startswith("."):
         return path
     places = [os.path.abspath(base / file) for base in (folder, Path())]
-    return f"{next(filter(os.path.isfile, places), places[0])}:{name}"
+    return f"{next(filter(os.path.exists, places), places[0])}{colon}{name}"
 
 
 def dotted_paths(config: LoadedConfig) -> Iterator[tuple[str, str]]:

@@ -220,7 +220,7 @@ class _Layers:
             return [replace(p, where=entry.place(p.key), key=shown + p.key) for p in wrong]
         if isinstance(value, str) and (note := VALUE_NOTES.get((key, value))):
             self.notes.append(f"{source.place}: {note}")
-        if key in extensions.KEYS:
+        if key in extensions.ANCHORED and converted is not None:
             anchor = partial(extensions.anchored, folder=file.parent if file else Path())
             converted = anchor(converted) if isinstance(converted, str) else [*map(anchor, converted)]
         return _Value(converted, source, value)

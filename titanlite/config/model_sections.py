@@ -23,9 +23,13 @@ class Model(Section, frozen=True):
     """Which model is trained."""
 
     name: Name = "llama3"
-    """Model family: llama2, llama3, or a dotted path to a ModelSpec (docs/library.md)."""
+    """Model family: llama2, llama3, hf for a model of transformers (docs/transformers.md), or a dotted path to a
+    ModelSpec (docs/library.md)."""
     flavor: str = "debugmodel"
     """Size within the family."""
+    hf_config: Location | None = None
+    """For name = "hf": a config.json of transformers, its folder, or the id of a model on Hugging Face's hub. A path
+    that begins with a dot is relative to the file that names it."""
     norm_type: Literal["rmsnorm", "layernorm", "np_layernorm", "fused_rmsnorm"] | None = None
     """Every normalisation of the model: rmsnorm (fused_rmsnorm is the same module: torch runs it as one kernel where
     it can), layernorm with a weight and no bias, or np_layernorm, without parameters. None: the flavor's, rmsnorm."""
@@ -40,6 +44,11 @@ class Model(Section, frozen=True):
     high_freq_factor (4) and original_context (8192 tokens), or "none". None: the flavor's own."""
     vocab_size: Count | None = None
     """Vocabulary entries, at least the tokenizer's. None: the flavor's (the tokenizer's, for debug models)."""
+
+    @property
+    def title(self) -> str:
+        """Name and flavor, for messages."""
+        return f"{self.name} {self.hf_config or self.flavor}"
 
 
 class OptimizerGroup(Section, frozen=True):

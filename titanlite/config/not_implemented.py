@@ -25,24 +25,16 @@ class Missing(NamedTuple):
 
 
 _AUTOGRAD = "it skips the hooks that shard FSDP's gradients; training.compile also compiles the backward of each block"
-_CONVERT = "leave it out, and run `titanlite checkpoint convert RUN TARGET --to hf` when the run has ended"
-_LOAD_HF = (
-    "convert the folder with `titanlite checkpoint convert FOLDER TARGET --to checkpoint`, and give TARGET as "
-    "checkpoint.initial_load_path"
-)
 _MEMORY = Missing("the estimate of memory")
 _KAHAN, _MOMENTS = ("kahan", "compensation_dtype"), ("momentum_dtype", "variance_dtype")
 _TENSOR = ["training.enable_loss_parallel", "experimental.enable_async_tensor_parallel"]
 _PIPELINE = [f"experimental.pipeline_parallel_{n}" for n in ("split_points", "schedule", "microbatches")]
 
 NOT_IMPLEMENTED: dict[str, Missing] = {
-    "parallelism.expert_parallel_degree": Missing("expert parallelism"),
     "experimental.enable_compiled_autograd": Missing("compiled autograd", _AUTOGRAD),
     "experimental.custom_import": Missing(
         "imports for their effect", 'name the model by model.name = "package.module:SPEC"'
     ),
-    "checkpoint.last_save_in_hf": Missing("saving in Hugging Face's format", _CONVERT),
-    "checkpoint.initial_load_in_hf": Missing("reading Hugging Face's format at the start", _LOAD_HF),
     "memory_estimation.enabled": _MEMORY,
     "memory_estimation.disable_fake_mode": _MEMORY,
     **{
@@ -77,6 +69,7 @@ _SWITCHES: dict[str, dict[str, Any]] = {
     "activation_checkpoint.memory_budget": {"activation_checkpoint.mode": "budget"},
     "metrics.save_tb_folder": {"metrics.enable_tensorboard": True},
     "metrics.rank_0_only": {"metrics.enable_tensorboard": True},
+    "sample": {"sample.prompts": _SET},
     "profiling.save_traces_folder": {"profiling.enable_profiling": True},
     "profiling.save_memory_snapshot_folder": {"profiling.enable_memory_snapshot": True},
     "profiling.profiler_warmup": {"profiling.enable_profiling": True},

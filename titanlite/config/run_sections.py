@@ -137,6 +137,22 @@ class Metrics(Section, frozen=True):
     """Peak TFLOPS of one device, for the MFU. None: known devices only, others show no MFU."""
 
 
+class Sample(Section, frozen=True):
+    """Prompts that the model continues while it trains."""
+
+    prompts: list[str] = []
+    """Texts to continue; none: off. The results go to the log, to samples.jsonl below job.dump_folder, and to
+    TensorBoard."""
+    freq: Count = 500
+    """Every so many steps, and at the end."""
+    max_tokens: Count = 64
+    """Most tokens to write for each prompt."""
+    temperature: NonNegative = 0.0
+    """Logits are divided by it before a token is drawn; 0: always the most probable token."""
+    seed: Seed = 0
+    """Seed of the draws, the same each time. They do not touch the generators of training."""
+
+
 class Debug(Section, frozen=True):
     """Reproducibility."""
 

@@ -130,11 +130,11 @@ class Checkpoint(Section, frozen=True):
     """What may differ from the run that wrote the checkpoint; otherwise it is refused."""
     initial_load_path: Location | None = None
     """Checkpoint of any run to start from while this run has none of its own: step-N, or a folder or run that holds
-    some (the newest good one). A folder or a URL."""
+    some (the newest good one). A folder or a URL. Or a local folder of Hugging Face's or Meta's, found by its files."""
     initial_load_model_only: bool = True
     """Take only the weights from it and begin at step 0; false: continue at its step with all it holds."""
     initial_load_in_hf: bool = False
-    """initial_load_path holds Hugging Face weights."""
+    """initial_load_path must hold weights of Hugging Face's; without this key they are recognised by their files."""
     model_weights_only: bool = False
     """The last save holds weights only: for use elsewhere. No run can continue from it."""
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -142,7 +142,7 @@ class Checkpoint(Section, frozen=True):
     export_ema: bool = False
     """That last save holds the average of the weights (optimizer.ema_decay)."""
     last_save_in_hf: bool = False
-    """That last save is in Hugging Face's format."""
+    """That last save is a folder step-N-hf of Hugging Face's, with the tokenizer's files."""
     create_seed_checkpoint: bool = False
     """Save step 0 on one process, then exit."""
     enable_first_step_checkpoint: bool = False
@@ -251,7 +251,7 @@ class Parallelism(Section, frozen=True):
     """Parallelism that the older sections have no name for."""
 
     expert_parallel_degree: Count = 1
-    """Ranks that share the experts of a mixture."""
+    """Ranks that share the experts of a mixture: a divisor of data_parallel_shard * context_parallel."""
 
 
 class Config(Section, frozen=True):
@@ -266,6 +266,7 @@ class Config(Section, frozen=True):
     validation: Validation = Validation()
     checkpoint: Checkpoint = Checkpoint()
     metrics: run.Metrics = run.Metrics()
+    sample: run.Sample = run.Sample()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     compile: Compile = Compile()
     float8: Float8 = Float8()

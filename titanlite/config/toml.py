@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from msgspec import Struct
@@ -65,7 +66,8 @@ def scan(text: str) -> tuple[list[Statement], dict[str, int]]:
     """Return the statements of a text that the parser accepts, and full name → line of each table and key in it.
 
     A statement is the shortest run of lines that the parser accepts alone. Names in arrays of tables have an index:
-    `data.source[1].weight`, `data.source[1]`. A table is on the line of its header, or of the first key that names it.
+    `data.source[1].weight`, `data.source[1]`. A table is on the line of its header, or of the first key that names it,
+    and an item of an array on the line where it ends.
     """
     found: list[Statement] = []
     numbers: dict[str, int] = {}
@@ -95,7 +97,14 @@ def scan(text: str) -> tuple[list[Statement], dict[str, int]]:
             table = enter("", tree, is_header)
             numbers[table] = start + 1
         else:
-            enter(table, tree, is_header)
+            last = enter(table, tree, is_header)
+            for line in range(start + 1, end):  # the items of an array that ends on a later line
+                with suppress(TOMLDecodeError):
+                    value: Any = loads("\n".join([*lines[start:line], "]"]))
+                    while isinstance(value, dict):
+                        value = next(iter(value.values()))
+                    for item in range(len(value)):
+                        numbers.setdefault(f"{last}[{item}]", line)
         found.append(Statement(chunk, start + 1, tree, table, is_header))
         start = end
     return found, numbers

@@ -71,7 +71,7 @@ _BY_REASON: dict[str, dict[str, tuple[Any, ...]]] = {
         "validation.dataloader.prefetch_factor": (2,),
     },
     "a run that may not save is checkpoint.interval beyond its last step": {"checkpoint.load_only": (False,)},
-    "quantised weights cannot start a training run": {"checkpoint.initial_load_in_hf_quantized": (False,)},
+    "float8 weights are recognised by their type": {"checkpoint.initial_load_in_hf_quantized": (False, True)},
     "activation checkpointing takes torch's own choice here": {
         "activation_checkpoint.early_stop": (False,),
         "activation_checkpoint.determinism_check": ("default",),
@@ -87,8 +87,8 @@ _BY_REASON: dict[str, dict[str, tuple[Any, ...]]] = {
         "parallelism.context_parallel_load_balancer": ("headtail",),
     },
     "experts are not divided by tensor parallelism": {"parallelism.expert_tensor_parallel_degree": (1,)},
-    "expert parallelism is not built": {"parallelism.expert_parallel_comm_backend": ("standard",)},
-    "without expert parallelism there is nothing to overlap": {
+    "rows for experts travel by torch's all-to-all": {"parallelism.expert_parallel_comm_backend": ("standard",)},
+    "the exchange of experts does not overlap with other micro-batches": {
         "parallelism.pipeline_parallel_expert_parallel_overlap": (True, False),
     },
     "stages are set by experimental.pipeline_parallel_split_points": {

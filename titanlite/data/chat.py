@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -48,11 +49,9 @@ class ChatTemplate(NamedTuple):
         if "assistant" not in roles:
             found = ", ".join(map(str, dict.fromkeys(roles))) or "none"
             raise DataError(f"{where}: no message has the role assistant (roles: {found}), so the loss counts nothing")
-        template = _compiled(self.source)
 
         def text(count: int, prompt: bool = False) -> str:
-            variables = {"tools": None, "documents": None, **dict(self.tokens)}
-            return template.render(messages=messages[:count], add_generation_prompt=prompt, **variables)
+            return self._text(messages[:count], prompt)
 
         try:
             whole = text(len(messages))
@@ -74,6 +73,20 @@ class ChatTemplate(NamedTuple):
             if isinstance(error, DataError):
                 raise
             raise DataError(f"{where}: the chat template refuses it: {type(error).__name__}: {error}") from error
+
+    def prompt(self, messages: Sequence[Mapping[str, str]], where: str) -> str:
+        """Return the text of a conversation up to the assistant's next turn. Raises DataError if it is refused."""
+        import jinja2
+
+        try:
+            return self._text(messages, True).translate(_UNMARKED)
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            raise DataError(f"{where}: the chat template refuses it: {type(error).__name__}: {error}") from error
+
+    def _text(self, messages: Any, prompt: bool) -> str:
+        variables = {"tools": None, "documents": None, **dict(self.tokens)}
+        text: str = _compiled(self.source).render(messages=messages, add_generation_prompt=prompt, **variables)
+        return text
 
 
 @lru_cache(maxsize=8)

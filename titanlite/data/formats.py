@@ -11,7 +11,8 @@ import itertools
 import json
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
@@ -37,7 +38,7 @@ _GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _BUFFER = 1 << 18
 #: Rows of a table that become Python objects at once.
 _BATCH = 128
-#: Bytes of the longest plain text, which is read whole.
+#: Bytes of the longest plain text or line, which is read whole.
 _LONGEST = 256 << 20
 _EXPECTED = "JSON lines, parquet, arrow or text in UTF-8, plain or compressed by gzip or zstd"
 
@@ -226,10 +227,13 @@ def strings_of(record: object, columns: Columns, where: str) -> list[Any]:
     return [record[column] for column in columns.wanted]
 
 
-def _json_rows(lines: Iterable[bytes], name: Path | str, columns: Columns, start: int) -> _Rows:
+def _json_rows(content: BinaryIO, name: Path | str, columns: Columns, start: int) -> _Rows:
+    lines = iter(partial(content.readline, _LONGEST + 1), b"")
     for number, line in enumerate(itertools.islice(lines, start, None), start + 1):
         if line.strip():
             where = f"{name}, line {number}"
+            if len(line) > _LONGEST:
+                raise DataError(f"{where}: a record has {_LONGEST >> 20} MB at most; cut it up")
             try:
                 record = json.loads(line)
             except ValueError as error:

@@ -82,11 +82,15 @@ class MixedRows:
     def tokens_per_epoch(self) -> None:
         return None
 
+    @property
+    def shares(self) -> dict[str, float]:
+        """The shares of the sequences at the start, by name of the source."""
+        return {name: weight / sum(self._phases[0]) for name, weight in zip(self.names, self._phases[0], strict=True)}
+
     def describe(self) -> str:
         """Return the shares and the sources in words."""
-        total = sum(self._phases[0])
-        shares = zip(self.names, self._phases[0], self.rows, strict=True)
-        return "; ".join(f"{name} {weight / total:.1%} ({rows.describe()})" for name, weight, rows in shares)
+        shares = zip(self.shares.items(), self.rows, strict=True)
+        return "; ".join(f"{name} {share:.1%} ({rows.describe()})" for (name, share), rows in shares)
 
     def sequence(self, index: int) -> Row:
         source, number = self.locate(index)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -18,6 +18,7 @@ import torch
 
 from titanlite.data import EndOfData
 from titanlite.data.loader import Batch
+from titanlite.data.threads import Pool
 from titanlite.utils import logger
 
 #: Names of the threads begin so, as `threading.enumerate` and a debugger show them.
@@ -70,9 +71,9 @@ class _Ahead(Generic[_T]):
                 failed.append(error)
                 raise
 
-        # A new thread is on GPU 0, and pinning would open a context there for every rank.
-        start = partial(torch.cuda.set_device, torch.cuda.current_device()) if pin else None
-        self._pool = pool = ThreadPoolExecutor(1, THREAD, start)
+        self._pool = pool = Pool(1, THREAD)
+        if pin:  # a new thread is on GPU 0, and pinning would open a context there for every rank
+            pool.submit(torch.cuda.set_device, torch.cuda.current_device())
         self._submit = lambda: pool.submit(once)
         self.items: deque[Future[_T]] = deque(self._submit() for _ in range(depth))
 
@@ -89,10 +90,7 @@ class _Ahead(Generic[_T]):
 
     def stop(self, patience: float = _PATIENCE) -> bool:
         """End the thread; return False if it does not end in `patience` seconds because `make` does not return."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        ended = not wait([item for item in self.items if not item.cancelled()], patience).not_done
-        self._pool.shutdown(wait=ended)
-        return ended
+        return self._pool.stop(patience)
 
 
 class _Step(NamedTuple):

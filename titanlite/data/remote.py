@@ -6,10 +6,11 @@ import io
 import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from titanlite.data import DataError
+from titanlite.data.threads import ending
 from titanlite.utils import counted, human_time, logger
 
 #: Seconds before the first and the longest wait for a source to come back; seconds that an HTTP server may say nothing.
@@ -66,11 +67,11 @@ def retried(call: Callable[[], T], failed: str, patience: float) -> T:
             asked = str((headers or {}).get("Retry-After", ""))
             wait = min(_FIRST_WAIT * 2 ** (tries - 1), _LONGEST_WAIT) * random.uniform(0.5, 1.0)
             wait = float(asked) + random.random() if asked.isdigit() else wait
-            if final or tried + wait > patience:
+            if final or tried + wait > patience or ending.is_set():
                 spent = "" if final else f", {counted(tries, 'attempts')} in {human_time(tried)} (data.retry_seconds)"
                 raise DataError(f"{failed}{spent}: {words(reason)}") from error
             logger.warning(f"{failed} ({words(reason)}): try {tries + 1} in {wait:.0f} s")
-            time.sleep(wait)
+            ending.wait(wait)
 
 
 def _reason(error: Exception) -> BaseException:
@@ -87,11 +88,26 @@ def _status(error: BaseException) -> int | None:
     return getattr(response, "status_code", None) or getattr(error, "status", None)
 
 
+class _Checked:
+    """A session of aiohttp that checks the size and the headers of each answer with bytes of a file."""
+
+    def __init__(self, session: Any, check: Callable[[int | None, Mapping[str, Any]], None]) -> None:
+        self._session, self._check = session, check
+
+    async def get(self, url: Any, **options: Any) -> Any:
+        answer = await self._session.get(url, **options)
+        if answer.status in (200, 206):
+            total = answer.headers.get("Content-Range", "").rpartition("/")[2]
+            self._check(int(total) if total.isdigit() else None, answer.headers)
+        return answer
+
+
 class _RemoteFile(io.RawIOBase):
     """A file behind a URL, from any byte on.
 
     A transfer that breaks off is asked for again in smaller ranges, so a server that cuts each answer holds nothing up.
-    A server without ranges sends the file anew, up to the byte that was reached.
+    From a server without ranges it is read again from its first byte. Raises FileChangedError where an answer is of
+    another file than the first one.
     """
 
     def __init__(self, name: str, patience: float) -> None:
@@ -99,7 +115,7 @@ class _RemoteFile(io.RawIOBase):
         self._at = self._requests = 0
         self._most = _MOST
         self._file: Any = None
-        #: Size in bytes, and the server's tag of the content; None: it does not tell.
+        #: Size in bytes, and the server's tag or time of the content; None: it does not tell.
         self.identity: tuple[int | None, str | None] | None = None
         self._retried(self._open)
 
@@ -118,14 +134,23 @@ class _RemoteFile(io.RawIOBase):
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=silence, sock_read=silence)
             options["client_kwargs"] = {"timeout": timeout}
         system, path = fsspec.core.url_to_fs(self._url, **options)
+        if self.identity is not None:  # what it has listed may be old
+            system.invalidate_cache(path)
         info = system.info(path)
-        identity = info.get("size"), info.get("ETag")
-        if self.identity not in (None, identity):
-            raise FileChangedError(f"{self._name} has changed while it was read")
-        self.identity = identity
+        self._check(info.get("size"), info)
         if http and ranges:
-            known = {"size": identity[0]}  # else fsspec asks for it again
+            known = {"size": info.get("size")}  # else fsspec asks for it again
         self._file = system.open(path, "rb", cache_type="none", **(known if ranges else {"block_size": 0}))
+        if http and hasattr(self._file, "session"):
+            self._file.session = _Checked(self._file.session, self._check)
+
+    def _check(self, size: int | None, about: Mapping[str, Any]) -> None:
+        """Note what tells the file from others, or compare it. about: fsspec's or HTTP's headers."""
+        found = size, str(about.get("ETag") or about.get("Last-Modified") or "").removeprefix("W/") or None
+        if self.identity is None:
+            self.identity = found
+        if any(None not in pair and pair[0] != pair[1] for pair in zip(self.identity, found, strict=True)):
+            raise FileChangedError(f"{self._name} has changed while it was read")
 
     def readable(self) -> bool:
         return True
@@ -141,6 +166,8 @@ class _RemoteFile(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
+        if ending.is_set():
+            raise DataError(f"{self._name}: the process ends")
         piece = self._retried(lambda: self._read(len(buffer)))
         buffer[: len(piece)] = piece
         self._at += len(piece)
@@ -158,7 +185,9 @@ class _RemoteFile(io.RawIOBase):
             try:
                 self._file.seek(self._at)
                 piece: bytes = self._file.read(wanted)
-            except ValueError:
+            except ValueError as error:
+                if isinstance(error, DataError):
+                    raise
                 self._open(ranges=False)
                 while (left := self._at - self._file.tell()) and self._file.read(min(left, _MOST)):
                     pass

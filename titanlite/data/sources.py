@@ -38,30 +38,29 @@ _NO_TEXT = {"dataset_info.json", "dataset_dict.json", "dataset_infos.json", "sta
 _HELD_OUT = {"test", "validation", "valid", "val", "dev", "eval"}
 
 
-def source_files(dataset: str, path: str | None, section: str = "training") -> list[Path]:
+def source_files(dataset: str, path: str | None, key: str = "training.dataset_path") -> list[Path]:
     """Return the files of a data set in reading order, by name. Rank 0 warns of empty ones.
 
     Args:
         dataset: a name in `BUNDLED`; any other needs a path.
         path: see `list_files`; None: the bundled text.
-        section: of the config, for the keys in errors.
+        key: of the path in the config, for errors.
 
     Raises DataError for text that is not bundled, a missing path, or one without such a file.
     """
     if path is None:
         if dataset not in BUNDLED:
             raise DataError(
-                f'{section}.dataset: the text "{dataset}" is not bundled; set {section}.dataset_path to local files of '
-                f"text, or take {' or '.join(BUNDLED)}"
+                f'the text "{dataset}" is not bundled; set {key} to local files of text, or take {" or ".join(BUNDLED)}'
             )
         return list_files(BUNDLED[dataset])
-    files = list_files(Path(path), f"{section}.dataset_path")
+    files = list_files(Path(path), key)
     empty = [str(file) for file in files if file.stat().st_size == 0]
     if 0 < len(empty) < len(files):  # where all are empty, reading refuses them
         level = logging.INFO if os.environ.get("RANK", "0") != "0" else logging.WARNING
         names = ", ".join(empty[:3]) + ", …" * (len(empty) > 3)
         count = f"{len(empty)} of {len(files)} files"
-        logger.log(level, f"{section}.dataset_path: {count} are empty (0 bytes) and hold no text: {names}")
+        logger.log(level, f"{key}: {count} are empty (0 bytes) and hold no text: {names}")
     return files
 
 

@@ -15,7 +15,6 @@ import itertools
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,12 +28,14 @@ from titanlite.data.formats import Record
 from titanlite.data.packing import Window, epoch_order, make_row
 from titanlite.data.rows import Row
 from titanlite.data.shards import Shards
+from titanlite.data.threads import Pool
 from titanlite.utils import counted
 
 #: Characters of text that are tokenized at once, and threads that read.
 _CHUNK, _READERS = 1 << 18, 8
-#: Bytes of windows that stay after they were served: a save and a step that is repeated ask for them again.
-_KEPT_BYTES = 64 << 20
+#: Bytes of windows that stay after they were served: a save and a step that is repeated ask for them again. Tokens of
+#: windows whose documents' names stay, for the log of documents.
+_KEPT_BYTES, _NAMED_TOKENS = 64 << 20, 32 << 20
 #: Least number of lanes, so that a few ranks more or less do not share lanes.
 _LANES = 8
 #: Gives each lane its own order.
@@ -120,11 +121,12 @@ class StreamRows:
         self.fingerprint = shards.fingerprint(description)
         self.given_lanes = lanes
         self.lanes = lanes or default_lanes(ranks, len(shards.names))
-        self.readers = ThreadPoolExecutor(_READERS, thread_name_prefix="titanlite-read")
-        self.encoders = ThreadPoolExecutor(workers, thread_name_prefix="titanlite-encode") if workers else None
+        self.readers = Pool(_READERS, "titanlite-read", at_exit=30.0)
+        self.encoders = Pool(workers, "titanlite-encode") if workers else None
         self._open: dict[int, _Lane] = {}
         self._places: dict[int, tuple[int, Place]] = {}
         self._kept: OrderedDict[int, _Served] = OrderedDict()
+        self._named: OrderedDict[int, tuple[list[str], list[int]]] = OrderedDict()
         #: A save asks from the main thread, the loader from its own.
         self._lock = threading.Lock()
 
@@ -153,10 +155,14 @@ class StreamRows:
 
     def documents_in(self, index: int) -> list[Any]:
         """Return file and record of the documents of sequence `index`."""
-        return list(self._window(index).names)
+        return list(self._names(index)[0])
 
     def document_lengths(self, index: int) -> list[int]:
-        return list(self._window(index).lengths)
+        return list(self._names(index)[1])
+
+    def _names(self, index: int) -> tuple[list[str], list[int]]:
+        """Return the names and lengths of the documents of sequence `index`."""
+        return self._named.get(index) or self._window(index)[1:]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the places of the lanes that this rank has read, each with its number and count of windows."""
@@ -182,7 +188,7 @@ class StreamRows:
             raise DataError(f"the places of the stream in the checkpoint are not valid: {error}") from None
         if self.given_lanes not in (None, lanes):
             raise DataError(f"data.lanes: the checkpoint's order has {lanes} lanes, not {self.given_lanes}")
-        if ("packing" in state) != self.best_fit:  # a place counts documents or packed rows: begin the block anew
+        if ("packing" in state) != self.best_fit:  # it counts documents or packed rows
             places = {n: (count, place._replace(document=0, offset=0)) for n, (count, place) in places.items()}
         self.close()
         self.lanes, self._places = lanes, places
@@ -194,6 +200,7 @@ class StreamRows:
             for number in list(self._open):
                 self._shut(number)
             self._kept.clear()
+            self._named.clear()
 
     def _window(self, index: int) -> _Served:
         if (kept := self._kept.get(index)) is not None:  # without a wait for the thread that reads ahead
@@ -208,9 +215,12 @@ class StreamRows:
             try:
                 while lane.count <= count:  # ranks that share a lane leave windows out
                     window = lane.next_window()
-                    self._kept[index + (lane.count - 1 - count) * self.lanes] = window
+                    found = index + (lane.count - 1 - count) * self.lanes
+                    self._kept[found], self._named[found] = window, (window.names, window.lengths)
                     while len(self._kept) * self.seq_len * 20 > _KEPT_BYTES and len(self._kept) > 1:
                         self._kept.popitem(last=False)
+                    while len(self._named) * self.seq_len > _NAMED_TOKENS and len(self._named) > 1:
+                        self._named.popitem(last=False)
             except BaseException:
                 self._shut(number)
                 raise

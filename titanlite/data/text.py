@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from msgspec.structs import replace as replace_fields
 
@@ -44,6 +44,11 @@ Share = Callable[[str, Callable[[], Any]], Any]
 def alone(_: str, make: Callable[[], Any]) -> Any:
     """Share with nobody."""
     return make()
+
+
+def _key(section: str, field: Literal["name", "path"] = "name") -> str:
+    """Return the key of a text's name or path: of `data.source[0]`, or of `training` and `validation`."""
+    return f"{section}.{field if section.endswith(']') else {'name': 'dataset', 'path': 'dataset_path'}[field]}"
 
 
 def build_dataset(training: Training, data: Data, tokenizer: Tokenizer, vocab_size: int) -> Rows:
@@ -121,7 +126,7 @@ class TextReader:
         if source.path is None and is_dotted(name):
             # Its code says nothing of its text, so its tokens are not cached.
             columns = columns_of(data, name, None, source, self.tokenizer)
-            records = own_records(name, f"{key}.dataset", columns)
+            records = own_records(name, _key(key), columns)
             corpus = tokenize((), self.tokenizer, self.vocab_size, data.num_workers or 0, records)
             return cast(Rows, pack(corpus, epochs=epochs, **order))
         if source.format == "tokens" or is_tokens(source.path):
@@ -146,7 +151,7 @@ class TextReader:
         """Open the token files of a source. Raises DataError for those prepared with other fields than are asked for"""
         names = ("text_key", "prompt_key", "completion_key", "messages_key")
         fields = {name: getattr(source, name) or getattr(self.data, name) for name in names}
-        files = open_tokens(str(source.path), self.tokenizer, self.vocab_size, f"{key}.dataset_path", fields)
+        files = open_tokens(str(source.path), self.tokenizer, self.vocab_size, _key(key, "path"), fields)
         if self.data.chat_template and fields["messages_key"] and files.index:
             template = load_template(self.data.chat_template, self.tokenizer)
             if files.index["options"]["chat"][0] != template.source:
@@ -161,17 +166,17 @@ class TextReader:
         kind: Format = "auto" if source.format == "tokens" else source.format
         revision, names = "", list[str]()
         if text is not None:
-            names, revision, found = hub_files(text, source.subset, source.split, f"{key}.dataset")
+            names, revision, found = hub_files(text, source.subset, source.split, _key(key))
             kind = found if kind == "auto" else kind
         elif source.path is not None and is_url(source.path):
-            names = url_files(source.path, f"{key}.dataset_path")
+            names = url_files(source.path, _key(key, "path"))
         else:
-            names = [str(file) for file in source_files(name, source.path, key)]
+            names = [str(file) for file in source_files(name, source.path, _key(key, "path"))]
         if text is not None or is_url(names[0]):
             at = f" at revision {revision}" if revision else ""
             text_name = public_name(name or str(source.path))
             logger.info(f"{text_name}: {counted(len(names), 'files')}{at}, the first is {public_name(names[0])}")
-        return Shards(tuple(names), columns, kind, revision, self.patience, f"{key}.dataset_path")
+        return Shards(tuple(names), columns, kind, revision, self.patience, _key(key, "path"))
 
     def _is_stream(self, shards: Shards, source: DataSource) -> bool:
         if self.data.streaming != "auto":

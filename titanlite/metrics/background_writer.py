@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from titanlite.utils import logger
 
@@ -26,19 +27,19 @@ class BackgroundWriter:
     failed_seconds = 1.0
 
     def __init__(self) -> None:
-        self._rows: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
+        self._rows: queue.SimpleQueue[tuple[int, dict[str, Any]] | None] = queue.SimpleQueue()
         #: The run failed; known at the end of the rows.
         self.failed = False
         self._dropped = self._ended = False
         self._thread = threading.Thread(target=self._work, name=f"titanlite-{self.name}", daemon=True)
         self._thread.start()
 
-    def send(self, rows: Iterator[tuple[int, dict[str, float]]]) -> None:
-        """Connect, send each row (a step, numbers by name) as it comes, and end in order."""
+    def send(self, rows: Iterator[tuple[int, dict[str, Any]]]) -> None:
+        """Connect, send each row (a step, values by name) as it comes, and end in order."""
         raise NotImplementedError
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Hand numbers by name to the thread, and return."""
+    def write(self, step: int, values: Mapping[str, float | str]) -> None:
+        """Hand values by name to the thread, and return."""
         if self._ended:
             return
         if self._rows.qsize() < _QUEUE:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,15 +30,26 @@ from titanlite.utils import human_time, logger
 if TYPE_CHECKING:
     from titanlite.checkpoint.paths import AnyPath
     from titanlite.metrics.live import LiveView
-    from titanlite.metrics.sources import SourceFigures
     from titanlite.trainer import Trainer
+
+
+class Figures(Protocol):
+    """Figures of a logged step that are computed from sums over all ranks: of sources, of experts."""
+
+    def sums(self) -> torch.Tensor:
+        """Return this rank's part of the sums since the last call: [any number] float64 on the device."""
+        ...
+
+    def figures(self, trainer: Trainer, sums: list[float]) -> dict[str, float]:
+        """Return entries of metrics.jsonl from the sums over all ranks."""
+        ...
 
 
 class MetricsLogger(Callback):
     """Turns steps into figures. Between two logs it only keeps time: it reads no device and communicates nothing.
 
     toml: the resolved config, without secrets. meter: of this rank. gc_seconds: seconds of garbage collection since its
-    last call. sources: of a mixture.
+    last call. more: figures that are sums over all ranks (`Figures`).
     """
 
     def __init__(
@@ -49,10 +60,10 @@ class MetricsLogger(Callback):
         toml: str,
         meter: Throughput,
         gc_seconds: Callable[[], float] = float,
-        sources: SourceFigures | None = None,
+        more: Sequence[Figures] = (),
     ) -> None:
         self._metrics, self._job, self._world, self._toml = metrics, job, world, toml
-        self._meter, self._gc_seconds, self._sources = meter, gc_seconds, sources
+        self._meter, self._gc_seconds, self._more = meter, gc_seconds, more
         self._ranks = StragglerDetector(world.device)
         self._jsonl: MetricsLog | None = None
         self._tensorboard: TensorBoard | None = None
@@ -151,6 +162,11 @@ class MetricsLogger(Callback):
             if board:
                 board.write(step, tags(row))
 
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        """Show texts, by tag, in TensorBoard."""
+        if self._tensorboard:
+            self._tensorboard.write(step, texts)
+
     def _begin(self, trainer: Trainer) -> None:
         reset_peak(self._world.device)
         self._meter.start(trainer.steps)
@@ -176,7 +192,8 @@ class MetricsLogger(Callback):
     def _log(self, trainer: Trainer, result: StepResult) -> None:
         step, layers, size, rank0 = trainer.step, result.layer_norms, self._world.size, self._world.rank == 0
         mine = [result.loss, result.grad_norm, *layers.values()]
-        times, sums, (max_loss, loss, norm, *layer_norms) = self._reduce(result, mine)
+        parts = [more.sums() for more in self._more]
+        times, sums, (max_loss, loss, norm, *layer_norms) = self._reduce(result, mine, parts)
         reading = self._meter.read(step)
         per_step = reading.figures["seconds_per_step"]
         ranks, warning = self._ranks.compare(times[:size], times[size:], per_step)
@@ -210,13 +227,17 @@ class MetricsLogger(Callback):
         if rank0 and warning:
             logger.warning(f"step {step}: {warning}")
         row |= {f"grad_norm/{layer}": norm for layer, norm in zip(layers, layer_norms, strict=True)}
-        row |= self._sources.figures(trainer, sums) if self._sources else {}
+        for more, part in zip(self._more, parts, strict=True):
+            row |= more.figures(trainer, sums[: len(part)])
+            sums = sums[len(part) :]
         self.write(step, row)
         trainer.callbacks("on_log", trainer, row)
         reset_peak(self._world.device)
 
-    def _reduce(self, result: StepResult, mine: Sequence[torch.Tensor]) -> tuple[list[float], list[float], list[float]]:
-        """Return each rank's own work and waiting for data; sums by source; and the largest local loss, with `mine`.
+    def _reduce(
+        self, result: StepResult, mine: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]
+    ) -> tuple[list[float], list[float], list[float]]:
+        """Return each rank's own work and waiting for data; `parts` summed; and the largest local loss, with `mine`.
 
         One all-reduce and one reading of the device. Every rank has a place of its own, where the others have zero.
         """
@@ -225,7 +246,7 @@ class MetricsLogger(Callback):
         times[1:, rank] = torch.tensor(self._ranks.read(self._meter))
         places = times.to(device)
         places[0, rank] = result.local_loss.detach()
-        shared = torch.cat([places.flatten(), *([self._sources.sums()] if self._sources else [])])
+        shared = torch.cat([places.flatten(), *parts])
         dist.all_reduce(shared)
         known = torch.stack([shared[:size].max(), *mine])
         numbers: list[float] = torch.cat([shared[size:], known]).tolist()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from titanlite.metrics.background_writer import BackgroundWriter
 
@@ -37,8 +38,8 @@ TAGS: Mapping[str, str] = {
     "alloc_retries": "memory/num_alloc_retries",
     "ooms": "memory/num_ooms",
 }
-#: Keys with these prefixes are tags already, one for each layer or source.
-_TAGS = ("grad_norm/", "validation/", "loss/", "share/")
+#: Keys with these prefixes are tags already, many of them by layer or source.
+_TAGS = ("grad_norm/", "validation/", "loss/", "share/", "experts/")
 _FLUSH_SECONDS = 10
 
 
@@ -62,7 +63,7 @@ class TensorBoard(BackgroundWriter):
         self.folder, self._purge_step = Path(folder), purge_step
         super().__init__()
 
-    def send(self, rows: Iterator[tuple[int, dict[str, float]]]) -> None:
+    def send(self, rows: Iterator[tuple[int, dict[str, Any]]]) -> None:
         dated = list(self.folder.glob("2???????-????"))
         new = self.folder / datetime.now().strftime("%Y%m%d-%H%M")
         self.folder = max(dated) if dated and self._purge_step > 1 else new
@@ -71,4 +72,5 @@ class TensorBoard(BackgroundWriter):
         with SummaryWriter(str(self.folder), purge_step=self._purge_step, flush_secs=_FLUSH_SECONDS) as writer:
             for step, values in rows:
                 for tag, value in values.items():
-                    writer.add_scalar(tag, value, step)
+                    add = writer.add_text if isinstance(value, str) else writer.add_scalar
+                    add(tag, value, step)

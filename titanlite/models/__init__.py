@@ -5,8 +5,9 @@ Specs, arguments and counts need no torch.
 
 from __future__ import annotations
 
+from titanlite.models import hf, mistral, mixtral, qwen3
 from titanlite.models.args import resolve_args
-from titanlite.models.llama import SHAPES, LlamaArgs, RopeScaling, count_parameters, flops_per_token, llama_spec
+from titanlite.models.llama import SHAPES, LlamaArgs, RopeScaling, count_parameters, decoder_spec, flops_per_token
 from titanlite.models.spec import Cost, Init, ModelSpec, ShapeError, Size, get_spec
 
 __all__ = [
@@ -26,4 +27,10 @@ __all__ = [
 ]
 
 #: The built-in models by `model.name`.
-SPECS: dict[str, ModelSpec] = {family: llama_spec(family) for family in SHAPES}
+SPECS: dict[str, ModelSpec] = {
+    **{family: decoder_spec(family, flavors) for family, flavors in SHAPES.items()},
+    "mistral": mistral.SPEC,
+    "mixtral": mixtral.SPEC,
+    "qwen3": qwen3.SPEC,
+    "hf": hf.SPEC,
+}

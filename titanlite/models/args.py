@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, fields, replace
 from typing import Any
 
+from titanlite.models.hf import read_args
 from titanlite.models.spec import Misfit, ShapeError, get_spec, names_like, shown
 
 if typing.TYPE_CHECKING:
@@ -22,6 +23,7 @@ def resolve_args(
     vocab_size: int | None = None,
     tokenizer_size: int | None = None,
     max_seq_len: int | None = None,
+    base: Any = None,
 ) -> Any:
     """Return the arguments of one flavor with a user's changes, checked.
 
@@ -29,11 +31,12 @@ def resolve_args(
     `vocab_size`: replaces the flavor's. `tokenizer_size`: ids the tokenizer can produce; it becomes the
     vocabulary of a flavor that has none of its own (`debugmodel`), and must not exceed any other.
     `max_seq_len`: longest sequence in tokens that the model must serve.
+    `base`: arguments in place of the flavor's.
 
     Raises ShapeError for an unknown name, a wrong type, or numbers that make no model.
     """
     spec = get_spec(family)
-    if (base := spec.flavors.get(flavor)) is None:
+    if (base := base or spec.flavors.get(flavor)) is None:
         message = f"{spec.name} has no flavor {shown(flavor)}"
         raise ShapeError(Misfit(message, "flavor", names_like(flavor, spec.flavors)))
     changes = checked_fields(spec.args_class, overrides or {}, "overrides")
@@ -61,13 +64,19 @@ def resolve_args(
 
 def model_args(model: Model, max_seq_len: int, tokenizer_size: int | None = None) -> Any:
     """Return the arguments of the model that section `[model]` describes; the rest is as for `resolve_args`."""
-    overrides = dict(model.overrides)
+    overrides, base = dict(model.overrides), None
     known = {field.name for field in fields(get_spec(model.name).args_class)}
     for name, value in {"norm_type": model.norm_type, "rope_scaling": model.rope_scaling}.items():
         if name in known and value is not None:
             overrides[name] = value
         elif value not in (None, "rmsnorm"):
             raise ShapeError(Misfit(f"the model {model.name} has no such argument", name, "remove it"))
+    if model.name == "hf":
+        if model.flavor != "debugmodel":  # the key's default
+            raise ShapeError(Misfit("hf has no flavors: model.hf_config says all", "flavor", "remove it"))
+        base, overrides = read_args(model.hf_config, overrides), {}
+    elif model.hf_config is not None:
+        raise ShapeError(Misfit(f"the model {model.name} takes none", "hf_config", 'set model.name = "hf"'))
     return resolve_args(
         model.name,
         model.flavor,
@@ -75,6 +84,7 @@ def model_args(model: Model, max_seq_len: int, tokenizer_size: int | None = None
         vocab_size=model.vocab_size,
         tokenizer_size=tokenizer_size,
         max_seq_len=max_seq_len,
+        base=base,
     )
 
 

@@ -1,8 +1,8 @@
-"""Causal attention within the documents of packed sequences, by torch's attention of variable lengths.
+"""Causal attention within documents and windows of packed sequences, by torch's attention of variable lengths.
 
-A mask [seq, seq] does not exist: a kernel is told where documents begin. torch has one for GPUs (fp16 and bf16); the
-one for CPUs is below. To `torch.compile` and to selective activation checkpointing both are the same operator. A run
-without masks does not import this file.
+A mask [seq, seq] does not exist: a kernel is told where documents begin, and how far back a token sees. torch has one
+for GPUs (fp16 and bf16); the one for CPUs is below, and its masks are [window, 2 * window]. To `torch.compile` and to
+selective activation checkpointing both are the same operator. A run without either does not import this file.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from titanlite.data.rows import max_documents
-from titanlite.models.layers import document_begins
+from titanlite.models.layers import attend, band, document_begins
 
 
 class DocumentMask(NamedTuple):
@@ -29,17 +28,34 @@ class DocumentMask(NamedTuple):
     begins: Tensor
     doc_ids: Tensor
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
         """q: [batch, heads, seq, head_dim], k and v: [batch, kv_heads, seq, head_dim]; return q's shape."""
-        batch, heads, seq_len, _ = q.shape
-        gqa = heads != k.size(1)
-        if q.device.type == "cuda" and q.dtype not in (torch.bfloat16, torch.float16):  # the kernel has no other
+        if _no_kernel(q):
             same = self.doc_ids.unsqueeze(2) == self.doc_ids.unsqueeze(1)
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=same.tril().unsqueeze(1), enable_gqa=gqa)
-        q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
-        places, causal = self.begins, (-1, 0)
-        y: Any = varlen_attn(q, k, v, places, places, seq_len, seq_len, window_size=causal, enable_gqa=gqa)
-        return y.unflatten(0, (batch, seq_len)).transpose(1, 2)
+            return attend(q, k, v, (same & band(q.size(2), q.size(2), window, q.device)).unsqueeze(1))
+        return _attend(q, k, v, self.begins, window)
+
+
+def attend_in_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """Return attention of each token to itself and the window - 1 tokens before it; shapes as for `DocumentMask`."""
+    batch, seq_len = q.size(0), q.size(2)
+    if _no_kernel(q):
+        return attend(q, k, v, band(seq_len, seq_len, window, q.device))
+    begins = torch.arange(0, (batch + 1) * seq_len, seq_len, dtype=torch.int32, device=q.device)
+    return _attend(q, k, v, begins, window)
+
+
+def _no_kernel(q: Tensor) -> bool:
+    return q.device.type == "cuda" and q.dtype not in (torch.bfloat16, torch.float16)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, begins: Tensor, window: int | None) -> Tensor:
+    batch, heads, seq_len, _ = q.shape
+    gqa = heads != k.size(1)
+    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
+    size = (-1 if window is None or window >= seq_len else window - 1, 0)
+    y: Any = varlen_attn(q, k, v, begins, begins, seq_len, seq_len, window_size=size, enable_gqa=gqa)
+    return y.unflatten(0, (batch, seq_len)).transpose(1, 2)
 
 
 def document_mask(doc_ids: Tensor) -> DocumentMask:
@@ -61,11 +77,38 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-def _documents(begins: Tensor, *tensors: Tensor) -> Iterator[list[Tensor]]:
-    """Yield the tensors [tokens, heads, …] document by document, as [1, heads, tokens, …]."""
+class _Part(NamedTuple):
+    """Neighbouring queries and all keys that they see, as slices of the tokens."""
+
+    queries: slice
+    keys: slice
+    #: [queries, keys] to add to the scores; None: causal.
+    mask: Tensor | None
+
+
+def _parts(begins: Tensor, window_size: list[int] | None, dtype: torch.dtype) -> Iterator[_Part]:
+    """Yield the documents, longer ones as pieces of one window, whose queries see themselves and the piece before."""
+    left, right = window_size or (-1, -1)
+    if right != 0:
+        raise NotImplementedError("on CPUs attention of variable lengths is causal: window_size = (…, 0)")
     places = begins.unique_consecutive().tolist()
+    whole: Tensor | None = None
     for begin, end in zip(places, places[1:], strict=False):
-        yield [t[begin:end].transpose(0, 1).unsqueeze(0) for t in tensors]
+        step = end - begin if left < 0 else left + 1
+        for first in range(begin, end, step):
+            last = min(first + step, end)
+            if first == begin:
+                yield _Part(slice(first, last), slice(first, last), None)
+                continue
+            if whole is None:
+                allowed = band(step, step + left, step, begins.device)
+                whole = torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, -torch.inf)
+            yield _Part(slice(first, last), slice(first - left, last), whole[: last - first, : last - first + left])
+
+
+def _heads(tensor: Tensor, tokens: slice) -> Tensor:
+    """Return tokens of a tensor [tokens, heads, …] as [1, heads, tokens, …], without a copy."""
+    return tensor[tokens].transpose(0, 1).unsqueeze(0)
 
 
 @torch.library.register_kernel("torch_attn::_varlen_attn", "cpu")
@@ -79,15 +122,15 @@ def _forward(
     max_k: int,
     is_causal: bool = False,
     scale: float | None = None,
+    window_size: list[int] | None = None,
     *others: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if not is_causal:
-        raise NotImplementedError("on CPUs attention of variable lengths is causal: window_size=(-1, 0)")
     out, lse = torch.empty_like(q), q.new_empty(q.size(1), len(q), dtype=torch.float32)
-    for *qkv, y, sums in _documents(begins, q, k, v, out, lse.t()):
-        result, logsumexp = _flash(*qkv, 0.0, True, scale=scale)
-        y.copy_(result)
-        sums.copy_(logsumexp)
+    for queries, keys, mask in _parts(begins, window_size, q.dtype):
+        inputs = _heads(q, queries), _heads(k, keys), _heads(v, keys)
+        result, logsumexp = _flash(*inputs, 0.0, mask is None, attn_mask=mask, scale=scale)
+        _heads(out, queries).copy_(result)
+        _heads(lse.t(), queries).copy_(logsumexp)
     return out, lse, torch.zeros(2, dtype=torch.uint64)
 
 
@@ -106,10 +149,14 @@ def _backward(
     is_causal: bool,
     rng_state: Tensor,
     scale: float | None = None,
-    *others: Any,
+    window_size: list[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    found = tuple(torch.empty_like(t) for t in (q, k, v))
-    for *inputs, of_q, of_k, of_v in _documents(begins, gradient, q, k, v, out, lse.t(), *found):
-        for mine, part in zip((of_q, of_k, of_v), _flash_backward(*inputs, 0.0, True, scale=scale), strict=True):
-            mine.copy_(part)
-    return found[0], found[1], found[2]
+    of_q, of_k, of_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for queries, keys, mask in _parts(begins, window_size, q.dtype):
+        inputs = _heads(gradient, queries), _heads(q, queries), _heads(k, keys), _heads(v, keys)
+        results = _heads(out, queries), _heads(lse.t(), queries)
+        parts = _flash_backward(*inputs, *results, 0.0, mask is None, attn_mask=mask, scale=scale)
+        _heads(of_q, queries).copy_(parts[0])
+        _heads(of_k, keys).add_(parts[1])  # at most two pieces see a key
+        _heads(of_v, keys).add_(parts[2])
+    return of_q, of_k, of_v

@@ -191,12 +191,39 @@ def build_norm(args: LlamaArgs) -> nn.Module:
     raise ValueError(f"unknown norm_type {args.norm_type!r}")
 
 
-class SdpaAttention(nn.Module):
-    """Causal attention by `scaled_dot_product_attention`.
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return attention by `scaled_dot_product_attention`: q's shape.
 
-    A replacement (another kernel, a cache, attention over ranks) keeps both methods; `prepare` is called once per
-    forward pass, on the first block's, and what it returns is handed to every block.
+    q: [batch, heads, seq, head_dim], k and v: [batch, kv_heads, keys, head_dim]. mask: [seq, keys] bool, also with
+    leading [batch, 1]; or torch's `CausalBias`; None: causal. `DistEnv` sets the order in which kernels are tried.
     """
+    groups = q.size(1) // k.size(1)
+    if groups > 1 and q.device.type == "cuda" and q.dtype == torch.float32:
+        # In fp32 only a kernel without grouped queries is left, or one that holds all scores, [seq, keys] per head.
+        k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
+    # enable_gqa only where it is needed: it rules some CUDA kernels out.
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=groups > 1)
+
+
+def band(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Return [queries, keys] bool: which of the keys each query may see. The last query is at the last key."""
+    first = keys - queries
+    causal = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(first)
+    return causal if window is None else causal.triu(first - window + 1)
+
+
+class SdpaAttention(nn.Module):
+    """Causal attention by `scaled_dot_product_attention`, or by attention of variable lengths.
+
+    window: tokens that a token attends to, itself and those before it; None: all.
+
+    A replacement (another kernel, a cache, attention over ranks) keeps both methods and minds the window; `prepare` is
+    called once per forward pass, on the first block's, and what it returns is handed to every block.
+    """
+
+    def __init__(self, window: int | None = None) -> None:
+        super().__init__()
+        self.window = window
 
     def prepare(self, doc_ids: Tensor | None) -> DocumentMask | None:
         """Return the mask for doc_ids: [batch, seq] int; None: each row is one document."""
@@ -209,9 +236,12 @@ class SdpaAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: DocumentMask | None) -> Tensor:
         """q: [batch, heads, seq, head_dim], k and v: [batch, kv_heads, seq, head_dim]; returns q's shape."""
         if mask is not None:
-            return mask.attend(q, k, v)
-        # enable_gqa only where it is needed: it rules some CUDA kernels out.
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1))
+            return mask.attend(q, k, v, self.window)
+        if self.window is None or self.window >= q.size(2):
+            return attend(q, k, v)
+        from titanlite.models.document_attention import attend_in_window
+
+        return attend_in_window(q, k, v, self.window)
 
 
 class Attention(nn.Module):
@@ -224,12 +254,17 @@ class Attention(nn.Module):
         self.wk = nn.Linear(args.dim, args.kv_heads * args.head_dim, bias=False)
         self.wv = nn.Linear(args.dim, args.kv_heads * args.head_dim, bias=False)
         self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
-        self.inner_attention = SdpaAttention()
+        # Of each head, before the rotation (Henry et al. 2020; Qwen3).
+        self.q_norm = RMSNorm(args.head_dim, eps=args.norm_eps) if args.qk_norm else None
+        self.k_norm = RMSNorm(args.head_dim, eps=args.norm_eps) if args.qk_norm else None
+        self.inner_attention = SdpaAttention(args.window)
 
     def forward(self, x: Tensor, rotation: Rotation, mask: DocumentMask | None) -> Tensor:
         """x: [batch, seq, dim] → [batch, seq, dim]."""
         # Under tensor parallelism a rank holds some of the heads.
         q, k, v = (linear(x).unflatten(2, (-1, self.head_dim)) for linear in (self.wq, self.wk, self.wv))
+        q = q if self.q_norm is None else self.q_norm(q)
+        k = k if self.k_norm is None else self.k_norm(k)
         # Rotated before heads and positions change places: attention gives its result the layout of q, and in this one
         # wo reads it without a copy.
         q, k, v = (t.transpose(1, 2) for t in (rotation(q), rotation(k), v))
@@ -252,12 +287,17 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each normalised before and added to the residual stream after."""
+    """Attention and feed-forward, each normalised before and added to the residual stream after.
+
+    A subclass names its own `feed_forward_class`, and a subclass of `Llama` that one as `block_class`.
+    """
+
+    feed_forward_class: type[nn.Module] = FeedForward
 
     def __init__(self, args: LlamaArgs) -> None:
         super().__init__()
         self.attention = Attention(args)
-        self.feed_forward = FeedForward(args)
+        self.feed_forward = self.feed_forward_class(args)
         self.attention_norm = build_norm(args)
         self.ffn_norm = build_norm(args)
 
@@ -273,13 +313,15 @@ class Llama(nn.Module):
     Built on the meta device it holds no memory: `to_empty`, then draw the parameters, then `init_buffers`.
     """
 
+    block_class: type[Block] = Block
+
     def __init__(self, args: LlamaArgs) -> None:
         super().__init__()
         self.args = args
         self.tok_embeddings = nn.Embedding(args.n_vocab, args.dim)
         self.rope = Rope(args.head_dim, args.max_seq_len, args.rope_theta, args.rope_scaling)
         # A dictionary, not a list: a block keeps its name when others are dropped.
-        self.layers = nn.ModuleDict({str(i): Block(args) for i in range(args.n_layers)})
+        self.layers = nn.ModuleDict({str(i): self.block_class(args) for i in range(args.n_layers)})
         self.norm = build_norm(args)
         self.output = nn.Linear(args.dim, args.n_vocab, bias=False)
         self._tie()

@@ -1,6 +1,7 @@
 """The Llama family (Llama 2, 3, 3.1, 3.2): arguments, published shapes, counts, initial weights, and how it is divided.
 
-No torch here; `titanlite.models.layers` has the modules, `titanlite.models.llama_hf` other people's names of weights.
+Other families of decoders subclass `LlamaArgs` and give `decoder_spec` what differs. No torch here;
+`titanlite.models.layers` has the modules, `titanlite.models.llama_hf` other people's names of weights.
 """
 
 from __future__ import annotations
@@ -60,7 +61,11 @@ def _scaling_error(message: str) -> ShapeError:
 
 @dataclass(frozen=True)
 class LlamaArgs:
-    """Everything that determines a decoder's shape and arithmetic."""
+    """Everything that determines a decoder's shape and arithmetic.
+
+    A family of its own makes fields of the properties `head_dim`, `window` and `qk_norm` in a subclass, or overrides
+    them and the methods.
+    """
 
     dim: int
     n_layers: int
@@ -85,7 +90,18 @@ class LlamaArgs:
     def __post_init__(self) -> None:
         """Raise ShapeError with all numbers that make no decoder."""
         wrong = []
-        for name in ("dim", "n_layers", "n_heads", "kv_heads", "ffn_dim", "multiple_of", "vocab_size", "max_seq_len"):
+        names = (
+            "dim",
+            "n_layers",
+            "n_heads",
+            "kv_heads",
+            "ffn_dim",
+            "multiple_of",
+            "vocab_size",
+            "max_seq_len",
+            "window",
+        )
+        for name in names:
             value = getattr(self, name)
             if value is not None and value < 1:
                 wrong.append(f"{name} must be positive, got {value}")
@@ -97,10 +113,10 @@ class LlamaArgs:
         if not wrong:
             if self.ffn_width < 1:
                 wrong.append(f"ffn_width must be positive, got {self.ffn_width}")
-            if self.dim % self.n_heads:
+            if self.dim % self.n_heads and self.head_dim == self.dim // self.n_heads:
                 wrong.append(f"n_heads = {self.n_heads} does not divide dim = {self.dim}")
-            elif self.head_dim % 2:
-                wrong.append(f"dim / n_heads = {self.head_dim} is odd: RoPE rotates pairs")
+            elif self.head_dim < 1 or self.head_dim % 2:
+                wrong.append(f"head_dim = {self.head_dim} is no positive even number: RoPE rotates pairs")
             if self.n_heads % self.kv_heads:
                 wrong.append(f"n_kv_heads = {self.kv_heads} does not divide n_heads = {self.n_heads}")
         if wrong:
@@ -111,6 +127,16 @@ class LlamaArgs:
     @property
     def head_dim(self) -> int:
         return self.dim // self.n_heads
+
+    @property
+    def window(self) -> int | None:
+        """Return the tokens that a token attends to, itself and those before it; None: all."""
+        return None
+
+    @property
+    def qk_norm(self) -> bool:
+        """Return whether each head's q and k pass through an RMSNorm of width `head_dim` before the rotation."""
+        return False
 
     @property
     def kv_heads(self) -> int:
@@ -138,6 +164,19 @@ class LlamaArgs:
             message = "this flavor takes its vocabulary from the tokenizer: pass vocab_size or tokenizer_size"
             raise ShapeError(Misfit(message, "vocab_size"))
         return self.vocab_size
+
+    def feed_forward_linears(self) -> dict[str, Size]:
+        """Return name in a block → size of the feed-forward's linears, in the model's order."""
+        return {
+            "feed_forward.w1": Size(self.dim, self.ffn_width),
+            "feed_forward.w2": Size(self.ffn_width, self.dim),
+            "feed_forward.w3": Size(self.dim, self.ffn_width),
+        }
+
+    def feed_forward_parameters(self) -> tuple[int, int]:
+        """Return the parameters of a block's feed-forward, and those of them that one token is multiplied by."""
+        count = sum(size.in_features * size.out_features for size in self.feed_forward_linears().values())
+        return count, count
 
 
 def _llama2(dim: int, n_layers: int, n_heads: int, **rest: typing.Any) -> LlamaArgs:
@@ -184,15 +223,13 @@ SHAPES: Mapping[str, Mapping[str, LlamaArgs]] = types.MappingProxyType(_shapes()
 
 def block_linears(args: LlamaArgs) -> dict[str, Size]:
     """Return name → size of the linears of one block, in the model's order."""
-    heads, groups, width = args.n_heads * args.head_dim, args.kv_heads * args.head_dim, args.ffn_width
+    heads, groups = args.n_heads * args.head_dim, args.kv_heads * args.head_dim
     return {
         "attention.wq": Size(args.dim, heads),
         "attention.wk": Size(args.dim, groups),
         "attention.wv": Size(args.dim, groups),
         "attention.wo": Size(heads, args.dim),
-        "feed_forward.w1": Size(args.dim, width),
-        "feed_forward.w2": Size(width, args.dim),
-        "feed_forward.w3": Size(args.dim, width),
+        **args.feed_forward_linears(),
     }
 
 
@@ -203,32 +240,44 @@ def linears(args: LlamaArgs) -> dict[str, Size]:
     return {**blocks, "output": Size(args.dim, args.n_vocab)}
 
 
-def _counts(args: LlamaArgs) -> tuple[int, int, int]:
-    """Return the parameters of the embedding (or head), of a block, and of the last norm."""
+def _counts(args: LlamaArgs) -> tuple[int, int, int, int]:
+    """Return the parameters of the embedding (or head), of a block, of a block for one token, and of the last norm."""
     norm = 0 if args.norm_type == "np_layernorm" else args.dim
-    block = sum(size.in_features * size.out_features for size in block_linears(args).values()) + 2 * norm
-    return args.n_vocab * args.dim, block, norm
+    attention = 2 * args.dim * args.head_dim * (args.n_heads + args.kv_heads)
+    shared = attention + 2 * norm + (2 * args.head_dim if args.qk_norm else 0)
+    whole, active = args.feed_forward_parameters()
+    return args.n_vocab * args.dim, shared + whole, shared + active, norm
 
 
 def count_parameters(args: LlamaArgs) -> int:
     """Return the parameters of the decoder, closed form; a tied head is counted once."""
-    table, block, norm = _counts(args)
+    table, block, _, norm = _counts(args)
     return args.n_layers * block + norm + table * (1 if args.tied else 2)
 
 
+def count_active_parameters(args: LlamaArgs) -> int:
+    """Return the parameters that one token is multiplied by, and the embedding; fewer than all if there are experts."""
+    _, block, active, _ = _counts(args)
+    return count_parameters(args) - args.n_layers * (block - active)
+
+
 def _attention_flops(args: LlamaArgs, seq_len: int) -> int:
-    """Return the FLOPs of a block's scores and weighted values for one training token, causality not discounted."""
-    return 12 * args.n_heads * args.head_dim * seq_len
+    """Return the FLOPs of a block's scores and weighted values for one training token.
+
+    Causality is not discounted; keys outside the window are not counted.
+    """
+    return 12 * args.n_heads * args.head_dim * min(seq_len, args.window or seq_len)
 
 
 def flops_per_token(args: LlamaArgs, seq_len: int) -> int:
     """Return the model FLOPs of one training token, forward and backward.
 
     6 per weight that is multiplied (PaLM, appendix B) plus 12 * layers * heads * head_dim * seq_len for attention,
-    causality not discounted. The embedding is a look-up and costs nothing; a tied one still costs as the head.
+    causality not discounted; `window` if that is shorter. The embedding is a look-up and costs nothing; a tied one
+    still costs as the head.
     """
-    table, block, norm = _counts(args)
-    return 6 * (args.n_layers * block + norm + table) + args.n_layers * _attention_flops(args, seq_len)
+    table, _, active, norm = _counts(args)
+    return 6 * (args.n_layers * active + norm + table) + args.n_layers * _attention_flops(args, seq_len)
 
 
 _STD = 0.02
@@ -237,6 +286,7 @@ _CUT = 3.0
 
 _LINEAR = re.compile(r"layers\.(\d+)\.(?:attention\.w[qkvo]|feed_forward\.w[123])\.weight")
 _NORM = re.compile(r"(?:layers\.(\d+)\.(?:attention_norm|ffn_norm)|norm)\.weight")
+_HEAD_NORM = re.compile(r"layers\.(\d+)\.attention\.[qk]_norm\.weight")
 
 
 def init_rule(name: str, args: LlamaArgs) -> Init:
@@ -253,13 +303,18 @@ def init_rule(name: str, args: LlamaArgs) -> Init:
         return head if args.tied else Init("normal", std=1.0)
     if name == "output.weight":
         return head
-    match = _LINEAR.fullmatch(name) or _NORM.fullmatch(name)
+    match = _LINEAR.fullmatch(name) or _NORM.fullmatch(name) or (_HEAD_NORM.fullmatch(name) if args.qk_norm else None)
     if match is None or int(match[1] or 0) >= args.n_layers:
         raise KeyError(f"no initialisation is known for a parameter called {name!r}")
     if "norm" in name:
         return Init("ones")
     residual = name.endswith(("wo.weight", "w2.weight", "w3.weight"))
-    return _truncated(_STD / math.sqrt(2 * (int(match[1]) + 1)) if residual else _STD)
+    return linear_init(int(match[1]) if residual else None)
+
+
+def linear_init(residual_layer: int | None = None) -> Init:
+    """Return how a block's linear is drawn. residual_layer: of one that writes to the residual stream."""
+    return _truncated(_STD if residual_layer is None else _STD / math.sqrt(2 * (residual_layer + 1)))
 
 
 def _truncated(std: float) -> Init:
@@ -313,7 +368,8 @@ def tensor_plan(args: LlamaArgs) -> dict[str, str]:
 
     The kinds are those of `titanlite.parallel.tensor.apply_tp`.
     """
-    blocks = {f"{block}.{name}": kind for block in block_names(args) for name, kind in _BLOCK.items()}
+    plan = {**_BLOCK, **(dict.fromkeys(("attention.q_norm", "attention.k_norm"), "heads") if args.qk_norm else {})}
+    blocks = {f"{block}.{name}": kind for block in block_names(args) for name, kind in plan.items()}
     return {"tok_embeddings": "embedding", **blocks, "norm": "sequence", "output": "head"}
 
 
@@ -324,8 +380,8 @@ def tensor_sizes(args: LlamaArgs) -> dict[str, int]:
 
 def pipeline_costs(args: LlamaArgs, seq_len: int) -> dict[str, Cost]:
     """Return the cost of each module that a pipeline can be cut before, in the order they run."""
-    table, block, norm = _counts(args)
-    blocks = dict.fromkeys(block_names(args), Cost(6 * block + _attention_flops(args, seq_len), block))
+    table, block, active, norm = _counts(args)
+    blocks = dict.fromkeys(block_names(args), Cost(6 * active + _attention_flops(args, seq_len), block))
     return {"tok_embeddings": Cost(0, table), **blocks, "norm": Cost(6 * norm, norm), "output": Cost(6 * table, table)}
 
 
@@ -335,14 +391,14 @@ def _build(args: LlamaArgs) -> nn.Module:
     return Llama(args)
 
 
-def llama_spec(family: str) -> ModelSpec:
-    """Return the spec of a family in `SHAPES`."""
+def decoder_spec(name: str, flavors: Mapping[str, LlamaArgs], **different: typing.Any) -> ModelSpec:
+    """Return the spec of a family of decoders. different: fields of `ModelSpec` that are not as Llama's."""
     from titanlite.models import llama_hf  # it imports this module
 
-    return ModelSpec(
-        name=family,
-        args_class=LlamaArgs,
-        flavors=SHAPES[family],
+    spec = ModelSpec(
+        name=name,
+        args_class=type(next(iter(flavors.values()))),
+        flavors=types.MappingProxyType(dict(flavors)),
         build=_build,
         init_rule=init_rule,
         block_names=block_names,
@@ -360,3 +416,4 @@ def llama_spec(family: str) -> ModelSpec:
         hf_config=llama_hf.hf_config,
         args_from_hf=llama_hf.args_from_hf,
     )
+    return replace(spec, **different)

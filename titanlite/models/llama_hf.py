@@ -11,33 +11,44 @@ from titanlite.models.spec import compare_names
 if TYPE_CHECKING:
     from torch import Tensor
 
-_BLOCK_MODULES = {
-    "attention.wq": "self_attn.q_proj",
-    "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj",
-    "feed_forward.w1": "mlp.gate_proj",
-    "feed_forward.w2": "mlp.down_proj",
-    "feed_forward.w3": "mlp.up_proj",
-    "attention_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
+#: Names in a block, ours → theirs.
+_ATTENTION = {
+    "attention.wq.weight": "self_attn.q_proj.weight",
+    "attention.wk.weight": "self_attn.k_proj.weight",
+    "attention.wv.weight": "self_attn.v_proj.weight",
+    "attention.wo.weight": "self_attn.o_proj.weight",
+}
+_QK_NORM = {
+    "attention.q_norm.weight": "self_attn.q_norm.weight",
+    "attention.k_norm.weight": "self_attn.k_norm.weight",
+}
+_NORMS = {"attention_norm.weight": "input_layernorm.weight", "ffn_norm.weight": "post_attention_layernorm.weight"}
+FEED_FORWARD: Mapping[str, str | tuple[str, ...]] = {
+    "feed_forward.w1.weight": "mlp.gate_proj.weight",
+    "feed_forward.w2.weight": "mlp.down_proj.weight",
+    "feed_forward.w3.weight": "mlp.up_proj.weight",
 }
 #: Name in their table of the RoPE's scaling → name in ours.
 _SCALING = {
     **{name: name for name in ("factor", "low_freq_factor", "high_freq_factor")},
     "original_max_position_embeddings": "original_context",
 }
-#: Entries of config.json in which all models here are alike.
+#: Entries of config.json in which all decoders here are alike.
 _FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 
 
-def hf_names(args: LlamaArgs) -> dict[str, str]:
-    """Return our parameter name → Hugging Face's, for every tensor that a file holds (no head if tied)."""
+def hf_names(args: LlamaArgs, feed_forward: Mapping[str, str | tuple[str, ...]] = FEED_FORWARD) -> dict[str, Any]:
+    """Return our parameter name → Hugging Face's, for every tensor that a file holds (no head if tied).
+
+    feed_forward: those of a block's feed-forward. Several names for one: it is the stack of their tensors.
+    """
     _needs_rmsnorm(args)
-    names = {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
+    names: dict[str, Any] = {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
+    parts = {**_ATTENTION, **(_QK_NORM if args.qk_norm else {}), **feed_forward, **_NORMS}
     for block in block_names(args):
-        for ours, theirs in _BLOCK_MODULES.items():
-            names[f"{block}.{ours}.weight"] = f"model.{block}.{theirs}.weight"
+        for ours, theirs in parts.items():
+            found = tuple(f"model.{block}.{name}" for name in ([theirs] if isinstance(theirs, str) else theirs))
+            names[f"{block}.{ours}"] = found[0] if isinstance(theirs, str) else found
     if not args.tied:
         names["output.weight"] = "lm_head.weight"
     return names
@@ -69,15 +80,18 @@ def permute(weight: Tensor, n_heads: int) -> Tensor:
     return heads.transpose(1, 2).flatten(0, 2)
 
 
-def hf_config(args: LlamaArgs) -> dict[str, Any]:
-    """Return the arguments of `transformers.LlamaConfig` (5: RoPE under `rope_parameters`; 4), its config.json."""
+def hf_config(args: LlamaArgs, model_type: str = "llama") -> dict[str, Any]:
+    """Return the content of config.json: the arguments of the model's class in `transformers` 5 and 4.
+
+    model_type: that of `transformers`, whose class has the same name. A family adds what is its own.
+    """
     _needs_rmsnorm(args)
     scaling: dict[str, Any] = {"rope_type": "default"}
     if (ours := args.rope_scaling) is not None:
         scaling = {"rope_type": "llama3", **{theirs: getattr(ours, name) for theirs, name in _SCALING.items()}}
     return {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
+        "model_type": model_type,
+        "architectures": [f"{model_type.capitalize()}ForCausalLM"],
         "hidden_size": args.dim,
         "intermediate_size": args.ffn_width,
         "num_hidden_layers": args.n_layers,
@@ -96,20 +110,22 @@ def hf_config(args: LlamaArgs) -> dict[str, Any]:
     }
 
 
-def args_from_hf(config: Mapping[str, Any]) -> LlamaArgs:
+def args_from_hf(
+    config: Mapping[str, Any], model_type: str = "llama", args_class: type[LlamaArgs] = LlamaArgs, **more: Any
+) -> Any:
     """Return the arguments that a config.json of Hugging Face describes, of `transformers` 5 or an older one.
 
-    Raises ValueError for a model that is no Llama of ours.
+    more: arguments of a family that are its own. Raises ValueError for a model that is not of the family.
     """
-    if config.get("model_type") != "llama":
-        raise ValueError(f"model_type is {config.get('model_type')!r}, and there is no such model here: only 'llama'")
+    if config.get("model_type") != model_type:
+        raise ValueError(f"model_type is {config.get('model_type')!r}, and this family is {model_type!r}")
     for name, ours in _FIXED.items():
         if config.get(name, ours) != ours:
             raise ValueError(f"{name} is {config[name]!r}; the models here have {ours!r}")
     try:
         dim, heads = config["hidden_size"], config["num_attention_heads"]
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        args = LlamaArgs(
+        args = args_class(
             dim=dim,
             n_layers=config["num_hidden_layers"],
             n_heads=heads,
@@ -121,6 +137,7 @@ def args_from_hf(config: Mapping[str, Any]) -> LlamaArgs:
             rope_scaling=_scaling_from_hf(rope),
             tied=config.get("tie_word_embeddings", False),
             max_seq_len=config["max_position_embeddings"],
+            **more,
         )
     except KeyError as error:
         raise ValueError(f"{error.args[0]} is missing") from None

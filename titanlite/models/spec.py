@@ -5,10 +5,11 @@ No torch here, so that a config with a built-in model is checked without it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 from titanlite import exit_codes
@@ -19,9 +20,11 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 #: The head's name in Hugging Face's files; those of a tied model may leave it out.
-_HF_HEAD = "lm_head.weight"
+HF_HEAD = "lm_head.weight"
 #: Values that older exports carry and that follow from the config.
 _DERIVED = re.compile(r"(.*\.rotary_emb\.inv_freq|rope\.freqs)")
+#: Name of one tensor in Hugging Face's files, or the names of those that ours is the stack of.
+HFName = str | tuple[str, ...]
 
 
 class Misfit(NamedTuple):
@@ -48,10 +51,12 @@ class ShapeError(ValueError):
 class Init:
     """The distribution that one parameter is drawn from."""
 
-    kind: Literal["ones", "zeros", "normal", "trunc_normal"]
+    kind: Literal["ones", "zeros", "constant", "normal", "trunc_normal", "uniform"]
     std: float = 0.0
-    #: trunc_normal only: no value lies outside [-bound, bound].
+    #: trunc_normal and uniform: no value lies outside [-bound, bound].
     bound: float = 0.0
+    #: constant only.
+    value: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -123,10 +128,14 @@ class ModelSpec:
     pipeline_costs: Callable[[Any, int], dict[str, Cost]] | None = None
     #: For context parallelism: blocks have an `inner_attention`, the model a `rope`, and its call takes `positions`.
     context_parallel: bool = False
+    #: Name of each mixture of experts (`titanlite.models.moe.MoE`) → number of its experts. For expert parallelism
+    #: the module that holds their parameters [experts, …] has an attribute `exchange`, see `titanlite.parallel.expert`.
+    experts: Callable[[Any], dict[str, int]] | None = None
     #: Name of a parameter → name of the one whose tensor it shares.
     tied: Callable[[Any], dict[str, str]] = lambda args: {}
-    #: Our parameter name → Hugging Face's, of every tensor that its files hold.
-    hf_names: Callable[[Any], dict[str, str]] = _no_hf
+    #: Our parameter name → Hugging Face's, of every tensor that its files hold. A tuple of names: ours is the stack of
+    #: these tensors along a new first dimension.
+    hf_names: Callable[[Any], Mapping[str, HFName]] = _no_hf
     #: The content of Hugging Face's config.json, and the arguments that one describes.
     hf_config: Callable[[Any], dict[str, Any]] = _no_hf
     args_from_hf: Callable[[Mapping[str, Any]], Any] = _no_hf
@@ -149,29 +158,47 @@ class ModelSpec:
         """
         names = self.hf_names(args)
         compare_names(names.keys(), state.keys() - self.tied(args).keys())
-        return {theirs: state[ours] for ours, theirs in names.items()}
+        found: dict[str, Tensor] = {}
+        for ours, theirs in names.items():
+            found.update({theirs: state[ours]} if isinstance(theirs, str) else zip(theirs, state[ours], strict=True))
+        return found
 
     def from_hf(self, state: Mapping[str, Tensor], args: Any) -> dict[str, Tensor]:
         """Undo `to_hf`; a tied head is the embedding's tensor itself.
 
         Raises ValueError if a parameter is missing or unknown, or if a tied head differs from the embedding.
         """
-        found = {ours: state[theirs] for theirs, ours in self.names_from_hf(state, args).items()}
+        import torch
+
+        self.names_from_hf(state, args)
+        found: dict[str, Tensor] = {}
+        for ours, theirs in self.hf_names(args).items():
+            found[ours] = state[theirs] if isinstance(theirs, str) else torch.stack([state[name] for name in theirs])
         for name, other in self.tied(args).items():
-            if _HF_HEAD in state and not state[_HF_HEAD].equal(found[other]):
-                raise ValueError(f"{_HF_HEAD} differs from {other}, but the model ties them")
+            if HF_HEAD in state and not state[HF_HEAD].equal(found[other]):
+                raise ValueError(f"{HF_HEAD} differs from {other}, but the model ties them")
             found[name] = found[other]
         return found
 
     def names_from_hf(self, given: Collection[str], args: Any) -> dict[str, str]:
         """Return Hugging Face's name → ours, for the tensors among `given` that are weights; a tied head is not.
 
-        Raises ValueError if a parameter is missing or unknown.
+        Several of theirs may be parts of one of ours. Raises ValueError if a parameter is missing or unknown.
         """
-        names = {theirs: ours for ours, theirs in self.hf_names(args).items()}
-        known = {name for name in given if not _DERIVED.fullmatch(name)} - ({_HF_HEAD} if self.tied(args) else set())
+        names = {name: ours for ours, theirs in self.hf_names(args).items() for name in as_names(theirs)}
+        known = {name for name in given if not is_derived(name)} - ({HF_HEAD} if self.tied(args) else set())
         compare_names(names.keys(), known)
         return names
+
+
+def as_names(name: HFName) -> tuple[str, ...]:
+    """Return the names of Hugging Face's tensors that one of ours consists of."""
+    return (name,) if isinstance(name, str) else name
+
+
+def is_derived(name: str) -> bool:
+    """Return whether a tensor of Hugging Face's files follows from the config, and is no weight."""
+    return _DERIVED.fullmatch(name) is not None
 
 
 def compare_names(wanted: Set[str], given: Set[str]) -> None:
@@ -199,6 +226,24 @@ def get_spec(name: str) -> ModelSpec:
     if name not in SPECS:
         raise ShapeError(Misfit(f"no model {shown(name)}", "name", names_like(name, SPECS)))
     return SPECS[name]
+
+
+def family_of(config: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return the built-in family, by `model_type`, and the arguments that a config.json of Hugging Face describes.
+
+    Raises ValueError for a model that titanlite does not have.
+    """
+    from titanlite.models import SPECS
+
+    known: dict[str, str] = {}
+    for name, spec in SPECS.items():
+        with contextlib.suppress(ValueError, StopIteration):  # a model without this format, or without flavors
+            args = replace(next(iter(spec.flavors.values())), vocab_size=1)
+            known[spec.hf_config(args)["model_type"]] = name
+    kind = config.get("model_type")
+    if kind not in known:
+        raise ValueError(f"model_type is {kind!r}, and there is no such model here: {', '.join(sorted(known))}")
+    return known[kind], SPECS[known[kind]].args_from_hf(config)
 
 
 def shown(value: object) -> str:

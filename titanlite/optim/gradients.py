@@ -64,7 +64,7 @@ def _copies(parameter: nn.Parameter) -> int:
 def layer_of(name: str) -> str:
     """Return the layer of a parameter or module: `layers.3` inside of a numbered one, else the top-level module."""
     parts = [part for part in name.split(".") if not part.startswith("_")]  # wrappers' names begin with one
-    return ".".join(parts[: 2 if len(parts) > 1 and parts[1].isdigit() else 1])
+    return ".".join(parts[: next((i for i, part in enumerate(parts) if part.isdigit()), 0) + 1])
 
 
 def square_norms(model: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:

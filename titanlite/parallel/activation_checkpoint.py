@@ -42,6 +42,7 @@ MATMULS = (
     "aten._scaled_mm.default",  # float8
     "aten._scaled_mm_v2.default",
     "aten._grouped_mm.default",  # experts
+    "titanlite.grouped_mm.default",  # the same in float32
     "aten._scaled_grouped_mm.default",
 )
 #: Attention kernels: always saved. They cost most to repeat, and return little beside their input.
@@ -57,8 +58,13 @@ ATTENTION = (
     "torch_attn._varlen_attn.default",
     "higher_order.flex_attention",
 )
-#: Always saved as well: a reduction over ranks would be sent twice; a maximum, float8's scale, is one number.
-OTHERS = ("_c10d_functional.reduce_scatter_tensor.default", "aten.max.default")
+#: Always saved as well: a reduction over ranks, and rows for experts of other ranks, would be sent twice; a maximum,
+#: float8's scale, is one number.
+OTHERS = (
+    "_c10d_functional.reduce_scatter_tensor.default",
+    "_c10d_functional.all_to_all_single.default",
+    "aten.max.default",
+)
 
 
 _KINDS = {
@@ -131,9 +137,15 @@ def recomputed_blocks(names: Sequence[str], settings: ActivationCheckpoint) -> l
 
 def _checkpoint(block: nn.Module, by_op: bool) -> None:
     # To draw the same numbers again, each forward copies the generators' states; without dropout that is not needed.
-    draws = any(isinstance(module, _DropoutNd) and module.p > 0 for module in block.modules())
+    draws = any(map(_draws, block.modules()))
     cls: Any = type(block)
     block.__class__ = _checkpointed(cls, by_op, draws)
+
+
+def _draws(module: nn.Module) -> bool:
+    """Whether a module drops out, as a dropout layer or by a number that it hands to a function."""
+    rates = (value for name, value in vars(module).items() if "drop" in name and isinstance(value, float))
+    return isinstance(module, _DropoutNd) and module.p > 0 or any(rate > 0 for rate in rates)
 
 
 @functools.cache  # one class for all blocks: torch.compile would compile each class anew
@@ -179,6 +191,8 @@ class ActivationStats:
     #: A recomputing block, and one that keeps everything.
     block_bytes: int
     plain_bytes: int
+    #: Names of the attention operators of a forward: the kernels of this device.
+    kernels: tuple[str, ...] = ()
 
     @property
     def total_bytes(self) -> int:
@@ -193,11 +207,13 @@ def trace_block(
     tokens: tuple[int, int],
     device: torch.device,
     dtype: torch.dtype,
+    masked_len: int | None = None,
 ) -> ActivationStats:
     """Run one block forward and backward under these settings, on tensors without data, and measure it.
 
     model: on the meta device, without checkpointing; do not use it afterwards. tokens: (batch, seq) of a micro-batch.
-    device, dtype: of the real run, since both decide which attention kernel runs.
+    device, dtype: of the real run, since both decide which attention kernel runs. masked_len: tokens of a whole
+    sequence whose documents are masked; None: no masks.
 
     Raises ParallelismError when the per-op policy saves nothing in a block.
     """
@@ -206,7 +222,12 @@ def trace_block(
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device=device)
         block = model.get_submodule(names[0])
-        args, kwargs = _arguments_of(block, model, torch.zeros(tokens, dtype=torch.int64, device=device))
+        one = (
+            {}
+            if masked_len is None
+            else {"doc_ids": torch.zeros(tokens[0], masked_len, dtype=torch.int32, device=device)}
+        )
+        args, kwargs = _arguments_of(block, model, torch.zeros(tokens, dtype=torch.int64, device=device), **one)
         plain = _Recorder().run(block, args, kwargs)
         traced = plain
         if chosen:
@@ -224,6 +245,7 @@ def trace_block(
         recomputed={kind: traced.backward[kind] - plain.backward[kind] for kind in ("matmul", "attention")},
         block_bytes=traced.kept_bytes,
         plain_bytes=plain.kept_bytes,
+        kernels=tuple(sorted(name for name in plain.names if name in ATTENTION)),
     )
 
 
@@ -231,7 +253,9 @@ class _Found(Exception):
     pass
 
 
-def _arguments_of(block: nn.Module, model: nn.Module, tokens: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments_of(
+    block: nn.Module, model: nn.Module, tokens: Tensor, **more: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments with which the model calls that block."""
     caught: list[Any] = []
 
@@ -241,7 +265,7 @@ def _arguments_of(block: nn.Module, model: nn.Module, tokens: Tensor) -> tuple[t
 
     handle = block.register_forward_pre_hook(catch, with_kwargs=True)
     try:
-        model(tokens)
+        model(tokens, **more)
     except _Found:
         pass
     finally:
@@ -267,6 +291,7 @@ class _Recorder(TorchDispatchMode):
     def run(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Recorder:
         with self:
             output = block(*args, **kwargs)
+        output = output[0] if isinstance(output, tuple) else output
         # This block keeps its input, though another block made it; the next block keeps the output.
         others = {StorageWeakRef(t.untyped_storage()) for t in (output, *block.parameters())}
         made = {ref: size for ref, size in self._made.items() if not ref.expired() and ref not in others}

@@ -20,7 +20,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed._functional_collectives as collectives
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,7 +27,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 
 from titanlite.data.loader import Batch
-from titanlite.models.layers import document_positions
+from titanlite.models.layers import attend, band, document_positions
 from titanlite.parallel import ParallelismError
 
 #: The differentiable all-gather: its backward is a reduce-scatter. torch 2.13 renamed it.
@@ -82,44 +81,52 @@ class CPRank:
 class ContextAttention(nn.Module):
     """Causal attention of this rank's queries to the keys of the whole sequence.
 
-    Keys and values are gathered before they are repeated for groups of queries. Keys after a chunk's end are not
-    multiplied.
+    Keys and values are gathered before they are repeated for groups of queries. Keys after a chunk's end, or before
+    the window of its first query, are not multiplied. window: as for `SdpaAttention`.
     """
 
-    def __init__(self, cp_rank: CPRank) -> None:
+    def __init__(self, cp_rank: CPRank, window: int | None = None) -> None:
         super().__init__()
         self.cp_rank = cp_rank
+        self.window = window
 
-    def prepare(self, doc_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return for each chunk the mask of its queries over the keys up to its end.
+    def _spans(self, chunk: int) -> list[tuple[int, int]]:
+        """Return for each chunk its first key and its end."""
+        before = self.cp_rank.seq_len if self.window is None else self.window - 1
+        return [(max(0, index * chunk - before), (index + 1) * chunk) for index in self.cp_rank.chunks]
 
-        doc_ids: of the whole sequence, [batch, seq] int: masks [batch, 1, chunk, end] bool. None: torch's `CausalBias`,
-        which attention kernels for GPUs know; elsewhere torch makes a mask [chunk, end] of it.
+    def prepare(self, doc_ids: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Return for each chunk the mask of its queries over its keys; None: that of the window alone.
+
+        doc_ids: of the whole sequence, [batch, seq] int: masks [batch, 1, chunk, keys] bool. None: torch's
+        `CausalBias`, which attention kernels for GPUs know; elsewhere torch makes a mask [chunk, keys] of it.
         """
         chunk = self.cp_rank.seq_len // (2 * self.cp_rank.degree)
-        ends = [(index + 1) * chunk for index in self.cp_rank.chunks]
+        spans = self._spans(chunk)
         if doc_ids is None:
             # Made here, since `torch.compile` can take them as arguments but cannot make them in a graph. They hold no
             # data, and dispatch modes (a trace without data, a counter of FLOPs) cannot take them.
             with _disable_current_modes():
-                return causal_lower_right(chunk, ends[0]), causal_lower_right(chunk, ends[1])
+                early, late = (
+                    causal_lower_right(chunk, end) if self.window is None or self.window >= end else None
+                    for _, end in spans
+                )
+                return early, late
 
-        def mask(own: Tensor, end: int) -> Tensor:
-            causal = torch.ones(chunk, end, dtype=torch.bool, device=own.device).tril(end - chunk)
-            return ((own.unsqueeze(2) == doc_ids[:, :end].unsqueeze(1)) & causal).unsqueeze(1)
+        def mask(own: Tensor, span: tuple[int, int]) -> Tensor:
+            same = own.unsqueeze(2) == doc_ids[:, slice(*span)].unsqueeze(1)
+            return (same & band(chunk, span[1] - span[0], self.window, own.device)).unsqueeze(1)
 
-        first, second = map(mask, self.cp_rank.part(doc_ids).chunk(2, 1), ends)
+        first, second = map(mask, self.cp_rank.part(doc_ids).chunk(2, 1), spans)
         return first, second
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: tuple[Tensor | None, Tensor | None]) -> Tensor:
         """q: [batch, heads, seq / ranks, head_dim], k and v: [batch, kv_heads, …]. Return q's shape."""
         keys, values = self.cp_rank.gather(torch.stack((k, v)), dim=3).unbind(0)
         parts = []
-        for index, queries, allowed in zip(self.cp_rank.chunks, q.chunk(2, 2), mask, strict=True):
-            end = (index + 1) * queries.size(2)
-            k, v = keys[:, :, :end], values[:, :, :end]
-            gqa = q.size(1) != k.size(1)
-            parts.append(F.scaled_dot_product_attention(queries, k, v, attn_mask=allowed, enable_gqa=gqa))
+        for (begin, end), queries, allowed in zip(self._spans(q.size(2) // 2), q.chunk(2, 2), mask, strict=True):
+            seen = band(queries.size(2), end - begin, self.window, q.device) if allowed is None else allowed
+            parts.append(attend(queries, keys[:, :, begin:end], values[:, :, begin:end], seen))
         return torch.cat(parts, 2)
 
 
@@ -137,7 +144,8 @@ def apply_cp(model: nn.Module, mesh: DeviceMesh) -> None:
     if not owners:
         raise ParallelismError(f"context parallelism finds no {_REPLACED!r} in {type(model).__name__}")
     for owner in owners:
-        setattr(owner, _REPLACED, ContextAttention(cp_rank))
+        window = getattr(owner.get_submodule(_REPLACED), "window", None)
+        setattr(owner, _REPLACED, ContextAttention(cp_rank, window))
     model.register_forward_pre_hook(functools.partial(_pass_positions, cp_rank), with_kwargs=True)
 
 

@@ -11,7 +11,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -48,16 +48,19 @@ class LaunchEnv:
     address: tuple[str, int] | None
 
 
-def read_launch_env() -> LaunchEnv:
+def read_launch_env(group: tuple[int, int] | None = None) -> LaunchEnv:
     """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; a single process has none.
 
+    group: rank and size of an existing process group, which stand for the variables.
     Raises ParallelismError that names all wrong variables and the remedies.
     """
     problems: list[str] = []
+    given = {} if group is None else {"RANK": str(group[0]), "WORLD_SIZE": str(group[1])}
+    environ = {**os.environ, **given}
 
     def number(name: str, low: int, high: int, default: int | None, meaning: str) -> int:
         """Return a variable's number; of one that is not set `default`. None: it must be set."""
-        text = os.environ.get(name)
+        text = environ.get(name)
         if text is None and default is not None and low <= default <= high:
             return default
         if text is None:
@@ -72,17 +75,17 @@ def read_launch_env() -> LaunchEnv:
         return low
 
     by, address = "RANK", None
-    alone = os.environ.get("RANK", "0").strip() == "0"
+    alone = environ.get("RANK", "0").strip() == "0"
     size = number("WORLD_SIZE", 1, _NO_LIMIT, 1 if alone else None, "the number of ranks")
     if not problems:  # the limits of the others depend on it
         by = "WORLD_SIZE"
         local_size = number("LOCAL_WORLD_SIZE", 1, size, size, f"the ranks of this node, of {size} in all (WORLD_SIZE)")
         rank = number("RANK", 0, size - 1, 0 if size == 1 else None, f"WORLD_SIZE is {size}")
-        if size > 1:
-            address = os.environ.get("MASTER_ADDR", "").strip(), number("MASTER_PORT", 1, 65535, None, "a free port")
+        if size > 1 and group is None:
+            address = environ.get("MASTER_ADDR", "").strip(), number("MASTER_PORT", 1, 65535, None, "a free port")
             if not address[0]:
                 problems.append("MASTER_ADDR is not set, but WORLD_SIZE is: set it to the host of rank 0")
-        by = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in os.environ else by
+        by = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in environ else by
         local_rank = number("LOCAL_RANK", 0, local_size - 1, rank, f"{by} is {local_size}")
     if problems:
         one, count = len(problems) == 1, len(problems)
@@ -95,12 +98,7 @@ def this_rank() -> LaunchEnv:
     """Return this process among the ranks, by the existing process group or else by the environment."""
     import torch.distributed as dist
 
-    if not dist.is_initialized():
-        return read_launch_env()
-    rank = dist.get_rank()
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
-    return LaunchEnv(rank, dist.get_world_size(), local_rank, local_size, None)
+    return read_launch_env((dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None)
 
 
 def connect_store(limit: float = RENDEZVOUS_SECONDS) -> dist.Store | None:
@@ -174,10 +172,11 @@ class DistEnv:
             device = torch.device("cuda", env.local_rank)
             torch.cuda.set_device(device)
         if dist.is_initialized():
-            yield cls(rank, env.local_rank, size, device)
+            with kernel_order(device_type):
+                yield cls(rank, env.local_rank, size, device)
             return
         timeout = timedelta(seconds=init_timeout_seconds)
-        with recording(trace_folder, trace_buf_size, device, size):
+        with recording(trace_folder, trace_buf_size, device, size), kernel_order(device_type):
             store = store or connect_store(rendezvous_seconds) or dist.HashStore()
             barrier(store, rank, size, init_timeout_seconds, rendezvous_seconds)
             # Host-side collectives (checkpoint plans, broadcast decisions) go through gloo on GPUs too.
@@ -261,6 +260,20 @@ def _set_timeout(timeout: timedelta) -> None:
     for group in list(_world.pg_map):
         if group.group_desc != KEEPS_TIMEOUT:
             _set_pg_timeout(timeout, group)
+
+
+#: Kernels of `scaled_dot_product_attention` on GPUs, in the order in which they are tried: names of `SDPBackend`.
+KERNELS = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
+
+
+def kernel_order(device_type: str) -> AbstractContextManager[object]:
+    """Let attention on GPUs try its kernels in the order of `KERNELS`; elsewhere do nothing."""
+    if device_type != "cuda":
+        return nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    # Around the whole run: at each call it would cost tens of microseconds.
+    return sdpa_kernel([SDPBackend[name] for name in KERNELS], set_priority=True)
 
 
 def keep_freed_memory() -> bool:

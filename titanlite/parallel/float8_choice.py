@@ -13,7 +13,7 @@ from titanlite.models.spec import Size
 #: float8 units need every dimension of a product to be a multiple of it.
 MULTIPLE = 16
 
-_LAYER = re.compile(r"^\w+\.\d+\.")
+_LAYER = re.compile(r"^(?:\w+\.)+?\d+\.")
 
 #: By recipe, pairs (K, N): a linear that is no larger in both is too small to gain. These are torchao's, measured on
 #: H100s (its `_auto_filter_for_recipe`; a test compares). inf: any size.

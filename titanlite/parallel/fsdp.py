@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from titanlite.parallel import ParallelismError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -24,6 +27,7 @@ def apply_fsdp(
     prefetch: int = 0,
     cpu_offload: bool = False,
     average: bool = False,
+    experts: DeviceMesh | None = None,
 ) -> None:
     """Apply `fully_shard` to each group (names of modules gathered together), then to the root, in place.
 
@@ -37,7 +41,11 @@ def apply_fsdp(
     average: reduce gradients to their mean over the ranks of `fsdp_mesh`, as DDP does. By default they are summed,
     which `train_step` needs: its loss is already divided by the number of valid tokens on all ranks. With a loss that
     each rank averages over its own tokens, the sum is as many times too large as there are ranks.
+    experts: of `titanlite.parallel.expert.expert_mesh`, with experts that `apply_ep` has divided. Their gradients are
+    sums over ranks that `average` does not know, so the two exclude each other.
     """
+    if average and experts is not None:
+        raise ParallelismError("gradients of experts that ranks share are summed, and average = True asks for a mean")
     policy = MixedPrecisionPolicy(
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
@@ -60,6 +68,7 @@ def apply_fsdp(
             mp_policy=policy,
             offload_policy=CPUOffloadPolicy() if offloads(cpu_offload, mesh.device_type) else OffloadPolicy(),
             reshard_after_forward=default if reshard_after_forward is None else reshard_after_forward,
+            shard_placement_fn=_expert_placement(experts) if experts else _stack_placement(dp_mesh.size(-1)),
         )
     if not isinstance(model, FSDPModule):
         fully_shard(model, mesh=dp_mesh, mp_policy=policy)
@@ -88,6 +97,49 @@ def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
             else shard_mesh
         )
     return mesh["dp_replicate", "dp_shard"] if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"]
+
+
+def _stack_placement(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
+    """Return a `shard_placement_fn`: stacks of matrices that the ranks cannot share as a whole are cut in each matrix.
+
+    Of 8 experts on 16 ranks torch would give each to one rank, and nothing to the others.
+    """
+
+    def place(parameter: nn.Parameter) -> Shard | None:
+        if parameter.ndim < 3 or len(parameter) % ranks == 0:
+            return None
+        divided = [p.dim for p in getattr(parameter, "placements", ()) if isinstance(p, Shard)]  # by tensor parallelism
+        dims = (dim for dim in range(1, parameter.ndim) if dim not in divided and parameter.size(dim) % ranks == 0)
+        return next(map(Shard, dims), None)
+
+    return place
+
+
+def _expert_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Any]:
+    """Return a `shard_placement_fn` that shards experts over `mesh` without its last dimension, others as usual.
+
+    One group then gathers weights of both kinds, so the exchange's wait for the host delays no all-gather.
+    """
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
+        from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
+    except ImportError:
+        raise ParallelismError("expert parallelism needs torch 2.12 or later") from None
+    assert mesh.mesh_dim_names is not None
+    info = cast(Any, _get_mesh_info(mesh[mesh.mesh_dim_names[:-1]]))  # one object for all parameters, as torch asks
+    ranks = mesh.size(-2)
+
+    def place(parameter: nn.Parameter) -> Any:
+        if not isinstance(parameter, DTensor):
+            return None
+        # The ranks of `ep` divide dimension 0. Two divisions of one dimension interleave, which few operators know.
+        dim = next((dim for dim in range(1, parameter.ndim) if parameter.size(dim) % ranks == 0), None)
+        if dim is None:
+            shape = " x ".join(map(str, parameter.shape))
+            raise ParallelismError(f"{ranks} ranks cannot share experts [{shape}]: they divide neither of the last two")
+        return ShardPlacementResult(Shard(dim), info)
+
+    return place
 
 
 def offloads(cpu_offload: bool, device_type: str) -> bool:

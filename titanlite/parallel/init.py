@@ -52,6 +52,8 @@ def _draw(shape: torch.Size | tuple[int, ...], init: Init, generator: torch.Gene
         return block.normal_(0.0, init.std, generator=generator)
     if init.kind == "trunc_normal":
         return nn.init.trunc_normal_(block, 0.0, init.std, -init.bound, init.bound, generator=generator)
+    if init.kind == "uniform":
+        return block.uniform_(-init.bound, init.bound, generator=generator)
     raise ValueError(f"unknown kind of initial values: {init.kind!r}")
 
 
@@ -71,8 +73,12 @@ def fill(
     """
     if local.numel() == 0:
         return
-    if init.kind in ("ones", "zeros"):
-        local.fill_(float(init.kind == "ones"))
+    if len(shape) > 2:  # a stack of matrices: each by itself, so that no rank draws all of them at once
+        for index, matrix in enumerate(local, offset[0]):
+            fill(matrix, offset[1:], shape[1:], f"{name}.{index}", init, seed, device)
+        return
+    if init.kind in ("ones", "zeros", "constant"):
+        local.fill_({"ones": 1.0, "zeros": 0.0}.get(init.kind, init.value))
         return
     first, last = offset[0], offset[0] + local.shape[0]
     columns = tuple(slice(o, o + n) for o, n in zip(offset[1:], local.shape[1:], strict=True))

@@ -4,7 +4,7 @@
     model = builder.build(seed=0)
     loss = builder.loss()
 
-Order: model on the meta device → pipeline stages → loss in chunks → float8 → tensor and context parallelism →
+Order: model on the meta device → pipeline stages → loss in chunks → float8 → tensor, context and expert parallelism →
 activation checkpointing → `torch.compile` → `fully_shard` → memory → initial weights.
 """
 
@@ -26,6 +26,7 @@ from titanlite.parallel import ParallelismError
 from titanlite.parallel.activation_checkpoint import ActivationStats, apply_ac, is_by_op, trace_block
 from titanlite.parallel.compile import CompileWatch, apply_compile, compile_loss
 from titanlite.parallel.context import CPRank, apply_cp
+from titanlite.parallel.expert import apply_ep, expert_mesh, has_exchange
 from titanlite.parallel.float8 import apply_float8
 from titanlite.parallel.float8_choice import Float8Choice, choose_linears, converted_names
 from titanlite.parallel.fsdp import DTYPES, apply_fsdp, offloads
@@ -54,6 +55,8 @@ class ModelBuilder:
     float8: Float8 = Float8()
     #: (logits [tokens, vocab], labels [tokens]) → the summed loss. None: cross-entropy.
     own_loss: LossFunction | None = None
+    #: Ranks that share the experts of a mixture.
+    ep: int = 1
 
     def build(self, seed: int) -> nn.Module:
         """Build the sharded model on the device with its initial weights; no rank ever holds a full copy.
@@ -104,11 +107,13 @@ class ModelBuilder:
             apply_tp(model, self.offered("tensor_plan")(self.args), self.mesh["tp"], shard_logits)
         if self.cp > 1 and select(model, blocks):  # a stage may have no block
             apply_cp(model, self.mesh)
+        if self.expert_mesh is not None:
+            apply_ep(model, self.expert_mesh["ep"])
         # Graphs hide their operators from a policy by operator, so that one is applied inside of them.
         inside = self.compiled_names if is_by_op(self.activation_checkpoint) else []
         apply_ac(model, inside or blocks, self.activation_checkpoint, self.device)
         options = ASYNC_OPTIONS if self.experimental.enable_async_tensor_parallel else None
-        apply_compile(select(model, self.compiled_names), self.compile.backend, options)
+        apply_compile(self.compiled_modules(model), self.compile.backend, options)
         present = [tuple(select(model, group)) for group in groups]
         apply_fsdp(
             model,
@@ -119,6 +124,7 @@ class ModelBuilder:
             reshard_after_forward=self.reshard_after_forward,
             prefetch=t.prefetch,
             cpu_offload=t.enable_cpu_offload,
+            experts=self.expert_mesh,
         )
         return model
 
@@ -171,10 +177,10 @@ class ModelBuilder:
             raise ParallelismError(f"the model {self.spec.name} does not offer this: its ModelSpec has no {feature}")
         return cast("Callable[..., Any]", found)
 
-    def trace_activations(self, *, batch_size: int, seq_len: int) -> ActivationStats:
+    def trace_activations(self, *, batch_size: int, seq_len: int, masked: bool = False) -> ActivationStats:
         """Measure what a block keeps for its backward, by a trace of one micro-batch without data.
 
-        batch_size: sequences per micro-batch and data-parallel rank.
+        batch_size: sequences per micro-batch and data-parallel rank. masked: attention stops at documents.
         """
         model = self.spec.build_on_meta(self.args)
         self.apply_float8(model, all_gather=False)  # the trace gathers nothing
@@ -182,11 +188,12 @@ class ModelBuilder:
             apply_cp(model, self.mesh)
         tokens = batch_size // self.microbatches, seq_len // self.cp
         names = self.spec.block_names(self.args)
-        return trace_block(model, names, self.activation_checkpoint, tokens, self.device, self.param_dtype)
+        whole = seq_len if masked else None
+        return trace_block(model, names, self.activation_checkpoint, tokens, self.device, self.param_dtype, whole)
 
     def watch_compilation(self, model: nn.Module) -> CompileWatch | None:
         """Watch what is compiled; None where that is nothing."""
-        modules = select(model, self.compiled_names).values()
+        modules = self.compiled_modules(model).values()
         functions = [self.plain_loss] if self.compiles("loss") else []
         return CompileWatch(modules, functions, self.compile.backend) if modules or functions else None
 
@@ -198,14 +205,23 @@ class ModelBuilder:
     def compiled_names(self) -> list[str]:
         """The modules of the whole model that `torch.compile` makes one graph each.
 
-        Where ranks share each product, a graph of a whole block computes wrong gradients.
+        Where ranks share each product, a graph of a whole block computes wrong gradients. Where they share experts,
+        the host reads a number in the middle of a block.
         """
         if not self.compiles("model"):
             return []
-        names: list[str] = self.offered("sublayer_names" if self.tp > 1 else "block_names")(self.args)
+        names: list[str] = self.offered("sublayer_names" if self.tp * self.ep > 1 else "block_names")(self.args)
         return names
 
+    def compiled_modules(self, model: nn.Module) -> dict[str, nn.Module]:
+        """Return those of `compiled_names` in this model or pipeline stage, without the experts that ranks share."""
+        return {name: module for name, module in select(model, self.compiled_names).items() if not has_exchange(module)}
+
     # Values that follow from the sections and the mesh
+
+    @cached_property
+    def expert_mesh(self) -> DeviceMesh | None:
+        return expert_mesh(self.mesh, self.ep) if self.ep > 1 else None
 
     @property
     def tp(self) -> int:

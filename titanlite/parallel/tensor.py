@@ -44,6 +44,7 @@ def apply_tp(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh, shard_
         embedding: rows of the table; tokens whole, output divided by sequence.
         sequence:  a normalisation; weights whole, input and output divided by sequence, the output a DTensor. It is
                    plain if it is the model's last module, since a pipeline stage sends plain tensors.
+        heads:     a normalisation of each head; weights whole, input and output this rank's heads, plain tensors.
         gather:    no weights of its own; the first argument comes from a `sequence` module and is made whole.
         colwise:   a linear's outputs; input whole, output a plain tensor of this rank's features.
         rowwise:   a linear's inputs; input as colwise leaves it, output divided by sequence.
@@ -98,6 +99,8 @@ def _style(kind: str, shard_logits: bool, chunked: bool, last: bool) -> Parallel
     styles: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=_SEQUENCE),
         "sequence": SequenceParallel(sequence_dim=_SEQUENCE.dim, use_local_output=last),
+        # It works on rows, and the rows of another rank are other heads: as if the batch were divided.
+        "heads": SequenceParallel(sequence_dim=0, use_local_output=True),
         "colwise": ColwiseParallel(),
         "rowwise": RowwiseParallel(output_layouts=_SEQUENCE),
         "head": _ChunkedHead(output_layouts=logits)

@@ -286,6 +286,50 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     argument("--dry-run", action="store_true", help="delete nothing, print what would be deleted")
 
 
+def add_exchange(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `export` and `import` to argparse."""
+    dtype = "precision of the weights; as they are without it"
+    checked = (
+        "The files of the tokenizer and generation_config.json come along. At the end the logits of 64 random tokens "
+        "are computed from what was read and from what was written, with `transformers` for the folder if it is "
+        "installed and has the memory. If they differ, nothing is published. Nothing is overwritten. It needs no GPU, "
+        "and otherwise memory for one block of the model."
+    )
+
+    def add(name: str, to: str, about: str, text: str, source: tuple[str, str], target: tuple[str, str]) -> None:
+        status = f"Exit status: {exit_codes.CHECKPOINT} for weights that cannot be used or logits that differ."
+        parser = commands.add_parser(
+            name, help=about, description=f"{text} {checked}", epilog=status, allow_abbrev=False
+        )
+        parser.add_argument("source", type=to_path, metavar=source[0], help=source[1])
+        parser.add_argument("target", type=to_path, metavar=target[0], help=target[1])
+        parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=dtype)
+        parser.set_defaults(run=_exchange, to=to)
+
+    add(
+        "export",
+        "hf",
+        "write a checkpoint as a Hugging Face folder",
+        "Write the weights of a checkpoint as a folder that AutoModelForCausalLM.from_pretrained and vLLM read.",
+        ("RUN_OR_CHECKPOINT", "a run, its folder of checkpoints (the newest valid one), or one step-N"),
+        ("FOLDER", "a new folder"),
+    )
+    add(
+        "import",
+        "checkpoint",
+        "read a Hugging Face folder into a checkpoint",
+        "Write published weights as a checkpoint of weights only, for checkpoint.initial_load_path, which also takes "
+        "FOLDER itself.",
+        ("FOLDER", "config.json and safetensors files, or Meta's params.json and consolidated.*.pth"),
+        ("CHECKPOINT", "folder or URL of checkpoints; step-0 in it is made"),
+    )
+
+
+def _exchange(arguments: argparse.Namespace, flags: Sequence[str], _: object) -> str:
+    no_flags(flags)
+    return _convert(arguments, report=_print_progress)
+
+
 def _ls(arguments: argparse.Namespace) -> str:
     root = root_of(arguments.path)
     found = list_checkpoints(root)
@@ -405,12 +449,13 @@ def _row(one: TensorDifference) -> tuple[str, str, str, str, str]:
     return one.name, words, f"{one.elements:,}", f"{one.absolute:.3g}", f"{one.relative:.3g}"
 
 
-def _convert(arguments: argparse.Namespace) -> str:
+def _convert(arguments: argparse.Namespace, report: Callable[[str], None] | None = None) -> str:
     from titanlite.tools.convert import convert
 
-    started = time.perf_counter()
-    show = progress(_print_progress, "")
-    written = convert(arguments.source, arguments.target, arguments.to, arguments.dtype, show, ema=arguments.ema)
+    started, show = time.perf_counter(), progress(_print_progress, "")
+    written = convert(
+        arguments.source, arguments.target, arguments.to, arguments.dtype, show, ema=arguments.ema, report=report
+    )
     size = sum(file.st_size for file in files_in(written).values()) or written.stat().st_size  # or of one file
     return f"{written}: {human_bytes(size)} in {human_time(time.perf_counter() - started)}"
 

@@ -171,7 +171,7 @@ def _report(config: LoadedConfig, run: RunConfig, why: str, style: Style) -> str
     count = run.spec.count_parameters
     size = "the tokenizer's vocabulary" if args.vocab_size is None else f"{count(args):,} parameters"
     degrees = {"data_parallel_replicate": mesh.dp_replicate, "data_parallel_shard": mesh.dp_shard}
-    degrees |= {f"{name}_parallel": getattr(mesh, name) for name in ("tensor", "pipeline", "context")}
+    degrees |= {f"{name}_parallel": getattr(mesh, name) for name in ("tensor", "pipeline", "context", "expert")}
     shown = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1 or name == "data_parallel_shard"]
     length = counted(run.training.epochs or 0, "epochs") if steps is None else f"{steps:,}"
     tokens = "" if steps is None else f", {steps * batch.tokens_per_step:,} tokens"
@@ -179,7 +179,7 @@ def _report(config: LoadedConfig, run: RunConfig, why: str, style: Style) -> str
     warmup = f"warm-up {counted(schedule.warmup_steps, 'steps')}, then {schedule.decay_type}"
     saves = run.checkpoint
     rows = {
-        "model": f"{run.model.name} {run.model.flavor}, {size}",
+        "model": f"{run.model.title}, {size}",
         "ranks": f"{mesh.world_size} ({why}), {', '.join(shown)}",
         "batch": f"{counted(batch.global_batch_size, 'sequences')} of {batch.seq_len} tokens, {pieces}",
         "steps": f"{length}{tokens}",

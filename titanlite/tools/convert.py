@@ -5,7 +5,6 @@ A few tensors are in memory at a time.
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import time
@@ -22,6 +21,16 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from titanlite.checkpoint.hf import HF_CONFIG, holds_weights, open_weights, our_tensors
+from titanlite.checkpoint.hf_save import (
+    SHARD_BYTES,
+    begin_folder,
+    plan_files,
+    publish_folder,
+    refuse_existing,
+    write_configs,
+    write_files,
+)
 from titanlite.checkpoint.load import DTYPE, compare_entries, difference_table
 from titanlite.checkpoint.manifest import (
     CheckpointError,
@@ -34,22 +43,19 @@ from titanlite.checkpoint.manifest import (
 from titanlite.checkpoint.paths import AnyPath, StorePath, remove_folder, sync_folder
 from titanlite.checkpoint.retention import begin, delete, marks_of, publish
 from titanlite.checkpoint.storage import HashingWriter, converted, describe
+from titanlite.data.tokenizer.export import hf_files
 from titanlite.models import get_spec
 from titanlite.models.args import as_record, from_record
 from titanlite.models.spec import ShapeError
 from titanlite.optim.average import AVERAGE, WEIGHT
 from titanlite.runs import provenance
 from titanlite.tools.checkpoint import checkpoint_of
+from titanlite.tools.logits import compare_logits
 from titanlite.tools.tensors import Contents, quiet
 
 Format = Literal["hf", "torch", "checkpoint"]
-#: Bytes of tensors in one file of a Hugging Face folder, which are in memory at a time.
-SHARD_BYTES = 2 << 30
-HF_CONFIG, HF_INDEX, HF_SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 #: Entries of the dictionary in a file of torch's.
 STATE, MODEL, STEP = "state_dict", "model", "step"
-_HEAD = "lm_head.weight"
-_HF_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,12 @@ class Source:
     read: Callable[[str], torch.Tensor]
     #: Of a checkpoint.
     manifest: Manifest | None = None
+    #: A folder that `transformers` reads.
     is_hf: bool = False
+    #: `max_position_embeddings` of a config.json that the weights come from.
+    context: int | None = None
+    #: Where the files of its tokenizer are; None: nobody knows.
+    tokenizer: str | None = None
 
     def converted(self, dtype: str | None, progress: Progress) -> Source:
         """Return the same weights in another precision (None: as they are), which report their progress when read."""
@@ -89,15 +100,14 @@ def open_source(path: AnyPath, progress: Progress = lambda done, total: None, em
 
     Raises CheckpointError when it holds no weights, or others than those of the model that it describes.
     """
-    is_hf = (path / HF_CONFIG).is_file()
-    if isinstance(path, StorePath):
-        if is_hf or path.is_file():
-            raise CheckpointError(f"{path}: only checkpoints are read from a store; copy it to this machine first")
-        source = _checkpoint(checkpoint_of(path), progress, ema)
-    elif is_hf:
-        source = _hf_folder(path)
+    if holds_weights(path):
+        source = _foreign(path)
     else:
-        source = _torch_file(path) if path.is_file() else _checkpoint(checkpoint_of(path), progress, ema)
+        source = (
+            _torch_file(path)
+            if isinstance(path, Path) and path.is_file()
+            else _checkpoint(checkpoint_of(path), progress, ema)
+        )
     saved = describe(source.empty)
     wanted = describe(get_spec(source.family).build_on_meta(source.args).state_dict())  # a tied head has its own name
     found = {name: compare_entries(saved.get(name), wanted.get(name)) for name in {*saved, *wanted}}
@@ -123,7 +133,9 @@ def _checkpoint(folder: AnyPath, progress: Progress, ema: bool) -> Source:
     if not tensors:
         raise CheckpointError(f"{folder} holds no average of the weights: its run had no optimizer.ema_decay")
     empty = {name: _empty(dtype, shape) for name, (dtype, shape) in tensors.items()}
-    return Source(folder, family, args, manifest.step, empty, lambda name: contents.read(prefix + name), manifest)
+    source = Source(folder, family, args, manifest.step, empty, lambda name: contents.read(prefix + name), manifest)
+    record = manifest.config.get("tokenizer")
+    return replace(source, tokenizer=record.get("path") if isinstance(record, dict) else None)
 
 
 def _empty(dtype: str, shape: Sequence[int]) -> torch.Tensor:
@@ -137,47 +149,13 @@ def _described(path: AnyPath, record: Mapping[str, Any]) -> tuple[str, Any]:
         raise CheckpointError(f"{path}: its model cannot be read: {error}") from None
 
 
-def _hf_folder(folder: Path) -> Source:
-    from safetensors import SafetensorError, safe_open
-
-    family = "llama3"  # the models of both families differ in numbers alone
-    spec = get_spec(family)
-    opened: dict[str, Any] = {}  # their name → the file that holds it
-    file = folder / HF_CONFIG
-    try:
-        args = spec.args_from_hf(json.loads(file.read_text(encoding="utf-8")))
-        file = folder
-        for file in _hf_files(folder):
-            handle = safe_open(file, framework="pt")
-            opened.update(dict.fromkeys(handle.keys(), handle))
-        file = folder
-        names = {ours: theirs for theirs, ours in spec.names_from_hf(opened.keys(), args).items()}
-        if args.tied:  # the head is the embedding's tensor, which files hold once
-            names["output.weight"] = names["tok_embeddings.weight"]
-        slices = {ours: opened[theirs].get_slice(theirs) for ours, theirs in names.items()}
-        empty = {name: _empty(_HF_DTYPES[one.get_dtype()], one.get_shape()) for name, one in slices.items()}
-    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
-        why = f"it lacks {error}, or titanlite does not read that type" if isinstance(error, KeyError) else error
-        raise CheckpointError(f"{file} cannot be read: {why}") from None
-
-    def read(name: str) -> torch.Tensor:
-        tensor: torch.Tensor = opened[names[name]].get_tensor(names[name])
-        return tensor
-
-    if args.tied and _HEAD in opened and not torch.equal(opened[_HEAD].get_tensor(_HEAD), read("output.weight")):
-        raise CheckpointError(f"{folder}: {_HEAD} differs from the embedding, but {HF_CONFIG} says that they are tied")
-    return Source(folder, family, args, 0, empty, read, is_hf=True)
-
-
-def _hf_files(folder: Path) -> list[Path]:
-    """Raises OSError or ValueError."""
-    if (folder / HF_SINGLE).is_file():
-        return [folder / HF_SINGLE]
-    index = json.loads((folder / HF_INDEX).read_text(encoding="utf-8"))
-    names = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(names, dict) or any(Path(str(name)).name != name for name in names.values()):
-        raise ValueError(f"{HF_INDEX} has no weight_map of files in this folder")
-    return [folder / name for name in sorted({*names.values()})]
+def _foreign(path: AnyPath) -> Source:
+    weights = open_weights(path)
+    weights.check_head()
+    empty, config = dict(our_tensors(weights)), weights.config
+    source = Source(path, weights.family, weights.args, 0, empty, weights.read)
+    is_hf = path.is_dir() and (path / HF_CONFIG).is_file() and "quantization_config" not in config
+    return replace(source, context=config.get("max_position_embeddings"), tokenizer=str(path), is_hf=is_hf)
 
 
 def _torch_file(path: Path) -> Source:
@@ -205,124 +183,88 @@ def convert(
     progress: Progress = lambda done, total: None,
     shard_bytes: int = SHARD_BYTES,
     ema: bool = False,
+    report: Callable[[str], None] | None = None,
 ) -> AnyPath:
     """Write the weights in `path` to `target` in another format; return the written folder or file.
 
-    path: one of our checkpoints (or a folder of them), a Hugging Face folder, or a file that `to = "torch"` wrote.
+    path: one of our checkpoints (or a folder of them), a folder of Hugging Face's or Meta's, or a file that
+    `to = "torch"` wrote.
     target: a folder of Hugging Face's layout, a file for `torch.load`, or a folder of checkpoints in which the new one,
     of weights only, becomes `step-N`; that one may be in a store. It appears when it is whole, and nothing is
     overwritten. dtype: of tensors in floating point, such as "bfloat16"; None: as they are. ema: the average of the
     weights (optimizer.ema_decay), from a checkpoint.
+    report: takes the line about the logits that both sides compute of a sample, which are compared unless it is None.
 
-    Raises CheckpointError.
+    Raises CheckpointError, also when the logits differ; then nothing is published.
     """
     if to == "checkpoint" and step_of(target) is not None:
         raise CheckpointError(f"{target}: name the folder of checkpoints; step-N in it is made")
     if to != "checkpoint":
         if isinstance(target, StorePath):
             raise CheckpointError(f"{target}: --to {to} writes to this machine; copy it to the store afterwards")
-        _refuse_existing(target)
+        refuse_existing(target)
     source = open_source(path, progress, ema).converted(dtype, progress)
     final = step_folder(target, source.step) if to == "checkpoint" else target
     try:
         if to == "checkpoint":
-            _write_checkpoint(source, target, dtype)
+            _write_checkpoint(source, target, dtype, report)
+        elif to == "hf":
+            _write_hf(source, target, shard_bytes, report)
         elif isinstance(target, Path):
-            _write_aside(source, target, to, shard_bytes)
+            _write_torch(source, target)
     except OSError as error:
         raise CheckpointError(f"{final} cannot be written: {error}") from error
     return final
 
 
-def _refuse_existing(path: AnyPath) -> None:
-    """Raises CheckpointError when the path exists."""
-    if path.exists() or (isinstance(path, Path) and path.is_symlink()):
-        raise CheckpointError(f"{path} is there already; it is not overwritten")
-
-
-def _write_aside(source: Source, final: Path, to: Format, shard_bytes: int) -> None:
-    """Write files under another name, make them durable, and give them their own, which nothing has."""
-    final.parent.mkdir(parents=True, exist_ok=True)
-    aside = final.parent / f".partial-{final.name}-{uuid.uuid4().hex[:8]}"
+def _write_hf(source: Source, final: AnyPath, shard_bytes: int, report: Callable[[str], None] | None) -> None:
+    spec, entries = get_spec(source.family), describe(source.empty)
     try:
-        if to == "hf":
-            _write_hf(source, aside, shard_bytes)
-        else:
-            _write_torch(source, aside)
-        for path in [*aside.iterdir()] if aside.is_dir() else [aside]:
-            with open(path, "rb") as stream:
-                os.fsync(stream.fileno())
-        if aside.is_dir():
-            sync_folder(aside)
-            _refuse_existing(final)
-            aside.rename(final)
-        else:
-            os.link(aside, final)  # unlike a rename, it fails where there is a file
-        sync_folder(final.parent)
-    finally:
-        remove_folder(aside) if aside.is_dir() else aside.unlink(missing_ok=True)
-
-
-def _write_hf(source: Source, folder: Path, shard_bytes: int) -> None:
-    from safetensors.torch import save_file
-
-    spec = get_spec(source.family)
-    try:
-        names = spec.hf_names(source.args)
-        config = spec.hf_config(source.args)
+        names, config = spec.hf_names(source.args), spec.hf_config(source.args)
     except ValueError as error:
         raise CheckpointError(f"{source.path}: {error}") from None
-    if source.is_hf:
-        config["max_position_embeddings"] = source.args.max_seq_len  # as it says itself
-    types = {entry[0] for entry in describe({name: source.empty[name] for name in names}).values()}
-    if len(types) == 1:
-        config["dtype"] = config["torch_dtype"] = types.pop()  # the latter for `transformers` 4
-    folder.mkdir()
-    (folder / HF_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    mode = (folder / HF_CONFIG).stat().st_mode
-    shards = _shards(source, list(names), shard_bytes)
-    where: dict[str, str] = {}
-    for index, shard in enumerate(shards, start=1):
-        file = HF_SINGLE if len(shards) == 1 else f"model-{index:05}-of-{len(shards):05}.safetensors"
-        tensors = {names[name]: source.read(name).contiguous() for name in shard}
-        where.update(dict.fromkeys(tensors, file))
-        save_file(tensors, folder / file, metadata={"format": "pt"})  # without it `transformers` refuses the file
-        (folder / file).chmod(mode)  # safetensors lets nobody else read it
-    if len(shards) > 1:
-        total = sum(source.empty[name].nbytes for name in names)
-        content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-        (folder / HF_INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    if source.context:
+        config["max_position_embeddings"] = source.context  # as it says itself
+    folder = begin_folder(final)
+    try:
+        files = plan_files(names, entries, dict.fromkeys(names, (0,)), shard_bytes)
+        if problem := write_files(folder, files, entries, source.read):
+            raise CheckpointError(f"{final} cannot be written: {problem}")
+        write_configs(folder, config, files, entries, hf_files(source.tokenizer) if source.tokenizer else {})
+        if report is not None:
+            report(compare_logits(source.family, source.args, source.read, folder))
+        publish_folder(folder, final)
+    except BaseException:
+        with suppress(OSError):
+            remove_folder(folder)
+        raise
 
 
-def _shards(source: Source, names: Sequence[str], shard_bytes: int) -> list[list[str]]:
-    """Return the names in order, in groups of at most so many bytes, or of one tensor."""
-    shards: list[list[str]] = []
-    room = 0
-    for name in names:
-        size = source.empty[name].nbytes
-        if size > room or not shards:
-            shards.append([])
-            room = shard_bytes
-        shards[-1].append(name)
-        room -= size
-    return shards
-
-
-def _write_torch(source: Source, file: Path) -> None:
+def _write_torch(source: Source, final: Path) -> None:
     """Write the file's layout without content; then the tensors, one by one, into the file mapped to memory."""
-    names = {*source.empty} - ({"output.weight"} if getattr(source.args, "tied", False) else set())
+    final.parent.mkdir(parents=True, exist_ok=True)
+    file = final.parent / f".partial-{final.name}-{uuid.uuid4().hex[:8]}"
+    names = {*source.empty} - get_spec(source.family).tied(source.args).keys()
     with FakeTensorMode():
-        state = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in source.empty.items()}
-        if len(names) < len(state):
-            state["output.weight"] = state["tok_embeddings.weight"]  # one storage, as in the model
+        state = {name: torch.empty(source.empty[name].shape, dtype=source.empty[name].dtype) for name in names}
+        for name, other in get_spec(source.family).tied(source.args).items():
+            state[name] = state[other]  # one storage, as in the model
     content = {STATE: state, MODEL: as_record(source.family, source.args), STEP: source.step}
-    # As a stream: torch refuses to open a file whose name begins with a dot.
-    with torch.serialization.skip_data(materialize_fake_tensors=True), open(file, "wb") as stream:
-        torch.save(content, stream)
-    with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):  # the file can be written through its tensors
-        mapped: Mapping[str, torch.Tensor] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)[STATE]
-    for name in names:
-        mapped[name].copy_(source.read(name))
+    try:
+        # As a stream: torch refuses to open a file whose name begins with a dot.
+        with torch.serialization.skip_data(materialize_fake_tensors=True), open(file, "wb") as stream:
+            torch.save(content, stream)
+        # The file can be written through its tensors.
+        with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
+            mapped: dict[str, torch.Tensor] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)[STATE]
+        for name in names:
+            mapped[name].copy_(source.read(name))
+        with open(file, "rb") as stream:
+            os.fsync(stream.fileno())
+        os.link(file, final)  # unlike a rename, it fails where there is a file
+        sync_folder(final.parent)
+    finally:
+        file.unlink(missing_ok=True)
 
 
 class _OneByOne(DefaultSavePlanner):
@@ -345,13 +287,13 @@ class _OneByOne(DefaultSavePlanner):
         return self._written
 
 
-def _write_checkpoint(source: Source, root: AnyPath, dtype: str | None) -> None:
+def _write_checkpoint(source: Source, root: AnyPath, dtype: str | None, report: Callable[[str], None] | None) -> None:
     started = time.perf_counter()
     state = {f"model.{name}": tensor for name, tensor in source.empty.items()}
     for mark in marks_of(step_folder(root, source.step)):
         way = f"`titanlite checkpoint rm --force {mark}` deletes it when nothing writes there"
         raise CheckpointError(f"{mark} is a save under way or cut short: {way}")
-    _refuse_existing(step_folder(root, source.step))
+    refuse_existing(step_folder(root, source.step))
     folder = begin(root, source.step)
     try:
         writer = HashingWriter(folder)
@@ -359,6 +301,9 @@ def _write_checkpoint(source: Source, root: AnyPath, dtype: str | None) -> None:
             planner = _OneByOne(source.read)
             dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
         before = source.manifest
+        config = {**(before.config if before else {}), "model": as_record(source.family, source.args)}
+        if source.tokenizer and before is None:
+            config["tokenizer"] = {"path": str(_copy_tokenizer(source.tokenizer, root))}
         manifest = Manifest(
             step=source.step,
             fingerprints=before.fingerprints if before else {},
@@ -369,14 +314,29 @@ def _write_checkpoint(source: Source, root: AnyPath, dtype: str | None) -> None:
             versions=provenance.versions(),
             world_size=1,
             created=time.time(),
-            config={**(before.config if before else {}), "model": as_record(source.family, source.args)},
+            config=config,
             weights_only=True,
             dtype=dtype or "",
             seconds=round(time.perf_counter() - started, 3),
         )
+        if report is not None:
+            contents = Contents(folder, manifest)
+            theirs = source.path if source.is_hf else source.read
+            read = lambda name: contents.read(f"model.{name}")  # noqa: E731
+            report(compare_logits(source.family, source.args, read, theirs, dtype))
         publish(folder, manifest)
     except BaseException:
         with suppress(OSError):
             for mark in marks_of(folder):
                 delete(mark)
         raise
+
+
+def _copy_tokenizer(path: str, root: AnyPath) -> AnyPath:
+    """Copy the files of a tokenizer to `tokenizer` beside the checkpoints, unless that exists; return that folder."""
+    target = root / "tokenizer"
+    for name, content in {} if target.exists() else hf_files(path).items():
+        if isinstance(target, Path):
+            target.mkdir(exist_ok=True)
+        (target / name).write_bytes(content)
+    return target

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -251,46 +251,60 @@ def _name(document: Document) -> str:
 
 
 def stats(run: Run, as_json: bool) -> str:
-    """Return figures of the training text, as text or JSON."""
-    rows, batch = run.rows, run.config.batch
+    """Return figures of the training text and of each source of a mixture, as text or JSON."""
+    rows, size, training = run.rows, run.config.batch.global_batch_size, run.config.training
+    if isinstance(rows, MixedRows):
+        found = {"text": ", ".join(rows.names), "seq_len": rows.seq_len, "global_batch": size}
+        parts = zip(rows.shares.items(), rows.rows, strict=True)
+        found["sources"] = {
+            name: {"share": round(share, 6), **_figures(one, run, size)} for (name, share), one in parts
+        }
+    else:
+        found = {"text": training.dataset_path or training.dataset, **_figures(rows, run, size)}
+    return json.dumps(found, indent=1) if as_json else "\n".join(_shown(found))
+
+
+def _figures(rows: Rows, run: Run, global_batch: int) -> dict[str, Any]:
     known = rows if isinstance(rows, PackedDataset) else None
-    found: dict[str, Any] = {
-        "text": run.config.training.dataset_path or run.config.training.dataset,
+    return {
         "documents": known and known.documents,
         "tokens": known and known.tokens_per_epoch,
-        "bytes_per_token": round(bytes_per_token(run), 3),
+        "bytes_per_token": round(bytes_per_token(rows, run.tokenizer), 3),
         "seq_len": rows.seq_len,
         "sequences_per_epoch": known and known.sequences_per_epoch,
-        "global_batch": batch.global_batch_size,
-        "steps_per_epoch": known and round(known.sequences_per_epoch / batch.global_batch_size, 3),
+        "global_batch": global_batch,
+        "steps_per_epoch": known and round(known.sequences_per_epoch / global_batch, 3),
         "fingerprint": rows.fingerprint,
         "document_tokens": known and _lengths(known),
     }
-    if as_json:
-        return json.dumps(found, indent=1)
-    lengths = found.pop("document_tokens")
-    numbers = {name: f"{value:,.10g}" for name, value in found.items() if isinstance(value, (int, float))}
-    shown = {name: "not known" if value is None else numbers.get(name, value) for name, value in found.items()}
-    lines = [f"{name.replace('_', ' '):<20} {value}" for name, value in shown.items()]
-    if lengths:
-        lines.append(f"{'tokens per document':<20} mean {lengths['mean']:,.1f}, longest {lengths['longest']:,}")
-        most = max(lengths["histogram"].values())
-        for low, number in lengths["histogram"].items():
-            bar = "█" * max(round(_BAR * number / most), number > 0)
-            lines.append(f"  {human_count(int(low)):>8} … {human_count(2 * int(low) - 1):<8} {number:>12,} {bar}")
-    return "\n".join(lines)
 
 
-def bytes_per_token(run: Run) -> float:
+def _shown(figures: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each figure, and bars for the lengths of documents."""
+    for name, value in figures.items():
+        if name == "sources":
+            for source, own in value.items():
+                yield from ("", f"{'source':<20} {source}", *_shown(own))
+        elif name != "document_tokens":
+            shown = f"{value:,.10g}" if isinstance(value, (int, float)) else "not known" if value is None else value
+            yield f"{name.replace('_', ' '):<20} {shown}"
+        elif value:
+            yield f"{'tokens per document':<20} mean {value['mean']:,.1f}, longest {value['longest']:,}"
+            most = max(value["histogram"].values())
+            for low, number in value["histogram"].items():
+                bar = "█" * max(round(_BAR * number / most), number > 0)
+                yield f"  {human_count(int(low)):>8} … {human_count(2 * int(low) - 1):<8} {number:>12,} {bar}"
+
+
+def bytes_per_token(rows: Rows, tokenizer: Tokenizer) -> float:
     """Return bytes of text to a token; where they were not counted, those of some sequences, decoded."""
-    rows = run.rows
     if isinstance(rows, PackedDataset) and isinstance(rows.corpus, TokenFiles) and rows.corpus.index:
         return float(rows.corpus.index["text_bytes"] / rows.corpus.size)
     total = rows.total_sequences or int(getattr(rows, "sequences_per_epoch", _SAMPLE))
-    special = set(run.tokenizer.special_tokens.values())
+    special = set(tokenizer.special_tokens.values())
     samples = np.unique(np.linspace(0, total - 1, _SAMPLE).astype(np.int64)).tolist()
     texts = (rows.sequence(number).tokens.tolist() for number in samples)
-    size = sum(len(run.tokenizer.decode(one for one in ids if one not in special).encode()) for ids in texts)
+    size = sum(len(tokenizer.decode(one for one in ids if one not in special).encode()) for ids in texts)
     return size / (len(samples) * rows.seq_len)
 
 

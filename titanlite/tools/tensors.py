@@ -32,10 +32,10 @@ def quiet() -> Iterator[None]:
 class Contents:
     """Reads the tensors of one checkpoint, one at a time."""
 
-    def __init__(self, folder: AnyPath) -> None:
-        """Raises CheckpointError when it is not a valid checkpoint."""
+    def __init__(self, folder: AnyPath, manifest: Manifest | None = None) -> None:
+        """Raises CheckpointError when it is not a valid checkpoint. manifest: of one that is not published yet."""
         self.folder = folder
-        self.manifest: Manifest = read_manifest(folder)
+        self.manifest: Manifest = manifest or read_manifest(folder)
         self._reader = CheckedReader(folder, self.manifest)
         self._reader.read_metadata()
 

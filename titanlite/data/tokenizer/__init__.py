@@ -118,7 +118,7 @@ def load_tokenizer(path: str | None = None, family: str = "llama3") -> Tokenizer
 
         return load_url(path)
     bundled = BUNDLED_SENTENCEPIECE if family == "llama2" else BUNDLED_TOKENIZER
-    file = bundled if path is None else _file(Path(path))
+    file = bundled if path is None else find_file(Path(path))
     content = _read(file)
     kind = kind_of(content, file)
     tokenizer: Tokenizer
@@ -163,7 +163,8 @@ def kind_of(content: bytes, path: Path) -> Kind:
     return "tiktoken"
 
 
-def _file(path: Path) -> Path:
+def find_file(path: Path) -> Path:
+    """Return the file of a tokenizer, which a folder may hold. Raises DataError."""
     if not path.is_dir():
         return path
     found = [path / name for name in FOLDER_FILES if (path / name).is_file()]

@@ -23,7 +23,7 @@ def load_url(url: str) -> Tokenizer:
         for name in [file] if file else FOLDER_FILES:
             with suppress(FileNotFoundError):
                 copy = Path(copies, Path(name).name)
-                copy.write_bytes(_read(f"{folder}/{name}"))
+                copy.write_bytes(read_url(f"{folder}/{name}"))
                 break
         else:
             expected = "" if file else f" no {' or '.join(FOLDER_FILES)} in it;"
@@ -31,7 +31,7 @@ def load_url(url: str) -> Tokenizer:
         if copy.read_bytes()[:1] == b"{":
             for beside in NAMING_FILES:
                 with suppress(FileNotFoundError):
-                    Path(copies, beside).write_bytes(_read(f"{folder}/{beside}"))
+                    Path(copies, beside).write_bytes(read_url(f"{folder}/{beside}"))
         logger.info(f"tokenizer: a copy of {folder}/{name}")
         try:
             return load_tokenizer(str(copy))
@@ -39,7 +39,7 @@ def load_url(url: str) -> Tokenizer:
             raise DataError(str(error).replace(copies, folder)) from error
 
 
-def _read(url: str) -> bytes:
+def read_url(url: str) -> bytes:
     scheme = url.partition("://")[0].lower()
     try:
         if scheme in ("gs", "az"):

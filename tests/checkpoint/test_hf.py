@@ -1,0 +1,399 @@
+"""Hugging Face's and Meta's files in and out of runs: each rank reads and writes its part."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from tests.checkpoint.conftest import Storage
+from tests.checkpoint.runs import PRINTS, names, options
+from tests.models.test_spec import unpermute
+from tests.pool import Pools
+from tests.training.harness import TINY, Run, batches, build_tiny, full
+from tests.training.test_run import _run
+from titanlite.checkpoint import Checkpointer, CheckpointError
+from titanlite.checkpoint.hf import WeightsReader, as_manifest, open_weights
+from titanlite.checkpoint.hf_save import save_hf
+from titanlite.checkpoint.paths import AnyPath
+from titanlite.checkpoint.storage import describe, on_rank_0
+from titanlite.data.sources import BUNDLED, iter_records
+from titanlite.data.tokenizer import load_tokenizer
+from titanlite.models import LlamaArgs, RopeScaling, get_spec
+from titanlite.models.args import as_record, from_record
+from titanlite.models.spec import ModelSpec
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.tools.convert import convert
+from titanlite.tools.logits import our_logits
+from titanlite.tools.tensors import Contents
+
+SPEC = get_spec("llama3")
+RUN = Run(*batches(1, 4, 16, 192), [1e-3])
+BLOCKS = "model.layers.0.self_attn.q_proj.weight"
+
+
+def _folder(folder: Path, args: LlamaArgs = TINY, dtype: torch.dtype = torch.float32, shards: int = 3) -> Path:
+    """Published weights: random tensors in safetensors files, with index and config.json."""
+    torch.manual_seed(1)
+    shapes = SPEC.to_hf(SPEC.build_on_meta(args).state_dict(), args)
+    tensors = {name: (torch.randn(t.shape) * 0.1 + (t.ndim == 1)).to(dtype) for name, t in shapes.items()}
+    folder.mkdir(parents=True)
+    listed = list(tensors)
+    where = {}
+    for i in range(shards):
+        file = "model.safetensors" if shards == 1 else f"model-{i + 1:05}-of-{shards:05}.safetensors"
+        save_file({name: tensors[name] for name in listed[i::shards]}, folder / file, metadata={"format": "pt"})
+        where.update(dict.fromkeys(listed[i::shards], file))
+    if shards > 1:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    (folder / "config.json").write_text(json.dumps(SPEC.hf_config(args)))
+    return folder
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def _load(world: DistEnv, run: Run, source: object, root: AnyPath, step: int = 0, **fields: Any) -> Any:
+    """Load weights as a run does; save a checkpoint after `step` if given, and the last save in their format."""
+    model, optimizer, _ = build_tiny(world, run)
+    last = {"model_weights_only": True, "last_save_in_hf": True, **fields}
+    about = {"model": as_record("llama3", run.args)}
+    checkpointer = Checkpointer(options(root, initial_load_path=str(source), **last), world, PRINTS, about)
+    try:
+        loaded = checkpointer.load(model, optimizer)
+        if step:
+            checkpointer.save(step, model, optimizer, {})
+            return str(checkpointer.save(step + 1, model, optimizer, {}, weights_only="float32"))
+        assert loaded is not None and loaded.origin == "from" and loaded.step == 0
+        return {name: full(parameter) for name, parameter in model.named_parameters()}
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        checkpointer.close()
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp": (2, {"tensor": 2}),
+    "tied-tp": (2, {"tensor": 2, "args": replace(TINY, tied=True)}),
+    "pp": (2, {"pipeline": 2}),
+    "hsdp": (2, {"replicas": 2}),
+    "fsdp-tp": (4, {"tensor": 2}),
+}
+
+
+@pytest.mark.parametrize("layout", [pytest.param(n, marks=[pytest.mark.slow] * (LAYOUTS[n][0] > 2)) for n in LAYOUTS])
+def test_published_weights_come_back_bit_for_bit(pool: Pools, tmp_path: Path, layout: str) -> None:
+    """HF → ranks → checkpoint → HF, and HF → ranks → last save: the same bytes per tensor."""
+    ranks, fields = LAYOUTS[layout]
+    run = replace(RUN, **fields)
+    source, root = _folder(tmp_path / "published", run.args), tmp_path / "checkpoint"
+    saved = pool(ranks).run(_load, run, source, root, 7)
+    last = root / "step-8-hf"
+    assert saved == [str(last)] * ranks and names(root) == ["step-7", "step-8-hf"]
+    exported = convert(root / "step-7", tmp_path / "hf", "hf")
+    expected = _tensors(source)
+    for folder in (last, exported):
+        found = _tensors(folder)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
+    again = pool(ranks).run(_load, run, source, root)
+    assert all("step-8-hf holds the weights of the last save" in answer for answer in again)
+
+
+def _fp8(folder: Path, kind: str) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Linears of the blocks in float8, with scales per block (DeepSeek's), row or tensor; and their values."""
+    _folder(folder, shards=1)
+    values, stored = {}, {}
+    for name, tensor in _tensors(folder).items():
+        values[name] = stored[name] = tensor
+        if ".layers." in name and tensor.ndim == 2:
+            rows, columns = tensor.shape
+            grid = {"block": (-(-rows // 48), -(-columns // 32)), "row": (rows, 1), "tensor": (1, 1)}[kind]
+            scale = torch.rand(grid) + 0.5
+            wide = scale.repeat_interleave(-(-rows // grid[0]) if kind != "block" else 48, 0)[:rows]
+            wide = wide.repeat_interleave(32 if kind == "block" else columns, 1)[:, :columns]
+            stored[name] = (tensor / wide).to(torch.float8_e4m3fn)
+            values[name] = stored[name].float() * wide
+            stored[f"{name}_scale_inv" if kind == "block" else f"{name}_scale"] = (
+                scale.reshape(()) if kind == "tensor" else scale
+            )
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "quantization_config": {"quant_method": "fp8", **({"weight_block_size": [48, 32]} if kind == "block" else {})}
+    }
+    (folder / "config.json").write_text(json.dumps({**SPEC.hf_config(TINY), **config}))
+    return folder, values
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16", "block", "row", "tensor"])
+def test_sources_of_every_precision_load_into_shards(pool: Pools, tmp_path: Path, kind: str) -> None:
+    if kind in ("bfloat16", "float16"):
+        source = _folder(tmp_path / "in", dtype=getattr(torch, kind))
+        values = _tensors(source)
+    else:
+        source, values = _fp8(tmp_path / "in", kind)
+    wanted = SPEC.from_hf({name: tensor.float() for name, tensor in values.items()}, TINY)
+    for found in pool(2).run(_load, RUN, source, tmp_path / "checkpoint"):
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+def _metas(folder: Path, args: LlamaArgs, files: int, vocabulary_cut: bool) -> dict[str, torch.Tensor]:
+    """Write Meta's layout, divided over files as its tensor parallelism does; return our tensors."""
+    torch.manual_seed(2)
+    state = {name: torch.randn(t.shape) for name, t in SPEC.build_on_meta(args).state_dict().items()}
+    cut = {**dict.fromkeys(("wq", "wk", "wv", "w1", "w3", "output"), 0), "wo": 1, "w2": 1}
+    cut["tok_embeddings"] = 0 if vocabulary_cut else 1
+    parts: list[dict[str, torch.Tensor]] = [{"rope.freqs": torch.zeros(4)} for _ in range(files)]
+    for name, tensor in state.items():
+        module = name.split(".")[-2]
+        heads = {"wq": args.n_heads, "wk": args.kv_heads}.get(module)
+        meta = unpermute(tensor, heads) if heads else tensor
+        for i, part in enumerate(parts):
+            part[name] = meta.chunk(files, cut[module])[i].clone() if module in cut else meta
+    folder.mkdir()
+    for i, part in enumerate(parts):
+        torch.save(part, folder / f"consolidated.{i:02}.pth")
+    params = {"dim": args.dim, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 32, "vocab_size": -1}
+    params |= {"norm_eps": 1e-5, "rope_theta": args.rope_theta, "use_scaled_rope": args.rope_scaling is not None}
+    (folder / "params.json").write_text(json.dumps(params))
+    return state
+
+
+@pytest.mark.parametrize("files", [1, 2])
+def test_metas_files_load_into_shards_and_are_imported(pool: Pools, tmp_path: Path, files: int) -> None:
+    args = replace(TINY, rope_scaling=RopeScaling(8.0)) if files == 2 else TINY
+    wanted = _metas(tmp_path / "meta", args, files, vocabulary_cut=files == 2)
+    for run in (replace(RUN, args=args, tensor=2), replace(RUN, args=args)):
+        found = pool(2).run(_load, run, tmp_path / "meta", tmp_path / "checkpoint")[0]
+        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items()), found
+    lines: list[str] = []
+    hf = convert(
+        convert(tmp_path / "meta", tmp_path / "imported", "checkpoint", report=lines.append), tmp_path / "hf", "hf"
+    )
+    assert "differ by 0.0" in lines[0]
+    back = SPEC.from_hf(_tensors(hf), args)
+    assert all(torch.equal(back[name], tensor) for name, tensor in wanted.items())
+
+
+STACK = replace(
+    SPEC, hf_names=lambda args: {"experts": tuple(f"e.{i}" for i in range(4)), "w": "w"}, tied=lambda args: {}
+)
+
+
+def _stacked(world: DistEnv, folder: Path, out: Path, dim: int) -> dict[str, torch.Tensor]:
+    mesh = init_device_mesh("cpu", (world.size,))
+    weights = open_weights(folder / "model.safetensors", STACK, None)
+    shapes = {"experts": (4, 6, 8), "w": (5,)}
+    empty = {n: distribute_tensor(torch.zeros(s), mesh, [Shard(min(dim, len(s) - 1))]) for n, s in shapes.items()}
+    state: dict[str, Any] = {f"model.{name}": tensor for name, tensor in empty.items()}
+    dcp.load(state, storage_reader=WeightsReader(weights.path, as_manifest(weights), STACK, None))
+    spec = replace(STACK, hf_config=lambda args: {})
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    agree: Callable[..., Any] = lambda action: on_rank_0(world, action)  # noqa: E731
+    save_hf(out, spec, None, empty, describe(empty), group, agree, dict, shard_bytes=100)
+    return {name: tensor.full_tensor() for name, tensor in empty.items() if isinstance(tensor, DTensor)}
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_stack_of_experts_is_read_and_written_by_its_parts(pool: Pools, tmp_path: Path, dim: int) -> None:
+    torch.manual_seed(3)
+    tensors = {**{f"e.{i}": torch.randn(6, 8) for i in range(4)}, "w": torch.randn(5)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = pool(2).run(_stacked, tmp_path, tmp_path / "out", dim)[1]
+    assert torch.equal(found["experts"], torch.stack([tensors[f"e.{i}"] for i in range(4)]))
+    assert torch.equal(found["w"], tensors["w"])
+    written = _tensors(tmp_path / "out")
+    assert written.keys() == tensors.keys() and all(torch.equal(written[n], t) for n, t in tensors.items())
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 2
+    whole = STACK.from_hf(tensors, None)
+    assert torch.equal(whole["experts"], found["experts"]) and STACK.to_hf(whole, None).keys() == tensors.keys()
+
+
+def test_unusable_folders_are_refused_with_file_tensor_and_remedy(pool: Pools, tmp_path: Path) -> None:
+    def change(name: str, **changes: Any) -> Path:
+        source = _folder(tmp_path / name)
+        config = {**json.loads((source / "config.json").read_text()), **changes}
+        (source / "config.json").write_text(json.dumps(config))
+        return source
+
+    def rewrite(name: str, edit: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
+        source = _folder(tmp_path / name, shards=1)
+        tensors = load_file(source / "model.safetensors")
+        edit(tensors)
+        save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+        return source
+
+    shard, index = "model-00002-of-00003.safetensors", "model.safetensors.index.json"
+    (change("no-shard") / shard).unlink()
+    (change("no-index") / index).unlink()
+    (change("no-config") / "config.json").unlink()
+    (change("no-json") / index).write_text("{")
+    cut = change("cut") / shard
+    cut.write_bytes(cut.read_bytes()[:-9])
+    listed = json.loads((change("moved") / index).read_text())
+    listed["weight_map"][BLOCKS] = (
+        shard if listed["weight_map"][BLOCKS] != shard else "model-00001-of-00003.safetensors"
+    )
+    (tmp_path / "moved" / index).write_text(json.dumps(listed))
+    change("deeper", num_hidden_layers=3, rms_norm_eps=1e-6)
+    change("bert", model_type="bert")
+    rewrite("missing", lambda t: t.pop(BLOCKS))
+    rewrite("unknown", lambda t: t.update(extra=torch.zeros(2)))
+    rewrite("shape", lambda t: t.update({BLOCKS: torch.zeros(3, 64)}))
+    rewrite("int8", lambda t: t.update({BLOCKS: torch.zeros(3, dtype=torch.int8)}))
+    rewrite("unscaled", lambda t: t.update({BLOCKS: t[BLOCKS].to(torch.float8_e4m3fn)}))
+    rewrite("nan", lambda t: t[BLOCKS].fill_(float("nan")))
+    ours = "model.layers.0.attention.wq.weight"
+    cases = {
+        "no-shard": f"{shard} is missing, which {index} names: download it again",
+        "no-index": f"has neither model.safetensors nor {index}: download the index of its 3 files",
+        "no-config": "config.json is missing: copy it",
+        "no-json": f"{index} cannot be read",
+        "cut": f"{shard} cannot be read",
+        "moved": f"lacks {BLOCKS}, which {index} says it holds",
+        "deeper": "num_hidden_layers is 3 there, 2 by [model] rms_norm_eps is 1e-06 there, 1e-05 by [model]",
+        "bert": "model_type is 'bert'",
+        "missing": f"{ours} – float32[64, 64] missing",
+        "unknown": "model.extra",
+        "shape": f"{ours} float32[3, 64] (model.safetensors: {BLOCKS}) float32[64, 64] another shape",
+        "int8": f"{BLOCKS} has type I8",
+        "unscaled": f"{BLOCKS} is float8_e4m3fn without a tensor",
+        "nan": "holds what is not finite",
+        "nowhere": "no such folder",
+    }
+    for name, message in cases.items():
+        answers = pool(2).run(_load, RUN, tmp_path / name, tmp_path / "checkpoint")
+        assert all(isinstance(answer, str) and message in " ".join(answer.split()) for answer in answers), (
+            name,
+            answers,
+        )
+    whole = pool(2).run(_load, RUN, tmp_path / "deeper", tmp_path / "checkpoint", initial_load_model_only=False)
+    assert all("initial_load_model_only = true" in answer for answer in whole)
+    allowed = {"allow_changes": ["model"], "allow_missing": [ours]}
+    change("scaled", rms_norm_eps=1e-6)
+    for name in ("missing", "scaled"):
+        assert isinstance(pool(2).run(_load, RUN, tmp_path / name, tmp_path / "checkpoint", **allowed)[0], dict)
+
+
+LARGE = LlamaArgs(dim=512, n_layers=6, n_heads=8, vocab_size=4096, multiple_of=256, max_seq_len=64)
+
+
+def _memory(name: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith(name))
+
+
+def _growth(world: DistEnv, source: Path, root: Path) -> tuple[int, int]:
+    """Return by how many bytes this rank's own memory grows at most while it loads, and the bytes of its shards."""
+    model, optimizer, _ = build_tiny(world, replace(RUN, args=LARGE))
+    shards = sum(p.to_local().nbytes for p in model.parameters() if isinstance(p, DTensor))
+    about = {"model": as_record("llama3", LARGE)}
+    checkpointer = Checkpointer(options(root, initial_load_path=str(source)), world, PRINTS, about)
+    before, peak, done = _memory("RssAnon"), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.is_set():
+            peak = max(peak, _memory("RssAnon"))
+            time.sleep(0.001)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    checkpointer._loader.load_weights(model)
+    done.set()
+    watcher.join()
+    checkpointer.close()
+    return peak - before, shards
+
+
+def test_a_rank_needs_memory_for_one_slice_beside_its_shard(pool: Pools, tmp_path: Path) -> None:
+    source = _folder(tmp_path / "large", LARGE, torch.bfloat16)
+    for growth, shards in pool(2).run(_growth, source, tmp_path / "checkpoint"):
+        assert shards > 45 << 20, "the bound below would not notice a copy of a rank's part"
+        assert growth < 24 << 20, f"{growth / (1 << 20):.0f} MiB beside the shards"
+
+
+def test_export_is_refused_when_the_logits_differ(pool: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from titanlite import models
+    from titanlite.tools.cli import main
+
+    pool(1).run(_load, RUN, _folder(tmp_path / "in"), tmp_path / "checkpoint", 7)
+    step, out = str(tmp_path / "checkpoint" / "step-7"), tmp_path / "out"
+    assert main(["export", step, str(out / "right")]) == 0
+    assert main(["import", str(out / "right"), str(out / "back"), "--dtype=bfloat16"]) == 0
+    assert (
+        names(out) == ["back", "right"] and names(out / "back") == ["step-0", "tokenizer"][: len(names(out / "back"))]
+    )
+
+    def swapped(args: Any) -> dict[str, Any]:
+        found = dict(SPEC.hf_names(args))
+        one, other = (f"layers.1.feed_forward.w{i}.weight" for i in (1, 3))
+        return {**found, one: found[other], other: found[one]}
+
+    wrong: ModelSpec = replace(SPEC, hf_names=swapped)
+    monkeypatch.setitem(models.SPECS, "llama3", wrong)
+    assert main(["export", step, str(out / "wrong")]) == 4
+    assert main(["import", str(out / "right"), str(out / "wrong")]) == 4
+    assert names(out) == ["back", "right", "wrong"] and names(out / "wrong") == []
+
+
+def test_the_last_save_goes_to_a_store(pool: Pools, storage: Storage, tmp_path: Path) -> None:
+    source = _folder(tmp_path / "in")
+    storage.run(pool(2), _load, replace(RUN, tensor=2), source, storage.root, 7)
+    folder = storage.root / "step-8-hf"
+    assert {"config.json", "model.safetensors"} <= set(names(folder))
+    (tmp_path / "copy.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    found = load_file(tmp_path / "copy.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in _tensors(source).items())
+
+
+def _measured(found: list[dict[str, Any]]) -> list[float]:
+    return [row["validation_loss"] for row in found[0]["rows"] if "validation_loss" in row]
+
+
+def test_fine_tuning_goes_on_where_training_ended_and_transformers_agrees(pool: Pools, tmp_path: Path) -> None:
+    """Train with TP; start from the last save with FSDP, or from its import: the held-out loss is the same."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    length = ["--training.steps=3", "--validation.enable", "--validation.freq=3"]
+    last = ["--checkpoint.model_weights_only", "--checkpoint.last_save_in_hf"]
+    first, folder = tmp_path / "first", tmp_path / "first" / "checkpoint" / "step-3-hf"
+    trained = _measured(pool(2).run(_run, str(first), *length, *last, "--training.tensor_parallel_degree=2"))
+    imported = convert(folder, tmp_path / "imported", "checkpoint")
+    for i, path in enumerate((folder, imported)):
+        more = [f"--checkpoint.initial_load_path={path}", "--validation.first", "--training.steps=1"]
+        tuned = _measured(pool(2).run(_run, str(tmp_path / f"tuned-{i}"), *length, *more))
+        assert tuned[0] == pytest.approx(trained[-1], rel=1e-6) and tuned[-1] != tuned[0]
+
+    text = "".join(record.text for record in itertools.islice(iter_records(BUNDLED["c4_test"]), 8))
+    tokenizer, ours = AutoTokenizer.from_pretrained(folder), load_tokenizer()
+    ids = ours.encode(text, bos=True)
+    assert tokenizer(text)["input_ids"] == ids and tokenizer.eos_token_id == ours.eos_id
+    rows = torch.tensor(ids[: len(ids) // 32 * 32]).view(-1, 32)[:64]
+    contents = Contents(imported)
+    args = from_record(contents.manifest.config["model"])[1]
+    logits = torch.cat(
+        [our_logits("llama3", args, lambda n: contents.read(f"model.{n}"), row[None]) for row in rows[:4]]
+    )
+    theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        loss = theirs(rows[:4], labels=rows[:4]).loss
+    expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), rows[:4, 1:].flatten())
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    assert theirs.generation_config.eos_token_id == theirs.config.eos_token_id == ours.eos_id

@@ -1,0 +1,60 @@
+"""The TOML files of docs/data.md lead to text: each is read in a folder with the files that it names."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from tests.data.hub_server import HubServer
+from tests.data.test_chat import LLAMA3
+from tests.data.test_shards import LINES, TEXTS, write_c4
+from tests.processes import python
+from titanlite.data.tokenizer import BUNDLED_TOKENIZER
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/data.md"
+PEEK = """
+import sys
+from titanlite.tools.cli import main
+sys.exit(max(main(["data", "peek", *flags.split()]) for flags in sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_each_example_is_read(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    for name in ("mine", "web", "papers", "held-out", "assets/Llama-3.1-8B-Instruct", "bucket/corpus"):
+        (tmp_path / name).mkdir(parents=True)
+    chat = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Good day."}]
+    record = {"prompt": "Question: 1\nAnswer:", "completion": " 2", "messages": chat}
+    (tmp_path / "chats.jsonl").write_text(json.dumps(record) + "\n")
+    shutil.copy(BUNDLED_TOKENIZER, tmp_path / "assets/tokenizer.model")
+    shutil.copy(BUNDLED_TOKENIZER, tmp_path / "assets/Llama-3.1-8B-Instruct/tokenizer.model")
+    (tmp_path / "assets/Llama-3.1-8B-Instruct/chat_template.jinja").write_text(LLAMA3)
+    pq.write_table(pa.table({"text": TEXTS}), tmp_path / "mine/a.parquet")
+    pq.write_table(pa.table({"text": TEXTS}), tmp_path / "bucket/corpus/a.parquet")
+    (tmp_path / "web/a.jsonl.zst").write_bytes(zstandard.compress(LINES))
+    (tmp_path / "papers/a.jsonl").write_bytes(LINES.replace(b'"text"', b'"body"'))
+    (tmp_path / "held-out/wiki.jsonl").write_bytes(LINES)
+    write_c4(tmp_path, 2)
+    (tmp_path / "datasets/HuggingFaceFW/fineweb-edu").mkdir(parents=True)
+    (tmp_path / "datasets/HuggingFaceFW/fineweb-edu/a.jsonl").write_bytes(LINES)
+    blocks = re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    mixture = next(block for block in blocks if block.startswith("[[data.source]]"))
+    flags = []
+    with HubServer(tmp_path) as hub:
+        for number, block in enumerate(blocks):
+            text = mixture + block if block.startswith("[[data.phase]]") else block
+            (tmp_path / f"{number}.toml").write_text(text.replace("s3://", f"{hub.url}/"))
+            flags.append(f"{number}.toml --rows=1" + " --validation" * block.startswith("[validation]"))
+        done = python("-c", PEEK, *flags, env=hub.environment(tmp_path / "home"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert len(blocks) == 9 and done.stdout.count(", sequence 0, ") == 9
+    assert "[[Question: 1\nAnswer:]] 2<|end_of_text|>" in done.stdout
+    assert "]][[Hello?]]" in done.stdout and "Good day.<|eot_id|>[[" in done.stdout

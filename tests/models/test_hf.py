@@ -1,0 +1,284 @@
+"""`model.name = "hf"`: models of `transformers` against `transformers` itself, sharded, drawn, saved and resumed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.models.test_llama import VARIANTS, built, tokens_of
+from tests.pool import Pools
+from tests.tiny import KEPT_TOKENS
+from titanlite import Trainer, build, load_config
+from titanlite.config.errors import ConfigError
+from titanlite.fit import check_config
+from titanlite.loss import cross_entropy_sum
+from titanlite.models import Init, ShapeError, get_spec
+from titanlite.models.hf import args_from_hf
+from titanlite.parallel.dist_env import DistEnv
+from titanlite.parallel.init import materialize
+
+SPEC = get_spec("hf")
+TOML = str(Path(__file__).parents[2] / "train_configs" / "hf_debug.toml")
+#: Of all families but GPT-2. No dropout, so that two models can be compared.
+SMALL: dict[str, Any] = {
+    **{"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"intermediate_size": 96, "vocab_size": 2304, "max_position_embeddings": 256, "pad_token_id": None},
+    **{"bos_token_id": 1, "eos_token_id": 2, "dropout": 0.0, "attention_dropout": 0.0},
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {**SMALL, "tie_word_embeddings": False},
+    "qwen2": {**SMALL, "tie_word_embeddings": True, "initializer_range": 0.05},
+    "gemma": {**SMALL, "head_dim": 16},
+    "opt": {**SMALL, "ffn_dim": 96, "word_embed_proj_dim": 64},
+    "phi": {**SMALL, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    "gpt2": {
+        **{"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256, "vocab_size": 2304, "bos_token_id": 1},
+        **{"eos_token_id": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    },
+}
+TIED = {"qwen2", "gemma", "opt", "gpt2"}
+FLAGS = [
+    *["--training.seq_len=32", "--training.batch_size=2", "--training.global_batch_size=4", "--metrics.log_freq=1"],
+    *["--training.warmup_steps=1", "--lr_scheduler.total_steps=4", "--no-validation.enable", KEPT_TOKENS],
+]
+
+
+def content(family: str) -> dict[str, Any]:
+    return {"model_type": family, **FAMILIES[family]}
+
+
+def written(folder: Path, family: str) -> str:
+    """The flag that names a family's config.json, in `folder`."""
+    (folder / "config.json").write_text(json.dumps(content(family)))
+    return f"--model.hf_config={folder}"
+
+
+def config_flags(folder: Path, *flags: str) -> list[str]:
+    return [f"--job.dump_folder={folder}/run", *FLAGS, *flags]
+
+
+def reference(family: str, weights: dict[str, torch.Tensor]) -> Any:
+    """`transformers`' own model with these weights and its plainest attention."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    config = CONFIG_MAPPING[family](**FAMILIES[family])
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model.load_state_dict({**weights, **{n: weights[o] for n, o in SPEC.tied(args_from_hf(content(family))).items()}})
+    return model
+
+
+def _whole(tensor: Any) -> torch.Tensor:
+    found: torch.Tensor = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+    return found
+
+
+def _compare(world: DistEnv, flags: list[str], family: str) -> tuple[float, float, dict[str, Any], int]:
+    """Largest differences from the reference of logits and of gradients, the initial weights, sharded parameters."""
+    parts = build(load_config(TOML, world.size, flags), world)
+    weights = {name: _whole(p) for name, p in parts.model.named_parameters()}
+    theirs = reference(family, weights)
+    tokens = torch.randint(2304, (2, 32), generator=torch.Generator().manual_seed(1))
+    found, expected = parts.model(tokens), theirs(tokens).logits
+    for logits in (found, expected):
+        cross_entropy_sum(logits, tokens.roll(-1, 1)).div(64).backward()
+    gradients = {name: p.grad for name, p in theirs.named_parameters()}
+    # The bias of keys has no gradient but rounding: softmax does not see it.
+    least = 1e-4 * max(gradient.abs().max() for gradient in gradients.values())
+    worst = max(
+        float((_whole(p.grad) / world.size - gradients[n]).abs().max() / gradients[n].abs().max().clamp(min=least))
+        for n, p in parts.model.named_parameters()
+    )
+    parts.close()
+    shards = sum(isinstance(p, DTensor) for p in parts.model.parameters())
+    return float((found - expected).abs().max()), worst, {n: w.numpy() for n, w in weights.items()}, shards
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_gradients_on_two_ranks_are_those_of_transformers(pool: Pools, tmp_path: Path, family: str) -> None:
+    flags = config_flags(tmp_path, written(tmp_path, family))
+    for logits, gradients, weights, shards in pool(2).run(_compare, flags, family):
+        assert logits < 1e-5 and gradients < 2e-5
+        args = args_from_hf(content(family))
+        assert set(weights) == set(SPEC.hf_names(args)) and shards == len(weights)
+        assert sum(w.size for w in weights.values()) == SPEC.count_parameters(args)
+        assert bool(SPEC.tied(args)) == (family in TIED)
+        for name, weight in weights.items():
+            rule = SPEC.init_rule(name, args)
+            exact = {"ones": 1.0, "zeros": 0.0}.get(rule.kind)
+            assert (weight == exact).all() if exact is not None else abs(weight.std() / rule.std - 1) < 0.1
+    alone = pool(1).run(_compare, flags, family)[0][2]
+    assert all((alone[name] == weights[name]).all() for name in weights), "weights do not depend on the ranks"
+
+
+def _train(world: DistEnv, flags: list[str], config: str = TOML) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step."""
+    parts = build(load_config(config, world.size, flags), world)
+    step, rows = parts.train_step, []
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
+        rows.append((result.loss.item(), result.grad_norm.item()))
+        return result
+
+    noted.__dict__ = step.__dict__
+    parts.train_step = noted  # type: ignore[assignment]
+    Trainer(parts).train()
+    return rows
+
+
+@pytest.fixture(scope="module")
+def straight(pool: Pools, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Four steps of a tied Qwen2 on 2 ranks."""
+    folder = tmp_path_factory.mktemp("straight")
+    return pool(2).run(_train, config_flags(folder, written(folder, "qwen2"), "--training.steps=4"))[0]
+
+
+def test_a_resume_is_exact_and_one_rank_trains_as_two(pool: Pools, straight: Any, tmp_path: Path) -> None:
+    assert min(straight)[0] < straight[0][0] - 0.1
+    flags = [*config_flags(tmp_path, written(tmp_path, "qwen2")), "--checkpoint.enable_checkpoint"]
+    first = pool(2).run(_train, [*flags, "--training.steps=2"])[0]
+    assert first + pool(2).run(_train, [*flags, "--training.steps=4"])[0] == straight
+    (tmp_path / "alone").mkdir()
+    alone = config_flags(tmp_path / "alone", written(tmp_path, "qwen2"), "--training.steps=4")
+    rows = pool(1).run(_train, alone)[0]
+    assert [x for row in rows for x in row] == pytest.approx([x for row in straight for x in row], rel=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "tolerance"),
+    [
+        (["--activation_checkpoint.mode=full"], 1e-6),
+        (["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"], 1e-6),
+        (["--training.fsdp_units=Qwen2Attention,Qwen2MLP"], 1e-6),
+        (["--float8.enable_float8_linear", "--float8.emulate"], 2e-2),
+        pytest.param(["--training.compile", "--compile.backend=aot_eager"], 1e-5, marks=pytest.mark.slow),
+    ],
+    ids=["full", "op", "classes", "float8", "compile"],
+)
+def test_features_work_on_its_blocks(
+    pool: Pools, straight: Any, tmp_path: Path, flags: list[str], tolerance: float
+) -> None:
+    given = config_flags(tmp_path, written(tmp_path, "qwen2"), "--training.steps=2", *flags)
+    rows = pool(2).run(_train, given)[0]
+    assert [row[0] for row in rows] == pytest.approx([row[0] for row in straight[:2]], rel=tolerance)
+    assert rows != straight[:2] or tolerance < 1e-3
+
+
+def test_recomputed_dropout_draws_the_same_numbers(pool: Pools, tmp_path: Path) -> None:
+    """OPT's dropout is a number that it hands to a function, not a module."""
+    (tmp_path / "config.json").write_text(json.dumps({**content("opt"), "dropout": 0.3}))
+    rows = []
+    for mode in ("none", "full"):
+        flags = [f"--model.hf_config={tmp_path}", "--training.steps=2", f"--activation_checkpoint.mode={mode}"]
+        rows.append(pool(1).run(_train, config_flags(tmp_path / mode, *flags))[0])
+    assert rows[1] == rows[0]
+
+
+@pytest.mark.parametrize("variant", ["gqa", "tied", "all"])
+def test_a_llama_is_the_same_model_by_both_names(variant: str) -> None:
+    args = VARIANTS[variant]
+    ours, llama = built(args), get_spec("llama3")
+    theirs = args_from_hf(llama.hf_config(args))
+    model = SPEC.build(theirs)
+    model.load_state_dict(llama.to_hf(ours.state_dict(), args), strict=not args.tied)
+    tokens = tokens_of(args)
+    losses = [cross_entropy_sum(m(tokens), tokens.roll(-1, 1)).item() for m in (ours, model)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert SPEC.count_parameters(theirs) == llama.count_parameters(args)
+    assert SPEC.flops_per_token(theirs, 64) == llama.flops_per_token(args, 64)
+    assert sorted(SPEC.hf_names(theirs)) == sorted(llama.hf_names(args).values())
+
+
+def test_the_files_of_save_pretrained_have_its_names_and_its_config(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    args = args_from_hf(content("gpt2"))
+    reference("gpt2", SPEC.build(args).state_dict()).save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert set(file.keys()) == set(SPEC.hf_names(args))
+    again = args_from_hf(json.loads((tmp_path / "config.json").read_text()))
+    assert SPEC.hf_config(again)["architectures"] == ["GPT2LMHeadModel"] and again.vocab_size == 2304
+    assert args_from_hf(json.loads(json.dumps(SPEC.hf_config(args)))).skeleton.rules == args.skeleton.rules
+    assert SPEC.count_parameters(again) == SPEC.count_parameters(args)
+    experts = args_from_hf({**content("llama"), "model_type": "mixtral", "num_local_experts": 4})
+    with pytest.raises(ValueError, match="files of a mixtral hold weights in another form"):
+        SPEC.hf_names(experts)
+    dense, one = SPEC.count_parameters(experts), 3 * 64 * 96
+    assert SPEC.flops_per_token(experts, 0) == 6 * (dense - 2304 * 64 - 2 * 2 * one), "2 of 4 experts, 2 layers"
+
+
+def test_rules_are_those_of_the_model_itself() -> None:
+    rule = SPEC.init_rule
+    gpt2 = args_from_hf(content("gpt2"))
+    assert rule("transformer.h.1.mlp.c_proj.weight", gpt2) == Init("normal", std=0.02 / 2)  # / sqrt(2 * 2 layers)
+    assert rule("transformer.h.1.attn.c_attn.bias", gpt2) == Init("zeros")
+    assert rule("model.norm.weight", args_from_hf(content("gemma"))) == Init("zeros")  # it multiplies by 1 + weight
+    assert rule("model.layers.0.mlp.up_proj.weight", args_from_hf(content("qwen2"))) == Init("normal", std=0.05)
+
+
+def test_buffers_that_no_checkpoint_holds_are_computed_and_parameters_stay() -> None:
+    scaled = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope = {**scaled, "original_max_position_embeddings": 64, "rope_theta": 5e5}
+    args = args_from_hf({**content("llama"), "rope_parameters": rope})
+    model: Any = SPEC.build_on_meta(args)
+
+    def initialize(part: Any) -> None:
+        for parameter in part.parameters():
+            parameter.data.fill_(3.0)
+        part.init_buffers()
+
+    materialize(model, torch.device("cpu"), initialize)
+    assert model.model.rotary_emb.inv_freq.equal(SPEC.build(args).model.rotary_emb.inv_freq)  # type: ignore[union-attr]
+    assert all((parameter == 3).all() for parameter in model.parameters())
+
+
+MODEL = "model.hf_config"
+
+
+@pytest.mark.parametrize(
+    ("flags", "key", "words"),
+    [
+        (["--training.tensor_parallel_degree=2"], "training.tensor_parallel_degree", "has no tensor_plan"),
+        (["--experimental.pipeline_parallel_degree=2"], "experimental.pipeline_parallel_degree", "no pipeline_costs"),
+        (["--experimental.context_parallel_degree=2"], "experimental.context_parallel_degree", "no context_parallel"),
+        (["--model.flavor=8B"], "model.flavor", "hf has no flavors"),
+        (["--model.name=llama3"], MODEL, 'set model.name = "hf"'),
+        (["--model.hf_config=./nowhere"], MODEL, "No such file"),
+        (["--model.hf_config=nobody/nothing"], MODEL, 'cannot read "nobody/nothing"'),
+        (["--model.overrides={num_layers = 2}"], "model.overrides.num_layers", "nearest: num_hidden_layers"),
+        (["--model.overrides={hidden_act = 'none'}"], MODEL, "transformers makes no model of this config"),
+        (["--model.overrides={model_type = 'bert_'}"], MODEL, "no causal language model of model_type"),
+        (["--training.seq_len=2048"], "model", "the model has 1024 positions"),
+        (["--model.norm_type=layernorm"], "model.norm_type", "no such argument"),
+    ],
+    ids=str,
+)
+def test_config_check_names_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, flags: list[str], key: str, words: str
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError) as caught:
+        check_config([f"--job.config_file={TOML}", *flags], 2, training=False)
+    (problem,) = caught.value.problems
+    assert problem.key == key and words in f"{problem.message}; {problem.hint}"
+
+
+def test_other_models_and_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ShapeError, match=r"needs the package transformers.*pip install 'titanlite\[hf\]'"):
+        args_from_hf({**content("llama"), "hidden_size": 32})
+    with pytest.raises(ShapeError, match="initial values of .*A_log"):
+        monkeypatch.undo()
+        args_from_hf({"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 64})
+    program = (
+        "import sys; from titanlite.fit import check_config; check_config(['--job.config_file=debug_model.toml'], 2); "
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,146 @@
+"""Family mixtral: equal to `transformers`, published counts, names of weights, initial weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titanlite.models import get_spec, resolve_args
+from titanlite.models.llama import count_active_parameters
+from titanlite.models.mixtral import MixtralArgs
+from titanlite.models.moe import Mixtral
+from titanlite.models.spec import ShapeError
+
+SPEC = get_spec("mixtral")
+ARGS = MixtralArgs(
+    dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=96, n_experts=4, rope_theta=1e6, aux_loss=0.0
+)
+LABELS = torch.randint(96, (3, 17), generator=torch.Generator().manual_seed(3))
+
+
+def make(args: MixtralArgs) -> Mixtral:
+    model = Mixtral(args)
+    for i, (name, parameter) in enumerate(model.named_parameters()):
+        if "norm" not in name:
+            torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(i))
+    return model
+
+
+def as_transformers(args: MixtralArgs, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights, or their gradients, under the names that `transformers`' model has in memory."""
+    found = {}
+    for ours, theirs in SPEC.hf_names(args).items():
+        if isinstance(theirs, str):
+            found[theirs.replace("block_sparse_moe", "mlp")] = state[ours]
+        elif ours.endswith("w1"):
+            block = theirs[0].partition(".block_sparse_moe")[0]
+            found[f"{block}.mlp.experts.gate_up_proj"] = torch.cat([state[ours], state[f"{ours[:-1]}3"]], 1)
+            found[f"{block}.mlp.experts.down_proj"] = state[f"{ours[:-1]}2"]
+    return found
+
+
+def reference(args: MixtralArgs, weights: dict[str, Tensor]) -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    model = MixtralForCausalLM(MixtralConfig(**SPEC.hf_config(args)))
+    model.load_state_dict(as_transformers(args, weights))
+    return model
+
+
+# With one layer the losses of the routers are equal too: `transformers` takes shares over the tokens of all layers.
+@pytest.mark.parametrize(
+    "args",
+    [ARGS, replace(ARGS, n_layers=1, aux_loss=0.5), replace(ARGS, n_kv_heads=4, top_k=3)],
+    ids=["plain", "aux_loss", "top_k=3"],
+)
+def test_logits_and_gradients_are_those_of_transformers(args: MixtralArgs) -> None:
+    ours = make(args)
+    theirs = reference(args, ours.state_dict())
+    inputs, labels = LABELS[:, :-1], LABELS[:, 1:].flatten()
+    expected = theirs(inputs, output_router_logits=bool(args.aux_loss))
+    logits = ours(inputs)
+    torch.testing.assert_close(logits, expected.logits, rtol=1e-5, atol=1e-5)
+    F.cross_entropy(logits.flatten(0, 1), labels).backward()
+    loss = F.cross_entropy(expected.logits.flatten(0, 1), labels)
+    (loss + args.aux_loss * expected.aux_loss if args.aux_loss else loss).backward()
+    gradients = {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}
+    for name, gradient in as_transformers(args, gradients).items():
+        torch.testing.assert_close(gradient, theirs.get_parameter(name).grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_z_loss_and_record() -> None:
+    args = replace(ARGS, n_layers=1, z_loss=0.1)
+    moe: Any = make(args).layers["0"].feed_forward
+    x = torch.randn(2, 8, 32)
+    (with_z,) = torch.autograd.grad(moe(x).sum(), moe.gate.weight)
+    moe.z_weight = 0.0
+    (without,) = torch.autograd.grad(moe(x).sum(), moe.gate.weight)
+    z = torch.logsumexp(moe.gate(x.flatten(0, 1)), -1).square().mean()
+    (expected,) = torch.autograd.grad(0.1 * z, moe.gate.weight)
+    torch.testing.assert_close(with_z - without, expected, rtol=1e-3, atol=1e-5)
+    moe.record = torch.zeros(7, dtype=torch.float64)
+    moe(x)
+    with torch.no_grad():
+        moe(x)
+    assert moe.record[:4].sum() == 2 * 16 and moe.record[4] == 16
+    assert moe.record[6].item() == pytest.approx(16 * z.item(), rel=1e-5)
+
+
+def test_files_of_transformers_have_the_names(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    reference(ARGS, make(ARGS).state_dict()).save_pretrained(tmp_path)
+    names = SPEC.hf_names(ARGS).values()
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert sorted(file.keys()) == sorted(n for name in names for n in ([name] if isinstance(name, str) else name))
+
+
+def test_counts_and_flops_of_the_published_models() -> None:
+    args = resolve_args("mixtral", "8x7B")
+    assert (SPEC.count_parameters(args), count_active_parameters(args)) == (46_702_792_704, 12_879_925_248)
+    assert SPEC.flops_per_token(args, 4096) == 82_935_570_432
+    # As the files of mistralai/Mixtral-8x22B-v0.1 hold, and Mistral's "141B, 39B active".
+    large = resolve_args("mixtral", "8x22B")
+    assert (SPEC.count_parameters(large), count_active_parameters(large)) == (140_620_634_112, 39_152_031_744)
+    small = resolve_args("mixtral", "debugmodel", tokenizer_size=2048)
+    model = SPEC.build_on_meta(small)
+    assert sum(p.numel() for p in model.parameters()) == SPEC.count_parameters(small)
+    costs = SPEC.pipeline_costs(small, 64)  # type: ignore[misc]
+    assert sum(cost.parameters for cost in costs.values()) == SPEC.count_parameters(small)
+
+
+def test_config_json_there_and_back() -> None:
+    args = resolve_args("mixtral", "8x22B")
+    assert SPEC.args_from_hf(SPEC.hf_config(args)) == replace(args, max_seq_len=65536)
+    published = {"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.02, "sliding_window": None}
+    config = {k: v for k, v in SPEC.hf_config(args).items() if k not in published}
+    assert SPEC.args_from_hf({**config, **published}).aux_loss == 0.02
+    for name in ("sliding_window", "router_jitter_noise"):
+        with pytest.raises(ValueError, match=name):
+            SPEC.args_from_hf({**config, **published, name: 4096})
+
+
+def test_misfits() -> None:
+    with pytest.raises(ShapeError, match=r"top_k must be between 1 and n_experts = 4, got 5"):
+        replace(ARGS, top_k=5)
+    with pytest.raises(ShapeError, match=r"ffn_dim = 44 is not a multiple of 8.*"):
+        replace(ARGS, ffn_dim=44)
+
+
+def test_experts_are_drawn_one_by_one() -> None:
+    """A rank that holds a part of the experts, or rows of each, draws the values of the whole."""
+    from titanlite.parallel.init import fill
+
+    init = SPEC.init_rule("layers.1.feed_forward.experts.w2", ARGS)
+    assert init.std == pytest.approx(0.02 / 2) and SPEC.init_rule("layers.1.feed_forward.experts.w1", ARGS).std == 0.02
+    whole, experts, rows = torch.empty(4, 200, 6), torch.empty(2, 200, 6), torch.empty(4, 50, 6)
+    for part, offset in ((whole, (0, 0, 0)), (experts, (2, 0, 0)), (rows, (0, 150, 0))):
+        fill(part, offset, (4, 200, 6), "w", init, 5)
+    assert torch.equal(experts, whole[2:]) and torch.equal(rows, whole[:, 150:])
+    assert len(whole.unique()) > 4700

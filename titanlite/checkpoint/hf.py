@@ -1,0 +1,491 @@
+"""Weights of other programs: Hugging Face's folders of safetensors files, and Meta's consolidated.*.pth.
+
+`open_weights` reads names, shapes and the config alone. `WeightsReader` then gives DCP slices of the tensors: each rank
+reads its own part of the model, and has one slice besides it in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from titanlite.checkpoint.manifest import CheckpointError, Manifest
+from titanlite.checkpoint.paths import AnyPath, StorePath
+from titanlite.models.llama import LlamaArgs, RopeScaling
+from titanlite.models.spec import HF_HEAD, ModelSpec, as_names, family_of, get_spec, is_derived
+
+HF_CONFIG, HF_INDEX, HF_SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+META_CONFIG, _META_FILES = "params.json", "consolidated.*.pth"
+_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+#: Tensors beside float8 weights: their scales, read with them, and those of activations, which training does not need.
+_SCALES = re.compile(r".*\.(weight_scale|weight_scale_inv|input_scale|activation_scale|[kv]_scale)")
+#: Elements that are compared at a time.
+_CHUNK = 1 << 24
+#: Names of one program's config → ours, for Meta's params.json.
+_META_NAMES = ("dim", "n_layers", "n_heads", "n_kv_heads", "multiple_of", "ffn_dim_multiplier", "norm_eps")
+Slices = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor in a file, which is one of ours or a part of it."""
+
+    file: Path
+    #: Its name there.
+    name: str
+    dtype: torch.dtype
+    #: Of the part, in our tensor's dimensions, and where it begins there.
+    shape: tuple[int, ...]
+    #: Reads a slice of it, by our dimensions.
+    read: Callable[[Slices], torch.Tensor]
+    offsets: tuple[int, ...] = ()
+
+    def at(self, *offsets: int) -> Part:
+        return replace(self, offsets=offsets)
+
+    def stacked(self, place: int) -> Part:
+        """Return the part as row `place` of a stack of such tensors."""
+        read = self.read
+        return replace(
+            self,
+            shape=(1, *self.shape),
+            offsets=(place, *(0 for _ in self.shape)),
+            read=lambda slices: read(slices[1:])[None],
+        )
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of one model in files of another program, under our names (without "model.")."""
+
+    path: Path
+    family: str
+    args: Any
+    #: Our name → its parts. Tensors that the model does not have are here under their own names.
+    parts: dict[str, list[Part]]
+    #: The content of config.json, or of params.json.
+    config: dict[str, Any] = field(default_factory=dict)
+    #: A head in the file of a model that ties it to the embedding.
+    spare_head: Part | None = None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        ends = ([o + s for o, s in zip(p.offsets, p.shape, strict=True)] for p in self.parts[name])
+        return tuple(map(max, zip(*ends, strict=True)))
+
+    def entries(self) -> dict[str, list[Any]]:
+        """Return name → [dtype, shape, place], as manifests hold tensors."""
+        return {
+            name: [str(part[0].dtype).removeprefix("torch."), list(self.shape(name)), _place(part[0])]
+            for name, part in self.parts.items()
+        }
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a whole tensor on the CPU."""
+        parts = self.parts[name]
+        if len(parts) == 1:
+            return parts[0].read(tuple(slice(0, size) for size in parts[0].shape))
+        whole = torch.empty(self.shape(name), dtype=parts[0].dtype)
+        for part in parts:
+            target = tuple(slice(o, o + size) for o, size in zip(part.offsets, part.shape, strict=True))
+            whole[target] = part.read(tuple(slice(0, size) for size in part.shape))
+        return whole
+
+    def check_head(self) -> None:
+        """Raise CheckpointError if a file holds a head of its own though the config ties it to the embedding."""
+        if (head := self.spare_head) is None:
+            return
+        (embedding,) = self.parts["tok_embeddings.weight"]
+        rows, width = head.shape
+        step = max(1, _CHUNK // width)
+        for start in range(0, rows, step):
+            chunk = (slice(start, min(start + step, rows)), slice(0, width))
+            if head.shape != embedding.shape or not torch.equal(head.read(chunk), embedding.read(chunk)):
+                raise CheckpointError(
+                    f"{self.path}: {head.name} differs from the embedding, but {HF_CONFIG} says that they are tied: "
+                    "set tie_word_embeddings to false there, and model.overrides.tied"
+                )
+
+
+def _place(part: Part) -> str:
+    return f"{part.file.name}: {part.name}"
+
+
+def holds_weights(path: AnyPath) -> bool:
+    """Return whether a path is a folder or file of weights of another program, by its content."""
+    if isinstance(path, StorePath):
+        return (path / HF_CONFIG).is_file() or (path / HF_INDEX).is_file()
+    if path.is_file():
+        with path.open("rb") as stream:
+            return re.fullmatch(rb".{8}\{\s*\"", stream.read(10), re.DOTALL) is not None
+    names = (HF_CONFIG, HF_INDEX, META_CONFIG)
+    return any((path / name).is_file() for name in names) or any(path.glob("*.safetensors"))
+
+
+def open_weights(path: AnyPath, spec: ModelSpec | None = None, args: Any = None) -> Weights:
+    """Open the weights in `path`: names, shapes and config; the tensors are read later.
+
+    path: a folder with config.json and safetensors files, one such file, or Meta's consolidated.*.pth with params.json.
+    spec, args: the model that shall take them; None: the one that config.json describes.
+
+    Raises CheckpointError with file, tensor and remedy. Missing and misshaped tensors are the caller's to find, by
+    `Weights.entries`.
+    """
+    if isinstance(path, StorePath):
+        raise CheckpointError(f"{path}: Hugging Face weights are not read from a store; copy it to this machine first")
+    if path.is_dir() and (path / META_CONFIG).is_file() and any(path.glob(_META_FILES)):
+        return _open_meta(path, args)
+    return _open_hf(path, spec, args)
+
+
+def _open_hf(path: Path, spec: ModelSpec | None, args: Any) -> Weights:
+    folder = path if path.is_dir() else path.parent
+    file = folder / HF_CONFIG
+    try:
+        config = _json(file) if file.is_file() or spec is None or path.is_dir() else {}
+        family = ""
+        if spec is None:
+            family, args = family_of(config)
+            spec = get_spec(family)
+        names = spec.hf_names(args)
+    except FileNotFoundError:
+        raise CheckpointError(f"{file} is missing: copy it from where the weights are from") from None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{file} cannot be used: {error}") from None
+    found = _safetensors(path, config)
+    head = found.pop(HF_HEAD, None) if spec.tied(args) else None
+    parts: dict[str, list[Part]] = {}
+    for ours, theirs in names.items():
+        one = [found.pop(name, None) for name in as_names(theirs)]
+        if not isinstance(theirs, str):
+            one = [part and part.stacked(place) for place, part in enumerate(one)]
+        if all(one):
+            parts[ours] = [part if part.offsets else part.at(*(0 for _ in part.shape)) for part in one if part]
+        elif any(one):
+            lacking = next(name for name, part in zip(as_names(theirs), one, strict=True) if not part)
+            raise CheckpointError(f"{path} lacks {lacking}, a part of {ours}: download the folder again")
+    parts.update((name, [part.at(*(0 for _ in part.shape))]) for name, part in found.items())
+    parts.update((name, parts[other]) for name, other in spec.tied(args).items() if other in parts)
+    return Weights(path, family, args, parts, config, head)
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """Raises OSError or ValueError."""
+    content = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError("it holds no JSON object")
+    return content
+
+
+def _files(path: Path) -> dict[Path, set[str]]:
+    """Return the safetensors files → names that the index says they hold (none for a single file)."""
+    if path.is_file():
+        return {path: set()}
+    if (path / HF_SINGLE).is_file():
+        return {path / HF_SINGLE: set()}
+    index = path / HF_INDEX
+    if not index.is_file():
+        files = sorted(path.glob("*.safetensors"))
+        if len(files) == 1:
+            return {files[0]: set()}
+        raise CheckpointError(
+            f"{path} has neither {HF_SINGLE} nor {HF_INDEX}: "
+            + (f"download the index of its {len(files)} files" if files else "download the weights as safetensors")
+        )
+    try:
+        names = _json(index).get("weight_map")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{index} cannot be read: {error}; download it again") from None
+    if not isinstance(names, dict) or any(Path(str(name)).name != name for name in names.values()):
+        raise CheckpointError(f"{index} has no weight_map of files in this folder; download it again")
+    found: dict[Path, set[str]] = {}
+    for name, file in sorted(names.items(), key=lambda entry: (entry[1], entry[0])):
+        found.setdefault(path / file, set()).add(name)
+    return found
+
+
+def _safetensors(path: Path, config: Mapping[str, Any]) -> dict[str, Part]:
+    """Return name → tensor of all files. Raises CheckpointError."""
+    from safetensors import SafetensorError, safe_open
+
+    opened: dict[str, tuple[Path, Any]] = {}
+    for file, listed in _files(path).items():
+        try:
+            handle = safe_open(file, framework="pt")
+            names = {*handle.keys()}
+        except FileNotFoundError:
+            raise CheckpointError(f"{file} is missing, which {HF_INDEX} names: download it again") from None
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{file} cannot be read ({error}): download it again") from None
+        if missing := listed - names:
+            raise CheckpointError(f"{file} lacks {min(missing)}, which {HF_INDEX} says it holds: download it again")
+        opened.update(dict.fromkeys(names, (file, handle)))
+    parts = {}
+    for name, (file, handle) in opened.items():
+        if is_derived(name) or _SCALES.fullmatch(name):
+            continue
+        view = handle.get_slice(name)
+        kind, shape = view.get_dtype(), tuple(view.get_shape())
+        if kind in _FLOAT8:
+            scale = next((s for s in (f"{name}_scale_inv", f"{name}_scale") if s in opened), None)
+            if scale is None:
+                raise CheckpointError(f"{file}: {name} is {_FLOAT8[kind]} without a tensor {name}_scale_inv or _scale")
+            scales = opened[scale][1].get_tensor(scale)
+            read = _dequantized(file, name, view, shape, scales, config.get("quantization_config") or {})
+            parts[name] = Part(file, name, torch.float32, shape, read)
+        elif kind in _DTYPES:
+            parts[name] = Part(file, name, getattr(torch, _DTYPES[kind]), shape, partial(_sliced, view))
+        else:
+            raise CheckpointError(
+                f"{file}: {name} has type {kind}: integers of a quantised model cannot be trained. Take the weights "
+                "in bfloat16"
+            )
+    return parts
+
+
+def _sliced(view: Any, slices: Slices) -> torch.Tensor:
+    tensor: torch.Tensor = view[slices]
+    return tensor
+
+
+def _dequantized(
+    file: Path, name: str, view: Any, shape: tuple[int, ...], scale: torch.Tensor, config: Mapping[str, Any]
+) -> Callable[[Slices], torch.Tensor]:
+    """Return a reader of float8 weights times their scales, in float32, which holds the product exactly enough.
+
+    A scale belongs to a block of rows and columns (`weight_block_size`), to a row, or to the whole tensor.
+    """
+    grid = scale.float().reshape(1, 1) if scale.numel() == 1 else scale.float()
+    if grid.ndim == 1:
+        grid = grid[:, None]
+    block = config.get("weight_block_size")
+    if block is None and grid.shape in ((1, 1), (shape[0], 1)):
+        block = (shape[0] if grid.size(0) == 1 else 1, shape[-1])
+    if len(shape) != 2 or block is None or tuple(grid.shape) != tuple(map(_ceil_div, shape, block)):
+        raise CheckpointError(
+            f"{file}: {name} {list(shape)} in float8 has scales {list(scale.shape)}, and config.json "
+            f"weight_block_size = {block}: titanlite reads one scale per block, row or tensor"
+        )
+    per_row, per_column = (torch.arange(size) // step for size, step in zip(shape, block, strict=True))
+
+    def read(slices: Slices) -> torch.Tensor:
+        rows, columns = per_row[slices[0]], per_column[slices[1]]
+        product = _sliced(view, slices).float()
+        return product.mul_(grid[rows][:, columns])
+
+    return read
+
+
+def _ceil_div(size: int, step: int) -> int:
+    return -(-size // step)
+
+
+# Meta's files: one per rank of its tensor parallelism, q and k weights in another order of rows
+
+
+def _open_meta(path: Path, args: LlamaArgs | None) -> Weights:
+    from titanlite.models.llama_hf import hf_names, permute
+
+    file = path / META_CONFIG
+    try:
+        config, file = _json(file), path
+        files = sorted(path.glob(_META_FILES))
+        states = []
+        for file in files:
+            states.append(torch.load(file, map_location="cpu", mmap=True, weights_only=True))
+        args = args or args_from_meta(config, states)
+        names = [*hf_names(args), *(["output.weight"] if args.tied else [])]
+    except Exception as error:  # torch has many ways to refuse a cut file, or a pickle of other things than tensors
+        raise CheckpointError(f"{file} cannot be used as one of Meta's: {error}") from None
+    wanted = get_spec("llama3").build_on_meta(args).state_dict()
+    parts: dict[str, list[Part]] = {}
+    for name in {name: None for state in states for name in state if not is_derived(name)}:
+        if any(name not in state for state in states):
+            raise CheckpointError(f"{path}: not every {_META_FILES} has {name}: they are not of one model")
+        pieces = [state[name] for state in states]
+        whole = tuple(wanted[name].shape) if name in names else tuple(pieces[0].shape)
+        # The dimension in which the files divide the tensor; none: all have the whole of it.
+        cut = next((d for d, size in enumerate(pieces[0].shape) if size != whole[d]), None) if len(states) > 1 else None
+        start, parts[name] = 0, []
+        for file, piece in zip(files, pieces, strict=True):
+            offsets = [0] * piece.ndim
+            offsets[cut or 0] = start
+            heads = {"wq": args.n_heads, "wk": args.kv_heads}.get(name.split(".")[-2])
+            order = None
+            if heads:  # a head is in one file
+                rows = torch.arange(piece.size(0))[:, None]
+                order = permute(rows, heads * piece.size(0) // whole[0])[:, 0]
+            read = partial(_meta_rows, piece, order)
+            parts[name].append(Part(file, name, piece.dtype, tuple(piece.shape), read).at(*offsets))
+            if cut is None:
+                break
+            start += piece.size(cut)
+    spare = parts.pop("output.weight", [None])[0] if args.tied else None
+    if args.tied:
+        parts["output.weight"] = parts["tok_embeddings.weight"]
+    return Weights(path, "llama3", args, parts, config, spare if len(states) == 1 else None)
+
+
+def _meta_rows(tensor: torch.Tensor, order: torch.Tensor | None, slices: Slices) -> torch.Tensor:
+    return tensor[slices] if order is None else tensor[order[slices[0]]][:, slices[1]]
+
+
+def args_from_meta(config: Mapping[str, Any], states: list[dict[str, torch.Tensor]]) -> LlamaArgs:
+    """Return the arguments that Meta's params.json describes; the vocabulary is that of the files.
+
+    Raises ValueError for a model with experts or quantised weights. A tied head is one that no file holds.
+    """
+    if unknown := sorted({"moe_args", "quantization_args", "vision_chunk_size"} & config.keys()):
+        raise ValueError(f"it has {unknown[0]}: such models are not read")
+    given = {name: config[name] for name in _META_NAMES if config.get(name) is not None}
+    embedding = states[0]["tok_embeddings.weight"]
+    vocabulary = embedding.size(0) * (1 if embedding.size(1) != config["dim"] else len(states))
+    return LlamaArgs(
+        **given,
+        vocab_size=vocabulary,
+        rope_theta=float(config.get("rope_theta", 10000.0)),
+        rope_scaling=RopeScaling(factor=float(config.get("rope_scale_factor", 8.0)))
+        if config.get("use_scaled_rope")
+        else None,
+        tied="output.weight" not in states[0],
+    )
+
+
+# The config.json against the section [model]
+
+
+def config_differences(weights: Weights, spec: ModelSpec, args: Any) -> list[str]:
+    """Return the keys in which the config beside the weights differs from the run's model, a line each."""
+    if not weights.config:
+        return []  # a single file without one
+    try:
+        if weights.path.is_dir() and not (weights.path / HF_CONFIG).is_file():
+            names = [name for name in (*_META_NAMES, "rope_theta") if weights.config.get(name) is not None]
+            skip = {"multiple_of", "ffn_dim_multiplier"}  # shapes tell the width
+            theirs = {name: weights.config[name] for name in names if name not in skip}
+            ours = {name: getattr(args, "kv_heads" if name == "n_kv_heads" else name) for name in theirs}
+            theirs["use_scaled_rope"] = bool(weights.config.get("use_scaled_rope"))
+            ours["use_scaled_rope"] = args.rope_scaling is not None
+        else:
+            theirs = _flat(spec.hf_config(spec.args_from_hf(weights.config)))
+            ours = _flat(spec.hf_config(args))
+    except (ValueError, TypeError, KeyError) as error:
+        return [str(error)]
+    return [
+        f"{name} is {theirs.get(name)} there, {ours.get(name)} by [model]"
+        for name in sorted({*theirs, *ours})
+        if theirs.get(name) != ours.get(name)
+    ]
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a config.json that decide the logits, nested ones by dotted names, each once."""
+    skip = {"max_position_embeddings", "dtype", "torch_dtype", "architectures", "rope_scaling"}
+    skip |= {"rope_theta"} if "rope_parameters" in config else set()
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        if name not in skip:
+            found.update({f"{name}.{n}": v for n, v in value.items()} if isinstance(value, dict) else {name: value})
+    return found
+
+
+def flavor_like(spec: ModelSpec, config: Mapping[str, Any]) -> str:
+    """Return the flavor of the model that a config.json describes; "" where none is like it."""
+    try:
+        wanted = _flat(spec.hf_config(spec.args_from_hf(config)))
+    except (ValueError, TypeError, KeyError):
+        return ""
+    flavors = ((name, args) for name, args in spec.flavors.items() if getattr(args, "vocab_size", None))
+    return next((name for name, args in flavors if _flat(spec.hf_config(args)) == wanted), "")
+
+
+# Reading by torch.distributed.checkpoint
+
+
+class WeightsReader(StorageReader):
+    """Gives DCP the tensors of `Weights` under the names of a checkpoint, `model.…`."""
+
+    def __init__(self, folder: AnyPath, manifest: Manifest, spec: ModelSpec, args: Any) -> None:
+        self.folder, self.manifest = folder, manifest
+        self._spec, self._args = spec, args
+        self._parts: dict[MetadataIndex, Part] = {}
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """Raises CheckpointError when the files are not those that rank 0 has seen."""
+        weights, tensors = open_weights(self.folder, self._spec, self._args), {}
+        for name, (dtype, shape, *_rest) in weights.entries().items():
+            chunks = [ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.shape)) for p in weights.parts[name]]
+            kind = TensorProperties(getattr(torch, dtype))
+            tensors[f"model.{name}"] = TensorStorageMetadata(kind, torch.Size(shape), chunks)
+            for part in weights.parts[name]:
+                self._parts[MetadataIndex(f"model.{name}", torch.Size(part.offsets))] = part
+        if {name: [str(one.properties.dtype), list(one.size)] for name, one in tensors.items()} != {
+            name: [f"torch.{dtype}", shape] for name, (dtype, shape, *_rest) in self.manifest.tensors.items()
+        }:
+            raise CheckpointError(f"{self.folder} is not the same for all ranks, or has changed")
+        return Metadata(tensors, storage_meta=StorageMeta())  # type: ignore[arg-type]
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the slices that this rank needs, one at a time, in the order of the files."""
+        items = [(self._parts[item.storage_index], item) for item in plan.items]
+        for part, item in sorted(items, key=lambda entry: (entry[0].file, entry[0].name)):
+            spans = zip(item.storage_offsets, item.lengths, strict=True)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(part.read(tuple(slice(start, start + length) for start, length in spans)))
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Nothing is kept from one load to the next."""
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any) -> None:
+        """The parts are known since `read_metadata`, which every rank calls by `verify_files`."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+def as_manifest(weights: Weights) -> Manifest:
+    """Return what a load asks of a manifest."""
+    tensors = {f"model.{name}": entry for name, entry in weights.entries().items()}
+    rest: dict[str, Any] = {"fingerprints": {}, "files": {}, "train": {}, "versions": {}, "created": 0.0}
+    return Manifest(step=0, tensors=tensors, world_size=1, weights_only=True, **rest)
+
+
+def total_bytes(entries: Mapping[str, Any]) -> int:
+    """Return the bytes of tensors given as [dtype, shape]."""
+    return sum(getattr(torch, entry[0]).itemsize * math.prod(entry[1]) for entry in entries.values())
+
+
+def our_tensors(weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name → a tensor of its type and shape on the meta device."""
+    for name, (dtype, shape, *_rest) in weights.entries().items():
+        yield name, torch.empty(shape, dtype=getattr(torch, dtype), device="meta")

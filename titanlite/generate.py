@@ -1,0 +1,259 @@
+"""Text from a model, token by token; the keys and values of earlier tokens are kept.
+
+    for ids in generate(model, [[1, 5, 7], [1, 9]], max_tokens=64, limit=2048, sampling=Sampling(temperature=0.8)):
+        ...                             # [next id of row 0, of row 1]; None: that row has ended
+
+`titanlite sample` and `titanlite eval` use it, and the prompts that a run samples (`titanlite.metrics.samples`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Generator, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from titanlite.data.tokenizer import Tokenizer
+
+#: Name of the module in each block that a model lets be replaced.
+_REPLACED = "inner_attention"
+
+
+#: Names of special tokens that end a turn of a conversation.
+_END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
+
+
+def stop_ids(tokenizer: Tokenizer) -> set[int]:
+    """Return the ids that end a text: EOS, and those that end a turn."""
+    special = tokenizer.special_tokens
+    return {tokenizer.eos_id, *(special[name] for name in _END_OF_TURN if name in special)}
+
+
+class Sampling(NamedTuple):
+    """How the next token is drawn."""
+
+    #: Logits are divided by it; 0: always the most probable token.
+    temperature: float = 1.0
+    #: Draw from so many of the most probable tokens; 0: from all.
+    top_k: int = 0
+    #: Draw from the fewest tokens whose probabilities sum to this.
+    top_p: float = 1.0
+    seed: int = 0
+
+
+def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Return the distribution that tokens are drawn from, for logits [..., vocab]; same shape, fp32.
+
+    Temperature, then top-k, then top-p (Holtzman et al. 2020), as in `transformers`. Temperature must not be 0.
+    """
+    logits = logits.float() / sampling.temperature
+    if sampling.top_k:
+        last = logits.topk(min(sampling.top_k, logits.size(-1))).values[..., -1:]
+        logits = logits.masked_fill(logits < last, -torch.inf)
+    if sampling.top_p < 1:
+        ordered, order = logits.softmax(-1).sort(descending=True, stable=True)
+        beyond = ordered.cumsum(-1) - ordered >= sampling.top_p
+        logits = logits.masked_fill(beyond.scatter(-1, order, beyond), -torch.inf)
+    return logits.softmax(-1)
+
+
+class KVCache:
+    """Keys and values of the tokens so far, in the place of the blocks' `inner_attention` while it is entered.
+
+    A token's slot is its position. So rows of different lengths need no padding on the left: what padding wrote on the
+    right is never attended to, and later tokens overwrite it. size: slots of each row.
+    """
+
+    def __init__(self, model: nn.Module, rows: int, size: int) -> None:
+        self.rows, self.size = rows, size
+        owners = [module for module in model.modules() if _REPLACED in dict(module.named_children())]
+        inner = [owner.get_submodule(_REPLACED) for owner in owners]
+        new = [CachedAttention(self, getattr(one, "window", None)) for one in inner]
+        self._modules: list[tuple[nn.Module, ...]] = list(zip(owners, inner, new, strict=True))
+        #: Of the tokens of this forward pass: slots [rows, seq], and one more than the highest slot.
+        self.slots, self.end = torch.empty(0), 0
+        #: These are the first tokens, from slot 0 on.
+        self.first = True
+
+    def __enter__(self) -> None:
+        for owner, _, new in self._modules:
+            setattr(owner, _REPLACED, new)
+
+    def __exit__(self, *_: object) -> None:
+        for owner, inner, _new in self._modules:
+            setattr(owner, _REPLACED, inner)
+
+    def __bool__(self) -> bool:
+        """Whether the model has attention that can be replaced."""
+        return bool(self._modules)
+
+
+class CachedAttention(nn.Module):
+    """Causal attention to the tokens in a cache. window: tokens that a token sees, itself among them; None: all."""
+
+    def __init__(self, cache: KVCache, window: int | None) -> None:
+        super().__init__()
+        self.cache, self.window = cache, window
+        #: [rows, slots, kv_heads, head_dim]; made for the first token.
+        self._keys = self._values = torch.empty(0)
+
+    def prepare(self, doc_ids: Tensor | None) -> Tensor | None:
+        """Return which slots each query sees: [rows, 1, seq, slots in use] bool; None: all up to its own."""
+        cache, slots = self.cache, self.cache.slots.unsqueeze(2)
+        everywhere = self.window is None or cache.end <= self.window
+        if everywhere and (cache.first or cache.slots.numel() == 1):
+            return None
+        places = torch.arange(cache.end, device=slots.device)
+        seen = places <= slots
+        if self.window is not None:
+            seen &= places > slots - self.window
+        return seen.unsqueeze(1)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """q: [rows, heads, seq, head_dim], k and v: [rows, kv_heads, seq, head_dim], rotated. Return q's shape."""
+        cache = self.cache
+        if not self._keys.numel():
+            shape = cache.rows, cache.size, k.size(1), k.size(3)
+            self._keys, self._values = k.new_zeros(shape), v.new_zeros(shape)
+        row = torch.arange(cache.rows, device=k.device).unsqueeze(1)
+        self._keys[row, cache.slots], self._values[row, cache.slots] = k.transpose(1, 2), v.transpose(1, 2)
+        k, v = (kept[:, : cache.end].transpose(1, 2) for kept in (self._keys, self._values))
+        gqa, causal = q.size(1) != k.size(1), cache.first and mask is None
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=gqa)
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    limit: int,
+    sampling: Sampling = Sampling(),  # noqa: B008 (immutable)
+    stop_ids: Collection[int] = (),
+    head: str = "output",
+    vocab: int | None = None,
+    first_row: int = 0,
+    multiple: int = 1,
+    together: bool = False,
+    cached: bool = True,
+) -> Generator[list[int | None], None, None]:
+    """Yield the next id of every row, until all rows have ended; None for a row that has.
+
+    A row ends after an id of `stop_ids`, after `max_tokens`, or when it has `limit` tokens with its prompt. Each row
+    draws from a generator of its own, of the seed and the row's number: other rows and torch's generators play no part.
+
+    prompts: ids, at least one each. limit: the longest sequence of the model. head: name of the linear for logits;
+    only the last token of each row goes through it. vocab: ids to draw from, where the vocabulary is padded.
+    first_row: number of the first row. multiple: tensor-parallel ranks, which must share a sequence evenly. together:
+    all ranks of the default group call this with the same arguments, and take rank 0's ids. cached: False computes
+    every token anew for each one; so does a model without replaceable attention.
+
+    Raises ValueError for an empty prompt, or one that leaves no room within the limit.
+    """
+    device, rows, lengths = next(model.parameters()).device, len(prompts), [len(prompt) for prompt in prompts]
+    limit -= multiple - 1  # the last token may have padding behind it
+    for number, length in enumerate(lengths, start=1):
+        if not 0 < length < limit:
+            raise ValueError(f"prompt {number} has {length} tokens; the model takes 1 to {limit - 1}, and then writes")
+    draws = [np.random.default_rng([sampling.seed, first_row + row]) for row in range(rows)]
+    ids = torch.zeros(rows, min(max(lengths) + max_tokens, limit) + multiple - 1, dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)] = torch.tensor(prompt)
+    ids, alive, training = ids.to(device), [True] * rows, model.training
+    cache = KVCache(model, rows, ids.size(1))
+    cached = cached and bool(cache)
+    start, last = torch.zeros(rows, 1, dtype=torch.int64, device=device), torch.tensor(lengths, device=device) - 1
+    cache.end = width = _up(max(lengths), multiple)
+    model.eval()
+    try:
+        for _ in range(max_tokens):
+            positions = start + torch.arange(width, device=device)
+            cache.slots, given = positions, {"positions": positions} if cached else {}
+            with (
+                cache if cached else contextlib.nullcontext(),
+                _only(model, head, last, 1 == multiple < width),
+                torch.compiler.set_stance("force_eager"),  # other shapes than in training would be compiled anew
+            ):
+                logits = model(ids.gather(1, positions), **given)
+            if isinstance(logits, DTensor):
+                logits = logits.full_tensor()
+            if logits.size(1) > 1:
+                logits = logits[torch.arange(rows, device=device), last].unsqueeze(1)
+            found = _draw(logits[:, 0, :vocab], sampling, draws)
+            if together:
+                dist.broadcast(found, 0)
+            new = [one if live else None for one, live in zip(found.tolist(), alive, strict=True)]
+            yield new
+            for row, one in enumerate(new):
+                lengths[row] += one is not None
+                alive[row] = alive[row] and one not in stop_ids and lengths[row] < limit
+            if not any(alive):
+                return
+            at = torch.tensor(lengths, device=device).sub_(1).unsqueeze(1)
+            ids.scatter_(1, at, torch.where(torch.tensor(alive, device=device), found, 0).unsqueeze(1))
+            if cached:
+                start, last, width = at, torch.zeros_like(last), multiple
+                cache.first, cache.end = False, max(lengths) + multiple - 1
+            else:
+                last, width = at.squeeze(1), _up(max(lengths), multiple)
+    finally:
+        model.train(training)
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+@contextlib.contextmanager
+def _only(model: nn.Module, head: str, last: Tensor, wanted: bool) -> Iterator[None]:
+    """Let only one token of each row, that at `last` [rows], go through the head."""
+    module = dict(model.named_modules()).get(head)
+    if not wanted or module is None:
+        yield
+        return
+
+    def pick(module: nn.Module, args: tuple[Any, ...]) -> Any:
+        x = args[0]
+        return (x[torch.arange(len(last), device=x.device), last].unsqueeze(1), *args[1:])
+
+    handle = module.register_forward_pre_hook(pick)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _draw(logits: Tensor, sampling: Sampling, draws: Sequence[np.random.Generator]) -> Tensor:
+    """Return an id for each row of logits [rows, vocab]: [rows] int64."""
+    if sampling.temperature == 0:
+        return logits.argmax(-1)
+    sums = probabilities(logits, sampling).double().cumsum(-1)
+    uniform = torch.tensor([[draw.random()] for draw in draws], dtype=torch.float64, device=sums.device)
+    return torch.searchsorted(sums, uniform * sums[:, -1:], right=True).squeeze(1)
+
+
+class TextStream:
+    """Text of ids that come one by one, in pieces of whole characters. before: ids of the text that it follows."""
+
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
+        self._decode = tokenizer.decode
+        #: The last of those whose text is out (some kinds begin a text with a space), and those after them.
+        self._done, self._waiting = list(before[-8:]), list[int]()
+
+    def add(self, ids: Sequence[int], whole: bool = False) -> str:
+        """Return the text that is certain now. whole: nothing follows."""
+        self._waiting += ids
+        text = self._decode(self._done + self._waiting)
+        if not whole and text.endswith("\ufffd"):  # an id may end within a character
+            return ""
+        text = text[len(self._decode(self._done)) :]
+        self._done, self._waiting = (self._done + self._waiting)[-8:], []
+        return text

@@ -1,0 +1,340 @@
+"""Any causal language model of `transformers`, from its config.json: `model.name = "hf"`.
+
+Parameters have the names of `transformers`. All that the spec says is read from the model itself, built on the meta
+device. `transformers` and torch are imported when such a model is asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from titanlite.models.spec import Init, Misfit, ModelSpec, ShapeError, Size, names_like, shown
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Entries of a config.json that change no number of a run.
+_IGNORED = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures", "auto_map")
+#: Where configs have the number of experts.
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True)
+class HFArgs:
+    """A model of `transformers`."""
+
+    #: The content of its config.json, as JSON.
+    config: str
+    #: In place of the one in `config`.
+    vocab_size: int
+    #: Tokens of the longest sequence.
+    max_seq_len: int
+
+    def __post_init__(self) -> None:
+        """Raise ShapeError if `transformers` makes no causal model of it, or none for such sequences."""
+        positions = getattr(self.skeleton.config, "max_position_embeddings", None)
+        if positions is not None and self.max_seq_len > positions:
+            message = f"sequences have {self.max_seq_len} tokens, and the model has {positions} positions"
+            raise ShapeError(Misfit(message, advice="set model.overrides.max_position_embeddings"))
+
+    @property
+    def skeleton(self) -> Skeleton:
+        return _skeleton(self.config, self.vocab_size)
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """What a model on the meta device says of itself."""
+
+    #: Its `transformers` config.
+    config: Any
+    model: Any
+    blocks: list[str]
+    rules: dict[str, Init]
+    #: Name of a parameter → name of the one whose tensor it shares.
+    tied: dict[str, str]
+    #: Names of the embedding of tokens and of the head.
+    embedding: str
+    head: str
+
+
+@functools.lru_cache(maxsize=8)
+def _skeleton(content: str, vocab_size: int) -> Skeleton:
+    import torch
+
+    config = _config({**json.loads(content), "vocab_size": vocab_size})
+    try:
+        with torch.device("meta"), _recorded() as operations:
+            model = _causal_model(config)
+            model.initialize_weights()
+    except Exception as error:  # whatever a constructor of `transformers` raises for wrong values
+        raise _refused(f"transformers makes no model of this config: {type(error).__name__}: {error}") from error
+    names: dict[Tensor, str] = {}
+    every = {name: p for name, p in model.named_parameters(remove_duplicate=False)}
+    tied = {name: names[p] for name, p in every.items() if names.setdefault(p, name) != name}
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta and id(buffer) not in operations:
+            raise _refused(f"{type(model).__name__} does not compute its buffer {name} with its initial weights")
+    rules = {name: _rule(name, *operations.get(id(p), ("nothing", ()))[:2]) for p, name in names.items()}
+    paths = {module: name for name, module in model.named_modules()}
+    head = paths.get(model.get_output_embeddings(), "")
+    return Skeleton(config, model, _blocks(model), rules, tied, paths[model.get_input_embeddings()], head)
+
+
+def _refused(message: str, advice: str = "", field: str = "hf_config") -> ShapeError:
+    return ShapeError(Misfit(message, field, advice))
+
+
+def _config(content: Mapping[str, Any]) -> Any:
+    """Return the `transformers` config of a config.json."""
+    for name in ("torchao", "torch.utils._pytree"):  # their lines are about kernels for other devices
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+    except ImportError as error:
+        message = f'"hf" needs the package transformers: {error}'
+        raise _refused(message, "pip install 'titanlite[hf]'", "name") from error
+    kind = content.get("model_type")
+    causal = {name: cls for name, cls in CONFIG_MAPPING.items() if cls in MODEL_FOR_CAUSAL_LM_MAPPING}
+    if kind not in causal:
+        near = names_like(str(kind), causal).partition("; there are")[0]
+        raise _refused(f"transformers has no causal language model of model_type {shown(kind)}", near)
+    try:
+        config = causal[kind].from_dict(dict(content))
+    except Exception as error:  # `transformers` raises classes of its own for wrong values
+        raise _refused(f"transformers refuses the config of a {kind}: {error}") from error
+    if not hasattr(config, "vocab_size"):
+        raise _refused(f"a {kind} has no vocab_size of its own; there are text models only here")
+    return config
+
+
+def _causal_model(config: Any) -> Any:
+    """Return the model of a config on the current default device, as `ModelSpec` wants it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    make = functools.partial(AutoModelForCausalLM.from_config, config, dtype=torch.float32)
+    try:
+        model = make(attn_implementation="sdpa")
+    except ValueError:  # some models have only their own attention
+        model = make(attn_implementation="eager")
+    cls: Any = type(model)
+    model.__class__ = _logits_class(cls)
+    return model
+
+
+@functools.cache
+def _logits_class(cls: Any) -> Any:
+    class Causal(cls):
+        def forward(self, tokens: Tensor) -> Tensor:
+            """Return the logits [batch, seq, vocab] of tokens [batch, seq] int64."""
+            from transformers import masking_utils as masks
+
+            # It asks the device whether a row holds several sequences, and waits for the answer: here it never does.
+            plain, masks.find_packed_sequence_indices = masks.find_packed_sequence_indices, lambda positions: None
+            try:
+                logits: Tensor = super().forward(input_ids=tokens, use_cache=False).logits
+            finally:
+                masks.find_packed_sequence_indices = plain
+            return logits
+
+        def init_buffers(self) -> None:
+            """Compute the buffers by the model's own rules, which leave marked parameters as they are."""
+            for parameter in self.parameters():
+                parameter._is_hf_initialized = True
+            for module in self.modules():
+                module.__dict__.pop("_is_hf_initialized", None)
+            self.initialize_weights()
+
+    Causal.__name__, Causal.__qualname__, Causal.__module__ = cls.__name__, cls.__qualname__, cls.__module__
+    return Causal
+
+
+@contextlib.contextmanager
+def _recorded() -> Iterator[dict[int, tuple[str, Any, Tensor]]]:
+    """Note the last operation that set each whole tensor: id → name, arguments, and the tensor, to keep the id."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from transformers.initialization import TORCH_INIT_FUNCTIONS as FUNCTIONS
+
+    found: dict[int, tuple[str, Any, Tensor]] = {}
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out, name = func(*args, **(kwargs or {})), func._schema.name.removeprefix("aten::")
+            if name.endswith("_"):
+                found[id(args[0])] = (name, args[1:], args[0])
+            return out
+
+    def trunc_normal_(tensor: Any, mean: Any = 0.0, std: Any = 1.0, a: Any = -2.0, b: Any = 2.0, **_: Any) -> Any:
+        found[id(tensor)] = ("trunc_normal_", (mean, std, a, b), tensor)  # torch's reads values, and there are none
+        return tensor
+
+    plain, FUNCTIONS["trunc_normal_"] = FUNCTIONS["trunc_normal_"], trunc_normal_
+    try:
+        with Mode():
+            yield found
+    finally:
+        FUNCTIONS["trunc_normal_"] = plain
+
+
+def _rule(name: str, operation: str, given: tuple[Any, ...]) -> Init:
+    """Return the distribution of the operation that set a parameter."""
+    mean, std, low, high = given + (0.0, 1.0, -2.0, 2.0)[len(given) :]
+    if operation in ("zero_", "fill_"):
+        value = given[0] if given else 0.0
+        return {0.0: Init("zeros"), 1.0: Init("ones")}.get(value, Init("constant", value=value))
+    if operation == "normal_" and mean == 0:
+        return Init("normal", std=std)
+    if operation == "trunc_normal_" and mean == 0 and -low == high:
+        return Init("trunc_normal", std=std, bound=high)
+    if operation == "uniform_" and given and -given[0] == given[1]:
+        return Init("uniform", bound=given[1])
+    raise _refused(f"no rule is known for the initial values of {name}: transformers sets them by {operation}")
+
+
+def _blocks(model: Any) -> list[str]:
+    """Return the list of blocks that `transformers` does not split over devices, else the longest of one class."""
+    from torch import nn
+
+    whole, longest = set(model._no_split_modules or ()), [""] * 0
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList):
+            classes = {type(block).__name__ for block in module}
+            names = [f"{path}.{i}" for i in range(len(module))]
+            if classes & whole:
+                return names
+            longest = names if len(classes) == 1 and len(names) > len(longest) else longest
+    if not longest:
+        raise _refused(f"{type(model).__name__} has no list of blocks to shard by")
+    return longest
+
+
+def fsdp_units(args: HFArgs) -> list[tuple[str, ...]]:
+    """Return the embedding, each block and the head; of tied models the blocks: the rest is the root's."""
+    known = args.skeleton
+    blocks: list[tuple[str, ...]] = [(name,) for name in known.blocks]
+    return blocks if known.tied or not known.head else [(known.embedding,), *blocks, (known.head,)]
+
+
+def linears(args: HFArgs) -> dict[str, Size]:
+    """Return name → size of every linear, but not of a head with another name than `lm_head`."""
+    from torch import nn
+
+    modules = {name: m for name, m in args.skeleton.model.named_modules() if type(m) is nn.Linear}
+    if args.skeleton.head != SPEC.head:
+        modules.pop(args.skeleton.head, None)
+    return {name: Size(module.in_features, module.out_features) for name, module in modules.items()}
+
+
+def count_parameters(args: HFArgs) -> int:
+    return sum(parameter.numel() for parameter in args.skeleton.model.parameters())
+
+
+def flops_per_token(args: HFArgs, seq_len: int) -> int:
+    """Return the model FLOPs of one training token, forward and backward, by the formula of the Llamas.
+
+    6 per parameter outside of embeddings, of experts those that a token passes; a tied embedding counts as the head.
+    Plus 6 * heads * (width of a key + width of a value) * seq_len per layer with attention; windows and causality are
+    not discounted.
+    """
+    from torch import nn
+
+    known, config = args.skeleton, args.skeleton.config
+    tables = {module.weight for module in known.model.modules() if isinstance(module, nn.Embedding)}
+    tables -= {known.model.get_parameter(name) for name in known.tied.values()}
+    experts = next((n for key in _EXPERTS if (n := getattr(config, key, None))), 1)
+    products = 0
+    for name, parameter in known.model.named_parameters():
+        used = getattr(config, "num_experts_per_tok", experts) if ".experts." in name else experts
+        products += 0 if parameter in tables else parameter.numel() * used // experts
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    both = sum(getattr(config, name, None) or width for name in ("qk_head_dim", "v_head_dim"))
+    kinds = getattr(config, "layer_types", None) or [""] * len(known.blocks)
+    attending = sum(not re.search("linear|conv", kind) for kind in kinds)
+    return 6 * products + 6 * attending * config.num_attention_heads * both * seq_len
+
+
+def read_args(source: str | None, overrides: Mapping[str, Any]) -> HFArgs:
+    """Return the arguments of a config.json: a file, its folder, or the id of a model on the hub.
+
+    overrides: entries of config.json to replace. Raises ShapeError.
+    """
+    if source is None:
+        raise _refused('is needed for model.name = "hf": a config.json, its folder, or the id of a model on the hub')
+    path = os.path.join(source, "config.json") if os.path.isdir(source) else source
+    try:
+        if not os.path.exists(path) and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
+            from huggingface_hub import hf_hub_download
+
+            path = hf_hub_download(source, "config.json")
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+        return args_from_hf(content, overrides)
+    except ShapeError:
+        raise
+    except Exception as error:  # huggingface_hub and its HTTP client have classes of their own
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise _refused(f"cannot read {shown(source)}: {reason}", "give a config.json or its folder") from error
+
+
+def args_from_hf(content: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> HFArgs:
+    """Return the arguments that a config.json describes. Raises ShapeError, a ValueError."""
+    kept = {key: value for key, value in content.items() if key not in _IGNORED}
+    config = _config(kept)
+    if unknown := next((key for key in overrides or {} if not hasattr(config, key)), None):
+        near = names_like(unknown, config.to_dict()).partition("; there are")[0]
+        raise _refused(f"{type(config).__name__} has no such entry", near, f"overrides.{unknown}")
+    config = _config(kept := {**kept, **(overrides or {})})
+    kept.pop("vocab_size", None)
+    positions = getattr(config, "max_position_embeddings", None)
+    return HFArgs(json.dumps(kept, sort_keys=True), config.vocab_size, positions or 1)
+
+
+def hf_config(args: HFArgs) -> dict[str, Any]:
+    """Return the content of a config.json with every entry, so that two can be compared."""
+    entries = args.skeleton.config.to_dict()
+    return {key: value for key, value in entries.items() if key not in _IGNORED} | {
+        "architectures": [type(args.skeleton.model).__name__]
+    }
+
+
+def hf_names(args: HFArgs) -> dict[str, str]:
+    """Return the names of all saved tensors; files have the same. Raises ValueError where they have others."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
+    model = args.skeleton.model
+    if any(isinstance(found, WeightConverter) for found in get_model_conversion_mapping(model)):
+        kind = args.skeleton.config.model_type
+        raise ValueError(
+            f"files of a {kind} hold weights in another form than transformers' modules, as single experts"
+        )
+    return {name: name for name in model.state_dict() if name not in args.skeleton.tied}
+
+
+SPEC = ModelSpec(
+    name="hf",
+    args_class=HFArgs,
+    flavors={},
+    build=lambda args: _causal_model(args.skeleton.config),
+    # A padding token's row is drawn as the others.
+    init_rule=lambda name, args: args.skeleton.rules[name],
+    block_names=lambda args: list(args.skeleton.blocks),
+    count_parameters=count_parameters,
+    flops_per_token=flops_per_token,
+    head="lm_head",
+    fsdp_units=fsdp_units,
+    linears=linears,
+    tied=lambda args: dict(args.skeleton.tied),
+    hf_names=hf_names,
+    hf_config=hf_config,
+    args_from_hf=args_from_hf,
+)

@@ -1,0 +1,136 @@
+"""Mixtral (Jiang et al. 2024): a Llama whose feed-forward is a mixture of experts. No torch here.
+
+`titanlite.models.moe` has the modules.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from titanlite.models import llama, llama_hf
+from titanlite.models.llama import LlamaArgs, decoder_spec, linear_init
+from titanlite.models.spec import Init, Misfit, ModelSpec, ShapeError, Size
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class MixtralArgs(LlamaArgs):
+    """A decoder's arguments; `ffn_dim` is the width of each expert."""
+
+    n_experts: int = 8
+    #: Experts that each token goes to.
+    top_k: int = 2
+    #: Weight of the load-balancing loss beside the loss per token; 0: none.
+    aux_loss: float = 0.02
+    #: Weight of the router's z-loss; 0: none. ST-MoE takes 0.001.
+    z_loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        wrong = []
+        if not 1 <= self.top_k <= self.n_experts:
+            wrong.append(f"top_k must be between 1 and n_experts = {self.n_experts}, got {self.top_k}")
+        wrong += [
+            f"{name} must not be negative, got {value}"
+            for name, value in (("aux_loss", self.aux_loss), ("z_loss", self.z_loss))
+            if not value >= 0
+        ]
+        # `grouped_mm` takes rows of whole 16 bytes: 8 numbers in bfloat16.
+        wrong += [
+            f"{name} = {value} is not a multiple of 8, which products of experts need"
+            for name, value in (("dim", self.dim), ("ffn_dim", self.ffn_width))
+            if value % 8
+        ]
+        if wrong:
+            raise ShapeError(*map(Misfit, wrong))
+
+    @property
+    def context(self) -> int:
+        """Tokens of context of the published models, or `max_seq_len` where that is more."""
+        return max(self.max_seq_len, {4096: 32768, 6144: 65536}.get(self.dim, 0))
+
+    def feed_forward_linears(self) -> dict[str, Size]:
+        """Return none: router and experts stay in high precision. The router's few outputs decide about tokens, and
+        torch has no float8 training of grouped products.
+        """
+        return {}
+
+    def feed_forward_parameters(self) -> tuple[int, int]:
+        """Return the parameters of a block's experts and router, and those of them that one token is multiplied by."""
+        expert, router = 3 * self.dim * self.ffn_width, self.dim * self.n_experts
+        return self.n_experts * expert + router, self.top_k * expert + router
+
+
+#: Flavor → arguments: Mixtral of Experts (2024), and the config.json of Mixtral-8x22B-v0.1.
+FLAVORS: dict[str, MixtralArgs] = {
+    "debugmodel": MixtralArgs(256, 6, 16, n_kv_heads=4, ffn_dim=512, rope_theta=1e6),
+    "8x7B": MixtralArgs(4096, 32, 32, n_kv_heads=8, ffn_dim=14336, vocab_size=32000, rope_theta=1e6),
+    "8x22B": MixtralArgs(6144, 56, 48, n_kv_heads=8, ffn_dim=16384, vocab_size=32000, rope_theta=1e6, aux_loss=0.001),
+}
+
+_MATRIX = re.compile(r"layers\.(\d+)\.feed_forward\.(?:gate\.weight|experts\.(w[123]))")
+
+
+def init_rule(name: str, args: MixtralArgs) -> Init:
+    """Return how the parameter of that full name is drawn: each expert as Llama's feed-forward, the router as w1."""
+    match = _MATRIX.fullmatch(name)
+    if match is None or int(match[1]) >= args.n_layers:
+        return llama.init_rule(name, args)
+    return linear_init(int(match[1]) if match[2] in ("w2", "w3") else None)
+
+
+def hf_names(args: MixtralArgs) -> dict[str, Any]:
+    """Return our parameter name → Hugging Face's; a stack of experts → the names of its matrices."""
+
+    def each(name: str) -> tuple[str, ...]:
+        return tuple(f"block_sparse_moe.experts.{i}.{name}.weight" for i in range(args.n_experts))
+
+    experts = {f"feed_forward.experts.{name}": each(name) for name in ("w1", "w2", "w3")}
+    return llama_hf.hf_names(args, {"feed_forward.gate.weight": "block_sparse_moe.gate.weight", **experts})
+
+
+def hf_config(args: MixtralArgs) -> dict[str, Any]:
+    """Return the content of config.json, see `llama_hf.hf_config`. `transformers` has no z-loss."""
+    return llama_hf.hf_config(args, "mixtral") | {
+        "num_local_experts": args.n_experts,
+        "num_experts_per_tok": args.top_k,
+        "router_aux_loss_coef": args.aux_loss,
+        "sliding_window": None,
+    }
+
+
+def args_from_hf(config: Mapping[str, Any]) -> MixtralArgs:
+    """Return the arguments that a config.json describes. Raises ValueError for one that this family does not do."""
+    for name in ("sliding_window", "router_jitter_noise"):
+        if config.get(name):
+            raise ValueError(f"{name} is {config[name]!r}; the family mixtral here has none")
+    experts: dict[str, Any] = {
+        "n_experts": config.get("num_local_experts", 8),
+        "top_k": config.get("num_experts_per_tok", 2),
+        "aux_loss": float(config.get("router_aux_loss_coef", 0.001)),
+    }
+    return llama_hf.args_from_hf(config, "mixtral", MixtralArgs, **experts)  # type: ignore[no-any-return]
+
+
+def _build(args: MixtralArgs) -> nn.Module:
+    from titanlite.models.moe import Mixtral
+
+    return Mixtral(args)
+
+
+SPEC: ModelSpec = decoder_spec(
+    "mixtral",
+    FLAVORS,
+    build=_build,
+    init_rule=init_rule,
+    tensor_plan=None,
+    experts=lambda args: {f"{block}.feed_forward": args.n_experts for block in llama.block_names(args)},
+    hf_names=hf_names,
+    hf_config=hf_config,
+    args_from_hf=args_from_hf,
+)

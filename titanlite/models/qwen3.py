@@ -1,0 +1,56 @@
+"""The dense models of the Qwen3 family (Qwen3 technical report, 2025): Llama's decoder with QK norm. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from titanlite.models import llama_hf
+from titanlite.models.llama import LlamaArgs, decoder_spec
+
+
+@dataclass(frozen=True)
+class Qwen3Args(LlamaArgs):
+    #: Width of a head, whatever `dim` is.
+    head_dim: int = 128
+
+    @property
+    def qk_norm(self) -> bool:
+        return True
+
+    @property
+    def context(self) -> int:
+        return max(self.max_seq_len, 40960)
+
+
+def _qwen3(dim: int, n_layers: int, n_heads: int, ffn_dim: int, **rest: Any) -> Qwen3Args:
+    shape = {"n_kv_heads": 8, "vocab_size": 151936, "norm_eps": 1e-6, "rope_theta": 1e6}
+    return Qwen3Args(dim, n_layers, n_heads, ffn_dim=ffn_dim, **{**shape, **rest})
+
+
+FLAVORS = {
+    "debugmodel": _qwen3(256, 8, 8, 768, n_kv_heads=4, head_dim=64, vocab_size=None),
+    "0.6B": _qwen3(1024, 28, 16, 3072, tied=True),
+    "1.7B": _qwen3(2048, 28, 16, 6144, tied=True),
+    "4B": _qwen3(2560, 36, 32, 9728, tied=True),
+    "8B": _qwen3(4096, 36, 32, 12288),
+    "14B": _qwen3(5120, 40, 40, 17408),
+    "32B": _qwen3(5120, 64, 64, 25600),
+}
+
+
+def hf_config(args: Qwen3Args) -> dict[str, Any]:
+    """Return the content of config.json, the arguments of `transformers.Qwen3Config`."""
+    return {**llama_hf.hf_config(args, "qwen3"), "use_sliding_window": False}
+
+
+def args_from_hf(config: Mapping[str, Any]) -> Qwen3Args:
+    """Return the arguments that a config.json describes. Raises ValueError for another model, or one with windows."""
+    if config.get("use_sliding_window") or {*(config.get("layer_types") or ())} - {"full_attention"}:
+        raise ValueError("use_sliding_window is true; a Qwen3 here attends to all tokens before")
+    head_dim = config.get("head_dim", 128)
+    return llama_hf.args_from_hf(config, "qwen3", Qwen3Args, head_dim=head_dim)
+
+
+SPEC = decoder_spec("qwen3", FLAVORS, hf_config=hf_config, args_from_hf=args_from_hf)
