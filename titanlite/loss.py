@@ -93,10 +93,10 @@ def batch_loss(
 def chunk_head(model: nn.Module, chunks: int, head_name: str = "output") -> None:
     """Let `model` compute its loss in `chunks` pieces of the tokens (fewer if there are fewer tokens), in place.
 
-    The model hands `labels` and `loss`, the arguments of its call, on to its head and returns what that returns, as
+    The model hands `labels` and `loss`, the arguments of its call, on to its head and returns the head's result, as
     `titanlite.models.layers.Llama` does. So the head is called once, like every other module and inside of the model's
-    own call: `fully_shard` gathers its weights once, whatever the unit they belong to. Names and weights stay what
-    they are. Of a pipeline: for every stage.
+    own call: `fully_shard` gathers its weights once, whatever the unit they belong to. Names and weights stay the
+    same. Of a pipeline: for every stage.
 
     Raises ValueError if chunks is below 1, the model takes no labels, or the head is no linear without bias, as after
     `fully_shard` or in float8.

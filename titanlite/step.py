@@ -142,9 +142,7 @@ class TrainStep:
         tokens.clamp_(min=1)  # a step of padding alone has loss zero, not NaN
 
         early = self.in_backward
-        if early is not None:
-            self.before_update()
-        with early.at(lr) if early else contextlib.nullcontext():
+        with early.at(lr, self.before_update) if early else contextlib.nullcontext():
             share = self.runner.forward_backward(batches, tokens, self.phase)
         self.phase("optimizer")
         layers = square_norms(self.model, share.device) if self.layer_norms else {}
@@ -155,10 +153,14 @@ class TrainStep:
 
         ok = self.guard.check(step, norm, loss, share, stops)  # a flag on the device: nothing waits for it
         if early is None:
-            clip_gradients(self.model.parameters(), norm, self.max_norm)
-            self.before_update()
-            gated_step(self.optimizer, ok, lr)
-            self.optimizer.zero_grad(set_to_none=True)
+            self._update(norm, ok, lr)
         self.after_update()
         local_loss = share * tokens / local_tokens.clamp(min=1)
         return StepResult(loss, local_loss, norm, dict(zip(layers, sums[2:].sqrt(), strict=True)), ok)
+
+    def _update(self, norm: torch.Tensor, ok: torch.Tensor, lr: float) -> None:
+        """Clip the gradients, take the optimizer's step if `ok` is set, and free the gradients."""
+        clip_gradients(self.model.parameters(), norm, self.max_norm)
+        self.before_update()
+        gated_step(self.optimizer, ok, lr)
+        self.optimizer.zero_grad(set_to_none=True)

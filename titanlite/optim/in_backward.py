@@ -6,7 +6,7 @@ depend on all gradients: no clipping by the global norm, no accumulation, and th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -27,8 +27,9 @@ class StepInBackward:
             parameter.register_post_accumulate_grad_hook(self._step)
 
     @contextmanager
-    def at(self, lr: float) -> Iterator[None]:
-        """Update parameters during backward passes inside, at learning rate `lr`."""
+    def at(self, lr: float, before_update: Callable[[], object]) -> Iterator[None]:
+        """Update parameters during a backward pass inside, at learning rate `lr`. before_update: is called at once."""
+        before_update()
         set_rates(self._optimizer, lr)
         self._squares, self._active = [], True
         try:

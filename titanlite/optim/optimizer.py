@@ -103,7 +103,7 @@ def parameter_groups(
 
 
 def _options(settings: Optimizer, index: int, vector: bool) -> dict[str, Any]:
-    """Return what differs from the section's own values in a group."""
+    """Return the options of a group that differ from the section's."""
     options: dict[str, Any] = {}
     if index < len(settings.groups):
         group = settings.groups[index]

@@ -88,7 +88,7 @@ def learning_rate(schedule: Schedule, peak: float, step: int) -> float:
 class LearningRate:
     """`rate(step)` is the learning rate of a step, counted from 1.
 
-    peak: what the schedule's factors multiply. began: steps done when the schedule began. phases: first step and
+    peak: the rate that factors of the schedule scale. began: steps done when the schedule began. phases: first step and
     factor of each `[[data.phase]]`, in order.
     """
 

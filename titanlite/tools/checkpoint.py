@@ -49,6 +49,7 @@ Answer = tuple[str, int]
 #: Exit status of `diff`, as that of the program of that name.
 DIFFERENT = 1
 _PATH = "the folder of a run or of its checkpoints, or a URL such as s3://bucket/run/checkpoint"
+_EMA = "take the average of the weights (optimizer.ema_decay), of a checkpoint"
 VALID, INVALID, NEWER = "valid", "invalid", "newer format"
 
 
@@ -272,7 +273,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     argument("--to", required=True, choices=("hf", "torch", "checkpoint"), help=formats)
     precisions = ("float32", "bfloat16", "float16")
     argument("--dtype", choices=precisions, help="precision of the weights; as they are without it")
-    argument("--ema", action="store_true", help="the average of the weights (optimizer.ema_decay), of a checkpoint")
+    argument("--ema", action="store_true", help=_EMA)
 
     argument = add(
         "rm",
