@@ -232,7 +232,7 @@ def _describe() -> Machine:
 def common_flags(config: str, flags: Sequence[str], steps: int, ranks: int) -> list[str]:
     """Return the flags of all runs: their length, one seed, and the config's own learning rates for these steps."""
     found = [f"--training.steps={steps}", "--metrics.log_freq=1", "--float8.drift_check=0"]
-    found += [f"--{key}=false" for key in _OFF]
+    found += [*(f"--{key}=false" for key in _OFF), "--sample.prompts=[]"]
     base, _ = read([f"--job.config_file={config}", *flags])
     if base.value("checkpoint.start") == "resume":
         found.append("--checkpoint.start=resume-or-fresh")

@@ -46,6 +46,7 @@ _FIXED: dict[str, dict[str, Any]] = {
     },
     "metrics": {"log_freq": 1, "enable_color_printing": False, "enable_tensorboard": False, "enable_wandb": False},
     "profiling": {"enable_profiling": False, "enable_memory_snapshot": False},
+    "sample": {"prompts": []},
     "job": {"print_config": False, "save_config_file": None},
 }
 

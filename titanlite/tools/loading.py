@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -75,9 +76,11 @@ def load_model(arguments: argparse.Namespace) -> LoadedModel:
     """
     import torch
 
+    from titanlite.metrics.console import setup_console
     from titanlite.models import get_spec
     from titanlite.tools.convert import Source, open_source
 
+    setup_console(0, None, sys.stderr)  # standard output has the result alone
     started = time.perf_counter()
     name = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:

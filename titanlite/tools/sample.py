@@ -97,7 +97,10 @@ def _run(arguments: argparse.Namespace, flags: Sequence[str], style: Style) -> t
     sampling = Sampling(temperature, arguments.top_k, arguments.top_p, arguments.seed)
     show = None if arguments.json else _Printer(rows, style, arguments.chat)
     started = time.perf_counter()
-    prompt_seconds = sample(loaded, rows, sampling, arguments.max_tokens, arguments.batch_size, show)
+    try:
+        first_seconds = sample(loaded, rows, sampling, arguments.max_tokens, arguments.batch_size, show)
+    except KeyboardInterrupt:
+        return "\n" if show else "", exit_codes.INTERRUPTED
     seconds, tokens = time.perf_counter() - started, sum(len(row.new) for row in rows)
     speed = tokens / seconds
     if arguments.json:
@@ -116,7 +119,7 @@ def _run(arguments: argparse.Namespace, flags: Sequence[str], style: Style) -> t
     if cut := [str(number) for number, row in enumerate(rows, 1) if row.finish == "context"]:
         which = f"prompt {', '.join(cut)}" if len(rows) > 1 else "the text"
         print(f"{which} reached the context of {loaded.limit:,} tokens; --context N lengthens it", file=sys.stderr)
-    print(f"{counted(tokens, 'tokens')}, {speed:,.1f} tokens/s; first in {prompt_seconds:.2f} s", file=sys.stderr)
+    print(f"{counted(tokens, 'tokens')}, {speed:,.1f} tokens/s; first in {first_seconds:.2f} s", file=sys.stderr)
     return "", exit_codes.DONE
 
 
