@@ -13,6 +13,8 @@ from titanlite.data import DataError, EndOfData
 from titanlite.data.loader import TrainLoader
 from titanlite.data.mixture import MixedRows
 from titanlite.data.rows import Row, Stateless
+from titanlite.fit import load_config
+from titanlite.run_text import rate_phases
 
 
 class Numbers(Stateless):
@@ -127,3 +129,12 @@ def test_a_source_that_was_served_stays_and_a_lowered_limit_ends_it() -> None:
     less = mix({"a": 1, "b": 1}, {"a": 100, "b": 400})
     less.load_state_dict(state, 400)  # 200 of each are served
     assert {name for name, _ in located(less, 600, 400)} == {"b"} and less.total_sequences == 600
+
+
+def test_a_phase_begins_at_its_step_or_with_the_first_step_after_its_tokens(tmp_path) -> None:
+    """A step has 4 sequences of 32 tokens."""
+    phases = "[{tokens=1024,lr_factor=0.5}, {tokens=257,weights={b=1}}, {step=7,weights={a=1}}]"
+    sources = f"[{{name='a', path='{tmp_path}'}}, {{name='b', path='{tmp_path}'}}]"
+    flags = [f"--data.source={sources}", f"--data.phase={phases}", "--training.seq_len=32", "--training.batch_size=4"]
+    run = load_config("debug_model.toml", 1, flags)
+    assert list(rate_phases(run)) == [(4, 1.0), (7, 1.0), (9, 0.5)]
