@@ -306,7 +306,7 @@ def add_exchange(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         parser.add_argument("target", type=to_path, metavar=target[0], help=target[1])
         parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=dtype)
         if to == "hf":
-            parser.add_argument("--ema", action="store_true", help="the average of the weights (optimizer.ema_decay)")
+            parser.add_argument("--ema", action="store_true", help=_EMA)
         parser.set_defaults(run=_exchange, to=to, **({} if to == "hf" else {"ema": False}))
 
     add(
