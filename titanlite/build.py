@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import json
-import os
 import platform
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,9 +37,9 @@ from titanlite.data.prefetch import PassLoader, Prefetcher, StepLoader, Validati
 from titanlite.data.remote import public_name
 from titanlite.data.rows import Rows
 from titanlite.data.skip_ranges import ranges_of_steps
-from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokenizer.export import hf_files, tokenizer_path
 from titanlite.derive import RunConfig, with_steps
+from titanlite.fingerprints import fingerprints, rounding_setting
 from titanlite.fit import tensor_problems
 from titanlite.guard import FiniteGuard
 from titanlite.loss import LossFunction
@@ -89,24 +86,6 @@ from titanlite.validation import ValidationSet
 if TYPE_CHECKING:
     from titanlite.trainer import Trainer
 
-
-#: Keys that change how sums are rounded, by section.
-_ROUNDING = {
-    "training": (
-        *("mixed_precision_param", "mixed_precision_reduce", "gradient_sync", "fsdp_units", "fsdp_min_params"),
-        *("reshard_after_forward", "loss_chunks", "enable_loss_parallel", "enable_cpu_offload", "compile"),
-    ),
-    "compile": ("components", "backend"),
-    "experimental": (
-        *("enable_async_tensor_parallel", "pipeline_parallel_schedule", "pipeline_parallel_split_points"),
-        "pipeline_parallel_microbatches",
-    ),
-    "activation_checkpoint": ("mode", "selective_ac_option"),
-    "float8": (
-        *("enable_float8_linear", "recipe_name", "enable_fsdp_float8_all_gather", "filter_fqns", "min_features"),
-        "emulate",
-    ),
-}
 
 #: Steps kept back for the case that a stream ends: on a GPU all ranks stop within two steps.
 _RESERVE = 2
@@ -472,42 +451,6 @@ def startup_lines(
     rows.append(rep.schedule_row(schedule.decay_type, floor, *lengths))
     rows += [("note", note) for note in run.notes] + [("warning", warning) for warning in run.warnings]
     return rep.startup_report(rows)
-
-
-def rounding_setting(run: RunConfig, device: torch.device) -> dict[str, str]:
-    """Return by name what the rounding of a step's loss and norm depends on."""
-    found = {
-        "device": device_name(device),
-        "torch": torch.__version__,
-        "threads": str(torch.get_num_threads()),
-        "batch.micro_batch_size": str(run.batch.micro_batch_size),
-        "batch.accumulation": str(run.batch.accumulation),
-        "deterministic": str(run.debug.deterministic),
-    }
-    found.update((f"mesh.{name}", str(value)) for name, value in asdict(run.mesh).items())
-    for section, keys in _ROUNDING.items():
-        found.update((f"{section}.{key}", str(getattr(getattr(run, section), key))) for key in keys)
-    return found
-
-
-def fingerprints(model: str, args: Any, datasets: Datasets) -> dict[str, str]:
-    """Return what two runs must share for one to resume the other's checkpoints. model: `model.name`."""
-    order = {name: value for name, value in datasets.train.settings.items() if name != "epochs"}
-    return {
-        **weights_fingerprints(model, args, datasets.tokenizer),
-        "data": datasets.train.fingerprint[:16],
-        "data order": ", ".join(f"{name} {value}" for name, value in order.items()),
-    }
-
-
-def weights_fingerprints(model: str, args: Any, tokenizer: Tokenizer) -> dict[str, str]:
-    """Return the part of `fingerprints` on which the meaning of weights depends."""
-    shape = asdict(args)
-    shape.pop("max_seq_len")  # the length of the RoPE tables changes no weight
-    if is_dotted(model):
-        shape["model"] = os.path.basename(model)
-    digest = hashlib.sha256(json.dumps(shape, sort_keys=True, default=str).encode()).hexdigest()
-    return {"model": digest[:16], "tokenizer": tokenizer.fingerprint[:16]}
 
 
 class _CallableModule(types.ModuleType):

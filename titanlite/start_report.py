@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from titanlite.anomalies import steps_text
 from titanlite.callbacks import Callback
-from titanlite.checkpoint.load import GROUPS, LoadedState
+from titanlite.checkpoint.load import LoadedState
+from titanlite.checkpoint.selection import GROUPS
 from titanlite.config.data_sections import Data
 from titanlite.config.model_sections import Model, Optimizer
 from titanlite.config.run_sections import Metrics

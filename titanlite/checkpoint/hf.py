@@ -30,11 +30,10 @@ from torch.futures import Future
 
 from titanlite.checkpoint.manifest import CheckpointError, Manifest
 from titanlite.checkpoint.paths import AnyPath, StorePath
-from titanlite.models.llama import LlamaArgs, RopeScaling
 from titanlite.models.spec import HF_HEAD, ModelSpec, as_names, family_of, get_spec, is_derived
 
 HF_CONFIG, HF_INDEX, HF_SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
-META_CONFIG, _META_FILES = "params.json", "consolidated.*.pth"
+META_CONFIG, META_FILES = "params.json", "consolidated.*.pth"
 _DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _FLOAT8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 #: Tensors beside float8 weights: their scales, read with them, and those of activations, which training does not need.
@@ -42,7 +41,7 @@ _SCALES = re.compile(r".*\.(weight_scale|weight_scale_inv|input_scale|activation
 #: Elements that are compared at a time.
 _CHUNK = 1 << 24
 #: Names of one program's config → ours, for Meta's params.json.
-_META_NAMES = ("dim", "n_layers", "n_heads", "n_kv_heads", "multiple_of", "ffn_dim_multiplier", "norm_eps")
+META_NAMES = ("dim", "n_layers", "n_heads", "n_kv_heads", "multiple_of", "ffn_dim_multiplier", "norm_eps")
 Slices = tuple[slice, ...]
 
 
@@ -153,8 +152,10 @@ def open_weights(path: AnyPath, spec: ModelSpec | None = None, args: Any = None)
     """
     if isinstance(path, StorePath):
         raise CheckpointError(f"{path}: Hugging Face weights are not read from a store; copy it to this machine first")
-    if path.is_dir() and (path / META_CONFIG).is_file() and any(path.glob(_META_FILES)):
-        return _open_meta(path, args)
+    if path.is_dir() and (path / META_CONFIG).is_file() and any(path.glob(META_FILES)):
+        from titanlite.checkpoint.meta import open_meta  # it imports this module
+
+        return open_meta(path, args)
     return _open_hf(path, spec, args)
 
 
@@ -162,7 +163,7 @@ def _open_hf(path: Path, spec: ModelSpec | None, args: Any) -> Weights:
     folder = path if path.is_dir() else path.parent
     file = folder / HF_CONFIG
     try:
-        config = _json(file) if file.is_file() or spec is None or path.is_dir() else {}
+        config = read_json(file) if file.is_file() or spec is None or path.is_dir() else {}
         family = ""
         if spec is None:
             family, args = family_of(config)
@@ -190,7 +191,7 @@ def _open_hf(path: Path, spec: ModelSpec | None, args: Any) -> Weights:
     return Weights(path, family, args, parts, config, head, next(iter(tied.values()), ""))
 
 
-def _json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
     """Raises OSError or ValueError."""
     content = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(content, dict):
@@ -214,7 +215,7 @@ def _files(path: Path) -> dict[Path, set[str]]:
             + (f"download the index of its {len(files)} files" if files else "download the weights as safetensors")
         )
     try:
-        names = _json(index).get("weight_map")
+        names = read_json(index).get("weight_map")
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{index} cannot be read: {error}; download it again") from None
     if not isinstance(names, dict) or any(Path(str(name)).name != name for name in names.values()):
@@ -301,77 +302,6 @@ def _ceil_div(size: int, step: int) -> int:
     return -(-size // step)
 
 
-# Meta's files: one per rank of its tensor parallelism, q and k weights in another order of rows
-
-
-def _open_meta(path: Path, args: LlamaArgs | None) -> Weights:
-    from titanlite.models.llama_hf import hf_names, permute
-
-    file = path / META_CONFIG
-    try:
-        config, file = _json(file), path
-        files = sorted(path.glob(_META_FILES))
-        states = []
-        for file in files:
-            states.append(torch.load(file, map_location="cpu", mmap=True, weights_only=True))
-        args = args or args_from_meta(config, states)
-        names = [*hf_names(args), *(["output.weight"] if args.tied else [])]
-    except Exception as error:  # torch has many ways to refuse a cut file, or a pickle of other things than tensors
-        raise CheckpointError(f"{file} cannot be used as one of Meta's: {error}") from None
-    wanted = get_spec("llama3").build_on_meta(args).state_dict()
-    parts: dict[str, list[Part]] = {}
-    for name in {name: None for state in states for name in state if not is_derived(name)}:
-        if any(name not in state for state in states):
-            raise CheckpointError(f"{path}: not every {_META_FILES} has {name}: they are not of one model")
-        pieces = [state[name] for state in states]
-        whole = tuple(wanted[name].shape) if name in names else tuple(pieces[0].shape)
-        # The dimension in which the files divide the tensor; none: all have the whole of it.
-        cut = next((d for d, size in enumerate(pieces[0].shape) if size != whole[d]), None) if len(states) > 1 else None
-        start, parts[name] = 0, []
-        for file, piece in zip(files, pieces, strict=True):
-            offsets = [0] * piece.ndim
-            offsets[cut or 0] = start
-            heads = {"wq": args.n_heads, "wk": args.kv_heads}.get(name.split(".")[-2])
-            order = None
-            if heads:  # a head is in one file
-                rows = torch.arange(piece.size(0))[:, None]
-                order = permute(rows, heads * piece.size(0) // whole[0])[:, 0]
-            read = partial(_meta_rows, piece, order)
-            parts[name].append(Part(file, name, piece.dtype, tuple(piece.shape), read).at(*offsets))
-            if cut is None:
-                break
-            start += piece.size(cut)
-    spare = parts.pop("output.weight", [None])[0] if args.tied else None
-    if args.tied:
-        parts["output.weight"] = parts["tok_embeddings.weight"]
-    return Weights(path, "llama3", args, parts, config, spare if len(states) == 1 else None)
-
-
-def _meta_rows(tensor: torch.Tensor, order: torch.Tensor | None, slices: Slices) -> torch.Tensor:
-    return tensor[slices] if order is None else tensor[order[slices[0]]][:, slices[1]]
-
-
-def args_from_meta(config: Mapping[str, Any], states: list[dict[str, torch.Tensor]]) -> LlamaArgs:
-    """Return the arguments that Meta's params.json describes; the vocabulary is that of the files.
-
-    Raises ValueError for a model with experts or quantised weights. A tied head is one that no file holds.
-    """
-    if unknown := sorted({"moe_args", "quantization_args", "vision_chunk_size"} & config.keys()):
-        raise ValueError(f"it has {unknown[0]}: such models are not read")
-    given = {name: config[name] for name in _META_NAMES if config.get(name) is not None}
-    embedding = states[0]["tok_embeddings.weight"]
-    vocabulary = embedding.size(0) * (1 if embedding.size(1) != config["dim"] else len(states))
-    return LlamaArgs(
-        **given,
-        vocab_size=vocabulary,
-        rope_theta=float(config.get("rope_theta", 10000.0)),
-        rope_scaling=RopeScaling(factor=float(config.get("rope_scale_factor", 8.0)))
-        if config.get("use_scaled_rope")
-        else None,
-        tied="output.weight" not in states[0],
-    )
-
-
 # The config.json against the section [model]
 
 
@@ -381,7 +311,7 @@ def config_differences(weights: Weights, spec: ModelSpec, args: Any) -> list[str
         return []  # a single file without one
     try:
         if weights.path.is_dir() and not (weights.path / HF_CONFIG).is_file():
-            names = [name for name in (*_META_NAMES, "rope_theta") if weights.config.get(name) is not None]
+            names = [name for name in (*META_NAMES, "rope_theta") if weights.config.get(name) is not None]
             skip = {"multiple_of", "ffn_dim_multiplier"}  # shapes tell the width
             theirs = {name: weights.config[name] for name in names if name not in skip}
             ours = {name: getattr(args, "kv_heads" if name == "n_kv_heads" else name) for name in theirs}

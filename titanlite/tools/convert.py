@@ -31,7 +31,6 @@ from titanlite.checkpoint.hf_save import (
     write_configs,
     write_files,
 )
-from titanlite.checkpoint.load import DTYPE, compare_entries, difference_table
 from titanlite.checkpoint.manifest import (
     CheckpointError,
     Manifest,
@@ -42,6 +41,7 @@ from titanlite.checkpoint.manifest import (
 )
 from titanlite.checkpoint.paths import AnyPath, StorePath, remove_folder, sync_folder
 from titanlite.checkpoint.retention import begin, delete, marks_of, publish
+from titanlite.checkpoint.selection import DTYPE, compare_entries, difference_table
 from titanlite.checkpoint.storage import HashingWriter, converted, describe
 from titanlite.data.tokenizer.export import hf_files
 from titanlite.models import get_spec

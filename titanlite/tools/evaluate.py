@@ -128,8 +128,9 @@ def read_texts(run: RunConfig, folder: AnyPath, manifest: Manifest) -> tuple[Tok
 
     Raises DataError and ConfigError as training does, CheckpointError if the weights are of another model or tokenizer.
     """
-    from titanlite.build import check_model, weights_fingerprints
+    from titanlite.build import check_model
     from titanlite.data.tokenizer import load_tokenizer
+    from titanlite.fingerprints import weights_fingerprints
     from titanlite.run_text import read_held_out
 
     tokenizer = load_tokenizer(run.model.tokenizer_path, run.model.name)

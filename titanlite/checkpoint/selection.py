@@ -1,0 +1,153 @@
+"""Which tensors of a checkpoint a model takes, and how a mismatch is shown."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from titanlite.checkpoint.manifest import CheckpointError
+from titanlite.optim.average import AVERAGE, WEIGHT
+from titanlite.utils import Table, render
+
+#: Parts of a checkpoint by name: weights, the optimizer's state, the step at which the schedule began, the place in the
+#: text, torch's random generators, averages of the weights.
+GROUPS = ("model", "optimizer", "lr_scheduler", "dataloader", "rng", "ema")
+MISSING, UNEXPECTED, SHAPE, DTYPE = "missing", "unexpected", "another shape", "another dtype"
+_FLOATS = {"float64", "float32", "bfloat16", "float16"}
+#: Rows of the table of differences: one screen, with the text around it.
+_ROWS = 20
+#: Tensor name -> [dtype, shape].
+Described = Mapping[str, Sequence[Any]]
+
+
+class Selection(NamedTuple):
+    """The tensors of a model, by the source of their values."""
+
+    #: Read from the checkpoint.
+    load: frozenset[str]
+    #: Keep their initial values, because the checkpoint lacks them or they are excluded.
+    keep: frozenset[str]
+    #: Read from another floating-point type.
+    converted: frozenset[str]
+
+
+def select(
+    saved: Described,
+    wanted: Described,
+    exclude: Sequence[str] = (),
+    allow_missing: Sequence[str] = (),
+    convert: bool = False,
+    source: str = "the checkpoint",
+) -> Selection:
+    """Return which tensors to load.
+
+    saved, wanted: those of the checkpoint and of the model. exclude: names of `GROUPS` and patterns of tensor names:
+    these are not loaded. allow_missing: patterns of tensors that the checkpoint may lack. The optimizer's state of a
+    weight that is not loaded is not loaded either. convert: floating-point types may differ.
+
+    Raises CheckpointError with a table of differences, for a pattern that matches no tensor, and when nothing is left.
+    """
+    prefixes = tuple(f"{group}." for group in exclude if group in GROUPS)
+    patterns = [entry for entry in exclude if entry not in GROUPS]
+    _must_match("checkpoint.exclude_from_loading", patterns, {*saved, *wanted}, GROUPS)
+    _must_match("checkpoint.allow_missing", allow_missing, wanted)
+
+    def matches(name: str, patterns: Sequence[str]) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+    ignored = {name for name in {*saved, *wanted} if name.startswith(prefixes) or matches(name, patterns)}
+    ignored |= {name for name in wanted if name not in saved and matches(name, allow_missing)}
+    own = {name.removeprefix(WEIGHT) for name in ignored if name.startswith(WEIGHT)}
+    fresh = tuple(f"optimizer.state.{name}." for name in own)
+    ignored |= {name for name in {*saved, *wanted} if name.startswith(fresh) or name.removeprefix(AVERAGE) in own}
+
+    problems = {name: compare_entries(saved.get(name), wanted.get(name)) for name in {*saved, *wanted} - ignored}
+    converted = {
+        name
+        for name, problem in problems.items()
+        if convert and problem == DTYPE and {saved[name][0], wanted[name][0]} <= _FLOATS
+    }
+    found = {name: problem for name, problem in problems.items() if problem and name not in converted}
+    if found:
+        offered = _offered_keys(found, {*saved, *wanted})
+        raise CheckpointError(difference_table(found, saved, wanted, source) + offered)
+    load = frozenset(wanted) - ignored
+    if not load:
+        raise CheckpointError(f"checkpoint.exclude_from_loading leaves nothing of {source} to load")
+    return Selection(load, frozenset(wanted) & ignored, frozenset(converted))
+
+
+def _must_match(key: str, patterns: Sequence[str], names: Collection[str], words: Sequence[str] = ()) -> None:
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            known = f" It takes {', '.join(words)}, and patterns of tensor names" if words else " It takes patterns"
+            example = next(iter(sorted(names, key=_natural)), "")
+            raise CheckpointError(f"{key}: {pattern!r} matches no tensor.{known} such as {example!r} or 'model.*'")
+
+
+def compare_entries(saved: Sequence[Any] | None, wanted: Sequence[Any] | None) -> str:
+    """Compare [dtype, shape] of a tensor in a checkpoint and a model; "": they are equal."""
+    if saved is None or wanted is None:
+        return MISSING if saved is None else UNEXPECTED
+    if list(saved[1]) != list(wanted[1]):
+        return SHAPE
+    return DTYPE if saved[0] != wanted[0] else ""
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sort key of names that puts layers.2 before layers.10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def difference_table(found: Mapping[str, str], saved: Described, wanted: Described, source: str) -> str:
+    """Return a table of differences (name → problem), at most a screen of it."""
+    counts = Counter(found.values())
+    summary = ", ".join(f"{counts[kind]} {kind}" for kind in (MISSING, UNEXPECTED, SHAPE, DTYPE) if counts[kind])
+    names = sorted(found, key=_natural)
+    rows = [[name, _shown(saved.get(name)), _shown(wanted.get(name)), found[name]] for name in names[:_ROWS]]
+    table = render(Table(("tensor", "there", "here", "problem"), rows, left=(0, 1, 2, 3)), terminal=False)
+    lines = [f"{source} does not fit this model: {summary}", *(f"  {line}" for line in table.splitlines())]
+    return "\n".join([*lines, *([f"  … and {len(found) - _ROWS} more"] if len(found) > _ROWS else [])])
+
+
+def _offered_keys(found: Mapping[str, str], names: Collection[str]) -> str:
+    """Return the keys that accept the differences. names: of all tensors on both sides."""
+    ways, found_names = [], sorted(found, key=_natural)
+    # A weight's pattern covers the optimizer's state of it.
+    weights = [name for name in found_names if name.startswith(WEIGHT)] or found_names
+    if all(name.startswith(AVERAGE) for name in found_names):
+        return '\nIf that is meant: checkpoint.exclude_from_loading = ["ema"] begins with a new average, or drops it'
+    missing = [name for name in weights if found[name] == MISSING]
+    rest = [name for name in weights if found[name] != MISSING]
+    if missing and all(name.startswith("optimizer.") for name in missing):
+        ways.append('checkpoint.exclude_from_loading = ["optimizer"] begins with a new state of the optimizer')
+    elif missing:
+        patterns = _patterns(missing, {*names} - {*missing})
+        ways.append(f"checkpoint.allow_missing = {patterns} keeps the initial values of what is missing")
+    if rest:
+        patterns = _patterns(rest, {*names} - {*rest})
+        ways.append(f"checkpoint.exclude_from_loading = {patterns} leaves out what {'else ' * bool(missing)}differs")
+    return "\nIf that is meant: " + "; ".join(ways)
+
+
+def _shown(entry: Sequence[Any] | None) -> str:
+    if entry is None:
+        return "–"
+    return f"{entry[0]}{list(entry[1])}" + (f" ({entry[2]})" if len(entry) > 2 else "")  # of a foreign file: its place
+
+
+def _patterns(names: Sequence[str], others: Collection[str], most: int = 4) -> str:
+    """Return a few patterns for these names that match no others: whole blocks, or one tensor of all blocks."""
+    found: dict[str, None] = {}
+    for name in names:
+        if any(fnmatchcase(name, pattern) for pattern in found):
+            continue
+        block = re.sub(r"(\.layers\.\d+)\..*", r"\1.*", name)
+        across = re.sub(r"\.layers\.\d+\.", ".layers.*.", name)
+        fitting = (p for p in (block, across) if not any(fnmatchcase(other, p) for other in others))
+        found[next(fitting, name)] = None
+    shown = [f'"{pattern}"' for pattern in list(found)[:most]] + ["…"] * (len(found) > most)
+    return f"[{', '.join(shown)}]"
