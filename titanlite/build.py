@@ -280,6 +280,7 @@ def build(
             message = "excludes callbacks with before_update: there is no moment at which all gradients exist"
             raise ConfigError([Problem("", "optimizer.early_step_in_backward", message)])
         train_step.in_backward = StepInBackward(model, optimizer)
+        train_step.guard.applied = True
     in_float8 = run.float8.enable_float8_linear
     if in_float8 and run.float8.precompute_float8_dynamic_scale_for_fsdp:
         train_step.after_update = ScalePrecompute(model, mesh)

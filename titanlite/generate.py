@@ -53,7 +53,8 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
 
     Temperature, then top-k, then top-p (Holtzman et al. 2020), as in `transformers`. Temperature must not be 0.
     """
-    logits = logits.float() / sampling.temperature
+    logits = logits.float()
+    logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature  # no temperature overflows
     if sampling.top_k:
         last = logits.topk(min(sampling.top_k, logits.size(-1))).values[..., -1:]
         logits = logits.masked_fill(logits < last, -torch.inf)
@@ -237,7 +238,8 @@ def _draw(logits: Tensor, sampling: Sampling, draws: Sequence[np.random.Generato
         return logits.argmax(-1)
     sums = probabilities(logits, sampling).double().cumsum(-1)
     uniform = torch.tensor([[draw.random()] for draw in draws], dtype=torch.float64, device=sums.device)
-    return torch.searchsorted(sums, uniform * sums[:, -1:], right=True).squeeze(1)
+    drawn = torch.searchsorted(sums, uniform * sums[:, -1:], right=True).squeeze(1)
+    return drawn.clamp(max=logits.size(-1) - 1)  # of logits that are no numbers, too
 
 
 class TextStream:

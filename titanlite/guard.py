@@ -1,5 +1,7 @@
 """A bad step never reaches the weights: its loss or gradient is not finite, or its loss jumps.
 
+With `optimizer.early_step_in_backward` it does, and the run ends or goes back; it is never saved.
+
 The decision is made on the device, from numbers that are equal on all ranks, and gates the update of that very step:
 no step waits for the host, and no collective is added. The host reads the decision while the next step runs.
 
@@ -29,7 +31,7 @@ _FINE, _NOT_FINITE, _SPIKE = range(3)
 
 
 class BadStepError(RuntimeError):
-    """The guard found a step bad. Its update was not applied.
+    """The guard found a step bad. Its update was not applied, unless `applied` says so.
 
     step, norm, loss: of that step, over all ranks. kind: "not finite" (the loss or the gradient norm) or "spike".
     ranks: where the loss was not finite. done: the last step whose update is in the weights.
@@ -38,13 +40,21 @@ class BadStepError(RuntimeError):
     exit_code = exit_codes.GUARD
 
     def __init__(
-        self, step: int, norm: float, loss: float, why: str, kind: str = "spike", ranks: Sequence[int] = ()
+        self,
+        step: int,
+        norm: float,
+        loss: float,
+        why: str,
+        kind: str = "spike",
+        ranks: Sequence[int] = (),
+        applied: bool = False,
     ) -> None:
         self.step, self.norm, self.loss, self.kind, self.ranks, self.done = step, norm, loss, kind, ranks, step - 1
-        super().__init__(
-            f"step {step}: loss {loss:.6g}, gradient norm {norm:.6g}: {why}. The update was not applied: the weights "
-            f"are those after step {step - 1}"
-        )
+        self.applied = applied
+        then = f"The update was not applied: the weights are those after step {step - 1}"
+        if applied:
+            then = "Its update is in the weights (optimizer.early_step_in_backward), and they are not saved"
+        super().__init__(f"step {step}: loss {loss:.6g}, gradient norm {norm:.6g}: {why}. {then}")
 
     def explain(self, finding: object) -> None:
         """Add to the message where it came from (see `titanlite.metrics.nan_finder`), or why the run ends."""
@@ -149,6 +159,8 @@ class FiniteGuard:
         spike_sigmas: float = 0.0,
         window: int = 100,
     ) -> None:
+        #: Updates are in the weights before the guard decides (`titanlite.optim.in_backward`).
+        self.applied = False
         self.policy, self.max_skips, self.spike_sigmas, self.window = policy, max_skips, spike_sigmas, window
         #: `poll` reports the step before the latest: where the host runs ahead of the device.
         self.late = device.type == "cuda"
@@ -281,7 +293,7 @@ class FiniteGuard:
         if spike:
             limit = f"{mean + self.spike_sigmas * deviation:.6g} = {mean:.6g} + {self.spike_sigmas:g} * {deviation:.3g}"
             why = f"the loss jumped over {limit}, mean and deviation of the good steps before it"
-            return BadStepError(step, norm, loss, why)
+            return BadStepError(step, norm, loss, why, applied=self.applied)
         # Gradients are summed over ranks before their norm is known, so only a loss can show the rank.
         losses: list[float] = [share] * dist.get_world_size()
         dist.all_gather_object(losses, share)
@@ -289,4 +301,4 @@ class FiniteGuard:
         why = "the loss was finite on every rank, so it arose in the backward pass"
         if ranks:
             why = f"the loss was not finite on {_named(ranks)}"
-        return BadStepError(step, norm, loss, why, "not finite", ranks)
+        return BadStepError(step, norm, loss, why, "not finite", ranks, self.applied)

@@ -326,7 +326,8 @@ class Trainer:
                 end.state, end.step, end.reason = "stopped", error.done, str(error)
                 self.phase("end")
                 self.poll_saves(wait=True)
-                explain(error, self.parts.model, self.parts.train_step.runner, self.recent[error.step])
+                if not error.applied:  # else the step cannot be computed again
+                    explain(error, self.parts.model, self.parts.train_step.runner, self.recent[error.step])
                 end.reason = str(error)
                 self.parts.anomalies.stopped(error, self.recent[error.step])
 

@@ -115,8 +115,8 @@ class _RemoteFile(io.RawIOBase):
         self._at = self._requests = 0
         self._most = _MOST
         self._file: Any = None
-        #: Size in bytes, and the server's tag or time of the content; None: it does not tell.
-        self.identity: tuple[int | None, str | None] | None = None
+        #: Size in bytes, and the server's tag and time of the content; None: it does not tell.
+        self.identity: tuple[int | None, str | None, str | None] | None = None
         self._retried(self._open)
 
     def _retried(self, call: Callable[[], T]) -> T:
@@ -146,7 +146,8 @@ class _RemoteFile(io.RawIOBase):
 
     def _check(self, size: int | None, about: Mapping[str, Any]) -> None:
         """Note what tells the file from others, or compare it. about: fsspec's or HTTP's headers."""
-        found = size, str(about.get("ETag") or about.get("Last-Modified") or "").removeprefix("W/") or None
+        tag = str(about.get("ETag") or "").removeprefix("W/") or None
+        found = size, tag, str(about.get("Last-Modified") or "") or None
         if self.identity is None:
             self.identity = found
         if any(None not in pair and pair[0] != pair[1] for pair in zip(self.identity, found, strict=True)):

@@ -55,9 +55,9 @@ class WeightAverage(Callback):
     @torch.no_grad()
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         """Nothing waits for the device."""
-        share = (result.good * (1 - self._decay)).to(self._pairs[0][0].device)
-        for average, weight in self._pairs:
-            average.lerp_(weight.float(), share)
+        good = result.good.to(self._pairs[0][0].device)
+        for average, weight in self._pairs:  # selected, since weights may be no numbers after a bad step
+            average.copy_(torch.where(good, average.lerp(weight.float(), 1 - self._decay), average))
 
     @contextmanager
     def applied(self) -> Iterator[None]:

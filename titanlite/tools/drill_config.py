@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titanlite.config.errors import ConfigError
+from titanlite.config.errors import ConfigError, Problem
 from titanlite.config.load import read
 from titanlite.config.sections import AUTO_FILTER, Config
 from titanlite.config.toml import quote
@@ -76,6 +76,9 @@ def tiny_config(config: str, flags: Sequence[str], ranks: int | None = None, com
     if problems:
         raise ConfigError(problems)
     d = base.sections
+    if d.model.name == "hf":
+        message = "the drill shrinks a model by dim and n_layers, which models of transformers lack"
+        raise ConfigError([Problem(base.place("model.name"), "model.name", message, "name a family of titanlite's")])
     wanted = [key for key in _DEGREES if base.value(key) > 1]
     ranks = ranks or max(2, min(_MOST_RANKS, 2 ** len(wanted)))
     degrees, shard = dict.fromkeys(_DEGREES, 1), ranks

@@ -133,7 +133,7 @@ def read_prompts(given: Sequence[str], file: str | None) -> list[str]:
         if sys.stdin.isatty():
             raise refuse("TEXT", "no prompt: give a text, --prompt-file FILE, or a text on standard input")
         given = ["-"]
-    found = [sys.stdin.read() if prompt == "-" else prompt for prompt in given]
+    found = [sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt for prompt in given]
     if file is not None:
         try:
             found += [line for line in Path(file).read_text("utf-8").splitlines() if line.strip()]
