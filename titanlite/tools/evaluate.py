@@ -1,6 +1,7 @@
 """`titanlite evaluate`: the losses of a checkpoint on held-out text. It trains nothing and writes nothing.
 
-Model, text and numbers are those of a validation in training: the same config builds them (`titanlite.build`).
+Model, text and numbers are those of a validation in training: the same config builds them (`titanlite.build`). The
+weights are the trained ones, also where training validates with their average (`validation.ema`).
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -95,12 +96,16 @@ def _run(arguments: argparse.Namespace, flags: Sequence[str], style: Style) -> t
     rows = make_rows(loaded, prompts, arguments.chat, arguments.chat_template)
     temperature = 0.0 if arguments.greedy else arguments.temperature
     sampling = Sampling(temperature, arguments.top_k, arguments.top_p, arguments.seed)
-    show = None if arguments.json else _Printer(rows, style, arguments.chat)
     started = time.perf_counter()
+    show = None
     try:
+        show = None if arguments.json else _Printer(rows, style, arguments.chat)
         first_seconds = sample(loaded, rows, sampling, arguments.max_tokens, arguments.batch_size, show)
     except KeyboardInterrupt:
         return "\n" if show else "", exit_codes.INTERRUPTED
+    except BrokenPipeError:  # `head` has seen enough; Python would complain again while it shuts down
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return "", exit_codes.DONE
     seconds, tokens = time.perf_counter() - started, sum(len(row.new) for row in rows)
     speed = tokens / seconds
     if arguments.json:
