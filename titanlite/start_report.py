@@ -131,7 +131,7 @@ def mesh_row(setup: Setup, ranks: int, experts: int) -> Row:
     """experts: ranks that share the experts of a mixture."""
     # The two of data parallelism are always shown: they divide a batch.
     shown = [f"{name} {degree}" for name, degree in setup.degrees.items() if degree > 1 or name.startswith("dp_")]
-    shared = f"; each {experts} share the experts" if experts > 1 else ""
+    shared = f"; {experts} ranks divide the experts" if experts > 1 else ""
     return "mesh", f"{' x '.join(shown)} = {counted(ranks, 'ranks')}{shared}"
 
 
